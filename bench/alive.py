@@ -7,12 +7,12 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from superstep.comm.collectives import Pending
+from superstep.engine.engine import Engine
+from superstep.engine.instruction_timer import Ran
+from superstep.engine.microbatch import Microbatch
+from superstep.engine.tracing.operation_trace import Noted
 from superstep.program.instructions import Instruction
-from superstep.runtime.collectives import Pending
-from superstep.runtime.engine import Engine
-from superstep.runtime.microbatch import Microbatch
-from superstep.runtime.recorder import Ran
-from superstep.runtime.rehearsal.operation_trace import Noted
 
 
 class Born(TorchDispatchMode):

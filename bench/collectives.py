@@ -29,9 +29,9 @@ import torch.multiprocessing as mp
 
 from bench.machine import write_result
 from bench.several import Several
-from superstep.runtime.collectives import Group, all_gather, all_reduce, receive, reduce_scatter, send, together
-from superstep.runtime.device import Device
-from superstep.runtime.transport import GLOO, reach
+from superstep.comm.backend import GLOO, reach
+from superstep.comm.collectives import Group, all_gather, all_reduce, receive, reduce_scatter, send, together
+from superstep.comm.device import Device
 
 PATIENCE = timedelta(minutes=2)
 BYTES = (4, 4096, 2**16, 2**20, 2**24)

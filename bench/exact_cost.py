@@ -19,13 +19,14 @@ from pathlib import Path
 import torch
 
 from bench.machine import write_result
+from superstep.comm.mesh import Mesh, build_mesh
+from superstep.comm.objects import gather
+from superstep.engine.engine import Engine
+from superstep.engine.microbatch import Microbatch
+from superstep.launch.ranks import World, launch
 from superstep.model.axes import units
 from superstep.plan.config import DataConfig, ModelConfig, NumericsConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.resolve import Resolved, resolve
-from superstep.runtime.engine import Engine
-from superstep.runtime.launch import World, gather, launch
-from superstep.runtime.mesh import Mesh, build_mesh
-from superstep.runtime.microbatch import Microbatch
 from superstep.train.batches import microbatches, rows
 
 AXES = {

@@ -3,7 +3,7 @@
     python -m bench.facts              one table: fact, published, ours, difference
     python -m bench.facts --quick      without programs of more than 5,000 passes
 
-Formulas are those of ``cost.closed.footprint``; bubbles are those of Superstep's own programs, compiled and put on a
+Formulas are those of ``cost.closed.memory``; bubbles are those of Superstep's own programs, compiled and put on a
 clock.
 """
 
@@ -20,12 +20,12 @@ import numpy as np
 
 from bench.published_rows import DATA
 from superstep.cost.closed.activations import LayerBytes, dense_layer
-from superstep.cost.closed.decoder_size import Decoder, array
-from superstep.cost.closed.footprint import Footprint, footprint
-from superstep.cost.closed.layout import RECOMPUTE, SCHEDULES, Layout
-from superstep.cost.closed.software import Software, price_of
-from superstep.cost.closed.software_memory import megatron
-from superstep.cost.closed.stack import Stack
+from superstep.cost.closed.framework import Software, price_of
+from superstep.cost.closed.framework_arrays import Stack
+from superstep.cost.closed.framework_memory import megatron
+from superstep.cost.closed.memory import Footprint, footprint
+from superstep.cost.closed.model_numbers import Decoder, array
+from superstep.cost.closed.parallel_degrees import RECOMPUTE, SCHEDULES, Layout
 from superstep.cost.program.simulate import PerUnit, UnitSeconds, simulate
 from superstep.hardware.catalogue import chip
 from superstep.hardware.network import usual_cluster

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from superstep.errors import StateError
+from superstep.state.all_or_none import Peers
 from superstep.state.checkpoint import load, save
-from superstep.state.folders import checkpoint_at
+from superstep.state.checkpoint_dirs import checkpoint_at
 from superstep.state.manifest import Position
-from superstep.state.piece import STATE, Kind, Piece
-from superstep.state.together import Peers
+from superstep.state.tensor_piece import STATE, Kind, Piece
 from superstep.state.verify import Alone, drop_old
 
 SHAPES: dict[str, tuple[int, ...]] = {"a.weight": (96, 128), "b.weight": (64, 64), "c.bias": (128,)}

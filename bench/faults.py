@@ -33,9 +33,9 @@ from bench.faults_copied import snapshot_kills, snapshot_points
 from bench.machine import write_result
 from bench.soak import recoveries, tokens
 from superstep.cli.options import DEMO
-from superstep.cli.prove.hurts import SIGNALS
+from superstep.cli.prove.fault_injection import SIGNALS
 from superstep.errors import Damaged, StateError
-from superstep.state.folders import checkpoint_at, checkpoints
+from superstep.state.checkpoint_dirs import checkpoint_at, checkpoints
 from superstep.state.verify import Alone, verify
 
 ROOT = Path(__file__).parents[1]

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 
 from bench.fault_ranks import RANKS, SHAPES, between, forked, pieces, what_is
-from superstep.runtime.device import Device
-from superstep.runtime.snapshots import Flushed, Snapshots
-from superstep.state.flush import Flusher
-from superstep.state.folders import checkpoints
+from superstep.comm.device import Device
+from superstep.engine.flat.snapshots import Flushed, Snapshots
+from superstep.state.background_checkpoint import Flusher
+from superstep.state.checkpoint_dirs import checkpoints
 from superstep.state.manifest import Position
-from superstep.state.piece import STATE, Piece
-from superstep.state.snapshot import Field, Memory, common, described, made, pieces_of
+from superstep.state.memory_snapshot import Field, Memory, common, described, made, pieces_of
+from superstep.state.tensor_piece import STATE, Piece
 
 
 def snapshot_kills(rounds: int, seed: int, folder: Path) -> dict[str, Any]:

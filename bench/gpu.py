@@ -36,21 +36,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.machine import write_result
+from superstep.comm.device import Device, gpus, pick
+from superstep.comm.mesh import build_mesh
 from superstep.cost.program.memory import rank_bytes
-from superstep.kernels import by_triton
+from superstep.engine.engine import Engine
+from superstep.engine.instruction_timer import Ran, recorder_for
+from superstep.engine.measure.probe_kernels import Gauge
+from superstep.engine.parallel.flash_partial import attend_block, attend_block_backward
+from superstep.kernels import triton_loader
+from superstep.launch.ranks import World, launch
 from superstep.model import experts as grouped
 from superstep.model.axes import units
 from superstep.plan.config import DataConfig, ModelConfig, NumericsConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.resolve import Resolved, resolve
 from superstep.program.compile import compile_step
 from superstep.program.instructions import Instruction, lane
-from superstep.runtime.device import Device, gpus, pick
-from superstep.runtime.engine import Engine
-from superstep.runtime.launch import World, launch
-from superstep.runtime.measure.kernels import Gauge
-from superstep.runtime.mesh import build_mesh
-from superstep.runtime.parallel.flash_block import attend_block, attend_block_backward
-from superstep.runtime.recorder import Ran, recorder_for
 from superstep.train.batches import microbatches, rows
 
 Figures = dict[str, object]
@@ -212,7 +212,7 @@ def experts(device: Device, width: int, ffn: int, counts: Sequence[int], nobodys
 
 def triton_kernels(lengths: Sequence[int], dtypes: Sequence[torch.dtype]) -> Figures:
     """Those of ``bench.gpu_kernels``, imported where Triton is there."""
-    if why := by_triton.missing(pick(0).torch):
+    if why := triton_loader.missing(pick(0).torch):
         return {"skipped": why}
     return importlib.import_module("bench.gpu_kernels").kernels(pick(0), lengths, dtypes)  # type: ignore[no-any-return]
 

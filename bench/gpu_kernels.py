@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from superstep.comm.device import Device
+from superstep.engine.measure.probe_kernels import Gauge
 from superstep.kernels.gpu.attention import Sees, attention
 from superstep.kernels.gpu.cross_entropy import linear_cross_entropy_sum
 from superstep.kernels.gpu.grouped import products
@@ -22,8 +24,6 @@ from superstep.kernels.gpu.rope import rope
 from superstep.kernels.gpu.softmax import softmax
 from superstep.kernels.gpu.swiglu import swiglu
 from superstep.kernels.position_bias import alibi, t5
-from superstep.runtime.device import Device
-from superstep.runtime.measure.kernels import Gauge
 
 Compute = Callable[..., Tensor]
 

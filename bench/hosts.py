@@ -27,9 +27,9 @@ from typing import Any
 from bench.machine import write_result
 from bench.several import Several, told, why_not
 from superstep.cli.options import DEMO
-from superstep.cli.preparing import prepared
+from superstep.cli.prepare_progress import prepared
 from superstep.plan.config import PlanConfig, RunConfig, StateConfig
-from superstep.plan.toml import write_config
+from superstep.plan.config_io import write_config
 from superstep.train.model import resolved, vocab_of
 
 RESULT = Path(__file__).parent / "results" / "hosts.json"

@@ -20,10 +20,10 @@ import torch
 import torch.nn.functional as F
 
 from bench.machine import write_result
-from superstep.kernels import outer
+from superstep.engine.parallel.flash_partial import attend_block, attend_block_backward
+from superstep.kernels import amx_weight_grad
 from superstep.kernels.attention import attend, attend_backward, compiled, reference
 from superstep.kernels.product import prefers_onednn
-from superstep.runtime.parallel.flash_block import attend_block, attend_block_backward
 
 ROOT = Path(__file__).resolve().parent.parent
 SHAPES = (
@@ -154,7 +154,7 @@ def products(rounds: int) -> list[dict[str, object]]:
 def gradients(rounds: int) -> list[dict[str, object]]:
     """Of weights, from bf16 into a buffer of fp32: by tiles, where the processor has them."""
     rows: list[dict[str, object]] = []
-    if not outer.has_tiles():
+    if not amx_weight_grad.has_tiles():
         return rows
 
     def add(into: torch.Tensor, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -167,7 +167,7 @@ def gradients(rounds: int) -> list[dict[str, object]]:
         grad, x = torch.randn(T, outputs).bfloat16().t(), torch.randn(T, inner).bfloat16()
         exact = grad.double() @ x.double()
         into = torch.zeros(outputs, inner)
-        ways = {"ours": outer.add, "torch": add, "torch.compile": run}
+        ways = {"ours": amx_weight_grad.add, "torch": add, "torch.compile": run}
         sides = {name: lambda way=way, grad=grad, x=x, into=into: way(into, grad, x) for name, way in ways.items()}
         row = told(sides, rounds)
         errors = {}

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from bench.kernels import ROOT, told, ulps
 from bench.machine import write_result
-from superstep.kernels import fused, norm, rope, swiglu
+from superstep.kernels import cpu_library, norm, rope, swiglu
 from superstep.model.norm import RMSNorm
 from superstep.model.rope import Rope
 from superstep.numerics.loss import linear_cross_entropy_sum
@@ -122,8 +122,8 @@ def main(argv: list[str]) -> None:
     options.add_argument("--json", type=Path, default=ROOT / "bench" / "results" / "kernels_fused.json")
     asked = options.parse_args(argv)
     torch.set_num_threads(asked.threads)
-    if fused.compiled().library is None:
-        raise SystemExit(f"there is nothing to measure: {fused.compiled().why}.")
+    if cpu_library.compiled().library is None:
+        raise SystemExit(f"there is nothing to measure: {cpu_library.compiled().why}.")
     found = []
     for tokens in TOKENS:
         for dtype in (torch.float32, torch.bfloat16):

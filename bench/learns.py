@@ -23,9 +23,9 @@ from typing import Any
 
 from bench.machine import write_result
 from superstep.grade.environment import load_environment
+from superstep.serve.build_engine import open_engine
 from superstep.serve.config import ServeConfig
-from superstep.serve.load import open_engine
-from superstep.state.folders import checkpoints
+from superstep.state.checkpoint_dirs import checkpoints
 from superstep.train.weights_folder import weights_of
 from superstep.tune.rl.config import RolloutConfig
 from superstep.tune.rl.sampling import Sampler, words_of

@@ -20,24 +20,25 @@ import torch
 
 from bench.alive import Born, Watch
 from bench.machine import write_result
+from superstep.comm.device import Device
+from superstep.comm.mesh import build_mesh
+from superstep.comm.objects import gather
 from superstep.cost.program.activations import unit_bytes
 from superstep.cost.program.memory import rank_bytes
 from superstep.cost.program.memory_fit import by_category
 from superstep.cost.program.operation import UnitOperations
 from superstep.cost.program.predict import predict
+from superstep.engine.engine import Engine
+from superstep.engine.measure.probe_kernels import Gauge
+from superstep.engine.measure.probe_machine import measure_here
+from superstep.engine.saved_activations import with_kept
+from superstep.engine.tracing.trace_units import operations_of
+from superstep.launch.ranks import World, launch
 from superstep.model.axes import units
 from superstep.plan.config import DataConfig, ModelConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.resolve import Resolved, resolve
 from superstep.program.compile import compile_step
-from superstep.program.memory import without_workspace
-from superstep.runtime.device import Device
-from superstep.runtime.engine import Engine
-from superstep.runtime.kept import with_kept
-from superstep.runtime.launch import World, gather, launch
-from superstep.runtime.measure.here import measure_here
-from superstep.runtime.measure.kernels import Gauge
-from superstep.runtime.mesh import build_mesh
-from superstep.runtime.rehearsal.units import operations_of
+from superstep.program.peak_memory import without_workspace
 from superstep.train.batches import microbatches, rows
 
 LAYOUTS: dict[str, tuple[str, dict]] = {

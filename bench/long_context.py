@@ -29,16 +29,16 @@ import torch.multiprocessing as mp
 
 from bench.machine import machine_facts
 from bench.peers_common import peak_bytes, random_batches, reset_peak
+from superstep.comm.device import Device
+from superstep.comm.mesh import build_mesh
 from superstep.cost.program.memory import rank_bytes
+from superstep.engine.engine import Engine
+from superstep.engine.microbatch import Microbatch
+from superstep.engine.saved_activations import with_kept
 from superstep.model.axes import units
 from superstep.plan.config import DataConfig, ModelConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.resolve import Resolved, resolve
 from superstep.program.compile import compile_step
-from superstep.runtime.device import Device
-from superstep.runtime.engine import Engine
-from superstep.runtime.kept import with_kept
-from superstep.runtime.mesh import build_mesh
-from superstep.runtime.microbatch import Microbatch
 from superstep.train.batches import microbatches
 
 TIMEOUT = timedelta(minutes=3)

@@ -23,16 +23,16 @@ from pathlib import Path
 import torch
 
 from bench.machine import machine_facts
-from superstep.cost.program.work import model_flops_per_token, parameters
+from superstep.comm.device import Device
+from superstep.cost.program.flops import model_flops_per_token, parameters
 from superstep.data.prepare import prepare
+from superstep.launch.ranks import World
 from superstep.observe.router_balance import busiest, dropped_share, entropy
 from superstep.plan.config import ModelConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.resolve import resolve
-from superstep.runtime.device import Device
-from superstep.runtime.launch import World
 from superstep.state.manifest import Position
 from superstep.train.loop import evaluate, routers, steps
-from superstep.train.run_folder import RunFolder
+from superstep.train.run_paths import RunFolder
 from superstep.train.session import Session
 
 DENSE = ModelConfig(name="demo")

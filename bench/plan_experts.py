@@ -3,7 +3,7 @@
 Of a published plan the degrees, and what else is told, are kept; what is not told is set as our search sets it best.
 Their plans were made for their software. So all plans are priced by the closed form twice: for that software, as its
 papers and recipes state it, with the schedules that it has; and for Superstep's own kernels. A mesh counts by the best
-plan on it, and as faster where it is so by more than a tie (``planner.ties``).
+plan on it, and as faster where it is so by more than a tie (``planner.tie_break``).
 
     python -m bench.plan_experts
 """
@@ -18,16 +18,16 @@ from pathlib import Path
 
 from bench.machine import write_result
 from superstep.cost.closed.estimate import Estimate
-from superstep.cost.closed.footprint import COMMUNICATOR_BYTES, CONTEXT_BYTES, USABLE
-from superstep.cost.closed.shorthand import shorthand
-from superstep.cost.closed.software import Software, price_of
-from superstep.cost.closed.software_memory import keeping_of
-from superstep.hardware.text import cluster
+from superstep.cost.closed.framework import Software, price_of
+from superstep.cost.closed.framework_memory import keeping_of
+from superstep.cost.closed.known_frameworks import shorthand
+from superstep.cost.closed.memory import COMMUNICATOR_BYTES, CONTEXT_BYTES, USABLE
+from superstep.hardware.cluster_file import cluster
 from superstep.plan.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from superstep.planner.price import pricing_of
 from superstep.planner.search import Found, Side, search
 from superstep.planner.search_problem import Problem, Rule
-from superstep.planner.ties import TIE
+from superstep.planner.tie_break import TIE
 
 KEEP = 60
 """Meshes that are known in order; a plan behind all of them is told as such."""

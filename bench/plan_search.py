@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.machine import write_result
-from superstep.hardware.text import cluster
+from superstep.hardware.cluster_file import cluster
 from superstep.plan.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from superstep.planner.price import pricing_of
 from superstep.planner.search import Side, chunks_of, search
@@ -40,7 +40,7 @@ TABLES = {
 }
 TIMED = """
 import resource, sys
-from superstep.cli.plan import verb
+from superstep.cli.plan import plan as verb
 from superstep.errors import UserError
 options = verb.Options(cluster=sys.argv[2])
 try:

@@ -16,8 +16,8 @@ from bench.published_left_out import seconds, unseen
 from bench.published_rows import Change, Reading, Row, number
 from bench.published_score import Scored, is_judged, ranked, summary
 from bench.published_steps import Steps
-from superstep.cost.closed.decoder_size import array
 from superstep.cost.closed.efficiency import FITTED
+from superstep.cost.closed.model_numbers import array
 
 MOVED = 0.005
 """A mechanism is of the rows whose seconds change by so much without it, the constants as they are."""

@@ -1,6 +1,6 @@
 """Intervals: how wide 80% are, from the residuals of stacks that nothing was learned from.
 
-What is known of a row decides the shape (``cost.closed.interval.Spread``): the share of its step that is traffic,
+What is known of a row decides the shape (``cost.closed.uncertainty.Spread``): the share of its step that is traffic,
 whether its plan is stated whole, whether it is a mixture. The interval is for a row of the next stack, and a stack's
 rows are off together: they have a part of their variance in common (``alike``). Of n rows with the part r each tells
 1 / (1 + (n - 1) · r) of what a lone one would (Kish 1965, sec. 5.4), and weighs so much. Rows that are averages of
@@ -17,7 +17,7 @@ from scipy.optimize import minimize
 
 from bench.published_rows import Row, number
 from superstep.cost.closed.estimate import Estimate
-from superstep.cost.closed.interval import SHARE, Spread
+from superstep.cost.closed.uncertainty import SHARE, Spread
 from superstep.hardware.units import Array
 
 ROUNDS = 4

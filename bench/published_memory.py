@@ -16,13 +16,13 @@ import numpy.typing as npt
 
 from bench.published_interval import alike, quantile, weights_of
 from bench.published_rows import Change, IsNamed, Reading, Row, everyone, known_of, number, readings, year_of
-from superstep.cost.closed.decoder_size import Decoder, array
-from superstep.cost.closed.footprint import COMMUNICATOR_BYTES, CONTEXT_BYTES, Footprint, footprint, is_fitting
-from superstep.cost.closed.interval import SHARE
-from superstep.cost.closed.layout import RECOMPUTE, Layout
-from superstep.cost.closed.software import price_of, stacked
-from superstep.cost.closed.software_memory import Keeping, keeping_of
-from superstep.cost.closed.stack import Stack
+from superstep.cost.closed.framework import price_of, stacked
+from superstep.cost.closed.framework_arrays import Stack
+from superstep.cost.closed.framework_memory import Keeping, keeping_of
+from superstep.cost.closed.memory import COMMUNICATOR_BYTES, CONTEXT_BYTES, Footprint, footprint, is_fitting
+from superstep.cost.closed.model_numbers import Decoder, array
+from superstep.cost.closed.parallel_degrees import RECOMPUTE, Layout
+from superstep.cost.closed.uncertainty import SHARE
 from superstep.errors import ConfigError
 from superstep.hardware.units import Array
 

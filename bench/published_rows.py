@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
-from superstep.cost.closed.decoder_size import Decoder, array
-from superstep.cost.closed.layout import RECOMPUTE, SCHEDULES, Layout
-from superstep.cost.closed.shorthand import Shorthand, shorthand, usual_attention
-from superstep.cost.closed.software import Attention, Software
+from superstep.cost.closed.framework import Attention, Software
+from superstep.cost.closed.known_frameworks import Shorthand, shorthand, usual_attention
+from superstep.cost.closed.model_numbers import Decoder, array
+from superstep.cost.closed.parallel_degrees import RECOMPUTE, SCHEDULES, Layout
 from superstep.errors import DataError
 from superstep.hardware.catalogue import chip
 from superstep.hardware.chip import Rate

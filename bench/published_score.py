@@ -10,7 +10,7 @@ import numpy as np
 from bench.published_memory import hold
 from bench.published_rows import Row, degrees, number
 from superstep.hardware.units import Array
-from superstep.planner.ties import Simplicity, first_of, simplicity
+from superstep.planner.tie_break import Simplicity, first_of, simplicity
 
 STEPS = ("pretrain_step", "sft_step", "lora_step", "layer_fwd_bwd_ms")
 

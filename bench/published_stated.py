@@ -13,7 +13,7 @@ import numpy as np
 
 from bench.published_memory import labels_of, peaks_of
 from bench.published_rows import Change, IsNamed, Reading, Row, software_of
-from superstep.cost.closed.software import Software
+from superstep.cost.closed.framework import Software
 
 LOSS = ("logit_bytes", "gathers_logits")
 GRADIENTS = ("kept_gradient_bytes",)

@@ -10,7 +10,7 @@ import numpy as np
 from bench.published_rows import Change, IsNamed, Reading, Row, everyone, is_layer, readings
 from superstep.cost.closed.efficiency import Efficiency
 from superstep.cost.closed.estimate import Estimate, estimate
-from superstep.cost.closed.software import price_of, stacked, taken
+from superstep.cost.closed.framework import price_of, stacked, taken
 from superstep.errors import ConfigError
 from superstep.hardware.units import Array
 

@@ -15,7 +15,7 @@ from bench.published_calibrated import Choice, Drawn
 from bench.published_memory import Labels, Peaks, by_share, peaks_interval
 from bench.published_score import Scored, Sweep, summary
 from bench.published_stated import Stated
-from superstep.cost.closed.interval import Spread
+from superstep.cost.closed.uncertainty import Spread
 from superstep.hardware.units import Array
 
 Line = tuple[int, float, float]

@@ -22,7 +22,7 @@ from bench.published_rows import DATA, Row, is_timed, number, read_rows
 from bench.published_score import STEPS, Scored, is_judged, summary
 from bench.published_steps import Steps
 from superstep.cost.closed.efficiency import FITTED
-from superstep.cost.closed.interval import MEMORY, STEP
+from superstep.cost.closed.uncertainty import MEMORY, STEP
 
 
 def score(rows: Sequence[Row]) -> dict[str, object]:

@@ -22,15 +22,16 @@ from typing import Any
 import torch
 
 from bench.machine import write_result
+from superstep.comm.device import Device
+from superstep.comm.mesh import build_mesh
+from superstep.comm.objects import barrier, gather
+from superstep.engine.engine import Engine
+from superstep.launch.ranks import World, launch_apart
 from superstep.model.axes import units
+from superstep.monitor.status_page import Beats, Heart, Page, Unwatched
 from superstep.plan.config import DataConfig, ModelConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.resolve import Resolved, resolve
 from superstep.program.instructions import Instruction
-from superstep.runtime.device import Device
-from superstep.runtime.engine import Engine
-from superstep.runtime.heart import Beats, Heart, Page, Unwatched
-from superstep.runtime.launch import World, barrier, gather, launch_apart
-from superstep.runtime.mesh import build_mesh
 from superstep.train.batches import microbatches, rows
 
 CPU = Device("cpu")

@@ -24,17 +24,17 @@ import torch
 
 from bench.machine import write_result
 from bench.serve_vs_peers import ROOT, SCENARIOS, Job, save_model
+from superstep.comm.mesh import build_mesh
 from superstep.cost.serve import seconds, way_of
-from superstep.runtime.launch import World, launch_apart
-from superstep.runtime.mesh import build_mesh
-from superstep.serve.calibrate import Timing, calibrate
+from superstep.launch.ranks import World, launch_apart
+from superstep.serve.benchmark_steps import Timing, calibrate
+from superstep.serve.build_engine import give_back, open_engine, setting_model, share_cores
+from superstep.serve.capacity_forecast import weight_bytes
 from superstep.serve.config import ServeConfig, plan_of
-from superstep.serve.foresee import weight_bytes
-from superstep.serve.load import give_back, open_engine, setting_model, share_cores
-from superstep.serve.pages import Pages
-from superstep.serve.request import Request, Sampling
-from superstep.serve.simulate import Arrival, simulate
-from superstep.serve.step import Budget
+from superstep.serve.scheduling.kv_pages import Pages
+from superstep.serve.scheduling.request import Request, Sampling
+from superstep.serve.scheduling.simulate import Arrival, simulate
+from superstep.serve.scheduling.step import Budget
 
 WAYS = {
     "bf16": {},

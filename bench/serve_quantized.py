@@ -16,12 +16,12 @@ from pathlib import Path
 import torch
 
 from bench.machine import write_result
-from superstep.data.tokens import open_corpus
+from superstep.data.token_files import open_corpus
+from superstep.serve.batch_generate import generate
+from superstep.serve.build_engine import open_engine
 from superstep.serve.compute.quantize import FORMATS
 from superstep.serve.config import ServeConfig
-from superstep.serve.load import open_engine
-from superstep.serve.offline import generate
-from superstep.serve.request import Sampling
+from superstep.serve.scheduling.request import Sampling
 from superstep.train.weights_folder import newest_checkpoint
 
 RESULT = Path(__file__).parent / "results" / "serve_quantized.json"

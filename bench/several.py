@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from superstep.monitor.status_page import NAME
 from superstep.observe.jsonl import read
-from superstep.runtime.heart import NAME
 
 SECRET = "a secret that only these hosts know"
 PORT = 29400

@@ -37,24 +37,25 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from bench.machine import write_result
+from superstep.comm.device import Device
+from superstep.comm.mesh import build_mesh
+from superstep.comm.objects import barrier, gather
+from superstep.engine.engine import Engine
+from superstep.engine.flat.snapshots import Flushed
+from superstep.engine.instruction_timer import HostRecorder
+from superstep.engine.measure.disk import disk_rates
+from superstep.launch.ranks import World, launch_apart
 from superstep.model.axes import units
 from superstep.plan.config import DataConfig, ModelConfig, PlanConfig, RunConfig, StateConfig, TrainConfig
 from superstep.plan.resolve import Resolved, resolve
 from superstep.program.instructions import Snapshot
-from superstep.runtime.device import Device
-from superstep.runtime.engine import Engine
-from superstep.runtime.launch import World, barrier, gather, launch_apart
-from superstep.runtime.measure.disk import disk_rates
-from superstep.runtime.mesh import build_mesh
-from superstep.runtime.recorder import HostRecorder
-from superstep.runtime.snapshots import Flushed
+from superstep.state.background_checkpoint import Flusher
 from superstep.state.checkpoint import load, save
-from superstep.state.flush import Flusher
 from superstep.state.manifest import Position
-from superstep.state.piece import STATE
-from superstep.state.snapshot import Handles, made
+from superstep.state.memory_snapshot import Handles, made
+from superstep.state.tensor_piece import STATE
 from superstep.train.batches import microbatches, rows
-from superstep.train.peers import RankPeers, tensor_shapes
+from superstep.train.rank_peers import RankPeers, tensor_shapes
 
 CPU = Device("cpu")
 

@@ -26,9 +26,9 @@ from typing import Any
 
 from bench.machine import write_result
 from superstep.cli.options import DEMO
-from superstep.cli.preparing import prepared
+from superstep.cli.prepare_progress import prepared
+from superstep.cli.prove.fault_injection import KINDS, SIGNALS, Hurt, HurtRun, Kind, begun, compared, hurt
 from superstep.cli.prove.faults import hurt_config
-from superstep.cli.prove.hurts import KINDS, SIGNALS, Hurt, HurtRun, Kind, begun, compared, hurt
 from superstep.plan.config import ModelConfig, PlanConfig, RunConfig
 from superstep.train.model import resolved, vocab_of
 

@@ -22,14 +22,14 @@ from pathlib import Path
 import torch
 
 from bench.machine import write_result
-from superstep.data.stream import Batch
+from superstep.data.token_stream import Batch
+from superstep.launch.ranks import World, launch
 from superstep.plan.config import DataConfig, ModelConfig, NumericsConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.resolve import Resolved, resolve
-from superstep.runtime.launch import World, launch
-from superstep.train.proof.close import Difference, write_reference
-from superstep.train.proof.close import differences as differences_of
-from superstep.train.proof.exact import write_bits
-from superstep.train.proof.sweep import layouts
+from superstep.train.proof.all_layouts import layouts
+from superstep.train.proof.prove_exact import write_bits
+from superstep.train.proof.prove_tolerance import Difference, write_reference
+from superstep.train.proof.prove_tolerance import differences as differences_of
 
 STEPS = 2
 TOKENS = 32

@@ -25,12 +25,12 @@ from bench.peers import train_peer
 from bench.peers_common import PeerResult, peak_bytes, random_batches, reset_peak
 from bench.peers_wrapped import missing
 from bench.spawn import PATIENCE, Workload, measure
+from superstep.comm.device import Device
+from superstep.comm.mesh import build_mesh
+from superstep.engine.engine import Engine
 from superstep.model.axes import units
 from superstep.plan.config import DataConfig, ModelConfig, NumericsConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.resolve import resolve
-from superstep.runtime.device import Device
-from superstep.runtime.engine import Engine
-from superstep.runtime.mesh import build_mesh
 from superstep.train.batches import microbatches, rows
 
 PAIRS: dict[str, tuple[dict, dict, int]] = {

@@ -26,8 +26,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from bench.machine import write_result
+from superstep.comm.objects import gather
 from superstep.data.tokenizer import train_tokenizer
 from superstep.grade.config import GradeConfig
+from superstep.launch.ranks import World, launch_apart
 from superstep.model.axes import units
 from superstep.model.decoder import Decoder
 from superstep.model.hf import save_weights
@@ -42,16 +44,15 @@ from superstep.plan.config import (
     StateConfig,
     TrainConfig,
 )
-from superstep.plan.model.named import shape_of
+from superstep.plan.model.lookup import shape_of
 from superstep.plan.resolve import resolve
-from superstep.runtime.launch import World, gather, launch_apart
 from superstep.serve import reader
-from superstep.train.run_folder import RunFolder
+from superstep.train.run_paths import RunFolder
 from superstep.tune.program.memory import peaks
 from superstep.tune.rl.config import RlConfig, RolloutConfig
-from superstep.tune.rl.reinforce import Job, job_of, reinforce, serve_of
-from superstep.tune.rl.room import sizes_of
-from superstep.tune.rl.start import with_start
+from superstep.tune.rl.initial_policy import with_start
+from superstep.tune.rl.job import Job, job_of, reinforce, serve_of
+from superstep.tune.rl.memory_budget import sizes_of
 
 TASKS = """
 from superstep.grade.task import Task

@@ -26,15 +26,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bench.machine import write_result
 from bench.peers_common import random_batches
 from bench.spawn import PATIENCE, Workload
+from superstep.comm.device import Device
+from superstep.comm.mesh import build_mesh
+from superstep.engine.engine import Engine
 from superstep.kernels.product import linear, prefers_fp32, prefers_onednn
 from superstep.model.axes import units
 from superstep.numerics.dtypes import DTYPES
 from superstep.numerics.loss import _LinearCrossEntropySum
 from superstep.plan.config import DataConfig, ModelConfig, NumericsConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.resolve import resolve
-from superstep.runtime.device import Device
-from superstep.runtime.engine import Engine
-from superstep.runtime.mesh import build_mesh
 from superstep.train.batches import microbatches
 
 ROOT = Path(__file__).resolve().parent.parent

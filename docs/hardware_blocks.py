@@ -14,7 +14,7 @@ from superstep.hardware.catalogue import ALIASES, CHIPS
 from superstep.hardware.chip import Chip, Rate
 from superstep.hardware.cluster import Cluster
 from superstep.hardware.network import NETWORKS
-from superstep.plan.toml import describe_type, literal
+from superstep.plan.config_io import describe_type, literal
 
 GIB = 2**30
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from superstep.plan.config import DataConfig, ModelConfig, NumericsConfig, RunConfig
 from superstep.plan.mesh import MeshShape
 from superstep.plan.resolve import resolve
-from superstep.plan.split.sequence import blocks, positions
+from superstep.plan.sharding.sequence import blocks, positions
 
 RESULTS = Path(__file__).parents[1] / "bench" / "results"
 

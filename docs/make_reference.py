@@ -24,23 +24,23 @@ from hardware_blocks import HARDWARE_BLOCKS
 from layout_blocks import LAYOUT_BLOCKS, fenced, table
 from planner_blocks import PLANNER_BLOCKS
 from superstep.cli.help import field_docs
+from superstep.cost.program.flops import parameters
 from superstep.cost.program.memory import rank_bytes
 from superstep.cost.program.simulate import PerUnit, UnitSeconds, simulate
-from superstep.cost.program.work import parameters
 from superstep.numerics.tolerance import TOLERANCE, tolerance
 from superstep.observe import events
+from superstep.observe.drawing.timeline import draw_text
 from superstep.observe.page.bubble import FORMULAS
-from superstep.observe.timeline import draw_text
 from superstep.plan.config import DataConfig, ModelConfig, NumericsConfig, PlanConfig, RunConfig, TrainConfig
-from superstep.plan.model import alternating, latent
+from superstep.plan.config_io import section_of, table_entry
+from superstep.plan.model import mla_models, sliding_window_models
 from superstep.plan.model.hf_families import ARCHITECTURES, HARMLESS, HARMLESS_IN, only
-from superstep.plan.model.named import PRICED
+from superstep.plan.model.lookup import PRICED
 from superstep.plan.model.shape import SHAPES
 from superstep.plan.resolve import Resolved, resolve
-from superstep.plan.toml import section_of, table_entry
 from superstep.program.compile import compile_step
 from superstep.program.instructions import Program
-from superstep.program.memory import forwards_in_flight
+from superstep.program.peak_memory import forwards_in_flight
 from superstep.program.text import describe, write_program
 from superstep.program.timeline import Timeline
 from superstep.tune.config import USUAL, USUAL_TOKENS, TuneConfig
@@ -168,8 +168,9 @@ def configuration() -> str:
         "`model.name` may be the path of a `config.json` of one of these types; where the file leaves a key out, "
         "it means what it means to transformers. A file in which some blocks have experts and others do not is "
         "refused. One in which some slide and others do not is priced by `superstep plan` and trained by nothing yet, "
-        f"and so are {_named(PRICED)} and files of the types {_named((*latent.KINDS, *alternating.KINDS))}. Layers of "
-        "a state space, of linear attention, of recurrences or convolutions are neither: a file that has some "
+        f"and so are {_named(PRICED)} and files of the types "
+        f"{_named((*mla_models.KINDS, *sliding_window_models.KINDS))}. Layers of a state space, of "
+        "linear attention, of recurrences or convolutions are neither: a file that has some "
         "is refused by name.",
         table(("model_type", "is written for", "beside Llama's"), _FAMILIES),
         "Every key is honoured, refused with what would work, or changes nothing. `rope_theta` may stand by itself or "

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from superstep.cli.moving import Seen
-from superstep.cost.program.formulas import decoder_operations
+from superstep.cli.step_page import Seen
 from superstep.cost.program.predict import Machine, predict
-from superstep.observe.page.moving import Choice, moving_page
+from superstep.cost.program.unit_operations import decoder_operations
+from superstep.observe.page.step_animation import Choice, moving_page
 from superstep.plan.config import (
     DataConfig,
     ModelConfig,

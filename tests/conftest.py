@@ -127,7 +127,7 @@ def little_is_measured() -> Iterator[None]:
 @pytest.fixture
 def small_measure(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets what a test measures itself be small."""
-    from superstep.runtime.measure import kernels
+    from superstep.engine.measure import probe_kernels
 
-    monkeypatch.setattr(kernels, "KEPT_BYTES", kernels.KEPT_BYTES | {"cpu": 2**18})
-    monkeypatch.setattr(kernels, "SIZES", kernels.SIZES | {"cpu": (2**12, 2**15)})
+    monkeypatch.setattr(probe_kernels, "KEPT_BYTES", probe_kernels.KEPT_BYTES | {"cpu": 2**18})
+    monkeypatch.setattr(probe_kernels, "SIZES", probe_kernels.SIZES | {"cpu": (2**12, 2**15)})

@@ -19,45 +19,45 @@ import pytest
 from longer import longer
 from predicted_runs import keep_predicted_from
 from saved import write as write_checkpoint
-from superstep.cli import begin as cli_begin
-from superstep.cli import checkpoint, compare, moving, sample, serve, trace, view
-from superstep.cli.chat import verb as chat
-from superstep.cli.doctor import verb as doctor
-from superstep.cli.grade import verb as grade
+from superstep.cli import checkpoint, compare, sample, serve, step_page, trace, view
+from superstep.cli import preload_torch as cli_begin
+from superstep.cli.chat import chat
+from superstep.cli.doctor import doctor
+from superstep.cli.grade import grade
 from superstep.cli.main import VERBS, main
-from superstep.cli.measure import verb as measure
+from superstep.cli.measure import measure
 from superstep.cli.options import DEMO
+from superstep.cli.plan import plan as plan_verb
 from superstep.cli.plan import serve as plan_serve
-from superstep.cli.plan import verb as plan_verb
-from superstep.cli.prove import verb as prove
-from superstep.cli.scaling import verb as scaling
-from superstep.cli.train import verb as train
-from superstep.cli.tune import learn as tune
+from superstep.cli.prove import prove
+from superstep.cli.scaling import scaling
+from superstep.cli.train import train
 from superstep.cli.tune import merge as tune_merge
-from superstep.cli.tune import reinforce
+from superstep.cli.tune import rl
 from superstep.cli.tune import serve as tune_serve
+from superstep.cli.tune import sft_dpo as tune
+from superstep.cost.program.flops import parameters
 from superstep.cost.program.predict import Machine, predict
-from superstep.cost.program.work import parameters
-from superstep.data.tokens import ANSWER_FILES
-from superstep.data.tokens import FILES as TOKEN_FILES
-from superstep.data.turn import LOCK
-from superstep.hardware.text import cluster, read_cluster
+from superstep.data.prepare_lock import LOCK
+from superstep.data.token_files import ANSWER_FILES
+from superstep.data.token_files import FILES as TOKEN_FILES
+from superstep.hardware.cluster_file import cluster, read_cluster
 from superstep.plan.config import ModelConfig
+from superstep.plan.config_io import read_config, write_config
 from superstep.plan.model.hf_config import to_hf_config
-from superstep.plan.model.named import shape_of
+from superstep.plan.model.lookup import shape_of
 from superstep.plan.resolve import resolve
-from superstep.plan.toml import read_config, write_config
-from superstep.planner import verify
-from superstep.planner.calibrate_row import guide
+from superstep.planner import simulate_best
+from superstep.planner.calibrate_observation import guide
 from superstep.planner.published_row import after_published, is_published
 from superstep.program.instructions import Instruction
 from superstep.program.text import read_instruction, read_program, write_program
-from superstep.state.folders import MARK
+from superstep.state.checkpoint_dirs import MARK
 from superstep.state.manifest import MANIFEST
 from superstep.state.tensor_file import FILES
-from superstep.train import rundir
+from superstep.train import run_directory
 from superstep.train.model import resolved
-from superstep.train.run_folder import RunFolder
+from superstep.train.run_paths import RunFolder
 from superstep.tune.config import read_recipe
 from superstep.tune.recipe import RECIPE
 
@@ -208,7 +208,7 @@ def place(tmp_path, saved, monkeypatch):
     (tmp_path / "machine.toml").write_text("chips = 8\n" + measured, encoding="utf-8")
     monkeypatch.setattr(view, "measure", lambda run, device, operations: MACHINE)
     # A page has its own plan; those beside it, which no argument changes, are not simulated.
-    monkeypatch.setattr(moving, "MOST_INSTRUCTIONS", 0)
+    monkeypatch.setattr(step_page, "MOST_INSTRUCTIONS", 0)
     monkeypatch.setattr("webbrowser.open", lambda url: True)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -229,7 +229,7 @@ def call(place, monkeypatch):
     def begin(run=None, *args, **kwargs):
         raise Accepted(run)
 
-    monkeypatch.setattr(rundir, "choose", begin)
+    monkeypatch.setattr(run_directory, "choose", begin)
     monkeypatch.setattr(cli_begin, "load", lambda settings: None)  # emulated GPUs come before torch, which is here
     monkeypatch.setattr(prove, "choose", lambda asked, ranks: "cpu")
     monkeypatch.setattr(prove, "prepare", begin)
@@ -246,7 +246,7 @@ def call(place, monkeypatch):
     monkeypatch.setattr(plan_serve, "calibrate", begin)
     monkeypatch.setattr(plan_serve, "_model", lambda name: ("demo" if name.startswith("runs") else name, None))
     monkeypatch.setattr(grade, "Pool", begin)
-    monkeypatch.setattr(reinforce, "run", begin)
+    monkeypatch.setattr(rl, "run", begin)
     monkeypatch.setattr(chat, "Local", begin)
     monkeypatch.setattr(chat, "Remote", begin)
     monkeypatch.setattr(scaling, "read_runs", begin)
@@ -254,7 +254,7 @@ def call(place, monkeypatch):
     monkeypatch.setattr(train, "on_hosts", begin)
     # A plan is searched. The programs of large models, which take a minute, keep their closed form here, and what lies
     # beside the best plan, which no argument changes and most of the seconds went into, is not searched again.
-    monkeypatch.setattr(verify, "MOST_INSTRUCTIONS", 1_000)
+    monkeypatch.setattr(simulate_best, "MOST_INSTRUCTIONS", 1_000)
     monkeypatch.setattr(plan_verb, "improved", lambda best, plans, **_: (best, ()))
 
     def called(argv):

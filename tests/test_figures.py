@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from figures_blocks import FIGURES
-from superstep.cost.closed.interval import UNSEEN_PEAKS, UNSEEN_STEPS
+from superstep.cost.closed.uncertainty import UNSEEN_PEAKS, UNSEEN_STEPS
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"

@@ -57,9 +57,9 @@ from superstep.cost.program.activations import unit_bytes
 from superstep.observe.page.bubble import FORMULAS
 from superstep.plan.resolve import resolve
 from superstep.program.compile import compile_step
-from superstep.program.memory import high_water
-from superstep.runtime.launch import launch_on
-from superstep.train.proof.case import Cases, prove_case
+from superstep.program.peak_memory import high_water
+from superstep.launch.ranks import launch_on
+from superstep.train.proof.proof_inputs import Cases, prove_case
 
 
 def main():

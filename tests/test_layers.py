@@ -27,7 +27,10 @@ ORDER = (
     "model",
     "state",
     "data",
-    "runtime",
+    "monitor",
+    "comm",
+    "launch",
+    "engine",
     "serve",
     "train",
     "grade",
@@ -39,17 +42,17 @@ LIGHT = ORDER[: ORDER.index("observe") + 1]
 LIGHT_PACKAGES = sys.stdlib_module_names | {"numpy", "superstep"}
 LAWS = "scaling.fit"
 """The one module that may use scipy, for its L-BFGS."""
-DISTRIBUTED = "runtime", "strict"
+DISTRIBUTED = "monitor", "comm", "launch", "engine", "strict"
 """The parts that may use torch.distributed: that which runs on it, and that which gives it an emulated NCCL."""
 ONLY_CLI = {"os.environ", "os.getenv", "os.putenv", "sys.argv"}
-HANDS_ON = "runtime.seed", "os.environ"
+HANDS_ON = "launch.fork_server", "os.environ"
 """The one module that may hand a process's environment on to its ranks, unread."""
 
 PACKAGE = Path(superstep.__file__).parent
 
 
 def violations(module: str, source: str) -> list[str]:
-    """What a module of the package (``plan.toml``, say) does against the order, each with its line."""
+    """What a module of the package (``plan.config_io``, say) does against the order, each with its line."""
     return _violations(module, list(ast.walk(ast.parse(source))))
 
 
@@ -99,7 +102,7 @@ def broken(module: str, node: ast.AST) -> Iterator[str]:
         elif part in LIGHT and top not in LIGHT_PACKAGES:
             yield f"{part} imports {top}; it may use the standard library and numpy only"
         if is_distributed(name) and part not in DISTRIBUTED:
-            yield f"{part} imports torch.distributed, which lives in runtime alone"
+            yield f"{part} imports torch.distributed, which comm, launch and engine have"
         if name in ONLY_CLI and part != "cli":
             yield f"{part} imports {name}, which only cli reads"
     match node:
@@ -107,7 +110,7 @@ def broken(module: str, node: ast.AST) -> Iterator[str]:
             if (module, f"{base}.{name}") != HANDS_ON:
                 yield f"{part} uses {base}.{name}, which only cli reads"
         case ast.Attribute(ast.Name("torch"), "distributed") if part not in DISTRIBUTED:
-            yield f"{part} uses torch.distributed, which lives in runtime alone"
+            yield f"{part} uses torch.distributed, which comm, launch and engine have"
         case ast.Call(ast.Name("print")) if part != "cli":
             yield f"{part} prints, which only cli does"
 
@@ -183,29 +186,29 @@ def test_a_planted_ring_is_seen():
         ("train.loop", "from .batches import batches", "relative import"),
         ("train.loop", "from . import batches", "relative import"),
         ("cost.simulate", "import torch", "the standard library and numpy only"),
-        ("scaling.study", "from scipy.optimize import minimize", "which scaling.fit alone may"),
+        ("scaling.summary", "from scipy.optimize import minimize", "which scaling.fit alone may"),
         ("model.decoder", "import scipy", "which scaling.fit alone may"),
         ("observe.events", "from torch import Tensor", "the standard library and numpy only"),
         (
-            "plan.toml",
+            "plan.config_io",
             "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch",
             "line 3: plan",
         ),
-        ("state.checkpoint", "import torch.distributed as dist", "lives in runtime alone"),
-        ("train.loop", "from torch import distributed", "lives in runtime alone"),
-        ("train.loop", "from torch.distributed import all_reduce", "lives in runtime alone"),
+        ("state.checkpoint", "import torch.distributed as dist", "which comm, launch and engine have"),
+        ("train.loop", "from torch import distributed", "which comm, launch and engine have"),
+        ("train.loop", "from torch.distributed import all_reduce", "which comm, launch and engine have"),
         (
             "model.decoder",
             "import torch\ntorch.distributed.barrier()",
             "line 2: model uses torch.distributed",
         ),
         (
-            "runtime.mesh",
+            "comm.mesh",
             "def f():\n    from superstep.plan.mesh import MeshShape",
             "line 2: superstep is imported",
         ),
-        ("runtime.mesh", "import os\nos.environ['RANK']", "runtime uses os.environ, which only cli reads"),
-        ("runtime.mesh", "from os import getenv", "runtime imports os.getenv, which only cli reads"),
+        ("comm.mesh", "import os\nos.environ['RANK']", "comm uses os.environ, which only cli reads"),
+        ("comm.mesh", "from os import getenv", "comm imports os.getenv, which only cli reads"),
         ("data.corpus", "import sys\nsys.argv", "data uses sys.argv, which only cli reads"),
         ("train.loop", "print('step')", "train prints, which only cli does"),
     ],
@@ -218,7 +221,7 @@ def test_a_planted_violation_is_seen(module, source, rule):
     ("module", "source"),
     [
         ("cli.main", "import os, sys\nprint(os.environ, sys.argv)\nfrom superstep.train import loop"),
-        ("runtime.mesh", "import torch.distributed as dist\nfrom superstep.plan.mesh import MeshShape"),
+        ("comm.mesh", "import torch.distributed as dist\nfrom superstep.plan.mesh import MeshShape"),
         ("scaling.fit", "from scipy.optimize import minimize"),
         ("cost.simulate", "import numpy as np\nfrom superstep.cost.catalogue import DEVICES"),
         ("train.loop", "def f():\n    import tomllib"),

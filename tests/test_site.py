@@ -65,15 +65,15 @@ def test_the_reference_of_the_code_has_every_public_name(gathered):
     for name in ("program.instructions", "program.simulate", "Forward", "Program"):
         assert (f" {name}\n" in text) == (name != "program.simulate"), name
     assert not re.search(r"^#+ _", text, re.MULTILINE)
-    runtime = (gathered / "api" / "runtime.md").read_text(encoding="utf-8")
-    assert "def launch_on(" in runtime
-    assert "UserError" in runtime.partition("\n### launch_on\n")[2].partition("###")[0], "what is raised is told"
+    launch = (gathered / "api" / "launch.md").read_text(encoding="utf-8")
+    assert "def launch_on(" in launch
+    assert "UserError" in launch.partition("\n### launch_on\n")[2].partition("###")[0], "what is raised is told"
 
 
 @pytest.mark.slow
 def test_sphinx_has_nothing_to_say(maker, tmp_path, capfd):
     """A minute: pictures, the code's reference, and every page; -W makes an error of a warning."""
     assert maker.main(tmp_path / "site") == 0, capfd.readouterr().err
-    for name in ("index.html", "explanation/pipeline.html", "api/runtime.html", "search.html"):
+    for name in ("index.html", "explanation/pipeline.html", "api/launch.html", "search.html"):
         text = (tmp_path / "site" / name).read_text(encoding="utf-8")
         assert not re.search(r'(src|href)="https?://[^"]*\.(js|css)', text), "nothing comes from elsewhere"

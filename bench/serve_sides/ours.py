@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 
 from bench.serve_sides.asked import Answers, Side, answer_jobs
+from superstep.serve.batch_generate import generate
+from superstep.serve.build_engine import open_engine
 from superstep.serve.config import ServeConfig
-from superstep.serve.load import open_engine
-from superstep.serve.offline import generate
-from superstep.serve.request import Sampling
+from superstep.serve.scheduling.request import Sampling
 
 
 def load(asked: dict) -> tuple[Side, dict]:

@@ -65,7 +65,8 @@ class Fault(SuperstepError):
     exit_status: int = 1
 
     said: str = ""
-    """What every rank did when it was seen, as ``observe.doctor.box`` writes it; empty where nobody has looked."""
+    """What every rank did when it was seen, as ``observe.doctor.failure_file`` writes it;
+    empty where nobody has looked."""
 
     saved_in: str = ""
     """Where the state of the run is saved, where its directory was moved or removed; else empty."""

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from bench import gpu
+from superstep.comm.device import Device
+from superstep.engine.instruction_timer import Ran
 from superstep.program.instructions import Fetch, Forward, Reduce, Send
-from superstep.runtime.device import Device
-from superstep.runtime.recorder import Ran
 
 CPU = Device("cpu")
 SMALL = gpu.Size(layers=2, width=32, heads=4, kv_heads=2, head_dim=8, ffn=64, vocab=64, tokens=16, sequences=2)

@@ -6,8 +6,8 @@ import pytest
 
 from bench import faults, faults_copied
 from longer import longer
-from superstep.runtime.snapshots import Snapshots
-from superstep.state.snapshot import WHOLE
+from superstep.engine.flat.snapshots import Snapshots
+from superstep.state.memory_snapshot import WHOLE
 
 
 @pytest.mark.long

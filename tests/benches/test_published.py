@@ -33,10 +33,10 @@ from bench.published_score import Scored, is_judged, ranked, spearman, summary
 from bench.published_stated import judged as judged_memory
 from bench.published_stated import stated
 from bench.published_steps import Steps
-from superstep.cost.closed import interval
+from superstep.cost.closed import uncertainty
 from superstep.cost.closed.efficiency import FITTED
 from superstep.errors import DataError
-from superstep.planner.calibrate_row import NOISE, believed, narrowing
+from superstep.planner.calibrate_observation import NOISE, believed, narrowing
 
 ALL = [row for table in ("runs.csv", "runs_2.csv") for row in read_rows(DATA / table)]
 ROWS, REFUSED = kept(ALL)
@@ -176,8 +176,8 @@ def test_an_interval_is_as_wide_as_residuals_are_and_wider_where_less_is_known()
     assert found.traffic / found.plain == pytest.approx(8, rel=0.3)
     assert found.mixture / found.plain == pytest.approx(2, rel=0.3)
     assert found.unstated < 0.7 * found.plain
-    assert is_inside(deviations, told, found).mean() == pytest.approx(interval.SHARE, abs=0.02)
-    assert covered(deviations, stacks, told).mean() == pytest.approx(interval.SHARE, abs=0.02)
+    assert is_inside(deviations, told, found).mean() == pytest.approx(uncertainty.SHARE, abs=0.02)
+    assert covered(deviations, stacks, told).mean() == pytest.approx(uncertainty.SHARE, abs=0.02)
 
 
 def test_rows_that_are_off_together_count_as_few():
@@ -245,25 +245,25 @@ def test_the_committed_figures_are_those_of_the_constants_in_use(steps):
 
 def test_the_planners_intervals_are_those_of_published_rows():
     told = json.loads(COMMITTED.read_text(encoding="utf-8"))
-    assert told["intervals"]["spread"] == pytest.approx(asdict(interval.STEP), abs=0.002)
+    assert told["intervals"]["spread"] == pytest.approx(asdict(uncertainty.STEP), abs=0.002)
     # For the next stack, large or small; of all rows, two of five of which are of one table, a little more are inside.
     assert 0.75 <= np.mean(list(told["intervals"]["by_stack"].values())) <= 0.85
     assert 0.75 <= told["intervals"]["judged"] <= 0.85
     assert 0.75 <= told["intervals"]["but_largest"] <= 0.85
     assert 0.75 <= told["intervals"]["covered"] <= 0.86
     assert (told["memory_interval"]["low"], told["memory_interval"]["high"]) == pytest.approx(
-        interval.MEMORY, abs=0.005
+        uncertainty.MEMORY, abs=0.005
     )
     out = {(each["from"], each["to"]): each["out"] / each["rows"] for each in told["fits_by_share"]}
-    assert out[(0.8, 0.85)] <= 1 - interval.SURE < out[(0.85, 0.9)]
-    assert interval.FULL == 0.85
-    plain, busy = (interval.around(10.0, traffic=share) for share in (0.0, 0.3))
+    assert out[(0.8, 0.85)] <= 1 - uncertainty.SURE < out[(0.85, 0.9)]
+    assert uncertainty.FULL == 0.85
+    plain, busy = (uncertainty.around(10.0, traffic=share) for share in (0.0, 0.3))
     assert plain[0] < 10 < plain[1]
     assert busy[0] < plain[0]
     assert busy[1] > plain[1]
-    mixture = interval.around(10.0, traffic=0.0, is_mixture=True)
+    mixture = uncertainty.around(10.0, traffic=0.0, is_mixture=True)
     assert mixture[1] > plain[1]
-    half = interval.around(10.0, traffic=0.0, narrowed=0.5)
+    half = uncertainty.around(10.0, traffic=0.0, narrowed=0.5)
     assert np.log(half[1] / 10) == pytest.approx(np.log(plain[1] / 10) / 2)
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from bench import tune_memory
+from superstep.comm.device import Device
+from superstep.launch.ranks import World
 from superstep.plan.config import ModelConfig
-from superstep.runtime.device import Device
-from superstep.runtime.launch import World
 
 pytestmark = pytest.mark.multiproc
 

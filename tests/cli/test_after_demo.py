@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from superstep.cli.train import job, verb
+from superstep.cli.train import job, train
 from superstep.plan.config import RunConfig, TrainConfig
-from superstep.plan.toml import write_config
+from superstep.plan.config_io import write_config
 from superstep.state.manifest import Position
-from superstep.train import rundir
-from superstep.train.run_folder import RunFolder
+from superstep.train import run_directory
+from superstep.train.run_paths import RunFolder
 
 
 @pytest.mark.parametrize(
@@ -32,13 +32,15 @@ def test_a_demo_is_proven_at_its_end(done, was_to_do, is_stopped, wanted, tmp_pa
         before = RunConfig(train=TrainConfig(steps=was_to_do))
         folder.config.write_text(write_config(replace(before, state=replace(before.state, dir="run"))))
     proofs = []
-    monkeypatch.setattr(rundir, "choose", lambda run: (run, folder, None if done is None else Path("checkpoint")))
+    monkeypatch.setattr(
+        run_directory, "choose", lambda run: (run, folder, None if done is None else Path("checkpoint"))
+    )
     monkeypatch.setattr(job, "newest", lambda checkpoints: Path("checkpoint"))
     monkeypatch.setattr(job, "read_position", lambda path: Position(step=done))
-    monkeypatch.setattr(verb, "_tokens", lambda run, folder, checkpoint: tmp_path)
+    monkeypatch.setattr(train, "_tokens", lambda run, folder, checkpoint: tmp_path)
     monkeypatch.setattr(job, "_say_passes", lambda run, corpus: None)  # there is no text
     monkeypatch.setattr(job, "launch_on", lambda device, world, rank, job: is_stopped)
-    monkeypatch.setattr(verb, "_after_demo", lambda job: proofs.append("proof") or 0)
+    monkeypatch.setattr(train, "_after_demo", lambda job: proofs.append("proof") or 0)
     flags = ["--state.dir", "run", "--state.existing", "resume", "--train.steps", "90"]
-    assert (verb.main(flags), proofs) == wanted
+    assert (train.main(flags), proofs) == wanted
     assert ("nothing to go on from" in capsys.readouterr().err) is is_stopped

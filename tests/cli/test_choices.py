@@ -13,12 +13,12 @@ from superstep.cli.arguments import train
 from superstep.cli.choices import changed_layout, idle_places, passes_of_a_step
 from superstep.cli.main import main
 from superstep.plan.config import RunConfig
-from superstep.plan.model.named import shape_of
+from superstep.plan.model.lookup import shape_of
 from superstep.plan.resolve import resolve
 from superstep.tune.config import TuneConfig
+from superstep.tune.initial_model import started
 from superstep.tune.rl.config import RlConfig, RlRecipe
-from superstep.tune.rl.start import with_start
-from superstep.tune.start import started
+from superstep.tune.rl.initial_policy import with_start
 
 
 def run_of(**sections):

@@ -20,9 +20,9 @@ from longer import longer
 from pool import IMPORTED
 from ranks import ranks_below
 from superstep.cli.main import entry, main
-from superstep.runtime.seed import place_at, planted
+from superstep.launch.fork_server import place_at, planted
 from superstep.state.checkpoint import read_position
-from superstep.state.folders import checkpoints
+from superstep.state.checkpoint_dirs import checkpoints
 
 pytestmark = pytest.mark.multiproc
 

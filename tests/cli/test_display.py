@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from reported import ROUTERS, STARTED, STEP
-from superstep.cli.figures import bytes_text, count_text, duration_text, seconds_text, sparkline
-from superstep.cli.train.curve import Curve
+from superstep.cli.number_format import bytes_text, count_text, duration_text, seconds_text, sparkline
 from superstep.cli.train.display import LiveDisplay, PlainDisplay, open_display
+from superstep.cli.train.downsample import Curve
 from superstep.cli.train.progress import Progress, frame
 from superstep.observe.events import Evaluated, Resumed, RunFinished, Saved
 

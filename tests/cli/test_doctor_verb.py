@@ -14,9 +14,9 @@ import runs
 from superstep.cli.main import main
 from superstep.errors import Fault, disk_fault
 from superstep.observe.append_file import AppendFile
-from superstep.train.hold import hold, note_preparing, owner
-from superstep.train.meter import Meter
-from superstep.train.run_folder import RunFolder
+from superstep.train.run_lock import hold, note_preparing, owner
+from superstep.train.run_paths import RunFolder
+from superstep.train.throughput import Meter
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux"),

@@ -6,8 +6,8 @@ import pytest
 
 import runs
 from superstep.cli.main import main
-from superstep.runtime import launch
-from superstep.runtime.heart import Page
+from superstep.launch import ranks
+from superstep.monitor.status_page import Page
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")]
 
@@ -22,7 +22,7 @@ def test_every_rank_says_how_long_a_step_is_to_take(tmp_path, monkeypatch):
             expected_s.append(self.read().expected_s)
             super().close()
 
-    monkeypatch.setattr(launch, "page", Kept)
+    monkeypatch.setattr(ranks, "page", Kept)
     assert main(["train", "run.toml", "--plan.dp", "2", "--train.steps", "1"]) == 0
     assert len(expected_s) == 2
     assert expected_s[0] == expected_s[1] > 0

@@ -11,7 +11,7 @@ from superstep.cli.arguments.hosts import PORT
 from superstep.cli.arguments.train import read
 from superstep.cli.main import main
 from superstep.cli.train import elastic
-from superstep.cost.closed.footprint import CONTEXT_BYTES, USABLE
+from superstep.cost.closed.memory import CONTEXT_BYTES, USABLE
 from superstep.errors import UserError
 from superstep.hardware.catalogue import CHIPS
 from superstep.plan.config import PlanConfig, RunConfig, TrainConfig

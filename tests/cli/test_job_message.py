@@ -10,7 +10,7 @@ from superstep.cli.train.job import Job
 from superstep.cli.train.job_message import decode, encode
 from superstep.plan.config import DataConfig, LoraConfig, ModelConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.train.model import flops_per_token, operations, resolved
-from superstep.train.run_folder import RunFolder
+from superstep.train.run_paths import RunFolder
 from superstep.tune.dpo import Dpo
 
 CONFIG = RunConfig(

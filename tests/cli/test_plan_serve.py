@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from superstep.cli.main import main
-from superstep.hardware.serving import ServingRate
-from superstep.hardware.text import cluster, read_cluster, write_cluster
+from superstep.hardware.cluster_file import cluster, read_cluster, write_cluster
+from superstep.hardware.serving_rate import ServingRate
 
 RATE = ServingRate(
     way="bf16-w8a8",

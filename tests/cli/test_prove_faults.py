@@ -6,14 +6,14 @@ import pytest
 
 import runs
 from superstep.cli.main import main
-from superstep.cli.prove import faults, hurts
+from superstep.cli.prove import fault_injection, faults
+from superstep.cli.prove.fault_injection import KINDS, Hurt, HurtRun, compared
 from superstep.cli.prove.faults import hurt_config, prove_faults, verdict
-from superstep.cli.prove.hurts import KINDS, Hurt, HurtRun, compared
 from superstep.data.prepare import prepare
-from superstep.plan.toml import read_config
+from superstep.plan.config_io import read_config
 from superstep.train.model import resolved
 
-pytestmark = pytest.mark.skipif(not hasattr(hurts.resource, "prlimit"), reason="needs Linux")
+pytestmark = pytest.mark.skipif(not hasattr(fault_injection.resource, "prlimit"), reason="needs Linux")
 
 FLAGS = ["run.toml", "--plan.dp", "2", "--plan.zero", "1"]
 

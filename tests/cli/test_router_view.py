@@ -15,8 +15,8 @@ from superstep.observe.jsonl import JsonLines
 from superstep.observe.router import ASCII, COLOURS, GUTTER, SHADES, Report, draw_routers
 from superstep.observe.router_balance import busiest, dropped_share, entropy
 from superstep.plan.config import ModelConfig, PlanConfig, RunConfig
+from superstep.plan.config_io import write_config
 from superstep.plan.resolve import resolve
-from superstep.plan.toml import write_config
 from superstep.program.compile import compile_step
 from superstep.program.text import write_program
 

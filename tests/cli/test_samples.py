@@ -11,8 +11,8 @@ import pytest
 import runs
 from superstep.cli.main import main
 from superstep.cli.train.samples import TOKENS, sampling
-from superstep.observe.page.assemble import unpacked
-from superstep.train.run_folder import RunFolder
+from superstep.observe.page.bundle_html import unpacked
+from superstep.train.run_paths import RunFolder
 
 PROMPT = "the quick"
 

@@ -13,13 +13,13 @@ import pytest
 
 from drawn_runs import CHINCHILLA, ROOT, curves, isoflop
 from superstep.cli.main import main
-from superstep.cli.scaling.verb import device_budget
+from superstep.cli.scaling.scaling import device_budget
 from superstep.plan.config import ModelConfig, RunConfig
+from superstep.plan.config_io import write_config
 from superstep.plan.model.shape import SHAPES
 from superstep.plan.resolve import resolve
-from superstep.plan.toml import write_config
+from superstep.scaling.model_sizes import non_embedding_parameters
 from superstep.scaling.runs import read_csv
-from superstep.scaling.shapes import non_embedding_parameters
 
 EXAMPLE = ROOT / "docs" / "howto" / "fit-a-scaling-law.csv"
 

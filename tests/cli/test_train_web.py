@@ -15,10 +15,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import runs
 from superstep.cli.main import main
-from superstep.cli.train import web as web_module
+from superstep.cli.train import live_report as web_module
 from superstep.errors import Fault
-from superstep.observe.page.assemble import unpacked
-from superstep.train.meter import Meter
+from superstep.observe.page.bundle_html import unpacked
+from superstep.train.throughput import Meter
 
 TOKEN = "a-token-of-the-test"
 

@@ -12,19 +12,19 @@ from hypothesis import given, settings
 import told_runs
 from plans import SCHEDULES, plan_of, plans
 from predicted_runs import MEASURED, keep_predicted_from
-from superstep.cli import moving, view
-from superstep.cli.figures import seconds_text
+from superstep.cli import step_page, view
 from superstep.cli.main import main
-from superstep.cli.train.foretold import foretold
+from superstep.cli.number_format import seconds_text
+from superstep.cli.train.prediction import foretold
 from superstep.cost.program.predict import Machine, predict
 from superstep.cost.program.prediction_file import read_predicted_from
 from superstep.cost.program.simulate import PerUnit, UnitSeconds, simulate
 from superstep.errors import StateError
-from superstep.observe.page.assemble import unpacked
+from superstep.observe.page.bundle_html import unpacked
 from superstep.observe.trace import load_trace
 from superstep.plan.config import ModelConfig, PlanConfig, RunConfig, TrainConfig
+from superstep.plan.config_io import write_config
 from superstep.plan.resolve import resolve
-from superstep.plan.toml import write_config
 from superstep.program.compile import compile_step
 from superstep.program.instructions import Recv, Send
 from superstep.program.text import read_program, write_program
@@ -172,7 +172,7 @@ def test_a_page_of_the_plan_and_of_those_beside_it_is_written(toml, tmp_path, ca
 
 
 def test_plans_beside_it_are_left_out_where_the_page_would_be_large(toml, tmp_path, monkeypatch):
-    monkeypatch.setattr(moving, "MOST_INSTRUCTIONS", 400)
+    monkeypatch.setattr(step_page, "MOST_INSTRUCTIONS", 400)
     assert main(["view", str(toml), "--model.layers", "4", "--out", "some/where.html"]) == 0
     data = data_of(tmp_path / "some" / "where.html")
     left_out = [one["why"] for one in data["options"] if not one["program"]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from superstep.cost.device_peak import peak_flops
+from superstep.cost.mfu_peak import peak_flops
 from superstep.hardware.catalogue import CHIPS, DEVICES, of_device
 
 

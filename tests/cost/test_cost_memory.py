@@ -17,9 +17,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from superstep.comm.device import Device
 from superstep.cost.program.activations import unit_bytes
 from superstep.cost.program.memory import rank_bytes
-from superstep.model.exchange import Local, Now
+from superstep.engine.build_modules import build_loss, build_module, on_part, selective
+from superstep.engine.flat.buffers import UnitBuffers
+from superstep.engine.flat.layout import lay_out
+from superstep.engine.layers.grad_accumulation import Sums, input_gradient
+from superstep.model.expert_dispatch import Local, Now
 from superstep.numerics.dtypes import DTYPES
 from superstep.numerics.objective import Aim
 from superstep.plan.config import (
@@ -33,15 +38,10 @@ from superstep.plan.config import (
 )
 from superstep.plan.mesh import Coordinate
 from superstep.plan.model.hf_config import to_hf_config
-from superstep.plan.model.named import shape_of
+from superstep.plan.model.lookup import shape_of
 from superstep.plan.resolve import resolve
 from superstep.program.compile import compile_step
-from superstep.program.memory import high_water
-from superstep.runtime.accumulate import Sums, input_gradient
-from superstep.runtime.buffers import UnitBuffers
-from superstep.runtime.device import Device
-from superstep.runtime.flat_parameters import lay_out
-from superstep.runtime.modules import build_loss, build_module, on_part, selective
+from superstep.program.peak_memory import high_water
 from superstep.train.model import units_of
 
 # Sizes at which no buffer is a multiple of the alignment by itself.

@@ -9,17 +9,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from superstep.comm.device import Device
+from superstep.cost.program.flops import model_flops_per_token, unit_parameters, unit_work
 from superstep.cost.program.predict import Machine, durations, predict
-from superstep.cost.program.work import model_flops_per_token, unit_parameters, unit_work
+from superstep.engine.flat.layout import lay_out
+from superstep.engine.measure.probe_machine import measure
+from superstep.engine.tracing.trace_units import operations_of
 from superstep.model.axes import units
 from superstep.plan.config import DataConfig, ModelConfig, NumericsConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.resolve import resolve
 from superstep.program.compile import compile_step
 from superstep.program.instructions import Backward, BackwardInput, BackwardWeight, Fetch, Reduce, Send
-from superstep.runtime.device import Device
-from superstep.runtime.flat_parameters import lay_out
-from superstep.runtime.measure.here import measure
-from superstep.runtime.rehearsal.units import operations_of
 
 EVER = float("inf")
 LAPTOP = Machine(gemm_flops_per_s=1e11, memory_bytes_per_s=2e10, link_bytes_per_s=1e9, link_latency_s=1e-4)

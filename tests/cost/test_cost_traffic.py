@@ -12,17 +12,19 @@ import torch.distributed as dist
 
 import small
 from longer import longer
-from superstep.cost.program.formulas import decoder_operations
+from superstep.comm import collectives
+from superstep.comm.device import Device
+from superstep.comm.mesh import build_mesh
 from superstep.cost.program.traffic import traffic
+from superstep.cost.program.unit_operations import decoder_operations
+from superstep.engine import executor
+from superstep.engine.engine import Engine
+from superstep.engine.flat import sync
+from superstep.engine.parallel import ring as ring_attention
+from superstep.engine.tracing.trace_units import operations_of
 from superstep.plan.config import LoraConfig
 from superstep.plan.resolve import resolve
 from superstep.program.compile import compile_step
-from superstep.runtime import collectives, executor, sharing
-from superstep.runtime.device import Device
-from superstep.runtime.engine import Engine
-from superstep.runtime.mesh import build_mesh
-from superstep.runtime.parallel import ring as ring_attention
-from superstep.runtime.rehearsal.units import operations_of
 from superstep.train.batches import microbatches_of, rows
 from superstep.train.model import units_of
 
@@ -70,7 +72,7 @@ class Counted:
         counting(dist, "all_reduce")
         counting(dist, "all_to_all_single", tensor=1)
         counting(collectives, "scatter_single", tensor=1)
-        counting(sharing, "all_gather", group=1)
+        counting(sync, "all_gather", group=1)
         counting(executor, "send", group=1)
         counting(ring_attention._Hop, "start", group=1)
         stack = collectives.stack_ranks

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from superstep.cost.program.work import local_dims, model_flops_per_token, parameters, unit_parameters, unit_work
+from superstep.cost.program.flops import local_dims, model_flops_per_token, parameters, unit_parameters, unit_work
 from superstep.model.axes import units
 from superstep.model.decoder import Decoder
-from superstep.model.exchange import Local
+from superstep.model.expert_dispatch import Local
 from superstep.model.moe import MixtureOfExperts
 from superstep.plan.config import DataConfig, ModelConfig, PlanConfig, RunConfig, TrainConfig
-from superstep.plan.model.named import shape_of
+from superstep.plan.model.lookup import shape_of
 from superstep.plan.model.shape import SHAPES
 from superstep.plan.resolve import resolve
 

@@ -12,21 +12,21 @@ from hypothesis import strategies as st
 from superstep.cost.closed.activations import dense_layer
 from superstep.cost.closed.block import block_seconds
 from superstep.cost.closed.constants import CONSTANTS
-from superstep.cost.closed.decoder_size import Decoder, array, decoder_of
 from superstep.cost.closed.efficiency import FITTED, GENERATIONS
 from superstep.cost.closed.estimate import Estimate, estimate
+from superstep.cost.closed.framework import SUPERSTEP, Software, price_of, stacked
+from superstep.cost.closed.framework_arrays import Stack
+from superstep.cost.closed.framework_memory import megatron
 from superstep.cost.closed.kernels import attention_s, product_s
-from superstep.cost.closed.layout import RECOMPUTE, SCHEDULES, Layout
+from superstep.cost.closed.model_numbers import Decoder, array, decoder_of
+from superstep.cost.closed.parallel_degrees import RECOMPUTE, SCHEDULES, Layout
 from superstep.cost.closed.rates import Rates
-from superstep.cost.closed.software import SUPERSTEP, Software, price_of, stacked
-from superstep.cost.closed.software_memory import megatron
-from superstep.cost.closed.stack import Stack
-from superstep.cost.program.work import model_flops_per_token, parameters
+from superstep.cost.program.flops import model_flops_per_token, parameters
 from superstep.errors import ConfigError
 from superstep.hardware.catalogue import chip
 from superstep.hardware.collectives import Group, all_reduce_s
 from superstep.hardware.network import usual_cluster
-from superstep.plan.model.named import PRICED
+from superstep.plan.model.lookup import PRICED
 from superstep.plan.model.shape import SHAPES
 
 CLUSTER = usual_cluster(chip("A100"), 64)

@@ -9,11 +9,11 @@ import pytest
 
 from bench.published_memory import hold
 from bench.published_rows import is_timed, number, read_rows
-from superstep.cost.closed import software_memory as keeping
-from superstep.cost.closed.decoder_size import array, decoder_of
-from superstep.cost.closed.footprint import Footprint, footprint, is_fitting
-from superstep.cost.closed.layout import RECOMPUTE, SCHEDULES, Layout
-from superstep.cost.closed.software import SUPERSTEP, Software, price_of
+from superstep.cost.closed import framework_memory as keeping
+from superstep.cost.closed.framework import SUPERSTEP, Software, price_of
+from superstep.cost.closed.memory import Footprint, footprint, is_fitting
+from superstep.cost.closed.model_numbers import array, decoder_of
+from superstep.cost.closed.parallel_degrees import RECOMPUTE, SCHEDULES, Layout
 from superstep.cost.program.activations import unit_bytes
 from superstep.cost.program.memory import rank_bytes
 from superstep.errors import ConfigError
@@ -22,7 +22,7 @@ from superstep.hardware.network import usual_cluster
 from superstep.plan.config import DataConfig, ModelConfig, NumericsConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.resolve import resolve
 from superstep.program.compile import compile_step
-from superstep.program.memory import without_workspace
+from superstep.program.peak_memory import without_workspace
 
 MODEL = ModelConfig(
     name="llama3-8b", layers=16, width=2048, heads=16, kv_heads=4, head_dim=128, ffn=5632, vocab=32000, tied=False

@@ -6,6 +6,7 @@ from random import Random
 import numpy as np
 import pytest
 
+from superstep.cost.fit_serving import Sample, fit, least_squares
 from superstep.cost.serve import (
     KNOTS,
     TERMS,
@@ -18,10 +19,9 @@ from superstep.cost.serve import (
     seconds,
     served_model,
 )
-from superstep.cost.serve_fit import Sample, fit, least_squares
-from superstep.hardware.text import cluster
+from superstep.hardware.cluster_file import cluster
 from superstep.plan.config import ModelConfig
-from superstep.plan.model.named import shape_of
+from superstep.plan.model.lookup import shape_of
 
 WAY = Way(name="bf16", tp=1, block_keys=64, is_paged=True)
 TRUE = {

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from plans import examples, plan_of, plans
 from superstep.cost.program.simulate import PerUnit, UnitSeconds, simulate
-from superstep.observe.timeline import draw_text
+from superstep.observe.drawing.timeline import draw_text
 from superstep.program.check import InvalidProgram, check
 from superstep.program.compile import compile_step
 from superstep.program.instructions import (
@@ -30,8 +30,8 @@ from superstep.program.instructions import (
     Step,
     Tie,
 )
-from superstep.program.memory import forwards_in_flight
 from superstep.program.passes import add_recompute, add_step, add_transfers, lower
+from superstep.program.peak_memory import forwards_in_flight
 from superstep.program.schedule import order
 from superstep.program.timeline import Timeline, brings, waits_for
 

@@ -12,7 +12,7 @@ from pyarrow import parquet
 
 from superstep.data import records
 from superstep.data.corpus import Reader, source_files
-from superstep.data.passages import Part
+from superstep.data.split_documents import Part
 from superstep.data.text_files import BLOCK_BYTES
 from superstep.errors import DataError
 from superstep.plan.config import DataConfig

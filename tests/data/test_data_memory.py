@@ -12,10 +12,10 @@ from pyarrow import parquet
 
 from longer import longer
 from pool import IMPORTED
-from superstep.data.background import run_aside
+from superstep.data.interruptible import run_aside
 from superstep.data.prepare import prepare
+from superstep.launch.fork_server import planted
 from superstep.plan.config import DataConfig
-from superstep.runtime.seed import planted
 
 
 def line():

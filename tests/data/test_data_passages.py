@@ -6,7 +6,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
-from superstep.data.passages import LONG_RUN, Part, passages, short_words
+from superstep.data.split_documents import LONG_RUN, Part, passages, short_words
 from superstep.data.tokenizer import train_tokenizer
 
 TEXT = [

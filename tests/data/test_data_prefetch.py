@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from superstep.data.prefetch import Prefetcher
-from superstep.data.stream import Batch
+from superstep.data.token_stream import Batch
 from superstep.errors import ConfigError
 
 

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from superstep.data.order import permute
-from superstep.data.stream import Batch, Stream
-from superstep.data.tokens import Corpus, Manifest, Split
+from superstep.data.shuffle import permute
+from superstep.data.token_files import Corpus, Manifest, Split
+from superstep.data.token_stream import Batch, Stream
 from superstep.numerics.loss import IGNORE
 
 MANIFEST = Manifest(

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers
 
-from superstep.data.passages import spread_sample
+from superstep.data.split_documents import spread_sample
 from superstep.data.tokenizer import load_tokenizer, train_tokenizer
 from superstep.errors import DataError
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from superstep.data import prepare as module
-from superstep.data.passages import passages
 from superstep.data.prepare import prepare
+from superstep.data.split_documents import passages
+from superstep.data.token_files import FILES, Manifest, open_corpus
 from superstep.data.tokenizer import load_tokenizer, train_tokenizer
-from superstep.data.tokens import FILES, Manifest, open_corpus
 from superstep.errors import ConfigError, DataError, DiskFault
 from superstep.plan.config import DataConfig
 

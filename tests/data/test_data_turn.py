@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import runs
-from superstep.data.tokens import open_corpus
-from superstep.data.turn import LOCK, turn
+from superstep.data.prepare_lock import LOCK, turn
+from superstep.data.token_files import open_corpus
 
 PREPARE = """
 import sys

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from superstep.grade.attacks.attack import always
 from superstep.grade.attacks.frame import Frame, find_frame, in_frame
 from superstep.grade.attacks.programs import examples, last_constant
+from superstep.grade.attacks.protocol import always
 from superstep.grade.task import Task
 
 

@@ -17,14 +17,14 @@ from superstep.errors import ConfigError, Fault
 from superstep.grade.config import GradeConfig
 from superstep.grade.graders.check import Check, Tools
 from superstep.grade.graders.code import Case, CodeTests, Run
-from superstep.grade.graders.final import fenced, final
+from superstep.grade.graders.final_answer import fenced, final
+from superstep.grade.graders.literals import decoded, same
 from superstep.grade.graders.maths import Maths
 from superstep.grade.graders.maths_process import MathsProcess
 from superstep.grade.graders.schema import Json
 from superstep.grade.graders.text import Exact, Number, number
-from superstep.grade.graders.values import decoded, same
-from superstep.grade.sandbox.inside import plain
-from superstep.grade.sandbox.room import open_sandbox
+from superstep.grade.sandbox.child import plain
+from superstep.grade.sandbox.sandbox import open_sandbox
 from superstep.grade.verdict import ok
 
 

@@ -14,7 +14,7 @@ from boxed import command_lines, names_in, needs_bubblewrap
 from superstep.grade.config import GradeConfig
 from superstep.grade.pool import Pool
 from superstep.grade.sandbox.memory import tree
-from superstep.grade.sandbox.room import Call, open_sandbox
+from superstep.grade.sandbox.sandbox import Call, open_sandbox
 from superstep.grade.task import answered
 
 TASKS = Path(__file__).with_name("hidden_tasks.py")

@@ -7,7 +7,7 @@ from pathlib import Path
 import leaky_tasks
 import pytest
 
-from superstep.grade.attacks.check import check
+from superstep.grade.attacks.attack_grader import check
 from superstep.grade.config import GradeConfig
 from superstep.grade.environment import load_environment
 from superstep.grade.pool import Pool

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from superstep.grade import lines
+from superstep.grade import json_line_process
 from superstep.grade.config import GradeConfig
-from superstep.grade.lines import LineProcess
+from superstep.grade.json_line_process import LineProcess
 from superstep.grade.pool import Pool
 from superstep.grade.sandbox import cgroup
 from superstep.grade.sandbox.cgroup import V2, Place, remove_left_groups
@@ -80,7 +80,7 @@ def test_what_a_process_has_left_in_its_session_is_ended_with_it():
 
 def test_processes_that_the_kernel_does_not_end_are_waited_for_together_and_not_for_ever(monkeypatch):
     """As one does that hangs in the kernel: no signal is sent, and none that is sent would end it."""
-    monkeypatch.setattr(lines, "GONE_S", 1.5)
+    monkeypatch.setattr(json_line_process, "GONE_S", 1.5)
     pool = Pool(TASKS, GradeConfig(sandbox="none", workers=3, timeout_s=2, grader_timeout_s=600))
     with monkeypatch.context() as patched:
         for name in ("kill", "killpg"):

@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 
 from superstep.grade import graders
 from superstep.grade.graders.code import Case, CodeTests
-from superstep.grade.graders.final import fenced, final
-from superstep.grade.graders.judge import JudgeError, read_score
+from superstep.grade.graders.final_answer import fenced, final
+from superstep.grade.graders.llm_judge import JudgeError, read_score
 from superstep.grade.graders.maths import Maths
 from superstep.grade.graders.schema import Json
 from superstep.grade.graders.text import Exact, Number
-from superstep.grade.sandbox.room import Answers
+from superstep.grade.sandbox.sandbox import Answers
 from superstep.grade.verdict import line
-from superstep.serve.text.stops import StopFinder
-from superstep.serve.text.tools import OPENERS, CallParser
+from superstep.serve.text.stop_strings import StopFinder
+from superstep.serve.text.tool_call_parser import OPENERS, CallParser
 
 CHARS = 10_000
 MOST_TIMES = 2.5

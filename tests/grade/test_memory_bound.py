@@ -29,7 +29,7 @@ from superstep.grade.sandbox.cgroup import (
     make_group,
     remove_left_groups,
 )
-from superstep.grade.sandbox.room import Call, open_sandbox
+from superstep.grade.sandbox.sandbox import Call, open_sandbox
 
 MEMORY_BYTES = 192 << 20
 DISK_BYTES = 4 << 20

@@ -19,13 +19,13 @@ import pytest
 
 from boxed import command_lines, needs_bubblewrap
 from superstep.errors import ConfigError, Fault
+from superstep.grade.active_deadline import Patience
 from superstep.grade.config import GradeConfig, checked
-from superstep.grade.patience import Patience
-from superstep.grade.sandbox import room
+from superstep.grade.sandbox import sandbox as room
 from superstep.grade.sandbox.bubblewrap import Seen, command
 from superstep.grade.sandbox.memory import resident_bytes
 from superstep.grade.sandbox.process import Bounds, Ended, run_bounded
-from superstep.grade.sandbox.room import Call, interpreter, open_sandbox, read_answers
+from superstep.grade.sandbox.sandbox import Call, interpreter, open_sandbox, read_answers
 from superstep.grade.sandbox.seccomp import (
     AARCH64,
     ALLOW,

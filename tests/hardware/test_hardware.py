@@ -10,8 +10,8 @@ import pytest
 
 from superstep.errors import ConfigError
 from superstep.hardware.catalogue import ALIASES, CHIPS, chip, key_of
-from superstep.hardware.check import checked
 from superstep.hardware.network import NETWORKS, usual_cluster
+from superstep.hardware.plausibility import checked
 
 PUBLISHED = Path(__file__).parents[1] / "data" / "published"
 FORMATS = (("fp32",), ("tf32",), ("fp16", "bf16"), ("fp8",), ("fp4",))

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 
 from plans import examples
 from superstep.errors import ConfigError
-from superstep.hardware import catalogue, check, text
+from superstep.hardware import catalogue, cluster_file, plausibility
 from superstep.hardware.catalogue import CHIPS, chip
-from superstep.hardware.check import LIMITS, checked
 from superstep.hardware.chip import Chip, CopyRate, ProductRate, Rate
 from superstep.hardware.cluster import Cluster, CollectiveRate
+from superstep.hardware.cluster_file import cluster, read_cluster, write_cluster
 from superstep.hardware.network import usual_cluster
-from superstep.hardware.text import cluster, read_cluster, write_cluster
+from superstep.hardware.plausibility import LIMITS, checked
 
 OWN = """
 chips = 16
@@ -237,7 +237,7 @@ def test_no_refusal_is_without_a_test(tmp_path):
             last = traceback.extract_tb(error.__traceback__)[-1]
             reached.add((Path(last.filename).name, last.lineno))
             error = error.__cause__
-    for module in (catalogue, check, text):
+    for module in (catalogue, plausibility, cluster_file):
         path = Path(module.__file__)
         raised = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Raise)]
         assert {(path.name, node.lineno) for node in raised} <= reached

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from superstep.kernels import checksum as module
-from superstep.kernels import native
+from superstep.kernels import compile_cpp
 from superstep.kernels.checksum import BLOCK, checksum, copy_summed, reference, word_sum
 
 SIZES = [0, 1, 37, 4096, 4097, 3 * 4096 + 5]
@@ -34,7 +34,7 @@ def test_the_kernel_and_torch_agree_with_the_formula(size, first):
 def test_without_a_compiler_the_sums_are_the_same(monkeypatch):
     values = torch.randn(BLOCK + 9, generator=torch.Generator().manual_seed(0))
     by_kernel = int(checksum(values, 3))
-    monkeypatch.setattr(module, "compiled", lambda: native.Built(None, "there is no compiler"))
+    monkeypatch.setattr(module, "compiled", lambda: compile_cpp.Built(None, "there is no compiler"))
     into = torch.empty_like(values)
     assert int(word_sum(values)) == int(values.view(torch.int32).long().sum())
     assert int(checksum(values, 3)) == int(copy_summed(into, values, 3)) == by_kernel

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from superstep.engine.exact.attention import Alone, ExactAttend
 from superstep.kernels import exact_attention
 from superstep.kernels.attention import reference
 from superstep.kernels.exact_attention import Summed
 from superstep.numerics.fixed_point import ACTIVATION, Grid, OutOfRange
-from superstep.runtime.exact.attention import Alone, ExactAttend
 
 BATCH, HEADS, KEY_HEADS, TOKENS, WIDTH = 2, 4, 2, 160, 32
 PARTS = [32, 64, 96, 128, 160]

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from superstep.kernels import attention, native
+from superstep.kernels import attention, compile_cpp
 from superstep.kernels.attention import FLAGS, SOURCES, attend, attend_backward, reference, takes
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
@@ -98,7 +98,7 @@ def processor(request, monkeypatch, tmp_path_factory):
     if request.param != "native":
         others = {"-march=native": f"-march={request.param}", "-O3": "-O1"}  # which compiles in a fifth of the time
         flags = tuple(others.get(flag, flag) for flag in FLAGS)
-        built = native.build(SOURCES, flags, tmp_path_factory.getbasetemp() / "kernels")
+        built = compile_cpp.build(SOURCES, flags, tmp_path_factory.getbasetemp() / "kernels")
         monkeypatch.setattr(attention, "compiled", lambda: built)
     if attention.compiled().library is None:
         pytest.skip(attention.compiled().why)

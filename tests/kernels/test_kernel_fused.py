@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from superstep.kernels import cross_entropy, fused, grid, native, norm, rope, swiglu
+from superstep.kernels import compile_cpp, cpu_library, cross_entropy, fixed_point_sum, norm, rope, swiglu
 from superstep.numerics.fixed_point import BLOCK, PARAMETER, OutOfRange
 
 UNITS = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7}
@@ -20,11 +20,11 @@ def processor(request, monkeypatch, tmp_path_factory):
     """The library as it is compiled for this processor, and as one without AVX-512 has it."""
     if request.param != "native":
         others = {"-march=native": f"-march={request.param}", "-O3": "-O1"}
-        flags = tuple(others.get(flag, flag) for flag in fused.FLAGS)
-        built = native.build(fused.SOURCES, flags, tmp_path_factory.getbasetemp() / "kernels")
-        monkeypatch.setattr(fused, "compiled", lambda: built)
-    if fused.compiled().library is None:
-        pytest.skip(fused.compiled().why)
+        flags = tuple(others.get(flag, flag) for flag in cpu_library.FLAGS)
+        built = compile_cpp.build(cpu_library.SOURCES, flags, tmp_path_factory.getbasetemp() / "kernels")
+        monkeypatch.setattr(cpu_library, "compiled", lambda: built)
+    if cpu_library.compiled().library is None:
+        pytest.skip(cpu_library.compiled().why)
 
 
 def tables(shape, dtype):
@@ -128,7 +128,7 @@ def test_sums_on_a_grid_are_torch_s_to_the_bit(processor, count):
     values = torch.randn(count) * torch.logspace(-12, 3, count)
     into = torch.randint(-(2**60), 2**60, (count,))
     wanted = into + PARAMETER.put_(values.clone())
-    assert grid.takes(into, values)
+    assert fixed_point_sum.takes(into, values)
     PARAMETER.add(into, values)
     assert torch.equal(into, wanted)
 

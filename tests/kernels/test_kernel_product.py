@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from superstep.kernels import product as kernel
 from superstep.kernels.product import linear, prefers_fp32, prefers_onednn, product, product_into
-from superstep.numerics.product import add_product
+from superstep.numerics.accumulate_product import add_product
 
 
 class Noted(TorchDispatchMode):

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import save_file
 
 from superstep.errors import StateError
-from superstep.model.adapter import read_adapter
 from superstep.model.axes import units
 from superstep.model.decoder import Decoder
 from superstep.model.hf import FILE, load_weights, open_weights, save_weights
+from superstep.model.peft_adapter import read_adapter
 from superstep.model.unit import global_tensors, parameters
 from superstep.plan.model.hf_config import from_hf_config, to_hf_config
 from superstep.plan.model.rope import LinearRope, Llama3Rope, YarnRope

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from superstep.model.axes import units
 from superstep.model.decoder import Decoder
-from superstep.model.exchange import Local, Now
+from superstep.model.expert_dispatch import Local, Now
 from superstep.model.hf import load_weights
 from superstep.model.router import route
 from superstep.model.unit import global_tensors

@@ -16,7 +16,7 @@ import small
 from plans import examples
 from superstep.model.axes import units
 from superstep.model.decoder import Decoder
-from superstep.model.exchange import Local, Now
+from superstep.model.expert_dispatch import Local, Now
 from superstep.model.experts import (
     GroupedLinear,
     add_outer_products,
@@ -31,7 +31,7 @@ from superstep.model.router import NOBODY
 from superstep.model.unit import global_specs, global_tensors, initial, parameters
 from superstep.numerics.loss import cross_entropy_sum
 from superstep.plan.config import ModelConfig, TrainConfig
-from superstep.plan.model.named import shape_of
+from superstep.plan.model.lookup import shape_of
 from superstep.train.proof.reference import reference_steps
 
 ROUTERS = ["dropless", "switch", "top2", "noisy-topk"]

@@ -23,7 +23,7 @@ from superstep.model.router import (
     z_loss,
 )
 from superstep.plan.config import ModelConfig
-from superstep.plan.model.named import shape_of
+from superstep.plan.model.lookup import shape_of
 
 ROUTERS = ["dropless", "switch", "top2", "noisy-topk"]
 

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from superstep.numerics import invariant_matmul as pieces
+from superstep.numerics.exact_self_check import first_difference
 from superstep.numerics.fixed_point import (
     ACTIVATION,
     PARAMETER,
@@ -19,7 +20,6 @@ from superstep.numerics.fixed_point import (
     square_sum,
 )
 from superstep.numerics.invariant_matmul import product, tree_sum
-from superstep.numerics.self_check import first_difference
 
 
 def _numbers(count, seed=0, spread=12):
@@ -171,7 +171,7 @@ def test_the_self_check_sees_a_machine_that_does_not(monkeypatch):
     torch.set_num_threads(1)
     monkeypatch.setattr(pieces, "PIECE", 4096)
     monkeypatch.setattr(pieces, "COLUMNS", 1)
-    monkeypatch.setattr("superstep.numerics.self_check.INNER", (1376,))
+    monkeypatch.setattr("superstep.numerics.exact_self_check.INNER", (1376,))
     found = first_difference(torch.float32, torch.device("cpu"))
     torch.set_num_threads(threads)
     assert found is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from superstep.kernels import fused
+from superstep.kernels import cpu_library
 from superstep.numerics.loss import IGNORE, Columns, cross_entropy_sum, linear_cross_entropy_sum
 
 B, S, D, V = 3, 10, 32, 96
@@ -143,8 +143,8 @@ def test_a_frozen_weight_costs_no_gradient():
 @pytest.mark.parametrize("widths", [(48, 48), (64, 64), (96, 96)], ids=["even", "padded", "a part of padding alone"])
 @pytest.mark.parametrize("is_compiled", [False, True], ids=["torch", "kernel"])
 def test_parts_of_the_vocabulary_have_their_share(dtype, widths, is_compiled):
-    if is_compiled and fused.compiled().library is None:
-        pytest.skip(fused.compiled().why)
+    if is_compiled and cpu_library.compiled().library is None:
+        pytest.skip(cpu_library.compiled().why)
     h, weight, targets = problem(dtype)
     exact, dh, dweight = textbook(h, weight, targets)
     scores = (h.detach() @ weight.detach().T).float().flatten(0, 1)

@@ -12,7 +12,7 @@ from superstep.errors import ConfigError, DataError
 from superstep.numerics.loss import IGNORE
 from superstep.numerics.objective import Aim, objective_sum
 from superstep.numerics.policy import PolicyLoss
-from superstep.numerics.sequence_policy import dpo, sequence_policy
+from superstep.numerics.sequence_losses import dpo, sequence_policy
 
 T, V = 400, 11
 

@@ -9,12 +9,12 @@ from dataclasses import replace
 import pytest
 
 import small
-from superstep.cli.doctor.text import page
-from superstep.observe.doctor.box import read_box, write_box
+from superstep.cli.doctor.doctor_text import page
 from superstep.observe.doctor.diagnose import _HERE, diagnose
-from superstep.observe.doctor.seen import DATA, Disk, Note, RankSeen, RunSeen
+from superstep.observe.doctor.failure_file import read_box, write_box
+from superstep.observe.doctor.observations import DATA, Disk, Note, RankSeen, RunSeen
+from superstep.observe.multi_step_trace import newest_step, perfetto_steps, trace_of_step
 from superstep.observe.page.doctor import doctor_page, graph
-from superstep.observe.steps_trace import newest_step, perfetto_steps, trace_of_step
 from superstep.observe.trace import load_trace
 from superstep.plan.mesh import Coordinate
 from superstep.plan.resolve import resolve

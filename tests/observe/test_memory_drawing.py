@@ -6,11 +6,11 @@ import pytest
 
 from superstep.cost.program.activations import unit_bytes
 from superstep.cost.program.simulate import PerUnit, UnitSeconds, simulate
-from superstep.observe.memory_drawing import ASCII, GUTTER, LEVELS, draw_memory
+from superstep.observe.drawing.memory import ASCII, GUTTER, LEVELS, draw_memory
 from superstep.plan.config import DataConfig, ModelConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.resolve import resolve
 from superstep.program.compile import compile_step
-from superstep.program.memory import course, high_water
+from superstep.program.peak_memory import course, high_water
 
 
 def drawn(*, has_signs=True, width=120, **plan):

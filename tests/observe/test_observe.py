@@ -15,8 +15,8 @@ from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 from reported import ROUTERS, STARTED, STEP
 from superstep.errors import Fault
 from superstep.observe.events import Evaluated, Fanout, Resumed, RunFinished, Saved
-from superstep.observe.growing import Growing
 from superstep.observe.jsonl import JsonLines, damage, drop_after, line, read
+from superstep.observe.tail_jsonl import Growing
 from superstep.observe.tensorboard import TensorBoard, record
 
 

@@ -12,8 +12,8 @@ import told_runs
 from longer import longer
 from seen_pages import READY, Seen
 from superstep.observe.doctor.diagnose import Finding, Verdict
-from superstep.observe.doctor.seen import RankSeen, RunSeen
-from superstep.observe.doctor.waits import Wait
+from superstep.observe.doctor.observations import RankSeen, RunSeen
+from superstep.observe.doctor.wait_graph import Wait
 from superstep.observe.page.compare import compared
 from superstep.observe.page.doctor import doctor_page
 from superstep.observe.page.report import RunTold, report_page, spent_parts

@@ -15,10 +15,10 @@ import step_pages
 from plans import examples, plan_of, plans
 from superstep.cost.program.simulate import PerUnit, UnitSeconds, simulate
 from superstep.observe.chrome_trace import chrome_trace
-from superstep.observe.step_svg import FORWARD, LEFT, RIGHT, WIDTH, caption_of, draw_svg
+from superstep.observe.drawing.step_svg import FORWARD, LEFT, RIGHT, WIDTH, caption_of, draw_svg
 from superstep.program.compile import compile_step
 from superstep.program.instructions import Send, lane
-from superstep.program.memory import course
+from superstep.program.peak_memory import course
 from superstep.program.text import describe
 
 SVG = "{http://www.w3.org/2000/svg}"

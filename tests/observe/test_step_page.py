@@ -12,15 +12,15 @@ from plans import SCHEDULES, examples, plan_of, plans
 from superstep.cost.program.activations import unit_bytes
 from superstep.cost.program.memory import rank_bytes
 from superstep.cost.program.simulate import PerUnit, UnitSeconds, simulate
-from superstep.observe.page.assemble import packed, unpacked
 from superstep.observe.page.bubble import PassSeconds, closed_bubble
-from superstep.observe.page.moving import Choice, moving_page
-from superstep.observe.page.step import KINDS, LANES, Drawn, fields, step_value
+from superstep.observe.page.bundle_html import packed, unpacked
+from superstep.observe.page.step_animation import Choice, moving_page
+from superstep.observe.page.step_data import KINDS, LANES, Drawn, fields, step_value
 from superstep.plan.config import ModelConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.resolve import resolve
 from superstep.program.compile import compile_step
 from superstep.program.instructions import Recv, Send, lane
-from superstep.program.memory import UnitBytes, course
+from superstep.program.peak_memory import UnitBytes, course
 from superstep.program.timeline import Timeline
 
 SIZE = UnitBytes(

@@ -13,7 +13,7 @@ from reported import ROUTERS, STARTED, STEP
 from superstep.cli.main import main
 from superstep.cli.train import sinks as sinks_module
 from superstep.observe.events import Evaluated, Resumed, Saved
-from superstep.observe.scalars import Scalars
+from superstep.observe.metric_names import Scalars
 from superstep.observe.trackers import Asked, Mlflow, Tracked, Trackio, Wandb
 
 ASKED = Asked(project="p", name="n", run=None, settings={"train.lr": 1e-3, "plan.dp": 2}, folder="")

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from superstep.plan.split.documents import Held, tiles
-from superstep.plan.split.sequence import blocks, positions
+from superstep.plan.sharding.documents import Held, tiles
+from superstep.plan.sharding.sequence import blocks, positions
 
 
 @st.composite

@@ -4,15 +4,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from superstep.cost.closed.decoder_size import array, decoder_of
-from superstep.cost.program.work import local_dims
+from superstep.cost.closed.model_numbers import array, decoder_of
+from superstep.cost.program.flops import local_dims
+from superstep.engine.flat.layout import lay_out
 from superstep.errors import ConfigError
 from superstep.model.axes import units
 from superstep.plan.config import DataConfig, ModelConfig, NumericsConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.mesh import Coordinate
 from superstep.plan.resolve import resolve
-from superstep.plan.split.padding import ALIGN, padded_vocab
-from superstep.runtime.flat_parameters import lay_out
+from superstep.plan.sharding.padding import ALIGN, padded_vocab
 
 
 def run_of(vocab, tp, *, tied=True, exact=False, **plan):

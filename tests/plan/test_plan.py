@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from plans import examples
 from superstep.errors import ConfigError
 from superstep.plan.config import ModelConfig, PlanConfig, RunConfig, TrainConfig
+from superstep.plan.config_io import read_config, table_entry, write_config
 from superstep.plan.mesh import AXES, FAMILIES, MeshShape
 from superstep.plan.model.hf_config import from_hf_config, to_hf_config
-from superstep.plan.model.named import shape_of
+from superstep.plan.model.lookup import shape_of
 from superstep.plan.model.shape import SHAPES
 from superstep.plan.resolve import divisors, resolve
-from superstep.plan.split.stages import even_split, place
-from superstep.plan.toml import read_config, table_entry, write_config
+from superstep.plan.sharding.stages import even_split, place
 
 
 def values_of(hint) -> st.SearchStrategy:

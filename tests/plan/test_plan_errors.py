@@ -16,24 +16,24 @@ from hypothesis import strategies as st
 from plans import SCHEDULES, examples
 from refused import REFUSED, config_of
 from superstep.errors import ConfigError
-from superstep.plan import exact_pieces as grain_module
+from superstep.plan import config_io as toml_module
 from superstep.plan import lora as lora_module
+from superstep.plan import reduction_grain as grain_module
 from superstep.plan import resolve as resolve_module
-from superstep.plan import toml as toml_module
 from superstep.plan.config import ModelConfig, RunConfig
+from superstep.plan.config_io import read_config
 from superstep.plan.model import hf_config as hf_config_module
 from superstep.plan.model import hf_rope as hf_rope_module
-from superstep.plan.model import json_keys as json_keys_module
-from superstep.plan.model import named as model_module
+from superstep.plan.model import json_reader as json_keys_module
+from superstep.plan.model import lookup as model_module
 from superstep.plan.model import shape as shape_module
 from superstep.plan.model.hf_config import to_hf_config
-from superstep.plan.model.named import shape_of
+from superstep.plan.model.lookup import shape_of
 from superstep.plan.model.outline import Outline, Parameter, Unit
 from superstep.plan.resolve import resolve
-from superstep.plan.split import divisibility as spread_module
-from superstep.plan.split import parameters as cuts_module
-from superstep.plan.split import stages as stages_module
-from superstep.plan.toml import read_config
+from superstep.plan.sharding import divisibility as spread_module
+from superstep.plan.sharding import parameters as cuts_module
+from superstep.plan.sharding import stages as stages_module
 
 
 def name_of(value: object) -> str | None:

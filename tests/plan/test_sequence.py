@@ -2,7 +2,7 @@
 
 import pytest
 
-from superstep.plan.split.sequence import blocks, cp_of_heads, cp_of_tokens, multiple, places, positions
+from superstep.plan.sharding.sequence import blocks, cp_of_heads, cp_of_tokens, multiple, places, positions
 
 CPS = [1, 2, 3, 4, 8]
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from superstep.errors import ConfigError
-from superstep.hardware.core import cores
+from superstep.hardware.cpu_core import cores
 from superstep.plan.config import ModelConfig, NumericsConfig, PlanConfig, RunConfig, StateConfig, TrainConfig
 from superstep.plan.resolve import resolve
 from superstep.planner.elastic import smaller_plan

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from planning import problem_of
+from superstep.cli.plan.plan import Options, checked_sides, first_answer, refined
 from superstep.cli.plan.problem import memory_of
-from superstep.cli.plan.verb import Options, checked_sides, first_answer, refined
 from superstep.cli.train.memory_fit import require_fit
-from superstep.cost.closed.footprint import COMMUNICATOR_BYTES, CONTEXT_BYTES, USABLE
-from superstep.planner.calibrate_row import guide
-from superstep.runtime.device import Device
+from superstep.comm.device import Device
+from superstep.cost.closed.memory import COMMUNICATOR_BYTES, CONTEXT_BYTES, USABLE
+from superstep.planner.calibrate_observation import guide
 
 GPU = Device("cuda", 0)
 GIB = 2**30

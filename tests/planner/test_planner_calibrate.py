@@ -10,22 +10,22 @@ import pytest
 
 from planning import problem_of
 from superstep.cli.main import main
-from superstep.cli.plan.text import calibration_text
+from superstep.cli.plan.plan_text import calibration_text
 from superstep.cost.closed.efficiency import FITTED
 from superstep.cost.program.instruction_seconds import instruction_seconds
 from superstep.cost.program.simulate import simulate
-from superstep.hardware.text import cluster
+from superstep.hardware.cluster_file import cluster
 from superstep.plan.config import PlanConfig
+from superstep.plan.config_io import write_config
 from superstep.plan.resolve import resolve
-from superstep.plan.toml import write_config
 from superstep.planner.calibrate import calibrated
-from superstep.planner.calibrate_row import guide
-from superstep.planner.catalogue import catalogued
-from superstep.planner.plans import plans_of, run_config
+from superstep.planner.calibrate_observation import guide
+from superstep.planner.closed_form_seconds import catalogued
+from superstep.planner.plan_columns import plans_of, run_config
 from superstep.planner.price import pricing_of
 from superstep.planner.published_row import after_published, step_slopes
 from superstep.planner.search_problem import Problem
-from superstep.planner.verify import simulated
+from superstep.planner.simulate_best import simulated
 from superstep.program.compile import compile_step
 from superstep.program.text import write_program
 

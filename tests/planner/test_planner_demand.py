@@ -7,15 +7,15 @@ from dataclasses import replace
 import pytest
 
 from planning import problem_of, side_of
-from superstep.cost.program.work import model_flops_per_token
+from superstep.cost.program.flops import model_flops_per_token
 from superstep.errors import ConfigError
-from superstep.planner.demand import check_problem, nearest_batch, smallest, smallest_cluster
-from superstep.planner.neighbours import fallbacks, improved, neighbours, simplicity_of
+from superstep.planner.feasibility import check_problem, nearest_batch, smallest, smallest_cluster
 from superstep.planner.plan_summary import figures, limits, shares
 from superstep.planner.search import search
 from superstep.planner.search_problem import Rule
-from superstep.planner.ties import TIE
-from superstep.planner.verify import verified
+from superstep.planner.sensitivity import fallbacks, improved, neighbours, simplicity_of
+from superstep.planner.simulate_best import verified
+from superstep.planner.tie_break import TIE
 
 
 def with_batch(problem, sequences):

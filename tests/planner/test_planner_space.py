@@ -14,7 +14,7 @@ from plans import examples
 from superstep.errors import ConfigError
 from superstep.plan.config import PlanConfig
 from superstep.plan.resolve import resolve
-from superstep.planner.plans import run_config
+from superstep.planner.plan_columns import run_config
 from superstep.planner.search_problem import FIELDS, Rule
 
 PROBLEMS = {

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from planning import problem_of, side_of
-from superstep.planner import candidates as candidates_module
-from superstep.planner.candidates import candidates, kind_of
-from superstep.planner.neighbours import improved, of_kinds, simplicity_of
+from superstep.planner import shortlist as candidates_module
 from superstep.planner.search import search
-from superstep.planner.ties import TIE, first_of, simplicity, tied
-from superstep.planner.verify import instructions_of, verified
+from superstep.planner.sensitivity import improved, of_kinds, simplicity_of
+from superstep.planner.shortlist import candidates, kind_of
+from superstep.planner.simulate_best import instructions_of, verified
+from superstep.planner.tie_break import TIE, first_of, simplicity, tied
 
 PLAIN, SPLIT, AGAIN = (simplicity(*each) for each in (((1, 1), 0, 0.9), ((2, 4), 0, 0.3), ((1, 1), 2, 0.3)))
 

@@ -9,10 +9,10 @@ import pytest
 
 from planning import everything, problem_of, side_of
 from superstep.cost.closed.estimate import Estimate
-from superstep.planner import verify as verify_module
+from superstep.planner import simulate_best as verify_module
 from superstep.planner.search import Found, parts_of, search
 from superstep.planner.search_problem import Rule
-from superstep.planner.verify import instructions_of, verified
+from superstep.planner.simulate_best import instructions_of, verified
 from superstep.program.compile import compile_step
 
 TOLERANCE = 0.15

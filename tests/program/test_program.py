@@ -36,7 +36,7 @@ from superstep.program.instructions import (
     is_compute,
     lane,
 )
-from superstep.program.rendezvous import routes
+from superstep.program.p2p_setup import routes
 from superstep.program.text import describe, read_instruction, read_program, write_program
 
 any_plan = examples(25)

@@ -10,7 +10,7 @@ from hypothesis import given
 from plans import examples, plan_of, plans
 from superstep.program.compile import compile_evaluation, compile_step
 from superstep.program.instructions import Forward
-from superstep.program.memory import Peak, UnitBytes, forwards_in_flight, high_water
+from superstep.program.peak_memory import Peak, UnitBytes, forwards_in_flight, high_water
 
 PARAMS, GRADIENT, ALL, SELECTIVE, INPUT, BOUNDARY = 1000, 4000, 80, 50, 10, 10
 PRODUCTS = {"product_inputs": 30, "product_gradients": 40}

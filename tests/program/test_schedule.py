@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plans import SCHEDULES, examples, plan_of
-from superstep.plan.split.stages import place
+from superstep.plan.sharding.stages import place
 from superstep.program.compile import compile_step
-from superstep.program.memory import forwards_in_flight
+from superstep.program.peak_memory import forwards_in_flight
 from superstep.program.schedule import Task, forward_order, order
 
 

@@ -15,11 +15,11 @@ from superstep.errors import ConfigError
 from superstep.plan.model.shape import SHAPES, check_shape
 from superstep.scaling.budget import best_for, best_of_flops, choices
 from superstep.scaling.fit import HOFFMANN, KAPLAN, fit, residuals
-from superstep.scaling.frontier import fit_envelope, fit_isoflop, fit_size, fit_tokens
+from superstep.scaling.isoflop import fit_envelope, fit_isoflop, fit_size, fit_tokens
 from superstep.scaling.laws import Hoffmann, Kaplan, PowerFrontier
+from superstep.scaling.model_sizes import LADDER, non_embedding_parameters, shape_of
 from superstep.scaling.runs import Point, Run, ended
-from superstep.scaling.shapes import LADDER, non_embedding_parameters, shape_of
-from superstep.scaling.study import LEVEL, beyond, bootstrap, constants, estimate, study
+from superstep.scaling.summary import LEVEL, beyond, bootstrap, constants, estimate, study
 
 laws = st.one_of(
     st.builds(

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from official_client import OfficialClient, official_client
-from superstep.kernels.native import folder_of
+from superstep.kernels.compile_cpp import folder_of
 from superstep.serve.compute.kernels.build import NAMES, SOURCES
 
 

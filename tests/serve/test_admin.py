@@ -18,19 +18,19 @@ from scripted import Scripted
 from served import served
 from superstep.cli.serve import admin_key
 from superstep.errors import ConfigError, StateError
-from superstep.model.adapter import linears_of, write_adapter
 from superstep.model.hf import FILE
+from superstep.model.peft_adapter import linears_of, write_adapter
 from superstep.plan.model.hf_config import from_hf_config
 from superstep.serve.api.admin import ADMIN_ROUTES, allowed
+from superstep.serve.api.admin_backend import Admin
 from superstep.serve.api.app import make_app
 from superstep.serve.api.backend import Away
-from superstep.serve.api.refusals import Refused
-from superstep.serve.api.steered import Admin
+from superstep.serve.api.http_errors import Refused
 from superstep.serve.config import ServeConfig
-from superstep.serve.host import Host
-from superstep.serve.messages import Change, LoadAdapter, Pause, Resume, Sleep, Standing, UnloadAdapter, Wake
-from superstep.serve.request import AdapterInfo, Info
-from superstep.serve.speech import load_words
+from superstep.serve.engine_client import Host
+from superstep.serve.engine_messages import Change, LoadAdapter, Pause, Resume, Sleep, Standing, UnloadAdapter, Wake
+from superstep.serve.scheduling.request import AdapterInfo, Info
+from superstep.serve.text_backend import load_words
 from superstep.serve.weights import publish
 
 KEY = "a-key"

@@ -22,7 +22,7 @@ from superstep.serve.api.app import make_app
 from superstep.serve.api.connection import ConnectionLimits
 from superstep.serve.api.guard import HEAD_BYTES, Entrance
 from superstep.serve.api.server import make_server
-from superstep.serve.request import Info
+from superstep.serve.scheduling.request import Info
 
 TOKENIZER = small_tokenizer()
 HELLO = [{"role": "user", "content": "hello"}]

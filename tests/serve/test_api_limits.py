@@ -18,10 +18,10 @@ from plain_words import PlainWords, small_tokenizer
 from scripted import Scripted
 from served import Served, served
 from superstep.serve.api.app import make_app
+from superstep.serve.api.generate_endpoint import SamplingFields
+from superstep.serve.api.http_errors import Refused
 from superstep.serve.api.limits import Limits, parse
-from superstep.serve.api.native import SamplingFields
-from superstep.serve.api.refusals import Refused
-from superstep.serve.request import Info, Sampling
+from superstep.serve.scheduling.request import Info, Sampling
 
 TOKENIZER = small_tokenizer()
 LIMITS = Limits(body_bytes=100_000, stall_s=0.3, queue=4, choices=6, json_depth=20, json_values=20_000)

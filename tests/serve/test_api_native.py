@@ -15,7 +15,7 @@ from plain_words import PlainWords, small_tokenizer
 from scripted import Scripted, logprob_of
 from superstep.serve.api.app import make_app
 from superstep.serve.api.seeds import seed_of_choice
-from superstep.serve.request import Constraint, Info
+from superstep.serve.scheduling.request import Constraint, Info
 
 TOKENIZER = small_tokenizer()
 ANSWER = [70, 71, 72, 73, 74]

@@ -10,7 +10,7 @@ import pytest
 from official_client import ANSWER, HELLO, TOKENIZER
 from scripted import logprob_of
 from superstep.serve.api.seeds import seed_of_choice
-from superstep.serve.request import Request
+from superstep.serve.scheduling.request import Request
 
 
 def test_models_and_adapters_are_listed(setting):

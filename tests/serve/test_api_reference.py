@@ -9,14 +9,14 @@ import pytest
 
 from plain_words import small_tokenizer
 from scripted import Scripted
-from superstep.serve.api import admin, native
+from superstep.serve.api import admin, generate_endpoint
 from superstep.serve.api.admin import ADMIN_ROUTES
 from superstep.serve.api.app import ROUTES
 from superstep.serve.api.drain import Drain
 from superstep.serve.api.metrics import Metrics
 from superstep.serve.api.openai import chat_fields, completions
-from superstep.serve.messages import Standing
-from superstep.serve.request import Info
+from superstep.serve.engine_messages import Standing
+from superstep.serve.scheduling.request import Info
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "http.md"
 SECTIONS = {part.partition("\n")[0]: part for part in PAGE.read_text(encoding="utf-8").split("\n## ")}
@@ -48,7 +48,10 @@ def test_no_field_is_told_that_is_refused():
 
 
 def test_fields_of_the_native_endpoint():
-    assert set(native.Fields.model_fields) | set(native.SamplingFields.model_fields) <= SPELT["POST /generate"]
+    assert (
+        set(generate_endpoint.Fields.model_fields) | set(generate_endpoint.SamplingFields.model_fields)
+        <= SPELT["POST /generate"]
+    )
 
 
 def test_metrics():

@@ -21,7 +21,7 @@ from scripted import Scripted
 from superstep.serve.api.app import make_app
 from superstep.serve.api.guard import Entrance
 from superstep.serve.api.server import LOOPBACK, listen, serve
-from superstep.serve.request import Info
+from superstep.serve.scheduling.request import Info
 
 tokenizer = small_tokenizer()
 end = (tokenizer.end_of_text,)

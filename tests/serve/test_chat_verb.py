@@ -51,7 +51,7 @@ def test_what_a_server_refuses_and_one_that_is_lost_are_told(setting, monkeypatc
 
 
 def test_an_answer_is_stopped_by_ctrl_c_and_the_conversation_goes_on(monkeypatch, capsys):
-    from superstep.cli.chat.verb import Conversation
+    from superstep.cli.chat.chat import Conversation
 
     class Endless:
         def __init__(self):

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from superstep.errors import ConfigError
-from superstep.serve.compute.draw import totals_of
+from superstep.serve.batch_generate import generate
+from superstep.serve.compute.sampler import totals_of
 from superstep.serve.engine import Engine
-from superstep.serve.offline import generate
-from superstep.serve.pages import Pages
-from superstep.serve.request import Info, Request, Sampling
-from superstep.serve.step import Budget
+from superstep.serve.scheduling.kv_pages import Pages
+from superstep.serve.scheduling.request import Info, Request, Sampling
+from superstep.serve.scheduling.step import Budget
 
 V = 20
 

@@ -8,13 +8,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import model_folder
 from superstep.errors import ConfigError
-from superstep.model.adapter import Adapter, LowRank, linears_of, write_adapter
+from superstep.model.peft_adapter import Adapter, LowRank, linears_of, write_adapter
 from superstep.plan.model.hf_config import from_hf_config
+from superstep.serve.batch_generate import generate
+from superstep.serve.build_engine import open_engine
 from superstep.serve.compute.kernels.build import build
 from superstep.serve.config import ServeConfig
-from superstep.serve.load import open_engine
-from superstep.serve.offline import generate
-from superstep.serve.request import Request, Sampling
+from superstep.serve.scheduling.request import Request, Sampling
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def far(one, other):
 
 
 def test_fast_ways_say_what_the_plain_one_says(folder, compiled, monkeypatch):
-    monkeypatch.setattr("superstep.serve.compute.choice.make_fast", lambda *args, **given: None)
+    monkeypatch.setattr("superstep.serve.compute.choose_backend.make_fast", lambda *args, **given: None)
     plain = told(folder)
     monkeypatch.undo()
     for settings, most in (({}, 0.15), ({"kernels": compiled}, 0.15), ({"kernels": compiled, "quantize": "w8a8"}, 0.5)):

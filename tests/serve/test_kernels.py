@@ -7,19 +7,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from superstep.kernels.native import Built
+from superstep.kernels.compile_cpp import Built
 from superstep.model.decoder import Decoder, Sliding, flash
 from superstep.plan.model.shape import SHAPES
-from superstep.serve.compute.compiled import Compiled, can_compile
-from superstep.serve.compute.draw import read_rows, read_totals
-from superstep.serve.compute.fast import make_fast
+from superstep.serve.compute.compiled_decoder import Compiled, can_compile
+from superstep.serve.compute.fast_linears import make_fast
+from superstep.serve.compute.flat_batch import Part, Rows
+from superstep.serve.compute.fused_linears import Linears
 from superstep.serve.compute.kernels.build import FLAGS, NAMES, SOURCES, build
-from superstep.serve.compute.linears import Linears
-from superstep.serve.compute.packed import packed
-from superstep.serve.compute.panels import LARGE, Panels, in_large_pages, in_panels
+from superstep.serve.compute.onednn_linear import packed
+from superstep.serve.compute.panel_weights import LARGE, Panels, in_large_pages, in_panels
 from superstep.serve.compute.quantize import format_named, tokens_to_8_bits
-from superstep.serve.compute.rows import Part, Rows
-from superstep.serve.compute.tiles import TiledAttention, TiledStore, can_tile
+from superstep.serve.compute.sampler import read_rows, read_totals
+from superstep.serve.compute.tiled_kv_cache import TiledAttention, TiledStore, can_tile
 
 BF16, FP32 = torch.finfo(torch.bfloat16).eps, torch.finfo(torch.float32).eps
 
@@ -284,7 +284,7 @@ def test_a_large_weight_lies_in_large_pages():
 
 
 def test_what_was_compiled_is_not_compiled_again(built, compiled, monkeypatch):
-    monkeypatch.setattr("superstep.kernels.native.COMPILERS", ())
+    monkeypatch.setattr("superstep.kernels.compile_cpp.COMPILERS", ())
     assert build(compiled).library is not None
     monkeypatch.setattr("superstep.serve.compute.kernels.build.FLAGS", ("-O1",))
     assert build(compiled).why.startswith("compiling decoder.cpp failed: there is no compiler")

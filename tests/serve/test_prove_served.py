@@ -13,24 +13,24 @@ from longer import longer
 from superstep.cli.arguments.prove import read
 from superstep.cli.prove import served as verb
 from superstep.errors import ConfigError
+from superstep.launch.ranks import launch_on
 from superstep.model.rope import Rope
 from superstep.numerics import invariant_attention
 from superstep.plan.model.hf_config import to_hf_config
 from superstep.plan.resolve import resolve
-from superstep.runtime.launch import launch_on
-from superstep.serve import live
-from superstep.serve.compute.keys import KeyStore
+from superstep.serve.batch_generate import generate
+from superstep.serve.compute.kv_cache import KeyStore
 from superstep.serve.config import ServeConfig
+from superstep.serve.drafting.speculate import Speculation
 from superstep.serve.engine import Engine
-from superstep.serve.offline import generate
-from superstep.serve.pages import Pages
-from superstep.serve.request import Sampling
-from superstep.serve.speculate import Speculation
-from superstep.train.proof import served
-from superstep.train.proof.exact import write_bits
+from superstep.serve.scheduling import request_state as live
+from superstep.serve.scheduling.kv_pages import Pages
+from superstep.serve.scheduling.request import Sampling
+from superstep.train.proof import prove_serving
+from superstep.train.proof.prove_exact import write_bits
 
 TOKENS = 32
-WAYS = {way.name: way for way in served.ways(TOKENS)}
+WAYS = {way.name: way for way in prove_serving.ways(TOKENS)}
 
 
 def config():
@@ -177,7 +177,7 @@ def _after_other_weights(opened, way, texts, prompts):
         engine.info = info
         return engine
 
-    return served.told_of(changed, way, texts, prompts)
+    return prove_serving.told_of(changed, way, texts, prompts)
 
 
 def test_pages_of_other_weights_are_not_found(run, monkeypatch):
@@ -192,7 +192,7 @@ FEW = ("page of another text", "rope in bf16", "wrong guess stands")
 @pytest.mark.parametrize("plant", longer(PLANTED, lambda plant: plant not in FEW))
 def test_a_planted_fault_is_seen(run, monkeypatch, capsys, plant):
     fault, way = PLANTED[plant]
-    inner = _after_other_weights if plant == "page of other weights" else served.told_of
+    inner = _after_other_weights if plant == "page of other weights" else prove_serving.told_of
 
     def told_of(*args):
         with fault():

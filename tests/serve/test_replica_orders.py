@@ -13,17 +13,17 @@ import model_folder
 from ranks import ranks_below
 from served import served
 from superstep.errors import ConfigError, StateError
-from superstep.model.adapter import linears_of, write_adapter
 from superstep.model.hf import FILE
+from superstep.model.peft_adapter import linears_of, write_adapter
 from superstep.plan.model.hf_config import from_hf_config
+from superstep.serve.api.admin_backend import Admin, Several
 from superstep.serve.api.app import make_app
 from superstep.serve.api.backend import Away
-from superstep.serve.api.steered import Admin, Several
 from superstep.serve.config import ServeConfig
-from superstep.serve.messages import Change, LoadAdapter, Pause, Resume, Sleep, Standing, UnloadAdapter, Wake
-from superstep.serve.replicas import replicas_of
-from superstep.serve.request import AdapterInfo
-from superstep.serve.speech import load_words
+from superstep.serve.engine_messages import Change, LoadAdapter, Pause, Resume, Sleep, Standing, UnloadAdapter, Wake
+from superstep.serve.load_balancer import replicas_of
+from superstep.serve.scheduling.request import AdapterInfo
+from superstep.serve.text_backend import load_words
 from superstep.serve.weights import publish
 
 
@@ -265,7 +265,7 @@ def test_pauses_sleep_and_abort_reach_every_replica(server, made):
 
 @pytest.mark.multiproc
 def test_while_a_replica_is_away_nothing_changes_and_back_it_is_as_the_others(server, made, monkeypatch):
-    monkeypatch.setattr("superstep.serve.host.AGAIN_S", (1.0,))  # away for long enough to be asked
+    monkeypatch.setattr("superstep.serve.engine_client.AGAIN_S", (1.0,))  # away for long enough to be asked
     before = versions(server)
     target = made[0] if before[0] == made[2].version else made[2]
     rank = ranks_below(psutil.Process())[-1]  # those of other tests were started before

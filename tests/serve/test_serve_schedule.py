@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from superstep.serve.pages import Pages, page_keys
-from superstep.serve.schedule import schedule
-from superstep.serve.step import Budget, Chunk, InvalidStep, Step, check
+from superstep.serve.scheduling.kv_pages import Pages, page_keys
+from superstep.serve.scheduling.scheduler import schedule
+from superstep.serve.scheduling.step import Budget, Chunk, InvalidStep, Step, check
 
 SIZE = 4
 

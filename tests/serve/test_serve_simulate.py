@@ -9,16 +9,16 @@ from test_engine import Counting, V
 from superstep.cli.main import main
 from superstep.cost.serve import Way, served_model
 from superstep.errors import StateError
-from superstep.hardware.serving import ServingRate
+from superstep.hardware.serving_rate import ServingRate
 from superstep.plan.config import ModelConfig
-from superstep.plan.model.named import shape_of
+from superstep.plan.model.lookup import shape_of
+from superstep.serve.capacity_forecast import Server, crowds, firsts, rooms
 from superstep.serve.engine import Engine
-from superstep.serve.foresee import Server, crowds, firsts, rooms
-from superstep.serve.pages import Pages
-from superstep.serve.replay import LogFile, Recorder, Setting, read_log, samples, work_of
-from superstep.serve.request import Info, Request, Sampling
-from superstep.serve.simulate import Arrival, simulate
-from superstep.serve.step import Budget
+from superstep.serve.scheduling.kv_pages import Pages
+from superstep.serve.scheduling.request import Info, Request, Sampling
+from superstep.serve.scheduling.simulate import Arrival, simulate
+from superstep.serve.scheduling.step import Budget
+from superstep.serve.scheduling.step_log import LogFile, Recorder, Setting, read_log, samples, work_of
 
 WAY = Way(name="fp32", tp=1, block_keys=8, is_paged=True)
 MODEL = served_model(shape_of(ModelConfig(name="tiny")), tp=1, number_bytes=4)

@@ -9,16 +9,16 @@ import torch
 import torch.distributed as dist
 
 import small
+from superstep.comm.device import Device
+from superstep.launch.ranks import World
 from superstep.plan.model.hf_config import to_hf_config
 from superstep.plan.resolve import resolve
-from superstep.runtime.device import Device
-from superstep.runtime.launch import World
-from superstep.serve.compute.ranks import follow
+from superstep.serve.build_engine import load_rank, open_engine
+from superstep.serve.compute.model_runner import follow
 from superstep.serve.config import ServeConfig
-from superstep.serve.load import load_rank, open_engine
-from superstep.serve.speculate import Speculation
-from superstep.train.proof.exact import write_bits
-from superstep.train.proof.served import Known, answers, batch_of, compare, told_of, trained_losses, ways
+from superstep.serve.drafting.speculate import Speculation
+from superstep.train.proof.prove_exact import write_bits
+from superstep.train.proof.prove_serving import Known, answers, batch_of, compare, told_of, trained_losses, ways
 
 pytestmark = pytest.mark.multiproc
 

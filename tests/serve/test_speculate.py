@@ -10,16 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paged_toy import SIZE, PagedToy, V
-from superstep.serve.compute.keys import together
-from superstep.serve.compute.rows import Part
-from superstep.serve.compute.small_model import SmallModel
+from superstep.serve.batch_generate import generate
+from superstep.serve.compute.draft_model import SmallModel
+from superstep.serve.compute.flat_batch import Part
+from superstep.serve.compute.kv_cache import together
+from superstep.serve.drafting.ngram_drafter import LONGEST, SHORTEST, TRIED, Lookup
+from superstep.serve.drafting.speculate import MOST_MISSES, FromText, Pace, Speculation
 from superstep.serve.engine import Engine
-from superstep.serve.lookup import LONGEST, SHORTEST, TRIED, Lookup
-from superstep.serve.offline import generate
-from superstep.serve.pages import Pages
-from superstep.serve.request import Info, Request, Sampling
-from superstep.serve.speculate import MOST_MISSES, FromText, Pace, Speculation
-from superstep.serve.step import Budget
+from superstep.serve.scheduling.kv_pages import Pages
+from superstep.serve.scheduling.request import Info, Request, Sampling
+from superstep.serve.scheduling.step import Budget
 
 CONTEXT = 48
 

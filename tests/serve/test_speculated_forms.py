@@ -8,15 +8,15 @@ import pytest
 from paged_toy import SIZE, PagedToy
 from schemas import SCHEMAS, composed, valid
 from spellings import byte_level
-from superstep.serve.compute.small_model import SmallModel
+from superstep.serve.batch_generate import generate
+from superstep.serve.compute.draft_model import SmallModel
+from superstep.serve.drafting.speculate import FromText, Speculation
 from superstep.serve.engine import Engine
-from superstep.serve.offline import generate
-from superstep.serve.pages import Pages
-from superstep.serve.request import Constraint, Info, Sampling
-from superstep.serve.speculate import FromText, Speculation
-from superstep.serve.speech import make_matchers
-from superstep.serve.step import Budget
+from superstep.serve.scheduling.kv_pages import Pages
+from superstep.serve.scheduling.request import Constraint, Info, Sampling
+from superstep.serve.scheduling.step import Budget
 from superstep.serve.text.grammar import Grammars
+from superstep.serve.text_backend import make_matchers
 
 PAGES, CONTEXT = 1200, 200
 CLOSERS = ("}", "]", '"')

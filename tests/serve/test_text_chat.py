@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 from spellings import byte_level, llama
 from superstep.errors import ConfigError
-from superstep.serve.text import chat_process
-from superstep.serve.text.chat import DEFAULT_STOPS, Chat, ChatTemplate, load_chat_template
+from superstep.serve.text import template_process
+from superstep.serve.text.chat_template import DEFAULT_STOPS, Chat, ChatTemplate, load_chat_template
 from superstep.serve.text.chat_tokens import ChatEncoder
 
 CHATML = """{%- if tools %}
@@ -251,7 +251,7 @@ def test_a_template_may_refuse_messages():
     ],
 )
 def test_hostile_and_broken_templates_end_in_one_line(source, reason, monkeypatch):
-    monkeypatch.setattr(chat_process, "SECONDS", 0.3)
+    monkeypatch.setattr(template_process, "SECONDS", 0.3)
     hostile = ChatTemplate({"default": source})
     with pytest.raises(ConfigError, match=r"^chat template") as refused:
         hostile.render(Chat(messages=PLAIN))
@@ -261,7 +261,7 @@ def test_hostile_and_broken_templates_end_in_one_line(source, reason, monkeypatc
 
 
 def test_a_process_that_was_stopped_is_started_again(monkeypatch):
-    monkeypatch.setattr(chat_process, "SECONDS", 0.3)
+    monkeypatch.setattr(template_process, "SECONDS", 0.3)
     source = "{% if messages|length > 1 %}{% set n = 10 %}{{ n ** (n ** n) }}{% endif %}{{ messages[0].content }}"
     moody = ChatTemplate({"default": source})
     for _ in range(2):
@@ -274,8 +274,8 @@ def test_a_process_that_was_stopped_is_started_again(monkeypatch):
 
 
 def test_no_module_of_ours_is_in_the_rendering_process():
-    assert "superstep" not in chat_process.CHILD.read_text(encoding="utf-8")
-    assert "jinja2" in chat_process.CHILD.read_text(encoding="utf-8")
+    assert "superstep" not in template_process.CHILD.read_text(encoding="utf-8")
+    assert "jinja2" in template_process.CHILD.read_text(encoding="utf-8")
     assert sys.executable
 
 
@@ -362,7 +362,7 @@ def test_private_characters_of_a_client_stay():
 
 
 def test_a_process_that_a_signal_has_stopped_keeps_nobody_waiting():
-    process = chat_process.ChatProcess("{{ said }}")
+    process = template_process.ChatProcess("{{ said }}")
     assert process.render({"said": "a"}) == "a"
     os.kill(process._child.pid, signal.SIGSTOP)
     assert process.render({"said": "b" * 200_000}) == "b" * 200_000  # more than its pipe holds

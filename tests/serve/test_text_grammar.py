@@ -11,7 +11,7 @@ from legal import allowed, draw
 from schemas import SCHEMAS, obj, valid
 from spellings import FAMILIES, byte_level, llama
 from superstep.errors import ConfigError
-from superstep.serve.request import Constraint
+from superstep.serve.scheduling.request import Constraint
 from superstep.serve.text import grammar
 from superstep.serve.text.detokenize import Words
 from superstep.serve.text.grammar import Grammars

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from spellings import FAMILIES, byte_level
 from superstep.errors import ConfigError
+from superstep.serve.text.answer_reader import Reader
 from superstep.serve.text.detokenize import Words
-from superstep.serve.text.reader import Reader
-from superstep.serve.text.stops import StopFinder, check_stops
+from superstep.serve.text.stop_strings import StopFinder, check_stops
 
 letters = st.text(alphabet="ab", max_size=24)
 stop_texts = st.lists(st.text(alphabet="ab", min_size=1, max_size=6), max_size=4)

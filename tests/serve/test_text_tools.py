@@ -13,12 +13,12 @@ from legal import allowed, draw
 from schemas import obj, valid
 from spellings import FAMILIES
 from superstep.errors import ConfigError
+from superstep.serve.text.answer_reader import Reader
 from superstep.serve.text.detokenize import Words
 from superstep.serve.text.grammar import Grammars
-from superstep.serve.text.json_scan import JsonScan
-from superstep.serve.text.reader import Reader
+from superstep.serve.text.partial_json import JsonScan
+from superstep.serve.text.tool_call_parser import Call, CallParser, form_of, read_calls
 from superstep.serve.text.tool_choice import check_tools, tool_constraint
-from superstep.serve.text.tools import Call, CallParser, form_of, read_calls
 
 NAMES = ("add", "now")
 FORMS = ("hermes", "llama", "mistral")

@@ -13,29 +13,29 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from longer import longer
+from superstep.comm.device import Device
 from superstep.errors import ConfigError, Fault, StateError
 from superstep.model.axes import units
 from superstep.model.decoder import Decoder
 from superstep.model.hf import FILE, open_weights, save_weights
 from superstep.model.unit import global_tensors, initial, parameters
 from superstep.plan.config import ModelConfig
-from superstep.plan.model.named import shape_of
-from superstep.runtime.device import Device
+from superstep.plan.model.lookup import shape_of
 from superstep.serve import weights as weights_module
-from superstep.serve.compute import ranks
-from superstep.serve.compute.compiled import Compiled
-from superstep.serve.compute.keys import KeyStore
-from superstep.serve.compute.linears import Linears
-from superstep.serve.compute.ranks import follow
-from superstep.serve.compute.renewal import Memory
-from superstep.serve.compute.rows import Part, Rows, to_numbers
+from superstep.serve.batch_generate import generate
+from superstep.serve.build_engine import Known, load_rank, open_both, open_engine
+from superstep.serve.compute import model_runner
+from superstep.serve.compute.compiled_decoder import Compiled
+from superstep.serve.compute.flat_batch import Part, Rows, to_numbers
+from superstep.serve.compute.fused_linears import Linears
+from superstep.serve.compute.kv_cache import KeyStore
+from superstep.serve.compute.model_runner import follow
+from superstep.serve.compute.weight_update import Memory
 from superstep.serve.config import ServeConfig
-from superstep.serve.live import LiveRequest
-from superstep.serve.load import Known, load_rank, open_both, open_engine
-from superstep.serve.messages import Change, Pause, Resume, Sleep, Wake
-from superstep.serve.offline import generate
-from superstep.serve.pages import root_key
-from superstep.serve.request import Request, Sampling
+from superstep.serve.engine_messages import Change, Pause, Resume, Sleep, Wake
+from superstep.serve.scheduling.kv_pages import root_key
+from superstep.serve.scheduling.request import Request, Sampling
+from superstep.serve.scheduling.request_state import LiveRequest
 from superstep.serve.weights import MARK, given, hold, open_source, publish, snapshots, version_of
 
 VOCAB = 64
@@ -191,7 +191,8 @@ def test_weights_change_while_tokens_are_guessed(folder, published, said, who):
 
 def test_pages_of_other_weights_would_be_seen(folder, published, said, monkeypatch):
     monkeypatch.setattr(
-        "superstep.serve.live.root_key", lambda version, adapter, salt: root_key("one for all", adapter, salt)
+        "superstep.serve.scheduling.request_state.root_key",
+        lambda version, adapter, salt: root_key("one for all", adapter, salt),
     )
     load = Load(*open_both(folder, EXACT))
     load.run_at_once(8, published=published)
@@ -341,7 +342,7 @@ def test_a_rank_that_switched_alone_stops_before_it_computes(folder, published, 
         computed.append(rows)
         mine.party.memory.switch(mine.party.memory.read(open_weights(published[0].path)))
 
-    monkeypatch.setattr(ranks, "from_first", lambda numbers, group, device: next(told))
+    monkeypatch.setattr(model_runner, "from_first", lambda numbers, group, device: next(told))
     with pytest.raises(Fault, match="for the weights after 0 changes, and those after 1 are in place"):
         follow(forward, None, Device("cpu"), mine.party)
     assert len(computed) == 1

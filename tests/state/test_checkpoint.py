@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 import saved
 from superstep.errors import StateError
 from superstep.state.checkpoint import load, save
-from superstep.state.folders import checkpoint_at
+from superstep.state.checkpoint_dirs import checkpoint_at
 from superstep.state.manifest import Position
-from superstep.state.piece import STATE, Piece, runs
+from superstep.state.tensor_piece import STATE, Piece, runs
 
 
 @given(st.data())

@@ -13,7 +13,7 @@ import torch
 import saved
 from superstep.errors import Fault
 from superstep.state.checkpoint import load
-from superstep.state.folders import MARK, checkpoint_at, checkpoints, prune
+from superstep.state.checkpoint_dirs import MARK, checkpoint_at, checkpoints, prune
 from superstep.state.manifest import MANIFEST
 
 

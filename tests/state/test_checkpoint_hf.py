@@ -9,20 +9,20 @@ import pytest
 import torch
 
 import small
+from superstep.comm.device import Device
+from superstep.comm.mesh import build_mesh
+from superstep.comm.objects import gather
+from superstep.engine.engine import Engine
 from superstep.model.axes import units
 from superstep.model.decoder import Decoder
 from superstep.model.hf import load_weights
 from superstep.model.unit import global_tensors
 from superstep.plan.model.hf_config import to_hf_config
 from superstep.plan.resolve import resolve
-from superstep.runtime.device import Device
-from superstep.runtime.engine import Engine
-from superstep.runtime.launch import gather
-from superstep.runtime.mesh import build_mesh
 from superstep.state.checkpoint import save
-from superstep.state.folders import checkpoint_at
+from superstep.state.checkpoint_dirs import checkpoint_at
 from superstep.state.manifest import Position
-from superstep.state.piece import STATE
+from superstep.state.tensor_piece import STATE
 from superstep.train.batches import microbatches, rows
 
 pytestmark = pytest.mark.multiproc

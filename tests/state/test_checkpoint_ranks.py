@@ -17,15 +17,15 @@ from safetensors.torch import load_file
 
 import saved
 from pool import RankError
+from superstep.comm.objects import gather
 from superstep.errors import ConfigError, Fault, StateError
-from superstep.runtime.launch import gather
-from superstep.state import checkpoint, shares, writer
+from superstep.state import checkpoint, checkpoint_writer, file_shares
+from superstep.state.all_or_none import together
 from superstep.state.checkpoint import load, save
-from superstep.state.folders import checkpoint_at, checkpoints, prune
+from superstep.state.checkpoint_dirs import checkpoint_at, checkpoints, prune
+from superstep.state.file_shares import page_cache
 from superstep.state.manifest import Position
-from superstep.state.piece import STATE
-from superstep.state.shares import page_cache
-from superstep.state.together import together
+from superstep.state.tensor_piece import STATE
 
 PAGE = 4096
 SHAPES = {"a": (50, 100), "b": (3000,), "c": (64, 64), "scale": (), "d": (7, 700)}
@@ -101,8 +101,10 @@ def _save_through(folder, hosts, owner_of, *, cache):
 
     with (
         mock.patch.multiple(os, open=caches.open, pwrite=caches.pwrite, fsync=caches.fsync, close=caches.close),
-        mock.patch.multiple(shares, GRANULE=PAGE, STRETCH=2 * PAGE),
-        mock.patch.object(writer, "SHORT_BYTES", 0),  # these caches see no maps, which only ranks of one cache use
+        mock.patch.multiple(file_shares, GRANULE=PAGE, STRETCH=2 * PAGE),
+        mock.patch.object(
+            checkpoint_writer, "SHORT_BYTES", 0
+        ),  # these caches see no maps, which only ranks of one cache use
         mock.patch.object(checkpoint, "page_cache", side_effect=lambda _: cache(caches.host())),
     ):
         found = saved.on_threads(len(hosts), one, caches.meet)
@@ -147,7 +149,7 @@ def test_the_caches_of_these_tests_tear_pages_that_two_hosts_write(tmp_path):
 
 def test_ranks_of_one_host_hand_nothing_over(tmp_path):
     owner_of = [number % 3 for number in range(PIECES)]
-    with mock.patch("superstep.state.writer.Writer._pack", side_effect=AssertionError):
+    with mock.patch("superstep.state.checkpoint_writer.Writer._pack", side_effect=AssertionError):
         assert not _is_torn(_save_through(tmp_path, [0, 0, 0], owner_of, cache=str))
 
 
@@ -161,17 +163,21 @@ def test_a_page_cache_has_one_name(tmp_path):
 @settings(max_examples=60)
 def test_every_shared_byte_has_one_owner_among_those_who_have_it(data):
     ranks = data.draw(st.integers(1, 5))
-    low = st.integers(0, 40 * shares.GRANULE)
+    low = st.integers(0, 40 * file_shares.GRANULE)
     claims = [
-        shares.Claim(
+        file_shares.Claim(
             cache=str(data.draw(st.integers(0, 2))),
-            ranges={"f": shares.granules([(at, at + data.draw(st.integers(1, 9 * shares.GRANULE))) for at in found])},
+            ranges={
+                "f": file_shares.granules(
+                    [(at, at + data.draw(st.integers(1, 9 * file_shares.GRANULE))) for at in found]
+                )
+            },
         )
         for found in data.draw(st.lists(st.lists(low, max_size=3), min_size=ranks, max_size=ranks))
     ]
-    with mock.patch.object(shares, "STRETCH", 2 * shares.GRANULE):
-        found = shares.share_out(claims)
-    for granule in range(0, 50 * shares.GRANULE, shares.GRANULE):
+    with mock.patch.object(file_shares, "STRETCH", 2 * file_shares.GRANULE):
+        found = file_shares.share_out(claims)
+    for granule in range(0, 50 * file_shares.GRANULE, file_shares.GRANULE):
         writers = set()
         inside = [rank for rank, claim in enumerate(claims) if any(lo <= granule < hi for lo, hi in claim.ranges["f"])]
         for rank in inside:
@@ -181,9 +187,9 @@ def test_every_shared_byte_has_one_owner_among_those_who_have_it(data):
             writers.add(claims[parts[0][2]].cache)
         assert len(writers) <= 1, "one page cache writes a page"
     for rank in range(ranks):
-        parts = list(found.parts(rank, "f", 5, 45 * shares.GRANULE + 3))
+        parts = list(found.parts(rank, "f", 5, 45 * file_shares.GRANULE + 3))
         assert [a[1] for a in parts[:-1]] == [b[0] for b in parts[1:]]
-        assert (parts[0][0], parts[-1][1]) == (5, 45 * shares.GRANULE + 3)
+        assert (parts[0][0], parts[-1][1]) == (5, 45 * file_shares.GRANULE + 3)
 
 
 # What goes wrong on one rank stops all of them, with one message.

@@ -15,7 +15,7 @@ import saved
 from failing_disk import FailingDisk
 from superstep.errors import DiskFault, disk_fault
 from superstep.state.checkpoint import load
-from superstep.state.folders import checkpoints, prune
+from superstep.state.checkpoint_dirs import checkpoints, prune
 from superstep.state.verify import drop_old
 
 KEEP = 2

@@ -12,12 +12,12 @@ import saved
 from failing_disk import FailingDisk
 from superstep.errors import Fault
 from superstep.kernels.checksum import checksum
-from superstep.state import flush
+from superstep.state import background_checkpoint
+from superstep.state.background_checkpoint import Flusher
 from superstep.state.checkpoint import load
+from superstep.state.checkpoint_dirs import checkpoints
 from superstep.state.damage import newest_undamaged
-from superstep.state.flush import Flusher
-from superstep.state.folders import checkpoints
-from superstep.state.snapshot import (
+from superstep.state.memory_snapshot import (
     FAILED,
     HOSTS_SLOTS,
     KEPT,
@@ -229,7 +229,7 @@ def test_nothing_is_written_into_another_folder_of_the_name(memories, tmp_path, 
         take_its_name()
         yield from pieces_of(memory, slot)
 
-    with mock.patch.object(flush, "pieces_of", after_it_is_taken), Flusher(memories, tmp_path, keep=1):
+    with mock.patch.object(background_checkpoint, "pieces_of", after_it_is_taken), Flusher(memories, tmp_path, keep=1):
         if when == "before it is written":
             take_its_name()
         _copied(memories, 3, disk=WANTED)
@@ -258,7 +258,7 @@ def test_a_damaged_slot_does_not_come_to_the_disk_and_training_goes_on(memories,
 
 def test_a_bit_that_flips_while_a_slot_is_written_is_seen_before_the_checkpoint_has_its_name(memories, tmp_path):
     _copied(memories, 3, disk=WANTED)
-    slot, pieces = memories[1].whole()[3], flush.pieces_of
+    slot, pieces = memories[1].whole()[3], background_checkpoint.pieces_of
 
     def flipping(memory, at):
         for piece in pieces(memory, at):
@@ -266,7 +266,7 @@ def test_a_bit_that_flips_while_a_slot_is_written_is_seen_before_the_checkpoint_
                 _flip(memories[1], slot)
             yield piece
 
-    with mock.patch.object(flush, "pieces_of", flipping), Flusher(memories, tmp_path, keep=2):
+    with mock.patch.object(background_checkpoint, "pieces_of", flipping), Flusher(memories, tmp_path, keep=2):
         pass
     assert checkpoints(tmp_path / "checkpoints") == []
     assert memories[0].refused == Refused(3, 1)

@@ -11,9 +11,9 @@ import runs
 from longer import longer
 from superstep.cli.main import main
 from superstep.errors import Damaged, Fault, StateError
-from superstep.state.folders import checkpoints
-from superstep.state.mirror import Mirror, fetch_newest
+from superstep.state.checkpoint_dirs import checkpoints
 from superstep.state.store import Store
+from superstep.state.store_sync import Mirror, fetch_newest
 
 fsspec = pytest.importorskip("fsspec")
 FLAGS = ["train", "run.toml", "--state.save-every", "2", "--train.min-lr-ratio", "1", "--train.eval-every", "90"]

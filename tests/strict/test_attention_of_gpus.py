@@ -8,15 +8,15 @@ import torch
 import small
 from operators import SCORES, Operators
 from strict_ranks import device_module
+from superstep.comm.device import Device
 from superstep.cost.program.activations import unit_bytes
+from superstep.engine.document_attention import DocumentAttend
+from superstep.engine.saved_activations import with_kept
 from superstep.model.decoder import Sliding, attention_of, flash
 from superstep.plan.resolve import resolve
-from superstep.runtime.device import Device
-from superstep.runtime.documents import DocumentAttend
-from superstep.runtime.kept import with_kept
-from superstep.serve.compute.attend import PagedAttention
-from superstep.serve.compute.keys import FEW, KeyStore
-from superstep.serve.compute.rows import Part
+from superstep.serve.compute.flat_batch import Part
+from superstep.serve.compute.kv_cache import FEW, KeyStore
+from superstep.serve.compute.paged_attention import PagedAttention
 
 pytestmark = pytest.mark.strict
 

@@ -9,17 +9,17 @@ import torch
 import small
 from operators import Operators
 from strict_ranks import device_module
+from superstep.comm.device import Device
+from superstep.comm.mesh import build_mesh
+from superstep.engine.engine import Engine
 from superstep.model import experts
 from superstep.model.axes import units
-from superstep.model.exchange import Local, Now
+from superstep.model.expert_dispatch import Local, Now
 from superstep.model.experts import add_outer_products, grouped_linear, products, sort_by_expert
 from superstep.model.moe import MixtureOfExperts
 from superstep.plan.config import ModelConfig
-from superstep.plan.model.named import shape_of
+from superstep.plan.model.lookup import shape_of
 from superstep.plan.resolve import resolve
-from superstep.runtime.device import Device
-from superstep.runtime.engine import Engine
-from superstep.runtime.mesh import build_mesh
 from superstep.train.batches import microbatches
 
 pytestmark = pytest.mark.strict

@@ -10,16 +10,16 @@ import torch.nn.functional as F
 
 import small
 from strict_ranks import device_module, gpu_of
-from superstep.model import exchange, experts, fused_attention
+from superstep.comm.device import Device
+from superstep.comm.mesh import build_mesh
+from superstep.engine.engine import Engine
+from superstep.launch import ranks
+from superstep.model import expert_dispatch, experts, fused_attention
 from superstep.model.axes import units
 from superstep.plan.config import ModelConfig
 from superstep.plan.resolve import resolve
-from superstep.runtime import launch
-from superstep.runtime.device import Device
-from superstep.runtime.engine import Engine
-from superstep.runtime.mesh import build_mesh
 from superstep.train.batches import microbatches_of, rows
-from superstep.train.proof.close import TIMEOUT
+from superstep.train.proof.prove_tolerance import TIMEOUT
 
 pytestmark = pytest.mark.strict
 
@@ -47,7 +47,7 @@ def step_of_experts(rank, world, planted):
     )
     with pytest.MonkeyPatch.context() as patch, gpu_of(rank, world) as (device, report):
         for name, function in planted.items():
-            for module in (experts, exchange):
+            for module in (experts, expert_dispatch):
                 patch.setattr(module, name, function, raising=False)
         mesh = build_mesh(run.plan, rank, device, timeout=TIMEOUT)
         engine = Engine(run, units(run.shape), mesh)
@@ -97,10 +97,10 @@ def test_scores_of_grouped_heads_in_fp32_are_not_made_whole(width, monkeypatch):
 
 def contexts_after_a_barrier(world):
     dist.barrier()
-    return launch.gather(device_module().contexts())
+    return ranks.gather(device_module().contexts())
 
 
-class UnboundSeat(launch.Seat):
+class UnboundSeat(ranks.Seat):
     """The default group is given no GPU, and NCCL guesses one by the rank's number."""
 
     def take(self, device):
@@ -110,9 +110,9 @@ class UnboundSeat(launch.Seat):
 
 def test_a_barrier_of_a_group_without_a_gpu_of_its_own_takes_another_ranks(monkeypatch):
     """Ranks 0 and 1 have GPUs 2 and 3."""
-    assert launch.launch_from(2, "cuda", 2, contexts_after_a_barrier) == [{2}, {3}]
-    monkeypatch.setattr(launch, "Seat", UnboundSeat)
-    assert launch.launch_from(2, "cuda", 2, contexts_after_a_barrier) == [{0, 2}, {1, 3}]
+    assert ranks.launch_from(2, "cuda", 2, contexts_after_a_barrier) == [{2}, {3}]
+    monkeypatch.setattr(ranks, "Seat", UnboundSeat)
+    assert ranks.launch_from(2, "cuda", 2, contexts_after_a_barrier) == [{0, 2}, {1, 3}]
 
 
 def test_memory_that_a_gpu_refuses_to_register_fails_no_kernel_that_follows():

@@ -15,17 +15,17 @@ import torch
 
 import small
 from strict_ranks import device_module
+from superstep.comm.mesh import build_mesh
+from superstep.engine.engine import Engine
+from superstep.engine.executor import Executor
 from superstep.errors import Lost
+from superstep.launch.ranks import launch_on
 from superstep.model.axes import units
+from superstep.monitor import hang_rules
+from superstep.monitor.activity import Doing
+from superstep.monitor.hang_detector import Watcher
 from superstep.plan.resolve import resolve
 from superstep.program.instructions import Backward
-from superstep.runtime import hang_rules
-from superstep.runtime.doing import Doing
-from superstep.runtime.engine import Engine
-from superstep.runtime.executor import Executor
-from superstep.runtime.hang import Watcher
-from superstep.runtime.launch import launch_on
-from superstep.runtime.mesh import build_mesh
 from superstep.train.batches import microbatches_of, rows
 
 pytestmark = pytest.mark.strict

@@ -7,14 +7,14 @@ import pytest
 from test_models_on_gpus import batches, config
 
 from strict_ranks import device_module, gpu_of
+from superstep.comm.mesh import build_mesh
+from superstep.engine.engine import Engine
 from superstep.plan.resolve import resolve
-from superstep.runtime.engine import Engine
-from superstep.runtime.mesh import build_mesh
 from superstep.train.batches import microbatches_of, rows
-from superstep.train.integrity import Integrity
 from superstep.train.model import units_of
-from superstep.train.peers import RankPeers
-from superstep.train.proof.close import TIMEOUT
+from superstep.train.policy.corruption_check import Integrity
+from superstep.train.proof.prove_tolerance import TIMEOUT
+from superstep.train.rank_peers import RankPeers
 
 pytestmark = pytest.mark.strict
 
@@ -63,7 +63,7 @@ LAYOUTS = {
     "experts of fp32": {"router": "dropless", "compute": "fp32"},
 }
 
-EXCHANGED_SIZES = "superstep/runtime/parallel/expert.py"
+EXCHANGED_SIZES = "superstep/engine/parallel/expert.py"
 """An exchange of unequal parts takes their sizes from the host: once in each forward pass of a mixture."""
 PRODUCT_OF_EACH = "superstep/model/experts.py"
 """Outside of bf16 torch has no kernel for the products of all experts: each is a call, whose size the host has to know:
@@ -90,7 +90,7 @@ def test_the_host_waits_for_sizes_of_experts_alone_and_once_for_the_loss(pool, n
     run = resolve(config(**{"layers": 2, "compute": "bf16"} | LAYOUTS[name]))
     for before, in_update, races in pool.run(run.plan.mesh.world, waits_of_a_step, run, timeout_s=60):
         assert by_file(before) == WAITS.get(name, {}), before
-        assert by_file(in_update) == {"superstep/runtime/optimizer.py": 1}, in_update
+        assert by_file(in_update) == {"superstep/engine/adamw.py": 1}, in_update
         assert races == {}
 
 
@@ -98,7 +98,7 @@ def test_the_host_waits_for_the_rows_of_exact_experts(pool):
     """Once in each product's forward pass, and in each gradient of a weight for its parts and for their sizes."""
     run = resolve(config(layers=2, compute="bf16", router="dropless", exact=True))
     ((before, _, races),) = pool.run(1, waits_of_a_step, run, timeout_s=60)
-    assert by_file(before)["superstep/runtime/exact/experts.py"] == 9 * BLOCKS, before
+    assert by_file(before)["superstep/engine/exact/experts.py"] == 9 * BLOCKS, before
     assert races == {}
 
 
@@ -128,5 +128,5 @@ def test_the_host_waits_in_a_check_for_what_it_says_alone(pool):
     run = resolve(config(layers=2, compute="bf16", dp=2))
     for in_step, in_check, found in pool.run(2, waits_of_a_check, run, timeout_s=60):
         assert found is None
-        assert by_file(in_step) == {"superstep/runtime/optimizer.py": 1}, in_step
-        assert by_file(in_check) == {"superstep/train/integrity.py": 3}, in_check
+        assert by_file(in_step) == {"superstep/engine/adamw.py": 1}, in_step
+        assert by_file(in_check) == {"superstep/train/policy/corruption_check.py": 3}, in_check

@@ -10,9 +10,9 @@ import strict_runs
 import tuned
 from hurting import resumed
 from superstep.cli.main import main
-from superstep.cli.measure import verb
+from superstep.cli.measure import measure
 from superstep.cli.train import job
-from superstep.hardware.text import read_cluster
+from superstep.hardware.cluster_file import read_cluster
 
 pytestmark = pytest.mark.strict
 
@@ -83,7 +83,7 @@ def test_preferences_are_learnt_as_on_the_cpu(place, monkeypatch, layout):
 
 
 def test_a_gpu_is_measured(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(verb, "_rank", strict_runs.measured)
+    monkeypatch.setattr(measure, "_rank", strict_runs.measured)
     out = tmp_path / "cluster.toml"
     assert main(["measure", "--quick", "--device", "cuda", "--ranks", "2", "--dtype", "bf16", "--out", str(out)]) == 0
     cluster = read_cluster(out)

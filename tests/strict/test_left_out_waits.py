@@ -7,14 +7,14 @@ import pytest
 
 import small
 from strict_ranks import SETTINGS, gpu_of
+from superstep.comm.mesh import build_mesh
+from superstep.comm.objects import gather
+from superstep.engine.engine import Engine
 from superstep.model.axes import units
 from superstep.plan.resolve import resolve
-from superstep.runtime.engine import Engine
-from superstep.runtime.launch import gather
-from superstep.runtime.mesh import build_mesh
 from superstep.strict.works import StreamWork
 from superstep.train.batches import microbatches_of, rows
-from superstep.train.proof.close import TIMEOUT
+from superstep.train.proof.prove_tolerance import TIMEOUT
 
 pytestmark = pytest.mark.strict
 

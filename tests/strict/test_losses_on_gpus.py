@@ -11,7 +11,7 @@ from objectives import compare
 from strict_ranks import gpu_of, prove_on_gpus
 from superstep.numerics.loss import IGNORE
 from superstep.plan.resolve import resolve
-from superstep.train.proof.close import write_reference
+from superstep.train.proof.prove_tolerance import write_reference
 
 pytestmark = pytest.mark.strict
 

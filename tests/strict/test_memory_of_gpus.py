@@ -9,20 +9,20 @@ import torch
 import small
 from strict_ranks import SETTINGS, device_module, gpu_of
 from superstep.cli.train.memory_fit import require_fit
+from superstep.comm.device import Device
+from superstep.comm.mesh import build_mesh
 from superstep.cost.program.activations import unit_bytes
 from superstep.cost.program.memory import rank_bytes
 from superstep.cost.program.memory_fit import memory_of, with_communicators
+from superstep.engine.engine import Engine
+from superstep.engine.saved_activations import with_kept
 from superstep.errors import ConfigError
 from superstep.plan.resolve import resolve
 from superstep.program.compile import compile_step
 from superstep.program.instructions import Send
-from superstep.runtime.device import Device
-from superstep.runtime.engine import Engine
-from superstep.runtime.kept import with_kept
-from superstep.runtime.mesh import build_mesh
 from superstep.train.batches import microbatches_of, rows
 from superstep.train.model import units_of
-from superstep.train.proof.close import TIMEOUT
+from superstep.train.proof.prove_tolerance import TIMEOUT
 
 pytestmark = pytest.mark.strict
 TOKENS, SEQUENCES = 128, 8

@@ -6,16 +6,16 @@ import pytest
 
 import small
 from strict_ranks import prove_bits_on_gpus, prove_on_gpus
-from superstep.kernels import attention, fused
-from superstep.kernels.native import Built
+from superstep.comm.device import Device
+from superstep.kernels import attention, cpu_library
+from superstep.kernels.compile_cpp import Built
+from superstep.launch.ranks import World
 from superstep.model.unit import initial
 from superstep.plan.config import LoraConfig
 from superstep.plan.resolve import resolve
-from superstep.runtime.device import Device
-from superstep.runtime.launch import World
 from superstep.train.model import units_of
-from superstep.train.proof.close import write_reference
-from superstep.train.proof.exact import Relay, write_bits
+from superstep.train.proof.prove_exact import Relay, write_bits
+from superstep.train.proof.prove_tolerance import write_reference
 
 pytestmark = pytest.mark.strict
 
@@ -126,7 +126,7 @@ EXACT = {
 def write_bits_on_cpu(rank, world, run, folder):
     """By torch alone, as a GPU has none of the kernels of ``superstep.kernels`` for exact mode on CPUs."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (fused, attention):
+        for module in (cpu_library, attention):
             patch.setattr(module, "compiled", lambda: Built(None, "a GPU has none"))
         return write_bits(World(rank, world, Device("cpu")), run, batches(run), folder, stop=1)
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from strict_ranks import SETTINGS, begin_nccl, device_module, gpu_of, run_to_the_end, wait_for_text
-from superstep.runtime.shared.own import gather_single, scatter_single
+from superstep.comm.shared_memory.group_base import gather_single, scatter_single
 from superstep.strict.load import configure
 
 pytestmark = pytest.mark.strict

@@ -11,18 +11,18 @@ import small
 from measured_operations import OPERATIONS
 from operators import Operators
 from strict_ranks import device_module
+from superstep.comm.device import Device
+from superstep.comm.mesh import build_mesh
+from superstep.engine.engine import Engine
+from superstep.engine.measure import probe_kernels
+from superstep.engine.measure.launch_cost import launch_s
+from superstep.engine.measure.probe_kernels import Gauge, measure_operations
 from superstep.model.axes import units
 from superstep.numerics.policy import PolicyLoss
 from superstep.plan.config import ModelConfig
 from superstep.plan.resolve import resolve
-from superstep.runtime.device import Device
-from superstep.runtime.engine import Engine
-from superstep.runtime.measure import kernels
-from superstep.runtime.measure.kernels import Gauge, measure_operations
-from superstep.runtime.measure.launch_cost import launch_s
-from superstep.runtime.mesh import build_mesh
 from superstep.train.batches import microbatches
-from superstep.train.proof.close import TIMEOUT
+from superstep.train.proof.prove_tolerance import TIMEOUT
 
 pytestmark = pytest.mark.strict
 
@@ -32,15 +32,15 @@ LARGEST_BYTES = 2**16
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_what_is_measured_is_on_the_gpu(dtype, monkeypatch):
-    sizes = kernels.SIZES["cuda"]
+    sizes = probe_kernels.SIZES["cuda"]
     assert max(sizes) == 2**28, "its rate at 16 MiB is that of launches"
-    monkeypatch.setattr(kernels, "KEPT_BYTES", kernels.KEPT_BYTES | {"cuda": 4 * LARGEST_BYTES})
-    monkeypatch.setattr(kernels, "SIZES", kernels.SIZES | {"cuda": (LARGEST_BYTES // 4, LARGEST_BYTES)})
+    monkeypatch.setattr(probe_kernels, "KEPT_BYTES", probe_kernels.KEPT_BYTES | {"cuda": 4 * LARGEST_BYTES})
+    monkeypatch.setattr(probe_kernels, "SIZES", probe_kernels.SIZES | {"cuda": (LARGEST_BYTES // 4, LARGEST_BYTES)})
     with Operators() as operators:
         products, copies = measure_operations(OPERATIONS, dtype, Gauge(device=GPU, budget_s=0.0))
         launch_s(Gauge(device=GPU, budget_s=0.0))
     assert len(products) == 4
-    assert {copy.kernel for copy in copies} == set(kernels._PASSES)
+    assert {copy.kernel for copy in copies} == set(probe_kernels._PASSES)
     assert max(copy.bytes for copy in copies) == LARGEST_BYTES
     for name in ("mm", "_fused_adamw_", "silu", "_log_softmax", "index_select", "linalg_vector_norm"):
         assert any(name in operator for operator in operators.called), name
@@ -68,7 +68,7 @@ def run_of(name):
 COPIES = {"aten.lift_fresh.default", "aten._pin_memory.default", "aten._to_copy.default"}
 """Numbers of Python's as tensors, pinned on their way to the GPU; and those that are read back."""
 
-ONCE_A_STEP = {"superstep/runtime/optimizer.py": 4}
+ONCE_A_STEP = {"superstep/engine/adamw.py": 4}
 """The loss and the norm of the gradient, of four steps."""
 
 

@@ -8,16 +8,16 @@ import pytest
 
 import small
 from strict_ranks import SETTINGS, gpu_of
+from superstep.comm.mesh import build_mesh
+from superstep.engine.engine import Engine
+from superstep.engine.flat import rank_state
 from superstep.model.axes import units
 from superstep.plan.resolve import resolve
 from superstep.program.check import check
 from superstep.program.compile import compile_step
 from superstep.program.instructions import Settle
-from superstep.runtime import holding
-from superstep.runtime.engine import Engine
-from superstep.runtime.mesh import build_mesh
 from superstep.train.batches import microbatches_of, rows
-from superstep.train.proof.close import TIMEOUT
+from superstep.train.proof.prove_tolerance import TIMEOUT
 
 pytestmark = pytest.mark.strict
 
@@ -47,7 +47,7 @@ def train(rank, world, name):
     (batch,) = small.batches(steps=1)
     settings = replace(SETTINGS, raises=False)
     with pytest.MonkeyPatch.context() as patch, gpu_of(rank, world, settings) as (device, report):
-        patch.setattr(holding, "compile_step", lambda plan: PASSES[name](compile_step(plan)))
+        patch.setattr(rank_state, "compile_step", lambda plan: PASSES[name](compile_step(plan)))
         mesh = build_mesh(run.plan, rank, device, timeout=TIMEOUT)
         engine = Engine(run, units(run.shape), mesh)
         mine = microbatches_of(batch.rows(rows(run.plan, mesh)), run.plan, mesh)

@@ -17,16 +17,16 @@ import torch
 import plant_on_gpu as plant
 import small
 from strict_ranks import begin_nccl, device_module, run_to_the_end
+from superstep.comm.device import Device
+from superstep.comm.mesh import build_mesh
+from superstep.engine.engine import Engine
+from superstep.engine.instruction_timer import CudaRecorder, HostRecorder
 from superstep.model.axes import units
 from superstep.plan.config import StateConfig
 from superstep.plan.resolve import resolve
-from superstep.runtime.device import Device
-from superstep.runtime.engine import Engine
-from superstep.runtime.mesh import build_mesh
-from superstep.runtime.recorder import CudaRecorder, HostRecorder
 from superstep.state.manifest import Position
-from superstep.state.piece import STATE
-from superstep.state.snapshot import made
+from superstep.state.memory_snapshot import made
+from superstep.state.tensor_piece import STATE
 from superstep.train.batches import microbatches_of, rows
 
 pytestmark = pytest.mark.strict
@@ -38,7 +38,7 @@ LATE_S, HUNG_S = 60, 8
 """How long a call may take: on a busy machine, and where it never ends."""
 
 DIFFERENTLY = r"call differently: rank \d .*{0}.* rank \d .*{0}"
-FREED = r"is freed \(superstep/runtime/buffers.py:\d+.*\) while call \d+ of .*{}.*runtime/sharing.py:\d+.* writes"
+FREED = r"is freed \(superstep/engine/flat/buffers.py:\d+.*\) while call \d+ of .*{}.*engine/flat/sync.py:\d+.* writes"
 PINNED = r'pinned memory that a copy still uses\n(?s:.*)File ".*{}", line \d+ in {}'
 HANGS = r"watchdog: call \d+ of .*: {0} .*superstep/{1}:\d+.* has not ended in its time"
 
@@ -50,7 +50,7 @@ FAULTS = {
     plant.frees_gradients_while_they_are_summed: (
         ZERO_3, FREED.format("reduce_scatter"), LATE_S),
     plant.reads_a_pinned_copy_at_once: (
-        ZERO_3, PINNED.format("runtime/optimizer.py", "sums"), LATE_S),
+        ZERO_3, PINNED.format("engine/adamw.py", "sums"), LATE_S),
     plant.fills_a_pinned_buffer_again_at_once: (
         ZERO_3, PINNED.format("plant_on_gpu.py", "input_of"), LATE_S),
     plant.changes_what_was_kept: (
@@ -58,19 +58,19 @@ FAULTS = {
     plant.changes_what_was_kept_on_a_stream_of_its_own: (
         ZERO_3, r"race: aten::mul.* \(.*plant_on_gpu.py:\d+.*\) writes .* that .* \(superstep/.*\) \w+ on", LATE_S),
     plant.fetches_in_another_order: (
-        ZERO_3, DIFFERENTLY.format(r"runtime/sharing.py:\d+"), LATE_S),
+        ZERO_3, DIFFERENTLY.format(r"engine/flat/sync.py:\d+"), LATE_S),
     plant.leaves_out_a_sum: (
-        ZERO_3, HANGS.format(r"\w+_single", "runtime/collectives.py"), HUNG_S),
+        ZERO_3, HANGS.format(r"\w+_single", "comm/collectives.py"), HUNG_S),
     plant.sums_too_few: (
-        ZERO_0, DIFFERENTLY.format(r"runtime/sharing.py:\d+"), LATE_S),
+        ZERO_0, DIFFERENTLY.format(r"engine/flat/sync.py:\d+"), LATE_S),
     plant.sums_in_another_type: (
-        ZERO_0, DIFFERENTLY.format(r"runtime/sharing.py:\d+"), LATE_S),
+        ZERO_0, DIFFERENTLY.format(r"engine/flat/sync.py:\d+"), LATE_S),
     plant.sends_over_the_other_channel: (
-        PIPELINE, HANGS.format("(send|recv)", "runtime/executor.py"), HUNG_S),
+        PIPELINE, HANGS.format("(send|recv)", "engine/executor.py"), HUNG_S),
     plant.sends_keys_the_other_way: (
-        RING_OF_4, HANGS.format("send and recv", "runtime/parallel/ring.py"), HUNG_S),
+        RING_OF_4, HANGS.format("send and recv", "engine/parallel/ring.py"), HUNG_S),
     plant.sends_before_it_receives: (
-        RING, HANGS.format("send", "runtime/parallel/ring.py"), HUNG_S),
+        RING, HANGS.format("send", "engine/parallel/ring.py"), HUNG_S),
     plant.computes_in_a_thread_of_the_first_gpu: (
         ZERO_3, r"rank 1 has used GPUs \[0, 1\]", LATE_S),
     plant.computes_in_a_fork: (

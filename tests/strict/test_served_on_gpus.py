@@ -7,11 +7,11 @@ import pytest
 import low_rank
 from served_ranks import served_by
 from strict_ranks import gpu_of
-from superstep.runtime.device import Device
+from superstep.comm.device import Device
+from superstep.serve.batch_generate import generate
 from superstep.serve.config import NGRAM, ServeConfig
-from superstep.serve.messages import Change
-from superstep.serve.offline import generate
-from superstep.serve.request import Request, Sampling
+from superstep.serve.engine_messages import Change
+from superstep.serve.scheduling.request import Request, Sampling
 
 pytestmark = pytest.mark.strict
 

@@ -8,16 +8,16 @@ import torch
 
 import small
 from strict_ranks import device_module
+from superstep.comm.mesh import build_mesh
+from superstep.engine.engine import Engine
+from superstep.launch.ranks import launch_from
 from superstep.model.axes import units
 from superstep.plan.config import StateConfig
 from superstep.plan.resolve import resolve
-from superstep.runtime.engine import Engine
-from superstep.runtime.launch import launch_from
-from superstep.runtime.mesh import build_mesh
 from superstep.state.manifest import Position
-from superstep.state.piece import STATE
-from superstep.state.snapshot import made, pieces_of
-from superstep.train.proof.close import TIMEOUT
+from superstep.state.memory_snapshot import made, pieces_of
+from superstep.state.tensor_piece import STATE
+from superstep.train.proof.prove_tolerance import TIMEOUT
 
 pytestmark = pytest.mark.strict
 

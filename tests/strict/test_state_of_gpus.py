@@ -8,18 +8,18 @@ import torch
 
 import small
 from strict_ranks import SETTINGS, gpu_of
+from superstep.comm.mesh import build_mesh
+from superstep.engine.engine import Engine
 from superstep.plan.config import StateConfig
 from superstep.plan.resolve import resolve
-from superstep.runtime.engine import Engine
-from superstep.runtime.mesh import build_mesh
 from superstep.state.checkpoint import load, save
 from superstep.state.manifest import Position
-from superstep.state.piece import STATE
-from superstep.state.snapshot import made, pieces_of
+from superstep.state.memory_snapshot import made, pieces_of
+from superstep.state.tensor_piece import STATE
 from superstep.train.batches import microbatches_of, rows
 from superstep.train.model import units_of
-from superstep.train.peers import RankPeers, tensor_shapes
-from superstep.train.proof.close import TIMEOUT
+from superstep.train.proof.prove_tolerance import TIMEOUT
+from superstep.train.rank_peers import RankPeers, tensor_shapes
 
 pytestmark = pytest.mark.strict
 

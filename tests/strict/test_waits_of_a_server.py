@@ -8,9 +8,9 @@ import torch
 import low_rank
 from served_ranks import served_by
 from strict_ranks import gpu_of
-from superstep.serve.compute.draw import Seen, Totals, draw
+from superstep.serve.compute.sampler import Seen, Totals, draw
 from superstep.serve.config import NGRAM, ServeConfig
-from superstep.serve.request import Request, Sampling
+from superstep.serve.scheduling.request import Request, Sampling
 
 pytestmark = pytest.mark.strict
 
@@ -53,7 +53,7 @@ def test_the_host_waits_once_for_what_was_drawn(pool, tmp_path, name):
     serve = ServeConfig(**{"compute": "fp32", "context_tokens": 64, "pages": 64} | how)
     waits, *_ = pool.run(serve.tp, waits_of_steps, low_rank.write_model(tmp_path, **model), serve, timeout_s=60)
     found = {re.search(r"\((\S+?):\d+", where).group(1): count for where, count in waits.items()}
-    assert found == {"superstep/serve/compute/draw.py": STEPS}, waits
+    assert found == {"superstep/serve/compute/sampler.py": STEPS}, waits
 
 
 def test_a_form_that_the_host_keeps_holds_logits_of_a_gpu():

@@ -9,7 +9,7 @@ import pytest
 
 from superstep.errors import ConfigError
 from superstep.grade.config import GradeConfig
-from superstep.grade.sandbox.room import open_sandbox
+from superstep.grade.sandbox.sandbox import open_sandbox
 
 
 def why_not() -> str:

@@ -8,8 +8,8 @@ import numpy as np
 import tokenizers
 from tokenizers.models import WordLevel
 
+from superstep.data.token_files import FORMAT, SPLITS, Manifest
 from superstep.data.tokenizer import ENDS_OF_TEXT
-from superstep.data.tokens import FORMAT, SPLITS, Manifest
 
 DOCUMENTS = 400
 

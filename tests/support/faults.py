@@ -19,8 +19,8 @@ import plant_reading
 import plant_seams
 import plant_sums
 import small
-from superstep.runtime import sharing
-from superstep.runtime.parallel import tensor
+from superstep.engine.flat import sync
+from superstep.engine.parallel import tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,12 +59,12 @@ PIPES = {"microbatch": 1}
 
 FAULTS: dict[str, Fault] = {
     "gradients not summed over dp": Fault(
-        plant=lambda: mock.patch.object(sharing, "all_reduce", plant_seams.no_reduction),
+        plant=lambda: mock.patch.object(sync, "all_reduce", plant_seams.no_reduction),
         plan={"dp": 2, "zero": 0},
         first="gradient",
     ),
     "gradients not summed into shards": Fault(
-        plant=lambda: mock.patch.object(sharing, "reduce_scatter", plant_seams.no_reduction),
+        plant=lambda: mock.patch.object(sync, "reduce_scatter", plant_seams.no_reduction),
         plan={"dp": 2, "zero": 2},
         first="gradient",
     ),
@@ -192,7 +192,7 @@ FAULTS: dict[str, Fault] = {
         plant=plant_seams.targets_of_the_whole, plan={"cp": 2}, first="loss"
     ),
     "gradients not summed over cp": Fault(
-        plant=lambda: mock.patch.object(sharing, "reduce_scatter", plant_seams.no_reduction),
+        plant=lambda: mock.patch.object(sync, "reduce_scatter", plant_seams.no_reduction),
         plan={"cp": 2, "zero": 3},
         first="gradient",
     ),

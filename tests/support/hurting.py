@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 
-from superstep.cli.prove.hurts import HANG
+from superstep.cli.prove.fault_injection import HANG
 
 SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP, "hung": HANG}
 

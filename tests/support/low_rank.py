@@ -7,13 +7,13 @@ from pathlib import Path
 
 import torch
 
-from superstep.model.adapter import Adapter, LowRank, linears_of
 from superstep.model.axes import units
 from superstep.model.decoder import Decoder
 from superstep.model.hf import save_weights
+from superstep.model.peft_adapter import Adapter, LowRank, linears_of
 from superstep.model.unit import global_tensors, initial, parameters
 from superstep.plan.config import ModelConfig
-from superstep.plan.model.named import shape_of
+from superstep.plan.model.lookup import shape_of
 
 VOCAB = 64
 

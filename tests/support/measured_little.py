@@ -13,23 +13,23 @@ from unittest import mock
 
 from superstep.cli.train.job import Job
 from superstep.cli.train.job import rank as whole
-from superstep.runtime.launch import World
-from superstep.runtime.measure import here, kernels, links
+from superstep.engine.measure import probe_collectives, probe_kernels, probe_machine
+from superstep.launch.ranks import World
 
 
 @contextmanager
 def measuring_little() -> Iterator[None]:
     """Within the block operations are timed three times, and of passes and messages two sizes, which make a line."""
     sizes = {
-        "KEPT_BYTES": dict.fromkeys(kernels.KEPT_BYTES, 2**18),
-        "SIZES": dict.fromkeys(kernels.SIZES, (2**12, 2**15)),
+        "KEPT_BYTES": dict.fromkeys(probe_kernels.KEPT_BYTES, 2**18),
+        "SIZES": dict.fromkeys(probe_kernels.SIZES, (2**12, 2**15)),
     }
-    messages = {"SIZES": dict.fromkeys(links.SIZES, (2**12, 2**16)), "REPEATS": 3}
-    gauge = partial(kernels.Gauge, budget_s=0.0)
+    messages = {"SIZES": dict.fromkeys(probe_collectives.SIZES, (2**12, 2**16)), "REPEATS": 3}
+    gauge = partial(probe_kernels.Gauge, budget_s=0.0)
     with (
-        mock.patch.multiple(kernels, **sizes),
-        mock.patch.multiple(links, **messages),
-        mock.patch.object(here, "Gauge", gauge),
+        mock.patch.multiple(probe_kernels, **sizes),
+        mock.patch.multiple(probe_collectives, **messages),
+        mock.patch.object(probe_machine, "Gauge", gauge),
     ):
         yield
 

@@ -1,7 +1,7 @@
 """One of each kind of operation that a run measures."""
 
 from superstep.cost.program.operation import Attention, Pass, Product
-from superstep.runtime.measure.kernels import _PASSES
+from superstep.engine.measure.probe_kernels import _PASSES
 
 OPERATIONS = [
     Product(rows=8, width=16, inner=8),

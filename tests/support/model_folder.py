@@ -12,7 +12,7 @@ from superstep.model.decoder import Decoder
 from superstep.model.hf import save_weights
 from superstep.model.unit import global_tensors, initial, parameters
 from superstep.plan.config import ModelConfig
-from superstep.plan.model.named import shape_of
+from superstep.plan.model.lookup import shape_of
 
 LINES = [
     '{"name": "Ann", "age": 7}\n',

@@ -21,9 +21,9 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from superstep.runtime import collectives, transport
-from superstep.runtime.mesh import build_mesh
-from superstep.runtime.transport import Transport
+from superstep.comm import backend, collectives
+from superstep.comm.backend import Transport
+from superstep.comm.mesh import build_mesh
 
 EMULATED = Transport(backend="gloo", calls="nccl")
 
@@ -121,7 +121,7 @@ def nccl_on_gloo(*users: Any, patience_s: float = 20.0) -> Iterator[Wire]:
             wire.building = False
 
     with ExitStack() as stack:
-        for module in (collectives, transport):
+        for module in (collectives, backend):
             stack.enter_context(mock.patch.object(module, "dist", _Calls(wire)))
         for module in users:
             stack.enter_context(mock.patch.object(module, "build_mesh", building))

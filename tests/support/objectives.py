@@ -6,19 +6,19 @@ from datetime import timedelta
 import torch
 
 import small
-from superstep.data.stream import Batch
+from superstep.comm.device import Device
+from superstep.comm.mesh import build_mesh
+from superstep.data.token_stream import Batch
+from superstep.engine.engine import Engine
 from superstep.model.axes import units
 from superstep.model.decoder import Decoder
-from superstep.model.exchange import Local, Now
+from superstep.model.expert_dispatch import Local, Now
 from superstep.model.unit import initial, parameters
 from superstep.numerics.loss import IGNORE
 from superstep.numerics.objective import CROSS_ENTROPY
 from superstep.numerics.policy import PolicyLoss
-from superstep.numerics.sequence_policy import sequence_policy
+from superstep.numerics.sequence_losses import sequence_policy
 from superstep.numerics.tolerance import TOLERANCE
-from superstep.runtime.device import Device
-from superstep.runtime.engine import Engine
-from superstep.runtime.mesh import build_mesh
 from superstep.train.batches import microbatches_of, rows
 
 TOKENS = 32

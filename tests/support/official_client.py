@@ -11,7 +11,7 @@ from plain_words import PlainWords, small_tokenizer
 from scripted import Scripted
 from served import served
 from superstep.serve.api.app import make_app
-from superstep.serve.request import Info, Request
+from superstep.serve.scheduling.request import Info, Request
 
 TOKENIZER = small_tokenizer()
 ANSWER = "naïve 😀 café"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from superstep.serve.compute.rows import Rows
+from superstep.serve.compute.flat_batch import Rows
 
 V = 20
 SIZE = 4

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from superstep.data.tokenizer import Tokenizer, train_tokenizer
 from superstep.errors import ConfigError
-from superstep.serve.api.words import Json, Said, ToolUse
-from superstep.serve.request import Constraint
+from superstep.serve.api.text_protocol import Json, Said, ToolUse
+from superstep.serve.scheduling.request import Constraint
 
 TEXTS = [
     "the quick brown fox jumps over the lazy dog",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from superstep.hardware.text import cluster
+from superstep.hardware.cluster_file import cluster
 from superstep.plan.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from superstep.planner.price import pricing_of
 from superstep.planner.search import Side

@@ -8,9 +8,9 @@ from unittest import mock
 import torch.distributed as dist
 
 from superstep.data import prefetch
-from superstep.data import stream as stream_module
-from superstep.runtime.engine import Engine
-from superstep.runtime.executor import Executor
+from superstep.data import token_stream as stream_module
+from superstep.engine.engine import Engine
+from superstep.engine.executor import Executor
 from superstep.train import loop
 from superstep.train import session as session_module
 from superstep.train.session import Session

@@ -10,12 +10,14 @@ from unittest import mock
 
 import torch
 
+from superstep.comm import collectives
+from superstep.comm.collectives import DONE
+from superstep.engine import adamw
+from superstep.engine.executor import Executor
+from superstep.engine.flat import sync
+from superstep.engine.flat.snapshots import Snapshots
+from superstep.engine.parallel import ring
 from superstep.program.instructions import Fetch, Forward, Free, Reduce
-from superstep.runtime import collectives, optimizer, sharing
-from superstep.runtime.collectives import DONE
-from superstep.runtime.executor import Executor
-from superstep.runtime.parallel import ring
-from superstep.runtime.snapshots import Snapshots
 
 ON_RANK = 1
 
@@ -68,7 +70,7 @@ def reads_a_pinned_copy_at_once(rank):
     def sum_over(values, group):
         return collectives.sum_over(values, group).to("cpu", non_blocking=True)
 
-    return mock.patch.object(optimizer, "sum_over", sum_over)
+    return mock.patch.object(adamw, "sum_over", sum_over)
 
 
 def fills_a_pinned_buffer_again_at_once(rank):
@@ -138,18 +140,18 @@ def leaves_out_a_sum(rank):
 
 
 def sums_too_few(rank):
-    inner = sharing.all_reduce
+    inner = sync.all_reduce
     short = rank == ON_RANK
-    return mock.patch.object(sharing, "all_reduce", lambda buffer, group: inner(buffer[: len(buffer) - short], group))
+    return mock.patch.object(sync, "all_reduce", lambda buffer, group: inner(buffer[: len(buffer) - short], group))
 
 
 def sums_in_another_type(rank):
-    inner = sharing.all_reduce
+    inner = sync.all_reduce
 
     def all_reduce(buffer, group):
         return inner(buffer.double() if rank == ON_RANK else buffer, group)
 
-    return mock.patch.object(sharing, "all_reduce", all_reduce)
+    return mock.patch.object(sync, "all_reduce", all_reduce)
 
 
 def sends_over_the_other_channel(rank):

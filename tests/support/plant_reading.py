@@ -7,12 +7,12 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from superstep.data import stream as stream_module
-from superstep.serve.compute import draw as draw_module
-from superstep.serve.compute import forward as forward_module
+from superstep.data import token_stream as stream_module
+from superstep.serve.compute import sampler as draw_module
+from superstep.serve.compute import torch_forward as forward_module
 from superstep.train import session as session_module
 from superstep.train.batches import microbatches_of
-from superstep.train.proof import close
+from superstep.train.proof import prove_tolerance
 from superstep.train.proof import stream as proof_stream
 from superstep.train.session import Session
 
@@ -26,7 +26,7 @@ def padding_counted():
 
 @contextmanager
 def rotated_rows():
-    inner = close.rows
+    inner = prove_tolerance.rows
 
     def rows(plan, mesh):
         found = inner(plan, mesh)
@@ -35,7 +35,7 @@ def rotated_rows():
         return slice(first, first + size)
 
     with ExitStack() as stack:
-        for module in (close, session_module, proof_stream):
+        for module in (prove_tolerance, session_module, proof_stream):
             stack.enter_context(mock.patch.object(module, "rows", rows))
         yield
 

@@ -9,14 +9,16 @@ import torch
 import torch.distributed as dist
 
 import small
-from superstep.plan.split.sequence import blocks
+from superstep.comm import collectives
+from superstep.engine import adamw, build_modules, choose_attention, executor
+from superstep.engine.engine import Engine
+from superstep.engine.executor import Executor
+from superstep.engine.flat import buffers, sync
+from superstep.engine.parallel import expert, ring, tensor, ulysses
+from superstep.plan.sharding.sequence import blocks
 from superstep.program.instructions import BackwardWeight
-from superstep.runtime import attention, buffers, collectives, executor, modules, optimizer, sharing
-from superstep.runtime.engine import Engine
-from superstep.runtime.executor import Executor
-from superstep.runtime.parallel import expert, ring, tensor, ulysses
 from superstep.train import batches as batches_module
-from superstep.train.proof import close
+from superstep.train.proof import prove_tolerance
 
 
 def no_reduction(buffer, group, **_):
@@ -34,22 +36,22 @@ def own_divisor():
 
 
 def shifted_rows():
-    inner = close.rows
+    inner = prove_tolerance.rows
 
     def rows(plan, mesh):
         found = inner(plan, mesh)
         return slice(0, found.stop - found.start) if mesh.at.dp else found
 
-    return mock.patch.object(close, "rows", rows)
+    return mock.patch.object(prove_tolerance, "rows", rows)
 
 
 def stale_parameters():
-    return mock.patch.object(sharing, "all_gather", no_reduction)
+    return mock.patch.object(sync, "all_gather", no_reduction)
 
 
 def untied():
     # Only the tie sums over a group of two pipeline ranks here.
-    return mock.patch.object(sharing, "all_reduce", no_reduction)
+    return mock.patch.object(sync, "all_reduce", no_reduction)
 
 
 def no_partial_sum():
@@ -61,7 +63,7 @@ def own_norm():
         total = collectives.sum_over(values.clone(), group)
         return torch.stack((values[0], *total[1:]))
 
-    return mock.patch.object(optimizer, "sum_over", sums)
+    return mock.patch.object(adamw, "sum_over", sums)
 
 
 def no_gradient_sum_on_entering():
@@ -101,8 +103,8 @@ def same_keys_all_round():
 
 
 def positions_of_the_first_rank():
-    inner = attention.positions
-    return mock.patch.object(attention, "positions", lambda tokens, *, cp, rank: inner(tokens, cp=cp, rank=0))
+    inner = choose_attention.positions
+    return mock.patch.object(choose_attention, "positions", lambda tokens, *, cp, rank: inner(tokens, cp=cp, rank=0))
 
 
 def heads_not_brought_back():
@@ -156,18 +158,18 @@ def own_part_unsummed(cls, method):
 
 
 def wrong_column_offset():
-    inner = modules.own_part
+    inner = build_modules.own_part
 
     def shifted(*given):
         columns = inner(*given)
         return replace(columns, first=columns.first + 1)
 
-    return mock.patch.object(modules, "own_part", shifted)
+    return mock.patch.object(build_modules, "own_part", shifted)
 
 
 def same_share_of_the_loss():
-    inner = modules.part
-    return mock.patch.object(modules, "part", lambda targets, tp: inner(targets.flip(1), tp))
+    inner = build_modules.part
+    return mock.patch.object(build_modules, "part", lambda targets, tp: inner(targets.flip(1), tp))
 
 
 def other_targets():
@@ -247,7 +249,7 @@ def targets_of_the_whole():
         straight = batch.targets_BS[:, mesh.at.cp * size : (mesh.at.cp + 1) * size].split(plan.microbatch)
         return [replace(m, targets=part.contiguous()) for m, part in zip(found, straight, strict=True)]
 
-    return mock.patch.object(close, "microbatches_of", microbatches_of)
+    return mock.patch.object(prove_tolerance, "microbatches_of", microbatches_of)
 
 
 def rows_come_back_in_another_order():

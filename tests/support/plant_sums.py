@@ -8,11 +8,14 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from superstep.runtime import accumulate, collectives, executor, sharing
-from superstep.runtime.buffers import UnitBuffers
-from superstep.runtime.engine import Engine
-from superstep.runtime.executor import Executor
-from superstep.runtime.optimizer import AdamW
+from superstep.comm import collectives
+from superstep.engine import executor
+from superstep.engine.adamw import AdamW
+from superstep.engine.engine import Engine
+from superstep.engine.executor import Executor
+from superstep.engine.flat import sync
+from superstep.engine.flat.buffers import UnitBuffers
+from superstep.engine.layers import grad_accumulation
 
 
 def stale_layer(name):
@@ -32,24 +35,24 @@ def stale_layer(name):
 
 
 def rounded(name):
-    inner = getattr(sharing, name)
+    inner = getattr(sync, name)
 
     def reduce(buffer, group, **rest):
         buffer.copy_(buffer.bfloat16())
         return inner(buffer, group, **rest)
 
-    return mock.patch.object(sharing, name, reduce)
+    return mock.patch.object(sync, name, reduce)
 
 
 def parts_exchanged():
-    inner = sharing.all_gather
+    inner = sync.all_gather
 
     def all_gather(buffer, group, **rest):
         inner(buffer, group, **rest).wait()
         buffer.copy_(torch.cat(buffer.chunk(group.size())[::-1]))
         return collectives.DONE
 
-    return mock.patch.object(sharing, "all_gather", all_gather)
+    return mock.patch.object(sync, "all_gather", all_gather)
 
 
 def gradient_of_the_step_before():
@@ -76,12 +79,12 @@ def half_the_scale():
 
 def linears_too_large():
     """Weight gradients of linears 5% too large, in bf16 alone."""
-    inner = accumulate.add_product
+    inner = grad_accumulation.add_product
 
     def add_product(total, left, right):
         inner(total, left, right, 1.0 if left.dtype == torch.float32 else 1.05)
 
-    return mock.patch.object(accumulate, "add_product", add_product)
+    return mock.patch.object(grad_accumulation, "add_product", add_product)
 
 
 def one_unit_not_reduced(kind):

@@ -15,21 +15,21 @@ from pathlib import Path
 from unittest import mock
 
 import small
+from superstep.comm import backend
+from superstep.comm.collectives import DONE
+from superstep.comm.device import Device
+from superstep.comm.mesh import build_mesh
+from superstep.comm.objects import gather
+from superstep.engine.engine import Engine
+from superstep.launch.stack_dump import answering
 from superstep.model.axes import units
-from superstep.plan.toml import write_config
+from superstep.monitor.status_page import Heart, Page
+from superstep.plan.config_io import write_config
 from superstep.program.instructions import Reduce
 from superstep.program.text import write_program
-from superstep.runtime import transport
-from superstep.runtime.collectives import DONE
-from superstep.runtime.device import Device
-from superstep.runtime.engine import Engine
-from superstep.runtime.heart import Heart, Page
-from superstep.runtime.launch import gather
-from superstep.runtime.mesh import build_mesh
-from superstep.runtime.stacks import answering
 from superstep.train.batches import microbatches, rows
-from superstep.train.beside import awaited
-from superstep.train.run_folder import RunFolder
+from superstep.train.report_status import awaited
+from superstep.train.run_paths import RunFolder
 
 RANK = 1
 """Who is hurt."""
@@ -106,7 +106,7 @@ class Planted:
 
 def train_over_gloo(rank, world, run, place):
     """What each rank of the pool does where no memory is shared."""
-    with mock.patch.object(transport, "shared_region", return_value=(None, "")):
+    with mock.patch.object(backend, "shared_region", return_value=(None, "")):
         train(rank, world, run, place)
 
 

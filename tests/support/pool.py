@@ -27,12 +27,17 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from superstep.runtime.seed import heed_all, planted
+from superstep.launch.fork_server import heed_all, planted
 
 GRACE_S = 3.0
 """Once a rank has failed, how long the others have to notice: Gloo tells them within milliseconds, or never."""
 
-IMPORTED = ["pytest", "superstep.train.proof.case", "superstep.train.proof.exact", "superstep.cli.train.job"]
+IMPORTED = [
+    "pytest",
+    "superstep.train.proof.proof_inputs",
+    "superstep.train.proof.prove_exact",
+    "superstep.cli.train.job",
+]
 """What a process imports once, of which each rank is then a fork: none waits for torch, and they share its memory."""
 
 START_S = 120.0

@@ -15,9 +15,12 @@ import torch
 import torch.distributed as dist
 
 import model_folder
+from superstep.comm.device import Device
 from superstep.errors import Fault
 from superstep.grade.config import GradeConfig
 from superstep.grade.environment import load_environment
+from superstep.launch.ranks import World
+from superstep.launch.stop_request import Stop
 from superstep.model.hf import open_weights
 from superstep.plan.config import (
     DataConfig,
@@ -29,23 +32,20 @@ from superstep.plan.config import (
     TrainConfig,
 )
 from superstep.plan.resolve import resolve
-from superstep.runtime.device import Device
-from superstep.runtime.launch import World
-from superstep.runtime.stop import Stop
-from superstep.state.folders import checkpoints
-from superstep.train.run_folder import RunFolder
+from superstep.state.checkpoint_dirs import checkpoints
+from superstep.train.run_paths import RunFolder
 from superstep.tune.program.instructions import Instruction, Role, Swap
 from superstep.tune.program.order import issue_order
-from superstep.tune.rl import seat as seat_module
-from superstep.tune.rl.apart import parties_of, sample_apart, train_apart
+from superstep.tune.rl import rollout_worker as seat_module
+from superstep.tune.rl.colocated import Iterate
 from superstep.tune.rl.config import RlConfig, RolloutConfig
-from superstep.tune.rl.iterate import Iterate
-from superstep.tune.rl.judge import Learnt
-from superstep.tune.rl.record import Record
-from superstep.tune.rl.reinforce import Job, job_of, reinforce, serve_of
+from superstep.tune.rl.disaggregated import parties_of, sample_apart, train_apart
+from superstep.tune.rl.initial_policy import with_start
+from superstep.tune.rl.job import Job, job_of, reinforce, serve_of
+from superstep.tune.rl.rollout_log import Record
+from superstep.tune.rl.rollout_worker import Left, Seat, Seated
 from superstep.tune.rl.sampling import Group, Sampler, words_of
-from superstep.tune.rl.seat import Left, Seat, Seated
-from superstep.tune.rl.start import with_start
+from superstep.tune.rl.step_rewards import Learnt
 
 ENVIRONMENT = """
 from superstep.grade.task import Message, Observation, Done, Task

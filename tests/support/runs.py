@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from superstep.plan.config import DataConfig, ModelConfig, PlanConfig, RunConfig, StateConfig, TrainConfig
-from superstep.plan.toml import read_config
+from superstep.plan.config_io import read_config
 
 
 def text(lines: int) -> str:

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from superstep.state.checkpoint import save
-from superstep.state.folders import checkpoint_at
+from superstep.state.checkpoint_dirs import checkpoint_at
 from superstep.state.manifest import Position
-from superstep.state.piece import STATE, Piece
+from superstep.state.tensor_piece import STATE, Piece
 
 SHAPES = {"a.weight": (6, 4), "b.weight": (5,), "scale": ()}
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from superstep.serve.api.backend import Away, Busy, Health
-from superstep.serve.request import Counters, Finish, Info, Progress, Request, Sampling, Told
+from superstep.serve.scheduling.request import Counters, Finish, Info, Progress, Request, Sampling, Told
 
 Script = Callable[[Request], Sequence[int]]
 

@@ -2,11 +2,11 @@
 
 from contextlib import contextmanager
 
-from superstep.runtime.mesh import build_mesh
-from superstep.serve.compute.ranks import follow
+from superstep.comm.mesh import build_mesh
+from superstep.serve.build_engine import load_rank, open_both
+from superstep.serve.compute.model_runner import follow
 from superstep.serve.config import plan_of
-from superstep.serve.load import load_rank, open_both
-from superstep.train.proof.close import TIMEOUT
+from superstep.train.proof.prove_tolerance import TIMEOUT
 
 
 @contextmanager

@@ -5,9 +5,9 @@ from dataclasses import replace
 from datetime import timedelta
 from unittest import mock
 
-from superstep.runtime.device import Device
-from superstep.runtime.shared import region
-from superstep.runtime.transport import reach
+from superstep.comm.backend import reach
+from superstep.comm.device import Device
+from superstep.comm.shared_memory import region
 
 CPU = Device("cpu")
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from superstep.data.stream import Batch
+from superstep.data.token_stream import Batch
 from superstep.numerics.loss import IGNORE
 from superstep.plan.config import DataConfig, ModelConfig, NumericsConfig, PlanConfig, RunConfig, TrainConfig
 

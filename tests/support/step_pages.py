@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import get_args
 
 from superstep.cost.program.activations import unit_bytes
-from superstep.cost.program.formulas import decoder_operations
 from superstep.cost.program.predict import Machine, durations, predict
 from superstep.cost.program.simulate import simulate
+from superstep.cost.program.unit_operations import decoder_operations
 from superstep.errors import UserError
-from superstep.observe.page.moving import Choice, moving_page
-from superstep.observe.page.step import Drawn
+from superstep.observe.page.step_animation import Choice, moving_page
+from superstep.observe.page.step_data import Drawn
 from superstep.plan.config import DataConfig, ModelConfig, NumericsConfig, PlanConfig, RunConfig, Schedule, TrainConfig
 from superstep.plan.resolve import resolve
 

@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 
 from pool import IMPORTED
-from superstep.runtime.device import Device
-from superstep.runtime.launch import World
-from superstep.runtime.seed import heed_all, planted
+from superstep.comm.device import Device
+from superstep.launch.fork_server import heed_all, planted
+from superstep.launch.ranks import World
 from superstep.strict.load import configure
 from superstep.strict.monitor import Monitor
 from superstep.strict.settings import Settings
-from superstep.train.proof.close import prove
-from superstep.train.proof.exact import prove_exact
+from superstep.train.proof.prove_exact import prove_exact
+from superstep.train.proof.prove_tolerance import prove
 
 SETTINGS = Settings(devices=8, device_bytes=1 << 30)
 

@@ -1,6 +1,6 @@
 """Commands whose ranks are launched on emulated GPUs: what was observed on each GPU, and what is planted in a rank.
 
-Each function here is a worker of ``superstep.runtime.launch``, in the place of a command's own.
+Each function here is a worker of ``superstep.launch.ranks``, in the place of a command's own.
 """
 
 import json
@@ -16,11 +16,11 @@ import pytest
 import measured_little
 import runs
 from strict_ranks import device_module
-from superstep.cli.measure import verb
-from superstep.runtime import snapshots
-from superstep.runtime.engine import Engine
-from superstep.runtime.launch import gather
-from superstep.runtime.measure import kernels
+from superstep.cli.measure import measure
+from superstep.comm.objects import gather
+from superstep.engine.engine import Engine
+from superstep.engine.flat import snapshots
+from superstep.engine.measure import probe_kernels
 from superstep.strict.load import configure
 from superstep.strict.monitor import Monitor
 from superstep.strict.settings import Settings
@@ -72,9 +72,9 @@ def measured(world, *args):
     of a CPU's seconds those of a GPU: rates that no machine has are refused.
     """
     monitor = Monitor(world.device.index)
-    quicker = partial(kernels.Gauge, clock=lambda: time.perf_counter() / 1000)
-    with measured_little.measuring_little(), mock.patch.object(verb, "Gauge", quicker):
-        found = verb._rank(world, *args)
+    quicker = partial(probe_kernels.Gauge, clock=lambda: time.perf_counter() / 1000)
+    with measured_little.measuring_little(), mock.patch.object(measure, "Gauge", quicker):
+        found = measure._rank(world, *args)
     reports = gather(monitor.report())
     assert [(each.races, each.contexts) for each in reports] == [({}, {rank}) for rank in range(world.size)]
     return found

@@ -7,10 +7,10 @@ from safetensors.torch import load_file, save_file
 
 from model_folder import write_folder
 from served import served
+from superstep.comm.device import Device
 from superstep.model.hf import FILE
-from superstep.runtime.device import Device
 from superstep.tune.tinker.app import make_app
-from superstep.tune.tinker.opened import open_service
+from superstep.tune.tinker.open_service import open_service
 
 tinker = pytest.importorskip("tinker", reason="the official client is not installed")
 

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from longer import many_ranks
-from superstep.data.stream import Batch
+from superstep.comm.device import Device
+from superstep.data.token_stream import Batch
 from superstep.errors import ConfigError
-from superstep.model.any import as_units
+from superstep.launch.ranks import World
 from superstep.model.inspect import outline_of, passed
 from superstep.model.unit import initial
+from superstep.model.units_from_modules import as_units
 from superstep.plan.config import NumericsConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.resolve import resolve
-from superstep.runtime.device import Device
-from superstep.runtime.launch import World
-from superstep.train.proof.close import prove, write_reference
+from superstep.train.proof.prove_tolerance import prove, write_reference
 
 CLASSES = 7
 

@@ -11,6 +11,12 @@ import torch
 
 import small
 from longer import many_ranks
+from superstep.comm.device import Device
+from superstep.comm.mesh import build_mesh
+from superstep.engine import choose_attention
+from superstep.engine.engine import Engine
+from superstep.engine.parallel import ring
+from superstep.launch.ranks import World
 from superstep.model.axes import units
 from superstep.model.decoder import Decoder
 from superstep.model.unit import initial, parameters
@@ -18,16 +24,10 @@ from superstep.numerics.loss import IGNORE, cross_entropy_sum
 from superstep.numerics.tolerance import TOLERANCE
 from superstep.plan.config import ModelConfig, PlanConfig
 from superstep.plan.resolve import resolve
-from superstep.runtime import attention
-from superstep.runtime.device import Device
-from superstep.runtime.engine import Engine
-from superstep.runtime.launch import World
-from superstep.runtime.mesh import build_mesh
-from superstep.runtime.parallel import ring
 from superstep.train.batches import microbatches
 from superstep.train.model import resolved, units_of
-from superstep.train.proof.close import prove, write_reference
-from superstep.train.proof.exact import Relay, prove_exact, write_bits
+from superstep.train.proof.prove_exact import Relay, prove_exact, write_bits
+from superstep.train.proof.prove_tolerance import prove, write_reference
 
 pytestmark = pytest.mark.multiproc
 
@@ -238,7 +238,7 @@ def test_a_packed_document_has_the_loss_and_the_gradient_that_it_has_alone(pool,
 
 def _positions_go_on(rank):
     """Rank 1 counts on from the start of the sequence."""
-    inner = attention.build_sight
+    inner = choose_attention.build_sight
 
     def build(*args):
         inside, across = inner(*args), inner(*args)(None)
@@ -249,17 +249,17 @@ def _positions_go_on(rank):
 
         return sight
 
-    return mock.patch("superstep.runtime.assemble.build_sight", build if rank == 1 else inner)
+    return mock.patch("superstep.engine.build.build_sight", build if rank == 1 else inner)
 
 
 def _no_mask_on_one_rank(rank):
-    inner = attention.build_sight
+    inner = choose_attention.build_sight
 
     def build(*args):
         inside = inner(*args)
         return lambda starts: replace(inside(starts), attend=inside(None).attend)
 
-    return mock.patch("superstep.runtime.assemble.build_sight", build if rank == 1 else inner)
+    return mock.patch("superstep.engine.build.build_sight", build if rank == 1 else inner)
 
 
 def _no_mask_in_one_turn(rank):
@@ -273,13 +273,13 @@ def _no_mask_in_one_turn(rank):
 
 def _documents_of_the_rows_before(rank):
     """A microbatch gets the documents of another one."""
-    inner = attention.build_sight
+    inner = choose_attention.build_sight
 
     def build(*args):
         inside = inner(*args)
         return lambda starts: inside(starts.roll(1, 0))
 
-    return mock.patch("superstep.runtime.assemble.build_sight", build)
+    return mock.patch("superstep.engine.build.build_sight", build)
 
 
 FAULTS = [

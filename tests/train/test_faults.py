@@ -6,10 +6,10 @@ import torch
 from corpus import write_corpus
 from faults import FAULTS, Fault
 from small import VOCAB
+from superstep.comm.device import Device
+from superstep.launch.ranks import World
 from superstep.plan.resolve import resolve
-from superstep.runtime.device import Device
-from superstep.runtime.launch import World
-from superstep.train.proof.case import Cases, prove_case
+from superstep.train.proof.proof_inputs import Cases, prove_case
 
 pytestmark = pytest.mark.multiproc
 

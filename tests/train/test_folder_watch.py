@@ -13,26 +13,26 @@ import pytest
 import runs
 import saved
 from superstep.cli.main import main
+from superstep.comm.device import Device
+from superstep.engine.flat.snapshots import Flushed
+from superstep.engine.instruction_timer import HostRecorder
+from superstep.engine.torch_profiler import Profiler
 from superstep.errors import DiskFault, Fault
+from superstep.monitor.status_page import Unwatched
 from superstep.observe.events import Warned
 from superstep.observe.jsonl import JsonLines, last_line, read
 from superstep.observe.tensorboard import TensorBoard
-from superstep.runtime.device import Device
-from superstep.runtime.heart import Unwatched
-from superstep.runtime.profile import Profiler
-from superstep.runtime.recorder import HostRecorder
-from superstep.runtime.snapshots import Flushed
 from superstep.serve.weights import unfinished
-from superstep.state.folders import checkpoints, step_of
+from superstep.state.checkpoint_dirs import checkpoints, step_of
 from superstep.state.manifest import Position
 from superstep.state.verify import Alone
+from superstep.train.after_checkpoint import Written, write_trace
 from superstep.train.folder_watch import FolderWatch
 from superstep.train.loop import _tell_flushed, save
-from superstep.train.run_folder import RunFolder, write_whole
-from superstep.train.saves import Saves
-from superstep.train.saving import Written, write_trace
+from superstep.train.run_paths import RunFolder, write_whole
+from superstep.train.save_schedule import Saves
 from superstep.train.session import Session
-from superstep.tune.rl.record import NAME, SNAPSHOTS, Record
+from superstep.tune.rl.rollout_log import NAME, SNAPSHOTS, Record
 
 
 def train(*flags):
@@ -148,7 +148,7 @@ def test_each_try_of_a_save_looks_where_the_folder_is(tmp_path, monkeypatch):
     """Between two tries the folder is moved, and another one made under its name."""
     old = RunFolder(root=tmp_path / "run")
     old.root.mkdir()
-    monkeypatch.setattr("superstep.train.saves.PAUSES_S", (0.0,))
+    monkeypatch.setattr("superstep.train.save_schedule.PAUSES_S", (0.0,))
     session = SimpleNamespace(saves=Saves(1, 3), folder=old, _peers=Alone(), heart=Unwatched())
     session.follow_folder = partial(Session.follow_folder, session)
 

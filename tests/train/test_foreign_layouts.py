@@ -8,13 +8,13 @@ import pytest
 import torch
 
 import small
+from superstep.comm.device import Device
+from superstep.launch.ranks import World
 from superstep.plan.model.hf_config import to_hf_config
-from superstep.plan.model.named import shape_of
+from superstep.plan.model.lookup import shape_of
 from superstep.plan.resolve import resolve
-from superstep.runtime.device import Device
-from superstep.runtime.launch import World
-from superstep.train.proof.close import prove, write_reference
-from superstep.train.proof.exact import Relay, prove_exact, write_bits
+from superstep.train.proof.prove_exact import Relay, prove_exact, write_bits
+from superstep.train.proof.prove_tolerance import prove, write_reference
 
 pytestmark = pytest.mark.multiproc
 

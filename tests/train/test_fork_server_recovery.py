@@ -14,8 +14,8 @@ import pytest
 import hurting
 import runs
 from superstep.cli.main import main
-from superstep.runtime.heart import read_beat
-from superstep.runtime.looking import views_of
+from superstep.monitor.rank_inspector import views_of
+from superstep.monitor.status_page import read_beat
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")]
 

@@ -10,8 +10,8 @@ import torch
 import runs
 from superstep.cli.main import main
 from superstep.plan.config import ModelConfig
-from superstep.plan.model.named import shape_of
-from superstep.state.folders import checkpoints
+from superstep.plan.model.lookup import shape_of
+from superstep.state.checkpoint_dirs import checkpoints
 from superstep.train.hf_files import hf_files
 
 transformers = pytest.importorskip("transformers")

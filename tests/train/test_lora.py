@@ -8,17 +8,18 @@ import torch
 
 import small
 from longer import first_few, many_ranks
-from superstep.model.any import as_units
+from superstep.comm.device import Device
+from superstep.comm.objects import gather
+from superstep.launch.ranks import World
 from superstep.model.inspect import outline_of
-from superstep.model.low_rank import adapt
+from superstep.model.lora import adapt
 from superstep.model.unit import initial
+from superstep.model.units_from_modules import as_units
 from superstep.plan.config import LoraConfig
 from superstep.plan.resolve import resolve
-from superstep.runtime.device import Device
-from superstep.runtime.launch import World, gather
 from superstep.train.model import units_of
-from superstep.train.proof.close import prove, write_reference
-from superstep.train.proof.exact import Relay, prove_exact, write_bits
+from superstep.train.proof.prove_exact import Relay, prove_exact, write_bits
+from superstep.train.proof.prove_tolerance import prove, write_reference
 
 pytestmark = pytest.mark.multiproc
 

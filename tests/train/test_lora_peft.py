@@ -9,20 +9,20 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import low_rank
-from superstep.data.stream import Batch
-from superstep.model.adapter import write_adapter
+from superstep.comm.device import Device
+from superstep.comm.mesh import build_mesh
+from superstep.data.token_stream import Batch
+from superstep.engine.engine import Engine
+from superstep.model.peft_adapter import write_adapter
 from superstep.model.unit import initial
 from superstep.numerics.tolerance import TOLERANCE
 from superstep.plan.config import DataConfig, LoraConfig, ModelConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.resolve import resolve
-from superstep.runtime.device import Device
-from superstep.runtime.engine import Engine
-from superstep.runtime.mesh import build_mesh
-from superstep.state.start import fill
-from superstep.train.base import begin_base
+from superstep.state.load_weights import fill
 from superstep.train.batches import microbatches_of
+from superstep.train.lora_base import begin_base
 from superstep.train.model import units_of
-from superstep.train.peers import RankPeers
+from superstep.train.rank_peers import RankPeers
 
 LR = 1e-3
 ALONE = RankPeers(0, 1)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from superstep.train.schedule import learning_rate
+from superstep.train.lr_schedule import learning_rate
 
 COSINE = {"lr": 3e-3, "warmup_steps": 30, "decay": "cosine", "decay_steps": None, "min_lr_ratio": 0.1}
 

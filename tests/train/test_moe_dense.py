@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import small
+from superstep.comm.device import Device
+from superstep.comm.mesh import build_mesh
+from superstep.engine.engine import Engine
 from superstep.model.axes import units
 from superstep.plan.resolve import resolve
-from superstep.runtime.device import Device
-from superstep.runtime.engine import Engine
-from superstep.runtime.mesh import build_mesh
 from superstep.train.batches import microbatches
 
 CONFIG = small.config(layers=3, microbatch=2)

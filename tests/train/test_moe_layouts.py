@@ -8,10 +8,10 @@ import torch
 
 import small
 from longer import longer
+from superstep.comm.device import Device
+from superstep.launch.ranks import World
 from superstep.plan.resolve import resolve
-from superstep.runtime.device import Device
-from superstep.runtime.launch import World
-from superstep.train.proof.close import prove, write_reference
+from superstep.train.proof.prove_tolerance import prove, write_reference
 
 pytestmark = pytest.mark.multiproc
 

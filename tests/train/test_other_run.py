@@ -7,7 +7,7 @@ import pytest
 
 import runs
 from superstep.cli.main import main
-from superstep.state.folders import checkpoints
+from superstep.state.checkpoint_dirs import checkpoints
 from superstep.state.manifest import read_manifest
 
 FLAGS = ["train", "run.toml", "--train.steps", "4", "--state.save-every", "2"]

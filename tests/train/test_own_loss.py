@@ -9,14 +9,14 @@ import torch
 
 import small
 from corpus import write_corpus
+from superstep.comm.device import Device
 from superstep.errors import ConfigError
+from superstep.launch.ranks import World
 from superstep.numerics.own_loss import OwnLoss, load_loss
 from superstep.plan.resolve import resolve
-from superstep.runtime.device import Device
-from superstep.runtime.launch import World
 from superstep.train.model import resolved
-from superstep.train.proof.case import Cases, prove_case
-from superstep.train.proof.exact import Relay, prove_exact, write_bits
+from superstep.train.proof.proof_inputs import Cases, prove_case
+from superstep.train.proof.prove_exact import Relay, prove_exact, write_bits
 from superstep.tune.recipe import refuse_own_loss
 
 FOCAL = """

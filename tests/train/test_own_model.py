@@ -11,15 +11,15 @@ import torch
 import runs
 import small
 from longer import first_few
-from superstep.cli.figures import seconds_text
 from superstep.cli.main import main
+from superstep.cli.number_format import seconds_text
+from superstep.comm.device import Device
 from superstep.errors import ConfigError
+from superstep.launch.ranks import World
 from superstep.plan.config import ModelConfig, PlanConfig
-from superstep.runtime.device import Device
-from superstep.runtime.launch import World
 from superstep.train.model import resolved, units_of
-from superstep.train.proof.close import prove, write_reference
-from superstep.train.proof.sweep import layouts
+from superstep.train.proof.all_layouts import layouts
+from superstep.train.proof.prove_tolerance import prove, write_reference
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "recipes" / "own_model.py"

@@ -9,21 +9,21 @@ import torch
 
 import small
 from longer import many_ranks
-from superstep.data.stream import Batch
+from superstep.comm.device import Device
+from superstep.comm.mesh import build_mesh
+from superstep.data.token_stream import Batch
+from superstep.engine.engine import Engine
+from superstep.launch.ranks import World
 from superstep.model.axes import units
 from superstep.model.decoder import Decoder
 from superstep.model.hf import load_weights
 from superstep.model.unit import global_tensors
 from superstep.plan.resolve import resolve
-from superstep.plan.split.padding import padded_vocab
-from superstep.runtime.device import Device
-from superstep.runtime.engine import Engine
-from superstep.runtime.launch import World
-from superstep.runtime.mesh import build_mesh
+from superstep.plan.sharding.padding import padded_vocab
 from superstep.state.checkpoint import read_manifest
 from superstep.train.batches import microbatches, rows
-from superstep.train.proof.close import prove, write_reference
-from superstep.train.proof.exact import Relay, prove_exact, write_bits
+from superstep.train.proof.prove_exact import Relay, prove_exact, write_bits
+from superstep.train.proof.prove_tolerance import prove, write_reference
 
 pytestmark = pytest.mark.multiproc
 

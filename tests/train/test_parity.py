@@ -9,11 +9,11 @@ import torch
 import small
 from covering import covering, drawn, meetings
 from longer import longer, many_ranks
+from superstep.comm.device import Device
+from superstep.launch.ranks import World
 from superstep.plan.resolve import resolve
-from superstep.runtime.device import Device
-from superstep.runtime.launch import World
-from superstep.train.proof.close import prove, write_reference
-from superstep.train.proof.sweep import layouts
+from superstep.train.proof.all_layouts import layouts
+from superstep.train.proof.prove_tolerance import prove, write_reference
 
 pytestmark = pytest.mark.multiproc
 

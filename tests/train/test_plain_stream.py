@@ -5,8 +5,8 @@ import pytest
 
 import small
 from corpus import write_corpus
-from superstep.data.order import permute
-from superstep.data.tokens import open_corpus
+from superstep.data.shuffle import permute
+from superstep.data.token_files import open_corpus
 from superstep.numerics.loss import IGNORE
 from superstep.train.proof.plain_stream import shuffled
 from superstep.train.proof.sampler import draw_fault

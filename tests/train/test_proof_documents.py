@@ -8,15 +8,15 @@ import torch
 
 import small
 from corpus import write_corpus
-from superstep.data.tokens import open_corpus
+from superstep.comm.device import Device
+from superstep.data.token_files import open_corpus
+from superstep.engine import choose_attention
+from superstep.launch.ranks import World
 from superstep.numerics.loss import IGNORE
 from superstep.plan.resolve import resolve
-from superstep.runtime import attention
-from superstep.runtime.device import Device
-from superstep.runtime.launch import World
 from superstep.train.batches import stream_of
-from superstep.train.proof.case import Cases, prove_case, seen
-from superstep.train.proof.ragged import Ragged, documents_begun
+from superstep.train.proof.ignored_targets import Ragged, documents_begun
+from superstep.train.proof.proof_inputs import Cases, prove_case, seen
 
 pytestmark = pytest.mark.multiproc
 
@@ -28,24 +28,24 @@ LAYOUTS = {
 
 
 def _no_mask():
-    inner = attention.build_sight
+    inner = choose_attention.build_sight
 
     def build(*args):
         across = inner(*args)(None)
         return lambda starts: across
 
-    return mock.patch("superstep.runtime.assemble.build_sight", build)
+    return mock.patch("superstep.engine.build.build_sight", build)
 
 
 def _positions_alone():
     """Positions begin anew in each document, and attention goes on."""
-    inner = attention.build_sight
+    inner = choose_attention.build_sight
 
     def build(*args):
         inside = inner(*args)
         return lambda starts: replace(inside(starts), attend=inside(None).attend)
 
-    return mock.patch("superstep.runtime.assemble.build_sight", build)
+    return mock.patch("superstep.engine.build.build_sight", build)
 
 
 FAULTS = {"no mask": _no_mask, "attention goes on": _positions_alone}
@@ -58,7 +58,11 @@ def _run(**plan):
 def _prove_each(rank, world, pairs):
     found = []
     for fault, case in pairs:
-        with FAULTS[fault]() if fault else mock.patch.object(attention, "build_sight", attention.build_sight):
+        with (
+            FAULTS[fault]()
+            if fault
+            else mock.patch.object(choose_attention, "build_sight", choose_attention.build_sight)
+        ):
             found.append(prove_case(World(rank, world, Device("cpu")), case))
     return found
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import small
-from superstep.cli.prove import verb
+from superstep.cli.prove import prove as verb
+from superstep.comm.device import Device
+from superstep.launch.ranks import World
 from superstep.plan.resolve import resolve
-from superstep.runtime.device import Device
-from superstep.runtime.launch import World
-from superstep.train.proof import close
-from superstep.train.proof.close import Difference, prove
+from superstep.train.proof import prove_tolerance
+from superstep.train.proof.prove_tolerance import Difference, prove
 
 KINDS = ("loss", "gradient", "norm", "update")
 
@@ -31,7 +31,7 @@ def ran(monkeypatch):
         found = [Difference(step=0, kind=kind, name="", relative=0.0, allowed=1.0) for kind in KINDS]
         return found, {(0, "loss"): "ordered" if is_ordered else f"atomics {len(orders)}"}
 
-    monkeypatch.setattr(close, "_straight", run)
+    monkeypatch.setattr(prove_tolerance, "_straight", run)
     return orders
 
 

@@ -7,16 +7,16 @@ import torch
 
 import small
 from corpus import write_corpus
-from superstep.data.tokens import open_corpus
+from superstep.data.token_files import open_corpus
+from superstep.engine import adamw
 from superstep.model.axes import units
 from superstep.numerics.loss import IGNORE
 from superstep.plan.resolve import resolve
 from superstep.program.compile import compile_step
-from superstep.runtime import optimizer
 from superstep.train.batches import stream_of
-from superstep.train.proof.blame import hints
 from superstep.train.proof.compare import Difference
-from superstep.train.proof.ragged import Ragged
+from superstep.train.proof.ignored_targets import Ragged
+from superstep.train.proof.likely_causes import hints
 from superstep.train.proof.reference import reference_steps
 
 
@@ -37,7 +37,7 @@ def test_the_engines_sum_of_squares_is_near_fp64_whatever_the_size(fill):
     values = torch.full((2**21 + 77,), fill or 0.0)
     if fill is None:
         values.normal_(generator=torch.Generator().manual_seed(1))
-    assert float(optimizer._square(values)) == pytest.approx(float(values.double().square().sum()), rel=1e-6)
+    assert float(adamw._square(values)) == pytest.approx(float(values.double().square().sum()), rel=1e-6)
 
 
 def test_the_reference_counts_its_divisor_itself():

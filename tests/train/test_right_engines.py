@@ -7,10 +7,10 @@ import torch
 
 import small
 from corpus import write_corpus
+from superstep.comm.device import Device
+from superstep.launch.ranks import World
 from superstep.plan.resolve import resolve
-from superstep.runtime.device import Device
-from superstep.runtime.launch import World
-from superstep.train.proof.case import Cases, prove_case
+from superstep.train.proof.proof_inputs import Cases, prove_case
 
 pytestmark = pytest.mark.multiproc
 

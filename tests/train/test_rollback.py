@@ -10,8 +10,8 @@ import pytest
 
 import runs
 from superstep.cli.main import main
-from superstep.runtime.optimizer import AdamW
-from superstep.state.folders import checkpoints
+from superstep.engine.adamw import AdamW
+from superstep.state.checkpoint_dirs import checkpoints
 from superstep.state.verify import verify
 
 FLAGS = [

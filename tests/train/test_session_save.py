@@ -10,20 +10,20 @@ import pytest
 from safetensors.torch import load_file
 
 import runs
+from superstep.comm.device import Device
 from superstep.data.prepare import prepare
+from superstep.engine.engine import Engine
 from superstep.errors import Fault
+from superstep.launch.ranks import World
 from superstep.plan.config import ModelConfig
-from superstep.runtime.device import Device
-from superstep.runtime.engine import Engine
-from superstep.runtime.launch import World
-from superstep.state import folders
-from superstep.state.folders import checkpoint_at, checkpoints
+from superstep.state import checkpoint_dirs
+from superstep.state.checkpoint_dirs import checkpoint_at, checkpoints
 from superstep.state.manifest import Position
-from superstep.state.piece import STATE
-from superstep.train.meter import Rate
+from superstep.state.tensor_piece import STATE
 from superstep.train.model import resolved
-from superstep.train.run_folder import RunFolder
+from superstep.train.run_paths import RunFolder
 from superstep.train.session import Session
+from superstep.train.throughput import Rate
 
 SOURCE = """
 import torch
@@ -72,7 +72,11 @@ FAILURES = {
         "rank 1: the checkpoint cannot be written, and older ones are untouched: {root}/checkpoints/step-000012.par",
     ),
     "the trace": (0, (Path, "replace", _disk), "{root}/trace.json cannot be written: Input/output error; check "),
-    "old checkpoints": (0, (folders, "_delete", _disk), "{root}/checkpoints/step-000010 cannot be deleted: Input/out"),
+    "old checkpoints": (
+        0,
+        (checkpoint_dirs, "_delete", _disk),
+        "{root}/checkpoints/step-000010 cannot be deleted: Input/out",
+    ),
 }
 
 

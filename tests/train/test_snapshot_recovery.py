@@ -10,10 +10,10 @@ import pytest
 import hurting
 import runs
 from superstep.cli.main import main
-from superstep.cli.train import hurt_rank, job
-from superstep.observe.doctor.box import read_box
+from superstep.cli.train import fault_in_rank, job
+from superstep.observe.doctor.failure_file import read_box
 from superstep.state.checkpoint import read_position
-from superstep.state.folders import checkpoints
+from superstep.state.checkpoint_dirs import checkpoints
 from superstep.state.verify import verify
 
 pytestmark = pytest.mark.multiproc
@@ -41,7 +41,7 @@ def test_ranks_that_are_killed_stopped_or_hung_are_recovered_bit_by_bit(tmp_path
     """And checkpoints come from memory meanwhile, as validation runs."""
     runs.make_files(tmp_path)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(job, "rank", hurt_rank.rank)
+    monkeypatch.setattr(job, "rank", fault_in_rank.rank)
     assert main(["train", *FLAGS, *LAYOUT, "--state.dir", "whole"]) == 0
     before = set(multiprocessing.active_children())
     hurter = hurting.Hurter(tmp_path / "hurt", HURTS)

@@ -8,18 +8,18 @@ import pytest
 
 import runs
 from longer import longer
+from superstep.comm.device import Device
 from superstep.data.prepare import prepare
+from superstep.launch.ranks import World
 from superstep.numerics.tolerance import TOLERANCE
 from superstep.plan.resolve import resolve
-from superstep.runtime.device import Device
-from superstep.runtime.launch import World
 from superstep.state.checkpoint import read_position
-from superstep.state.folders import checkpoint_at
+from superstep.state.checkpoint_dirs import checkpoint_at
 from superstep.state.manifest import Position
 from superstep.train.loop import train
-from superstep.train.meter import Rate
-from superstep.train.run_folder import RunFolder
+from superstep.train.run_paths import RunFolder
 from superstep.train.session import Session
+from superstep.train.throughput import Rate
 
 pytestmark = pytest.mark.multiproc
 

@@ -14,18 +14,18 @@ import pytest
 import runs
 from superstep.cli.main import main
 from superstep.cli.train import sinks
-from superstep.data.stream import Stream
+from superstep.data.token_stream import Stream
+from superstep.engine.executor import Executor
 from superstep.errors import Fault
 from superstep.observe.trace import load_trace
+from superstep.plan.config_io import read_config, write_config
 from superstep.plan.resolve import resolve
-from superstep.plan.toml import read_config, write_config
 from superstep.program.compile import compile_step
 from superstep.program.text import read_program
-from superstep.runtime.executor import Executor
 from superstep.state.checkpoint import read_position
-from superstep.state.folders import checkpoints
-from superstep.train import saves
-from superstep.train.run_folder import write_whole
+from superstep.state.checkpoint_dirs import checkpoints
+from superstep.train import save_schedule
+from superstep.train.run_paths import write_whole
 
 LEARNING = ["--train.steps", "60", "--train.lr", "1e-2", "--state.save-every", "25"]
 
@@ -350,7 +350,7 @@ def _files_of_at_most(size):
 
 def test_a_disk_that_fills_at_a_checkpoint_costs_nothing_older(trained, monkeypatch, capsys):
     before = runs.files(trained / "checkpoints")
-    monkeypatch.setattr(saves, "PAUSES_S", (0.0,))
+    monkeypatch.setattr(save_schedule, "PAUSES_S", (0.0,))
     with _files_of_at_most(100_000):
         assert _train(*LEARNING, "--state.existing", "resume", "--train.steps", "70") == 1
     assert "fault: rank 0: the checkpoint cannot be written" in _error(capsys)
@@ -385,7 +385,7 @@ def test_a_disk_that_fails_for_a_while_costs_no_step(place, monkeypatch, capsys)
         inner(handle, offset, length)
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    monkeypatch.setattr(saves, "AGAIN_S", 0.0)
+    monkeypatch.setattr(save_schedule, "AGAIN_S", 0.0)
     assert _train("--train.steps", "12", "--state.save-every", "6") == 0
     first, second = runs.events(place / "run", "warning")
     assert (first["step"], second["step"]) == (6, 7)
@@ -399,8 +399,8 @@ def test_a_disk_that_fails_for_a_while_costs_no_step(place, monkeypatch, capsys)
 def test_a_disk_that_never_takes_a_checkpoint_ends_the_run_where_it_is_too_old(place, monkeypatch, capsys):
     broken = mock.Mock(side_effect=OSError(errno.EIO, "Input/output error"))
     monkeypatch.setattr(os, "posix_fallocate", broken)
-    monkeypatch.setattr(saves, "AGAIN_S", 1e9)
-    monkeypatch.setattr(saves, "PAUSES_S", (0.0,))
+    monkeypatch.setattr(save_schedule, "AGAIN_S", 1e9)
+    monkeypatch.setattr(save_schedule, "PAUSES_S", (0.0,))
     assert _train("--train.steps", "12", "--state.save-every", "2", "--state.save-patience", "3") == 1
     assert "Input/output error; check the disk that it is on." in _error(capsys).splitlines()[-1]
     assert [line["step"] for line in runs.events(place / "run", "warning")] == [2, 4, 6]

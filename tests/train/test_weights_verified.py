@@ -5,9 +5,9 @@ import pytest
 import runs
 from superstep.cli.main import main
 from superstep.errors import StateError
+from superstep.serve.build_engine import open_engine
 from superstep.serve.config import ServeConfig
-from superstep.serve.load import open_engine
-from superstep.state.folders import checkpoints
+from superstep.state.checkpoint_dirs import checkpoints
 from superstep.state.verify import verify_weights
 
 

@@ -10,16 +10,16 @@ import torch
 import runs
 import tuned
 from superstep.cli.main import main
-from superstep.data.stream import Stream
-from superstep.data.tokens import open_corpus
+from superstep.data.token_files import open_corpus
+from superstep.data.token_stream import Stream
 from superstep.model.axes import units
 from superstep.model.decoder import Decoder
 from superstep.model.hf import load_weights
 from superstep.model.unit import global_tensors
 from superstep.numerics.loss import IGNORE
 from superstep.plan.config import ModelConfig
-from superstep.plan.model.named import shape_of
-from superstep.state.folders import checkpoints
+from superstep.plan.model.lookup import shape_of
+from superstep.state.checkpoint_dirs import checkpoints
 
 
 @pytest.fixture(scope="module")

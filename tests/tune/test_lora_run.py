@@ -16,33 +16,33 @@ from transformers import AutoModelForCausalLM
 
 import runs
 from superstep.cli.main import main
-from superstep.data.stream import Batch
-from superstep.model.adapter import FILE, linears_of, read_adapter
-from superstep.model.adapter_config import CONFIG
+from superstep.comm.device import Device
+from superstep.comm.mesh import build_mesh
+from superstep.data.token_stream import Batch
+from superstep.engine.engine import Engine
+from superstep.launch.ranks import World
 from superstep.model.hf import open_weights
+from superstep.model.peft_adapter import FILE, linears_of, read_adapter
+from superstep.model.peft_config import CONFIG
 from superstep.plan.config import PlanConfig
+from superstep.plan.config_io import read_config
 from superstep.plan.resolve import resolve
-from superstep.plan.toml import read_config
-from superstep.runtime.device import Device
-from superstep.runtime.engine import Engine
-from superstep.runtime.launch import World
-from superstep.runtime.mesh import build_mesh
+from superstep.serve.batch_generate import generate
+from superstep.serve.build_engine import open_engine
 from superstep.serve.config import ServeConfig
-from superstep.serve.load import open_engine
-from superstep.serve.offline import generate
-from superstep.serve.request import Sampling
+from superstep.serve.scheduling.request import Sampling
 from superstep.state.checkpoint import load
 from superstep.state.manifest import MANIFEST, read_manifest, write_manifest
-from superstep.state.piece import STATE
 from superstep.state.tensor_file import digest
-from superstep.train.base import begin_base
+from superstep.state.tensor_piece import STATE
 from superstep.train.base_file import BASE
 from superstep.train.batches import microbatches_of
-from superstep.train.meter import Rate
+from superstep.train.lora_base import begin_base
 from superstep.train.model import units_of
-from superstep.train.peers import RankPeers
-from superstep.train.run_folder import RunFolder
+from superstep.train.rank_peers import RankPeers
+from superstep.train.run_paths import RunFolder
 from superstep.train.session import Session
+from superstep.train.throughput import Rate
 
 ALONE = RankPeers(0, 1)
 MODEL = Path("run/checkpoints/step-000006")

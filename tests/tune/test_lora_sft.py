@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 import runs
 from superstep.cli.main import main
-from superstep.model.adapter import FILE
+from superstep.model.peft_adapter import FILE
 from superstep.train.base_file import read_base
 
 

@@ -15,14 +15,14 @@ import pytest
 import reinforced
 from superstep.cli.main import main
 from superstep.errors import Fault, SuperstepError
+from superstep.launch.ranks import World, launch_on, launch_parties
 from superstep.observe.jsonl import last_line, read
-from superstep.runtime.launch import World, launch_on, launch_parties
-from superstep.state.folders import checkpoints, step_of
-from superstep.tune.rl.apart import parties_of, sample_apart, train_apart
-from superstep.tune.rl.judge import Learnt
-from superstep.tune.rl.record import NAME
-from superstep.tune.rl.reinforce import Job, reinforce
-from superstep.tune.rl.seat import Seat
+from superstep.state.checkpoint_dirs import checkpoints, step_of
+from superstep.tune.rl.disaggregated import parties_of, sample_apart, train_apart
+from superstep.tune.rl.job import Job, reinforce
+from superstep.tune.rl.rollout_log import NAME
+from superstep.tune.rl.rollout_worker import Seat
+from superstep.tune.rl.step_rewards import Learnt
 
 Change = Callable[[Path], None]
 

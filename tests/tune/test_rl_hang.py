@@ -9,10 +9,10 @@ import pytest
 
 import reinforced
 from superstep.errors import Lost
-from superstep.runtime.launch import World, launch_on
-from superstep.state.folders import checkpoints
-from superstep.tune.rl.learner import Learner
-from superstep.tune.rl.reinforce import Job, reinforce
+from superstep.launch.ranks import World, launch_on
+from superstep.state.checkpoint_dirs import checkpoints
+from superstep.tune.rl.job import Job, reinforce
+from superstep.tune.rl.trainer import Learner
 
 HANGS_S = 1_000
 

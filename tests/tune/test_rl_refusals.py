@@ -7,7 +7,7 @@ import pytest
 from superstep.errors import ConfigError
 from superstep.plan.config import DataConfig, RunConfig, StateConfig, TrainConfig
 from superstep.tune.rl.config import RlConfig, RolloutConfig
-from superstep.tune.rl.start import check_run
+from superstep.tune.rl.initial_policy import check_run
 
 
 @pytest.mark.parametrize(

@@ -22,13 +22,13 @@ from ranks import ranks_below
 from superstep.cli.arguments.reinforce import read
 from superstep.cli.main import main
 from superstep.cli.report import run_told
-from superstep.cli.tune.reinforce import _prepared
+from superstep.cli.tune.rl import _prepared
 from superstep.observe.page.report import run_value
-from superstep.state.folders import checkpoints
-from superstep.train.run_folder import RunFolder
+from superstep.state.checkpoint_dirs import checkpoints
+from superstep.train.run_paths import RunFolder
 from superstep.tune.recipe import write
 from superstep.tune.rl.config import RlRecipe, read_rl
-from superstep.tune.rl.record import NAME
+from superstep.tune.rl.rollout_log import NAME
 
 RECIPE = """
 [train]
@@ -255,6 +255,6 @@ def processes(launcher: int) -> dict[str, list[psutil.Process]]:
     found: dict[str, list[psutil.Process]] = {"launcher": [psutil.Process(launcher)]}
     with suppress(psutil.Error):  # it has ended already
         for process in psutil.Process(launcher).children(recursive=True):
-            kind = "grader" if "superstep.grade.worker" in " ".join(process.cmdline()) else "rank"
+            kind = "grader" if "superstep.grade.grader_worker" in " ".join(process.cmdline()) else "rank"
             found.setdefault(kind, []).append(process)
     return found

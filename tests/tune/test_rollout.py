@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from spellings import byte_level, llama, metaspace
 from superstep.grade.task import Message
-from superstep.serve.request import Told
-from superstep.serve.text.chat import DEFAULT, ChatTemplate
+from superstep.serve.scheduling.request import Told
+from superstep.serve.text.chat_template import DEFAULT, ChatTemplate
 from superstep.serve.text.chat_tokens import ChatEncoder
 from superstep.tune.rl.rollout import Conversation
 

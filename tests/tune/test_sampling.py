@@ -13,13 +13,13 @@ from superstep.errors import ConfigError, StateError
 from superstep.grade.environment import load_environment
 from superstep.grade.task import Message, Task
 from superstep.grade.verdict import grader_error, ok, wrong
+from superstep.serve.build_engine import open_engine
 from superstep.serve.config import ServeConfig
-from superstep.serve.load import open_engine
-from superstep.serve.request import Told
+from superstep.serve.scheduling.request import Told
 from superstep.tune.program.instructions import Asked, Cursor
 from superstep.tune.rl.config import RlConfig, RolloutConfig, check_rl
-from superstep.tune.rl.record import NAME, Record
 from superstep.tune.rl.rollout import Conversation
+from superstep.tune.rl.rollout_log import NAME, Record
 from superstep.tune.rl.sampling import Sampler, _Part, require_vocab, seed_of, words_of
 
 TALKS = """

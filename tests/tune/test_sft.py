@@ -9,26 +9,26 @@ import pytest
 import runs
 import tuned
 from superstep.cli.main import main
+from superstep.data.token_files import open_corpus
 from superstep.data.tokenizer import END_OF_TEXT, load_tokenizer
-from superstep.data.tokens import open_corpus
 from superstep.numerics.loss import IGNORE
+from superstep.plan.config_io import read_config
 from superstep.plan.resolve import resolve
-from superstep.plan.toml import read_config
+from superstep.serve.batch_generate import generate
+from superstep.serve.build_engine import ends_of_text, open_engine
 from superstep.serve.config import ServeConfig
-from superstep.serve.load import ends_of_text, open_engine
-from superstep.serve.offline import generate
-from superstep.serve.request import Sampling
-from superstep.serve.text.chat import Chat, load_chat_template
-from superstep.serve.text.chat_process import ChatProcess
+from superstep.serve.scheduling.request import Sampling
+from superstep.serve.text.chat_template import Chat, load_chat_template
 from superstep.serve.text.chat_tokens import ChatEncoder
+from superstep.serve.text.template_process import ChatProcess
 from superstep.state.checkpoint import read_position
-from superstep.state.folders import checkpoints
+from superstep.state.checkpoint_dirs import checkpoints
 from superstep.train.batches import stream_of
+from superstep.tune.chat_template import PLAIN
 from superstep.tune.config import read_recipe
-from superstep.tune.prepare import Conversations
+from superstep.tune.initial_model import started
+from superstep.tune.prepare_conversations import Conversations
 from superstep.tune.recipe import write
-from superstep.tune.start import started
-from superstep.tune.template import PLAIN
 
 
 @pytest.fixture(scope="module")

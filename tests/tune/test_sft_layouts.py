@@ -9,7 +9,10 @@ import pytest
 import torch
 
 import tuned
-from superstep.data.tokens import open_corpus
+from superstep.comm.device import Device
+from superstep.comm.mesh import build_mesh
+from superstep.data.token_files import open_corpus
+from superstep.engine.engine import Engine
 from superstep.model.axes import units
 from superstep.model.decoder import Decoder
 from superstep.model.hf import load_weights
@@ -17,15 +20,12 @@ from superstep.model.unit import global_tensors
 from superstep.numerics.loss import IGNORE
 from superstep.plan.config import PlanConfig, RunConfig
 from superstep.plan.resolve import resolve
-from superstep.runtime.device import Device
-from superstep.runtime.engine import Engine
-from superstep.runtime.mesh import build_mesh
-from superstep.state.start import fill
+from superstep.state.load_weights import fill
 from superstep.train.batches import microbatches, rows, stream_of
-from superstep.train.peers import RankPeers, tensor_shapes
+from superstep.train.rank_peers import RankPeers, tensor_shapes
 from superstep.tune.config import read_recipe
-from superstep.tune.prepare import Conversations
-from superstep.tune.start import started
+from superstep.tune.initial_model import started
+from superstep.tune.prepare_conversations import Conversations
 
 LAYOUTS = ({"dp": 2, "zero": 2}, {"tp": 2}, {"pp": 2}, {"cp": 2})
 

@@ -16,7 +16,7 @@ from superstep.model.axes import units
 from superstep.model.decoder import Decoder
 from superstep.model.hf import open_weights
 from superstep.model.unit import parameters
-from superstep.tune.rl.record import NAME, Record
+from superstep.tune.rl.rollout_log import NAME, Record
 
 pytestmark = pytest.mark.multiproc
 

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 
 from superstep.data.tokenizer import load_tokenizer
-from superstep.model.adapter import linears_of, read_adapter
+from superstep.model.peft_adapter import linears_of, read_adapter
 from superstep.plan.config import ModelConfig
-from superstep.plan.model.named import shape_of
-from superstep.tune.tinker import bodies
-from superstep.tune.tinker import desk as desks
+from superstep.plan.model.lookup import shape_of
+from superstep.tune.tinker import futures as desks
+from superstep.tune.tinker import request_schema
 from superstep.tune.tinker import service as services
 from superstep.tune.tinker.config import TinkerConfig
-from superstep.tune.tinker.desk import Full
+from superstep.tune.tinker.futures import Full
+from superstep.tune.tinker.saved_models import ABOUT
 from superstep.tune.tinker.service import Unknown
-from superstep.tune.tinker.store import ABOUT
 
 tinker = pytest.importorskip("tinker", reason="the official client is not installed")
 
@@ -320,7 +320,7 @@ def test_several_models_stand_side_by_side(make):
 def sample_body(number, **more):
     chunks = [{"type": "encoded_text", "tokens": [number + 1]}]
     told = {"prompt": {"chunks": chunks}, "sampling_params": {"max_tokens": 1}, "seq_id": 1} | more
-    return bodies.read_body(bodies.Sample, json.dumps(told).encode())
+    return request_schema.read_body(request_schema.Sample, json.dumps(told).encode())
 
 
 def test_without_a_session_no_client_is_given_the_answer_of_another(exact):
@@ -334,7 +334,7 @@ def test_in_a_session_a_request_that_comes_again_is_the_same(exact):
     service = exact.server
     session = service.create_session()
     number = service.create_sampling(
-        bodies.CreateSampling(session_id=session, sampling_session_seq_id=0, base_model="base")
+        request_schema.CreateSampling(session_id=session, sampling_session_seq_id=0, base_model="base")
     )
     again = [service.sample(sample_body(1, sampling_session_id=number), 100)[0] for _ in range(2)]
     assert again[0] == again[1]

@@ -9,7 +9,7 @@ from starlette.testclient import TestClient
 from superstep.serve.api.guard import Entrance
 from superstep.tune.tinker import app as apps
 from superstep.tune.tinker.app import PROTOBUF, ROOT, make_app
-from superstep.tune.tinker.desk import Desk, Result
+from superstep.tune.tinker.futures import Desk, Result
 
 SESSION = {"sdk_version": "0.38"}
 

@@ -7,9 +7,9 @@ from concurrent.futures import wait
 import pytest
 
 from superstep.errors import ConfigError, DataError, Fault, StateError
-from superstep.tune.tinker import desk as desks
-from superstep.tune.tinker.desk import Desk, Failed, Full, Result
-from superstep.tune.tinker.store import ABOUT, About, Place, Store, place_of
+from superstep.tune.tinker import futures as desks
+from superstep.tune.tinker.futures import Desk, Failed, Full, Result
+from superstep.tune.tinker.saved_models import ABOUT, About, Place, Store, place_of
 
 ABOUT_TEXT = About(
     base="b", version="v", rank=1, alpha=1.0, train_mlp=True, train_attn=True, train_unembed=True, seed=0, step=3

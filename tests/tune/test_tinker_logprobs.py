@@ -12,10 +12,10 @@ from superstep.model.decoder import Decoder
 from superstep.model.hf import save_weights
 from superstep.model.unit import global_tensors, initial, parameters
 from superstep.plan.config import ModelConfig
-from superstep.plan.model.named import shape_of
+from superstep.plan.model.lookup import shape_of
+from superstep.serve.build_engine import open_engine
 from superstep.serve.config import ServeConfig
-from superstep.serve.load import open_engine
-from superstep.serve.request import Sampling
+from superstep.serve.scheduling.request import Sampling
 from superstep.tune.tinker.sampler import Asked, Sampler
 
 V = 12

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from superstep.errors import DataError
 from superstep.tune.tinker.losses import find_loss, lesson
-from superstep.tune.tinker.messages import (
+from superstep.tune.tinker.proto_messages import (
     Datum,
     Drawn,
     Sampled,

@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from superstep.cli.arguments.checkpoint import Asked, Options, read
-from superstep.cli.figures import bytes_text
+from superstep.cli.number_format import bytes_text
 from superstep.errors import Damaged, StateError
+from superstep.state.checkpoint_dirs import checkpoints, leftovers
 from superstep.state.export import export
-from superstep.state.folders import checkpoints, leftovers
 from superstep.state.manifest import MANIFEST, Manifest
 from superstep.state.store import Store, is_url
 from superstep.state.verify import glance, newest, verify
-from superstep.train.run_folder import RunFolder
+from superstep.train.run_paths import RunFolder
 
 
 def main(argv: Sequence[str]) -> int:

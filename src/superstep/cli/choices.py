@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from superstep.cli.options import YIELDING
+from superstep.comm.device import cores, gpus
 from superstep.errors import ConfigError
 from superstep.plan.config import ProposedRun, RunConfig
 from superstep.plan.resolve import Resolved, divisors
-from superstep.runtime.device import cores, gpus
 
 
 def changed_layout(proposed: RunConfig, run: Resolved, resolve: Callable[[RunConfig], Resolved]) -> str | None:

@@ -11,7 +11,7 @@ from superstep.cli.arguments.compare import read
 from superstep.cli.report import run_told, say_damage, settings_of
 from superstep.observe.page.compare import Comparison, compared
 from superstep.observe.page.report import report_page
-from superstep.train.run_folder import RunFolder, write_whole
+from superstep.train.run_paths import RunFolder, write_whole
 
 
 def main(argv: Sequence[str]) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, Literal
 
-from superstep.plan.toml import alternatives, section_of, table_entry
+from superstep.plan.config_io import alternatives, section_of, table_entry
 
 INDENT = 2
 WIDEST = 100

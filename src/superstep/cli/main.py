@@ -27,7 +27,7 @@ class Verb:
         module: its ``main`` takes the arguments and gives the exit status.
         extra: of the package, which brings what it needs beside the rest; none where nothing does.
         arguments: the module whose ``read`` takes its arguments without torch; none where ``main`` does.
-        launches: whether it may launch ranks, as ``cli.begin`` finds out, which reads them too.
+        launches: whether it may launch ranks, as ``cli.preload_torch`` finds out, which reads them too.
     """
 
     what: str
@@ -40,24 +40,24 @@ class Verb:
 VERBS = {
     "train": Verb(
         "train a model; with no argument, a demo on the source text of Python's library",
-        "superstep.cli.train.verb",
+        "superstep.cli.train.train",
         "superstep.cli.arguments.train",
         launches=True,
     ),
     "tune": Verb(
         "post-train a model: sft learns answers, dpo preferences, rl from rewards; merge puts an adapter into its "
         "base; serve is for Tinker's client",
-        "superstep.cli.tune.verb",
+        "superstep.cli.tune.tune",
         "superstep.cli.arguments.post_training",
         extra="serve",
         launches=True,
     ),
     "plan": Verb(
-        "rank every layout of a model on a cluster: step time, memory, days, price", "superstep.cli.plan.verb"
+        "rank every layout of a model on a cluster: step time, memory, days, price", "superstep.cli.plan.plan"
     ),
     "prove": Verb(
         "compare a layout with a one-process reference, tensor by tensor",
-        "superstep.cli.prove.verb",
+        "superstep.cli.prove.prove",
         "superstep.cli.arguments.prove",
         launches=True,
     ),
@@ -68,7 +68,7 @@ VERBS = {
     ),
     "doctor": Verb(
         "say who waits for whom and why, of a run that trains now or has failed: hangs, stragglers, memory, disk",
-        "superstep.cli.doctor.verb",
+        "superstep.cli.doctor.doctor",
         "superstep.cli.arguments.doctor",
     ),
     "trace": Verb(
@@ -83,10 +83,10 @@ VERBS = {
     ),
     "measure": Verb(
         "measure this machine, and write what was found as a cluster file",
-        "superstep.cli.measure.verb",
+        "superstep.cli.measure.measure",
         "superstep.cli.arguments.measure",
     ),
-    "scaling": Verb("fit laws of the loss to your runs; the best model for a budget", "superstep.cli.scaling.verb"),
+    "scaling": Verb("fit laws of the loss to your runs; the best model for a budget", "superstep.cli.scaling.scaling"),
     "serve": Verb(
         "answer prompts over HTTP with a trained run or a Hugging Face folder",
         "superstep.cli.serve",
@@ -96,13 +96,13 @@ VERBS = {
     ),
     "grade": Verb(
         "grade the answers to your tasks over HTTP, or attack your grader before training does",
-        "superstep.cli.grade.verb",
+        "superstep.cli.grade.grade",
         "superstep.cli.arguments.grade",
         extra="grade",
     ),
     "chat": Verb(
         "talk in the terminal to a model that is loaded here, or to a server",
-        "superstep.cli.chat.verb",
+        "superstep.cli.chat.chat",
         "superstep.cli.arguments.chat",
         extra="serve",
     ),
@@ -154,7 +154,7 @@ def _run(argv: Sequence[str]) -> int:
     if verb.arguments is not None and (asks_for_help(rest) or not verb.launches):
         importlib.import_module(verb.arguments).read(rest)  # what is wrong is refused before the verb brings torch
     if verb.launches:
-        importlib.import_module("superstep.cli.begin").begin(argv[0], rest)
+        importlib.import_module("superstep.cli.preload_torch").begin(argv[0], rest)
     status: int = _imported(argv[0], verb).main(rest)
     return status
 

@@ -20,8 +20,8 @@ from typing import Any, Literal, NoReturn, TypeVar
 from superstep.cli.help import write_help
 from superstep.errors import ConfigError, did_you_mean
 from superstep.plan.config import PlanConfig, RunConfig, StateConfig
+from superstep.plan.config_io import alternatives, describe_type, read_config, section_of, table_entry
 from superstep.plan.resolve import Resolved
-from superstep.plan.toml import alternatives, describe_type, read_config, section_of, table_entry
 
 T = TypeVar("T")
 

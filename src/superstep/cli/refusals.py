@@ -11,21 +11,21 @@ from pathlib import Path
 
 from superstep.cli.arguments import prove, serve, train, tune, tune_merge, tune_serve
 from superstep.cli.options import settled
-from superstep.cli.served_model import find_model
-from superstep.cli.serving import serve_config
+from superstep.cli.resolve_model import find_model
+from superstep.cli.serve_settings import serve_config
 from superstep.cli.train.launch_rules import SEVERAL_HOSTS, check_launch, require_alone
-from superstep.cli.train.web import require_token
+from superstep.cli.train.live_report import require_token
 from superstep.errors import ConfigError
 from superstep.plan.config import RunConfig
 from superstep.plan.resolve import check_ranges, resolve
-from superstep.serve.adapters import check_names
 from superstep.serve.config import NGRAM, check_served, check_vocab, fast, plan_of
-from superstep.train import rundir
+from superstep.serve.lora_registry import check_names
+from superstep.train import run_directory
 from superstep.train.weights_folder import weights_of
 from superstep.tune.config import TuneConfig, check_recipe
+from superstep.tune.initial_model import run_of
 from superstep.tune.rl.config import RlRecipe
-from superstep.tune.rl.start import check_run, check_same, with_start
-from superstep.tune.start import run_of
+from superstep.tune.rl.initial_policy import check_run, check_same, with_start
 
 
 def check_train(asked: train.Asked) -> None:
@@ -43,7 +43,7 @@ def check_train(asked: train.Asked) -> None:
     if config.model.source is not None:
         _check_own(config)
     elif hosts is None:
-        rundir.choose(asked.resolved(resolve))
+        run_directory.choose(asked.resolved(resolve))
     else:
         asked.resolved(resolve)
 
@@ -53,7 +53,7 @@ def check_tune(kind: tune.Kind, config: TuneConfig) -> None:
     check_recipe(kind, config)
     run = run_of(config)
     check_launch(run, 1)
-    rundir.choose(resolve(run))
+    run_directory.choose(resolve(run))
 
 
 def check_rewards(recipe: RlRecipe) -> None:
@@ -61,7 +61,7 @@ def check_rewards(recipe: RlRecipe) -> None:
     config, _ = with_start(recipe, recipe.rl, recipe.start)
     check_run(config, recipe.rl, recipe.rollout)
     check_launch(config, 1)
-    _, folder, _ = rundir.choose(resolve(config))
+    _, folder, _ = run_directory.choose(resolve(config))
     check_same(recipe, folder)
 
 

@@ -11,15 +11,15 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from superstep.errors import StateError, SuperstepError, UserError
-from superstep.observe.doctor.box import read_box
+from superstep.observe.doctor.failure_file import read_box
 from superstep.observe.events import Event, RunFinished, RunStopped
 from superstep.observe.jsonl import damage, read
 from superstep.observe.page.report import RunTold, report_page
 from superstep.observe.trace import load_trace
-from superstep.plan.toml import read_config
+from superstep.plan.config_io import read_config
 from superstep.program.text import read_program
 from superstep.program.timeline import Timeline
-from superstep.train.run_folder import RunFolder, write_whole
+from superstep.train.run_paths import RunFolder, write_whole
 
 PACKAGES = ("superstep", "torch", "numpy")
 MOST_BYTES = 4_000_000

@@ -7,21 +7,21 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from superstep.cli.arguments.sample import Options, read
-from superstep.cli.served_model import refuse_adapter
+from superstep.cli.resolve_model import refuse_adapter
 from superstep.data.tokenizer import Tokenizer, load_tokenizer
 from superstep.errors import StateError
 from superstep.model.hf import load_weights
-from superstep.model.source import load_units
 from superstep.model.unit import Row
+from superstep.model.user_model import load_units
 from superstep.plan.config import RunConfig
-from superstep.plan.toml import read_config
+from superstep.plan.config_io import read_config
+from superstep.serve.batch_generate import generate
+from superstep.serve.build_engine import Known, open_engine
 from superstep.serve.config import ServeConfig
-from superstep.serve.load import Known, open_engine
-from superstep.serve.offline import generate
-from superstep.serve.request import Sampling
-from superstep.state.folders import checkpoints, step_of
+from superstep.serve.scheduling.request import Sampling
+from superstep.state.checkpoint_dirs import checkpoints, step_of
 from superstep.state.verify import verify_weights
-from superstep.train.run_folder import RunFolder
+from superstep.train.run_paths import RunFolder
 from superstep.train.sample import Model
 from superstep.train.sample import generate as generate_own
 from superstep.train.weights_folder import newest_checkpoint

@@ -10,17 +10,17 @@ from pathlib import Path
 
 from superstep.cli.arguments.serve import Options, read
 from superstep.cli.port import Port, opened
-from superstep.cli.served_model import ServedModel, find_model
-from superstep.cli.serving import serve_config
+from superstep.cli.resolve_model import ServedModel, find_model
+from superstep.cli.serve_settings import serve_config
+from superstep.comm.device import choose
 from superstep.errors import ConfigError
-from superstep.runtime.device import choose
-from superstep.serve.adapters import check_names, folders_of
+from superstep.serve.api.admin_backend import Admin
 from superstep.serve.api.app import make_app
-from superstep.serve.api.steered import Admin
 from superstep.serve.config import plan_of
-from superstep.serve.host import Host
-from superstep.serve.replicas import Replicas, replicas_of
-from superstep.serve.speech import forms_of, load_words
+from superstep.serve.engine_client import Host
+from superstep.serve.load_balancer import Replicas, replicas_of
+from superstep.serve.lora_registry import check_names, folders_of
+from superstep.serve.text_backend import forms_of, load_words
 
 KEY = "SUPERSTEP_ADMIN_KEY"
 """The variable that the admin key is taken from, where the command line names none."""

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from superstep.cli.arguments.trace import read
-from superstep.cli.figures import seconds_text
+from superstep.cli.number_format import seconds_text
 from superstep.errors import StateError
-from superstep.observe.doctor.seen import RunSeen
-from superstep.observe.steps_trace import newest_step, perfetto_steps, trace_of_step
-from superstep.train.run_folder import RunFolder, write_whole
-from superstep.train.seen_run import left, live, require_run
+from superstep.observe.doctor.observations import RunSeen
+from superstep.observe.multi_step_trace import newest_step, perfetto_steps, trace_of_step
+from superstep.train.inspect_run import left, live, require_run
+from superstep.train.run_paths import RunFolder, write_whole
 
 
 def main(argv: Sequence[str]) -> int:

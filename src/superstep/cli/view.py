@@ -13,36 +13,36 @@ from pathlib import Path
 
 from superstep.cli.arguments.view import DESCRIPTION
 from superstep.cli.arguments.view import read as read_arguments
-from superstep.cli.figures import bytes_text, seconds_text
-from superstep.cli.moving import Seen, page_path, write_page, write_svg, write_trace
+from superstep.cli.number_format import bytes_text, seconds_text
 from superstep.cli.options import DEMO, flags, read_run, settled
-from superstep.cli.replayed import replayed
 from superstep.cli.report import recorded, run_told, say_damage
-from superstep.cli.rolled import is_rolled, rolled
+from superstep.cli.rl_view import is_rolled, rolled
+from superstep.cli.serve_log_view import replayed
+from superstep.cli.step_page import Seen, page_path, write_page, write_svg, write_trace
+from superstep.comm.device import pick
 from superstep.cost.program.activations import unit_bytes
-from superstep.cost.program.machine import Prices
+from superstep.cost.program.op_prices import Prices
 from superstep.cost.program.operation import UnitOperations
 from superstep.cost.program.predict import Prediction, predict, sizes_of
 from superstep.cost.program.prediction_file import read_predicted_from
+from superstep.engine.measure.probe_machine import measure
 from superstep.errors import ConfigError, Fault, StateError, UserError
+from superstep.observe.drawing.memory import draw_memory
+from superstep.observe.drawing.timeline import GUTTER, draw_text
 from superstep.observe.jsonl import read
-from superstep.observe.memory_drawing import draw_memory
 from superstep.observe.page.report import report_page
 from superstep.observe.router import ASCII, COLOURS, SHADES, draw_routers, reports
-from superstep.observe.timeline import GUTTER, draw_text
 from superstep.observe.trace import Recorded, load_trace
+from superstep.plan.config_io import read_config
 from superstep.plan.resolve import Resolved
-from superstep.plan.toml import read_config
 from superstep.program.compile import compile_step
-from superstep.program.memory import course
+from superstep.program.peak_memory import course
 from superstep.program.text import write_program
 from superstep.program.timeline import Timeline
-from superstep.runtime.device import pick
-from superstep.runtime.measure.here import measure
-from superstep.serve.replay import is_log
+from superstep.serve.scheduling.step_log import is_log
+from superstep.train.inspect_run import program_of, require_run
 from superstep.train.model import operations, resolved
-from superstep.train.run_folder import RunFolder, write_whole
-from superstep.train.seen_run import program_of, require_run
+from superstep.train.run_paths import RunFolder, write_whole
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from itertools import pairwise
 import numpy as np
 
 from superstep.hardware.cluster import Cluster
-from superstep.hardware.serving import ServingRate
+from superstep.hardware.serving_rate import ServingRate
 from superstep.hardware.units import Array
 from superstep.plan.model.shape import ModelShape
 

@@ -20,9 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from superstep.data.packing import pack
+from superstep.data.token_files import ANSWER_FILES, FILES, FORMAT, SPLITS, Manifest, SplitName, TokenKind
 from superstep.data.token_writer import held_out, publish
 from superstep.data.tokenizer import Tokenizer
-from superstep.data.tokens import ANSWER_FILES, FILES, FORMAT, SPLITS, Manifest, SplitName, TokenKind
 
 HEAPS = tuple(f"{split}.{kind}" for split in SPLITS for kind in ("heap", "marks"))
 _PARTIAL = ".partial"

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from superstep.data.passages import Part
+from superstep.data.read_errors import null_text, refusal, undecodable
 from superstep.data.records import Fields, Record, json_lines, json_objects, parquet_objects, parquet_rows
+from superstep.data.split_documents import Part
 from superstep.data.text_files import UndecodableError, blocks, encoding_of, find_nul
-from superstep.data.unreadable import null_text, refusal, undecodable
 from superstep.plan.config import DataConfig
 
 LIBRARY_SKIPS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})

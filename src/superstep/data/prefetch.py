@@ -9,7 +9,7 @@ from threading import Condition, Thread
 from types import TracebackType
 from typing import Self
 
-from superstep.data.stream import Batch, Source
+from superstep.data.token_stream import Batch, Source
 from superstep.errors import ConfigError
 
 

@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from superstep.data.corpus import Reader, source_files
-from superstep.data.passages import PASSAGE_CHARS, Part, passages
-from superstep.data.requirements import refuse_one_document, refuse_settings, refuse_short
+from superstep.data.corpus_checks import refuse_one_document, refuse_settings, refuse_short
+from superstep.data.prepare_lock import turn, unheard
+from superstep.data.split_documents import PASSAGE_CHARS, Part, passages
+from superstep.data.token_files import FORMAT, Corpus, is_whole, open_corpus
 from superstep.data.token_writer import PartialFiles, Passage
 from superstep.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
-from superstep.data.tokens import FORMAT, Corpus, is_whole, open_corpus
-from superstep.data.turn import turn, unheard
 from superstep.errors import DataError, disk_fault, is_full
 from superstep.plan.config import DataConfig
-from superstep.state.durable import free_bytes
+from superstep.state.fsync import free_bytes
 
 BLOCK_CHARS = 1 << 20
 """Text that is encoded and written at once: nothing interrupts it, and it takes under a second."""

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from superstep.data.read_errors import kind, no_field, no_text, refusal, undecodable
 from superstep.data.text_files import Encoding, lines
-from superstep.data.unreadable import kind, no_field, no_text, refusal, undecodable
 from superstep.errors import DataError
 
 LONGEST_RECORD_BYTES = 1 << 28

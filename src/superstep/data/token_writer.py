@@ -15,10 +15,10 @@ from typing import IO, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from superstep.data.background import run_aside
-from superstep.data.order import mix64
+from superstep.data.interruptible import run_aside
+from superstep.data.shuffle import mix64
+from superstep.data.token_files import FILES, FORMAT, SPLITS, Manifest, SplitName, TokenArray
 from superstep.data.tokenizer import Tokenizer
-from superstep.data.tokens import FILES, FORMAT, SPLITS, Manifest, SplitName, TokenArray
 
 BLOCK_TOKENS = 1 << 22
 """Tokens that are counted at once."""

@@ -12,8 +12,8 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from superstep.data.background import run_aside
-from superstep.data.passages import short_words, spread_sample
+from superstep.data.interruptible import run_aside
+from superstep.data.split_documents import short_words, spread_sample
 from superstep.errors import DataError
 
 END_OF_TEXT = "<|endoftext|>"

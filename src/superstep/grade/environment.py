@@ -17,7 +17,7 @@ from typing import Protocol
 from superstep.errors import ConfigError
 from superstep.grade.task import Done, Message, Observation, Rollout, Task
 from superstep.grade.verdict import line
-from superstep.plan.own_file import load_functions
+from superstep.plan.user_file import load_functions
 
 NEEDED = {"task": "task(index, seed)", "grade": "grade(task, rollout)"}
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from superstep.errors import ConfigError, Fault
-from superstep.grade.lines import LineProcess, unanswered
+from superstep.grade.json_line_process import LineProcess, unanswered
 from superstep.grade.pool import COMMAND, START_S, makes_task
 from superstep.grade.task import Done, Message, Observation, Task
 

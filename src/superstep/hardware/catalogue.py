@@ -8,7 +8,7 @@ import re
 from superstep.errors import ConfigError, did_you_mean
 from superstep.hardware.chip import Chip
 from superstep.hardware.nvidia import NVIDIA
-from superstep.hardware.others import OTHERS
+from superstep.hardware.other_vendors import OTHERS
 
 CHIPS: dict[str, Chip] = {chip.name: chip for chip in (*NVIDIA, *OTHERS)}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from superstep.hardware.serving import ServingRate
+from superstep.hardware.serving_rate import ServingRate
 
 Rate = Literal["fp32", "tf32", "fp16", "bf16", "fp8", "fp4"]
 """The formats that a chip multiplies at rates of their own. fp32 keeps all 24 bits; tf32 rounds its factors to 11."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from superstep.hardware import nvidia, others
+from superstep.hardware import nvidia, other_vendors
 from superstep.hardware.chip import Chip
 from superstep.hardware.cluster import Cluster, Topology
 from superstep.hardware.units import GBIT_PER_S
@@ -75,18 +75,18 @@ _USUAL: tuple[tuple[Chip, Network], ...] = (
     (nvidia.GB200, _ports(400, "GB200 NVL72: 4 x 400 Gb/s a tray")),
     (nvidia.B300, _ports(800, "HGX B300: 8 x 800 Gb/s")),
     (nvidia.GB300, _ports(800, "GB300 NVL72: 4 x 800 Gb/s a tray")),
-    (others.MI250X, _ports(200, "Frontier: 4 x 200 Gb/s")),
-    (others.MI300X, _MI300X),
-    (others.MI325X, _MI300X),
-    (others.MI355X, _MI300X),
-    (others.TPU_V3, _HOST_OF_8),
-    (others.TPU_V4, _HOST_OF_4),
-    (others.TPU_V5E, _pod(200, 8, "Cloud TPU documentation: 2 x 100 Gb/s a host of 8 chips")),
-    (others.TPU_V5P, _HOST_OF_4),
-    (others.TPU_V6E, _pod(800, 8, "Cloud TPU documentation: 4 x 200 Gb/s a host of 8 chips")),
-    (others.TPU_V7X, _pod(400, 4, "Cloud TPU documentation: 100 Gb/s a chip")),
-    (others.GAUDI3, Network(bytes_per_s=3 * 200 * GBIT_PER_S, source="3 of its 24 ports of 200 Gb/s")),
-    (others.TRAINIUM2, _ports(200, "Trn2: 16 x 200 Gb/s")),
+    (other_vendors.MI250X, _ports(200, "Frontier: 4 x 200 Gb/s")),
+    (other_vendors.MI300X, _MI300X),
+    (other_vendors.MI325X, _MI300X),
+    (other_vendors.MI355X, _MI300X),
+    (other_vendors.TPU_V3, _HOST_OF_8),
+    (other_vendors.TPU_V4, _HOST_OF_4),
+    (other_vendors.TPU_V5E, _pod(200, 8, "Cloud TPU documentation: 2 x 100 Gb/s a host of 8 chips")),
+    (other_vendors.TPU_V5P, _HOST_OF_4),
+    (other_vendors.TPU_V6E, _pod(800, 8, "Cloud TPU documentation: 4 x 200 Gb/s a host of 8 chips")),
+    (other_vendors.TPU_V7X, _pod(400, 4, "Cloud TPU documentation: 100 Gb/s a chip")),
+    (other_vendors.GAUDI3, Network(bytes_per_s=3 * 200 * GBIT_PER_S, source="3 of its 24 ports of 200 Gb/s")),
+    (other_vendors.TRAINIUM2, _ports(200, "Trn2: 16 x 200 Gb/s")),
 )
 NETWORKS: dict[str, Network] = {chip.name: network for chip, network in _USUAL}
 

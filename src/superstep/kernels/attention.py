@@ -20,8 +20,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from superstep.kernels import by_triton, native
-from superstep.kernels.native import Built
+from superstep.kernels import compile_cpp, triton_loader
+from superstep.kernels.compile_cpp import Built
 
 SOURCES = tuple(
     Path(__file__).parent / "cpu" / name
@@ -70,7 +70,7 @@ def reference(
 @cache
 def compiled() -> Built:
     """The kernel for a CPU, compiled where it has not been. A process asks once."""
-    return native.build(SOURCES, FLAGS, native.folder_of(SOURCES[0]))
+    return compile_cpp.build(SOURCES, FLAGS, compile_cpp.folder_of(SOURCES[0]))
 
 
 @cache
@@ -97,7 +97,7 @@ def multiplies_pairs() -> bool:
 def missing(device: torch.device) -> str:
     """Why there is no kernel for a device, in a line; empty where there is one."""
     if device.type != "cpu":
-        return by_triton.missing(device)
+        return triton_loader.missing(device)
     return compiled().why if compiled().library is None else ""
 
 
@@ -163,7 +163,7 @@ def attend_backward(
 
 def _of_gpu(x: Tensor) -> ModuleType | None:
     """The kernels of a GPU, where one has the tensor."""
-    return by_triton.module("attention") if x.is_cuda else None
+    return triton_loader.module("attention") if x.is_cuda else None
 
 
 def empty_like(x_BNSH: Tensor) -> Tensor:

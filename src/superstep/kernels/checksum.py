@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from superstep.kernels import native
+from superstep.kernels import compile_cpp
 from superstep.kernels.attention import FLAGS
-from superstep.kernels.native import Built
+from superstep.kernels.compile_cpp import Built
 
 SOURCES = (Path(__file__).parent / "cpu" / "checksum.cpp",)
 
@@ -32,7 +32,7 @@ BLOCK = 1 << 20
 @cache
 def compiled() -> Built:
     """The library. A process asks once."""
-    return native.build(SOURCES, FLAGS, native.folder_of(SOURCES[0]))
+    return compile_cpp.build(SOURCES, FLAGS, compile_cpp.folder_of(SOURCES[0]))
 
 
 def checksum(values: Tensor, first: int = 0) -> Tensor:

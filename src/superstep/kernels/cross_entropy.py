@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from superstep.kernels import fused
+from superstep.kernels import cpu_library
 
 
 def apply_temperature(logits: Tensor, temperature: float) -> Tensor:
@@ -51,7 +51,7 @@ def reference_gradients(
 
 def takes(logits_CV: Tensor) -> bool:
     """Whether the kernel computes it."""
-    return fused.takes(logits_CV)
+    return cpu_library.takes(logits_CV)
 
 
 @torch.library.custom_op("superstep::row_sums", mutates_args=())
@@ -61,7 +61,7 @@ def row_sums(logits_CV: Tensor, targets_C: Tensor, columns: int, temperature: fl
     lse_C, score_C = _empty_sums(logits_CV, targets_C, columns)
     rows, width = logits_CV.shape
     is_bf16 = logits_CV.dtype == torch.bfloat16
-    fused.run("row_sums", is_bf16, logits_CV, rows, columns, width, targets_C, lse_C, score_C, temperature)
+    cpu_library.run("row_sums", is_bf16, logits_CV, rows, columns, width, targets_C, lse_C, score_C, temperature)
     return lse_C, score_C
 
 
@@ -88,7 +88,7 @@ def row_gradients_(
     rows, width = logits_CV.shape
     is_bf16 = logits_CV.dtype == torch.bfloat16
     held = targets_C.contiguous(), lse_C.contiguous(), factor_C.contiguous()
-    fused.run("row_gradients", is_bf16, logits_CV, rows, columns, width, *held, temperature)
+    cpu_library.run("row_gradients", is_bf16, logits_CV, rows, columns, width, *held, temperature)
 
 
 @row_gradients_.register_fake

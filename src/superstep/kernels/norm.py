@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from superstep.kernels import fused
+from superstep.kernels import cpu_library
 
 
 def reference(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -20,7 +20,7 @@ def reference(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 
 def takes(x: Tensor, weight_D: Tensor) -> bool:
     """Whether the kernel computes it."""
-    return fused.takes(x, weight_D) and x.shape[-1] == weight_D.numel() and x.shape[-1] % fused.LANES == 0
+    return cpu_library.takes(x, weight_D) and x.shape[-1] == weight_D.numel() and x.shape[-1] % cpu_library.LANES == 0
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -46,7 +46,7 @@ def backward_on_grid(
     """
     grad, x, wrong = grad.contiguous(), x.contiguous(), torch.zeros(1, dtype=torch.int64)
     dx, rows, width = torch.empty_like(x), r.numel(), x.shape[-1]
-    fused.run(
+    cpu_library.run(
         *("norm_backward_on_grid", x.dtype == torch.bfloat16, grad, x, weight_D.contiguous(), r.contiguous(), dx),
         *(into_D, rows, width, float(scale), float(limit), wrong),
     )
@@ -58,7 +58,7 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The result, and 1 / rms of each row."""
     x = x.contiguous()
     out, r_R = _empty_norm(x, weight, eps)
-    fused.run("norm", x.dtype == torch.bfloat16, x, weight.contiguous(), out, r_R, r_R.numel(), x.shape[-1], eps)
+    cpu_library.run("norm", x.dtype == torch.bfloat16, x, weight.contiguous(), out, r_R, r_R.numel(), x.shape[-1], eps)
     return out, r_R
 
 
@@ -71,7 +71,7 @@ def _rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, r: Tensor, is_tr
     rows, width = r.numel(), x.shape[-1]
     if rows == 0:
         return dx, dweight.zero_()
-    fused.run("norm_backward", x.dtype == torch.bfloat16, grad, x, weight.contiguous(), r, dx, into, rows, width)
+    cpu_library.run("norm_backward", x.dtype == torch.bfloat16, grad, x, weight.contiguous(), r, dx, into, rows, width)
     return dx, dweight
 
 

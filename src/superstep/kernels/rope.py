@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from superstep.kernels import fused
+from superstep.kernels import cpu_library
 
 
 def reference(x_BSNH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -28,8 +28,8 @@ def reference(x_BSNH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def takes(x_BSNH: Tensor, cos: Tensor, sin: Tensor) -> bool:
     """Whether the kernel computes it."""
     return (
-        fused.takes(x_BSNH, cos, sin)
-        and x_BSNH.shape[-1] % (2 * fused.LANES) == 0
+        cpu_library.takes(x_BSNH, cos, sin)
+        and x_BSNH.shape[-1] % (2 * cpu_library.LANES) == 0
         and x_BSNH.dim() == 4
         and x_BSNH.stride(-1) == 1
         and (cos.dim() == 3 or cos.shape[0] in (1, x_BSNH.shape[0]))
@@ -50,7 +50,7 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
     out: Tensor = _empty_turn(x, cos, sin, sign)
     tables = cos.shape[0] if cos.dim() == 4 else 1
     strides = x.stride()[:-1]
-    fused.run("turn", x.dtype == torch.bfloat16, x, *strides, cos, sin, tables, out, *x.shape, sign)
+    cpu_library.run("turn", x.dtype == torch.bfloat16, x, *strides, cos, sin, tables, out, *x.shape, sign)
     return out
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from superstep.kernels import fused
+from superstep.kernels import cpu_library
 
 
 def reference(gate: Tensor, up: Tensor) -> Tensor:
@@ -18,7 +18,7 @@ def reference(gate: Tensor, up: Tensor) -> Tensor:
 
 def takes(gate: Tensor, up: Tensor) -> bool:
     """Whether the kernel computes it."""
-    return fused.takes(gate, up) and gate.shape == up.shape
+    return cpu_library.takes(gate, up) and gate.shape == up.shape
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ def backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
 def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
     gate, up = gate.contiguous(), up.contiguous()
     out = torch.empty_like(gate)
-    fused.run("swiglu", gate.dtype == torch.bfloat16, gate, up, out, gate.numel())
+    cpu_library.run("swiglu", gate.dtype == torch.bfloat16, gate, up, out, gate.numel())
     return out
 
 
@@ -45,7 +45,7 @@ def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
 def _swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()
     dgate, dup = torch.empty_like(gate), torch.empty_like(gate)
-    fused.run("swiglu_backward", gate.dtype == torch.bfloat16, grad, gate, up, dgate, dup, gate.numel())
+    cpu_library.run("swiglu_backward", gate.dtype == torch.bfloat16, grad, gate, up, dgate, dup, gate.numel())
     return dgate, dup
 
 

@@ -1,6 +1,6 @@
 """A decoder of the Llama, Mistral and Qwen families, as one would write it for one device.
 
-Nothing here knows of parallelism. Two habits let ``runtime`` cut the modules from outside: the number of
+Nothing here knows of parallelism. Two habits let ``engine`` cut the modules from outside: the number of
 heads is read off the projection's output, never off the shape; attention, and the exchange of a mixture of
 experts, are arguments.
 
@@ -21,7 +21,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from superstep.model.exchange import Exchange, Local
+from superstep.model.expert_dispatch import Exchange, Local
 from superstep.model.feedforward import FeedForward
 from superstep.model.fused_attention import expand_heads, fused_attention
 from superstep.model.moe import MixtureOfExperts

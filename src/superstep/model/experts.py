@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from superstep.kernels.product import of_any_rows
-from superstep.numerics.product import add_product
+from superstep.numerics.accumulate_product import add_product
 
 AddGradient = Callable[[Tensor, Tensor, Tensor], object]
 """Takes the gradient of a grouped product's output [R, O], its input [R, I] and ``rows_E``."""

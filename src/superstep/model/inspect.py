@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from superstep.errors import ConfigError, did_you_mean
+from superstep.model.batch_dependence import check_rows
+from superstep.model.is_plain import is_plain_embedding, is_plain_linear
 from superstep.model.meta import on_meta
-from superstep.model.plain_layer import is_plain_embedding, is_plain_linear
-from superstep.model.probe import check_rows
 from superstep.model.unit import GIVEN, ParamSpec, UnitSpec
-from superstep.model.untrainable import RandomOperations, check_hooks, check_modules, depends_on
+from superstep.model.unsupported_modules import RandomOperations, check_hooks, check_modules, depends_on
 from superstep.plan.model.outline import Layer, Outline, Parameter, Unit
 
 

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from superstep.model.exchange import Exchange, Told
+from superstep.model.expert_dispatch import Exchange, Told
 from superstep.model.experts import Experts
 from superstep.model.feedforward import FeedForward
 from superstep.model.router import NOBODY, Routing, choices, noise_width, route

@@ -11,7 +11,8 @@ for any 2 columns or more; on an AMD EPYC (Zen 5), where MKL takes other kernels
               some of them. Cells are summed as a binary tree, so that ranks can sum what they have first.
     pieces    a cell larger than PIECE is cut further, and its pieces are summed from left to right.
 
-Partial sums are fp32 whatever the dtype of the factors. ``numerics.self_check`` asks a machine whether this holds.
+Partial sums are fp32 whatever the dtype of the factors. ``numerics.exact_self_check`` asks a machine whether this
+holds.
 """
 
 from __future__ import annotations

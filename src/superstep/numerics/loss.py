@@ -21,7 +21,7 @@ from torch.autograd.function import BackwardCFunction, FunctionCtx
 
 from superstep.kernels import cross_entropy as kernel
 from superstep.kernels.product import by_fp32, linear, product_into
-from superstep.numerics.product import add_product
+from superstep.numerics.accumulate_product import add_product
 
 IGNORE = -100
 """The target of a position that does not count: padding, a prompt."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from superstep.errors import ConfigError
 from superstep.numerics.objective import Streams
-from superstep.plan.own_file import first_line, load_functions, place_in
+from superstep.plan.user_file import first_line, load_functions, place_in
 
 LOSS = "loss(logp)"
 ADVICE = "write one that gives the loss of each token from the log-probability of its target, such as return -logp"

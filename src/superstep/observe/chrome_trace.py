@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from superstep.program.instructions import Recv, Send
-from superstep.program.memory import Peak
+from superstep.program.peak_memory import Peak
 from superstep.program.text import describe
 from superstep.program.timeline import Timeline, TimelineEvent
 

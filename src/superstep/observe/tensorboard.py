@@ -27,7 +27,7 @@ from pathlib import Path
 
 from superstep.observe.append_file import AppendFile
 from superstep.observe.events import Event, Resumed, RolledBack
-from superstep.observe.scalars import scalars
+from superstep.observe.metric_names import scalars
 
 
 class TensorBoard:

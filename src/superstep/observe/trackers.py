@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from superstep.observe.events import Event
-from superstep.observe.scalars import Scalars, scalars
+from superstep.observe.metric_names import Scalars, scalars
 
 LEAVING_S = 30.0
 """How long the end of a run waits for what a tracker has still to send."""

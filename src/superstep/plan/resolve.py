@@ -7,20 +7,20 @@ from dataclasses import dataclass, replace
 
 from superstep.errors import ConfigError
 from superstep.plan.config import Context, PlanConfig, Recompute, RunConfig, Schedule, told
-from superstep.plan.exact_pieces import Grain, find_grain
-from superstep.plan.kept import PLAIN, Kept
-from superstep.plan.left_out import check_recompute, check_rollback, left_out
 from superstep.plan.lora import adapted, without_adapters
 from superstep.plan.mesh import FAMILIES, Family, MeshShape
 from superstep.plan.model.axes import outline_of
-from superstep.plan.model.named import shape_of
+from superstep.plan.model.lookup import shape_of
 from superstep.plan.model.outline import Outline, Parameter
 from superstep.plan.model.shape import ModelShape
+from superstep.plan.reduction_grain import Grain, find_grain
 from superstep.plan.rules import Rules
-from superstep.plan.split.divisibility import check_context, check_experts, check_replicas, check_window
-from superstep.plan.split.parameters import check_decoder, check_split, padding_of, rules_of
-from superstep.plan.split.stages import place, stages_of
-from superstep.plan.split.unit_work import forward_flops_per_token
+from superstep.plan.saved_activations import PLAIN, Kept
+from superstep.plan.sharding.divisibility import check_context, check_experts, check_replicas, check_window
+from superstep.plan.sharding.parameters import check_decoder, check_split, padding_of, rules_of
+from superstep.plan.sharding.stages import place, stages_of
+from superstep.plan.sharding.unit_flops import forward_flops_per_token
+from superstep.plan.skip_and_rollback import check_recompute, check_rollback, left_out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,8 +20,8 @@ from superstep.cost.program.instruction_seconds import instruction_seconds
 from superstep.hardware.cluster import Cluster
 from superstep.hardware.units import Array
 from superstep.plan.resolve import Resolved
-from superstep.planner.catalogue import catalogued
-from superstep.planner.plans import plans_of
+from superstep.planner.closed_form_seconds import catalogued
+from superstep.planner.plan_columns import plans_of
 from superstep.planner.price import pricing_of
 from superstep.planner.search_problem import Problem
 from superstep.program.instructions import Instruction

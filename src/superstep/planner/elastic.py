@@ -12,7 +12,7 @@ from superstep.plan.resolve import Resolved, resolve
 from superstep.planner.price import pricing_of
 from superstep.planner.search import Side, search
 from superstep.planner.search_problem import Problem, Rule
-from superstep.planner.verify import verified
+from superstep.planner.simulate_best import verified
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

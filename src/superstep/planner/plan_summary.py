@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from superstep.cost.closed.interval import around, around_bytes
-from superstep.cost.program.formulas import decoder_operations
+from superstep.cost.closed.uncertainty import around, around_bytes
+from superstep.cost.program.flops import model_flops_per_token
 from superstep.cost.program.operation import Axis
 from superstep.cost.program.traffic import traffic
-from superstep.cost.program.work import model_flops_per_token
+from superstep.cost.program.unit_operations import decoder_operations
 from superstep.plan.mesh import MeshShape
 from superstep.planner.search_problem import Problem
-from superstep.planner.verify import Verified
+from superstep.planner.simulate_best import Verified
 from superstep.program.compile import compile_step
 
 NEAR = 0.05
@@ -38,7 +38,7 @@ class Figures:
 
     Attributes:
         step_interval_s: in which the step lies at 80%.
-        mfu: model FLOP/s over the chips' peak, in the convention of ``cost.program.work``.
+        mfu: model FLOP/s over the chips' peak, in the convention of ``cost.program.flops``.
         memory_interval_bytes: in which the memory lies at 80%.
         headroom_bytes: what the plan leaves of the memory.
         run_s: for all tokens; None where nobody has told how many.

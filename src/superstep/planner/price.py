@@ -10,18 +10,18 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from superstep.cost.closed import software_memory as keeping
-from superstep.cost.closed.decoder_size import Decoder, array, decoder_of
+from superstep.cost.closed import framework_memory as keeping
 from superstep.cost.closed.estimate import Estimate, estimate
-from superstep.cost.closed.footprint import FRAGMENTATION, Footprint, footprint
-from superstep.cost.closed.layout import SCHEDULES
+from superstep.cost.closed.framework import SUPERSTEP, price_of
+from superstep.cost.closed.framework_arrays import Stack
+from superstep.cost.closed.framework_memory import Keeping
+from superstep.cost.closed.memory import FRAGMENTATION, Footprint, footprint
+from superstep.cost.closed.model_numbers import Decoder, array, decoder_of
+from superstep.cost.closed.parallel_degrees import SCHEDULES
 from superstep.cost.closed.rates import Rates
-from superstep.cost.closed.software import SUPERSTEP, price_of
-from superstep.cost.closed.software_memory import Keeping
-from superstep.cost.closed.stack import Stack
 from superstep.cost.program.buffers import ELEMENT_BYTES
 from superstep.hardware.units import Array
-from superstep.planner.plans import Plans
+from superstep.planner.plan_columns import Plans
 from superstep.planner.search_problem import Problem
 
 

@@ -16,20 +16,20 @@ from pathlib import Path
 
 import numpy as np
 
-from superstep.cost.closed.decoder_size import array, decoder_of
 from superstep.cost.closed.efficiency import Efficiency
 from superstep.cost.closed.estimate import estimate
-from superstep.cost.closed.shorthand import shorthand, usual_attention
-from superstep.cost.closed.software import price_of
+from superstep.cost.closed.framework import price_of
+from superstep.cost.closed.known_frameworks import shorthand, usual_attention
+from superstep.cost.closed.model_numbers import array, decoder_of
 from superstep.errors import ConfigError
 from superstep.hardware.cluster import Cluster
-from superstep.hardware.text import cluster as cluster_of
+from superstep.hardware.cluster_file import cluster as cluster_of
 from superstep.hardware.units import Array
 from superstep.plan.config import Dtype, RunConfig
+from superstep.plan.config_io import build, read_tables
 from superstep.plan.resolve import Resolved, resolve
-from superstep.plan.toml import build, read_tables
-from superstep.planner.calibrate_row import Guide, slopes_of
-from superstep.planner.plans import Plans, plans_of
+from superstep.planner.calibrate_observation import Guide, slopes_of
+from superstep.planner.plan_columns import Plans, plans_of
 from superstep.planner.price import pricing_of
 from superstep.planner.search_problem import Problem
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from superstep.cost.closed.estimate import Estimate
 from superstep.hardware.units import Array
-from superstep.planner.plans import Plans
+from superstep.planner.plan_columns import Plans
 from superstep.planner.price import Pricing
 from superstep.planner.search_problem import Problem
 from superstep.planner.space import Space

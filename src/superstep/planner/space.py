@@ -28,12 +28,12 @@ from itertools import product
 
 import numpy as np
 
-from superstep.cost.closed.layout import RECOMPUTE, SCHEDULES
+from superstep.cost.closed.parallel_degrees import RECOMPUTE, SCHEDULES
 from superstep.hardware.units import Array
 from superstep.plan.config import Schedule
 from superstep.plan.resolve import divisors
-from superstep.plan.split.sequence import cp_of_heads, multiple
-from superstep.planner.plans import CONTEXT, Plans
+from superstep.plan.sharding.sequence import cp_of_heads, multiple
+from superstep.planner.plan_columns import CONTEXT, Plans
 from superstep.planner.search_problem import Problem
 
 FAR = 4

@@ -34,7 +34,7 @@ from superstep.program.instructions import (
     Tie,
     Wire,
 )
-from superstep.program.issue import Channel, InvalidProgram, Value, issue_order
+from superstep.program.issue_order import Channel, InvalidProgram, Value, issue_order
 from superstep.program.text import describe
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from superstep.plan.resolve import Plan
 from superstep.program.check import check
 from superstep.program.instructions import Program
+from superstep.program.p2p_setup import check_first_uses, routes
 from superstep.program.passes import (
     add_fetch,
     add_recompute,
@@ -14,7 +15,6 @@ from superstep.program.passes import (
     add_transfers,
     lower,
 )
-from superstep.program.rendezvous import check_first_uses, routes
 from superstep.program.schedule import forward_order, order
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from superstep.scaling.laws import FLOPS_PER_PARAMETER_AND_TOKEN, Frontier, Law, PowerFrontier
-from superstep.scaling.study import Estimate, Fit, Study, estimate
+from superstep.scaling.summary import Estimate, Fit, Study, estimate
 
 FRONTIERS = ("hoffmann", "kaplan", "isoflop", "envelope")
 Throughput = Callable[[float], float]

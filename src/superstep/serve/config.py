@@ -7,7 +7,7 @@ from pathlib import Path
 
 from superstep.errors import ConfigError, StateError
 from superstep.plan.config import DataConfig, Dtype, ModelConfig, NumericsConfig, PlanConfig, RunConfig
-from superstep.plan.model.named import shape_of
+from superstep.plan.model.lookup import shape_of
 from superstep.plan.resolve import Resolved, resolve
 
 NGRAM = "ngram"

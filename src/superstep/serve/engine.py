@@ -4,8 +4,8 @@
                ▲                    │
                └── pages taken back ┘
 
-The loop is ``step``: what to compute is decided by ``serve.schedule``, computed by ``serve.compute``, drawn by
-``serve.compute.draw``; this file keeps the books.
+The loop is ``step``: what to compute is decided by ``serve.scheduling.scheduler``, computed by ``serve.compute``, drawn
+by ``serve.compute.sampler``; this file keeps the books.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from typing import Protocol
 from torch import Tensor
 
 from superstep.errors import ConfigError
-from superstep.serve.adapters import Holder, Shelf
-from superstep.serve.books import book, computed
-from superstep.serve.compute.draw import Seen, draw, likeliest, logprob
-from superstep.serve.compute.rows import Part, Rows
+from superstep.serve.compute.flat_batch import Part, Rows
+from superstep.serve.compute.sampler import Seen, draw, likeliest, logprob
 from superstep.serve.compute.wanted import Row, read_wanted
-from superstep.serve.live import LiveRequest
-from superstep.serve.matcher import Matcher, Matchers
-from superstep.serve.pages import Pages
-from superstep.serve.request import Counters, Finish, Info, Progress, Request, Sampling, Told, check_request
-from superstep.serve.schedule import schedule
-from superstep.serve.speculate import Speculation
-from superstep.serve.step import Budget, Chunk, Step, check
+from superstep.serve.drafting.grammar_protocol import Matcher, Matchers
+from superstep.serve.drafting.speculate import Speculation
+from superstep.serve.lora_registry import Holder, Shelf
+from superstep.serve.scheduling.apply_step import book, computed
+from superstep.serve.scheduling.kv_pages import Pages
+from superstep.serve.scheduling.request import Counters, Finish, Info, Progress, Request, Sampling, Told, check_request
+from superstep.serve.scheduling.request_state import LiveRequest
+from superstep.serve.scheduling.scheduler import schedule
+from superstep.serve.scheduling.step import Budget, Chunk, Step, check
 
 
 class Model(Holder, Protocol):

@@ -31,15 +31,15 @@ from types import MappingProxyType
 from safetensors.torch import save_file
 from torch import Tensor
 
+from superstep.comm.device import cores
 from superstep.errors import StateError
+from superstep.launch.temporary_folders import remove_unlocked
 from superstep.model.hf import FILE, StoredTensor, Weights, open_weights
-from superstep.runtime.device import cores
-from superstep.runtime.left_folders import remove_unlocked
 from superstep.serve.reader import Reader
-from superstep.state.durable import make_folder, sync, write_text
+from superstep.state.fsync import make_folder, sync, write_text
 from superstep.state.manifest import MANIFEST, read_manifest
-from superstep.state.piece import bytes_of
 from superstep.state.tensor_file import digest
+from superstep.state.tensor_piece import bytes_of
 
 MARK = "snapshot.json"
 PREFIX, UNFINISHED, WRITER = "weights-", ".unfinished-", "writer"

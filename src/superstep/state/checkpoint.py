@@ -10,7 +10,8 @@
         manifest.json            the position, and hashes of all the rest and of itself
 
 Ranks write their own slices into the same files; where they do so through several page caches, no two of them write
-one page (``state.shares``). Everything is written into a folder beside, which is renamed into place once the disk has
+one page (``state.file_shares``). Everything is written into a folder beside, which is renamed into place once the disk
+has
 all of it: a checkpoint that can be seen is whole. Rank 0 alone makes, renames and deletes; after each step of a save
 all ranks learn whether it went well on all of them.
 """
@@ -28,8 +29,11 @@ import numpy as np
 import torch
 
 from superstep.errors import DiskFault, Fault, StateError, SuperstepError, disk_fault
-from superstep.state import folders
-from superstep.state.durable import sync, write_text
+from superstep.state import checkpoint_dirs
+from superstep.state.all_or_none import Peers, together
+from superstep.state.checkpoint_writer import remove_parcels, writing
+from superstep.state.file_shares import Claim, Range, Shares, granules, page_cache, share_out
+from superstep.state.fsync import sync, write_text
 from superstep.state.manifest import (
     MANIFEST,
     Manifest,
@@ -39,8 +43,6 @@ from superstep.state.manifest import (
     read_manifest,
     write_manifest,
 )
-from superstep.state.piece import Kind, Piece, bytes_of, runs
-from superstep.state.shares import Claim, Range, Shares, granules, page_cache, share_out
 from superstep.state.tensor_file import (
     ELEMENT_BYTES,
     TensorFile,
@@ -51,9 +53,8 @@ from superstep.state.tensor_file import (
     size_of,
     tensor_files,
 )
-from superstep.state.together import Peers, together
+from superstep.state.tensor_piece import Kind, Piece, bytes_of, runs
 from superstep.state.verify import verify
-from superstep.state.writer import remove_parcels, writing
 
 T = TypeVar("T")
 Tensors = Mapping[Kind, Mapping[str, tuple[int, ...]]]
@@ -109,7 +110,7 @@ class _Saving:
 
     def __init__(self, folder: Path, peers: Peers) -> None:
         self.folder = folder
-        self.partial = folders.partial_of(folder)
+        self.partial = checkpoint_dirs.partial_of(folder)
         self.peers = peers
         self.files: Mapping[str, TensorFile] = {}
         self._mine: list[tuple[Piece, str, int]] = []
@@ -126,7 +127,7 @@ class _Saving:
                 file = file_of(piece.kind, piece.name)
                 self._mine.append((piece, file, self.files[file].offsets[entry(piece.kind, piece.name)]))
         if self.peers.rank == 0:
-            folders.begin(self.folder)
+            checkpoint_dirs.begin(self.folder)
             for name, layout in self.files.items():
                 with (self.partial / name).open("wb") as opened:
                     # What goes through a map must have its room: a full disk would be a bus error there.
@@ -202,18 +203,18 @@ class _Saving:
             beside={name: digest(text.encode()) for name, text in texts.items()},
         )
         write_text(self.partial / MANIFEST, write_manifest(manifest))
-        folders.publish(self.partial, self.folder)
+        checkpoint_dirs.publish(self.partial, self.folder)
 
     def discard(self) -> None:
         """On rank 0, delete what was written. Every rank has closed its files by then."""
         if self.peers.rank == 0:
             with suppress(OSError):  # it is deleted before the next save
-                folders.discard(self.partial)
+                checkpoint_dirs.discard(self.partial)
 
     def _unwritable(self, error: Exception) -> Fault:
         what = "the checkpoint cannot be written"
         with suppress(OSError):  # whose disk may be what is wrong
-            what += ", and older ones are untouched" if folders.checkpoints(self.folder.parent) else ""
+            what += ", and older ones are untouched" if checkpoint_dirs.checkpoints(self.folder.parent) else ""
         if isinstance(error, OSError):
             return DiskFault(f"{what}: {disk_fault(error, self.partial).message}")
         return Fault(f"{what}: {type(error).__name__}: {error}")

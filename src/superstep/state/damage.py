@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 
-from superstep.state.snapshot import Memory, common, damaged_text
+from superstep.state.memory_snapshot import Memory, common, damaged_text
 
 Part = tuple[Memory, int]
 """A rank's slot."""

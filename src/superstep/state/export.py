@@ -25,10 +25,10 @@ import torch
 
 from superstep.errors import ConfigError, Damaged, Fault, StateError, is_full
 from superstep.model.hf import FILE, INDEX
-from superstep.state.durable import sync, write_text
+from superstep.state.fsync import sync, write_text
 from superstep.state.manifest import Manifest, StoredTensor
-from superstep.state.piece import bytes_of
 from superstep.state.tensor_file import BLOCK_BYTES, FILES, size_of
+from superstep.state.tensor_piece import bytes_of
 from superstep.state.verify import glance
 
 Dtype = Literal["fp32", "bf16"]

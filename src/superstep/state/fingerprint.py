@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from superstep.kernels.checksum import word_sum
-from superstep.state.piece import Kind, Piece
+from superstep.state.tensor_piece import Kind, Piece
 
 BLOCK = 1024
 """Elements that are summed apart, to find which differ."""

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from superstep.errors import Damaged, Fault, StateError
-from superstep.state import folders
-from superstep.state.durable import sync
+from superstep.state import checkpoint_dirs
+from superstep.state.fsync import sync
 from superstep.state.manifest import MANIFEST, Manifest, manifest_of, read_manifest
 from superstep.state.tensor_file import BLOCK_BYTES, digest, size_of
 
@@ -50,7 +50,7 @@ class Store:
         found = []
         with self._asking("listed"):
             for name in self._names(self._root):
-                step = folders.step_named(name)
+                step = checkpoint_dirs.step_named(name)
                 if step is not None and self._fs.exists(self._at(step, MANIFEST)):
                     found.append(step)
         return sorted(found)
@@ -62,7 +62,7 @@ class Store:
             Fault: it cannot be written, or is not there whole afterwards.
             Damaged: it is not whole on the disk.
         """
-        manifest, step = read_manifest(checkpoint), folders.step_of(checkpoint)
+        manifest, step = read_manifest(checkpoint), checkpoint_dirs.step_of(checkpoint)
         sizes = {name: file.bytes for name, file in manifest.files.items()}
         sizes |= {name: (checkpoint / name).stat().st_size for name in manifest.beside}
         with self._asking("written"):
@@ -80,7 +80,7 @@ class Store:
 
     def has(self, checkpoint: Path) -> bool:
         """Whether this very checkpoint is here, whole."""
-        step = folders.step_of(checkpoint)
+        step = checkpoint_dirs.step_of(checkpoint)
         with self._asking("read"):
             self._fs.invalidate_cache()
             try:
@@ -101,18 +101,18 @@ class Store:
             Fault: it cannot be read or written.
         """
         manifest = self.manifest(step)
-        place = folders.checkpoint_at(root, step)
-        partial = folders.begin(place)
+        place = checkpoint_dirs.checkpoint_at(root, step)
+        partial = checkpoint_dirs.begin(place)
         try:
             with self._asking("read"):
                 for name in (*manifest.files, *manifest.beside, MANIFEST):
                     self._fs.get_file(self._at(step, name), str(partial / name))
         except Exception:
-            folders.discard(partial)
+            checkpoint_dirs.discard(partial)
             raise
         for path in partial.iterdir():
             sync(path)
-        folders.publish(partial, place)
+        checkpoint_dirs.publish(partial, place)
         return place
 
     def manifest(self, step: int) -> Manifest:
@@ -162,14 +162,14 @@ class Store:
             self.verify(whole[-1])
         with self._asking("removed"):
             for name in self._names(self._root):
-                step = folders.step_named(name)
+                step = checkpoint_dirs.step_named(name)
                 # What is younger than the newest whole one may be on its way here.
                 if step is not None and whole and step not in whole[-keep:] and step < whole[-1]:
                     self._remove(step)
 
     def named(self, step: int) -> str:
         """A checkpoint's URL."""
-        return f"{self.url}/{folders.checkpoint_at(Path(), step).name}"
+        return f"{self.url}/{checkpoint_dirs.checkpoint_at(Path(), step).name}"
 
     def _remove(self, step: int) -> None:
         self._fs.invalidate_cache()
@@ -189,7 +189,7 @@ class Store:
         return sorted({str(each).rstrip("/").rpartition("/")[2] for each in found} - {path.rpartition("/")[2], ""})
 
     def _at(self, step: int, name: str = "") -> str:
-        folder = f"{self._root}/{folders.checkpoint_at(Path(), step).name}"
+        folder = f"{self._root}/{checkpoint_dirs.checkpoint_at(Path(), step).name}"
         return f"{folder}/{name}" if name else folder
 
     def _size(self, step: int, name: str) -> int:

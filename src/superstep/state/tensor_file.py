@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from superstep.plan.lora import PREFIX
-from superstep.state.piece import Kind
+from superstep.state.tensor_piece import Kind
 
 FILES: Mapping[Kind, str] = {
     "weight": "model.safetensors",

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from superstep.errors import Damaged, DiskFault, Fault, StateError, SuperstepError, disk_fault
-from superstep.state.folders import checkpoints, is_crowded, prune, set_aside
+from superstep.state.all_or_none import Peers, together
+from superstep.state.checkpoint_dirs import checkpoints, is_crowded, prune, set_aside
 from superstep.state.manifest import MANIFEST, Manifest, read_manifest
 from superstep.state.tensor_file import ADAPTER_FILE, FILES, digest, digest_of, size_of
-from superstep.state.together import Peers, together
 
 T = TypeVar("T")
 

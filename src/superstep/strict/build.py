@@ -9,7 +9,7 @@ import sysconfig
 from pathlib import Path
 
 from superstep.errors import ConfigError
-from superstep.kernels.native import compile_file, folder_of, path_of, reason_of
+from superstep.kernels.compile_cpp import compile_file, folder_of, path_of, reason_of
 
 SOURCES = Path(__file__).parent / "device"
 MODULE = "strict_device"

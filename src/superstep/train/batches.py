@@ -6,14 +6,14 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from superstep.data.stream import Batch, Stream
-from superstep.data.tokens import Corpus, SplitName
+from superstep.comm.mesh import Mesh
+from superstep.data.token_files import Corpus, SplitName
+from superstep.data.token_stream import Batch, Stream
+from superstep.engine.microbatch import Microbatch
 from superstep.numerics.sending import send
 from superstep.plan.config import RunConfig
 from superstep.plan.resolve import Plan
-from superstep.plan.split.sequence import positions
-from superstep.runtime.mesh import Mesh
-from superstep.runtime.microbatch import Microbatch
+from superstep.plan.sharding.sequence import positions
 
 
 def stream_of(config: RunConfig, corpus: Corpus, split: SplitName) -> Stream:

@@ -15,9 +15,9 @@ from pathlib import Path
 from types import TracebackType
 
 from superstep.errors import Fault, disk_fault
+from superstep.state.all_or_none import Peers, together
 from superstep.state.held_folder import HeldFolder
-from superstep.state.together import Peers, together
-from superstep.train.run_folder import RunFolder, write_whole
+from superstep.train.run_paths import RunFolder, write_whole
 
 
 @dataclass(frozen=True, slots=True)

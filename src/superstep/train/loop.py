@@ -8,9 +8,11 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from superstep.data.stream import Batch
+from superstep.data.token_stream import Batch
+from superstep.engine.flat.snapshots import Flushed
 from superstep.errors import DiskFault
-from superstep.observe.doctor.seen import CHECKPOINT, VALIDATION
+from superstep.monitor.status_page import beside
+from superstep.observe.doctor.observations import CHECKPOINT, VALIDATION
 from superstep.observe.events import (
     Evaluated,
     Event,
@@ -24,16 +26,14 @@ from superstep.observe.events import (
     StepDone,
     Warned,
 )
-from superstep.runtime.heart import beside
-from superstep.runtime.snapshots import Flushed
 from superstep.state.manifest import Position
-from superstep.train.beside import awaited
-from superstep.train.course import Refused
+from superstep.train.after_checkpoint import Written
 from superstep.train.folder_watch import Displaced
-from superstep.train.going_back import go_back, tell, tell_refused
-from superstep.train.integrity import ranks_text
-from superstep.train.saves import attempt
-from superstep.train.saving import Written
+from superstep.train.policy.corruption_check import ranks_text
+from superstep.train.policy.rollback import go_back, tell, tell_refused
+from superstep.train.policy.spike_detector import Refused
+from superstep.train.report_status import awaited
+from superstep.train.save_schedule import attempt
 from superstep.train.session import Session
 
 

@@ -7,24 +7,24 @@ from dataclasses import replace
 
 import torch
 
-from superstep.cost.program import adapters
+from superstep.comm.device import Device, gpus
+from superstep.cost.program import lora
+from superstep.cost.program.flops import model_flops_per_token
 from superstep.cost.program.operation import UnitOperations, flops
-from superstep.cost.program.work import model_flops_per_token
+from superstep.engine.saved_activations import with_kept
+from superstep.engine.tracing.trace_units import operations_of
+from superstep.engine.tracing.trace_user_model import rehearse
 from superstep.errors import ConfigError
 from superstep.model.axes import units
 from superstep.model.inspect import outline_of, passed
-from superstep.model.low_rank import adapt
+from superstep.model.lora import adapt
 from superstep.model.meta import on_meta
-from superstep.model.source import load_units
 from superstep.model.unit import GIVEN, UnitSpec
+from superstep.model.user_model import load_units
 from superstep.numerics.own_loss import load_loss
 from superstep.plan.config import RunConfig
 from superstep.plan.mesh import MeshShape
 from superstep.plan.resolve import Resolved, resolve
-from superstep.runtime.device import Device, gpus
-from superstep.runtime.kept import with_kept
-from superstep.runtime.rehearsal.own_model import rehearse
-from superstep.runtime.rehearsal.units import operations_of
 
 
 def resolved(config: RunConfig, world: int | None = None) -> Resolved:
@@ -121,12 +121,12 @@ def operations(run: Resolved) -> tuple[UnitOperations, ...] | None:
 
 
 def flops_per_token(run: Resolved, seen: Sequence[UnitOperations] | None) -> float | None:
-    """Operations that training on one token needs, as ``cost.program.work.MFU_CONVENTION`` has them; of units of
+    """Operations that training on one token needs, as ``cost.program.flops.MFU_CONVENTION`` has them; of units of
     the user's own as they were seen to do it, None where they were not.
     """
     tokens, mesh = run.config.data.sequence_tokens, run.plan.mesh
     if run.decoder is not None and run.config.lora is not None:
-        return adapters.flops_per_token(run)
+        return lora.flops_per_token(run)
     if run.decoder is not None:
         return model_flops_per_token(run.decoder, tokens)
     if seen is not None and mesh.tp * mesh.cp > 1:

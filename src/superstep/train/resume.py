@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from superstep.errors import Damaged, StateError
-from superstep.state.folders import checkpoints, set_aside
+from superstep.state.all_or_none import together
+from superstep.state.checkpoint_dirs import checkpoints, set_aside
 from superstep.state.manifest import Position
-from superstep.state.together import together
 from superstep.state.verify import nothing_whole
 from superstep.train.session import Session
 

@@ -11,49 +11,49 @@ from pathlib import Path
 
 from torch import Tensor
 
+from superstep.comm.mesh import build_mesh
 from superstep.data.prefetch import Prefetcher
-from superstep.data.stream import Batch, Source
-from superstep.data.tokens import SplitName, open_corpus
+from superstep.data.token_files import SplitName, open_corpus
+from superstep.data.token_stream import Batch, Source
+from superstep.engine.engine import Engine, StepResult
+from superstep.engine.instruction_timer import HostRecorder, Recorder, recorder_for
+from superstep.engine.offload import Sleeping
+from superstep.engine.router_counts import Routed
+from superstep.engine.torch_profiler import Profiler
 from superstep.errors import Damaged, Fault, StateError
+from superstep.launch.ranks import World
 from superstep.observe.jsonl import read
 from superstep.plan.resolve import Resolved
 from superstep.program.text import describe, write_program
-from superstep.runtime.engine import Engine, StepResult
-from superstep.runtime.launch import World
-from superstep.runtime.mesh import build_mesh
-from superstep.runtime.profile import Profiler
-from superstep.runtime.recorder import HostRecorder, Recorder, recorder_for
-from superstep.runtime.router_counts import Routed
-from superstep.runtime.sleeping import Sleeping
 from superstep.serve.weights import Published
+from superstep.state.all_or_none import together
 from superstep.state.checkpoint import load, save
-from superstep.state.folders import checkpoint_at, checkpoints, step_of
+from superstep.state.checkpoint_dirs import checkpoint_at, checkpoints, step_of
+from superstep.state.load_weights import fill
 from superstep.state.manifest import Position
-from superstep.state.piece import STATE, Kind, Piece
-from superstep.state.snapshot import HOSTS_SLOTS, SLOTS, Memory, damaged_text
-from superstep.state.start import fill
-from superstep.state.together import together
+from superstep.state.memory_snapshot import HOSTS_SLOTS, SLOTS, Memory, damaged_text
+from superstep.state.tensor_piece import STATE, Kind, Piece
 from superstep.state.verify import drop_old, is_there, verify_weights
-from superstep.train.base import begin_base, drawn_base, files_of, resume_base
+from superstep.train.after_checkpoint import Written, trace_of, write_trace
 from superstep.train.base_file import Base
 from superstep.train.batches import microbatches_of, rows, stream_of
-from superstep.train.copies import Copies
-from superstep.train.course import Course
 from superstep.train.folder_watch import Displaced, FolderWatch, follow
 from superstep.train.hf_files import hf_files
 from superstep.train.identity import FILE as IDENTITY
 from superstep.train.identity import identity_of, identity_text, require_same_run
-from superstep.train.integrity import Integrity, ranks_text
-from superstep.train.lesson import Epochs, Lesson, weigh
-from superstep.train.meter import Meter, Rate
+from superstep.train.lora_base import begin_base, drawn_base, files_of, resume_base
+from superstep.train.lr_schedule import rate
 from superstep.train.model import units_of
-from superstep.train.peers import RankPeers, tensor_shapes
-from superstep.train.publish import publish
-from superstep.train.rehearsal import DIFFERS, Rehearsal
-from superstep.train.run_folder import RunFolder, write_whole
-from superstep.train.saves import Saves
-from superstep.train.saving import Written, trace_of, write_trace
-from superstep.train.schedule import rate
+from superstep.train.policy.corruption_check import Integrity, ranks_text
+from superstep.train.policy.gradient_recheck import DIFFERS, Rehearsal
+from superstep.train.policy.sequence_loss import Epochs, Lesson, weigh
+from superstep.train.policy.spike_detector import Course
+from superstep.train.publish_weights import publish
+from superstep.train.rank_peers import RankPeers, tensor_shapes
+from superstep.train.run_paths import RunFolder, write_whole
+from superstep.train.save_schedule import Saves
+from superstep.train.snapshot_schedule import Copies
+from superstep.train.throughput import Meter, Rate
 from superstep.train.weights_folder import weights_of
 
 MESH_TIMEOUT = timedelta(minutes=10)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from superstep.errors import StateError
-from superstep.state.folders import checkpoints
+from superstep.state.checkpoint_dirs import checkpoints
 from superstep.state.verify import glance
-from superstep.train.run_folder import RunFolder
+from superstep.train.run_paths import RunFolder
 
 
 def weights_of(path: Path) -> Path:

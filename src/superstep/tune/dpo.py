@@ -21,14 +21,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from superstep.data.prepare import stamp
-from superstep.data.stream import Batch, Stream
-from superstep.data.tokens import SPLITS, SplitName, open_corpus
+from superstep.data.token_files import SPLITS, SplitName, open_corpus
+from superstep.data.token_stream import Batch, Stream
 from superstep.errors import DataError, Fault
-from superstep.numerics.sequence_policy import Weighed, dpo
-from superstep.state.durable import sync, write_text
-from superstep.state.together import together
+from superstep.numerics.sequence_losses import Weighed, dpo
+from superstep.state.all_or_none import together
+from superstep.state.fsync import sync, write_text
 from superstep.train.batches import stream_of
-from superstep.train.lesson import Pupil
+from superstep.train.policy.sequence_loss import Pupil
 from superstep.tune.config import DpoConfig
 
 MARK = "reference.json"

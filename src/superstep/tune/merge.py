@@ -19,14 +19,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from superstep.errors import ConfigError, StateError
-from superstep.model.adapter import Adapter, linears_of, read_adapter
-from superstep.model.adapter_config import CONFIG
 from superstep.model.hf import FILE, INDEX, open_weights
+from superstep.model.peft_adapter import Adapter, linears_of, read_adapter
+from superstep.model.peft_config import CONFIG
 from superstep.plan.config import ModelConfig
-from superstep.plan.model.named import shape_of
+from superstep.plan.model.lookup import shape_of
 from superstep.serve.weights import version_of
-from superstep.train.base import require_same
 from superstep.train.base_file import BASE, Base, read_base
+from superstep.train.lora_base import require_same
 
 BESIDE = (".json", ".txt", ".model", ".jinja")
 """How files end that make a folder of weights a model: its shape, its tokenizer, its template."""

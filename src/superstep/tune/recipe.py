@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 from superstep.errors import ConfigError, StateError
 from superstep.plan.config import DataConfig, ModelConfig, ProposedRun, RunConfig, TrainConfig
-from superstep.plan.model.named import shape_of
-from superstep.plan.toml import build, literal, read_config, read_tables, write_fields
-from superstep.train.run_folder import RunFolder
+from superstep.plan.config_io import build, literal, read_config, read_tables, write_fields
+from superstep.plan.model.lookup import shape_of
+from superstep.train.run_paths import RunFolder
 from superstep.train.weights_folder import weights_of
 
 RECIPE = "recipe.toml"

@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 
 from longer import longer
+from superstep.engine.document_attention import DocumentAttend
+from superstep.engine.parallel.flash_partial import attend_block, attend_block_backward, merge
 from superstep.kernels import attention as seam
 from superstep.kernels.gpu import attention as kernel
 from superstep.kernels.gpu.attention import Sees, Sides, attend, attend_backward, attention, takes
 from superstep.kernels.position_bias import ByDistance, alibi, t5
-from superstep.runtime.documents import DocumentAttend
-from superstep.runtime.parallel.flash_block import attend_block, attend_block_backward, merge
 
 NAMES = ("out", "lse", "dq", "dk", "dv", "dbias")
 ALLOWED = {torch.float32: 2e-6, torch.bfloat16: 1e-2}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from bench import gpu_kernels
-from superstep.runtime.device import Device
+from superstep.comm.device import Device
 
 
 def test_both_sides_compute_the_same(device, monkeypatch):

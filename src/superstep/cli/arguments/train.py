@@ -9,8 +9,8 @@ from pathlib import Path
 from superstep.cli.arguments.hosts import Hosts, Options, hosts_of, web_port_of
 from superstep.cli.options import COMMON, DEMO, named_in, read_flags, read_run, sections_of, settled
 from superstep.plan.config import RunConfig
+from superstep.plan.config_io import read_config
 from superstep.plan.resolve import Resolved
-from superstep.plan.toml import read_config
 
 DESCRIPTION = "Train a model. Without a run.toml: a demo, two ranks on the source text of Python's own library."
 

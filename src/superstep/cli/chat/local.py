@@ -11,15 +11,15 @@ from threading import current_thread, main_thread
 from types import FrameType
 
 from superstep.cli.arguments.chat import Options
-from superstep.cli.served_model import find_model
-from superstep.cli.serving import serve_config
+from superstep.cli.resolve_model import find_model
+from superstep.cli.serve_settings import serve_config
+from superstep.comm.device import choose, pick
 from superstep.errors import ConfigError
-from superstep.runtime.device import choose, pick
-from superstep.serve.api.words import Reader
+from superstep.serve.api.text_protocol import Reader
+from superstep.serve.build_engine import open_engine
 from superstep.serve.config import plan_of
-from superstep.serve.load import open_engine
-from superstep.serve.request import Request, Sampling
-from superstep.serve.speech import load_words
+from superstep.serve.scheduling.request import Request, Sampling
+from superstep.serve.text_backend import load_words
 
 Message = Mapping[str, str]
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from superstep.cli.plan.text import calibration_text, measured_text, published_text
+from superstep.cli.plan.plan_text import calibration_text, measured_text, published_text
 from superstep.cost.closed.efficiency import generation
 from superstep.errors import ConfigError, StateError
 from superstep.hardware.cluster import Cluster
-from superstep.hardware.text import read_cluster
+from superstep.hardware.cluster_file import read_cluster
 from superstep.observe.trace import load_trace
+from superstep.plan.config_io import read_config
 from superstep.plan.resolve import Resolved, resolve
-from superstep.plan.toml import read_config
 from superstep.planner.calibrate import Calibration, calibrated
-from superstep.planner.calibrate_row import STRANGE, Guide
+from superstep.planner.calibrate_observation import STRANGE, Guide
 from superstep.planner.published_row import after_published, is_published, step_slopes
 from superstep.program.text import read_program
-from superstep.train.run_folder import RunFolder
+from superstep.train.run_paths import RunFolder
 
 
 def calibrated_on(path: Path, cluster: Cluster, known: Guide) -> tuple[Guide, str]:

@@ -8,15 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, get_args
 
-from superstep.cost.closed.footprint import COMMUNICATOR_BYTES, CONTEXT_BYTES, USABLE
-from superstep.cost.closed.interval import FULL
+from superstep.cost.closed.memory import COMMUNICATOR_BYTES, CONTEXT_BYTES, USABLE
+from superstep.cost.closed.uncertainty import FULL
 from superstep.errors import ConfigError, did_you_mean
 from superstep.hardware.cluster import Cluster
-from superstep.hardware.text import cluster as cluster_of
+from superstep.hardware.cluster_file import cluster as cluster_of
 from superstep.plan.config import Dtype, ModelConfig, PlanConfig, RunConfig, StateConfig
-from superstep.plan.model.named import shape_of
+from superstep.plan.config_io import build, read_config
+from superstep.plan.model.lookup import shape_of
 from superstep.plan.resolve import resolve
-from superstep.plan.toml import build, read_config
 from superstep.planner.search_problem import FIELDS, Problem, Rule
 
 USUAL_TOKENS = 2**22

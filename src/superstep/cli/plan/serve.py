@@ -10,25 +10,25 @@ from pathlib import Path
 from superstep.cli.arguments.plan_serve import Options, read
 from superstep.cli.plan.problem import own_bytes
 from superstep.cli.plan.serve_text import told
-from superstep.cli.served_model import find_model
-from superstep.cli.serving import serve_config
+from superstep.cli.resolve_model import find_model
+from superstep.cli.serve_settings import serve_config
+from superstep.comm.device import choose, pick
 from superstep.cost.serve import Way, published
 from superstep.errors import ConfigError, StateError
 from superstep.hardware.cluster import Cluster
-from superstep.hardware.serving import ServingRate
-from superstep.hardware.text import cluster as cluster_of
+from superstep.hardware.cluster_file import cluster as cluster_of
+from superstep.hardware.serving_rate import ServingRate
 from superstep.plan.config import RunConfig
 from superstep.plan.model.shape import SHAPES
 from superstep.plan.resolve import Resolved
-from superstep.runtime.device import choose, pick
-from superstep.serve.calibrate import calibrate
-from superstep.serve.compute.attend import FAST_BLOCK
+from superstep.serve.benchmark_steps import calibrate
+from superstep.serve.build_engine import setting_model, usual_pages, way_name
+from superstep.serve.capacity_forecast import Crowd, First, Room, Server, Small, crowds, firsts, rooms, weight_bytes
+from superstep.serve.compute.paged_attention import FAST_BLOCK
 from superstep.serve.compute.quantize import format_named
 from superstep.serve.config import NGRAM, ServeConfig, check_vocab, fast, plan_named
-from superstep.serve.foresee import Crowd, First, Room, Server, Small, crowds, firsts, rooms, weight_bytes
-from superstep.serve.guesses import Guess, guesses
-from superstep.serve.load import setting_model, usual_pages, way_name
-from superstep.serve.step import Budget
+from superstep.serve.drafting.speculation_forecast import Guess, guesses
+from superstep.serve.scheduling.step import Budget
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from superstep.cli.figures import bytes_text, count_text, seconds_text
-from superstep.serve.foresee import Crowd, First, Room
-from superstep.serve.guesses import Guess
+from superstep.cli.number_format import bytes_text, count_text, seconds_text
+from superstep.serve.capacity_forecast import Crowd, First, Room
+from superstep.serve.drafting.speculation_forecast import Guess
 
 
 class Foreseen(Protocol):

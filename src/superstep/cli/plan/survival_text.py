@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from superstep.cli.figures import bytes_text, seconds_text
-from superstep.planner.survive import Survival
+from superstep.cli.number_format import bytes_text, seconds_text
+from superstep.planner.failure_cost import Survival
 
 
 def survival_text(found: Survival | None, chip: str) -> str:

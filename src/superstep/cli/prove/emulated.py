@@ -7,13 +7,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from superstep.cli.figures import bytes_text
+from superstep.cli.number_format import bytes_text
+from superstep.comm.objects import gather
 from superstep.cost.program.memory_fit import memory_of
+from superstep.launch.ranks import World
 from superstep.plan.resolve import Resolved
-from superstep.runtime.launch import World, gather
 from superstep.strict.monitor import Monitor, Report
-from superstep.train.proof.case import Case, prove_case
-from superstep.train.proof.close import Verdict, plain_steps
+from superstep.train.proof.proof_inputs import Case, prove_case
+from superstep.train.proof.prove_tolerance import Verdict, plain_steps
 
 MOST_SHOWN = 10
 """Races, and lines that wait, that are shown of all ranks together."""

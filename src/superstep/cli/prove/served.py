@@ -11,19 +11,19 @@ from typing import TypeVar
 
 import torch
 
-from superstep.cli.describe import layout_text
-from superstep.cli.serving import kernels_folder
-from superstep.data.stream import Source
+from superstep.cli.plan_line import layout_text
+from superstep.cli.serve_settings import kernels_folder
+from superstep.comm.mesh import build_mesh
+from superstep.data.token_stream import Source
+from superstep.launch.ranks import World, launch_on
 from superstep.plan.resolve import Resolved
-from superstep.runtime.launch import World, launch_on
-from superstep.runtime.mesh import build_mesh
-from superstep.serve.compute.ranks import follow
+from superstep.serve.build_engine import load_rank, open_engine
+from superstep.serve.compute.model_runner import follow
 from superstep.serve.config import ServeConfig, plan_of
+from superstep.serve.drafting.speculate import Speculation
 from superstep.serve.engine import Engine
-from superstep.serve.load import load_rank, open_engine
-from superstep.serve.speculate import Speculation
-from superstep.train.proof.adapted import Beside, beside_adapters, losses_of, write_adapters
-from superstep.train.proof.served import (
+from superstep.train.proof.prove_lora import Beside, beside_adapters, losses_of, write_adapters
+from superstep.train.proof.prove_serving import (
     Known,
     Open,
     Told,

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from superstep.cli.figures import count_text
+from superstep.cli.number_format import count_text
 from superstep.scaling.budget import Best, best_of_flops
 from superstep.scaling.laws import FLOPS_PER_PARAMETER_AND_TOKEN, Hoffmann
 from superstep.scaling.runs import table
-from superstep.scaling.study import Study
+from superstep.scaling.summary import Study
 
 WIDTH, HEIGHT = 760, 440
 LEFT, RIGHT, TOP, BOTTOM = 64, 110, 24, 52

@@ -9,11 +9,11 @@ from pathlib import Path
 from superstep.cli.report import say_damage
 from superstep.errors import ConfigError, StateError
 from superstep.observe.jsonl import read
+from superstep.plan.config_io import read_config
 from superstep.plan.resolve import resolve
-from superstep.plan.toml import read_config
+from superstep.scaling.model_sizes import non_embedding_parameters
 from superstep.scaling.runs import Run, point_of, read_csv, run_of
-from superstep.scaling.shapes import non_embedding_parameters
-from superstep.train.run_folder import RunFolder
+from superstep.train.run_paths import RunFolder
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from superstep.cli.figures import bytes_text
+from superstep.cli.number_format import bytes_text
 from superstep.errors import ConfigError
 from superstep.plan.resolve import Resolved
 from superstep.planner.goodput import STATE_BYTES
-from superstep.state.durable import free_bytes
-from superstep.state.folders import checkpoints
-from superstep.train.run_folder import RunFolder
+from superstep.state.checkpoint_dirs import checkpoints
+from superstep.state.fsync import free_bytes
+from superstep.train.run_paths import RunFolder
 
 
 def require_disk(run: Resolved, folder: RunFolder, step: int) -> None:

@@ -5,21 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from superstep.cost.closed.footprint import COMMUNICATOR_BYTES, CONTEXT_BYTES, USABLE
+from superstep.comm.device import Device, choose
+from superstep.cost.closed.memory import COMMUNICATOR_BYTES, CONTEXT_BYTES, USABLE
 from superstep.cost.program.snapshot_memory import snapshot_bytes
 from superstep.errors import ConfigError
 from superstep.hardware.catalogue import of_device
-from superstep.hardware.core import cores
+from superstep.hardware.cpu_core import cores
 from superstep.hardware.network import usual_cluster
+from superstep.launch.ranks import World
 from superstep.plan.resolve import Resolved
 from superstep.planner.elastic import Smaller, smaller_plan
-from superstep.runtime.device import Device, choose
-from superstep.runtime.launch import World
-from superstep.state.flush import write_down
-from superstep.state.snapshot import Handles, State
-from superstep.train.hold import sharing
-from superstep.train.peers import RankPeers
-from superstep.train.run_folder import RunFolder
+from superstep.state.background_checkpoint import write_down
+from superstep.state.memory_snapshot import Handles, State
+from superstep.train.rank_peers import RankPeers
+from superstep.train.run_lock import sharing
+from superstep.train.run_paths import RunFolder
 
 DRIVER = Path("/proc/driver/nvidia/gpus")
 """Where Linux tells of GPUs without one being touched."""

@@ -11,61 +11,62 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from superstep.cli.choices import passes_of_a_step
-from superstep.cli.describe import plan_text
+from superstep.cli.plan_line import plan_text
 from superstep.cli.report import leave_report
 from superstep.cli.train.disk_fit import require_disk
 from superstep.cli.train.display import open_display, restore
-from superstep.cli.train.ending import ended, stopped
-from superstep.cli.train.foretold import foretold, peak_of
+from superstep.cli.train.exit_messages import ended, stopped
 from superstep.cli.train.launch_rules import check_launch
 from superstep.cli.train.memory_fit import require_fit
+from superstep.cli.train.prediction import foretold, peak_of
 from superstep.cli.train.recovering import Recovered, recovering
 from superstep.cli.train.samples import sampling
 from superstep.cli.train.sinks import open_trackers, sinks
-from superstep.cost.program import adapters
-from superstep.cost.program.machine import Measured
+from superstep.comm.device import Device, choose
+from superstep.comm.objects import gather
+from superstep.cost.program import lora
+from superstep.cost.program.flops import MFU_CONVENTION
+from superstep.cost.program.op_prices import Measured
 from superstep.cost.program.operation import UnitOperations
 from superstep.cost.program.predict import predict
 from superstep.cost.program.prediction_file import PredictedFrom, write_predicted_from
 from superstep.cost.program.snapshot_memory import snapshot_bytes
-from superstep.cost.program.work import MFU_CONVENTION
-from superstep.data.tokens import Manifest, open_corpus
+from superstep.data.token_files import Manifest, open_corpus
+from superstep.engine.choose_attention import kernel_of
+from superstep.engine.measure.probe_machine import measure_here
 from superstep.errors import Fault
+from superstep.launch.ranks import World, launch_apart, launch_on
+from superstep.launch.stop_request import STOPPED, listening
 from superstep.observe.events import Fanout, Resumed, RunStarted, Sink, Warned
 from superstep.observe.goodput import Counted, spent_s
 from superstep.observe.jsonl import damage
 from superstep.observe.trackers import Tracker
 from superstep.plan.config import DeviceKind
+from superstep.plan.config_io import read_config, write_config
 from superstep.plan.resolve import Resolved
-from superstep.plan.toml import read_config, write_config
 from superstep.planner.goodput import DISK_BYTES_PER_S, STATE_BYTES, unhurt
-from superstep.runtime.attention import kernel_of
-from superstep.runtime.device import Device, choose
-from superstep.runtime.launch import World, gather, launch_apart, launch_on
-from superstep.runtime.measure.here import measure_here
-from superstep.runtime.stop import STOPPED, listening
+from superstep.state.background_checkpoint import Flusher
 from superstep.state.checkpoint import read_position
-from superstep.state.flush import Flusher
 from superstep.state.manifest import Position
-from superstep.state.mirror import fetch_newest, mirrored
-from superstep.state.snapshot import Handles, made
+from superstep.state.memory_snapshot import Handles, made
+from superstep.state.store_sync import fetch_newest, mirrored
 from superstep.state.verify import newest, verify
-from superstep.train import rundir
+from superstep.train import run_directory
 from superstep.train.batches import stream_of
-from superstep.train.beside import ToldBeside
+from superstep.train.checkpoint_store import store_of
+from superstep.train.failure_report import leaving_words
 from superstep.train.folder_watch import FolderWatch
-from superstep.train.hold import hold, sharing
 from superstep.train.identity import identity_of, require_same_run
-from superstep.train.last_words import leaving_words
-from superstep.train.lesson import Lesson
+from superstep.train.initial_weights import check_start
 from superstep.train.loop import train
-from superstep.train.meter import Rate
 from superstep.train.model import flops_per_token, operations
+from superstep.train.policy.sequence_loss import Lesson
+from superstep.train.report_status import ToldBeside
 from superstep.train.resume import resume
-from superstep.train.run_folder import RunFolder, write_whole
+from superstep.train.run_lock import hold, sharing
+from superstep.train.run_paths import RunFolder, write_whole
 from superstep.train.session import Session
-from superstep.train.start import check_start
-from superstep.train.stored import store_of
+from superstep.train.throughput import Rate
 
 Tokens = Callable[[Resolved, RunFolder, Path | None], Path]
 """Makes the folder of token files of a run, or finds it; given the checkpoint that it goes on from."""
@@ -179,7 +180,7 @@ def prepared_job(
     """
     check_launch(run.config, hosts)
     began_at_s = time.time()
-    run, folder, checkpoint = rundir.choose(run)
+    run, folder, checkpoint = run_directory.choose(run)
     store = store_of(run, checkpoint)
     if checkpoint is None:
         check_start(run)
@@ -288,7 +289,7 @@ def _train(world: World, job: Job) -> bool:
             # Whatever can be refused has been: only now does the directory become, or change, a run.
             trackers = open_trackers(job.run.config, job.folder)
             had_begun = job.folder.metrics.exists()
-            rundir.write(job.asked or job.run, job.folder)
+            run_directory.write(job.asked or job.run, job.folder)
             for name, text in job.files.items():
                 write_whole(job.folder.root / name, text)
             session.describe()
@@ -343,7 +344,7 @@ def _begun(session: Session, world: World, job: Job) -> tuple[Position, Resumed 
 def _sink(job: Job, stack: ExitStack, peak: float | None, trackers: dict[str, Tracker]) -> Sink:
     observe = job.run.config.observe
     against = "no peak is known" if peak is None else f"peak {peak / 1e9:,.0f} GFLOP/s a rank"
-    convention = f"{MFU_CONVENTION if job.run.config.lora is None else adapters.CONVENTION}; {against}"
+    convention = f"{MFU_CONVENTION if job.run.config.lora is None else lora.CONVENTION}; {against}"
     display = stack.enter_context(open_display(sys.stdout, mfu_convention=convention, log_every=observe.log_every))
     opened = Fanout(sinks(observe, job.folder, display, trackers))
     counted = Counted(opened, job.folder.metrics, began_at_s=job.began_at_s, earlier_s=job.earlier_s)

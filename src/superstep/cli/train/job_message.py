@@ -10,11 +10,11 @@ from pathlib import Path
 import msgspec
 
 from superstep.cli.train.job import Job
+from superstep.launch.torchrun import Codec
 from superstep.plan.config import RunConfig
-from superstep.plan.toml import parse_config, write_config
-from superstep.runtime.join import Codec
+from superstep.plan.config_io import parse_config, write_config
 from superstep.train.model import flops_per_token, operations, resolved
-from superstep.train.run_folder import RunFolder
+from superstep.train.run_paths import RunFolder
 from superstep.tune.config import DpoConfig
 from superstep.tune.dpo import Dpo, lesson_of
 

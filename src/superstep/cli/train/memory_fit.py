@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from superstep.cli.figures import bytes_text
+from superstep.cli.number_format import bytes_text
+from superstep.comm.device import Device
 from superstep.cost.program.memory import RankBytes, rank_bytes
 from superstep.cost.program.memory_fit import Overflow, memory_of, overflow, with_communicators
 from superstep.cost.program.operation import UnitOperations
@@ -14,7 +15,6 @@ from superstep.errors import ConfigError
 from superstep.plan.config import RunConfig
 from superstep.plan.resolve import Resolved
 from superstep.program.compile import compile_step
-from superstep.runtime.device import Device
 from superstep.train.model import operations, resolved
 
 

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 from rich.text import Text
 
-from superstep.cli.figures import bytes_text, count_text, duration_text, seconds_text, sparkline
-from superstep.cli.train.curve import Curve
-from superstep.cli.train.setbacks import headway, setback
+from superstep.cli.number_format import bytes_text, count_text, duration_text, seconds_text, sparkline
+from superstep.cli.train.downsample import Curve
+from superstep.cli.train.rollback_text import headway, setback
 from superstep.observe.events import (
     Corrupted,
     Evaluated,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from superstep.cli.train.display import restore
 from superstep.errors import Lost
 from superstep.state.damage import newest_undamaged
-from superstep.state.snapshot import Memory
+from superstep.state.memory_snapshot import Memory
 
 MOST_TRIES = 3
 """How often a run is recovered after one and the same step."""

@@ -19,8 +19,8 @@ from contextlib import contextmanager, suppress
 
 from superstep.cli.report import leave_report
 from superstep.observe.jsonl import read
-from superstep.state.folders import checkpoints, step_of
-from superstep.train.run_folder import RunFolder
+from superstep.state.checkpoint_dirs import checkpoints, step_of
+from superstep.train.run_paths import RunFolder
 
 TOKENS = 64
 POLL_S = 0.25

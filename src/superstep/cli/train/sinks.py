@@ -17,7 +17,7 @@ from superstep.observe.jsonl import JsonLines
 from superstep.observe.tensorboard import TensorBoard
 from superstep.observe.trackers import Asked, Mlflow, Tracked, Tracker, Trackio, Wandb
 from superstep.plan.config import ObserveConfig, RunConfig
-from superstep.train.run_folder import RunFolder, write_whole
+from superstep.train.run_paths import RunFolder, write_whole
 
 WAITING_BYTES = 2**22
 """Of what is told of a run, that may wait for a disk that does not take it: about ten thousand steps."""

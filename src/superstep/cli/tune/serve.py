@@ -10,13 +10,13 @@ from pathlib import Path
 
 from superstep.cli.arguments.tune_serve import Options, read
 from superstep.cli.port import Port, opened
-from superstep.cli.served_model import ServedModel, find_model
-from superstep.cli.serving import kernels_folder
+from superstep.cli.resolve_model import ServedModel, find_model
+from superstep.cli.serve_settings import kernels_folder
+from superstep.comm.device import Device, choose
 from superstep.errors import ConfigError
-from superstep.runtime.device import Device, choose
 from superstep.tune.tinker.app import make_app
 from superstep.tune.tinker.config import TinkerConfig
-from superstep.tune.tinker.opened import open_service
+from superstep.tune.tinker.open_service import open_service
 
 KEY = "TINKER_API_KEY"
 """The variable that the key is taken from, where the command line names none. Tinker's clients read it too."""

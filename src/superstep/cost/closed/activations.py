@@ -23,10 +23,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from superstep.cost.closed.decoder_size import Decoder
-from superstep.cost.closed.layout import Layout
-from superstep.cost.closed.software_memory import Keeping
-from superstep.cost.closed.stack import ATTENTION, Stack
+from superstep.cost.closed.framework_arrays import ATTENTION, Stack
+from superstep.cost.closed.framework_memory import Keeping
+from superstep.cost.closed.model_numbers import Decoder
+from superstep.cost.closed.parallel_degrees import Layout
 from superstep.hardware.units import Array
 
 FP32 = 4.0

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from superstep.cost.closed.decoder_size import Decoder
+from superstep.cost.closed.framework_arrays import Stack
 from superstep.cost.closed.kernels import attention_s, linear_s, windowed
-from superstep.cost.closed.layout import Layout
+from superstep.cost.closed.model_numbers import Decoder
+from superstep.cost.closed.parallel_degrees import Layout
 from superstep.cost.closed.rates import Rates
-from superstep.cost.closed.stack import Stack
 from superstep.hardware.collectives import Group, all_to_all_s, dispatch_s, gather_s, relay_s
 from superstep.hardware.units import Array
 from superstep.plan.model.shape import ROTATED

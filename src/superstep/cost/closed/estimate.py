@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from superstep.cost.closed.block import READ_BY_BLOCKS, E, Seconds, block_seconds
-from superstep.cost.closed.decoder_size import Decoder
+from superstep.cost.closed.framework_arrays import Stack
 from superstep.cost.closed.kernels import linear_s
-from superstep.cost.closed.layout import SCHEDULES, Layout, once_for_each_run
+from superstep.cost.closed.model_numbers import Decoder
+from superstep.cost.closed.parallel_degrees import SCHEDULES, Layout, once_for_each_run
 from superstep.cost.closed.rates import Rates
-from superstep.cost.closed.stack import Stack
 from superstep.hardware.collectives import Group, all_reduce_s, gather_s, send_s
 from superstep.hardware.units import Array
 

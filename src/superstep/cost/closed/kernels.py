@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from superstep.cost.closed.framework_arrays import ATTENTION, Stack
 from superstep.cost.closed.rates import Rates
-from superstep.cost.closed.stack import ATTENTION, Stack
 from superstep.hardware.units import Array
 
 TILES: tuple[tuple[int, int, float], ...] = ((256, 128, 1.0), (128, 128, 0.92), (64, 128, 0.75), (64, 64, 0.55))

@@ -56,7 +56,7 @@ parameters and the gradients of their outputs; and of the norms' weights, which 
     embed
       tokens; the gradient of what they gave                                              T·8; T·D·e
 
-With adapters the linears keep what ``cost.program.adapters`` says, a frozen head no input, and nothing goes back to
+With adapters the linears keep what ``cost.program.lora`` says, a frozen head no input, and nothing goes back to
 the embedding.
 
 In exact mode gradients are sums of 8 bytes, beside which a rank has its share of them in fp32. Units keep as above, but
@@ -73,7 +73,6 @@ Compiled units keep less than this. What a pass makes and drops is in ``workspac
 
 from __future__ import annotations
 
-from superstep.cost.program.adapters import kept_inner, kept_inputs, kept_outputs
 from superstep.cost.program.buffers import (
     ELEMENT_BYTES,
     EXACT,
@@ -87,11 +86,12 @@ from superstep.cost.program.buffers import (
     is_exact,
     zero_stage,
 )
-from superstep.cost.program.work import LocalDims, local_dims, rank_parameters
-from superstep.cost.program.workspace import block_workspace, head_workspace
+from superstep.cost.program.flops import LocalDims, local_dims, rank_parameters
+from superstep.cost.program.lora import kept_inner, kept_inputs, kept_outputs
+from superstep.cost.program.temporaries import block_workspace, head_workspace
 from superstep.plan.model.shape import MoeShape
 from superstep.plan.resolve import Resolved
-from superstep.program.memory import UnitBytes
+from superstep.program.peak_memory import UnitBytes
 
 
 def _is_vocabulary_cut(run: Resolved) -> bool:

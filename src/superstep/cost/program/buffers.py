@@ -1,16 +1,16 @@
 """Buffers: how many elements of parameters, gradients and states a rank's flat buffers have, and their bytes: the very
-ones that ``runtime.buffers`` allocates.
+ones that ``engine.flat.buffers`` allocates.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from superstep.cost.program.work import UnitParameters
+from superstep.cost.program.flops import UnitParameters
 from superstep.plan.config import Dtype
 from superstep.plan.mesh import FAMILIES, Family
 from superstep.plan.resolve import Resolved
-from superstep.plan.split.padding import padded
+from superstep.plan.sharding.padding import padded
 
 ELEMENT_BYTES: dict[Dtype, int] = {"fp32": 4, "bf16": 2}
 FP32 = ELEMENT_BYTES["fp32"]

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from superstep.cost.closed.footprint import COMMUNICATOR_BYTES
+from superstep.cost.closed.memory import COMMUNICATOR_BYTES
 from superstep.plan.mesh import Coordinate
 from superstep.plan.resolve import Plan
-from superstep.program.rendezvous import routes, tied_places
+from superstep.program.p2p_setup import routes, tied_places
 
 PAIR_BYTES = 544 * 2**20
 """A communicator of two ranks."""
@@ -53,7 +53,7 @@ def group_sizes(plan: Plan, rank: int) -> list[int]:
 
 
 def _groups(plan: Plan) -> Iterator[Sequence[int]]:
-    """The groups of all ranks, as ``runtime.mesh`` makes them for NCCL."""
+    """The groups of all ranks, as ``comm.mesh`` makes them for NCCL."""
     mesh = plan.mesh
     stages = mesh.groups("pp")
     made: list[Iterable[Sequence[int]]] = [[range(mesh.world)], mesh.groups("cp"), mesh.groups("tp")]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from superstep.plan.kept import Kept
 from superstep.plan.resolve import Resolved
+from superstep.plan.saved_activations import Kept
 
 WIDEST_FLASH = 256
 """The widest heads that the flash kernel takes (``model.fused_attention``)."""

@@ -1,7 +1,8 @@
 """instruction_seconds: what each instruction of a step takes, whoever knows the seconds.
 
 One pricer says which bytes an instruction moves and between which ranks. A ``Source`` says what they take: measured
-operations of this machine (``cost.program.predict``), or closed forms of a catalogue's chips (``planner.catalogue``).
+operations of this machine (``cost.program.predict``), or closed forms of a catalogue's chips
+(``planner.closed_form_seconds``).
 
     instruction      bytes                                      over
     Fetch            parameters of a unit, by family            the shards of the family
@@ -21,8 +22,8 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from superstep.cost.program.buffers import FP32, family_numel, share_numel, zero_stage
+from superstep.cost.program.flops import UnitParameters, rank_parameters
 from superstep.cost.program.simulate import PerUnit, UnitSeconds
-from superstep.cost.program.work import UnitParameters, rank_parameters
 from superstep.hardware.cluster import Collective
 from superstep.plan.resolve import Resolved
 from superstep.program.instructions import Program

@@ -1,7 +1,7 @@
 """Memory: the bytes that each rank will hold, by category, from the plan alone.
 
 What stays from step to step are the flat buffers of the units that a rank holds (``buffers``). What comes and goes is
-the peak of ``program.memory``: of what is kept while each instruction runs (``activations``) and of what that
+the peak of ``program.peak_memory``: of what is kept while each instruction runs (``activations``) and of what that
 instruction makes and drops (``workspace``), the most together. A step has its batch throughout.
 
 Not counted: a collective's own buffers; what was sent until it has left; the batch read ahead; torch itself; rows and
@@ -23,11 +23,11 @@ from superstep.cost.program.buffers import (
     is_exact,
     zero_stage,
 )
-from superstep.cost.program.work import UnitParameters, rank_parameters
-from superstep.cost.program.workspace import step_bytes
+from superstep.cost.program.flops import UnitParameters, rank_parameters
+from superstep.cost.program.temporaries import step_bytes
 from superstep.plan.resolve import Resolved
 from superstep.program.instructions import Program
-from superstep.program.memory import Peak, UnitBytes, high_water
+from superstep.program.peak_memory import Peak, UnitBytes, high_water
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

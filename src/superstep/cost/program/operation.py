@@ -5,7 +5,7 @@
     Pass       everything else that reads or writes memory, views included     none counted
     Message    a collective in the midst of a unit                             none
 
-Attention counts the full square, causal or not (the convention of ``cost.program.work``).
+Attention counts the full square, causal or not (the convention of ``cost.program.flops``).
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A unit takes what its operations take, one after the other: products and attention at the machine's rates for their
 shapes, passes over memory, collectives. What the operations are is read off the unit's own modules
-(``runtime.rehearsal.units``), or where there is no torch, from formulas (``cost.program.formulas``). Beside the units
-there are, in fp32:
+(``engine.tracing.trace_units``), or where there is no torch, from formulas (``cost.program.unit_operations``). Beside
+the units there are, in fp32:
 
     Reduce, Fetch      reduce-scatter or all-reduce of a gradient buffer, gather of parameters, by family
     gradient buffer    written once where it comes and goes (ZeRO 2 and 3), at the start of the step else
@@ -30,18 +30,18 @@ from superstep.cost.program.buffers import (
     share_numel,
     zero_stage,
 )
-from superstep.cost.program.formulas import decoder_operations
+from superstep.cost.program.flops import UnitParameters, rank_parameters
 from superstep.cost.program.instruction_seconds import Ranks, instruction_seconds
-from superstep.cost.program.machine import Machine, Prices, seconds
 from superstep.cost.program.memory import RankBytes, rank_bytes
+from superstep.cost.program.op_prices import Machine, Prices, seconds
 from superstep.cost.program.operation import Axis, UnitOperations
 from superstep.cost.program.simulate import Durations, PerUnit, UnitSeconds, simulate
-from superstep.cost.program.work import UnitParameters, rank_parameters
+from superstep.cost.program.unit_operations import decoder_operations
 from superstep.hardware.cluster import Collective
 from superstep.plan.resolve import Resolved
 from superstep.program.compile import compile_evaluation, compile_step
 from superstep.program.instructions import Forward, Program, Recv
-from superstep.program.memory import UnitBytes
+from superstep.program.peak_memory import UnitBytes
 from superstep.program.timeline import Timeline
 
 __all__ = ["Machine", "Prediction", "durations", "predict"]

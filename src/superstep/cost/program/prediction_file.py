@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from superstep.cost.program.machine import Measured
+from superstep.cost.program.op_prices import Measured
 from superstep.plan.config import PlanConfig
-from superstep.plan.toml import build, read_tables, write_fields
+from superstep.plan.config_io import build, read_tables, write_fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

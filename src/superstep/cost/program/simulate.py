@@ -35,7 +35,7 @@ from superstep.program.instructions import (
     Wire,
     lane,
 )
-from superstep.program.issue import issue_order
+from superstep.program.issue_order import issue_order
 from superstep.program.timeline import Arrival, Needs, Timeline, TimelineEvent, brings
 
 Place: TypeAlias = tuple[int, int]

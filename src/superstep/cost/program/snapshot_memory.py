@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from superstep.cost.program.buffers import FP32, share_numel
-from superstep.cost.program.work import rank_parameters
+from superstep.cost.program.flops import rank_parameters
 from superstep.plan.resolve import Resolved
 from superstep.program.compile import compile_evaluation
 

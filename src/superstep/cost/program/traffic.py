@@ -6,7 +6,7 @@
     tie       Tie                                                      4 · the shard of the tied table
     pp        Send                                                     of the boundary
     tp        regions entered and left; ReducePartial; cut logits      T·D·e; 4 · partial; three times 4·T
-    cp, ep    keys round a ring, heads exchanged, rows to experts      see ``cost.program.formulas``
+    cp, ep    keys round a ring, heads exchanged, rows to experts      see ``cost.program.unit_operations``
     sequence  the router's logits of whole sequences                   B·S·logits·4
 
 A step's last sum, of the gradient's norm and the loss, goes over all ranks and is 16 bytes; it is not counted.
@@ -19,9 +19,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from superstep.cost.program.buffers import ELEMENT_BYTES, FP32, family_numel, share_numel, trained_families, zero_stage
+from superstep.cost.program.flops import rank_parameters
 from superstep.cost.program.instruction_seconds import partial_elements
 from superstep.cost.program.operation import Axis, Operations, UnitOperations, messages
-from superstep.cost.program.work import rank_parameters
 from superstep.plan.resolve import Resolved
 from superstep.program.instructions import (
     Backward,

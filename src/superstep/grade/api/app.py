@@ -28,12 +28,12 @@ from superstep.grade.api.metrics import Metrics
 from superstep.grade.pool import Pool
 from superstep.grade.task import Rollout
 from superstep.grade.verdict import Verdict
+from superstep.serve.api.body_validation import read_model
 from superstep.serve.api.drain import Drain
 from superstep.serve.api.guard import OPEN_PATHS, Entrance
+from superstep.serve.api.http_errors import Refused
 from superstep.serve.api.limits import Limits, Queue, read_json
-from superstep.serve.api.refusals import Refused
-from superstep.serve.api.strict import read_model
-from superstep.serve.api.wire import Gone, until_gone
+from superstep.serve.api.sse import Gone, until_gone
 
 QUEUE = 4096
 """Grades that are under way or wait, of all clients."""

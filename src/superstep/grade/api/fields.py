@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Literal
 
 from superstep.grade.task import Message, Rollout
-from superstep.serve.api.refusals import Refused
-from superstep.serve.api.strict import Strict
+from superstep.serve.api.body_validation import Strict
+from superstep.serve.api.http_errors import Refused
 
 MOST_INDEX = 2**63 - 1
 MOST_BATCH = 1024

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from superstep.grade.attacks.attack import Attack, always, asked
+from superstep.grade.attacks.protocol import Attack, always, asked
 from superstep.grade.task import Task
 
 EMPTY = {

@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from superstep.grade.attacks.attack import Attack
-from superstep.grade.graders.final import final
+from superstep.grade.attacks.protocol import Attack
+from superstep.grade.graders.final_answer import final
 from superstep.grade.task import Task
 
 PROGRAM = re.compile(r"```(?!json\b)\w|^\s*(?:def |class |import |from \w+ import|print\()", re.MULTILINE)

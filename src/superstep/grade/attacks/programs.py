@@ -9,7 +9,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from superstep.grade.attacks.attack import Attack, asked
+from superstep.grade.attacks.protocol import Attack, asked
 from superstep.grade.task import Task
 
 ORDINARY = ("solution", "solve", "main", "f")

@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 
 from superstep.grade.config import GradeConfig
 from superstep.grade.graders.maths_process import MathsProcess
-from superstep.grade.sandbox.room import Sandbox
+from superstep.grade.sandbox.sandbox import Sandbox
 from superstep.grade.verdict import Verdict
 
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from superstep.grade.graders.check import Tools
-from superstep.grade.graders.final import fenced
-from superstep.grade.graders.values import decoded, same
-from superstep.grade.sandbox.room import Answers, Call
+from superstep.grade.graders.final_answer import fenced
+from superstep.grade.graders.literals import decoded, same
+from superstep.grade.sandbox.sandbox import Answers, Call
 from superstep.grade.verdict import Kind, Verdict, ok, wrong
 
 

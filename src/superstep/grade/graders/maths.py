@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from superstep.grade.graders.check import Tools
-from superstep.grade.graders.final import final
+from superstep.grade.graders.final_answer import final
 from superstep.grade.verdict import Verdict, memory, ok, timeout, wrong
 
 MOST_CHARS = 2000

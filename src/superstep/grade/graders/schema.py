@@ -9,9 +9,9 @@ from typing import Any, NoReturn
 
 from superstep.errors import ConfigError
 from superstep.grade.graders.check import Tools
-from superstep.grade.graders.final import fenced
-from superstep.grade.graders.values import decoded, same
-from superstep.grade.sandbox.inside import plain
+from superstep.grade.graders.final_answer import fenced
+from superstep.grade.graders.literals import decoded, same
+from superstep.grade.sandbox.child import plain
 from superstep.grade.verdict import Verdict, ok, wrong
 
 MOST_CHARS = 1 << 20

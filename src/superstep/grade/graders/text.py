@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from superstep.grade.graders.check import Tools
-from superstep.grade.graders.final import final
+from superstep.grade.graders.final_answer import final
 from superstep.grade.verdict import Verdict, ok, wrong
 
 NUMBER = re.compile(

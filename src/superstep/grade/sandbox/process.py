@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from superstep.grade.patience import Patience
+from superstep.grade.active_deadline import Patience
 from superstep.grade.sandbox.cgroup import Group
 from superstep.grade.sandbox.memory import boxed_bytes, resident_bytes
-from superstep.runtime.pulse import Pulse, is_stopped
+from superstep.monitor.stopped_process import Pulse, is_stopped
 
 Limit = Literal["timeout", "memory", "output"]
 

@@ -19,9 +19,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
-from superstep.observe.doctor.pace import Slow, Spent, slowest, spent, step_s
-from superstep.observe.doctor.seen import CHECKPOINT, DATA, VALIDATION, RankSeen, RunSeen
-from superstep.observe.doctor.waits import Wait, Waits, first_of
+from superstep.observe.doctor.observations import CHECKPOINT, DATA, VALIDATION, RankSeen, RunSeen
+from superstep.observe.doctor.stragglers import Slow, Spent, slowest, spent, step_s
+from superstep.observe.doctor.wait_graph import Wait, Waits, first_of
 
 Kind = Literal[
     "fault", "stopped", "gone", "held", "hook", "hang", "busy", "skipped", "raised", "circle", "data", "beside", "slow",

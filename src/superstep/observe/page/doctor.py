@@ -10,9 +10,9 @@ import html
 from collections.abc import Iterable, Iterator, Mapping
 
 from superstep.observe.doctor.diagnose import Verdict
-from superstep.observe.doctor.seen import RankSeen, RunSeen
-from superstep.observe.doctor.waits import Wait
-from superstep.observe.page.assemble import assembled
+from superstep.observe.doctor.observations import RankSeen, RunSeen
+from superstep.observe.doctor.wait_graph import Wait
+from superstep.observe.page.bundle_html import assembled
 
 WIDE, HIGH, ACROSS, DOWN, MARGIN = 216, 46, 92, 22, 10
 """Of a box, the room between columns and between rows, and round all of it."""

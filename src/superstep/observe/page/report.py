@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from superstep.observe.page.assemble import assembled, packed
+from superstep.observe.page.bundle_html import assembled, packed
 from superstep.observe.page.compare import Comparison
-from superstep.observe.page.ledger import ledger, traffic
-from superstep.observe.page.measures import measured
+from superstep.observe.page.metric_charts import measured
+from superstep.observe.page.predicted_vs_measured import ledger, traffic
 from superstep.observe.router_balance import busiest
 from superstep.program.timeline import Timeline
 

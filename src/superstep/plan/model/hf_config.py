@@ -32,7 +32,7 @@ from superstep.plan.model.hf_families import (
     only,
 )
 from superstep.plan.model.hf_rope import read_rope, write_rope
-from superstep.plan.model.json_keys import Keys
+from superstep.plan.model.json_reader import Keys
 from superstep.plan.model.shape import (
     ModelShape,
     MoeShape,

@@ -10,7 +10,7 @@ import math
 from typing import Any
 
 from superstep.errors import ConfigError
-from superstep.plan.model.json_keys import Keys
+from superstep.plan.model.json_reader import Keys
 from superstep.plan.model.rope import LinearRope, Llama3Rope, RopeScaling, YarnRope
 
 _PLACES = ("rope_parameters", "rope_scaling")

@@ -28,13 +28,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from superstep.errors import StateError, did_you_mean
+from superstep.serve.api.admin_backend import Admin
+from superstep.serve.api.app_state import Service
+from superstep.serve.api.body_validation import Strict, read_model
+from superstep.serve.api.http_errors import Refused, shown
 from superstep.serve.api.limits import read_json
-from superstep.serve.api.refusals import Refused, shown
-from superstep.serve.api.service import Service
-from superstep.serve.api.steered import Admin
-from superstep.serve.api.strict import Strict, read_model
-from superstep.serve.api.wire import answered
-from superstep.serve.messages import (
+from superstep.serve.api.sse import answered
+from superstep.serve.engine_messages import (
     Change,
     Deed,
     LoadAdapter,

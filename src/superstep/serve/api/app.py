@@ -13,22 +13,22 @@ from starlette.routing import Route
 
 from superstep.errors import SuperstepError
 from superstep.serve.api.admin import ADMIN_ROUTES, with_key
+from superstep.serve.api.admin_backend import Admin
+from superstep.serve.api.app_state import Service
 from superstep.serve.api.backend import Backend
+from superstep.serve.api.generate_endpoint import generate
 from superstep.serve.api.guard import OPEN_PATHS, Entrance
+from superstep.serve.api.health import health, metrics
+from superstep.serve.api.http_errors import Refused, refused_by_backend
 from superstep.serve.api.limits import Limits, Queue
 from superstep.serve.api.metrics import Metrics
-from superstep.serve.api.native import generate
 from superstep.serve.api.openai.chat import chat_completions
 from superstep.serve.api.openai.completions import completions
 from superstep.serve.api.openai.models import model, models
 from superstep.serve.api.page import page
-from superstep.serve.api.refusals import Refused, refused_by_backend
-from superstep.serve.api.service import Service
-from superstep.serve.api.steered import Admin
-from superstep.serve.api.tokens import detokenize, tokenize
-from superstep.serve.api.watching import health, metrics
-from superstep.serve.api.wire import Gone
-from superstep.serve.api.words import Words
+from superstep.serve.api.sse import Gone
+from superstep.serve.api.text_protocol import Words
+from superstep.serve.api.tokenize_endpoint import detokenize, tokenize
 
 Handler = Callable[[Request, Service], Awaitable[Response]]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from superstep.errors import Fault, SuperstepError
-from superstep.serve.request import Counters, Info, Progress, Sampling
+from superstep.serve.scheduling.request import Counters, Info, Progress, Sampling
 
 
 class Busy(SuperstepError):

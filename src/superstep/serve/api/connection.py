@@ -14,7 +14,7 @@ import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from superstep.serve.api.guard import HEAD_BYTES, too_large_a_head
-from superstep.serve.api.refusals import Refused
+from superstep.serve.api.http_errors import Refused
 
 FLUSH_S = 1.0
 """How long a connection that is closed may take to be rid of what was written to it."""

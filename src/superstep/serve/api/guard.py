@@ -17,8 +17,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from superstep.observe.host_header import LOCALHOST, HostNames
 from superstep.serve.api.drain import Drain, Draining, Refuse
+from superstep.serve.api.http_errors import Refused, shown
 from superstep.serve.api.limits import CLOSE, Limits, read_body
-from superstep.serve.api.refusals import Refused, shown
 
 JSON = "application/json"
 BODILESS = ("GET", "HEAD", "OPTIONS")

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
-from superstep.serve.api.refusals import Refused
+from superstep.serve.api.http_errors import Refused
 
 ASIDE_BYTES = 1 << 20
 """Bodies from this size on are read in a thread: 1 MiB of JSON takes some 10 ms, in which nobody else is served."""

@@ -7,7 +7,7 @@ from importlib import resources
 from starlette.requests import Request
 from starlette.responses import Response
 
-from superstep.serve.api.service import Service
+from superstep.serve.api.app_state import Service
 
 POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:; "

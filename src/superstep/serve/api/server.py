@@ -17,7 +17,7 @@ import uvloop
 from starlette.applications import Starlette
 
 from superstep.errors import ConfigError
-from superstep.runtime.stop import Stop
+from superstep.launch.stop_request import Stop
 from superstep.serve.api.connection import ConnectionLimits, connections_within
 from superstep.serve.api.drain import Drain
 

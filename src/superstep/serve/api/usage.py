@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from superstep.serve.api.answers import Ask, News
+from superstep.serve.api.generation import Ask, News
 
 
 class Usage:

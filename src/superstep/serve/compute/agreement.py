@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from superstep.runtime.collectives import stack_ranks
-from superstep.runtime.device import Device
-from superstep.runtime.mesh import Group
+from superstep.comm.collectives import stack_ranks
+from superstep.comm.device import Device
+from superstep.comm.mesh import Group
 
 REASON_BYTES = 1024
 """The most of a reason that a rank tells the others."""

@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from superstep.errors import ConfigError
-from superstep.serve.compute.linears import Linears, Product
-from superstep.serve.compute.packed import is_mkldnn_weight, packed
+from superstep.serve.compute.fused_linears import Linears, Product
+from superstep.serve.compute.onednn_linear import is_mkldnn_weight, packed
 
 MOST_8 = 127
 """Codes of 8 bits go from -127 to 127, so that a weight and its negative have the same error."""

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from superstep.numerics.sending import send
-from superstep.serve.compute.draw import Drawn, Totals, TotalsOf, draw_rows, read_draws, read_rows, read_totals
-from superstep.serve.request import Sampling
+from superstep.serve.compute.sampler import Drawn, Totals, TotalsOf, draw_rows, read_draws, read_rows, read_totals
+from superstep.serve.scheduling.request import Sampling
 
 
 class Row(NamedTuple):

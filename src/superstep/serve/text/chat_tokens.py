@@ -13,8 +13,8 @@ import tokenizers
 
 from superstep.data.tokenizer import Tokenizer
 from superstep.errors import ConfigError
-from superstep.serve.text.chat import Chat, ChatTemplate, Turn
-from superstep.serve.text.marks import Marks
+from superstep.serve.text.chat_template import Chat, ChatTemplate, Turn
+from superstep.serve.text.control_token_guard import Marks
 
 Part = tuple[list[int], bool]
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from superstep.data.tokenizer import Tokenizer
-from superstep.serve.text.decoding import BYTE, Step, byte_level, end_of, push_through, steps
+from superstep.serve.text.incremental_decoders import BYTE, Step, byte_level, end_of, push_through, steps
 
 BEFORE = "."
 """Stands for the text before: no decoder changes it."""

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from superstep.data.tokenizer import Tokenizer
 from superstep.errors import ConfigError
-from superstep.serve.request import Constraint
+from superstep.serve.scheduling.request import Constraint
 from superstep.serve.text.detokenize import Words
 
 MOST_CHARS = 262_144

@@ -9,9 +9,9 @@ from typing import Any
 
 from superstep.data.tokenizer import Tokenizer
 from superstep.errors import ConfigError, did_you_mean
-from superstep.serve.request import Constraint
-from superstep.serve.text.messages import check_value
-from superstep.serve.text.tools import CLOSER, OPENERS, Form
+from superstep.serve.scheduling.request import Constraint
+from superstep.serve.text.chat_messages import check_value
+from superstep.serve.text.tool_call_parser import CLOSER, OPENERS, Form
 
 MOST_TOOLS = 128
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")

@@ -10,10 +10,10 @@ from typing import Any, Literal
 from safetensors import safe_open
 from torch import Tensor
 
+from superstep.engine.engine import StepResult
 from superstep.model.unit import ParamSpec, initial
 from superstep.numerics.tolerance import Tolerance
-from superstep.runtime.engine import StepResult
-from superstep.state.piece import Piece
+from superstep.state.tensor_piece import Piece
 
 FEW = 256
 """Elements of a tensor below which roundings need not average out: a norm over a head, where gradients cancel."""

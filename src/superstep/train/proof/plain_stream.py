@@ -1,4 +1,5 @@
-"""What a stream must read, in plain code: token after token out of the token files, and nothing of ``data.stream``.
+"""What a stream must read, in plain code: token after token out of the token files, and nothing of
+``data.token_stream``.
 
 A row is three lists of S numbers: tokens, targets, and where in the row each token's document starts.
 """
@@ -11,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from superstep.data.stream import Batch
-from superstep.data.tokens import Split
+from superstep.data.token_files import Split
+from superstep.data.token_stream import Batch
 from superstep.numerics.loss import IGNORE
 from superstep.plan.config import DataConfig
 

@@ -18,16 +18,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from superstep.data.stream import Batch
+from superstep.data.token_stream import Batch
 from superstep.model.axes import units
 from superstep.model.decoder import Decoder, flash
-from superstep.model.exchange import Local, Now
+from superstep.model.expert_dispatch import Local, Now
 from superstep.model.unit import ParamSpec, Row, UnitSpec, initial, parameters
 from superstep.numerics.loss import IGNORE
 from superstep.numerics.own_loss import load_loss
 from superstep.plan.config import TrainConfig
 from superstep.plan.model.shape import ModelShape
-from superstep.train.schedule import rate
+from superstep.train.lr_schedule import rate
 
 Forward = Callable[[Tensor, Now, Mapping[str, Any]], Tensor]
 UnitLoss = Callable[[Tensor, Tensor], Tensor]

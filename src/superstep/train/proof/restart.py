@@ -21,20 +21,21 @@ from pathlib import Path
 
 from torch import Tensor
 
-from superstep.data.stream import Batch
-from superstep.data.tokens import open_corpus
+from superstep.comm.objects import gather
+from superstep.data.token_files import open_corpus
+from superstep.data.token_stream import Batch
+from superstep.launch.ranks import World
 from superstep.plan.resolve import Resolved
-from superstep.runtime.launch import World, gather
-from superstep.state.folders import checkpoint_at
+from superstep.state.checkpoint_dirs import checkpoint_at
 from superstep.state.manifest import Position
-from superstep.state.piece import STATE, Piece
+from superstep.state.tensor_piece import STATE, Piece
 from superstep.train.loop import evaluate, steps
-from superstep.train.meter import Rate
-from superstep.train.proof.ragged import Ragged
+from superstep.train.proof.ignored_targets import Ragged
 from superstep.train.proof.sampler import PROMPTS, can_serve, served_fault
 from superstep.train.proof.stream import plain_split
-from superstep.train.run_folder import RunFolder
+from superstep.train.run_paths import RunFolder
 from superstep.train.session import Session
+from superstep.train.throughput import Rate
 
 Bits = dict[tuple[int, str], str]
 """Of a step and of what is named, its bits or a hash of them."""

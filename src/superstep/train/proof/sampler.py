@@ -19,11 +19,11 @@ from superstep.model.decoder import Decoder
 from superstep.model.hf import load_weights
 from superstep.model.unit import global_tensors
 from superstep.plan.resolve import Resolved
-from superstep.serve.compute.draw import Seen, draw, read_rows, read_totals, totals_of
+from superstep.serve.batch_generate import generate
+from superstep.serve.build_engine import open_engine
+from superstep.serve.compute.sampler import Seen, draw, read_rows, read_totals, totals_of
 from superstep.serve.config import ServeConfig
-from superstep.serve.load import open_engine
-from superstep.serve.offline import generate
-from superstep.serve.request import Sampling
+from superstep.serve.scheduling.request import Sampling
 
 SAMPLINGS = (
     Sampling(temperature=0.0),

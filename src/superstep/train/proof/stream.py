@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from superstep.data.stream import Batch
-from superstep.data.tokens import SPLITS, Corpus, SplitName, open_corpus
+from superstep.comm.mesh import Mesh
+from superstep.data.token_files import SPLITS, Corpus, SplitName, open_corpus
+from superstep.data.token_stream import Batch
 from superstep.numerics.loss import IGNORE
 from superstep.plan.config import RunConfig
 from superstep.plan.resolve import Resolved
-from superstep.runtime.mesh import Mesh
 from superstep.train.batches import rows, stream_of
 from superstep.train.proof.plain_stream import PlainSplit, Row
 

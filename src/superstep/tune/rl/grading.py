@@ -11,8 +11,8 @@ from superstep.errors import Fault
 from superstep.grade.task import Rollout
 from superstep.grade.verdict import Verdict
 from superstep.tune.program.instructions import Grade, Iterations
-from superstep.tune.rl.first import Patience
-from superstep.tune.rl.record import Record
+from superstep.tune.rl.from_rank0 import Patience
+from superstep.tune.rl.rollout_log import Record
 
 Retried = Callable[[Verdict], None]
 

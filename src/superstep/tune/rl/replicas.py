@@ -13,9 +13,9 @@ import time
 
 import torch
 
-from superstep.runtime.collectives import sum_over
-from superstep.runtime.device import Device
-from superstep.runtime.mesh import Group
+from superstep.comm.collectives import sum_over
+from superstep.comm.device import Device
+from superstep.comm.mesh import Group
 
 
 class Replicas:

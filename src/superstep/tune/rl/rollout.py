@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from superstep.grade.task import Finish, Message, Rollout
-from superstep.serve.request import Told
-from superstep.serve.text.chat import Chat
+from superstep.serve.scheduling.request import Told
+from superstep.serve.text.chat_template import Chat
 from superstep.serve.text.chat_tokens import Piece
 
 

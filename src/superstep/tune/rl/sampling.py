@@ -18,8 +18,8 @@ from superstep.errors import ConfigError, Fault
 from superstep.grade.environment import Tasks
 from superstep.grade.task import Done, Task
 from superstep.serve.engine import Engine
-from superstep.serve.request import Finish, Request, Sampling, Told
-from superstep.serve.text.chat import ChatTemplate, load_chat_template
+from superstep.serve.scheduling.request import Finish, Request, Sampling, Told
+from superstep.serve.text.chat_template import ChatTemplate, load_chat_template
 from superstep.serve.text.chat_tokens import ChatEncoder
 from superstep.tune.rl.config import RolloutConfig
 from superstep.tune.rl.rollout import Answered, Conversation, Decoder, Encoder

@@ -18,13 +18,13 @@ from starlette.routing import Route
 
 from superstep.errors import SuperstepError, UserError
 from superstep.serve.api.guard import JSON, Entrance
+from superstep.serve.api.http_errors import Refused
 from superstep.serve.api.limits import Limits, read_body
-from superstep.serve.api.refusals import Refused
-from superstep.tune.tinker import bodies
-from superstep.tune.tinker.desk import Failed, Full, Outcome
-from superstep.tune.tinker.messages import read_forward_backward
+from superstep.tune.tinker import request_schema
+from superstep.tune.tinker.futures import Failed, Full, Outcome
+from superstep.tune.tinker.proto_messages import read_forward_backward
+from superstep.tune.tinker.saved_models import place_of
 from superstep.tune.tinker.service import Service, Unknown
-from superstep.tune.tinker.store import place_of
 
 T = TypeVar("T")
 Handler = Callable[[Request, Service], Awaitable[Response]]
@@ -119,7 +119,7 @@ async def _bytes(request: Request) -> bytes:
 
 
 async def _body(request: Request, form: type[T]) -> T:
-    return bodies.read_body(form, await _bytes(request))
+    return request_schema.read_body(form, await _bytes(request))
 
 
 def _promised(number: str, **more: Any) -> Response:  # noqa: ANN401
@@ -147,13 +147,13 @@ async def _capabilities(request: Request, service: Service) -> Response:
 
 
 async def _create_session(request: Request, service: Service) -> Response:
-    await _body(request, bodies.CreateSession)
+    await _body(request, request_schema.CreateSession)
     told = {"type": "create_session", "session_id": service.create_session(), "info_message": NO_HEAD}
     return JSONResponse(told)
 
 
 async def _heartbeat(request: Request, service: Service) -> Response:
-    service.hear((await _body(request, bodies.OfSession)).session_id)
+    service.hear((await _body(request, request_schema.OfSession)).session_id)
     return JSONResponse({"type": "session_heartbeat"})
 
 
@@ -164,11 +164,11 @@ async def _finish(request: Request, service: Service) -> Response:
 
 
 async def _create_model(request: Request, service: Service) -> Response:
-    return _promised(service.create_model(await _body(request, bodies.CreateModel)))
+    return _promised(service.create_model(await _body(request, request_schema.CreateModel)))
 
 
 async def _get_info(request: Request, service: Service) -> Response:
-    return JSONResponse(service.info((await _body(request, bodies.OfModel)).model_id))
+    return JSONResponse(service.info((await _body(request, request_schema.OfModel)).model_id))
 
 
 async def _forward_backward(request: Request, service: Service) -> Response:
@@ -180,23 +180,23 @@ async def _forward_backward(request: Request, service: Service) -> Response:
 
 
 async def _optim_step(request: Request, service: Service) -> Response:
-    return _promised(service.optim_step(await _body(request, bodies.OptimStep)))
+    return _promised(service.optim_step(await _body(request, request_schema.OptimStep)))
 
 
 async def _save_weights(request: Request, service: Service) -> Response:
-    return _promised(service.save_weights(await _body(request, bodies.SaveWeights)))
+    return _promised(service.save_weights(await _body(request, request_schema.SaveWeights)))
 
 
 async def _save_for_sampler(request: Request, service: Service) -> Response:
-    return _promised(service.save_for_sampler(await _body(request, bodies.SaveForSampler)))
+    return _promised(service.save_for_sampler(await _body(request, request_schema.SaveForSampler)))
 
 
 async def _load_weights(request: Request, service: Service) -> Response:
-    return _promised(service.load_weights(await _body(request, bodies.LoadWeights)))
+    return _promised(service.load_weights(await _body(request, request_schema.LoadWeights)))
 
 
 async def _weights_info(request: Request, service: Service) -> Response:
-    place = place_of((await _body(request, bodies.WeightsInfo)).tinker_path)
+    place = place_of((await _body(request, request_schema.WeightsInfo)).tinker_path)
     _, about = service.store.find(place.path, place.kind)
     return JSONResponse(
         {
@@ -211,7 +211,7 @@ async def _weights_info(request: Request, service: Service) -> Response:
 
 
 async def _create_sampling(request: Request, service: Service) -> Response:
-    number = service.create_sampling(await _body(request, bodies.CreateSampling))
+    number = service.create_sampling(await _body(request, request_schema.CreateSampling))
     return JSONResponse({"type": "create_sampling_session", "sampling_session_id": number})
 
 
@@ -221,12 +221,12 @@ async def _get_sampler(request: Request, service: Service) -> Response:
 
 async def _asample(request: Request, service: Service) -> Response:
     data = await _bytes(request)
-    number, answers = service.sample(bodies.read_body(bodies.Sample, data), len(data))
+    number, answers = service.sample(request_schema.read_body(request_schema.Sample, data), len(data))
     return _promised(number, sample_sequence_ids=answers)
 
 
 async def _retrieve(request: Request, service: Service) -> Response:
-    number = (await _body(request, bodies.Retrieve)).request_id
+    number = (await _body(request, request_schema.Retrieve)).request_id
     future = service.desk.future(number)
     if future is None:
         raise Unknown(f"request_id = '{number}' is not known; its result was given out long ago, or never promised.")

@@ -18,7 +18,7 @@ import numpy as np
 from superstep.errors import DataError, did_you_mean
 from superstep.numerics.objective import CROSS_ENTROPY, Objective
 from superstep.numerics.policy import PolicyLoss
-from superstep.tune.tinker.messages import Datum, Numbers
+from superstep.tune.tinker.proto_messages import Datum, Numbers
 
 TARGETS = "target_tokens"
 LOW, HIGH = "clip_low_threshold", "clip_high_threshold"

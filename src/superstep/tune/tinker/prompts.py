@@ -6,12 +6,12 @@ import secrets
 from pathlib import Path
 
 from superstep.errors import ConfigError
-from superstep.serve.request import Sampling
-from superstep.tune.tinker import bodies
+from superstep.serve.scheduling.request import Sampling
+from superstep.tune.tinker import request_schema
 from superstep.tune.tinker.sampler import Asked
 
 
-def asked_of(body: bodies.Sample, adapter: Path | None, context_tokens: int) -> Asked:
+def asked_of(body: request_schema.Sample, adapter: Path | None, context_tokens: int) -> Asked:
     """What a body asks of the sampler.
 
     Raises:
@@ -50,7 +50,7 @@ def asked_of(body: bodies.Sample, adapter: Path | None, context_tokens: int) -> 
     )
 
 
-def _sampling(body: bodies.Sample, context_tokens: int) -> Sampling:
+def _sampling(body: request_schema.Sample, context_tokens: int) -> Sampling:
     told = body.sampling_params
     if told.top_k < -1:
         raise ConfigError(f"sampling_params.top_k = {told.top_k} must be -1, for all tokens, or more.")

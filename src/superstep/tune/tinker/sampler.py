@@ -10,11 +10,11 @@ from pathlib import Path
 
 from superstep.errors import ConfigError, Fault, SuperstepError
 from superstep.serve.engine import Engine
-from superstep.serve.request import Finish, Request, Sampling, Told
+from superstep.serve.scheduling.request import Finish, Request, Sampling, Told
+from superstep.serve.text.answer_reader import Reader
 from superstep.serve.text.detokenize import Words
-from superstep.serve.text.reader import Reader
-from superstep.serve.text.stops import check_stops
-from superstep.tune.tinker.messages import Drawn, Sampled
+from superstep.serve.text.stop_strings import check_stops
+from superstep.tune.tinker.proto_messages import Drawn, Sampled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

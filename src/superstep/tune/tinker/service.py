@@ -10,17 +10,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from superstep.comm.device import Device
 from superstep.errors import ConfigError, StateError, did_you_mean
-from superstep.runtime.device import Device
-from superstep.tune.tinker import bodies
+from superstep.tune.tinker import request_schema
+from superstep.tune.tinker.adapter_trainer import TrainedModel
 from superstep.tune.tinker.config import TinkerConfig
-from superstep.tune.tinker.desk import Desk, Full, Job, Reply, Result, failed
-from superstep.tune.tinker.messages import ForwardBackward, Sampled, write_sampled
+from superstep.tune.tinker.futures import Desk, Full, Job, Reply, Result, failed
+from superstep.tune.tinker.model_request import Adam, Wanted
 from superstep.tune.tinker.prompts import asked_of
+from superstep.tune.tinker.proto_messages import ForwardBackward, Sampled, write_sampled
 from superstep.tune.tinker.sampler import Sampler
-from superstep.tune.tinker.store import Place, Store
-from superstep.tune.tinker.trained import TrainedModel
-from superstep.tune.tinker.wanted import Adam, Wanted
+from superstep.tune.tinker.saved_models import Place, Store
 
 SILENT_S = 300.0
 """A session of which nothing was heard for so long gives its models up where others need the room: its client tells
@@ -119,7 +119,7 @@ class Service:
 
     # Models
 
-    def create_model(self, asked: bodies.CreateModel) -> str:
+    def create_model(self, asked: request_schema.CreateModel) -> str:
         """Put the making of a model in line; the request's number."""
         self.hear(asked.session_id)
         name = f"{asked.session_id}:train:{asked.model_seq_id}"
@@ -198,7 +198,7 @@ class Service:
             size_bytes,
         )
 
-    def optim_step(self, asked: bodies.OptimStep) -> str:
+    def optim_step(self, asked: request_schema.OptimStep) -> str:
         """Put an update in line; the request's number."""
 
         def job(reply: Reply) -> None:
@@ -209,7 +209,7 @@ class Service:
 
         return self._submit(self._numbered(asked.model_id, asked.seq_id), job)
 
-    def save_weights(self, asked: bodies.SaveWeights) -> str:
+    def save_weights(self, asked: request_schema.SaveWeights) -> str:
         """Put a save in line; the request's number."""
 
         def job(reply: Reply) -> None:
@@ -221,7 +221,7 @@ class Service:
 
         return self._submit(self._numbered(asked.model_id, asked.seq_id), job)
 
-    def save_for_sampler(self, asked: bodies.SaveForSampler) -> str:
+    def save_for_sampler(self, asked: request_schema.SaveForSampler) -> str:
         """Put a save for the sampler in line; the request's number. Without a name it comes with a sampling session."""
 
         def job(reply: Reply) -> None:
@@ -241,7 +241,7 @@ class Service:
 
         return self._submit(self._numbered(asked.model_id, asked.seq_id), job)
 
-    def load_weights(self, asked: bodies.LoadWeights) -> str:
+    def load_weights(self, asked: request_schema.LoadWeights) -> str:
         """Put a load in line, onto a model or as a new one; the request's number."""
         is_new = asked.session_id is not None
         if is_new:
@@ -276,7 +276,7 @@ class Service:
 
     # Sampling
 
-    def create_sampling(self, asked: bodies.CreateSampling) -> str:
+    def create_sampling(self, asked: request_schema.CreateSampling) -> str:
         """A sampling session of saved weights, or of the base.
 
         Raises:
@@ -319,7 +319,7 @@ class Service:
         """
         return {"sampler_id": name, "base_model": str(self.config.folder), "model_path": self._weights_of(name)}
 
-    def sample(self, asked: bodies.Sample, size_bytes: int) -> tuple[str, list[str]]:
+    def sample(self, asked: request_schema.Sample, size_bytes: int) -> tuple[str, list[str]]:
         """Put a prompt in line, which came in a body of so many bytes; the request's number, and one of each answer."""
         path = asked.model_path
         if asked.sampling_session_id is not None:

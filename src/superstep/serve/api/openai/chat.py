@@ -11,21 +11,21 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from superstep.serve.api.answers import Ask, News, answers, warn_of_cut
-from superstep.serve.api.aside import aside, check_constraint, encode_chat
+from superstep.serve.api.app_state import Service
+from superstep.serve.api.body_validation import given, read_model
+from superstep.serve.api.collect import Whole, collect
+from superstep.serve.api.generation import Ask, News, answers, warn_of_cut
+from superstep.serve.api.http_errors import Refused
+from superstep.serve.api.in_thread import aside, check_constraint, encode_chat
 from superstep.serve.api.limits import read_json
-from superstep.serve.api.openai.asking import asks_of, head_of
 from superstep.serve.api.openai.chat_fields import Fields, tool_use
 from superstep.serve.api.openai.fields import check_common, constraint_of, sampling_of, seed_of, stops_of
-from superstep.serve.api.openai.telling import chat_logprobs, ids, prompt_logprobs
-from superstep.serve.api.refusals import Refused
-from superstep.serve.api.service import Service
-from superstep.serve.api.strict import given, read_model
+from superstep.serve.api.openai.logprobs_format import chat_logprobs, ids, prompt_logprobs
+from superstep.serve.api.openai.to_sampling import asks_of, head_of
+from superstep.serve.api.sse import DONE, answered, event, streamed, until_gone
+from superstep.serve.api.text_protocol import Said, ToolReader, ToolUse
 from superstep.serve.api.usage import Usage
-from superstep.serve.api.whole import Whole, collect
-from superstep.serve.api.wire import DONE, answered, event, streamed, until_gone
-from superstep.serve.api.words import Said, ToolReader, ToolUse
-from superstep.serve.request import Constraint
+from superstep.serve.scheduling.request import Constraint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

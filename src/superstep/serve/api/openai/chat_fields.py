@@ -6,11 +6,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from superstep.serve.api.body_validation import Strict
+from superstep.serve.api.http_errors import Refused, shown
 from superstep.serve.api.openai.fields import Common
-from superstep.serve.api.refusals import Refused, shown
-from superstep.serve.api.strict import Strict
-from superstep.serve.api.words import ToolUse
-from superstep.serve.request import MOST_TOP
+from superstep.serve.api.text_protocol import ToolUse
+from superstep.serve.scheduling.request import MOST_TOP
 
 NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
 MOST_TOOLS = 128

@@ -11,10 +11,13 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from superstep.serve.api.answers import Ask, News, answers, check_choices, warn_of_cut
-from superstep.serve.api.aside import check_constraint, encode
+from superstep.serve.api.app_state import Service
+from superstep.serve.api.body_validation import given, read_model
+from superstep.serve.api.collect import collect
+from superstep.serve.api.generation import Ask, News, answers, check_choices, warn_of_cut
+from superstep.serve.api.http_errors import Refused, shown
+from superstep.serve.api.in_thread import check_constraint, encode
 from superstep.serve.api.limits import read_json
-from superstep.serve.api.openai.asking import asks_of, head_of
 from superstep.serve.api.openai.fields import (
     Common,
     check_common,
@@ -23,14 +26,11 @@ from superstep.serve.api.openai.fields import (
     seed_of,
     stops_of,
 )
-from superstep.serve.api.openai.telling import PlainLogprobs, ids, prompt_logprobs
-from superstep.serve.api.refusals import Refused, shown
-from superstep.serve.api.service import Service
-from superstep.serve.api.strict import given, read_model
+from superstep.serve.api.openai.logprobs_format import PlainLogprobs, ids, prompt_logprobs
+from superstep.serve.api.openai.to_sampling import asks_of, head_of
+from superstep.serve.api.sse import DONE, answered, event, streamed, until_gone
 from superstep.serve.api.usage import Usage
-from superstep.serve.api.whole import collect
-from superstep.serve.api.wire import DONE, answered, event, streamed, until_gone
-from superstep.serve.request import MOST_TOP, Told
+from superstep.serve.scheduling.request import MOST_TOP, Told
 
 DEFAULT_TOKENS = 16
 """As OpenAI's own."""

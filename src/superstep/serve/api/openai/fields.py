@@ -7,11 +7,11 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import Field
 
+from superstep.serve.api.body_validation import Strict, biases_of, given
+from superstep.serve.api.http_errors import Refused
 from superstep.serve.api.limits import Limits
-from superstep.serve.api.refusals import Refused
 from superstep.serve.api.seeds import SEEDS, drawn_seed
-from superstep.serve.api.strict import Strict, biases_of, given
-from superstep.serve.request import MOST_TOP, Constraint, Sampling
+from superstep.serve.scheduling.request import MOST_TOP, Constraint, Sampling
 
 NAMES = {"stop_tokens": "stop_token_ids"}
 """What the engine's fields are called here, where it is something else."""

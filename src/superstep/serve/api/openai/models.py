@@ -7,8 +7,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from superstep.serve.api.service import Service
-from superstep.serve.api.wire import answered
+from superstep.serve.api.app_state import Service
+from superstep.serve.api.sse import answered
 
 
 async def models(request: Request, service: Service) -> Response:

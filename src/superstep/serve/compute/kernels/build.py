@@ -5,8 +5,8 @@ from __future__ import annotations
 import platform
 from pathlib import Path
 
-from superstep.kernels import native
-from superstep.kernels.native import Built, processor_features
+from superstep.kernels import compile_cpp
+from superstep.kernels.compile_cpp import Built, processor_features
 
 SOURCES = Path(__file__).parent
 NAMES = (
@@ -45,4 +45,4 @@ def build(folder: Path) -> Built:
     missing = [name for name in NEEDED if name not in features]
     if missing:
         return Built(None, f"this processor has no {missing[0]}")
-    return native.build([SOURCES / name for name in NAMES], FLAGS, folder)
+    return compile_cpp.build([SOURCES / name for name in NAMES], FLAGS, folder)

@@ -1,0 +1,142 @@
+"""superstep doctor: what is wrong with a run, live or after it failed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+import webbrowser
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from superstep.cli.arguments.doctor import read
+from superstep.cli.doctor.doctor_text import page
+from superstep.cli.report import say_damage
+from superstep.errors import StateError
+from superstep.observe.doctor.diagnose import Verdict, diagnose
+from superstep.observe.doctor.observations import RunSeen
+from superstep.observe.jsonl import last_line
+from superstep.observe.page.doctor import doctor_page
+from superstep.train.inspect_run import Live, left, live, over, require_run
+from superstep.train.run_lock import owner, preparing
+from superstep.train.run_paths import RunFolder, write_whole
+
+PAGE_COLUMNS = 120
+POLL_S = 0.2
+LEAST_S, MOST_S = 1.0, 2.2
+"""How long a run is looked at: no less, so that there is something to see; and no more, where nothing is found."""
+
+GONE = ("", "T", "t", "Z")
+"""States of a process that does not run."""
+
+OVER = ("finished", "stopped")
+"""The last event of a run that came to an end of its own."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the page; 0 where nothing is wrong, 1 where something is."""
+    path, options = read(argv)
+    folder = RunFolder(root=path)
+    if (told := preparing(folder)) is not None:
+        if options.json:
+            print(
+                json.dumps({"run": str(folder.root), "is_live": True, "is_healthy": True, "preparing": told}, indent=1)
+            )
+        else:
+            print(f"{folder.root}: {told}.")
+        return 0
+    require_run(folder)
+    say_damage(folder.metrics)
+    found = examined(folder)
+    if found is None:
+        if options.json:
+            nothing = Verdict(findings=(), waits=(), spent={}, stands=False, step_s=0.0)
+            print(json.dumps(as_json(folder, over(folder), nothing), indent=1))
+            return 0
+        print(f"{folder.root}: the run came to an end of its own, and nothing is left to say of it.")
+        return 0
+    run, verdict = found
+    if options.json:
+        print(json.dumps(as_json(folder, run, verdict), indent=1))
+    else:
+        print(page(str(folder.root), run, verdict, width=shutil.get_terminal_size().columns, is_whole=options.stacks))
+    if options.page or options.open:
+        said = page(str(folder.root), run, verdict, width=PAGE_COLUMNS, is_whole=True)
+        write_whole(folder.doctor, doctor_page(str(folder.root), run, verdict, said))
+    if options.open:
+        webbrowser.open(folder.doctor.resolve().as_uri())
+    return 1 if verdict.findings else 0
+
+
+def examined(folder: RunFolder) -> tuple[RunSeen, Verdict] | None:
+    """The run, and what is wrong with it; None where it has ended as it should.
+
+    Raises:
+        StateError: it does not train here, and has left nothing.
+    """
+    found = None
+    with live(folder) as run:
+        if run is not None:
+            found = look(run)
+            if not any(each.kind == "gone" for each in found[1].findings) or not _has_ended(folder):
+                return found
+    event = last_line(folder.metrics).get("event")
+    if event in OVER:
+        return None
+    seen = left(folder)
+    if seen is None and found is not None:
+        return found
+    seen = seen or over(folder)
+    verdict = diagnose(seen)
+    if not seen.ranks and not verdict.findings:  # a full disk has no room for a fault either
+        raise StateError(
+            f"'{folder.root}' does not train now on this host, and has left nothing of a fault: ask on the host of its "
+            "ranks, while they run."
+        )
+    return seen, verdict
+
+
+def _has_ended(folder: RunFolder) -> bool:
+    """Whether a run some of whose ranks have gone comes to its end: its launcher has seen it as well, and says more."""
+    until_s = time.monotonic() + MOST_S
+    while owner(folder) is not None and time.monotonic() < until_s:
+        time.sleep(POLL_S)
+    return owner(folder) is None
+
+
+def look(run: Live) -> tuple[RunSeen, Verdict]:
+    """What is seen of a live run within a moment, the stacks of its ranks as well, and what that shows."""
+    begin_s = time.monotonic()
+    run.looker.look()
+    while True:
+        time.sleep(POLL_S)
+        looked_s = time.monotonic() - begin_s
+        # A launcher ends a run of which a rank is stopped within a second.
+        if looked_s < LEAST_S and not any(rank.state in GONE for rank in run.looker.look()):
+            continue
+        seen = run.seen()
+        verdict = diagnose(seen)
+        if verdict.findings or not verdict.stands or looked_s >= MOST_S:
+            break
+    seen = run.asked(seen)
+    return seen, diagnose(seen)  # again: with the stacks it is known whose code a rank is in
+
+
+def as_json(folder: RunFolder, run: RunSeen, verdict: Verdict) -> dict[str, object]:
+    """All of it but the notes, which superstep trace writes."""
+    left_out = ("notes", "follows")
+    ranks = [{name: value for name, value in asdict(rank).items() if name not in left_out} for rank in run.ranks]
+    return {
+        "run": str(folder.root),
+        "is_live": run.is_live,
+        "fault": run.fault,
+        "host": run.host,
+        "is_healthy": not verdict.findings,
+        "stands": verdict.stands,
+        "step_s": verdict.step_s,
+        "findings": [asdict(each) for each in verdict.findings],
+        "waits": [asdict(each) for each in verdict.waits],
+        "spent": {str(rank): asdict(each) for rank, each in verdict.spent.items()},
+        "disk": asdict(run.disk),
+        "ranks": ranks,
+    }

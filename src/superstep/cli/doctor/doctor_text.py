@@ -1,0 +1,129 @@
+"""The doctor's page: what is wrong, who waits for whom, where the time went, and where each rank is in its code."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+
+from superstep.cli.number_format import bytes_text, seconds_text
+from superstep.observe.doctor.diagnose import Finding, Verdict
+from superstep.observe.doctor.observations import CHECKPOINT, DATA, REPORT, VALIDATION, RankSeen, RunSeen
+from superstep.observe.doctor.stragglers import Spent
+from superstep.observe.doctor.wait_graph import Wait
+
+CALLS = 3
+"""How many calls of a stack are shown, from the innermost on."""
+
+STARVED = 0.1
+"""From when on it is said that a rank waits for a processor."""
+
+BESIDE = (DATA, VALIDATION, CHECKPOINT, REPORT)
+
+
+def page(name: str, run: RunSeen, verdict: Verdict, *, width: int, is_whole: bool) -> str:
+    """The page.
+
+    Args:
+        name: of the run.
+        run: what was seen.
+        verdict: what that shows.
+        width: columns.
+        is_whole: whether stacks are shown whole, and of every thread.
+    """
+    width = max(60, min(width, 120))
+    parts = [list(_head(name, run, verdict, width)), list(_waits(run, verdict)), list(_spent(verdict))]
+    parts += [list(_processes(run))]
+    if verdict.findings or is_whole:
+        parts += [list(_stacks(run, is_whole=is_whole))]
+    return "\n\n".join("\n".join(part) for part in parts if part)
+
+
+def _head(name: str, run: RunSeen, verdict: Verdict, width: int) -> Iterator[str]:
+    step = max((rank.step for rank in run.ranks), default=0)
+    pace = f", {seconds_text(verdict.step_s)} a step" if verdict.step_s else ""
+    when = f"in step {step}{pace}" if run.is_live else f"as it failed in step {step}{pace}"
+    going = ", nothing goes on" if verdict.stands and run.is_live else ""
+    yield f"{name}: {len(run.ranks)} rank{'s' if len(run.ranks) > 1 else ''} on {run.host}, {when}{going}"
+    if not verdict.findings:
+        yield "nothing is wrong, as far as can be seen"
+    for number, found in enumerate(verdict.findings, start=1):
+        yield from _finding(number, found, width)
+
+
+def _finding(number: int, found: Finding, width: int) -> Iterator[str]:
+    yield from textwrap.wrap(found.what, width, initial_indent=f"{number}. ", subsequent_indent="   ")
+    for line in found.evidence:
+        yield from textwrap.wrap(line, width, initial_indent="   - ", subsequent_indent="     ")
+
+
+def _waits(run: RunSeen, verdict: Verdict) -> Iterator[str]:
+    waits = {wait.rank: wait for wait in verdict.waits}
+    if not verdict.findings and not waits:
+        return
+    yield "who waits for whom"
+    seen = {rank.rank: rank for rank in run.ranks}
+    for rank in run.ranks:
+        wait = waits.get(rank.rank)
+        yield f"  rank {rank.rank:<3} {_doing(rank)}{'' if wait is None else f': {_wait(wait, seen)}'}"
+
+
+def _doing(rank: RankSeen) -> str:
+    since = f" for {seconds_text(rank.since_s)}" if rank.since_s else ""
+    if rank.doing == "apart":
+        return f"{rank.what or 'between its programs'}{since}, after step {rank.step}"
+    at = f"{rank.brief} of step {rank.step}"
+    return f"waits in {at}{since}" if rank.doing == "waits" else f"works on {at}{since}"
+
+
+def _wait(wait: Wait, seen: dict[int, RankSeen]) -> str:
+    if wait.past:
+        return f"{wait.what}, which rank {', '.join(map(str, wait.past))} is past"
+    others = (f"rank {rank}, which {_briefly(seen[rank])}" for rank in wait.missing)
+    return f"{wait.what} from {'; '.join(others)}"
+
+
+def _briefly(rank: RankSeen) -> str:
+    verb = {"apart": "is in", "waits": "waits in", "works": "is in"}[rank.doing]
+    since = f"{seconds_text(rank.since_s)} " if rank.since_s else ""
+    what = rank.brief or "no program"
+    return verb.replace("is in", f"is {since}in") + f" {what}"
+
+
+def _spent(verdict: Verdict) -> Iterator[str]:
+    if not verdict.spent:
+        return
+    steps = max(each.steps for each in verdict.spent.values())
+    yield f"where the time of the last {steps} steps went"
+    yield "           compute   waits" + "".join(f"{name:>12}" for name in BESIDE) + "    the rest"
+    for rank, each in sorted(verdict.spent.items()):
+        yield f"  rank {rank:<3} " + _shares(each)
+
+
+def _shares(each: Spent) -> str:
+    whole_s = each.whole_s or 1.0
+    shares = [each.work_s / whole_s, each.wait_s / whole_s]
+    beside = [each.share(name) for name in BESIDE]
+    # What a validation computes is in both: its instructions are a program's.
+    rest = max(
+        0.0, 1.0 - sum(shares) - sum(share for name, share in zip(BESIDE, beside, strict=True) if name != VALIDATION)
+    )
+    return "".join(f"{share:8.1%}" for share in shares) + "".join(f"{share:12.1%}" for share in (*beside, rest))
+
+
+def _processes(run: RunSeen) -> Iterator[str]:
+    if not run.is_live:
+        return
+    for rank in run.ranks:
+        swapped = f", {bytes_text(rank.swapped_bytes)} swapped" if rank.swapped_bytes else ""
+        starved = f", waits for a processor {rank.starved:.0%} of the time" if rank.starved >= STARVED else ""
+        yield f"rank {rank.rank}: process {rank.process}, {bytes_text(rank.resident_bytes)} in memory{swapped}{starved}"
+    if run.disk.free_bytes is not None:
+        yield f"disk: {bytes_text(run.disk.free_bytes)} free"
+
+
+def _stacks(run: RunSeen, *, is_whole: bool) -> Iterator[str]:
+    for rank in run.ranks:
+        threads = rank.stacks if is_whole else rank.stacks[:1]
+        for number, calls in enumerate(threads):
+            yield f"stack of rank {rank.rank}{f', thread {number}' if number else ''}, the innermost call first"
+            yield from (f"  {call}" for call in (calls if is_whole else calls[:CALLS]))

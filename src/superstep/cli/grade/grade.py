@@ -1,0 +1,55 @@
+"""superstep grade: graders over HTTP, and the attacks that find weak ones."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from superstep.cli.arguments.grade import CheckOptions, ServeOptions, read
+from superstep.cli.grade.grade_text import BOUNDS, report_lines
+from superstep.cli.port import opened
+from superstep.grade.api.app import make_app
+from superstep.grade.api.metrics import Metrics
+from superstep.grade.attacks.attack_grader import check
+from superstep.grade.environment import load_environment
+from superstep.grade.pool import Pool
+
+
+def main(argv: Sequence[str]) -> int:
+    """Do what is asked.
+
+    Returns:
+        0; of a check 1, where the grader is weak.
+    """
+    path, options = read(argv)
+    match options:
+        case ServeOptions():
+            return _serve(path, options)
+        case CheckOptions():
+            return _check(path, options)
+
+
+def _serve(path: Path, options: ServeOptions) -> int:
+    metrics = Metrics()
+    with opened(options) as port:
+        load_environment(path).task(0, 0)  # a file that has no tasks is refused before anybody asks for one
+        with Pool(path, options.grade, retried=metrics.retried) as pool:
+            kept = "in bubblewrap" if pool.config.sandbox == "bubblewrap" else "WITHOUT A SANDBOX, as this user"
+            kept += f", their memory bounded {BOUNDS[pool.memory_bound]}"
+            print(f"Grading {path} at {port.url}/grade, {pool.workers} at a time; programs run {kept}.", flush=True)
+            return port.serve(make_app(pool, metrics, entrance=port.entrance))
+
+
+def _check(path: Path, options: CheckOptions) -> int:
+    environment = load_environment(path)
+    with Pool(path, options.grade, is_heard=False) as pool:
+        report = check(environment, pool, tasks=options.tasks, seed=options.seed, tell=_progress)
+    for line in report_lines(path, report):
+        print(line)
+    return 1 if report.weaknesses else 0
+
+
+def _progress(done: int, total: int) -> None:
+    if sys.stderr.isatty():
+        print(f"\rtask {done} of {total}", end="\n" if done == total else "", file=sys.stderr, flush=True)

@@ -1,0 +1,57 @@
+"""What superstep grade check prints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from superstep.grade.attacks.attack_grader import Report, Weakness
+from superstep.grade.sandbox.sandbox import MemoryBound
+
+MEANT = {
+    "scores": "is paid {score:g}",
+    "breaks": "breaks the grader",
+    "refuses": "is right and gets {score:g}",
+    "varies": "is right and is graded in two ways",
+}
+
+
+BOUNDS: dict[MemoryBound, str] = {
+    "cgroup": "by a cgroup",
+    "watched": "by looks at their processes, since no cgroup can be made here",
+}
+"""How the memory of candidates' programs is bounded."""
+
+WORST_FIRST = tuple(MEANT)
+MOST = 20
+"""Weaknesses that are told one by one: one mistake of a grader may be open to every attack."""
+
+
+def report_lines(path: Path, report: Report) -> Iterator[str]:
+    """Lines for each weakness, with what was answered, and a line for the whole."""
+    found = sorted(report.weaknesses, key=lambda weakness: WORST_FIRST.index(weakness.flaw))
+    for weakness in found[:MOST]:
+        yield f"WEAK  {_told(weakness, report.tasks)}"
+        yield f"      task {weakness.index}, answered {weakness.answer}"
+        if weakness.told.why:
+            yield f"      {weakness.told.why}"
+    if found[MOST:]:
+        yield f"      ... and {len(found) - MOST} more"
+    if not report.has_solutions:
+        yield "No task has a solution, so it was not seen whether right answers score; give Task(solution=...)."
+    yield f"The memory of programs is bounded {BOUNDS[report.memory_bound]}."
+    tried = f"{report.attacks} attacks on {report.tasks} tasks, {report.graded} grades"
+    if found:
+        yield f"{path} is WEAK: {_counted(len(found))}, {tried}."
+    else:
+        yield f"{path} held: {tried}, none of them paid."
+
+
+def _told(weakness: Weakness, tasks: int) -> str:
+    meant = MEANT[weakness.flaw].format(score=weakness.told.score)
+    where = f", on {weakness.tasks} of {tasks} tasks" if weakness.tasks > 1 else ""
+    return f"{weakness.attack}: {meant}{where}"
+
+
+def _counted(number: int) -> str:
+    return "1 weakness" if number == 1 else f"{number} weaknesses"

@@ -1,0 +1,182 @@
+"""superstep measure: what this machine does in a second: a cluster file, a table, and a roofline with a model on it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from superstep.cli.arguments.measure import read as read_arguments
+from superstep.cli.arguments.measure import run_of
+from superstep.cli.measure.roofline import Point, Roof, draw_svg, draw_text
+from superstep.cli.new_file import write_new_file
+from superstep.cli.number_format import bytes_text, rate_text, seconds_text
+from superstep.cli.serve_settings import kernels_folder
+from superstep.comm.device import choose, cores, gpus
+from superstep.cost.program.op_prices import Measured, seconds
+from superstep.cost.program.operation import Attention, Operation, Operations, Pass, Product, UnitOperations, flops
+from superstep.engine.measure.disk import disk_rates
+from superstep.engine.measure.launch_cost import launch_s
+from superstep.engine.measure.probe_collectives import measure_collectives
+from superstep.engine.measure.probe_kernels import Gauge, measure_operations
+from superstep.engine.measure.probe_machine import as_run, distinct, measured
+from superstep.errors import ConfigError
+from superstep.hardware.cluster_file import write_cluster
+from superstep.hardware.serving_rate import ServingRate
+from superstep.launch.ranks import World, launch_on
+from superstep.plan.resolve import Resolved
+from superstep.serve.benchmark_steps import USUAL, calibrate
+from superstep.serve.config import ServeConfig
+from superstep.train.model import operations
+
+SIDES = (64, 256, 1024, 4096)
+"""Sides of the products measured; a model's own shapes are measured beside them."""
+
+LARGE = 2**23
+"""Bytes that no cache of one core holds."""
+LENGTHS = (128, 512, 2048)
+"""Of sequences, for attention."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure, print, write."""
+    asked = read_arguments(argv)
+    most = max(2, cores()) if choose(asked.device) == "cpu" else gpus()
+    ranks = most if asked.ranks is None else asked.ranks
+    run = run_of(asked.model, asked.dtype)
+    seen = operations(run)
+    assert seen is not None, "our own decoder always can be seen"
+    grid = [] if asked.quick else list(_grid())
+    start_s = time.perf_counter()
+    found = launch_on(asked.device, ranks, _rank, run, (*distinct(seen), *grid), 0.005 if asked.quick else 0.02)
+    with tempfile.TemporaryDirectory(dir=asked.out.parent if asked.out else None) as folder:
+        read, write = disk_rates(Path(folder))
+    cluster = replace(found.cluster, disk_read_bytes_per_s=read, disk_write_bytes_per_s=write)
+    ways = [serving_rate(run, way, asked) for way in asked.serve]
+    cluster = replace(cluster, chip=replace(cluster.chip, serving=tuple(ways)))
+    found = replace(found, cluster=cluster)
+    points, roof = list(_points(run, seen, found)), _roof(found)
+    _say("\n".join([*_table(found), "", *draw_text(roof, points)]))
+    _say(f"\nmeasured in {seconds_text(time.perf_counter() - start_s)}, on {ranks} ranks at once")
+    if asked.plot:
+        write_new_file(asked.plot, draw_svg(roof, points))
+        _say(f"picture in {asked.plot}")
+    if asked.out:
+        write_new_file(asked.out, write_cluster(cluster))
+        _say(f"cluster file in {asked.out}")
+    return 0
+
+
+def serving_rate(run: Resolved, way: str, asked: argparse.Namespace) -> ServingRate:
+    """What the steps of a server take here, in one way of computing them."""
+    if run.decoder is None:
+        raise ConfigError("--serve measures servers of the decoder; leave --model to a named size.")
+    dtype, _, special = way.partition("-")
+    serve = ServeConfig(
+        compute="bf16" if dtype == "bf16" else "fp32",
+        exact=special == "exact",
+        quantize="" if special == "exact" else special,
+        tp=asked.serve_tp,
+        kernels=kernels_folder(None),
+    )
+    # The demo's weights stay in a cache; what is kept for other models is measured on larger ones.
+    return calibrate(USUAL if asked.model == "demo" else run.decoder, serve, choose(asked.device, asked.serve_tp))
+
+
+def _grid() -> Iterator[Operation]:
+    for rows in SIDES:
+        for width in SIDES[:-1]:
+            for inner in SIDES[:-1]:
+                yield Product(rows=rows, width=width, inner=inner)
+    for side in SIDES[1:-1]:
+        for tokens in SIDES[1:]:
+            yield Product(rows=side, width=side, inner=tokens, kernel="gradient")
+    for length in LENGTHS:
+        for is_backward in (False, True):
+            yield Attention(heads=8, queries=length, keys=length, head_dim=64, is_backward=is_backward)
+    for kernel in ("exp", "softmax", "gather"):
+        yield Pass(kernel=kernel, bytes=0)
+
+
+def _rank(world: World, run: Resolved, wanted: tuple[Operation, ...], budget_s: float) -> Measured:
+    """What one of the ranks measures, all at once."""
+    gauge = as_run(run, Gauge(device=world.device, budget_s=budget_s))
+    dtype = run.config.numerics.compute
+    products, copies = measure_operations(wanted, dtype, gauge)
+    degrees = [n for n in range(2, world.size + 1) if world.size % n == 0]
+    rates = measure_collectives(world, degrees, gauge) if degrees else ()
+    return measured(world.device, world.size, dtype, launch_s(gauge), (products, copies, rates))
+
+
+def _table(found: Measured) -> Iterator[str]:
+    cluster, chip = found.cluster, found.cluster.chip
+    yield f"{chip.name}, {chip.cores} cores, {bytes_text(chip.memory_bytes)}"
+    products = sorted((p for p in chip.products if p.kernel == "product"), key=lambda p: p.flops_per_s)
+    for name, product in (("slowest product", products[0]), ("fastest product", products[-1])):
+        shape = f"[{product.rows}, {product.inner}] x [{product.inner}, {product.width}]"
+        yield f"{name:18}{rate_text(product.flops_per_s):>14}   {product.rate} {shape}"
+    for kernel in dict.fromkeys(p.kernel for p in chip.products if p.kernel != "product"):
+        rates = [p.flops_per_s for p in chip.products if p.kernel == kernel]
+        of = {"gradient": " of a weight", "batch": " of many narrow ones"}.get(kernel, ", full square")
+        yield f"{kernel:18}{rate_text(min(rates)):>14} to {rate_text(max(rates))}{of}"
+    for kernel in dict.fromkeys(c.kernel for c in chip.copies):
+        copies = sorted((c for c in chip.copies if c.kernel == kernel), key=lambda c: c.bytes)
+        each = "   ".join(f"{bytes_text(c.bytes)} {c.bytes_per_s / 1e9:.3g}" for c in copies)
+        yield f"{kernel:18}GB/s at   {each}"
+    yield f"{'launch':18}{seconds_text(chip.launch_s):>12}"
+    for rate in cluster.collectives:
+        latency = seconds_text(rate.latency_s)
+        yield f"{rate.name:18}{latency:>12} + bytes / {rate.bytes_per_s / 1e9:.3g} GB/s   {rate.ranks} ranks"
+    for way in chip.serving:
+        yield f"{'serving':18}{way.way}, {way.tp} to a model: steps within {way.spread:.1%} in the median"
+    if cluster.disk_read_bytes_per_s and cluster.disk_write_bytes_per_s:
+        read, write = cluster.disk_read_bytes_per_s / 1e9, cluster.disk_write_bytes_per_s / 1e9
+        yield f"{'disk':18}{read:.3g} GB/s read, {write:.3g} GB/s written"
+
+
+def _roof(found: Measured) -> Roof:
+    """The fastest product, and the fastest way over memory of what is larger than a cache."""
+    large = [c.bytes_per_s for c in found.cluster.chip.copies if c.bytes >= LARGE]
+    return Roof(
+        flops_per_s=max(p.flops_per_s for p in found.cluster.chip.products),
+        bytes_per_s=max(large, default=found.memory_bytes_per_s),
+    )
+
+
+def _points(run: Resolved, seen: Sequence[UnitOperations], found: Measured) -> Iterator[Point]:
+    """The units of the model: embedding, a block's two ways, its attention, the head, and the optimizer."""
+    block = seen[1]
+    ways: list[tuple[str, Operations]] = [
+        ("embedding", seen[0].forward),
+        ("block forward", block.forward),
+        ("block backward", block.backward),
+        ("attention", tuple(o for o in block.forward if isinstance(o, Attention))),
+        ("head", seen[-1].forward),
+    ]
+    for name, way in ways:
+        size, taken_s = sum(map(_bytes, way)), seconds(way, found, lambda axis: 1)
+        yield Point(name=name, flops=flops(way), bytes=size, seconds=taken_s)
+    # AdamW: about 12 operations and 28 bytes for each parameter.
+    numel = run.outline.numel
+    yield Point(name="optimizer", flops=12 * numel, bytes=28 * numel, seconds=found.pass_s("update", 28 * numel))
+
+
+def _bytes(operation: Operation) -> int:
+    """What an operation reads and writes."""
+    match operation:
+        case Product():
+            return 4 * operation.count * operation.numel
+        case Attention(heads=heads, queries=queries, keys=keys, head_dim=width):
+            return 4 * operation.count * heads * width * 2 * (queries + keys)
+        case Pass():
+            return operation.count * operation.bytes
+        case _:
+            return 0
+
+
+def _say(text: str) -> None:
+    print(text, flush=True, file=sys.stdout)

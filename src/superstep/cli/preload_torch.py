@@ -1,0 +1,67 @@
+"""Before a verb imports torch: what is wrong is refused, and the process that its ranks are forked from is begun."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+
+from superstep.cli.arguments import post_training, prove, serve, train, tune
+from superstep.cli.options import asks_for_hosts
+from superstep.cli.refusals import check_apart, check_prove, check_rewards, check_serve, check_train, check_tune
+from superstep.launch import fork_server
+from superstep.plan.config import PlanConfig
+from superstep.plan.mesh import AXES
+from superstep.strict.load import load
+from superstep.strict.settings import Settings
+from superstep.tune.rl.config import RlRecipe
+
+
+def begin(verb: str, argv: Sequence[str]) -> None:
+    """Refuse what can be refused here, and begin that process where the verb will launch ranks. It imports torch at the
+    same time as this one does.
+
+    Under torchrun nothing is refused here: there rank 0 alone speaks, and once.
+
+    Raises:
+        UserError: what is asked for cannot be done.
+    """
+    is_of_torchrun = "RANK" in os.environ and not asks_for_hosts(argv)
+    if verb == "train" and not is_of_torchrun:
+        asked = train.read(argv)
+        check_train(asked)
+        if asked.hosts is not None or _ranks(asked.config.plan) > 1:
+            fork_server.begin("superstep.cli.train.train")
+    elif verb == "tune" and argv and argv[0] in tune.APART:
+        check_apart(argv[0], argv[1:])
+    elif verb == "tune" and "RANK" not in os.environ:
+        if _ranks(_checked_recipe(argv)) > 1:
+            fork_server.begin("superstep.cli.tune.tune")
+    elif verb == "prove":
+        options, yields_to = prove.read(argv)
+        check_prove(options, yields_to)
+        if options.device is not None:
+            count, device_bytes = prove.emulated_gpus(options)
+            load(Settings(devices=count, device_bytes=device_bytes, raises=False))
+            fork_server.begin("superstep.cli.prove.prove", is_unused=True)
+        elif (options.world or _ranks(options.plan)) > 1:
+            fork_server.begin("superstep.cli.prove.prove")
+    elif verb == "serve":
+        check_serve(*serve.read(argv))
+        fork_server.begin("superstep.serve.worker")
+
+
+def _checked_recipe(argv: Sequence[str]) -> PlanConfig:
+    """The layout that a recipe asks for."""
+    match post_training.read(argv):
+        case RlRecipe() as recipe:
+            check_rewards(recipe)
+            return recipe.plan
+        case kind, config:
+            check_tune(kind, config)
+            return config.plan
+
+
+def _ranks(plan: PlanConfig) -> int:
+    """How many a plan says that there are; what it leaves open is not counted."""
+    return math.prod(getattr(plan, axis) or 1 for axis in AXES)

@@ -1,0 +1,140 @@
+"""Tokens made, and told of while it takes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TextIO
+
+from rich.console import Console
+
+from superstep.cli.number_format import bytes_text, count_text
+from superstep.data.prepare import Progress, Report, prepare, refuse_others
+from superstep.data.token_files import Corpus, Manifest
+from superstep.errors import Fault
+from superstep.plan.config import DataConfig
+
+LOG_S = 10.0
+"""Seconds between two lines of a log."""
+
+REDRAW_S = 0.2
+"""Seconds between two drawings of the one line of a terminal."""
+
+
+def prepared(
+    data: DataConfig,
+    vocab: int,
+    folder: Path,
+    stream: TextIO,
+    *,
+    is_shared: bool = False,
+    note: Callable[[str], None] = lambda text: None,
+) -> Corpus:
+    """``prepare``, with what it does on ``stream``: a line that redraws itself, or a line now and then in a log.
+
+    ``note`` is given the same, for those who ask from outside.
+    """
+    if is_shared:
+        refuse_others(data, vocab, folder)  # before anything is said of preparing
+    return show(
+        f"the text of {', '.join(data.corpus) or 'the standard library'}",
+        folder,
+        stream,
+        lambda report, tell: prepare(data, vocab, folder, report, tell=tell, is_shared=is_shared),
+        note,
+    )
+
+
+def show(
+    what: str,
+    folder: Path,
+    stream: TextIO,
+    work: Callable[[Report, Callable[[str], None]], Corpus],
+    note: Callable[[str], None] = lambda text: None,
+) -> Corpus:
+    """What ``work`` prepares, which is given where to report to, and what tells the user a line."""
+    _write(stream, f"Preparing {what} in {folder} ...\n")
+    note(what)
+    line = ProgressLine(stream, note=lambda text: note(f"{what}; {text}"))
+    try:
+        corpus = work(line.show, lambda text: _write(stream, f"{text}\n"))
+    finally:
+        line.close()
+        note("")
+    _write(stream, f"  {summary(corpus.manifest)}\n")
+    return corpus
+
+
+class ProgressLine:
+    """How far a preparation is."""
+
+    def __init__(
+        self,
+        stream: TextIO,
+        clock: Callable[[], float] = time.monotonic,
+        note: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self._stream = stream
+        self._note = note
+        self._clock = clock
+        self._is_live = stream.isatty() and not Console(file=stream).is_dumb_terminal
+        self._stage = ""
+        self._shown_s = clock()
+
+    def show(self, progress: Progress) -> None:
+        """Show it if it is time to; a stage without a share is always worth a line."""
+        now_s = self._clock()
+        is_new = progress.stage != self._stage and (self._is_live or not progress.done_bytes)
+        if not is_new and now_s - self._shown_s < (REDRAW_S if self._is_live else LOG_S):
+            return
+        self._stage, self._shown_s = progress.stage, now_s
+        self._note(_text(progress))
+        _write(self._stream, f"\r\x1b[K  {_text(progress)}" if self._is_live else f"  {_text(progress)}\n")
+
+    def close(self) -> None:
+        """Leave an empty line to write on."""
+        if self._is_live:
+            _write(self._stream, "\r\x1b[K")
+
+
+def _write(stream: TextIO, text: str) -> None:
+    """Write at once.
+
+    Raises:
+        Fault: nobody reads any more, or what takes the output is full; said so, and not of the tokens' folder.
+    """
+    try:
+        stream.write(text)
+        stream.flush()
+    except OSError as error:
+        reason = "its reader has left" if isinstance(error, BrokenPipeError) else error.strerror
+        raise Fault(f"standard output cannot be written: {reason}. Send it to a file, and start again.") from error
+
+
+def _text(progress: Progress) -> str:
+    if not progress.done_bytes:
+        return f"{progress.stage} ..."
+    share = min(progress.done_bytes / max(progress.total_bytes, 1), 1.0)
+    return f"{progress.stage}: {share:.0%} of {bytes_text(progress.total_bytes)}"
+
+
+def summary(manifest: Manifest) -> str:
+    """What was prepared, and what was passed over."""
+    tokens = manifest.train_tokens + manifest.validation_tokens
+    if manifest.kind != "text":
+        conversations = manifest.train_documents + manifest.validation_documents
+        left = [(manifest.dropped, "dropped"), (manifest.truncated, "truncated")]
+        over = "".join(f"; {count} too long, {what}" for count, what in left if count)
+        return (
+            f"{conversations:,} conversations of {count_text(tokens)} tokens, {_share(manifest)} of them learnt{over}"
+        )
+    nulls = manifest.null_records
+    over = f"; {nulls} record{'' if nulls == 1 else 's'} of null passed over" if nulls else ""
+    return f"{count_text(tokens)} tokens, {bytes_text(manifest.text_bytes)} of text{over}"
+
+
+def _share(manifest: Manifest) -> str:
+    """Answer tokens as a share of all."""
+    learnt = manifest.text_bytes / manifest.bytes_per_token
+    return f"{learnt / max(manifest.train_tokens + manifest.validation_tokens, 1):.0%}"

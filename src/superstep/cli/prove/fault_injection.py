@@ -1,0 +1,355 @@
+"""A run in a process of its own, and what may happen to it: each fault, until it trains again."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import psutil
+
+from superstep.errors import Fault, StateError
+from superstep.observe.jsonl import read
+from superstep.plan.config import RunConfig
+from superstep.plan.config_io import write_config
+from superstep.state.checkpoint_dirs import checkpoints
+from superstep.state.verify import verify
+from superstep.train.run_paths import RunFolder
+
+COMMAND = "superstep.cli.train.fault_in_run"
+"""The module that trains, of ranks that can be hurt."""
+
+HANG = signal.SIGUSR1
+"""What makes such a rank hang."""
+
+Kind = Literal["killed", "stopped", "hung", "launcher", "damaged", "full disk"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+SIGNALS: Mapping[Kind, int] = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP, "hung": HANG}
+
+SAID: Mapping[Kind, str] = {"killed": "was killed by SIGKILL", "stopped": "was stopped", "hung": "hangs"}
+"""What is to be said of a rank."""
+
+POLL_S = 0.01
+PATIENCE_S = 300.0
+LEAVING_S = 15.0
+FULL_BYTES = 4096
+
+
+def ranks_of(folder: RunFolder) -> Path:
+    """Where each rank of a run writes the number of its process: beside the run's folder."""
+    return folder.root.with_name(f"{folder.root.name}.ranks")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hurt:
+    """What became of one fault.
+
+    Attributes:
+        kind: of fault.
+        what: was hurt, in words.
+        step: finished steps when it was.
+        seen_s: until it was seen; None where nobody is there to see it.
+        again_s: until a step was done that had not been done before it.
+        redone: finished steps that were done again.
+        wrong: what was not as it should be; empty where all was.
+    """
+
+    kind: Kind
+    what: str
+    step: int
+    seen_s: float | None
+    again_s: float
+    redone: int
+    wrong: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Before:
+    """A run as it was when it was hurt: finished steps, the seconds of the host's clock, the file of its metrics."""
+
+    step: int
+    at_s: float
+    file: int
+
+
+def _before(run: HurtRun) -> _Before:
+    return _Before(run.step(), time.time(), run.file())
+
+
+class HurtRun:
+    """A run and the process that launches it.
+
+    Args:
+        config: of the run, with tokens that are prepared and a folder that is its own.
+        place: a folder for what the process says and leaves, with a short name.
+    """
+
+    def __init__(self, config: RunConfig, place: Path) -> None:
+        self._config = config
+        self._place = place
+        self.folder = RunFolder(root=Path(config.state.dir))
+        self._said = place / f"{self.folder.root.name}.said"
+        self._temporary = place / "tmp"
+        self._temporary.mkdir(exist_ok=True)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._all: dict[int, psutil.Process] = {}
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        """The launcher."""
+        assert self._process is not None
+        return self._process
+
+    def begin(self) -> None:
+        """Start it, or go on with it."""
+        path = self._place / f"{self.folder.root.name}.toml"
+        is_there = self.folder.config.is_file()
+        config = replace(self._config, state=replace(self._config.state, existing="resume" if is_there else "refuse"))
+        path.write_text(write_config(config), encoding="utf-8")
+        command = [sys.executable, "-m", COMMAND, str(path)]
+        with self._said.open("wb") as said:
+            self._process = subprocess.Popen(
+                command, stdout=said, stderr=said, env=os.environ | {"TMPDIR": str(self._temporary)}
+            )
+
+    def steps(self) -> list[dict[str, Any]]:
+        """Its metrics of steps and recoveries, in order."""
+        try:
+            return [line for line in read(self.folder.metrics) if line.get("event") in ("step", "resumed")]
+        except FileNotFoundError:
+            return []
+
+    def step(self) -> int:
+        """The last finished step that it told of."""
+        return next((int(line["step"]) for line in reversed(self.tail()) if line.get("event") == "step"), 0)
+
+    def file(self) -> int:
+        """Which file its metrics are in."""
+        try:
+            return self.folder.metrics.stat().st_ino
+        except OSError:
+            return 0
+
+    def tail(self) -> list[dict[str, Any]]:
+        """The last few lines of its metrics."""
+        try:
+            with self.folder.metrics.open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - 16384))
+                lines = file.read().split(b"\n")
+        except OSError:
+            return []
+        found = []
+        for line in lines:
+            with suppress(ValueError):
+                found.append(json.loads(line))
+        return found
+
+    def wait_for(self, is_there: Callable[[], bool], what: str, *, patience_s: float = PATIENCE_S) -> None:
+        """Return once something is there.
+
+        Raises:
+            Fault: the run has ended before, or it takes too long.
+        """
+        until_s = time.monotonic() + patience_s
+        while not is_there():
+            if self.process.poll() is not None:
+                raise Fault(f"the run ended before {what}, with exit status {self.process.returncode}: {self.said()}")
+            if time.monotonic() > until_s:
+                raise Fault(f"the run did not come to {what} within {patience_s:g} s: {self.said()}")
+            time.sleep(POLL_S)
+
+    def said(self) -> str:
+        """The last line that it printed."""
+        lines = self._said.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        return lines[-1] if lines else ""
+
+    def said_bytes(self) -> int:
+        """How much it has printed."""
+        return self._said.stat().st_size
+
+    def ranks(self) -> dict[int, int]:
+        """The processes of its ranks, those that live."""
+        found = {}
+        for path in ranks_of(self.folder).glob("*"):
+            with suppress(ValueError, FileNotFoundError):
+                if psutil.pid_exists(number := int(path.read_text(encoding="utf-8"))):
+                    found[int(path.name)] = number
+        return found
+
+    def know_all(self) -> None:
+        """Note the processes that are there, so that it can be told whether any is left."""
+        with suppress(psutil.NoSuchProcess):
+            launcher = psutil.Process(self.process.pid)
+            self._all |= {one.pid: one for one in [launcher, *launcher.children(recursive=True)]}
+
+    def left(self) -> list[str]:
+        """What is left once it has ended: processes, files of launches, the lock of its folder."""
+        _, alive = psutil.wait_procs(list(self._all.values()), timeout=LEAVING_S)
+        left = [f"process {one.pid}" for one in alive]
+        # Torch keeps a folder there that is for the next process, too.
+        left += [str(path) for path in self._temporary.iterdir() if not path.name.startswith("torchinductor")]
+        left += [str(self.folder.lock)] if self.folder.lock.exists() else []
+        return left
+
+    def kill_launcher(self) -> None:
+        """By SIGKILL; its ranks end by themselves."""
+        self.know_all()
+        self.process.kill()
+        self.process.wait()
+        _, alive = psutil.wait_procs(list(self._all.values()), timeout=LEAVING_S)
+        if alive:
+            raise Fault(f"{len(alive)} processes are left of a launcher that was killed.")
+
+    def kill_all(self) -> None:
+        """Whatever is left of it."""
+        self.know_all()
+        for one in self._all.values():
+            with suppress(psutil.NoSuchProcess):
+                one.kill()
+        self.process.wait()
+
+    def end(self) -> int:
+        """Ask it to stop after its step; the exit status."""
+        self.know_all()
+        self.process.terminate()
+        try:
+            return self.process.wait(PATIENCE_S)
+        except subprocess.TimeoutExpired as error:
+            raise Fault(f"the run did not stop within {PATIENCE_S:g} s.") from error
+
+
+@contextmanager
+def begun(config: RunConfig, place: Path) -> Iterator[HurtRun]:
+    """A run; nothing of it runs on when the block ends."""
+    run = HurtRun(config, place)
+    run.begin()
+    try:
+        yield run
+    finally:
+        run.kill_all()
+
+
+def hurt(run: HurtRun, kind: Kind, draw: random.Random) -> Hurt:
+    """Have a fault happen to a run that trains, and wait until it trains again.
+
+    Raises:
+        Fault: it does not.
+    """
+    run.know_all()
+    if kind in SIGNALS:
+        return _hurt_rank(run, kind, draw)
+    if kind == "full disk":
+        return _fill_disk(run)
+    run.wait_for(lambda: len(checkpoints(run.folder.checkpoints)) > 1, "its second checkpoint")
+    before = _before(run)
+    run.kill_launcher()
+    flipped = _flip(run, draw) if kind == "damaged" else None
+    run.begin()
+    again_s, line = _trains_again(run, before)
+    what, wrong = f"the launcher, after step {before.step}", ""
+    if flipped is not None:
+        what = f"{flipped.parent.name}/{flipped.name}, one bit; then the launcher"
+        if not any(flipped.parent.name in passed for passed in line["passed_over"]):
+            wrong = f"it went on from {line['path']}, and passed over {line['passed_over'] or 'nothing'}"
+    redone = before.step - int(line["step"])
+    return Hurt(kind=kind, what=what, step=before.step, seen_s=None, again_s=again_s, redone=redone, wrong=wrong)
+
+
+def _hurt_rank(run: HurtRun, kind: Kind, draw: random.Random) -> Hurt:
+    ranks = run.ranks()
+    number = draw.choice(sorted(ranks))
+    before = _before(run)
+    os.kill(ranks[number], SIGNALS[kind])
+    again_s, line = _trains_again(run, before)
+    is_named = line["lost"].startswith(f"rank {number}") and SAID[kind] in line["lost"]
+    return Hurt(
+        kind=kind,
+        what=f"rank {number}",
+        step=before.step,
+        seen_s=None if line["lost_at_s"] is None else line["lost_at_s"] - before.at_s,
+        again_s=again_s,
+        redone=max(0, before.step - int(line["step"])),
+        wrong="" if is_named else f"it was told of rank {number} as: {line['lost']}",
+    )
+
+
+def _trains_again(run: HurtRun, after: _Before) -> tuple[float, dict[str, Any]]:
+    """Seconds until it had done more steps than before, and what it said of where it went on."""
+    found: dict[str, Any] = {}
+
+    def has_gone_on() -> bool:
+        if run.file() == after.file:  # who goes on writes the file anew, without the steps that are done again
+            return False
+        lines = run.tail()
+        at = max((number for number, line in enumerate(lines) if line.get("event") == "resumed"), default=None)
+        if at is None:
+            return False
+        found.update(lines[at])
+        return any(line.get("event") == "step" and line["step"] > after.step for line in lines[at:])
+
+    run.wait_for(has_gone_on, "the next step")
+    return time.time() - after.at_s, found
+
+
+def _flip(run: HurtRun, draw: random.Random) -> Path:
+    """A bit of the newest checkpoint, in one of its files of tensors."""
+    newest = checkpoints(run.folder.checkpoints)[-1]
+    path = draw.choice(sorted(newest.glob("*.safetensors")))
+    data = bytearray(path.read_bytes())
+    data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+    path.write_bytes(data)
+    return path
+
+
+def _fill_disk(run: HurtRun) -> Hurt:
+    """The launcher, which writes checkpoints, may write a page to a file beyond what it has said; then it may again."""
+    before, saved = _before(run), checkpoints(run.folder.checkpoints)
+
+    def has_told(event: str, after: int = -1) -> bool:
+        return any(line.get("event") == event and line["step"] > after for line in run.tail())
+
+    limits = resource.prlimit(run.process.pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(run.process.pid, resource.RLIMIT_FSIZE, (run.said_bytes() + FULL_BYTES, limits[1]))
+    run.wait_for(lambda: has_told("warning"), "a warning that a checkpoint cannot be written")
+    seen_s, wrong = time.time() - before.at_s, ""
+    for place in [place for place in checkpoints(run.folder.checkpoints) if place in saved]:
+        try:
+            verify(place)
+        except StateError as error:
+            wrong = wrong or str(error)
+    resource.prlimit(run.process.pid, resource.RLIMIT_FSIZE, limits)
+    run.wait_for(lambda: has_told("saved", before.step), "the next checkpoint")
+    return Hurt(
+        kind="full disk",
+        what="the launcher's files; the run trained on, and saved again once there was room",
+        step=before.step,
+        seen_s=seen_s,
+        again_s=time.time() - before.at_s,
+        redone=0,
+        wrong=wrong,
+    )
+
+
+def compared(hurt: HurtRun, whole: HurtRun) -> tuple[int, str]:
+    """How many steps of a hurt run have been held against those of one that nobody hurt, and the first that differs."""
+    wanted = {line["step"]: line for line in whole.steps() if line["event"] == "step"}
+    found = [line for line in hurt.steps() if line["event"] == "step"]
+    if [line["step"] for line in found] != list(range(1, len(found) + 1)):
+        return len(found), "steps are missing, or told of twice"
+    for line in found:
+        for name in ("loss", "grad_norm", "lr"):
+            if line[name] != wanted.get(line["step"], {}).get(name):
+                other = wanted.get(line["step"], {}).get(name)
+                return len(found), f"step {line['step']}: {name} {line[name]}, and {other} undisturbed"
+    return len(found), ""

@@ -1,0 +1,177 @@
+"""superstep prove: the layout against the reference, in one table."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from superstep.cli.arguments.prove import Options, read
+from superstep.cli.choices import changed_layout
+from superstep.cli.new_file import write_new_file
+from superstep.cli.options import settled
+from superstep.cli.prepare_progress import prepared
+from superstep.cli.prove.emulated import emulated_lines, is_clean, prove_emulated
+from superstep.cli.prove.exact import ExactCase, prove_bits
+from superstep.cli.prove.faults import prove_faults
+from superstep.cli.prove.prove_text import sweep_head, sweep_lines, sweep_row, verdict_lines
+from superstep.cli.prove.served import prove_served
+from superstep.comm.device import choose
+from superstep.data.prepare import is_prepared, prepare
+from superstep.data.token_files import open_corpus
+from superstep.errors import ConfigError, StateError
+from superstep.launch.ranks import World, launch_on
+from superstep.plan.config import RunConfig
+from superstep.plan.resolve import Resolved
+from superstep.strict.timeline import timeline_text
+from superstep.train.batches import stream_of
+from superstep.train.model import resolved, vocab_of
+from superstep.train.proof.all_layouts import layouts
+from superstep.train.proof.ignored_targets import ragged_batches
+from superstep.train.proof.proof_inputs import Case, Cases, prove_case
+from superstep.train.proof.prove_tolerance import Verdict
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prove; the exit status is 0 where everything held."""
+    options, yields_to = read(argv)
+    if options.exact or options.serve or options.faults:
+        options = replace(options, numerics=replace(options.numerics, exact=True))
+    run = resolved(options) if yields_to is None else settled(options, yields_to, resolved)
+    if (changed := changed_layout(options, run, resolved)) is not None:
+        _say(changed)
+    # Refused before the reference has run for minutes.
+    choose(options.plan.device, options.world or run.plan.mesh.world)
+    with _corpus(options, vocab_of(run)) as corpus:
+        if options.serve:
+            stream = stream_of(run.config, open_corpus(corpus), "train")
+            return prove_served(
+                run,
+                Path(argv[0]),
+                stream,
+                steps=options.steps,
+                tp=options.serve_tp,
+                logprobs=options.serve_logprobs or 0,
+            )
+        if options.faults:
+            return prove_faults(run, corpus)
+        if options.exact:
+            return _exact(options, run, corpus)
+        if options.device is not None:
+            return _run_emulated(run, corpus, options)
+        if not options.all:
+            return run_one(run, corpus, steps=options.steps)
+        return _sweep(options, options.world or run.plan.mesh.world, corpus, steps=options.steps)
+
+
+def _exact(options: Options, run: Resolved, corpus: Path) -> int:
+    """Bits of one layout, or of every layout of a world."""
+    world = options.world or run.plan.mesh.world
+    runs = list(layouts(options, world)) if options.all else [run]
+    if not runs:
+        raise ConfigError(f"no layout of this model and batch fits {world} ranks; raise train.batch_sequences.")
+    opened = open_corpus(corpus)
+    with tempfile.TemporaryDirectory(prefix="superstep-prove-") as folder:
+        return prove_bits(
+            [
+                ExactCase(
+                    run,
+                    ragged_batches(stream_of(run.config, opened, "train"), options.steps),
+                    Path(folder) / _kind(run),
+                )
+                for run in runs
+            ]
+        )
+
+
+def _kind(run: Resolved) -> str:
+    """What a reference depends on beside the sizes: the model and the batches."""
+    return f"tied={run.outline.is_tied} packed={run.config.data.packed}"
+
+
+@contextmanager
+def _corpus(config: RunConfig, vocab: int) -> Iterator[Path]:
+    """The folder of tokens: where the run keeps them, else one made for now. A run's own tokens are not changed."""
+    kept = Path(config.data.cache) if config.data.cache else Path(config.state.dir) / "data"
+    if is_prepared(config.data, vocab, kept):
+        prepare(config.data, vocab, kept)
+        yield kept
+        return
+    with tempfile.TemporaryDirectory(prefix="superstep-prove-") as folder:
+        prepared(config.data, vocab, Path(folder), sys.stdout)
+        yield Path(folder)
+
+
+def run_one(run: Resolved, corpus: Path, *, steps: int) -> int:
+    """Prove one layout and print what was found."""
+    with _case(run, corpus, steps) as case:
+        verdict = launch_on(run.config.plan.device, run.plan.mesh.world, _rank, (case,))[0]
+    for line in verdict_lines(case, verdict):
+        _say(line)
+    return 0 if verdict.is_proven else 1
+
+
+def _run_emulated(run: Resolved, corpus: Path, options: Options) -> int:
+    """The same on emulated GPUs, and what was observed there."""
+    with _case(run, corpus, options.steps) as case:
+        verdict, reports = launch_on("cuda", run.plan.mesh.world, prove_emulated, case)
+    for line in (*verdict_lines(case, verdict), *emulated_lines(run, reports)):
+        _say(line)
+    if options.out is not None:
+        write_new_file(Path(options.out), timeline_text([rank.step.trace for rank in reports]))
+        _say(f"The order of a step's kernels: {options.out}, for ui.perfetto.dev or chrome://tracing.")
+    return 0 if verdict.is_proven and is_clean(reports) else 1
+
+
+@contextmanager
+def _case(run: Resolved, corpus: Path, steps: int) -> Iterator[Case]:
+    """What one layout is proven on, as long as its files are there."""
+    _ask_for_one_order()
+    with tempfile.TemporaryDirectory(prefix="superstep-prove-") as folder, _room_in(Path(folder)):
+        yield Cases(Path(folder), corpus, steps=steps).case(run, reruns=True)
+
+
+def _sweep(config: RunConfig, world: int, corpus: Path, *, steps: int) -> int:
+    runs = list(layouts(config, world))
+    if not runs:
+        raise ConfigError(f"no layout of this model and batch fits {world} ranks; raise train.batch_sequences.")
+    _ask_for_one_order()
+    with tempfile.TemporaryDirectory(prefix="superstep-prove-") as folder, _room_in(Path(folder)):
+        made = Cases(Path(folder), corpus, steps=steps)
+        cases = [made.case(run, reruns=number % 4 == 0) for number, run in enumerate(runs)]
+        _say(sweep_head())
+        verdicts = launch_on(config.plan.device, world, _rank, tuple(cases))
+    for line in sweep_lines(cases, verdicts):
+        _say(line)
+    return 0 if all(verdict.is_proven for verdict in verdicts) else 1
+
+
+def _ask_for_one_order() -> None:
+    """Of cuBLAS, in the ranks that are launched from here on: its choice of a workspace decides the order of sums."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+def _rank(world: World, cases: tuple[Case, ...]) -> list[Verdict]:
+    found = []
+    for case in cases:
+        found.append(prove_case(world, case))
+        if world.rank == 0 and len(cases) > 1:
+            _say(sweep_row(case, found[-1]))
+    return found
+
+
+@contextmanager
+def _room_in(folder: Path) -> Iterator[None]:
+    """Within the block a disk that is full is told as what it is."""
+    try:
+        yield
+    except OSError as error:
+        raise StateError(f"{folder} cannot hold the reference: {error.strerror}; free space there.") from error
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)

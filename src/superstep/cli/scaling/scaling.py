@@ -1,0 +1,173 @@
+"""superstep scaling: laws of the loss from a user's runs, and the best model for a budget."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from pathlib import Path
+from typing import Literal
+
+from superstep.cli.options import read_flags
+from superstep.cli.scaling.plot import plot_svg
+from superstep.cli.scaling.runs import read_runs
+from superstep.cli.scaling.scaling_text import Asked, as_json, as_text
+from superstep.errors import ConfigError
+from superstep.hardware.catalogue import chip
+from superstep.scaling.budget import Throughput, best_for, best_of_flops, choices
+from superstep.scaling.model_sizes import LEAST_SHAPE, shape_of
+from superstep.scaling.summary import Estimate, Study, estimate, study
+
+DESCRIPTION = (
+    "Fit the loss as a law of size and tokens to your runs, and find the best model for a budget. RUNS are CSV files "
+    "with the columns params, tokens, loss (and flops, run), and directories that train wrote."
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Which runs, and what to ask of their law."""
+
+    budget_flops: float | None = None
+    """Find the best model for so many FLOPs of training, by C = 6 N D."""
+    budget: str | None = None
+    """Find the best model for so many hours of a chip, as 10000xH100-hours."""
+    mfu: float = 0.4
+    """With --budget: the share of the chip's peak that training keeps up."""
+    params: float | None = None
+    """Predict the loss of a model of so many parameters, trained for --tokens."""
+    tokens: float | None = None
+    """Predict the loss after so many tokens, of a model of --params."""
+    points: Literal["final", "all"] = "final"
+    """Which losses of a run the laws are fitted to; all is right where the learning rate is constant."""
+    resamples: int = 200
+    """Fits to resampled runs, from which the intervals are taken."""
+    seed: int = 0
+    """Of the resampling."""
+    json: str | None = None
+    """Write every number, in base units, to this file."""
+    plot: str | None = None
+    """Draw the runs and the law to this file, as SVG."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceBudget:
+    """Device-seconds, how fast they are spent on a model of a size, and both in words."""
+
+    words: str
+    device_s: float
+    throughput: Throughput
+    rests_on: str
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the fits side by side, the answer, and what both rest on."""
+    words = list(takewhile(lambda word: not word.startswith("-"), argv))
+    options = read_flags(Options(), argv[len(words) :], prog="superstep scaling RUNS", description=DESCRIPTION)
+    paths = [Path(word) for word in words]
+    if not paths:
+        raise ConfigError("name the runs first, then any flags: superstep scaling runs.csv --budget-flops 1e21.")
+    _check(options)
+    budget = device_budget(options.budget, options.mfu) if options.budget else None
+    found = study(read_runs(paths), points=options.points, resamples=options.resamples, seed=options.seed)
+    asked = _asked(found, options, budget)
+    print(as_text(found, asked, [budget.rests_on] if budget else []), end="")
+    if options.json:
+        _write(Path(options.json), json.dumps(as_json(found, asked), indent=1) + "\n")
+    if options.plot:
+        _write(Path(options.plot), plot_svg(found, asked.best))
+    return 0
+
+
+def _check(options: Options) -> None:
+    if options.budget and options.budget_flops is not None:
+        raise ConfigError("--budget and --budget-flops are two budgets; give one.")
+    for name in ("budget_flops", "params", "tokens"):
+        value = getattr(options, name)
+        if value is not None and not 1 <= value < math.inf:
+            raise ConfigError(f"--{name.replace('_', '-')} = {value:g} must be a count of at least 1, as 1e21.")
+    if (options.params is None) != (options.tokens is None):
+        given, other = ("params", "tokens") if options.tokens is None else ("tokens", "params")
+        raise ConfigError(f"--{given} asks for a loss, which depends on --{other} too; give both.")
+    if not 0 < options.mfu <= 1:
+        raise ConfigError(f"--mfu = {options.mfu:g} must be a share of the peak above 0, at most 1; 0.4 is usual.")
+    for name, least in (("resamples", 0), ("seed", 0)):
+        if getattr(options, name) < least:
+            raise ConfigError(f"--{name} = {getattr(options, name)} must be at least {least}.")
+    for name in ("json", "plot"):
+        path = getattr(options, name)
+        if path is not None and not Path(path).parent.is_dir():
+            raise ConfigError(f"--{name} = '{path}': the folder {Path(path).parent} is not there; make it first.")
+
+
+def device_budget(text: str, mfu: float) -> DeviceBudget:
+    """The budget that ``10000xH100-hours`` is, at a constant share of the chip's peak.
+
+    Raises:
+        ConfigError: it is in other units, of an unknown chip, or not above 0.
+    """
+    form = "write HOURSxCHIP-hours, as 10000xH100-hours, or give FLOPs by --budget-flops."
+    found = re.fullmatch(r"\s*(?P<hours>[0-9.,_]+(?:e\+?[0-9]+)?)\s*[x ]\s*(?P<chip>.+?)[- ]hours?\s*", text)
+    if found is None:
+        raise ConfigError(f"--budget = '{text}' is not in hours of a chip; {form}")
+    try:
+        hours = float(found["hours"].replace(",", ""))
+    except ValueError:
+        raise ConfigError(f"--budget = '{text}': {found['hours']} is no number; {form}") from None
+    if not 0 < hours < math.inf:
+        raise ConfigError(f"--budget = '{text}': {found['hours']} hours must be above 0; {form}")
+    device = chip(found["chip"], field="--budget")
+    peak_flops_per_s = device.peak("bf16") or device.peak("fp16") or device.peak("fp32")
+    if peak_flops_per_s is None:
+        raise ConfigError(f"--budget = '{text}': the peak of {device.name} is not known; {form}")
+    sustained_flops_per_s = mfu * peak_flops_per_s
+    return DeviceBudget(
+        words=f"{hours:,.10g} hours of {device.name}",
+        device_s=hours * 3600,
+        throughput=lambda params: sustained_flops_per_s,
+        rests_on=f"{device.name} at {mfu:.0%} of {peak_flops_per_s / 1e12:.4g} TFLOP/s for every size (--mfu)",
+    )
+
+
+def _asked(found: Study, options: Options, budget: DeviceBudget | None) -> Asked:
+    asked = Asked()
+    if options.params is not None and options.tokens is not None:
+        asked = replace(asked, at=(options.params, options.tokens), predicted=_predicted(found, options))
+    best_fit = found.hoffmann or found.isoflop or found.envelope
+    assert best_fit is not None, "a study has one of the three"
+    if budget is not None:
+        best = best_for(best_fit.law, budget.device_s, budget.throughput)
+        assert best is not None, "a constant throughput trains every size"
+        words = f"{budget.words}, {best.flops:.3g} FLOPs"
+    elif options.budget_flops is not None:
+        best = best_of_flops(best_fit.law, options.budget_flops)
+        words = f"{best.flops:.3g} FLOPs"
+    else:
+        return asked
+    return replace(
+        asked,
+        budget=words,
+        best=best,
+        choices=choices(found, best.flops),
+        shape=shape_of(max(best.params, LEAST_SHAPE)),
+    )
+
+
+def _predicted(found: Study, options: Options) -> dict[str, Estimate]:
+    if found.hoffmann is None or found.kaplan is None:
+        raise ConfigError(f"--params asks for a loss, and no law of it can be fitted: {found.missing['hoffmann']}")
+    params, tokens = float(options.params or 0), float(options.tokens or 0)
+    return {
+        "hoffmann": estimate(found.hoffmann, lambda law: law.loss(params, tokens)),
+        "kaplan": estimate(found.kaplan, lambda law: law.loss(params, tokens)),
+    }
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}; name another file.") from error

@@ -1,0 +1,254 @@
+"""The fits side by side, the best model for a budget, and what both rest on: as text, and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from superstep.cli.number_format import count_text
+from superstep.plan.model.shape import ModelShape
+from superstep.scaling.budget import Best, Choice
+from superstep.scaling.fit import HUBER_DELTA, residuals
+from superstep.scaling.laws import FLOPS_PER_PARAMETER_AND_TOKEN, Law
+from superstep.scaling.summary import LEVEL, TRUSTED_FACTOR, Estimate, Fit, Study, beyond, constants, taken
+
+TITLES = {
+    "hoffmann": "Hoffmann, L(N, D)",
+    "kaplan": "Kaplan, L(N, D)",
+    "isoflop": "IsoFLOP parabolas",
+    "envelope": "envelope of curves",
+    "size": "Kaplan, L(N)",
+    "tokens": "Kaplan, L(D)",
+}
+"""By the names of a study's fits."""
+LAWS = ("hoffmann", "kaplan")
+"""Those that know the loss of a size after some tokens."""
+WIDE = 0.2
+"""Of the interval of a: a tenfold budget then asks for a size that is not known to better than 1.6 times."""
+FIRST, REST = 22, 27
+"""Columns of a table, in characters."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What was asked of the fits, and the answers.
+
+    Attributes:
+        budget: in words; None where there was none, and so nothing of the next three.
+        choices: of each fit, for the FLOPs of ``best``.
+        shape: a decoder of about the best size.
+        predicted: the loss at a size and tokens by each law, with both.
+    """
+
+    budget: str | None = None
+    best: Best | None = None
+    choices: Mapping[str, Choice] = dataclasses.field(default_factory=dict)
+    shape: ModelShape | None = None
+    at: tuple[float, float] | None = None
+    predicted: Mapping[str, Estimate] = dataclasses.field(default_factory=dict)
+
+
+def as_text(found: Study, asked: Asked, rests_on: Sequence[str]) -> str:
+    """Every table, with its lines."""
+    parts = [_runs(found), *_frontiers(found), *_laws(found), *_missing(found)]
+    parts += [*_predicted(asked), *_answer(asked)]
+    parts += ["", "rests on", *(f"  {line}" for line in (*_ground(found), *rests_on))]
+    return "\n".join([*parts, *(f"warning: {line}" for line in warnings(found, asked))]) + "\n"
+
+
+def warnings(found: Study, asked: Asked) -> list[str]:
+    """What makes the answers doubtful."""
+    lines = []
+    ratio = float(np.median([run.final.flops / (_by_rule(run.params, run.final.tokens)) for run in found.runs]))
+    if not 0.8 < ratio < 1.25:
+        lines.append(
+            f"the runs' flops are {ratio:.2f} times 6 N D: the parabolas and the envelope go by those flops, the laws "
+            "of the loss by 6 N D."
+        )
+    leading = next(fit for fit in (found.hoffmann, found.isoflop, found.envelope) if fit is not None)
+    interval = constants(leading)["a"].interval
+    if interval and interval[1] - interval[0] > WIDE:
+        lines.append(
+            f"the runs leave a, the exponent of the best size, anywhere from {interval[0]:.2f} to {interval[1]:.2f}; "
+            "add runs of other sizes and budgets before you rely on the answer."
+        )
+    asked_of = [(asked.best.params, asked.best.tokens)] if asked.best else []
+    for params, tokens in [*asked_of, *([asked.at] if asked.at else [])]:
+        far = [f"{_times(factor)} its {name}" for name, factor in beyond(found.runs, params, tokens).items()]
+        if far:
+            lines.append(
+                f"{count_text(params)} parameters and {count_text(tokens)} tokens lie beyond the largest run, at "
+                f"{', '.join(far)}; a law is trusted to {TRUSTED_FACTOR:g} times."
+            )
+    return lines
+
+
+def _times(factor: float) -> str:
+    return f"{factor:.0f} times" if factor < 9999.5 else f"{factor:.1e} times"
+
+
+def _by_rule(params: float, tokens: float) -> float:
+    return FLOPS_PER_PARAMETER_AND_TOKEN * params * tokens
+
+
+def _runs(found: Study) -> str:
+    runs = found.runs
+    sizes = sorted({run.params for run in runs})
+    points = sum(len(run.points) for run in runs)
+    tokens, flops = [run.final.tokens for run in runs], [run.final.flops for run in runs]
+    losses = [run.final.loss for run in runs]
+    curves = f", {points} points" if points > len(runs) else ""
+    return (
+        f"{len(runs)} runs{curves}: {len(sizes)} sizes from {count_text(sizes[0])} to {count_text(sizes[-1])} "
+        f"parameters, {count_text(min(tokens))} to {count_text(max(tokens))} tokens,\n"
+        f"{min(flops):.2g} to {max(flops):.2g} FLOPs, final losses {min(losses):.3f} to {max(losses):.3f}"
+    )
+
+
+def _frontiers(found: Study) -> Iterator[str]:
+    yield from ("", _row("best use of C FLOPs", "N_opt ~ C^a, a", "D_opt ~ C^b, b", "error of the losses"))
+    for name in ("envelope", "isoflop", "hoffmann", "kaplan"):
+        fit = getattr(found, name)
+        if fit is not None:
+            of = constants(fit)
+            error = f"{error_of(found, fit.law):.2%}" if name in LAWS else ""
+            yield _row(TITLES[name], _cell(of["a"], _thousandths), _cell(of["b"], _thousandths), error)
+
+
+def error_of(found: Study, law: Law) -> float:
+    """The root mean square of log L over the law's, as a share of the loss."""
+    return float(np.sqrt(np.mean(residuals(law, taken(found.runs, found.points)) ** 2)))
+
+
+_ROWS: tuple[tuple[str, Mapping[str, str]], ...] = (
+    ("exponent of size", {"hoffmann": "alpha", "kaplan": "alpha_N", "size": "alpha_N"}),
+    ("exponent of tokens", {"hoffmann": "beta", "kaplan": "alpha_D", "tokens": "alpha_D"}),
+    ("scale of size", {"hoffmann": "A", "kaplan": "N_c", "size": "N_c"}),
+    ("scale of tokens", {"hoffmann": "B", "kaplan": "D_c", "tokens": "D_c"}),
+    ("loss that stays", {"hoffmann": "E"}),
+)
+
+
+def _laws(found: Study) -> Iterator[str]:
+    columns = (("hoffmann",), ("kaplan",), ("size", "tokens"))
+    if not (found.hoffmann or found.kaplan):
+        return
+    yield from ("", _row("constants", TITLES["hoffmann"], TITLES["kaplan"], "Kaplan, L(N) and L(D)"))
+    for title, names in _ROWS:
+        yield _row(title, *(_constant(found, names, column) for column in columns))
+
+
+def _constant(found: Study, names: Mapping[str, str], column: Sequence[str]) -> str:
+    for fit_name in column:
+        fit = getattr(found, fit_name)
+        if fit is not None and fit_name in names:
+            return _cell(constants(fit)[names[fit_name]], _figure)
+    return ""
+
+
+def _missing(found: Study) -> Iterator[str]:
+    reasons = dict.fromkeys(found.missing.values())
+    if reasons:
+        yield ""
+    for reason in reasons:
+        names = " nor ".join(TITLES[name] for name, why in found.missing.items() if why == reason)
+        yield f"no {names}: {reason}"
+
+
+def _predicted(asked: Asked) -> Iterator[str]:
+    if asked.at is None:
+        return
+    params, tokens = asked.at
+    yield from ("", f"loss of {count_text(params)} parameters after {count_text(tokens)} tokens")
+    for name, loss in asked.predicted.items():
+        yield _row(f"  {TITLES[name]}", _cell(loss, _thousandths))
+
+
+def _answer(asked: Asked) -> Iterator[str]:
+    if asked.best is None:
+        return
+    yield from ("", f"best for {asked.budget}")
+    yield _row("", "parameters", "tokens", "loss")
+    for name, choice in asked.choices.items():
+        loss = _cell(choice.loss, _thousandths) if choice.loss else ""
+        yield _row(f"  {TITLES[name]}", _cell(choice.params, _count), _cell(choice.tokens, _count), loss)
+    best = asked.best
+    end = f", to a loss of {best.loss:.3f}" if best.loss is not None else ""
+    yield f"so {count_text(best.params)} parameters on {count_text(best.tokens)} tokens{end}."
+    if asked.shape:
+        shape = asked.shape
+        yield (
+            f"As a decoder: {shape.layers} layers, width {shape.width:,}, {shape.heads} heads of {shape.head_dim}, "
+            f"{shape.kv_heads} for keys and values, ffn {shape.ffn:,}."
+        )
+
+
+def _ground(found: Study) -> Iterator[str]:
+    yield "C = 6 N D FLOPs; N as the runs count it (of run directories: without embedding and head); L in nats a token"
+    which = "every point" if found.points == "all" else "the final loss of each run"
+    yield f"laws: {which}, Huber loss of log L (delta {HUBER_DELTA:g}), L-BFGS; exponents: powers of least squares"
+    if found.resamples:
+        drawn = f"{found.resamples} resamples of the runs, seed {found.seed}"
+        yield f"{LEVEL:.0%} intervals: {drawn}; [-] where most of them could not be fitted"
+
+
+def _row(first: str, *cells: str) -> str:
+    return (f"{first:{FIRST}}" + "".join(f"{cell:{REST - 1}} " for cell in cells)).rstrip()
+
+
+def _cell(value: Estimate, text: Callable[[float], str]) -> str:
+    if value.interval is None:
+        return f"{text(value.value)} [-]"
+    low, high = value.interval
+    return f"{text(value.value)} [{text(low)}, {text(high)}]"
+
+
+def _thousandths(number: float) -> str:
+    return f"{number:.3f}"
+
+
+def _figure(number: float) -> str:
+    """Three digits, and a power of ten where they would be more than five."""
+    return f"{number:.0f}" if 999.5 <= number < 99950 else f"{number:.3g}".replace("e+", "e")
+
+
+def _count(number: float) -> str:
+    """As ``count_text``; with a power of ten beyond trillions."""
+    return count_text(number) if number < 999.5e12 else _figure(number)
+
+
+def as_json(found: Study, asked: Asked) -> dict[str, Any]:
+    """Every number, in base units: parameters, tokens, FLOPs, nats per token."""
+    fits = {name: getattr(found, name) for name in TITLES}
+    return {
+        "runs": [dataclasses.asdict(run) for run in found.runs],
+        "points": found.points,
+        "resamples": found.resamples,
+        "seed": found.seed,
+        "level": LEVEL,
+        "fits": {name: _fit_json(found, name, fit) for name, fit in fits.items() if fit is not None},
+        "not_fitted": dict(found.missing),
+        "budget": asked.budget,
+        "best": dataclasses.asdict(asked.best) if asked.best else None,
+        "choices": {name: dataclasses.asdict(choice) for name, choice in asked.choices.items()},
+        "shape": dataclasses.asdict(asked.shape) if asked.shape else None,
+        "predicted": {
+            name: {"params": asked.at[0], "tokens": asked.at[1], **dataclasses.asdict(loss)}
+            for name, loss in asked.predicted.items()
+            if asked.at
+        },
+        "warnings": warnings(found, asked),
+    }
+
+
+def _fit_json(found: Study, name: str, fit: Fit[Any]) -> dict[str, Any]:
+    return {
+        "title": TITLES[name],
+        "constants": {key: dataclasses.asdict(value) for key, value in constants(fit).items()},
+        "error": error_of(found, fit.law) if name in LAWS else None,
+        "resampled": len(fit.resampled),
+    }

@@ -1,0 +1,32 @@
+"""A training run that can be hurt: what ``superstep train`` does, in a command of its own, with ranks that can hang.
+
+python -m superstep.cli.train.fault_in_run run.toml
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from superstep.cli.main import reported, settle
+from superstep.launch import fork_server
+
+RANK = "superstep.cli.train.fault_in_rank"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Train as the file says; the exit status."""
+    settle()
+
+    def train() -> int:
+        fork_server.begin(RANK)
+        status: int = importlib.import_module(RANK).train(Path(argv[0]))
+        return status
+
+    return reported(train)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

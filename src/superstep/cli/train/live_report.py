@@ -1,0 +1,117 @@
+"""superstep train --web: the report of a run on loopback while it trains. It is made of what the run writes anyway."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+from superstep.cli.report import facts, recorded
+from superstep.errors import ConfigError
+from superstep.observe.page.live_server import Served, Shown
+from superstep.observe.page.report import RunTold, packed_runs, report_page
+from superstep.observe.prometheus import exposition
+from superstep.observe.tail_jsonl import Growing
+from superstep.train.run_paths import RunFolder
+
+TOKEN = "SUPERSTEP_WEB_TOKEN"
+"""The variable of the environment that has the token, for who asks for the numbers of run after run."""
+FEWEST_BYTES = 16
+
+
+@contextmanager
+def web(port: int | None) -> Iterator[Callable[[RunFolder], None]]:
+    """Within the block the port is held; from when the function is called with the run's folder, it is answered on.
+
+    Args:
+        port: to listen on, 0 for any free one; None serves nothing.
+
+    Raises:
+        ConfigError: the port cannot be had.
+    """
+    if port is None:
+        yield lambda _: None
+        return
+    served = Served(port, _token())
+    try:
+        yield lambda folder: _begin(served, folder)
+    finally:
+        served.close()
+
+
+def _begin(served: Served, folder: RunFolder) -> None:
+    served.begin(Report(folder).shown())
+    say(f"the report, as it goes on: {served.url}")
+    is_own = TOKEN in os.environ
+    say(f"its token: {f'that of {TOKEN}' if is_own else f'the end of that address; {TOKEN} sets one that stays'}")
+
+
+def say(text: str) -> None:
+    """Print a line."""
+    print(text, flush=True)
+
+
+def require_token() -> None:
+    """See that the token of the environment, where there is one, is one that is not guessed.
+
+    Raises:
+        ConfigError: it is too short.
+    """
+    token = os.environ.get(TOKEN)
+    if token is not None and len(token) < FEWEST_BYTES:
+        raise ConfigError(
+            f"{TOKEN} has {len(token)} characters, and {FEWEST_BYTES} are the fewest; make one by openssl rand -hex 16 "
+            "or leave it out."
+        )
+
+
+def _token() -> str:
+    require_token()
+    return os.environ.get(TOKEN) or secrets.token_urlsafe(FEWEST_BYTES)
+
+
+class Report:
+    """The report of a run that may not have begun yet.
+
+    Args:
+        folder: of the run.
+    """
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder, self._growing, self._samples = folder, Growing(folder.metrics), Growing(folder.samples)
+
+    def shown(self) -> Shown:
+        """What is served."""
+        return Shown(
+            page=lambda: report_page([self._told()], is_live=True),
+            stamp=self._stamp,
+            update=lambda: packed_runs([self._told()]),
+            metrics=self._metrics,
+        )
+
+    def _told(self) -> RunTold:
+        settings = self._folder.config.read_text(encoding="utf-8") if self._folder.config.is_file() else ""
+        return RunTold(
+            name=str(self._folder.root),
+            lines=self._growing.read(),
+            samples=self._samples.read(),
+            settings=settings,
+            ran=recorded(self._folder),
+            damage=self._growing.damage(),
+            facts=facts(),
+        )
+
+    def _stamp(self) -> object:
+        return tuple((told.st_ino, told.st_size) for told in self._stats())
+
+    def _metrics(self) -> str:
+        told_at_s = max((told.st_mtime for told in self._stats()), default=None)
+        return exposition(str(self._folder.root), self._growing.read(), told_at_s=told_at_s)
+
+    def _stats(self) -> list[os.stat_result]:
+        found = []
+        for path in (self._folder.metrics, self._folder.samples):
+            with suppress(OSError):
+                found.append(path.stat())
+        return found

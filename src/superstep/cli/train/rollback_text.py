@@ -1,0 +1,62 @@
+"""What a log says where a run goes on from an earlier state, and how much of its time made headway."""
+
+from __future__ import annotations
+
+from superstep.cli.number_format import seconds_text
+from superstep.observe.events import Corrupted, Goodput, Resumed, RolledBack
+
+
+def setback(event: Resumed | RolledBack | Corrupted) -> list[str]:
+    """The lines of an event."""
+    match event:
+        case Resumed():
+            return _resumed(event)
+        case Corrupted():
+            return [_corrupted(event)]
+        case RolledBack():
+            _, _, batches = event.skip.partition(":")
+            after = f"; {batches} batches are left out after step {event.skip.partition(':')[0]}" if event.skip else ""
+            where = "" if event.step == event.refused - 1 and event.source == "memory" else f" from {event.source}"
+            return [
+                f"step {event.refused} does not stand: {event.why}",
+                *_passed_over(event.passed_over),
+                f"rolled back to after step {event.step}{where}{after}",
+            ]
+
+
+def _corrupted(event: Corrupted) -> str:
+    where = ", ".join(f"rank {rank} on {host}" for rank, host in zip(event.ranks, event.hosts, strict=True))
+    known = {
+        "majority": "other copies outvote it",
+        "replay": "the steps were done again",
+        "at rest": "at rest",
+        "recomputed": "others compute otherwise",
+        "checksum": "by its checksum; it is copied again",
+    }
+    return f"corrupt: {event.what} of {where}, step {event.found} ({known[event.how]})"
+
+
+def _passed_over(why: tuple[str, ...]) -> list[str]:
+    return [f"passed over: {each}" for each in why]
+
+
+def _resumed(event: Resumed) -> list[str]:
+    passed = _passed_over(event.passed_over)
+    if event.joined:
+        return [f"{event.joined} has joined", *passed, f"goes on after step {event.step}, from {event.path}"]
+    if event.lost:
+        whence = event.path or ("memory" if event.step else "the start")
+        return [f"lost {event.lost}", *passed, f"recovered after step {event.step}, from {whence}"]
+    if not event.path:
+        return ["started again: the run had no checkpoint yet"]
+    return [*passed, f"resumed after step {event.step} from {event.path}"]
+
+
+def headway(found: Goodput, predicted: float | None) -> str:
+    """The share of the time that went into steps that stand, at the end of a run."""
+    foreseen = "" if predicted is None else f", {predicted:.1%} foreseen"
+    rest_s = max(0.0, found.wall_s - found.steps_s - found.validation_s)
+    return (
+        f"goodput: {found.ettr:.1%} of {seconds_text(found.wall_s)} in steps that stand{foreseen}; validation "
+        f"{seconds_text(found.validation_s)}, starts, checkpoints and what was lost {seconds_text(rest_s)}"
+    )

@@ -1,0 +1,137 @@
+"""superstep train: prepares the run directory and the tokens, launches the ranks, and shows what they report."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from superstep.cli import sample
+from superstep.cli.arguments.sample import Options
+from superstep.cli.arguments.train import Asked, read
+from superstep.cli.choices import changed_layout, idle_places, places_of
+from superstep.cli.options import asks_for_hosts
+from superstep.cli.prepare_progress import prepared
+from superstep.cli.prove import prove
+from superstep.cli.train.exit_messages import ended
+from superstep.cli.train.job import Job, asked_device, launched, prepared_job, rank_of_torchrun
+from superstep.cli.train.job_message import JOB
+from superstep.cli.train.launch_rules import SEVERAL_HOSTS, require_alone
+from superstep.cli.train.live_report import web
+from superstep.cli.train.multi_host import on_hosts
+from superstep.comm.device import gpus
+from superstep.data.prepare import is_prepared, prepare
+from superstep.data.token_files import is_whole
+from superstep.launch.torchrun import join
+from superstep.plan.resolve import Resolved
+from superstep.train import run_directory
+from superstep.train.model import resolved, vocab_of
+from superstep.train.run_lock import note_preparing
+from superstep.train.run_paths import RunFolder
+
+
+def main(argv: Sequence[str]) -> int:
+    """Train; after a demo, prove its layout and show a sample."""
+    if asks_for_hosts(argv):
+        asked = read(argv)
+        if asked.hosts is not None:
+            run = _run(asked)
+            require_alone(run.config, asked.web_port, SEVERAL_HOSTS)
+            return on_hosts(run, asked.hosts, _tokens)
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        return join(lambda ranks: _job_of_torchrun(read(argv), ranks), rank_of_torchrun, JOB, asked_device)
+    asked = read(argv)
+    run = _run(asked)
+    if asked.is_demo:
+        run = _demo_on_few_gpus(run)
+    _say_choices(asked, run)
+    with web(asked.web_port) as shown, prepared_job(run, _tokens) as job:
+        if job is None:
+            return 0
+        shown(job.folder)
+        if (status := launched(job)) is not None:
+            return status
+    if asked.is_demo and not job.was_complete:
+        return _after_demo(job)
+    _say(f"\nResults: {job.folder.root}")
+    if job.folder.profiles.is_dir():
+        _say(f"  profiles  {job.folder.profiles}, which ui.perfetto.dev opens")
+    return 0
+
+
+def _job_of_torchrun(asked: Asked, ranks: int) -> AbstractContextManager[Job | None]:
+    run = _run(asked, ranks)
+    require_alone(run.config, asked.web_port, "torchrun and srun")
+    return prepared_job(run, _tokens)
+
+
+def _run(asked: Asked, ranks: int | None = None) -> Resolved:
+    return asked.resolved(lambda config: resolved(config, ranks))
+
+
+def _say_choices(asked: Asked, run: Resolved) -> None:
+    """What was chosen for the user and is perhaps not what he would have chosen."""
+    changed = changed_layout(asked.config, run, resolved)
+    if changed is not None:
+        _say(changed)
+    elif asked.has_no_dp and (idle := idle_places(run, *places_of(run))) is not None:
+        _say(idle)
+
+
+def _demo_on_few_gpus(run: Resolved) -> Resolved:
+    """The demo shows its two ranks on any machine: on the CPU, where there are GPUs, but not for each."""
+    ranks, plan = run.plan.mesh.world, run.config.plan
+    if plan.device is not None or not 0 < gpus() < ranks:
+        return run
+    _say(f"{ranks} ranks and fewer GPUs: the demo computes on the CPU; with --plan.dp 1 it takes the GPU.")
+    return replace(run, config=replace(run.config, plan=replace(plan, device="cpu")))
+
+
+def _after_demo(job: Job) -> int:
+    root = job.folder.root
+    _say("\nDoes this layout compute what one device would?")
+    status = prove.run_one(job.run, job.corpus, steps=2)
+    _say('\nA sample, from "def ":\n')
+    _say(sample.text(root, "def ", Options(tokens=120, temperature=0.7)))
+    _say(
+        f"\nResults: {root}\n"
+        f"  metrics      {root}/metrics.jsonl, and tensorboard --logdir {root}/tensorboard\n"
+        f"  checkpoints  {root}/checkpoints\n"
+        f"  the step     superstep view {root} --text\n"
+        f'  more text    superstep sample {root} "def "'
+    )
+    return status
+
+
+def _tokens(run: Resolved, folder: RunFolder, checkpoint: Path | None) -> Path:
+    """The folder of token files, made where need be. A run goes on with those that it was started with."""
+    data = run.config.data
+    kept = Path(data.cache) if data.cache else folder.root / "data"
+    if checkpoint is None or not is_whole(kept):
+        if is_prepared(data, vocab_of(run), kept):
+            prepare(data, vocab_of(run), kept)
+        else:
+            try:
+                prepared(
+                    data,
+                    vocab_of(run),
+                    kept,
+                    sys.stdout,
+                    is_shared=bool(data.cache),
+                    note=partial(note_preparing, folder),
+                )
+            except (KeyboardInterrupt, SystemExit) as error:
+                if (status := ended(error, folder)) is not None:
+                    raise SystemExit(status) from None
+                raise
+    if checkpoint is not None:
+        run_directory.check_tokens(checkpoint, kept)
+    return kept
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)

@@ -1,0 +1,66 @@
+"""One time axis for ranks whose hosts have clocks of their own.
+
+    rank 0    ───── sum ─┐ s = clock ── broadcast s ────────────▶
+    rank r    before ─ sum ───────────── broadcast s ─ after ────
+
+Rank 0 reads its clock after every rank has entered the sum, and before any has what it read: so s lies between
+``before`` and ``after`` of every rank, whatever the network does. Their midpoint is r's time for s, wrong by half of
+what lies between them at most, as in the Network Time Protocol (Mills 1991); of several rounds the shortest counts.
+Ranks of one host share its clock, so that the shortest of any of them counts for all, and rank 0's host needs none.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from superstep.comm.device import Device
+from superstep.comm.objects import gather
+from superstep.state.file_shares import running_system
+
+ROUNDS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Offset:
+    """What is to be added to this rank's clock for rank 0's, and how wrong that may be, both in seconds."""
+
+    seconds: float
+    within_s: float
+
+
+def offset_to_rank_0(
+    device: Device, *, clock: Callable[[], float] = time.perf_counter, host: str | None = None
+) -> Offset:
+    """Compare this rank's clock with rank 0's. Every rank calls this together.
+
+    Args:
+        device: where the ranks' group can send from.
+        clock: seconds of a clock that is the same for all ranks of a host.
+        host: whose clock it is; None means this machine since it was started.
+    """
+    host = host or running_system()
+    hosts = gather(host)
+    if len(set(hosts)) == 1:
+        return Offset(0.0, 0.0)
+    best = min((_round(device, clock) for _ in range(ROUNDS)), key=lambda found: found.within_s)
+    found = gather(best)
+    if host == hosts[0]:
+        return Offset(0.0, 0.0)
+    return min((f for f, whose in zip(found, hosts, strict=True) if whose == host), key=lambda f: f.within_s)
+
+
+def _round(device: Device, clock: Callable[[], float]) -> Offset:
+    value = torch.zeros((), dtype=torch.float64, device=device.torch)
+    before_s = clock()
+    dist.all_reduce(value)
+    value.item()  # a GPU is only told to; this waits until it has
+    value.fill_(clock())
+    dist.broadcast(value, src=0)
+    s = value.item()
+    after_s = clock()
+    return Offset(s - (before_s + after_s) / 2, (after_s - before_s) / 2)

@@ -1,0 +1,32 @@
+"""What all ranks say to each other in Python objects: the value of each, and that all have come."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from superstep.comm.device import Device
+
+T = TypeVar("T")
+
+
+def barrier(device: Device, group: dist.ProcessGroup | None = None) -> None:
+    """Wait for every rank, or every rank of a group; on the GPU of this one, where NCCL would guess another."""
+    dist.barrier(group, device_ids=None if device.kind == "cpu" else [device.index])
+
+
+def world_group() -> dist.ProcessGroup | None:
+    """The group of all ranks; None where there is one."""
+    group = dist.group.WORLD
+    return None if group is None or group.size() == 1 else group
+
+
+def gather(value: T) -> list[T]:
+    """Every rank's value, in rank order, on every rank. For small things."""
+    group = world_group()
+    if group is None:
+        return [value]
+    found: list[Any] = [None] * group.size()
+    dist.all_gather_object(found, value)
+    return found

@@ -1,0 +1,152 @@
+"""Decoder: the numbers of a language model that decide what it costs, of one model or of many at once.
+
+Wider than what Superstep trains: published runs have layer norms with biases, plain feed-forwards, dropout and
+attention that keeps its scores. Every field is an array; arrays of one shape are as many models.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from superstep.hardware.units import Array
+from superstep.plan.model.shape import ROTATED, ModelShape
+from superstep.plan.sharding.padding import ALIGN
+
+
+def array(value: object) -> Array:
+    """Numbers or truth values as an array of floats."""
+    return np.asarray(value, dtype=np.float64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoder:
+    """Decoders by their dims.
+
+    Attributes:
+        layers, width, heads, kv_heads, head_dim, ffn, vocab: L, D, N, K, H, F, V.
+        gated: 1 where the feed-forward has a gate: three matrices for two.
+        tied: 1 where embedding and head share their matrix.
+        biases: 1 where products and norms have biases.
+        qkv_biases: 1 where queries, keys and values alone have.
+        dropout: 1 where the model drops activations.
+        experts, experts_per_token, shared_ffn: E, k, and the inner width of what every token visits; 0 where dense.
+        expert_ffn: F of one expert.
+        dense_layers: layers before the mixtures begin.
+        sequence_tokens: S.
+        query_rank, key_rank: inner widths of latent attention (DeepSeek-V2, sec. 2.1); 0 where there is none.
+        imbalance: rows of the rank with the most, over the mean; 1 where the router spreads tokens evenly.
+        rotates: 1 where queries and keys turn with their position; 0 where positions are learned or biased.
+        frozen: 1 where the weights stay and low-rank adapters beside them train (Hu 2021).
+        window, windowed_layers: tokens that a token sees in such a share of the layers; in the others all before it.
+    """
+
+    layers: Array
+    width: Array
+    heads: Array
+    kv_heads: Array
+    head_dim: Array
+    ffn: Array
+    vocab: Array
+    gated: Array
+    tied: Array
+    biases: Array
+    dropout: Array
+    experts: Array
+    experts_per_token: Array
+    shared_ffn: Array
+    expert_ffn: Array
+    dense_layers: Array
+    sequence_tokens: Array
+    query_rank: Array
+    key_rank: Array
+    frozen: Array
+    qkv_biases: Array = field(default_factory=lambda: np.zeros(()))
+    imbalance: Array = field(default_factory=lambda: np.ones(()))
+    rotates: Array = field(default_factory=lambda: np.ones(()))
+    window: Array = field(default_factory=lambda: np.zeros(()))
+    windowed_layers: Array = field(default_factory=lambda: np.zeros(()))
+
+    @property
+    def turned(self) -> Array:
+        """Numbers that a head's query and key have beyond those of its value: latent attention's that turn."""
+        return np.where(self.key_rank > 0, float(ROTATED), 0.0)
+
+    @property
+    def attention_parameters(self) -> Array:
+        """Matrices of one attention: queries, keys, values, output; and the first three's biases."""
+        plain = 2 * self.width * self.head_dim * (self.heads + self.kv_heads)
+        plain = plain + self.qkv_biases * self.head_dim * (self.heads + 2 * self.kv_heads)
+        wide = self.heads * self.head_dim
+        down = self.width * (self.query_rank + self.key_rank + ROTATED)
+        latent = down + 1.5 * self.query_rank * wide + 2 * self.key_rank * wide + wide * self.width
+        return np.where(self.key_rank > 0, latent, plain)
+
+    @property
+    def matrices(self) -> Array:
+        """Matrices of a feed-forward: two, or three with a gate."""
+        return 2 + self.gated
+
+    @property
+    def moe_layers(self) -> Array:
+        """Layers with a mixture of experts."""
+        return np.where(self.experts > 0, self.layers - self.dense_layers, 0.0)
+
+    @property
+    def expert_parameters(self) -> Array:
+        """All experts of one layer."""
+        return self.experts * self.matrices * self.width * self.expert_ffn
+
+    @property
+    def dense_parameters(self) -> Array:
+        """One layer without experts: attention, feed-forward, norms."""
+        return self.attention_parameters + self.matrices * self.width * self.ffn + 2 * self.width
+
+    @property
+    def mixture_parameters(self) -> Array:
+        """One layer with experts, but for these: attention, router, what every token visits, norms."""
+        shared = self.matrices * self.width * self.shared_ffn + self.experts * self.width
+        return self.attention_parameters + shared + 2 * self.width
+
+    @property
+    def parameters(self) -> Array:
+        """The whole model; a tied matrix counts once."""
+        dense = (self.layers - self.moe_layers) * self.dense_parameters
+        mixtures = self.moe_layers * (self.mixture_parameters + self.expert_parameters)
+        return dense + mixtures + self.vocab * self.width * (2 - self.tied) + self.width
+
+    def vocab_part(self, tp: Array) -> Array:
+        """Rows of a vocabulary matrix on each tensor-parallel rank, with ``plan.sharding.padding``'s rule."""
+        even = self.vocab / tp
+        return np.where(even == np.floor(even), even, np.ceil(even / ALIGN) * ALIGN)
+
+
+def decoder_of(shape: ModelShape, sequence_tokens: int) -> Decoder:
+    """What Superstep's own decoder is among them."""
+    moe, latent = shape.moe, shape.latent
+    return Decoder(
+        layers=array(shape.layers),
+        width=array(shape.width),
+        heads=array(shape.heads),
+        kv_heads=array(shape.kv_heads),
+        head_dim=array(shape.head_dim),
+        ffn=array(shape.dense_ffn if moe else shape.ffn),
+        vocab=array(shape.vocab),
+        gated=array(1),
+        tied=array(shape.tied),
+        biases=array(0),
+        qkv_biases=array(shape.qkv_bias),
+        dropout=array(0),
+        experts=array(moe.experts if moe else 0),
+        experts_per_token=array(moe.experts_per_token if moe else 0),
+        shared_ffn=array(moe.shared_experts * shape.ffn if moe else 0),
+        expert_ffn=array(shape.ffn if moe else 0),
+        dense_layers=array(shape.dense_layers),
+        sequence_tokens=array(sequence_tokens),
+        query_rank=array(latent.query_rank if latent else 0),
+        key_rank=array(latent.key_rank if latent else 0),
+        frozen=array(0),
+        window=array(shape.window or 0),
+        windowed_layers=array((1 - shape.full_layers / shape.layers) * (shape.window is not None)),
+    )

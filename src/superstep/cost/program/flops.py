@@ -1,0 +1,235 @@
+"""Work: how many parameters each unit has, and the floating-point operations that it takes.
+
+    T  tokens of a microbatch       N, K, H  query heads, key and value heads, the width of one head
+    S  tokens of a sequence         F  inner width of the feed-forward, or of one expert
+    D  width                        V  vocabulary
+    E, k, s  experts: all, those of one token, those that every token visits
+
+    unit     matrices                          vectors           operations of a forward pass
+    embed    V·D                                                 0: it looks up
+    block    D·(N + 2K)·H + N·H·D + 3·D·F      2·D (+ 2·H)       2·T · matrices + 4·T·S·N·H
+             with biases: (N + 2K)·H                             S at most the sliding window
+    head     D·V, unless tied                  D                 2·T·D·V
+
+A mixture of experts has E + s feed-forwards in the place of one, and a router of D·E (noisy-topk: 2·D·E):
+
+             3·D·F·E                                             6·T·D·F·k + 2·T·k·D to weigh and add
+             D·E + 3·D·F·s                                       2·T · matrices
+
+so that k + s of them count for a token, as if none was dropped.
+
+A multiply and its add are two operations, and products alone are counted. Attention counts the full square of the
+sequence, as if it were not causal: 2·T·S·N·H for the scores, as many for their product with the values (the
+convention of Chowdhery 2022, appendix B). Kernels that skip the masked half do half of that, and with
+``data.document_mask`` what lies between documents is skipped too, which counts all the same. Tensor parallelism cuts
+every matrix and every head, so that a rank does 1 / tp of it all; of what the plan's rules leave whole it does
+everything, or where the sequence is split, its tokens. In a mixture it is the tokens that tp cuts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from superstep.plan.model.outline import Factor
+from superstep.plan.model.shape import ModelShape
+from superstep.plan.resolve import Resolved
+from superstep.plan.rules import Rules
+from superstep.plan.sharding.unit_flops import (
+    biases,
+    cut_matrices,
+    feed_forward,
+    forward_flops_per_token,
+    seen_tokens,
+    whole_matrices,
+)
+
+MFU_CONVENTION = "3 forward passes; head and full-square attention count, embedding and recomputation do not"
+"""What ``model_flops_per_token`` counts, in the words of a display."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnitParameters:
+    """The parameters that a unit owns; a tied head's matrix is the embedding's.
+
+    Attributes:
+        matrices: cut over tp; with them the biases that are.
+        vectors: weights of norms, whole on each tp rank.
+        whole: matrices that are whole there too: routers and shared experts, and what the plan's rules leave whole.
+        experts: matrices of experts, cut over ep.
+        factors: of adapters, cut over tp.
+        whole_factors: those that are whole on each tp rank.
+        partial_factors: those of them whose linear is cut.
+    """
+
+    matrices: int
+    vectors: int = 0
+    whole: int = 0
+    experts: int = 0
+    factors: int = 0
+    whole_factors: int = 0
+    partial_factors: int = 0
+
+    def dense_on_rank(self, tp: int) -> int:
+        """What one tensor-parallel rank holds of all but experts and adapters."""
+        return self.matrices // tp + self.whole + self.vectors
+
+    def adapters_on_rank(self, tp: int) -> int:
+        """What it holds of adapters."""
+        return self.factors // tp + self.whole_factors
+
+    def on_rank(self, tp: int, ep: int = 1) -> int:
+        """What one rank holds."""
+        return self.dense_on_rank(tp) + self.experts // ep + self.adapters_on_rank(tp)
+
+
+@dataclass(frozen=True, slots=True)
+class UnitWork:
+    """Floating-point operations of one unit on one microbatch, on one tensor-parallel rank."""
+
+    forward_flops: int
+
+    @property
+    def backward_flops(self) -> int:
+        """Each product has two in the backward pass: one for its input's gradient, one for its weight's."""
+        return 2 * self.forward_flops
+
+    @property
+    def recompute_flops(self) -> int:
+        """Full recomputation is the forward pass again."""
+        return self.forward_flops
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalDims:
+    """The dims above for one microbatch on one cp and tp rank; ``t`` are tokens of the residual stream there.
+
+    With sequence parallelism t = T / tp, else t = T. Of those, the feed-forward works on ``Tf`` and the head on ``Tv``:
+    all of T where they are cut over tp, t where they are whole. ``m`` are the tokens that a rank brings to a mixture of
+    experts.
+    """
+
+    T: int
+    t: int
+    m: int
+    Tf: int
+    Tv: int
+    S: int
+    D: int
+    N: int
+    K: int
+    H: int
+    F: int
+    V: int
+
+
+_Kind: TypeAlias = tuple[tuple[str | None, ...], tuple[int, ...], Factor | None]
+"""A parameter without its name: axes, dims, factor."""
+
+
+def local_dims(run: Resolved) -> LocalDims:
+    """The dims of a run's microbatch as a tensor-parallel rank sees them."""
+    shape, plan = run.shape, run.plan
+    tp, sequence_tokens = plan.mesh.tp, run.config.data.sequence_tokens
+    tokens = plan.microbatch * sequence_tokens // plan.mesh.cp
+    part = tokens // tp if plan.sequence_parallel else tokens
+
+    def ways(axis: str) -> int:
+        return tp if plan.rules.cut(axis) == "tp" else 1
+
+    return LocalDims(
+        T=tokens,
+        t=part,
+        m=tokens // tp,
+        Tf=tokens if plan.rules.cut("ffn") == "tp" else part,
+        Tv=tokens if plan.rules.cut("vocab") == "tp" else part,
+        S=sequence_tokens,
+        D=shape.width,
+        N=shape.heads // ways("heads"),
+        K=shape.kv_heads // ways("kv_heads"),
+        H=shape.head_dim,
+        F=shape.ffn if shape.moe else shape.ffn // ways("ffn"),
+        V=dict(plan.padding).get("vocab", shape.vocab) // ways("vocab"),
+    )
+
+
+def rank_parameters(run: Resolved) -> tuple[UnitParameters, ...]:
+    """What each unit owns, in model order, as the run's rules cut it and pad it."""
+    found: dict[tuple[_Kind, ...], UnitParameters] = {}
+    kinds = [tuple((p.axes, run.plan.padded(p), p.factor) for p in owned) for owned in run.outline.owned]
+    for kind in kinds:  # blocks are alike
+        if kind not in found:
+            found[kind] = _parameters(run.plan.rules, kind)
+    return tuple(found[kind] for kind in kinds)
+
+
+def _parameters(rules: Rules, owned: Sequence[_Kind]) -> UnitParameters:
+    own = [(axes, dims) for axes, dims, factor in owned if factor is None]
+    factors = [(axes, math.prod(dims)) for axes, dims, factor in owned if factor is not None]
+    whole = [not rules.cuts_any(axes) for axes, _ in factors]
+    # Two for each linear, one after the other: where one is cut, the other meets a part of it.
+    beside = [whole[at ^ 1] for at in range(len(whole))]
+    return UnitParameters(
+        matrices=sum(math.prod(dims) for axes, dims in own if "tp" in map(rules.cut, axes)),
+        experts=sum(math.prod(dims) for axes, dims in own if "ep" in map(rules.cut, axes)),
+        vectors=sum(math.prod(dims) for axes, dims in own if len(dims) < 2 and not rules.cuts_any(axes)),
+        whole=sum(math.prod(dims) for axes, dims in own if len(dims) > 1 and not rules.cuts_any(axes)),
+        factors=sum(size for (_, size), is_whole in zip(factors, whole, strict=True) if not is_whole),
+        whole_factors=sum(size for (_, size), is_whole in zip(factors, whole, strict=True) if is_whole),
+        partial_factors=sum(
+            size
+            for (_, size), is_whole, is_beside_whole in zip(factors, whole, beside, strict=True)
+            if is_whole and not is_beside_whole
+        ),
+    )
+
+
+def rank_flops(run: Resolved) -> tuple[int, ...]:
+    """Operations of each unit's forward pass over one microbatch on one tensor-parallel rank, in model order."""
+    d = local_dims(run)
+    shape = run.shape
+    seen = seen_tokens(shape, d.S)
+    attention = 2 * d.T * d.D * (d.N + 2 * d.K) * d.H + 2 * d.T * d.N * d.H * d.D + 4 * d.T * seen * d.N * d.H
+    inner = 6 * d.Tf * d.D * d.F
+    if shape.moe:
+        experts = shape.moe.experts_per_token * (feed_forward(shape) + shape.width)
+        inner = 2 * d.m * (whole_matrices(shape) + experts)
+    block = attention + inner
+    return 0, *[block] * shape.layers, 2 * d.Tv * d.D * d.V
+
+
+def unit_parameters(shape: ModelShape) -> tuple[UnitParameters, ...]:
+    """What each unit owns, in model order."""
+    D, H = shape.width, shape.head_dim
+    table = shape.vocab * D
+    narrow = 0 if shape.latent is None else shape.latent.query_rank + shape.latent.key_rank
+
+    def block(shape: ModelShape) -> UnitParameters:
+        return UnitParameters(
+            cut_matrices(shape) + biases(shape),
+            2 * D + (2 * H if shape.qk_norm else 0) + narrow,
+            whole_matrices(shape),
+            shape.moe.experts * feed_forward(shape) if shape.moe else 0,
+        )
+
+    usual = [block(shape)] * (shape.layers - shape.dense_layers)
+    head = UnitParameters(0 if shape.tied else table, D)
+    return UnitParameters(table), *[block(shape.at(0))] * shape.dense_layers, *usual, head
+
+
+def parameters(shape: ModelShape) -> int:
+    """Parameters of the whole model; a tied matrix counts once."""
+    return sum(unit.on_rank(1) for unit in unit_parameters(shape))
+
+
+def unit_work(shape: ModelShape, *, tokens: int, sequence_tokens: int, tp: int = 1) -> tuple[UnitWork, ...]:
+    """What each unit takes for a microbatch of ``tokens`` in sequences of ``sequence_tokens``, in model order."""
+    return tuple(UnitWork(flops * tokens // tp) for flops in forward_flops_per_token(shape, sequence_tokens))
+
+
+def model_flops_per_token(shape: ModelShape, sequence_tokens: int) -> int:
+    """Operations that training on one token needs: forward and backward, as ``MFU_CONVENTION`` says."""
+    units = unit_work(shape, tokens=1, sequence_tokens=sequence_tokens)
+    return sum(unit.forward_flops + unit.backward_flops for unit in units)

@@ -1,0 +1,129 @@
+"""Workspace: what a pass over a unit makes and drops within its instruction, and what a step has throughout.
+
+It comes on top of all that is kept while the instruction runs (``activations``), at the height of the pass, and less
+its result where that is not there yet. With the letters of ``activations``, C the tokens of one chunk of the loss, R
+the rows of a rank's experts, E those experts, O and I the sides of the largest matrix of a rank, G the block in which
+exact mode puts numbers on their grid, P a sequence's keys in whole blocks:
+
+    head, fused with its loss
+      forward    logits of a chunk, what softmax makes of them in fp32 (in bf16 logits in fp32 as well), their rows; the
+                 norm's output                          C·V·(e + 4 (+ 4)) + C·D·e + Tv·D·e
+                   where kernels compute in the logits' place                     for e + 4 (+ 4): e
+                   where the weight's gradient is rounded before it is added      D·V·e
+      backward   the gradient of the norm's output in fp32, times the incoming one; in bf16 both
+                                                        Tv·D·4 (+ Tv·D·4) - t·D·e
+                   where gradients are not whole (ZeRO 2, 3), the weight's        D·V·4
+    block
+      backward   gradients of gate and up               2·Tf·F·e - t·D·e
+                   of experts likewise, or of the rows of their outputs; in bf16 a GPU's kernel makes a weight's of all
+                   experts at once                      max(2·R·F, R·D, R·F + E·F·D)·e - t·D·e
+    exact mode, by torch: backward
+      head       the weight's gradient in fp32 and on the grid, the input's       O·I·4 + min(G, O·I)·8 + T·D·4
+      block      likewise; or a product's terms; or one of attention's chunks: scores, weights and their gradients
+                                                        ... + 2·T·D·4, or terms·T·D·4, or 4·rows·N·chunk·P·4
+    exact mode, by its kernels (``plan.saved_activations``): backward
+      head       for the weight's gradient its inputs in fp32; the input's        T·D·4 + T·D·4
+      block      likewise; or attention: gradients of keys and values on the grid, those of queries, and in bf16 three
+                 copies in fp32                         T·F·4 + 2·T·D·4, or T·cp·2·K·H·8 + T·N·H·(e, or e + 16)
+    a step
+      tables of positions, of each microbatch where documents are kept apart      2·S·H·e, or m·2·T·H·e
+      ids and targets of a rank's tokens                                          m·T·16
+
+A block's forward pass makes less than its backward pass, which finds as much kept, and so does what is computed again.
+"""
+
+from __future__ import annotations
+
+from superstep.cost.program.buffers import ELEMENT_BYTES, FP32, INDEX, TOKEN, is_exact, zero_stage
+from superstep.cost.program.flops import LocalDims, local_dims
+from superstep.plan.resolve import Resolved
+
+CHUNK_TOKENS = 512
+"""Rows of logits that a fused loss has at once (``numerics.loss``)."""
+GRID_BLOCK = 2**16
+"""Numbers that exact mode puts on its grid at once (``numerics.fixed_point``)."""
+KEY_BLOCK = 256
+"""Keys that exact mode's attention sums at once (``numerics.invariant_attention``)."""
+
+
+def head_workspace(run: Resolved) -> tuple[int, int]:
+    """Bytes of the head's forward and of its backward pass."""
+    d, e = local_dims(run), ELEMENT_BYTES[run.config.numerics.compute]
+    if is_exact(run):
+        return 0, _summed(run, d, d.V, d.D) + d.T * d.D * FP32
+    rows, is_trained = min(d.Tv, CHUNK_TOKENS), run.plan.trains("dense")
+    in_fp32 = (FP32 if e == FP32 else 2 * FP32) if run.kept.wide_logits else 0
+    rounded = d.D * d.V * e if e < FP32 and is_trained and run.kept.rounded_products else 0
+    forward = rows * d.V * (e + in_fp32) + (rows + d.Tv) * d.D * e + rounded
+    of_weight = d.D * d.V * FP32 if is_trained and zero_stage(run) >= 2 else 0
+    backward = d.Tv * d.D * (FP32 if e == FP32 else 2 * FP32) - d.t * d.D * e
+    return forward, backward + of_weight
+
+
+def block_workspace(run: Resolved) -> tuple[int, int]:
+    """The same of a block."""
+    d, e = local_dims(run), ELEMENT_BYTES[run.config.numerics.compute]
+    if is_exact(run):
+        return 0, _exact_block(run, d)
+    numbers = 2 * d.Tf * d.F if run.shape.moe is None else _mixture(run, d)
+    return 0, max(numbers - d.t * d.D, 0) * e
+
+
+def step_bytes(run: Resolved) -> int:
+    """What a step has throughout; tables are those of our own decoder."""
+    microbatches, tokens = run.plan.microbatches, run.plan.microbatch * run.config.data.sequence_tokens
+    ids = microbatches * tokens // run.plan.mesh.cp * 2 * TOKEN
+    if run.decoder is None:
+        return ids
+    d, e = local_dims(run), ELEMENT_BYTES[run.config.numerics.compute]
+    return ids + (microbatches * d.T if run.config.data.is_masked else d.S) * 2 * d.H * e
+
+
+def batch_bytes(run: Resolved, *, streams: int) -> int:
+    """A global batch with so many streams, where all of it lies on every rank."""
+    numbers = run.config.train.batch_sequences * run.config.data.sequence_tokens
+    return numbers * (2 * TOKEN + INDEX + streams * FP32)
+
+
+def exact_terms(cells: int, tp: int) -> int:
+    """Matrices as large as a product's result that exact mode's sum of it has at once: one of each cell of a rank's
+    inner dim, and of each rank that has other cells.
+    """
+    return cells // tp + (tp + 1 if tp > 1 else 0)
+
+
+def _mixture(run: Resolved, d: LocalDims) -> int:
+    """Elements that the backward pass of a block's experts makes."""
+    moe = run.shape.moe
+    assert moe is not None
+    rows = d.m * moe.experts_per_token
+    inner = (rows + d.m * moe.shared_experts) * d.F
+    # Only this kernel gives the gradient of all experts' weights as a tensor of its own.
+    of_weights = 0 if run.config.numerics.compute == "fp32" else moe.experts // run.plan.mesh.ep * d.F * d.D
+    return max(2 * inner, rows * d.D, inner + of_weights)
+
+
+def _exact_block(run: Resolved, d: LocalDims) -> int:
+    grain = run.plan.grain
+    assert grain is not None, "exact mode"
+    gradient = _summed(run, d, d.D, max(d.F, d.N * d.H)) + 2 * d.T * d.D * FP32
+    product = exact_terms(grain.cells, run.plan.mesh.tp) * d.T * d.D * FP32
+    return max(gradient, product, _exact_attention(run, d, grain.chunks))
+
+
+def _exact_attention(run: Resolved, d: LocalDims, chunks: int) -> int:
+    # Documents are attended to one after the other, and so are rows then.
+    rows = 1 if run.config.data.is_masked else run.plan.microbatch
+    if run.kept.exact_scores:
+        keys = -(-d.S // KEY_BLOCK) * KEY_BLOCK
+        return 4 * rows * d.N * (d.S // chunks) * keys * FP32
+    e = ELEMENT_BYTES[run.config.numerics.compute]
+    sums = d.T * (run.plan.mesh.cp if run.plan.context == "ring" else 1) * 2 * d.K * d.H * 8
+    return sums + d.T * d.N * d.H * (e if e == FP32 else e + 4 * FP32)
+
+
+def _summed(run: Resolved, d: LocalDims, outputs: int, inputs: int) -> int:
+    """A matrix's gradient, and a block of it on the grid; or what it is made of."""
+    if not run.kept.exact_products:
+        return d.T * inputs * FP32
+    return outputs * inputs * FP32 + min(GRID_BLOCK, outputs * inputs) * 8

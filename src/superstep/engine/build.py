@@ -1,0 +1,192 @@
+"""Assembly: a rank's buffers, modules, attention and loss, put together into what the executor drives."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from superstep.comm.mesh import Mesh
+from superstep.engine.build_modules import Compute, Loss, build_loss, build_module, fill_buffers, on_part, selective
+from superstep.engine.choose_attention import Sight, build_sight
+from superstep.engine.exact.modules import Exact, build_exact_loss, grid_of
+from superstep.engine.executor import Machine
+from superstep.engine.flat.buffers import UnitBuffers
+from superstep.engine.layers.fused import is_fused
+from superstep.engine.layers.grad_accumulation import Adder, Sink, Sums
+from superstep.model.expert_dispatch import Exchange
+from superstep.model.inspect import Passed, passed
+from superstep.model.unit import UnitSpec
+from superstep.numerics.dtypes import DTYPES
+from superstep.numerics.fixed_point import Excess
+from superstep.plan.model.outline import Outline
+from superstep.plan.resolve import Plan, Resolved
+from superstep.plan.sharding.parameters import columns_of, has_cut_output
+
+Buffers = Mapping[int, tuple[UnitBuffers, ...]]
+
+
+def assemble(
+    run: Resolved,
+    specs: Sequence[UnitSpec],
+    mesh: Mesh,
+    buffers: Buffers,
+    exchange: Exchange,
+    begin: Callable[[int], None],
+    example: torch.Tensor | None,
+) -> Machine:
+    """What one rank runs.
+
+    Args:
+        run: the resolved run.
+        specs: the model's units.
+        mesh: the launched ranks.
+        buffers: of every unit whose parameters this rank holds.
+        exchange: of mixtures of experts.
+        begin: told the number of a microbatch before any computation with it.
+        example: one row of input, where it is no row of tokens.
+    """
+    plan, numerics = run.plan, run.config.numerics
+    compute_dtype = DTYPES[numerics.compute]
+    sums = Sums()
+    excess = Excess()
+    exact = _exact(run, mesh, buffers, sums, excess)
+    shared = _parameters(buffers)
+    here = [unit for stage, units in enumerate(plan.stages) if plan.placement[stage] == mesh.at.pp for unit in units]
+    # Of a compiled model the blocks are: embedding and head are faster with gradients that go straight into place.
+    modules = {
+        unit: build_module(
+            specs[unit],
+            {local: shared[p.name] for local, p in specs[unit].params.items()},
+            mesh.tp,
+            plan.rules,
+            sums=sums,
+            sequence_parallel=plan.sequence_parallel,
+            is_first=unit == 0,
+            is_compiled=numerics.compile and plan.recomputed[unit],
+            is_fused=is_fused(run, mesh.device),
+            exact=exact,
+        )
+        for unit in here
+    }
+    for unit, module in modules.items():
+        fill_buffers(module, specs[unit], mesh.device.torch, compute_dtype)
+    compute = {unit: _computed(module, specs[unit], exchange) for unit, module in modules.items()}
+    return Machine(
+        mesh=mesh,
+        buffers=buffers,
+        trained={unit: tuple(b for b in every if not b.is_frozen) for unit, every in buffers.items()},
+        compute=compute,
+        parameters={unit: tuple(_adders(module, exact)) for unit, module in modules.items()},
+        sums=sums,
+        selective={unit: selective(way, is_exact=exact is not None) for unit, way in compute.items()},
+        loss=_loss(run, mesh, modules.get(len(specs) - 1), specs[-1], exact),
+        loss_dtype=torch.float32 if exact is None else torch.float64,
+        boundaries=_boundaries(run, specs, compute_dtype, example),
+        begin=begin,
+        excess=excess,
+        sight=build_sight(run, mesh, excess),
+    )
+
+
+def sees_part(plan: Plan, outline: Outline) -> bool:
+    """Whether each tp rank computes the loss of its own part of the sequence."""
+    return plan.sequence_parallel and not has_cut_output(outline, plan.rules)
+
+
+def _parameters(buffers: Buffers) -> dict[str, torch.nn.Parameter]:
+    """By global name: units that name the same tensor share it."""
+    every = [b for unit in buffers.values() for b in unit]
+    return {slot.spec.name: b.params[slot.local] for b in every for slot in b.layout.slots}
+
+
+def _computed(module: torch.nn.Module, spec: UnitSpec, exchange: Exchange) -> Compute:
+    """The module with the keyword arguments that it takes."""
+
+    def compute(x: torch.Tensor, sight: Sight) -> torch.Tensor:
+        given = {"attend": sight.attend, "positions": sight.positions, "exchange": exchange}
+        out: torch.Tensor = module(x, **{name: given[name] for name in spec.takes})
+        return out
+
+    return compute
+
+
+def _adders(module: torch.nn.Module, exact: Exact | None) -> Iterator[tuple[torch.nn.Parameter, Adder]]:
+    """For each parameter, what adds a gradient to its buffer."""
+    for param in module.parameters():
+        if exact is not None and param.requires_grad:
+            yield param, functools.partial(exact.sinks[param].grid.add, exact.sinks[param].into)
+        elif param.grad is not None:
+            yield param, param.grad.add_
+
+
+def _exact(run: Resolved, mesh: Mesh, buffers: Buffers, sums: Sums, excess: Excess) -> Exact | None:
+    plan, grain, shape = run.plan, run.plan.grain, run.plan.mesh
+    if grain is None:
+        return None
+
+    def sink(b: UnitBuffers, local: str) -> Sink:
+        slot = next(slot for slot in b.layout.slots if slot.local == local)
+        return Sink(b.sinks[local], grid_of(slot.spec, grain, run.shape, excess), sums)
+
+    every = [b for unit in buffers.values() for b in unit]
+    return Exact(
+        grain=grain,
+        rules=plan.rules,
+        chunks=grain.chunks // shape.cp,
+        parts=grain.parts // (shape.cp * shape.tp),
+        group=mesh.tp,
+        sinks={param: sink(b, local) for b in every if not b.is_frozen for local, param in b.params.items()},
+    )
+
+
+def _loss(
+    run: Resolved,
+    mesh: Mesh,
+    head: torch.nn.Module | None,
+    spec: UnitSpec,
+    exact: Exact | None,
+) -> Loss:
+    plan = run.plan
+    if exact is not None and head is not None:
+        return build_exact_loss(head, spec, exact, run.shape.vocab)
+    is_straight = plan.zero < 2 or mesh.sharers["dense"].shards == 1
+    tp = mesh.tp if has_cut_output(run.outline, plan.rules) else None
+    vocab = columns_of(run.outline, plan.rules)
+    loss = build_loss(
+        head or torch.nn.Identity(),
+        tp,
+        is_straight=is_straight,
+        vocab=vocab,
+        sequence_parallel=plan.sequence_parallel,
+        is_fused=is_fused(run, mesh.device),
+        given=spec.loss,
+    )
+    return on_part(loss, mesh.tp) if mesh.tp is not None and sees_part(plan, run.outline) else loss
+
+
+def _boundaries(
+    run: Resolved, specs: Sequence[UnitSpec], compute: torch.dtype, example: torch.Tensor | None
+) -> tuple[Passed, ...]:
+    """The shape and dtype of each unit's input on this rank."""
+    plan = run.plan
+    if example is None:
+        example = torch.empty(1, run.config.data.sequence_tokens, dtype=torch.long)
+    # Context-parallel ranks have a part of what is a sequence.
+    dims = (example.shape[1] // plan.mesh.cp, *example.shape[2:]) if plan.mesh.cp > 1 else example.shape[1:]
+    rows = torch.empty(plan.microbatch, *dims, dtype=example.dtype, device="meta")
+    if run.decoder is not None:  # its shapes are known, and where tokens go to experts depends on them
+        stream = torch.Size((*rows.shape, run.decoder.width))
+        found = (Passed(rows.shape, rows.dtype), *[Passed(stream, compute)] * len(specs))
+    else:
+        with unset_fake_temporarily():  # in a rehearsal too, meta tensors do
+            found = passed(specs, rows, compute, "the model")
+    ways = plan.mesh.tp if plan.sequence_parallel else 1
+    return found[0], *(Passed(_sequence_part(x.shape, ways), x.dtype) for x in found[1:])
+
+
+def _sequence_part(shape: torch.Size, ways: int) -> torch.Size:
+    """[B, S, ...] with the sequence split."""
+    return torch.Size((shape[0], shape[1] // ways, *shape[2:])) if ways > 1 else shape

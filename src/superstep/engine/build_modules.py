@@ -1,0 +1,241 @@
+"""The modules of a rank: plain model code, given this rank's parameters and changed from outside as the plan says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
+
+import superstep.engine.document_attention
+import superstep.engine.parallel.ring  # noqa: F401
+from superstep.comm.mesh import Group
+from superstep.engine.choose_attention import Sight
+from superstep.engine.exact.modules import Exact, make_exact
+from superstep.engine.layers.fused import fuse
+from superstep.engine.layers.grad_accumulation import Sums, accumulate_after, accumulate_straight
+from superstep.engine.layers.lora import adapt_straight
+from superstep.engine.parallel.expert import split_tokens
+from superstep.engine.parallel.sequence_parallel import part
+from superstep.engine.parallel.tensor import EXACT_OVER_TP, OVER_TP, enter_of, own_part, split
+from superstep.kernels.cross_entropy import apply_temperature
+from superstep.model.decoder import Head
+from superstep.model.meta import on_meta
+from superstep.model.moe import MixtureOfExperts
+from superstep.model.unit import UnitSpec
+from superstep.numerics.loss import IGNORE, cross_entropy_sum, cut_cross_entropy_sum, linear_cross_entropy_sum
+from superstep.numerics.objective import Aim, objective_sum
+from superstep.plan.rules import Rules
+
+Compute = Callable[[Tensor, Sight], Tensor]
+Loss = Callable[[Tensor, Aim, float], Tensor]
+UnitLoss = Callable[[Tensor, Tensor], Tensor]
+
+
+def build_module(  # noqa: PLR0913
+    spec: UnitSpec,
+    params: Mapping[str, nn.Parameter],
+    tp: Group | None,
+    rules: Rules,
+    *,
+    sums: Sums,
+    sequence_parallel: bool,
+    is_first: bool,
+    is_compiled: bool,
+    is_fused: bool = False,
+    exact: Exact | None = None,
+) -> nn.Module:
+    """The unit's module with the given parameters in place, wrapped for exact mode and tensor parallelism.
+
+    What its layers add to gradient buffers goes through ``sums``. ``is_fused`` has what lies between products computed
+    by ``superstep.kernels``.
+    """
+    with on_meta():
+        module = spec.build()
+    for local in spec.params:
+        path, _, leaf = local.rpartition(".")
+        setattr(module.get_submodule(path), leaf, params[local])
+    if exact is not None:
+        make_exact(module, spec, exact)
+    elif is_compiled:
+        accumulate_after(module)
+    else:
+        accumulate_straight(module, sums)
+        adapt_straight(module, sums)
+        if is_fused:
+            fuse(module)
+    if tp is not None:
+        seams = OVER_TP if exact is None else EXACT_OVER_TP
+        split(module, spec, tp, rules, seams, sequence_parallel=sequence_parallel, is_first=is_first)
+    for layer in module.modules():
+        if isinstance(layer, MixtureOfExperts):
+            if tp is not None and not sequence_parallel:
+                split_tokens(layer, tp)
+            if is_compiled:  # how many rows an expert has is known when it runs
+                layer.forward = torch.compiler.disable(layer.forward)  # type: ignore[method-assign]
+    if is_compiled:
+        module.compile(dynamic=False)
+    return module
+
+
+def fill_buffers(module: nn.Module, spec: UnitSpec, device: torch.device, compute: torch.dtype) -> None:
+    """Give the module the buffers that it has where it is built with memory: constants such as a mask."""
+    if next(module.buffers(), None) is None:
+        return
+    with torch.device(device):
+        made = spec.build()
+    for local, buffer in made.named_buffers():
+        path, _, leaf = local.rpartition(".")
+        setattr(module.get_submodule(path), leaf, buffer.to(device, compute if buffer.is_floating_point() else None))
+
+
+_ATEN = torch.ops.aten
+_SAVED = frozenset(
+    {
+        _ATEN.mm.default,
+        _ATEN.addmm.default,
+        _ATEN.bmm.default,
+        torch.ops.mkldnn._linear_pointwise.default,
+        torch.ops.superstep.product_by_fp32.default,
+        _ATEN._grouped_mm.default,
+        _ATEN.convolution.default,
+        _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
+        _ATEN._scaled_dot_product_flash_attention.default,
+        _ATEN._scaled_dot_product_efficient_attention.default,
+        _ATEN._scaled_dot_product_cudnn_attention.default,
+        torch.ops.superstep.document_attention.default,
+        torch.ops.superstep.ring_attention.default,
+    }
+)
+
+
+def _policy(ctx: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in _SAVED else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def selective(module: Compute, *, is_exact: bool = False) -> Compute:
+    """The module, keeping only what its products and its attention gave; norms, rotary embedding and gates are
+    computed again, which costs passes over memory and no product (after Korthikanti 2022, sec. 5).
+
+    Exact mode adds its products up in place, and what was kept may not change; there all is computed again.
+    """
+
+    def compute(x: Tensor, sight: Sight) -> Tensor:
+        contexts = noop_context_fn if is_exact else partial(create_selective_checkpoint_contexts, _policy)
+        out: Tensor = checkpoint(module, x, sight, use_reentrant=False, context_fn=contexts, preserve_rng_state=False)
+        return out
+
+    return compute
+
+
+def build_loss(
+    head: nn.Module,
+    tp: Group | None,
+    *,
+    is_straight: bool,
+    vocab: int,
+    sequence_parallel: bool = False,
+    is_fused: bool = False,
+    given: UnitLoss | None = None,
+) -> Loss:
+    """The loss of the last unit's output: (output, aim, scale) to the sum over all tokens.
+
+    Its gradient is that of scale · sum. A decoder's whole head is fused with the loss, so that no whole logits exist;
+    ``is_straight`` lets it add the weight's gradient to the buffer at once, in the forward, which the program allows
+    where the buffer stays for the whole step (ZeRO 0 and 1).
+
+    Args:
+        head: the last unit's module.
+        tp: the group over which its output is cut; None where it is whole.
+        is_straight: see above.
+        vocab: columns of the whole output, without padding.
+        sequence_parallel: whether what goes into a head that is cut is a part of the sequence.
+        is_fused: whether ``kernels.cross_entropy`` computes it.
+        given: a loss of the unit's own, of its whole output.
+    """
+    if given is not None:
+        return partial(_given_loss, given)
+    if not isinstance(head, Head):
+
+        def plain(logits: Tensor, aim: Aim, scale: float) -> Tensor:
+            logits = apply_temperature(logits, aim.temperature)
+            if tp is None:
+                return _scaled(_whole_loss(logits, aim), scale)
+            columns = own_part(logits.shape[-1], vocab, tp)
+            return _scaled(cut_cross_entropy_sum(logits, aim.targets, columns, aim.token_terms), scale)
+
+        return plain
+    linear, columns = head.lm_head, None
+    linear.forward = _same  # type: ignore[method-assign,assignment]
+    if tp is not None:
+        columns = own_part(len(linear.weight), vocab, tp)
+        enter = enter_of(sequence_parallel=sequence_parallel)
+        linear.forward = lambda h: enter(h, tp)  # type: ignore[method-assign,assignment]
+
+    def fused(h: Tensor, aim: Aim, scale: float) -> Tensor:
+        # Either way the scale goes in before gradients are rounded to bf16, so that ZeRO stages give the same bits.
+        into = linear.weight.grad if is_straight and torch.is_grad_enabled() else None
+        return linear_cross_entropy_sum(
+            h,
+            linear.weight,
+            aim.targets,
+            scale=scale,
+            weight_grad_into=into,
+            terms=aim.token_terms,
+            is_compiled=is_fused,
+            columns=columns,
+            temperature=aim.temperature,
+        )
+
+    return fused
+
+
+def _whole_loss(logits: Tensor, aim: Aim) -> Tensor:
+    """The loss of whole rows of logits."""
+    if aim.is_plain:
+        return cross_entropy_sum(logits, aim.targets)
+    logits_TV, targets_T = logits.flatten(0, -2).float(), aim.targets.flatten()
+    return objective_sum(-F.cross_entropy(logits_TV, targets_T, ignore_index=IGNORE, reduction="none"), aim)
+
+
+def _given_loss(of: UnitLoss, out: Tensor, aim: Aim, scale: float) -> Tensor:
+    return _scaled(of(out, aim.targets).float(), scale)
+
+
+def on_part(loss: Loss, tp: Group) -> Loss:
+    """The loss of this rank's part of the sequence, where the stream is split and the head is whole."""
+
+    def compute(out: Tensor, aim: Aim, scale: float) -> Tensor:
+        return loss(out, aim.cut(lambda whole: part(whole, tp)), scale)
+
+    return compute
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+class _Scale(torch.autograd.Function):
+    """The identity, whose gradient is multiplied."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale  # type: ignore[attr-defined]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.scale, None  # type: ignore[attr-defined]
+
+
+def _scaled(loss: Tensor, scale: float) -> Tensor:
+    out: Tensor = _Scale.apply(loss, scale)  # type: ignore[no-untyped-call]
+    return out

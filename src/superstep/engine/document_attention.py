@@ -1,0 +1,126 @@
+"""Attention of whole sequences, and within documents: those of a packed sequence each as if it stood alone.
+
+What is computed is a triangle for each document, so a sequence of many costs less than one of few. Where documents
+start is read off the host's memory: a GPU is not waited for. Where ``kernels.attention`` computes, it may lie there.
+
+    B  sequences    N  query heads           S  positions    H  width of one head
+                    K  key and value heads
+
+An operator of torch's dispatcher, for the reasons that the ring is one (``engine.parallel.ring``): selective recompute
+keeps its result, and a compiler, which would make another graph for every number of documents, sees one call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from superstep.engine.parallel.flash_partial import attend_block, attend_block_backward
+from superstep.engine.parallel.flash_varlen import attend_parts, attend_parts_backward, bounds
+from superstep.kernels import attention as kernel
+from superstep.model.decoder import Sliding
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentAttend:
+    """Causal attention of whole sequences, or within each of their documents, as ``model.decoder.Attend``.
+
+    Attributes:
+        starts: int64 [B, S], on the host, or where ``kernels.attention`` computes: for each position, where in its row
+            its document starts; None for one in each.
+        is_compiled: whether ``kernels.attention`` computes it, where that takes such heads.
+    """
+
+    starts: Tensor | None = None
+    is_compiled: bool = False
+
+    def __call__(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Tensor:
+        """The mixed values: [B, S, N, H]."""
+        out_BSNH: Tensor = document_attention(q_BSNH, k_BSKH, v_BSKH, self.starts, self.is_compiled)[0]
+        return out_BSNH
+
+
+@dataclass(frozen=True, slots=True)
+class WindowAttend:
+    """``model.decoder.Sliding`` by ``kernels.attention``, which lets each query begin where it likes. Heads that have
+    no place there are left to ``Sliding``.
+    """
+
+    window: int
+
+    def __call__(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Tensor:
+        """The mixed values: [B, S, N, H]."""
+        if not kernel.fits(q_BSNH, k_BSKH, v_BSKH):
+            return Sliding(self.window)(q_BSNH, k_BSKH, v_BSKH)
+        B, S = q_BSNH.shape[:2]
+        places = torch.arange(S, device=q_BSNH.device)
+        starts_BS = (places - (self.window - 1)).clamp_(min=0).expand(B, S) if self.window < S else None
+        whole = (x.contiguous() for x in (q_BSNH, k_BSKH, v_BSKH))  # these the kernel takes
+        out_BSNH: Tensor = document_attention(*whole, starts_BS, True)[0]  # noqa: FBT003
+        return out_BSNH
+
+
+@torch.library.custom_op("superstep::document_attention", mutates_args=())
+def document_attention(
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, is_compiled: bool
+) -> tuple[Tensor, Tensor]:
+    """The output [B, S, N, H] and its log-sum-exp [B, N, S], fp32."""
+    qkv = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    if is_compiled and kernel.takes(*qkv):
+        out_BNSH, lse = kernel.attend(*qkv, is_causal=True, starts_BS=starts)
+    elif starts is None:
+        out_BNSH, lse = attend_block(*qkv, is_causal=True)
+    else:
+        out_BNSH, lse = attend_parts(*qkv, bounds(starts.cpu()))
+    return out_BNSH.transpose(1, 2).contiguous(), lse
+
+
+@torch.library.custom_op("superstep::document_attention_backward", mutates_args=())
+def _document_attention_backward(  # noqa: PLR0913
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, starts: Tensor | None, is_compiled: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v."""
+    grad_BNSH, out_BNSH = grad.transpose(1, 2), out.transpose(1, 2)
+    qkv = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    if is_compiled and kernel.takes(*qkv, grad_BNSH, out_BNSH):
+        found = kernel.attend_backward(grad_BNSH, qkv, out_BNSH, lse, is_causal=True, starts_BS=starts)
+    elif starts is None:
+        found = attend_block_backward(grad_BNSH, qkv, out_BNSH, lse, is_causal=True)
+    else:
+        found = attend_parts_backward(grad_BNSH, qkv, out_BNSH, lse, bounds(starts.cpu()))
+    dq, dk, dv = (x.transpose(1, 2).contiguous() for x in found)
+    return dq, dk, dv
+
+
+def _empty(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@document_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, is_compiled: bool) -> tuple[Tensor, Tensor]:
+    B, S, N, _ = q.shape
+    return _empty(q), q.new_empty(B, N, S, dtype=torch.float32)
+
+
+@_document_attention_backward.register_fake
+def _(  # noqa: PLR0913
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, starts: Tensor | None, is_compiled: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _empty(q), _empty(k), _empty(v)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:  # noqa: ANN401
+    q, k, v, starts, ctx.is_compiled = inputs
+    ctx.save_for_backward(q, k, v, *output, starts)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:  # noqa: ANN401
+    dq, dk, dv = _document_attention_backward(grad.contiguous(), *ctx.saved_tensors, ctx.is_compiled)
+    return dq, dk, dv, None, None
+
+
+document_attention.register_autograd(_backward, setup_context=_keep)

@@ -1,0 +1,380 @@
+"""The engine: one rank's units built from a resolved run, and the two things it does: train a step, evaluate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from superstep.comm.collectives import DONE, Pending, gather_sequence, sum_over
+from superstep.comm.mesh import Mesh
+from superstep.engine.adamw import AdamW, Hyper, Owned
+from superstep.engine.build import assemble, sees_part
+from superstep.engine.exact.modules import require_exact
+from superstep.engine.executor import Executor
+from superstep.engine.flat.buffers import UnitBuffers
+from superstep.engine.flat.rank_state import Holding
+from superstep.engine.flat.snapshots import Snapshots
+from superstep.engine.instruction_timer import Recorder
+from superstep.engine.malloc_tuning import keep_what_is_freed
+from superstep.engine.microbatch import Microbatch
+from superstep.engine.parallel.expert import build_exchange
+from superstep.engine.router_counts import RouterCounts
+from superstep.engine.token_metrics import WEIGHTS_MEND, Watch, require_divisor
+from superstep.errors import ConfigError, Fault
+from superstep.launch.stop_request import Stop
+from superstep.model.expert_dispatch import Now
+from superstep.model.unit import UnitSpec
+from superstep.monitor.status_page import Beats, Unwatched
+from superstep.numerics.dtypes import DTYPES
+from superstep.numerics.fixed_point import OutOfRange, exact_loss_sum, require_exact_loss
+from superstep.numerics.loss import IGNORE
+from superstep.numerics.objective import CROSS_ENTROPY, Objective
+from superstep.numerics.own_loss import OwnLoss, load_loss
+from superstep.plan.resolve import Resolved
+from superstep.plan.sharding.sequence import positions
+from superstep.program.compile import compile_evaluation, compile_step
+from superstep.program.instructions import Program, Step
+from superstep.program.text import describe
+from superstep.state.memory_snapshot import Memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """One training step, seen from all ranks.
+
+    Attributes:
+        loss: of the global batch, over its divisor: nats per valid token, unless said otherwise.
+        grad_norm: the global gradient norm before clipping.
+        tokens: valid tokens of the global batch.
+        is_stop_asked: whether any rank was asked to stop before the step's sums were taken.
+        is_copy_refused: whether a snapshot was damaged that the disk was to have.
+        measures: what the objective tells of the tokens that count, by name.
+        refused: why the update was not made; empty where it was.
+    """
+
+    loss: float
+    grad_norm: float
+    tokens: int
+    is_stop_asked: bool = False
+    is_copy_refused: bool = False
+    measures: Mapping[str, float] = field(default_factory=dict)
+    refused: str = ""
+
+
+Judge = Callable[[float, float], str]
+"""Why a step of this loss and gradient norm is not to be taken; empty where it is."""
+
+
+class Engine(Holding):
+    """One rank of a run.
+
+    Args:
+        run: the resolved run.
+        specs: the model's units.
+        mesh: the launched ranks.
+        example: one row of input, [1, ...], where it is no row of tokens; its shape and dtype count.
+        learns: whether it takes steps; what only evaluates has neither gradients nor moments.
+        heart: told where its programs are.
+        temperature: divides the logits, in losses and in log-probabilities: what tokens were sampled with, where they
+            were.
+
+    Attributes:
+        routers: counts of the training steps; None without experts.
+    """
+
+    def __init__(
+        self,
+        run: Resolved,
+        specs: Sequence[UnitSpec],
+        mesh: Mesh,
+        example: torch.Tensor | None = None,
+        *,
+        learns: bool = True,
+        heart: Beats | None = None,
+        temperature: float = 1.0,
+    ) -> None:
+        self.evaluation_program = compile_evaluation(run.plan)
+        self._others: dict[int, tuple[Program, Program]] = {}
+        plan, config = run.plan, run.config
+        if plan.grain is not None:
+            require_exact(DTYPES[config.numerics.compute], mesh.device)
+        if mesh.device.kind == "cpu":
+            keep_what_is_freed()
+        super().__init__(run, specs, mesh, learns=learns)
+        self.optimizer = AdamW(
+            [Owned(b, tuple(self._owned_ranges(unit, b))) for unit, b in self._each() if not b.is_frozen],
+            Hyper(
+                beta1=config.train.beta1,
+                beta2=config.train.beta2,
+                eps=config.train.eps,
+                weight_decay=config.train.weight_decay,
+                clip_norm=config.train.clip_norm,
+            ),
+            mesh.world,
+            is_exact=plan.grain is not None,
+        )
+        self._exchange = build_exchange(run, mesh)
+        moe = run.decoder.moe if run.decoder else None
+        self.routers = RouterCounts(moe, run.shape.layers, config.train.batch_sequences, mesh) if moe else None
+        self._temperature = temperature
+        loss = config.train.loss
+        self._objective: Objective = CROSS_ENTROPY if loss is None else OwnLoss(load_loss(loss))
+        self._is_training = False
+        self._count = plan.microbatches
+        machine = assemble(run, self.specs, mesh, self.buffers, self._exchange, self._begin, example)
+        self._excess = machine.excess
+        self.snapshots: Snapshots | None = None
+        """What copies the state, where anything does."""
+        self._heart = heart or Unwatched()
+        self._executor = Executor(machine, self._update, self._snapshot, self._heart)
+        self._lr = 0.0
+        self._divisor = 1.0
+        self._result = (0.0, 0.0)
+        self._measures: Mapping[str, float] = {}
+        self._stop = Stop()
+        self._flags = [False, False]
+        self._inspect: Callable[[], None] | None = None
+        self._judge: Judge | None = None
+        self._refused = ""
+
+    def _snapshot(self, unit: int) -> Pending:
+        return DONE if self.snapshots is None else self.snapshots.copy(unit)
+
+    def trained_buffers(self) -> Iterator[UnitBuffers]:
+        """Those that the optimizer updates."""
+        return (b for _, b in self._each() if not b.is_frozen)
+
+    def keep_snapshots(self, memory: Memory) -> Snapshots:
+        """Have the state copied into a memory by the step program, where it has a ``Snapshot`` and one is due."""
+        frozen = self.step_program.frozen
+        trained = {u: [b for b in each if not b.is_frozen] for u, each in self.buffers.items() if u not in frozen}
+        self.snapshots = Snapshots(memory, trained, self.mesh.device)
+        return self.snapshots
+
+    def _begin(self, m: int) -> None:
+        """Tell the exchange which sequences come next."""
+        plan, train = self.run.plan, self.run.config.train
+        first = (self.mesh.at.dp * self._count + m) * plan.microbatch
+        self._exchange.now = Now(
+            sequences=tuple(range(first, first + plan.microbatch)),
+            batch_sequences=self._count * plan.microbatch * self.mesh.shape.dp,
+            seed=train.seed,
+            step=self.optimizer.steps if self._is_training else None,
+        )
+
+    def train_step(  # noqa: PLR0913
+        self,
+        microbatches: Sequence[Microbatch],
+        *,
+        valid_tokens: int,
+        lr: float,
+        divisor: float | None = None,
+        objective: Objective | None = None,
+        inspect: Callable[[], None] | None = None,
+        judge: Judge | None = None,
+        record: Recorder | None = None,
+        stop: Stop | None = None,
+    ) -> StepResult:
+        """Run the step program.
+
+        Args:
+            microbatches: this data-parallel rank's, in order. For another number of them than the plan's, which must be
+                the same on all ranks, a program is made and kept.
+            valid_tokens: of the whole global batch.
+            lr: the learning rate.
+            divisor: the one divisor of the loss, above zero; None means ``valid_tokens``.
+            objective: what is made of a target's log-probability and of the microbatches' streams; None means what
+                ``train.loss`` says.
+            inspect: called when the gradients are final, before the update.
+            judge: asked before it with what all ranks know; where it says why, none makes the update. Without it a
+                sum that leaves its exact range is a fault, with it a reason.
+            record: what notes when each instruction ran.
+            stop: whether this rank is asked to stop; asked for at the end of the step.
+
+        Raises:
+            DataError: the divisor divides nothing, or a stream is missing or of another shape than the targets.
+            ConfigError: the last unit has a loss of its own, which knows nothing of streams and objectives.
+        """
+        self._stop = stop or Stop()
+        self._lr, self._inspect, self._judge, self._is_training = lr, inspect, judge, True
+        self._divisor = require_divisor(float(valid_tokens) if divisor is None else divisor)
+        self._watch = self._watching(objective or self._objective, microbatches)
+        for _, b in self._each():
+            if not b.is_frozen:
+                b.zero_gradient()
+        scale = 1.0 / self._divisor
+        program, _ = self._programs(len(microbatches))
+        number = self.optimizer.steps + 1
+        self._executor.run(program, microbatches, scale=scale, watch=self._watch, record=record, number=number)
+        if self.routers is not None:
+            told = self._exchange.told()
+            if not self._refused:
+                self.routers.add(told)
+        loss, norm = self._result
+        return StepResult(
+            loss=loss,
+            grad_norm=norm,
+            tokens=valid_tokens,
+            is_stop_asked=self._flags[0],
+            is_copy_refused=self._flags[1],
+            measures=self._measures,
+            refused=self._refused,
+        )
+
+    def _programs(self, count: int) -> tuple[Program, Program]:
+        """A step and an evaluation of so many microbatches on a rank."""
+        plan, self._count = self.run.plan, count
+        if count == plan.microbatches:
+            return self.step_program, self.evaluation_program
+        if count not in self._others:
+            other = replace(plan, microbatches=count)
+            self._others[count] = compile_step(other), compile_evaluation(other)
+        return self._others[count]
+
+    def _watching(self, objective: Objective, microbatches: Sequence[Microbatch], *, keeps: bool = False) -> Watch:
+        """What the loss is in the run of a program to come."""
+        is_exact, temperature = self.run.plan.grain is not None, self._temperature
+        watch = Watch(objective, microbatches, self.mesh, is_exact=is_exact, keeps=keeps, temperature=temperature)
+        if (watch.sees or not watch.is_plain or temperature != 1.0) and self.specs[-1].loss is not None:
+            raise ConfigError(
+                f"unit '{self.specs[-1].name}' has a loss of its own, which says nothing of single tokens: give it no "
+                "streams, no objective and no temperature, or leave its loss out."
+            )
+        return watch
+
+    def _update(self) -> None:
+        self._refused = ""
+        try:
+            mine = self._told()
+            self._heart.waits()
+            is_copy_refused = self.snapshots is not None and self.snapshots.refused is not None
+            flags = self._stop.is_asked, is_copy_refused
+            square, told, self._flags = self.optimizer.sums(mine, self._excess, flags)
+            self._heart.works()
+            self._measures = self._measured(told[1:])
+        except OutOfRange as error:
+            if self._judge is not None:
+                self._excess.found = ""
+                self._result, self._refused = (math.nan, math.nan), str(error)
+                return
+            step = self.optimizer.steps + 1
+            mend = "" if self._watch.is_plain else f" {WEIGHTS_MEND}"
+            raise Fault(f"{error}{mend}", rank=self.mesh.rank, step=step, instruction=describe(Step())) from error
+        self._result = (told[0] / self._divisor, math.sqrt(square))
+        if self._judge is not None and (refused := self._judge(*self._result)):
+            self._refused = refused
+            return
+        if self._inspect is not None:
+            self._inspect()
+        self.optimizer.step(self._lr, self._result[1])
+
+    @property
+    def measures(self) -> Mapping[str, float]:
+        """What the objective tells of the newest step, for ``inspect`` too."""
+        return self._measures
+
+    @property
+    def _sees_part(self) -> bool:
+        """Whether each tp rank sees a part of the tokens of its own."""
+        return sees_part(self.run.plan, self.run.outline)
+
+    def _told(self) -> torch.Tensor:
+        """What is to be summed over all ranks after a run: the loss, and what was seen of the tokens, fp64."""
+        # Where every tp rank computed the same loss, one of them counts it.
+        is_counted = self.mesh.at.tp == 0 or self._sees_part
+        loss = (self._executor.loss * is_counted).double().view(1)
+        return loss if not self._watch.sees else torch.cat((loss, self._watch.numbers(is_counted=is_counted)))
+
+    def _measured(self, summed: Sequence[float]) -> Mapping[str, float]:
+        if not self._watch.sees:
+            return {}
+        measures, size = self._watch.told(summed)
+        if self.run.plan.grain is not None:
+            require_exact_loss(size)  # losses of both signs may leave the range together and sum to little
+        return measures
+
+    def evaluate(
+        self, microbatches: Sequence[Microbatch], *, objective: Objective = CROSS_ENTROPY
+    ) -> tuple[float, float]:
+        """The loss summed over the tokens of one global batch, and how many have a target, on all ranks; with a stream
+        ``weights``, the sizes of their weights together.
+        """
+        self._evaluate(self._watching(objective, microbatches), microbatches)
+        weighed = [_weight_sum(m) for m in microbatches]
+        is_counted = self.mesh.at.tp == 0 and self.mesh.at.pp == self.run.plan.placement[-1]
+        told = torch.cat((self._told()[:1], torch.stack(weighed).sum().view(1) * is_counted))
+        loss, weight = sum_over(told, self.mesh.world).tolist()
+        return loss, weight
+
+    def _evaluate(self, watch: Watch, microbatches: Sequence[Microbatch]) -> None:
+        self._is_training, self._watch = False, watch
+        _, program = self._programs(len(microbatches))
+        self._executor.run(program, microbatches, scale=1.0, watch=watch, number=self.optimizer.steps)
+        self._exchange.told()  # of training alone is kept count
+
+    def own_logprobs(self, microbatches: Sequence[Microbatch]) -> list[torch.Tensor]:
+        """The log-probability of each target of this rank's microbatches, fp32, in their order and of the targets'
+        shape; zero where a target is ignored. None on ranks without the last unit. Every rank calls it.
+        """
+        watch = self._watching(CROSS_ENTROPY, [_bare(m) for m in microbatches], keeps=True)
+        self._evaluate(watch, microbatches)
+        if not watch.has_kept:
+            return []
+        ways = self.mesh.tp.size() if self.mesh.tp is not None and self._sees_part else 1
+        found = []
+        for m, microbatch in enumerate(microbatches):
+            rows, *dims = microbatch.targets.shape
+            if ways == 1:
+                found.append(watch.kept(m).view(rows, *dims))
+            else:
+                assert self.mesh.tp is not None
+                found.append(gather_sequence(watch.kept(m).view(rows, dims[0] // ways, *dims[1:]), self.mesh.tp))
+        return found
+
+    def logprobs(self, microbatches: Sequence[Microbatch]) -> torch.Tensor:
+        """The log-probability of each target of the whole global batch, [rows, S] and fp32, the same on
+        every rank: in exact mode the same bits on every layout. Zero where a target is ignored. Every rank calls it.
+        """
+        own, at = self.own_logprobs(microbatches), self.mesh.at
+        size, *dims = microbatches[0].targets.shape
+        cp, tokens = self.mesh.shape.cp, dims[0] * self.mesh.shape.cp if dims else 0
+        count = len(microbatches) * size
+        whole = torch.zeros(
+            count * self.mesh.shape.dp, *([tokens, *dims[1:]] if dims else []), device=self.mesh.device.torch
+        )
+        # Of the ranks that share a token one adds it to the others' zeros, which rounds nothing.
+        if own and at.tp == 0:
+            mine = torch.cat(own)
+            first = at.dp * count
+            rows = whole[first : first + len(mine)]
+            if cp > 1:
+                rows[:, list(positions(tokens, cp=cp, rank=at.cp))] = mine
+            else:
+                rows.copy_(mine)
+        return sum_over(whole, self.mesh.world)
+
+    def loaded(self, steps: int) -> None:
+        """To be called after the state was written to from outside: parameters follow the master weights.
+
+        Args:
+            steps: updates that the optimizer has made.
+        """
+        self.optimizer.steps = steps
+        for _, b in self._each():
+            if b.zero == 0:
+                b.refresh()
+
+
+def _bare(microbatch: Microbatch) -> Microbatch:
+    """The same without its streams."""
+    return Microbatch(tokens=microbatch.tokens, targets=microbatch.targets, starts=microbatch.starts)
+
+
+def _weight_sum(microbatch: Microbatch) -> torch.Tensor:
+    """How many targets a microbatch has, or the sizes of their weights together: fp64, in any order."""
+    counts = microbatch.targets != IGNORE
+    weights = microbatch.streams.get("weights")
+    return exact_loss_sum(counts if weights is None else weights.abs().where(counts, 0.0))

@@ -1,0 +1,124 @@
+"""Mixtures of experts in exact mode: the same bits wherever a token's experts are, and whoever brings it.
+
+What is computed for a single token needs no care but that its product has no other bits among more rows. A weight's
+gradient sums over tokens: those of one expert are taken in the order of the microbatch, a part of the sequence at a
+time; each part is one product, put on a fixed grid. A part lies on one rank on every layout, and its rows come to the
+expert together.
+
+    T  tokens held here      R  rows, sorted by expert      E  experts held here
+    k  experts of a token    I, O  inputs and outputs of a product
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from superstep.engine.exact.linear import Cut, linear
+from superstep.engine.layers.grad_accumulation import Sink
+from superstep.model.experts import GroupedLinear, in_order
+from superstep.model.moe import Gate
+from superstep.numerics.invariant_matmul import product
+
+
+def exact_grouped_linear(layer: GroupedLinear, sink: Sink) -> Any:  # noqa: ANN401
+    """The layer's new forward; its weight's gradient goes to ``sink``."""
+
+    def forward(x_RI: Tensor, rows_E: Tensor, part_R: Tensor | None = None) -> Tensor:
+        assert part_R is not None, "the exchange of exact mode says which part of which sequence each row is of"
+        if not torch.is_grad_enabled():
+            return _products(x_RI, layer.weight.transpose(1, 2), rows_E.tolist())
+        out: Tensor = _GroupedLinear.apply(x_RI, layer.weight, rows_E, part_R, sink)  # type: ignore[no-untyped-call]
+        return out
+
+    return forward
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401
+        x_RI: Tensor,
+        weight_EOI: Tensor,
+        rows_E: Tensor,
+        part_R: Tensor,
+        sink: Sink,
+    ) -> Tensor:
+        ctx.save_for_backward(x_RI, weight_EOI, rows_E, part_R)
+        ctx.sink, ctx.rows = sink, rows_E.tolist()  # a GPU is waited for here, and not in the backward pass again
+        return _products(x_RI, weight_EOI.transpose(1, 2), ctx.rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor, None, None, None, None]:  # noqa: ANN401
+        x_RI, weight_EOI, rows_E, part_R = ctx.saved_tensors
+        held = part_R[: sum(ctx.rows)]
+        ctx.sink.sums.do(partial(_add_parts, ctx.sink, grad_RO, x_RI.detach(), rows_E, held))
+        return _products(grad_RO, weight_EOI, ctx.rows), None, None, None, None
+
+
+def _products(x_RI: Tensor, matrix_EIO: Tensor, rows: Sequence[int]) -> Tensor:
+    """Each expert's rows times its matrix, [R, O]; zeros for rows of nobody."""
+    nobodys = len(x_RI) - sum(rows)
+    groups = zip(x_RI.split([*rows, nobodys]), matrix_EIO, strict=False)
+    parts = [product(group, matrix).to(x_RI.dtype) if len(group) else group @ matrix for group, matrix in groups]
+    return torch.cat((*parts, x_RI.new_zeros(nobodys, matrix_EIO.shape[2])))
+
+
+def _add_parts(sink: Sink, grad_RO: Tensor, x_RI: Tensor, rows_E: Tensor, part_R: Tensor) -> None:
+    order_R, starts = _by_part(rows_E, part_R)
+    if sink.grid.add_grouped_products(sink.into, grad_RO, x_RI, order_R, starts):
+        return
+    sizes, chunks = starts.diff().tolist(), (len(starts) - 1) // len(sink.into)
+    pairs = zip(*(each.index_select(0, order_R).split(sizes) for each in (grad_RO, x_RI)), strict=True)
+    for number, (grad, x) in enumerate(pairs):
+        if len(x):
+            sink.grid.add(sink.into[number // chunks], product(grad.t(), x))
+
+
+def _by_part(rows_E: Tensor, part_R: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows of every part of every expert, in their order, and where each of these begins. None is nobody's."""
+    expert_R = torch.arange(len(rows_E), device=rows_E.device).repeat_interleave(rows_E, output_size=len(part_R))
+    parts = int(part_R.max()) + 1 if len(part_R) else 1
+    key_R = expert_R * parts + part_R
+    rows = rows_E.new_zeros(len(rows_E) * parts).index_add_(0, key_R, torch.ones_like(key_R))
+    return key_R.argsort(stable=True), torch.cat((rows.new_zeros(1), rows.cumsum(0)))
+
+
+def exact_gate(layer: Gate, sinks: Mapping[str, Sink], parts: int) -> Any:  # noqa: ANN401
+    """The router's new forward: its logits are fp32; the gradient of its matrices sums over ``parts`` of a sequence."""
+    cut = Cut(cells_in=1, cells_out=1, is_cut_in=False, is_cut_out=False, chunks=parts, group=None)
+
+    def logits(x_BsD: Tensor, weight: Tensor, sink: Sink) -> Tensor:
+        return linear(x_BsD.float(), weight.float(), sink, cut)
+
+    def forward(x_BsD: Tensor) -> Tensor:
+        out = logits(x_BsD, layer.weight, sinks["weight"])
+        if layer.spread is None:
+            return out
+        return torch.cat((out, logits(x_BsD, layer.spread, sinks["spread"])), -1)
+
+    return forward
+
+
+def exact_combine(weight_Tk: Tensor, y_TkD: Tensor) -> Tensor:
+    """The experts' outputs, weighted and summed from the first choice to the last: [T, D]."""
+    out: Tensor = _Combine.apply(weight_Tk, y_TkD)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight_Tk: Tensor, y_TkD: Tensor) -> Tensor:  # noqa: ANN401
+        ctx.save_for_backward(weight_Tk, y_TkD)
+        return in_order(weight_Tk.float().unsqueeze(-1) * y_TkD.float()).to(y_TkD.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ANN401
+        weight_Tk, y_TkD = ctx.saved_tensors
+        grad_T1D = grad_TD.float().unsqueeze(1)
+        dweight_Tk = (grad_T1D * y_TkD.float()).sum(-1)
+        return dweight_Tk.to(weight_Tk.dtype), (grad_T1D * weight_Tk.float().unsqueeze(-1)).to(y_TkD.dtype)

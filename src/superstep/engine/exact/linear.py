@@ -1,0 +1,214 @@
+"""Linear layers, embeddings and norms whose results and gradients have the same bits on every layout.
+
+Their sums run over four things. Over the inner dim of a product: in cells, as ``numerics.invariant_matmul`` does it,
+and across tensor-parallel ranks as the upper levels of the same tree. Over tokens, in a weight's gradient: each chunk
+of the sequence is one product, put on a fixed grid and added as an integer, so that chunks may lie on any context-
+parallel or data-parallel rank. What a rank computes for a single token needs no sum and no care.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from superstep.comm.collectives import stack_ranks
+from superstep.comm.mesh import Group
+from superstep.engine.layers.grad_accumulation import Sink
+from superstep.kernels import cpu_library, norm
+from superstep.numerics.invariant_matmul import product, tree_sum
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """How a linear layer's sums are cut on this rank.
+
+    Attributes:
+        cells_in: cells of the input dim held here.
+        cells_out: cells of the output dim held here.
+        is_cut_in: whether the input dim is cut over tp, so that other ranks hold further cells.
+        is_cut_out: whether the output dim is.
+        chunks: chunks of the sequence held here.
+        group: the tp ranks; None where tp = 1.
+    """
+
+    cells_in: int
+    cells_out: int
+    is_cut_in: bool
+    is_cut_out: bool
+    chunks: int
+    group: Group | None
+
+    def over_ranks(self, partial: Tensor, *, is_cut: bool) -> Tensor:
+        """The upper levels of the tree: the sum over tp ranks, whole on each of them."""
+        if self.group is None or not is_cut:
+            return partial
+        return tree_sum(stack_ranks(partial, self.group).unbind())
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_BSI: Tensor, weight_OI: Tensor, sink: Sink | None, cut: Cut) -> Tensor:  # noqa: ANN401
+        ctx.save_for_backward(None if sink is None else x_BSI, weight_OI)
+        ctx.sink, ctx.cut = sink, cut
+        return forward_product(x_BSI, weight_OI, cut)
+
+    @staticmethod
+    def backward(ctx: Any, grad_BSO: Tensor) -> tuple[Tensor, None, None, None]:  # noqa: ANN401
+        x_BSI, weight_OI = ctx.saved_tensors
+        cut: Cut = ctx.cut
+        dx = product(grad_BSO.flatten(0, -2), weight_OI, cells=cut.cells_out)
+        dx = cut.over_ranks(dx, is_cut=cut.is_cut_out)
+        if ctx.sink is not None:
+            ctx.sink.sums.do(partial(add_weight_gradient, ctx.sink, grad_BSO, x_BSI.detach(), cut.chunks))
+        return dx.to(grad_BSO.dtype).view(*grad_BSO.shape[:-1], -1), None, None, None
+
+
+def forward_product(x_BSI: Tensor, weight_OI: Tensor, cut: Cut) -> Tensor:
+    """x · weightᵀ, rounded to the dtype of x."""
+    y = product(x_BSI.flatten(0, -2), weight_OI.t(), cells=cut.cells_in)
+    y = cut.over_ranks(y, is_cut=cut.is_cut_in)
+    return y.to(x_BSI.dtype).view(*x_BSI.shape[:-1], -1)
+
+
+def add_weight_gradient(sink: Sink, grad_BSO: Tensor, x_BSI: Tensor, chunks: int) -> None:
+    """``into += gradᵀ · x``, a product for each chunk of the sequence; ``into: [O, I]`` is int64."""
+    if sink.grid.add_products(sink.into, grad_BSO, x_BSI, chunks):
+        return
+    for grad, x in zip(grad_BSO.chunk(chunks, dim=1), x_BSI.chunk(chunks, dim=1), strict=True):
+        sink.grid.add(sink.into, product(grad.flatten(0, -2).t(), x.flatten(0, -2)))
+
+
+def exact_linear(layer: nn.Linear, sink: Sink | None, cut: Cut, bias_sink: Sink | None) -> Any:  # noqa: ANN401
+    """The layer's new forward; the gradients of its weight and of its bias, if it has one, go to the sinks. What is
+    frozen has none.
+    """
+    bias = layer.bias
+
+    def forward(x_BSI: Tensor) -> Tensor:
+        y_BSO = linear(x_BSI, layer.weight, sink, cut)
+        if bias_sink is None:
+            return y_BSO if bias is None else y_BSO + bias
+        out: Tensor = _Bias.apply(y_BSO, bias, bias_sink)  # type: ignore[no-untyped-call]
+        return out
+
+    return forward
+
+
+class _Bias(torch.autograd.Function):
+    """A bias of outputs that this rank alone has; its gradient is summed over tokens on a fixed grid."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, bias: Tensor, sink: Sink) -> Tensor:  # noqa: ANN401
+        ctx.sink = sink
+        return y + bias
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401
+        ctx.sink.sums.do(partial(_add_tokens, ctx.sink, grad.to(torch.float32, copy=True)))
+        return grad, None, None
+
+
+def linear(x_BSI: Tensor, weight_OI: Tensor, sink: Sink | None, cut: Cut) -> Tensor:
+    """x · weightᵀ; the weight's gradient goes to ``sink``, if there is one."""
+    if not torch.is_grad_enabled():
+        return forward_product(x_BSI, weight_OI, cut)
+    # The sum goes past autograd, so the graph hangs on the weight where the input carries no gradient.
+    out: Tensor = _Linear.apply(x_BSI, weight_OI, sink, cut)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor, sink: Sink) -> Tensor:  # noqa: ANN401
+        ctx.save_for_backward(tokens)
+        ctx.sink = sink
+        return F.embedding(tokens, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:  # noqa: ANN401
+        (tokens,) = ctx.saved_tensors
+        ctx.sink.sums.do(partial(_add_rows, ctx.sink, tokens.flatten(), grad.flatten(0, -2)))
+        return None, None, None
+
+
+def _add_rows(sink: Sink, tokens: Tensor, grad: Tensor) -> None:
+    sink.into.index_add_(0, tokens, sink.grid.put_(grad.to(torch.float32, copy=True)))
+
+
+def exact_embedding(layer: nn.Embedding, sink: Sink) -> Any:  # noqa: ANN401
+    """The layer's new forward; the table's gradient goes to ``sink``."""
+
+    def forward(tokens: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return F.embedding(tokens, layer.weight)
+        out: Tensor = _Embedding.apply(tokens, layer.weight, sink)  # type: ignore[no-untyped-call]
+        return out
+
+    return forward
+
+
+class _Norm(torch.autograd.Function):
+    """RMSNorm as ``model.norm`` writes it, with sums over the row that do not depend on the number of rows, and one
+    over rows that does not depend on their order.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, sink: Sink | None, eps: float) -> Tensor:  # noqa: ANN401
+        out, r = _normalise(x, weight, eps)
+        ctx.save_for_backward(x, weight, r)
+        ctx.sink = sink
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # noqa: ANN401
+        x, weight, r = ctx.saved_tensors
+        if norm.takes(x, weight) and cpu_library.is_compiled():
+            return _norm_backward(grad, x, weight, r, ctx.sink), None, None, None
+        wide, grad = x.float(), grad.float()
+        scratch = grad * wide
+        shift = (scratch * weight.float()).sum(-1, keepdim=True) * (r * r * r) / -x.shape[-1]
+        if ctx.sink is not None:
+            ctx.sink.sums.do(partial(_add_tokens, ctx.sink, scratch.mul_(r)))
+        dx = grad * weight.float() * r + wide * shift
+        return dx.to(x.dtype), None, None, None
+
+
+def _norm_backward(grad: Tensor, x: Tensor, weight: Tensor, r: Tensor, sink: Sink | None) -> Tensor:
+    """The same by the kernel, in one pass."""
+    if sink is None:
+        return norm.backward_on_grid(grad, x, weight, r, into_D=None, scale=1.0, limit=1.0)[0]
+    share_D = torch.zeros_like(sink.into)
+    grid = sink.grid
+    dx, is_within = norm.backward_on_grid(grad, x, weight, r, into_D=share_D, scale=grid.scale, limit=grid.limit)
+    if not is_within:
+        grid.refuse(float((grad.float() * x.float() * r).abs().max()))
+    sink.sums.do(partial(sink.into.add_, share_D))
+    return dx
+
+
+def _add_tokens(sink: Sink, parts: Tensor) -> None:
+    sink.into.add_(sink.grid.put_(parts).flatten(0, -2).sum(0))
+
+
+def _normalise(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    wide = x.float()
+    norm: Tensor = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    r = 1.0 / (norm * norm / x.shape[-1] + eps).sqrt()
+    return (wide * r * weight.float()).to(x.dtype), r
+
+
+def exact_norm(weight: Tensor, sink: Sink | None, eps: float) -> Any:  # noqa: ANN401
+    """The new forward of an RMSNorm; its weight's gradient goes to ``sink``, if there is one."""
+
+    def forward(x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return _normalise(x, weight, eps)[0]
+        out: Tensor = _Norm.apply(x, weight, sink, eps)  # type: ignore[no-untyped-call]
+        return out
+
+    return forward

@@ -1,0 +1,102 @@
+"""Linears with adapters in exact mode: every sum in the order of ``exact.linear``, whatever is cut.
+
+    y = W x, rounded      h = A x, rounded      out = scale · (B h) + y, added in fp32 and rounded once
+
+Servers in exact mode compute the same (``serve.compute.lora_kernels``). Of a linear that is cut over tp one factor is
+whole; what it meets is whole too, so that every rank has the whole of its gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from superstep.engine.exact.linear import Cut, add_weight_gradient, forward_product
+from superstep.engine.layers.grad_accumulation import Sink
+from superstep.model.lora import AdaptedLinear
+from superstep.numerics.invariant_matmul import product
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Parts:
+    """How the sums of a linear and of its factors are cut, and where the factors' gradients go."""
+
+    linear: Cut
+    a: Cut
+    b: Cut
+    sink_a: Sink
+    sink_b: Sink
+    scale: float
+
+
+def exact_adapted(layer: AdaptedLinear, cuts: tuple[Cut, Cut, Cut], sinks: tuple[Sink, Sink]) -> Any:  # noqa: ANN401
+    """The layer's new forward.
+
+    Args:
+        layer: whose own parameters are frozen.
+        cuts: of it, of A and of B.
+        sinks: of A and of B.
+    """
+    linear, a, b = cuts
+    parts = _Parts(linear=linear, a=a, b=b, sink_a=sinks[0], sink_b=sinks[1], scale=layer.scale)
+
+    def forward(x_BSI: Tensor) -> Tensor:
+        given = x_BSI, layer.weight, layer.bias, layer.lora_A.weight, layer.lora_B.weight
+        if not torch.is_grad_enabled():
+            return _sum(*given, parts)[0]
+        out: Tensor = _Adapted.apply(*given, parts)  # type: ignore[no-untyped-call]
+        return out
+
+    return forward
+
+
+def _sum(
+    x_BSI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, a_RI: Tensor, b_OR: Tensor, parts: _Parts
+) -> tuple[Tensor, Tensor]:
+    """The layer's output and A(x)."""
+    y_BSO = forward_product(x_BSI, weight_OI, parts.linear)
+    if bias_O is not None:
+        y_BSO = y_BSO + bias_O
+    h_BSR = forward_product(x_BSI, a_RI, parts.a)
+    added = product(h_BSR.flatten(0, -2), b_OR.t()).mul_(parts.scale)
+    return added.add_(y_BSO.flatten(0, -2)).to(y_BSO.dtype).view_as(y_BSO), h_BSR
+
+
+class _Adapted(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401
+        x_BSI: Tensor,
+        weight_OI: Tensor,
+        bias_O: Tensor | None,
+        a_RI: Tensor,
+        b_OR: Tensor,
+        parts: _Parts,
+    ) -> Tensor:
+        out, h_BSR = _sum(x_BSI, weight_OI, bias_O, a_RI, b_OR, parts)
+        ctx.save_for_backward(x_BSI, weight_OI, a_RI, b_OR, h_BSR)
+        ctx.parts = parts
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_BSO: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+        x_BSI, weight_OI, a_RI, b_OR, h_BSR = ctx.saved_tensors
+        parts: _Parts = ctx.parts
+        grad_TO = grad_BSO.flatten(0, -2)
+        dh = parts.b.over_ranks(product(grad_TO, b_OR, cells=parts.b.cells_out), is_cut=parts.b.is_cut_out)
+        dh_BSR = dh.mul_(parts.scale).to(x_BSI.dtype).view_as(h_BSR)
+        # The scale goes to the narrow factor of B's gradient, as it does to that of A's.
+        scaled_BSR = (h_BSR.float() * parts.scale).to(h_BSR.dtype)
+        parts.sink_b.sums.do(partial(add_weight_gradient, parts.sink_b, grad_BSO, scaled_BSR, parts.b.chunks))
+        parts.sink_a.sums.do(partial(add_weight_gradient, parts.sink_a, dh_BSR, x_BSI.detach(), parts.a.chunks))
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = parts.linear.over_ranks(
+                product(grad_TO, weight_OI, cells=parts.linear.cells_out), is_cut=parts.linear.is_cut_out
+            )
+            dx = (dx + product(dh_BSR.flatten(0, -2), a_RI)).to(x_BSI.dtype).view_as(x_BSI)
+        return dx, None, None, None, None, None

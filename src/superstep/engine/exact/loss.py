@@ -1,0 +1,106 @@
+"""The loss of exact mode: cross-entropy whose bits do not depend on how the vocabulary and the tokens are cut.
+
+B  sequences      D  width
+S  positions      W  this rank's columns of the vocabulary
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from superstep.engine.exact.linear import Cut, add_weight_gradient
+from superstep.engine.layers.grad_accumulation import Sink
+from superstep.kernels.cross_entropy import apply_temperature
+from superstep.numerics.fixed_point import exact_loss_sum
+from superstep.numerics.invariant_matmul import product, tree_sum
+from superstep.numerics.loss import IGNORE, own_columns
+from superstep.numerics.objective import Aim
+
+
+def exact_loss(
+    h_BSD: Tensor, weight_WD: Tensor, aim: Aim, scale: float, sink: Sink | None, cut: Cut, vocab: int
+) -> Tensor:
+    """The losses of all tokens summed, fp64. Gradients are those of scale · sum; the weight's goes to ``sink``, if
+    there is one. Columns beyond ``vocab`` have no probability.
+    """
+    out: Tensor = _Loss.apply(h_BSD, weight_WD, aim, scale, sink, cut, vocab)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Loss(torch.autograd.Function):
+    @staticmethod
+    def forward(  # noqa: PLR0913
+        ctx: Any,  # noqa: ANN401
+        h_BSD: Tensor,
+        weight_WD: Tensor,
+        aim: Aim,
+        scale: float,
+        sink: Sink | None,
+        cut: Cut,
+        vocab: int,
+    ) -> Tensor:
+        targets_BS = aim.targets
+        scores_BSW = product(h_BSD.flatten(0, -2), weight_WD.t()).view(*targets_BS.shape, -1)
+        place = 0 if cut.group is None else cut.group.rank()
+        scores_BSW = apply_temperature(scores_BSW, aim.temperature)
+        scores_BSW[..., own_columns(weight_WD.shape[0], place, vocab) :] = float("-inf")
+        first = place * weight_WD.shape[0]
+        column_BS1 = (targets_BS - first).unsqueeze(-1)
+        is_here_BS1 = (column_BS1 >= 0) & (column_BS1 < weight_WD.shape[0])
+        column_BS1 = column_BS1.masked_fill(~is_here_BS1, 0)
+        # All ranks but one add zero.
+        own_BS1 = scores_BSW.gather(-1, column_BS1).masked_fill_(~is_here_BS1, 0.0)
+        score_BS1 = _over_ranks(own_BS1, cut, dist.ReduceOp.SUM)
+        exp_BSW, total_BS1, top_BS1 = totals_(scores_BSW, cut)
+        is_valid_BS1 = (targets_BS != IGNORE).unsqueeze(-1)
+        losses_BS1 = (total_BS1.log() + top_BS1 - score_BS1).masked_fill_(~is_valid_BS1, 0.0)
+        factor_BS1 = is_valid_BS1
+        if not aim.is_plain:
+            loss_T, slope_T = aim.terms(losses_BS1.flatten().neg_())
+            losses_BS1, factor_BS1 = loss_T.view_as(losses_BS1), slope_T.neg().view_as(losses_BS1)
+        if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
+            # A row's gradient is softmax - onehot, times minus the derivative.
+            grad_BSW = exp_BSW.div_(total_BS1)
+            grad_BSW.scatter_add_(-1, column_BS1, -is_here_BS1.to(grad_BSW.dtype))
+            factor_BS1 = scale / aim.temperature * factor_BS1
+            ctx.save_for_backward(h_BSD, weight_WD, grad_BSW.mul_(factor_BS1).to(h_BSD.dtype))
+            ctx.sink, ctx.cut = sink, cut
+        return exact_loss_sum(losses_BS1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+        h_BSD, weight_WD, dscores_BSW = ctx.saved_tensors
+        cut: Cut = ctx.cut
+        dh = product(dscores_BSW.flatten(0, -2), weight_WD, cells=cut.cells_out)
+        dh = cut.over_ranks(dh, is_cut=cut.is_cut_out)
+        if ctx.sink is not None:
+            ctx.sink.sums.do(partial(add_weight_gradient, ctx.sink, dscores_BSW, h_BSD.detach(), cut.chunks))
+        return dh.to(h_BSD.dtype).view(h_BSD.shape), None, None, None, None, None, None
+
+
+def totals_(scores_RW: Tensor, cut: Cut) -> tuple[Tensor, Tensor, Tensor]:
+    """What a row's log-probabilities are made of; a column's is ``score - top - log(total)``.
+
+    Args:
+        scores_RW: this rank's columns, of rows of any number; they are overwritten.
+        cut: how the columns are cut.
+
+    Returns:
+        exp(score - top), its sum over all columns of all ranks, and the largest score: [R, W], [R, 1], [R, 1].
+    """
+    top_R1 = _over_ranks(scores_RW.amax(-1, keepdim=True), cut, dist.ReduceOp.MAX)
+    exp_RW = scores_RW.sub_(top_R1).exp_()
+    cells = exp_RW.unflatten(-1, (cut.cells_out, -1)).sum(-1).unbind(-1)
+    return exp_RW, cut.over_ranks(tree_sum(cells).unsqueeze(-1), is_cut=cut.is_cut_out), top_R1
+
+
+def _over_ranks(values: Tensor, cut: Cut, op: dist.ReduceOp.RedOpType) -> Tensor:
+    """A sum or a maximum that rounds nothing, so that its order does not matter."""
+    if cut.group is not None and cut.is_cut_out:
+        dist.all_reduce(values, op=op, group=cut.group)
+    return values

@@ -1,0 +1,370 @@
+"""The executor: a program's instructions, interpreted on one rank.
+
+Each unit is a piece of autograd graph of its own: it starts at a detached input and ends at its output, so that a
+unit's backward is final for its parameters and its gradients can leave at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from superstep.comm.collectives import DONE, Pending, receive, send, together
+from superstep.comm.mesh import Mesh
+from superstep.engine.build_modules import Compute, Loss
+from superstep.engine.choose_attention import Sight
+from superstep.engine.flat.buffers import UnitBuffers
+from superstep.engine.flat.sync import fetch, reduce, reduce_partial, reduce_replicas, tie
+from superstep.engine.instruction_timer import Recorder
+from superstep.engine.layers.grad_accumulation import Adder, Sum, Sums, input_gradient
+from superstep.engine.microbatch import Microbatch
+from superstep.engine.token_metrics import Watch
+from superstep.model.inspect import Passed
+from superstep.monitor.status_page import Beats, Unwatched
+from superstep.numerics.fixed_point import Excess
+from superstep.program.instructions import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Fetch,
+    Forward,
+    Free,
+    Instruction,
+    Program,
+    Recompute,
+    Recv,
+    Reduce,
+    ReducePartial,
+    ReduceReplicas,
+    Send,
+    Settle,
+    Snapshot,
+    Step,
+    Tie,
+    Wire,
+)
+
+Key = tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What the executor drives: one rank's units, ready to run.
+
+    Attributes:
+        mesh: place and groups.
+        buffers: of every unit this rank holds, one for each family of its parameters.
+        trained: those of them that have gradients.
+        compute: unit number to its module, for the units this rank computes.
+        parameters: of each of these modules, and what adds to the gradient of each.
+        sums: where their layers leave what is added to gradient buffers.
+        selective: the same, keeping less for the backward pass.
+        loss: of the last unit's output; only its holder uses it.
+        loss_dtype: of its result.
+        boundaries: shape and dtype of each unit's input.
+        begin: told the number of a microbatch before any computation with it.
+        excess: where exact sums note what they have no room for.
+        sight: attention and positions of a microbatch, by where its documents start.
+    """
+
+    mesh: Mesh
+    buffers: Mapping[int, tuple[UnitBuffers, ...]]
+    trained: Mapping[int, tuple[UnitBuffers, ...]]
+    compute: Mapping[int, Compute]
+    parameters: Mapping[int, Sequence[tuple[nn.Parameter, Adder]]]
+    sums: Sums
+    selective: Mapping[int, Compute]
+    loss: Loss
+    loss_dtype: torch.dtype
+    boundaries: Sequence[Passed]
+    begin: Callable[[int], None]
+    excess: Excess
+    sight: Callable[[Tensor | None], Sight]
+
+
+@dataclass
+class _Flight:
+    """What is under way within one run of a program."""
+
+    inputs: dict[Key, Tensor] = field(default_factory=dict)
+    gradients: dict[Key, Tensor] = field(default_factory=dict)
+    kept: dict[Key, tuple[Tensor, GradientEdge | None]] = field(default_factory=dict)
+    put_off: dict[Key, list[Sum]] = field(default_factory=dict)
+    arriving: dict[tuple[Wire, int, int], Pending] = field(default_factory=dict)
+    fetching: dict[int, Pending] = field(default_factory=dict)
+    reducing: dict[int, Pending] = field(default_factory=dict)
+    leaving: list[tuple[Pending, Tensor]] = field(default_factory=list)
+    copying: dict[int, Pending] = field(default_factory=dict)
+
+
+class Executor:
+    """Runs programs on one rank.
+
+    Args:
+        machine: what to drive.
+        step: the optimizer's update, called by the Step instruction.
+        snapshot: starts copying the state of a unit, where a snapshot is due.
+        heart: told where it is.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        step: Callable[[], None],
+        snapshot: Callable[[int], Pending] = lambda _: DONE,
+        heart: Beats | None = None,
+    ) -> None:
+        self._machine = machine
+        self._heart = heart or Unwatched()
+        self._step = step
+        self._snapshot = snapshot
+        self._flight = _Flight()
+        self._microbatches: Sequence[Microbatch] = ()
+        self._sights: Sequence[Sight] = ()
+        self._scale = 1.0
+        # fp64 whatever the unit's own dtype: microbatches may be many.
+        self.loss = torch.zeros((), dtype=torch.float64, device=machine.mesh.device.torch)
+        self._one = torch.ones((), dtype=machine.loss_dtype, device=machine.mesh.device.torch)
+
+    def run(
+        self,
+        program: Program,
+        microbatches: Sequence[Microbatch],
+        *,
+        scale: float,
+        watch: Watch,
+        record: Recorder | None = None,
+        number: int = 0,
+    ) -> None:
+        """Interpret this rank's list. ``loss`` is then the sum of the loss over this rank's tokens, and zero where the
+        rank has no head.
+
+        Args:
+            program: what to run.
+            microbatches: of this data-parallel rank.
+            scale: what the loss's gradient is multiplied with: one over the divisor of the whole step.
+            watch: what the loss is, and what sees the tokens.
+            record: what notes when each instruction ran, if anything.
+            number: of the step that it is part of, or follows.
+        """
+        self._microbatches, self._scale, self._watch = microbatches, scale, watch
+        self._sights = [self._machine.sight(microbatch.starts) for microbatch in microbatches]
+        self.loss = torch.zeros_like(self.loss)
+        self._flight = _Flight()
+        self._last_unit = len(program.units) - 1
+        self._holders = program.holders
+        self._reads, self._trained = program.params, program.trained
+        instructions = program.ranks[self._machine.mesh.at.pp]
+        self._heart.begin(instructions, step=number)
+        try:
+            self._follow(instructions, record)
+        finally:
+            self._heart.rests()
+        self._sights = ()  # with them go the tables of their positions
+
+    def _follow(self, instructions: Sequence[Instruction], record: Recorder | None) -> None:
+        for index, instruction in enumerate(instructions):
+            self._heart.waits(index)
+            self._ready(instruction)
+            self._heart.works(index)
+            if record is not None:
+                record.begin()
+            self._issue(instruction)
+            if record is not None:
+                record.end(instruction, self._under_way(instruction))
+        self._heart.waits()
+        for pending, _ in self._flight.leaving:
+            pending.wait()
+
+    def _ready(self, instruction: Instruction) -> None:
+        """Wait for what the instruction needs from the other lanes."""
+        flight = self._flight
+        match instruction:
+            case Forward(unit, m):
+                self._arrived(unit)
+                flight.arriving.pop(("act", unit, m), DONE).wait()
+            case Recompute(unit, _):
+                self._arrived(unit)
+            case Backward(unit, m) | BackwardInput(unit, m):
+                self._arrived(unit)
+                flight.arriving.pop(("grad", unit + 1, m), DONE).wait()
+            case Settle(unit):
+                flight.reducing.pop(unit).wait()
+            case Tie() | ReducePartial() | Step():
+                together(list(flight.reducing.values())).wait()
+                flight.reducing.clear()
+                if isinstance(instruction, Step):
+                    together(list(flight.copying.values())).wait()
+            case Free(unit):
+                flight.fetching.pop(unit, DONE).wait()
+            case _:
+                pass
+
+    def _issue(self, instruction: Instruction) -> None:  # noqa: C901 - one case for each instruction
+        match instruction:
+            case Forward(unit, m, keep):
+                self._forward(unit, m, keeps_graph=keep in ("all", "selective"), is_selective=keep == "selective")
+                if keep == "nothing":
+                    del self._flight.kept[unit, m]
+            case Recompute(unit, m):
+                self._recompute(unit, m)
+            case Backward(unit, m):
+                self._backward(unit, m)
+            case BackwardInput(unit, m):
+                self._backward_input(unit, m)
+            case BackwardWeight(unit, m):
+                self._backward_weight(unit, m)
+            case Send(wire, unit, m, peer):
+                self._send(wire, unit, m, peer)
+            case Recv(wire, unit, m, peer):
+                self._recv(wire, unit, m, peer)
+            case Fetch(unit):
+                self._flight.fetching[unit] = fetch(self._machine.buffers[unit], self._machine.mesh, unit)
+            case Free(unit):
+                for buffers in self._machine.buffers[unit]:
+                    buffers.drop_full()
+            case Reduce(unit):
+                self._flight.reducing[unit] = reduce(self._machine.trained[unit], self._machine.mesh, unit)
+            case ReduceReplicas(unit):
+                self._flight.reducing[unit] = reduce_replicas(self._machine.trained[unit], self._machine.mesh)
+            case Settle(unit):
+                for buffers in self._machine.trained[unit]:
+                    buffers.settle()
+            case Tie(unit):
+                tie(self._machine.trained[unit], self._machine.mesh.ties[self._holders(unit)])
+            case ReducePartial():
+                assert self._machine.mesh.tp is not None
+                reduce_partial((b for unit in self._machine.trained.values() for b in unit), self._machine.mesh.tp)
+            case Snapshot(unit):
+                self._flight.copying[unit] = self._snapshot(unit)
+            case Step():
+                self._step()
+
+    def _under_way(self, instruction: Instruction) -> Pending | None:
+        """What the instruction has just started beside the compute."""
+        match instruction:
+            case Fetch(unit):
+                return self._flight.fetching[unit]
+            case Reduce(unit) | ReduceReplicas(unit):
+                return self._flight.reducing[unit]
+            case Snapshot(unit):
+                return self._flight.copying[unit]
+            case Send():
+                return self._flight.leaving[-1][0]
+            case Recv(wire, unit, m):
+                return self._flight.arriving[wire, unit, m]
+            case _:
+                return None
+
+    def _forward(self, unit: int, m: int, *, keeps_graph: bool, is_selective: bool) -> None:
+        flight = self._flight
+        x = self._input(m) if unit == 0 else flight.inputs.pop((unit, m))
+        y = self._compute(unit, m, x, keeps_graph=keeps_graph, is_selective=is_selective)
+        flight.kept[unit, m] = (x, _edge(y) if keeps_graph else None)
+        if unit == self._last_unit:
+            self.loss += y.detach()
+        else:
+            flight.inputs[unit + 1, m] = y.detach()
+
+    def _input(self, m: int) -> Tensor:
+        # A tensor of its own, because what is computed from it may be asked for its gradient.
+        return self._microbatches[m].tokens.detach().to(self._machine.boundaries[0].dtype)
+
+    def _compute(
+        self, unit: int, m: int, x: Tensor, *, keeps_graph: bool, is_selective: bool, is_again: bool = False
+    ) -> Tensor:
+        self._machine.begin(m)
+        module = (self._machine.selective if is_selective else self._machine.compute)[unit]
+        with torch.set_grad_enabled(keeps_graph):
+            # The first unit's input has no use for a gradient, but for a graph where there is no parameter.
+            if keeps_graph and x.is_floating_point() and (unit > 0 or not self._machine.buffers[unit]):
+                x.requires_grad_()
+            y = module(x, self._sights[m])
+            if unit == self._last_unit:
+                aim = self._watch.aim(self._microbatches[m], m, is_seen=not is_again)
+                y = self._machine.loss(y, aim, self._scale)
+        return y
+
+    def _recompute(self, unit: int, m: int) -> None:
+        x, _ = self._flight.kept[unit, m]
+        y = self._compute(unit, m, x, keeps_graph=True, is_selective=False, is_again=True)
+        self._flight.kept[unit, m] = (x, _edge(y))
+
+    def _backward(self, unit: int, m: int) -> None:
+        self._ready_gradients(unit)
+        x, edge, gradient = self._going_back(unit, m)
+        if edge is not None:
+            torch.autograd.backward(edge, gradient)
+        if unit > 0:
+            assert x.grad is not None
+            self._flight.gradients[unit, m] = x.grad
+            x.grad = None
+
+    def _backward_input(self, unit: int, m: int) -> None:
+        x, edge, gradient = self._going_back(unit, m)
+        self._flight.put_off[unit, m] = []
+        if edge is not None:
+            parts = self._machine.parameters[unit], self._machine.sums
+            found, self._flight.put_off[unit, m] = input_gradient(x, edge, gradient, *parts)
+            if found is not None:
+                self._flight.gradients[unit, m] = found
+
+    def _backward_weight(self, unit: int, m: int) -> None:
+        self._ready_gradients(unit)
+        with torch.no_grad():
+            for add in self._flight.put_off.pop((unit, m)):
+                add()
+
+    def _ready_gradients(self, unit: int) -> None:
+        for read in self._trained(unit):
+            for buffers in self._machine.trained[read]:
+                buffers.ready_gradient()
+
+    def _going_back(self, unit: int, m: int) -> tuple[Tensor, GradientEdge | None, Tensor]:
+        """The unit's input, where its graph ends if anything in it has a gradient, and the gradient there."""
+        self._machine.begin(m)
+        x, edge = self._flight.kept.pop((unit, m))
+        gradient = self._one if unit == self._last_unit else self._flight.gradients.pop((unit + 1, m))
+        return x, edge, gradient
+
+    def _values(self, wire: Wire) -> dict[Key, Tensor]:
+        return self._flight.inputs if wire == "act" else self._flight.gradients
+
+    def _send(self, wire: Wire, unit: int, m: int, peer: int) -> None:
+        tensor = self._values(wire).pop((unit, m)).contiguous()
+        group, target = self._channel(self._machine.mesh.at.pp, peer, wire, peer)
+        # What has left needs its memory no more.
+        self._flight.leaving = [leaving for leaving in self._flight.leaving if not leaving[0].is_done()]
+        self._flight.leaving.append((send(tensor, group, target, self._tag(wire, unit, m)), tensor))
+
+    def _recv(self, wire: Wire, unit: int, m: int, peer: int) -> None:
+        passed = self._machine.boundaries[unit]
+        tensor = torch.empty(passed.shape, dtype=passed.dtype, device=self._machine.mesh.device.torch)
+        group, source = self._channel(peer, self._machine.mesh.at.pp, wire, peer)
+        self._flight.arriving[wire, unit, m] = receive(tensor, group, source, self._tag(wire, unit, m))
+        self._values(wire)[unit, m] = tensor
+
+    def _channel(self, source: int, target: int, wire: Wire, peer: int) -> tuple[torch.distributed.ProcessGroup, int]:
+        """The group that a transfer goes over, and the peer's rank in it."""
+        mesh = self._machine.mesh
+        group = mesh.channels[source, target, wire] if mesh.transport.has_channels else mesh.pp
+        assert group is not None
+        # Not its place in the pipeline: a group sorts its ranks, so that a channel upwards and one back look alike.
+        return group, torch.distributed.get_group_rank(group, mesh.peer(peer))
+
+    def _tag(self, wire: Wire, unit: int, m: int) -> int:
+        return (unit * len(self._microbatches) + m) * 2 + (wire == "grad")
+
+    def _arrived(self, unit: int) -> None:
+        """Wait for the parameters that the unit reads."""
+        for read in self._reads[unit]:
+            self._flight.fetching.pop(read, DONE).wait()
+
+
+def _edge(y: Tensor) -> GradientEdge | None:
+    """Where a unit's graph ends; a first unit that is frozen has none."""
+    return get_gradient_edge(y) if y.requires_grad else None

@@ -1,0 +1,217 @@
+"""The memory of one flat buffer's parameters: themselves, gradients and optimizer, cut as the ZeRO stage says.
+
+    zero                  0        1        2        3       (Rajbhandari 2020, fig. 1; N shards)
+    full     compute      whole    whole    whole    while fetched
+    gradient fp32         whole    whole    1/N      1/N     whole from backward to settle (2, 3)
+      exact: int64, and beside it what the optimizer reads, fp32: whole, 1/N, 1/N, 1/N
+    master   fp32         whole    1/N      1/N      1/N
+    moments  fp32 × 2     whole    1/N      1/N      1/N
+
+In fp32 the master weights are not a copy: they are the own part of ``full`` (zero 0 to 2). The parameters that the
+modules see are views of ``full``, and their ``.grad`` views of the gradient buffer: autograd adds in place, into the
+memory that is reduced. Dropping a buffer empties its storage and keeps the views, so the graph may hold on to a
+parameter across a free and a fetch.
+
+What is frozen, as a model's own weights beside adapters, has the parameters alone, in the compute dtype: no gradient,
+no master weights, no moments. They never change, so that all stages but the third keep them whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from superstep.comm.device import Device
+from superstep.engine.flat.layout import BufferLayout, Slot
+from superstep.model.unit import initial
+from superstep.numerics.fixed_point import PARAMETER
+
+
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """Bytes of buffers by category."""
+
+    params: int
+    gradients: int
+    optimizer: int
+    transient: int
+
+
+class UnitBuffers:
+    """The memory of one flat buffer on one rank.
+
+    Args:
+        layout: how the parameters lie.
+        zero: the ZeRO stage; a lone shard makes it 0.
+        shards: ranks that share out one copy.
+        place: this rank's place among them.
+        compute: the dtype of the parameters that modules see.
+        device: where the buffers lie.
+        seed: of the first values.
+        is_exact: gradients are integers on a fixed grid, as exact mode sums them.
+        is_frozen: the parameters are not trained.
+    """
+
+    def __init__(  # noqa: PLR0913
+        self,
+        layout: BufferLayout,
+        *,
+        zero: int,
+        shards: int,
+        place: int,
+        compute: torch.dtype,
+        device: Device,
+        seed: int,
+        is_exact: bool = False,
+        is_frozen: bool = False,
+    ) -> None:
+        self.layout = layout
+        self.is_frozen = is_frozen
+        self.zero = zero if shards > 1 and not (is_frozen and zero < 3) else 0
+        self._share = layout.padded // shards if self.zero else layout.padded
+        self.start = place * self._share if self.zero else 0
+        self.stop = self.start + self._share
+        full = torch.zeros(layout.padded, dtype=compute, device=device.torch)
+        for slot in layout.slots:
+            values = initial(slot.spec, slot.shape, seed)[slot.index].reshape(-1)
+            full[slot.start : slot.held] = values.to(full)
+        self.full = full
+        self.master = self._first_master(seed)
+        self.exp_avg = self._beside_master()
+        self.exp_avg_sq = self._beside_master()
+        self._is_exact = is_exact
+        summed = torch.int64 if is_exact else torch.float32
+        self.gradient = torch.zeros(0 if is_frozen else layout.padded, dtype=summed, device=device.torch)
+        self.gradient_shard = self._beside_master(summed) if self.zero >= 2 else self._part(self.gradient)
+        self.reduced = self._beside_master() if is_exact else self.gradient_shard
+        self.params = {slot.local: self._parameter(slot) for slot in layout.slots}
+        self.sinks = {} if is_frozen else {slot.local: self._sink(slot) for slot in layout.slots}
+        self._is_gradient_there = True
+        if self.zero >= 2:
+            self.drop_gradient()
+        if self.zero == 3:
+            self.drop_full()
+
+    def _beside_master(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Zeros for the share that this rank trains."""
+        return torch.zeros(0 if self.is_frozen else self._share, dtype=dtype, device=self.full.device)
+
+    def _first_master(self, seed: int) -> Tensor:
+        if self.full.dtype == torch.float32 or self.is_frozen:
+            part = self._part(self.full)
+            return part.clone() if self.zero == 3 else part
+        master = torch.zeros(self._share, dtype=torch.float32, device=self.full.device)
+        for slot in self.layout.slots:
+            low, high = max(slot.start, self.start), min(slot.held, self.stop)
+            if low < high:
+                values = initial(slot.spec, slot.shape, seed)[slot.index].reshape(-1)
+                master[low - self.start : high - self.start] = values[low - slot.start : high - slot.start].to(
+                    master.device
+                )
+        return master
+
+    def _part(self, buffer: Tensor) -> Tensor:
+        return buffer[self.start : self.stop]
+
+    def _parameter(self, slot: Slot) -> nn.Parameter:
+        # .data gives the view a version counter of its own: a fetch between forward and backward is no change that
+        # autograd should complain of.
+        values = self.full.data[slot.start : slot.stop].view(slot.local_shape)
+        param = nn.Parameter(values, requires_grad=not self.is_frozen)
+        if self.is_frozen:
+            return param
+        param.grad_dtype = torch.float32
+        if not self._is_exact:
+            param.grad = self._sink(slot)
+        return param
+
+    def _sink(self, slot: Slot) -> Tensor:
+        """The part of the gradient buffer that a parameter's gradient is added to."""
+        return self.gradient.data[slot.start : slot.stop].view(slot.local_shape)
+
+    def finish_gradient(self) -> None:
+        """Have ``reduced``, the own part of the summed gradient, in fp32: what the optimizer reads."""
+        if self._is_exact:
+            PARAMETER.take_into(self.reduced, self.gradient_shard)
+
+    def refresh(self) -> None:
+        """Write the master weights into the own part of the parameters that modules see."""
+        if self.master.data_ptr() != self._part(self.full).data_ptr():
+            self._part(self.full).copy_(self.master)
+
+    def restore_full(self) -> None:
+        """Give the parameters their memory back, before they are fetched (ZeRO 3)."""
+        if self.zero == 3:
+            self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
+
+    def drop_full(self) -> None:
+        """Let go of the gathered parameters (ZeRO 3)."""
+        if self.zero == 3:
+            self.full.untyped_storage().resize_(0)
+
+    def ready_gradient(self) -> None:
+        """Have a gradient buffer to add to; a new one is zero."""
+        if not self._is_gradient_there:
+            self.gradient.untyped_storage().resize_(self.gradient.numel() * self.gradient.element_size())
+            self.gradient.zero_()
+            self._is_gradient_there = True
+
+    def drop_gradient(self) -> None:
+        """Let go of the full gradient buffer (ZeRO 2 and 3)."""
+        self.gradient.untyped_storage().resize_(0)
+        self._is_gradient_there = False
+
+    def settle(self) -> None:
+        """Add the reduced part of the gradient to the shard, and let go of the rest."""
+        if self.zero >= 2:
+            self.gradient_shard.add_(self._part(self.gradient))
+            self.drop_gradient()
+
+    def zero_gradient(self) -> None:
+        """Start a step."""
+        if self.zero >= 2:
+            self.gradient_shard.zero_()
+        else:
+            self.gradient.zero_()
+
+    def share(self, other: UnitBuffers) -> None:
+        """Take another's memory, of the same frozen parameters, and give the own back."""
+        assert self.is_frozen, "what is trained is each one's own"
+        assert self.zero == other.zero == 0, "whole on this rank"
+        assert self.layout == other.layout, "of the same parameters"
+        self.full, self.master = other.full, other.master
+        for local, param in self.params.items():
+            param.data = other.params[local].data
+
+    def held(self) -> Iterator[tuple[Slot, int, int]]:
+        """What of each parameter lies in this rank's shard, without padding: the slot, and the first and last element
+        (exclusive) of the local tensor, flattened.
+        """
+        for slot in self.layout.slots:
+            low, high = max(slot.start, self.start), min(slot.held, self.stop)
+            if low < high:
+                yield slot, low - slot.start, high - slot.start
+
+    def view(self, shard: Tensor, slot: Slot, low: int, high: int) -> Tensor:
+        """The elements ``low`` to ``high`` of a slot inside a shard-sized buffer."""
+        offset = slot.start - self.start
+        return shard[offset + low : offset + high]
+
+    def bytes(self) -> Bytes:
+        """What the buffers hold now. Master weights that are no copy count as parameters; all that is frozen does."""
+        full = self.full.untyped_storage().nbytes()
+        is_copy = self.master.untyped_storage().data_ptr() != self.full.untyped_storage().data_ptr()
+        master = self.master.untyped_storage().nbytes() if is_copy else 0
+        gradient = self.gradient.untyped_storage().nbytes()
+        beside = self.reduced.untyped_storage().nbytes() if self._is_exact else 0
+        moments = self.exp_avg.untyped_storage().nbytes() + self.exp_avg_sq.untyped_storage().nbytes()
+        is_weight = self.zero == 3 and (self.full.dtype == torch.float32 or self.is_frozen)
+        return Bytes(
+            params=master if is_weight else (0 if self.zero == 3 else full),
+            gradients=beside + (self.gradient_shard.untyped_storage().nbytes() if self.zero >= 2 else gradient),
+            optimizer=moments + (0 if is_weight else master),
+            transient=(full if self.zero == 3 else 0) + (gradient if self.zero >= 2 else 0),
+        )

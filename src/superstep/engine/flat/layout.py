@@ -1,0 +1,281 @@
+"""How a unit's parameters lie in flat buffers, and which part of which global tensor each rank holds.
+
+A flat buffer is what ZeRO gathers, reduces and updates at once. A unit has one for its dense parameters and, if it
+has experts, one for theirs, because other ranks share those. Inside a buffer lie first the matrices, then the vectors,
+so that weight decay is a range; those whose gradient is partial over tp meet in the middle, so that they are a range
+too. The end is padded until the buffer splits evenly over its shards.
+
+    | wq | wk | wv | wo | gate | up | down | router || q_norm | k_norm | input_norm | post_norm | bias | pad |
+      matrices, decayed                              vectors
+                                             partial over tp ---------------------------------|
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from superstep.errors import ConfigError
+from superstep.model.meta import on_meta
+from superstep.model.unit import ParamSpec, UnitSpec
+from superstep.plan.lora import ENDS
+from superstep.plan.mesh import FAMILIES, Coordinate, Family, MeshShape
+from superstep.plan.rules import Rules
+from superstep.plan.sharding.padding import padded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """One parameter inside a flat buffer.
+
+    Attributes:
+        local: its name in the unit's module.
+        spec: what it is globally.
+        shape: the global tensor's shape.
+        index: the part of the global tensor this rank's place holds, a slice for each dim.
+        padding: rows of zeros after them, where a dim that tp cuts is padded.
+        start: its first element in the flat buffer.
+        is_partial: whether the tp ranks all hold it whole and each sees only a part of its gradient.
+    """
+
+    local: str
+    spec: ParamSpec
+    shape: tuple[int, ...]
+    index: tuple[slice, ...]
+    padding: int
+    start: int
+    is_partial: bool
+
+    @property
+    def held_shape(self) -> tuple[int, ...]:
+        """The shape of the part of the global tensor held here."""
+        return tuple(s.stop - s.start for s in self.index)
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of the parameter here: that of the part, and its padding."""
+        rows, *others = self.held_shape or (1,)
+        return (rows + self.padding, *others) if self.index else ()
+
+    @property
+    def held(self) -> int:
+        """One past the last element of the global tensor in the flat buffer; padding follows."""
+        return self.start + math.prod(self.held_shape)
+
+    @property
+    def stop(self) -> int:
+        """One past its last element in the flat buffer."""
+        return self.start + math.prod(self.local_shape)
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every rank holds the whole tensor."""
+        return self.held_shape == self.shape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferLayout:
+    """One flat buffer.
+
+    Attributes:
+        family: which ranks hold the same.
+        slots: the parameters, in the order of the buffer; a tied parameter is in its owner's buffer only.
+        decayed: elements before this one take weight decay.
+        partial: the range of elements whose gradients are partial over tp.
+        numel: elements in use.
+        padded: elements in all, a multiple of the shards.
+    """
+
+    family: Family
+    slots: tuple[Slot, ...]
+    decayed: int
+    partial: tuple[int, int]
+    numel: int
+    padded: int
+
+
+def lay_out(
+    specs: tuple[UnitSpec, ...],
+    mesh: MeshShape,
+    at: Coordinate,
+    rules: Rules,
+    *,
+    sequence_parallel: bool,
+    padding: Sequence[tuple[str, int]] = (),
+    is_exact: bool = False,
+) -> tuple[tuple[BufferLayout, ...], ...]:
+    """The flat buffers of every unit, as the rank at ``at`` holds them; a unit without parameters has none.
+
+    Args:
+        specs: the units.
+        mesh: the degrees.
+        at: the rank's place.
+        rules: what is cut.
+        sequence_parallel: whether the stream between is split over tp.
+        padding: for each padded axis, the rows of its parameters over all ranks.
+        is_exact: exact mode, where what is summed over tp is whole on every rank.
+
+    Raises:
+        ConfigError: a dim of a parameter does not split as the rules ask, or of the units that share a whole parameter
+            one sees all tokens and another only its rank's.
+    """
+    owned: set[str] = set()
+    layouts = []
+    partial: frozenset[str] = frozenset()
+    if mesh.tp > 1:
+        partial = partial_names(specs, rules, sequence_parallel=sequence_parallel, is_exact=is_exact)
+    for spec in specs:
+        shapes = {name: tuple(p.shape) for name, p in _parameters(spec)}
+        fresh = {local: param for local, param in spec.params.items() if param.name not in owned}
+        owned |= {param.name for param in fresh.values()}
+        slots = [
+            Slot(
+                local=local,
+                spec=param,
+                shape=shapes[local],
+                index=cut(param, shapes[local], mesh, at, rules, padding),
+                padding=_padding(param, shapes[local], mesh, at, rules, padding),
+                start=0,
+                is_partial=param.name in partial,
+            )
+            for local, param in fresh.items()
+        ]
+        families: dict[Family, list[Slot]] = {family: [] for family in FAMILIES}
+        for slot in slots:
+            families[_family(slot.spec, rules)].append(slot)
+        layouts.append(tuple(_pack(family, members, mesh) for family, members in families.items() if members))
+    return tuple(layouts)
+
+
+def _family(spec: ParamSpec, rules: Rules) -> Family:
+    if spec.factor is not None:
+        return "adapters"
+    return "experts" if "ep" in map(rules.cut, spec.axes) else "dense"
+
+
+def _parameters(spec: UnitSpec) -> list[tuple[str, nn.Parameter]]:
+    with on_meta():
+        return list(spec.build().named_parameters())
+
+
+def is_cut(spec: UnitSpec, rules: Rules) -> bool:
+    """Whether any parameter of a unit is cut over tp."""
+    return any("tp" in map(rules.cut, param.axes) for param in spec.params.values())
+
+
+def partial_names(
+    specs: Sequence[UnitSpec], rules: Rules, *, sequence_parallel: bool, is_exact: bool = False
+) -> frozenset[str]:
+    """The whole parameters of whose gradients a tp rank sees only a part, in every unit that reads them.
+
+    Raises:
+        ConfigError: one unit sees all tokens and another only its rank's.
+    """
+    found: dict[str, bool] = {}
+    for unit, spec in enumerate(specs):
+        sees_part = sequence_parallel and (unit > 0 or not is_cut(spec, rules))
+        for local, param in spec.params.items():
+            is_partial = _is_partial(spec, local, rules, sees_part=sees_part, is_exact=is_exact)
+            if found.setdefault(param.name, is_partial) != is_partial:
+                raise ConfigError(
+                    f"{param.name} is whole and shared by units of which '{spec.name}' sees other tokens of a split "
+                    "sequence than the first; set plan.sequence_parallel to false."
+                )
+    return frozenset(name for name, is_partial in found.items() if is_partial)
+
+
+def _is_partial(spec: UnitSpec, local: str, rules: Rules, *, sees_part: bool, is_exact: bool) -> bool:
+    """Whether a tp rank sees only a part of a parameter's gradient.
+
+    Of a linear that is cut, one factor of an adapter is whole, and meets the part of the other that lies here: what a
+    rank then knows of its gradient is what its own columns or rows bring, but in exact mode, which sums them at once.
+
+    Routers and shared experts see their rank's tokens, and with a split sequence so does all that is whole; but for a
+    first unit that is cut, which has whole sequences. What works inside the heads of a cut layer beside it, as norms of
+    queries and keys do, sees its rank's heads.
+    """
+    axes = spec.params[local].axes
+    if rules.cuts_any(axes):
+        return False
+    if (linear := linear_of(spec, local)) is not None and rules.cuts_any(linear.axes):
+        return not is_exact
+    if sees_part or "router" in axes or "shared_ffn" in axes:
+        return True
+    beside = local.rpartition(".")[0].rpartition(".")[0]
+    return "head_dim" in axes and any(
+        rules.cuts_any(other.axes) for name, other in spec.params.items() if name.startswith(f"{beside}.")
+    )
+
+
+def linear_of(spec: UnitSpec, local: str) -> ParamSpec | None:
+    """The weight of the linear that a factor of an adapter stands beside; None of other parameters."""
+    factor = spec.params[local].factor
+    return None if factor is None else spec.params[f"{local.removesuffix(ENDS[factor])}.weight"]
+
+
+def _pack(family: Family, slots: list[Slot], mesh: MeshShape) -> BufferLayout:
+    # Whole matrices, partial matrices, partial vectors, whole vectors.
+    order = sorted(slots, key=lambda s: (len(s.shape) < 2, s.is_partial if len(s.shape) > 1 else not s.is_partial))
+    packed: list[Slot] = []
+    start = decayed = 0
+    for slot in order:
+        placed = replace(slot, start=start)
+        packed.append(placed)
+        start = placed.stop
+        decayed = start if len(slot.shape) > 1 else decayed
+    partial = [slot for slot in packed if slot.is_partial]
+    return BufferLayout(
+        family=family,
+        slots=tuple(packed),
+        decayed=decayed,
+        partial=(partial[0].start, partial[-1].stop) if partial else (0, 0),
+        numel=start,
+        padded=padded(start, mesh.shards(family)),
+    )
+
+
+def cut(
+    spec: ParamSpec,
+    shape: tuple[int, ...],
+    mesh: MeshShape,
+    at: Coordinate,
+    rules: Rules,
+    padding: Sequence[tuple[str, int]] = (),
+) -> tuple[slice, ...]:
+    """The part of a global tensor that the rank at ``at`` holds, before ZeRO. Of a padded one the last ranks hold
+    fewer rows, or none.
+
+    Raises:
+        ConfigError: a dim does not split over the mesh axis that the rules give its logical axis.
+    """
+    places = {"tp": (mesh.tp, at.tp), "ep": (mesh.ep, mesh.expert_place(at)), None: (1, 0)}
+    index = []
+    for size, axis in zip(shape, spec.axes, strict=True):
+        name = rules.cut(axis)
+        degree, place = places[name]
+        padded = dict(padding).get(axis or "", size)
+        if padded % degree:
+            raise ConfigError(f"{spec.name}: its dim '{axis}' of {size} does not split over plan.{name} = {degree}.")
+        share = padded // degree
+        index.append(slice(min(place * share, size), min((place + 1) * share, size)))
+    return tuple(index)
+
+
+def _padding(
+    spec: ParamSpec,
+    shape: tuple[int, ...],
+    mesh: MeshShape,
+    at: Coordinate,
+    rules: Rules,
+    padding: Sequence[tuple[str, int]],
+) -> int:
+    """Rows of a parameter here that are none of the global tensor's."""
+    rows = dict(padding)
+    if not spec.axes or spec.axes[0] not in rows:
+        return 0
+    held = cut(spec, shape, mesh, at, rules, padding)[0]
+    share = rows[spec.axes[0]] // (mesh.tp if rules.cut(spec.axes[0]) == "tp" else 1)
+    return share - (int(held.stop) - int(held.start))

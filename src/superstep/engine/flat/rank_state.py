@@ -1,0 +1,157 @@
+"""What one rank holds of a run: the memory of its units, and the state that lies in it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from superstep.comm.mesh import Mesh
+from superstep.engine.flat.buffers import Bytes, UnitBuffers
+from superstep.engine.flat.layout import Slot, lay_out
+from superstep.engine.offload import Sleeping
+from superstep.model.unit import UnitSpec
+from superstep.numerics.dtypes import DTYPES
+from superstep.plan.resolve import Resolved
+from superstep.program.compile import compile_step
+from superstep.state.tensor_piece import Kind, Piece
+
+
+class Holding:
+    """The buffers of one rank.
+
+    Args:
+        run: the resolved run.
+        specs: the model's units.
+        mesh: the launched ranks.
+        learns: whether what the plan trains is trained; else it has neither gradients nor moments.
+
+    Attributes:
+        buffers: of each unit whose parameters the rank holds, one for each family of them.
+        step_program: what is held and for how long follows from it.
+    """
+
+    def __init__(self, run: Resolved, specs: Sequence[UnitSpec], mesh: Mesh, *, learns: bool) -> None:
+        self.run = run
+        self.mesh = mesh
+        self.specs = tuple(specs)
+        self.step_program = compile_step(run.plan)
+        plan, config = run.plan, run.config
+        layouts = lay_out(
+            tuple(specs),
+            plan.mesh,
+            mesh.at,
+            plan.rules,
+            sequence_parallel=plan.sequence_parallel,
+            padding=plan.padding,
+            is_exact=plan.grain is not None,
+        )
+        self.buffers = {
+            unit: tuple(
+                UnitBuffers(
+                    layout,
+                    zero=plan.zero,
+                    shards=mesh.sharers[layout.family].shards,
+                    place=mesh.sharers[layout.family].shard,
+                    compute=DTYPES[config.numerics.compute],
+                    device=mesh.device,
+                    seed=config.train.seed,
+                    is_exact=plan.grain is not None,
+                    is_frozen=not (learns and plan.trains(layout.family)),
+                )
+                for layout in layouts[unit]
+            )
+            for unit in self.step_program.held_by(mesh.at.pp)
+        }
+
+    def _each(self) -> Iterator[tuple[int, UnitBuffers]]:
+        """Every flat buffer, with its unit."""
+        return ((unit, b) for unit, buffers in self.buffers.items() for b in buffers)
+
+    def _owned_ranges(self, unit: int, b: UnitBuffers) -> Iterator[tuple[int, int]]:
+        """The ranges of a shard that no other rank counts: whole where cut, else on the first place."""
+        at, sharers = self.mesh.at, self.mesh.sharers[b.layout.family]
+        if at.pp != min(self.step_program.holders(unit)) or sharers.replica > 0 or (b.zero == 0 and sharers.shard > 0):
+            return
+        for slot, low, high in b.held():
+            if at.tp == 0 or b.layout.family == "experts" or not slot.is_replicated:
+                start = slot.start + low - b.start
+                yield start, start + high - low
+
+    def pieces(self, kinds: Sequence[Kind]) -> Iterator[Piece]:
+        """What this rank holds of the state, piece by piece, in the order of the units: of all that is trained."""
+        return self._pieces(kinds, is_frozen=False)
+
+    def frozen_pieces(self) -> Iterator[Piece]:
+        """What this rank holds of the weights that are not trained, in the compute dtype."""
+        return self._pieces(("weight",), is_frozen=True)
+
+    def _pieces(self, kinds: Sequence[Kind], *, is_frozen: bool) -> Iterator[Piece]:
+        for unit, b in self._each():
+            if b.is_frozen != is_frozen:
+                continue
+            owned = set(self._owned_ranges(unit, b))
+            for kind in kinds:
+                buffer = {
+                    "weight": b.master,
+                    "exp_avg": b.exp_avg,
+                    "exp_avg_sq": b.exp_avg_sq,
+                    "gradient": b.reduced,
+                }[kind]
+                for slot, low, high in b.held():
+                    start = slot.start + low - b.start
+                    values = b.view(buffer, slot, low, high)
+                    yield from _pieces(kind, slot, low, values, (start, start + high - low) in owned)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether other ranks hold parts of the weights that this one computes with."""
+        return any(b.zero == 3 for _, b in self._each())
+
+    def share_frozen(self, other: Holding) -> None:
+        """Take the memory of another holding of the same model for what is not trained."""
+        for unit, mine in self.buffers.items():
+            theirs = {b.layout.family: b for b in other.buffers[unit]}
+            for b in mine:
+                if b.is_frozen:
+                    b.share(theirs[b.layout.family])
+
+    def sleep(self, folder: Path | None = None) -> Sleeping:
+        """Give this rank's memory back until the returned value's ``wake``. Between two steps only.
+
+        Args:
+            folder: for a file with what was held; None keeps that in the host's memory.
+        """
+        return Sleeping((b for _, b in self._each()), folder)
+
+    def bytes(self) -> Bytes:
+        """What this rank's buffers hold now, by category."""
+        every = [b.bytes() for _, b in self._each()]
+        return Bytes(
+            params=sum(b.params for b in every),
+            gradients=sum(b.gradients for b in every),
+            optimizer=sum(b.optimizer for b in every),
+            transient=sum(b.transient for b in every),
+        )
+
+
+def _pieces(kind: Kind, slot: Slot, low: int, values: torch.Tensor, is_owner: bool) -> Iterator[Piece]:
+    """What the elements of a slot from ``low`` on are globally: a piece of one tensor, or of each of a stack."""
+    stacked = 1 if slot.spec.stack else 0
+    names = slot.spec.stack[slot.index[0]] if stacked else (slot.spec.name,)
+    numel = math.prod(slot.held_shape[stacked:])
+    high = low + values.numel()
+    for number, name in enumerate(names):
+        start, stop = max(low, number * numel), min(high, (number + 1) * numel)
+        if start < stop:
+            yield Piece(
+                kind=kind,
+                name=name,
+                shape=slot.shape[stacked:],
+                index=slot.index[stacked:],
+                low=start - number * numel,
+                values=values[start - low : stop - low],
+                is_owner=is_owner,
+            )

@@ -1,0 +1,72 @@
+"""What ranks that hold the same parameters do together: gather them, and sum their gradients.
+
+What is frozen is gathered and never summed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from superstep.comm.collectives import Pending, all_gather, all_reduce, reduce_scatter, together
+from superstep.comm.mesh import Group, Mesh
+from superstep.engine.flat.buffers import UnitBuffers
+from superstep.plan.mesh import FAMILIES
+
+
+def fetch(buffers: Sequence[UnitBuffers], mesh: Mesh, unit: int) -> Pending:
+    """Start gathering a unit's parameters from their shards."""
+    started: list[Pending] = []
+    for number, each in enumerate(buffers):
+        group = mesh.sharers[each.layout.family].fetch
+        if each.zero and group is not None:
+            each.restore_full()
+            each.refresh()
+            # Of a unit's buffers two may go over one group.
+            started.append(all_gather(each.full, group, tag=len(FAMILIES) * unit + number))
+    return together(started)
+
+
+def reduce(trained: Sequence[UnitBuffers], mesh: Mesh, unit: int) -> Pending:
+    """Start summing a unit's gradients over the shards."""
+    started: list[Pending] = []
+    for buffers in trained:
+        group = mesh.sharers[buffers.layout.family].reduce
+        if group is not None and buffers.zero:
+            started.append(reduce_scatter(buffers.gradient, group, tag=unit))
+        elif group is not None:
+            started.append(all_reduce(buffers.gradient, group))
+    return together(started)
+
+
+def reduce_replicas(trained: Sequence[UnitBuffers], mesh: Mesh) -> Pending:
+    """Start summing a unit's settled gradients over the replicas."""
+    started: list[Pending] = []
+    for buffers in trained:
+        group = mesh.sharers[buffers.layout.family].replicas
+        if group is not None:
+            started.append(all_reduce(buffers.gradient_shard, group))
+    return together(started)
+
+
+def tie(trained: Sequence[UnitBuffers], group: Group) -> None:
+    """Sum the gradients of parameters that several pipeline ranks hold."""
+    for buffers in trained:
+        all_reduce(buffers.gradient_shard, group).wait()
+
+
+def reduce_partial(trained: Iterable[UnitBuffers], tp: Group) -> None:
+    """One sum over tp for all units: their partial gradients are few and small."""
+    pieces = []
+    for buffers in trained:
+        first, last = buffers.layout.partial
+        low, high = max(first, buffers.start) - buffers.start, min(last, buffers.stop) - buffers.start
+        if low < high:
+            pieces.append(buffers.gradient_shard[low:high])
+    if not pieces:
+        return
+    total = torch.cat(pieces)
+    all_reduce(total, tp).wait()
+    for piece, summed in zip(pieces, total.split([len(p) for p in pieces]), strict=True):
+        piece.copy_(summed)

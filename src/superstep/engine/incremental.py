@@ -1,0 +1,128 @@
+"""A step in pieces: gradients of several calls are added up, and the update comes when it is asked for.
+
+    add(batch)  add(batch)  ...  update(lr, hyper)
+       │           │                 │
+       └─ + ───────┴─ gradient ──────┘ zero again
+
+The loss is a sum here, divided by nothing: who asks for an update weighs the tokens himself. So how the tokens are
+shared out to calls makes no difference.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from superstep.comm.mesh import Mesh
+from superstep.engine.adamw import Hyper
+from superstep.engine.engine import Engine
+from superstep.engine.microbatch import Microbatch
+from superstep.errors import ConfigError, Fault
+from superstep.model.unit import UnitSpec
+from superstep.numerics.fixed_point import OutOfRange
+from superstep.numerics.objective import Objective
+from superstep.plan.resolve import Resolved
+from superstep.program.instructions import Program, Step
+
+EXACT_SCALE = 2.0**-12
+"""In exact mode gradients are kept so much smaller: its sums are made for the mean of some thousand tokens, and a power
+of two rounds nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What a pass over some tokens found.
+
+    Attributes:
+        logp: of each target, fp32, of the targets' shape; zero where there is none.
+        loss: summed over the targets.
+        measures: what the objective tells of them, by name.
+    """
+
+    logp: Tensor
+    loss: float
+    measures: Mapping[str, float]
+
+
+class PiecemealEngine(Engine):
+    """An engine of one rank that takes its steps in pieces.
+
+    Args:
+        run: the resolved run; rows and lengths of what is given may differ from it.
+        specs: the model's units.
+        mesh: of one rank.
+
+    Raises:
+        ConfigError: there are several ranks, or the plan's step has several microbatches.
+    """
+
+    def __init__(self, run: Resolved, specs: Sequence[UnitSpec], mesh: Mesh) -> None:
+        if mesh.shape.world > 1:
+            raise ConfigError(f"a step in pieces is taken on one rank, and the plan has {mesh.shape.world}.")
+        if run.plan.microbatches > 1:
+            raise ConfigError(f"a piece is one microbatch, and the plan has {run.plan.microbatches}.")
+        super().__init__(run, specs, mesh)
+        self._gradient_program = _without_update(self.step_program)
+        self._scale = 1.0 if run.plan.grain is None else EXACT_SCALE
+
+    def add(self, microbatch: Microbatch, objective: Objective) -> Found:
+        """Add the gradient of some sequences to what was added since the last update.
+
+        Raises:
+            DataError: a stream is missing, or of another shape than the targets.
+        """
+        self._is_training = True
+        self._watch = self._watching(objective, [microbatch], keeps=True)
+        self._executor.run(self._gradient_program, [microbatch], scale=self._scale, watch=self._watch)
+        return self._found(microbatch)
+
+    def look(self, microbatch: Microbatch, objective: Objective) -> Found:
+        """The same without a gradient."""
+        self._evaluate(self._watching(objective, [microbatch], keeps=True), [microbatch])
+        return self._found(microbatch)
+
+    def _found(self, microbatch: Microbatch) -> Found:
+        measures = self._measured(self._told()[1:].tolist())
+        logp = self._watch.kept(0).view(microbatch.targets.shape)
+        return Found(logp=logp, loss=float(self._executor.loss), measures=measures)
+
+    def update(self, lr: float, hyper: Hyper) -> float:
+        """Make the update that the gradients ask for, and begin anew; the gradients' norm before clipping.
+
+        Args:
+            lr: the learning rate.
+            hyper: of this update.
+
+        Raises:
+            Fault: a gradient is no number, or exact sums have no room for it; there was no update, and the gradients
+                are gone.
+        """
+        scale, nothing = self._scale, torch.zeros(1, dtype=torch.float64, device=self.mesh.device.torch)
+        try:
+            square, _, _ = self.optimizer.sums(nothing, self._excess)
+            norm = math.sqrt(square)
+            if not math.isfinite(norm):
+                raise Fault(f"the gradients have norm {norm}: no update was made; look at the weights and advantages.")
+            self.optimizer.hyper = replace(hyper, eps=hyper.eps * scale, clip_norm=hyper.clip_norm * scale)
+            self.optimizer.step(lr, norm)
+        except OutOfRange as error:
+            raise Fault(f"{error} No update was made; give tokens smaller weights or advantages.") from error
+        finally:
+            self.drop_gradients()
+        return norm / scale
+
+    def drop_gradients(self) -> None:
+        """Forget what was added."""
+        self._excess.found = ""
+        for _, b in self._each():
+            if not b.is_frozen:
+                b.zero_gradient()
+
+
+def _without_update(program: Program) -> Program:
+    ranks = (tuple(x for x in instructions if not isinstance(x, Step)) for instructions in program.ranks)
+    return replace(program, ranks=tuple(ranks))

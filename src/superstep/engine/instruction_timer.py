@@ -1,0 +1,158 @@
+"""Recorders: when each instruction of a step ran, on a CPU by its clock, on a GPU by events on its streams.
+
+A CPU has done an instruction of the compute lane when it goes on. A GPU has only been told of it: the host is far
+ahead, and what it notes are launches. So there every instruction leaves two events, which are read after the step:
+
+    compute stream     ──●─ Forward ─●──●─ Forward ─●──        a ● on the stream before and after the instruction
+                         │ Fetch is started
+    of its own           └──── waits for the collective ──●    its end: a stream that does nothing but wait for it
+
+NCCL's streams are its own; but one that waits for the work of a lane, in order, passes each end when it comes. A
+collective begins when the compute stream has come to it and its lane is done with the one before.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from superstep.comm.collectives import Pending
+from superstep.comm.device import Device
+from superstep.engine.flat.snapshots import Copying
+from superstep.program.instructions import Instruction, Recv, Send, lane
+
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """One instruction as it ran: seconds of this host's monotonic clock."""
+
+    index: int
+    start_s: float
+    end_s: float
+
+
+class Recorder(Protocol):
+    """Told of each instruction as it is issued."""
+
+    @property
+    def issued(self) -> int:
+        """Instructions that have been issued without an error."""
+
+    def begin(self) -> None:
+        """The next instruction is about to be issued; what it waits for is there."""
+
+    def end(self, instruction: Instruction, under_way: Pending | None) -> None:
+        """It has been issued, and has started ``under_way`` beside the compute, if anything."""
+
+    def ran(self) -> list[Ran]:
+        """When each ran. On a GPU this waits for all of them."""
+
+
+class HostRecorder:
+    """By the host's clock: when it came to an instruction, and when it went on."""
+
+    def __init__(self, clock: Clock = time.perf_counter) -> None:
+        self._clock = clock
+        self._ran: list[Ran] = []
+        self._copies: dict[int, Copying] = {}
+        self._start_s = 0.0
+
+    @property
+    def issued(self) -> int:
+        return len(self._ran)
+
+    def begin(self) -> None:
+        self._start_s = self._clock()
+
+    def end(self, instruction: Instruction, under_way: Pending | None) -> None:
+        if isinstance(under_way, Copying):
+            self._copies[len(self._ran)] = under_way
+        self._ran.append(Ran(len(self._ran), self._start_s, self._clock()))
+
+    def ran(self) -> list[Ran]:
+        for index, copying in self._copies.items():
+            if (seconds := copying.ran_s()) is not None:
+                self._ran[index] = Ran(index, *seconds)
+        return list(self._ran)
+
+
+class CudaRecorder:
+    """By events on the streams of one GPU, put on the host's clock when all have passed.
+
+    Args:
+        device: the GPU.
+        clock: the host's.
+        cuda: torch's module, or what stands in for it.
+    """
+
+    def __init__(self, device: Device, clock: Clock = time.perf_counter, cuda: Any = torch.cuda) -> None:  # noqa: ANN401
+        self._device = device
+        self._clock = clock
+        self._cuda = cuda
+        self._waiting: dict[object, Any] = {}
+        self._marks: list[tuple[Any, Any, object]] = []
+        self._start: Any = None
+
+    @property
+    def issued(self) -> int:
+        return len(self._marks)
+
+    def begin(self) -> None:
+        self._start = self._mark()
+
+    def end(self, instruction: Instruction, under_way: Pending | None) -> None:
+        if under_way is None or isinstance(under_way, Copying):  # a thread of the host waits for a copy, no stream
+            self._marks.append((self._start, self._mark(), None))
+            return
+        queue = _queue(instruction)
+        if queue not in self._waiting:
+            self._waiting[queue] = self._cuda.Stream(device=self._device.torch)
+        stream = self._waiting[queue]
+        stream.wait_event(self._start)
+        with self._cuda.stream(stream):
+            under_way.wait()  # on NCCL that tells this stream to; the compute stream is told later, and again
+            self._marks.append((self._start, self._mark(), queue))
+
+    def ran(self) -> list[Ran]:
+        self._cuda.synchronize(self._device.torch)
+        last = self._mark()
+        last.synchronize()
+        now_s = self._clock()
+
+        def at_s(event: Any) -> float:  # noqa: ANN401
+            return now_s - float(event.elapsed_time(last)) / 1000
+
+        found: list[Ran] = []
+        free_s: dict[object, float] = {}
+        for index, (start, end, queue) in enumerate(self._marks):
+            start_s, end_s = at_s(start), at_s(end)
+            if queue is not None:
+                start_s = min(max(start_s, free_s.get(queue, start_s)), end_s)
+                free_s[queue] = end_s
+            found.append(Ran(index, start_s, end_s))
+        return found
+
+    def _mark(self) -> Any:  # noqa: ANN401
+        event = self._cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+def recorder_for(device: Device, *, is_kept: bool) -> Recorder:
+    """The recorder of a step: what the events of a GPU cost is spent only where their times are kept."""
+    return CudaRecorder(device) if device.kind == "cuda" and is_kept else HostRecorder()
+
+
+def _queue(instruction: Instruction) -> object:
+    """What runs in order among itself: a channel between two ranks, or a kind of collective."""
+    match instruction:
+        case Send(wire, _, _, peer) | Recv(wire, _, _, peer):
+            return type(instruction), wire, peer
+        case _:
+            return lane(instruction), type(instruction)

@@ -1,0 +1,209 @@
+"""Layers whose weight gradients go straight into the gradient buffer.
+
+Autograd would make a new tensor for a weight's gradient and then add it to the buffer: one more pass over memory as
+large as the weight for every microbatch, and for an embedding a whole table that is nearly all zeros. These do the
+sum in the product, or in the rows that were looked up; and they can leave it for later, when the backward pass comes
+in two. What is summed is fp32; which products are rounded to bf16 before says ``numerics.accumulate_product``, and for
+experts ``model.experts``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+
+from superstep.kernels.product import linear, product
+from superstep.model.experts import GroupedLinear, add_outer_products, grouped_linear
+from superstep.model.is_plain import is_plain_embedding, is_plain_linear
+from superstep.numerics.accumulate_product import add_product
+from superstep.numerics.fixed_point import Grid
+
+Sum = Callable[[], object]
+"""Adds to a gradient buffer."""
+
+Forward = Callable[..., Tensor]
+"""What a module is called for."""
+
+Adder = Callable[[Tensor], object]
+"""Adds what it is given to a gradient buffer."""
+
+
+class Sums:
+    """Where the layers of a rank leave their sums: done at once, or put off while ``put_off`` lasts."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Sum] | None = None
+
+    def do(self, add: Sum) -> None:
+        """Run ``add`` now, or note it."""
+        if self._waiting is None:
+            add()
+        else:
+            self._waiting.append(add)
+
+    @contextmanager
+    def put_off(self) -> Iterator[list[Sum]]:
+        """The sums that come up within the block, in their order, to be run by the caller."""
+        noted: list[Sum] = []
+        self._waiting = noted
+        try:
+            yield noted
+        finally:
+            self._waiting = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sink:
+    """Where a parameter's gradient goes in exact mode: the part of a gradient buffer, the grid, and who says when."""
+
+    into: Tensor
+    grid: Grid
+    sums: Sums
+
+
+def input_gradient(
+    x: Tensor, end: GradientEdge, gradient: Tensor, parameters: Sequence[tuple[nn.Parameter, Adder]], sums: Sums
+) -> tuple[Tensor | None, list[Sum]]:
+    """A backward pass that adds to no gradient buffer: the gradient of ``x``, and the sums put off.
+
+    Linears and embeddings put off their product or their rows. What autograd gives for other parameters, such as the
+    weights of norms, is made now and added later; for a layer with products of its own that is its whole gradient.
+    What waits is detached: a graph that it hung on would hold ``x``.
+
+    Args:
+        x: where the graph begins; tokens have no gradient.
+        end: where it ends, and ``gradient`` is that of.
+        parameters: all that the graph may reach, and what adds a gradient to the buffer of each.
+        sums: where the layers leave what they add.
+    """
+    ends = [parameter for parameter, _ in parameters]
+    inputs = [x, *ends] if x.requires_grad else ends
+    with sums.put_off() as later:
+        found = torch.autograd.grad([end], inputs, [gradient], allow_unused=True)
+    of_parameters = found[len(inputs) - len(ends) :]
+    later += [partial(add, grad) for (_, add), grad in zip(parameters, of_parameters, strict=True) if grad is not None]
+    return found[0] if x.requires_grad else None, later
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, into: Tensor, sums: Sums) -> Tensor:  # noqa: ANN401
+        ctx.save_for_backward(x, weight)
+        ctx.into, ctx.sums = into, sums
+        return linear(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # noqa: ANN401
+        x, weight = ctx.saved_tensors
+        rows = grad.flatten(0, -2)
+        ctx.sums.do(partial(add_product, ctx.into, rows.t(), x.detach().flatten(0, -2)))
+        return product(rows, weight).view_as(x), None, None, None
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor, into: Tensor, sums: Sums) -> Tensor:  # noqa: ANN401
+        ctx.save_for_backward(tokens)
+        ctx.into, ctx.sums = into, sums
+        return F.embedding(tokens, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None]:  # noqa: ANN401
+        (tokens,) = ctx.saved_tensors
+        ctx.sums.do(partial(_add_rows, ctx.into, tokens.flatten(), grad.flatten(0, -2)))
+        return None, None, None, None
+
+
+def _add_rows(into: Tensor, tokens: Tensor, grad: Tensor) -> None:
+    rows = grad.to(into.dtype)
+    # index_put sorts on a GPU, so that its sum has one order; index_add would use atomics there.
+    if rows.is_cuda:
+        into.index_put_((tokens,), rows, accumulate=True)
+    else:
+        into.index_add_(0, tokens, rows)
+
+
+def accumulate_after(module: nn.Module) -> None:
+    """For a module whose own code makes the gradients: take each as it comes and add it to the buffer.
+
+    Left to itself, autograd would first turn a bf16 gradient into an fp32 one, and then add that.
+    """
+    for param in module.parameters():
+        if param.dtype != torch.float32 and param.grad is not None:
+            param.register_post_accumulate_grad_hook(hands_to(param.grad.add_))
+            param.grad = None
+            param.grad_dtype = param.dtype
+
+
+def hands_to(add: Adder) -> Callable[[Tensor], None]:
+    """A hook that hands a parameter's gradient to ``add`` as soon as it is whole, and keeps none."""
+
+    def hand_over(param: Tensor) -> None:
+        assert param.grad is not None
+        add(param.grad)
+        param.grad = None
+
+    return hand_over
+
+
+def accumulate_straight(module: nn.Module, sums: Sums) -> None:
+    """Change the forward of the module's plain linears and embeddings so; layers with a forward, hooks or options of
+    their own keep autograd's gradient. Their weights' ``.grad`` must be there; what is not trained stays as it is.
+    """
+    for layer in module.modules():
+        weight = layer._parameters.get("weight")
+        if weight is not None and not weight.requires_grad:
+            continue
+        if is_plain_linear(layer):
+            replace_forward(layer, _linear(cast(nn.Linear, layer), sums))
+        elif is_plain_embedding(layer):
+            replace_forward(layer, _embedding(cast(nn.Embedding, layer), sums))
+        elif type(layer) is GroupedLinear:
+            replace_forward(layer, _grouped(layer, sums))
+
+
+def replace_forward(layer: nn.Module, forward: Any) -> None:  # noqa: ANN401
+    """Give one layer another forward. An attribute of the instance is found before the class's method, which stays."""
+    layer.forward = forward
+
+
+def _linear(layer: nn.Linear, sums: Sums) -> Any:  # noqa: ANN401
+    def forward(x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return F.linear(x, layer.weight, layer.bias)
+        out: Tensor = _Linear.apply(x, layer.weight, layer.weight.grad, sums)  # type: ignore[no-untyped-call]
+        return out if layer.bias is None else out + layer.bias
+
+    return forward
+
+
+def _grouped(layer: GroupedLinear, sums: Sums) -> Any:  # noqa: ANN401
+    def forward(x: Tensor, rows_E: Tensor, part_R: Tensor | None = None) -> Tensor:
+        into = layer.weight.grad
+        assert into is not None
+
+        def add(grad: Tensor, x: Tensor, rows_E: Tensor) -> None:
+            sums.do(partial(add_outer_products, into, grad, x.detach(), rows_E))
+
+        return grouped_linear(x, layer.weight, rows_E, add)
+
+    return forward
+
+
+def _embedding(layer: nn.Embedding, sums: Sums) -> Any:  # noqa: ANN401
+    def forward(tokens: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return F.embedding(tokens, layer.weight)
+        # Tokens carry no gradient, so the graph hangs on the weight; its own gradient is left as it is.
+        out: Tensor = _Embedding.apply(tokens, layer.weight, layer.weight.grad, sums)  # type: ignore[no-untyped-call]
+        return out
+
+    return forward

@@ -1,0 +1,89 @@
+"""Linears with adapters in fast mode: one graph for the linear and its factors, whose gradients go straight into the
+gradient buffer as those of ``engine.layers.grad_accumulation`` do. The linear's own weight is frozen.
+
+    T  tokens      I  inputs held here      O  outputs held here      R  rank
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from superstep.engine.layers.grad_accumulation import Sums, replace_forward
+from superstep.model.lora import AdaptedLinear
+from superstep.numerics.accumulate_product import add_product
+
+
+def adapt_straight(module: nn.Module, sums: Sums) -> None:
+    """Change the forward of the module's adapted linears so. Their factors' ``.grad`` must be there."""
+    for layer in module.modules():
+        if type(layer) is AdaptedLinear:
+            replace_forward(layer, _forward(layer, sums))
+
+
+def _forward(layer: AdaptedLinear, sums: Sums) -> Any:  # noqa: ANN401
+    def forward(x: Tensor) -> Tensor:
+        a, b = layer.lora_A.weight, layer.lora_B.weight
+        if not torch.is_grad_enabled():
+            out, _ = _sum(x, layer.weight, layer.bias, a, b, layer.scale)
+            return out
+        factors = (a, b, a.grad, b.grad)
+        found: Tensor = _Adapted.apply(x, layer.weight, layer.bias, *factors, layer.scale, sums)  # type: ignore[no-untyped-call]
+        return found
+
+    return forward
+
+
+def _sum(
+    x: Tensor, weight_OI: Tensor, bias_O: Tensor | None, a_RI: Tensor, b_OR: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """The layer's output, and A(x): [T, R]."""
+    x_TI = x.flatten(0, -2)
+    h_TR = _narrow(x_TI, a_RI.t())
+    added_TO = _narrow(h_TR, b_OR.t(), scale)
+    if bias_O is not None:
+        added_TO += bias_O
+    return torch.addmm(added_TO, x_TI, weight_OI.t()).view(*x.shape[:-1], -1), h_TR
+
+
+def _narrow(left: Tensor, right: Tensor, scale: float = 1.0) -> Tensor:
+    """scale · left · right, by an operation that selective recomputation does again: it keeps what wide products gave,
+    and the sum of both is one.
+    """
+    return torch.baddbmm(left.new_empty(()), left[None], right[None], beta=0, alpha=scale)[0]
+
+
+class _Adapted(torch.autograd.Function):
+    @staticmethod
+    def forward(  # noqa: PLR0913
+        ctx: Any,  # noqa: ANN401
+        x: Tensor,
+        weight_OI: Tensor,
+        bias_O: Tensor | None,
+        a_RI: Tensor,
+        b_OR: Tensor,
+        into_a: Tensor,
+        into_b: Tensor,
+        scale: float,
+        sums: Sums,
+    ) -> Tensor:
+        out, h_TR = _sum(x, weight_OI, bias_O, a_RI, b_OR, scale)
+        ctx.save_for_backward(x, weight_OI, a_RI, b_OR, h_TR)
+        ctx.into, ctx.scale, ctx.sums = (into_a, into_b), scale, sums
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+        x, weight_OI, a_RI, b_OR, h_TR = ctx.saved_tensors
+        into_a, into_b = ctx.into
+        grad_TO = grad.flatten(0, -2)
+        grad_TR = (grad_TO @ b_OR).mul_(ctx.scale)
+        ctx.sums.do(partial(add_product, into_b, grad_TO.t(), h_TR, ctx.scale))
+        ctx.sums.do(partial(add_product, into_a, grad_TR.t(), x.detach().flatten(0, -2)))
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = (grad_TO @ weight_OI).addmm_(grad_TR, a_RI).view_as(x)
+        return dx, None, None, None, None, None, None, None, None

@@ -1,0 +1,105 @@
+"""measure_launch: what an operation takes where there is next to nothing to compute.
+
+That is a block of our own decoder with one short sequence and a narrow stream, forward and backward, as the engine
+drives it, over the number of its operations: Python, autograd and the dispatcher, and no kernel to speak of. In a step
+kernels lie between them, after which a CPU finds their code and objects in no cache close to its core; so after every
+layer the caches are filled with something else. An operation of 10 µs in a loop takes 20 so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from superstep.engine.layers.grad_accumulation import Forward, Sum, Sums, accumulate_straight, replace_forward
+from superstep.engine.measure.probe_kernels import Gauge, Sweep
+from superstep.model.decoder import Block
+from superstep.model.rope import Rope
+from superstep.plan.model.shape import SHAPES
+
+
+class _Counter(TorchDispatchMode):
+    """How many operations pass by."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operations: int = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        self.operations += func.namespace != "prim"
+        return func(*args, **(kwargs or {}))
+
+
+class _Pausing:
+    """A clock that stands still while it sweeps.
+
+    Args:
+        gauge: whose clock it is.
+    """
+
+    def __init__(self, gauge: Gauge) -> None:
+        self._clock, self._sweep = gauge.clock, Sweep(gauge.device)
+        self._away_s = 0.0
+
+    def __call__(self) -> float:
+        return self._clock() - self._away_s
+
+    def sweep(self) -> None:
+        """Fill the caches with something else."""
+        start_s = self._clock()
+        self._sweep()
+        self._away_s += self._clock() - start_s
+
+    def after(self, forward: Forward) -> Forward:
+        """A layer's forward, and a sweep."""
+
+        def swept(x: torch.Tensor) -> torch.Tensor:
+            out = forward(x)
+            self.sweep()
+            return out
+
+        return swept
+
+
+class _Sums(Sums):
+    """Tells when a product is done for a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.then: Callable[[], None] = lambda: None
+
+    def do(self, add: Sum) -> None:
+        super().do(add)
+        self.then()
+
+
+def launch_s(gauge: Gauge) -> float:
+    """Seconds from the start of one operation to that of the next."""
+    shape = SHAPES["tiny"]
+    device = gauge.device.torch
+    clock = _Pausing(gauge)
+    with device:
+        block: nn.Module = Block(shape, Rope(shape))
+        x = torch.ones(1, 4, shape.width, requires_grad=True)
+        gradient = torch.ones(1, 4, shape.width)
+    for parameter in block.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    sums = _Sums()
+    accumulate_straight(block, sums)
+
+    def there_and_back() -> None:
+        block(x).backward(gradient)
+
+    there_and_back()
+    with _Counter() as counter:
+        there_and_back()
+    for layer in block.modules():
+        if next(layer.children(), None) is None:
+            replace_forward(layer, clock.after(layer.forward))
+    sums.then = clock.sweep
+    return replace(gauge, clock=clock).seconds(there_and_back, calls=counter.operations)

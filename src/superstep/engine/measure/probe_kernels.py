@@ -1,0 +1,335 @@
+"""measure: how fast this rank multiplies, attends and moves memory, by shape and size.
+
+Each kind of operation is run by itself, as often as a small budget allows, and the median counts. What it reads and
+gives takes turns in more memory than the caches close to a core hold: in small copies over one another memory seems
+twice as fast. On a CPU these caches are filled with something else before every run, as the operation before does in a
+step, where its code too has left them: of small operations that is most of the time (an addition of a few numbers took
+3.5 µs in a loop, and 19 so; a norm by our kernel 59 and 147).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import cycle
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from superstep.comm.device import Device
+from superstep.cost.program.op_prices import LIKE
+from superstep.cost.program.operation import Attention, Operation, Pass, Product
+from superstep.engine.document_attention import DocumentAttend
+from superstep.hardware.chip import CopyRate, ProductRate
+from superstep.kernels import attention as attend
+from superstep.kernels import cpu_library, cross_entropy, norm, swiglu
+from superstep.kernels.product import by_fp32, by_onednn, linear
+from superstep.numerics.accumulate_product import add_product
+from superstep.numerics.dtypes import DTYPES
+from superstep.plan.config import Dtype
+
+KEPT_BYTES = {"cpu": 2**25, "cuda": 2**29}
+"""What lies side by side: half of it inputs, half of it outputs. A GPU's one cache holds 50 to 126 MB (H100, B200)."""
+
+MOST = 64
+"""Tensors that take turns."""
+
+SIZES = {"cpu": tuple(2**n for n in (12, 15, 18, 20, 22, 24)), "cuda": tuple(2**n for n in (12, 16, 20, 24, 26, 28))}
+"""Bytes of the passes that are measured; between them lie those of a step. A GPU is done with 16 MiB in the time of two
+launches, and its rate must be known beyond."""
+
+COLUMNS = 1024
+"""Of what is normalised, softmaxed or looked up row by row."""
+
+LARGEST = {"cpu": 1024, "cuda": 16384}
+"""The largest dim of a product that is measured: beyond it the rate rises little, and one product takes long."""
+
+AT_ONCE_S = 0.001
+"""On a GPU as many calls are timed together as take about this long, and 20 at most: to wait for the end of each costs
+more than a small kernel, and a step does not wait either."""
+
+Work = Callable[[], object]
+
+
+class Sweep:
+    """Fills the caches close to a CPU's core with something else; of a GPU, whose caches a few calls fill, nothing.
+
+    Args:
+        device: which of the two it is.
+    """
+
+    def __init__(self, device: Device) -> None:
+        # Four MiB: twice what a core of today has.
+        self._memory = torch.zeros(KEPT_BYTES["cpu"] // 32) if device.kind == "cpu" else None
+
+    def __call__(self) -> None:
+        if self._memory is not None:
+            self._memory.add_(1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gauge:
+    """How to time.
+
+    Attributes:
+        device: what is measured.
+        budget_s: how long each operation is repeated, after once to warm up.
+        clock: seconds of any clock that only moves forward: the wall's, or of processor time where others disturb.
+        is_exact: whether products are torch's own, as in exact mode, and not those of ``kernels.product``.
+        is_compiled: whether attention is that of ``kernels.attention``.
+    """
+
+    device: Device
+    budget_s: float = 0.005
+    clock: Callable[[], float] = time.perf_counter
+    is_exact: bool = False
+    is_compiled: bool = False
+
+    def seconds(self, work: Work, calls: int = 1) -> float:
+        """The median of one of the ``calls`` that ``work`` makes."""
+        sweep = Sweep(self.device)
+        self._once(work, 1)
+        at_once = 1
+        if self.device.kind == "cuda":
+            at_once = max(1, min(20, int(AT_ONCE_S / max(self._once(work, 1), 1e-9))))
+        taken: list[float] = []
+        end_s = time.perf_counter() + self.budget_s
+        while len(taken) < 3 or time.perf_counter() < end_s:
+            sweep()
+            taken.append(self._once(work, at_once))
+        return statistics.median(taken) / at_once / calls
+
+    def _once(self, work: Work, times: int) -> float:
+        start_s = self.clock()
+        for _ in range(times):
+            work()
+        self.device.synchronize()
+        return self.clock() - start_s
+
+
+def measure_operations(
+    operations: Iterable[Operation], dtype: Dtype, gauge: Gauge
+) -> tuple[tuple[ProductRate, ...], tuple[CopyRate, ...]]:
+    """The rates of these products and attentions, and of these kinds of passes at a few sizes each."""
+    products: dict[tuple[str, int, int, int], ProductRate] = {}
+    kernels = {"copy": None}
+    for operation in operations:
+        match operation:
+            case Product():
+                rate = _product(_within(operation, gauge.device), dtype, gauge)
+            case Attention():
+                rate = _attention(operation, dtype, gauge)
+            case Pass(kernel=kernel):
+                is_ours = gauge.device.kind == "cpu" and cpu_library.is_compiled()
+                kernels[kernel if is_ours else LIKE.get(kernel, kernel)] = None
+                continue
+            case _:
+                continue
+        products[rate.kernel, rate.rows, rate.width, rate.inner] = rate
+    kernels |= dict.fromkeys(("read", "write", "update"))
+    sizes = SIZES[gauge.device.kind]
+    # One memory for all: where each had its own, finding its pages took longer than measuring.
+    memory = _filled((2, KEPT_BYTES[gauge.device.kind] // 8), "fp32", gauge)
+    copies = [_copy(kernel, size, gauge, memory) for kernel in kernels if kernel in _PARTS for size in sizes]
+    return tuple(products.values()), tuple(copies)
+
+
+def _within(product: Product, device: Device) -> Product:
+    """The product, with no dim larger than is worth to measure."""
+    most = LARGEST[device.kind] * 4
+    rows, width, inner = (min(size, most) for size in (product.rows, product.width, product.inner))
+    batch = product.batch if product.kernel == "batch" else 1
+    return Product(rows=rows, width=width, inner=inner, batch=batch, kernel=product.kernel)
+
+
+def _product(product: Product, dtype: Dtype, gauge: Gauge) -> ProductRate:
+    timed = {"product": _product_s, "gradient": _gradient_s, "batch": _batch_s}[product.kernel]
+    return ProductRate(
+        kernel=product.kernel,
+        rate=dtype,
+        rows=product.rows,
+        width=product.width,
+        inner=product.inner,
+        flops_per_s=product.flops / timed(product, dtype, gauge),
+    )
+
+
+def _product_s(product: Product, dtype: Dtype, gauge: Gauge) -> float:
+    weight = _filled((product.width, product.inner), dtype, gauge)
+    inputs = _inputs((product.rows, product.inner), dtype, gauge)
+    outs = _inputs((product.rows, product.width), dtype, gauge)
+
+    def multiply() -> Tensor:
+        rows = next(inputs)
+        if not gauge.is_exact and (by_onednn(rows, weight) or by_fp32(rows, weight)):
+            return linear(rows, weight)
+        return torch.mm(rows, weight.t(), out=next(outs))
+
+    return gauge.seconds(multiply)
+
+
+def _batch_s(product: Product, dtype: Dtype, gauge: Gauge) -> float:
+    lefts = _inputs((product.batch, product.rows, product.inner), dtype, gauge)
+    rights = _inputs((product.batch, product.inner, product.width), dtype, gauge)
+    return gauge.seconds(lambda: torch.bmm(next(lefts), next(rights)))
+
+
+def _gradient_s(product: Product, dtype: Dtype, gauge: Gauge) -> float:
+    """Without the sum where a step counts that as an operation of its own: after each product of bf16."""
+    lefts = _inputs((product.inner, product.rows), dtype, gauge)
+    rights = _inputs((product.inner, product.width), dtype, gauge)
+    totals = _inputs((product.rows, product.width), "fp32", gauge)
+
+    def multiply() -> None:
+        left, right = next(lefts).t(), next(rights)
+        if gauge.is_exact:
+            torch.mm(left, right)
+        else:
+            add_product(next(totals), left, right)
+
+    if dtype == "fp32" or gauge.is_exact:
+        return gauge.seconds(multiply)
+    like = _filled((product.rows, product.width), dtype, gauge)
+    sum_s = gauge.seconds(lambda: next(totals).add_(like))
+    whole_s = gauge.seconds(multiply)
+    return max(whole_s - sum_s, whole_s / 10)
+
+
+def _attention(attention: Attention, dtype: Dtype, gauge: Gauge) -> ProductRate:
+    shape = (1, attention.heads, attention.queries, attention.head_dim)
+    keys = (1, attention.heads, attention.keys, attention.head_dim)
+    q, k, v = (_filled(dims, dtype, gauge).requires_grad_(attention.is_backward) for dims in (shape, keys, keys))
+    is_causal = attention.queries == attention.keys
+
+    if gauge.is_compiled and attend.takes(q, k, v):
+        return _rate(attention, dtype, _compiled_s((q.detach(), k.detach(), v.detach()), attention, gauge))
+
+    def forward() -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+
+    if attention.is_backward:
+        out = forward()
+        gradient = torch.ones_like(out)
+        taken_s = gauge.seconds(lambda: torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True))
+    else:
+        taken_s = gauge.seconds(forward)
+    return _rate(attention, dtype, taken_s)
+
+
+def _compiled_s(qkv: attend.Qkv, attention: Attention, gauge: Gauge) -> float:
+    is_causal = attention.queries == attention.keys
+    if is_causal and gauge.device.kind == "cpu":
+        return _called_s(qkv, attention, gauge)
+    out, lse = attend.attend(*qkv, is_causal=is_causal)
+    if attention.is_backward:
+        return gauge.seconds(lambda: attend.attend_backward(out, qkv, out, lse, is_causal=is_causal))
+    return gauge.seconds(lambda: attend.attend(*qkv, is_causal=is_causal))
+
+
+def _called_s(qkv: attend.Qkv, attention: Attention, gauge: Gauge) -> float:
+    """As a block calls it: an operator of Python's, which lays out what the kernel makes."""
+    call = DocumentAttend(None, is_compiled=True)
+    q, k, v = (x.transpose(1, 2).contiguous().requires_grad_() for x in qkv)
+    if not attention.is_backward:
+        return gauge.seconds(lambda: call(q, k, v))
+    out = call(q, k, v)
+    gradient = torch.ones_like(out)
+    return gauge.seconds(lambda: torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True))
+
+
+def _rate(attention: Attention, dtype: Dtype, taken_s: float) -> ProductRate:
+    is_causal = attention.queries == attention.keys
+    return ProductRate(
+        kernel="attention-backward" if attention.is_backward else "attention",
+        rate=dtype,
+        rows=attention.queries,
+        width=attention.keys,
+        inner=attention.head_dim,
+        # As if it were causal, of which there is half as much to do.
+        flops_per_s=attention.flops / attention.count / taken_s * (1 if is_causal else 2),
+    )
+
+
+def _copy(kernel: str, size: int, gauge: Gauge, memory: Tensor) -> CopyRate:
+    parts = _PARTS[kernel]
+    columns = min(COLUMNS, size // (4 * parts))
+    shape = (max(1, size // (4 * parts * columns)), columns)
+    numel = math.prod(shape)
+    count = max(1, min(MOST, memory.shape[1] // numel))
+    inputs, outs = (cycle(half[: count * numel].view(count, *shape).unbind()) for half in memory)
+    other = next(inputs)
+    if kernel in _OURS:
+        compute = _OURS[kernel][1](other)
+        taken_s = gauge.seconds(lambda: compute(next(inputs)))
+    else:
+        work = _PASSES[kernel][1]
+        taken_s = gauge.seconds(lambda: work(next(inputs), other, next(outs)))
+    return CopyRate(kernel=kernel, bytes=size, bytes_per_s=size / taken_s)
+
+
+def _update(x: Tensor, other: Tensor, out: Tensor) -> object:
+    # The kernel reads the count of steps on the device; an element that is there costs no launch of its own.
+    torch._fused_adamw_(
+        [x],
+        [other],
+        [out],
+        [other],
+        [],
+        [x[0, 0]],
+        lr=0.0,
+        beta1=0.9,
+        beta2=0.99,
+        weight_decay=0.0,
+        eps=1.0,
+        amsgrad=False,
+        maximize=False,
+    )
+    return None
+
+
+# Kinds of passes: in how many parts their bytes are read and written, and what does it to an input, another input that
+# stays the same, and an output.
+_PASSES: dict[str, tuple[int, Callable[[Tensor, Tensor, Tensor], object]]] = {
+    "copy": (3, lambda x, other, out: torch.mul(x, other, out=out)),
+    "read": (1, lambda x, other, out: torch.linalg.vector_norm(x, dim=-1, keepdim=True)),
+    "write": (1, lambda x, other, out: out.zero_()),
+    "exp": (2, lambda x, other, out: torch.ops.aten.silu.out(x, out=out)),
+    "softmax": (2, lambda x, other, out: torch.ops.aten._log_softmax.out(x, -1, False, out=out)),  # noqa: FBT003
+    "gather": (2, lambda x, other, out: torch.index_select(x, 0, torch.arange(len(x), device=x.device), out=out)),
+    "update": (7, _update),
+}
+
+
+def _norm(like: Tensor) -> Callable[[Tensor], object]:
+    weight = like[0].clone().requires_grad_()
+    return lambda x: norm.rms_norm(x, weight, 1e-6)
+
+
+def _gate(like: Tensor) -> Callable[[Tensor], object]:
+    up = like.detach().requires_grad_()
+    return lambda x: swiglu.swiglu(x, up)
+
+
+def _loss(like: Tensor) -> Callable[[Tensor], object]:
+    targets = torch.zeros(len(like), dtype=torch.int64)
+    return lambda x: cross_entropy.row_sums(x, targets, x.shape[1])
+
+
+# Those of our own kernels, which make their output. As operators written in Python they take longer to begin.
+_OURS = {"norm": (2, _norm), "gate": (3, _gate), "loss": (1, _loss)}
+_PARTS = {kernel: parts for kernel, (parts, _) in (_PASSES | _OURS).items()}
+
+
+def _filled(shape: tuple[int, ...], dtype: Dtype, gauge: Gauge) -> Tensor:
+    return torch.full(shape, 0.5, dtype=DTYPES[dtype], device=gauge.device.torch)
+
+
+def _inputs(shape: tuple[int, ...], dtype: Dtype, gauge: Gauge) -> Iterator[Tensor]:
+    """Tensors of one shape, in turn."""
+    first = _filled(shape, dtype, gauge)
+    count = max(1, min(MOST, KEPT_BYTES[gauge.device.kind] // 2 // first.nbytes))
+    return cycle([first, *(first.clone() for _ in range(count - 1))])

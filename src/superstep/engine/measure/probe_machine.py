@@ -1,0 +1,145 @@
+"""measure_here: the ranks of a run, as the cost model knows them, measured by themselves all at once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+
+from superstep.comm.device import Device, cores
+from superstep.comm.objects import barrier
+from superstep.cost.program.op_prices import Measured
+from superstep.cost.program.operation import Operation, UnitOperations
+from superstep.engine.choose_attention import is_compiled
+from superstep.engine.measure.launch_cost import launch_s
+from superstep.engine.measure.probe_collectives import COLLECTIVES, measure_collectives
+from superstep.engine.measure.probe_kernels import Gauge, measure_operations
+from superstep.hardware.chip import Chip, CopyRate, ProductRate
+from superstep.hardware.cluster import Cluster, Collective, CollectiveRate
+from superstep.launch.ranks import World
+from superstep.plan.config import Dtype
+from superstep.plan.resolve import Resolved
+
+LINK = {"cpu": (4.4e9, 60e-6), "cuda": (4.5e11, 20e-6)}
+"""Bytes/s and seconds of latency between two ranks where none were measured.
+
+cpu: shared memory, two processes on two cores of an AMD EPYC (Zen 5): 16 MiB exchanged both ways took 3.9 ms, 4 bytes
+56 µs (``bench/results/collectives.json``). cuda: one direction of NVLink 4 as its data sheet has it, not measured.
+"""
+
+
+def distinct(units: Iterable[UnitOperations]) -> tuple[Operation, ...]:
+    """Every operation of some units once, whatever their number."""
+    ways = [operations for unit in units for operations in (unit.forward, unit.backward, unit.weight)]
+    return tuple(dict.fromkeys(operation for operations in ways for operation in operations))
+
+
+def measure_here(
+    run: Resolved, operations: Sequence[UnitOperations], world: World, gauge: Gauge | None = None
+) -> Measured:
+    """This rank's machine, from the run's own operations, in about a second. Every rank calls this together."""
+    gauge = as_run(run, gauge or Gauge(device=world.device))
+    dtype = run.config.numerics.compute
+    if world.size > 1:
+        barrier(world.device)  # ranks that share caches and memory are to disturb each other as they do in a step
+    # Where ranks take turns on a core, the wait for a turn is added for the whole step, and must not count here.
+    takes_turns = world.device.kind == "cpu" and world.size > cores()
+    alone = replace(gauge, clock=time.process_time) if takes_turns else gauge
+    products, copies = measure_operations(distinct(operations), dtype, alone)
+    mesh = run.plan.mesh
+    degrees = {mesh.tp, mesh.cp, mesh.ep, mesh.pp, mesh.data, mesh.shards("dense")}
+    rates = measure_collectives(world, degrees, gauge, _needed(run)) if world.size > 1 else ()
+    return measured(world.device, world.size, dtype, launch_s(alone), (products, copies, rates))
+
+
+def measure(run: Resolved, device: Device, operations: Sequence[UnitOperations]) -> Measured:
+    """One rank's machine, measured in this process alone; links are those of ``LINK``."""
+    dtype = run.config.numerics.compute
+    gauge = as_run(run, Gauge(device=device))
+    with _threads(1 if run.plan.mesh.world > 1 else torch.get_num_threads()):
+        products, copies = measure_operations(distinct(operations), dtype, gauge)
+        return measured(device, run.plan.mesh.world, dtype, launch_s(gauge), (products, copies, ()))
+
+
+def as_run(run: Resolved, gauge: Gauge) -> Gauge:
+    """To time what the run computes with."""
+    return replace(gauge, is_exact=run.plan.grain is not None, is_compiled=is_compiled(run, gauge.device))
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """As many threads as a launched rank has: one, where there are several."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _needed(run: Resolved) -> tuple[Collective, ...]:
+    """Collectives that a step of the run may have."""
+    mesh = run.plan.mesh
+    used: dict[Collective, bool] = {
+        "all-reduce": mesh.tp > 1 or mesh.data > 1 or run.outline.is_tied,
+        "all-gather": mesh.tp > 1 or mesh.data > 1,
+        "reduce-scatter": mesh.data > 1 or mesh.tp > 1,
+        "all-to-all": mesh.ep > 1 or mesh.cp > 1,
+        "send": mesh.pp > 1 or mesh.cp > 1,
+    }
+    return tuple(name for name in COLLECTIVES if used[name])
+
+
+def measured(
+    device: Device,
+    ranks: int,
+    dtype: Dtype,
+    launch: float,
+    tables: tuple[tuple[ProductRate, ...], tuple[CopyRate, ...], tuple[CollectiveRate, ...]],
+) -> Measured:
+    """The cluster of these tables, with what else is known of the host."""
+    products, copies, rates = tables
+    link_bytes_per_s, latency_s = LINK[device.kind]
+    sends = [rate for rate in rates if rate.name == "send"]
+    if sends:
+        link_bytes_per_s, latency_s = sends[0].bytes_per_s, sends[0].latency_s
+    chip = Chip(
+        name=host_name(device),
+        vendor="this machine",
+        year=time.gmtime().tm_year,
+        flops_per_s=((dtype, max((p.flops_per_s for p in products if p.kernel == "product"), default=1e9)),),
+        memory_bytes=float(device.capacity_bytes()),
+        memory_bytes_per_s=max((c.bytes, c.bytes_per_s) for c in copies if c.kernel == "copy")[1],
+        cores=cores(),
+        launch_s=launch,
+        link_bytes_per_s=link_bytes_per_s,
+        domain=ranks,
+        source="superstep measure",
+        products=products,
+        copies=copies,
+    )
+    cluster = Cluster(
+        chip=chip,
+        chips=ranks,
+        domain=ranks,
+        link_bytes_per_s=link_bytes_per_s,
+        link_latency_s=latency_s,
+        network_bytes_per_s=link_bytes_per_s,
+        network_latency_s=latency_s,
+        collectives=rates,
+    )
+    return Measured(cluster=cluster, rate=dtype, is_host=device.kind == "cpu")
+
+
+def host_name(device: Device) -> str:
+    """The device as its maker names it; a CPU by what the system says of it."""
+    if device.kind != "cpu":
+        return device.name
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as info:
+            return next(line.partition(":")[2].strip() for line in info if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return "CPU"

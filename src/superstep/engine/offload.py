@@ -1,0 +1,81 @@
+"""A trainer's memory given back between two steps, while the same processes serve; and taken again.
+
+What the next step needs goes to the host's memory, or into a file: weights and moments. Gradients go nowhere: a step
+begins with none. Storages are emptied and filled in place, so that parameters and other views of them stay what they
+are.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from superstep.engine.flat.buffers import UnitBuffers
+from superstep.state.tensor_piece import bytes_of
+
+
+class Sleeping:
+    """What some buffers held. Their memory is given back from here on.
+
+    Args:
+        buffers: of a rank, between two steps.
+        folder: for a file that has no name; None keeps what they held in the host's memory.
+    """
+
+    def __init__(self, buffers: Iterable[UnitBuffers], folder: Path | None) -> None:
+        self._file = None if folder is None else tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - closed by ``wake``
+        self._held: list[tuple[Tensor, int, Tensor | None]] = []
+        for b in buffers:
+            for tensor in _distinct(b.full, b.master, b.exp_avg, b.exp_avg_sq):
+                self._put(tensor)
+            for tensor in _distinct(b.gradient, b.gradient_shard, b.reduced):
+                size = tensor.untyped_storage().nbytes()
+                if size:
+                    self._held.append((tensor, size, None))
+                    tensor.untyped_storage().resize_(0)
+
+    def wake(self) -> None:
+        """Take the memory again, as it was; gradients are zero. To be called once."""
+        if self._file is not None:
+            self._file.seek(0)
+        for tensor, size, held in self._held:
+            tensor.untyped_storage().resize_(size)
+            into = _bytes(tensor)
+            if held is None:
+                into.zero_()
+            elif self._file is None:
+                into.copy_(held)
+            else:
+                read = torch.empty(size, dtype=torch.uint8)
+                self._file.readinto(bytes_of(read))
+                into.copy_(read)
+        self._held.clear()
+        if self._file is not None:
+            self._file.close()
+
+    def _put(self, tensor: Tensor) -> None:
+        size = tensor.untyped_storage().nbytes()
+        if not size:
+            return
+        held = _bytes(tensor).cpu()
+        if self._file is not None:
+            self._file.write(bytes_of(held))
+            held = torch.empty(0, dtype=torch.uint8)
+        elif tensor.device.type == "cpu":
+            held = held.clone()
+        self._held.append((tensor, size, held))
+        tensor.untyped_storage().resize_(0)
+
+
+def _distinct(*tensors: Tensor) -> list[Tensor]:
+    """One tensor of each storage."""
+    return list({tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}.values())
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """All of a tensor's storage."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

@@ -1,0 +1,189 @@
+"""Expert parallelism: each rank holds some of the experts, and tokens travel to them and back (Lepikhin 2020).
+
+ep folds over the dp · cp · tp ranks of a pipeline stage: ep neighbours, tp counted fastest, share out the experts.
+Every rank brings the tokens that it has anyway, and no token is there twice, so that the seams follow:
+
+    routing    the logits of whole sequences are gathered among the ranks that hold parts of them; each decides
+               alike, for the whole, and keeps the decisions for its own tokens
+    experts    all-to-all over ep: first how many rows go where, then the rows; the same way back
+    tp         with sequence parallelism tokens are split already; without, the block takes its share of them
+               before and gathers after
+
+So router, shared experts and the norm before them are whole on each rank and see its tokens alone: their gradients are
+partial over every axis that splits tokens, tp among them. An expert's gradient is whole for its ep group.
+
+    B  sequences            T  tokens held here: B · s       R  rows: T · k (token, choice) pairs
+    S  positions            k  experts of a token            P  ranks
+    s  positions held here  E  experts                       A  rows that arrive here
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from superstep.comm.collectives import gather_sequence
+from superstep.comm.mesh import Group, Mesh
+from superstep.engine.parallel.sequence_parallel import GatherWhole, KeepOwn
+from superstep.model.expert_dispatch import Exchange, Local, Now
+from superstep.model.experts import Experts, sort_by_expert, spread, unsort
+from superstep.plan.resolve import Resolved
+from superstep.plan.sharding.sequence import positions
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceParts:
+    """How the ranks of a group share the positions of their sequences.
+
+    Attributes:
+        group: ranks that hold parts of the same sequences.
+        positions: [P, s], the positions that each of them holds, in the order in which it holds them.
+    """
+
+    group: Group
+    positions: Tensor
+
+    @property
+    def mine(self) -> Tensor:
+        """The positions held here: [s]."""
+        return self.positions[self.group.rank()]
+
+
+class ExpertParallel(Local):
+    """The exchange of a rank that holds a part of the experts, of the sequences, or of both.
+
+    Args:
+        experts: the ep ranks' group; None where every expert is here.
+        sequence: how sequences are split; None where they are whole.
+        now: what goes through the model first.
+        parts: exact mode: parts of what is held here of each sequence.
+    """
+
+    def __init__(
+        self,
+        experts: Group | None,
+        sequence: SequenceParts | None,
+        now: Now | None = None,
+        *,
+        parts: int | None = None,
+    ) -> None:
+        super().__init__(now, parts=parts)
+        self._experts = experts
+        self._sequence = sequence
+
+    def whole(self, x_BsE: Tensor) -> Tensor:
+        if self._sequence is None:
+            return x_BsE
+        return cast(Tensor, _Whole.apply(x_BsE, self._sequence))  # type: ignore[no-untyped-call]
+
+    def share(self, x_BSk: Tensor) -> Tensor:
+        return x_BSk if self._sequence is None else x_BSk.index_select(1, self._sequence.mine)
+
+    def run(self, x_TD: Tensor, expert_Tk: Tensor, experts: Experts) -> Tensor:
+        group = self._experts
+        if group is None:
+            return super().run(x_TD, expert_Tk, experts)
+        order_R, rows_E = sort_by_expert(expert_Tk, experts.held * group.size())
+        x_RD = spread(x_TD, order_R, expert_Tk.shape[1])
+        going_PE = rows_E.view(group.size(), experts.held)
+        coming_PE = torch.empty_like(going_PE)
+        dist.all_to_all_single(coming_PE, going_PE.contiguous(), group=group)
+        # A GPU is waited for, once: an exchange of unequal parts takes their sizes from the host.
+        going, coming = torch.stack((going_PE, coming_PE)).sum(2).tolist()
+        x_AD = _travel(x_RD, going, coming, sum(coming), group)
+        # By rank and then by expert as they come, by expert alone as the products want them.
+        expert_A = torch.arange(experts.held, device=x_TD.device).repeat(group.size())
+        expert_A = expert_A.repeat_interleave(coming_PE.flatten(), output_size=len(x_AD))
+        order_A, held_E = sort_by_expert(expert_A[:, None], experts.held)
+        part_A = self._arrived(self._part(order_R, expert_Tk), going, coming, group)
+        part_A = None if part_A is None else part_A[order_A]
+        y_AD = unsort(experts(spread(x_AD, order_A, 1), held_E, part_A), order_A)
+        y_RD = _travel(y_AD, coming, going, len(x_RD), group)
+        return unsort(y_RD, order_R).view(*expert_Tk.shape, -1)
+
+    def _arrived(self, part_R: Tensor | None, going: list[int], coming: list[int], group: Group) -> Tensor | None:
+        """Which part of which rank's sequences each row is of that came."""
+        if part_R is None or self._parts is None:
+            return None
+        part_A = part_R.new_empty(sum(coming))
+        dist.all_to_all_single(part_A, part_R[: sum(going)].contiguous(), coming, going, group=group)
+        rank_P = torch.arange(group.size(), device=part_R.device)
+        rank_A = rank_P.repeat_interleave(part_A.new_tensor(coming), output_size=len(part_A))
+        return rank_A * self._parts + part_A
+
+
+def build_exchange(run: Resolved, mesh: Mesh) -> ExpertParallel:
+    """The exchange of the plan. Sequences are split over cp, and over tp with sequence parallelism or without."""
+    sequence = None
+    if mesh.sequence is not None:
+        cp, tp, tokens = mesh.shape.cp, mesh.shape.tp, run.config.data.sequence_tokens
+        held = [positions(tokens, cp=cp, rank=c, tp=tp, part=t) for c in range(cp) for t in range(tp)]
+        sequence = SequenceParts(group=mesh.sequence, positions=torch.tensor(held, device=mesh.device.torch))
+    grain = run.plan.grain
+    parts = None if grain is None else grain.parts // (mesh.shape.cp * mesh.shape.tp)
+    return ExpertParallel(mesh.ep, sequence, parts=parts)
+
+
+def _travel(x: Tensor, going: list[int], coming: list[int], rows: int, group: Group) -> Tensor:
+    out: Tensor = _Travel.apply(x, going, coming, rows, group)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Travel(torch.autograd.Function):
+    """All-to-all of rows: ``going[p]`` of the first ones to rank p, ``coming[p]`` from it; the gradient goes back.
+
+    The result has ``rows`` rows, zeros behind those that came: rows of nobody stay at home.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, going: list[int], coming: list[int], rows: int, group: Group) -> Tensor:  # noqa: ANN401
+        ctx.way = going, coming, len(x), group
+        return _all_to_all(x, going, coming, rows, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # noqa: ANN401
+        going, coming, rows, group = ctx.way
+        return _all_to_all(grad.contiguous(), coming, going, rows, group), None, None, None, None
+
+
+def _all_to_all(x: Tensor, going: list[int], coming: list[int], rows: int, group: Group) -> Tensor:
+    # Gloo has this too, and is as fast with it as with messages of our own (2 and 4 ranks, 1 MB to each).
+    out = x.new_empty(rows, x.shape[1])
+    arrived = sum(coming)
+    dist.all_to_all_single(out[:arrived], x[: sum(going)], coming, going, group=group)
+    out[arrived:].zero_()
+    return out
+
+
+class _Whole(torch.autograd.Function):
+    """Forward gathers whole sequences, backward takes the own part.
+
+    Every rank of the group computes the same of the whole, so that each has the whole gradient already, but for that
+    of its own tokens' outputs, which is nought elsewhere: there is nothing to sum.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_BsE: Tensor, parts: SequenceParts) -> Tensor:  # noqa: ANN401
+        ctx.mine = parts.mine
+        gathered = gather_sequence(x_BsE, parts.group)
+        return torch.empty_like(gathered).index_copy_(1, parts.positions.flatten(), gathered)
+
+    @staticmethod
+    def backward(ctx: Any, grad_BSE: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
+        return grad_BSE.index_select(1, ctx.mine), None
+
+
+def split_tokens(block: nn.Module, tp: Group) -> None:
+    """Change the forward of a mixture of experts whose input is whole on every tp rank: each works on its share."""
+    inner: Callable[..., Tensor] = block.forward
+
+    def forward(x_BSD: Tensor, *, exchange: Exchange) -> Tensor:
+        y_BSD: Tensor = GatherWhole.apply(inner(KeepOwn.apply(x_BSD, tp), exchange=exchange), tp)  # type: ignore[no-untyped-call]
+        return y_BSD
+
+    block.forward = forward

@@ -1,0 +1,283 @@
+"""Ring attention (Liu, Zaharia, Abbeel 2023) over a zig-zag cut of the sequence.
+
+Queries stay, keys and values go round: each rank computes its queries against the keys it has, while these are already
+on their way to the next rank and the next ones on their way here. Which scores a rank computes of which keys is
+``plan.sharding.sequence.blocks``. Going back, keys and values go round once more; their gradients travel with them,
+gather each rank's share, and make one hop more than the keys to come home.
+
+    B  sequences    N  query heads           S  a rank's own tokens
+                    K  key and value heads   T  keys of a block
+    H  width of one head
+
+Both directions are operators of torch's dispatcher rather than plain Python, for what stands around them: selective
+recompute can keep the result and not each block's (those are cp times as large, and computing them again would send
+everything again), and a compiler sees one opaque call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import _resolve_process_group
+
+from superstep.comm.mesh import Group
+from superstep.engine.parallel.flash_partial import attend_block, attend_block_backward, merge
+from superstep.engine.parallel.flash_varlen import attend_parts, attend_parts_backward, bounds, starts_of
+from superstep.kernels import attention as kernel
+from superstep.plan.sharding.documents import Held, tiles
+from superstep.plan.sharding.sequence import Block, blocks
+
+# Both rings are under way at once, on one group.
+_KEYS_TAG, _GRADIENTS_TAG = 0, 1
+
+
+@dataclass(frozen=True, slots=True)
+class RingAttend:
+    """Causal attention of a sequence cut in zig-zag over the ranks of ``group``, as ``model.decoder.Attend``.
+
+    Each rank gives and gets its own tokens, in the order of ``plan.sharding.sequence.positions``. What is kept for the
+    backward is the rank's own q, k, v, output and lse. Nothing else may be under way on the group.
+    """
+
+    group: Group
+    starts: Tensor | None = None
+    """With a document mask: where each token's document starts, of the whole sequences and on the host: [B, cp · S]."""
+
+    is_compiled: bool = False
+    """Whether ``kernels.attention`` computes the blocks, where it takes such heads."""
+
+    def __call__(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Tensor:
+        """The mixed values: [B, S, N, H]."""
+        told = self.starts, self.is_compiled, self.group.group_name
+        out_BSNH: Tensor = ring_attention(q_BSNH, k_BSKH, v_BSKH, *told)[0]
+        return out_BSNH
+
+
+@dataclass(frozen=True, slots=True)
+class _Hop:
+    """A tensor on its way to the next rank, and the previous rank's on its way here."""
+
+    works: list[dist.Work]
+    arriving: Tensor
+
+    @classmethod
+    def start(cls, leaving: Tensor, group: Group, tag: int) -> Self:
+        size, me = group.size(), group.rank()
+        if size == 1:
+            return cls([], leaving)
+        arriving = torch.empty_like(leaving)
+        # As one batch: NCCL runs a group's operations in turn, and every rank would wait to be received from.
+        ends = [
+            dist.P2POp(dist.isend, leaving, group=group, tag=tag, group_peer=(me + 1) % size),
+            dist.P2POp(dist.irecv, arriving, group=group, tag=tag, group_peer=(me - 1) % size),
+        ]
+        return cls(dist.batch_isend_irecv(ends), arriving)
+
+    def finish(self) -> Tensor:
+        """What came; what left may change from now on."""
+        for work in self.works:
+            work.wait()
+        return self.arriving
+
+
+def _round(kv: Tensor, group: Group) -> Iterator[tuple[Block, Tensor]]:
+    """Each block with all keys and values of its source, [2, B, T, K, H]; meanwhile the next ones are coming."""
+    mine = blocks(group.rank(), group.size())
+    for block in mine:
+        hop = None if block is mine[-1] else _Hop.start(kv, group, _KEYS_TAG)
+        yield block, kv
+        if hop is not None:
+            kv = hop.finish()
+
+
+@dataclass(frozen=True, slots=True)
+class _Documents:
+    """Where each row's documents start, and what that leaves of a rank's blocks."""
+
+    rows: Sequence[Sequence[int]]
+    cp: int
+    rank: int
+
+    @classmethod
+    def of(cls, starts: Tensor | None, group: Group) -> Self | None:
+        return None if starts is None else cls(bounds(starts), group.size(), group.rank())
+
+    @property
+    def cuts(self) -> list[tuple[int, ...]]:
+        """The own tokens of each document."""
+        return [Held(row[-1], self.cp, self.rank).cuts(row) for row in self.rows]
+
+    def rectangles(self, block: Block) -> Iterator[_Rectangle]:
+        for number, row in enumerate(self.rows):
+            for tile in tiles(block, row, cp=self.cp, rank=self.rank):
+                yield _Rectangle(slice(number, number + 1), tile.queries, tile.keys)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rectangle:
+    """Rows, queries of the own tokens, and keys of a source's that come before all of these."""
+
+    rows: slice
+    queries: slice
+    keys: slice
+
+    def asking(self, x: Tensor) -> Tensor:
+        """Out of the own [B, N, S, ...]."""
+        return x[self.rows, :, self.queries]
+
+    def answering(self, kv: Tensor) -> Tensor:
+        """Out of the source's [2, B, T, K, H]."""
+        return kv[:, self.rows, self.keys]
+
+
+def _rectangles(block: Block, tokens: int, documents: _Documents | None) -> Iterator[_Rectangle]:
+    """What is computed with another rank's keys."""
+    if documents is not None:
+        yield from documents.rectangles(block)
+    else:
+        yield _Rectangle(slice(None), block.queries(tokens), block.keys(tokens))
+
+
+def _named(group: str) -> Group:
+    # An operator's arguments are tensors, numbers and strings; torch's own collectives go by this name, too.
+    return _resolve_process_group(group)  # type: ignore[arg-type]
+
+
+@torch.library.custom_op("superstep::ring_attention", mutates_args=())
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, is_compiled: bool, group: str
+) -> tuple[Tensor, Tensor]:
+    """The output [B, S, N, H] and its log-sum-exp [B, N, S], fp32.
+
+    Args:
+        q, k, v: the own ones.
+        starts: see ``RingAttend``.
+        is_compiled: likewise.
+        group: the name of a process group.
+    """
+    ring = _named(group)
+    documents = _Documents.of(starts, ring)
+    q_BNSH = q.transpose(1, 2)
+    out_BNSH: Tensor | None = None
+    for block, kv in _round(torch.stack((k, v)), ring):
+        if out_BNSH is None:  # the own keys come first, and every query sees itself
+            part, part_lse = _own(q_BNSH, kv, documents, is_compiled=is_compiled)
+            out_BNSH, lse_BNS = part.float(), part_lse.clone(memory_format=torch.contiguous_format)
+            continue
+        for at in _rectangles(block, q.shape[1], documents):
+            k_BKTH, v_BKTH = at.answering(kv).transpose(2, 3)
+            part, part_lse = attend_block(at.asking(q_BNSH), k_BKTH, v_BKTH, is_causal=False, is_compiled=is_compiled)
+            merge(at.asking(out_BNSH), at.asking(lse_BNS), part, part_lse)
+    assert out_BNSH is not None
+    return out_BNSH.transpose(1, 2).to(q.dtype).contiguous(), lse_BNS
+
+
+def _own(q_BNSH: Tensor, kv: Tensor, documents: _Documents | None, *, is_compiled: bool) -> tuple[Tensor, Tensor]:
+    k_BKSH, v_BKSH = kv.transpose(2, 3)
+    if documents is None:
+        return attend_block(q_BNSH, k_BKSH, v_BKSH, is_causal=True, is_compiled=is_compiled)
+    if is_compiled and kernel.takes(q_BNSH, k_BKSH, v_BKSH):
+        return kernel.attend(q_BNSH, k_BKSH, v_BKSH, is_causal=True, starts_BS=starts_of(documents.cuts))
+    return attend_parts(q_BNSH, k_BKSH, v_BKSH, documents.cuts)
+
+
+@torch.library.custom_op("superstep::ring_attention_backward", mutates_args=())
+def _ring_attention_backward(  # noqa: PLR0913
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    starts: Tensor | None,
+    is_compiled: bool,
+    group: str,
+) -> tuple[Tensor, Tensor]:
+    """The gradients of q, and of k and v stacked."""
+    ring = _named(group)
+    documents = _Documents.of(starts, ring)
+    grad_BNSH, q_BNSH, out_BNSH = (x.transpose(1, 2) for x in (grad, q, out))
+    hop: _Hop | None = None
+    for block, kv in _round(torch.stack((k, v)), ring):
+        if hop is None:  # the own keys come first, whole
+            dq_BNSH, dk, dv = _own_backward(grad_BNSH, q_BNSH, kv, out_BNSH, lse, documents, is_compiled=is_compiled)
+            dq_BNSH, dkv = dq_BNSH.float(), _stacked(dk, dv)
+        else:
+            dkv = hop.finish()
+            for at in _rectangles(block, q.shape[1], documents):
+                k_BKTH, v_BKTH = at.answering(kv).transpose(2, 3)
+                inputs = at.asking(q_BNSH), k_BKTH, v_BKTH
+                whole = at.asking(out_BNSH), at.asking(lse)
+                dq, dk, dv = attend_block_backward(
+                    at.asking(grad_BNSH), inputs, *whole, is_causal=False, is_compiled=is_compiled
+                )
+                at.asking(dq_BNSH).add_(dq)
+                at.answering(dkv).add_(_stacked(dk, dv))
+        hop = _Hop.start(dkv, ring, _GRADIENTS_TAG)
+    assert hop is not None
+    return dq_BNSH.transpose(1, 2).to(q.dtype).contiguous(), hop.finish().to(k.dtype)
+
+
+def _own_backward(
+    grad: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    documents: _Documents | None,
+    *,
+    is_compiled: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    k_BKSH, v_BKSH = kv.transpose(2, 3)
+    inputs = q, k_BKSH, v_BKSH
+    if documents is None:
+        return attend_block_backward(grad, inputs, out, lse, is_causal=True, is_compiled=is_compiled)
+    if is_compiled and kernel.takes(grad, *inputs, out):
+        starts_BS = starts_of(documents.cuts)
+        return kernel.attend_backward(grad, inputs, out, lse, is_causal=True, starts_BS=starts_BS)
+    return attend_parts_backward(grad, inputs, out, lse, documents.cuts)
+
+
+def _stacked(dk_BKTH: Tensor, dv_BKTH: Tensor) -> Tensor:
+    """Gradients as they travel: [2, B, T, K, H], fp32."""
+    return torch.stack((dk_BKTH.transpose(1, 2), dv_BKTH.transpose(1, 2))).float()
+
+
+@ring_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, is_compiled: bool, group: str) -> tuple[Tensor, Tensor]:
+    B, S, N, _ = q.shape
+    return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(B, N, S, dtype=torch.float32)
+
+
+@_ring_attention_backward.register_fake
+def _(  # noqa: PLR0913
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    starts: Tensor | None,
+    is_compiled: bool,
+    group: str,
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q, memory_format=torch.contiguous_format), k.new_empty(2, *k.shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:  # noqa: ANN401
+    q, k, v, starts, ctx.is_compiled, ctx.group = inputs
+    ctx.save_for_backward(q, k, v, *output, starts)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:  # noqa: ANN401
+    dq, dkv = _ring_attention_backward(grad.contiguous(), *ctx.saved_tensors, ctx.is_compiled, ctx.group)
+    return dq, dkv[0], dkv[1], None, None, None
+
+
+ring_attention.register_autograd(_backward, setup_context=_keep)

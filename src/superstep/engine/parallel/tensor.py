@@ -1,0 +1,280 @@
+"""Tensor parallelism put on a plain module from outside (Shoeybi 2019), with sequence parallelism (Korthikanti 2022).
+
+The table of logical axes says which matrices were cut. What happens at the seams follows from it:
+
+    embedding cut over its rows    look up the own rows, zeros elsewhere, sum over tp
+    linear cut over its output     its input enters; each rank has its own columns, and its part of the bias
+    linear cut over its input      each rank has a part of the sum: sum over tp, then add the bias once
+    everything else                nothing
+
+Without sequence parallelism the residual stream is whole on every rank: entering is the identity (and sums
+gradients going back), leaving is an all-reduce. A tensor that several cut linears read, as queries, keys and values
+do, enters once. With sequence parallelism the stream is split over the sequence: entering gathers it, leaving
+reduce-scatters it, and what lies between, cut or not, works on S / tp tokens. Then it is the smallest module with
+linears of both kinds, such as attention, whose input enters, so that its own code sees whole sequences.
+
+The first unit has whole sequences. Where a lookup is all of it, leaving splits them; else its output is split at the
+end, so that what it adds to the lookup, such as learned positions, sees every token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+
+from superstep.comm.collectives import scatter_sequence
+from superstep.comm.mesh import Group
+from superstep.engine.flat.layout import is_cut
+from superstep.engine.layers.grad_accumulation import Forward, replace_forward
+from superstep.engine.parallel.sequence_parallel import GatherWhole, KeepOwn, part
+from superstep.model.unit import UnitSpec
+from superstep.numerics.loss import Columns, own_columns
+from superstep.plan.rules import Rules
+
+
+class _Gather(GatherWhole):
+    """Forward gathers the sequence, backward reduce-scatters its gradient."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
+        return scatter_sequence(grad, ctx.group), None
+
+
+class _Scatter(KeepOwn):
+    """Forward reduce-scatters along the sequence, backward gathers."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:  # noqa: ANN401
+        ctx.group = group
+        return scatter_sequence(x, group)
+
+
+class _Enter(torch.autograd.Function):
+    """Forward is the identity, backward sums over tp (the f of Shoeybi 2019, fig. 3)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:  # noqa: ANN401
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+class _Leave(torch.autograd.Function):
+    """Forward sums over tp, backward is the identity (the g of Shoeybi 2019, fig. 3)."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, group: Group) -> Tensor:
+        x = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+@dataclass(frozen=True, slots=True)
+class Seam:
+    """How a tensor enters what is cut, and how it leaves: after a product, and after a lookup."""
+
+    enter: Callable[[Tensor, Group], Tensor]
+    leave: Callable[[Tensor, Group], Tensor]
+    leave_lookup: Callable[[Tensor, Group], Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seams:
+    """What happens between what is cut and what is not.
+
+    Attributes:
+        whole: where the residual stream is whole.
+        split: where it is split over the sequence.
+        end: splits the output of a first unit that had whole sequences.
+    """
+
+    whole: Seam
+    split: Seam
+    end: Callable[[Tensor, Group], Tensor]
+
+
+def pass_on(x: Tensor, group: Group) -> Tensor:
+    """Nothing is left to sum."""
+    return x
+
+
+OVER_TP = Seams(
+    whole=Seam(_Enter.apply, _Leave.apply, _Leave.apply),
+    split=Seam(_Gather.apply, _Scatter.apply, _Scatter.apply),
+    end=KeepOwn.apply,
+)
+EXACT_OVER_TP = Seams(
+    whole=Seam(pass_on, pass_on, _Leave.apply),
+    split=Seam(GatherWhole.apply, KeepOwn.apply, _Scatter.apply),
+    end=KeepOwn.apply,
+)
+"""Exact mode's: products are whole when they leave. A lookup adds zeros to one number, which is exact."""
+
+
+class _Entrance:
+    """Lets a tensor enter once, however many cut layers of the unit read it."""
+
+    def __init__(self, enter: Callable[[Tensor, Group], Tensor], group: Group) -> None:
+        self._enter = enter
+        self._group = group
+        self._last: tuple[Tensor, Tensor] | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._last is None or self._last[0] is not x:
+            self._last = x, self._enter(x, self._group)
+        return self._last[1]
+
+    def close(self) -> None:
+        """Let go of what entered last."""
+        self._last = None
+
+
+def split(
+    module: nn.Module,
+    spec: UnitSpec,
+    group: Group,
+    rules: Rules,
+    seams: Seams = OVER_TP,
+    *,
+    sequence_parallel: bool,
+    is_first: bool,
+) -> None:
+    """Change the forward of the module's layers, by the unit's table of axes. The weights are cut already."""
+    is_whole = is_first and not _is_lookup(spec, rules)
+    is_split = sequence_parallel and not is_whole
+    seam = seams.split if is_split else seams.whole
+    entrance = _Entrance(seam.enter, group)
+    regions = _regions(module, spec, rules) if is_split else {}
+    for path, cut in _cut_layers(spec, rules).items():
+        layer = module.get_submodule(path)
+        if isinstance(layer, nn.Embedding):
+            replace_forward(layer, _vocabulary_lookup(layer, group, seam.leave_lookup))
+        elif isinstance(layer, nn.Linear) and cut == 1:
+            replace_forward(layer, _rows(layer, group, seam.leave))
+        elif isinstance(layer, nn.Linear) and path not in regions:
+            replace_forward(layer, _entering(layer.forward, entrance))
+    for path in sorted(set(regions.values())):
+        region = module.get_submodule(path)
+        replace_forward(region, _entering(region.forward, entrance))
+    replace_forward(module, _closing(module.forward, entrance))
+    if sequence_parallel and is_whole:
+        replace_forward(module, _then(module.forward, seams.end if is_cut(spec, rules) else part, group))
+
+
+def _cut_layers(spec: UnitSpec, rules: Rules) -> dict[str, int]:
+    """For each layer whose weight is cut, by its path in the unit's module, the dim that is."""
+    found = {}
+    for local, param in spec.params.items():
+        path, _, leaf = local.rpartition(".")
+        cut = [dim for dim, axis in enumerate(param.axes) if rules.cut(axis) == "tp"]
+        # An adapter's factors are within the layer that enters or leaves.
+        if leaf == "weight" and cut and param.factor is None:
+            found[path] = cut[0]
+    return found
+
+
+def _regions(module: nn.Module, spec: UnitSpec, rules: Rules) -> dict[str, str]:
+    """For each linear that is cut over its output, the path of the smallest module around it that also has one cut
+    over its input; without those around which there is none but the whole unit.
+    """
+    cut = {p: dim for p, dim in _cut_layers(spec, rules).items() if isinstance(module.get_submodule(p), nn.Linear)}
+    rows = [path for path, dim in cut.items() if dim == 1]
+    found = {}
+    for path in (path for path, dim in cut.items() if dim == 0):
+        around = path.rpartition(".")[0]
+        while around and not any(row.startswith(f"{around}.") for row in rows):
+            around = around.rpartition(".")[0]
+        if around:
+            found[path] = around
+    return found
+
+
+def _is_lookup(spec: UnitSpec, rules: Rules) -> bool:
+    """Whether all that a unit has is one table, cut over its rows."""
+    tables = [param.axes for param in spec.params.values()]
+    return len(tables) == 1 and len(tables[0]) == 2 and rules.cut(tables[0][0]) == "tp"
+
+
+def _then(inner: Callable[..., Tensor], outer: Callable[[Tensor, Group], Tensor], group: Group) -> Forward:
+    def forward(x: Tensor, **given: Any) -> Tensor:  # noqa: ANN401
+        return outer(inner(x, **given), group)
+
+    return forward
+
+
+def _closing(inner: Callable[..., Tensor], entrance: _Entrance) -> Forward:
+    def forward(x: Tensor, **given: Any) -> Tensor:  # noqa: ANN401
+        try:
+            return inner(x, **given)
+        finally:
+            entrance.close()
+
+    return forward
+
+
+def _entering(inner: Callable[..., Tensor], entrance: _Entrance) -> Forward:
+    def forward(x: Tensor, *others: Any, **given: Any) -> Tensor:  # noqa: ANN401
+        return inner(entrance(x), *others, **given)
+
+    return forward
+
+
+def _rows(layer: nn.Linear, group: Group, leave: Callable[[Tensor, Group], Tensor]) -> Forward:
+    # Without its bias the layer gives the product alone; every rank adds the whole bias to the whole sum.
+    inner, bias = layer.forward, layer.bias
+    layer.register_parameter("bias", None)
+    layer.register_parameter("bias_of_sum", bias)
+
+    def forward(x: Tensor) -> Tensor:
+        out = leave(inner(x), group)
+        return out if bias is None else out + bias
+
+    return forward
+
+
+def _vocabulary_lookup(layer: nn.Embedding, group: Group, leave: Callable[[Tensor, Group], Tensor]) -> Forward:
+    inner = layer.forward
+
+    def forward(tokens_BS: Tensor) -> Tensor:
+        rows = layer.weight.shape[0]
+        local_BS = tokens_BS - group.rank() * rows
+        is_elsewhere = (local_BS < 0) | (local_BS >= rows)
+        h_BSD = inner(local_BS.masked_fill(is_elsewhere, 0)).masked_fill(is_elsewhere[..., None], 0.0)
+        return leave(h_BSD, group)
+
+    return forward
+
+
+def enter_of(*, sequence_parallel: bool) -> Callable[[Tensor, Group], Tensor]:
+    """How a tensor of the residual stream enters what is cut, in fast mode."""
+    return (OVER_TP.split if sequence_parallel else OVER_TP.whole).enter
+
+
+def own_part(columns: int, vocab: int, group: Group) -> Columns:
+    """This rank's columns of a vocabulary, where all have so many of it as it is padded."""
+    place = group.rank()
+    return Columns(place * columns, own_columns(columns, place, vocab), partial(_over_ranks, group))
+
+
+def _over_ranks(group: Group, lse_C: Tensor, score_C: Tensor) -> tuple[Tensor, Tensor]:
+    top_C = lse_C.clone()
+    dist.all_reduce(top_C, op=dist.ReduceOp.MAX, group=group)
+    sums = torch.stack(((lse_C - top_C).exp_(), score_C))
+    dist.all_reduce(sums, group=group)
+    return sums[0].log() + top_C, sums[1]

@@ -1,0 +1,79 @@
+"""What the routers of all ranks did over a stretch of steps.
+
+Each rank adds up its own microbatches on its device, where nothing waits for them; the ranks are summed only when
+somebody asks, once every few steps, in one collective of layers · (2·E + 2) numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from superstep.comm.collectives import sum_over
+from superstep.comm.mesh import Mesh
+from superstep.model.expert_dispatch import Told
+from superstep.plan.model.shape import MoeShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routed:
+    """What the routers did, by layer.
+
+    Attributes:
+        steps: training steps that are counted.
+        chosen: for each expert the (token, choice) pairs that chose it.
+        dropped: for each expert those among them that it had no room for.
+        balance: the balance loss, mean over sequences, not weighted.
+        z: the z-loss, likewise.
+    """
+
+    steps: int
+    chosen: tuple[tuple[int, ...], ...]
+    dropped: tuple[tuple[int, ...], ...]
+    balance: tuple[float, ...]
+    z: tuple[float, ...]
+
+
+class RouterCounts:
+    """The counts of one rank.
+
+    Args:
+        moe: the mixture.
+        layers: of the whole model.
+        batch_sequences: of the global batch.
+        mesh: the launched ranks.
+    """
+
+    def __init__(self, moe: MoeShape, layers: int, batch_sequences: int, mesh: Mesh) -> None:
+        self._world = mesh.world
+        self._experts = moe.experts
+        self._batch_sequences = batch_sequences
+        # The ranks that share a sequence all told of the whole of it; one of them counts.
+        self._is_counted = mesh.at.cp == mesh.at.tp == 0
+        # Counts stay whole numbers below 2^53.
+        self._sums = torch.zeros(layers, 2 * moe.experts + 2, dtype=torch.float64, device=mesh.device.torch)
+        self._steps = 0
+
+    def add(self, told: Mapping[int, Told]) -> None:
+        """Count a training step, by layer."""
+        self._steps += 1
+        if self._is_counted:
+            for layer, t in told.items():
+                self._sums[layer] += torch.cat((t.chosen, t.dropped, torch.stack((t.balance, t.z)))).double()
+
+    def take(self) -> Routed:
+        """The counts of all ranks since this was last asked. Every rank calls this together."""
+        sums, steps = sum_over(self._sums.clone(), self._world), self._steps
+        self._sums.zero_()
+        self._steps = 0
+        chosen, dropped, losses = sums.split([self._experts, self._experts, 2], dim=1)
+        mean = losses / (self._batch_sequences * max(steps, 1))
+        return Routed(
+            steps=steps,
+            chosen=tuple(tuple(map(int, row)) for row in chosen.tolist()),
+            dropped=tuple(tuple(map(int, row)) for row in dropped.tolist()),
+            balance=tuple(mean[:, 0].tolist()),
+            z=tuple(mean[:, 1].tolist()),
+        )

@@ -1,0 +1,38 @@
+"""Which of what kernels may keep a run's do: the memory that is foreseen is that of what computes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from superstep.comm.device import Device
+from superstep.cost.program.gpu_kept import expands_keys
+from superstep.engine.choose_attention import is_compiled
+from superstep.engine.layers.fused import is_fused
+from superstep.kernels import cpu_library, exact_attention
+from superstep.kernels.attention import LANES
+from superstep.plan.resolve import Resolved
+from superstep.plan.saved_activations import Kept
+
+
+def with_kept(run: Resolved, device: Device) -> Resolved:
+    """The run, knowing what its kernels keep on a device."""
+    if run.decoder is None:
+        return run
+    width, head_dim = run.decoder.width, run.decoder.head_dim
+    if run.plan.grain is not None:
+        has_kernels = device.kind == "cpu" and cpu_library.is_compiled()
+        kept = Kept(
+            silu=not has_kernels,
+            exact_scores=not exact_attention.is_for(head_dim, device.torch),
+            exact_products=not (has_kernels and width % LANES == 0),
+        )
+    else:
+        by_kernel = head_dim % LANES == 0 and is_compiled(run, device)
+        kept = Kept(
+            silu=not is_fused(run, device),
+            window_blocks=not by_kernel,
+            expanded_keys=device.kind != "cpu" and not by_kernel and expands_keys(run),
+            wide_logits=not is_fused(run, device),
+            rounded_products=device.kind == "cpu",
+        )
+    return replace(run, kept=kept)

@@ -1,0 +1,258 @@
+"""The recorder: notes every operation of the dispatcher as ``cost.program.operation`` has it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import _resolve_process_group
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_iter
+
+from superstep.cost.program.operation import Attention, Axis, Message, Operation, Operations, Pass, Product, collected
+from superstep.hardware.cluster import Collective
+from superstep.plan.sharding.sequence import blocks
+
+_ATEN, _C10D = torch.ops.aten, torch.ops.c10d
+
+KERNELS: Mapping[str, str] = {
+    "exp": "exp",
+    "silu": "exp",
+    "silu_backward": "exp",
+    "gelu": "exp",
+    "gelu_backward": "exp",
+    "tanh": "exp",
+    "sigmoid": "exp",
+    "rms_norm": "norm",
+    "rms_norm_backward": "norm",
+    "turn": "norm",
+    "swiglu": "gate",
+    "swiglu_backward": "gate",
+    "row_sums": "loss",
+    "row_gradients": "loss",
+    "_log_softmax": "softmax",
+    "_softmax": "softmax",
+    "_softmax_backward_data": "copy",
+    "linalg_vector_norm": "read",
+    "sum": "read",
+    "mv": "read",
+    "zero": "write",
+    "zeros": "write",
+    "zeros_like": "write",
+    "fill": "write",
+    "embedding": "gather",
+    "index_select": "gather",
+    "index_copy": "gather",
+    "index_add": "gather",
+    "gather": "gather",
+    "scatter_add": "gather",
+}
+"""Kinds of kernels by the operator's name; all others go at the rate of a copy."""
+
+NARROW = 8
+"""Products with a side below this read their matrix once for so few operations that memory decides; of many in a batch
+their number decides.
+"""
+
+_COLLECTIVES: Mapping[str, Collective] = {
+    "allreduce_": "all-reduce",
+    "allreduce": "all-reduce",
+    "_allgather_base_": "all-gather",
+    "_reduce_scatter_base_": "reduce-scatter",
+    "alltoall_base_": "all-to-all",
+    "send": "send",
+}
+
+
+@dataclass
+class Noted:
+    """What was noted so far: operations, and the memory that they made."""
+
+    each: list[Operation] = field(default_factory=list)
+    peak_bytes: int = 0
+    """The most of that memory that was there at once."""
+    _storages: dict[int, tuple[StorageWeakRef, int]] = field(default_factory=dict)
+
+    def born(self, out: Any) -> None:  # noqa: ANN401
+        """Note the storages of what an operation gave."""
+        for tensor in tree_iter(out):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._storages:
+                    self._storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+                    self._let_go()
+                    self.peak_bytes = max(self.peak_bytes, sum(size for _, size in self._storages.values()))
+
+    def _let_go(self) -> None:
+        """Forget what is no longer there: its address may come again."""
+        gone = [address for address, (ref, _) in self._storages.items() if ref.expired()]
+        for address in gone:
+            del self._storages[address]
+
+    def alive_bytes(self, *, but: Sequence[Tensor] = ()) -> int:
+        """What is still there of the memory noted, apart from some tensors'."""
+        own = {tensor.untyped_storage()._cdata for tensor in but}
+        return sum(size for address, (ref, size) in self._storages.items() if address not in own and not ref.expired())
+
+    @property
+    def operations(self) -> Operations:
+        """Equal ones together."""
+        return collected(self.each)
+
+
+class Recorder(TorchDispatchMode):
+    """Notes what passes by while ``noting``.
+
+    Args:
+        axes: of each process group, by its name.
+    """
+
+    def __init__(self, axes: Mapping[str, Axis]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._axes = axes
+        self._noted = Noted()
+
+    @contextmanager
+    def noting(self) -> Iterator[Noted]:
+        """What is done within the block."""
+        self._noted = Noted()
+        with self:
+            yield self._noted
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        kwargs = kwargs or {}
+        given = [x for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)]
+        if func is _ATEN.searchsorted.Tensor:
+            # Where each expert's rows begin: an even share, of real numbers, since sizes follow from them.
+            return _even(given[0].numel(), given[1].numel() - 1)
+        if given and not any(isinstance(x, FakeTensor) for x in given):
+            with _disable_current_modes():
+                out = func(*args, **kwargs)
+                if func.namespace == "c10d":  # how many rows go where: as many come
+                    given[0].copy_(given[1])
+                    self._noted.each += self._operations(func, args, given, out)
+                return out
+        out = func(*args, **kwargs)
+        if func.namespace != "prim":
+            self._noted.each += self._operations(func, args, given, out)
+            self._noted.born(out)
+        return out
+
+    def _operations(self, func: Any, args: Any, given: Sequence[Tensor], out: Any) -> Iterator[Operation]:  # noqa: ANN401
+        name = func._schema.name.partition("::")[2]
+        if func.namespace == "c10d":
+            yield from self._message(name, args)
+        elif "scaled_dot_product" in name:
+            yield _attention(name, given)
+        elif name.startswith("document_attention"):  # as if every sequence was one document
+            yield _attention(name, [x.transpose(1, 2) for x in given[:3]])
+        elif name.startswith("ring_attention"):
+            yield from self._ring(name, args, given)
+        elif name.rstrip("_").endswith("mm"):
+            yield _product(given, out)
+        else:
+            yield _pass(func, name, given, out)
+
+    def _ring(self, name: str, args: Any, given: Sequence[Tensor]) -> Iterator[Operation]:  # noqa: ANN401
+        """Each block of a rank's keys is attended to, while the next ones come; gradients make one hop more. Around
+        that keys and values are laid side by side, parts are added to what was before, and the sum is laid out.
+        """
+        is_backward = "backward" in name
+        q, k = given[1:3] if is_backward else given[:2]
+        group = _resolve_process_group(args[-1])
+        every = blocks(group.rank(), group.size())
+        B, S, N, H = q.shape
+        fp32 = torch.float32.itemsize
+        pair = 2 * k.numel() * fp32
+        yield Pass(kernel="copy", bytes=4 * k.nbytes)
+        for number, block in enumerate(every):
+            queries, keys = (len(range(S)[part]) for part in (block.queries(S), block.keys(S)))
+            yield Attention(
+                heads=B * N,
+                queries=queries,
+                keys=keys,
+                head_dim=H,
+                is_backward=is_backward,
+                is_causal=block.is_causal,
+            )
+            if number > 0:
+                yield Pass(kernel="copy", bytes=3 * fp32 * B * N * queries * H)
+                yield Pass(kernel="copy", bytes=3 * (pair if is_backward else fp32 * B * N * queries))
+            if is_backward:
+                yield Pass(kernel="copy", bytes=2 * pair)
+        yield Pass(kernel="copy", bytes=2 * q.nbytes)
+        wide = fp32 if is_backward else 0
+        axis = self._axes[args[-1]]
+        for _ in every[1:]:
+            yield Message(collective="send", axis=axis, bytes=2 * k.nbytes)
+        for _ in every if wide else ():
+            yield Message(collective="send", axis=axis, bytes=2 * k.numel() * wide)
+
+    def _message(self, name: str, args: Any) -> Iterator[Operation]:  # noqa: ANN401
+        collective = _COLLECTIVES.get(name)
+        if collective is None:
+            return
+        tensors = [x for x in tree_iter(args) if isinstance(x, Tensor)]
+        size = max(x.nbytes for x in tensors)
+        group = next(x for x in tree_iter(args) if isinstance(x, torch.ScriptObject))
+        axis = self._axes[dist.ProcessGroup.unbox(group).group_name]
+        yield Message(collective=collective, axis=axis, bytes=size)
+
+
+def _even(pairs: int, experts: int) -> Tensor:
+    """Where equal shares of the pairs begin, and where the last one ends: [experts + 1]."""
+    with _disable_current_modes():
+        return torch.arange(experts + 1) * pairs // experts
+
+
+def _attention(name: str, given: Sequence[Tensor]) -> Attention:
+    q, k = (given[1], given[2]) if "backward" in name else (given[0], given[1])
+    B, N, S, H = q.shape
+    return Attention(heads=B * N, queries=S, keys=k.shape[2], head_dim=H, is_backward="backward" in name)
+
+
+def _product(given: Sequence[Tensor], out: Tensor) -> Operation:
+    """A product, or where it is so narrow that memory decides, a pass over what it reads."""
+    left, right = given[-2:]
+    rows, inner, width = left.shape[-2], left.shape[-1], right.shape[-1]
+    is_turned = left.stride(-2) == 1 < left.stride(-1)
+    is_narrow, batch = min(rows, width, inner) < NARROW, math.prod(left.shape[:-2])
+    product = Product(
+        rows=rows,
+        width=width,
+        inner=inner,
+        batch=batch,
+        kernel="gradient" if is_turned and left.ndim == 2 else "batch" if is_narrow and batch > 1 else "product",
+    )
+    if not is_narrow or batch > 1:
+        return product
+    return Pass(kernel="read", bytes=_bytes(left) + _bytes(right) + _bytes(out), product_flops=product.flops)
+
+
+def _pass(func: Any, name: str, given: Sequence[Tensor], out: Any) -> Pass:  # noqa: ANN401
+    returned = func._schema.returns
+    is_view = bool(returned) and all(r.alias_info is not None and not r.alias_info.is_write for r in returned)
+    if is_view or name.startswith(("_unsafe_view", "empty")) or name == "new_empty":
+        return Pass(kernel="view", bytes=0)
+    made = [x for x in tree_iter(out) if isinstance(x, Tensor)]
+    kernel = KERNELS.get(name.rstrip("_"), "copy")
+    if kernel == "gather":
+        # Of the table only the rows that are asked for.
+        rows = [x for x in (*given[1:], *made) if x.untyped_storage()._cdata != given[0].untyped_storage()._cdata]
+        return Pass(kernel=kernel, bytes=2 * sum(map(_bytes, rows)))
+    return Pass(kernel=kernel, bytes=sum(map(_bytes, made)) + sum(map(_bytes, given)))
+
+
+def _bytes(x: Tensor) -> int:
+    """What is read of it: expanded dims count once."""
+    return x.element_size() * math.prod(
+        size for size, step in zip(x.shape, x.stride(), strict=True) if step or size == 1
+    )

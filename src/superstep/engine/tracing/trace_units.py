@@ -1,0 +1,229 @@
+"""rehearsal: what every unit of a run does, operation by operation, from its own modules on fake tensors.
+
+The modules are those that a rank would build, cut and changed as the plan says; tensors have shapes and no memory, and
+process groups send nothing. So operations, their sizes, and what is kept for the backward pass are not estimated but
+read off, of our decoder as of any model. Where sizes depend on data, rows of experts say, every expert gets its even
+share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from superstep.comm.backend import GLOO
+from superstep.comm.device import Device
+from superstep.comm.mesh import Group, Mesh, Sharers
+from superstep.cost.program.operation import Axis, UnitOperations
+from superstep.engine.build import assemble
+from superstep.engine.executor import Machine
+from superstep.engine.flat.buffers import UnitBuffers
+from superstep.engine.flat.layout import lay_out
+from superstep.engine.layers.grad_accumulation import input_gradient
+from superstep.engine.parallel.expert import ExpertParallel, build_exchange
+from superstep.engine.tracing.operation_trace import Noted, Recorder
+from superstep.model.expert_dispatch import Now
+from superstep.model.unit import UnitSpec
+from superstep.numerics.dtypes import DTYPES
+from superstep.numerics.objective import Aim
+from superstep.plan.mesh import Coordinate
+from superstep.plan.resolve import Resolved
+
+FIRST = Coordinate(pp=0, dp=0, cp=0, tp=0)
+
+
+def operations_of(run: Resolved, specs: Sequence[UnitSpec]) -> tuple[UnitOperations, ...]:
+    """Every unit's operations on one microbatch, on the first rank, in model order.
+
+    Blocks of our own decoder are all alike, so that one of them speaks for all. Exact mode is seen as fast mode: its
+    sums ask for values, which are not there. No process group may be there yet.
+    """
+    run = replace(run, plan=replace(run.plan, grain=None))
+    last = len(specs) - 1
+    seen = range(last + 1) if run.decoder is None else sorted({0, min(1, last), last})
+    with _alone(run) as mesh, FakeTensorMode(allow_non_fake_inputs=True):
+        machine, exchange = _machine(run, specs, mesh, seen)
+        recorder = Recorder(_axes(mesh))
+        exchange.now = Now(sequences=tuple(range(run.plan.microbatch)), step=0)
+        found = {unit: _Unit(run, machine, exchange, unit, recorder).operations() for unit in seen}
+    return tuple(found[unit] if unit in found else found[1] for unit in range(last + 1))
+
+
+@contextmanager
+def _alone(run: Resolved) -> Iterator[Mesh]:
+    """The mesh of the first rank; only groups that a unit sends over, and they send nothing."""
+    shape, has_experts = run.plan.mesh, "experts" in run.plan.families
+    sequence = shape.cp * shape.tp
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=max(shape.world, 1))
+    try:
+
+        def group(size: int) -> Group | None:
+            return dist.new_group(list(range(size))) if size > 1 else None
+
+        yield Mesh(
+            shape=shape,
+            rank=0,
+            at=FIRST,
+            device=Device("cpu"),
+            transport=GLOO,
+            world=None,
+            sharers={f: _sharers(shape.shards(f)) for f in run.plan.families},
+            cp=group(shape.cp),
+            tp=group(shape.tp),
+            ep=group(shape.ep) if has_experts else None,
+            sequence=group(sequence) if has_experts else None,
+            pp=None,
+            channels={},
+            ties={},
+        )
+    finally:
+        dist.destroy_process_group()
+
+
+def _sharers(shards: int) -> Sharers:
+    return Sharers(shards=shards, shard=0, replica=0, fetch=None, reduce=None, replicas=None)
+
+
+def _axes(mesh: Mesh) -> dict[str, Axis]:
+    """The axis of each group, by its name."""
+    named: tuple[tuple[Group | None, Axis], ...] = (
+        (mesh.cp, "cp"),
+        (mesh.tp, "tp"),
+        (mesh.ep, "ep"),
+        (mesh.sequence, "sequence"),
+    )
+    return {group.group_name: axis for group, axis in named if group is not None}
+
+
+def _machine(
+    run: Resolved, specs: Sequence[UnitSpec], mesh: Mesh, seen: Sequence[int]
+) -> tuple[Machine, ExpertParallel]:
+    """What an executor would drive, with the units to be seen on one pipeline rank."""
+    plan = run.plan
+    stages = tuple(tuple(unit for unit in units if unit in seen) for units in plan.stages)
+    alone = replace(plan, stages=stages, placement=(0,) * len(stages))
+    layouts = lay_out(
+        tuple(specs),
+        plan.mesh,
+        FIRST,
+        plan.rules,
+        sequence_parallel=plan.sequence_parallel,
+        padding=plan.padding,
+        is_exact=plan.grain is not None,
+    )
+    needed = sorted({owner for unit in seen for owner in plan.params[unit]})
+    buffers = {
+        unit: tuple(
+            UnitBuffers(
+                layout,
+                zero=0,
+                shards=1,
+                place=0,
+                compute=DTYPES[run.config.numerics.compute],
+                device=mesh.device,
+                seed=0,
+                is_exact=plan.grain is not None,
+                is_frozen=not plan.trains(layout.family),
+            )
+            for layout in layouts[unit]
+        )
+        for unit in needed
+    }
+    exchange = build_exchange(run, mesh)
+    # What a compiler would make of a unit is not seen: its operations are those of eager mode.
+    config = replace(run.config, numerics=replace(run.config.numerics, compile=False))
+    run = replace(run, plan=alone, config=config)
+    machine = assemble(run, specs, mesh, buffers, exchange, lambda m: None, None)
+    return machine, exchange
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Passed:
+    """One forward pass: input, output without its graph, and what it did and left."""
+
+    x: Tensor
+    y: Tensor
+    noted: Noted
+
+
+class _Unit:
+    """One unit's passes."""
+
+    def __init__(
+        self, run: Resolved, machine: Machine, exchange: ExpertParallel, unit: int, recorder: Recorder
+    ) -> None:
+        self._run, self._machine, self._exchange = run, machine, exchange
+        self._unit, self._recorder = unit, recorder
+        is_selective = run.plan.recompute == "selective" and run.plan.recomputed[unit]
+        self._compute = (machine.selective if is_selective else machine.compute)[unit]
+        tokens = machine.boundaries[0].shape[1] if run.plan.mesh.cp > 1 else run.config.data.sequence_tokens
+        self._targets = torch.zeros(run.plan.microbatch, tokens, dtype=torch.long)
+        data = run.config.data
+        # One document fills the sequence: what others there will be is not known yet, and they make for less to do.
+        starts = torch.zeros(run.plan.microbatch, data.sequence_tokens, dtype=torch.long) if data.is_masked else None
+        self._sight = machine.sight(starts)
+
+    def operations(self) -> UnitOperations:
+        """All of them."""
+        self._forward()  # makes the rotary tables, which stay
+        once, end = self._forward()
+        kept_bytes = once.x.nbytes + once.noted.alive_bytes(but=self._own(once))
+        gradient = torch.ones_like(once.y)
+        if end is None:
+            return UnitOperations(
+                forward=once.noted.operations,
+                backward=(),
+                weight=(),
+                input_bytes=once.x.nbytes,
+                kept_bytes=once.x.nbytes,
+                peak_bytes=once.noted.peak_bytes,
+            )
+        with self._recorder.noting() as backward:
+            torch.autograd.backward(end, gradient)
+        # The other way to go back: first the input's gradient, then the weights'.
+        again, end = self._forward()
+        assert end is not None
+        parameters, sums = self._machine.parameters[self._unit], self._machine.sums
+        with self._recorder.noting() as halfway:
+            found, later = input_gradient(again.x, end, gradient, parameters, sums)
+        del end
+        gone = self._own(again) if found is None else [*self._own(again), found]
+        between_bytes = again.noted.alive_bytes(but=gone) + halfway.alive_bytes(but=gone)
+        with self._recorder.noting() as weight, torch.no_grad():
+            for add in later:
+                add()
+        return UnitOperations(
+            forward=once.noted.operations,
+            backward=backward.operations,
+            weight=weight.operations,
+            input_bytes=once.x.nbytes,
+            kept_bytes=kept_bytes,
+            peak_bytes=once.noted.peak_bytes,
+            between_bytes=between_bytes,
+        )
+
+    def _forward(self) -> tuple[_Passed, GradientEdge | None]:
+        """A forward pass, and where its graph ends; a first unit that is frozen has none."""
+        passed = self._machine.boundaries[self._unit]
+        x = torch.zeros(passed.shape, dtype=passed.dtype)
+        if x.is_floating_point() and (self._unit > 0 or not self._machine.buffers[self._unit]):
+            x.requires_grad_()
+        with self._recorder.noting() as noted:
+            y = self._compute(x, self._sight)
+            if self._unit == len(self._run.plan.units) - 1:
+                y = self._machine.loss(y, Aim(self._targets), 1.0)
+        self._exchange.told()  # lets go of the counts, which stay until they are asked for
+        return _Passed(x=x, y=y.detach(), noted=noted), get_gradient_edge(y) if y.requires_grad else None
+
+    def _own(self, passed: _Passed) -> list[Tensor]:
+        """What is there anyway, and what has its own place in the account."""
+        buffers = [b for each in self._machine.buffers.values() for b in each]
+        return [passed.x, passed.y, self._targets, *(t for b in buffers for t in (b.full, b.gradient))]

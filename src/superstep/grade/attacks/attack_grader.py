@@ -1,0 +1,172 @@
+"""Check: attacks a grader before training does, and tells where it pays for nothing.
+
+An attack that scores, even a little, is what training finds and makes the most of. One that breaks the grader is a
+weakness, too: nobody is paid, but the rollout is lost each time, and a policy can make that happen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Literal
+
+from superstep.errors import ConfigError
+from superstep.grade.attacks.answers import answers
+from superstep.grade.attacks.frame import find_frame, in_frame
+from superstep.grade.attacks.programs import programs
+from superstep.grade.attacks.protocol import Attack
+from superstep.grade.environment import Environment
+from superstep.grade.pool import Pool
+from superstep.grade.sandbox.sandbox import MemoryBound
+from superstep.grade.task import Task, answered
+from superstep.grade.verdict import Verdict
+
+Flaw = Literal["scores", "breaks", "refuses", "varies"]
+
+CHANCE = 0.75
+"""A guess may be right now and then, on yes or no half the time. One that earns more than this is no guess."""
+
+SHOWN_CHARS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Weakness:
+    """Something that a grader should not do.
+
+    Attributes:
+        attack: what was tried.
+        flaw: it scores, it breaks the grader, or a right answer is refused or graded in two ways.
+        index: of a task where it was seen.
+        answer: what was answered there, shortened.
+        told: the verdict there.
+        tasks: of how many it was seen.
+    """
+
+    attack: str
+    flaw: Flaw
+    index: int
+    answer: str
+    told: Verdict
+    tasks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What was tried, and what was found."""
+
+    attacks: int
+    tasks: int
+    graded: int
+    weaknesses: tuple[Weakness, ...]
+    has_solutions: bool
+    memory_bound: MemoryBound
+
+
+def check(
+    environment: Environment,
+    pool: Pool,
+    *,
+    tasks: int,
+    seed: int,
+    tell: Callable[[int, int], None] = lambda done, total: None,
+) -> Report:
+    """Attacks a grader on some tasks.
+
+    Args:
+        environment: whose tasks they are.
+        pool: of its graders.
+        tasks: how many, from index 0.
+        seed: of the tasks.
+        tell: told how many of all grades are there.
+
+    Raises:
+        ConfigError: a task cannot be made, or is not the same when it is made again.
+    """
+    made = [_made(environment, index, seed) for index in range(tasks)]
+    attacks = [*answers(), *_in_frames(made), *programs(), *_of_others(made)]
+    found: dict[str, list[tuple[int, str, Verdict]]] = {attack.name: [] for attack in attacks}
+    graded = 0
+    for index, task in enumerate(made):
+        tried = [attack for attack in attacks if not _is_settled(attack, found[attack.name])]
+        pending = [(attack, answer) for attack in tried if (answer := attack.answer(task)) is not None]
+        asked = [pool.submit(index, seed, answered(answer)) for _, answer in pending]
+        for (attack, answer), future in zip(pending, asked, strict=True):
+            found[attack.name].append((index, answer, future.result()))
+            graded += 1
+        tell(index + 1, tasks)
+    weak = [each for attack in attacks for each in _weaknesses(attack, found[attack.name], tasks)]
+    solved = list(_of_solutions(made, pool, seed))
+    return Report(
+        attacks=len(attacks),
+        tasks=tasks,
+        graded=graded,
+        weaknesses=(*weak, *solved),
+        has_solutions=any(task.solution is not None for task in made),
+        memory_bound=pool.memory_bound,
+    )
+
+
+def _made(environment: Environment, index: int, seed: int) -> Task:
+    task, again = environment.task(index, seed), environment.task(index, seed)
+    if repr(task) != repr(again):
+        raise ConfigError(
+            f"{environment.path}: task({index}, {seed}) gives another task each time; make it of index and seed alone, "
+            "random.Random(f'{seed} {index}') say."
+        )
+    return task
+
+
+def _in_frames(made: Sequence[Task]) -> Iterator[Attack]:
+    """What is said, where the tasks ask for it."""
+    if any(find_frame(task) for task in made):
+        yield from map(in_frame, answers())
+
+
+def _of_others(made: Sequence[Task]) -> Iterator[Attack]:
+    """The right answer to another task is a guess here."""
+    solutions = [task.solution for task in made]
+    for solution in dict.fromkeys(solutions):
+        if solution is not None and len(set(solutions)) > 1:
+            name = f"the answer of task {solutions.index(solution)}"
+            yield Attack(name, lambda task, told=solution: told if task.solution != told else "", is_a_guess=True)  # type: ignore[misc]
+
+
+def _is_settled(attack: Attack, seen: Sequence[tuple[int, str, Verdict]]) -> bool:
+    """Whether the attack need not be tried again: it is known to be one, and may take a minute each time."""
+    return any(not verdict.is_decided or (verdict.score > 0 and not attack.is_a_guess) for _, _, verdict in seen)
+
+
+def _weaknesses(attack: Attack, seen: Sequence[tuple[int, str, Verdict]], tasks: int) -> Iterator[Weakness]:
+    broken = [(index, answer, verdict) for index, answer, verdict in seen if not verdict.is_decided]
+    paid = [(index, answer, verdict) for index, answer, verdict in seen if verdict.score > 0]
+    if broken:
+        index, answer, verdict = broken[0]
+        yield Weakness(attack.name, "breaks", index, shortened(answer), verdict, len(broken))
+    earned = (
+        sum(verdict.score for _, _, verdict in paid) / tasks
+    )  # those with nothing to try too: on few, a guess is right by chance
+    if paid and (earned > CHANCE or not attack.is_a_guess):
+        index, answer, verdict = paid[0]
+        yield Weakness(attack.name, "scores", index, shortened(answer), verdict, len(paid))
+
+
+def _of_solutions(made: Sequence[Task], pool: Pool, seed: int) -> Iterator[Weakness]:
+    """Right answers must score fully, and each time."""
+    asked: list[tuple[int, str, Future[Verdict], Future[Verdict]]] = []
+    for index, task in enumerate(made):
+        if task.solution is not None:
+            rollout = answered(task.solution)
+            asked.append((index, task.solution, pool.submit(index, seed, rollout), pool.submit(index, seed, rollout)))
+    for index, solution, future, other in asked:
+        verdict, again = future.result(), other.result()
+        if verdict.score < 1.0:
+            yield Weakness("the task's own solution", "refuses", index, shortened(solution), verdict, 1)
+        elif again.score != verdict.score:
+            yield Weakness("the task's own solution", "varies", index, shortened(solution), again, 1)
+
+
+def shortened(answer: str) -> str:
+    """An answer as one short line of ASCII."""
+    text = ascii(answer)
+    return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}... ({len(answer)} characters)"

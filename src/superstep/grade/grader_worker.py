@@ -1,0 +1,134 @@
+"""A process of an environment's: run as ``python -P -m superstep.grade.grader_worker``, one JSON line in, one out.
+
+    {"path", "config"}                    first: the file, and what a grade may take where any are asked for
+    {"index", "seed", "turns", "finish"}  the verdict of a rollout
+    {"do": "task", ...}                   the task's messages
+    {"do": "reply", ...}                  what is said to these turns
+    {"do": "compare", ...}                whether the task is the same when it is asked for again
+
+The functions of an environment's file are the user's, and may hang or end whatever they run in. So they run here, and
+who asks kills this process when it is late.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import lru_cache
+from typing import IO, Any
+
+from superstep.errors import ConfigError, SuperstepError
+from superstep.grade.config import GradeConfig
+from superstep.grade.environment import Environment, load_environment, told
+from superstep.grade.graders.check import Check, Tools
+from superstep.grade.graders.maths_process import MathsProcess
+from superstep.grade.json_line_process import NUMBER
+from superstep.grade.sandbox.sandbox import open_sandbox
+from superstep.grade.task import Done, Message, Rollout, Task
+from superstep.grade.verdict import Verdict, grader_error, scored
+
+PR_SET_PDEATHSIG = 1
+
+TASKS = 1024
+"""That are kept, so that none is made anew for each turn of it."""
+
+
+def decide(environment: Environment, task: Task, rollout: Rollout, tools: Tools) -> Verdict:
+    """What the environment's grader says of a rollout. What it raises is a grader_error."""
+    try:
+        found = environment.judge(task, rollout)
+        if isinstance(found, Check) and not isinstance(found, Verdict):
+            found = found.verdict(tools)
+        return scored(found)
+    except SuperstepError as error:
+        return grader_error(str(error))
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's own code
+        return grader_error(f"grade() fails: {told(error)}")
+
+
+def main() -> None:
+    """Answers until its input ends."""
+    _die_with_parent()
+    given, out = sys.stdin, os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what a grader prints is no answer
+    start = json.loads(given.readline())
+    try:
+        desk = _Desk(load_environment(start["path"]), None if start["config"] is None else _tools(start["config"]))
+    except ConfigError as error:
+        _put(out, start, {"refused": str(error)})
+        return
+    _put(out, start, {"replies": desk.environment.answer is not None})
+    for line in given:
+        asked = json.loads(line)
+        try:
+            told = desk.answer(asked)
+        except ConfigError as error:
+            told = {"refused": str(error)}
+        _put(out, asked, told)
+
+
+def _tools(fields: dict[str, Any]) -> Tools:
+    config = GradeConfig(**fields)
+    return Tools(config, open_sandbox(config, probe=False), MathsProcess(config.timeout_s))
+
+
+class _Desk:
+    """Answers what is asked of one environment."""
+
+    def __init__(self, environment: Environment, tools: Tools | None) -> None:
+        self.environment = environment
+        self._tools = tools
+        self._task = lru_cache(TASKS)(environment.task)
+
+    def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """One answer.
+
+        Raises:
+            ConfigError: the file has no such task, or its ``reply`` fails.
+        """
+        index, seed = asked["index"], asked["seed"]
+        match asked.get("do", "grade"):
+            case "task":
+                return {"prompt": _said(self._task(index, seed).messages)}
+            case "compare":
+                return {"same": self.environment.task(index, seed) == self.environment.task(index, seed)}
+            case "reply":
+                said = self.environment.reply(self._task(index, seed), _heard(asked["turns"]))
+                return {"said": None if isinstance(said, Done) else _said(said.messages)}
+            case _:
+                assert self._tools is not None, "this process was begun to grade"
+                rollout = Rollout(_heard(asked["turns"]), asked["finish"])
+                # Made anew: a grader may change what is inside of a task.
+                return decide(self.environment, self.environment.task(index, seed), rollout, self._tools).told()
+
+
+def _said(messages: Sequence[Message]) -> list[list[str]]:
+    return [[message.role, message.content] for message in messages]
+
+
+def _heard(said: Sequence[Sequence[Any]]) -> tuple[Message, ...]:
+    return tuple(Message(role, content) for role, content in said)
+
+
+def _put(out: IO[str], asked: dict[str, Any], told: dict[str, Any]) -> None:
+    out.write(json.dumps(told | {NUMBER: asked[NUMBER]}) + "\n")
+    out.flush()
+
+
+def _die_with_parent() -> None:
+    """The kernel ends this process with the thread that started it, whatever it is busy with."""
+    if sys.platform == "linux":
+        parent = os.getppid()
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+if __name__ == "__main__":
+    with suppress(BrokenPipeError):  # the pool is gone, and nobody reads the answer
+        main()

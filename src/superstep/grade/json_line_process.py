@@ -1,0 +1,164 @@
+"""A process that answers lines of JSON with lines of JSON, each before a deadline.
+
+One that is busy is waited for until then; one that was stopped by a signal answers never, and is given up at once.
+
+Each question has a number that nobody guesses, and an answer without it is none: what a library prints, or a program
+that was let into the process, is not taken for one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import select
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from superstep.grade.active_deadline import Patience
+from superstep.monitor.stopped_process import Pulse, is_stopped
+
+PIECE_BYTES = 1 << 16
+
+GONE_S = 10.0
+"""How long the kernel may take to end a process that was killed. One that hangs in the kernel, as on a disk that does
+not answer, is left to it."""
+
+NUMBER = "number"
+"""The key of a question's number, in the question and in its answer."""
+
+
+class LineProcess:
+    """A process that is asked, and killed where it does not answer in time. One thread at a time may ask."""
+
+    def __init__(self, command: Sequence[str], *, is_heard: bool) -> None:
+        """Starts it.
+
+        Args:
+            command: the program and its arguments.
+            is_heard: whether what it complains of goes to where ours does.
+        """
+        self._child = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=None if is_heard else subprocess.DEVNULL,
+            start_new_session=True,  # a Ctrl-C on the terminal is the pool's to handle
+        )
+        assert self._child.stdin is not None
+        os.set_blocking(self._child.stdin.fileno(), False)
+        self._patience: Patience | None = None
+        self._pulse = Pulse()
+        self._killing = threading.Lock()
+        self._killed_s: float | None = None
+        self.was_stopped = False
+        """Whether the last question was given up because a signal had stopped the process."""
+        self.has_ended = False
+        """Whether the last question was given up because the process had closed its pipes, as it does at its end."""
+
+    @property
+    def was_late(self) -> bool:
+        """Whether the last question was given up for its time."""
+        return self._patience is not None and self._patience.is_over
+
+    @property
+    def pid(self) -> int:
+        """The process's number."""
+        return self._child.pid
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it runs. One that has ended is not waited for here: its number stays its own until ``end``."""
+        if self._child.returncode is not None:
+            return False
+        try:
+            return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+        except ChildProcessError:
+            return False
+
+    def ask(self, asked: dict[str, Any], seconds: float) -> dict[str, Any] | None:
+        """What it answers; None where it does not, or not in time. Then it is of no more use, and to be ended."""
+        self._patience = patience = Patience(seconds)
+        self._pulse, self.was_stopped, self.has_ended = Pulse(), False, False
+        number = secrets.token_hex(8)
+        if not self._write(json.dumps(asked | {NUMBER: number}).encode() + b"\n", patience):
+            return None
+        line = self._read(patience)
+        try:
+            told = None if line is None else json.loads(line)
+        except (ValueError, RecursionError):
+            return None
+        return told if isinstance(told, dict) and told.pop(NUMBER, None) == number else None
+
+    def kill(self) -> None:
+        """Kills it and what it started in its session, from any thread.
+
+        Who asks it just now is told that it does not answer, though others may hold its pipes open.
+        """
+        with self._killing:
+            if self._killed_s is None:
+                self._killed_s = time.monotonic()
+                with suppress(ProcessLookupError, PermissionError):  # the latter of a process that has ended, on a Mac
+                    os.killpg(self.pid, signal.SIGKILL)
+
+    def end(self) -> None:
+        """Kills it, and waits until it is gone: GONE_S at most since it was killed first."""
+        self.kill()
+        assert self._killed_s is not None
+        with suppress(subprocess.TimeoutExpired):
+            self._child.wait(max(0.0, self._killed_s + GONE_S - time.monotonic()))
+        for pipe in (self._child.stdin, self._child.stdout):
+            if pipe is not None:
+                with suppress(BrokenPipeError):
+                    pipe.close()
+
+    def _ready(self, patience: Patience, *, reads: Sequence[int] = (), writes: Sequence[int] = ()) -> bool:
+        """Wait for a pipe; False where it is given up. A process that keeps nobody waiting is not looked at."""
+        while self._killed_s is None and (wait := patience.step()):
+            if any(select.select(reads, writes, (), wait)):
+                return True
+            if self._pulse.look([self.pid]) is not None:
+                break
+        # At the end of its time, however little that was, a stopped one is no late one.
+        self.was_stopped = is_stopped(self.pid)
+        return False
+
+    def _write(self, data: bytes, patience: Patience) -> bool:
+        assert self._child.stdin is not None
+        fd, left = self._child.stdin.fileno(), memoryview(data)
+        while left:
+            if not self._ready(patience, writes=[fd]):
+                return False
+            try:
+                left = left[os.write(fd, left[:PIECE_BYTES]) :]
+            except BlockingIOError:
+                continue
+            except BrokenPipeError:
+                self.has_ended = True
+                return False
+        return True
+
+    def _read(self, patience: Patience) -> bytes | None:
+        assert self._child.stdout is not None
+        fd, line = self._child.stdout.fileno(), bytearray()
+        while not line.endswith(b"\n"):
+            if not self._ready(patience, reads=[fd]):
+                return None
+            piece = os.read(fd, PIECE_BYTES)
+            if not piece:
+                self.has_ended = True
+                return None
+            line += piece
+        return bytes(line)
+
+
+def unanswered(process: LineProcess, seconds: float) -> str:
+    """Why a process did not answer a question that it was given so many seconds for."""
+    if process.was_stopped:
+        return f"its process {process.pid} was stopped (SIGSTOP) and did not go on: killed"
+    return f"no answer within {seconds:g} s: killed" if process.was_late else "its process ended"

@@ -1,0 +1,113 @@
+"""Sums on a fixed grid, whose integers are the same by any code: the kernel for a CPU of ``numerics.fixed_point``."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from superstep.kernels import cpu_library
+
+
+def takes(into: Tensor, values: Tensor) -> bool:
+    """Whether the kernel computes it."""
+    return (
+        into.device.type == values.device.type == "cpu"
+        and (into.dtype, values.dtype) == (torch.int64, torch.float32)
+        and into.shape == values.shape
+        and into.is_contiguous()
+        and values.is_contiguous()
+        and cpu_library.is_compiled()
+    )
+
+
+def add(into: Tensor, values: Tensor, *, scale: float, limit: float) -> bool:
+    """``into += values · scale``, cut off to integers; whether every value is a number below the limit in size.
+
+    Args:
+        into: int64, and ``takes`` it with the values.
+        values: fp32, which stay as they are.
+        scale: a power of two.
+        limit: likewise.
+    """
+    wrong = torch.zeros(1, dtype=torch.int64)
+    cpu_library.run("add_to_grid", into, values, values.numel(), float(scale), float(limit), wrong)
+    return not wrong.item()
+
+
+def takes_products(into: Tensor, grad: Tensor, x: Tensor) -> bool:
+    """Whether the kernel computes ``add_products`` or ``add_grouped_products``."""
+    return (
+        cpu_library.takes(grad, x)
+        and into.dtype == torch.int64
+        and x.shape[-1] % cpu_library.LANES == 0
+        and all(each.stride(-1) == 1 for each in (into, grad, x))
+        and cpu_library.is_compiled()
+    )
+
+
+def add_products(into_OI: Tensor, grad_BSO: Tensor, x_BSI: Tensor, *, chunks: int, scale: float, limit: float) -> bool:
+    """``into += gradᵀ · x``, of each chunk of the tokens one product, put on the grid; whether every element of each
+    product was a number below the limit in size.
+
+    An element is summed over its chunk's tokens, in the order of sequences and then of tokens, in fp32: it depends on
+    nothing but its row of ``grad`` and its column of ``x``.
+
+    Args:
+        into_OI: int64, and ``takes_products`` it with the others.
+        grad_BSO: fp32 or bf16.
+        x_BSI: likewise.
+        chunks: parts of the tokens, S, that have as many each.
+        scale: a power of two.
+        limit: likewise.
+    """
+    sequences, tokens, _ = grad_BSO.shape
+    begins = [_begins(sequences, tokens, chunks, *each.stride()[:2]) for each in (grad_BSO, x_BSI)]
+    starts = _begins(1, chunks + 1, 1, 0, sequences * tokens // chunks)
+    return _add(into_OI.unsqueeze(0), (grad_BSO, begins[0]), (x_BSI, begins[1]), starts, (scale, limit))
+
+
+def add_grouped_products(
+    into_EOI: Tensor, grad_RO: Tensor, x_RI: Tensor, order_R: Tensor, starts: Tensor, *, scale: float, limit: float
+) -> bool:
+    """The same for many weights at once, each with as many chunks of rows of its own.
+
+    Args:
+        into_EOI: int64, and ``takes_products`` it with the others.
+        grad_RO: fp32 or bf16.
+        x_RI: likewise.
+        order_R: the rows, chunk after chunk, and the chunks weight after weight: int64.
+        starts: where in that order each chunk begins, and the last one ends: int64 [E · chunks + 1].
+        scale: a power of two.
+        limit: likewise.
+    """
+    grad, x = ((each, order_R * each.stride(0)) for each in (grad_RO, x_RI))
+    return _add(into_EOI, grad, x, starts, (scale, limit))
+
+
+def _add(
+    into_EOI: Tensor,
+    grad: tuple[Tensor, Tensor],
+    x: tuple[Tensor, Tensor],
+    starts: Tensor,
+    grid: tuple[float, float],
+) -> bool:
+    """Factors come with where their rows begin, in numbers."""
+    experts, outputs, inputs = into_EOI.shape
+    wrong = torch.zeros(1, dtype=torch.int64)
+    into: tuple[cpu_library.Argument, ...] = into_EOI, *into_EOI.stride()[:2]
+    sizes = experts, (len(starts) - 1) // experts, outputs, inputs
+    scale, limit = grid
+    is_bf16 = grad[0].dtype == torch.bfloat16
+    cpu_library.run(
+        "add_products_to_grid", is_bf16, *into, *grad, *x, starts, *sizes, float(scale), float(limit), wrong
+    )
+    return not wrong.item()
+
+
+@lru_cache(maxsize=64)
+def _begins(sequences: int, tokens: int, chunks: int, batch_stride: int, token_stride: int) -> Tensor:
+    """Where the rows of each chunk begin: [chunk, sequence, token of it], flat."""
+    begins_BS = torch.arange(sequences)[:, None] * batch_stride + torch.arange(tokens) * token_stride
+    return begins_BS.view(sequences, chunks, -1).transpose(0, 1).flatten()

@@ -1,0 +1,276 @@
+"""The lead: host 0's launcher, which knows who is here and decides for all (``launch.hosts.coordinator_state``).
+
+    wires of members ──► events ──► one thread: after(table, event) ──► orders ──► wires of members
+    host 0's own ranks ──┘                                             └──────────► host 0's own queue
+
+Four times a second it says to each member that it is there; a member that says nothing for SILENT_S is lost.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from multiprocessing import Pipe
+from typing import Protocol
+
+from superstep.errors import SuperstepError, UserError
+from superstep.launch.hosts.coordinator_state import Phase, Table, after
+from superstep.launch.hosts.copy_schedule import Steer
+from superstep.launch.hosts.events import Cause, Event, Fetch, Go, Left, Over, Tick
+from superstep.launch.hosts.events import Order as Decision
+from superstep.launch.hosts.listener import MEANINGLESS, Door
+from superstep.launch.hosts.membership import neighbour
+from superstep.launch.hosts.messages import (
+    BEAT_S,
+    Address,
+    Fetching,
+    Hello,
+    Message,
+    Met,
+    Order,
+    Orders,
+    Silence,
+    event_of,
+    ordered,
+)
+from superstep.launch.hosts.secure_channel import Wire
+
+LEAVING_S = 2.0
+"""How long members have to hear that the run is over."""
+
+POLL_S = 0.01
+
+
+class Keeping(Protocol):
+    """A host's copies: what it says of them with each beat, what it is told, and who brings or fetches some."""
+
+    def progress(self) -> Message:
+        """How far its own are."""
+
+    def steer(self, told: Message) -> None:
+        """What all are to do next."""
+
+    def enters(self, wire: Wire, hello: Hello) -> None:
+        """Another host brings copies, or fetches some."""
+
+
+@dataclass(slots=True)
+class _Member:
+    """One that is here."""
+
+    wire: Wire
+    there: str
+    hello: Hello
+    silence: Silence
+    progress: Message
+
+
+class Lead:
+    """Leads until it is closed; its own ranks are told by ``orders``.
+
+    Args:
+        at: where it is asked.
+        secret: of the run.
+        mine: who it is itself; members must be alike.
+        table: whom it expects.
+        prepare: makes the store of an epoch, and tells the facts of the run.
+        copies: host 0's, and what all are told of theirs.
+        tell: told in a line what the user should know.
+
+    Raises:
+        OSError: it cannot be asked there.
+    """
+
+    def __init__(
+        self,
+        at: Address,
+        secret: bytes,
+        *,
+        mine: Hello,
+        table: Table,
+        prepare: Callable[[Go], tuple[Address, Message]],
+        copies: tuple[Keeping, Steer],
+        tell: Callable[[str], None],
+    ) -> None:
+        self._mine, self._table, self._prepare, self._tell = mine, table, prepare, tell
+        self._own, self._steering = copies
+        self._members: dict[int, _Member] = {}
+        self._events: queue.Queue[Event] = queue.Queue()
+        self._one = threading.Lock()
+        self._is_closed = threading.Event()
+        self.orders, self._orders = Pipe(duplex=False)
+        self._door = Door(at, secret, self._enters, tell)
+        self.address = self._door.address
+        self._thread = threading.Thread(target=self._run, name="superstep-lead", daemon=True)
+        self._thread.start()
+
+    def begin(self) -> None:
+        """Host 0 has prepared: from here on it is there, too."""
+        self._orders.send(Met())
+
+    def told(self, event: Event) -> None:
+        """Host 0's launcher says what happens there, or anybody that the run is over."""
+        self._events.put(event)
+
+    def close(self, last: Over) -> None:
+        """Tell all that the run is over, where that is news to them, and be asked no more."""
+        self._is_closed.set()
+        self._thread.join()
+        if self._table.phase is not Phase.OVER:
+            self._send(range(1, len(self._table.seats)), last)
+        # They leave when they have heard it; to end their connections before might keep it from them.
+        deadline_s = time.monotonic() + LEAVING_S
+        while self._members and time.monotonic() < deadline_s:
+            time.sleep(POLL_S)
+        self._door.close()
+
+    def _run(self) -> None:
+        next_s = time.monotonic()
+        while not self._is_closed.is_set():
+            with suppress(queue.Empty):
+                self._apply(self._events.get(timeout=max(0.0, next_s - time.monotonic())))
+                continue
+            next_s = time.monotonic() + BEAT_S
+            self._apply(Tick(self._beat()))
+
+    def _apply(self, event: Event) -> None:
+        found = after(self._table, event, time.time())
+        before, self._table = self._table, found.table
+        try:
+            for order in found.orders:
+                self._do(order)
+        except (SuperstepError, OSError) as error:  # the run directory cannot be read, say
+            self._table = replace(found.table, phase=Phase.OVER)
+            self._do(Over(Cause(f"host 0: {error}", is_mistake=isinstance(error, UserError))))
+        if before.phase is not self._table.phase and self._table.phase is Phase.GATHERS and self._table.missing:
+            self._tell(_waiting(self._table))
+
+    def _do(self, order: Decision) -> None:
+        match order:
+            case Go():
+                crew = order.crew(len(self._table.seats))
+                if order.cut.hosts and order.cut.epoch == order.epoch:
+                    who = f"host {crew[0]} trains" if len(crew) == 1 else f"hosts {', '.join(map(str, crew))} train"
+                    self._tell(f"From here on {who}.")
+                self._steering.begin(0 if order.state is None else order.state[0], () if order.sources else crew)
+                store, facts = self._prepare(order)
+                for host in crew:
+                    has_next = len(crew) > 1 and not order.sources
+                    there = self._address(neighbour(host, crew)) if has_next else None
+                    self._send([host], Orders(go=order, store=store, facts=facts, next=there))
+            case Fetch(host, source, state, cut):
+                address = self._address(source)
+                if address is not None:
+                    self._send([host], Fetching(state, address, cut))
+            case _:
+                self._send(range(len(self._table.seats)), order)
+
+    def _address(self, host: int) -> Address | None:
+        """Where a host is asked for copies."""
+        if host == 0:
+            return self.address
+        with self._one:
+            member = self._members.get(host)
+        return None if member is None else (member.there, member.hello.port)
+
+    def _send(self, hosts: range | list[int], order: Order) -> None:
+        for host in hosts:
+            if host == 0:
+                self._orders.send(order)
+                continue
+            with self._one:
+                member = self._members.get(host)
+            if member is not None:
+                with suppress(OSError):  # it is gone, as who receives from it says
+                    member.wire.say(ordered(order))
+
+    def _beat(self) -> int:
+        """Say that it is here, and what is copied next; the step that is whole in the memory of host 0."""
+        now_s = time.monotonic()
+        with self._one:
+            members = dict(self._members)
+        own = self._own.progress()
+        told = self._steering.after({0: own} | {h: m.progress for h, m in members.items()})
+        self._own.steer(told)
+        for member in members.values():
+            if member.silence.look(now_s):
+                member.wire.close()
+            else:
+                with suppress(OSError):
+                    member.wire.say({"say": "beat"} | told)
+        return int(own.get("newest", 0))
+
+    def _enters(self, wire: Wire, hello: Hello) -> None:
+        if (why := unlike(hello, self._mine)) is not None:
+            wire.say({"say": "refused", "why": why})
+        elif hello.purpose != "join":
+            self._own.enters(wire, hello)
+        elif self._is_seated(wire, hello):
+            self._listen(hello.host)
+
+    def _is_seated(self, wire: Wire, hello: Hello) -> bool:
+        """Whether a host could be given its seat; it is told."""
+        with self._one:
+            before = self._members.get(hello.host)
+            if before is None:
+                wire.say({"say": "welcome"})
+                self._members[hello.host] = _Member(wire, wire.there, hello, Silence(time.monotonic()), {})
+            elif before.hello.process == hello.process or before.silence.seconds > 4 * BEAT_S:
+                before.wire.close()  # it is that one, or takes the place of one that is gone
+                wire.say({"say": "not now", "why": "its last connection is just ended"})
+            else:
+                why = f"host {hello.host} is here already, from {before.there}; give each host its own --host."
+                wire.say({"say": "refused", "why": why})
+        if before is None:
+            self._tell(f"Host {hello.host} of {hello.hosts} is here, from {wire.there}.")
+        return before is None
+
+    def _listen(self, host: int) -> None:
+        """Hand on what a member says, until it is gone."""
+        member = self._members[host]
+        why = "its connection was ended"
+        try:
+            while True:
+                message = member.wire.hear()
+                member.silence.heard()
+                if message.get("say") == "beat":
+                    member.progress = message
+                else:
+                    self._events.put(event_of(host, message))
+        except OSError as error:
+            is_silent = member.silence.seconds > 4 * BEAT_S
+            why = f"it has said nothing for {member.silence.seconds:.1f} s" if is_silent else f"{why} ({error})"
+        except MEANINGLESS as error:
+            why = f"it said what nobody understands ({error!r})"
+        finally:
+            there = member.there
+            with self._one:  # who comes next comes after this one has left
+                self._events.put(Left(host, f"host {host} ({there}): it is lost, {why}"))
+                del self._members[host]
+
+
+def _waiting(table: Table) -> str:
+    missing = ", ".join(map(str, table.missing))
+    goes_on = table.epoch and table.sizes and table.sizes[0] <= len(table.here)
+    patience = f"{table.without_s:g} s, then the run goes on without" if goes_on else f"{table.patience_s:g} s at most"
+    return f"Waiting for host {missing}, {patience}: start the same command there again ..."
+
+
+def unlike(hello: Hello, mine: Hello) -> str | None:
+    """Why a launcher has no place in a run; None where it has one."""
+    if hello.version != mine.version:
+        return f"host {hello.host} has version {hello.version} of superstep, and host 0 {mine.version}; install one."
+    if hello.hosts != mine.hosts:
+        return f"--hosts = {hello.hosts} on host {hello.host}, and {mine.hosts} on host 0; give all the same."
+    if hello.purpose == "join" and not 0 < hello.host < mine.hosts:
+        return f"--host = {hello.host} is not one of 1 to {mine.hosts - 1}, which host 0 waits for."
+    if hello.run != mine.run:
+        return (
+            f"host {hello.host} was started with another configuration than host 0; start all with the same run.toml "
+            "and the same flags, but for --host."
+        )
+    return None

@@ -1,0 +1,160 @@
+"""The door: where a launcher is asked by those of other hosts. Who knows the secret and says hello is let in.
+
+    comes                                a place among strangers, for three seconds; where all are taken, the one who
+                                         came first loses his
+    proves that it knows the secret      a place among guests
+    says hello in three seconds more     is let in
+
+So strangers, however slow and many, keep nobody out who knows the secret: to show that takes two round trips.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+
+from superstep.errors import UserError
+from superstep.launch.hosts.messages import Address, Hello
+from superstep.launch.hosts.secure_channel import GREETING_S, Stranger, Wire, answer, ask
+
+WAITING = 64
+"""How many strangers may be at the door at once."""
+
+GUESTS = 1024
+"""How many may be inside at once, and about to be; a host has three connections to another at most."""
+
+TOLD = 16
+"""How many addresses of strangers are told of, each once."""
+
+MEANINGLESS = (KeyError, TypeError, ValueError)
+"""What is raised over a message that says something else than it should."""
+
+
+class Refused(UserError):
+    """A launcher does not let this one in."""
+
+
+class Door:
+    """Listens from here on, until it is closed.
+
+    Args:
+        at: the address and port; port 0 takes a free one.
+        secret: of the run.
+        enters: given a wire and who came, on a thread of its own; says why he is refused, before it returns.
+        tell: told in a line of those who do not know the secret.
+
+    Raises:
+        OSError: the address is none of this host's, or the port is taken.
+    """
+
+    def __init__(
+        self, at: Address, secret: bytes, enters: Callable[[Wire, Hello], None], tell: Callable[[str], None]
+    ) -> None:
+        self._secret, self._enters, self._tell = secret, enters, tell
+        self._lock = threading.Lock()
+        self._strangers: dict[socket.socket, str] = {}
+        self._guests: set[Wire] = set()
+        self._told: set[str] = set()
+        self._socket = socket.create_server(at, backlog=WAITING)
+        self.address: Address = self._socket.getsockname()[:2]
+        threading.Thread(target=self._listen, name="superstep-door", daemon=True).start()
+
+    @property
+    def guests(self) -> int:
+        """How many have shown that they know the secret, and are here."""
+        with self._lock:
+            return len(self._guests)
+
+    def close(self) -> None:
+        """Let nobody in any more, and end what came through it."""
+        _hang_up(self._socket)
+        self._socket.close()
+        with self._lock:
+            guests = list(self._guests)
+        for wire in guests:
+            wire.close()
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                sock, (there, *_) = self._socket.accept()
+            except OSError:
+                return
+            with self._lock:
+                if len(self._strangers) >= WAITING:
+                    oldest = next(iter(self._strangers))
+                    # Now, for its thread may be late: the next to come is not to hang it up again.
+                    del self._strangers[oldest]
+                    _hang_up(oldest)  # its thread finds the end of it, and leaves
+                self._strangers[sock] = there
+            threading.Thread(target=self._meet, args=(sock, there), name="superstep-guest", daemon=True).start()
+
+    def _meet(self, sock: socket.socket, there: str) -> None:
+        try:
+            try:
+                wire = answer(sock, self._secret)
+            finally:
+                with self._lock:
+                    self._strangers.pop(sock, None)
+            with self._inside(wire):
+                self._enters(wire, Hello(**wire.hear(within_s=GREETING_S)))
+        except Stranger:
+            self._tell_of(there)
+        except (OSError, *MEANINGLESS):  # a scan of ports, say
+            sock.close()
+
+    @contextmanager
+    def _inside(self, wire: Wire) -> Iterator[None]:
+        """Within the block the wire has a place.
+
+        Raises:
+            ConnectionRefusedError: there is none.
+        """
+        with self._lock:
+            if len(self._guests) >= GUESTS:
+                raise ConnectionRefusedError("all places are taken")
+            self._guests.add(wire)
+        try:
+            yield
+        finally:
+            wire.close()
+            with self._lock:
+                self._guests.discard(wire)
+
+    def _tell_of(self, there: str) -> None:
+        with self._lock:
+            is_new = there not in self._told and len(self._told) < TOLD
+            if is_new:
+                self._told.add(there)
+        if is_new:
+            self._tell(f"{there} does not know the secret of this run, and was turned away.")
+
+
+def _hang_up(sock: socket.socket) -> None:
+    """Wake who waits for the socket."""
+    with suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
+
+
+def knock(at: Address, secret: bytes, hello: Hello) -> Wire:
+    """Ask at a door, and be let in.
+
+    Raises:
+        Refused: for a reason that trying again does not mend.
+        OSError: nobody is there; or not now.
+    """
+    wire = ask(at, secret)
+    try:
+        wire.say(asdict(hello))
+        heard = wire.hear(within_s=GREETING_S)
+        if heard.get("say") == "refused":
+            raise Refused(str(heard.get("why")))
+        if heard.get("say") != "welcome":
+            raise ConnectionRefusedError(str(heard.get("why")))
+    except BaseException:
+        wire.close()
+        raise
+    return wire

@@ -1,0 +1,136 @@
+"""A member: the launcher of another host than the first. It asks the lead again and again until its patience is over.
+
+    knocks ──► Met ── hears orders, and says that it is there ──► Adrift ── knocks ──► ...
+
+What it holds in memory it keeps meanwhile; its ranks are ended where the lead is gone, as nobody else can end all.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing import Pipe
+
+from superstep.launch.hosts.coordinator import Keeping
+from superstep.launch.hosts.events import Cause, Event, Over
+from superstep.launch.hosts.listener import MEANINGLESS, Refused, knock
+from superstep.launch.hosts.messages import BEAT_S, Address, Adrift, Hello, Met, Order, Silence, order_of, told
+from superstep.launch.hosts.secure_channel import Stranger, Unlike, Wire
+
+
+class Member:
+    """Asks for a place until it is closed; what it shall do is told by ``orders``.
+
+    Args:
+        lead: where to ask.
+        secret: of the run.
+        mine: who it is.
+        patience_s: for how long it asks where nobody answers.
+        copies: this host's.
+        is_complete: whether the run has come to its end; asked where nobody listens.
+    """
+
+    def __init__(
+        self,
+        lead: Address,
+        secret: bytes,
+        *,
+        mine: Hello,
+        patience_s: float,
+        copies: Keeping,
+        is_complete: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._lead, self._secret, self._mine = lead, secret, mine
+        self._patience_s, self._copies, self._is_complete = patience_s, copies, is_complete
+        self._wire: Wire | None = None
+        self._is_closed = threading.Event()
+        self.orders, self._orders = Pipe(duplex=False)
+        threading.Thread(target=self._run, name="superstep-member", daemon=True).start()
+
+    def told(self, event: Event) -> None:
+        """Tell the lead; where it is gone, this is told when it has come back."""
+        wire = self._wire
+        if wire is not None:
+            with suppress(OSError):
+                wire.say(told(event))
+
+    def close(self) -> None:
+        """Be no member any more."""
+        self._is_closed.set()
+        if self._wire is not None:
+            self._wire.close()
+
+    def _run(self) -> None:
+        since_s = time.monotonic()
+        while not self._is_closed.is_set():
+            try:
+                wire = knock(self._lead, self._secret, self._mine)
+            except Refused as refused:
+                return self._end(str(refused), is_mistake=True)
+            except Stranger:
+                why = "has another secret than this host; give all hosts the same --secret-file or SUPERSTEP_SECRET."
+                return self._end(f"host 0 at {self._where} {why}", is_mistake=True)
+            except Unlike:
+                why = "is no superstep that leads a run, or of another version; see --meet."
+                return self._end(f"what listens at {self._where} {why}", is_mistake=True)
+            except OSError as error:
+                # Where its host answers and nobody listens: a link that is down says nothing of the run.
+                if error.errno == errno.ECONNREFUSED and self._is_complete():
+                    return self._orders.send(Over())
+                if time.monotonic() - since_s >= self._patience_s:
+                    patience = f"{self._patience_s:g} s"
+                    return self._end(f"host 0 at {self._where} has not answered within {patience} ({error})")
+                self._is_closed.wait(BEAT_S)
+                continue
+            if self._is_over(wire):
+                return None
+            since_s = time.monotonic()
+        return None
+
+    @property
+    def _where(self) -> str:
+        return f"{self._lead[0]}:{self._lead[1]}"
+
+    def _end(self, why: str, *, is_mistake: bool = False) -> None:
+        self._orders.send(Over(Cause(why, is_mistake=is_mistake)))
+
+    def _is_over(self, wire: Wire) -> bool:
+        """Hear orders until the last; False where the lead is gone before that."""
+        silence = Silence(time.monotonic())
+        self._wire = wire
+        self._orders.send(Met())
+        threading.Thread(target=self._beat, args=(wire, silence), name="superstep-beat", daemon=True).start()
+        order: Order
+        try:
+            while True:
+                message = wire.hear()
+                silence.heard()
+                if message.get("say") == "beat":
+                    self._copies.steer(message)
+                    continue
+                order = order_of(message)
+                self._orders.send(order)
+                if isinstance(order, Over):
+                    return True
+        except (OSError, *MEANINGLESS) as error:
+            is_silent = silence.seconds > 4 * BEAT_S
+            why = f"it has said nothing for {silence.seconds:.1f} s" if is_silent else str(error)
+            self._wire = None
+            self._orders.send(Adrift(f"host 0 at {self._where} is lost, {why}"))
+            return False
+        finally:
+            wire.close()
+
+    def _beat(self, wire: Wire, silence: Silence) -> None:
+        while self._wire is wire:
+            if silence.look(time.monotonic()):
+                wire.close()
+                return
+            try:
+                wire.say({"say": "beat"} | self._copies.progress())
+            except OSError:
+                return
+            time.sleep(BEAT_S)

@@ -1,0 +1,202 @@
+"""messages: what launchers of several hosts tell each other, as JSON and as values.
+
+member ──► lead     hello, then: came, holds, troubled, done, and a beat four times a second
+lead ──► member     welcome or refused, then: fetch, go, abort, over, and a beat four times a second
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from superstep.launch.hosts.events import Abort, Came, Cause, Done, Event, Go, Holds, Over, Troubled
+from superstep.launch.hosts.membership import ALL, Cut, Held
+from superstep.state.memory_snapshot import State
+
+BEAT_S = 0.25
+"""How often each side says that it is there."""
+
+SILENT_S = 2.5
+"""How long a side may say nothing; with the beat before, it is named within three seconds."""
+
+Message = dict[str, Any]
+Address = tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """Who asks, and what for.
+
+    Attributes:
+        purpose: join the run; or bring a copy of this host's states, or fetch one, from the host before or after.
+        host, hosts: its number, and how many it knows of.
+        run: a hash of its run's configuration.
+        version: of this package.
+        process: made up by it, the same as long as it lives.
+        port: where it can be asked for copies.
+    """
+
+    purpose: str
+    host: int
+    hosts: int
+    run: str
+    version: str
+    process: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Orders:
+    """A ``Go`` with what ranks need to start.
+
+    Attributes:
+        go: the order.
+        store: where the process group meets.
+        facts: of the run, as the lead found them: plain values.
+        next: the number, and the address, of the host that has this one's copies; None without copies.
+    """
+
+    go: Go
+    store: Address
+    facts: Message
+    next: Address | None
+
+
+@dataclass(frozen=True, slots=True)
+class Fetching:
+    """A ``Fetch`` with the address."""
+
+    state: State
+    source: Address
+    cut: Cut = ALL
+
+
+@dataclass(frozen=True, slots=True)
+class Adrift:
+    """The lead is gone; it is asked for again."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Met:
+    """The lead is there."""
+
+
+Order = Orders | Fetching | Abort | Over | Adrift | Met
+"""What a host's launcher is told."""
+
+
+def told(event: Event) -> Message:
+    """A member's event as a message."""
+    match event:
+        case Came(_, epoch):
+            return {"say": "came", "epoch": epoch}
+        case Holds(_, held):
+            parts = {"own": sorted(held.own), "copies": sorted(held.copies)}
+            return {"say": "holds", "cut": asdict(held.cut)} | parts
+        case Troubled(_, epoch, cause):
+            return {"say": "troubled", "epoch": epoch, "cause": asdict(cause)}
+        case Done(_, epoch):
+            return {"say": "done", "epoch": epoch}
+        case _:
+            raise TypeError(f"{event} is not told")
+
+
+def event_of(host: int, message: Mapping[str, Any]) -> Event:
+    """What a member has told; raises KeyError, TypeError or ValueError where it is nothing of that."""
+    match message["say"]:
+        case "came":
+            return Came(host, int(message["epoch"]))
+        case "holds":
+            return Holds(host, Held(_states(message["own"]), _states(message["copies"]), _cut(message["cut"])))
+        case "troubled":
+            return Troubled(host, int(message["epoch"]), Cause(**message["cause"]))
+        case "done":
+            return Done(host, int(message["epoch"]))
+        case other:
+            raise ValueError(f"'{other}' is told by nobody")
+
+
+def _states(found: list[list[int]]) -> frozenset[State]:
+    return frozenset((int(step), int(turn)) for step, turn in found)
+
+
+def ordered(order: Order) -> Message:
+    """The lead's order as a message."""
+    match order:
+        case Orders():
+            return {"say": "go"} | asdict(order)
+        case Fetching():
+            return {"say": "fetch"} | asdict(order)
+        case Abort(epoch, cause):
+            return {"say": "abort", "epoch": epoch, "cause": asdict(cause)}
+        case Over(cause):
+            return {"say": "over", "cause": None if cause is None else asdict(cause)}
+        case _:
+            raise TypeError(f"{order} is not told")
+
+
+def order_of(message: Mapping[str, Any]) -> Order:
+    """What the lead has ordered; raises KeyError, TypeError or ValueError where it is nothing of that."""
+    match message["say"]:
+        case "go":
+            go, at = message["go"], message["next"]
+            orders = Go(
+                int(go["epoch"]),
+                _state(go["state"]),
+                _cause(go["lost"]),
+                _cut(go["cut"]),
+                tuple(int(host) for host in go["sources"]),
+            )
+            return Orders(
+                go=orders,
+                store=_address(message["store"]),
+                facts=dict(message["facts"]),
+                next=None if at is None else _address(at),
+            )
+        case "fetch":
+            state = _state(message["state"])
+            assert state is not None
+            return Fetching(state, _address(message["source"]), _cut(message["cut"]))
+        case "abort":
+            return Abort(int(message["epoch"]), Cause(**message["cause"]))
+        case "over":
+            return Over(_cause(message["cause"]))
+        case other:
+            raise ValueError(f"'{other}' is no order")
+
+
+def _state(found: list[int] | None) -> State | None:
+    return None if found is None else (int(found[0]), int(found[1]))
+
+
+def _cut(found: Mapping[str, Any]) -> Cut:
+    return Cut(int(found["epoch"]), tuple(int(host) for host in found["hosts"]))
+
+
+def _cause(found: dict[str, Any] | None) -> Cause | None:
+    return None if found is None else Cause(**found)
+
+
+def _address(found: list[Any]) -> Address:
+    return str(found[0]), int(found[1])
+
+
+class Silence:
+    """For how long a side has said nothing. Time in which this process itself did not look does not count."""
+
+    def __init__(self, now_s: float) -> None:
+        self._looked_s = now_s
+        self.seconds = 0.0
+
+    def heard(self) -> None:
+        """It has said something."""
+        self.seconds = 0.0
+
+    def look(self, now_s: float) -> bool:
+        """Whether it has been silent for too long; to be asked once for each beat."""
+        self.seconds += min(now_s - self._looked_s, 2 * BEAT_S)
+        self._looked_s = now_s
+        return self.seconds >= SILENT_S

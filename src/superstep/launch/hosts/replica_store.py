@@ -1,0 +1,248 @@
+"""What a host keeps: the states of its own ranks, which it sends to the next host, and copies of the one before's.
+
+    host 0 ── states of its ranks ──► host 1 ── ... ──► host n - 1 ── ... ──► host 0
+
+A host that has lost its memory fetches them back before its ranks start.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from superstep.launch.hosts.listener import MEANINGLESS, Refused, knock
+from superstep.launch.hosts.membership import ALL, Cut, Held
+from superstep.launch.hosts.messages import BEAT_S, Address, Fetching, Hello, Message, Orders
+from superstep.launch.hosts.secure_channel import Wire
+from superstep.launch.hosts.state_transfer import Rate, Spoilt, Void, receive, send
+from superstep.state.background_checkpoint import NICE
+from superstep.state.damage import void_damaged
+from superstep.state.memory_snapshot import Memory, State, made
+
+LOOK_S = 0.02
+"""How often it is looked whether there is something to send."""
+
+
+class Keeper:
+    """A host's.
+
+    Args:
+        ranks: how many it has; 0 without snapshots.
+        secret: of the run.
+        peers: how many other hosts have copies of them: 0 or 1.
+        bytes_per_s: the most that is sent; None sends as fast as the link goes.
+        say: tells the user in a line.
+    """
+
+    def __init__(
+        self, ranks: int, secret: bytes, *, peers: int, bytes_per_s: float | None, say: Callable[[str], None]
+    ) -> None:
+        self._ranks, self._secret, self._say = ranks, secret, say
+        self._has_peer = peers > 0 and ranks > 0
+        self._cut = ALL
+        self._make()
+        self._bytes_per_s = bytes_per_s
+        self._one, self._receives = threading.Lock(), threading.Lock()
+        self._guest: Wire | None = None
+        self._epoch, self._is_begun = 0, False
+        self._copied: State = (0, 0)
+        self._sender: _Sender | None = None
+        self.hello: Hello | None = None
+        """Who this host is, once that is known."""
+
+    def held(self) -> Held:
+        """States that are whole here, with the bits that were copied."""
+        with self._one:
+            self._void_damaged(self._memories)
+            self._void_damaged(self._copies)
+            return Held(own=_common(self._memories), copies=_common(self._copies), cut=self._cut)
+
+    def _void_damaged(self, memories: Sequence[Memory]) -> None:
+        """Have nothing that is damaged in the own memories, or in those for copies."""
+        if self.hello is None:
+            return
+        crew = self._cut.crew(self.hello.hosts)
+        at = crew.index(self.hello.host) if self.hello.host in crew else 0
+        of = at if memories is self._memories else at - 1
+        for text in void_damaged(memories, self._ranks * (of % len(crew))):
+            self._say(f"host {self.hello.host}, {text}; it is not used.")
+
+    def _make(self) -> None:
+        """New memory, with nothing in it: of its own ranks, and for copies."""
+        self.own, self._memories = made(self._ranks)
+        self.copies, self._copies = made(self._ranks if self._has_peer else 0)
+
+    def _recut(self, cut: Cut) -> None:
+        """Forget all, where states are cut otherwise from now on."""
+        if cut == self._cut:
+            return
+        while not self._receives.acquire(timeout=LOOK_S):
+            if (guest := self._guest) is not None:  # who brings parts of another cut
+                guest.close()
+        with self._one:
+            for memory in (*self._memories, *self._copies):
+                memory.close()
+            self._cut, self._epoch = cut, max(self._epoch, cut.epoch)
+            self._make()
+        self._receives.release()
+
+    def fetch(self, order: Fetching) -> None:
+        """Get a state of its own ranks back from the host that has the copy."""
+        assert self.hello is not None
+        self._recut(order.cut)
+        with suppress(OSError, Refused, *MEANINGLESS):
+            wire = knock(order.source, self._secret, replace(self.hello, purpose="fetch"))
+            try:
+                wire.say({"say": "fetch", "state": order.state})
+                receive(wire, self._memories, lambda state, epoch, mark: mark())
+            finally:
+                wire.close()
+        if order.state not in self.held().own:
+            time.sleep(BEAT_S)  # the lead asks for it again
+
+    def begin(self, given: Orders) -> None:
+        """Ranks start, from a state or from none: what is of later ones is void."""
+        self._recut(given.go.cut)
+        step = -1 if given.go.state is None else given.go.state[0]
+        with self._one:
+            self._epoch, self._copied = given.go.epoch, (0, 0)
+            for memory in (*self._memories, *self._copies):
+                memory.forget_after(step)
+            for memory in self._memories:
+                if memory.is_laid_out:
+                    memory.ask(0)
+                for state, slot in memory.states().items():
+                    memory.put(slot, "is_held", int(state == given.go.state))
+        self._is_begun = True
+        if self._has_peer and given.next is not None:
+            there, epoch = given.next, given.go.epoch
+            self._sender = _Sender(lambda sender: self._send(there, epoch, sender))
+
+    def rest(self) -> None:
+        """They have ended."""
+        self._is_begun = False
+        if self._sender is not None:
+            self._sender.stop()
+            self._sender = None
+
+    def progress(self) -> Message:
+        """How far its own are copied."""
+        if not self._is_begun:
+            return {}
+        with self._one:
+            held, own = _common(self._memories, held=True), _common(self._memories)
+        return {
+            "newest": max(own, default=(0, 0))[0],
+            "copied": self._copied[0],
+            "held": max(held, default=(0, 0))[0],
+        }
+
+    def steer(self, told: Message) -> None:
+        """Hold for the next host what all copy next, and what all have copied last."""
+        if not self._has_peer or "next" not in told:
+            return
+        steps = {int(told["copied"]), int(told["next"])}
+        with self._one:
+            for memory in self._memories:
+                if memory.is_laid_out:
+                    memory.hold_only(steps)
+                    memory.ask(int(told["next"]))
+            for memory in self._copies:
+                memory.hold_only(steps)
+
+    def enters(self, wire: Wire, hello: Hello) -> None:
+        """The host before brings copies, or fetches them back."""
+        wire.say({"say": "welcome"})
+        _gently()
+        if hello.purpose == "fetch":
+            asked = wire.hear()["state"]
+            try:
+                send(wire, self._copies, (int(asked[0]), int(asked[1])), self._epoch, Rate(None))
+            except Spoilt:
+                self._void_damaged(self._copies)
+            except Void:
+                pass
+            return
+        with self._one:
+            before, self._guest = self._guest, wire
+        if before is not None:  # one of the same host, which it has lost
+            before.close()
+        with self._receives:
+            wire.say({"say": "has", "states": sorted(_common(self._copies))})
+            while True:
+                receive(wire, self._copies, self._keep, lambda epoch: epoch >= self._epoch)
+
+    def _keep(self, state: State, epoch: int, mark: Callable[[], None]) -> None:
+        with self._one:
+            if epoch >= self._epoch:
+                mark()
+
+    def _send(self, there: Address, epoch: int, sender: _Sender) -> None:
+        """Send what is held for the next host, until the ranks have ended."""
+        assert self.hello is not None
+        wire = sender.opened(knock(there, self._secret, replace(self.hello, purpose="copy")))
+        has = {(int(step), int(turn)) for step, turn in wire.hear()["states"]}
+        rate = Rate(self._bytes_per_s)
+        while not sender.is_over.wait(LOOK_S):
+            state = max(_common(self._memories, held=True), default=(0, 0))
+            if state <= self._copied:
+                continue
+            if state not in has:
+                try:
+                    send(wire, self._memories, state, epoch, rate)
+                except Spoilt:
+                    self._void_damaged(self._memories)
+                    continue
+                except Void:
+                    continue
+            self._copied = state
+
+
+class _Sender:
+    """A thread that sends, and begins again where the connection is lost."""
+
+    def __init__(self, work: Callable[[_Sender], None]) -> None:
+        self.is_over = threading.Event()
+        self._work = work
+        self._wire: Wire | None = None
+        self._thread = threading.Thread(target=self._run, name="superstep-copies", daemon=True)
+        self._thread.start()
+
+    def opened(self, wire: Wire) -> Wire:
+        """Note what is to be closed at the end."""
+        self._wire = wire
+        if self.is_over.is_set():
+            wire.close()
+        return wire
+
+    def stop(self) -> None:
+        """End it, in the middle of a state if need be."""
+        self.is_over.set()
+        if self._wire is not None:
+            self._wire.close()
+        self._thread.join()
+
+    def _run(self) -> None:
+        _gently()
+        while not self.is_over.is_set():
+            with suppress(OSError, Refused, *MEANINGLESS):
+                self._work(self)
+            if self._wire is not None:
+                self._wire.close()
+            self.is_over.wait(BEAT_S)
+
+
+def _gently() -> None:
+    """This thread comes after training."""
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+
+
+def _common(memories: Sequence[Memory], *, held: bool = False) -> frozenset[State]:
+    """States that are whole in all of them."""
+    found = [frozenset(memory.states(held=held)) for memory in memories]
+    return frozenset.intersection(*found) if found else frozenset()

@@ -1,0 +1,132 @@
+"""How a rank of torchrun leaves where something failed: at once, and waiting for nobody.
+
+    the rank that fails     says so in the store, aborts its groups, and ends whatever is still under way on them
+    each of the others      sees it in the store, or is told by a signal, and ends too, even inside a collective
+
+A rank that waits in a collective runs no Python: no exception reaches it and no handler of a signal. So a thread of its
+own watches, and after some patience ends the process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from types import TracebackType
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _abort_process_group
+
+from superstep.errors import SuperstepError
+from superstep.launch.stop_request import AGAIN_S, Stop
+
+FAILED = "superstep/failed"
+"""The key under which ranks that fail count themselves."""
+
+POLL_S = 0.2
+"""How often the store is asked."""
+
+PATIENCE_S = 3.0
+"""How long a rank may take to end by itself, and its groups to be aborted."""
+
+_DEADLY = (signal.SIGTERM, signal.SIGHUP)
+
+
+class PeerWatch:
+    """Ends this process where another rank has failed, or a signal says so, and the rank does not end by itself.
+
+    Used around what the rank does, on the main thread. Handlers of signals are called as ever, if they can be. While
+    the rank listens to a request to ``stop`` after its step, the first SIGTERM is no reason to end it.
+    """
+
+    def __init__(self, store: dist.Store, stop: Stop) -> None:  # type: ignore[name-defined]
+        self._stop = stop
+        self._asked_s: float | None = None
+        # A connection of its own: what the rank asks of the store may keep it waiting.
+        self._store = store.clone()
+        self._is_over = threading.Event()
+        self._signals, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        self._before = -1
+
+    def __enter__(self) -> None:
+        # Python writes a signal's number there before anything of ours has to run.
+        self._before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        threading.Thread(target=self._watch, name="superstep-peers", daemon=True).start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._is_over.set()
+        signal.set_wakeup_fd(self._before)
+
+    def _watch(self) -> None:
+        status = None
+        while status is None and not self._is_over.is_set():
+            status = self._told() or self._failed()
+        if status is not None and not self._is_over.wait(PATIENCE_S):
+            end(status)
+
+    def _told(self) -> int | None:
+        """The exit status that a signal asks for, if one comes within a moment."""
+        if not select.select([self._signals], [], [], POLL_S)[0]:
+            return None
+        came = set(os.read(self._signals, 64))
+        if signal.SIGTERM in came and self._stop.is_listening and not self._is_asked_again():
+            came.remove(signal.SIGTERM)
+        return next((128 + number for number in _DEADLY if number in came), None)
+
+    def _is_asked_again(self) -> bool:
+        now_s = time.monotonic()
+        if self._asked_s is None:
+            self._asked_s = now_s
+        return now_s - self._asked_s >= AGAIN_S
+
+    def _failed(self) -> int | None:
+        try:
+            return 1 if self._store.check([FAILED]) else None
+        except RuntimeError:  # the store's own process has ended, as it does after a run that went well
+            return None
+
+
+def end(status: int) -> None:
+    """End the process now, with what it has printed."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)
+
+
+def status_of(error: BaseException) -> int:
+    """The exit status that an error ends a process with."""
+    match error:
+        case SuperstepError():
+            return error.exit_status
+        case SystemExit(code=int(status)):
+            return status
+        case SystemExit(code=None):
+            return 0
+        case KeyboardInterrupt():
+            return 130
+        case _:
+            return 1
+
+
+def abandon(status: int) -> None:
+    """Let go of the groups, once the store says that this rank failed, without waiting for those who wait in them. The
+    process ends with ``status`` as soon as the error has been told.
+    """
+    if dist.is_initialized() and "nccl" in dist.get_backend():
+        # Kernels under way are ended, and with them what waits for them. On a thread, so that it has a bound as well.
+        aborting = threading.Thread(target=_abort_process_group, daemon=True)
+        aborting.start()
+        aborting.join(PATIENCE_S)
+    # The store may live in this process, and the others ask it now and then.
+    time.sleep(2 * POLL_S)
+    # Gloo has no abort: the interpreter, letting go of its groups, would wait for each work under way.
+    atexit.register(end, status)

@@ -1,0 +1,103 @@
+"""A process that another one forked for us, held by a handle of the system's.
+
+    launcher ── fork server ── rank         the fork server alone is told how a rank ends, and tells the launcher
+
+Where the fork server has died, ``multiprocessing`` takes all of its processes for ended with status 255: it sends them
+no signal and waits for none. A handle (``pidfd_open``) is the process itself, whoever its parent is, and never another
+one that has got its number since.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from superstep.monitor.procfs import stat_in
+
+NOT_TOLD = 255
+"""The exit status that ``multiprocessing`` gives a process whose fork server is gone."""
+
+
+class ProcessHandle:
+    """One process, from its start on.
+
+    Args:
+        process: has just been started.
+
+    Attributes:
+        pid: its number.
+    """
+
+    def __init__(self, process: BaseProcess) -> None:
+        assert process.pid is not None, "the process has been started"
+        self.pid = process.pid
+        self._process = process
+        self._parent = _parent_of(self.pid)
+        self._file = _open(self.pid)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it has not ended."""
+        return self._process.is_alive() if self._file is None else not self._ends_within(0.0)
+
+    def join(self, timeout_s: float | None = None) -> None:
+        """Wait until it has ended, or for so long."""
+        if self._file is not None:
+            self._ends_within(timeout_s)
+        self._process.join(timeout_s)  # its parent is told a moment later, and tells
+
+    def send(self, number: signal.Signals) -> None:
+        """Send it a signal; nothing is done where it has ended."""
+        with contextlib.suppress(ProcessLookupError):
+            if self._file is None:
+                os.kill(self.pid, number)
+            elif sys.platform == "linux":
+                signal.pidfd_send_signal(self._file, number)
+
+    def exit_status(self) -> int | None:
+        """That of a process that has ended, or less a signal's number; None where nobody is left who was told."""
+        code = self._process.exitcode
+        is_told = code != NOT_TOLD or self._parent is None or _runs(self._parent)
+        return (code or 0) if is_told else None
+
+    def close(self) -> None:
+        """Let go of the handle."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def _ends_within(self, timeout_s: float | None) -> bool:
+        assert self._file is not None
+        poll = select.poll()
+        poll.register(self._file, select.POLLIN)
+        return bool(poll.poll(None if timeout_s is None else 1000 * timeout_s))
+
+
+def _open(pid: int) -> int | None:
+    """A handle of the process; None of a system that has none, or where it has ended already."""
+    if sys.platform != "linux":
+        return None
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        return None
+
+
+def _parent_of(pid: int) -> int | None:
+    try:
+        return int(stat_in(Path(f"/proc/{pid}"))[1])
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process is there and has not ended."""
+    try:
+        return stat_in(Path(f"/proc/{pid}"))[0] not in (b"Z", b"X")
+    except OSError:
+        return False

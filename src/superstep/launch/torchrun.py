@@ -1,0 +1,158 @@
+"""Joining ranks that torchrun has launched already: its environment says which one this process is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import msgspec
+import torch.distributed as dist
+
+from superstep.comm.device import pick
+from superstep.errors import Fault, SuperstepError, UserError
+from superstep.launch.failure import is_echo
+from superstep.launch.peer_failure import FAILED, PeerWatch, abandon, status_of
+from superstep.launch.ranks import World
+from superstep.launch.rendezvous import TIMEOUT
+from superstep.launch.stack_dump import own_heart
+from superstep.launch.stop_request import Stop
+from superstep.plan.config import DeviceKind
+
+R = TypeVar("R")
+T = TypeVar("T")
+
+POLL_S = 0.2
+"""How often a rank asks whether rank 0 has prepared."""
+
+PREPARED = "superstep/prepared"
+"""The key of the store under which rank 0 answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Codec(Generic[T]):
+    """How a value goes through the store. Whoever reaches its port can write to it, so no bytes of it are unpickled.
+
+    Attributes:
+        encode: the bytes of a value.
+        decode: the value of such bytes; raises msgspec.DecodeError of any others.
+    """
+
+    encode: Callable[[T], bytes]
+    decode: Callable[[bytes], T]
+
+
+class Value(msgspec.Struct, frozen=True, tag=True):
+    """From rank 0: what it made."""
+
+    encoded: bytes
+
+
+class Problem(msgspec.Struct, frozen=True, tag=True):
+    """From rank 0: why it made nothing, and the exit status of that; no words where they were said already."""
+
+    words: str | None
+    exit_status: int
+
+
+_answer = msgspec.msgpack.Decoder(Value | Problem)
+
+
+def join(
+    prepare: Callable[[int], AbstractContextManager[T]],
+    worker: Callable[[World, T], R],
+    codec: Codec[T],
+    asked: Callable[[T], DeviceKind | None] = lambda _: None,
+) -> R:
+    """Run ``worker`` as the one rank that torchrun's environment says this process is.
+
+    Args:
+        prepare: given the number of ranks, makes on rank 0 what every rank's worker is given; the others wait, as
+            long as it takes.
+        worker: what a rank does.
+        codec: how what was made goes to the others.
+        asked: which device what was made asks for.
+
+    Returns:
+        What the worker returned.
+
+    Raises:
+        SystemExit: another rank has failed before this one, and reports it; one report is enough.
+
+    After an error no group is waited for, and the process ends with that error's exit status.
+    """
+    store, rank, size = next(dist.rendezvous("env://", timeout=TIMEOUT))  # type: ignore[attr-defined]
+    stop = Stop()
+    with PeerWatch(store, stop):
+        try:
+            with ExitStack() as stack:
+                value = _from_rank_0(store, rank, lambda: stack.enter_context(prepare(size)), codec)
+                # srun, unlike torchrun, does not say how the ranks of a host are numbered.
+                device = pick(dist.get_node_local_rank(fallback_rank=rank), asked(value))
+                own = dist.PrefixStore("ranks", store)  # type: ignore[attr-defined]
+                dist.init_process_group(
+                    device.backend, store=own, rank=rank, world_size=size, timeout=TIMEOUT, device_id=device.of_groups
+                )
+                with own_heart(rank, device) as heart:
+                    result = worker(World(rank, size, device, stop, heart=heart), value)
+        except BaseException as error:
+            status = status_of(error)
+            if status:
+                is_first = _is_first(store, error)
+                abandon(status)
+                if not is_first:
+                    raise SystemExit(status) from None
+            raise
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return result
+
+
+def _from_rank_0(
+    store: dist.Store,  # type: ignore[name-defined]
+    rank: int,
+    make: Callable[[], T],
+    codec: Codec[T],
+) -> T:
+    """What rank 0 makes, on every rank; so too the error, if it cannot.
+
+    Raises:
+        Fault: what the store holds is no answer of rank 0's.
+    """
+    if rank == 0:
+        try:
+            value = make()
+        except (SuperstepError, SystemExit) as error:
+            words = str(error) if isinstance(error, SuperstepError) else None
+            store.set(PREPARED, msgspec.msgpack.encode(Problem(words, status_of(error))))
+            raise
+        store.set(PREPARED, msgspec.msgpack.encode(Value(codec.encode(value))))
+        return value
+    while not store.check([PREPARED]):
+        time.sleep(POLL_S)
+    try:
+        answer = _answer.decode(store.get(PREPARED))
+        if isinstance(answer, Value):
+            return codec.decode(answer.encoded)
+    except msgspec.DecodeError as error:
+        raise Fault(
+            f"the store at MASTER_ADDR holds under {PREPARED} what rank 0 did not write ({error}); start all ranks "
+            "from the same version, and let no others reach MASTER_PORT.",
+            rank=rank,
+        ) from error
+    raise _error_of(answer.words, answer.exit_status)
+
+
+def _error_of(words: str | None, exit_status: int) -> BaseException:
+    if words is None:
+        return SystemExit(exit_status)
+    return UserError(words) if exit_status == UserError.exit_status else Fault(words)
+
+
+def _is_first(store: dist.Store, error: BaseException) -> bool:  # type: ignore[name-defined]
+    try:
+        return int(store.add(FAILED, 1)) == 1
+    except RuntimeError:  # the store's own process has ended, which says enough about a broken connection
+        return not is_echo(error)

@@ -1,0 +1,138 @@
+"""The one seam of a mixture-of-experts block: where its sequences, its experts and its noise come from.
+
+B  sequences of a microbatch           T  tokens held here: B · s
+S  positions of a whole sequence       k  experts of a token
+s  positions held here                 E  experts
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from superstep.model.experts import Experts, sort_by_expert, spread, unsort
+from superstep.numerics.position_rng import standard_normal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Now:
+    """What is going through the model.
+
+    Attributes:
+        sequences: the number of each row of the microbatch within the global batch.
+        batch_sequences: sequences of the global batch: the one divisor of the routers' losses.
+        seed: of the run.
+        step: of the run; None in evaluation, where nothing is left to chance.
+    """
+
+    sequences: tuple[int, ...] = ()
+    batch_sequences: int = 1
+    seed: int = 0
+    step: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """What one layer's router did with the whole sequences of a microbatch, on the device that did it.
+
+    Attributes:
+        chosen: [E], (token, choice) pairs that each expert was chosen by.
+        dropped: [E], those among them that it had no room for.
+        balance: the sequences' balance losses, summed; not weighted.
+        z: the sequences' z-losses, summed; not weighted.
+    """
+
+    chosen: Tensor
+    dropped: Tensor
+    balance: Tensor
+    z: Tensor
+
+    def __add__(self, other: Told) -> Told:
+        return Told(
+            chosen=self.chosen + other.chosen,
+            dropped=self.dropped + other.dropped,
+            balance=self.balance + other.balance,
+            z=self.z + other.z,
+        )
+
+
+class Exchange(Protocol):
+    """How a block reaches what may lie elsewhere. Ranks that hold parts of the same sequences all decide for the
+    whole of them, alike; each then carries its own tokens to the experts and back.
+    """
+
+    now: Now
+    """To be set before each forward, and before each backward that computes a forward again."""
+
+    def whole(self, x_BsE: Tensor) -> Tensor:
+        """Whole sequences, [B, S, E], from the parts that the ranks hold; backward takes the own part."""
+
+    def share(self, x_BSk: Tensor) -> Tensor:
+        """The own part of whole sequences: [B, s, k]."""
+
+    def noise(self, layer: int, S: int, width: int) -> Tensor | None:
+        """[B, S, width] draws of normal(0, 1): a function of seed, step, layer, sequence and place alone. None in
+        evaluation.
+        """
+
+    def run(self, x_TD: Tensor, expert_Tk: Tensor, experts: Experts) -> Tensor:
+        """Each token through its experts, by their global numbers: [T, k, D], zeros where there is NOBODY."""
+
+    def tell(self, layer: int, told: Told) -> None:
+        """Note what a router did. Told again for the same sequences, as when a forward is computed again, it counts
+        once.
+        """
+
+
+class Local:
+    """All sequences whole, and all experts here.
+
+    Args:
+        now: what goes through the model first.
+        parts: exact mode: parts of what is held here of each sequence, whose gradients are summed one by one.
+    """
+
+    def __init__(self, now: Now | None = None, *, parts: int | None = None) -> None:
+        self.now = now or Now()
+        self._parts = parts
+        self._told: dict[tuple[int, tuple[int, ...]], Told] = {}
+
+    def whole(self, x_BsE: Tensor) -> Tensor:
+        return x_BsE
+
+    def share(self, x_BSk: Tensor) -> Tensor:
+        return x_BSk
+
+    def noise(self, layer: int, S: int, width: int) -> Tensor | None:
+        now = self.now
+        if now.step is None or not width:
+            return None
+        keys = [f"router:{now.seed}:{now.step}:{layer}:{sequence}" for sequence in now.sequences]
+        return torch.stack([standard_normal(key, S, width) for key in keys])
+
+    def run(self, x_TD: Tensor, expert_Tk: Tensor, experts: Experts) -> Tensor:
+        order_R, rows_E = sort_by_expert(expert_Tk, experts.held)
+        y_RD = experts(spread(x_TD, order_R, expert_Tk.shape[1]), rows_E, self._part(order_R, expert_Tk))
+        return unsort(y_RD, order_R).view(*expert_Tk.shape, -1)
+
+    def _part(self, order_R: Tensor, expert_Tk: Tensor) -> Tensor | None:
+        """Which part of its sequence each row is of."""
+        if self._parts is None:
+            return None
+        T, k = expert_Tk.shape
+        held = T // len(self.now.sequences)
+        return order_R // k % held // (held // self._parts)
+
+    def tell(self, layer: int, told: Told) -> None:
+        self._told[layer, self.now.sequences] = told
+
+    def told(self) -> dict[int, Told]:
+        """For each layer, what its router did with all sequences since this was last asked."""
+        total: dict[int, Told] = {}
+        for (layer, _), told in self._told.items():
+            total[layer] = total[layer] + told if layer in total else told
+        self._told.clear()
+        return total

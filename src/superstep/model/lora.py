@@ -1,0 +1,98 @@
+"""Linears with adapters, put into units from outside (LoRA, Hu 2021): ``plan.lora`` says which linears, and what for.
+
+    y = W x + b + scale · B (A x)
+
+A unit keeps its code. Where it builds a linear that gets an adapter, an ``AdaptedLinear`` stands in its place, with the
+same parameters under the same names and the two factors below it, named as PEFT names them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from superstep.model.meta import on_meta
+from superstep.model.peft_adapter import scale_of
+from superstep.model.unit import ParamSpec, UnitSpec
+from superstep.plan.config import LoraConfig
+from superstep.plan.lora import ENDS, factor_names, targets_of
+from superstep.plan.model.outline import Outline
+
+
+class AdaptedLinear(nn.Linear):
+    """A linear and what an adapter adds to it.
+
+    Args:
+        linear: what it stands in for; its parameters are taken over.
+        rank: between the factors.
+        scale: what the factors' product is multiplied by.
+    """
+
+    def __init__(self, linear: nn.Linear, rank: int, scale: float) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        for name, parameter in linear._parameters.items():
+            self.register_parameter(name, parameter)
+        like = {"device": linear.weight.device, "dtype": linear.weight.dtype}
+        self.lora_A = nn.Linear(linear.in_features, rank, bias=False, **like)
+        self.lora_B = nn.Linear(rank, linear.out_features, bias=False, **like)
+        self.scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The sum, in the dtype of the factors."""
+        added: Tensor = self.lora_B(self.lora_A(x))
+        return F.linear(x, self.weight, self.bias) + self.scale * added
+
+
+def adapt(specs: Sequence[UnitSpec], outline: Outline, lora: LoraConfig) -> tuple[UnitSpec, ...]:
+    """The units with adapters.
+
+    Args:
+        specs: the model's own.
+        outline: of them, with adapters or without.
+        lora: which.
+    """
+    targets = set(targets_of(outline, lora))
+    return tuple(_adapted(spec, targets, lora) for spec in specs)
+
+
+def _adapted(spec: UnitSpec, targets: set[str], lora: LoraConfig) -> UnitSpec:
+    found = {
+        local.removesuffix(".weight"): param
+        for local, param in spec.params.items()
+        if local.endswith(".weight") and param.name.removesuffix(".weight") in targets
+    }
+    if not found:
+        return spec
+    with on_meta():
+        module = spec.build()
+    params = dict(spec.params)
+    for path, param in found.items():
+        a, b = _factors(param, module.get_parameter(f"{path}.weight").shape[1])
+        params |= {f"{path}{ENDS['a']}": a, f"{path}{ENDS['b']}": b}
+    scale = scale_of(lora.alpha, lora.rank, is_stabilized=False)
+    return replace(spec, build=partial(_build, spec.build, tuple(found), lora.rank, scale), params=params)
+
+
+def _factors(param: ParamSpec, inputs: int) -> tuple[ParamSpec, ParamSpec]:
+    """A starts as PEFT's does, kaiming-uniform with a = sqrt(5), which is within 1 / sqrt(inputs); B with zeros."""
+    names, (out_axis, in_axis) = factor_names(param.name.removesuffix(".weight")), param.axes
+    return (
+        ParamSpec(name=names["a"], axes=(None, in_axis), std=None, bound=1 / math.sqrt(inputs), factor="a"),
+        ParamSpec(name=names["b"], axes=(out_axis, None), std=0.0, factor="b"),
+    )
+
+
+def _build(build: Callable[[], nn.Module], paths: Sequence[str], rank: int, scale: float) -> nn.Module:
+    module = build()
+    for path in paths:
+        around, _, leaf = path.rpartition(".")
+        linear = module.get_submodule(path)
+        assert type(linear) is nn.Linear, "the outline lists plain linears alone"
+        setattr(module.get_submodule(around), leaf, AdaptedLinear(linear, rank, scale))
+    return module

@@ -1,0 +1,163 @@
+"""gpu_progress: how far a rank's GPU has come in what its host has issued.
+
+On a GPU a host is ahead. It issues an instruction and goes on; a wait for a collective holds a stream, not the host;
+and while autograd's own thread launches, the main thread sleeps. Neither where the host is nor what it spends says
+whether the rank goes on. So the host records an event on the compute stream wherever it begins to wait for what an
+instruction needs, or to work on it, and a thread of the rank queries these events:
+
+    host     waits 4 ● works 4 ● waits 5 ● works 5 ● waits 6 ●      5 issued
+    stream   waits 4 ✓ works 4 ✓ waits 5 ✓                          3 passed: a collective that 5 needs is not complete
+
+An event behind a wait passes when the collectives that were waited for are complete; one behind an instruction when its
+kernels, and the collectives within, are. A query neither waits nor synchronizes.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from superstep.monitor.activity import Doing
+from superstep.monitor.page_layout import GPU
+
+
+class Event(Protocol):
+    """An event of a stream, as ``torch.cuda.Event`` has it."""
+
+    def record(self) -> None:
+        """Put it on the current stream."""
+
+    def query(self) -> bool:
+        """Whether the stream has passed it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """A place in a program where an event is recorded.
+
+    Attributes:
+        doing: what begins there.
+        run: which run of a program since the process began, from 1 on.
+        step: that it is part of.
+        index: of the instruction in its list.
+        line: of the instruction among the words of the ring.
+        text: of it.
+    """
+
+    doing: Doing
+    run: int
+    step: int
+    index: int
+    line: int
+    text: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuProgress:
+    """How far a GPU has come.
+
+    Attributes:
+        issued: marks that the host has put on the compute stream since the process began.
+        passed: those that the stream has passed.
+        doing: what the last mark that was passed begins.
+        run, step, index, line, instruction: as that mark has them.
+        longest_s: what working on this instruction has taken the GPU at most, as far as queries tell; 0.0 where it has
+            not been passed before.
+        since_ns: when it was seen to be passed, by the host's monotonic clock.
+    """
+
+    issued: int
+    passed: int
+    doing: Doing
+    run: int
+    step: int
+    index: int
+    line: int
+    instruction: str
+    longest_s: float
+    since_ns: int
+
+
+class StreamMarks:
+    """Marks on the compute stream of one GPU: the thread of the executor puts them, another one queries them.
+
+    Args:
+        new_event: makes one.
+        enter_thread: called once by the thread that queries, to make the GPU its current one: a thread begins with
+            GPU 0, and what it asks of CUDA would take memory there.
+    """
+
+    def __init__(self, new_event: Callable[[], Event], enter_thread: Callable[[], None]) -> None:
+        self._new_event, self._enter_thread = new_event, enter_thread
+        self._ahead: deque[tuple[Event, Mark]] = deque()
+        self._spare: list[Event] = []
+        self._issued = self._passed = 0
+        self._last: Mark | None = None
+        self._since_ns = 0
+        self._longest_ns: dict[tuple[int, int], int] = {}
+        self._has_entered = self._has_failed = False
+
+    def put(self, mark: Mark) -> None:
+        """Record an event on the current stream."""
+        event = self._spare.pop() if self._spare else self._new_event()
+        try:
+            event.record()
+        except RuntimeError:  # as in ``_is_passed``; what is raised meanwhile is not to be hidden
+            self._has_failed = True
+            return
+        self._issued += 1
+        self._ahead.append((event, mark))
+
+    def query(self, view: mmap.mmap, now_ns: int) -> None:
+        """Go past the events that the stream has passed, and write into a rank's page how far that is."""
+        if not self._has_entered:
+            self._enter_thread()
+            self._has_entered = True
+        issued = self._issued
+        while self._ahead and self._is_passed(self._ahead[0][0]):
+            event, mark = self._ahead.popleft()
+            self._spare.append(event)
+            self._note_longest(now_ns)
+            self._last, self._since_ns, self._passed = mark, now_ns, self._passed + 1
+        if (last := self._last) is not None:
+            longest_ns = self._longest_ns.get((last.line, last.index), 0)
+            GPU.write(
+                view, self._passed, max(issued, self._passed), last.doing, last.run, last.step, last.index,
+                last.line, longest_ns, self._since_ns, self._passed, last.text,
+            )  # fmt: skip
+
+    def _is_passed(self, event: Event) -> bool:
+        if self._has_failed:
+            return False
+        try:
+            return event.query()
+        except RuntimeError:  # the GPU has failed: the thread that computes meets the same error, and says it
+            self._has_failed = True
+            return False
+
+    def _note_longest(self, now_ns: int) -> None:
+        if self._last is not None and self._last.doing is Doing.WORKS:
+            at = self._last.line, self._last.index
+            self._longest_ns[at] = max(1, now_ns - self._since_ns, self._longest_ns.get(at, 0))
+
+
+def read_progress(view: mmap.mmap) -> GpuProgress | None:
+    """What a rank's page says of its GPU; None where it has none, or has run no program on it."""
+    passed, issued, doing, run, step, index, line, longest_ns, since_ns, _, text = GPU.read_whole(view)
+    if not passed:
+        return None
+    return GpuProgress(
+        issued=issued,
+        passed=passed,
+        doing=Doing(doing),
+        run=run,
+        step=step,
+        index=index,
+        line=line,
+        instruction=text.rstrip(b"\0").decode(errors="replace"),
+        longest_s=longest_ns / 1e9,
+        since_ns=since_ns,
+    )

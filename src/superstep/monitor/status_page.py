@@ -1,0 +1,369 @@
+"""The heart: what a rank is doing, in memory that the launcher reads.
+
+    rank      begin ── waits 0 ─ works 0 ── waits 1 ─ works 1 ── ... ── rests     a store into the page each, no call
+    ticker    tick ─ tick ─ tick ─ tick ...                                       a thread: whether Python runs at all
+    launcher  looks at the pages a few times a second (``monitor.hang_detector``)
+
+A beat is a dozen words that are copied into a page of shared memory; the system is not asked for anything. It tells
+which step and which instruction, and whether the rank computes it or waits until it can: who waits for another rank is
+not the one that hangs. What is done with is noted behind the page (``monitor.flight_recorder``). All of it has no file,
+and the launcher keeps it when the rank has gone.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from superstep.monitor.activity import TEXT_BYTES, Doing
+from superstep.monitor.flight_recorder import BESIDE, BYTES, NOWHERE, Ring
+from superstep.monitor.gpu_progress import GpuProgress, Mark, StreamMarks, read_progress
+from superstep.monitor.memory_history import Resident
+from superstep.monitor.page_layout import BEAT, EXPECTED, PROCESS, TICK
+from superstep.program.instructions import Instruction
+from superstep.program.text import describe
+
+NAME = "superstep-heart:"
+"""What the system calls such memory, and behind it the rank."""
+
+TICK_S = 0.1
+"""How often the ticker notes that Python runs."""
+
+TICKS_KEPT = 600
+"""The longest pause between two ticks is that of the last one or two times so many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """What a page says.
+
+    Attributes:
+        beats: how many there were; 0 of a rank that has run no program.
+        doing: what it does since the last one.
+        step: the step that it is in, or was last.
+        index: of the instruction in its list.
+        longest_s: what working on this instruction has taken at most in this process; 0.0 the first time.
+        instruction: in words; outside of a program what the rank does there, as far as it has said.
+        ticks: of its ticker.
+        ticker: the number of that thread; 0 without one.
+        pause_s: the longest between two ticks of the last minute or two.
+        expected_s: what a whole step was predicted to take; 0.0 where it was not.
+        run: which run of a program it is, or was last, counted from 1 on.
+        since_ns: when the beat was, by the host's monotonic clock.
+        line: of the instruction among the words of the ring.
+        process: the number of the rank's; 0 before it has begun.
+        stacks: the descriptor, of that process, of the file that its stacks go to; 0 without one.
+        gpu: how far its GPU has come, where it computes on one: the rest is of its host, which is ahead.
+    """
+
+    beats: int
+    doing: Doing
+    step: int
+    index: int
+    longest_s: float
+    instruction: str
+    ticks: int
+    ticker: int
+    pause_s: float
+    expected_s: float
+    run: int = 0
+    since_ns: int = 0
+    line: int = NOWHERE
+    process: int = 0
+    stacks: int = 0
+    gpu: GpuProgress | None = None
+
+    @property
+    def moves(self) -> tuple[int, int]:
+        """What changes when the rank goes on: its host, or its GPU."""
+        return self.beats, 0 if self.gpu is None else self.gpu.passed
+
+    def on_gpu(self) -> Beat:
+        """The same with the place of its GPU instead of its host's; itself on a CPU."""
+        gpu = self.gpu
+        if gpu is None:
+            return self
+        beside = self.instruction if self.doing is Doing.OTHER else ""
+        return replace(
+            self, doing=gpu.doing, run=gpu.run, step=gpu.step, index=gpu.index, line=gpu.line, longest_s=gpu.longest_s,
+            since_ns=gpu.since_ns, instruction=beside if gpu.doing is Doing.OTHER else gpu.instruction,
+        )  # fmt: skip
+
+
+@dataclass(slots=True)
+class _Known:
+    """A list of instructions that runs again and again: the texts, and the longest that each has taken."""
+
+    instructions: Sequence[Instruction]
+    texts: list[bytes]
+    line: int = NOWHERE
+    longest_ns: list[int] = field(default_factory=list)
+
+
+class Beats(Protocol):
+    """Told what a rank does."""
+
+    def begin(self, instructions: Sequence[Instruction], *, step: int) -> None:
+        """The list runs from here on, in so manieth a step."""
+
+    def waits(self, index: int | None = None) -> None:
+        """For what the instruction needs: the one of that number, or the one that it is at."""
+
+    def works(self, index: int | None = None) -> None:
+        """On it."""
+
+    def rests(self) -> None:
+        """The list is done with, whether or not to its end."""
+
+    def expect(self, step_s: float) -> None:
+        """A step was predicted to take so long."""
+
+    def turns_to(self, what: str) -> str:
+        """What it does beside its programs from here on, empty for nothing in particular; what that was before."""
+
+
+@contextmanager
+def beside(beats: Beats, what: str) -> Iterator[None]:
+    """Within the block the rank does this, where it runs no program."""
+    before = beats.turns_to(what)
+    try:
+        yield
+    finally:
+        beats.turns_to(before)
+
+
+class Unwatched:
+    """Beats of a rank that nobody looks at."""
+
+    def begin(self, instructions: Sequence[Instruction], *, step: int) -> None:
+        """Nothing."""
+
+    def waits(self, index: int | None = None) -> None:
+        """Nothing."""
+
+    def works(self, index: int | None = None) -> None:
+        """Nothing."""
+
+    def rests(self) -> None:
+        """Nothing."""
+
+    def expect(self, step_s: float) -> None:
+        """Nothing."""
+
+    def turns_to(self, what: str) -> str:
+        """Nothing."""
+        return ""
+
+
+class Heart:
+    """A rank's side of its page.
+
+    Args:
+        handle: a descriptor of the page, which is closed.
+        clock: nanoseconds.
+        marks: on the GPU's compute stream, where the rank computes on one.
+    """
+
+    def __init__(
+        self, handle: int, clock: Callable[[], int] = time.monotonic_ns, marks: StreamMarks | None = None
+    ) -> None:
+        self._view = mmap.mmap(handle, BYTES)
+        os.close(handle)
+        self._clock = clock
+        self._ring = Ring(self._view)
+        self._known: dict[int, _Known] = {}
+        self._beside: dict[str, int] = {"": NOWHERE}
+        self._now = _Known((), [b""], longest_ns=[0])
+        self._beats, self._run, self._step, self._at, self._began_ns = 0, 0, 0, 0, 0
+        self._doing = Doing.OTHER
+        self._marks = marks
+        self._ticker: threading.Thread | None = None
+        self._is_over = threading.Event()
+        self._ready_ns = self._start_ns = self._within_ns = 0
+        self._what, self._what_ns = "", 0
+        self.listens(0)
+
+    def listens(self, stacks: int) -> None:
+        """Say which process this is, and the descriptor of the file that its stacks go to when they are asked for."""
+        PROCESS.write(self._view, os.getpid(), stacks)
+
+    def begin(self, instructions: Sequence[Instruction], *, step: int) -> None:
+        """The list runs from here on, in so manieth a step."""
+        known = self._known.get(id(instructions))
+        if known is None or known.instructions is not instructions:
+            words = [describe(each) for each in instructions]
+            texts = [each.encode()[:TEXT_BYTES] for each in words]
+            known = self._known[id(instructions)] = _Known(instructions, texts, self._ring.lay(words), [0] * len(texts))
+        self._now, self._step, self._at, self._run = known, step, 0, self._run + 1
+        if self._marks is not None:
+            self._start_ticker()
+
+    def waits(self, index: int | None = None) -> None:
+        """For what the instruction needs: the one of that number, or the one that it is at."""
+        self._beat(Doing.WAITS, index)
+        self._mark(Doing.WAITS)
+
+    def works(self, index: int | None = None) -> None:
+        """On it."""
+        self._beat(Doing.WORKS, index)
+        self._mark(Doing.WORKS)
+
+    def rests(self) -> None:
+        """The list is done with, whether or not to its end. After the first one Python's pauses begin to count."""
+        self._beat(Doing.OTHER, None)
+        self._mark(Doing.OTHER)
+        self._start_ticker()
+
+    def _start_ticker(self) -> None:
+        if self._ticker is None:
+            self._ticker = threading.Thread(target=self._tick, name="superstep-ticker", daemon=True)
+            self._ticker.start()
+
+    def _mark(self, doing: Doing) -> None:
+        if self._marks is not None:
+            at, known = self._at, self._now
+            text = known.texts[at] if doing else b""
+            mark = Mark(doing=doing, run=self._run, step=self._step, index=at, line=self._line(), text=text)
+            self._marks.put(mark)
+
+    def _line(self) -> int:
+        """Of the instruction that it is at, among the words of the ring."""
+        return self._now.line + self._at if self._now.line else NOWHERE
+
+    def stop(self) -> None:
+        """Nothing more is told."""
+        self._is_over.set()
+        if self._ticker is not None:
+            self._ticker.join()
+
+    def turns_to(self, what: str) -> str:
+        """What it does beside its programs from here on, empty for nothing in particular; what that was before."""
+        before, now_ns = self._what, self._clock()
+        line = self._beside.get(before, NOWHERE)
+        self._ring.note(line, self._run, self._step, self._what_ns, self._what_ns, now_ns, 0)
+        if what not in self._beside:
+            self._beside[what] = self._ring.lay([BESIDE + what])
+        self._what, self._what_ns = what, now_ns
+        if self._run and self._doing is Doing.OTHER:
+            self._beat(Doing.OTHER, None)
+        return before
+
+    def _beat(self, doing: Doing, index: int | None) -> None:
+        now_ns, known = self._clock(), self._now
+        before, took_ns = self._doing, now_ns - self._began_ns
+        if before is Doing.WORKS and took_ns > known.longest_ns[self._at]:
+            known.longest_ns[self._at] = took_ns
+        if index is not None and doing is Doing.WAITS:
+            if before is not Doing.OTHER:
+                self._note(now_ns, is_done=True)
+            self._at, self._ready_ns, self._start_ns, self._within_ns = index, now_ns, 0, 0
+        elif doing is Doing.WORKS:
+            if self._start_ns == 0:
+                self._start_ns = now_ns
+            else:
+                self._within_ns += took_ns
+        elif doing is Doing.OTHER and before is not Doing.OTHER:
+            # A list that has come to its end waits for what has still to leave; else something was raised.
+            is_done = before is Doing.WAITS and self._start_ns > 0
+            self._note(self._began_ns if is_done else 0, is_done=is_done)
+        at = self._at
+        self._began_ns, self._doing = now_ns, doing
+        self._beats += 1
+        text = known.texts[at] if doing else self._what.encode()[:TEXT_BYTES]
+        BEAT.write(
+            self._view, self._beats, doing, self._step, at, known.longest_ns[at], self._run, now_ns, self._line(),
+            self._beats, text,
+        )  # fmt: skip
+
+    def _note(self, end_ns: int, *, is_done: bool) -> None:
+        line = self._now.line
+        if line:
+            start_ns, end_ns = self._start_ns, end_ns if is_done else 0
+            self._ring.note(line + self._at, self._run, self._step, self._ready_ns, start_ns, end_ns, self._within_ns)
+
+    def expect(self, step_s: float) -> None:
+        """A step was predicted to take so long."""
+        EXPECTED.write(self._view, int(1e9 * step_s))
+
+    def _tick(self) -> None:
+        ticks, last_ns, me = 0, self._clock(), threading.get_native_id()
+        resident = Resident(self._view)
+        before_ns = longest_ns = 0
+        while not self._is_over.is_set():
+            now_ns = self._clock()
+            longest_ns, last_ns, ticks = max(longest_ns, now_ns - last_ns), now_ns, ticks + 1
+            if ticks % TICKS_KEPT == 0:
+                before_ns, longest_ns = longest_ns, 0
+            TICK.write(self._view, ticks, me, max(before_ns, longest_ns))
+            resident.look(now_ns)
+            if self._marks is not None:
+                self._marks.query(self._view, now_ns)
+            self._is_over.wait(TICK_S)
+
+
+class Page:
+    """The launcher's side: makes the page, hands it to a rank by its descriptor, and reads it.
+
+    Args:
+        name: of the rank among those of its launch; who looks for the page from outside finds it by that.
+    """
+
+    def __init__(self, name: str = "") -> None:
+        self.handle = os.memfd_create(f"{NAME}{name}")
+        try:
+            os.ftruncate(self.handle, BYTES)
+        except OSError:
+            os.close(self.handle)
+            raise
+        self.view = mmap.mmap(self.handle, BYTES)
+
+    def read(self) -> Beat:
+        """What is there."""
+        return read_beat(self.view)
+
+    def close(self) -> None:
+        """Let go of it."""
+        self.view.close()
+        os.close(self.handle)
+
+
+def page(name: str = "") -> Page | None:
+    """A page for one rank; None of a system that has no memory without a name, or not so much (``ulimit -f``)."""
+    if not hasattr(os, "memfd_create"):
+        return None
+    try:
+        return Page(name)
+    except OSError:
+        return None
+
+
+def read_beat(view: mmap.mmap) -> Beat:
+    """What a page says. A beat that the rank is just writing is read again."""
+    beats, doing, step, index, longest_ns, run, since_ns, line, _, text = BEAT.read_whole(view)
+    ticks, ticker, pause_ns = TICK.read(view)
+    (expected_ns,) = EXPECTED.read(view)
+    process, stacks = PROCESS.read(view)
+    return Beat(
+        beats=beats,
+        doing=Doing(doing),
+        step=step,
+        index=index,
+        longest_s=longest_ns / 1e9,
+        instruction=text.rstrip(b"\0").decode(errors="replace"),
+        ticks=ticks,
+        ticker=ticker,
+        pause_s=pause_ns / 1e9,
+        expected_s=expected_ns / 1e9,
+        run=run,
+        since_ns=since_ns,
+        line=line,
+        process=process,
+        stacks=stacks,
+        gpu=read_progress(view),
+    )

@@ -1,0 +1,89 @@
+"""What every rank did when a run failed, as the text of a file: what is left to look at afterwards.
+
+{"fault": "rank 1, ...", "at_s": 1700000000.0, "host": "h", "lists": [["forward u0 m0 keep=all", ...]],
+ "ranks": [{"rank": 0, "doing": "waits", ..., "follows": 0, "notes": [[run, step, index, what, ready_s, ...], ...]}]}
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from superstep.errors import StateError, UserError
+from superstep.observe.doctor.observations import Note, RankSeen
+from superstep.program.text import describe, read_instruction
+
+RUNS = 20
+"""How many runs of a program the notes that are kept reach back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """What was left.
+
+    Attributes:
+        fault: why the run ended.
+        at_s: when, in seconds since 1970.
+        host: where its ranks were.
+        ranks: as they were then.
+    """
+
+    fault: str
+    at_s: float
+    host: str
+    ranks: tuple[RankSeen, ...]
+
+
+def write_box(fault: str, ranks: Sequence[RankSeen]) -> str:
+    """The text."""
+    lists: dict[tuple[str, ...], int] = {}
+    told = []
+    for rank in ranks:
+        follows = lists.setdefault(tuple(describe(each) for each in rank.follows), len(lists))
+        newest = max((note.run for note in rank.notes), default=0)
+        notes = [_row(note) for note in rank.notes if note.run > newest - RUNS]
+        plain = {name: getattr(rank, name) for name in _PLAIN}
+        told.append(plain | {"memory": rank.memory, "stacks": rank.stacks, "follows": follows, "notes": notes})
+    return json.dumps(
+        {"fault": fault, "at_s": time.time(), "host": platform.node(), "lists": list(lists), "ranks": told}
+    )
+
+
+def read_box(path: Path) -> Box:
+    """What ``write_box`` wrote.
+
+    Raises:
+        StateError: the file cannot be read, or is none of those.
+    """
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        lists = [tuple(read_instruction(text) for text in texts) for texts in raw["lists"]]
+        ranks = tuple(_rank(told, lists) for told in raw["ranks"])
+        return Box(str(raw["fault"]), float(raw["at_s"]), str(raw["host"]), ranks)
+    except OSError as error:
+        raise StateError(f"{path} cannot be read: {error.strerror}.") from error
+    except (ValueError, TypeError, KeyError, IndexError, UserError) as error:
+        raise StateError(f"{path} is not what a run leaves when it fails ({error!r}); delete it.") from error
+
+
+def _rank(told: dict[str, Any], lists: Sequence[Any]) -> RankSeen:
+    plain = {name: told[name] for name in _PLAIN}
+    return RankSeen(
+        **plain,
+        memory=tuple((float(at_s), int(size)) for at_s, size in told["memory"]),
+        stacks=tuple(tuple(each) for each in told["stacks"]),
+        follows=lists[told["follows"]],
+        notes=tuple(Note(*row) for row in told["notes"]),
+    )
+
+
+def _row(note: Note) -> list[Any]:
+    return [getattr(note, field.name) for field in fields(Note)]
+
+
+_PLAIN = tuple(f.name for f in fields(RankSeen) if f.name not in ("memory", "stacks", "follows", "notes"))

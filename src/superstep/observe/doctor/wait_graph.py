@@ -1,0 +1,202 @@
+"""Who waits for whom: what the instruction that each rank is at needs of other ranks, and who has not given it yet.
+
+    rank 0  waits at settle u3 for reduce u3        rank 1 has not come to its reduce u3: rank 0 waits for rank 1
+    rank 1  works on backward u3 m1                 it waits for nobody that is known: who waits, waits for this one
+
+A rank that works may wait as well: sums over tied units and over tp are a part of the instruction, and so is what
+tensor, context and expert parallelism exchange within a compute. There it waits for those of its group who are behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from superstep.observe.doctor.observations import RankSeen, RunSeen
+from superstep.plan.mesh import Coordinate, MeshShape
+from superstep.program.instructions import (
+    BackwardWeight,
+    Fetch,
+    Instruction,
+    Recv,
+    Reduce,
+    ReducePartial,
+    ReduceReplicas,
+    Send,
+    Step,
+    Tie,
+    is_compute,
+)
+from superstep.program.text import describe
+from superstep.program.timeline import Arrival, Needs, brings
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A rank that needs something of others.
+
+    Attributes:
+        rank: who.
+        what: it needs, in words, as the tensor or the sum.
+        missing: ranks that have not come to where they give it.
+        past: ranks that have gone on beyond where they needed it themselves, though this one has not got it.
+    """
+
+    rank: int
+    what: str
+    missing: tuple[int, ...]
+    past: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Need:
+    """Something that several ranks do together: where in its list each of them does its part, and needs the whole."""
+
+    what: str
+    parts: Mapping[int, int]
+    needed: int | None = None
+
+
+class Waits:
+    """All of one run.
+
+    Args:
+        run: what is seen of it.
+    """
+
+    def __init__(self, run: RunSeen) -> None:
+        self._run = run
+        self._needs = Needs(run.program)
+        self._seen = {seen.rank: seen for seen in run.ranks}
+
+    @cached_property
+    def all(self) -> tuple[Wait, ...]:
+        """Who waits for another rank, or for something that others think is done."""
+        return tuple(wait for seen in self._run.ranks if (wait := self._of(seen)) is not None)
+
+    def _of(self, seen: RankSeen) -> Wait | None:
+        """The first need of a rank that some have not given; or else the first that others are past."""
+        if seen.doing == "apart" or not seen.index < len(seen.follows):
+            return None
+        past: Wait | None = None
+        for need in self._of_instruction(seen):
+            missing = tuple(p for p, at in need.parts.items() if p != seen.rank and not self._has_given(p, seen, at))
+            if missing:
+                return Wait(seen.rank, need.what, missing)
+            if past is None and need.needed is not None and (beyond := self._beyond(seen, need)):
+                past = Wait(seen.rank, need.what, (), beyond)
+        return past
+
+    def _has_given(self, rank: int, seen: RankSeen, index: int) -> bool:
+        """Whether a rank has come to an instruction of its list, in the run of a program that ``seen`` is in. It has
+        come to the sums of a step when it waits in it.
+        """
+        other = self._seen.get(rank)
+        if other is None:
+            return True  # nothing is known of it, so that it is not to blame
+        if other.at == (seen.run, index):
+            match other.follows[index]:
+                case Step() | Tie() | ReducePartial():
+                    return other.doing == "waits"
+                case Send() | Fetch() | Reduce() | ReduceReplicas():
+                    return False  # it has come to it, and has not started it
+                case _:
+                    return other.doing == "works"
+        return other.at > (seen.run, index)
+
+    def _beyond(self, seen: RankSeen, need: _Need) -> tuple[int, ...]:
+        assert need.needed is not None
+        others = (self._seen[p] for p in need.parts if p != seen.rank and p in self._seen)
+        alike = (other for other in others if self._place(other.rank).pp == self._place(seen.rank).pp)
+        return tuple(other.rank for other in alike if other.at > (seen.run, need.needed))
+
+    def _of_instruction(self, seen: RankSeen) -> Iterator[_Need]:
+        at, instruction = seen.index, seen.follows[seen.index]
+        if seen.doing == "waits":
+            for arrival in self._needs(instruction):
+                yield from self._arrival(seen, arrival, at)
+        match instruction:
+            case Step():
+                if seen.doing == "waits":
+                    yield _Need("the sums of the step", self._last(Step()), at)
+            case Tie(unit):
+                yield _Need(f"the sum of tied u{unit}", self._last(instruction, self._tied(seen, unit)), at)
+            case ReducePartial():
+                yield _Need("the partial sums over tp", dict.fromkeys(self._over_tp(seen), at), at)
+            case _ if seen.doing == "works" and (is_compute(instruction) or isinstance(instruction, BackwardWeight)):
+                if len(members := self._within(seen)) > 1:
+                    yield _Need(f"what its group exchanges in {describe(instruction)}", dict.fromkeys(members, at))
+
+    def _arrival(self, seen: RankSeen, arrival: Arrival, before: int) -> Iterator[_Need]:
+        """What a lane is to bring, where it was started before."""
+        at = next((j for j in reversed(range(before)) if brings(seen.follows[j]) == arrival), None)
+        if at is None:
+            return
+        instruction = seen.follows[at]
+        match instruction:
+            case Recv(wire, unit, m, peer):
+                here = self._place(seen.rank)
+                rank = self._mesh.rank(Coordinate(pp=peer, dp=here.dp, cp=here.cp, tp=here.tp))
+                given = self._index(rank, Send(wire, unit, m, here.pp))
+                if given is not None:
+                    yield _Need(f"{'act' if wire == 'act' else 'grad'} u{unit} m{m}", {rank: given})
+            case Fetch() | Reduce() | ReduceReplicas():
+                members = self._sharers(seen.rank, is_over_replicas=isinstance(instruction, ReduceReplicas))
+                yield _Need(describe(instruction), dict.fromkeys(members, at), before)
+            case _:
+                return  # a copy, which needs nobody
+
+    def _index(self, rank: int, instruction: Instruction) -> int | None:
+        follows = self._seen[rank].follows if rank in self._seen else ()
+        return follows.index(instruction) if instruction in follows else None
+
+    def _last(self, instruction: Instruction, ranks: tuple[int, ...] | None = None) -> dict[int, int]:
+        """Where each rank has an instruction, if it does."""
+        found = {rank: self._index(rank, instruction) for rank in (self._seen if ranks is None else ranks)}
+        return {rank: at for rank, at in found.items() if at is not None}
+
+    @property
+    def _mesh(self) -> MeshShape:
+        return self._run.mesh
+
+    def _place(self, rank: int) -> Coordinate:
+        return self._mesh.at(rank)
+
+    def _over_tp(self, seen: RankSeen) -> tuple[int, ...]:
+        return tuple(next(group for group in self._mesh.groups("tp") if seen.rank in group))
+
+    def _tied(self, seen: RankSeen, unit: int) -> tuple[int, ...]:
+        at = self._place(seen.rank)
+        places = self._run.program.holders(unit)
+        return tuple(self._mesh.rank(Coordinate(pp=pp, dp=at.dp, cp=at.cp, tp=at.tp)) for pp in places)
+
+    def _sharers(self, rank: int, *, is_over_replicas: bool) -> tuple[int, ...]:
+        """Who sums or gathers parameters with a rank; with experts, both those of its dense ones and of its experts."""
+        mesh, found = self._mesh, set[int]()
+        for family in ("dense", "experts") if mesh.ep > 1 else ("dense",):
+            groups = mesh.replica_groups(family) if is_over_replicas else mesh.shard_groups(family)
+            found |= set(next((group for group in groups if rank in group), []))
+        return tuple(sorted(found))
+
+    def _within(self, seen: RankSeen) -> tuple[int, ...]:
+        """Who takes part in what a rank computes."""
+        mesh = self._mesh
+        groups = mesh.sequence_groups() + (mesh.expert_groups() if mesh.ep > 1 else [])
+        return tuple(sorted({rank for group in groups if seen.rank in group for rank in group}))
+
+
+def first_of(waits: Waits, rank: int) -> tuple[int, ...]:
+    """The ranks at the end of the chains of who waits for whom from a rank on; itself where it waits for none."""
+    missing = {wait.rank: wait.missing for wait in waits.all}
+    ends, seen, todo = list[int](), set[int](), [rank]
+    while todo:
+        at = todo.pop()
+        if at in seen:
+            continue
+        seen.add(at)
+        if missing.get(at):
+            todo += missing[at]
+        else:
+            ends.append(at)
+    return tuple(sorted(ends))

@@ -1,0 +1,102 @@
+"""The last steps of every rank as they were recorded: as the trace of one step, and for Perfetto.
+
+The first is what a run writes with its checkpoints (``observe.trace``), the second Chrome's trace format, times in µs.
+There a process is a rank; its threads are what it computed, what it started beside that, its waits, and what it did
+beside its programs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from superstep.observe.chrome_trace import LANES, US
+from superstep.observe.doctor.observations import Note, RankSeen, RunSeen
+from superstep.program.instructions import Instruction, lane
+from superstep.program.text import read_instruction
+
+WAITS, BESIDE = "waits", "beside"
+ROWS = (*LANES, WAITS, BESIDE)
+
+
+def newest_step(run: RunSeen) -> tuple[int, list[list[Note]]] | None:
+    """The newest step that is whole on every pipeline rank, and the notes of each; None where there is none.
+
+    A rank is meant here for all that differ from it in dp, cp and tp alone: the one whose places there are 0.
+    """
+    first = [rank for rank in run.ranks if (at := run.mesh.at(rank.rank)).dp == at.cp == at.tp == 0]
+    if len(first) < run.mesh.pp:
+        return None
+    each = [steps_of(rank, run.program.ranks[run.mesh.at(rank.rank).pp]) for rank in first]
+    common = set.intersection(*(set(steps) for steps in each))
+    if not common:
+        return None
+    newest = max(common)
+    return each[0][newest][0].step, [steps[newest] for steps in each]
+
+
+def steps_of(rank: RankSeen, instructions: Sequence[Instruction]) -> dict[int, list[Note]]:
+    """The notes of each run of this very list that is there whole, by the number of the run."""
+    known: dict[str, Instruction] = {}
+
+    def read(text: str) -> Instruction:
+        if text not in known:
+            known[text] = read_instruction(text)
+        return known[text]
+
+    wanted = list(instructions)
+    return {
+        run: notes
+        for run, notes in sorted(rank.done_by_run().items())
+        if len(notes) == len(wanted) and [read(note.what) for note in notes] == wanted
+    }
+
+
+def trace_of_step(step: int, ranks: Sequence[Sequence[Note]]) -> str:
+    """The trace of one step, as ``observe.trace.load_trace`` reads it."""
+    return json.dumps({"step": step, "ranks": [[[n.index, n.start_s, n.end_s] for n in notes] for notes in ranks]})
+
+
+def perfetto_steps(run: RunSeen, *, name: str, steps: int) -> str:
+    """The last steps for Perfetto, and whatever ran between them.
+
+    Args:
+        run: whose notes they are.
+        name: of it.
+        steps: how many; validations between them count as well.
+    """
+    newest = max((note.run for rank in run.ranks for note in rank.notes), default=0)
+    kept = {rank.rank: [n for n in rank.notes if n.run > newest - steps] for rank in run.ranks}
+    start_s = min((note.ready_s for notes in kept.values() for note in notes), default=0.0)
+    found: list[dict[str, Any]] = []
+    for rank, notes in kept.items():
+        found += _names(f"{name}: rank {rank}", rank)
+        for note in notes:
+            found += _slices(note, rank, start_s)
+    return json.dumps({"displayTimeUnit": "ms", "traceEvents": found}, separators=(",", ":")) + "\n"
+
+
+def _names(name: str, rank: int) -> Iterator[dict[str, Any]]:
+    place = {"ph": "M", "pid": rank, "tid": 0}
+    yield place | {"name": "process_name", "args": {"name": name}}
+    yield place | {"name": "process_sort_index", "args": {"sort_index": rank}}
+    for number, row in enumerate(ROWS):
+        yield place | {"tid": number, "name": "thread_name", "args": {"name": row}}
+        yield place | {"tid": number, "name": "thread_sort_index", "args": {"sort_index": number}}
+
+
+def _slices(note: Note, rank: int, zero_s: float) -> Iterator[dict[str, Any]]:
+    """What a note is of, and the wait before it. What never came to its end has none to draw."""
+    told: dict[str, float] = {"step": note.step, "run": note.run, "instruction": note.index}
+    if note.index >= 0 and note.start_s > note.ready_s:
+        yield _slice(rank, WAITS, f"for {note.what}", note.ready_s - zero_s, note.start_s - zero_s, told)
+    if note.is_done:
+        row = lane(read_instruction(note.what)) if note.index >= 0 else BESIDE
+        told = told | {"waited_within_ms": 1e3 * note.within_s} if note.within_s else told
+        yield _slice(rank, row, note.what, note.start_s - zero_s, note.end_s - zero_s, told)
+
+
+def _slice(rank: int, row: str, name: str, start_s: float, end_s: float, told: dict[str, float]) -> dict[str, Any]:
+    place: dict[str, Any] = {"ph": "X", "name": name, "cat": row, "pid": rank, "tid": ROWS.index(row)}
+    return place | {"ts": start_s * US, "dur": (end_s - start_s) * US, "args": told}

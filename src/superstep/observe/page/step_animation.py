@@ -1,0 +1,112 @@
+"""The moving picture of a step: one page with its timeline, its memory, and where the data is as it plays.
+
+It carries the chosen plan and, to be flipped between, the same model under other schedules and ZeRO stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from superstep.observe.page.bundle_html import assembled, packed
+from superstep.observe.page.step_data import KINDS, LANES, Drawn, step_value
+from superstep.plan.config import Schedule
+from superstep.program.instructions import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Fetch,
+    Forward,
+    Free,
+    Instruction,
+    Recompute,
+    Recv,
+    Reduce,
+    ReducePartial,
+    ReduceReplicas,
+    Send,
+    Settle,
+    Snapshot,
+    Step,
+    Tie,
+)
+
+SCRIPTS = (
+    "format.js",
+    "data.js",
+    "paint.js",
+    "dense.js",
+    "timeline.js",
+    "memory.js",
+    "tips.js",
+    "where_state.js",
+    "where.js",
+    "main.js",
+)
+# The name that the script knows an instruction by, its lane ("wire": act or grad), and its words in the legend.
+_SAID: dict[type[Instruction], tuple[str, str, str]] = {
+    Forward: ("forward", "compute", "forward"),
+    Recompute: ("recompute", "compute", "computed again"),
+    Backward: ("backward", "compute", "backward"),
+    BackwardInput: ("backward-input", "compute", "backward, inputs"),
+    BackwardWeight: ("backward-weight", "compute", "backward, weights"),
+    Settle: ("settle", "compute", "settle gradients"),
+    Tie: ("tie", "compute", "sum of a tied gradient"),
+    ReducePartial: ("reduce-partial", "compute", "sum over tp"),
+    Step: ("step", "compute", "optimizer's step"),
+    Free: ("free", "compute", "free"),
+    Fetch: ("fetch", "fetch", "fetch parameters"),
+    Reduce: ("reduce", "reduce", "reduce gradients"),
+    ReduceReplicas: ("reduce-replicas", "reduce", "reduce over replicas"),
+    Send: ("send", "wire", "send"),
+    Recv: ("recv", "wire", "receive"),
+    Snapshot: ("snapshot", "snapshot", "snapshot"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One entry of the chooser.
+
+    Attributes:
+        drawn: the step; None where there is none to show.
+        why: where there is none, the reason.
+    """
+
+    schedule: Schedule
+    zero: int
+    drawn: Drawn | None
+    why: str = ""
+
+
+def moving_page(title: str, about: str, choices: Sequence[Choice], chosen: int) -> str:
+    """The page, opened on ``choices[chosen]``."""
+    return assembled(
+        markup="step.html",
+        styles=["assets/step.css"],
+        scripts=SCRIPTS,
+        title=title,
+        data=page_value(about, choices, chosen),
+    )
+
+
+def page_value(about: str, choices: Sequence[Choice], chosen: int) -> dict[str, Any]:
+    """What the page's script is given."""
+    kinds = [_SAID[kind] for kind in KINDS]
+    return {
+        "format": 1,
+        "about": about,
+        "kinds": [{"name": name, "lane": lane, "says": says} for name, lane, says in kinds],
+        "lanes": list(LANES),
+        "options": [
+            {
+                "schedule": choice.schedule,
+                "zero": choice.zero,
+                "program": packed(step_value(choice.drawn)) if choice.drawn else None,
+                "why": choice.why,
+            }
+            for choice in choices
+        ],
+        "chosen": chosen,
+    }

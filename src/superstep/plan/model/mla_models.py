@@ -1,0 +1,66 @@
+"""Models with latent attention and dense first layers, by name and by ``config.json``: priced, and not trained yet.
+
+The numbers are those of ``config.json`` of ``deepseek-ai/DeepSeek-V3`` (DeepSeek-AI 2024, sec. 4.2) and
+``moonshotai/Kimi-K2-Base``; the second head that predicts one token further is left out.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from superstep.plan.model.hf_config import plain, read_json
+from superstep.plan.model.json_reader import Keys
+from superstep.plan.model.shape import ROTATED, Latent, ModelShape, dropless
+
+KINDS = ("deepseek_v2", "deepseek_v3", "kimi_k2")
+DEFAULTS = {
+    "first_k_dense_replace": 3,
+    "moe_layer_freq": 1,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+
+
+def _deepseek(heads: int, experts: int, vocab: int, dense_layers: int, max_tokens: int) -> ModelShape:
+    return ModelShape(
+        family="llama", layers=61, width=7168, heads=heads, kv_heads=heads, head_dim=128, ffn=2048, vocab=vocab,
+        tied=False, qk_norm=False, norm_eps=1e-6, rope_theta=10000.0, rope_scaling=None, max_tokens=max_tokens,
+        moe=dropless(experts, 8, shared_experts=1), dense_layers=dense_layers, dense_ffn=18432,
+        latent=Latent(query_rank=1536, key_rank=512),
+    )  # fmt: skip
+
+
+PRICED: dict[str, ModelShape] = {
+    "deepseek-v3": _deepseek(128, 256, 129280, 3, 163840),
+    "kimi-k2": _deepseek(64, 384, 163840, 1, 131072),
+}
+
+
+def from_latent_config(path: Path) -> ModelShape:
+    """The shape in the ``config.json`` of such a model, as far as a price takes it.
+
+    Raises:
+        ConfigError: a number is missing, or one that the formulas have no other value for is another.
+    """
+    keys = Keys(read_json(path), f"{path}: ", DEFAULTS)
+    heads, head_dim = keys.whole("num_attention_heads"), keys.whole("v_head_dim")
+    # What the closed form of latent attention takes as given.
+    keys.require({"qk_rope_head_dim": (ROTATED,), "qk_nope_head_dim": (head_dim,), "moe_layer_freq": (1,)})
+    return ModelShape(
+        **plain(keys),
+        layers=keys.layers(),
+        heads=heads,
+        kv_heads=heads,
+        head_dim=head_dim,
+        ffn=keys.whole("moe_intermediate_size"),
+        moe=dropless(
+            keys.whole("n_routed_experts"),
+            keys.whole("num_experts_per_tok"),
+            shared_experts=keys.whole("n_shared_experts"),
+        ),
+        dense_layers=keys.whole("first_k_dense_replace", least=0),
+        dense_ffn=keys.whole("intermediate_size"),
+        latent=Latent(query_rank=keys.whole("q_lora_rank"), key_rank=keys.whole("kv_lora_rank")),
+    )

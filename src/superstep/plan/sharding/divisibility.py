@@ -1,0 +1,118 @@
+"""What must divide what, so that sequences, experts and copies of the parameters can be spread over ranks."""
+
+from __future__ import annotations
+
+from superstep.errors import ConfigError
+from superstep.plan.config import PlanConfig, RunConfig, told
+from superstep.plan.model.shape import ModelShape
+from superstep.plan.sharding.sequence import cp_of_heads, cp_of_tokens, multiple
+
+
+def check_context(config: RunConfig, shape: ModelShape | None, plan: PlanConfig) -> None:
+    """Whether context-parallel ranks can share a sequence.
+
+    Raises:
+        ConfigError: its length or the heads do not divide.
+    """
+    tp = plan.tp if plan.sequence_parallel or (shape and shape.moe) else 1
+    tokens = config.data.sequence_tokens
+    if plan.cp > 1 and tokens % multiple(plan.cp, tp):
+        raise ConfigError(
+            f"{told('data.sequence_tokens', tokens)} must be a multiple of {multiple(plan.cp, tp)}: "
+            f"plan.cp = {plan.cp} cuts it into {2 * plan.cp} chunks"
+            f"{f', two of which plan.tp = {tp} shares out' if tp > 1 else ''}; "
+            f"set plan.cp to one of {cp_of_tokens(tokens, tp)}."
+        )
+    if plan.cp == 1 or plan.context == "ring":
+        return
+    if shape is None:
+        raise ConfigError(
+            f"plan.cp = {plan.cp} with plan.context = 'ulysses' hands whole heads to each rank, and a model of one's "
+            "own does not say how many it has; set plan.context to 'ring'."
+        )
+    choices = cp_of_heads(shape.heads, shape.kv_heads, plan.tp)
+    mode = " and numerics.exact = true" if config.numerics.exact else ""
+    if config.numerics.exact:
+        # A key head on several ranks would have its gradient summed in an order that depends on cp.
+        choices = [n for n in choices if shape.kv_heads // plan.tp % n == 0]
+    if plan.cp not in choices:
+        raise ConfigError(
+            f"plan.cp = {plan.cp} with plan.context = 'ulysses'{mode} hands whole heads to each rank, and plan.tp = "
+            f"{plan.tp} leaves {shape.heads // plan.tp} query and {shape.kv_heads // plan.tp} key heads; "
+            f"set plan.cp to one of {choices}, or plan.context to 'ring'."
+        )
+
+
+def check_window(config: RunConfig, shape: ModelShape, plan: PlanConfig) -> None:
+    """Whether attention may slide: within sequences longer than the window, a ring, exact mode and documents kept apart
+    let it see all.
+
+    Raises:
+        ConfigError: it would.
+    """
+    tokens, is_ring = config.data.sequence_tokens, plan.cp > 1 and plan.context == "ring"
+    without = {
+        "numerics.exact = true": (config.numerics.exact, "numerics.exact to false"),
+        f"plan.cp = {plan.cp} with plan.context = 'ring'": (is_ring, "plan.context to 'ulysses'"),
+        "data.document_mask = true": (config.data.is_masked, "data.document_mask to false"),
+    }
+    found = [(field, mend) for field, (is_asked, mend) in without.items() if is_asked]
+    if shape.window is None or tokens <= shape.window or not found:
+        return
+    field, mend = found[0]
+    raise ConfigError(
+        f"{field} has no sliding window, and model.name = '{config.model.name}' has one of {shape.window} tokens, "
+        f"shorter than data.sequence_tokens = {tokens}; set data.sequence_tokens to {shape.window} or less, or {mend}."
+    )
+
+
+def check_experts(config: RunConfig, shape: ModelShape | None, plan: PlanConfig) -> None:
+    """Whether expert-parallel ranks can share out the experts, and tp ranks the tokens.
+
+    Raises:
+        ConfigError: there are none, or they do not divide.
+    """
+    assert plan.dp is not None
+    if shape is None or shape.moe is None:
+        if plan.ep > 1:
+            model, mend = f"model.name = '{config.model.name}'", ", or model.experts to the number of experts"
+            if shape is None:
+                model, mend = f"model.source = '{config.model.source}'", ""
+            raise ConfigError(f"plan.ep = {plan.ep} shares out experts, and {model} has none; set plan.ep to 1{mend}.")
+        return
+    ranks = plan.dp * plan.cp * plan.tp
+    choices = [n for n in range(1, ranks + 1) if ranks % n == 0 and shape.moe.experts % n == 0]
+    if plan.ep not in choices:
+        raise ConfigError(
+            f"plan.ep = {plan.ep} must divide the model.experts = {shape.moe.experts} and the plan.dp · plan.cp · "
+            f"plan.tp = {ranks} ranks; set plan.ep to one of {choices}."
+        )
+
+
+def check_replicas(shape: ModelShape | None, plan: PlanConfig) -> None:
+    """Whether the ranks that hold the same parameters, and those that hold the same experts, fall into so many copies.
+
+    Raises:
+        ConfigError: they do not, or nothing is sharded that could be replicated.
+    """
+    if plan.replicas == 1:
+        return
+    assert plan.dp is not None
+    sharers = plan.dp * plan.cp
+    choices = [n for n in range(1, sharers) if sharers % n == 0] or [1]
+    if plan.replicas not in choices:
+        raise ConfigError(
+            f"plan.replicas = {plan.replicas} must leave two or more of the plan.dp · plan.cp = {sharers} ranks to "
+            f"each copy, and divide them; set plan.replicas to one of {choices}."
+        )
+    alike = sharers * plan.tp // plan.ep
+    if shape is not None and shape.moe is not None and alike % plan.replicas:
+        raise ConfigError(
+            f"plan.replicas = {plan.replicas} must divide the {alike} ranks that hold the same experts with "
+            f"plan.ep = {plan.ep}; set plan.replicas to one of {[n for n in choices if alike % n == 0]}."
+        )
+    if plan.zero == 0:
+        raise ConfigError(
+            f"plan.replicas = {plan.replicas} with plan.zero = 0: every rank is a replica then; "
+            "set plan.replicas to 1, or plan.zero to one of [1, 2, 3]."
+        )

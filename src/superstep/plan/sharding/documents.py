@@ -1,0 +1,86 @@
+"""Documents in a packed sequence, and what is left of its attention where each of them sees itself alone.
+
+A document is a run of neighbouring tokens, so the scores that are needed are one triangle for each::
+
+    keys     a a a b b c c c
+    a a a    ◣               queries of document a, all three
+    b b            ◣
+    c c c              ◣
+
+A ring cuts these (see ``plan.sharding.sequence``), and what falls into one of its blocks is simple again. Of a rank's
+own keys it is a triangle for each document that it holds tokens of. Of another rank's it is one rectangle or nothing:
+these keys all come before the queries, so a document that has some of both has the last keys and the first queries.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from superstep.plan.sharding.sequence import Block
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Queries and keys of one document, by their places among the rank's own tokens and the source's.
+
+    Attributes:
+        is_causal: whether these are the same tokens, each of which sees the keys up to its own place; else every query
+            sees every key.
+    """
+
+    queries: slice
+    keys: slice
+    is_causal: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """The tokens that a cp rank holds: two chunks of the sequence, or all of it where cp = 1."""
+
+    tokens: int
+    cp: int
+    rank: int
+
+    def before(self, position: int) -> int:
+        """How many of them stand before a position of the sequence: where it is, or would be, among them."""
+        if self.cp == 1:
+            return position
+        chunk = self.tokens // (2 * self.cp)
+        starts = self.rank * chunk, (2 * self.cp - 1 - self.rank) * chunk
+        return sum(min(max(position - start, 0), chunk) for start in starts)
+
+    def cuts(self, bounds: Sequence[int]) -> tuple[int, ...]:
+        """Where each document that has tokens here begins among them, and last how many there are."""
+        return tuple(dict.fromkeys(self.before(bound) for bound in bounds))
+
+    def position(self, place: int) -> int:
+        """The inverse of ``before``: where in the sequence a held token stands."""
+        if self.cp == 1:
+            return place
+        chunk = self.tokens // (2 * self.cp)
+        return self.rank * chunk + place if place < chunk else (2 * self.cp - 2 - self.rank) * chunk + place
+
+
+def tiles(block: Block, bounds: Sequence[int], *, cp: int, rank: int) -> Iterator[Tile]:
+    """What a cp rank computes of a block, where each document sees itself alone.
+
+    Args:
+        block: one of ``plan.sharding.sequence.blocks``.
+        bounds: where each document of the sequence starts, from 0 on, and last the length of the sequence.
+        cp: ranks over which the sequence is cut.
+        rank: whose queries.
+    """
+    mine, theirs = Held(bounds[-1], cp, rank), Held(bounds[-1], cp, block.source)
+    if block.is_causal:
+        yield from (Tile(slice(a, b), slice(a, b), is_causal=True) for a, b in pairwise(mine.cuts(bounds)))
+        return
+    held = bounds[-1] // cp
+    asking, answering = block.queries(held), block.keys(held)
+    document = bisect_right(bounds, mine.position(asking.start)) - 1
+    first = max(answering.start, theirs.before(bounds[document]))
+    if first < answering.stop:
+        queries = slice(asking.start, mine.before(bounds[document + 1]))
+        yield Tile(queries, slice(first, answering.stop), is_causal=False)

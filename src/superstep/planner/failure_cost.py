@@ -1,0 +1,87 @@
+"""What failures make of a plan: how often they come on its cluster, and how often its state should be kept."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from superstep.cost.program.snapshot_memory import SLOTS, snapshot_bytes
+from superstep.planner.goodput import (
+    DISK_BYTES_PER_S,
+    STATE_BYTES,
+    Hazard,
+    Saving,
+    ettr,
+    mtbf_s,
+    recommended,
+    without_snapshots,
+)
+from superstep.planner.simulate_best import Verified
+
+CHIPS_PER_HOST = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Survival:
+    """A plan among failures.
+
+    Attributes:
+        hazard: how often they come, and what each costs.
+        step_s: of the plan.
+        copy_s, flush_s: of a snapshot of a rank, and of a checkpoint of all.
+        state_bytes: of the checkpoint.
+        kept: intervals with snapshots.
+        plain: without, where training waits for each checkpoint.
+    """
+
+    hazard: Hazard
+    step_s: float
+    copy_s: float
+    flush_s: float
+    state_bytes: float
+    kept: Saving
+    plain: Saving
+
+    @property
+    def ettr(self) -> float:
+        """With snapshots."""
+        return ettr(self.hazard, self.kept)
+
+    @property
+    def plain_ettr(self) -> float:
+        """Without."""
+        return ettr(self.hazard, self.plain)
+
+    def steps(self, seconds: float) -> int:
+        """An interval in steps."""
+        return round(seconds / self.step_s)
+
+
+def survival(plan: Verified, failures_per_hour: float | None) -> Survival | None:
+    """What failures make of a plan; None where nobody has told how often the chip fails.
+
+    Args:
+        plan: on its cluster.
+        failures_per_hour: of one chip with its share of the host; None takes what the catalogue has of it.
+    """
+    cluster = plan.found.side.problem.cluster
+    rate = failures_per_hour if failures_per_hour is not None else cluster.chip.failures_per_hour
+    if rate is None:
+        return None
+    state = replace(plan.run.config.state, snapshot_every=1)
+    copied = snapshot_bytes(replace(plan.run, config=replace(plan.run.config, state=state))) / SLOTS
+    state_bytes = float(STATE_BYTES * plan.run.outline.numel)
+    hosts = math.ceil(cluster.chips / min(CHIPS_PER_HOST, cluster.domain))
+    written = hosts * (cluster.disk_write_bytes_per_s or DISK_BYTES_PER_S)
+    read = hosts * (cluster.disk_read_bytes_per_s or DISK_BYTES_PER_S)
+    hazard = Hazard(mtbf_s=mtbf_s(cluster.chips, rate), read_s=state_bytes / read)
+    copy_s, flush_s = copied / cluster.chip.host_bytes_per_s, state_bytes / written
+    return Survival(
+        hazard=hazard,
+        step_s=plan.step_s,
+        copy_s=copy_s,
+        flush_s=flush_s,
+        state_bytes=state_bytes,
+        kept=recommended(hazard, step_s=plan.step_s, copy_s=copy_s, flush_s=flush_s),
+        plain=without_snapshots(hazard, step_s=plan.step_s, flush_s=flush_s),
+    )

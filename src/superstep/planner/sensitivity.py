@@ -1,0 +1,171 @@
+"""Neighbours: for each axis, the best plan that differs in it; and plans for what is left when nodes are lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from superstep.cost.closed.parallel_degrees import RECOMPUTE
+from superstep.plan.config import Dtype, PlanConfig
+from superstep.planner.price import pricing_of
+from superstep.planner.search import Found, Side, search
+from superstep.planner.search_problem import Problem, Rule
+from superstep.planner.simulate_best import Verified, verified
+from superstep.planner.tie_break import Simplicity, first_of, simplicity
+
+AXES = ("tp", "pp", "cp", "ep", "zero", "replicas", "schedule", "microbatch", "recompute", "sequence_parallel")
+"""The fields in which a neighbour differs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Neighbour:
+    """The best plan with another value of a field.
+
+    Attributes:
+        field, value: of ``[plan]``.
+        slower: its step over the best plan's, less 1.
+        spared_bytes: of the memory that the best plan takes; below 0 where it takes more.
+    """
+
+    field: str
+    value: object
+    plan: Verified
+    slower: float
+    spared_bytes: float
+
+
+@dataclass(slots=True)
+class Memo:
+    """Searches and programs that were priced before; neighbours of neighbours have most of them in common."""
+
+    searches: dict[Rule, tuple[Found, ...]] = field(default_factory=dict)
+    programs: dict[PlanConfig, Verified] = field(default_factory=dict)
+
+    def priced(self, side: Side, rule: Rule) -> list[Verified]:
+        """The best plans under one rule more, with the price of their programs."""
+        if rule not in self.searches:
+            problem = side.problem
+            ruled = replace(side, problem=replace(problem, rules=(*problem.rules, rule)))
+            self.searches[rule] = search([ruled], keep=1).best if len(ruled.space.cores()) else ()
+        return [self.verified(replace(found, side=side)) for found in self.searches[rule]]
+
+    def verified(self, found: Found) -> Verified:
+        """The price of a plan's program."""
+        plan = found.plan.plan_config(0, found.side.problem)
+        if plan not in self.programs:
+            self.programs[plan] = verified(found)
+        return self.programs[plan]
+
+
+def neighbours(
+    best: Verified,
+    known: Sequence[Verified] = (),
+    memo: Memo | None = None,
+    tell: Callable[[str], None] = lambda _: None,
+) -> Iterator[Neighbour]:
+    """What each field costs: the best plan that differs in it by the closed form, with the price of its program.
+
+    Args:
+        best: the plan that others are held against.
+        known: plans whose programs are priced already; one of them may be faster than what the closed form finds.
+        memo: what was priced before, for one format of the products.
+        tell: is called with each field before its search.
+    """
+    memo = Memo() if memo is None else memo
+    side = best.found.side
+    problem, plan = side.problem, best.run.config.plan
+    seen = {best.run.plan}
+    for name in AXES:
+        if name == "sequence_parallel" and plan.tp == 1:
+            continue
+        tell(name)
+        rule = Rule(name, getattr(plan, name), is_wanted=False)
+        priced = memo.priced(side, rule)
+        if not memo.searches[rule]:
+            continue
+        priced += [each for each in known if getattr(each.run.config.plan, name) != rule.value]
+        fitting = [e for e in priced if e.memory_bytes <= problem.memory_bytes and e.run.plan not in seen]
+        if fitting:
+            first = min(fitting, key=lambda each: each.step_s)
+            seen.add(first.run.plan)
+            yield Neighbour(
+                field=name,
+                value=getattr(first.run.config.plan, name),
+                plan=first,
+                slower=first.step_s / best.step_s - 1,
+                spared_bytes=best.memory_bytes - first.memory_bytes,
+            )
+
+
+def improved(
+    best: Verified, known: Sequence[Verified] = (), *, rounds: int = 4, tell: Callable[[str], None] = lambda _: None
+) -> tuple[Verified, tuple[Neighbour, ...]]:
+    """The best plan, or one that a few steps from neighbour to better neighbour lead to; and its neighbours.
+
+    The search ranks by the closed form; a program may turn out faster than that of the best. Of all that were seen and
+    are tied with the fastest the simplest is taken. ``tell`` hears of each field that is looked at.
+    """
+    memos: dict[Dtype, Memo] = {}
+    near = [best, *known]
+    for each in near:
+        memo = memos.setdefault(each.found.side.problem.compute, Memo())
+        memo.programs[each.run.config.plan] = each
+    while True:
+        found = tuple(neighbours(best, near, memos[best.found.side.problem.compute], tell))
+        near += [each.plan for each in found]
+        chosen = simplest(near)
+        if chosen.run.plan == best.run.plan or not rounds:
+            return best, found
+        best, rounds = chosen, rounds - 1
+
+
+def simplest(plans: Sequence[Verified]) -> Verified:
+    """Of those that are tied with the fastest."""
+    return plans[first_of([each.step_s for each in plans], [simplicity_of(each) for each in plans])]
+
+
+def of_kinds(plans: Sequence[Verified]) -> tuple[Verified, ...]:
+    """The first of each kind: plans that cut the same axes are one kind, whatever their degrees."""
+    found: dict[tuple[bool, ...], Verified] = {}
+    for plan in plans:
+        mesh = plan.run.plan.mesh
+        found.setdefault(tuple(degree > 1 for degree in (mesh.pp, mesh.dp, mesh.cp, mesh.tp, mesh.ep)), plan)
+    return tuple(found.values())
+
+
+def simplicity_of(plan: Verified) -> Simplicity:
+    """How simple a plan is among those that are as fast."""
+    mesh, full = plan.run.plan.mesh, plan.run.plan
+    share = plan.memory_bytes / plan.found.side.problem.memory_bytes
+    return simplicity((mesh.tp, mesh.pp, mesh.cp, mesh.ep), RECOMPUTE.index(full.recompute), share)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fallback:
+    """A plan for what is left of a cluster.
+
+    Attributes:
+        lost: nodes.
+        chips: that the plan uses; the largest number that some plan does, of those that are left.
+        verified: the plan, resolved and compiled; None where none fits.
+    """
+
+    lost: int
+    chips: int
+    verified: Verified | None
+
+
+def fallbacks(problems: Sequence[Problem], nodes: int) -> Iterator[Fallback]:
+    """The best plan after the loss of 1, 2, ... ``nodes`` nodes, with the same global batch."""
+    cluster = problems[0].cluster
+    node = min(cluster.domain, cluster.chips)
+    for lost in range(1, nodes + 1):
+        left = cluster.chips - lost * node
+        yield next(_on(problems, lost, left, node), Fallback(lost=lost, chips=0, verified=None))
+
+
+def _on(problems: Sequence[Problem], lost: int, left: int, node: int) -> Iterator[Fallback]:
+    for chips in range(left, 0, -node):
+        sides = [Side(problem=each, pricing=pricing_of(each)) for each in (p.on(chips) for p in problems)]
+        for found in search([side for side in sides if len(side.space.cores())], keep=1).best:
+            yield Fallback(lost=lost, chips=chips, verified=verified(found))

@@ -1,0 +1,161 @@
+"""Verify: the price of the program that a plan compiles to.
+
+The seconds of each instruction are priced with the catalogue's formulas, and the program runs on the simulator's
+clock: uneven stages, the order of microbatches and what hides behind what are then those of the step that will run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from superstep.cost.closed.estimate import Estimate
+from superstep.cost.closed.memory import FRAGMENTATION
+from superstep.cost.closed.parallel_degrees import Layout
+from superstep.cost.program.communicators import beyond_reserve
+from superstep.cost.program.gpu_kept import with_gpu_kept
+from superstep.cost.program.instruction_seconds import instruction_seconds
+from superstep.cost.program.memory import RankBytes, rank_bytes
+from superstep.cost.program.simulate import simulate
+from superstep.cost.program.stragglers import Jitter, Straggled, straggle
+from superstep.plan.resolve import Resolved, resolve
+from superstep.planner.closed_form_seconds import KINDS, catalogued
+from superstep.planner.plan_columns import run_config
+from superstep.planner.price import Pricing
+from superstep.planner.search import Found
+from superstep.program.compile import compile_step
+from superstep.program.instructions import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Fetch,
+    Forward,
+    Program,
+    Recompute,
+    Reduce,
+    ReducePartial,
+    ReduceReplicas,
+    Settle,
+    Step,
+    Tie,
+)
+
+MOST_INSTRUCTIONS = 200_000
+"""Of a program that is simulated; a larger one takes minutes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verified:
+    """A plan with the price of its program.
+
+    Attributes:
+        run: resolved, as it would train.
+        parts: of the step on its busiest pipeline rank.
+        memory: of its fullest one, as the program allocates it.
+        communicators_bytes: what the communicators of its fullest rank take beyond what the search keeps free.
+        memory_bytes: with these, the program's memory and what an allocator holds besides.
+        is_simulated: False where the program is too long, or the engine has none for the model; parts and memory are
+            then those of the closed form.
+    """
+
+    found: Found
+    run: Resolved
+    parts: Estimate
+    memory: RankBytes | None
+    communicators_bytes: int
+    memory_bytes: float
+    is_simulated: bool
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step."""
+        return float(self.parts.step_s)
+
+
+def verified(found: Found) -> Verified:
+    """The price of a plan's program; raises ConfigError where the plan cannot be resolved."""
+    problem = found.side.problem
+    run = resolve(run_config(found.plan.plan_config(0, problem), problem), is_priced=True)
+    run = run if problem.is_host else with_gpu_kept(run)
+    beyond = 0 if problem.is_host else beyond_reserve(run.plan)
+    if run.shape.is_priced_only or instructions_of(run) > MOST_INSTRUCTIONS:
+        return Verified(
+            found=found,
+            run=run,
+            parts=found.parts,
+            memory=None,
+            communicators_bytes=beyond,
+            memory_bytes=found.memory_bytes + beyond,
+            is_simulated=False,
+        )
+    program = compile_step(run.plan, is_each_pass_checked=False)
+    memory = max(rank_bytes(run, program), key=lambda rank: rank.bytes)
+    return Verified(
+        found=found,
+        run=run,
+        parts=simulated(run, program, found.plan.layout, found.side.pricing),
+        memory=memory,
+        communicators_bytes=beyond,
+        memory_bytes=memory.bytes + FRAGMENTATION * memory.peak.bytes + beyond,
+        is_simulated=True,
+    )
+
+
+def instructions_of(run: Resolved) -> int:
+    """About how many instructions a step has, all pipeline ranks together."""
+    plan = run.plan
+    passes = 2 + (plan.recompute == "full") + plan.schedule.startswith("zb")
+    fetched = 4 if plan.zero == 3 and plan.mesh.data > 1 else 0
+    summed = 2 if plan.zero >= 2 and plan.mesh.data > 1 else 0
+    return plan.microbatches * (len(plan.units) * (passes + fetched + summed) + 4 * len(plan.stages))
+
+
+def simulated(run: Resolved, program: Program, layout: Layout, pricing: Pricing) -> Estimate:
+    """The parts of a step on its busiest pipeline rank, as the simulator's clock has it."""
+    source = catalogued(run, layout, pricing)
+    durations = instruction_seconds(run, program, source)
+    timeline = simulate(program, durations)
+    spent = timeline.spent()
+    rank = max(range(program.pp), key=lambda r: spent[r].busy_s)
+    of_kind = dict.fromkeys(KINDS, 0.0)
+    update_s = settled_s = beside_s = 0.0
+    for event in timeline.of(rank):
+        seconds = event.end_s - event.start_s
+        match event.instruction:
+            case Step():
+                update_s += seconds
+            case Settle() | Tie() | ReducePartial():
+                settled_s += seconds
+            case Fetch() | Reduce() | ReduceReplicas():
+                beside_s += seconds
+            case Forward() | Backward() | BackwardInput() | BackwardWeight() | Recompute():
+                for kind, units in source.kinds.items():
+                    of_kind[kind] += units[event.instruction.unit].of(event.instruction)
+    exposed = spent[rank].exposed_s
+    waited_s = exposed["fetch"] + exposed["reduce"]
+    # What runs beside compute slows it down, as the closed form has it.
+    hidden = pricing.stack.overlap_shards if run.plan.zero == 3 else pricing.stack.overlap_data
+    slowed_s = (1 - float(hidden)) * max(beside_s - waited_s, 0.0)
+    values = {
+        "compute_s": of_kind["compute"],
+        "recompute_s": of_kind["again"],
+        "tensor_s": of_kind["tensor"],
+        "context_s": of_kind["context"],
+        "experts_s": of_kind["experts"],
+        "transfers_s": exposed["act"] + exposed["grad"],
+        "data_s": waited_s + slowed_s + settled_s,
+        "bubble_s": spent[rank].bubble_s,
+        "optimizer_s": update_s,
+    }
+    return Estimate(**{name: np.asarray(seconds) for name, seconds in values.items()})
+
+
+def straggled(plan: Verified, jitter: Jitter) -> Straggled | None:
+    """How late a plan's steps come when chips are not all alike; None where its program is too long to sample."""
+    if not plan.is_simulated:
+        return None
+    program, mesh = compile_step(plan.run.plan, is_each_pass_checked=False), plan.run.plan.mesh
+    source = catalogued(plan.run, plan.found.plan.layout, plan.found.side.pricing)
+    took = instruction_seconds(plan.run, program, source)
+    return straggle(program, took, jitter, lockstep=mesh.tp * mesh.cp, copies=mesh.dp)

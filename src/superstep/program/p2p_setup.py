@@ -1,0 +1,73 @@
+"""Channels between pipeline ranks, and what becomes of a program where they are made only at their first use.
+
+NCCL makes what a channel needs when it is first used, and that use keeps its host until the other end has come to its
+own. Programs list sends and receives where it suits their computes, so that first uses cross. With gpipe, pp=2, m=2:
+
+    rank 0    send act m0    recv grad m0    forward m1     send act m1
+    rank 1    recv act m0    recv act m1     forward m1     backward m0    send grad m0
+
+Rank 0 would stay at its second line until rank 1 sends a gradient, and rank 1 goes that far only with the m1 that rank
+0 sends behind it. So ``comm.mesh`` makes every channel of ``routes`` ahead, and ``compile`` has ``check_first_uses``
+refuse a program whose other channels would cross.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Sequence
+from itertools import pairwise
+
+from superstep.plan.resolve import Plan
+from superstep.program.instructions import Program, Recv, Send
+from superstep.program.issue_order import Channel, issue_order
+
+
+def routes(placement: Sequence[int]) -> list[Channel]:
+    """The channels (from, to, wire) between pipeline ranks: activations to the next stage's, gradients back.
+
+    In one order on every rank, which is the order in which they are made.
+    """
+    found: dict[Channel, None] = {}
+    for here, there in pairwise(placement):
+        if here != there:
+            found |= {(here, there, "act"): None, (there, here, "grad"): None}
+    return list(found)
+
+
+def tied_places(plan: Plan) -> tuple[tuple[int, ...], ...]:
+    """The sets of pipeline ranks that share parameters: of the embedding and a tied head, where they differ."""
+    rank_of = {unit: plan.placement[stage] for stage, units in enumerate(plan.stages) for unit in units}
+    readers: dict[int, set[int]] = {}
+    for unit, reads in enumerate(plan.params):
+        for owner in reads:
+            readers.setdefault(owner, set()).add(rank_of[unit])
+    return tuple(sorted({tuple(sorted(ranks)) for ranks in readers.values() if len(ranks) > 1}))
+
+
+def uses(program: Program) -> set[Channel]:
+    """The channels that the program sends or receives on."""
+    found: set[Channel] = set()
+    for number, instructions in enumerate(program.ranks):
+        for i in instructions:
+            match i:
+                case Send(wire=wire, peer=peer):
+                    found.add((number, peer, wire))
+                case Recv(wire=wire, peer=peer):
+                    found.add((peer, number, wire))
+    return found
+
+
+def check_first_uses(program: Program, made: Collection[Channel]) -> Program:
+    """The same program, if no first use of a channel keeps a rank for ever.
+
+    Args:
+        program: with its transfers.
+        made: the channels that are there before the first step; any other is made at its first use, at which each of
+            its ranks waits for the other.
+
+    Raises:
+        InvalidProgram: saying which first uses cross.
+    """
+    if not uses(program) <= set(made):
+        deque(issue_order(program, made=made), maxlen=0)
+    return program

@@ -1,0 +1,167 @@
+"""What a set of runs says of the runs to come: every fit with its intervals.
+
+    runs ──► study ──► Study: fits, each with the fits of resampled runs
+                         │ estimate(fit, quantity)          any number that a law gives: a constant, N_opt, a loss
+                         ▼
+                       Estimate: the number and its interval
+
+Intervals are by the bootstrap (Efron 1979): as many runs as there are, drawn from them again and again with
+replacement. They say what other runs of the same kind would have given, and nothing of whether the law holds beyond.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Generic, Literal, TypeVar
+
+import numpy as np
+
+from superstep.errors import ConfigError
+from superstep.scaling.fit import HOFFMANN, KAPLAN, fit
+from superstep.scaling.isoflop import fit_envelope, fit_isoflop, fit_size, fit_tokens
+from superstep.scaling.laws import FLOPS_PER_PARAMETER_AND_TOKEN, Hoffmann, Kaplan, PowerFrontier, PowerLaw
+from superstep.scaling.runs import Run, ended
+
+LEVEL = 0.9
+"""The share of resampled fits that an interval holds."""
+TRUSTED_FACTOR = 10.0
+"""How far beyond the largest run a law is taken without a warning."""
+
+Points = Literal["final", "all"]
+F = TypeVar("F")
+Fitted = Callable[[Sequence[Run], F | None], F]
+"""Makes a law of runs, from a law of similar runs to begin with or from none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit(Generic[F]):
+    """A law, and what the same fit makes of resampled runs.
+
+    Resamples that do not allow the fit are left out, and where those are the most, all are.
+    """
+
+    law: F
+    resampled: tuple[F, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """A number with its interval; None where there were no resamples to take it from."""
+
+    value: float
+    interval: tuple[float, float] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Study:
+    """Every fit that the runs allow, None for the others.
+
+    Attributes:
+        hoffmann, kaplan: laws of size and tokens.
+        envelope, isoflop: frontiers, by approaches 1 and 2 of Hoffmann 2022.
+        size, tokens: Kaplan's laws of one variable.
+        missing: by the names above, why a fit could not be made.
+    """
+
+    runs: tuple[Run, ...]
+    points: Points
+    resamples: int
+    seed: int
+    hoffmann: Fit[Hoffmann] | None
+    kaplan: Fit[Kaplan] | None
+    envelope: Fit[PowerFrontier] | None
+    isoflop: Fit[PowerFrontier] | None
+    size: Fit[PowerLaw] | None
+    tokens: Fit[PowerLaw] | None
+    missing: Mapping[str, str]
+
+
+def study(runs: Sequence[Run], *, points: Points = "final", resamples: int, seed: int) -> Study:
+    """Fit every law to the runs, and each again to resampled runs.
+
+    ``points`` are those that the laws of the loss are fitted to. What comes before a run's end is too high where the
+    learning rate decays; the envelope takes it all the same, as Hoffmann's does.
+
+    Raises:
+        ConfigError: the runs allow no fit at all.
+    """
+    missing: dict[str, str] = {}
+
+    def made(name: str, fitted: Fitted[F]) -> Fit[F] | None:
+        try:
+            return bootstrap(runs, fitted, resamples=resamples, seed=seed)
+        except ConfigError as error:
+            missing[name] = str(error)
+            return None
+
+    found = Study(
+        runs=tuple(runs),
+        points=points,
+        resamples=resamples,
+        seed=seed,
+        hoffmann=made("hoffmann", lambda some, start: fit(HOFFMANN, taken(some, points), start)),
+        kaplan=made("kaplan", lambda some, start: fit(KAPLAN, taken(some, points), start)),
+        envelope=made("envelope", lambda some, _: fit_envelope(some)),
+        isoflop=made("isoflop", lambda some, _: fit_isoflop(some)),
+        size=made("size", lambda some, _: fit_size(some)),
+        tokens=made("tokens", lambda some, _: fit_tokens(some)),
+        missing=missing,
+    )
+    if not (found.hoffmann or found.envelope or found.isoflop):
+        raise ConfigError(missing["hoffmann"])
+    return found
+
+
+def taken(runs: Sequence[Run], points: Points) -> Sequence[Run]:
+    """The runs with the points that the laws of the loss are fitted to."""
+    return runs if points == "all" else ended(runs)
+
+
+def bootstrap(runs: Sequence[Run], fitted: Fitted[F], *, resamples: int, seed: int) -> Fit[F]:
+    """The fit of the runs, and those of as many resamples as allow one, each begun from the first.
+
+    Raises:
+        ConfigError: the runs themselves do not allow it.
+    """
+    law = fitted(runs, None)
+    rng = np.random.default_rng(seed)
+    resampled = []
+    for _ in range(resamples):
+        with suppress(ConfigError):
+            resampled.append(fitted([runs[i] for i in rng.integers(0, len(runs), len(runs))], law))
+    return Fit(law=law, resampled=tuple(resampled) if 2 * len(resampled) > resamples else ())
+
+
+def estimate(found: Fit[F], quantity: Callable[[F], float]) -> Estimate:
+    """A number that a law gives, with the interval that holds ``LEVEL`` of what the resampled laws give."""
+    return _estimated(quantity(found.law), [quantity(law) for law in found.resampled])
+
+
+def _estimated(value: float, resampled: Sequence[float]) -> Estimate:
+    if not resampled:
+        return Estimate(value=value, interval=None)
+    low, high = np.quantile(resampled, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return Estimate(value=value, interval=(float(low), float(high)))
+
+
+def constants(found: Fit[Hoffmann] | Fit[Kaplan] | Fit[PowerFrontier] | Fit[PowerLaw]) -> dict[str, Estimate]:
+    """The numbers of a law, by the names that its paper gives them, and a and b of a frontier."""
+
+    def numbers(law: Hoffmann | Kaplan | PowerFrontier | PowerLaw) -> dict[str, float]:
+        exponents = {} if isinstance(law, PowerLaw) else {"a": law.a, "b": law.b}
+        return dict(law.constants()) | exponents
+
+    columns = {name: [each[name] for each in map(numbers, found.resampled)] for name in numbers(found.law)}
+    return {name: _estimated(value, columns[name]) for name, value in numbers(found.law).items()}
+
+
+def beyond(runs: Sequence[Run], params: float, tokens: float) -> dict[str, float]:
+    """How many times the largest run's a size, tokens and FLOPs are, of those beyond ``TRUSTED_FACTOR``."""
+    factors = {
+        "parameters": params / max(run.params for run in runs),
+        "tokens": tokens / max(run.final.tokens for run in runs),
+        "FLOPs": FLOPS_PER_PARAMETER_AND_TOKEN * params * tokens / max(run.final.flops for run in runs),
+    }
+    return {name: factor for name, factor in factors.items() if factor > TRUSTED_FACTOR}

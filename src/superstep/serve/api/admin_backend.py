@@ -1,0 +1,124 @@
+"""What the paths of whoever runs the server see of an engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from superstep.errors import SuperstepError
+from superstep.serve.api.backend import Away
+from superstep.serve.engine_messages import Deed, Pause, Resume, Standing
+from superstep.serve.reader import TIMEOUT_S
+
+
+class Steered(Protocol):
+    """An engine that can be told what to do, seen from the event loop."""
+
+    @property
+    def standing(self) -> Standing:
+        """How it stands."""
+        ...
+
+    async def do(self, deed: Deed) -> Standing:
+        """Do something; how it stands then.
+
+        Raises:
+            ConfigError, StateError: it cannot be done; nothing has changed.
+            Away: the engine is not there, or was lost on the way.
+        """
+        ...
+
+
+class OneOfSeveral(Steered, Protocol):
+    """An engine that can go back."""
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it can be told anything now."""
+        ...
+
+    def back(self, deed: Deed) -> Sequence[Deed]:
+        """What brings it back to how it stands now, once a deed is done."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admin:
+    """What the paths under /admin need.
+
+    Attributes:
+        key: that a client must know.
+        folders: that weights may be taken from.
+        engine: that is told.
+        timeout_s: how long a path may be looked for.
+    """
+
+    key: str
+    folders: Sequence[Path]
+    engine: Steered
+    timeout_s: float = TIMEOUT_S
+
+
+class Several:
+    """Several engines of one model that are told the same, as one: a deed is done by all of them or by none.
+
+    Args:
+        engines: at least one.
+    """
+
+    def __init__(self, engines: Sequence[OneOfSeveral]) -> None:
+        self._engines = engines
+        self._turn = asyncio.Lock()
+
+    @property
+    def standing(self) -> Standing:
+        """Of the first that does not serve, else of the first; with the adapters that all have."""
+        every = [engine.standing for engine in self._engines]
+        shown = next((one for one in every if one.state != "serving"), every[0])
+        shared = tuple(one for one in shown.adapters if all(one in other.adapters for other in every))
+        return msgspec.structs.replace(shown, adapters=shared)
+
+    async def do(self, deed: Deed) -> Standing:
+        """Do something to all; see ``Steered``. Where one cannot, the others go back to how they stood.
+
+        Deeds follow each other, so that none is done between another one and its end. Pauses alone come at any time:
+        what is under way may wait for their end.
+        """
+        async with nullcontext() if isinstance(deed, Pause | Resume) else self._turn:
+            for number, engine in enumerate(self._engines):
+                if not engine.is_there:
+                    raise Away(f"{self._named(number)} is not there, and nothing was changed; ask again.")
+            ways_back = [engine.back(deed) for engine in self._engines]
+            found = await asyncio.gather(*(engine.do(deed) for engine in self._engines), return_exceptions=True)
+            failed = {number: one for number, one in enumerate(found) if isinstance(one, BaseException)}
+            if not failed:
+                return self.standing
+            done = [number for number in range(len(found)) if number not in failed]
+            told = await asyncio.gather(*(self._go_back(number, ways_back[number]) for number in done))
+            raise self._failure(failed, [one for one in told if one])
+
+    async def _go_back(self, number: int, deeds: Sequence[Deed]) -> str:
+        """Undo what one has done; why it could not, if so."""
+        try:
+            for deed in deeds:
+                await self._engines[number].do(deed)
+        except SuperstepError as error:
+            return f"replica {number} could not go back: {error}"
+        return ""
+
+    def _failure(self, failed: dict[int, BaseException], stuck: Sequence[str]) -> BaseException:
+        """The first failure, with the replica that it is of where others did better."""
+        number, error = next(iter(failed.items()))
+        if len(failed) == len(self._engines) or not isinstance(error, SuperstepError):
+            return error
+        others = "; ".join(stuck) or "the others stay as they were"
+        return type(error)(f"{error} ({self._named(number)}; {others})")
+
+    def _named(self, number: int) -> str:
+        return f"replica {number} of {len(self._engines)}"

@@ -1,0 +1,218 @@
+"""POST /generate: token ids in, token ids out, and all that is known of each.
+
+The fields of ``sampling`` are those of ``superstep.serve.scheduling.request.Sampling``; ``logit_bias`` alone has
+another form, an object from token to bias. Answers come in columns: the n-th entry of each is told of the n-th token. A
+stream is a line of JSON for each piece of news, or server-sent events where the client accepts those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from superstep.errors import ConfigError
+from superstep.serve.api.app_state import Service
+from superstep.serve.api.body_validation import Strict, biases_of, given, read_model
+from superstep.serve.api.collect import collect
+from superstep.serve.api.generation import Ask, News, answers, choices_of, warn_of_cut
+from superstep.serve.api.http_errors import Refused, refused_by_backend, shown
+from superstep.serve.api.in_thread import check_constraint
+from superstep.serve.api.limits import read_json
+from superstep.serve.api.seeds import SEEDS, drawn_seed
+from superstep.serve.api.sse import Form, answered, event, finite, streamed, until_gone
+from superstep.serve.api.usage import Usage
+from superstep.serve.scheduling.request import Constraint, Sampling, Told
+
+
+class ConstraintFields(Strict):
+    """The form of an answer."""
+
+    kind: Literal["json_schema", "json_object", "regex", "lark"]
+    text: str = ""
+
+
+class SamplingFields(Strict):
+    """As ``Sampling``, but that a seed may be missing: then one is drawn for the request."""
+
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: Annotated[int, Field(ge=0, lt=SEEDS)] | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[str, float] = Field(default_factory=dict)
+    stop_tokens: list[int] = Field(default_factory=list)
+    ignore_eos: bool = False
+    top_logprobs: int = 0
+    prompt_logprobs: bool = False
+    constraint: ConstraintFields | None = None
+
+
+class Fields(Strict):
+    """What the endpoint takes."""
+
+    prompt: Any = None
+    sampling: SamplingFields = Field(default_factory=SamplingFields)
+    n: Annotated[int, Field(ge=1)] = 1
+    stream: bool = False
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
+    adapter: str | None = None
+    salt: Annotated[str, Field(max_length=1024)] = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A request, read and found sound.
+
+    Attributes:
+        fields: of the body.
+        asks: the answers that it asks for.
+        seed: of the first answer to each prompt.
+    """
+
+    fields: Fields
+    asks: list[Ask]
+    seed: int
+
+
+async def generate(request: Request, service: Service) -> Response:
+    """Answers the request, as a stream or whole."""
+    asked = await read_request(await read_json(request, service.limits), service)
+    form: Form = "sse" if "text/event-stream" in request.headers.get("accept", "") else "lines"
+    if asked.fields.stream:
+        response = await streamed(request, stream(asked, service, form), form)
+    else:
+        response = answered(await until_gone(request, whole(asked, service)))
+    return warn_of_cut(response, asked.fields.sampling.max_tokens, asked.asks)
+
+
+async def read_request(body: dict[str, Any], service: Service) -> Asked:
+    """A body as what the engine is asked for.
+
+    Raises:
+        Refused: naming field and rule.
+    """
+    fields = read_model(Fields, body)
+    adapter = _adapter(fields, service)
+    prompts = prompts_of(fields.prompt)
+    seed = given(fields.sampling.seed, drawn_seed())
+    sampling = sampling_of(fields.sampling, seed, service)
+    await check_constraint(sampling.constraint, service, param="sampling.constraint")
+    asks: list[Ask] = []
+    for prompt in prompts:
+        first = Ask(
+            index=len(asks),
+            prompt=prompt,
+            sampling=sampling,
+            priority=fields.priority,
+            adapter=adapter,
+            salt=fields.salt,
+            has_text=False,
+        )
+        try:
+            asks += choices_of(first, fields.n, len(prompts), service)
+        except ConfigError as error:
+            names = {name: f"sampling.{name}" for name in SamplingFields.model_fields}
+            raise refused_by_backend(error, names=names) from None
+    return Asked(fields=fields, asks=asks, seed=seed)
+
+
+def prompts_of(prompt: object) -> list[tuple[int, ...]]:
+    """The prompts: token ids, or several lists of them.
+
+    Raises:
+        Refused: something else.
+    """
+    match prompt:
+        case None:
+            raise Refused("prompt is missing; give token ids.", param="prompt", code="missing_field")
+        case []:
+            return [()]
+        case list() if all(type(one) is int for one in prompt):
+            return [tuple(prompt)]
+        case list() if all(isinstance(one, list) and all(type(id_) is int for id_ in one) for one in prompt):
+            return [tuple(one) for one in prompt]
+        case _:
+            raise Refused(
+                f"prompt = {shown(prompt)}: must be a list of token ids, or a list of such lists.",
+                param="prompt",
+                code="invalid_value",
+            )
+
+
+def _adapter(fields: Fields, service: Service) -> str:
+    name = fields.adapter or ""
+    if name and name not in service.backend.adapters:
+        known = ", ".join(service.backend.adapters) or "none"
+        raise Refused(
+            f"adapter = {shown(name)} is not loaded; choose one of: {known}.",
+            status=404,
+            param="adapter",
+            code="model_not_found",
+        )
+    return name
+
+
+def sampling_of(fields: SamplingFields, seed: int, service: Service) -> Sampling:
+    """How to draw."""
+    form = fields.constraint
+    plain = fields.model_dump(exclude={"seed", "logit_bias", "stop_tokens", "constraint"})
+    return Sampling(
+        **plain,
+        seed=seed,
+        logit_bias=biases_of(fields.logit_bias, service.limits.logit_biases, param="sampling.logit_bias"),
+        stop_tokens=tuple(fields.stop_tokens),
+        constraint=None if form is None else Constraint(kind=form.kind, text=form.text),
+    )
+
+
+def columns(tokens: Sequence[Told]) -> dict[str, Any]:
+    """What is told of some tokens: log-probs in nats, of the model's own distribution and of the one drawn from."""
+    return {
+        "tokens": [told.token for told in tokens],
+        "logprobs": [finite(told.logprob) for told in tokens],
+        "drawn_logprobs": [finite(told.drawn_logprob) for told in tokens],
+        "kept": [told.kept for told in tokens],
+        "versions": [told.version for told in tokens],
+        "top": [[[token, finite(logprob)] for token, logprob in told.top] for told in tokens],
+    }
+
+
+def told(news: News, ask: Ask, *, is_first: bool) -> dict[str, Any]:
+    """A piece of an answer."""
+    found = {"index": ask.index} | columns(news.tokens) | {"finish": news.finish, "stop": news.stop}
+    if is_first:
+        found["prompt_tokens"] = len(ask.prompt)
+        found["cached_tokens"] = news.cached_tokens
+        if ask.sampling.prompt_logprobs:
+            found["prompt"] = columns(news.prompt)
+    return found
+
+
+async def whole(asked: Asked, service: Service) -> dict[str, Any]:
+    """The response, once all answers have ended."""
+    usage = Usage(asked.asks, asked.fields.n)
+    found = await collect(asked.asks, service, usage)
+    told_of = [told(one.news(ask.index), ask, is_first=True) for ask, one in zip(asked.asks, found, strict=True)]
+    return {"answers": told_of, "seed": asked.seed, "usage": usage.told()}
+
+
+async def stream(asked: Asked, service: Service, form: Form) -> AsyncGenerator[bytes, None]:
+    """A piece of news each; the last line has the sums."""
+    usage = Usage(asked.asks, asked.fields.n)
+    silent = {ask.index for ask in asked.asks}
+    async with aclosing(answers(asked.asks, service)) as pieces:
+        async for news in pieces:
+            usage.add(news)
+            yield event(told(news, asked.asks[news.index], is_first=news.index in silent), form)
+            silent.discard(news.index)
+    yield event({"seed": asked.seed, "usage": usage.told()}, form)

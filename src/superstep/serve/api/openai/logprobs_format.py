@@ -1,0 +1,91 @@
+"""What is told of tokens, in OpenAI's forms and vLLM's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from superstep.serve.api.sse import finite
+from superstep.serve.api.text_protocol import Words
+from superstep.serve.scheduling.request import Told
+
+
+def token_text(token: int, words: Words) -> str:
+    """The text of one token by itself; parts of a character become U+FFFD."""
+    return words.token_bytes(token).decode("utf-8", "replace")
+
+
+def chat_logprobs(tokens: Sequence[Told], top: int, words: Words) -> dict[str, Any]:
+    """Of each token that was drawn, as chat tells it: those that ended the answer too, so that the log-probs stand
+    beside ``token_ids`` and add up to the usage.
+    """
+
+    def one(token: int, logprob: float) -> dict[str, Any]:
+        spelt = words.token_bytes(token)
+        return {"token": spelt.decode("utf-8", "replace"), "logprob": finite(logprob), "bytes": list(spelt)}
+
+    return {
+        "content": [
+            one(told.token, told.logprob) | {"top_logprobs": [one(*likely) for likely in told.top[:top]]}
+            for told in tokens
+        ],
+        "refusal": None,
+    }
+
+
+class PlainLogprobs:
+    """Of each token, as plain completions tell it, with the places of the tokens in the text so far."""
+
+    def __init__(self, top: int, words: Words) -> None:
+        self._top, self._words = top, words
+        self._characters = 0
+
+    def told(self, tokens: Sequence[Told], *, first: int | None = None) -> dict[str, Any]:
+        """The next tokens.
+
+        Args:
+            tokens: in their order.
+            first: a token that goes before them, of which there is nothing to tell: a prompt's first.
+        """
+        rows: list[tuple[int, Told | None]] = [] if first is None else [(first, None)]
+        rows += [(told.token, told) for told in tokens]
+        return {
+            "tokens": [token_text(token, self._words) for token, _ in rows],
+            "token_logprobs": [None if told is None else finite(told.logprob) for _, told in rows],
+            "top_logprobs": [None if told is None else self._likeliest(told) for _, told in rows],
+            "text_offset": [self._place(token) for token, _ in rows],
+        }
+
+    def _likeliest(self, told: Told) -> dict[str, float]:
+        """By text; of tokens that have the same, the likeliest. The drawn one is among them."""
+        found: dict[str, float] = {}
+        for token, logprob in (*told.top[: self._top], (told.token, told.logprob)):
+            found.setdefault(token_text(token, self._words), finite(logprob))
+        return found
+
+    def _place(self, token: int) -> int:
+        """Where the token's first character begins: characters are counted by their first bytes."""
+        spelt = self._words.token_bytes(token)
+        continues = bool(spelt) and spelt[0] & 0xC0 == 0x80
+        place = self._characters - continues
+        self._characters += sum(byte & 0xC0 != 0x80 for byte in spelt)
+        return max(0, place)
+
+
+def prompt_logprobs(tokens: Sequence[Told], top: int, words: Words) -> list[dict[str, Any] | None]:
+    """Of each token of the prompt, as vLLM tells it: nothing of the first; of others, by the id of the token."""
+    rows: list[dict[str, Any] | None] = [None]
+    for told in tokens:
+        row = {
+            str(token): {"logprob": finite(logprob), "rank": rank, "decoded_token": token_text(token, words)}
+            for rank, (token, logprob) in enumerate(told.top[:top], start=1)
+        }
+        own = {"logprob": finite(told.logprob), "decoded_token": token_text(told.token, words)}
+        row.setdefault(str(told.token), own)
+        rows.append(row)
+    return rows
+
+
+def ids(tokens: Sequence[Told]) -> list[int]:
+    """The ids of some tokens."""
+    return [told.token for told in tokens]

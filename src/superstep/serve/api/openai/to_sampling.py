@@ -1,0 +1,69 @@
+"""From the fields of a request to the answers that the engine is asked for."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from superstep.errors import ConfigError
+from superstep.serve.api.app_state import Service
+from superstep.serve.api.body_validation import given
+from superstep.serve.api.generation import Ask, choices_of
+from superstep.serve.api.http_errors import refused_by_backend
+from superstep.serve.api.openai.fields import NAMES, Common
+from superstep.serve.scheduling.request import Sampling
+
+
+def asks_of(
+    fields: Common,
+    prompts: Sequence[tuple[int, ...]],
+    sampling: Sampling,
+    stop: tuple[str, ...],
+    service: Service,
+    *,
+    names: Mapping[str, str] | None = None,
+) -> list[Ask]:
+    """``n`` answers to each prompt, numbered in the order of the prompts.
+
+    The seeds of a prompt's answers do not depend on the prompts beside it.
+
+    Raises:
+        Refused: naming the field of this endpoint.
+    """
+    adapter = service.adapter_of(fields.model)
+    asks: list[Ask] = []
+    for prompt in prompts:
+        first = Ask(
+            index=len(asks),
+            prompt=prompt,
+            sampling=sampling,
+            stop=stop,
+            priority=given(fields.priority, 0),
+            adapter=adapter,
+            salt=given(fields.cache_salt, ""),
+        )
+        try:
+            asks += choices_of(first, given(fields.n, 1), len(prompts), service)
+        except ConfigError as error:
+            raise refused_by_backend(error, names=NAMES | dict(names or {})) from None
+    return asks
+
+
+def head_of(fields: Common, service: Service, *, prefix: str, kind: str) -> dict[str, Any]:
+    """How a response begins, and each chunk of a stream.
+
+    Args:
+        fields: of the request.
+        service: that answers.
+        prefix: of its id.
+        kind: its ``object``.
+    """
+    return {
+        "id": f"{prefix}-{secrets.token_hex(12)}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": given(fields.model, service.backend.info.name),
+        "system_fingerprint": service.backend.info.version,
+    }

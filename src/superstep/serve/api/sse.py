@@ -1,0 +1,121 @@
+"""Answers on the wire: server-sent events and lines, and the client that is no longer there to read them."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing
+from typing import Any, Literal, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from superstep.errors import SuperstepError
+from superstep.serve.api.http_errors import Refused, refused_by_backend
+
+T = TypeVar("T")
+
+Form = Literal["sse", "lines"]
+MEDIA = {"sse": "text/event-stream; charset=utf-8", "lines": "application/x-ndjson"}
+DONE = b"data: [DONE]\n\n"
+
+NO_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON cannot say and OpenAI's client would not read."""
+
+
+class Gone(Exception):
+    """The client went away; nobody reads what would be said."""
+
+
+def finite(logprob: float) -> float:
+    """A log-probability that JSON can say."""
+    return logprob if math.isfinite(logprob) else NO_LOGPROB
+
+
+def event(value: object, form: Form = "sse") -> bytes:
+    """A value as one event, or one line."""
+    body = msgspec.json.encode(value)
+    return b"data: " + body + b"\n\n" if form == "sse" else body + b"\n"
+
+
+def answered(value: dict[str, Any]) -> Response:
+    """A value as a whole response."""
+    return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+async def until_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """What some work returns; it is cancelled as soon as the client goes away.
+
+    Raises:
+        Gone: it did.
+    """
+    task = asyncio.ensure_future(work)
+    await _first_of(task, request.receive)
+    if task.cancelled():
+        raise Gone
+    return task.result()
+
+
+async def streamed(request: Request, events: AsyncGenerator[bytes, None], form: Form = "sse") -> Response:
+    """A response that sends events as they come.
+
+    The first one is awaited before the response begins, so that what is refused at once has a status of its own.
+
+    Args:
+        request: where the client is watched.
+        events: closed when the client goes away.
+        form: what the events are written as.
+    """
+    first = await until_gone(request, _first(events))
+    return Events(first, events, form)
+
+
+async def _first(events: AsyncGenerator[bytes, None]) -> bytes:
+    return await anext(events)
+
+
+class Events(Response):
+    """Sends events until they end or the client goes away, and then closes where they come from."""
+
+    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None], form: Form) -> None:
+        super().__init__(media_type=MEDIA[form], headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._first, self._events, self._form = first, events, form
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends; raises nothing that the client has a part in."""
+        task = asyncio.ensure_future(self._send(send))
+        await _first_of(task, receive)
+        if not task.cancelled():
+            task.result()
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        async with aclosing(self._events):
+            await send({"type": "http.response.body", "body": self._first, "more_body": True})
+            try:
+                async for chunk in self._events:
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            except (SuperstepError, Refused) as error:  # the status has been sent; the client reads of it here
+                refused = error if isinstance(error, Refused) else refused_by_backend(error)
+                await send({"type": "http.response.body", "body": event(refused.body, self._form), "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _first_of(task: asyncio.Future[Any], receive: Receive) -> None:
+    """Waits for some work or for the client's end, whichever comes first, and leaves nothing running."""
+    gone = asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for one in (task, gone):
+            one.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

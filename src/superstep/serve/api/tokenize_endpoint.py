@@ -1,0 +1,67 @@
+"""POST /tokenize and /detokenize: text to tokens and back, under vLLM's names."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from superstep.serve.api.app_state import Service
+from superstep.serve.api.body_validation import Strict, given, read_model
+from superstep.serve.api.http_errors import Refused
+from superstep.serve.api.in_thread import encode, encode_chat
+from superstep.serve.api.limits import read_json
+from superstep.serve.api.openai.chat_fields import Tool
+from superstep.serve.api.openai.logprobs_format import token_text
+from superstep.serve.api.sse import answered
+
+
+class TokenizeFields(Strict):
+    """What is to be tokens: a text, or a conversation as a chat would have it."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
+    tools: list[Tool] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeFields(Strict):
+    """What is to be text."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+async def tokenize(request: Request, service: Service) -> Response:
+    """The tokens that a prompt would have."""
+    fields = read_model(TokenizeFields, await read_json(request, service.limits))
+    service.adapter_of(fields.model)
+    if (fields.prompt is None) == (fields.messages is None):
+        raise Refused("prompt or messages is what is to be tokens; give one of them.", param="prompt")
+    if fields.messages is not None:
+        tools = [tool.model_dump(exclude_none=True) for tool in given(fields.tools, [])]
+        tokens = await encode_chat(fields.messages, tools, service)
+    else:
+        tokens = await encode(fields.prompt or "", service)
+    found = {"tokens": tokens, "count": len(tokens), "max_model_len": service.backend.info.context_tokens}
+    if fields.return_token_strs:
+        found["token_strs"] = [token_text(token, service.words) for token in tokens]
+    return answered(found)
+
+
+async def detokenize(request: Request, service: Service) -> Response:
+    """The text of some tokens."""
+    fields = read_model(DetokenizeFields, await read_json(request, service.limits))
+    service.adapter_of(fields.model)
+    vocab = service.backend.info.vocab
+    strange = next((token for token in fields.tokens if not 0 <= token < vocab), None)
+    if strange is not None:
+        raise Refused(
+            f"tokens holds token {strange}; token ids of this model are 0 to {vocab - 1}.",
+            param="tokens",
+            code="invalid_value",
+        )
+    return answered({"prompt": service.words.decode(fields.tokens)})

@@ -1,0 +1,89 @@
+"""Answers to a list of prompts, without a server: for evaluation, post-training and scripts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from superstep.errors import ConfigError
+from superstep.serve.engine import Engine
+from superstep.serve.scheduling.request import Finish, Request, Sampling, Told
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What became of a prompt.
+
+    Attributes:
+        tokens: drawn, each with what is told of it.
+        prompt: the same of the prompt's tokens but the first, where that was asked for.
+        finish: why it ended.
+        cached_tokens: of the prompt, those whose keys were there already.
+    """
+
+    tokens: tuple[Told, ...]
+    prompt: tuple[Told, ...]
+    finish: Finish
+    cached_tokens: int
+
+    @property
+    def ids(self) -> list[int]:
+        """The drawn tokens."""
+        return [told.token for told in self.tokens]
+
+
+def generate(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling | Sequence[Sampling],
+    *,
+    adapter: str = "",
+    tell: Callable[[int, int], None] | None = None,
+) -> list[Answer]:
+    """Answer each prompt; none is computed alone where several can be computed together.
+
+    Args:
+        engine: idle.
+        prompts: token ids.
+        sampling: for all, or one for each.
+        adapter: the name of the adapter to answer with; empty for the model itself.
+        tell: called after each step with how many are answered, of how many.
+
+    Raises:
+        ConfigError: a prompt cannot be answered. None has been then.
+    """
+    ways = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
+    if len(ways) != len(prompts):
+        raise ConfigError(f"sampling has {len(ways)} entries for {len(prompts)} prompts; give one for all, or as many.")
+    if engine.is_held:
+        raise ConfigError("the engine is paused or asleep; resume or wake it before it is asked.")
+    if not engine.is_idle:
+        raise ConfigError("the engine has requests of others; answer prompts with an engine of their own.")
+    requests = [
+        Request(id=n, prompt=tuple(p), sampling=s, adapter=adapter)
+        for n, (p, s) in enumerate(zip(prompts, ways, strict=True))
+    ]
+    try:
+        for request in requests:
+            engine.add(request)
+    except ConfigError:
+        for request in requests:
+            engine.abort(request.id)
+        engine.step()
+        raise
+    found = [Answer(tokens=(), prompt=(), finish="abort", cached_tokens=0)] * len(requests)
+    done = 0
+    while not engine.is_idle:
+        for news in engine.step():
+            before = found[news.request]
+            found[news.request] = replace(
+                before,
+                tokens=(*before.tokens, *news.tokens),
+                prompt=(*before.prompt, *news.prompt),
+                finish=news.finish or before.finish,
+                cached_tokens=news.cached_tokens,
+            )
+            done += news.finish is not None
+        if tell is not None:
+            tell(done, len(requests))
+    return found

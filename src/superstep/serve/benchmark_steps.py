@@ -1,0 +1,247 @@
+"""calibrate: what engine steps take on this machine, by running some of every kind on the real engine.
+
+Three models of random weights: two of one depth, of which one is half as wide, and one of the wider one's width that is
+less deep, so that what a step takes for itself, for a layer and for a weight can be told apart. Each answers batches of
+1 to 64 requests, with short texts and long ones; ``cost.serve`` fits its kinds of work to the steps.
+The ranks are launched as a server's are, with its threads and its memory.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import torch
+
+from superstep.comm.mesh import Group, build_mesh
+from superstep.cost.fit_serving import Sample, fit
+from superstep.cost.serve import Way
+from superstep.hardware.serving_rate import ServingRate
+from superstep.launch.ranks import World, launch_apart
+from superstep.model.axes import units
+from superstep.model.decoder import Decoder
+from superstep.model.hf import save_weights
+from superstep.model.unit import global_tensors, initial, parameters
+from superstep.plan.config import DeviceKind
+from superstep.plan.model.shape import SHAPES, ModelShape
+from superstep.serve.build_engine import give_back, load_rank, open_engine, share_cores
+from superstep.serve.compute.model_runner import follow
+from superstep.serve.config import ServeConfig, plan_of
+from superstep.serve.engine import Engine
+from superstep.serve.scheduling.request import Request, Sampling
+from superstep.serve.scheduling.step_log import Entry, Recorder, Setting, samples
+
+WIDTH, LAYERS, VOCAB = 768, 6, 32_768
+"""The most that a model of random weights has: its weights must not stay in a cache where the real one's do not."""
+USUAL = replace(SHAPES["llama3.2-1b"], vocab=32_000, heads=12, kv_heads=4, width=768, ffn=2048, layers=12)
+"""The proportions that are measured where nobody names a model."""
+BATCHES = (1, 2, 4, 8, 9, 16, 32, 64)
+"""Requests at once, as many as the rows whose seconds ``cost.serve`` knows."""
+CONTEXT = 1024
+"""Tokens of the longest text, or as many as the model has."""
+LONG, TEXTS = 448, 8
+"""Tokens of each of some long texts, whose keys together stay in no cache."""
+ANSWER = 7
+"""Tokens of an answer: as many steps less one have one row for each request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a rank saw.
+
+    Attributes:
+        samples: measured steps.
+        way: how they were computed.
+        linear_bytes: of memory, taken by the weights of linears.
+        linears: weights of all linears.
+        other_bytes: of memory, at the end: neither keys nor what is in no linear.
+    """
+
+    samples: tuple[Sample, ...]
+    way: Way
+    linear_bytes: float
+    linears: int
+    other_bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """How seconds are counted.
+
+    Attributes:
+        clock: the time of day; where other programs run, that of the processor is the quieter one, on one thread.
+        threads: of a rank; None takes a server's.
+    """
+
+    clock: Callable[[], float] = time.perf_counter
+    threads: int | None = None
+
+
+def calibrate(shape: ModelShape, serve: ServeConfig, device: DeviceKind, timing: Timing | None = None) -> ServingRate:
+    """What steps take here, for models of such a shape.
+
+    Args:
+        shape: whose proportions the models of random weights have.
+        serve: the way: number format, exact, ranks, quantization, compiled operations.
+        device: where.
+        timing: how seconds are counted; a server's where it is left out.
+
+    Raises:
+        ConfigError: it cannot be served so.
+        Fault: a rank failed.
+    """
+    models = shapes(shape, serve.tp)
+    context = min(CONTEXT + 128, shape.max_tokens)
+    tokens = context + max(BATCHES) * (64 + ANSWER) + TEXTS * (LONG + 64)
+    pages = tokens // serve.page_tokens + max(BATCHES)
+    serve = replace(serve, context_tokens=context, pages=pages, requests=max(BATCHES), step_tokens=512, replay=None)
+    with tempfile.TemporaryDirectory(prefix="superstep-calibrate-") as scratch:
+        folders = [Path(scratch) / str(number) for number in range(len(models))]
+        for each, folder in zip(models, folders, strict=True):
+            save_random(each, folder)
+        seen = launch_apart(device, serve.tp, _calibrate_rank, folders, serve, timing or Timing())
+    largest = seen[-1]
+    held = max(0.1, largest.linear_bytes / largest.linears)
+    found = [sample for one in seen for sample in one.samples]
+    # Of the first one's process, for what it takes once and for all is taken then.
+    beside = max(0.0, seen[0].other_bytes - held * seen[0].linears)
+    return fit(found, largest.way, held_bytes=round(held, 3), beside_bytes=beside)
+
+
+def shapes(shape: ModelShape, tp: int) -> tuple[ModelShape, ...]:
+    """Models of its proportions, small enough to be measured in seconds.
+
+    The largest comes last, when what torch takes of memory once and for all is taken.
+    """
+    narrow = min(shape.width, WIDTH) // 2
+    return (
+        _scaled(shape, WIDTH, max(1, min(LAYERS, shape.layers) // 3), VOCAB // 2, tp),
+        _scaled(shape, narrow, LAYERS, VOCAB, tp),
+        _scaled(shape, WIDTH, LAYERS, VOCAB, tp),
+    )
+
+
+def _scaled(shape: ModelShape, width: int, layers: int, vocab: int, tp: int) -> ModelShape:
+    width = max(64, min(shape.width, width, WIDTH) // 64 * 64)
+    by = width / shape.width
+    group = shape.heads // shape.kv_heads
+    kv_heads = max(1, round(shape.kv_heads * by / tp)) * tp
+    ffn = max(1, round(shape.ffn * by / (64 * tp))) * 64 * tp
+    moe = shape.moe
+    if moe is not None:
+        experts = max(moe.experts_per_token + 1, min(moe.experts, 8))
+        moe = replace(moe, experts=experts)
+    return replace(
+        shape,
+        width=width,
+        layers=max(1, min(shape.layers, layers)),
+        vocab=max(256, min(shape.vocab, vocab) // 64 * 64),
+        heads=kv_heads * group,
+        kv_heads=kv_heads,
+        ffn=ffn,
+        moe=moe,
+    )
+
+
+@torch.no_grad()
+def save_random(shape: ModelShape, folder: Path) -> None:
+    """A model as Hugging Face keeps it, its weights as training begins with them."""
+    decoder = Decoder(shape)
+    for spec, param in parameters(decoder, units(shape)).values():
+        param.copy_(initial(spec, param.shape, 0))
+    save_weights(folder, global_tensors(decoder, units(shape)), shape)
+
+
+def _calibrate_rank(world: World, folders: Sequence[Path], serve: ServeConfig, timing: Timing) -> list[Seen]:
+    mesh = build_mesh(plan_of(folders[0], serve).plan, world.rank, world.device, timeout=timedelta(minutes=5))
+    try:
+        if world.rank > 0:
+            assert mesh.tp is not None, "ranks share the model"
+            for folder in folders:
+                _share_cores(world, serve, timing)
+                mine = load_rank(folder, serve, world.rank, mesh.tp, world.device)
+                follow(mine.forward, mesh.tp, world.device, mine.party)
+            return []
+        return [_calibrated(world, folder, serve, timing, mesh.tp) for folder in folders]
+    finally:
+        mesh.destroy()
+
+
+def _share_cores(world: World, serve: ServeConfig, timing: Timing) -> None:
+    """Before each engine: one in exact mode leaves torch's own operations with one thread."""
+    share_cores(world, serve)
+    if timing.threads is not None:
+        torch.set_num_threads(timing.threads)
+
+
+def _calibrated(world: World, folder: Path, serve: ServeConfig, timing: Timing, tp: Group | None) -> Seen:
+    give_back()
+    _share_cores(world, serve, timing)
+    before = _own_bytes(world)
+    settings: list[Setting] = []
+    entries: list[Entry] = []
+
+    def watch(setting: Setting) -> Recorder:
+        settings.append(setting)
+        return Recorder(entries.append, timing.clock)
+
+    engine = open_engine(folder, serve, tp=tp, device=world.device, watch=watch)
+    after = _own_bytes(world)
+    _ask(engine, (1, 32), is_greedy=True, salt="first")
+    entries.clear()  # what is done for the first time takes longer
+    _ask(engine, BATCHES, is_greedy=True, salt="greedy")
+    _ask(engine, (1, 8), is_greedy=False, salt="chance")
+    engine.end()
+    give_back()
+    (setting,) = settings
+    model = setting.model
+    keys = setting.pages * setting.page_tokens * model.key_bytes  # all of them, for they are written once with zeros
+    return Seen(
+        samples=tuple(samples(setting, entries)),
+        way=setting.way,
+        linear_bytes=after - before - keys - model.embedding * model.bytes,
+        linears=model.linears,
+        other_bytes=_own_bytes(world) - keys - model.embedding * model.bytes,
+    )
+
+
+def _own_bytes(world: World) -> int:
+    """Memory that is this process's alone: a file that is read from the system's cache is not."""
+    if world.device.kind == "cuda":
+        return int(torch.cuda.memory_allocated(world.device.torch))
+    told = psutil.Process().memory_info()
+    return int(told.rss - getattr(told, "shared", 0))
+
+
+def _ask(engine: Engine, batches: Sequence[int], *, is_greedy: bool, salt: str) -> None:
+    """Have every kind of step computed."""
+    sampling = Sampling(max_tokens=ANSWER, temperature=0.0 if is_greedy else 1.0, ignore_eos=True)
+    number = 0
+    for batch in _batches(engine, batches):
+        for prompt in batch:
+            engine.add(Request(id=number, prompt=prompt, sampling=sampling, salt=salt))
+            number += 1
+        while not engine.is_idle:
+            engine.step()
+
+
+def _batches(engine: Engine, counts: Sequence[int]) -> Iterator[Sequence[tuple[int, ...]]]:
+    """Prompts that are answered together."""
+    most = min(CONTEXT, engine.info.context_tokens - ANSWER - 1)
+    vocab = engine.info.vocab
+    for count in counts:
+        # Short texts of their own: each has a chunk of some rows beside those of the others.
+        length = min(32, 4 + 256 // count, most)
+        yield [tuple((7 * number + place + count) % vocab for place in range(length)) for number in range(count)]
+    yield [tuple(place % vocab for place in range(most))]
+    long = [tuple((5 * text + place) % vocab for place in range(min(LONG, most))) for text in range(TEXTS)]
+    for count in (TEXTS, 2, 4 * TEXTS):  # the first ones' prompts go in chunks; those after them find their pages
+        if count <= max(counts):
+            yield (long * 4)[:count]
+    for length in (16, 64, 128, 256):
+        yield [tuple((3 * length + place) % vocab for place in range(min(length, most)))]

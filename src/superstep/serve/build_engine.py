@@ -1,0 +1,307 @@
+"""From a folder of weights to an engine: the plan, this rank's part of the model, and room for keys."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from superstep.comm.device import Device, cores
+from superstep.comm.mesh import Group
+from superstep.cost.serve import ServedModel, Way, served_model
+from superstep.engine.exact.modules import require_exact
+from superstep.errors import ConfigError
+from superstep.launch.ranks import World
+from superstep.model.hf import open_weights
+from superstep.numerics.dtypes import DTYPES
+from superstep.numerics.invariant_attention import BLOCK
+from superstep.plan.resolve import Resolved
+from superstep.serve.compute.choose_backend import Asked, choose
+from superstep.serve.compute.draft_model import SmallModel
+from superstep.serve.compute.model_runner import Compute, Ranks
+from superstep.serve.compute.paged_attention import FAST_BLOCK
+from superstep.serve.compute.rank_commands import Party
+from superstep.serve.compute.serving_model import Served, build, fill
+from superstep.serve.config import NGRAM, ServeConfig, check_served, check_vocab, fast, plan_of
+from superstep.serve.drafting.grammar_protocol import Matchers
+from superstep.serve.drafting.speculate import FromText, Guesser, Speculation
+from superstep.serve.engine import Engine, Watch
+from superstep.serve.engine_control import Steward
+from superstep.serve.scheduling.kv_pages import Pages
+from superstep.serve.scheduling.request import Info
+from superstep.serve.scheduling.step import Budget
+from superstep.serve.scheduling.step_log import LogFile, Setting
+from superstep.serve.weights import read_version
+
+Watching = Callable[[Setting], Watch]
+
+
+def ends_of_text(folder: Path) -> tuple[int, ...]:
+    """The tokens with which a folder's model ends an answer."""
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name
+        told = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
+        if told is not None:
+            return tuple(told) if isinstance(told, list) else (told,)
+    return ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """What need not be found out of a folder's model.
+
+    Attributes:
+        run: the plan.
+        weights: where they are, if not in the folder.
+        version: what they are called; to find it out all of them are read once more.
+    """
+
+    run: Resolved | None = None
+    weights: Path | None = None
+    version: str | None = None
+
+
+NOTHING = Known()
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """One rank of a server.
+
+    Attributes:
+        run: the plan.
+        forward: its part of the model.
+        party: its part in what is done between steps.
+        pages: that its keys have room for.
+        context_tokens: the most tokens of a prompt and its answer.
+        is_paged: whether every row reads its keys in their pages.
+        small: its part of the model that guesses; None where there is none.
+    """
+
+    run: Resolved
+    forward: Compute
+    party: Party
+    pages: int
+    context_tokens: int
+    is_paged: bool
+    small: Compute | None = None
+
+
+def load_rank(
+    folder: Path,
+    serve: ServeConfig,
+    rank: int,
+    tp: Group | None,
+    device: Device,
+    known: Known = NOTHING,
+) -> Rank:
+    """This rank's part of a folder's model.
+
+    Args:
+        folder: of the model.
+        serve: how.
+        rank: of those that share the model.
+        tp: these.
+        device: where it computes.
+        known: what need not be found out.
+
+    Raises:
+        ConfigError: it cannot be served so, or not on this machine.
+        StateError: the folder holds no model, or it is damaged.
+    """
+    run, weights = known.run or plan_of(folder, serve), known.weights or folder
+    shape, threads = run.shape, torch.get_num_threads()
+    if serve.exact:
+        require_exact(DTYPES[serve.compute], device)
+    check_served(run, serve)
+    context_tokens = serve.context_tokens or shape.max_tokens
+    least = -(-context_tokens // serve.page_tokens)
+    served = build(run, rank, tp, device)
+    fill(served, open_weights(weights))
+    small = _small(run, serve, rank, tp, device)
+    key_bytes = sum(setting_model(each, serve).key_bytes for each in ([run] if small is None else [run, small.run]))
+    page_bytes = serve.page_tokens * key_bytes
+    free_bytes = device.free_bytes(serve.tp * serve.dp)
+    pages = serve.pages or usual_pages(least, serve.requests, free_bytes, page_bytes)
+    require_pages(pages, page_bytes, free_bytes, serve.page_tokens)
+    asked = Asked(
+        pages=pages,
+        page_tokens=serve.page_tokens,
+        quantize=serve.quantize,
+        kernels=serve.kernels,
+        threads=threads,
+        has_adapters=bool(serve.adapters),
+    )
+    forward, memory = choose(served, asked, tp, device)
+    guessing = None
+    if small is not None:
+        guessing, beside = choose(small, asked, tp, device)
+        memory.sleep_with(beside)
+    give_back()
+    party, is_paged = Party(memory, weights, tp, device, serve.read_timeout_s), memory.is_paged
+    return Rank(run, forward, party, pages, context_tokens, is_paged, guessing)
+
+
+def give_back() -> None:
+    """Let the system have what was taken to load, and dropped: glibc keeps it otherwise."""
+    gc.collect()
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def require_pages(pages: int, page_bytes: int, free_bytes: int, page_tokens: int) -> None:
+    """See that a rank has room for its pages of keys.
+
+    Raises:
+        ConfigError: it has not; names a context that would fit, where one page does.
+    """
+    if pages * page_bytes <= free_bytes:
+        return
+    fitting = free_bytes // 2 // page_bytes * page_tokens
+    if fitting:
+        mend = f"set serve.context_tokens to {fitting} or less and leave serve.pages out"
+    else:
+        mend = "that is too little for any context: free some memory, set serve.tp higher, or serve a smaller model"
+    raise ConfigError(
+        f"serve.pages = {pages} take {pages * page_bytes / 2**30:.3g} GiB, and {free_bytes / 2**30:.3g} GiB are free; "
+        f"{mend}."
+    )
+
+
+def usual_pages(least: int, requests: int, free_bytes: int, page_bytes: int) -> int:
+    """Pages where nobody says how many: whole contexts of all requests, but at most a quarter of the free memory.
+
+    Args:
+        least: pages of one context.
+        requests: that run at once.
+        free_bytes: of a rank, once its weights are there.
+        page_bytes: of a page.
+    """
+    return max(least, min(least * requests, free_bytes // 4 // page_bytes))
+
+
+def setting_model(run: Resolved, serve: ServeConfig) -> ServedModel:
+    """A rank's part of the model in numbers."""
+    return served_model(run.shape, tp=serve.tp, number_bytes=DTYPES[serve.compute].itemsize)
+
+
+def way_name(serve: ServeConfig) -> str:
+    """What a way of computing steps is called, in files of measured machines."""
+    return serve.compute + ("-exact" if serve.exact else "") + (f"-{serve.quantize}" if serve.quantize else "")
+
+
+def _setting(rank: Rank, serve: ServeConfig) -> Setting:
+    way = Way(
+        name=way_name(serve),
+        tp=serve.tp,
+        block_keys=BLOCK if serve.exact else FAST_BLOCK,
+        is_paged=rank.is_paged,
+        leaves_rows=rank.forward.leaves_rows,
+    )
+    return Setting(
+        model=setting_model(rank.run, serve),
+        page_tokens=serve.page_tokens,
+        pages=rank.pages,
+        budget=Budget(tokens=serve.step_tokens, requests=serve.requests),
+        way=way,
+    )
+
+
+def share_cores(world: World, serve: ServeConfig) -> None:
+    """A launched rank has one thread; those of a server share out the cores."""
+    if world.device.kind == "cpu":
+        torch.set_num_threads(max(1, cores() // (world.size * serve.dp)))
+
+
+def _small(run: Resolved, serve: ServeConfig, rank: int, tp: Group | None, device: Device) -> Served | None:
+    """This rank's part of the model that guesses."""
+    if serve.speculate in ("", NGRAM):
+        return None
+    folder = Path(serve.speculate)
+    own = plan_of(folder, fast(serve))
+    check_vocab(own, run, serve.speculate)
+    served = build(own, rank, tp, device)
+    fill(served, open_weights(folder))
+    return served
+
+
+def open_engine(
+    folder: Path,
+    serve: ServeConfig,
+    *,
+    tp: Group | None = None,
+    device: Device | None = None,
+    matchers: Matchers | None = None,
+    known: Known = NOTHING,
+    watch: Watching | None = None,
+) -> Engine:
+    """The engine of a folder's model, on rank 0.
+
+    Args:
+        folder: a checkpoint, or a folder as Hugging Face writes it.
+        serve: how.
+        tp: the ranks that share the model; the others ``follow``. None where there is one.
+        device: where it computes; None is the CPU.
+        matchers: makes what holds an answer to its form.
+        known: what need not be found out.
+        watch: makes who looks on at its steps; None writes the log that ``serve.scheduling.step_log`` asks for.
+
+    Raises:
+        ConfigError: it cannot be served so, or not on this machine.
+        StateError: the folder holds no model, or it is damaged; or an adapter is.
+    """
+    engine, _ = open_both(folder, serve, tp=tp, device=device, matchers=matchers, known=known, watch=watch)
+    return engine
+
+
+def open_both(
+    folder: Path,
+    serve: ServeConfig,
+    *,
+    tp: Group | None = None,
+    device: Device | None = None,
+    matchers: Matchers | None = None,
+    known: Known = NOTHING,
+    watch: Watching | None = None,
+) -> tuple[Engine, Steward]:
+    """``open_engine``, and who changes its weights and puts it to sleep."""
+    device = device or Device("cpu")
+    rank = load_rank(folder, serve, 0, tp, device, known)
+    grain = rank.run.plan.grain
+    cells = None if grain is None else grain.cells
+    model = Ranks(
+        rank.forward,
+        cells=cells,
+        group=tp,
+        device=device,
+        party=rank.party,
+        small=rank.small,
+        read_timeout_s=serve.read_timeout_s,
+    )
+    info = Info(
+        name=folder.name,
+        vocab=rank.run.shape.vocab,
+        context_tokens=rank.context_tokens,
+        end_of_text=ends_of_text(folder),
+        version=read_version(known.weights or folder) if known.version is None else known.version,
+    )
+    setting = _setting(rank, serve)
+    if watch is None and serve.replay is not None:
+        watch = partial(LogFile, serve.replay)
+    seen_by = None if watch is None else watch(setting)
+    pages = Pages(rank.pages, serve.page_tokens)
+    guesser: Guesser | None = FromText() if serve.speculate == NGRAM else None
+    if rank.small is not None:
+        guesser = SmallModel(model.guessed, vocab=info.vocab, page_tokens=serve.page_tokens)
+    speculation = Speculation(guesser, serve.draft_tokens)
+    engine = Engine(model, info, pages, setting.budget, matchers, speculation, seen_by)
+    for name, place in serve.adapters:
+        engine.adapters.load(name, place)
+    return engine, Steward(engine, model)

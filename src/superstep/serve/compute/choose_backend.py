@@ -1,0 +1,82 @@
+"""How a rank computes a step: as torch does, unit by unit, or in the decoder that is compiled here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from superstep.comm.device import Device
+from superstep.comm.mesh import Group
+from superstep.kernels.compile_cpp import Built
+from superstep.serve.compute.compiled_decoder import Compiled, can_compile
+from superstep.serve.compute.compiled_exact import compiled_exactly
+from superstep.serve.compute.fast_linears import make_fast
+from superstep.serve.compute.kernels.build import build
+from superstep.serve.compute.kv_cache import KeyStore
+from superstep.serve.compute.lora import Adapters
+from superstep.serve.compute.model_runner import Compute
+from superstep.serve.compute.paged_attention import PagedAttention
+from superstep.serve.compute.serving_model import Served
+from superstep.serve.compute.tiled_kv_cache import TiledAttention, TiledStore, can_tile
+from superstep.serve.compute.torch_forward import Forward
+from superstep.serve.compute.weight_update import Memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What a server's settings say of computing.
+
+    Attributes:
+        pages: of keys.
+        page_tokens: positions of a page.
+        quantize: a name of ``quantize.FORMATS``; empty keeps the weights.
+        kernels: the folder for the compiled decoder; None does without.
+        threads: of a step in exact mode, where torch's own operations have one.
+        has_adapters: whether there are adapters from the start.
+    """
+
+    pages: int
+    page_tokens: int
+    quantize: str
+    kernels: Path | None
+    threads: int
+    has_adapters: bool = False
+
+
+def choose(served: Served, asked: Asked, tp: Group | None, device: Device) -> tuple[Compute, Memory]:
+    """What computes the model of a rank, and the memory of its weights and keys.
+
+    Args:
+        served: the units, with their weights.
+        asked: how.
+        tp: the ranks that share the model; None where there is one.
+        device: where it computes.
+    """
+    shape, is_exact = served.run.shape, served.run.plan.grain is not None
+    dtype = next(iter(served.params.values())).values.dtype
+    ranks = 1 if tp is None else tp.size()
+    heads, kv_heads, head_dim = shape.heads // ranks, shape.kv_heads // ranks, shape.head_dim
+    room = {"layers": shape.layers, "pages": asked.pages, "page_tokens": asked.page_tokens}
+    room |= {"kv_heads": kv_heads, "head_dim": head_dim}
+    takes = can_tile(heads=heads, kv_heads=kv_heads, head_dim=head_dim, page_tokens=asked.page_tokens, dtype=dtype)
+    built = build(asked.kernels) if asked.kernels is not None and device.torch.type == "cpu" and takes else Built(None)
+
+    if is_exact:
+        # What adapters add in exact mode is defined by torch's products, and not yet made in the compiled decoder.
+        if built.library is not None and tp is None and not asked.has_adapters:
+            tiled = TiledStore(**room)
+            found = compiled_exactly(built.library, served, tiled, asked.threads)
+            if found is not None:
+                return found.compute, Memory(served, tiled, found.products)
+        linears = None
+    else:
+        linears = make_fast(served.modules, built, quantize=asked.quantize or None)
+    if built.library is None or linears is None:
+        store = KeyStore(**room, dtype=dtype, device=device.torch)
+        attending = PagedAttention(store, window=shape.window, is_exact=is_exact)
+        return Forward(served, attending, tp, device), Memory(served, store, linears)
+    tiled = TiledStore(**room)
+    memory = Memory(served, tiled, linears)
+    if tp is None and can_compile(shape, served.modules, linears):
+        return Compiled(built.library, shape, served.modules, linears, tiled, Adapters(served, tp)), memory
+    return Forward(served, TiledAttention(built.library, tiled, shape.window), tp, device), memory

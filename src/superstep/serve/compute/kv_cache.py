@@ -1,0 +1,108 @@
+"""The keys and values of every layer, in pages: the one thing that a server remembers of a text.
+
+T  rows of a step         K  key heads of this rank
+L  positions of a text    H  width of one head
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from superstep.numerics.sending import send
+from superstep.serve.compute.flat_batch import Part
+
+
+class KeyStore:
+    """Memory for ``pages`` pages of each layer.
+
+    Args:
+        layers: of the model.
+        pages: of one layer.
+        page_tokens: positions of a page.
+        kv_heads: key heads of this rank.
+        head_dim: width of a head.
+        dtype: of what is kept.
+        device: where it lies.
+    """
+
+    def __init__(
+        self,
+        *,
+        layers: int,
+        pages: int,
+        page_tokens: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.page_tokens = page_tokens
+        shape = (layers, pages * page_tokens, kv_heads, head_dim)
+        # Zeros, not what was there: a weight of zero times a number that is none is none.
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)
+        self.values = torch.zeros(shape, dtype=dtype, device=device)
+
+    @property
+    def bytes(self) -> int:
+        """What it takes."""
+        return 2 * self.keys.numel() * self.keys.element_size()
+
+    def write(self, layer: int, slots_T: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> None:
+        """Put the keys and values of new positions into their places."""
+        self.keys[layer].index_copy_(0, slots_T, k_TKH)
+        self.values[layer].index_copy_(0, slots_T, v_TKH)
+
+    def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys and values at some places, each [*slots.shape, K, H]."""
+        flat = slots.flatten()
+        return tuple(x[layer].index_select(0, flat).unflatten(0, slots.shape) for x in (self.keys, self.values))
+
+
+@dataclass(frozen=True, slots=True)
+class Together:
+    """Parts that are computed in one product: with as many rows each, and keys of one number of blocks.
+
+    Attributes:
+        rows: the rows of each, [n, C].
+        ends: how many positions each row sees, [n, C]: those up to its own.
+        slots: where the keys lie, [n, L]; what is behind a text's end repeats its first place.
+    """
+
+    rows: Tensor
+    ends: Tensor
+    slots: Tensor
+
+
+def slots_of(part: Part, page_tokens: int, *, first: int, end: int) -> list[int]:
+    """Where some positions of a part's text lie in a layer."""
+    return [part.pages[place // page_tokens] * page_tokens + place % page_tokens for place in range(first, end)]
+
+
+FEW = 16
+"""Texts of so many rows each at the most, new tokens and guesses, are computed side by side."""
+
+
+def together(parts: Sequence[Part], page_tokens: int, block: int, device: torch.device) -> list[Together]:
+    """The parts of a step, those of as many rows, if few, side by side where their texts have as many blocks."""
+    groups: dict[tuple[int, ...], list[tuple[int, Part]]] = {}
+    at = 0
+    for number, part in enumerate(parts):
+        kind = (part.count, -(-(part.first + part.count) // block))
+        groups.setdefault(kind if part.count <= FEW else (*kind, number), []).append((at, part))
+        at += part.count
+    return [_gathered(members, page_tokens, kind[1] * block, device) for kind, members in groups.items()]
+
+
+def _gathered(members: Sequence[tuple[int, Part]], page_tokens: int, length: int, device: torch.device) -> Together:
+    rows, ends, slots = [], [], []
+    for at, part in members:
+        end = part.first + part.count
+        held = slots_of(part, page_tokens, first=0, end=end)
+        rows.append(list(range(at, at + part.count)))
+        ends.append(list(range(part.first + 1, end + 1)))
+        slots.append(held + held[:1] * (length - end))
+    return Together(*(send(torch.tensor(x), device) for x in (rows, ends, slots)))

@@ -1,0 +1,174 @@
+"""Attention of a step: every row sees the keys of its own text, wherever their pages are.
+
+One ``attend`` for each layer is passed to the trainer's own blocks. It writes the step's keys and values to their
+places, and reads each text's from its pages. In exact mode a row's bits are those of training, which are those of
+``kernels.exact_attention`` where it is compiled, else of ``numerics.invariant_attention``; in fast mode torch attends.
+
+No kernel of a GPU takes grouped heads together with a mask. There the queries of a key head are rows of one product,
+so that keys are read where they lie and not copied for each query head, and a mask is made for a piece of them.
+
+    n  texts side by side     N  query heads of this rank    L  places read, in whole blocks
+    C  new rows of each       K  key heads, each of G = N / K query heads
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from superstep.kernels import exact_attention
+from superstep.model.fused_attention import fused_attention
+from superstep.numerics.invariant_attention import BLOCK, attend_rows
+from superstep.numerics.sending import send
+from superstep.serve.compute.flat_batch import Part
+from superstep.serve.compute.kv_cache import KeyStore, Together, slots_of, together
+
+FAST_BLOCK = 64
+"""In fast mode texts are read together whose lengths are of the same so many keys."""
+
+MASKED_ROWS = 256
+"""Rows of a key head that a GPU has a mask of at once."""
+
+
+Mix = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Of queries [n, C, N, H], keys and values [n, L, K, H] what each query sees mixed: [n, C, N, H]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What all layers of a step have in common.
+
+    Attributes:
+        slots: where each row's key goes, [T].
+        groups: rows that are computed together.
+        mixes: for each group, how its rows attend to what they see.
+    """
+
+    slots: Tensor
+    groups: tuple[Together, ...]
+    mixes: tuple[Mix, ...]
+
+
+def reading(parts: Sequence[Part], store: KeyStore, *, window: int | None, is_exact: bool) -> Reading:
+    """The places of a step's rows.
+
+    Args:
+        parts: of the step.
+        store: of keys.
+        window: tokens that a row sees back to, itself among them; None means all.
+        is_exact: whether bits must not depend on what is computed together.
+    """
+    page_tokens, device = store.page_tokens, store.keys.device
+    groups = together(parts, page_tokens, BLOCK if is_exact else FAST_BLOCK, device)
+    written = [
+        slot for part in parts for slot in slots_of(part, page_tokens, first=part.first, end=part.first + part.count)
+    ]
+    in_kernel = is_exact and exact_attention.is_for(store.keys.shape[-1], device)
+    mixes: list[Mix] = []
+    for group in groups:
+        starts_nC = torch.zeros_like(group.ends) if window is None else (group.ends - window).clamp_(min=0)
+        if in_kernel:
+            mixes.append(partial(_exact_in_kernel, starts_nC, group.ends))
+        elif store.keys.is_cuda and not is_exact:
+            mixes.append(partial(_fast_in_pieces, starts_nC, group.ends))
+        else:
+            mixes.append(partial(_exact if is_exact else _fast, _hidden(group, starts_nC)))
+    return Reading(slots=send(torch.tensor(written), device), groups=tuple(groups), mixes=tuple(mixes))
+
+
+def _hidden(group: Together, starts_nC: Tensor) -> Tensor:
+    """Which keys its rows do not see: [n, C, L]."""
+    place_L = torch.arange(group.slots.shape[1], device=group.slots.device)
+    return (place_L >= group.ends[..., None]) | (place_L < starts_nC[..., None])
+
+
+@dataclass(frozen=True, slots=True)
+class PagedAttend:
+    """The ``attend`` of one layer in one step."""
+
+    store: KeyStore
+    layer: int
+    step: Reading
+
+    def __call__(self, q_1TNH: Tensor, k_1TKH: Tensor, v_1TKH: Tensor) -> Tensor:
+        """The mixed values: [1, T, N, H]."""
+        self.store.write(self.layer, self.step.slots, k_1TKH[0], v_1TKH[0])
+        out_TNH = torch.empty_like(q_1TNH[0])
+        for group, mix in zip(self.step.groups, self.step.mixes, strict=True):
+            keys, values = self.store.read(self.layer, group.slots)
+            out_TNH[group.rows] = mix(q_1TNH[0][group.rows], keys, values).to(out_TNH.dtype)
+        return out_TNH[None]
+
+
+class PagedAttention:
+    """What attends in a step: called with its parts, gives the ``attend`` of each layer.
+
+    Args:
+        store: of keys.
+        window: tokens that a row sees back to, itself among them; None means all.
+        is_exact: whether bits must not depend on what is computed together.
+    """
+
+    def __init__(self, store: KeyStore, *, window: int | None, is_exact: bool) -> None:
+        self._store = store
+        self._window = window
+        self._is_exact = is_exact
+
+    def __call__(self, parts: Sequence[Part]) -> Callable[[int], PagedAttend]:
+        """The ``attend`` of a layer, by its number."""
+        store = self._store
+        step = reading(parts, store, window=self._window, is_exact=self._is_exact)
+        return lambda layer: PagedAttend(store, layer, step)
+
+
+def _fast(hidden_nCL: Tensor, q_nCNH: Tensor, k_nLKH: Tensor, v_nLKH: Tensor) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q_nCNH, k_nLKH, v_nLKH))
+    mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=~hidden_nCL[:, None], enable_gqa=True)
+    return mixed.transpose(1, 2)
+
+
+def _fast_in_pieces(starts_nC: Tensor, ends_nC: Tensor, q_nCNH: Tensor, k_nLKH: Tensor, v_nLKH: Tensor) -> Tensor:
+    group = q_nCNH.shape[2] // k_nLKH.shape[2]
+    k_nKLH, v_nKLH = (x.transpose(1, 2) for x in (k_nLKH, v_nLKH))
+    place_L = torch.arange(k_nLKH.shape[1], device=k_nLKH.device)
+    out = torch.empty_like(q_nCNH)
+    piece = max(1, MASKED_ROWS // group)
+    for at in range(0, q_nCNH.shape[1], piece):
+        here = slice(at, at + piece)
+        is_seen = (place_L < ends_nC[:, here, None]) & (place_L >= starts_nC[:, here, None])
+        rows = _rows(q_nCNH[:, here], k_nLKH.shape[2])
+        mixed = fused_attention(rows, k_nKLH, v_nKLH, is_seen.repeat(1, group, 1)[:, None])
+        out[:, here] = _unrows(mixed, group)
+    return out
+
+
+def _rows(x_nCNH: Tensor, kv_heads: int) -> Tensor:
+    """The queries of a key head in a row: [n, K, G·C, H]."""
+    rows: Tensor = x_nCNH.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    return rows
+
+
+def _unrows(x_nKRH: Tensor, group: int) -> Tensor:
+    """Back from [n, K, G·C, H] to [n, C, N, H]."""
+    heads: Tensor = x_nKRH.unflatten(2, (group, -1)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+    return heads
+
+
+def _exact_in_kernel(starts_nC: Tensor, ends_nC: Tensor, q_nCNH: Tensor, k_nLKH: Tensor, v_nLKH: Tensor) -> Tensor:
+    q, k, v = (x.float().transpose(1, 2) for x in (q_nCNH, k_nLKH, v_nLKH))
+    mixed, _ = exact_attention.attend(q, k, v, starts_BS=starts_nC, ends_BS=ends_nC)
+    return mixed.transpose(1, 2)
+
+
+def _exact(hidden_nCL: Tensor, q_nCNH: Tensor, k_nLKH: Tensor, v_nLKH: Tensor) -> Tensor:
+    n, _, K, _ = k_nLKH.shape
+    group = q_nCNH.shape[2] // K
+    rows = _rows(q_nCNH.float(), K).flatten(0, 1)
+    keys, values = (x.float().transpose(1, 2).flatten(0, 1) for x in (k_nLKH, v_nLKH))
+    hidden = hidden_nCL.repeat(1, group, 1).repeat_interleave(K, 0)
+    return _unrows(attend_rows(rows, keys, values, hidden).unflatten(0, (n, K)), group)

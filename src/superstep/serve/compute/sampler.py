@@ -1,0 +1,295 @@
+"""Drawing tokens: a pure function of the logits, of what was drawn before, and of (seed, position).
+
+A token is the argmax of logits / temperature plus Gumbel noise (Gumbel 1954; the trick of Maddison 2014), and the noise
+of a token is a hash of seed, position and token. So who else is served, in which order and on which rank, changes no
+draw; and a guessed token may stand exactly where it equals the draw.
+
+What is to be known of many rows is computed where the logits are, and read at once: the host waits for a GPU once.
+
+    V  vocabulary      R  rows      D  rows that are drawn from      W  of these, those of a temperature that is not 1
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from superstep.numerics.sending import send
+from superstep.serve.scheduling.request import Sampling, Told
+
+_MIX_1, _MIX_2 = -0x00AE502812AA7333, -0x3B314601E57A13AD
+"""The multipliers of MurmurHash3's finalizer, 0xFF51AFD7ED558CCD and 0xC4CEB9FE1A85EC53, as signed numbers."""
+
+MOST_NOISE = 1 << 22
+"""Numbers of noise that are made at once: 32 MiB."""
+
+
+class Totals(NamedTuple):
+    """What a row of logits says of its distribution.
+
+    Attributes:
+        largest: logit.
+        log_total: the logarithm of the sum of exp(logit - largest).
+        likeliest: the token of the largest logit, the first of equals.
+    """
+
+    largest: float
+    log_total: float
+    likeliest: int
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What the draw of a token depends on beside the logits.
+
+    Attributes:
+        prompt: the tokens of the prompt.
+        drawn: those drawn so far.
+        allowed: which tokens the answer's form allows next, [V]; None means all.
+    """
+
+    prompt: Sequence[int]
+    drawn: Sequence[int]
+    allowed: Tensor | None = None
+
+
+def gumbel(seed: int, position: int, tokens: Tensor) -> Tensor:
+    """Noise for some tokens at a position, fp64: a function of its arguments alone, on any machine.
+
+    Args:
+        seed: of the request's draws.
+        position: of the token that is drawn.
+        tokens: ids, int64.
+    """
+    return _noise(_key(seed, position), tokens)
+
+
+def _key(seed: int, position: int) -> int:
+    return int.from_bytes(hashlib.blake2b(f"{seed}:{position}".encode(), digest_size=8).digest(), "little", signed=True)
+
+
+def _noise(key: int | Tensor, tokens: Tensor) -> Tensor:
+    bits = tokens * -0x61C8864680B583EB + key  # a step of the golden ratio; int64 wraps around
+    for shift, factor in ((33, _MIX_1), (33, _MIX_2), (33, 1)):
+        bits = (bits ^ (bits >> shift) & ((1 << (64 - shift)) - 1)) * factor
+    uniform = ((bits >> 11) & ((1 << 53) - 1)).double().add_(0.5).mul_(2.0**-53)
+    return uniform.log_().neg_().log_().neg_()
+
+
+class Drawn(NamedTuple):
+    """A token that was drawn.
+
+    Attributes:
+        token: its id.
+        finite: how many tokens it was drawn from.
+        logit: the model's, of this token.
+        logprob: after the temperature, rounded as the trainer's loss is; None where that is 1.
+    """
+
+    token: int
+    finite: int
+    logit: float
+    logprob: float | None = None
+
+
+TotalsOf = Callable[[Tensor], Tensor]
+"""``Totals`` of each row of logits, side by side where the logits are: [R, 3], fp64."""
+
+
+def columns(*numbers_R: Tensor) -> Tensor:
+    """Numbers of each row side by side, in fp64, which holds every fp32 and every id."""
+    return torch.stack([each.double() for each in numbers_R], -1)
+
+
+def totals_of(logits_RV: Tensor) -> Tensor:
+    """``TotalsOf`` in fast mode."""
+    largest_R, likeliest_R = logits_RV.max(-1)
+    log_total_R = (logits_RV - largest_R[:, None]).exp_().sum(-1).log_()
+    return columns(largest_R, log_total_R, likeliest_R)
+
+
+def read_rows(*parts: Tensor) -> list[list[list[float]]]:
+    """The rows of each part on the host, which waits once."""
+    together = torch.cat([part.flatten() for part in parts]).cpu()
+    pieces = together.split([part.numel() for part in parts])
+    return [piece.view(part.shape).tolist() for piece, part in zip(pieces, parts, strict=True)]
+
+
+def read_totals(rows: Sequence[Sequence[float]]) -> list[Totals]:
+    """Those of rows that were read."""
+    return [Totals(largest, log_total, int(likeliest)) for largest, log_total, likeliest in rows]
+
+
+class Draws(NamedTuple):
+    """What was drawn from many rows, where the logits are.
+
+    Attributes:
+        tokens: of each row the token, how many tokens it was drawn from, its logit, and that after the temperature:
+            [D, 4], fp64.
+        totals: after the temperature, of the rows where that is not 1: [W, 3], fp64.
+    """
+
+    tokens: Tensor
+    totals: Tensor
+
+
+def draw_rows(logits_DV: Tensor, asked: Sequence[tuple[Sampling, int]], totals: TotalsOf = totals_of) -> Draws:
+    """Draw from many rows whose logits are taken as they are, but for a temperature above zero: of each row the same as
+    if it were alone.
+
+    Args:
+        logits_DV: fp32.
+        asked: of each row, how to draw and the position of the token.
+        totals: of rows after the temperature; in exact mode those with the bits of training.
+    """
+    rows = max(1, MOST_NOISE // logits_DV.shape[1])
+    pieces = [
+        _draw_piece(logits_DV[first : first + rows], asked[first : first + rows], totals)
+        for first in range(0, len(asked), rows)
+    ]
+    return Draws(*map(torch.cat, zip(*pieces, strict=True)))
+
+
+def _draw_piece(logits_DV: Tensor, asked: Sequence[tuple[Sampling, int]], totals: TotalsOf) -> Draws:
+    device = logits_DV.device
+    scores_DV = logits_DV / send(torch.tensor([[how.temperature] for how, _ in asked]), device)
+    keys_D1 = send(torch.tensor([[_key(how.seed, position)] for how, position in asked]), device)
+    noise_DV = _noise(keys_D1, torch.arange(logits_DV.shape[1], device=device))
+    tokens_D1 = (scores_DV.double() + noise_DV).argmax(-1, keepdim=True)
+    own_D, score_D = (each.gather(1, tokens_D1).flatten() for each in (logits_DV, scores_DV))
+    tokens = columns(tokens_D1.flatten(), scores_DV.isfinite().sum(-1), own_D, score_D)
+    warm = [row for row, (how, _) in enumerate(asked) if how.temperature != 1.0]
+    if not warm:
+        return Draws(tokens, tokens.new_empty(0, len(Totals._fields)))
+    return Draws(tokens, totals(scores_DV[send(torch.tensor(warm), device)]))
+
+
+def read_draws(parts: Sequence[Sequence[Sequence[float]]], asked: Sequence[tuple[Sampling, int]]) -> list[Drawn]:
+    """What was drawn.
+
+    Args:
+        parts: of ``Draws``, as ``read_rows`` gives them.
+        asked: as they were drawn.
+    """
+    tokens, totals = parts
+    warm = iter(read_totals(totals))
+    return [
+        Drawn(int(token), int(finite), logit, None if how.temperature == 1.0 else _logprob(score, next(warm)))
+        for (token, finite, logit, score), (how, _) in zip(tokens, asked, strict=True)
+    ]
+
+
+def draw_plain(logits_DV: Tensor, asked: Sequence[tuple[Sampling, int]], totals: TotalsOf = totals_of) -> list[Drawn]:
+    """``draw_rows``, read at once."""
+    return read_draws(read_rows(*draw_rows(logits_DV, asked, totals)), asked)
+
+
+def draw(
+    logits_V: Tensor,
+    totals: Totals,
+    sampling: Sampling,
+    seen: Seen,
+    position: int,
+    *,
+    drawn: Drawn | None = None,
+    version: str = "",
+) -> Told:
+    """One token, and what is to be told of it.
+
+    Args:
+        logits_V: the model's, fp32.
+        totals: of the model's own distribution.
+        sampling: how to draw.
+        seen: what was drawn before.
+        position: of the token.
+        drawn: what ``draw_plain`` has drawn here already.
+        version: of the weights.
+    """
+    top = likeliest(logits_V, totals, sampling.top_logprobs)
+    if sampling.is_plain and seen.allowed is None:
+        if sampling.is_greedy:
+            own = _logprob(totals.largest, totals)
+            return Told(token=totals.likeliest, logprob=own, kept=1, top=top, version=version)
+        if drawn is None:
+            drawn = draw_plain(logits_V[None], [(sampling, position)])[0]
+        token = drawn.token
+        own = _logprob(drawn.logit, totals)
+        after = own if drawn.logprob is None else drawn.logprob
+        cut = 0 if drawn.finite == len(logits_V) else drawn.finite
+        return Told(token=token, logprob=own, drawn_logprob=after, kept=cut, top=top, version=version)
+    scores_V = changed(logits_V, sampling, seen)
+    if sampling.is_greedy:
+        token = int(scores_V.argmax())
+        return Told(token=token, logprob=logprob(logits_V, totals, token), kept=1, top=top, version=version)
+    kept, scores = truncated(scores_V / sampling.temperature, sampling)
+    at = int((scores.double() + gumbel(sampling.seed, position, kept)).argmax())
+    token = int(kept[at])
+    return Told(
+        token=token,
+        logprob=logprob(logits_V, totals, token),
+        drawn_logprob=_tempered(scores, at),
+        kept=0 if len(kept) == len(logits_V) else len(kept),
+        top=top,
+        version=version,
+    )
+
+
+def _tempered(scores: Tensor, at: int) -> float:
+    return float(scores[at].double() - scores.double().logsumexp(0))
+
+
+def logprob(logits_V: Tensor, totals: Totals, token: int) -> float:
+    """A token's log-probability, rounded as the trainer's loss is."""
+    return _logprob(logits_V[token].item(), totals)
+
+
+def _logprob(logit: float, totals: Totals) -> float:
+    return -float(np.float32(totals.log_total) + np.float32(totals.largest) - np.float32(logit))
+
+
+def likeliest(logits_V: Tensor, totals: Totals, count: int) -> tuple[tuple[int, float], ...]:
+    """The ``count`` likeliest tokens and their log-probabilities."""
+    if count == 0:
+        return ()
+    (rows,) = read_rows(columns(*logits_V.topk(min(count, len(logits_V)))))
+    return tuple((int(token), _logprob(logit, totals)) for logit, token in rows)
+
+
+def changed(logits_V: Tensor, sampling: Sampling, seen: Seen) -> Tensor:
+    """The logits after penalties and biases, and without what the answer's form does not allow; a tensor of its own."""
+    scores_V = logits_V.clone()
+    if sampling.repetition_penalty != 1.0:
+        tokens = send(torch.tensor(sorted({*seen.prompt, *seen.drawn})), scores_V.device)
+        old, by = scores_V[tokens], sampling.repetition_penalty
+        scores_V[tokens] = torch.where(old > 0, old / by, old * by)
+    if seen.drawn and (sampling.presence_penalty or sampling.frequency_penalty):
+        counts = Counter(seen.drawn)
+        tokens = send(torch.tensor(list(counts)), scores_V.device)
+        times = send(torch.tensor(list(counts.values()), dtype=scores_V.dtype), scores_V.device)
+        scores_V[tokens] -= sampling.presence_penalty + sampling.frequency_penalty * times
+    for token, bias in sampling.logit_bias:
+        scores_V[token] += bias
+    if seen.allowed is not None:
+        scores_V.masked_fill_(send(~seen.allowed, scores_V.device), float("-inf"))
+    return scores_V
+
+
+def truncated(scores_V: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """The tokens that may be drawn, by id, and their scores: top-k first, of those top-p, of those min-p."""
+    if sampling.top_k == 0 and sampling.top_p == 1.0 and sampling.min_p == 0.0:
+        kept = scores_V.isfinite().nonzero().flatten()
+        return kept, scores_V[kept]
+    count = min(sampling.top_k or len(scores_V), len(scores_V))
+    scores, kept = scores_V.topk(count) if count < len(scores_V) else scores_V.sort(descending=True, stable=True)
+    share = scores.double().softmax(0)
+    before = share.cumsum(0) - share
+    stays = (before < sampling.top_p) & (share >= sampling.min_p * share[0]) & scores.isfinite()
+    stays[0] = True
+    return kept[stays], scores[stays]

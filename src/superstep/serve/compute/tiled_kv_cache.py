@@ -1,0 +1,127 @@
+"""Keys and values as the compiled attention reads them, and attention over them.
+
+Of 16 places that follow each other, each pair of numbers of a key lies beside that of the other 15 keys; of values,
+each number beside that of the next place. So scores and mixed values are made by the same loop as products.
+
+    T  rows of a step         K  key heads of this rank
+    N  query heads            H  width of one head
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from ctypes import byref
+
+import torch
+from torch import Tensor
+
+from superstep.serve.compute.flat_batch import Part
+from superstep.serve.compute.kernels.calls import Keys, Places, Queries, Store, address, held, pointer
+
+GROUP = 16
+"""Places whose keys lie side by side."""
+
+MOST_GROUP, MOST_WIDTH = 16, 256
+"""What the attention takes: query heads of a key head, and the width of a head."""
+
+
+class TiledStore:
+    """Memory for ``pages`` pages of each layer.
+
+    Args:
+        layers: of the model.
+        pages: of one layer.
+        page_tokens: positions of a page.
+        kv_heads: key heads of this rank.
+        head_dim: width of a head.
+    """
+
+    def __init__(self, *, layers: int, pages: int, page_tokens: int, kv_heads: int, head_dim: int) -> None:
+        self.page_tokens = page_tokens
+        self.kv_heads = kv_heads
+        self.head_dim = head_dim
+        size = pages * page_tokens * kv_heads * head_dim
+        self.keys, self.values = (torch.zeros(layers, size, dtype=torch.bfloat16) for _ in range(2))
+        self._layer_size = size
+
+    @property
+    def bytes(self) -> int:
+        """What it takes."""
+        return 2 * self.keys.numel() * self.keys.element_size()
+
+    @property
+    def all(self) -> Keys:
+        """Of all layers, where they are now."""
+        return Keys(pointer(self.keys), pointer(self.values), self._layer_size)
+
+    def layer(self, number: int) -> Store:
+        """Of one layer."""
+        return Store(pointer(self.keys[number]), pointer(self.values[number]), self.kv_heads, self.head_dim)
+
+
+class Placed:
+    """The rows of a step, and where their texts have their keys.
+
+    Args:
+        parts: of the step.
+        page_tokens: positions of a page.
+        window: tokens that a row sees back to, itself among them; None means all.
+    """
+
+    def __init__(self, parts: Sequence[Part], page_tokens: int, window: int | None) -> None:
+        told: list[int] = []
+        pages: list[int] = []
+        row = 0
+        for part in parts:
+            told += (row, part.first, part.count, len(pages))
+            pages += part.pages
+            row += part.count
+        self._parts, self._pages = held(told, "q"), held(pages, "i")
+        self.places = Places(address(self._parts), len(parts), address(self._pages), page_tokens, window or 0)
+
+
+class TiledAttention:
+    """What attends in a step: called with its parts, gives the ``attend`` of each layer.
+
+    Args:
+        library: the compiled decoder.
+        store: of keys.
+        window: tokens that a row sees back to; None means all.
+    """
+
+    def __init__(self, library: ctypes.CDLL, store: TiledStore, window: int | None) -> None:
+        self._library = library
+        self._store = store
+        self._window = window
+
+    def __call__(self, parts: Sequence[Part]) -> Callable[[int], Callable[[Tensor, Tensor, Tensor], Tensor]]:
+        """The ``attend`` of a layer, by its number."""
+        placed = Placed(parts, self._store.page_tokens, self._window)
+        return lambda layer: lambda q, k, v: self._attend(placed, layer, q, k, v)
+
+    def _attend(self, placed: Placed, layer: int, q_1TNH: Tensor, k_1TKH: Tensor, v_1TKH: Tensor) -> Tensor:
+        q_TNH, k_TKH, v_TKH = (x[0].contiguous() for x in (q_1TNH, k_1TKH, v_1TKH))
+        out_TNH = torch.empty_like(q_TNH)
+        heads, width = q_TNH.shape[1:]
+        self._library.superstep_attend(
+            byref(Queries(pointer(q_TNH), heads * width, pointer(out_TNH), heads)),
+            ctypes.c_void_p(pointer(k_TKH)),
+            ctypes.c_void_p(pointer(v_TKH)),
+            byref(self._store.layer(layer)),
+            byref(placed.places),
+            ctypes.c_int64(torch.get_num_threads()),
+        )
+        return out_TNH[None]
+
+
+def can_tile(*, heads: int, kv_heads: int, head_dim: int, page_tokens: int, dtype: torch.dtype) -> bool:
+    """Whether the compiled attention takes a model's heads and pages."""
+    return (
+        dtype == torch.bfloat16
+        and heads % kv_heads == 0
+        and heads // kv_heads <= MOST_GROUP
+        and head_dim <= MOST_WIDTH
+        and head_dim % GROUP == 0
+        and page_tokens % GROUP == 0
+    )

@@ -1,0 +1,96 @@
+"""guesses: what it costs to guess tokens, and how many must stand for it to pay; before the server starts.
+
+    one step for each token      large: 1 row of each request
+    a step that judges guesses   small: 1 row, as many times as tokens are guessed; large: a row more for each of them
+
+Nobody knows before how many guesses will stand, which depends on the texts. So both ends are told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from superstep.cost.serve import Way, Work, seconds, way_of
+from superstep.serve.capacity_forecast import STREAMS, Server
+from superstep.serve.scheduling.step import Chunk, Step
+from superstep.serve.scheduling.step_log import Entry, Fact, work_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guess:
+    """Requests of which all guess in one step.
+
+    Attributes:
+        streams: how many run.
+        tokens: guessed for each; a step may have no room for as many as are asked for.
+        plain_s: a step for one token of each, where nobody guesses.
+        guess_s: what guessing takes; 0 where the text itself says what to guess.
+        step_s: the step that judges them, where all stand.
+        best_tokens_per_s: where all stand.
+        pays_from: guesses of each request that must stand in the mean, for answers to come no later than without.
+    """
+
+    streams: int
+    tokens: int
+    plain_s: float
+    guess_s: float
+    step_s: float
+    best_tokens_per_s: float
+    pays_from: float
+
+
+def guesses(server: Server, *, draft_tokens: int, known: int, replicas: int = 1) -> list[Guess]:
+    """What guessing takes, for some numbers of requests.
+
+    Args:
+        server: what is asked about.
+        draft_tokens: the most guessed for a request.
+        known: tokens of each, in the middle of its answer.
+        replicas: that share the requests.
+    """
+    counts = [count for count in STREAMS if count <= server.budget.requests * replicas]
+    found = [(count, -(-count // replicas)) for count in counts]
+    room = [(count, share, min(draft_tokens, server.budget.tokens // share - 1)) for count, share in found]
+    return [_guess(server, count, share, tokens, known) for count, share, tokens in room if tokens > 0]
+
+
+def _guess(server: Server, streams: int, share: int, tokens: int, known: int) -> Guess:
+    way, window = way_of(server.rate), server.model.window
+    plain_s = seconds(server.rate, server.model, _work(share, 0, known, way, window))
+    step_s = seconds(server.rate, server.model, _work(share, tokens, known, way, window))
+    guess_s = 0.0
+    if server.small is not None:
+        rate, model = server.small.rate, server.small.model
+        own = way_of(rate)
+        guess_s = sum(
+            seconds(rate, model, _work(share, 0, known + place, own, model.window)) for place in range(tokens)
+        )
+        # The last guess is not computed, but where it ends a page.
+        guess_s += _last_s(server, share, known + tokens) / server.page_tokens
+    return Guess(
+        streams=streams,
+        tokens=tokens,
+        plain_s=plain_s,
+        guess_s=guess_s,
+        step_s=step_s,
+        best_tokens_per_s=streams * (tokens + 1) / (step_s + guess_s),
+        pays_from=(step_s + guess_s) / plain_s - 1,
+    )
+
+
+def _last_s(server: Server, share: int, known: int) -> float:
+    assert server.small is not None
+    rate, model = server.small.rate, server.small.model
+    silent = replace(_work(share, 0, known, way_of(rate), model.window), wanted=0, drawn=0)
+    return seconds(rate, model, silent)
+
+
+def _work(requests: int, guessed: int, known: int, way: Way, window: int | None) -> Work:
+    """A step for one token of each request, and so many guesses of each."""
+    chunks: Sequence[Chunk] = [
+        Chunk(request=number, first=known - 1, count=1 + guessed, pages=()) for number in range(requests)
+    ]
+    facts = {number: Fact(known) for number in range(requests)}
+    entry = Entry(at_s=0.0, took_s=0.0, step=Step(chunks=tuple(chunks), frees=(), version=""), facts=facts)
+    return work_of(entry, way, window)

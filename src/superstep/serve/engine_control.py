@@ -1,0 +1,320 @@
+"""The steward of an engine: what is done to it between steps, on rank 0. New weights, pauses, sleep.
+
+    Change ──► read beside, while steps run ──► switch ──► Done
+    Pause  ──► hold: none, or those that came before, are computed ──► Resume
+    Sleep  ──► pages and weights given back ──► Wake ──► read ──► serve ──► Done
+
+Pauses begin and end at once. What takes or gives memory is done one after the other, in the order in which it came. A
+deed that cannot be done changes nothing.
+
+What becomes of requests under way when weights change is told by the deed:
+
+    recompute   they give their pages back and begin again with the tokens that they have: every token that is told
+                under a version is what these weights say after the tokens before it
+    keep        they keep their keys, which cost nothing, and are of the old weights; nobody else finds those pages
+    wait        they are answered first; who comes meanwhile waits
+    abort       they are taken back
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from pathlib import Path
+from typing import Literal
+
+from superstep.errors import ConfigError, UserError
+from superstep.serve.compute.model_runner import Ranks
+from superstep.serve.compute.rank_commands import Tensors
+from superstep.serve.engine import Engine
+from superstep.serve.engine_messages import (
+    Change,
+    Deed,
+    Done,
+    LoadAdapter,
+    Pause,
+    Resume,
+    Sleep,
+    Standing,
+    UnloadAdapter,
+    Wake,
+)
+
+ADAPTER_S = 0.02
+"""How long a step waits for an adapter: most are read by then."""
+
+REST_S = 0.05
+"""How long is waited for a file at a time, where nothing is to be computed."""
+
+
+class Steward:
+    """Does what it is asked for, between steps; the thread that calls the engine calls it.
+
+    Args:
+        engine: that it is done to.
+        model: the same that the engine computes with.
+    """
+
+    def __init__(self, engine: Engine, model: Ranks) -> None:
+        self._engine = engine
+        self._model = model
+        self._line: deque[tuple[int, Change | Sleep | Wake]] = deque()
+        self._adapter_line: deque[tuple[int, LoadAdapter | UnloadAdapter]] = deque()
+        self._done: list[Done] = []
+        self._paused: Pause | None = None
+        self._barriers: dict[Literal["pause", "change"], int] = {}
+        self._draining: int | None = None
+        self._is_asleep = False
+        self._path = str(model.party.path)
+        self._changes = 0
+
+    @property
+    def standing(self) -> Standing:
+        """How the engine stands."""
+        state: Literal["serving", "paused", "closed", "asleep"] = "serving"
+        if self._is_asleep:
+            state = "asleep"
+        elif self._paused is not None:
+            state = "closed" if self._paused.mode == "abort" else "paused"
+        return Standing(
+            state=state,
+            version=self._engine.info.version,
+            path=self._path,
+            changes=self._changes,
+            adapters=self._engine.adapters.all,
+        )
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether ``tick`` has something to do, or to wait for."""
+        return bool(self._line or self._adapter_line or self._done or self._draining is not None)
+
+    def ask(self, number: int, deed: Deed) -> None:
+        """Take something on; ``tick`` says when it is done."""
+        match deed:
+            case Pause():
+                self._pause(number, deed)
+            case Resume():
+                self._resume(number)
+            case LoadAdapter() | UnloadAdapter():
+                self._adapter_line.append((number, deed))
+            case _:
+                self._line.append((number, deed))
+
+    def tick(self) -> list[Done]:
+        """Do what can be done before the next step; what has been done since the last time."""
+        if self._draining is not None and not self._engine.has_before(self._barriers["pause"]):
+            self._say(self._draining)
+            self._draining = None
+        while self._adapter_line and self._try_adapter(*self._adapter_line[0]):
+            self._adapter_line.popleft()
+        while self._line and self._try(*self._line[0]):
+            self._line.popleft()
+        done, self._done = self._done, []
+        return done
+
+    def rest(self) -> None:
+        """Wait for what is being read, for a moment. To be called where nothing can be computed."""
+        reading = self._model.party.reading
+        if reading is not None and not reading.is_over:
+            reading.reader.wait(REST_S)
+        elif self.is_busy:
+            time.sleep(REST_S)
+
+    # For who has the engine in hand.
+
+    def swap(self, source: Path | Tensors, *, requests: Literal["recompute", "keep", "abort"] = "recompute") -> str:
+        """Other weights, at once: the next step computes with them. Returns their version.
+
+        Args:
+            source: a snapshot's folder, any other of weights, or whole tensors by global name.
+            requests: what becomes of those under way.
+
+        Raises:
+            StateError: they cannot be served; those in place stay.
+            ConfigError: the engine sleeps without weights, or several ranks cannot be given tensors.
+        """
+        self._require_weights()
+        self._model.read(source)
+        while not self._model.is_read():
+            self.rest()
+        self._switch(source, requests)
+        return self._engine.info.version
+
+    def sleep(self, *, keeps_weights: bool = False) -> None:
+        """Give the memory of keys back, and of the weights where they are not kept. Requests under way begin again
+        after ``wake``.
+
+        Raises:
+            ConfigError: it sleeps already.
+        """
+        if self._is_asleep:
+            raise ConfigError("sleep: the engine is asleep already; wake it first.")
+        self._engine.begin_again()
+        self._engine.pages.forget_all()
+        self._model.sleep(keeps_weights=keeps_weights)
+        self._is_asleep = True
+        self._hold()
+
+    def wake(self, source: Path | Tensors | None = None, *, version: str = "") -> str:
+        """Take the memory again, with other weights where some are given. Returns their version.
+
+        Args:
+            source: as of ``swap``; None takes those it had.
+            version: what the weights are called, where that is known; else all of them are read to find out.
+
+        Raises:
+            StateError: they cannot be served; it sleeps on.
+            ConfigError: it does not sleep.
+        """
+        self._read_to_wake(source, is_named=not version)
+        while not self._may_wake():
+            self.rest()
+        self._wake(source, version)
+        return self._engine.info.version
+
+    # One deed at a time.
+
+    def _try(self, number: int, deed: Change | Sleep | Wake) -> bool:
+        """Whether a deed is over."""
+        try:
+            match deed:
+                case Change(path, requests):
+                    if not self._may_switch(deed):
+                        return False
+                    self._switch(Path(path), requests)
+                case Sleep(keeps_weights):
+                    self.sleep(keeps_weights=keeps_weights)
+                case Wake(path):
+                    source = None if path is None else Path(path)
+                    if self._model.party.reading is None:
+                        self._read_to_wake(source)
+                    if not self._may_wake():
+                        return False
+                    self._wake(source)
+        except UserError as error:
+            self._say(number, str(error))
+        else:
+            self._say(number)
+        return True
+
+    def _may_switch(self, deed: Change) -> bool:
+        """Whether weights are read, and nobody has to be waited for."""
+        reading = self._model.party.reading
+        if reading is None:
+            self._require_weights()
+            if deed.requests == "wait" and self._paused is not None and self._paused.mode == "keep":
+                raise ConfigError(
+                    "requests = 'wait' while the engine is paused: those under way are not computed; resume first, or "
+                    "use one of recompute, keep, abort."
+                )
+            self._model.read(Path(deed.path))
+            return False
+        if not self._model.is_read():
+            return False
+        if deed.requests == "wait" and not reading.why:
+            before = self._barriers.setdefault("change", self._engine.arrivals)
+            self._hold()
+            return not self._engine.has_before(before)
+        return True
+
+    def _switch(self, source: Path | Tensors, requests: Literal["recompute", "keep", "wait", "abort"]) -> None:
+        reading = self._model.party.reading
+        assert reading is not None, "something was read"
+        try:
+            if reading.version == self._engine.info.version and not reading.why:
+                self._model.forget()
+                return
+            self._model.switch()
+        finally:
+            self._barriers.pop("change", None)
+            self._hold()
+        if requests == "abort":
+            self._engine.abort_all()
+        self._changes += 1
+        self._engine.renew(reading.version, keeps_keys=requests == "keep")
+        self._came_from(source)
+
+    def _read_to_wake(self, source: Path | Tensors | None, *, is_named: bool = True) -> None:
+        """Begin to read, where the engine lacks weights or is to have others."""
+        if not self._is_asleep:
+            raise ConfigError("wake: the engine is not asleep.")
+        if source is None and self._model.party.memory.has_weights:
+            return
+        self._model.sleep(keeps_weights=False)  # there is no room for two sets
+        self._model.read(source, is_named=is_named)
+
+    def _may_wake(self) -> bool:
+        """Whether nothing has to be read, or all is."""
+        return self._model.party.reading is None or self._model.is_read()
+
+    def _wake(self, source: Path | Tensors | None, version: str = "") -> None:
+        version = self._model.wake() or version
+        if version and version != self._engine.info.version:
+            self._changes += 1
+            self._engine.renew(version, keeps_keys=False)
+        self._came_from(source)
+        self._is_asleep = False
+        self._hold()
+
+    def _pause(self, number: int, deed: Pause) -> None:
+        self._answer_drain()
+        self._paused = deed
+        if deed.mode == "abort":
+            self._engine.abort_all()
+        self._barriers["pause"] = self._engine.arrivals if deed.mode == "wait" else 0
+        self._hold()
+        if deed.mode == "wait":
+            self._draining = number
+        else:
+            self._say(number)
+
+    def _resume(self, number: int) -> None:
+        if self._is_asleep:
+            self._say(number, "resume: the engine is asleep; wake it first.")
+            return
+        self._paused = None
+        self._barriers.pop("pause", None)
+        self._hold()
+        self._answer_drain()
+        self._say(number)
+
+    def _try_adapter(self, number: int, deed: LoadAdapter | UnloadAdapter) -> bool:
+        """Whether an adapter has come or gone, or was refused."""
+        adapters = self._engine.adapters
+        try:
+            match deed:
+                case LoadAdapter(name, path):
+                    if not adapters.is_reading:
+                        adapters.read(name, Path(path))
+                    if not adapters.is_read(ADAPTER_S):
+                        return False
+                    adapters.hold()
+                case UnloadAdapter(name):
+                    adapters.unload(name)
+        except UserError as error:
+            self._say(number, str(error))
+        else:
+            self._say(number)
+        return True
+
+    def _answer_drain(self) -> None:
+        """Who waits for a pause that is no more is told how things stand."""
+        if self._draining is not None:
+            self._say(self._draining)
+            self._draining = None
+
+    def _hold(self) -> None:
+        before = [*self._barriers.values(), *([0] if self._is_asleep else [])]
+        self._engine.hold(min(before) if before else None)
+
+    def _require_weights(self) -> None:
+        if not self._model.party.memory.has_weights:
+            raise ConfigError("the engine sleeps without weights; wake it with the new ones.")
+
+    def _came_from(self, source: Path | Tensors | None) -> None:
+        if source is not None:
+            self._path = str(source) if isinstance(source, Path) else ""
+
+    def _say(self, number: int, why: str = "") -> None:
+        self._done.append(Done(number, self.standing, why))

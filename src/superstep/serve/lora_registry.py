@@ -1,0 +1,203 @@
+"""The adapters that an engine answers with: by name, counted by the requests that use them.
+
+    load "tone"   ──► number 1 ──► every rank reads the folder beside the steps, and holds it between two
+    load "tone"   ──► number 2: new requests take it; number 1 goes when its last request has ended
+    unload "tone" ──► no new request; number 2 goes in the same way
+
+A number is given out once, so that nothing of an adapter is ever taken for another's.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from superstep.errors import ConfigError, did_you_mean
+from superstep.model.peft_config import CONFIG
+from superstep.serve.scheduling.request import AdapterInfo
+
+WAIT_S = 1.0
+"""How long is waited for an adapter at a time."""
+
+
+class Holder(Protocol):
+    """The ranks, as far as adapters go."""
+
+    def read_adapter(self, folder: Path) -> None:
+        """Begin to read an adapter, on every rank.
+
+        Raises:
+            ConfigError: the model can have none.
+        """
+
+    def is_adapter_read(self, most_s: float) -> bool:
+        """Whether every rank has read it, or cannot; may wait for so long."""
+
+    def hold_adapter(self, number: int) -> str:
+        """Hold what was read, on every rank or on none; its version.
+
+        Raises:
+            UserError: it cannot be used.
+        """
+
+    def drop_adapter(self, number: int) -> None:
+        """Let go of one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The adapter of a request.
+
+    Attributes:
+        number: on the ranks; 0 is none.
+        version: a digest of its content; empty where there is none.
+    """
+
+    number: int = 0
+    version: str = ""
+
+    def version_with(self, weights: str) -> str:
+        """What a token was computed with."""
+        return f"{weights}+{self.version}" if self.version else weights
+
+
+NONE = Chosen()
+
+
+class Shelf:
+    """The adapters by name.
+
+    Args:
+        holder: the ranks.
+    """
+
+    def __init__(self, holder: Holder) -> None:
+        self._holder = holder
+        self._named: dict[str, Chosen] = {}
+        self._users: Counter[int] = Counter()
+        self._last = 0
+        self._reading = ""
+
+    @property
+    def all(self) -> tuple[AdapterInfo, ...]:
+        """Those that can be asked for."""
+        return tuple(AdapterInfo(name=name, version=chosen.version) for name, chosen in self._named.items())
+
+    def load(self, name: str, folder: Path) -> AdapterInfo:
+        """``read`` and ``hold``; waits for what is read meanwhile.
+
+        Raises:
+            UserError: it cannot be used. What was there of the name stays.
+        """
+        self.read(name, folder)
+        while not self.is_read(WAIT_S):
+            pass
+        return self.hold()
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether an adapter is being read, or was and is not yet held."""
+        return bool(self._reading)
+
+    def read(self, name: str, folder: Path) -> None:
+        """Begin to read an adapter.
+
+        Raises:
+            ConfigError: it has no name, or this model can have none.
+        """
+        if not name:
+            raise ConfigError(f"adapter '{folder}' has no name; give it one.")
+        self._holder.read_adapter(folder)
+        self._reading = name
+
+    def is_read(self, most_s: float) -> bool:
+        """Whether it has been read, or cannot be; may wait for so long."""
+        return self._holder.is_adapter_read(most_s)
+
+    def hold(self) -> AdapterInfo:
+        """Answer with what was read, in the place of one of the same name. Requests under way keep what they have.
+
+        Raises:
+            UserError: it cannot be used. What was there of the name stays.
+        """
+        name, self._reading = self._reading, ""
+        self._last += 1
+        made = Chosen(self._last, self._holder.hold_adapter(self._last))
+        before = self._named.get(name)
+        self._named[name] = made
+        self._drop_unused(before)
+        return AdapterInfo(name=name, version=made.version)
+
+    def unload(self, name: str) -> None:
+        """Take an adapter off the shelf. Requests under way keep it.
+
+        Raises:
+            ConfigError: there is none of that name.
+        """
+        chosen = self._find(name)
+        del self._named[name]
+        self._drop_unused(chosen)
+
+    def begin(self, name: str) -> Chosen:
+        """One more request that uses an adapter, or none where the name is empty.
+
+        Raises:
+            ConfigError: there is none of that name.
+        """
+        chosen = self._find(name) if name else NONE
+        self._users[chosen.number] += 1
+        return chosen
+
+    def end(self, chosen: Chosen) -> None:
+        """One request less."""
+        self._users[chosen.number] -= 1
+        assert self._users[chosen.number] >= 0, f"adapter {chosen.number} is let go of too often"
+        self._drop_unused(chosen)
+
+    def _find(self, name: str) -> Chosen:
+        if name not in self._named:
+            hint = did_you_mean(name, self._named) if self._named else "; none is."
+            raise ConfigError(f"adapter = '{name}' is not loaded{hint}")
+        return self._named[name]
+
+    def _drop_unused(self, chosen: Chosen | None) -> None:
+        if chosen and chosen.number and not self._users[chosen.number] and chosen not in self._named.values():
+            self._holder.drop_adapter(chosen.number)
+            del self._users[chosen.number]
+
+
+def folders_of(text: str) -> tuple[tuple[str, Path], ...]:
+    """Names and folders of adapters, from ``NAME=FOLDER`` or folders, with commas between. A folder that is no adapter
+    stands for all adapters in it, each with the name of its folder.
+
+    Raises:
+        ConfigError: a folder is not there or holds no adapter, or a name comes twice.
+    """
+    found: list[tuple[str, Path]] = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, place = part.rpartition("=")
+        folder = Path(place).expanduser()
+        inner = [folder] if (folder / CONFIG).is_file() else sorted(file.parent for file in folder.glob(f"*/{CONFIG}"))
+        if not inner or (equals and (inner != [folder] or not name)):
+            raise ConfigError(
+                f"serve.adapters names '{part}', and '{folder}' holds no {CONFIG}; name an adapter as peft writes it, "
+                "NAME=FOLDER, or a folder of such folders."
+            )
+        found += [(name or one.resolve().name, one.resolve()) for one in inner]
+    twice = [name for name, count in Counter(name for name, _ in found).items() if count > 1]
+    if twice:
+        raise ConfigError(f"serve.adapters has two adapters called '{twice[0]}'; give one another name: NAME=FOLDER.")
+    return tuple(found)
+
+
+def check_names(model: str, names: Sequence[str]) -> None:
+    """See that clients can tell the adapters from the model.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    if model in names:
+        raise ConfigError(f"adapter '{model}' has the name of the model; give one of them another.")

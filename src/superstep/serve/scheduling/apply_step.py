@@ -1,0 +1,74 @@
+"""What a step changes of the books: who runs, who waits, whose the pages are. Engine and simulator keep them so."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from superstep.serve.scheduling.kv_pages import Pages
+from superstep.serve.scheduling.request_state import LiveRequest
+from superstep.serve.scheduling.step import Chunk, Step
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """What was counted while a step was booked.
+
+    Attributes:
+        preemptions: requests that lost their pages.
+        queried_tokens: of texts that were looked up in the prefix cache.
+        hit_tokens: of these, what was there.
+    """
+
+    preemptions: int
+    queried_tokens: int
+    hit_tokens: int
+
+
+def book(
+    step: Step,
+    live: Mapping[int, LiveRequest],
+    running: list[LiveRequest],
+    waiting: list[LiveRequest],
+    pages: Pages,
+) -> Changed:
+    """Give pages to whom the step gives them, and take them from whom it frees. Both lines stay in their order."""
+    queried = hit = 0
+    for number in step.frees:
+        one = live[number]
+        pages.release(one.pages)
+        one.freed()
+        running.remove(one)
+        waiting.append(one)
+    for chunk in step.chunks:
+        one = live[chunk.request]
+        if one in waiting:
+            waiting.remove(one)
+            running.append(one)
+            pages.share(chunk.pages[: chunk.shared])
+            one.pages = chunk.pages[: chunk.shared]
+            one.cached_tokens = min(chunk.first, len(one.request.prompt))
+            queried += one.known
+            hit += chunk.first
+    for chunk in step.chunks:
+        one = live[chunk.request]
+        pages.take(chunk.pages[len(one.pages) :])
+        one.pages = chunk.pages
+    waiting.sort(key=lambda one: one.urgency)
+    running.sort(key=lambda one: one.urgency)
+    return Changed(len(step.frees), queried, hit)
+
+
+def computed(live: LiveRequest, chunk: Chunk, pages: Pages, *, end: int, version: str) -> None:
+    """The keys up to ``end`` are there: full pages are known by theirs, and pages behind it are given back."""
+    live.computed = end
+    full = range(chunk.first // pages.page_tokens, end // pages.page_tokens)
+    if live.is_mixed:
+        full = range(0)  # found under these weights, they would answer others with keys of the old ones
+    keys = live.keys(version) if full else []
+    for page in full:
+        pages.publish(chunk.pages[page], keys[page])
+    held = -(-end // pages.page_tokens)
+    if len(live.pages) > held:
+        pages.release(live.pages[held:])
+        live.pages = live.pages[:held]

@@ -1,0 +1,110 @@
+"""A request on its way: its tokens so far, its pages, and what was told of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from superstep.serve.lora_registry import NONE, Chosen
+from superstep.serve.scheduling.kv_pages import page_keys, root_key
+from superstep.serve.scheduling.request import Finish, Request
+
+
+class LiveRequest:
+    """The engine's own record of a request; the schedule and ``check`` read it.
+
+    Args:
+        request: what was asked.
+        order: how many came before it.
+        page_tokens: positions of a page.
+        end_of_text: the model's tokens that end an answer.
+        context_tokens: the most tokens, prompt and answer together.
+        adapter: that it is answered with.
+
+    Attributes:
+        drafts: positions that it would like behind its known tokens, for guesses.
+        guessed: what a step has there.
+        prompt_told: tokens of the prompt that have been told of, where that was asked for; nothing is of the first.
+        is_mixed: whether its keys are of several weights. Pages of such keys are nobody else's.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        *,
+        order: int,
+        page_tokens: int,
+        end_of_text: Sequence[int],
+        context_tokens: int,
+        adapter: Chosen = NONE,
+    ) -> None:
+        self.request = request
+        self.adapter = adapter
+        self.order = order
+        self.tokens = list(request.prompt)
+        self.computed = 0
+        self.pages: tuple[int, ...] = ()
+        self.drafts = 0
+        self.guessed: tuple[int, ...] = ()
+        self.cached_tokens = 0
+        self.prompt_told = 1
+        self.is_mixed = False
+        self._page_tokens = page_tokens
+        self._ends = set(request.sampling.stop_tokens) | (set() if request.sampling.ignore_eos else set(end_of_text))
+        self._room = min(request.sampling.max_tokens, context_tokens - len(request.prompt))
+        self._keys: list[bytes] = []
+        self._root = b""
+        self._version = ""
+
+    @property
+    def id(self) -> int:
+        """The request's number."""
+        return self.request.id
+
+    @property
+    def known(self) -> int:
+        """Tokens of the prompt, and those drawn."""
+        return len(self.tokens)
+
+    @property
+    def left(self) -> int:
+        """Tokens that may still be drawn."""
+        return self._room - (self.known - len(self.request.prompt))
+
+    @property
+    def drawn(self) -> Sequence[int]:
+        """The answer so far."""
+        return self.tokens[len(self.request.prompt) :]
+
+    @property
+    def urgency(self) -> tuple[int, int]:
+        """Sorts requests: the smallest goes first."""
+        return self.request.priority, self.order
+
+    def keys(self, version: str) -> list[bytes]:
+        """The keys of its full pages, under these weights."""
+        if version != self._version:
+            self._keys, self._version = [], version
+            self._root = root_key(version, self.adapter.version, self.request.salt)
+        self._keys = page_keys(self._root, self.tokens, self._page_tokens, known=self._keys)
+        return self._keys
+
+    def page_keys(self) -> Sequence[bytes]:
+        """Of the pages that it may share: one of its tokens at least is computed, to draw the next from."""
+        if self.request.sampling.prompt_logprobs:
+            return ()
+        return self.keys(self._version)[: (self.known - 1) // self._page_tokens]
+
+    def began(self, version: str) -> None:
+        """Under which weights its pages are looked for."""
+        self.keys(version)
+
+    def freed(self) -> None:
+        """Its pages were taken back: it begins again, with the tokens that it has."""
+        self.computed, self.pages, self.drafts, self.guessed, self.is_mixed = 0, (), 0, (), False
+
+    def take(self, token: int) -> Finish | None:
+        """One more token of the answer; whether it is the last."""
+        self.tokens.append(token)
+        if token in self._ends:
+            return "stop"
+        return "length" if self.left <= 0 else None

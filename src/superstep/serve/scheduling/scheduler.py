@@ -1,0 +1,136 @@
+"""schedule: which positions the next step computes. A pure function: the engine applies what it returns.
+
+Requests that run come first, in the order of their priority and arrival, and share the step's rows; what is left begins
+waiting ones. A long prompt takes what it can get and goes on in the next step (chunked prefill, Agrawal 2023), beside
+the new tokens of others (continuous batching, Yu 2022). Where pages run out, the request that would be served last
+gives its pages back and begins again later, from what is still cached of it (Kwon 2023). Guesses come last: they take
+rows and pages that nobody else has a use for in this step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import islice, takewhile
+from typing import Protocol
+
+from superstep.serve.scheduling.kv_pages import Pages
+from superstep.serve.scheduling.step import Budget, Chunk, Live, Step
+
+
+class Waiting(Live, Protocol):
+    """A request without pages."""
+
+    def page_keys(self) -> Sequence[bytes]:
+        """Of the pages that it may share: at least one of its tokens is in none of them."""
+
+
+def schedule(
+    running: Sequence[Live], waiting: Sequence[Waiting], pages: Pages, budget: Budget, *, version: str
+) -> Step:
+    """The next step; nothing is changed.
+
+    Args:
+        running: requests that have pages, the most urgent first.
+        waiting: requests that have none, in the order in which they shall begin.
+        pages: who uses what.
+        budget: what the step may hold.
+        version: of the weights in place.
+    """
+    plan = _Plan(pages, budget)
+    kept = list(running)
+    at = 0
+    while at < len(kept):
+        request = kept[at]
+        count = min(request.known - request.computed, plan.left_tokens)
+        if count <= 0 or plan.grow(request, count):
+            at += 1
+        else:
+            plan.free(kept.pop())  # itself, where it is the last
+    if not plan.frees:
+        for request in waiting:
+            if len(kept) >= budget.requests or plan.left_tokens <= 0 or not plan.begin(request):
+                break
+            kept.append(request)
+        plan.draft({request.id: request for request in running if request.drafts})
+    return Step(chunks=tuple(plan.chunks), frees=tuple(plan.frees), version=version)
+
+
+class _Plan:
+    """A step in the making, and the pages as they would be after it."""
+
+    def __init__(self, pages: Pages, budget: Budget) -> None:
+        self._pages = pages
+        self._claimed: set[int] = set()
+        self._taken: set[int] = set()
+        self._released: list[int] = []
+        self.left_tokens = budget.tokens
+        self.chunks: list[Chunk] = []
+        self.frees: list[int] = []
+
+    def grow(self, request: Live, count: int) -> bool:
+        """Give a running request ``count`` positions; False where the pages do not suffice."""
+        fresh = self._fresh(self._missing(request.computed + count, len(request.pages)))
+        if fresh is None:
+            return False
+        self._add(request, request.computed, count, (*request.pages, *fresh), shared=0)
+        return True
+
+    def begin(self, request: Waiting) -> bool:
+        """Begin with a waiting request, with as many positions as the step has room for."""
+        # What this step gave to somebody who writes to it is not to be found any more.
+        found = list(takewhile(lambda page: page not in self._taken, self._pages.found(request.page_keys())))
+        first = len(found) * self._pages.page_tokens
+        count = min(request.known - first, self.left_tokens)
+        claimed = {page for page in found if self._pages.is_free(page) and page not in self._claimed}
+        self._claimed |= claimed
+        fresh = self._fresh(self._missing(first + count, len(found)))
+        if fresh is None:
+            self._claimed -= claimed
+            return False
+        self._add(request, first, count, (*found, *fresh), shared=len(found))
+        return True
+
+    def draft(self, requests: Mapping[int, Live]) -> None:
+        """Room for guesses behind the known tokens of running requests, as far as rows and free pages are left over."""
+        for at, chunk in enumerate(self.chunks):
+            request = requests.get(chunk.request)
+            if request is None or chunk.end < request.known:
+                continue
+            for count in range(min(request.drafts, self.left_tokens), 0, -1):
+                fresh = self._fresh(self._missing(chunk.end + count, len(chunk.pages)))
+                if fresh is not None:
+                    self.chunks[at] = replace(chunk, count=chunk.count + count, pages=(*chunk.pages, *fresh))
+                    self.left_tokens -= count
+                    break
+
+    def free(self, request: Live) -> None:
+        """Take a running request's pages back."""
+        self.frees.append(request.id)
+        self._released += request.pages
+        taken = next((chunk for chunk in self.chunks if chunk.request == request.id), None)
+        assert taken is None, "the least urgent request is the last to get its share"
+
+    def _missing(self, positions: int, held: int) -> int:
+        return -(-positions // self._pages.page_tokens) - held
+
+    def _fresh(self, count: int) -> list[int] | None:
+        """Free pages that the step has not given away; None where there are too few."""
+        if count <= 0:
+            return []
+        found = list(islice(self._pages.next_free(without=self._claimed), count))
+        if len(found) < count:
+            # Pages of a freed request, which nobody else uses, come last: they may be found again.
+            givers = Counter(self._released)
+            spare = [p for p in reversed(givers) if p not in self._claimed and self._pages.users(p) == givers[p]]
+            found += spare[: count - len(found)]
+        if len(found) < count:
+            return None
+        self._claimed.update(found)
+        self._taken.update(found)
+        return found
+
+    def _add(self, request: Live, first: int, count: int, table: tuple[int, ...], *, shared: int) -> None:
+        self.chunks.append(Chunk(request=request.id, first=first, count=count, pages=table, shared=shared))
+        self.left_tokens -= count

@@ -1,0 +1,209 @@
+"""The simulator: the engine's own schedule, on a clock instead of a model.
+
+    arrivals ──► schedule ──check──► price ──► when each request has its first token, its last, and how long it waited
+
+Requests, pages, schedule, ``check`` and the books are those of the engine; a step takes what a cost function says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from superstep.cost.serve import Way, Work
+from superstep.serve.scheduling.apply_step import book, computed
+from superstep.serve.scheduling.kv_pages import Pages
+from superstep.serve.scheduling.request import Request, Sampling
+from superstep.serve.scheduling.request_state import LiveRequest
+from superstep.serve.scheduling.scheduler import schedule
+from superstep.serve.scheduling.step import Budget, check
+from superstep.serve.scheduling.step_log import Entry, fact_of, work_of
+
+VERSION = "simulated"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """A request as it comes.
+
+    Attributes:
+        at_s: when.
+        prompt_tokens: of its prompt.
+        answer_tokens: of its answer, which nothing ends before.
+        is_greedy: whether nothing is left to chance.
+        same: of the prompt's first tokens, how many are those of every other request.
+    """
+
+    at_s: float = 0.0
+    prompt_tokens: int
+    answer_tokens: int
+    is_greedy: bool = True
+    same: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """What became of a request.
+
+    Attributes:
+        arrived_s: when it came.
+        began_s: when its first position was computed.
+        first_s: when its first token was there.
+        last_s: when its last one was.
+        tokens: of its answer.
+    """
+
+    arrived_s: float
+    began_s: float
+    first_s: float
+    last_s: float
+    tokens: int
+
+    @property
+    def first_token_s(self) -> float:
+        """From its arrival to its first token."""
+        return self.first_s - self.arrived_s
+
+    @property
+    def wait_s(self) -> float:
+        """From its arrival until it was begun."""
+        return self.began_s - self.arrived_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulated:
+    """What became of all.
+
+    Attributes:
+        served: each request, in the order of arrivals.
+        entries: the steps.
+        works: the same, in numbers.
+        preemptions: times that a request lost its pages.
+    """
+
+    served: tuple[Served, ...]
+    entries: tuple[Entry, ...]
+    works: tuple[Work, ...]
+    preemptions: int
+
+    @property
+    def seconds(self) -> float:
+        """Until the last token."""
+        return max(one.last_s for one in self.served)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all answers."""
+        return sum(one.tokens for one in self.served) / self.seconds
+
+
+def simulate(
+    arrivals: Sequence[Arrival],
+    price: Callable[[Work], float],
+    *,
+    pages: Pages,
+    budget: Budget,
+    way: Way,
+    context_tokens: int,
+    window: int | None = None,
+) -> Simulated:
+    """Answer requests on a clock.
+
+    Args:
+        arrivals: sorted by time.
+        price: seconds of a step.
+        pages: as the server begins with.
+        budget: of a step.
+        way: how steps are computed.
+        context_tokens: the most tokens of a prompt and its answer.
+        window: tokens that a row sees back to; None for all.
+    """
+    clock = _Clock(arrivals, pages, context_tokens)
+    entries: list[Entry] = []
+    works: list[Work] = []
+    preemptions = 0
+    while clock.has_work():
+        step = schedule(clock.running, clock.waiting, pages, budget, version=VERSION)
+        assert step.chunks, "every request fits alone"
+        live = {one.id: one for one in (*clock.running, *clock.waiting)}
+        check(step, live, budget, page_tokens=pages.page_tokens, version=VERSION)
+        facts = {chunk.request: fact_of(live[chunk.request]) for chunk in step.chunks}
+        entry = Entry(at_s=clock.now_s, took_s=0.0, step=step, facts=facts)
+        works.append(work_of(entry, way, window))
+        entries.append(replace(entry, took_s=price(works[-1])))
+        preemptions += book(step, live, clock.running, clock.waiting, pages).preemptions
+        clock.run(entries[-1], live)
+    return Simulated(served=tuple(clock.served()), entries=tuple(entries), works=tuple(works), preemptions=preemptions)
+
+
+class _Clock:
+    """Requests and the time."""
+
+    def __init__(self, arrivals: Sequence[Arrival], pages: Pages, context_tokens: int) -> None:
+        self.running: list[LiveRequest] = []
+        self.waiting: list[LiveRequest] = []
+        self.now_s = 0.0
+        self._arrivals, self._pages = arrivals, pages
+        self._coming = [
+            LiveRequest(
+                _request(number, one),
+                order=number,
+                page_tokens=pages.page_tokens,
+                end_of_text=(),
+                context_tokens=context_tokens,
+            )
+            for number, one in enumerate(arrivals)
+        ]
+        self._arrived = 0
+        self._began: dict[int, float] = {}
+        self._first: dict[int, float] = {}
+        self._last: dict[int, float] = {}
+
+    def has_work(self) -> bool:
+        """Whether a request is there; time passes until one is."""
+        while self._arrived < len(self._coming):
+            at_s, is_idle = self._arrivals[self._arrived].at_s, not (self.running or self.waiting)
+            if at_s > self.now_s and not is_idle:
+                break
+            self.now_s = max(self.now_s, at_s)
+            self.waiting.append(self._coming[self._arrived])
+            self._arrived += 1
+        for one in self.waiting:
+            one.began(VERSION)
+        return bool(self.running or self.waiting)
+
+    def run(self, entry: Entry, live: Mapping[int, LiveRequest]) -> None:
+        """Let the seconds of a step pass, and book what it computed."""
+        for chunk in entry.step.chunks:
+            self._began.setdefault(chunk.request, self.now_s)
+        self.now_s += entry.took_s
+        for chunk in entry.step.chunks:
+            one = live[chunk.request]
+            computed(one, chunk, self._pages, end=chunk.end, version=VERSION)
+            if chunk.end < one.known:
+                continue
+            self._first.setdefault(one.id, self.now_s)
+            if one.take(0) is not None:
+                self._last[one.id] = self.now_s
+                self.running.remove(one)
+                self._pages.release(one.pages)
+                one.freed()
+
+    def served(self) -> Iterator[Served]:
+        """What became of each."""
+        for number, one in enumerate(self._arrivals):
+            yield Served(
+                arrived_s=one.at_s,
+                began_s=self._began[number],
+                first_s=self._first[number],
+                last_s=self._last[number],
+                tokens=len(self._coming[number].drawn),
+            )
+
+
+def _request(number: int, arrival: Arrival) -> Request:
+    own = arrival.prompt_tokens - arrival.same
+    sampling = Sampling(
+        max_tokens=arrival.answer_tokens, temperature=0.0 if arrival.is_greedy else 1.0, ignore_eos=True
+    )
+    return Request(id=number, prompt=(0,) * arrival.same + (number + 1,) * own, sampling=sampling)

@@ -1,0 +1,344 @@
+"""The replay log: each engine step as a line, written while the server runs; read back it is checked, drawn and priced.
+
+    {"model": {...}, "page_tokens": 16, "pages": 512, "tokens": 512, "requests": 64, "way": {...}}
+    {"at": 0.01, "took": 0.02, "version": "", "chunks": [[7, 0, 256, 0, 300, 0, [0, 1, ...]]], "frees": [], "left": []}
+
+A chunk is request, first position, positions, shared pages, tokens known before, marks, and the pages that its table
+grew by. ``left`` names requests that have ended since the line before.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from superstep.cost.fit_serving import Sample
+from superstep.cost.serve import Group, ServedModel, Way, Work
+from superstep.errors import StateError
+from superstep.serve.scheduling.request_state import LiveRequest
+from superstep.serve.scheduling.step import Budget, Chunk, InvalidStep, Step, check
+
+CHANCE, WHOLE = 1, 2
+"""Marks: the request draws by chance; the logits of all its rows are wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """What is to be known of a request beside its chunk.
+
+    Attributes:
+        known: tokens that it had before the step.
+        marks: ``CHANCE`` and ``WHOLE``, added.
+    """
+
+    known: int
+    marks: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A step that was computed.
+
+    Attributes:
+        at_s: when it began, in seconds after the first one.
+        took_s: from then until its tokens were drawn.
+        step: itself.
+        facts: of each request with a chunk.
+        left: requests that have ended since the step before.
+    """
+
+    at_s: float
+    took_s: float
+    step: Step
+    facts: Mapping[int, Fact]
+    left: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What all steps of a log have in common.
+
+    Attributes:
+        model: the part of a rank.
+        page_tokens: positions of a page.
+        pages: how many there are.
+        budget: of a step.
+        way: how they were computed.
+    """
+
+    model: ServedModel
+    page_tokens: int
+    pages: int
+    budget: Budget
+    way: Way
+
+
+class Recorder:
+    """Makes an ``Entry`` of each step of an engine; it is the engine's ``Watch``.
+
+    Args:
+        tell: is given each.
+        clock: seconds.
+    """
+
+    def __init__(self, tell: Callable[[Entry], None], clock: Callable[[], float] = time.perf_counter) -> None:
+        self._tell, self._clock = tell, clock
+        self._held: set[int] = set()
+        self._first_s: float | None = None
+        self._began_s = 0.0
+        self._now: tuple[Step, dict[int, Fact], tuple[int, ...]] | None = None
+
+    def start(self) -> None:
+        """Look at the clock."""
+        self._began_s = self._clock()
+
+    def begin(self, step: Step, live: Mapping[int, LiveRequest]) -> None:
+        """Note what is known before."""
+        left = tuple(sorted(self._held - live.keys()))
+        self._held = (self._held & live.keys()) - set(step.frees) | {chunk.request for chunk in step.chunks}
+        self._now = step, {chunk.request: fact_of(live[chunk.request]) for chunk in step.chunks}, left
+
+    def end(self) -> None:
+        """Tell of it."""
+        assert self._now is not None
+        took_s = self._clock() - self._began_s
+        if self._first_s is None:
+            self._first_s = self._began_s
+        step, facts, left = self._now
+        self._tell(Entry(at_s=self._began_s - self._first_s, took_s=took_s, step=step, facts=facts, left=left))
+
+
+class LogFile:
+    """A ``Watch`` that writes a log.
+
+    Args:
+        path: of the file; where it is there already, as after a restart, a number is put behind its name.
+        setting: of all steps.
+    """
+
+    def __init__(self, path: Path, setting: Setting) -> None:
+        number, self.path = 0, path
+        while self.path.exists():
+            number += 1
+            self.path = path.with_name(f"{path.name}.{number}")
+        self._stream = self.path.open("w", encoding="utf-8")
+        self._lines = Lines()
+        self._stream.write(header(setting) + "\n")
+        self._stream.flush()
+        self._recorder = Recorder(self._write)
+        self.start, self.begin, self.end = self._recorder.start, self._recorder.begin, self._recorder.end
+
+    def _write(self, entry: Entry) -> None:
+        self._stream.write(self._lines.line(entry) + "\n")
+        self._stream.flush()
+
+
+def fact_of(live: LiveRequest) -> Fact:
+    """Of a request, before a step."""
+    sampling = live.request.sampling
+    is_whole = sampling.prompt_logprobs and not live.drawn
+    is_chance = not (sampling.is_plain and sampling.is_greedy)
+    return Fact(live.known, CHANCE * is_chance + WHOLE * is_whole)
+
+
+def work_of(entry: Entry, way: Way, window: int | None = None) -> Work:
+    """A step in numbers.
+
+    Args:
+        entry: the step.
+        way: how it is computed.
+        window: tokens that a row sees back to; None for all.
+    """
+    wanted = drawn = chance = paged = powers = 0
+    groups: dict[tuple[int, int, int | None], Group] = {}
+    for number, chunk in enumerate(entry.step.chunks):
+        fact = entry.facts[chunk.request]
+        drawing = max(0, chunk.end - fact.known + 1)
+        wanted += chunk.count if fact.marks & WHOLE else drawing
+        drawn += drawing
+        chance += drawing if fact.marks & CHANCE else 0
+        if way.is_exact:
+            powers += sum(_whole(place + 1, way.block_keys) for place in range(chunk.first, chunk.end))
+        if chunk.count == 1 and way.is_paged:
+            paged += min(chunk.end, window or chunk.end)
+            continue
+        blocks = -(-chunk.end // way.block_keys)
+        is_alone = chunk.count > 1
+        kind = (chunk.count, blocks, number if is_alone else None)
+        # In their pages, rows see the keys up to their own: half of those of the chunk on average.
+        seen = chunk.first + (chunk.count + 1) // 2 if way.is_paged else blocks * way.block_keys
+        keys = min(seen, window) if way.is_paged and window else seen
+        texts = groups[kind].texts + 1 if kind in groups else 1
+        groups[kind] = Group(texts=texts, rows=chunk.count, keys=keys)
+    return Work(
+        rows=entry.step.tokens,
+        requests=len(entry.step.chunks),
+        wanted=wanted,
+        drawn=drawn,
+        chance=chance,
+        paged_keys=paged,
+        powers=powers,
+        groups=tuple(groups.values()),
+    )
+
+
+def _whole(keys: int, block: int) -> int:
+    return -(-keys // block) * block
+
+
+def samples(setting: Setting, entries: Iterable[Entry]) -> list[Sample]:
+    """What the steps of a log say of the machine."""
+    model = setting.model
+    return [Sample(model, work_of(entry, setting.way, model.window), entry.took_s) for entry in entries]
+
+
+def header(setting: Setting) -> str:
+    """The first line of a log."""
+    told = {
+        "model": asdict(setting.model),
+        "page_tokens": setting.page_tokens,
+        "pages": setting.pages,
+        "tokens": setting.budget.tokens,
+        "requests": setting.budget.requests,
+        "way": asdict(setting.way),
+    }
+    return json.dumps(told)
+
+
+class Lines:
+    """Steps as lines; it knows how long each table is, for a line has the pages only that are new."""
+
+    def __init__(self) -> None:
+        self._pages: dict[int, int] = {}
+
+    def line(self, entry: Entry) -> str:
+        """The line of the next step."""
+        for request in (*entry.left, *entry.step.frees):
+            self._pages.pop(request, None)
+        chunks: list[list[Any]] = []
+        for chunk in entry.step.chunks:
+            fact, held = entry.facts[chunk.request], self._pages.get(chunk.request, 0)
+            new = list(chunk.pages[held:])
+            chunks.append([chunk.request, chunk.first, chunk.count, chunk.shared, fact.known, fact.marks, new])
+            self._pages[chunk.request] = len(chunk.pages)
+        told = {
+            "at": round(entry.at_s, 6),
+            "took": round(entry.took_s, 6),
+            "version": entry.step.version,
+            "chunks": chunks,
+            "frees": entry.step.frees,
+            "left": entry.left,
+        }
+        return json.dumps(told, separators=(",", ":"))
+
+
+@dataclass(slots=True)
+class Table:
+    """A request of a log, as ``check`` sees it."""
+
+    id: int
+    known: int = 0
+    computed: int = 0
+    pages: tuple[int, ...] = ()
+    drafts: int = 0
+    guessed: int = 0
+    """Of the positions computed last, those that may have been guessed wrongly."""
+
+
+@dataclass(slots=True)
+class Replay:
+    """A log that is read: every step has been held against the rules.
+
+    Attributes:
+        setting: of all steps.
+        entries: the steps.
+        used_pages: after each.
+    """
+
+    setting: Setting
+    entries: list[Entry] = field(default_factory=list)
+    used_pages: list[int] = field(default_factory=list)
+    tables: dict[int, Table] = field(default_factory=dict)
+
+    def add(self, told: Mapping[str, Any]) -> None:
+        """The step of a line.
+
+        Raises:
+            InvalidStep: it breaks a rule.
+        """
+        for request in told["left"]:
+            self.tables.pop(request, None)
+        facts, chunks = {}, []
+        for request, first, count, shared, known, marks, new in told["chunks"]:
+            table = self.tables.setdefault(request, Table(request))
+            chunk = Chunk(request=request, first=first, count=count, pages=(*table.pages, *new), shared=shared)
+            if table.guessed and table.computed - table.guessed <= first <= table.computed:
+                table.computed = first  # those behind it were guessed wrongly
+            table.known, table.drafts, table.guessed = known, max(0, chunk.end - known), max(0, chunk.end - known)
+            facts[request] = Fact(known, marks)
+            chunks.append(chunk)
+        step = Step(chunks=tuple(chunks), frees=tuple(told["frees"]), version=told["version"])
+        page_tokens, budget = self.setting.page_tokens, self.setting.budget
+        check(step, self.tables, budget, page_tokens=page_tokens, version=step.version)
+        for request in step.frees:
+            del self.tables[request]
+        for chunk in chunks:
+            self.tables[chunk.request].computed, self.tables[chunk.request].pages = chunk.end, chunk.pages
+        self.used_pages.append(len({page for table in self.tables.values() for page in table.pages}))
+        left = tuple(told["left"])
+        self.entries.append(Entry(at_s=told["at"], took_s=told["took"], step=step, facts=facts, left=left))
+
+
+def is_log(path: Path) -> bool:
+    """Whether a file begins as a log does."""
+    try:
+        with path.open(encoding="utf-8") as stream:
+            return '"page_tokens"' in stream.readline(4096)
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def read_log(path: Path) -> Replay:
+    """The steps of a log, each held against the rules. A last line that is not whole is left out: the server may write.
+
+    Raises:
+        StateError: it is no log, or a step breaks a rule; the message names the line.
+    """
+    lines = path.read_text(encoding="utf-8").splitlines()
+    number = 1
+    try:
+        replay = Replay(_setting(json.loads(lines[0])))
+        for number, line in enumerate(lines[1:], 2):
+            try:
+                told = json.loads(line)
+            except ValueError:
+                if number == len(lines):
+                    break
+                raise
+            replay.add(told)
+    except InvalidStep as error:
+        raise StateError(f"{path}, line {number}: {error}") from error
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise StateError(
+            f"{path}, line {number} is no engine step ({error}); name a file of --serve.replay."
+        ) from error
+    return replay
+
+
+def _setting(told: Mapping[str, Any]) -> Setting:
+    return Setting(
+        model=ServedModel(**told["model"]),
+        page_tokens=told["page_tokens"],
+        pages=told["pages"],
+        budget=Budget(tokens=told["tokens"], requests=told["requests"]),
+        way=Way(**told["way"]),
+    )
+
+
+def prompt_rows(entry: Entry) -> Sequence[int]:
+    """Of each chunk the rows whose next token was known already."""
+    return [max(0, min(c.count, entry.facts[c.request].known - 1 - c.first)) for c in entry.step.chunks]

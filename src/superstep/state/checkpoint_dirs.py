@@ -1,0 +1,192 @@
+"""The folders of checkpoints: which are whole, which are ours to delete, and how one comes to be seen.
+
+    step-000200.partial/    being written; holds the file "superstep-unfinished" until all else is on the disk
+    step-000200/            whole, unless it holds that mark: then it was being deleted
+    step-000200.aside/      was in the way and is not known to be ours: moved, never deleted
+    step-000200.rolled-back/    is of steps that the run has gone back before: likewise
+    step-000200.damaged/    was passed over when the run went on, as something in it is not what was written: likewise
+
+Only a folder of exactly such a name that holds a manifest of ours, or that mark, is ever deleted.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from superstep.errors import Fault, disk_fault
+from superstep.state.fsync import sync, write_text
+from superstep.state.manifest import MANIFEST, is_manifest_of_ours
+
+MARK = "superstep-unfinished"
+_PARTIAL = ".partial"
+
+
+def checkpoint_at(root: Path, step: int) -> Path:
+    """Where the checkpoint of a step stands."""
+    assert step >= 0, f"a checkpoint of step {step}"
+    return root / f"step-{step:06d}"
+
+
+def partial_of(folder: Path) -> Path:
+    """Where a checkpoint is written before it is whole."""
+    return folder.with_name(folder.name + _PARTIAL)
+
+
+def checkpoints(root: Path) -> list[Path]:
+    """The whole checkpoints under a folder, oldest first."""
+    found = {step: path for path in _folders(root) if (step := step_named(path.name)) is not None}
+    return [path for _, path in sorted(found.items()) if (path / MANIFEST).is_file() and not _is_marked(path)]
+
+
+def leftovers(root: Path) -> list[Path]:
+    """Folders beside the checkpoints that have been, or will be, or stood in the way of one."""
+    whole = checkpoints(root)
+    return sorted(
+        path for path in _folders(root) if path not in whole and step_named(path.name.partition(".")[0]) is not None
+    )
+
+
+def prune(root: Path, keep: int) -> tuple[str, ...]:
+    """Delete all but the newest ``keep`` checkpoints, and what a crash left half-written or half-deleted.
+
+    Returns:
+        A line for each folder that could not be deleted. The next call tries it again.
+    """
+    problems = []
+    try:
+        found = [*_ours(root)[:-keep], *_leavings(root)]
+    except OSError as error:
+        return (disk_fault(error, root, what="read").message,)
+    for path in found:
+        try:
+            _delete(path)
+        except OSError as error:
+            problems.append(disk_fault(error, path, what="deleted").message)
+    return tuple(problems)
+
+
+def is_crowded(root: Path, keep: int) -> bool:
+    """Whether ``prune`` would delete a whole checkpoint."""
+    return len(_ours(root)) > keep
+
+
+def _ours(root: Path) -> list[Path]:
+    return [path for path in checkpoints(root) if is_manifest_of_ours(path / MANIFEST) and not path.is_symlink()]
+
+
+def begin(folder: Path) -> Path:
+    """Make the folder that a checkpoint is written into, empty but for its mark.
+
+    Raises:
+        Fault: a whole checkpoint has the name that this one will have.
+    """
+    if folder in checkpoints(folder.parent):
+        raise Fault(f"{folder} already holds a checkpoint; move it away.")
+    partial = partial_of(folder)
+    _clear_the_way(partial)
+    if not partial.parent.exists():
+        partial.parent.mkdir()  # not the run's own folder: one that was moved gets no other under its old name
+        sync(partial.parent.parent)
+    partial.mkdir()
+    write_text(partial / MARK, "")
+    return partial
+
+
+def publish(partial: Path, folder: Path) -> None:
+    """Give a checkpoint its name, once every file in it is on the disk."""
+    (partial / MARK).unlink()
+    sync(partial)
+    _clear_the_way(folder)
+    partial.rename(folder)
+    try:
+        sync(folder.parent)
+    except OSError:
+        folder.rename(partial)  # a name that the disk may not have is not to be seen
+        raise
+
+
+def discard(partial: Path) -> None:
+    """Delete a checkpoint that could not be written."""
+    if _is_left(partial):
+        _delete(partial)
+
+
+def set_aside(folder: Path, why: Literal["damaged", "rolled-back"] = "damaged") -> Path:
+    """Move a checkpoint out of the way that nothing shall go on from; where it is now."""
+    return _moved(folder, why)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step that a checkpoint's name tells."""
+    step = step_named(checkpoint.name)
+    assert step is not None, f"{checkpoint} is no checkpoint's name"
+    return step
+
+
+def _clear_the_way(path: Path) -> None:
+    if not path.exists() and not path.is_symlink():
+        return
+    if _is_left(path):
+        _delete(path)
+        return
+    _moved(path, "aside")
+
+
+def _moved(path: Path, ending: str) -> Path:
+    number = 1
+    while (aside := path.with_name(f"{path.name}.{ending}{'' if number == 1 else f'-{number}'}")).exists():
+        number += 1
+    return path.rename(aside)
+
+
+def step_named(name: str) -> int | None:
+    """The step of a checkpoint's folder; None for any other name."""
+    if not re.fullmatch("step-[0-9]{6,}", name):
+        return None
+    step = int(name[5:])
+    return step if checkpoint_at(Path(), step).name == name else None
+
+
+def _folders(root: Path) -> Iterator[Path]:
+    return (path for path in root.glob("step-*") if path.is_dir())
+
+
+def _leavings(root: Path) -> list[Path]:
+    """What a crash, or a disk that failed, left of checkpoints."""
+    found = (path for path in _folders(root) if step_named(path.name.removesuffix(_PARTIAL)) is not None)
+    return [path for path in found if _is_left(path)]
+
+
+def _is_marked(path: Path) -> bool:
+    return (path / MARK).is_file()
+
+
+def _is_left(path: Path) -> bool:
+    """Whether a folder is what we left of a checkpoint: marked, or written but not yet renamed, or just made."""
+    if path.is_symlink() or not path.is_dir():
+        return False
+    is_written = path.name.endswith(_PARTIAL) and is_manifest_of_ours(path / MANIFEST)
+    is_empty = path.name.endswith(_PARTIAL) and not any(path.iterdir())
+    return _is_marked(path) or is_written or is_empty
+
+
+def _delete(path: Path) -> None:
+    """Delete a folder. Its mark comes first and goes last: what a crash leaves of it is no checkpoint, and ours."""
+    write_text(path / MARK, "")
+    sync(path)
+    aside = partial_of(path)
+    if not path.name.endswith(_PARTIAL) and not aside.exists():
+        path = path.rename(aside)  # even empty it is known as ours then
+    for found in path.iterdir():
+        if found.name == MARK:
+            continue
+        if found.is_dir() and not found.is_symlink():
+            shutil.rmtree(found)
+        else:
+            found.unlink()
+    (path / MARK).unlink()
+    path.rmdir()

@@ -1,0 +1,131 @@
+"""A rank's bytes on their way into an unfinished checkpoint.
+
+What this rank writes itself goes to its place. What another rank writes goes into a parcel for that rank, a file that
+no third one touches; once all parcels are closed, each rank puts those for it in their places.
+
+Bytes are written, not mapped: a disk that fails says so here, and no page is read that is written whole. But a block of
+columns is many short runs, between which the ranks of a host would wait for each other's lock of the file at every one:
+where they share one page cache, those go through a map. The room for them has been taken before.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import IO
+
+from superstep.state.file_shares import Shares
+from superstep.state.tensor_file import ELEMENT_BYTES
+from superstep.state.tensor_piece import Run
+
+_LABEL = struct.Struct("<HQQ")
+"""Before each run of bytes in a parcel: the number of the file, the offset, the size."""
+
+SHORT_BYTES = 1 << 18
+"""Runs shorter than this on average go through a map, where there are several."""
+
+
+class Writer:
+    """Writes this rank's bytes; to be used within ``writing``, which closes every file."""
+
+    def __init__(self, folder: Path, files: list[str], rank: int, shares: Shares, stack: ExitStack) -> None:
+        self._folder = folder
+        self._files = files
+        self._rank = rank
+        self._shares = shares
+        self._stack = stack
+        self._handles: dict[str, int] = {}
+        self._maps: dict[str, mmap.mmap] = {}
+        self._parcels: dict[int, IO[bytes]] = {}
+
+    def put_runs(self, file: str, offset: int, data: memoryview, found: Sequence[Run]) -> None:
+        """The runs of a piece, of the tensor that starts at ``offset`` of a file."""
+        is_mapped = len(found) > 1 and len(data) < SHORT_BYTES * len(found) and len(set(self._shares.caches)) == 1
+        view = self._map(file) if is_mapped else None
+        for run in found:
+            part = data[ELEMENT_BYTES * run.at : ELEMENT_BYTES * (run.at + run.count)]
+            at = offset + ELEMENT_BYTES * run.offset
+            if view is None:
+                self.put(file, at, part)
+            else:
+                view[at : at + len(part)] = part
+
+    def put(self, file: str, offset: int, data: memoryview) -> None:
+        """Bytes of a file, from ``offset`` on."""
+        for low, high, owner in self._shares.parts(self._rank, file, offset, offset + len(data)):
+            part = data[low - offset : high - offset]
+            if owner == self._rank:
+                self._write(file, low, part)
+            else:
+                self._pack(owner, file, low, part)
+
+    def unpack(self, sender: int) -> None:
+        """Put what another rank has left for this one in its place.
+
+        Raises:
+            OSError: the parcel is not whole.
+        """
+        with parcel(self._folder, sender, self._rank).open("rb") as found:
+            while label := found.read(_LABEL.size):
+                number, offset, size = _LABEL.unpack(label)
+                data = found.read(size)
+                if len(data) < size:
+                    raise OSError(f"{found.name} ends too early")
+                self._write(self._files[number], offset, memoryview(data))
+
+    def sync(self) -> list[int]:
+        """Wait until the disk has everything; the ranks that have a parcel to unpack."""
+        for view in self._maps.values():
+            view.flush()
+        for handle in self._handles.values():
+            os.fsync(handle)
+        for found in self._parcels.values():
+            found.flush()
+            os.fsync(found.fileno())
+        return sorted(self._parcels)
+
+    def _write(self, file: str, offset: int, data: memoryview) -> None:
+        handle = self._handle(file)
+        while data:
+            done = os.pwrite(handle, data, offset)
+            data, offset = data[done:], offset + done
+
+    def _handle(self, file: str) -> int:
+        if file not in self._handles:
+            self._handles[file] = os.open(self._folder / file, os.O_RDWR)
+            self._stack.callback(os.close, self._handles[file])
+        return self._handles[file]
+
+    def _map(self, file: str) -> mmap.mmap:
+        if file not in self._maps:
+            self._maps[file] = self._stack.enter_context(mmap.mmap(self._handle(file), 0))
+        return self._maps[file]
+
+    def _pack(self, owner: int, file: str, offset: int, data: memoryview) -> None:
+        if owner not in self._parcels:
+            path = parcel(self._folder, self._rank, owner)
+            self._parcels[owner] = self._stack.enter_context(path.open("wb"))
+        self._parcels[owner].write(_LABEL.pack(self._files.index(file), offset, len(data)))
+        self._parcels[owner].write(data)
+
+
+@contextmanager
+def writing(folder: Path, files: list[str], rank: int, shares: Shares) -> Iterator[Writer]:
+    """A rank's writer into the files of a folder; they are closed at the end."""
+    with ExitStack() as stack:
+        yield Writer(folder, files, rank, shares, stack)
+
+
+def parcel(folder: Path, sender: int, owner: int) -> Path:
+    """Where one rank leaves bytes for another."""
+    return folder / f"{sender}-to-{owner}.parcel"
+
+
+def remove_parcels(folder: Path) -> None:
+    """Remove those that were unpacked."""
+    for path in folder.glob("*.parcel"):
+        path.unlink()

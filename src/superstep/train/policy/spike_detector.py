@@ -1,0 +1,135 @@
+"""Which steps a run does not take, and which data it leaves out: what it has to remember for that.
+
+    loss  ╷                        ·         mean + sigmas · standard deviation
+          │ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─
+          │ . ' . · . ' · . . ' .            the window: the steps before
+          └──────────────────────────────
+
+It is told what all ranks know and nothing else, so that each of them comes to the same.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from superstep.plan.config import RollbackConfig
+from superstep.plan.skip_and_rollback import left_out
+from superstep.train.policy.corruption_check import Corruption
+
+LEAST_SPREAD = 1e-6
+"""Of a mean: less is rounding, where all steps are alike."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A step that was not taken.
+
+    Attributes:
+        step: its number.
+        why: the rule that it broke, with the figures.
+        corruption: what was found wrong with the state, if that is why.
+    """
+
+    step: int
+    why: str
+    loss: float
+    grad_norm: float
+    corruption: Corruption | None = None
+
+
+class Course:
+    """One run's.
+
+    Args:
+        rules: which steps are not taken; None takes all.
+        skip: what is left out, as ``train.skip`` has it.
+    """
+
+    def __init__(self, rules: RollbackConfig | None, skip: Iterable[str]) -> None:
+        self.rules = rules
+        self._left_out = left_out(skip)
+        self.window_steps = rules.window_steps if rules else 0
+        self._window: deque[tuple[int, float, float]] = deque(maxlen=self.window_steps)
+        self._repeats = 0
+        self._last_refused = 0
+
+    def why_not(self, loss: float, grad_norm: float) -> str:
+        """Why a step is not to be taken; empty where it is."""
+        if self.rules is None:
+            return ""
+        rules = (("loss", loss, self.rules.loss_sigmas, 1), ("gradient norm", grad_norm, self.rules.norm_sigmas, 2))
+        for name, value, sigmas, place in rules:
+            if not math.isfinite(value):
+                return f"its {name} is {value}"
+            if 2 * len(self._window) < self.rules.window_steps:
+                continue
+            before = [entry[place] for entry in self._window]
+            mean = statistics.fmean(before)
+            spread = max(statistics.stdev(before), LEAST_SPREAD * abs(mean))
+            if value > mean + sigmas * spread:
+                return (
+                    f"its {name} of {value:.4g} is {(value - mean) / spread:.1f} standard deviations above the "
+                    f"{mean:.4g} of the {len(before)} steps before; rollback allows {sigmas:g}"
+                )
+        return ""
+
+    def took(self, step: int, loss: float, grad_norm: float) -> None:
+        """Note a step that was taken."""
+        self._window.append((step, loss, grad_norm))
+
+    def left_out_after(self, step: int) -> int:
+        """How many batches are left out after a step."""
+        return self._left_out.get(step, 0)
+
+    def next_gap(self, step: int, last: int) -> int:
+        """The next step after which data is left out, ``last`` at the latest."""
+        return min([last, *(each for each in self._left_out if each > step)])
+
+    def is_hopeless(self, refused: Refused) -> bool:
+        """Whether the run has gone back often enough; counts this one."""
+        assert self.rules is not None
+        self._count(refused.step)
+        return self._repeats > self.rules.repeats
+
+    def _count(self, refused: int) -> None:
+        is_further = refused > self._last_refused + self.window_steps
+        self._repeats = 1 if is_further else self._repeats + 1
+        self._last_refused = max(self._last_refused, refused)
+
+    def forget_after(self, step: int) -> None:
+        """Forget what came after a step."""
+        while self._window and self._window[-1][0] > step:
+            self._window.pop()
+
+    def go_back(self, step: int, refused: Refused) -> str:
+        """Forget what came after a step; what of the data is left out from there on, as ``train.skip`` has it."""
+        assert self.rules is not None
+        self.forget_after(step)
+        if not self.rules.skip_batches:
+            return ""
+        # Where the state is an older one, the steps to there are done again as they were; where it is a younger one,
+        # what came before it is not left out any more.
+        aim = refused.step - 1 - self.rules.back_steps
+        after = max(step, aim)
+        batches = self.rules.skip_batches - (after - aim)
+        self._leave_out(after, batches)
+        return f"{after}:{batches}"
+
+    def _leave_out(self, after: int, batches: int) -> None:
+        self._left_out[after] = self._left_out.get(after, 0) + batches
+
+    def recall(self, lines: Iterable[Mapping[str, Any]], step: int) -> None:
+        """Take in what the run has told of its steps up to ``step``, in ``metrics.jsonl``."""
+        for line in (line for line in lines if line.get("step", 0) <= step):
+            match line["event"]:
+                case "step" if line["loss"] is not None and line["grad_norm"] is not None:
+                    self.took(line["step"], line["loss"], line["grad_norm"])
+                case "rolled_back":
+                    self._count(line["refused"])
+                    for after, batches in left_out([line["skip"]] if line["skip"] else []).items():
+                        self._leave_out(after, batches)

@@ -1,0 +1,85 @@
+"""The sums of the bits of one rank's state, as its updates write them: what nothing else may change.
+
+    update of unit u          before_update: has it changed since?    after_update: these are its sums now
+
+Sums are taken unit by unit: between what an update writes and its sum, or a comparison and what the update reads, lies
+no more than the update of one unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from superstep.engine.flat.buffers import UnitBuffers
+from superstep.numerics.sending import send
+from superstep.state.fingerprint import bit_sums
+from superstep.state.tensor_piece import Piece
+
+
+class StateSums:
+    """Of one rank; a watcher of its optimizer.
+
+    Args:
+        pieces: of the state that it trains: views of the buffers.
+        buffers: of every unit that the optimizer updates.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], buffers: Iterable[UnitBuffers]) -> None:
+        self._pieces = pieces
+        self._of: dict[int, list[int]] = {}
+        self._at: dict[int, Tensor] = {}
+        for b in buffers:
+            own = {tensor.untyped_storage().data_ptr() for tensor in (b.master, b.exp_avg, b.exp_avg_sq)}
+            self._of[id(b)] = at = [n for n, p in enumerate(pieces) if p.values.untyped_storage().data_ptr() in own]
+            self._at[id(b)] = send(torch.tensor(at, dtype=torch.int64), b.master.device)
+        self._sums: Tensor | None = None
+        self._has_changed: Tensor | None = None
+        self.is_wanted = False
+        """Whether the sums of what the next update writes are."""
+
+    @property
+    def are_known(self) -> bool:
+        """Whether there is something to compare with."""
+        return self._sums is not None
+
+    def take(self, sums: Tensor | None = None) -> None:
+        """The state is what it is to be; its sums, where they are known already."""
+        self._sums = bit_sums(self._pieces) if sums is None else sums.clone()
+        self._has_changed = None
+
+    def forget(self) -> None:
+        """The state is written to from elsewhere."""
+        self._sums = self._has_changed = None
+
+    def changed(self, sums: Tensor) -> Tensor:
+        """Which pieces were changed by something else, bool [pieces]; none where nothing is known.
+
+        Args:
+            sums: of the pieces as they are now.
+        """
+        found = torch.zeros_like(sums, dtype=torch.bool) if self._has_changed is None else self._has_changed
+        return found if self._sums is None else found | (sums != self._sums)
+
+    def before_update(self, buffers: UnitBuffers) -> None:
+        """An update is about to read a unit."""
+        numbers, at = self._of[id(buffers)], self._at[id(buffers)]
+        if self._sums is not None and numbers:
+            changed = torch.zeros_like(self._sums, dtype=torch.bool)
+            changed[at] = self._now(numbers) != self._sums[at]
+            self._has_changed = changed if self._has_changed is None else self._has_changed | changed
+
+    def after_update(self, buffers: UnitBuffers) -> None:
+        """An update has written a unit."""
+        numbers = self._of[id(buffers)]
+        if not self.is_wanted:
+            self._sums = None
+        elif numbers:
+            if self._sums is None:
+                self._sums = bit_sums(self._pieces)
+            self._sums[self._at[id(buffers)]] = self._now(numbers)
+
+    def _now(self, numbers: Sequence[int]) -> Tensor:
+        return bit_sums([self._pieces[n] for n in numbers])

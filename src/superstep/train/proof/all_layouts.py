@@ -1,0 +1,148 @@
+"""Every layout that fits a number of ranks, for ``prove --all``.
+
+The degrees of the mesh are crossed in full, and each mesh meets every schedule and every ZeRO stage that it can have.
+What is independent of them (recompute, sequence parallelism, ring or Ulysses, replicas, uneven stages, rules that leave
+matrices whole, tied or untied head, packed or padded sequences, the size of a microbatch) is dealt out in turn, so that
+every value meets every axis without a product of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+from superstep.errors import ConfigError
+from superstep.plan.config import Context, PlanConfig, Recompute, Rule, RunConfig
+from superstep.plan.mesh import MeshShape
+from superstep.plan.model.lookup import shape_of
+from superstep.plan.resolve import Resolved, divisors
+from superstep.train.model import resolved
+
+RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+CONTEXT: tuple[Context, ...] = ("ring", "ulysses")
+RULES: tuple[tuple[tuple[str, Rule], ...], ...] = ((), (("ffn", "none"),), (), (("vocab", "none"),))
+
+
+def layouts(config: RunConfig, world: int) -> Iterator[Resolved]:
+    """The resolved runs, all with ``world`` ranks. What the model or the batch does not allow is left out.
+
+    In exact mode all have the microbatch of ``config.plan``, or of one sequence: bits depend on it.
+    """
+    number = 0
+    for mesh in _meshes(world):
+        for way in _ways(mesh):
+            run = _first(config, _dealt(config, way, mesh, number), mesh, number, world)
+            if run is not None:
+                number += 1
+                yield run
+
+
+def _meshes(world: int) -> Iterator[MeshShape]:
+    for pp, cp, tp in product(divisors(world), repeat=3):
+        if world % (pp * cp * tp) == 0:
+            yield MeshShape(pp=pp, dp=world // (pp * cp * tp), cp=cp, tp=tp)
+
+
+def _ways(mesh: MeshShape) -> Iterator[PlanConfig]:
+    """Schedule and ZeRO stage: as many pairs as it takes for each to come up."""
+    schedules = list(_schedules(mesh.pp))
+    zeros = range(4) if mesh.data > 1 else range(1)
+    for at in range(max(len(schedules), len(zeros))):
+        # Round and round, a step further each time, so that pairs differ between meshes.
+        turn = mesh.pp + mesh.cp + mesh.tp
+        yield replace(schedules[at % len(schedules)], zero=zeros[(at + turn + at // len(zeros)) % len(zeros)])
+
+
+def _rules(config: RunConfig, number: int) -> tuple[tuple[str, Rule], ...]:
+    """The run's own; of a decoder of ours in fast mode, in turn with others over them."""
+    own = dict(config.plan.rules)
+    if config.model.source is not None or config.numerics.exact:
+        return config.plan.rules
+    # A mixture has no feed-forward to cut.
+    others = dict(RULES[number // 2 % 4]) if shape_of(config.model).moe is None else dict(RULES[number // 2 % 2 * 3])
+    return tuple(sorted((own | others).items()))
+
+
+def _schedules(pp: int) -> Iterator[PlanConfig]:
+    yield PlanConfig(schedule="1f1b")
+    yield PlanConfig(schedule="breadth-first", chunks=2)
+    yield PlanConfig(schedule="zb-v", chunks=2)
+    if pp > 1:
+        yield PlanConfig(schedule="zb-h1")
+        yield PlanConfig(schedule="gpipe")
+        yield PlanConfig(schedule="interleaved", chunks=2)
+        yield PlanConfig(schedule="breadth-first", chunks=2, microbatch_group=pp)
+    else:
+        yield PlanConfig(schedule="interleaved", chunks=3, microbatch_group=2)
+
+
+def _dealt(config: RunConfig, way: PlanConfig, mesh: MeshShape, number: int) -> PlanConfig:
+    """What this layout's turn has for it."""
+    can_replicate = mesh.data % 4 == 0 or (mesh.data > 2 and mesh.data % 2 == 0)
+    plan = replace(
+        way,
+        pp=mesh.pp,
+        dp=mesh.dp,
+        cp=mesh.cp,
+        tp=mesh.tp,
+        recompute=RECOMPUTE[number % 3],
+        sequence_parallel=number % 4 != 3,
+        context=CONTEXT[number // 2 % 2] if mesh.cp > 1 else "ring",
+        replicas=2 if can_replicate and way.zero and number % 2 else 1,
+        ep=_experts(config, mesh, number),
+        rules=_rules(config, number) if mesh.tp > 1 else config.plan.rules,
+    )
+    return _uneven(config, plan) if number % 5 == 4 else plan
+
+
+def _experts(config: RunConfig, mesh: MeshShape, number: int) -> int:
+    """In turn every number of ranks that can share out the experts."""
+    moe = None if config.model.source else shape_of(config.model).moe
+    choices = [n for n in divisors(mesh.world // mesh.pp) if moe is not None and moe.experts % n == 0] or [1]
+    return choices[number % len(choices)]
+
+
+def _uneven(config: RunConfig, plan: PlanConfig) -> PlanConfig:
+    """The plan with as many units as can be on its first stage; of a decoder of ours."""
+    if config.model.source is not None:
+        return plan
+    others = plan.pp * plan.chunks - 1
+    units = shape_of(config.model).layers + 2
+    return replace(plan, stages=(units - others, *[1] * others)) if units > others else plan
+
+
+def _first(config: RunConfig, plan: PlanConfig, mesh: MeshShape, number: int, world: int) -> Resolved | None:
+    """The layout with the first microbatch size that it can have; a ring where heads are too few for Ulysses, no
+    expert parallelism where it does not go with replicas.
+    """
+    tries: tuple[tuple[Context, int], ...] = ((plan.context, plan.ep), ("ring", plan.ep), ("ring", 1))
+    for context, ep in dict.fromkeys(tries):
+        for microbatch in _microbatches(config, mesh, number):
+            run = _resolved(config, replace(plan, context=context, ep=ep, microbatch=microbatch), number, world)
+            if run is not None:
+                return run
+    return None
+
+
+def _microbatches(config: RunConfig, mesh: MeshShape, number: int) -> list[int]:
+    """Sizes to try: in turn one that fills the pipeline twice over and one that fills it once."""
+    if config.numerics.exact:
+        return [config.plan.microbatch or 1]
+    share = config.train.batch_sequences // mesh.dp
+    fits = [n for n in divisors(share) if (share // n) % mesh.pp == 0] if share else []
+    wanted = mesh.pp if number % 2 else 2 * mesh.pp
+    return sorted(fits, key=lambda size: abs(share // size - wanted))
+
+
+def _resolved(config: RunConfig, plan: PlanConfig, number: int, world: int) -> Resolved | None:
+    varied = replace(
+        config,
+        plan=plan,
+        model=replace(config.model, tied=number % 2 == 0),
+        data=replace(config.data, packed=number % 3 != 1),
+    )
+    try:
+        return resolved(varied, world)
+    except ConfigError:
+        return None

@@ -1,0 +1,99 @@
+"""Ragged: the batches of a stream with part of their targets ignored, so that a wrong divisor shows.
+
+A packed batch has as many targets on every rank and in every microbatch; dividing by one's own number, or by the mean
+of them, would change nothing. Here each row of a global batch ends a little earlier than the one before it:
+
+    row 0   ● ● ● ● ● ● ● ○        ● a target that counts
+    row 1   ● ● ● ● ● ● ○ ○        ○ one that is ignored
+    row 2   ● ● ● ● ● ○ ○ ○
+    row 3   ● ● ● ● ○ ○ ○ ○
+
+With a document mask, documents begin in each row as well, in every row and step elsewhere. A batch of two steps may lie
+within one long document, and there an engine without any mask would be right.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from superstep.data.token_stream import Batch, Source
+from superstep.numerics.loss import IGNORE
+
+CUTS = 3
+"""Documents that begin within an odd row; in an even one there is one less."""
+
+STRIDE = 19
+"""Tokens by which they begin later in the next row."""
+
+
+class Divided:
+    """A source of batches, in whose rows documents begin beside those of the source. Without a document mask it changes
+    nothing.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self.batch_sequences = source.batch_sequences
+
+    def batch(self, sample: int, rows: slice) -> Batch:
+        """These rows of the global batch that starts at cursor ``sample``."""
+        whole = self._source.batch(sample, slice(0, self.batch_sequences))
+        if whole.starts_BS is None:
+            return whole.rows(rows)
+        targets_BS, starts_BS = whole.targets_BS.clone(), whole.starts_BS.clone()
+        tokens = starts_BS.shape[1]
+        for row in range(self.batch_sequences):
+            for place in _cuts(sample + row, tokens):
+                # The document goes on from there as one of its own, up to where it ended.
+                rest = starts_BS[row, place:]
+                rest[rest < place] = place
+                targets_BS[row, place - 1] = IGNORE
+        ignored = int(((whole.targets_BS != IGNORE) & (targets_BS == IGNORE)).sum())
+        counted = whole.valid_tokens - ignored
+        return replace(whole, targets_BS=targets_BS, starts_BS=starts_BS, valid_tokens=counted).rows(rows)
+
+
+def documents_begun(batch: Batch) -> int:
+    """Documents that begin within a row."""
+    if batch.starts_BS is None:
+        return 0
+    return int((batch.starts_BS == torch.arange(batch.starts_BS.shape[1]))[:, 1:].sum())
+
+
+def _cuts(sample: int, tokens: int) -> set[int]:
+    """Where documents begin in the row of a sample, never at its first token."""
+    if tokens < 2:
+        return set()
+    count = CUTS - (sample + 1) % 2
+    return {1 + (tokens * cut // CUTS + STRIDE * sample) % (tokens - 1) for cut in range(count)}
+
+
+class Ragged:
+    """A source of batches, of whose rows the last targets are ignored: of the last row half. Where a sample lies in a
+    batch decides how many, so that any rank may read any rows. With a document mask they are ``Divided``.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self._source = Divided(source)
+        self.batch_sequences = source.batch_sequences
+
+    def batch(self, sample: int, rows: slice) -> Batch:
+        """These rows of the global batch that starts at cursor ``sample``."""
+        whole = self._source.batch(sample, slice(0, self.batch_sequences))
+        targets_BS = whole.targets_BS.clone()
+        tokens = targets_BS.shape[1]
+        for row in range(self.batch_sequences):
+            place = (sample + row) % self.batch_sequences
+            targets_BS[row, tokens - tokens * (place + 1) // (2 * self.batch_sequences) :] = IGNORE
+        ignored = int(((whole.targets_BS != IGNORE) & (targets_BS == IGNORE)).sum())
+        # The source's own count, less what was taken away here: a count that is wrong stays wrong.
+        return replace(whole, targets_BS=targets_BS, valid_tokens=whole.valid_tokens - ignored).rows(rows)
+
+
+def ragged_batches(source: Source, steps: int) -> tuple[Batch, ...]:
+    """Whole global batches of the first steps, ``Ragged``."""
+    ragged = Ragged(source)
+    size = ragged.batch_sequences
+    return tuple(ragged.batch(step * size, slice(0, size)) for step in range(steps))

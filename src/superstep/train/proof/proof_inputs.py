@@ -1,0 +1,197 @@
+"""What a layout is proven on: batches, settings and yardsticks that let a fault show, and what they leave unseen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from superstep.data.token_files import open_corpus
+from superstep.data.token_stream import Batch
+from superstep.launch.ranks import World, launch_on
+from superstep.numerics.loss import IGNORE
+from superstep.plan.config import PlanConfig, RunConfig, TrainConfig
+from superstep.plan.resolve import Resolved
+from superstep.train.batches import stream_of
+from superstep.train.model import resolved, units_of
+from superstep.train.proof.ignored_targets import documents_begun, ragged_batches
+from superstep.train.proof.prove_tolerance import (
+    Verdict,
+    has_same_roundings,
+    prove,
+    reference,
+    write_one_rank,
+    write_reference,
+)
+from superstep.train.proof.reference import reference_validation
+from superstep.train.proof.stream import plain_split
+
+DECAY = 20.0
+"""Weight decay while proving: against first weights of 0.02 it makes 0.4 of what Adam makes, where 0.1 would make a
+tenth of what an update may differ by."""
+
+
+MOST_VALIDATED = 2
+"""Batches of a validation while proving: of two it shows where one is left out, or counts for more than its tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A layout and what it is proven on.
+
+    Attributes:
+        run: with clipping lowered and weight decay raised where a fault in them would not show.
+        train: the run's own section.
+        batches: one for each step, with targets ignored.
+        folder: of the reference's files.
+        one_rank: of the files of one rank of the engine in bf16; None in fp32.
+        corpus: the folder of token files.
+        reruns: whether it runs again, through the training loop and a restart.
+        validation: what the reference says of the held-out text, with the first weights.
+    """
+
+    run: Resolved
+    train: TrainConfig
+    batches: tuple[Batch, ...]
+    folder: Path
+    one_rank: Path | None
+    corpus: Path
+    reruns: bool
+    validation: float
+
+
+class Cases:
+    """Makes cases; what several of them share is made once.
+
+    Args:
+        root: an empty folder for the files of references.
+        corpus: the folder of token files.
+        steps: to compare.
+    """
+
+    def __init__(self, root: Path, corpus: Path, *, steps: int) -> None:
+        self._root = root
+        self._corpus = corpus
+        self._steps = steps
+        self._known: dict[Path, tuple[float, float]] = {}
+
+    def case(self, run: Resolved, *, reruns: bool) -> Case:
+        """The case of a layout. Writes the files of its references, where that is not done yet."""
+        config = run.config
+        validated = min(config.train.eval_batches, MOST_VALIDATED)
+        train = replace(config.train, steps=max(config.train.steps, self._steps), eval_batches=validated)
+        if train.weight_decay > 0:
+            train = replace(train, weight_decay=max(train.weight_decay, min(DECAY, 0.1 / train.lr)))
+        batches = ragged_batches(stream_of(config, open_corpus(self._corpus), "train"), self._steps)
+        kind = f"tied={run.outline.is_tied} packed={config.data.packed}"
+        folder = self._root / kind
+        if folder not in self._known:
+            folder.mkdir(parents=True)
+            model = units_of(run) if run.decoder is None or config.lora is not None else run.decoder
+            clipped = write_reference(model, train, batches, folder, clips=True)
+            self._known[folder] = (
+                clipped.clip_norm,
+                reference_validation(model, train.seed, self._held_out(config, train)),
+            )
+        clip_norm, validation = self._known[folder]
+        train = replace(train, clip_norm=clip_norm)
+        lowered = replace(run, config=replace(config, train=train))
+        return Case(
+            run=lowered,
+            train=config.train,
+            batches=batches,
+            folder=folder,
+            one_rank=self._one_rank(lowered, batches, folder),
+            corpus=self._corpus,
+            reruns=reruns,
+            validation=validation,
+        )
+
+    def _held_out(self, config: RunConfig, train: TrainConfig) -> tuple[Batch, ...]:
+        """What a validation goes over: as many global batches as are asked for, or as there are."""
+        plain, size = plain_split(config, open_corpus(self._corpus), "validation"), train.batch_sequences
+        return plain.batches(size, max(1, min(train.eval_batches, plain.count // size)))
+
+    def _one_rank(self, run: Resolved, batches: tuple[Batch, ...], beside: Path) -> Path | None:
+        """In bf16: what the engine gives on one rank, at the same microbatch."""
+        if run.config.numerics.compute == "fp32":
+            return None
+        folder = beside / f"one rank, microbatch={run.plan.microbatch}"
+        if not folder.exists():
+            folder.mkdir()
+            alone = resolved(replace(run.config, plan=PlanConfig(microbatch=run.plan.microbatch)))
+            launch_on(run.config.plan.device, 1, write_one_rank, alone, batches, folder)
+        return folder
+
+
+def prove_case(world: World, case: Case) -> Verdict:
+    """``prove`` on one of the launched ranks."""
+    return prove(
+        world,
+        case.run,
+        case.batches,
+        case.folder,
+        reruns=case.reruns,
+        one_rank=case.one_rank,
+        corpus=case.corpus,
+        validation=case.validation,
+    )
+
+
+def seen(case: Case, verdict: Verdict) -> Iterator[str]:
+    """What was compared, a line each."""
+    steps, train = len(case.batches), case.run.config.train
+    yield (
+        f"losses, gradients, their norm, Adam's moments and updates of {steps} steps, on every rank that holds them, "
+        "with one process in fp32"
+    )
+    if case.one_rank is not None and has_same_roundings(case.run):
+        yield "the same with one rank of the engine in bf16, which rounds alike: sums in another order are left"
+    counts = [int((row != IGNORE).sum()) for batch in case.batches for row in batch.targets_BS]
+    yield f"the divisor: a sequence has {min(counts)} to {max(counts)} targets that count, so ranks differ"
+    if case.run.config.data.is_masked:
+        begun = sum(documents_begun(batch) for batch in case.batches)
+        yield f"the document mask: in the batches {begun} documents begin within a sequence, most added here"
+    changes = [
+        f"train.{name} {change} from {before:g} to {now:g}"
+        for name, change, before, now in (
+            ("clip_norm", "lowered", case.train.clip_norm, train.clip_norm),
+            ("weight_decay", "raised", case.train.weight_decay, train.weight_decay),
+        )
+        if before != now
+    ]
+    yield f"clipping and weight decay{': ' + ', '.join(changes) + ', for them to show' if changes else ''}"
+    if verdict.again.is_restart_same is not None:
+        yield "a second run by the training loop over its own stream, saved and resumed on the way: batches and bits"
+    elif verdict.again.is_rerun_same is not None:
+        yield "a second run by the training loop over its own stream: batches and bits"
+    if verdict.stream is not None:
+        yield (
+            "the stream with plain code: tokens, targets, documents, the order, each rank's rows and the count of "
+            "valid tokens; packed, masked and padded"
+        )
+    if verdict.validation is not None:
+        yield f"the validation loss over {train.eval_batches} batches of the held-out text, with one process in fp32"
+    if verdict.sampler is not None:
+        served = ", and answers of a server of the saved checkpoint" if verdict.again.served is not None else ""
+        yield f"the sampler with plain code: what top-k, top-p, min-p and temperature leave, and the draw{served}"
+
+
+def unseen(case: Case) -> Iterator[str]:
+    """What the verdict says nothing of, a line each."""
+    allowed = reference(case.run, case.folder).allowed
+    below = f"differences below {allowed.gradient:.0e} of a gradient, {allowed.update:.0e} of an update"
+    if case.one_rank is None:
+        yield below
+    elif has_same_roundings(case.run):
+        yield f"{below}, in what one rank in bf16 has wrong as well: only the reference in fp32 judges that"
+    else:
+        yield f"{below}. That is much: tp, cp and ep round otherwise in bf16; prove it in fp32 too, or with --exact"
+    yield f"what begins after step {len(case.batches)} (--steps), or needs larger sizes than these"
+    if not case.reruns or len(case.batches) < 2:
+        left_out = "the second run, the restart, the stream, validation and the sampler: not asked"
+        yield left_out if not case.reruns else "a restart: --steps 1 leaves none"
+    else:
+        yield "a restart on another layout (--exact has that), a race that showed in neither run"
+    yield "the model's own code: the reference runs the same modules"
+    yield "the text behind the token files"

@@ -1,0 +1,86 @@
+"""prove --serve, with adapters: nobody's log-probability depends on the adapters of those beside it.
+
+Every text is asked for three times at once: with one adapter, with another, and with none. Those with none must have
+the bits of training; those with an adapter the bits that they have where they are computed alone. Whether adapters add
+what they should is no question of bits, and is tested beside merged weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from superstep.model.peft_adapter import Adapter, LowRank, linears_of, write_adapter
+from superstep.plan.model.shape import ModelShape
+from superstep.serve.batch_generate import generate
+from superstep.serve.engine import Engine
+from superstep.serve.scheduling.request import Request, Sampling
+from superstep.train.proof.prove_serving import Told
+
+ADAPTERS = ("one", "other")
+RANKS = (8, 3)
+"""Of the two: the second is no power of two."""
+
+SCORED = Sampling(max_tokens=1, prompt_logprobs=True, ignore_eos=True, temperature=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What is told of texts.
+
+    Attributes:
+        alone: with the first adapter, one text after the other.
+        adapted: with it, all at once, with the others beside.
+        plain: without an adapter, in the same steps.
+    """
+
+    alone: list[Told]
+    adapted: list[Told]
+    plain: list[Told]
+
+
+def write_adapters(root: Path, shape: ModelShape) -> None:
+    """Two adapters of random factors that add to every linear as much as training might."""
+    for number, (name, rank) in enumerate(zip(ADAPTERS, RANKS, strict=True)):
+        draw = torch.Generator().manual_seed(number)
+        parts = {
+            linear: LowRank(
+                torch.randn(rank, inputs, generator=draw) * inputs**-0.5,
+                torch.randn(outputs, rank, generator=draw) * 0.05,
+                2.0 * rank,
+            )
+            for linear, (outputs, inputs) in linears_of(shape).items()
+        }
+        write_adapter(root / name, Adapter(parts=parts))
+
+
+def beside_adapters(engine: Engine, texts: Sequence[Sequence[int]], root: Path) -> Beside:
+    """The log-probabilities of texts.
+
+    Args:
+        engine: idle.
+        texts: of one length.
+        root: where ``write_adapters`` wrote.
+    """
+    first, other = ADAPTERS
+    for name in ADAPTERS:
+        engine.adapters.load(name, root / name)
+    answers = [generate(engine, [text[:-1]], SCORED, adapter=first)[0] for text in texts]
+    alone = [(0, tuple(told.logprob for told in answer.prompt)) for answer in answers]
+    for number, text in enumerate(texts):
+        for place, adapter in enumerate((first, "", other)):
+            engine.add(Request(id=3 * number + place, prompt=tuple(text[:-1]), sampling=SCORED, adapter=adapter))
+    found: list[tuple[float, ...]] = [()] * (3 * len(texts))
+    while not engine.is_idle:
+        for news in engine.step():
+            found[news.request] += tuple(told.logprob for told in news.prompt)
+    return Beside(alone, [(0, told) for told in found[0::3]], [(0, told) for told in found[1::3]])
+
+
+def losses_of(told: Sequence[Told]) -> Tensor:
+    """What is told of whole texts, as training tells it: [B, S]."""
+    return -torch.tensor([logprobs for _, logprobs in told], dtype=torch.float32)

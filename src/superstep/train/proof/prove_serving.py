@@ -1,0 +1,282 @@
+"""prove --serve: a server gives every token the log-probability that training gave it, to the bit.
+
+The engine answers prompts, and says the log-probability of each token. The trainer, on its own layout in exact mode,
+says the loss of each token of the same texts. Then the engine comes to these tokens in every other way in which a
+server may: among others, alone, in chunks, from cached pages, with pages taken back on the way, with guesses that stand
+and guesses that do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from superstep.comm.mesh import build_mesh
+from superstep.comm.objects import gather
+from superstep.data.token_stream import Batch
+from superstep.engine.engine import Engine as Trainer
+from superstep.launch.ranks import World
+from superstep.plan.resolve import Resolved
+from superstep.serve.batch_generate import Answer, generate
+from superstep.serve.config import NGRAM, ServeConfig
+from superstep.serve.drafting.speculate import Asked
+from superstep.serve.engine import Engine
+from superstep.serve.scheduling.request import Sampling
+from superstep.serve.scheduling.request import Told as Token
+from superstep.serve.scheduling.request_state import LiveRequest
+from superstep.state.checkpoint import load
+from superstep.state.tensor_piece import STATE
+from superstep.train.batches import microbatches, microbatches_of, rows
+from superstep.train.model import units_of
+from superstep.train.rank_peers import RankPeers
+
+
+def trained_losses(world: World, run: Resolved, checkpoint: Path, batches: Sequence[Batch]) -> list[Tensor]:
+    """The loss of every token of each batch, on the run's own layout, with a checkpoint's weights: fp32 [B, S], whole
+    on every rank. Targets that are ignored have 0.
+    """
+    mesh = build_mesh(run.plan, world.rank, world.device, timeout=timedelta(seconds=300))
+    try:
+        engine = Trainer(run, units_of(run), mesh)
+        position = load(checkpoint, engine.pieces(STATE), RankPeers(world.rank, world.size))
+        engine.loaded(position.step)
+        found = []
+        for batch in batches:
+            mine = batch.rows(rows(run.plan, mesh))
+            losses = [-logprobs for logprobs in engine.own_logprobs(microbatches_of(mine, run.plan, mesh))]
+            # Where each of them lies in the batch: numbers, cut as the tokens are.
+            places = torch.arange(batch.tokens_BS.numel()).view_as(batch.tokens_BS)[rows(run.plan, mesh)]
+            held = [part.tokens for part in microbatches(places, places, run.plan, mesh)]
+            found.append(_whole(batch, [(p.cpu(), x.cpu()) for p, x in zip(held, losses, strict=False)]))
+    finally:
+        mesh.destroy()
+    return found
+
+
+def batch_of(texts: Sequence[Sequence[int]]) -> Batch:
+    """Texts of one length as a batch of the trainer's. The target of the last position is none of the text."""
+    tokens_BS = torch.tensor([list(text) for text in texts])
+    return Batch(tokens_BS, tokens_BS.roll(-1, 1), tokens_BS.numel(), None)
+
+
+def _whole(batch: Batch, parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """The losses of a batch from those of all ranks; those that several ranks computed must be the same."""
+    whole = torch.full((batch.tokens_BS.numel(),), float("nan"))
+    for theirs in gather(list(parts)):
+        for places, losses in theirs:
+            at = places.flatten()
+            before = whole[at]
+            assert bool((before.isnan() | (before == losses.flatten())).all()), "ranks that share a token disagree"
+            whole[at] = losses.flatten()
+    assert not whole.isnan().any(), "some tokens have no loss"
+    return whole.view_as(batch.tokens_BS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """A way in which a server may come to a token.
+
+    Attributes:
+        name: what it is called.
+        step_tokens: rows of a step, where they are few.
+        pages: of keys, where they are few.
+        texts: the first so many are come to, where each takes many steps; None means all.
+        is_alone: one prompt after the other, not all together.
+        is_twice: once more with the keys that are there from the first time.
+        is_restarted: half of each answer by one engine, the rest by another.
+        guesses: from the text, as ``superstep serve`` has them, or known ones of which some are made wrong.
+        as_prompt: the whole text is a prompt whose tokens are told of, not drawn.
+    """
+
+    name: str
+    step_tokens: int | None = None
+    pages: int | None = None
+    texts: int | None = None
+    is_alone: bool = False
+    is_twice: bool = False
+    is_restarted: bool = False
+    guesses: Literal["from text", "known"] | None = None
+    as_prompt: bool = False
+
+    @property
+    def engines(self) -> int:
+        """How many it needs, one after the other."""
+        return 2 if self.is_restarted else 1
+
+    def of(self, serve: ServeConfig) -> ServeConfig:
+        """The engine that it needs."""
+        return replace(
+            serve,
+            step_tokens=self.step_tokens or serve.step_tokens,
+            pages=self.pages,
+            speculate=NGRAM if self.guesses else "",
+        )
+
+
+FEW = 16
+"""Texts of a way that takes many steps for each."""
+
+
+def ways(tokens: int) -> tuple[Way, ...]:
+    """Every way that is tried, for texts of so many tokens."""
+    page_tokens = ServeConfig().page_tokens
+    whole = -(-tokens // page_tokens)
+    return (
+        Way(name="one at a time", is_alone=True, texts=FEW),
+        Way(name="all together"),
+        Way(name="in chunks of 7 tokens", step_tokens=7, texts=FEW),
+        Way(name="from cached pages", is_twice=True),
+        Way(name="with pages for two texts", pages=2 * whole, texts=FEW),
+        Way(name="after a restart half-way", is_restarted=True),
+        Way(name="speculated", guesses="from text"),
+        Way(name="speculated, guesses right and wrong", guesses="known"),
+        Way(name="speculated, in few rows and pages", guesses="known", step_tokens=13, pages=2 * whole, texts=FEW),
+        Way(name="as prompts", as_prompt=True),
+        Way(name="as prompts in chunks of 13 tokens", step_tokens=13, as_prompt=True, texts=2 * FEW),
+    )
+
+
+def logprobs_of(ways: Sequence[Way], prompts: Sequence[Sequence[int]], tokens: int) -> int:
+    """How many log-probabilities some ways tell of texts of ``tokens`` tokens that begin with these prompts."""
+    return sum(tokens - (1 if way.as_prompt else len(p)) for way in ways for p in prompts[: way.texts])
+
+
+class Known:
+    """Guesses the texts themselves, but every third token is another: so many guesses stand, and many do not.
+
+    Args:
+        texts: by the number of their request.
+    """
+
+    def __init__(self, texts: Sequence[Sequence[int]]) -> None:
+        self._texts = texts
+
+    def offer(self, live: LiveRequest, most: int, matcher: object) -> int:
+        """As many as may be."""
+        return most
+
+    def guess(self, asked: Asked) -> Mapping[int, Sequence[int]]:
+        """What comes next, more or less."""
+        found = {}
+        for request, count in asked.counts.items():
+            known = asked.live[request].known
+            found[request] = [
+                token if place % 3 else max(1, token) - 1
+                for place, token in enumerate(self._texts[request][known : known + count], known)
+            ]
+        return found
+
+    def judged(self, request: int, guessed: int, stood: int) -> None:
+        """It knows already."""
+
+    def forget(self, request: int) -> None:
+        """It does not."""
+
+
+Told = tuple[int, tuple[float, ...]]
+"""The position of a text from which on log-probabilities of the next token are told, and these."""
+
+Open = Callable[[], Engine]
+"""Opens an engine as a way needs it, the one before having ended."""
+
+
+def answers(engine: Engine, way: Way, prompts: Sequence[Sequence[int]], tokens: int) -> list[Answer]:
+    """Drawn in a way, so that prompt and answer together have ``tokens`` tokens.
+
+    Args:
+        engine: idle, opened as the way needs it.
+        way: how.
+        prompts: shorter than that.
+        tokens: of a text.
+    """
+    asked = [_sampling(number, tokens - len(prompt)) for number, prompt in enumerate(prompts)]
+    if way.is_twice:
+        generate(engine, prompts, asked)
+    if way.is_alone:
+        return [generate(engine, [prompt], [how])[0] for prompt, how in zip(prompts, asked, strict=True)]
+    return generate(engine, prompts, asked)
+
+
+def _sampling(number: int, tokens: int) -> Sampling:
+    return Sampling(max_tokens=tokens, seed=number, ignore_eos=True)
+
+
+def told_of(opened: Open, way: Way, texts: Sequence[Sequence[int]], prompts: Sequence[Sequence[int]]) -> list[Told]:
+    """The log-probabilities of texts that ``answers`` gave to prompts, come to in this way. None of a text of which
+    other tokens were drawn.
+    """
+    texts, prompts = texts[: way.texts], prompts[: way.texts]
+    engine = opened()
+    if way.as_prompt:
+        asked = Sampling(max_tokens=1, prompt_logprobs=True, ignore_eos=True, temperature=0.0)
+        found = generate(engine, [text[:-1] for text in texts], asked)
+        return [(0, tuple(told.logprob for told in answer.prompt)) for answer in found]
+    if way.is_restarted:
+        again = _restarted(engine, opened, prompts, len(texts[0]))
+    else:
+        again = [answer.tokens for answer in answers(engine, way, prompts, len(texts[0]))]
+    return [
+        (len(prompt) - 1, tuple(one.logprob for one in told) if ids_of(told) == list(text[len(prompt) :]) else ())
+        for prompt, text, told in zip(prompts, texts, again, strict=True)
+    ]
+
+
+def ids_of(told: Sequence[Token]) -> list[int]:
+    """The tokens."""
+    return [one.token for one in told]
+
+
+def _restarted(engine: Engine, opened: Open, prompts: Sequence[Sequence[int]], tokens: int) -> list[tuple[Token, ...]]:
+    """Half of each answer, and the rest by another engine, which is given the first half as a part of the prompt."""
+    halves = [max(1, (tokens - len(prompt)) // 2) for prompt in prompts]
+    first = generate(engine, prompts, [_sampling(number, half) for number, half in enumerate(halves)])
+    begun = [[*prompt, *half.ids] for prompt, half in zip(prompts, first, strict=True)]
+    engine.end()
+    other = opened()
+    numbers = [number for number, text in enumerate(begun) if len(text) < tokens]
+    rest = generate(other, [begun[n] for n in numbers], [_sampling(n, tokens - len(begun[n])) for n in numbers])
+    told = [answer.tokens for answer in first]
+    for number, answer in zip(numbers, rest, strict=True):
+        told[number] += answer.tokens
+    return told
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """One way of serving, beside training.
+
+    Attributes:
+        way: its name.
+        compared: log-probabilities.
+        differing: those with other bits; all of a text whose tokens were others.
+        largest: the largest difference.
+        first: text and position of the first one that differs; None if none does.
+    """
+
+    way: str
+    compared: int
+    differing: int
+    largest: float
+    first: tuple[int, int] | None
+
+
+def compare(way: str, trained: Tensor, served: Sequence[Told]) -> Compared:
+    """Hold the log-probabilities of a way against the losses of training, [B, S]."""
+    compared = differing = 0
+    largest, first = 0.0, None
+    for row, (start, logprobs) in enumerate(served):
+        ours = trained[row, start : start + len(logprobs)] if logprobs else trained[row, start:]
+        theirs = -torch.tensor(logprobs, dtype=torch.float32) if logprobs else torch.full_like(ours, float("nan"))
+        wrong = ours != theirs
+        compared += len(ours)
+        differing += int(wrong.sum())
+        if wrong.any():
+            largest = max(largest, float((ours - theirs).abs().nan_to_num(float("inf")).max()))
+            first = first or (row, start + int(wrong.nonzero()[0]))
+    return Compared(way=way, compared=compared, differing=differing, largest=largest, first=first)

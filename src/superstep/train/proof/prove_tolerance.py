@@ -1,0 +1,331 @@
+"""prove: a layout computes what one device computes. Step by step against the reference, tensor by tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from superstep.comm.mesh import build_mesh
+from superstep.comm.objects import gather
+from superstep.data.token_stream import Batch
+from superstep.engine.engine import Engine, StepResult
+from superstep.launch.ranks import World
+from superstep.model.unit import UnitSpec, global_specs
+from superstep.numerics.tolerance import SAME_ROUNDING, tolerance
+from superstep.plan.config import TrainConfig
+from superstep.plan.model.shape import ModelShape
+from superstep.plan.resolve import Resolved
+from superstep.program.compile import compile_step
+from superstep.state.manifest import Position
+from superstep.state.tensor_piece import STATE, Piece
+from superstep.train.batches import microbatches_of, rows
+from superstep.train.lr_schedule import rate
+from superstep.train.model import units_of
+from superstep.train.proof.compare import KINDS, Compare, Difference, Yardstick, scales
+from superstep.train.proof.likely_causes import hints
+from superstep.train.proof.reference import reference_steps, unit_steps
+from superstep.train.proof.restart import DATA, POSITION, Again, Bits, data_bits, go_again, hashed, piece_bits
+from superstep.train.proof.sampler import draw_fault
+from superstep.train.proof.stream import stream_fault
+
+TIMEOUT = timedelta(seconds=120)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What a layout was found to be.
+
+    Attributes:
+        compared: values compared, over all steps and ranks.
+        worst: the largest difference of each kind from each yardstick, as a share of its tolerance decides.
+        first: the first value that is wrong, in the order of ``KINDS`` within each step; None if none is.
+        hints: what is told of it: one factor that all gradients share, the instructions that made it.
+        again: what a second run gave, and one that was stopped and resumed.
+        stream: what the stream reads otherwise than plain code, in words; None where it was not asked.
+        validation: the loss on the held-out text beside the reference's; None likewise.
+        sampler: what is drawn, or told of a draw, otherwise than by plain code; None likewise.
+    """
+
+    compared: int
+    worst: tuple[Difference, ...]
+    first: Difference | None
+    hints: tuple[str, ...]
+    again: Again
+    stream: str | None = None
+    validation: Difference | None = None
+    sampler: str | None = None
+
+    @property
+    def is_deterministic(self) -> bool | None:
+        """Whether a second run gave the same bits; None where it was not asked."""
+        return self.again.is_rerun_same
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether everything held."""
+        return self.first is None and self.again.is_same and not any(self.wrong_beside)
+
+    @property
+    def wrong_beside(self) -> tuple[str, ...]:
+        """What is wrong beside the steps, in words."""
+        is_off = self.validation is not None and self.validation.is_wrong
+        told = self.validation.describe() if self.validation is not None and is_off else ""
+        return tuple(text for text in (self.stream, told, self.sampler) if text)
+
+
+def write_reference(
+    model: ModelShape | Sequence[UnitSpec],
+    train: TrainConfig,
+    batches: Sequence[Batch],
+    folder: Path,
+    *,
+    clips: bool = False,
+) -> TrainConfig:
+    """Run the reference and keep what each step gave in a file of its own.
+
+    Returns:
+        The optimisation as it was: ``clips`` lowers ``clip_norm`` where it would not be at work.
+    """
+    steps = reference_steps if isinstance(model, ModelShape) else unit_steps
+    clip_norm = train.clip_norm
+    for step, result in enumerate(steps(model, train, batches, clips=clips)):  # type: ignore[arg-type]
+        tensors = {f"gradient/{name}": value for name, value in result.gradients.items()}
+        tensors |= {f"weight/{name}": value for name, value in result.weights.items()}
+        tensors |= {f"exp_avg/{name}": value for name, value in result.exp_avg.items()}
+        tensors |= {f"exp_avg_sq/{name}": value for name, value in result.exp_avg_sq.items()}
+        write_step(folder, step, tensors, loss=result.loss, grad_norm=result.grad_norm)
+        clip_norm = result.clip_norm
+    return replace(train, clip_norm=clip_norm)
+
+
+def write_step(folder: Path, step: int, tensors: dict[str, Tensor], *, loss: float, grad_norm: float) -> None:
+    """The file of a step that ``Compare`` reads."""
+    numbers = {"loss": loss, "grad_norm": grad_norm}
+    single = {name: torch.tensor(value, dtype=torch.float64) for name, value in numbers.items()}
+    # A tied or shared memory would be refused by the format; every tensor is written whole.
+    whole = {name: value.contiguous() for name, value in tensors.items()}
+    save_file(whole | single, folder / f"{step}.safetensors")
+
+
+def write_one_rank(world: World, run: Resolved, batches: Sequence[Batch], folder: Path) -> None:
+    """Run the engine on its one rank, and keep what each step gave as ``write_reference`` does.
+
+    With the same dtype and the same microbatch it makes the same roundings as any layout that cuts no product, which a
+    reference in fp32 does not.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as on every launched rank: products over more threads may sum in another order
+    try:
+        with world.device.deterministic() if _has_order(world, run) else nullcontext():
+            _straight(world, run, units_of(run), batches, (), folder)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def prove(  # noqa: PLR0913
+    world: World,
+    run: Resolved,
+    batches: Sequence[Batch],
+    folder: Path,
+    *,
+    reruns: bool,
+    specs: Sequence[UnitSpec] | None = None,
+    one_rank: Path | None = None,
+    corpus: Path | None = None,
+    validation: float | None = None,
+) -> Verdict:
+    """Run the plan on the launched ranks and compare each step with the reference in ``folder``.
+
+    Every rank compares what it holds, replicas included; rank 0's verdict is about all of them.
+
+    Args:
+        world: the launched ranks.
+        run: the resolved run.
+        batches: one for each step.
+        folder: where ``write_reference`` wrote.
+        one_rank: where ``write_one_rank`` did, in bf16.
+        reruns: run once more, which must give the same bits.
+        specs: the units of a model that the run's configuration does not name.
+        corpus: the token files that the batches are from. With them the second run is one of the training loop, over
+            its own stream, and is stopped, saved and resumed on the way; and stream and sampler are held against plain
+            code.
+        validation: what the reference says of the held-out text of that corpus, with the first weights.
+    """
+    specs = specs or units_of(run)
+    has_order = _has_order(world, run)
+    yardsticks = list(_yardsticks(run, folder, one_rank))
+    with world.device.deterministic() if has_order else nullcontext():
+        beside = _beside(world, run, corpus) if reruns and corpus is not None else (None, None)
+        verdict = _judged(world, run, specs, batches, yardsticks, reruns and has_order, corpus)
+    stream, drawn = beside
+    sampler = drawn if verdict.again.served is None else drawn or verdict.again.served
+    return replace(
+        verdict, stream=stream, sampler=sampler, validation=_validated(verdict.again, validation, yardsticks)
+    )
+
+
+def _beside(world: World, run: Resolved, corpus: Path) -> tuple[str, str]:
+    """What the stream reads and what the sampler draws otherwise than plain code: the first that any rank finds."""
+    mesh = build_mesh(run.plan, world.rank, world.device, timeout=TIMEOUT)
+    try:
+        mine = stream_fault(run, mesh, corpus)
+    finally:
+        mesh.destroy()
+    return next(filter(None, gather(mine)), ""), gather(draw_fault() if world.rank == 0 else "")[0]
+
+
+def _validated(again: Again, wanted: float | None, yardsticks: Sequence[Yardstick]) -> Difference | None:
+    """The validation loss beside the reference's."""
+    if again.validation is None or wanted is None:
+        return None
+    relative = abs(again.validation - wanted) / (abs(wanted) or 1e-30)
+    allowed = yardsticks[0].allowed.of("loss", is_first=True)
+    return Difference(step=0, kind="validation loss", name="", relative=relative, allowed=allowed)
+
+
+def _has_order(world: World, run: Resolved) -> bool:
+    """Operations of anyone's own may have no kernel with one order on a GPU: what a rerun gives is not asked there."""
+    return world.device.kind == "cpu" or run.decoder is not None
+
+
+def _judged(
+    world: World,
+    run: Resolved,
+    specs: Sequence[UnitSpec],
+    batches: Sequence[Batch],
+    yardsticks: Sequence[Yardstick],
+    reruns: bool,
+    corpus: Path | None,
+) -> Verdict:
+    found, bits = _straight(world, run, specs, batches, yardsticks)
+
+    def straight() -> Bits:
+        return _straight(world, run, specs, batches, ())[1]
+
+    everyone = [d for part in gather(found) for d in part]
+    everyone += scales(everyone, yardsticks[0])
+    # What is wrong already is only run again as it was: a training loop refuses a loss that is no number.
+    corpus = None if any(d.is_wrong for d in everyone) else corpus
+    again = go_again(world, run, len(batches), bits, straight, corpus) if reruns else Again()
+    return _judge(everyone, again, run, specs)
+
+
+def differences(world: World, run: Resolved, batches: Sequence[Batch], folder: Path) -> list[Difference]:
+    """What ``prove`` judges: every compared value of every rank."""
+    found, _ = _straight(world, run, units_of(run), batches, (reference(run, folder),))
+    return [d for part in gather(found) for d in part]
+
+
+def reference(run: Resolved, folder: Path) -> Yardstick:
+    """The reference in ``folder``, and how far a run may lie from it."""
+    allowed = tolerance(run.config.numerics.compute, has_experts="experts" in run.plan.families)
+    return Yardstick("the reference", folder, allowed)
+
+
+def has_same_roundings(run: Resolved) -> bool:
+    """Whether a layout rounds to the compute dtype what one rank does: where no product or exchange is cut."""
+    mesh = run.plan.mesh
+    return mesh.tp == mesh.cp == mesh.ep == 1
+
+
+def _yardsticks(run: Resolved, folder: Path, one_rank: Path | None) -> Iterator[Yardstick]:
+    plain = reference(run, folder)
+    if one_rank is None:
+        yield plain
+        return
+    noise = (one_rank, folder)
+    yield replace(plain, noise=noise, share=2.0)
+    if has_same_roundings(run):
+        yield Yardstick("one rank", one_rank, SAME_ROUNDING, noise=noise, share=0.25)
+
+
+def _judge(differences: Sequence[Difference], again: Again, run: Resolved, specs: Sequence[UnitSpec]) -> Verdict:
+    # Of the ranks that hold a piece of one tensor the worst counts.
+    names = list(dict.fromkeys(d.against for d in differences))
+    parts = [[d for d in differences if d.against == name and d.kind == kind] for name in names for kind in KINDS]
+    worst = tuple(max(part, key=lambda d: d.badness) for part in parts if part)
+    wrong = [d for d in differences if d.is_wrong]
+    first = min(wrong, key=lambda d: (d.step, KINDS.index(d.kind), names.index(d.against), -d.badness), default=None)
+    told = () if first is None else tuple(hints(first, differences, compile_step(run.plan), specs))
+    return Verdict(compared=len(differences), worst=worst, first=first, hints=told, again=again)
+
+
+def _straight(
+    world: World,
+    run: Resolved,
+    specs: Sequence[UnitSpec],
+    batches: Sequence[Batch],
+    yardsticks: Sequence[Yardstick],
+    keep: Path | None = None,
+) -> tuple[list[Difference], Bits]:
+    """The steps of one run: differences from the yardsticks, and hashes of every bit this rank held. A lone rank keeps
+    them in files in ``keep``.
+    """
+    mesh = build_mesh(run.plan, world.rank, world.device, timeout=TIMEOUT)
+    found: list[Difference] = []
+    bits: Bits = {}
+    try:
+        engine = Engine(run, specs, mesh, example=batches[0].tokens_BS[:1])
+        position = Position()
+        for step, batch in enumerate(batches):
+            position = Position(
+                step=step + 1,
+                samples=position.samples + len(batch.tokens_BS),
+                tokens=position.tokens + batch.valid_tokens,
+            )
+            compare = Compare(global_specs(specs), run.config.train.seed, step, yardsticks)
+            found += _step(engine, batch, step, compare, bits, keep)
+            bits[step, POSITION] = repr(position)
+    finally:
+        mesh.destroy()
+    return found, bits
+
+
+def plain_steps(world: World, run: Resolved, batches: Sequence[Batch]) -> Iterator[None]:
+    """Train on the batches and look at nothing; it yields after each step has been issued."""
+    mesh = build_mesh(run.plan, world.rank, world.device, timeout=TIMEOUT)
+    try:
+        engine = Engine(run, units_of(run), mesh, example=batches[0].tokens_BS[:1])
+        for step, batch in enumerate(batches):
+            _train(engine, batch.rows(rows(run.plan, mesh)), step)
+            yield
+    finally:
+        mesh.destroy()
+
+
+def _train(engine: Engine, mine: Batch, step: int, inspect: Callable[[], None] | None = None) -> StepResult:
+    """One step on this rank's rows of a batch."""
+    return engine.train_step(
+        microbatches_of(mine, engine.run.plan, engine.mesh),
+        valid_tokens=mine.valid_tokens,
+        divisor=mine.divisor,
+        lr=rate(engine.run.config.train, step),
+        inspect=inspect,
+    )
+
+
+def _step(engine: Engine, batch: Batch, step: int, compare: Compare, bits: Bits, keep: Path | None) -> list[Difference]:
+    mine = batch.rows(rows(engine.run.plan, engine.mesh))
+    found: list[Difference] = []
+    tensors: dict[str, Tensor] = {}
+
+    def take(piece: Piece, values: Tensor) -> None:
+        bits[step, piece_bits(piece)] = hashed(values)
+        if keep is not None:
+            tensors[f"{piece.kind}/{piece.name}"] = values.view(piece.shape).clone()
+
+    bits[step, DATA] = data_bits(mine)
+    result = _train(engine, mine, step, inspect=lambda: found.extend(compare.pieces(engine.pieces(["gradient"]), take)))
+    bits[step, "loss"], bits[step, "norm"] = repr(result.loss), repr(result.grad_norm)
+    found += compare.step(result)
+    found += compare.pieces(engine.pieces(STATE), take)
+    if keep is not None:
+        write_step(keep, step, tensors, loss=result.loss, grad_norm=result.grad_norm)
+    return found

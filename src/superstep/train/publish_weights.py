@@ -1,0 +1,72 @@
+"""A running trainer's weights as a snapshot that servers open: what post-training does after each of its updates.
+
+Every rank writes its own slices of the global tensors, as for a checkpoint, under Hugging Face names and in fp32. A
+folder in shared memory makes it a copy, without a disk. Of a run with adapters the snapshot is the adapter, as a folder
+of PEFT's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+from superstep.engine.engine import Engine
+from superstep.errors import Fault
+from superstep.model.hf import open_weights
+from superstep.serve.weights import KEEP, Published, clean, give_name, unfinished
+from superstep.state.all_or_none import Peers, together
+from superstep.state.checkpoint import save
+from superstep.state.manifest import Position, read_manifest
+from superstep.state.tensor_file import ADAPTER_FILE
+
+
+def publish(
+    engine: Engine,
+    root: Path,
+    peers: Peers,
+    *,
+    shapes: Mapping[str, tuple[int, ...]],
+    position: Position,
+    beside: Mapping[str, str | Path],
+    keep: int = KEEP,
+) -> Published:
+    """Write a snapshot, and remove older ones that nobody holds. Every rank calls this together, between two steps.
+
+    Args:
+        engine: of this rank.
+        root: the folder of snapshots; all ranks see it.
+        peers: the ranks.
+        shapes: of every global tensor.
+        position: where training stands.
+        beside: files to put beside the tensors, such as a config.json. Rank 0's count.
+        keep: newest snapshots that stay in any case.
+
+    Raises:
+        Fault: it cannot be written: on every rank the same.
+    """
+
+    def unwritable(error: Exception) -> Fault:
+        return Fault(f"a snapshot cannot be written below {root}: {error}.")
+
+    with ExitStack() as stack:
+
+        def begin() -> Path | None:
+            return stack.enter_context(unfinished(root)).with_name("checkpoint") if peers.rank == 0 else None
+
+        folder = together(peers, begin, unwritable)[0]
+        assert folder is not None
+        save(folder, engine.pieces(("weight",)), position, peers, tensors={"weight": shapes}, beside=beside)
+
+        def end() -> Published | None:
+            if peers.rank:
+                return None
+            digests = {name: stored.blake2b for name, stored in read_manifest(folder).tensors.items()}
+            adapter = folder / ADAPTER_FILE
+            done = give_name(root, folder, open_weights(adapter if adapter.exists() else folder), digests)
+            clean(root, keep)
+            return done
+
+        published = together(peers, end, unwritable)[0]
+    assert published is not None
+    return published

@@ -1,0 +1,48 @@
+"""The chat template that a model is tuned with: its own, another, or one that asks nothing of a vocabulary."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from superstep.data.tokenizer import Tokenizer
+from superstep.errors import ConfigError
+from superstep.serve.text.chat_template import DEFAULT, ChatTemplate, load_chat_template
+
+PLAIN = (
+    "{% for message in messages %}"
+    "{{ message.role | capitalize }}: {{ message.content }}"
+    "{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}"
+    "{{ '\\n\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}Assistant:{% endif %}"
+)
+"""As servers show chats to a model without a template, but that the end of text ends an answer: that can be learnt."""
+
+
+def template_of(folder: Path, tokenizer: Tokenizer, named: str | None) -> ChatTemplate:
+    """The template to tune with.
+
+    Args:
+        folder: of the model to begin with.
+        tokenizer: of it.
+        named: a file with a template in the place of the folder's.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    if find_spec("jinja2") is None:
+        raise ConfigError("conversations are shown by jinja2, which is not installed: pip install 'superstep[serve]'.")
+    found = load_chat_template(folder)
+    sources = found.sources if found.source() != DEFAULT else {"default": PLAIN}
+    if named is not None:
+        try:
+            sources = {"default": Path(named).read_text(encoding="utf-8")}
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"sft.template = '{named}' cannot be read ({error}); name a Jinja file in UTF-8."
+            ) from None
+    end = tokenizer.core.id_to_token(tokenizer.end_of_text)
+    made = ChatTemplate(sources, {"eos_token": end or "", **found.special})
+    made.check()
+    return made

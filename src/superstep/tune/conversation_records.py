@@ -1,0 +1,167 @@
+"""Records to learn from: a conversation, or a prompt and its completion, out of a line of JSON or a row of parquet.
+
+    {"messages": [{"role": "user", ...}, {"role": "assistant", ...}], "tools": [...]}
+    {"prompt": "2 + 2 =", "completion": " 4"}                                     as they are, no template
+    {"prompt": [{"role": "user", ...}], "completion": [{"role": "assistant", ...}]}
+    {"prompt": ..., "chosen": ..., "rejected": ...}                               two answers, for preferences
+
+An assistant's message may say ``"weight": 0``, as OpenAI's fine-tuning files have it: it is shown and not learnt.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from superstep.data.corpus import objects
+from superstep.data.read_errors import kind, refusal
+from superstep.data.records import Fields
+from superstep.errors import DataError
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """Messages, and which of them are learnt.
+
+    Attributes:
+        where: the record stands.
+        messages: as OpenAI's chat completions take them.
+        tools: that the model may call.
+        learnt: of each message whether it is an answer to learn.
+    """
+
+    where: str
+    messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
+    learnt: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """A text and how it goes on, neither of which a template has seen."""
+
+    where: str
+    prompt: str
+    completion: str
+
+
+Record = Conversation | Completion
+
+
+def records(paths: tuple[str, ...]) -> Iterator[tuple[Record, int]]:
+    """Each record of some files, and the bytes that it was read from.
+
+    Raises:
+        DataError: a file cannot be read, or a record is none of the forms; names the line.
+    """
+    for fields in objects(paths):
+        yield record_of(fields), fields.read_bytes
+
+
+def preferences(paths: tuple[str, ...]) -> Iterator[tuple[Record, Record, int]]:
+    """Of each record the answer that is preferred, the other one, and the bytes that it was read from.
+
+    Raises:
+        DataError: a file cannot be read, or a record is no preference; names the line.
+    """
+    for fields in objects(paths):
+        for name in ("chosen", "rejected"):
+            if fields.values.get(name) is None:
+                raise refused(fields.where, f"has no {name}", "give it as text or as messages, beside its prompt")
+        chosen, rejected = (_preferred(fields, name) for name in ("chosen", "rejected"))
+        yield chosen, rejected, fields.read_bytes
+
+
+def refused(where: str, rule: str, mend: str) -> DataError:
+    """One line about a record."""
+    return refusal(f"'{where}'", rule, mend)
+
+
+def record_of(fields: Fields) -> Record:
+    """What a record says.
+
+    Raises:
+        DataError: it is none of the forms.
+    """
+    where, values = fields.where, {name: value for name, value in fields.values.items() if value is not None}
+    if "messages" in values:
+        messages = _messages(values["messages"], "messages", where)
+        return _conversation(where, messages, _are_answers(messages), values)
+    if "prompt" not in values or "completion" not in values:
+        has = ", ".join(values) or "none"
+        raise refused(
+            where, f"has no messages, and no prompt with a completion (its fields: {has})", "give one of them"
+        )
+    return _completed(where, values["prompt"], "completion", values)
+
+
+def _preferred(fields: Fields, name: str) -> Record:
+    """One answer of a preference. Without a prompt of its own, it is the last message."""
+    values = {key: value for key, value in fields.values.items() if value is not None}
+    is_whole = isinstance(values[name], list) and isinstance(values.get("prompt", ""), str)
+    if not is_whole:
+        if "prompt" not in values:
+            raise refused(fields.where, f"has a {name} answer and no prompt", "give the prompt, or whole messages")
+        return _completed(fields.where, values["prompt"], name, values)
+    # Whole conversations, whose last message is the answer; a prompt that is text says its first one again.
+    messages = _messages(values[name], name, fields.where)
+    if not messages or messages[-1].get("role") != "assistant":
+        raise refused(fields.where, f"has {name} messages that do not end with an answer", "end them with one")
+    learnt = (*(False,) * (len(messages) - 1), True)
+    return _conversation(fields.where, messages, learnt, values)
+
+
+def _completed(where: str, prompt: object, name: str, values: Mapping[str, Any]) -> Record:
+    completion = values[name]
+    if isinstance(prompt, str) and isinstance(completion, str):
+        if not completion:
+            raise refused(where, f"has an empty {name}", "leave the record out")
+        for key, text in (("prompt", prompt), (name, completion)):
+            if any("\ud800" <= char <= "\udfff" for char in text):
+                raise refused(where, f"holds half of a surrogate pair in its {key}", "mend it")
+        return Completion(where=where, prompt=prompt, completion=completion)
+    if isinstance(prompt, str) != isinstance(completion, str):
+        raise refused(where, f"has text and messages in prompt and {name}", "give both as text, or both as messages")
+    before, after = _messages(prompt, "prompt", where), _messages(completion, name, where)
+    return _conversation(where, before + after, (False,) * len(before) + _are_answers(after), values)
+
+
+def _conversation(
+    where: str, messages: tuple[Message, ...], learnt: tuple[bool, ...], values: Mapping[str, Any]
+) -> Conversation:
+    if not any(learnt):
+        raise refused(where, "has no assistant turn to learn", "give one, or leave the record out")
+    plain = tuple({key: value for key, value in message.items() if key != "weight"} for message in messages)
+    tools = _parsed(values.get("tools", ()), "tools", where)
+    if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise refused(where, f"has tools that are {kind(tools)}", "give a list of objects")
+    return Conversation(where=where, messages=plain, tools=tuple(tools), learnt=learnt)
+
+
+def _messages(value: object, name: str, where: str) -> tuple[Message, ...]:
+    value = _parsed(value, name, where)
+    if not isinstance(value, list) or not all(isinstance(message, Mapping) for message in value):
+        raise refused(where, f"has {name} that are {kind(value)}", "give a list of objects with role and content")
+    for message in value:
+        if message.get("weight", 0) not in (0, 1):
+            raise refused(where, f"has a message of weight {message['weight']}", "a weight is 0 or 1")
+    # Columns of parquet have every key of every message, null where it says nothing.
+    return tuple({key: inner for key, inner in message.items() if inner is not None} for message in value)
+
+
+def _are_answers(messages: Sequence[Message]) -> tuple[bool, ...]:
+    return tuple(message.get("role") == "assistant" and message.get("weight", 1) == 1 for message in messages)
+
+
+def _parsed(value: object, name: str, where: str) -> Any:  # noqa: ANN401 - any JSON
+    """A list, which a column of parquet may hold as its JSON."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise refused(where, f"has {name} that are no JSON ({error})", "give a list of objects") from None

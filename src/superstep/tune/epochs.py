@@ -1,0 +1,26 @@
+"""How long a tuned run is: so many steps, or so many passes over its sequences."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from superstep.data.token_files import open_corpus
+from superstep.plan.resolve import Resolved
+from superstep.train.batches import stream_of
+from superstep.train.model import resolved
+
+
+def length_of(epochs: float | None) -> Callable[[Resolved, Path], Resolved] | None:
+    """What gives a run the steps of so many passes over its prepared sequences; None where it counts steps."""
+
+    def lengthened(run: Resolved, corpus: Path) -> Resolved:
+        assert epochs is not None, "it counts passes"
+        sequences = stream_of(run.config, open_corpus(corpus), "train").sequences
+        # What rounding adds to a product is no step of its own.
+        steps = max(1, math.ceil(epochs * sequences / run.config.train.batch_sequences - 1e-9))
+        return resolved(replace(run.config, train=replace(run.config.train, steps=steps)))
+
+    return None if epochs is None else lengthened

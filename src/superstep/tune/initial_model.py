@@ -1,0 +1,62 @@
+"""What a tuned run takes from what it starts with: weights, shape, tokenizer. Without torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from superstep.errors import ConfigError
+from superstep.plan.config import ModelConfig, RunConfig
+from superstep.plan.config_io import read_config
+from superstep.train.run_paths import RunFolder
+from superstep.tune.config import USUAL_TOKENS, TuneConfig, read_recipe
+from superstep.tune.recipe import RECIPE, run_with, start_folder
+
+
+def run_of(config: TuneConfig) -> RunConfig:
+    """The run that a recipe describes. One that goes on keeps the model that it began with.
+
+    Raises:
+        ConfigError: the recipe cannot be followed, or is not the one that the run began with.
+        StateError: there is no model to begin with.
+    """
+    folder = RunFolder(root=Path(config.state.dir))
+    saved = folder.root / RECIPE
+    if config.state.existing != "resume" or not folder.config.is_file():
+        return started(config)
+    if not saved.is_file():
+        raise ConfigError(
+            f"state.dir = '{folder.root}' holds a run that is no tuned one; go on with it by superstep train, or name "
+            "another --state.dir."
+        )
+    before, run = read_recipe(saved), read_config(folder.config)
+    before = replace(before, sft=replace(before.sft, epochs=config.sft.epochs))  # a run may be made longer
+    for name in ("start", "sft", "dpo"):
+        was, now = getattr(before, name), getattr(config, name)
+        if was != now:
+            raise ConfigError(
+                f"{name} = {now!r}, and the run in state.dir = '{folder.root}' was started with {was!r}; it cannot "
+                "change within a run. Set it back, or name another --state.dir."
+            )
+    return run_with(config, run.model, config.data.tokenizer or run.data.tokenizer, USUAL_TOKENS)
+
+
+def started(config: TuneConfig) -> RunConfig:
+    """The run that a recipe describes, with the model of ``start``.
+
+    Raises:
+        ConfigError: the recipe names no start, or another model besides.
+        StateError: there is no model.
+    """
+    folder = start_folder(config.start)
+    if config.model != ModelConfig():
+        raise ConfigError(
+            f"[model] is given beside start = '{config.start}', whose model is tuned as it is; leave the table out."
+        )
+    if config.data.packed and not config.data.document_mask:
+        raise ConfigError(
+            "data.document_mask = false would show a conversation those beside it; leave it out, or set data.packed to "
+            "false for one conversation in each sequence."
+        )
+    model = ModelConfig(name=str(folder / "config.json"), weights=str(folder))
+    return run_with(config, model, config.data.tokenizer or str(folder / "tokenizer.json"), USUAL_TOKENS)

@@ -1,0 +1,116 @@
+"""What a run of reinforcement learning begins with, and what it may be told. Without torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from superstep.data.tokenizer import load_tokenizer
+from superstep.errors import ConfigError
+from superstep.plan.config import ProposedRun, RunConfig
+from superstep.plan.model.lookup import shape_of
+from superstep.train.run_paths import RunFolder
+from superstep.tune.recipe import RECIPE, refuse_own_loss, run_with, start_folder
+from superstep.tune.rl.config import USUAL_TOKENS, RlConfig, RlRecipe, RolloutConfig, check_rl, read_rl
+
+
+def with_start(proposed: ProposedRun, rl: RlConfig, start: str) -> tuple[RunConfig, Path]:
+    """A proposed run with the model, the tokenizer and the weights of what it begins with.
+
+    Returns:
+        The configuration, and the folder.
+
+    Raises:
+        ConfigError: none is named.
+        StateError: it is no model.
+    """
+    folder = start_folder(start)
+    model = replace(proposed.model, name=str(folder / "config.json"), weights=str(folder))
+    config = run_with(proposed, model, str(folder / "tokenizer.json"), USUAL_TOKENS)
+    changed = replace(
+        config,
+        data=replace(config.data, document_mask=True),
+        train=replace(config.train, batch_sequences=rl.rows or rl.groups * rl.group),
+    )
+    return changed, folder
+
+
+def check_tokenizer(start: str, config: RunConfig) -> None:
+    """See that the model has a row for every id of the tokenizer that it begins with.
+
+    Args:
+        start: as the recipe has it.
+        config: as ``with_start`` gives it.
+
+    Raises:
+        ConfigError: it has not.
+    """
+    shape = shape_of(config.model)
+    vocab = load_tokenizer(Path(str(config.data.tokenizer))).vocab
+    if vocab > shape.vocab:
+        raise ConfigError(
+            f"start = '{start}': the tokenizer has {vocab} ids and the model {shape.vocab}; begin with a folder whose "
+            f"tokenizer is the model's."
+        )
+
+
+def check_run(config: RunConfig, rl: RlConfig, rollout: RolloutConfig) -> None:
+    """See that a run is told nothing that cannot work, or that reinforcement learning does not do.
+
+    Raises:
+        ConfigError: it is; names the field.
+    """
+    check_rl(rl, rollout)
+    refuse_own_loss(config.train, "tune rl")
+    if rl.window and config.numerics.exact:
+        raise ConfigError(
+            f"rl.window = {rl.window} with numerics.exact = true: what a step takes would depend on the clock; set "
+            "rl.window = 0, or numerics.exact = false."
+        )
+    if config.data.sequence_tokens < 2 * rollout.turns:
+        raise ConfigError(f"data.sequence_tokens = {config.data.sequence_tokens} has no room for an answer.")
+    if config.state.snapshot_every is not None:
+        raise ConfigError("state.snapshot_every is of superstep train, sft and dpo; leave it out of a run of rl.")
+    if config.observe.sample is not None:
+        raise ConfigError(
+            "observe.sample is of superstep train, sft and dpo; leave it out of rl, whose rollouts.jsonl has its texts."
+        )
+    if config.train.elastic:
+        raise ConfigError("train.elastic = true is of superstep train on several hosts; set it to false for tune rl.")
+    if config.state.peers:
+        raise ConfigError(
+            f"state.peers = {config.state.peers} is of superstep train on several hosts; set it to 0 for tune rl."
+        )
+    if config.state.store is not None:
+        raise ConfigError("state.store is of superstep train, tune sft and tune dpo; leave it out of a run of rl.")
+    state = config.state
+    if config.rollback is not None or config.train.skip or state.fingerprint_every or state.recompute_every:
+        raise ConfigError(
+            "[rollback], train.skip, state.fingerprint_every and state.recompute_every are of superstep train, sft and "
+            "dpo; leave them out of a run of rl."
+        )
+
+
+def check_same(recipe: RlRecipe, folder: RunFolder) -> None:
+    """See that a run that goes on asks for the same groups: what is on record is theirs.
+
+    Raises:
+        ConfigError: it does not; names the field.
+    """
+    saved = folder.root / RECIPE
+    if not saved.is_file():
+        return
+    before = read_rl(saved)
+    for section, name in (
+        ("rl", "environment"),
+        ("rl", "group"),
+        ("rl", "groups"),
+        ("rl", "lag"),
+        ("rollout", "placement"),
+    ):
+        was, now = getattr(getattr(before, section), name), getattr(getattr(recipe, section), name)
+        if was != now:
+            raise ConfigError(
+                f"{section}.{name} = {now!r}, and the run in state.dir = '{folder.root}' was started with {was!r}; it "
+                "cannot change within a run. Set it back, or name another --state.dir."
+            )

@@ -1,0 +1,266 @@
+"""A run of reinforcement learning: what its launcher finds out, and what each of its ranks does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from superstep.comm.device import Device, choose
+from superstep.comm.objects import barrier, gather
+from superstep.errors import ConfigError, StateError
+from superstep.grade.config import GradeConfig
+from superstep.grade.environment_process import EnvironmentProcess
+from superstep.grade.pool import Pool
+from superstep.launch.ranks import World
+from superstep.plan.resolve import Resolved
+from superstep.serve.config import ServeConfig
+from superstep.state.checkpoint import read_position
+from superstep.train.folder_watch import FolderWatch
+from superstep.train.hf_files import hf_files
+from superstep.train.run_paths import RunFolder, write_whole
+from superstep.tune.program.compile import compile_iterations
+from superstep.tune.program.instructions import Asked, Iterations
+from superstep.tune.program.text import write_iterations
+from superstep.tune.rl.colocated import Iterate
+from superstep.tune.rl.config import RlConfig, RolloutConfig
+from superstep.tune.rl.grading import Grading, Retried, nothing_retried
+from superstep.tune.rl.initial_policy import check_run
+from superstep.tune.rl.memory_budget import (
+    beside_communicators,
+    pages_apart,
+    pages_for,
+    require_sizes,
+    require_snapshot_room,
+    sampler_plan,
+    sizes_of,
+)
+from superstep.tune.rl.rl_step import Stopped, Tell, TellSave, Training, tell_nobody
+from superstep.tune.rl.rollout_log import NAME, Record
+from superstep.tune.rl.rollout_worker import Seat, Seated
+from superstep.tune.rl.sampling import words_of
+from superstep.tune.rl.trainer import Learner
+
+PROGRAM = "iterations.txt"
+"""What is left of the run, as a text."""
+
+TEMPLATE = "chat_template.jinja"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What every rank is told.
+
+    Attributes:
+        run: the resolved run.
+        rl: what is learnt.
+        rollout: how answers are sampled.
+        grade: what a grade may take.
+        folder: the run directory.
+        start: the folder of the model that it began with: its tokenizer and its template.
+        checkpoint: where it goes on; None at its beginning.
+        program: what is left to do.
+        tasks: the number of a place's task, where it is another; see ``Record``.
+        kernels: the folder of compiled decoders; None computes without.
+        files: texts of the run directory that a run is gone on with, by name.
+    """
+
+    run: Resolved
+    rl: RlConfig
+    rollout: RolloutConfig
+    grade: GradeConfig
+    folder: RunFolder
+    start: Path
+    checkpoint: Path | None
+    program: Iterations
+    tasks: Mapping[int, int] = field(default_factory=dict)
+    kernels: Path | None = None
+    files: Mapping[str, str] = field(default_factory=dict)
+
+
+def job_of(  # noqa: PLR0913
+    run: Resolved,
+    rl: RlConfig,
+    rollout: RolloutConfig,
+    grade: GradeConfig,
+    *,
+    folder: RunFolder,
+    start: Path,
+    checkpoint: Path | None,
+    kernels: Path | None = None,
+) -> Job:
+    """What every rank shall be told, once it is seen that the run can begin.
+
+    Raises:
+        ConfigError: something in it cannot work; the environment's first task among that.
+        StateError: what is on record is of another recipe.
+    """
+    check_run(run.config, rl, rollout)
+    with EnvironmentProcess(rl.environment, rollout.reply_timeout_s) as environment:
+        require_pure(environment, run.config.train.seed)
+    asked = Asked(
+        steps=run.config.train.steps,
+        groups=rl.groups,
+        lag=rl.lag,
+        placement=rollout.placement,
+        save_every=run.config.state.save_every,
+    )
+    step = 0 if checkpoint is None else read_position(checkpoint).step
+    record = Record(folder.root / NAME, is_kept=False)
+    for group in record.groups.values():
+        if len(group.answers) != rl.group:
+            raise StateError(
+                f"{folder.root / NAME} holds groups of {len(group.answers)} answers, and rl.group = {rl.group}; set it "
+                "back, or begin a new run (--state.existing new)."
+            )
+    program = compile_iterations(asked, record.cursor(asked, step))
+    require_snapshot_room(program, run, folder.root)
+    world = run.plan.mesh.world
+    # What a GPU has left its rank alone can tell.
+    if choose(run.config.plan.device, world + own_ranks(rollout)) == "cpu":
+        if rollout.placement == "apart":
+            pages = pages_apart(run, serve_of(run, rollout, kernels), rl, program, Device("cpu").free_bytes(1))
+            rollout = replace(rollout, pages=pages)
+        else:
+            free_bytes = Device("cpu").free_bytes(world)
+            rollout = with_room(run, rl, rollout, program, free_bytes, gives_back=False, kernels=kernels)
+    return Job(
+        run=run,
+        rl=rl,
+        rollout=rollout,
+        grade=grade,
+        folder=folder,
+        start=start,
+        checkpoint=checkpoint,
+        program=program,
+        tasks=record.tasks,
+        kernels=kernels,
+    )
+
+
+def own_ranks(rollout: RolloutConfig) -> int:
+    """Ranks that sample and do nothing else."""
+    return 0 if rollout.placement == "shared" else rollout.ranks or rollout.tp
+
+
+def serve_of(run: Resolved, rollout: RolloutConfig, kernels: Path | None = None) -> ServeConfig:
+    """How the sampler's engine is opened on each rank."""
+    return ServeConfig(
+        context_tokens=run.config.data.sequence_tokens,
+        pages=rollout.pages,
+        requests=rollout.requests,
+        compute=run.config.numerics.compute,
+        exact=run.config.numerics.exact,
+        tp=rollout.tp,
+        dp=max(1, (own_ranks(rollout) or run.plan.mesh.world) // rollout.tp),
+        # What adapters add in exact mode is not made in the compiled decoder.
+        kernels=None if run.config.lora is not None and run.config.numerics.exact else kernels,
+    )
+
+
+def seated_of(job: Job, serve: ServeConfig) -> Seated:
+    """What a sampler is told once."""
+    config = job.run.config
+    return Seated(
+        serve=serve,
+        how=job.rollout,
+        group=job.rl.group,
+        seed=config.train.seed,
+        start=job.start,
+        is_beside=config.lora is not None,
+    )
+
+
+def with_room(
+    run: Resolved,
+    rl: RlConfig,
+    rollout: RolloutConfig,
+    program: Iterations,
+    free_bytes: int,
+    *,
+    gives_back: bool,
+    kernels: Path | None = None,
+) -> RolloutConfig:
+    """How answers are sampled, with pages for which there is room beside what trains.
+
+    Raises:
+        ConfigError: some instruction of the program has no room on a rank.
+    """
+    serve = serve_of(run, rollout, kernels)
+    pages = pages_for(run, serve, free_bytes)
+    require_sizes(program, sizes_of(run, serve, rl, pages=pages, gives_back=gives_back), free_bytes)
+    return replace(rollout, pages=pages)
+
+
+def require_pure(environment: EnvironmentProcess, seed: int) -> None:
+    """See that the same numbers give the same task: after a restart they must.
+
+    Raises:
+        ConfigError: they do not, or the file cannot be used.
+        Fault: it is late.
+    """
+    if not environment.is_pure(0, seed):
+        raise ConfigError(
+            f"{environment.path}: task(0, {seed}) gives another task when it is asked again; make it a function of its "
+            "two numbers, by random.Random(f'{index}:{seed}') say."
+        )
+
+
+def beside(job: Job) -> dict[str, str]:
+    """The text files of a checkpoint and of a snapshot: a folder as Hugging Face writes it."""
+    files = hf_files(job.run.config, job.run.decoder, job.start / "tokenizer.json")
+    template = job.start / TEMPLATE
+    return files | ({TEMPLATE: template.read_text(encoding="utf-8")} if template.is_file() else {})
+
+
+def reinforce(
+    world: World,
+    job: Job,
+    tell: Tell = lambda learnt: None,
+    tell_save: TellSave = tell_nobody,
+    retried: Retried = nothing_retried,
+) -> bool:
+    """One rank, from assembly to the last step; whether it was asked to stop before that, and has."""
+    # Read by every rank before the first of them adds to it, which takes a collective.
+    record = Record(job.folder.root / NAME, is_kept=world.rank == 0)
+    record.forget(range(job.program.cursor.step * job.rl.groups))
+    barrier(world.device)
+    if world.rank == 0:
+        record.tidy()
+    environment = EnvironmentProcess(job.rl.environment, job.rollout.reply_timeout_s)
+    words = words_of(job.start)
+    if world.device.kind == "cuda":
+        both = job.run.plan, sampler_plan(job.run, serve_of(job.run, job.rollout, job.kernels)).plan
+        free_bytes = beside_communicators(world.device.free_bytes(1), *both)
+        rollout = with_room(job.run, job.rl, job.rollout, job.program, free_bytes, gives_back=True)
+        job = replace(job, rollout=replace(rollout, pages=min(pages for pages in gather(rollout.pages) if pages)))
+    texts = beside(job) if world.rank == 0 else {}
+    learner = Learner(world, job.run, job.folder, texts, temperature=job.rollout.temperature)
+    learner.begin(job.checkpoint, job.start)
+    if job.rl.kl_coef:
+        learner.keep_reference(job.start)
+    config = job.run.config
+    serve = serve_of(job.run, job.rollout, job.kernels)
+    seat = Seat(world, seated_of(job, serve), words, environment)
+    with ExitStack() as stack:
+        stack.callback(environment.close)
+        stack.callback(words.template.close)
+        stack.callback(record.close)
+        graders = None
+        if world.rank == 0:
+            graders = stack.enter_context(Pool(job.rl.environment, job.grade, retried=retried))
+            write_whole(job.folder.root / PROGRAM, write_iterations(job.program))
+            learner.watch = stack.enter_context(FolderWatch(job.folder, job.files))
+        training = Training(job.rl, job.rollout, config.train.steps, learner, tell, tell_save)
+        grading = Grading(record, graders, config.train.seed)
+        timeout_s = job.rollout.timeout_s
+        iterate = Iterate(config.train.seed, timeout_s, learner, training, seat, environment, record, grading)
+        is_stopped = False
+        try:
+            iterate.run(job.program)
+        except Stopped:
+            is_stopped = True
+    seat.close()
+    learner.close()
+    return is_stopped

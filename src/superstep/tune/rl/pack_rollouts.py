@@ -1,0 +1,175 @@
+"""Graded groups as a global batch: strands side by side in rows, and what the loss reads of each drawn token.
+
+    row of tokens    p p p a b c │ q q d e │ . .        p, q prompts; a to e drawn; . padding
+    targets          - - a b c - │ - d e - │ - -
+    advantages       0 0 x x x 0 │ 0 y y 0 │ 0 0
+    starts           0 0 0 0 0 0 │ 6 6 6 6 │ 10 10
+
+A strand is in one row, whole, and attention stays within it. The order of strands is that of their groups, and a strand
+goes into the first row that has room, so that a batch is a function of its groups alone.
+
+Dims: B rows, S tokens of a row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from superstep.data.token_stream import Batch
+from superstep.errors import ConfigError, Fault
+from superstep.numerics.loss import IGNORE
+from superstep.tune.advantage import Share
+from superstep.tune.rl.rollout import Strand
+from superstep.tune.rl.sampling import Group
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Where a strand lies in a batch, and whose it is."""
+
+    row: int
+    first: int
+    strand: Strand
+    group: int
+    answer: int
+    share: Share
+
+    @property
+    def targets(self) -> Tensor:
+        """The places in the row whose targets are the drawn tokens: each that before it."""
+        return self.first + torch.tensor(self.strand.drawn) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Lessons:
+    """A batch, and where in it each strand lies."""
+
+    batch: Batch
+    placed: tuple[Placed, ...]
+
+    def answers(self) -> tuple[Tensor, Tensor]:
+        """Which answer each target belongs to, from 0 and -1 where it is none's, int64 [B, S]; and the advantage of
+        each: fp64 [N].
+        """
+        answer_BS = torch.full_like(self.batch.tokens_BS, -1)
+        numbers: dict[tuple[int, int], int] = {}
+        gains: list[float] = []
+        for one in self.placed:
+            if one.share.weight > 0:
+                number = numbers.setdefault((one.group, one.answer), len(numbers))
+                if number == len(gains):
+                    gains.append(one.share.advantage)
+                answer_BS[one.row, one.targets] = number
+        return answer_BS, torch.tensor(gains, dtype=torch.float64)
+
+
+def lessons_of(
+    groups: Sequence[Group],
+    shares: Sequence[Sequence[Share | None] | None],
+    *,
+    divisor: float,
+    multiple: int,
+    tokens: int,
+    is_masked: bool,
+    keeps_all: bool = True,
+) -> Lessons:
+    """The global batch of a step.
+
+    Args:
+        groups: of the step.
+        shares: of each group's answers; None leaves one out, or a whole group.
+        divisor: of the loss.
+        multiple: of which the batch's rows are one; it has no more of them than its strands need.
+        tokens: of a row.
+        is_masked: whether a row may hold several strands, each as if it stood alone.
+        keeps_all: whether answers that add nothing to the gradient are computed as well, to see what they say.
+
+    Raises:
+        ConfigError: a strand is longer than a row.
+    """
+    placed = tuple(_place(groups, shares, tokens=tokens, is_masked=is_masked, keeps_all=keeps_all))
+    rows = multiple * max(1, math.ceil((1 + max((one.row for one in placed), default=0)) / multiple))
+    tokens_BS = torch.zeros(rows, tokens, dtype=torch.int64)
+    targets_BS = torch.full_like(tokens_BS, IGNORE)
+    starts_BS = torch.zeros_like(tokens_BS)
+    streams = {name: torch.zeros(rows, tokens) for name in ("weights", "advantages", "sampled")}
+    ends = [0] * rows
+    for one in placed:
+        ids = torch.tensor(one.strand.tokens)
+        end = one.first + len(ids) - 1
+        tokens_BS[one.row, one.first : end] = ids[:-1]
+        starts_BS[one.row, one.first : end] = one.first
+        ends[one.row] = end
+        at = one.targets
+        targets_BS[one.row, at] = ids[at - one.first + 1]
+        streams["advantages"][one.row, at] = one.share.advantage
+        streams["weights"][one.row, at] = one.share.weight
+        streams["sampled"][one.row, at] = torch.tensor(one.strand.logprobs)
+    for row, end in enumerate(ends):
+        starts_BS[row, end:] = end
+    batch = Batch(
+        tokens_BS=tokens_BS,
+        targets_BS=targets_BS,
+        valid_tokens=int((targets_BS != IGNORE).sum()),
+        starts_BS=starts_BS if is_masked else None,
+        streams=streams,
+        divisor=divisor,
+    )
+    return Lessons(batch, placed)
+
+
+def _place(
+    groups: Sequence[Group],
+    shares: Sequence[Sequence[Share | None] | None],
+    *,
+    tokens: int,
+    is_masked: bool,
+    keeps_all: bool,
+) -> Iterator[Placed]:
+    """Each strand that is learnt from, in the first row with room."""
+    ends: list[int] = []
+    for group, each in zip(groups, shares, strict=True):
+        for number, (answer, share) in enumerate(zip(group.answers, each or (), strict=each is not None)):
+            if share is None or not (keeps_all or share.advantage * share.weight):
+                continue
+            for strand in answer.strands:
+                size = len(strand.tokens) - 1
+                if size > tokens:
+                    raise ConfigError(
+                        f"data.sequence_tokens = {tokens} has no room for answer {number} to task {group.number}: with "
+                        f"its prompt it has {size + 1}; set it higher, or rollout.max_tokens lower."
+                    )
+                row = next((r for r, end in enumerate(ends) if is_masked and end + size <= tokens), len(ends))
+                ends += [0] * (row == len(ends))
+                yield Placed(row, ends[row], strand, group.number, number, share)
+                ends[row] += size
+
+
+def require_same_bits(lessons: Lessons, logprobs_BS: Tensor, version: int) -> None:
+    """See that the sampler's log-probabilities are the trainer's, to the bit.
+
+    Args:
+        lessons: of tokens that the weights as they are have sampled.
+        logprobs_BS: the trainer's, fp32.
+        version: of the weights.
+
+    Raises:
+        Fault: one is not; names the first token of which that is so.
+    """
+    for one in lessons.placed:
+        ours, theirs = logprobs_BS[one.row, one.targets], torch.tensor(one.strand.logprobs)
+        wrong = (ours != theirs).nonzero()
+        if len(wrong):
+            nth = int(wrong[0])
+            place = one.strand.drawn[nth]
+            raise Fault(
+                f"version {version}, task {one.group}, answer {one.answer}: token {place} (id "
+                f"{one.strand.tokens[place]}) has log-probability {float(ours[nth])!r} in training, and the sampler "
+                f"drew it with {float(theirs[nth])!r}. In exact mode they are the same bits; find out by superstep "
+                "prove --serve what differs."
+            )

@@ -1,0 +1,184 @@
+"""Training on graded groups, on one rank of those that train: a step, what is told of it, and its save."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from superstep.engine.engine import StepResult
+from superstep.grade.verdict import Verdict
+from superstep.numerics.objective import Streams
+from superstep.numerics.policy import PolicyLoss
+from superstep.numerics.sequence_losses import sequence_policy
+from superstep.observe.events import Saved, Warned
+from superstep.train.after_checkpoint import Written
+from superstep.train.folder_watch import Displaced
+from superstep.train.lr_schedule import rate
+from superstep.train.save_schedule import Saves, attempt
+from superstep.tune.rl.config import RlConfig, RolloutConfig
+from superstep.tune.rl.pack_rollouts import Lessons, lessons_of, require_same_bits
+from superstep.tune.rl.sampling import Group
+from superstep.tune.rl.step_rewards import Alike, AllCut, Learnt, learnt_of, shares_of
+from superstep.tune.rl.trainer import Differs, Learner
+
+
+class Stopped(Exception):
+    """The run has come to an end before its last step, and what was done is saved."""
+
+
+Tell = Callable[[Learnt], None]
+TellSave = Callable[[Saved | Warned], None]
+
+
+def tell_nobody(event: Saved | Warned) -> None:
+    """A ``TellSave`` that does nothing."""
+
+
+class Training:
+    """One rank.
+
+    Args:
+        rl: what is learnt.
+        how: answers are sampled.
+        steps: of the whole run.
+        learner: this rank's part in training.
+        tell: told of each step.
+        tell_save: told of each checkpoint, and of what went wrong with one.
+    """
+
+    def __init__(
+        self,
+        rl: RlConfig,
+        how: RolloutConfig,
+        steps: int,
+        learner: Learner,
+        tell: Tell,
+        tell_save: TellSave = tell_nobody,
+    ) -> None:
+        self._rl = rl
+        self._how = how
+        self._steps = steps
+        self._learner = learner
+        self._tell = tell
+        self._tell_save = tell_save
+        state = learner.run.config.state
+        self._saves = Saves(state.save_every, state.save_patience)
+        self._saves.note_saved(learner.position.step)
+        self._alike = Alike()
+        self._all_cut = AllCut(rl, how, learner.run.config.data.sequence_tokens, steps)
+        self._since_s = time.perf_counter()
+
+    def train(
+        self, step: int, groups: Sequence[Group], verdicts: Sequence[Sequence[Verdict]], *, sampling_s: float
+    ) -> None:
+        """One step.
+
+        Args:
+            step: finished steps.
+            groups: of the step.
+            verdicts: of each group's answers.
+            sampling_s: since the step before, those in which was sampled, or waited for it.
+
+        Raises:
+            Stopped: that was asked for, and the step is saved.
+            DataError: there has been nothing to learn for too many steps.
+        """
+        self._all_cut.see(groups)
+        self._alike.see(step, verdicts)
+        shares, divisor = shares_of(self._rl, self._how, groups, verdicts)
+        config, rl = self._learner.run.config, self._rl
+        lessons = lessons_of(
+            groups,
+            shares,
+            divisor=divisor or 1.0,
+            multiple=self._learner.multiple,
+            tokens=config.data.sequence_tokens,
+            is_masked=config.data.is_masked,
+            keeps_all=config.numerics.exact or bool(rl.kl_coef) or rl.ratio == "sequence",
+        )
+        result = self._step(lessons, version=min(group.version for group in groups), step=step)
+        now_s = time.perf_counter()
+        seconds, self._since_s = now_s - self._since_s, now_s
+        lr = rate(config.train, step)
+        learnt = learnt_of(groups, verdicts, result, step=step, lr=lr, seconds=seconds, sampling_s=sampling_s)
+        self._tell(learnt)
+        if result.is_stop_asked and step + 1 < self._steps:
+            self.save(is_last=True)
+            raise Stopped
+
+    def save(self, *, is_last: bool = False) -> None:
+        """Write a checkpoint; where the disk does not take it, the next one may, unless the run ends with this one.
+
+        Raises:
+            Fault: the run directory was moved or removed; the state is saved where it is now, or beside.
+        """
+        begin_s, step = time.perf_counter(), self._learner.position.step
+        is_last = is_last or step == self._steps or self._learner.follow_folder() is not None
+        saved = attempt(self._saves, step, self._write, self._tell_save, is_last=is_last)
+        if saved is None:
+            return
+        written, displaced = saved
+        seconds = time.perf_counter() - begin_s
+        self._tell_save(Saved(step=step, path=str(written.path), seconds=seconds, bytes=written.bytes))
+        for problem in written.problems:
+            self._tell_save(Warned(step=step, text=problem))
+        if displaced is not None:
+            raise displaced.fault(step)
+
+    def require_folder(self) -> None:
+        """See that the run directory is where the run began. Every rank calls this together.
+
+        Raises:
+            Fault: it was moved or removed; the state is saved where it is now, or beside.
+        """
+        if self._learner.follow_folder() is not None:
+            self.save()
+
+    def _write(self) -> tuple[Written, Displaced | None]:
+        """Write a checkpoint where the run directory is by now, which may be another place at each try."""
+        displaced = self._learner.follow_folder()
+        return self._learner.save(), displaced
+
+    def _step(self, lessons: Lessons, *, version: int, step: int) -> StepResult:
+        batch, streams = lessons.batch, dict(lessons.batch.streams)
+        is_exact, is_fresh = self._learner.run.plan.grain is not None, version == step
+        policy = PolicyLoss(
+            clip_low=self._rl.clip_low,
+            clip_high=self._rl.clip_high,
+            correction=self._rl.correction,
+            watches_sampler=not is_exact,
+            kl_coef=self._rl.kl_coef,
+            is_fresh=is_fresh and not is_exact,
+        )
+        if self._rl.kl_coef:
+            streams["reference"] = self._learner.reference(batch)
+        is_whole = self._rl.ratio == "sequence"
+        # In exact mode the sampler's are the trainer's. Else the trainer's own, where it still has these weights.
+        if not policy.is_fresh:
+            streams["old"] = streams["sampled"]
+        if is_whole:
+            logprobs = self._learner.logprobs(batch)
+            if is_exact and is_fresh:
+                require_same_bits(lessons, logprobs, version)
+            return self._step_of_answers(lessons, policy, logprobs, streams)
+        try:
+            return self._learner.step(replace(batch, streams=streams), policy, is_checked=is_exact and is_fresh)
+        except Differs:
+            require_same_bits(lessons, self._learner.logprobs(batch), version)
+            raise AssertionError("a difference was seen in the step, and none behind it") from None
+
+    def _step_of_answers(
+        self, lessons: Lessons, policy: PolicyLoss, logprobs_BS: Tensor, streams: Streams
+    ) -> StepResult:
+        """A step whose loss looks at whole answers: their weights are found, then trained with."""
+        answer_BS, gains = lessons.answers()
+        if not len(gains):
+            return self._learner.step(replace(lessons.batch, streams={"weights": torch.zeros_like(logprobs_BS)}))
+        weighed = sequence_policy(policy, logprobs_BS, streams, answer_BS, gains)
+        batch = replace(lessons.batch, streams={"weights": weighed.weights}, divisor=float(len(gains)))
+        result = self._learner.step(batch)
+        return replace(result, loss=weighed.loss / len(gains), measures=weighed.measures)

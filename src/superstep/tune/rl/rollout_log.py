@@ -1,0 +1,233 @@
+"""The record of a run's groups: what was sampled and how it was graded, a line each, appended as soon as it is known.
+
+    rollouts.jsonl     {"group": 3, "version": 2, "answers": [...], "took_s": [1789.5, 1791.0]}
+                       {"grades": 3, "verdicts": [...], "took_s": [1791.0, 1791.1]}
+                       {"published": 3, "name": "...", "at_s": 1789.2}   {"retired": 2}   {"exchanged": [3, 5]}
+
+A killed run has lost nothing of it but the line that it was writing. What stands here is not sampled again. Times are
+seconds since 1970, for people to look at: nothing that a run does depends on them.
+
+A group of the program is a *place*: of a step, and of a version that samples it. The task in a place is that of the
+same number, unless two places have exchanged theirs. Lines name tasks, but for an exchange.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from superstep.errors import StateError
+from superstep.grade.task import Message, Rollout
+from superstep.grade.verdict import Verdict, from_told
+from superstep.observe.append_file import AppendFile
+from superstep.state.fsync import sync
+from superstep.tune.program.instructions import Asked, Cursor
+from superstep.tune.rl.rollout import Answered, Strand
+from superstep.tune.rl.sampling import Group
+
+T = TypeVar("T")
+
+NAME = "rollouts.jsonl"
+
+SNAPSHOTS = "weights"
+"""The folder of a run's snapshots, beside its record."""
+
+
+class Record:
+    """What is on record, and the file that it is in.
+
+    Args:
+        path: of the file; made where it is absent.
+        is_kept: whether this process writes; others look on from what they are told.
+
+    Attributes:
+        groups: by place.
+        verdicts: of each graded group, likewise.
+        tasks: the number of each place's task, where it is another.
+        published: the folder of each version's snapshot.
+        snapshots: where they lie.
+        lock: held by who writes a snapshot until it is on record; none is removed meanwhile.
+
+    Any thread may add to it.
+
+    Raises:
+        StateError: a line is none of ours.
+    """
+
+    def __init__(self, path: Path, *, is_kept: bool = True) -> None:
+        self.groups: dict[int, Group] = {}
+        self.verdicts: dict[int, tuple[Verdict, ...]] = {}
+        self.published: dict[int, Path] = {}
+        self.snapshots = path.parent / SNAPSHOTS
+        self.tasks: dict[int, int] = {}
+        self._places: dict[int, int] = {}
+        self.lock = threading.RLock()
+        if path.is_file():
+            for number, line in enumerate(_lines(path), start=1):
+                try:
+                    self._take(json.loads(line))
+                except (ValueError, KeyError, TypeError, AssertionError) as error:
+                    raise StateError(
+                        f"{path} is damaged in line {number} ({error!r}); resume from a copy of the run's folder."
+                    ) from error
+        self._file = AppendFile(path) if is_kept else None
+
+    def cursor(self, asked: Asked, step: int) -> Cursor:
+        """Where a run stands whose saved state has finished so many steps. Snapshots that are gone do not count."""
+        return Cursor(
+            step=step,
+            recorded=frozenset(group for group in self.groups if step <= asked.step_of(group) < asked.steps),
+            published=frozenset(version for version, path in self.published.items() if path.is_dir()),
+        )
+
+    def sampled(self, group: Group) -> None:
+        """Keep a group's answers."""
+        self._keep(_group_told(group))
+
+    def graded(self, group: int, verdicts: tuple[Verdict, ...]) -> None:
+        """Keep a group's grades."""
+        spans = [verdict.graded_s for verdict in verdicts if verdict.graded_s is not None]
+        took = (min(begin for begin, _ in spans), max(end for _, end in spans)) if spans else None
+        self._keep({"grades": group, "verdicts": [verdict.told() for verdict in verdicts]} | _took(took))
+
+    def exchange(self, place: int, other: int) -> None:
+        """Give two places each other's tasks, with what is known of them."""
+        self._keep({"exchanged": [place, other]})
+
+    def task(self, place: int) -> int:
+        """The number of the task in a place."""
+        return self.tasks.get(place, place)
+
+    def place(self, task: int) -> int:
+        """Where a task is."""
+        return self._places.get(task, task)
+
+    def publish(self, version: int, path: Path | None) -> None:
+        """Keep where a version's snapshot lies; None for one that went from memory to memory."""
+        name = {} if path is None else {"name": path.name}
+        self._keep({"published": version} | name | {"at_s": round(time.time(), 3)})
+
+    def retire(self, version: int) -> None:
+        """Keep that it is gone. Who keeps the record removes it."""
+        with self.lock:
+            path = self.published.get(version)
+            self._keep({"retired": version})
+            # Two versions of the same bits are one folder.
+            if path is not None and self._file is not None and path not in self.published.values():
+                shutil.rmtree(path, ignore_errors=True)
+
+    def tidy(self) -> None:
+        """Remove what a killed run wrote of snapshots and did not come to note."""
+        for path in self.snapshots.iterdir() if self.snapshots.is_dir() else ():
+            if path not in self.published.values():
+                shutil.rmtree(path, ignore_errors=True)
+
+    def forget(self, groups: range) -> None:
+        """Let go of what was trained on. It stays in the file."""
+        for group in groups:
+            self.groups.pop(group, None)
+            self.verdicts.pop(group, None)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+
+    def _keep(self, told: dict[str, Any]) -> None:
+        with self.lock:
+            if self._file is not None:
+                self._file.append(json.dumps(told, separators=(",", ":")).encode() + b"\n")
+            self._take(told)
+
+    def _take(self, told: dict[str, Any]) -> None:
+        match told:
+            case {"group": int(number)}:
+                self.groups[self.place(number)] = _group_of(told)
+            case {"grades": int(number), "verdicts": list(verdicts)}:
+                self.verdicts[self.place(number)] = tuple(from_told(each) for each in verdicts)
+            case {"exchanged": [int(place), int(other)]}:
+                self._exchange(place, other)
+            case {"published": int(version), "name": str(name)}:
+                self.published[version] = self.snapshots / name
+            case {"published": int()}:
+                pass  # it went when its process did
+            case {"retired": int(version)}:
+                self.published.pop(version, None)
+            case _:
+                raise ValueError("neither a group, grades nor a snapshot")
+
+    def _exchange(self, place: int, other: int) -> None:
+        tasks = self.task(place), self.task(other)
+        self.tasks |= {place: tasks[1], other: tasks[0]}
+        self._places |= {tasks[1]: place, tasks[0]: other}
+        _exchange(self.groups, place, other)
+        _exchange(self.verdicts, place, other)
+
+
+def _exchange(held: dict[int, T], place: int, other: int) -> None:
+    found = {place: held.pop(other, None), other: held.pop(place, None)}
+    held |= {at: one for at, one in found.items() if one is not None}
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """The whole lines of a file. What a killed writer left of a last one is cut off."""
+    data = path.read_bytes()
+    whole = data.rfind(b"\n") + 1
+    if whole < len(data):
+        with path.open("r+b") as file:
+            file.truncate(whole)
+        sync(path)
+    yield from data[:whole].splitlines()
+
+
+def _group_told(group: Group) -> dict[str, Any]:
+    return {
+        "group": group.number,
+        "version": group.version,
+        "answers": [
+            {
+                "strands": [
+                    {"tokens": one.tokens, "spans": one.spans, "logprobs": one.logprobs} for one in answer.strands
+                ],
+                "turns": [[turn.role, turn.content] for turn in answer.rollout.turns],
+                "finish": answer.rollout.finish,
+            }
+            | ({"violation": answer.rollout.violation} if answer.rollout.violation else {})
+            for answer in group.answers
+        ],
+    } | _took(group.drawn_s)
+
+
+def _took(span: tuple[float, float] | None) -> dict[str, Any]:
+    """When it began and ended, where that is known."""
+    return {} if span is None else {"took_s": [round(at_s, 3) for at_s in span]}
+
+
+def _group_of(told: dict[str, Any]) -> Group:
+    return Group(
+        number=told["group"],
+        version=told["version"],
+        answers=tuple(
+            Answered(
+                strands=tuple(
+                    Strand(
+                        tokens=tuple(one["tokens"]),
+                        spans=tuple((first, end) for first, end in one["spans"]),
+                        logprobs=tuple(one["logprobs"]),
+                    )
+                    for one in answer["strands"]
+                ),
+                rollout=Rollout(
+                    tuple(Message(role, text) for role, text in answer["turns"]),
+                    answer["finish"],
+                    answer.get("violation", ""),
+                ),
+            )
+            for answer in told["answers"]
+        ),
+    )

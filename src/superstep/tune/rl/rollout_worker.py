@@ -1,0 +1,221 @@
+"""A rank's part in sampling: each rank, or each few of them, has an engine, which sleeps where nothing is sampled.
+
+trainer   dp=2 tp=2      ranks 0 1 2 3
+sampler   2 of tp=2      0 1 │ 2 3         each answers every second group
+sampler   4 of tp=1      0 │ 1 │ 2 │ 3
+
+Samplers with ranks of their own are a world each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+from superstep.comm.mesh import Mesh, build_mesh
+from superstep.comm.objects import world_group
+from superstep.errors import ConfigError
+from superstep.grade.environment import Tasks
+from superstep.grade.task import Task
+from superstep.launch.ranks import World
+from superstep.plan.config import DataConfig, ModelConfig, PlanConfig, RunConfig, TrainConfig
+from superstep.plan.resolve import resolve
+from superstep.serve.build_engine import Known, Rank, load_rank, open_both
+from superstep.serve.compute.model_runner import follow
+from superstep.serve.compute.rank_commands import Tensors
+from superstep.serve.config import ServeConfig, plan_of
+from superstep.serve.engine import Engine
+from superstep.serve.engine_control import Steward
+from superstep.tune.rl.config import RolloutConfig
+from superstep.tune.rl.from_rank0 import BEAT_S
+from superstep.tune.rl.replicas import Replicas
+from superstep.tune.rl.sampling import Group, Sampler, Words, require_vocab
+
+MESH_TIMEOUT = timedelta(minutes=10)
+ADAPTER = "trained"
+"""What the sampler calls the adapters that are trained."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seated:
+    """What a sampler is told once.
+
+    Attributes:
+        serve: how the model is served; ``tp`` ranks share it.
+        how: answers are sampled.
+        group: answers to a task.
+        seed: of the run.
+        start: the folder of the model that the run began with.
+        is_beside: whether adapters are trained beside its weights: versions are these adapters', and else whole models.
+    """
+
+    serve: ServeConfig
+    how: RolloutConfig
+    group: int
+    seed: int
+    start: Path
+    is_beside: bool = False
+
+
+class Left(Exception):
+    """Who listens to a sampler wants no more."""
+
+
+class Seat:
+    """A rank's part in sampling.
+
+    Args:
+        world: the launched ranks.
+        told: how to sample.
+        words: of the model.
+        environment: that the tasks are of.
+        others: samplers in other worlds: this one's number, and how many there are. None where all are in this world.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        told: Seated,
+        words: Words,
+        environment: Tasks,
+        others: tuple[int, int] | None = None,
+    ) -> None:
+        if world.size % told.serve.tp:
+            raise ConfigError(
+                f"rollout.tp = {told.serve.tp} does not divide the {world.size} ranks that sample; choose one of "
+                f"{[tp for tp in range(1, world.size + 1) if world.size % tp == 0]}."
+            )
+        self._here = world.size // told.serve.tp
+        self.replica, self.replicas = others or (world.rank // told.serve.tp, self._here)
+        self._told = told
+        self._world = world
+        self._words = words
+        self._environment = environment
+        self._mesh: Mesh | None = None
+        self._rank: Rank | None = None
+        self._open: tuple[Engine, Steward, Sampler] | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it speaks for the ranks that share its model."""
+        return self._world.rank % self._told.serve.tp == 0
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether it has its model whole."""
+        return self._told.serve.tp == 1
+
+    def sample(
+        self,
+        source: Path | Tensors,
+        version: int,
+        tasks: Sequence[tuple[int, Task]],
+        tell: Callable[[], None] = lambda: None,
+    ) -> Iterator[Group]:
+        """Take a version, answer this replica's share of some tasks, and give the memory back once the other replicas
+        of this world have answered theirs.
+
+        Nothing comes from ranks that are not the first of their replica. All of it must be asked for, unless ``tell``
+        raises ``Left``: then it ends here.
+
+        Args:
+            source: of the version: a snapshot's folder, or whole tensors for a rank that is alone.
+            version: its number.
+            tasks: with their groups.
+            tell: called after each of the engine's steps, and each answer.
+        """
+        threads = torch.get_num_threads()
+        # A version from a folder is held against its digests, which name it.
+        engine = self._take(source, "" if isinstance(source, Path) else f"step {version}")
+        try:
+            if engine is not None:
+                replicas = self._replicas()
+
+                def look() -> None:
+                    tell()
+                    if replicas.is_due:
+                        engine[0].wait()
+                        replicas.meet(is_done=False)
+
+                with suppress(Left):
+                    yield from engine[2].sample(tasks[self.replica :: self.replicas], version, look)
+                while not replicas.meet(is_done=True):
+                    engine[0].wait()
+                engine[1].sleep()
+                if self._told.serve.tp > 1:
+                    engine[0].end()  # the others train now; they follow again with the next version
+        finally:
+            torch.set_num_threads(threads)  # exact mode takes one
+
+    def _take(self, version: Path | Tensors, number: str) -> tuple[Engine, Steward, Sampler] | None:
+        source = self._told.start if self._told.is_beside else version
+        folder = source if isinstance(source, Path) else self._told.start
+        tp = self._group(folder)
+        if not self.is_first:
+            if self._rank is None:
+                self._rank = load_rank(
+                    folder, self._told.serve, self._mesh_at.at.tp, self._mesh_at.tp, self._world.device
+                )
+            assert self._mesh_at.tp is not None
+            follow(self._rank.forward, self._mesh_at.tp, self._world.device, self._rank.party, self._rank.small)
+            return None
+        if self._open is None:
+            engine, steward = open_both(
+                folder, self._told.serve, tp=tp.tp if tp else None, device=self._world.device, known=Known(version="")
+            )
+            require_vocab(self._words, engine.info.vocab, folder)
+            sampler = Sampler(
+                engine,
+                self._words,
+                self._environment,
+                self._told.how,
+                group=self._told.group,
+                seed=self._told.seed,
+                adapter=ADAPTER if self._told.is_beside else "",
+            )
+            self._open = engine, steward, sampler
+            if source is not folder:
+                steward.sleep()
+                steward.wake(source, version=number)
+        else:
+            self._open[1].wake(source, version=number)
+        if self._told.is_beside:  # unmerged, so that a version is small, and exact mode has the trainer's sums
+            assert isinstance(version, Path), "adapters come in folders"
+            self._open[0].adapters.load(ADAPTER, version)
+        return self._open
+
+    @property
+    def _mesh_at(self) -> Mesh:
+        assert self._mesh is not None, "ranks share the model"
+        return self._mesh
+
+    def _group(self, folder: Path) -> Mesh | None:
+        """The ranks of each replica, as a mesh of all."""
+        if self._told.serve.tp > 1 and self._mesh is None:
+            plan = plan_of(folder, self._told.serve)
+            config = RunConfig(
+                model=ModelConfig(name=str(folder / "config.json")),
+                data=replace(DataConfig(), sequence_tokens=plan.config.data.sequence_tokens),
+                train=TrainConfig(batch_sequences=self._here),
+                plan=PlanConfig(tp=self._told.serve.tp, dp=self._here, microbatch=1),
+                numerics=plan.config.numerics,
+            )
+            self._mesh = build_mesh(resolve(config).plan, self._world.rank, self._world.device, timeout=MESH_TIMEOUT)
+        return self._mesh
+
+    def _replicas(self) -> Replicas:
+        """Those of this world, seen from the first rank of one."""
+        group = None
+        if self._here > 1:
+            group = world_group() if self.is_alone else self._mesh_at.sharers["dense"].fetch
+        return Replicas(group, self._world.device, BEAT_S)
+
+    def close(self) -> None:
+        """Let go of the engine and its ranks."""
+        if self._mesh is not None:
+            self._mesh.destroy()

@@ -1,0 +1,188 @@
+"""What graded groups come to: the advantages of their answers, and what is told of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from superstep.engine.engine import StepResult
+from superstep.errors import DataError, Fault
+from superstep.grade.verdict import Verdict
+from superstep.tune.advantage import Advantage, Answer, Share
+from superstep.tune.rl.config import RlConfig, RolloutConfig
+from superstep.tune.rl.sampling import Group
+
+Shares = list[list[Share | None] | None]
+
+MOST_ALIKE = 8
+"""Steps in a row of which all rewards are the same, or all answers cut off: then there is nothing to learn."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learnt:
+    """One step of reinforcement learning, as it is told.
+
+    Attributes:
+        step: finished steps.
+        result: of the trainer.
+        reward: the mean of all answers that have a grade.
+        answers: how many have.
+        lost: how many have none: their grader failed.
+        cut: answers that were cut off.
+        uniform: groups whose rewards were all equal.
+        lag: how many steps older the sampler's weights were than those that were trained.
+        drawn_tokens: of all answers.
+        seconds: since the step before.
+        sampling_s: of them, those in which was sampled.
+        lr: the learning rate.
+    """
+
+    step: int
+    result: StepResult
+    reward: float
+    answers: int
+    lost: int
+    cut: int
+    uniform: int
+    lag: int
+    drawn_tokens: int
+    seconds: float
+    sampling_s: float
+    lr: float
+
+
+def shares_of(
+    rl: RlConfig, how: RolloutConfig, groups: Sequence[Group], verdicts: Sequence[Sequence[Verdict]]
+) -> tuple[Shares, float]:
+    """What the tokens of each answer are given, and the divisor of the loss; 0 where nothing counts.
+
+    An answer whose grader failed is left out, and so is a group of which fewer than two have a grade.
+    """
+    judge = Advantage(
+        estimator=rl.estimator,
+        max_tokens=how.max_tokens * how.turns,
+        overlong=None if rl.overlong == "none" else rl.overlong,
+        drop_uniform=rl.drop_uniform,
+    )
+    decided = [[n for n, verdict in enumerate(each) if verdict.is_decided] for each in verdicts]
+    asked = [
+        [
+            Answer(
+                reward=each[n].reward,
+                tokens=group.answers[n].drawn_tokens,
+                is_cut=group.answers[n].rollout.finish == "length",
+            )
+            for n in known
+        ]
+        for group, each, known in zip(groups, verdicts, decided, strict=True)
+    ]
+    found = judge.shares([each for each in asked if len(each) > 1])
+    rest = iter(found.groups)
+    shares: Shares = []
+    for group, known in zip(groups, decided, strict=True):
+        given = next(rest) if len(known) > 1 else None
+        by_place = dict(zip(known, given or (), strict=given is not None))
+        shares.append(None if given is None else [by_place.get(n) for n in range(len(group.answers))])
+    return shares, found.divisor
+
+
+def learnt_of(
+    groups: Sequence[Group],
+    verdicts: Sequence[Sequence[Verdict]],
+    result: StepResult,
+    *,
+    step: int,
+    lr: float,
+    seconds: float,
+    sampling_s: float,
+) -> Learnt:
+    """What is told of a step, whose number is that of the steps before it."""
+    rewards = [[one.reward for one in each if one.is_decided] for each in verdicts]
+    flat = [reward for each in rewards for reward in each]
+    answers = [answer for group in groups for answer in group.answers]
+    return Learnt(
+        step=step + 1,
+        result=result,
+        reward=sum(flat) / len(flat),
+        answers=len(flat),
+        lost=len(answers) - len(flat),
+        cut=sum(answer.rollout.finish == "length" for answer in answers),
+        uniform=sum(len(set(each)) < 2 for each in rewards),
+        lag=max(step - group.version for group in groups),
+        drawn_tokens=sum(answer.drawn_tokens for answer in answers),
+        seconds=seconds,
+        sampling_s=sampling_s,
+        lr=lr,
+    )
+
+
+class AllCut:
+    """Counts steps whose answers were all cut off, and so left out of the loss.
+
+    Args:
+        rl: what is learnt.
+        how: answers are sampled.
+        tokens: of a row of the batch.
+        steps: of the whole run.
+    """
+
+    def __init__(self, rl: RlConfig, how: RolloutConfig, tokens: int, steps: int) -> None:
+        self._rl = rl
+        self._how = how
+        self._tokens = tokens
+        self._most = min(MOST_ALIKE, steps)
+        self._steps = 0
+
+    def see(self, groups: Sequence[Group]) -> None:
+        """One more step.
+
+        Raises:
+            DataError: there is nothing to learn.
+        """
+        is_cut = all(answer.rollout.finish == "length" for group in groups for answer in group.answers)
+        self._steps = self._steps + 1 if is_cut and self._rl.overlong == "mask" else 0
+        if self._steps < self._most:
+            return
+        raise DataError(
+            f"all answers of the last {self._steps} steps were cut off (rollout.max_tokens = {self._how.max_tokens}, "
+            f"data.sequence_tokens = {self._tokens}), and rl.overlong = 'mask' leaves them out of the loss: nothing "
+            "was learnt. Set rollout.max_tokens higher, with a data.sequence_tokens that has room for prompt and "
+            "answer; or set rl.overlong to none or penalty."
+        )
+
+
+class Alike:
+    """Counts steps whose rewards are all the same."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._reward = 0.0
+
+    def see(self, step: int, verdicts: Sequence[Sequence[Verdict]]) -> None:
+        """One more step.
+
+        Raises:
+            DataError: there is nothing to learn.
+            Fault: no answer has a grade.
+        """
+        rewards = {one.reward for each in verdicts for one in each if one.is_decided}
+        if not rewards:
+            raise Fault("no answer has a grade: every grader failed.", step=step + 1)
+        if len(rewards) > 1 or (self._steps and rewards != {self._reward}):
+            self._steps = 0
+        if len(rewards) > 1:
+            return
+        (self._reward,) = rewards
+        self._steps += 1
+        if self._steps < MOST_ALIKE:
+            return
+        mend = (
+            "the tasks are solved; give harder ones, or stop here."
+            if self._reward == 1.0
+            else "give easier tasks, look at what grade() says with superstep grade check, or tune with examples first "
+            "(superstep tune sft)."
+        )
+        raise DataError(
+            f"all rewards of the last {MOST_ALIKE} steps are {self._reward:g}, and nothing is learnt from answers that "
+            f"are all alike: {mend}"
+        )

@@ -1,0 +1,266 @@
+"""A created model: an adapter beside the base's frozen weights, its gradients and its moments."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from superstep.comm.device import Device
+from superstep.comm.mesh import build_mesh
+from superstep.engine.incremental import Found, PiecemealEngine
+from superstep.engine.microbatch import Microbatch
+from superstep.errors import DataError, Fault, StateError
+from superstep.model.peft_adapter import A, Adapter, B, LowRank, write_adapter
+from superstep.numerics.loss import IGNORE
+from superstep.numerics.objective import Objective
+from superstep.plan.lora import PREFIX
+from superstep.state.checkpoint import load, save
+from superstep.state.checkpoint_dirs import checkpoints
+from superstep.state.load_weights import fill
+from superstep.state.manifest import Position
+from superstep.state.tensor_piece import STATE
+from superstep.train.model import units_of
+from superstep.tune.tinker.config import TinkerConfig
+from superstep.tune.tinker.losses import Lesson, find_loss, lesson
+from superstep.tune.tinker.model_request import Adam, Wanted, run_of
+from superstep.tune.tinker.proto_messages import ForwardBackward, Numbers, write_output
+from superstep.tune.tinker.saved_models import ABOUT, About
+
+T = TypeVar("T")
+STEP = "step-000000"
+ROUND_TOKENS = 16
+"""Rows are padded to multiples of so many tokens, so that few lengths come up."""
+
+
+class Alone:
+    """The one rank, as ``state`` wants it."""
+
+    rank, size = 0, 1
+
+    def gather(self, value: T) -> list[T]:
+        """The value."""
+        return [value]
+
+
+class TrainedModel:
+    """A created model, on this process's device.
+
+    Args:
+        config: of the service.
+        wanted: of the model.
+        version: the digest of the base's weights.
+        device: where it computes.
+        beside: another created model, whose frozen weights it shares; None reads them.
+
+    Attributes:
+        wanted: with its seed.
+
+    Raises:
+        ConfigError: the model cannot be trained so.
+        StateError: the base cannot be read.
+    """
+
+    def __init__(
+        self, config: TinkerConfig, wanted: Wanted, version: str, device: Device, beside: TrainedModel | None = None
+    ) -> None:
+        self.wanted = wanted if wanted.seed is not None else replace(wanted, seed=secrets.randbits(31))
+        self._config = config
+        self._version = version
+        self._run = run_of(config, self.wanted)
+        mesh = build_mesh(self._run.plan, 0, device, timeout=timedelta(minutes=1))
+        self.engine = PiecemealEngine(self._run, units_of(self._run), mesh)
+        if beside is None:
+            shapes = {piece.name: piece.shape for piece in self.engine.frozen_pieces()}
+            fill(config.folder, self.engine.frozen_pieces(), shapes, Alone())
+        else:
+            self.engine.share_frozen(beside.engine)
+        self.engine.loaded(0)
+
+    @property
+    def about(self) -> About:
+        """What stands beside what is saved of it."""
+        wanted = self.wanted
+        assert wanted.seed is not None
+        return About(
+            base=self._config.name,
+            version=self._version,
+            rank=wanted.rank,
+            alpha=self._config.alpha,
+            train_mlp=wanted.train_mlp,
+            train_attn=wanted.train_attn,
+            train_unembed=wanted.train_unembed,
+            seed=wanted.seed,
+            step=self.engine.optimizer.steps,
+        )
+
+    def forward_backward(self, request: ForwardBackward) -> bytes:
+        """Add the gradient of some sequences, if one is wanted, and say what came of them: a ``ForwardBackwardOutput``.
+
+        Raises:
+            DataError: they cannot be learnt from. No gradient has been added.
+            Fault: the pass failed. If it was to add gradients, all since the last update are gone.
+        """
+        if not request.data:
+            raise DataError("data is empty; give at least one sequence.")
+        _, objective = find_loss(request.loss_fn, request.config)
+        vocab, most = self._run.shape.vocab, self._run.config.data.sequence_tokens
+        lessons = [
+            lesson(datum, at, request.loss_fn, vocab=vocab, most_tokens=most) for at, datum in enumerate(request.data)
+        ]
+        work = self.engine.look if request.forward_only else self.engine.add
+        loss, tokens = 0.0, 0
+        logprobs: dict[int, Numbers] = {}
+        told: dict[str, float] = {}
+        for places in self._groups(lessons):
+            microbatch = self._microbatch([lessons[at] for at in places])
+            try:
+                found = work(microbatch, objective)
+            except RuntimeError as error:
+                raise self._failed(error, request) from error
+            counted = int((microbatch.streams["weights"] != 0).sum())
+            told = _joined(objective, told, tokens, found, counted)
+            loss, tokens = loss + found.loss, tokens + counted
+            rows = found.logp.detach().float().cpu()
+            logprobs |= {at: rows[row, : len(lessons[at].tokens)].numpy() for row, at in enumerate(places)}
+        metrics = {"loss:sum": loss} | _named(objective, told)
+        return write_output([logprobs[at] for at in range(len(lessons))], metrics)
+
+    def _failed(self, error: Exception, request: ForwardBackward) -> Fault:
+        """What is told of a pass that failed; half of its gradients are none."""
+        said = str(error).partition("\n")[0]
+        if request.forward_only:
+            return Fault(said)
+        self.engine.drop_gradients()
+        return Fault(f"{said} The gradients since the last update are gone; give the sequences again.")
+
+    def _groups(self, lessons: Sequence[Lesson]) -> Iterator[list[int]]:
+        """The sequences of each pass, those of like lengths together."""
+        group: list[int] = []
+        for at in sorted(range(len(lessons)), key=lambda at: len(lessons[at].tokens)):
+            if group and (len(group) + 1) * self._padded(lessons[at]) > self._config.batch_tokens:
+                yield group
+                group = []
+            group.append(at)
+        yield group
+
+    def _padded(self, one: Lesson) -> int:
+        most = self._run.config.data.sequence_tokens
+        return min(-(-len(one.tokens) // ROUND_TOKENS) * ROUND_TOKENS, most)
+
+    def _microbatch(self, lessons: Sequence[Lesson]) -> Microbatch:
+        length, device = max(self._padded(one) for one in lessons), self.engine.mesh.device.torch
+
+        def rows(get: Callable[[Lesson], object], dtype: torch.dtype, rest: float) -> torch.Tensor:
+            made = torch.full((len(lessons), length), rest, dtype=dtype)
+            for row, one in enumerate(lessons):
+                made[row, : len(one.tokens)] = torch.tensor(get(one), dtype=dtype)
+            return made.to(device)
+
+        names = lessons[0].streams
+        streams = {name: rows(lambda one, name=name: one.streams[name], torch.float32, 0.0) for name in names}  # type: ignore[misc]
+        if "weights" not in streams:
+            # A token without an advantage changes nothing; what is told of tokens is not to be told of it.
+            streams["weights"] = (streams["advantages"] != 0).float()
+        return Microbatch(
+            tokens=rows(lambda one: one.tokens, torch.long, 0),
+            targets=rows(lambda one: one.targets, torch.long, IGNORE),
+            streams=streams,
+        )
+
+    def optim_step(self, adam: Adam) -> Mapping[str, float]:
+        """Update the adapter by the gradients that were added; what is told of it.
+
+        Raises:
+            ConfigError: a setting is out of range.
+            Fault: a gradient is no number.
+        """
+        norm = self.engine.update(adam.learning_rate, adam.hyper)
+        return {"unclipped_grad_l2:mean": norm}
+
+    def adapter(self) -> Adapter:
+        """The adapter as it is."""
+        factors: dict[str, dict[str, torch.Tensor]] = {}
+        for piece in self.engine.pieces(("weight",)):
+            name = piece.name.removeprefix(PREFIX)
+            end = A if name.endswith(A) else B
+            factors.setdefault(name.removesuffix(end), {})[end] = piece.values.view(piece.shape)
+        return Adapter(parts={name: LowRank(pair[A], pair[B], self._config.alpha) for name, pair in factors.items()})
+
+    def write_sampler(self, folder: Path) -> None:
+        """Write the adapter as PEFT reads it."""
+        write_adapter(folder, self.adapter(), base=str(self._config.folder))
+        (folder / ABOUT).write_text(self.about.text, encoding="utf-8")
+
+    def save(self, folder: Path) -> None:
+        """Write what training goes on from.
+
+        Raises:
+            Fault: it cannot be written.
+        """
+        shapes = {piece.name: piece.shape for piece in self.engine.pieces(("weight",))}
+        place = folder / STEP
+        position = Position(step=self.engine.optimizer.steps)
+        save(place, self.engine.pieces(STATE), position, Alone(), tensors=dict.fromkeys(STATE, shapes), beside={})
+        (folder / ABOUT).write_text(self.about.text, encoding="utf-8")
+
+    def load(self, folder: Path, about: About, *, optimizer: bool) -> None:
+        """Go on from what was saved; gradients are forgotten.
+
+        Args:
+            folder: of it.
+            about: what stands beside it.
+            optimizer: whether moments and updates are taken over as well; else they begin anew.
+
+        Raises:
+            StateError: it is of another model, or damaged. Nothing has changed.
+        """
+        require_base(about, self._version, self._config.name)
+        found = checkpoints(folder)
+        if not found:
+            raise StateError(f"'{folder}' holds no checkpoint; save it again.")
+        position = load(found[-1], self.engine.pieces(STATE if optimizer else ("weight",)), Alone())
+        if not optimizer:
+            for piece in self.engine.pieces(("exp_avg", "exp_avg_sq")):
+                piece.values.zero_()
+        self.engine.drop_gradients()
+        self.engine.loaded(position.step if optimizer else 0)
+
+
+def require_base(about: About, version: str, name: str) -> None:
+    """See that saved weights add to this base.
+
+    Raises:
+        StateError: they do not.
+    """
+    if about.version != version:
+        raise StateError(
+            f"the saved weights add to '{about.base}' of digest {about.version}, and '{name}' of digest {version} is "
+            "served; serve that one, or begin anew."
+        )
+
+
+def _joined(
+    objective: Objective, told: Mapping[str, float], tokens: int, found: Found, counted: int
+) -> dict[str, float]:
+    """Means and maxima of what came before and of another pass together."""
+    if not told:
+        return dict(found.measures)
+    both = max(1, tokens + counted)
+    joined = {}
+    for name, value in found.measures.items():
+        if name in objective.maxima:
+            joined[name] = max(told[name], value)
+        else:
+            joined[name] = (told[name] * tokens + value * counted) / both
+    return joined
+
+
+def _named(objective: Objective, told: Mapping[str, float]) -> dict[str, float]:
+    """Behind each name how Tinker's client joins its numbers of several requests."""
+    return {f"{name}:{'max' if name in objective.maxima else 'mean'}": value for name, value in told.items()}

@@ -1,0 +1,37 @@
+"""From a folder to a service: the sampler's engine is opened at once, models when clients create them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from superstep.comm.device import Device
+from superstep.data.tokenizer import load_tokenizer
+from superstep.serve.build_engine import open_engine
+from superstep.serve.config import ServeConfig
+from superstep.serve.text.detokenize import Words
+from superstep.tune.tinker.config import TinkerConfig
+from superstep.tune.tinker.sampler import Sampler
+from superstep.tune.tinker.saved_models import Store
+from superstep.tune.tinker.service import Service
+
+
+def open_service(config: TinkerConfig, device: Device, tell: Callable[[str], None] = lambda line: None) -> Service:
+    """The service of a folder's model.
+
+    Raises:
+        ConfigError: it cannot be served so.
+        StateError: the folder holds no model, or it is damaged.
+    """
+    # In exact mode what is compiled here has no adapters; these are to come and go.
+    serve = ServeConfig(
+        context_tokens=config.context_tokens,
+        compute=config.compute,
+        exact=config.exact,
+        kernels=None if config.exact else config.kernels,
+    )
+    engine = open_engine(config.folder, serve, device=device)
+    tokenizer = config.folder / "tokenizer.json"
+    words = Words(load_tokenizer(tokenizer)) if tokenizer.is_file() else None
+    filled = replace(config, context_tokens=engine.info.context_tokens)
+    return Service(filled, Sampler(engine, words, config.adapters), Store(config.root), device, tell)

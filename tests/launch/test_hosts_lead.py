@@ -1,0 +1,174 @@
+"""The lead and its members over loopback, with ranks that are made up: who comes, who is lost, what all are told."""
+
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+
+from superstep.launch.hosts.coordinator import Lead
+from superstep.launch.hosts.coordinator_state import Table
+from superstep.launch.hosts.copy_schedule import Steer
+from superstep.launch.hosts.events import Cause, Over
+from superstep.launch.hosts.follow_orders import attend
+from superstep.launch.hosts.listener import Door, Refused, knock
+from superstep.launch.hosts.member import Member
+from superstep.launch.hosts.membership import Held
+from superstep.launch.hosts.messages import Hello
+
+SECRET = b"known to both sides"
+HELLO = Hello(purpose="join", host=1, hosts=2, run="abc", version="1", process="x", port=1)
+
+
+class Nothing:
+    """Copies of a host that keeps none."""
+
+    def progress(self):
+        return {}
+
+    def steer(self, told):
+        pass
+
+    def enters(self, wire, hello):
+        wire.say({"say": "refused", "why": "there are no copies"})
+
+
+class Ranks:
+    """Those of a host: each start is noted, and goes on until something is ordered, or the test lets it end."""
+
+    def __init__(self):
+        self.given, self.may_end, self.states = [], threading.Event(), set()
+
+    def held(self):
+        return Held(own=frozenset(self.states))
+
+    def fetch(self, order):
+        self.states.add(order.state)
+
+    def run(self, given, cut, troubled):
+        self.given.append(given)
+        while not cut.poll(0.01):
+            if self.may_end.is_set():
+                return True
+        return False
+
+
+class Host(threading.Thread):
+    """A launcher that attends; ``over`` is how it ended."""
+
+    def __init__(self, number, side, *states):
+        super().__init__(daemon=True)
+        self.number, self.side, self.ranks, self.said, self.over = number, side, Ranks(), [], None
+        self.ranks.states.update(states)
+        self.start()
+
+    def run(self):
+        tell = self.side.told
+        self.over = attend(self.number, str(self.number), self.side.orders, tell, self.ranks, self.said.append)
+
+
+@pytest.fixture
+def lead():
+    table = Table(seats=(None, None), can_recover=True, patience_s=30, since_s=time.time())
+    told = []
+    found = Lead(
+        ("127.0.0.1", 0), SECRET, mine=replace(HELLO, host=0), table=table,
+        prepare=lambda go: (("127.0.0.1", 9), {"dir": "here"}), copies=(Nothing(), Steer(1)), tell=told.append,
+    )  # fmt: skip
+    found.said = told
+    yield found
+    found.close(Over(Cause("the test is over")))
+
+
+def _member(lead, secret=SECRET, patience_s=5, **other):
+    return Member(lead.address, secret, mine=replace(HELLO, **other), patience_s=patience_s, copies=Nothing())
+
+
+def _until(is_so, seconds=8.0):
+    began_s = time.monotonic()
+    while not is_so():
+        assert time.monotonic() - began_s < seconds
+        time.sleep(0.01)
+    return time.monotonic() - began_s
+
+
+def test_both_start_together_are_told_the_same_and_end_together(lead):
+    one, other = Host(0, lead), Host(1, _member(lead))
+    lead.begin()
+    _until(lambda: one.ranks.given and other.ranks.given)
+    (mine,), (its,) = one.ranks.given, other.ranks.given
+    assert mine.go == its.go
+    assert its.facts == {"dir": "here"}
+    assert its.store == ("127.0.0.1", 9)
+    assert its.next == lead.address
+    for host in (one, other):
+        host.ranks.may_end.set()
+    _until(lambda: one.over and other.over)
+    assert one.over == other.over == Over()
+
+
+def test_a_member_that_says_nothing_is_named_within_three_seconds_and_waited_for(lead):
+    host = Host(0, lead, (4, 0))
+    lead.begin()
+    wire = knock(lead.address, SECRET, replace(HELLO, process="silent"))
+    wire.say({"say": "came", "epoch": 0})
+    wire.say({"say": "holds", "own": [[4, 0]], "copies": [], "cut": {"epoch": 0, "hosts": []}})
+    _until(lambda: host.ranks.given)
+    took_s = _until(lambda: any("Waiting for host 1" in line for line in lead.said))
+    assert 2.0 < took_s < 3.25, "its last word came up to a beat before"
+    again = Host(1, _member(lead), (4, 0))
+    _until(lambda: again.ranks.given)
+    go = again.ranks.given[0].go
+    assert (go.epoch, go.state) == (2, (4, 0))
+    assert "host 1 (127.0.0.1): it is lost, it has said nothing for" in go.lost.text
+    _until(lambda: len(host.ranks.given) > 1)
+    assert host.ranks.given[1].go == go
+
+
+def test_a_member_without_its_lead_ends_its_ranks_and_asks_until_its_patience_is_over():
+    table = Table(seats=(None, None), can_recover=True, patience_s=30, since_s=time.time())
+    first = Lead(
+        ("127.0.0.1", 0), SECRET, mine=replace(HELLO, host=0), table=table,
+        prepare=lambda go: (("127.0.0.1", 9), {}), copies=(Nothing(), Steer(1)), tell=lambda line: None,
+    )  # fmt: skip
+    mine, other = Host(0, first), Host(1, _member(first, patience_s=1.0))
+    first.begin()
+    _until(lambda: other.ranks.given)
+    first._is_closed.set()
+    first._door.close()  # as if it were gone, without a word
+    _until(lambda: other.over)
+    assert "is lost" in other.said[0]
+    assert "has not answered within 1 s" in other.over.cause.text
+    mine.ranks.may_end.set()
+
+
+@pytest.mark.parametrize(
+    ("secret", "other", "says"),
+    [
+        (b"another", {}, "has another secret than this host"),
+        (SECRET, {"hosts": 3}, "--hosts = 3 on host 1, and 2 on host 0"),
+        (SECRET, {"run": "b"}, "another configuration"),
+        (SECRET, {"version": "0"}, "has version 0"),
+    ],
+)
+def test_one_that_does_not_belong_here_ends_with_a_line(lead, secret, other, says):
+    host = Host(1, _member(lead, secret, **other))
+    _until(lambda: host.over)
+    assert host.over.cause.is_mistake
+    assert says in host.over.cause.text
+
+
+def test_a_number_that_is_taken_is_refused(lead):
+    wire = knock(lead.address, SECRET, replace(HELLO, process="first"))
+    with pytest.raises(Refused, match=r"host 1 is here already, from 127\.0\.0\.1"):
+        knock(lead.address, SECRET, replace(HELLO, process="second"))
+    wire.close()
+
+
+def test_who_comes_after_the_run_is_complete_is_told_at_once():
+    door = Door(("127.0.0.1", 0), SECRET, lambda wire, hello: None, lambda line: None)
+    door.close()
+    asked = iter((False, True))
+    late = Member(door.address, SECRET, mine=HELLO, patience_s=60, copies=Nothing(), is_complete=lambda: next(asked))
+    assert late.orders.poll(5.0)
+    assert late.orders.recv() == Over()

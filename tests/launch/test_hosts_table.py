@@ -1,0 +1,352 @@
+"""What the lead of several hosts decides: values alone, no network and no clock."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from superstep.launch.hosts.coordinator_state import ECHO_S, MOST_TRIES, Phase, Table, after
+from superstep.launch.hosts.copy_schedule import Course, Progress, steered
+from superstep.launch.hosts.events import Abort, Came, Cause, Done, Fetch, Go, Holds, Left, Over, Tick, Troubled
+from superstep.launch.hosts.membership import Cut, Held, largest, newest
+
+LOST = Cause("rank 1 was killed", is_lost=True)
+ECHO = Cause("a connection broke", order=3)
+MISTAKE = Cause("a file is missing", is_mistake=True, order=0)
+
+
+def _held(own=(), copies=()):
+    return Held(frozenset((step, 0) for step in own), frozenset((step, 0) for step in copies))
+
+
+def _told(table, *events, at=0.0):
+    """The table after some events, and all orders."""
+    orders = []
+    for event in events:
+        found = after(table, event, at)
+        table, orders = found.table, [*orders, *found.orders]
+    return table, orders
+
+
+def _running(hosts=2, *, state=None, can_recover=True):
+    held = _held(() if state is None else (state,))
+    arrived = [event for host in range(hosts) for event in (Came(host), Holds(host, held))]
+    table, (go,) = _told(Table(seats=(None,) * hosts, can_recover=can_recover, patience_s=60), *arrived)
+    assert isinstance(go, Go)
+    assert table.phase is Phase.RUNS
+    return table
+
+
+def test_ranks_start_once_all_hosts_are_there_and_end_when_all_are_done():
+    table, orders = _told(Table(seats=(None,) * 3, can_recover=True, patience_s=60), Came(0), Holds(0, Held()))
+    table, more = _told(table, Came(2), Holds(2, Held()), Came(1))
+    assert orders == more == []
+    table, orders = _told(table, Holds(1, Held()))
+    assert orders == [Go(1, None, None)]
+    table, orders = _told(table, Done(0, 1), Done(2, 1))
+    assert orders == []
+    assert _told(table, Done(1, 1))[1] == [Over()]
+
+
+def test_a_lost_rank_ends_all_ranks_and_all_go_on_from_the_newest_common_state():
+    table, orders = _told(_running(), Troubled(1, 1, LOST))
+    assert orders == [Abort(1, LOST)]
+    table, orders = _told(table, Troubled(0, 1, ECHO), Holds(0, _held((7, 8))))
+    assert orders == []
+    table, orders = _told(table, Holds(1, _held((6, 7))))
+    assert orders == [Go(2, (7, 0), LOST)]
+
+
+def test_what_a_host_says_of_an_epoch_that_is_over_changes_nothing():
+    table, _ = _told(_running(), Troubled(1, 1, LOST), Holds(0, _held((7,))), Holds(1, _held((7,))))
+    assert table.epoch == 2
+    assert _told(table, Troubled(0, 1, MISTAKE), Done(0, 1), Done(1, 1)) == (table, [])
+
+
+def test_a_host_that_comes_back_without_its_memory_fetches_the_copy_and_only_then_all_go_on():
+    table, orders = _told(_running(), Left(1, "host 1 is lost"))
+    assert [type(order) for order in orders] == [Abort]
+    table, orders = _told(table, Troubled(0, 1, ECHO), Holds(0, _held((5, 8), copies=(5,))))
+    assert orders == []
+    assert table.phase is Phase.GATHERS
+    table, orders = _told(table, Came(1), Holds(1, Held()))
+    assert orders == [Fetch(1, 0, (5, 0))]
+    table, orders = _told(table, Holds(1, _held((5,))))
+    assert orders == [Go(2, (5, 0), Cause("host 1 is lost", is_lost=True))]
+
+
+def test_a_lead_that_has_lost_its_memory_learns_the_epoch_and_fetches_too():
+    table = Table(seats=(None, None), can_recover=True, patience_s=60)
+    table, orders = _told(table, Came(0), Holds(0, Held()), Came(1, 4), Holds(1, _held((9,), copies=(9,))))
+    assert orders == [Fetch(0, 1, (9, 0))]
+    _, (go,) = _told(table, Holds(0, _held((9,))), at=7.0)
+    assert (go.epoch, go.state) == (5, (9, 0))
+    assert go.lost == Cause("host 0: its launcher was started again", is_lost=True, at_s=7.0)
+
+
+def test_where_nobody_has_a_state_the_disk_has_it():
+    _, orders = _told(_running(), Left(1, "gone"), Holds(0, _held((8,), copies=(5,))), Came(1), Holds(1, Held()))
+    assert [order.state for order in orders if isinstance(order, Go)] == [None]
+
+
+def test_broken_connections_wait_for_what_broke_them():
+    table, _ = _told(_running(), Troubled(0, 1, ECHO), Holds(0, _held((3,))), Holds(1, _held((3,))))
+    assert table.phase is Phase.ENDS
+    silent, orders = _told(table, Left(1, "host 1 is silent"), at=ECHO_S / 2)
+    assert (silent.phase, orders) == (Phase.GATHERS, [])
+    assert silent.lost.text == "host 1 is silent"
+    assert _told(table, Tick(), at=ECHO_S / 2) == (table, [])
+    assert _told(table, Tick(), at=ECHO_S)[1] == [Over(ECHO)], "nothing else was wrong"
+
+
+@pytest.mark.parametrize("cause", [MISTAKE, Cause("loss nan", order=0)])
+def test_what_a_restart_does_not_mend_ends_the_run_whoever_else_is_lost(cause):
+    table, _ = _told(_running(), Troubled(1, 1, LOST), Troubled(0, 1, cause), Holds(0, Held()))
+    (over,) = _told(table, Holds(1, Held()))[1]
+    assert over.cause.text == cause.text
+
+
+def test_without_copies_a_loss_ends_the_run():
+    table, _ = _told(_running(can_recover=False), Troubled(1, 1, LOST), Holds(0, Held()))
+    assert _told(table, Holds(1, Held()))[1] == [Over(LOST)]
+
+
+def test_a_run_that_loses_ranks_after_the_same_state_again_and_again_ends():
+    table, orders = _running(), []
+    for _ in range(MOST_TRIES + 1):
+        table, orders = _told(table, Troubled(1, table.epoch, LOST), Holds(0, _held((7,))), Holds(1, _held((7,))))
+    assert isinstance(orders[-1], Over)
+    table = _running()
+    for step in range(9):
+        table, orders = _told(table, Troubled(1, table.epoch, LOST), Holds(0, _held((step,))), Holds(1, _held((step,))))
+        assert isinstance(orders[-1], Go), "it got further"
+
+
+def test_patience_has_an_end_that_names_the_host_and_why_it_is_waited_for():
+    table, _ = _told(_running(3), Left(2, "host 2 is silent"), Holds(0, Held()), Holds(1, Held()), at=100.0)
+    assert _told(table, Tick(), at=159.0)[1] == []
+    (over,) = _told(table, Tick(), at=160.0)[1]
+    assert over.cause.text.startswith("host 2 has not come within 60 s")
+    assert "host 2 is silent" in over.cause.text
+
+
+def _newest(*held):
+    return newest(dict(enumerate(held)), range(len(held)))
+
+
+def test_the_newest_state_is_one_that_every_host_can_have():
+    assert _newest(_held((4, 5)), _held((5, 6))) == (5, 0)
+    assert _newest(_held((9,), copies=(4, 8)), _held()) is None
+    assert _newest(_held((4, 8, 9), copies=(4, 8)), _held()) == (8, 0)
+    # In a ring: the copies of host 1 are with host 2, those of host 2 with host 0.
+    assert _newest(_held((3,)), _held(), _held((3,), copies=(3,))) == (3, 0)
+    assert _newest(_held((3,), copies=(3,)), _held(), _held((3,))) is None
+    other_turn = Held(frozenset({(5, 1)}))
+    assert _newest(_held((5,)), other_turn) is None, "a run that has gone back since is another"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_happens_all_ranks_start_from_a_state_that_all_have_and_epochs_rise(seed):
+    luck = random.Random(seed)
+    hosts = luck.choice((2, 3))
+    table, epoch = Table(seats=(None,) * hosts, can_recover=True, patience_s=1e9), 0
+    held = [Held()] * hosts
+    for number in range(300):
+        host = luck.randrange(hosts)
+        held[host] = _held(luck.sample(range(6), 3), luck.sample(range(6), 2))
+        event = luck.choice(
+            (Came(host, epoch), Left(host, "gone"), Holds(host, held[host]), Troubled(host, table.epoch, LOST),
+             Done(host, table.epoch), Tick())
+        )  # fmt: skip
+        before, found = table, after(table, event, number)
+        table = found.table
+        if table.phase is Phase.OVER:
+            return
+        for order in found.orders:
+            match order:
+                case Go(new, state):
+                    assert new > epoch
+                    epoch = new
+                    told = [seat.held for seat in before.seats]
+                    told[host] = held[host] if isinstance(event, Holds) else told[host]
+                    assert state is None or all(state in each.own for each in told)
+                    assert not table.missing
+                case Abort(old, _):
+                    assert old == epoch
+                case _:
+                    pass
+
+
+def test_all_copy_the_same_state_and_the_next_only_when_every_neighbour_has_it():
+    course = steered(Course(), [Progress(newest=4), Progress(newest=5)], 1)
+    assert course.next > 5
+    asked = course.next
+    one = Progress(newest=asked + 3, copied=asked, held=asked)
+    other = Progress(newest=asked + 3, copied=0, held=asked)
+    course = steered(course, [one, other], 1)
+    assert (course.copied, course.next) == (0, asked), "one is not done"
+    course = steered(course, [one, one], 1)
+    assert course.copied == asked
+    assert course.next > asked + 3
+
+
+def test_a_step_that_ranks_had_passed_is_left_for_one_farther_ahead():
+    course = steered(Course(), [Progress(newest=10)] * 2, 2)
+    assert course.next % 2 == 0
+    missed = course.next
+    late = Progress(newest=missed + 4, held=0)
+    again = steered(course, [late, Progress(newest=missed + 4, held=missed)], 2)
+    assert again.next - late.newest > course.next - 10, "from farther ahead"
+    assert again.copied == 0
+
+
+def test_after_a_restart_the_state_that_all_have_is_copied_first():
+    course = Course(copied=8, next=8, newest=8)
+    assert steered(course, [Progress(newest=8, held=8)] * 2, 1).next == 8
+    assert steered(course, [Progress(newest=9, copied=8, held=8)] * 2, 1).next > 9
+
+
+def _elastic(hosts, sizes, *, without_s=5.0):
+    """A run with plans for so many hosts that trains on all of them."""
+    table = Table(seats=(None,) * hosts, can_recover=True, patience_s=60, sizes=sizes, without_s=without_s)
+    table, _ = _told(table, *(event for host in range(hosts) for event in (Came(host), Holds(host, Held()))))
+    assert table.phase is Phase.RUNS
+    return table
+
+
+def _cut(own=(), copies=(), cut=None):
+    held = _held(own, copies)
+    return held if cut is None else Held(held.own, held.copies, cut)
+
+
+def test_a_lost_host_is_gone_on_without_and_those_left_write_down_what_they_have_of_it_first():
+    table = _elastic(3, (1, 2, 3))
+    table, orders = _told(table, Left(1, "host 1 is lost"), at=100.0)
+    assert [type(order) for order in orders] == [Abort]
+    table, orders = _told(table, Holds(0, _held((7, 8), copies=(7,))), Holds(2, _held((7, 8), copies=(7,))), at=100.0)
+    assert orders == []
+    assert _told(table, Tick(), at=104.9)[1] == [], "it may come back"
+    table, (write,) = _told(table, Tick(), at=105.0)
+    assert (write.epoch, write.state, write.sources) == (2, (7, 0), (0, 2, 2)), "host 2 has the copy of host 1's"
+    assert write.crew(3) == (0, 2)
+    table, orders = _told(table, Done(0, 2), at=106.0)
+    assert orders == []
+    table, (go,) = _told(table, Done(2, 2), at=106.0)
+    assert (go.epoch, go.state, go.cut, go.sources) == (3, None, Cut(3, (0, 2)), ())
+    assert go.lost.text == "host 1 is lost"
+
+
+def test_a_host_that_comes_back_in_time_is_waited_for():
+    table, _ = _told(_elastic(2, (1, 2)), Left(1, "gone"), Holds(0, _held((7,), copies=(7,))), at=100.0)
+    _, orders = _told(table, Came(1, 1), Holds(1, _held((7,))), at=104.0)
+    assert [(order.state, order.cut) for order in orders] == [((7, 0), Cut())]
+
+
+def _on_one(step=7):
+    """A run on two hosts that goes on with host 0, which has come to a step."""
+    table = _elastic(2, (1, 2), without_s=0.0)
+    table, (_, write) = _told(table, Left(1, "gone"), Holds(0, _held((step,), copies=(step,))))
+    assert write.sources == (0, 0)
+    table, (go,) = _told(table, Done(0, 2))
+    assert go.cut == Cut(3, (0,))
+    return table
+
+
+def test_it_grows_back_once_another_state_is_whole_and_what_the_host_had_before_means_nothing():
+    table = _on_one()
+    table, orders = _told(table, Tick(9), Came(1, 1), Holds(1, _held((7, 8), copies=(7,))), Tick(9), Tick(9))
+    assert orders == [], "the newest state is not thrown away"
+    table, (abort,) = _told(table, Tick(10))
+    assert abort.cause.is_gain
+    assert "host 1" in abort.cause.text
+    mine = Holds(0, _cut((9, 10), cut=Cut(3, (0,))))
+    table, (write,) = _told(table, Holds(1, _held((7, 8), copies=(7,))), mine)
+    assert (write.state, write.cut, write.sources) == ((10, 0), Cut(3, (0,)), (0,))
+    table, (go,) = _told(table, Done(0, 4))
+    assert (go.epoch, go.state, go.cut) == (5, None, Cut(5, (0, 1)))
+    table, orders = _told(table, Done(0, 5), Done(1, 5))
+    assert orders == [Over()]
+
+
+def test_a_host_that_waits_for_its_turn_may_go_and_the_run_ends_without_it():
+    table = _on_one()
+    table, orders = _told(table, Came(1, 1), Holds(1, Held()), Left(1, "gone again"), Tick(9), Tick(10), Tick(11))
+    assert orders == []
+    assert _told(table, Done(0, 3))[1] == [Over()]
+
+
+def test_a_rank_that_is_lost_on_fewer_hosts_waits_for_nobody():
+    table = _on_one()
+    cut = Cut(3, (0,))
+    _, orders = _told(table, Troubled(0, 3, LOST), Holds(0, _cut((8,), cut=cut)), at=50.0)
+    assert orders[1:] == [Go(4, (8, 0), Cause(LOST.text, is_lost=True, at_s=50.0), cut)]
+
+
+def test_where_nobody_has_all_of_a_state_those_left_go_on_from_the_newest_checkpoint():
+    table = _elastic(4, (2, 4), without_s=0.0)
+    events = [Left(1, "gone"), Left(2, "gone"), Holds(0, _held((7,), copies=(7,))), Holds(3, _held((7,)))]
+    _, orders = _told(table, *events)
+    assert [(go.state, go.cut) for go in orders if isinstance(go, Go)] == [(None, Cut(2, (0, 3)))]
+
+
+def test_where_no_plan_is_for_so_few_the_host_is_waited_for_until_patience_ends():
+    table, _ = _told(_elastic(3, (2, 3)), Left(1, "gone"), Left(2, "gone"), Holds(0, _held((7,))), at=100.0)
+    table, orders = _told(table, Tick(), at=130.0)
+    assert (table.phase, orders) == (Phase.GATHERS, [])
+    assert isinstance(_told(table, Tick(), at=160.0)[1][0], Over)
+
+
+def test_who_is_lost_while_a_state_is_written_down_is_gone_on_without_too():
+    table, _ = _told(_elastic(3, (1, 2, 3), without_s=0.0), Left(1, "gone"), Holds(0, _held((7,), copies=(7,))))
+    table, (write,) = _told(table, Holds(2, _held((7,), copies=(7,))))
+    assert write.sources == (0, 2, 2)
+    table, orders = _told(table, Left(2, "gone too"), Holds(0, _held((7,), copies=(7,))))
+    assert [type(order) for order in orders] == [Abort, Go]
+    assert (orders[-1].state, orders[-1].cut) == (None, Cut(3, (0,))), "host 1's part is lost with host 2"
+
+
+def test_those_stay_that_trained_and_hosts_beyond_a_plan_wait():
+    assert largest((0, 1, 2, 3), (1, 2, 4, 8), ()) == (0, 1, 2, 3)
+    assert largest((0, 1, 3), (1, 2, 4), (0, 3)) == (0, 3)
+    assert largest((0, 2), (3,), (0, 1, 2)) == ()
+
+
+def test_whatever_happens_to_an_elastic_run_its_ranks_are_of_hosts_that_are_here_and_a_state_is_whole():
+    seen = [go for seed in range(40) for go in _lives(random.Random(seed))]
+    assert len([go for go in seen if go.sources]) > 20
+    assert len({go.cut.hosts for go in seen}) > 5
+
+
+def _lives(luck):
+    """What is started in a run that anything happens to, each looked at."""
+    hosts = luck.choice((2, 3, 4))
+    sizes = tuple(sorted({hosts, *luck.sample(range(1, hosts), luck.randint(1, hosts - 1))}))
+    table, epoch = replace(_elastic(hosts, sizes, without_s=2.0), patience_s=1e9), 1
+    for number in range(400):
+        host = luck.randrange(hosts)
+        held = _cut(luck.sample(range(6), 3), luck.sample(range(6), 3), luck.choice((None, table.cut)))
+        event = luck.choice(
+            (Came(host, epoch), Left(host, "gone"), Holds(host, held), Troubled(host, table.epoch, LOST),
+             Done(host, table.epoch), Tick(number))
+        )  # fmt: skip
+        before, found = table, after(table, event, number)
+        table = found.table
+        for go in (order for order in found.orders if isinstance(order, Go)):
+            assert go.epoch > epoch
+            epoch = go.epoch
+            told = {h: seat.held for h, seat in enumerate(before.seats) if seat is not None and seat.held is not None}
+            told |= {event.host: event.held} if isinstance(event, Holds) else {}
+            _check_start(go, table, {h: each for h, each in told.items() if each.cut == go.cut})
+            yield go
+
+
+def _check_start(go, table, told):
+    hosts = len(table.seats)
+    crew = go.crew(hosts)
+    assert crew == table.crew
+    assert set(crew) <= set(table.here)
+    if not go.sources:
+        assert len(crew) in table.sizes
+        assert go.state is None or all(go.state in told[host].own for host in crew)
+    for part, source in zip(go.cut.crew(hosts), go.sources, strict=bool(go.sources)):
+        assert go.state in (told[source].own if source == part else told[source].copies)

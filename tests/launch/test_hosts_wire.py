@@ -1,0 +1,390 @@
+"""Frames between launchers: who does not know the secret says nothing, and what was changed on the way is not heard."""
+
+import os
+import socket
+import struct
+import threading
+import time
+from contextlib import suppress
+from dataclasses import replace
+
+import pytest
+
+from superstep.kernels.checksum import checksum
+from superstep.launch.hosts import listener as doors
+from superstep.launch.hosts import secure_channel as wires
+from superstep.launch.hosts.coordinator import unlike
+from superstep.launch.hosts.listener import WAITING, Door, Refused, knock
+from superstep.launch.hosts.messages import SILENT_S, Hello, Silence
+from superstep.launch.hosts.secure_channel import MOST_BYTES, Kind, Stranger, Unlike, answer, ask
+from superstep.launch.hosts.state_transfer import Rate, Spoilt, Void, receive, send
+from superstep.state.damage import void_damaged
+from superstep.state.memory_snapshot import WHOLE, WRITING, made
+
+SECRET = b"known to both sides"
+HELLO = Hello(purpose="join", host=1, hosts=2, run="abc", version="1", process="x", port=0)
+
+
+def _pair(asks=SECRET, answers=SECRET):
+    """Both ends of a connection; an error in the place of one that has none."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    found = []
+
+    def serve():
+        try:
+            found.append(answer(listening.accept()[0], answers))
+        except OSError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        one = ask(listening.getsockname()[:2], asks)
+    except OSError as error:
+        one = error
+    thread.join()
+    listening.close()
+    return one, found[0]
+
+
+def test_messages_and_blocks_go_both_ways():
+    one, other = _pair()
+    one.say({"say": "beat", "step": 3})
+    assert other.hear() == {"say": "beat", "step": 3}
+    block = os.urandom(MOST_BYTES)
+    threading.Thread(target=other.send, args=(Kind.BLOCK, block)).start()
+    assert one.receive() == (Kind.BLOCK, block)
+    with pytest.raises(ValueError, match="is the most"):
+        one.send(Kind.BLOCK, block + b"x")
+    one.close()
+    with pytest.raises(OSError, match="has gone"):
+        other.receive()
+
+
+def test_who_has_another_secret_is_a_stranger_to_both():
+    one, other = _pair(asks=b"another secret")
+    assert isinstance(one, Stranger)
+    assert isinstance(other, OSError)
+
+
+def test_a_stranger_that_pretends_is_turned_away():
+    """It goes on although it does not know what was shown to it."""
+    ours, theirs = socket.socketpair()
+    thread = threading.Thread(target=lambda: theirs.sendall(wires.MAGIC + bytes(wires.NONCE) + bytes(wires.PROOF)))
+    thread.start()
+    with pytest.raises(Stranger):
+        answer(ours, SECRET)
+    thread.join()
+    theirs.close()
+
+
+def test_what_speaks_otherwise_is_no_launcher():
+    ours, theirs = socket.socketpair()
+    theirs.sendall(b"GET / HTTP/1.1\r\n" * 10)
+    with pytest.raises(Unlike):
+        answer(ours, SECRET)
+    theirs.close()
+
+
+def _changed(frames):
+    raw = bytearray(frames[0])
+    raw[-wires.PROOF - 3] ^= 1
+    return [bytes(raw)]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (_changed, "not what the other side sent"),
+        (lambda frames: [frames[1]], "not what the other side sent"),  # one left out
+        (lambda frames: [frames[0], frames[0]], "not what the other side sent"),  # one repeated
+        (lambda frames: [struct.pack("<IBQ", 2**31, 1, 0) + frames[0]], "claims 2147483648 bytes"),
+    ],
+)
+def test_what_was_changed_left_out_or_repeated_ends_the_connection(change, says):
+    one, other = _pair()
+    sent, sock = [], one._socket
+
+    class Kept:
+        def sendall(self, data):
+            sent.append(bytes(data))
+
+    one._socket = Kept()
+    one.say({"say": "go", "step": 1})
+    one.say({"say": "go", "step": 2})
+    for frame in change(sent):
+        sock.sendall(frame)
+    with pytest.raises(OSError, match=says):
+        list(iter(other.hear, None))
+    sock.close()
+    other.close()
+
+
+def test_the_secret_is_in_nothing_that_is_sent_and_each_connection_has_keys_of_its_own():
+    one, other = _pair()
+    again, _ = _pair()
+    keys = {one._sends, one._receives, again._sends, again._receives}
+    assert len(keys) == 4
+    assert (one._sends, one._receives) == (other._receives, other._sends)
+
+
+def test_the_door_lets_in_who_knows_the_secret_and_tells_of_others():
+    told = []
+
+    def enters(wire, hello):
+        if hello.hosts != 2:
+            wire.say({"say": "refused", "why": "there are two"})
+            return
+        wire.say({"say": "welcome"})
+        wire.say(wire.hear())
+
+    door = Door(("127.0.0.1", 0), SECRET, enters, told.append)
+    try:
+        wire = knock(door.address, SECRET, HELLO)
+        wire.say({"say": "x"})
+        assert wire.hear() == {"say": "x"}
+        with pytest.raises(Refused, match="there are two"):
+            knock(door.address, SECRET, replace(HELLO, hosts=3))
+        with pytest.raises(Stranger):
+            knock(door.address, b"another secret", HELLO)
+    finally:
+        door.close()
+    with pytest.raises(OSError, match=r"refused|gone"):
+        knock(door.address, SECRET, HELLO)
+
+
+def _welcome(wire, hello):
+    wire.say({"say": "welcome"})
+    wire.hear()
+
+
+def test_slow_strangers_keep_nobody_out_who_knows_the_secret(monkeypatch):
+    """However many: who came first loses his place to the next, and guests have other places."""
+    monkeypatch.setattr(wires, "GREETING_S", 60.0)
+    door = Door(("127.0.0.1", 0), SECRET, _welcome, lambda text: None)
+    strangers = [socket.create_connection(door.address) for _ in range(WAITING + 5)]
+    try:
+        for each in strangers[5:]:
+            each.sendall(wires.MAGIC[:1])
+        strangers[0].settimeout(10)
+        assert strangers[0].recv(1) == b"", "the first has had to leave"
+        inside = [knock(door.address, SECRET, HELLO) for _ in range(5)]
+        more = [socket.create_connection(door.address) for _ in range(WAITING)]
+        for wire in inside:
+            wire.say({"say": "still here"})
+        for each in more:
+            each.close()
+    finally:
+        for each in strangers:
+            each.close()
+        door.close()
+
+
+def test_each_that_comes_in_a_burst_takes_the_place_of_another_stranger(monkeypatch):
+    """Also while the threads of those that were hung up have not come to run."""
+    hung_up, all_came = [], threading.Event()
+
+    def answers(sock, secret):
+        all_came.wait(60)
+        raise OSError
+
+    monkeypatch.setattr(doors, "answer", answers)
+    door = Door(("127.0.0.1", 0), SECRET, _welcome, lambda text: None)
+    monkeypatch.setattr(doors, "_hang_up", lambda sock: hung_up.append(sock.getpeername()))
+    strangers = []
+    try:
+        strangers += [socket.create_connection(door.address) for _ in range(WAITING + 5)]
+        until_s = time.monotonic() + 60
+        while len(hung_up) < 5 and time.monotonic() < until_s:
+            time.sleep(0.01)
+        assert hung_up == [each.getsockname() for each in strangers[:5]]
+    finally:
+        all_came.set()
+        for each in strangers:
+            each.close()
+        monkeypatch.undo()
+        door.close()
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_greeting_that_drips_ends_in_time(is_known, monkeypatch):
+    """Byte by byte, each of them soon enough: before the secret is shown, and after."""
+    monkeypatch.setattr(wires, "GREETING_S", 0.4)
+    monkeypatch.setattr(doors, "GREETING_S", 0.4)
+    door = Door(("127.0.0.1", 0), SECRET, _welcome, lambda text: None)
+    try:
+        sock = ask(door.address, SECRET)._socket if is_known else socket.create_connection(door.address)
+        drops = struct.pack("<IBQ", 1000, 1, 0) + bytes(30) if is_known else wires.MAGIC + bytes(wires.NONCE)
+        sent = 0
+        with suppress(ConnectionError):  # once it was hung up
+            for drop in drops:
+                sock.sendall(bytes([drop]))
+                sent += 1
+                time.sleep(0.1)
+        assert sent < len(drops)
+    finally:
+        sock.close()
+        door.close()
+
+
+def test_guests_have_a_bound_too(monkeypatch):
+    monkeypatch.setattr(doors, "GUESTS", 2)
+    door = Door(("127.0.0.1", 0), SECRET, _welcome, lambda text: None)
+    try:
+        first, _ = [knock(door.address, SECRET, HELLO) for _ in range(2)]
+        with pytest.raises(OSError, match=r"gone|reset"):
+            knock(door.address, SECRET, HELLO)
+        first.close()
+        until_s = time.monotonic() + 10
+        while door.guests == 2 and time.monotonic() < until_s:
+            time.sleep(0.01)
+        knock(door.address, SECRET, HELLO)
+    finally:
+        door.close()
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        ({"version": "2"}, "has version 2 of superstep"),
+        ({"hosts": 3}, "--hosts = 3 on host 1, and 2 on host 0"),
+        ({"run": "abd"}, "another configuration"),
+        ({"host": 2}, "--host = 2 is not one of 1 to 1"),
+        ({"host": 0}, "--host = 0 is not one of 1 to 1"),
+    ],
+)
+def test_launchers_of_a_run_must_be_alike(other, says):
+    mine = replace(HELLO, host=0)
+    assert unlike(HELLO, mine) is None
+    assert says in unlike(replace(HELLO, **other), mine)
+
+
+def test_silence_counts_only_while_somebody_listens():
+    silence = Silence(0.0)
+    assert not any(silence.look(0.25 * beat) for beat in range(1, 10))
+    assert silence.look(SILENT_S + 0.25)
+    silence.heard()
+    assert not silence.look(100.0), "this process was stopped, and may have been deaf itself"
+
+
+@pytest.fixture
+def memories():
+    """Of two ranks, each with a state after step 4."""
+    found = made(2)[1]
+    for rank, memory in enumerate(found):
+        memory.lay_out({"pieces": [], "rank": rank}, 3 * MOST_BYTES // 2)
+        slot = memory.free_slot()
+        memory.put(slot, "state", WRITING)
+        for name, value in (("step", 4), ("samples", 40), ("tokens", 400), ("turn", 7)):
+            memory.put(slot, name, value)
+        memory.values(slot, 0, 1000).fill_(rank + 0.5)
+        memory.seal(slot, int(checksum(memory.words(slot))))
+        memory.put(slot, "state", WHOLE)
+    yield found
+    for memory in found:
+        memory.close()
+
+
+def test_a_state_comes_over_whole_and_is_not_there_before(memories):
+    one, other = _pair()
+    copies, seen = made(2)[1], []
+    thread = threading.Thread(target=send, args=(one, memories, (4, 7), 1, Rate(None)))
+    thread.start()
+
+    def keep(state, epoch, mark):
+        seen.append((state, epoch, [memory.states() for memory in copies]))
+        mark()
+
+    assert receive(other, copies, keep) == (4, 7)
+    thread.join()
+    assert seen == [((4, 7), 1, [{}, {}])]
+    for rank, (memory, copy) in enumerate(zip(memories, copies, strict=True)):
+        assert copy.table() == {"pieces": [], "rank": rank}
+        assert copy.position(copy.whole()[4]) == memory.position(memory.whole()[4])
+        assert (copy.values(copy.whole()[4], 0, 1000) == rank + 0.5).all()
+
+
+def test_a_state_that_is_overwritten_while_it_is_sent_is_void(memories):
+    one, other = _pair()
+    copies, raised = made(2)[1], []
+
+    class Slow(Rate):
+        def take(self, count):
+            slot = memories[0].whole().get(4)
+            if slot is not None and count > 1000:
+                memories[0].put(slot, "state", WRITING)
+
+    def sends():
+        try:
+            send(one, memories, (4, 7), 1, Slow(None))
+        except Void:
+            raised.append(True)
+
+    thread = threading.Thread(target=sends)
+    thread.start()
+    assert receive(other, copies, lambda state, epoch, mark: mark()) is None
+    thread.join()
+    assert raised == [True]
+    assert all(copy.states() == {} for copy in copies)
+
+
+def _flip(memory, step):
+    memory.words(memory.whole()[step])[123] ^= 1 << 20
+
+
+def test_a_state_with_a_flipped_bit_is_not_sent_as_whole(memories):
+    one, other = _pair()
+    copies, raised = made(2)[1], []
+    _flip(memories[1], 4)
+
+    def sends():
+        try:
+            send(one, memories, (4, 7), 1, Rate(None))
+        except Spoilt:
+            raised.append(True)
+
+    thread = threading.Thread(target=sends)
+    thread.start()
+    assert receive(other, copies, lambda state, epoch, mark: mark()) is None
+    thread.join()
+    assert raised == [True]
+    assert all(copy.states() == {} for copy in copies)
+    assert void_damaged(memories, first=2) == ["rank 3: the copy of step 4 in memory has other bits than were copied"]
+    assert list(memories[0].states()) == [(4, 7)]
+    assert memories[1].states() == {}
+
+
+def test_a_bit_that_flips_where_a_state_arrives_is_seen_there(memories, monkeypatch):
+    one, other = _pair()
+    copies = made(2)[1]
+    hear = other.hear
+
+    def hears():
+        message = hear()
+        if message["say"] == "whole":
+            copies[0].words(0)[7] ^= 1
+        return message
+
+    monkeypatch.setattr(other, "hear", hears)
+    outcome = []
+
+    def sends():
+        try:
+            send(one, memories, (4, 7), 1, Rate(None))
+        except Void as void:
+            outcome.append(type(void))
+
+    thread = threading.Thread(target=sends)
+    thread.start()
+    assert receive(other, copies, lambda state, epoch, mark: mark()) is None
+    thread.join()
+    assert outcome == [Void], "what was sent is right, and is sent again"
+    assert all(copy.states() == {} for copy in copies)
+
+
+def test_what_is_sent_can_be_held_back():
+    began = time.monotonic()
+    rate = Rate(1e6)
+    for _ in range(4):
+        rate.take(50_000)
+    assert time.monotonic() - began >= 0.15
