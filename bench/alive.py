@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from superstep.comm.collectives import Pending
 from superstep.engine.engine import Engine
-from superstep.engine.instruction_timer import Ran
+from superstep.engine.instruction_timer import TimedInstruction
 from superstep.engine.microbatch import Microbatch
 from superstep.engine.tracing.operation_trace import Noted
 from superstep.program.instructions import Instruction
@@ -61,6 +61,6 @@ class Watch:
         self.alive.append(self.noted.alive_bytes(but=own))
         self.transient.append(self.engine.bytes().transient)
 
-    def ran(self) -> list[Ran]:
+    def ran(self) -> list[TimedInstruction]:
         """Times are nobody's business here."""
         return []

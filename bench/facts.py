@@ -24,7 +24,7 @@ from superstep.cost.closed.framework import Software, price_of
 from superstep.cost.closed.framework_arrays import Stack
 from superstep.cost.closed.framework_memory import megatron
 from superstep.cost.closed.memory import Footprint, footprint
-from superstep.cost.closed.model_numbers import Decoder, array
+from superstep.cost.closed.model_numbers import DecoderNumbers, array
 from superstep.cost.closed.parallel_degrees import RECOMPUTE, SCHEDULES, Layout
 from superstep.cost.program.simulate import PerUnit, UnitSeconds, simulate
 from superstep.hardware.catalogue import chip
@@ -253,9 +253,9 @@ def over_ideal(share: float) -> float:
     return share / (1 - share)
 
 
-def decoder(**numbers: float) -> Decoder:
+def decoder(**numbers: float) -> DecoderNumbers:
     """A decoder with these numbers, and zeros."""
-    return Decoder(**{field.name: array(numbers.get(field.name, 0.0)) for field in fields(Decoder)})
+    return DecoderNumbers(**{field.name: array(numbers.get(field.name, 0.0)) for field in fields(DecoderNumbers)})
 
 
 def layout(**numbers: float) -> Layout:
@@ -272,7 +272,7 @@ def classic(**numbers: float) -> Stack:
     return price_of(usual_cluster(chip("A100-80GB-SXM"), 8), software)[1]
 
 
-def gpt_decoder(gpt: Gpt) -> Decoder:
+def gpt_decoder(gpt: Gpt) -> DecoderNumbers:
     """Without its vocabulary."""
     return decoder(
         layers=gpt.layers,

@@ -17,8 +17,8 @@ from superstep.state.all_or_none import Peers
 from superstep.state.checkpoint import load, save
 from superstep.state.checkpoint_dirs import checkpoint_at
 from superstep.state.manifest import Position
-from superstep.state.tensor_piece import STATE, Kind, Piece
-from superstep.state.verify import Alone, drop_old
+from superstep.state.tensor_piece import STATE, Kind, TensorPiece
+from superstep.state.verify import SingleProcess, drop_old
 
 SHAPES: dict[str, tuple[int, ...]] = {"a.weight": (96, 128), "b.weight": (64, 64), "c.bias": (128,)}
 RANKS = 3
@@ -39,7 +39,7 @@ class Linked:
         return found
 
 
-def pieces(step: int, rank: int = 0, size: int = 1) -> Iterator[Piece]:
+def pieces(step: int, rank: int = 0, size: int = 1) -> Iterator[TensorPiece]:
     """A rank's part of a state in which every value says its step."""
     for number, kind in enumerate(STATE):
         for name, shape in SHAPES.items():
@@ -47,7 +47,7 @@ def pieces(step: int, rank: int = 0, size: int = 1) -> Iterator[Piece]:
             low, high = numel * rank // size, numel * (rank + 1) // size
             values = torch.full((high - low,), 1000.0 * step + number)
             index = tuple(slice(0, n) for n in shape)
-            yield Piece(kind=kind, name=name, shape=shape, index=index, low=low, values=values, is_owner=True)
+            yield TensorPiece(kind=kind, name=name, shape=shape, index=index, low=low, values=values, is_owner=True)
 
 
 def write(root: Path, step: int, peers: Peers, keep: int = 1) -> None:
@@ -67,7 +67,7 @@ def what_is(folder: Path) -> str:
     """``step K`` where every value of a checkpoint is of step K; else ``mixed``, or ``unloadable``."""
     target = list(pieces(0))
     try:
-        step = load(folder, target, Alone()).step
+        step = load(folder, target, SingleProcess()).step
     except StateError:
         return "unloadable"
     right = all(torch.equal(a.values, b.values) for a, b in zip(target, pieces(step), strict=True))

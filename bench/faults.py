@@ -36,7 +36,7 @@ from superstep.cli.options import DEMO
 from superstep.cli.prove.fault_injection import SIGNALS
 from superstep.errors import Damaged, StateError
 from superstep.state.checkpoint_dirs import checkpoint_at, checkpoints
-from superstep.state.verify import Alone, verify
+from superstep.state.verify import SingleProcess, verify
 
 ROOT = Path(__file__).parents[1]
 
@@ -79,20 +79,20 @@ def kill_points(rounds: int, seed: int, folder: Path) -> dict[str, Any]:
     draw = random.Random(seed)
     torch.set_num_threads(1)
     root = folder / "checkpoints"
-    write(root, 1, Alone())
+    write(root, 1, SingleProcess())
     typical_s = save_and_kill(root, None, 0.0)
     found: Counter[str] = Counter()
     wrong: list[str] = []
     for number in range(rounds):
         shutil.rmtree(root)
-        write(root, 1, Alone())
+        write(root, 1, SingleProcess())
         victim, after_s = draw.randrange(RANKS + 1), draw.uniform(0.0, typical_s)
         save_and_kill(root, victim, after_s)
         seen = [what_is(place) for place in checkpoints(root)]
         found[" and ".join(seen)] += 1
         if not seen or not set(seen) <= {"step 1", "step 2"}:
             wrong.append(f"round {number}, victim {victim}, after {after_s:.4f} s: {seen}")
-        write(root, 3, Alone())
+        write(root, 3, SingleProcess())
         left = sorted(path.name for path in root.iterdir())
         if left != [checkpoint_at(root, 3).name]:
             wrong.append(f"round {number}, victim {victim}, after {after_s:.4f} s: then {left}")
@@ -103,7 +103,7 @@ def flips(count: int, seed: int, folder: Path) -> dict[str, Any]:
     """How many of so many single-bit flips were seen; ``unseen`` names the others."""
     draw = random.Random(seed)
     root = folder / "flipped"
-    write(root, 1, Alone())
+    write(root, 1, SingleProcess())
     place = checkpoint_at(root, 1)
     files = sorted(path for path in place.iterdir() if path.stat().st_size)
     of_file: Counter[str] = Counter()

@@ -24,8 +24,8 @@ from superstep.engine.flat.snapshots import Flushed, Snapshots
 from superstep.state.background_checkpoint import Flusher
 from superstep.state.checkpoint_dirs import checkpoints
 from superstep.state.manifest import Position
-from superstep.state.memory_snapshot import Field, Memory, common, described, made, pieces_of
-from superstep.state.tensor_piece import STATE, Piece
+from superstep.state.memory_snapshot import Field, SnapshotMemory, common, described, made, pieces_of
+from superstep.state.tensor_piece import STATE, TensorPiece
 
 
 def snapshot_kills(rounds: int, seed: int, folder: Path) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def snapshot_kills(rounds: int, seed: int, folder: Path) -> dict[str, Any]:
     return {"rounds": rounds, "of": dict(found), "wrong": wrong}
 
 
-class _Dying(Memory):
+class _Dying(SnapshotMemory):
     """A memory whose process kills itself before so manieth a write to it."""
 
     left: int | None = None
@@ -108,12 +108,12 @@ def snapshot_points(folder: Path) -> dict[str, Any]:
 POINT_STEP = 3
 
 
-def _copy_until(dying: _Dying, other: Memory, root: Path, point: int) -> bool:
+def _copy_until(dying: _Dying, other: SnapshotMemory, root: Path, point: int) -> bool:
     """Two ranks copy POINT_STEP steps, of which the first is to die in the last; whether it did."""
     for rank, memory in enumerate((dying, other)):
         _lay_out(memory, rank, 2, root)
 
-    def copy(memory: Memory) -> None:
+    def copy(memory: SnapshotMemory) -> None:
         copies = _Copies(memory)
         for step in range(1, POINT_STEP + 1):
             if step == POINT_STEP and isinstance(memory, _Dying):
@@ -126,7 +126,7 @@ def _copy_until(dying: _Dying, other: Memory, root: Path, point: int) -> bool:
     return ends[0] != 0
 
 
-def _lay_out(memory: Memory, rank: int, size: int, root: Path) -> None:
+def _lay_out(memory: SnapshotMemory, rank: int, size: int, root: Path) -> None:
     placed, at = [], 0
     for piece in _by_unit(rank, size):
         placed.append((piece, at))
@@ -135,7 +135,7 @@ def _lay_out(memory: Memory, rank: int, size: int, root: Path) -> None:
     memory.lay_out({"pieces": described(placed), "shapes": shapes, "beside": {}, "folder": str(root)}, at)
 
 
-def _by_unit(rank: int, size: int) -> list[Piece]:
+def _by_unit(rank: int, size: int) -> list[TensorPiece]:
     """A rank's pieces in the order in which they are copied: a unit's weight and moments, then those of the next."""
     return sorted(pieces(0, rank, size), key=lambda piece: list(SHAPES).index(piece.name))
 
@@ -143,7 +143,7 @@ def _by_unit(rank: int, size: int) -> list[Piece]:
 class _Copies:
     """A rank that does nothing but copy, as a rank that trains does it: a unit for each tensor, of its size here."""
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: SnapshotMemory) -> None:
         told = memory.table()["pieces"]
         self.tensors = [torch.empty(each["count"]) for each in told]
         self._kinds = [STATE.index(each["kind"]) for each in told]
@@ -169,7 +169,7 @@ def _ignored(_: Flushed) -> None:
     """Who counts checkpoints here looks at the disk."""
 
 
-def _copy_and_kill(memories: Sequence[Memory], root: Path, victim: int, after_s: float) -> None:
+def _copy_and_kill(memories: Sequence[SnapshotMemory], root: Path, victim: int, after_s: float) -> None:
     for rank, memory in enumerate(memories):
         _lay_out(memory, rank, RANKS, root)
     ends = [Pipe() for _ in range(RANKS)]
@@ -192,7 +192,7 @@ def _copy_and_kill(memories: Sequence[Memory], root: Path, victim: int, after_s:
             end.close()
 
 
-def _copy(memory: Memory, pipe: Connection) -> None:
+def _copy(memory: SnapshotMemory, pipe: Connection) -> None:
     """The state of each step, in step with the others."""
     copies = _Copies(memory)
     for step in itertools.count(1):
@@ -201,7 +201,7 @@ def _copy(memory: Memory, pipe: Connection) -> None:
         copies.copy(step, is_for_disk=step % 3 == 0)
 
 
-def _is_of_one_step(memories: Sequence[Memory], step: int) -> bool:
+def _is_of_one_step(memories: Sequence[SnapshotMemory], step: int) -> bool:
     return all(
         bool((piece.values == 1000.0 * step + STATE.index(piece.kind)).all())
         for memory in memories

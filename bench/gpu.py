@@ -40,7 +40,7 @@ from superstep.comm.device import Device, gpus, pick
 from superstep.comm.mesh import build_mesh
 from superstep.cost.program.memory import rank_bytes
 from superstep.engine.engine import Engine
-from superstep.engine.instruction_timer import Ran, recorder_for
+from superstep.engine.instruction_timer import TimedInstruction, recorder_for
 from superstep.engine.measure.probe_kernels import Gauge
 from superstep.engine.parallel.flash_partial import attend_block, attend_block_backward
 from superstep.kernels import triton_loader
@@ -267,7 +267,7 @@ def compiled(device: Device, size: Size, rounds: int = 5) -> Figures:
     return {"time_over_eager": statistics.median(ratios), "ratios": ratios, "first_losses": losses}
 
 
-def under_compute(ran: Sequence[Ran], instructions: Sequence[Instruction]) -> dict[str, dict[str, float]]:
+def under_compute(ran: Sequence[TimedInstruction], instructions: Sequence[Instruction]) -> dict[str, dict[str, float]]:
     """Seconds of each lane beside compute, and the share of them during which the compute lane was at work."""
     busy = [(r.start_s, r.end_s) for r in ran if lane(instructions[r.index]) == "compute"]
     found: dict[str, dict[str, float]] = {}

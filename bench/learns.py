@@ -28,7 +28,7 @@ from superstep.serve.config import ServeConfig
 from superstep.state.checkpoint_dirs import checkpoints
 from superstep.train.weights_folder import weights_of
 from superstep.tune.rl.config import RolloutConfig
-from superstep.tune.rl.sampling import Sampler, words_of
+from superstep.tune.rl.sampling import RolloutSampler, words_of
 
 TASKS = Path(__file__).parents[1] / "recipes" / "toy_tasks.py"
 HELD_OUT = range(1_000_000, 1_000_300)
@@ -64,7 +64,7 @@ def right(folder: Path, numbers: range = HELD_OUT) -> dict[str, float]:
     how = RolloutConfig(max_tokens=30, temperature=1e-3)
     asked = {number: environment.task(number, SEED) for number in numbers}
     found: dict[str, list[bool]] = defaultdict(list)
-    for group in Sampler(engine, words, environment, how, group=1, seed=0).sample(list(asked.items()), 0):
+    for group in RolloutSampler(engine, words, environment, how, group=1, seed=0).sample(list(asked.items()), 0):
         task = asked[group.number]
         found[str(task.data["task"])].append(bool(environment.judge(task, group.answers[0].rollout)))
     engine.end()

@@ -25,8 +25,8 @@ from superstep.cost.closed.memory import COMMUNICATOR_BYTES, CONTEXT_BYTES, USAB
 from superstep.hardware.cluster_file import cluster
 from superstep.plan.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from superstep.planner.price import pricing_of
-from superstep.planner.search import Found, Side, search
-from superstep.planner.search_problem import Problem, Rule
+from superstep.planner.search import PricedPlan, Side, search
+from superstep.planner.search_problem import Rule, SearchProblem
 from superstep.planner.tie_break import TIE
 
 KEEP = 60
@@ -149,7 +149,7 @@ EXPERTS: dict[str, Expert] = {
 }
 
 
-def problem_of(expert: Expert) -> Problem:
+def problem_of(expert: Expert) -> SearchProblem:
     """What the expert planned for."""
     found = cluster(expert.chips)
     base = RunConfig(
@@ -158,10 +158,10 @@ def problem_of(expert: Expert) -> Problem:
         train=TrainConfig(batch_sequences=expert.batch),
     )
     memory = USABLE * found.chip.memory_bytes - CONTEXT_BYTES - COMMUNICATOR_BYTES
-    return Problem(base=base, cluster=found, compute="bf16", memory_bytes=memory)
+    return SearchProblem(base=base, cluster=found, compute="bf16", memory_bytes=memory)
 
 
-def told(found: Found) -> dict[str, object]:
+def told(found: PricedPlan) -> dict[str, object]:
     """A plan as its fields."""
     return asdict(found.plan.plan_config(0, found.side.problem))
 

@@ -24,7 +24,7 @@ from superstep.hardware.cluster_file import cluster
 from superstep.plan.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from superstep.planner.price import pricing_of
 from superstep.planner.search import Side, chunks_of, search
-from superstep.planner.search_problem import Problem
+from superstep.planner.search_problem import SearchProblem
 
 CASES = {
     "GPT-3 175B on 4,096 A100": ("gpt3-175b", "4096xA100", 1536, 2048),
@@ -63,7 +63,7 @@ def sides_of(name: str, chips: str, batch: int, sequence: int) -> list[Side]:
         train=TrainConfig(batch_sequences=batch),
     )
     problems = [
-        Problem(base=base, cluster=found, compute=compute, memory_bytes=0.94 * found.chip.memory_bytes)
+        SearchProblem(base=base, cluster=found, compute=compute, memory_bytes=0.94 * found.chip.memory_bytes)
         for compute in ("bf16", "fp32")
     ]
     return [Side(problem=problem, pricing=pricing_of(problem)) for problem in problems]

@@ -18,9 +18,9 @@ from bench.published_interval import alike, quantile, weights_of
 from bench.published_rows import Change, IsNamed, Reading, Row, everyone, known_of, number, readings, year_of
 from superstep.cost.closed.framework import price_of, stacked
 from superstep.cost.closed.framework_arrays import Stack
-from superstep.cost.closed.framework_memory import Keeping, keeping_of
+from superstep.cost.closed.framework_memory import KeptMemory, keeping_of
 from superstep.cost.closed.memory import COMMUNICATOR_BYTES, CONTEXT_BYTES, Footprint, footprint, is_fitting
-from superstep.cost.closed.model_numbers import Decoder, array
+from superstep.cost.closed.model_numbers import DecoderNumbers, array
 from superstep.cost.closed.parallel_degrees import RECOMPUTE, Layout
 from superstep.cost.closed.uncertainty import SHARE
 from superstep.errors import ConfigError
@@ -34,7 +34,7 @@ class Held:
     """Rows and what each would hold."""
 
     rows: Sequence[Row]
-    model: Decoder
+    model: DecoderNumbers
     layout: Layout
     found: Footprint
     memory_bytes: Array
@@ -75,7 +75,7 @@ def as_it_is(_row: Row, reading: Reading) -> Reading:
 
 def hold(rows: Sequence[Row], is_named: IsNamed = everyone, change: Change = as_it_is) -> Held:
     """The footprints of rows that the catalogue knows; where a microbatch is open, the smallest one counts."""
-    known: list[tuple[Row, bool, tuple[Decoder, Layout, Stack, Keeping, Array]]] = []
+    known: list[tuple[Row, bool, tuple[DecoderNumbers, Layout, Stack, KeptMemory, Array]]] = []
     for row in rows:
         named = is_named(row)
         try:
@@ -105,7 +105,7 @@ def leanest(row: Row) -> Row:
     return {**row, "recompute": "full"} if is_open else row
 
 
-def values(row: Row, reading: Reading, *, is_named: bool) -> tuple[Decoder, Layout, Stack, Keeping, Array]:
+def values(row: Row, reading: Reading, *, is_named: bool) -> tuple[DecoderNumbers, Layout, Stack, KeptMemory, Array]:
     """A row as footprints take it, and its chip's memory."""
     software = reading.software
     if "liger" in row["notes"].lower():

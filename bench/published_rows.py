@@ -16,7 +16,7 @@ from pathlib import Path
 
 from superstep.cost.closed.framework import Attention, Software
 from superstep.cost.closed.known_frameworks import Shorthand, shorthand, usual_attention
-from superstep.cost.closed.model_numbers import Decoder, array
+from superstep.cost.closed.model_numbers import DecoderNumbers, array
 from superstep.cost.closed.parallel_degrees import RECOMPUTE, SCHEDULES, Layout
 from superstep.errors import DataError
 from superstep.hardware.catalogue import chip
@@ -109,7 +109,7 @@ WINDOW = (128.0, 0.5)
 class Reading:
     """One way to read a row."""
 
-    decoder: Decoder
+    decoder: DecoderNumbers
     layout: Layout
     cluster: Cluster
     software: Software
@@ -184,13 +184,13 @@ def readings(row: Row, *, is_named: bool = True) -> list[Reading]:
     ]
 
 
-def decoder_of_row(row: Row) -> Decoder:
+def decoder_of_row(row: Row) -> DecoderNumbers:
     """The model; classic ones drop activations until 2023, latent attention has the widths of ``LATENT``."""
     is_classic = row["arch"] in CLASSIC
     is_latent = "mla" in row["arch"]
     heads = number(row, "n_heads", 1)
     experts = number(row, "n_experts")
-    return Decoder(
+    return DecoderNumbers(
         layers=array(1.0 if is_layer(row) else number(row, "n_layers")),
         width=array(number(row, "hidden")),
         heads=array(heads),

@@ -51,7 +51,7 @@ from superstep.train.run_paths import RunFolder
 from superstep.tune.program.memory import peaks
 from superstep.tune.rl.config import RlConfig, RolloutConfig
 from superstep.tune.rl.initial_policy import with_start
-from superstep.tune.rl.job import Job, job_of, reinforce, serve_of
+from superstep.tune.rl.job import RlJob, job_of, reinforce, serve_of
 from superstep.tune.rl.memory_budget import sizes_of
 
 TASKS = """
@@ -98,14 +98,14 @@ def _highest(seen: profile) -> int:
     return most
 
 
-def taken(world: World, job: Job) -> int:
+def taken(world: World, job: RlJob) -> int:
     """The peak of the fullest rank."""
     with counted() as peak:
         reinforce(world, job)
     return max(gather(peak()))
 
 
-def predicted(job: Job) -> tuple[int, dict[str, int]]:
+def predicted(job: RlJob) -> tuple[int, dict[str, int]]:
     """What the program says, and its parts."""
     pages = job.rollout.pages
     assert pages is not None
@@ -138,7 +138,7 @@ def job_for(
     groups: int = 4,
     lora: LoraConfig | None = None,
     layout: dict | None = None,
-) -> Job:
+) -> RlJob:
     """What every rank is told."""
     layout = layout or {}
     rl = RlConfig(environment=str(begin / "tasks.py"), group=4, groups=groups, overlong="none", kl_coef=kl_coef)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from superstep.cli.step_page import Seen
-from superstep.cost.program.predict import Machine, predict
+from superstep.cli.step_page import StepView
+from superstep.cost.program.predict import MachineRates, predict
 from superstep.cost.program.unit_operations import decoder_operations
-from superstep.observe.page.step_animation import Choice, moving_page
+from superstep.observe.page.step_animation import ChooserEntry, moving_page
 from superstep.plan.config import (
     DataConfig,
     ModelConfig,
@@ -19,7 +19,7 @@ from superstep.plan.config import (
 )
 from superstep.plan.resolve import resolve
 
-MACHINE = Machine(gemm_flops_per_s=4e14, memory_bytes_per_s=3e12, link_bytes_per_s=5e10, link_latency_s=1e-5)
+MACHINE = MachineRates(gemm_flops_per_s=4e14, memory_bytes_per_s=3e12, link_bytes_per_s=5e10, link_latency_s=1e-5)
 ABOUT = "predicted for 400 TFLOP/s in products, 3 TB/s of memory, 50 GB/s between ranks"
 
 
@@ -114,7 +114,7 @@ def write_step(step: StepShown) -> str:
     return moving_page(step.title, ABOUT, choices, 0)
 
 
-def _choice(asked: RunConfig) -> Choice:
+def _choice(asked: RunConfig) -> ChooserEntry:
     run = resolve(asked)
-    seen = Seen(run=run, machine=MACHINE, operations=decoder_operations(run), prediction=predict(run, MACHINE))
-    return Choice(schedule=run.plan.schedule, zero=run.plan.zero, drawn=seen.drawn())
+    seen = StepView(run=run, machine=MACHINE, operations=decoder_operations(run), prediction=predict(run, MACHINE))
+    return ChooserEntry(schedule=run.plan.schedule, zero=run.plan.zero, drawn=seen.drawn())

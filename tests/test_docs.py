@@ -37,7 +37,7 @@ from superstep.cli.tune import rl
 from superstep.cli.tune import serve as tune_serve
 from superstep.cli.tune import sft_dpo as tune
 from superstep.cost.program.flops import parameters
-from superstep.cost.program.predict import Machine, predict
+from superstep.cost.program.predict import MachineRates, predict
 from superstep.data.prepare_lock import LOCK
 from superstep.data.token_files import ANSWER_FILES
 from superstep.data.token_files import FILES as TOKEN_FILES
@@ -64,7 +64,7 @@ from superstep.tune.recipe import RECIPE
 ROOT = Path(__file__).parents[1]
 CLUSTER = cluster("64xH100")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-MACHINE = Machine(gemm_flops_per_s=1e11, memory_bytes_per_s=2e10, link_bytes_per_s=1e9, link_latency_s=1e-4)
+MACHINE = MachineRates(gemm_flops_per_s=1e11, memory_bytes_per_s=2e10, link_bytes_per_s=1e9, link_latency_s=1e-4)
 LLAMA = parameters(shape_of(ModelConfig(name="llama3-8b")))
 MADE_BY_RUNS = {"bench/results"}
 """Paths that pages name and that are not in the repository."""
@@ -247,7 +247,7 @@ def call(place, monkeypatch):
     monkeypatch.setattr(plan_serve, "_model", lambda name: ("demo" if name.startswith("runs") else name, None))
     monkeypatch.setattr(grade, "Pool", begin)
     monkeypatch.setattr(rl, "run", begin)
-    monkeypatch.setattr(chat, "Local", begin)
+    monkeypatch.setattr(chat, "LocalModel", begin)
     monkeypatch.setattr(chat, "Remote", begin)
     monkeypatch.setattr(scaling, "read_runs", begin)
     monkeypatch.setattr(tune, "prepared_job", begin)

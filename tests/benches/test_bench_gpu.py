@@ -9,7 +9,7 @@ import torch
 
 from bench import gpu
 from superstep.comm.device import Device
-from superstep.engine.instruction_timer import Ran
+from superstep.engine.instruction_timer import TimedInstruction
 from superstep.program.instructions import Fetch, Forward, Reduce, Send
 
 CPU = Device("cpu")
@@ -52,7 +52,7 @@ def test_every_policys_peak_is_beside_its_prediction():
 def test_what_lies_under_compute():
     program = (Fetch(0), Forward(0, 0, "all"), Send("act", 0, 0, 1), Reduce(0), Forward(1, 0, "all"))
     times = ((0, 3), (1, 2), (2, 4), (2, 2), (3, 5))
-    found = gpu.under_compute([Ran(i, *time) for i, time in enumerate(times)], program)
+    found = gpu.under_compute([TimedInstruction(i, *time) for i, time in enumerate(times)], program)
     assert found["fetch"] == {"seconds": 3, "under_compute": 1, "share": pytest.approx(1 / 3)}
     assert found["act"]["share"] == 0.5
     assert found["reduce"] == {"seconds": 0, "under_compute": 0, "share": 0.0}

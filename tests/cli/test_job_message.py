@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from superstep.cli.train.job import Job
+from superstep.cli.train.job import TrainJob
 from superstep.cli.train.job_message import decode, encode
 from superstep.plan.config import DataConfig, LoraConfig, ModelConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.train.model import flops_per_token, operations, resolved
@@ -24,7 +24,7 @@ CONFIG = RunConfig(
 def job(config, **changed):
     run = resolved(config, 2)
     done = operations(run)
-    return Job(
+    return TrainJob(
         run=run,
         folder=RunFolder(root=Path("runs/a b")),
         corpus=Path("/data/ö"),

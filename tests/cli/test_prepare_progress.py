@@ -11,7 +11,7 @@ from superstep.cli.main import main
 from superstep.cli.prepare_progress import LOG_S, REDRAW_S, ProgressLine, prepared
 from superstep.cli.train.exit_messages import how_to_go_on
 from superstep.data import prepare as module
-from superstep.data.prepare import Progress
+from superstep.data.prepare import PrepareProgress
 from superstep.errors import Fault
 from superstep.plan.config import DataConfig
 from superstep.train.run_paths import RunFolder
@@ -34,8 +34,8 @@ def clock():
     return Clock()
 
 
-READING = [Progress("reading", done << 20, 100 << 20) for done in range(1, 101)]
-TRAINING = Progress("training a tokenizer", 0, 100 << 20)
+READING = [PrepareProgress("reading", done << 20, 100 << 20) for done in range(1, 101)]
+TRAINING = PrepareProgress("training a tokenizer", 0, 100 << 20)
 
 
 def test_a_log_has_a_line_now_and_then_and_one_for_what_takes_long(clock):

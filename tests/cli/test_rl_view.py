@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from superstep.cli.main import main
 from superstep.grade.task import answered
 from superstep.grade.verdict import Verdict
-from superstep.observe.drawing.lanes import PAUSE_S, Clock, Lane, Piece, draw_lanes, length, merged
+from superstep.observe.drawing.lanes import PAUSE_S, Clock, Lane, LaneItem, draw_lanes, length, merged
 from superstep.observe.events import Retried, Rolled, Saved, StepDone
 from superstep.observe.jsonl import JsonLines
 from superstep.tune.recipe import write
@@ -20,8 +20,8 @@ from superstep.tune.rl import rollout_log as records
 from superstep.tune.rl.config import RlConfig, RlRecipe
 from superstep.tune.rl.history import read_history
 from superstep.tune.rl.rollout import Answered, Strand
-from superstep.tune.rl.rollout_log import NAME, Record
-from superstep.tune.rl.sampling import Group
+from superstep.tune.rl.rollout_log import NAME, RolloutLog
+from superstep.tune.rl.sampling import TaskGroup
 
 T = 1_789_000_000.0
 """When the run began."""
@@ -35,13 +35,13 @@ def run(tmp_path, monkeypatch):
     root.mkdir()
     recipe = RlRecipe(rl=RlConfig(environment="tasks.py", group=2, groups=2, lag=1))
     (root / "recipe.toml").write_text(write(recipe))
-    record, metrics = Record(root / NAME), JsonLines(root / "metrics.jsonl")
+    record, metrics = RolloutLog(root / NAME), JsonLines(root / "metrics.jsonl")
     answer = Answered(strands=(Strand(tokens=(1, 2), spans=((1, 2),), logprobs=(-1.0,)),), rollout=answered("a"))
 
     def sampled(group, version, begin_s, end_s, graded_s):
         answers = (answer, answer)
         span = (T + begin_s, T + end_s)
-        record.sampled(Group(number=group, version=version, answers=answers, drawn_s=span))
+        record.sampled(TaskGroup(number=group, version=version, answers=answers, drawn_s=span))
         took = (T + end_s, T + graded_s)
         record.graded(group, (Verdict("ok", 0.5, "", took), Verdict("wrong", 0.0, "", took)))
 
@@ -166,4 +166,4 @@ def test_a_clock_leaves_out_pauses_and_nothing_else(spans):
     longest_s = max(PAUSE_S, 0.1 * len(covered))
     assert len(clock.cuts) == sum(gap > longest_s for gap in gaps)
     assert clock.seconds == len(covered) + sum(gap for gap in gaps if gap <= longest_s)
-    assert draw_lanes([Lane("a", [Piece(span) for span in spans], ("#", "#"))], width=40, seconds=str)
+    assert draw_lanes([Lane("a", [LaneItem(span) for span in spans], ("#", "#"))], width=40, seconds=str)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from superstep.cli.main import main
 from superstep.observe.events import RouterSeen
 from superstep.observe.jsonl import JsonLines
-from superstep.observe.router import ASCII, COLOURS, GUTTER, SHADES, Report, draw_routers
+from superstep.observe.router import ASCII, COLOURS, GUTTER, SHADES, RouterReport, draw_routers
 from superstep.observe.router_balance import busiest, dropped_share, entropy
 from superstep.plan.config import ModelConfig, PlanConfig, RunConfig
 from superstep.plan.config_io import write_config
@@ -22,8 +22,12 @@ from superstep.program.text import write_program
 
 # Two layers of four experts: the first finds its balance, the second never had a doubt.
 REPORTS = [
-    Report(first=1, last=10, chosen=[[240, 120, 40, 0], [100, 100, 100, 100]], dropped=[[60, 0, 0, 0], [0, 0, 0, 0]]),
-    Report(first=11, last=20, chosen=[[150, 100, 90, 60], [100, 100, 100, 100]], dropped=[[4, 0, 0, 0], [0, 0, 0, 0]]),
+    RouterReport(
+        first=1, last=10, chosen=[[240, 120, 40, 0], [100, 100, 100, 100]], dropped=[[60, 0, 0, 0], [0, 0, 0, 0]]
+    ),
+    RouterReport(
+        first=11, last=20, chosen=[[150, 100, 90, 60], [100, 100, 100, 100]], dropped=[[4, 0, 0, 0], [0, 0, 0, 0]]
+    ),
 ]
 
 
@@ -73,7 +77,7 @@ def test_only_the_layers_that_are_asked_for():
 def test_a_column_adds_up_its_reports():
     # Each half of the reports sends all tokens to one expert; a column holds as many of each.
     extremes = [
-        Report(first=step, last=step, chosen=[[100, 0] if step % 2 else [0, 100]], dropped=[[0, 0]])
+        RouterReport(first=step, last=step, chosen=[[100, 0] if step % 2 else [0, 100]], dropped=[[0, 0]])
         for step in range(1, 2 * (40 - GUTTER) + 1)
     ]
     rows = [line for line in drawn(extremes, layers=[0]).splitlines() if "│" in line]
@@ -84,7 +88,7 @@ def test_a_column_adds_up_its_reports():
 
 @given(st.integers(1, 300), st.integers(1, 150))
 def test_every_row_is_as_wide_as_asked(count, width):
-    reports = [Report(first=s, last=s, chosen=[[3, s]], dropped=[[0, 0]]) for s in range(1, count + 1)]
+    reports = [RouterReport(first=s, last=s, chosen=[[3, s]], dropped=[[0, 0]]) for s in range(1, count + 1)]
     lines = drawn(reports, layers=[0], width=width).splitlines()
     assert {len(line) for line in lines if "│" in line or "└" in line} == {max(width, 40)}
     steps = [int(word) for word in lines[4].split()[:-1]]

@@ -26,7 +26,7 @@ DEMOS = {
 @pytest.mark.parametrize("flags", DEMOS)
 def test_a_demo_with_flags_keeps_what_goes_with_them(flags, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for read in (train.read, lambda argv: train.Asked(*prove.read(argv), is_demo=True)):
+    for read in (train.read, lambda argv: train.TrainArgs(*prove.read(argv), is_demo=True)):
         plan = read(flags.split()).resolved(resolve).plan
         assert (plan.mesh.dp, plan.zero, plan.microbatch) == DEMOS[flags]
 

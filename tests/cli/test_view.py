@@ -16,7 +16,7 @@ from superstep.cli import step_page, view
 from superstep.cli.main import main
 from superstep.cli.number_format import seconds_text
 from superstep.cli.train.prediction import foretold
-from superstep.cost.program.predict import Machine, predict
+from superstep.cost.program.predict import MachineRates, predict
 from superstep.cost.program.prediction_file import read_predicted_from
 from superstep.cost.program.simulate import PerUnit, UnitSeconds, simulate
 from superstep.errors import StateError
@@ -30,7 +30,7 @@ from superstep.program.instructions import Recv, Send
 from superstep.program.text import read_program, write_program
 from superstep.train.model import operations
 
-MACHINE = Machine(gemm_flops_per_s=1e11, memory_bytes_per_s=2e10, link_bytes_per_s=1e9, link_latency_s=1e-4)
+MACHINE = MachineRates(gemm_flops_per_s=1e11, memory_bytes_per_s=2e10, link_bytes_per_s=1e9, link_latency_s=1e-4)
 """What a measurement finds now."""
 CONFIG = RunConfig(
     model=ModelConfig(name="tiny"), train=TrainConfig(batch_sequences=4), plan=PlanConfig(pp=2, microbatch=1)

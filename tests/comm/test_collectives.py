@@ -13,8 +13,8 @@ from superstep.cost.closed.model_numbers import array
 from superstep.hardware.catalogue import chip
 from superstep.hardware.collectives import (
     WIRINGS,
-    Group,
     Links,
+    RankGroup,
     all_reduce_s,
     all_to_all_s,
     dispatch_s,
@@ -34,12 +34,12 @@ LINKS = Links(
 )
 SIZE = array(8e9)
 GROUPS = st.builds(
-    lambda ranks, stride: Group(array(2.0**ranks), array(2.0**stride)), st.integers(0, 8), st.integers(0, 5)
+    lambda ranks, stride: RankGroup(array(2.0**ranks), array(2.0**stride)), st.integers(0, 8), st.integers(0, 5)
 )
 
 
-def group(ranks: int, stride: int = 1) -> Group:
-    return Group(array(ranks), array(stride))
+def group(ranks: int, stride: int = 1) -> RankGroup:
+    return RankGroup(array(ranks), array(stride))
 
 
 def test_a_ring_in_a_domain_brings_each_rank_all_but_its_own_part():
@@ -101,8 +101,10 @@ def test_a_transfer_takes_the_fast_links_within_the_domain_only():
 
 def test_one_call_prices_many_groups_as_many_calls_do():
     ranks, strides = array([1, 2, 8, 64, 512]), array([1, 8, 1, 4, 8])
-    together = gather_s(SIZE, Group(ranks, strides), LINKS)
-    assert together == pytest.approx([gather_s(SIZE, Group(r, s), LINKS) for r, s in zip(ranks, strides, strict=True)])
+    together = gather_s(SIZE, RankGroup(ranks, strides), LINKS)
+    assert together == pytest.approx(
+        [gather_s(SIZE, RankGroup(r, s), LINKS) for r, s in zip(ranks, strides, strict=True)]
+    )
 
 
 def test_a_ring_steps_through_every_rank_and_a_tree_through_the_chains():

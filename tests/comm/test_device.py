@@ -21,10 +21,10 @@ from superstep.engine.measure import probe_machine
 from superstep.errors import ConfigError
 from superstep.launch import ranks as launching
 from superstep.launch.ranks import launch, launch_on
-from superstep.launch.rendezvous import Seat
+from superstep.launch.rendezvous import RankSlot
 from superstep.launch.torchrun import PREPARED, Codec, Value, join
 from superstep.plan.resolve import resolve
-from superstep.serve.compute.rank_commands import Reading
+from superstep.serve.compute.rank_commands import WeightReading
 
 GIB = 2**30
 
@@ -164,14 +164,14 @@ def test_groups_and_barriers_are_bound_to_a_ranks_own_gpu(host, monkeypatch):
     monkeypatch.setattr(dist, "init_process_group", lambda *args, **given: told.append(given["device_id"]))
     monkeypatch.setattr(dist, "barrier", lambda group, device_ids: told.append(device_ids))
     for device in (Device("cuda", 5), Device("cpu")):
-        Seat(rank=13, world=16, file="file:///none", store=None, is_first=False).take(device)
+        RankSlot(rank=13, world=16, file="file:///none", store=None, is_first=False).take(device)
         barrier(device)
     assert told == [torch.device("cuda", 5), [5], None, None]
 
 
 def test_weights_that_are_read_beside_a_step_take_memory_on_the_ranks_gpu_alone(host):
     found = host(4)
-    reading = Reading(SimpleNamespace(), Device("cuda", 2), {}, is_named=False)
+    reading = WeightReading(SimpleNamespace(), Device("cuda", 2), {}, is_named=False)
     assert reading.reader.wait(60)
     assert found.contexts == [("set_device", torch.device("cuda", 2))]
 

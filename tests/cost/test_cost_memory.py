@@ -24,7 +24,7 @@ from superstep.engine.build_modules import build_loss, build_module, on_part, se
 from superstep.engine.flat.buffers import UnitBuffers
 from superstep.engine.flat.layout import lay_out
 from superstep.engine.layers.grad_accumulation import Sums, input_gradient
-from superstep.model.expert_dispatch import Local, Now
+from superstep.model.expert_dispatch import DispatchContext, LocalDispatch
 from superstep.numerics.dtypes import DTYPES
 from superstep.numerics.objective import Aim
 from superstep.plan.config import (
@@ -207,7 +207,7 @@ def built(run, unit, *, group=None, is_selective=False):
         is_first=unit == 0,
         is_compiled=run.config.numerics.compile,
     )
-    exchange = Local(Now(sequences=tuple(range(run.plan.microbatch)), step=0))
+    exchange = LocalDispatch(DispatchContext(sequences=tuple(range(run.plan.microbatch)), step=0))
     given = {"exchange": exchange} if "exchange" in spec.takes else {}
     is_cut = run.plan.rules.cut("vocab") is not None
     is_straight = run.plan.zero < 2 or mesh.dp == 1

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from superstep.comm.device import Device
 from superstep.cost.program.flops import model_flops_per_token, unit_parameters, unit_work
-from superstep.cost.program.predict import Machine, durations, predict
+from superstep.cost.program.predict import MachineRates, durations, predict
 from superstep.engine.flat.layout import lay_out
 from superstep.engine.measure.probe_machine import measure
 from superstep.engine.tracing.trace_units import operations_of
@@ -22,9 +22,9 @@ from superstep.program.compile import compile_step
 from superstep.program.instructions import Backward, BackwardInput, BackwardWeight, Fetch, Reduce, Send
 
 EVER = float("inf")
-LAPTOP = Machine(gemm_flops_per_s=1e11, memory_bytes_per_s=2e10, link_bytes_per_s=1e9, link_latency_s=1e-4)
-ONLY_PRODUCTS = Machine(gemm_flops_per_s=1e11, memory_bytes_per_s=EVER, link_bytes_per_s=EVER, link_latency_s=0.0)
-ONLY_LINK = Machine(gemm_flops_per_s=EVER, memory_bytes_per_s=EVER, link_bytes_per_s=1e9, link_latency_s=0.0)
+LAPTOP = MachineRates(gemm_flops_per_s=1e11, memory_bytes_per_s=2e10, link_bytes_per_s=1e9, link_latency_s=1e-4)
+ONLY_PRODUCTS = MachineRates(gemm_flops_per_s=1e11, memory_bytes_per_s=EVER, link_bytes_per_s=EVER, link_latency_s=0.0)
+ONLY_LINK = MachineRates(gemm_flops_per_s=EVER, memory_bytes_per_s=EVER, link_bytes_per_s=1e9, link_latency_s=0.0)
 
 
 def run_of(*, layers=4, sequences=16, compute="fp32", qk_norm=False, **layout):
@@ -139,7 +139,7 @@ def test_no_plan_beats_the_rate_of_the_machine(run):
 
 
 @settings(max_examples=20)
-@given(runs(), st.sampled_from([f.name for f in fields(Machine)]))
+@given(runs(), st.sampled_from([f.name for f in fields(MachineRates)]))
 def test_a_better_machine_is_no_slower_anywhere(run, field):
     better = replace(LAPTOP, **{field: getattr(LAPTOP, field) * (0.5 if field == "link_latency_s" else 2)})
     program = compile_step(run.plan)

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from superstep.cost.program.flops import local_dims, model_flops_per_token, parameters, unit_parameters, unit_work
 from superstep.model.axes import units
 from superstep.model.decoder import Decoder
-from superstep.model.expert_dispatch import Local
+from superstep.model.expert_dispatch import LocalDispatch
 from superstep.model.moe import MixtureOfExperts
 from superstep.plan.config import DataConfig, ModelConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.model.lookup import shape_of
@@ -94,7 +94,7 @@ MIXTURE = pytest.mark.parametrize("shape", MIXTURES, ids=lambda shape: shape.moe
 def test_a_mixtures_forward_is_what_torch_counts(shape):
     mlp = MixtureOfExperts(shape, 0)
     x = torch.randn(B, S, shape.width)
-    forward = sum(counted(lambda: mlp(x, exchange=Local())).values())
+    forward = sum(counted(lambda: mlp(x, exchange=LocalDispatch())).values())
     dense = replace(shape, moe=None, ffn=0)
     rest = unit_work(dense, tokens=B * S, sequence_tokens=S)[1].forward_flops
     block = unit_work(shape, tokens=B * S, sequence_tokens=S)[1]

@@ -18,13 +18,13 @@ from superstep.cost.closed.framework import SUPERSTEP, Software, price_of, stack
 from superstep.cost.closed.framework_arrays import Stack
 from superstep.cost.closed.framework_memory import megatron
 from superstep.cost.closed.kernels import attention_s, product_s
-from superstep.cost.closed.model_numbers import Decoder, array, decoder_of
+from superstep.cost.closed.model_numbers import DecoderNumbers, array, decoder_of
 from superstep.cost.closed.parallel_degrees import RECOMPUTE, SCHEDULES, Layout
-from superstep.cost.closed.rates import Rates
+from superstep.cost.closed.rates import ChipRates
 from superstep.cost.program.flops import model_flops_per_token, parameters
 from superstep.errors import ConfigError
 from superstep.hardware.catalogue import chip
-from superstep.hardware.collectives import Group, all_reduce_s
+from superstep.hardware.collectives import RankGroup, all_reduce_s
 from superstep.hardware.network import usual_cluster
 from superstep.plan.model.lookup import PRICED
 from superstep.plan.model.shape import SHAPES
@@ -41,7 +41,7 @@ def layout(**over: float) -> Layout:
     return Layout(**{name: array(value) for name, value in {**plain, **over}.items()})
 
 
-def step(shape: str = "llama3-8b", *, rates: Rates = RATES, stack: Stack = STACK, **over: float) -> Estimate:
+def step(shape: str = "llama3-8b", *, rates: ChipRates = RATES, stack: Stack = STACK, **over: float) -> Estimate:
     return estimate(decoder_of(SHAPES[shape], 2048), layout(**over), rates, stack)
 
 
@@ -213,8 +213,8 @@ def test_a_format_that_the_chip_does_not_have_is_refused():
 
 def test_latent_attention_has_the_parameters_of_deepseek_v3():
     # DeepSeek-V3 report, sec. 4.2: 671B parameters in all, multi-token prediction left out; norms are not counted.
-    model = Decoder(
-        **{field.name: array(0) for field in fields(Decoder)}
+    model = DecoderNumbers(
+        **{field.name: array(0) for field in fields(DecoderNumbers)}
         | {
             "layers": array(61), "width": array(7168), "heads": array(128), "kv_heads": array(128),
             "head_dim": array(128), "ffn": array(18432), "vocab": array(129280), "gated": array(1),
@@ -229,7 +229,7 @@ def test_latent_attention_compares_wider_heads_than_it_sums():
     model = decoder_of(PRICED["deepseek-v3"], 4096)
     plain = replace(model, query_rank=array(0), key_rank=array(0))
 
-    def core(of: Decoder) -> tuple[float, float]:
+    def core(of: DecoderNumbers) -> tuple[float, float]:
         """Seconds of attention alone, forward and backward: what twice its rate saves, twice."""
         fast = replace(RATES, attention_backward=2 * RATES.attention_backward)
         slow, quick = (block_seconds(of, layout(), each, STACK, is_mixture=True) for each in (RATES, fast))
@@ -276,7 +276,7 @@ def test_the_sum_of_the_embedding_has_no_compute_left_to_hide_behind():
     hidden = replace(STACK, overlap_data=array(1))
     found = step(dp=8, microbatches=64, stack=hidden)
     size = array(float(STACK.gradient_bytes) * 128256 * 4096)
-    assert found.data_s == pytest.approx(all_reduce_s(size, Group(array(8), array(1)), RATES.links), rel=0.15)
+    assert found.data_s == pytest.approx(all_reduce_s(size, RankGroup(array(8), array(1)), RATES.links), rel=0.15)
 
 
 def test_tokens_that_crowd_to_one_rank_slow_the_experts():

@@ -190,7 +190,7 @@ def test_what_an_update_lists_takes_the_place_of_activations_and_one_piece_comes
     run = resolved(recompute="full")
 
     def workspace(offload=0, **held):
-        kept = keeping.keeping_of(keeping.Holding(**held))
+        kept = keeping.keeping_of(keeping.FrameworkMemory(**held))
         found = of(run, kept, MEGATRON, offload=offload)
         return float(found.workspace), float(found.activations)
 

@@ -6,12 +6,12 @@ from random import Random
 import numpy as np
 import pytest
 
-from superstep.cost.fit_serving import Sample, fit, least_squares
+from superstep.cost.fit_serving import MeasuredStep, fit, least_squares
 from superstep.cost.serve import (
     KNOTS,
     TERMS,
-    Group,
-    Way,
+    AttentionGroup,
+    ComputeMode,
     Work,
     bounds,
     counts,
@@ -23,7 +23,7 @@ from superstep.hardware.cluster_file import cluster
 from superstep.plan.config import ModelConfig
 from superstep.plan.model.lookup import shape_of
 
-WAY = Way(name="bf16", tp=1, block_keys=64, is_paged=True)
+WAY = ComputeMode(name="bf16", tp=1, block_keys=64, is_paged=True)
 TRUE = {
     "step": 2e-4, "layer": 1e-4, "request": 3e-5, "row": 4e-6, "wide": 2e-8, "draw": 5e-5, "noise": 3e-8, "keys": 1e-10,
     "group": 3e-5, "gather": 5e-10, "places": 1e-7, "pairs": 2e-11,
@@ -47,19 +47,19 @@ def works(seed, count):
             drawn=drawn,
             chance=draw.choice([0, drawn]),
             paged_keys=single * draw.randint(1, 900),
-            groups=tuple(Group(texts=1, rows=rows, keys=64 * draw.randint(2, 12)) for rows in chunks),
+            groups=tuple(AttentionGroup(texts=1, rows=rows, keys=64 * draw.randint(2, 12)) for rows in chunks),
         )
 
 
 def test_fitted_seconds_predict_another_model_and_other_steps():
     """With the noise of a machine, and some steps beside which something else ran."""
     draw = Random(1)
-    true = replace(fit([Sample(model(), work, 1.0) for work in works(9, 40)], WAY), term_s=tuple(TRUE.items()))
+    true = replace(fit([MeasuredStep(model(), work, 1.0) for work in works(9, 40)], WAY), term_s=tuple(TRUE.items()))
     found = []
     for made in (model(), model(width=256, layers=2, ffn=512), model(width=512, layers=6, vocab=8192)):
         for number, work in enumerate(works(made.width, 150)):
             slower = 5.0 if number % 20 == 0 else 1 + 0.02 * draw.random()
-            found.append(Sample(made, work, seconds(true, made, work) * slower))
+            found.append(MeasuredStep(made, work, seconds(true, made, work) * slower))
     rate = fit(found, WAY)
     other = model(width=384, layers=9, ffn=1024)
     off = [seconds(rate, other, work) / seconds(true, other, work) - 1 for work in works(77, 60)]
@@ -71,7 +71,7 @@ def test_fitted_seconds_predict_another_model_and_other_steps():
 
 def test_more_rows_never_take_less_for_a_weight():
     draw = Random(3)
-    found = [Sample(model(), work, 1e-3 * draw.random() + 1e-4) for work in works(4, 80)]
+    found = [MeasuredStep(model(), work, 1e-3 * draw.random() + 1e-4) for work in works(4, 80)]
     known = dict(fit(found, WAY).term_s)
     each = [known[f"rows_{rows}"] for rows in KNOTS]
     assert each == sorted(each)
@@ -107,7 +107,7 @@ def test_a_step_reads_all_weights_once_and_what_it_sees_of_keys():
 
 def test_rows_that_nobody_asks_for_end_where_the_last_layers_keys_are_there():
     made, shape = model(), shape_of(ModelConfig(name="demo"))
-    group = (Group(texts=1, rows=512, keys=512),)
+    group = (AttentionGroup(texts=1, rows=512, keys=512),)
     prompt = Work(rows=512, requests=1, wanted=0, drawn=0, chance=0, paged_keys=0, groups=group)
     many, few = (dict(zip(TERMS, counts(made, prompt, leaves_rows=leaves), strict=True)) for leaves in (False, True))
     behind = shape.width * shape.head_dim * shape.heads + 3 * shape.width * shape.ffn
@@ -130,7 +130,13 @@ def test_one_stream_of_a_large_model_waits_for_memory_and_a_prompt_for_products(
     rate = published(cluster("1xH100"), replace(WAY, is_paged=False), number_bytes=2, weight_bytes=2)
     one = Work(rows=1, requests=1, wanted=1, drawn=1, chance=0, paged_keys=500)
     prompt = Work(
-        rows=512, requests=1, wanted=1, drawn=1, chance=0, paged_keys=0, groups=(Group(texts=1, rows=512, keys=512),)
+        rows=512,
+        requests=1,
+        wanted=1,
+        drawn=1,
+        chance=0,
+        paged_keys=0,
+        groups=(AttentionGroup(texts=1, rows=512, keys=512),),
     )
     held = bounds(rate, made, [one])
     assert sum(held.values()) == pytest.approx(1)

@@ -7,12 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from superstep.data.packing import pack
-from superstep.data.token_files import Corpus, Manifest, Split
-from superstep.data.token_stream import Stream
+from superstep.data.token_files import Corpus, CorpusManifest, Split
+from superstep.data.token_stream import TokenStream
 from superstep.numerics.loss import IGNORE
 
 S = 12
-MANIFEST = Manifest(
+MANIFEST = CorpusManifest(
     format=1, fingerprint="", dtype="uint32", vocab=1 << 20, end_of_text=0, train_tokens=0, train_documents=0,
     validation_tokens=0, validation_documents=0, text_bytes=0, bytes_per_token=1.0, unigram_nats=1.0, kind="answers",
 )  # fmt: skip
@@ -56,7 +56,7 @@ def corpus_of(found, *, packed):
 @given(conversations(), st.booleans(), st.integers(1, 4), st.integers(0, 1000))
 def test_each_target_is_there_once_after_what_was_before_it_in_its_conversation(found, packed, rows, seed):
     corpus, bounds, answers = corpus_of(found, packed=packed)
-    stream = Stream(
+    stream = TokenStream(
         corpus, "train", sequence_tokens=S, packed=packed, batch_sequences=rows, seed=seed, document_mask=packed
     )
     seen = []

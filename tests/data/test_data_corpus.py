@@ -11,18 +11,18 @@ import pytest
 from pyarrow import parquet
 
 from superstep.data import records
-from superstep.data.corpus import Reader, source_files
-from superstep.data.split_documents import Part
+from superstep.data.corpus import CorpusReader, source_files
+from superstep.data.split_documents import DocumentPart
 from superstep.data.text_files import BLOCK_BYTES
 from superstep.errors import DataError
 from superstep.plan.config import DataConfig
 
 
-def reader(*paths: Path | str, text_field: str = "text", nulls: str = "skip") -> Reader:
-    return Reader(DataConfig(corpus=tuple(map(str, paths)), text_field=text_field, nulls=nulls))
+def reader(*paths: Path | str, text_field: str = "text", nulls: str = "skip") -> CorpusReader:
+    return CorpusReader(DataConfig(corpus=tuple(map(str, paths)), text_field=text_field, nulls=nulls))
 
 
-def whole(parts: Iterable[Part]) -> list[str]:
+def whole(parts: Iterable[DocumentPart]) -> list[str]:
     """The documents, put together again."""
     found, text = [], ""
     for part in parts:
@@ -146,7 +146,7 @@ def test_paths_that_cannot_be_read_are_errors(tmp_path, monkeypatch):
 def test_jsonl_is_read_a_line_at_a_time(tmp_path):
     lines = [json.dumps({"text": "x"}), "not json"]
     first = next(reader(write(tmp_path / "a.jsonl", "\n".join(lines))).parts())
-    assert first == Part("x", is_last=True)
+    assert first == DocumentPart("x", is_last=True)
 
 
 TEXT = "caf\xe9 \U0001f642\r\nsecond line\u2028still it\n"

@@ -6,7 +6,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
-from superstep.data.split_documents import LONG_RUN, Part, passages, short_words
+from superstep.data.split_documents import LONG_RUN, DocumentPart, passages, short_words
 from superstep.data.tokenizer import train_tokenizer
 
 TEXT = [
@@ -48,9 +48,9 @@ def parts(text, sizes):
     start = 0
     for size in sizes:
         if start + size < len(text):
-            yield Part(text[start : start + size], is_last=False)
+            yield DocumentPart(text[start : start + size], is_last=False)
             start += size
-    yield Part(text[start:], is_last=True)
+    yield DocumentPart(text[start:], is_last=True)
 
 
 @settings(max_examples=300)

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from superstep.data.shuffle import permute
-from superstep.data.token_files import Corpus, Manifest, Split
-from superstep.data.token_stream import Batch, Stream
+from superstep.data.token_files import Corpus, CorpusManifest, Split
+from superstep.data.token_stream import Batch, TokenStream
 from superstep.numerics.loss import IGNORE
 
-MANIFEST = Manifest(
+MANIFEST = CorpusManifest(
     format=1, fingerprint="", dtype="uint32", vocab=1 << 20, end_of_text=0, train_tokens=0, train_documents=0,
     validation_tokens=0, validation_documents=0, text_bytes=0, bytes_per_token=1.0, unigram_nats=1.0,
 )  # fmt: skip
@@ -33,8 +33,8 @@ def corpus_of(document_lengths: list[int]) -> Corpus:
 
 
 @st.composite
-def streams(draw) -> Stream:
-    return Stream(
+def streams(draw) -> TokenStream:
+    return TokenStream(
         corpus_of(draw(lengths)),
         draw(st.sampled_from(["train", "validation"])),
         sequence_tokens=draw(st.integers(1, 8)),
@@ -50,7 +50,7 @@ def ranks_rows(batch_sequences: int, dp: int) -> list[slice]:
     return [slice(a, b) for a, b in pairwise(edges)]
 
 
-def read(stream: Stream, sample: int) -> Batch:
+def read(stream: TokenStream, sample: int) -> Batch:
     return stream.batch(sample, slice(None))
 
 
@@ -114,7 +114,9 @@ def test_no_sequence_is_without_a_target_and_padding_has_none(stream):
 @check
 @given(lengths, st.integers(1, 8), st.integers(0, 3), st.sampled_from(["train", "validation"]))
 def test_packed_each_token_is_read_once_an_epoch(document_lengths, length, epoch, split):
-    stream = Stream(corpus_of(document_lengths), split, sequence_tokens=length, packed=True, batch_sequences=1, seed=1)
+    stream = TokenStream(
+        corpus_of(document_lengths), split, sequence_tokens=length, packed=True, batch_sequences=1, seed=1
+    )
     first = epoch * stream.sequences
     rows = [read(stream, first + i).tokens_BS[0] for i in range(stream.sequences)]
     seen = torch.cat(rows)
@@ -125,7 +127,7 @@ def test_packed_each_token_is_read_once_an_epoch(document_lengths, length, epoch
 @check
 @given(lengths, st.integers(1, 8), st.integers(0, 3))
 def test_unpacked_each_target_of_each_document_is_read_once_an_epoch(document_lengths, length, epoch):
-    stream = Stream(
+    stream = TokenStream(
         corpus_of(document_lengths), "train", sequence_tokens=length, packed=False, batch_sequences=1, seed=1
     )
     first = epoch * stream.sequences
@@ -152,7 +154,7 @@ def test_resuming_on_another_dp_goes_on_with_the_same_sequences(stream, sample, 
 @check
 @given(streams(), st.integers(0, 200), st.integers(1, 12))
 def test_the_order_of_samples_does_not_depend_on_the_batch(stream, sample, batch_sequences):
-    def sequence(found: Stream, cursor: int) -> list[int]:
+    def sequence(found: TokenStream, cursor: int) -> list[int]:
         return read(found, cursor).tokens_BS[0].tolist()
 
     batch = read(stream, sample).tokens_BS
@@ -161,7 +163,7 @@ def test_the_order_of_samples_does_not_depend_on_the_batch(stream, sample, batch
 
 def test_training_is_shuffled_by_the_seed_and_validation_is_in_plain_order():
     def order(split: str, seed: int, epoch: int = 0) -> list[int]:
-        stream = Stream(corpus_of([1000]), split, sequence_tokens=10, packed=True, batch_sequences=99, seed=seed)
+        stream = TokenStream(corpus_of([1000]), split, sequence_tokens=10, packed=True, batch_sequences=99, seed=seed)
         return read(stream, epoch * stream.sequences).tokens_BS[:, 0].tolist()
 
     assert order("validation", 1) == order("validation", 2) == list(range(1, 991, 10))
@@ -175,8 +177,8 @@ def test_training_is_shuffled_by_the_seed_and_validation_is_in_plain_order():
 def test_with_a_document_mask_starts_and_targets_are_those_of_each_document(
     document_lengths, length, batch_sequences, split, sample
 ):
-    def stream(document_mask: bool) -> Stream:
-        return Stream(
+    def stream(document_mask: bool) -> TokenStream:
+        return TokenStream(
             corpus_of(document_lengths), split, sequence_tokens=length, packed=True, batch_sequences=batch_sequences,
             seed=1, document_mask=document_mask,
         )  # fmt: skip
@@ -197,7 +199,7 @@ def test_with_a_document_mask_starts_and_targets_are_those_of_each_document(
 
 
 def test_a_document_mask_has_nothing_to_keep_apart_where_each_sequence_is_of_one_document():
-    stream = Stream(
+    stream = TokenStream(
         corpus_of([5, 9]), "train", sequence_tokens=4, packed=False, batch_sequences=2, seed=1, document_mask=True
     )
     assert read(stream, 0).starts_BS is None

@@ -13,7 +13,7 @@ import pytest
 from superstep.data import prepare as module
 from superstep.data.prepare import prepare
 from superstep.data.split_documents import passages
-from superstep.data.token_files import FILES, Manifest, open_corpus
+from superstep.data.token_files import FILES, CorpusManifest, open_corpus
 from superstep.data.tokenizer import load_tokenizer, train_tokenizer
 from superstep.errors import ConfigError, DataError, DiskFault
 from superstep.plan.config import DataConfig
@@ -87,7 +87,7 @@ def test_equal_inputs_are_read_once_and_changed_ones_again(config, tmp_path, mon
     folder = tmp_path / "data"
     first = prepare(config, 300, folder)
     with monkeypatch.context() as patch:
-        patch.setattr(module, "Reader", None)  # reading anything would be a TypeError
+        patch.setattr(module, "CorpusReader", None)  # reading anything would be a TypeError
         assert prepare(replace(config, sequence_tokens=8, packed=False), 300, folder).manifest == first.manifest
         with pytest.raises(TypeError):
             prepare(config, 301, folder)
@@ -292,7 +292,7 @@ def test_documents_cannot_be_kept_apart_where_there_is_one(config, tmp_path):
 def test_a_manifest_of_another_format_is_refused(config, tmp_path):
     folder = tmp_path / "data"
     manifest = prepare(config, 300, folder).manifest
-    assert isinstance(manifest, Manifest)
+    assert isinstance(manifest, CorpusManifest)
     (folder / "corpus.json").write_text((folder / "corpus.json").read_text().replace('"format": 1', '"format": 0'))
     with pytest.raises(DataError, match="format 0, not 1"):
         open_corpus(folder)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from superstep.engine import document_attention
 from superstep.engine.choose_attention import Gathered
 from superstep.engine.document_attention import DocumentAttend, WindowAttend
-from superstep.engine.exact.attention import Alone, ExactAttend
+from superstep.engine.exact.attention import ExactAttend, WholeSequence
 from superstep.engine.parallel import flash_varlen, ring
 from superstep.engine.parallel.ring import RingAttend
 from superstep.engine.parallel.ulysses import UlyssesAttend
@@ -89,11 +89,13 @@ def by_heads(group):
 
 def exactly(group):
     cp = group.size()
-    return ExactAttend(positions(16, cp=cp, rank=group.rank()), Gathered(group) if cp > 1 else Alone(), starts=starts())
+    return ExactAttend(
+        positions(16, cp=cp, rank=group.rank()), Gathered(group) if cp > 1 else WholeSequence(), starts=starts()
+    )
 
 
 def exactly_by_heads(group):
-    return UlyssesAttend(group, ExactAttend(range(8), Alone(), starts=starts()))
+    return UlyssesAttend(group, ExactAttend(range(8), WholeSequence(), starts=starts()))
 
 
 def attend_own(rank, world, kind, cases, fault=nullcontext):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from longer import many_ranks
 from superstep.engine.parallel.expert import ExpertParallel, SequenceParts, split_tokens
-from superstep.model.expert_dispatch import Local, Now
+from superstep.model.expert_dispatch import DispatchContext, LocalDispatch
 from superstep.model.moe import MixtureOfExperts
 from superstep.plan.config import ModelConfig
 from superstep.plan.model.lookup import shape_of
@@ -75,11 +75,11 @@ def inputs(case):
 
 
 def now(rows):
-    return Now(sequences=tuple(rows), batch_sequences=B, seed=3, step=4)
+    return DispatchContext(sequences=tuple(rows), batch_sequences=B, seed=3, step=4)
 
 
 def one_device(case):
-    block, exchange = block_of(case), Local(now(range(B)))
+    block, exchange = block_of(case), LocalDispatch(now(range(B)))
     x, grad = inputs(case)
     x.requires_grad_()
     y = block(x, exchange=exchange)

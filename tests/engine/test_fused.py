@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from superstep.engine.build_modules import selective
-from superstep.engine.layers.fused import Turn, fuse
+from superstep.engine.layers.fused import FusedRotary, fuse
 from superstep.kernels import cpu_library
 from superstep.model.decoder import Block, Head
 from superstep.model.rope import Rope
@@ -90,7 +90,7 @@ def test_other_angles_are_seen():
 
 def test_it_is_the_kernels_that_compute(monkeypatch):
     module = block(torch.float32, is_fused=True)
-    assert isinstance(module.self_attn.rope, Turn)
+    assert isinstance(module.self_attn.rope, FusedRotary)
     called = []
     monkeypatch.setattr(cpu_library, "run", lambda name, *arguments: called.append(name))
     module(torch.ones(1, 4, SHAPE.width))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from superstep.cli.main import main
 from superstep.comm.device import Device
 from superstep.cost.program.op_prices import LIKE, Measured, nearby, seconds
-from superstep.cost.program.operation import Attention, Message, Pass, Product
+from superstep.cost.program.operation import AttentionOperation, CollectiveOperation, Pass, Product
 from superstep.cost.program.predict import predict
 from superstep.engine.measure import probe_kernels
 from superstep.engine.measure.launch_cost import launch_s
@@ -83,7 +83,7 @@ def test_a_pass_is_on_the_line_between_sizes_and_no_faster_than_the_smallest():
 
 
 def test_without_a_mask_attention_takes_twice_as_long():
-    found, causal = machine(), Attention(heads=2, queries=64, keys=64, head_dim=64)
+    found, causal = machine(), AttentionOperation(heads=2, queries=64, keys=64, head_dim=64)
     assert found.attention_s(replace(causal, is_causal=False)) == pytest.approx(2 * found.attention_s(causal))
 
 
@@ -91,7 +91,7 @@ def test_operations_add_up():
     rate = CollectiveRate(name="send", ranks=2, latency_s=1e-3, bytes_per_s=1e6)
     found = machine(collectives=(rate,))
     product, move = Product(rows=64, width=64, inner=64, count=3), Pass(kernel="copy", bytes=1000, count=2)
-    message = Message(collective="send", axis="cp", bytes=1000)
+    message = CollectiveOperation(collective="send", axis="cp", bytes=1000)
     expected = 3 * found.product_s(product) + 2 * found.pass_s("copy", 1000) + 1e-3 + 1e-3
     assert seconds((product, move, message), found, lambda axis: 2) == pytest.approx(expected)
     assert found.collective_s("send", 1e9, 1) == 0.0
@@ -229,7 +229,9 @@ def test_caches_are_swept_before_every_run_and_no_sweep_counts(little, monkeypat
 def test_attention_is_priced_at_what_it_was_measured_at(little, monkeypatch, keys, is_backward):
     """In a ring a block of keys that all queries see is measured without a mask, and has none in its price."""
     gauge = ticking(KERNELS, little[0], monkeypatch)
-    block = Attention(heads=4, queries=64, keys=keys, head_dim=32, is_backward=is_backward, is_causal=keys == 64)
+    block = AttentionOperation(
+        heads=4, queries=64, keys=keys, head_dim=32, is_backward=is_backward, is_causal=keys == 64
+    )
     rates, _ = measure_operations((block,), "fp32", gauge)
     assert machine(products=(*machine().cluster.chip.products, *rates)).attention_s(block) == pytest.approx(1.0, 1e-3)
 

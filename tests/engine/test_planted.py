@@ -19,7 +19,7 @@ from superstep.monitor.rank_inspector import Looker, views_of, vitals
 from superstep.observe.doctor.stragglers import STEPS, WINDOW_S
 from superstep.plan.resolve import resolve
 from superstep.program.text import describe
-from superstep.train.inspect_run import Live
+from superstep.train.inspect_run import LiveRun
 from superstep.train.run_paths import RunFolder
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")]
@@ -111,7 +111,7 @@ def test_each_fault_is_named_with_its_rank_and_place_and_nothing_is_said_of_heal
         views = patient.views(stack)
 
         def live(**system):
-            return Live(RunFolder(root=patient.place), views, Looker(views, **system))
+            return LiveRun(RunFolder(root=patient.place), views, Looker(views, **system))
 
         def go_on(steps):
             first = runs_done(live())
@@ -190,13 +190,15 @@ def test_a_rank_that_leaves_out_a_sum_is_named(pool, tmp_path, job, said):
     try:
         with ExitStack() as stack:
             views = patient.views(stack)
-            live = Live(RunFolder(root=patient.place), views, Looker(views))
+            live = LiveRun(RunFolder(root=patient.place), views, Looker(views))
             patient.wait(lambda: runs_done(live) >= 40)
-            assert look(Live(live.folder, views, Looker(views)))[1].findings == (), "of a healthy run nothing is said"
+            assert look(LiveRun(live.folder, views, Looker(views)))[1].findings == (), (
+                "of a healthy run nothing is said"
+            )
             begun_s = patient.plant("skip")
             findings = ()
             while not findings:
-                run, verdict = look(Live(live.folder, views, Looker(views)))
+                run, verdict = look(LiveRun(live.folder, views, Looker(views)))
                 findings = verdict.findings
                 longest_s = max(rank.longest_s for rank in run.ranks)
                 assert time.monotonic() < begun_s + WITHIN_S + 10 * longest_s

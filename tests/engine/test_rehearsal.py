@@ -16,7 +16,7 @@ from superstep.cost.program.activations import unit_bytes
 from superstep.cost.program.buffers import has_fused_loss
 from superstep.cost.program.flops import rank_flops
 from superstep.cost.program.lora import adapted_linears
-from superstep.cost.program.operation import Attention, Message, Pass, Product, collected, flops
+from superstep.cost.program.operation import AttentionOperation, CollectiveOperation, Pass, Product, collected, flops
 from superstep.cost.program.unit_operations import decoder_operations
 from superstep.engine.saved_activations import with_kept
 from superstep.engine.tracing.trace_units import operations_of
@@ -149,7 +149,7 @@ def test_selective_recomputation_keeps_less_and_does_no_product_again(layout):
     assert few_kept.kept_bytes < all_kept.kept_bytes
 
     def large(way):
-        return [o for o in way if isinstance(o, Product | Attention)]
+        return [o for o in way if isinstance(o, Product | AttentionOperation)]
 
     assert sum(o.count for o in few_kept.backward) > sum(o.count for o in all_kept.backward)
     assert flops(large(few_kept.backward)) == flops(large(all_kept.backward))
@@ -185,13 +185,13 @@ def test_a_module_of_ones_own_has_the_flops_that_torch_counts():
 
 def test_attention_counts_as_torch_does():
     q, k = (3, 4, 32, 8), (3, 4, 48, 8)
-    attention = Attention(heads=12, queries=32, keys=48, head_dim=8)
+    attention = AttentionOperation(heads=12, queries=32, keys=48, head_dim=8)
     assert attention.flops == sdpa_flop_count(q, k, k)
 
 
 def test_equal_operations_are_counted_together():
     product, view = Product(rows=2, width=3, inner=4), Pass(kernel="view", bytes=0)
-    send = Message(collective="send", axis="cp", bytes=8)
+    send = CollectiveOperation(collective="send", axis="cp", bytes=8)
     found = collected([product, view, replace(product, count=2), send, view])
     assert found == (replace(product, count=3), replace(view, count=2), send)
     assert flops(found) == 3 * 2 * 2 * 3 * 4
@@ -209,4 +209,4 @@ def test_documents_count_as_if_each_sequence_was_one(plan):
 
 def _attention(unit):
     every = (*unit.forward, *unit.backward)
-    return [operation for operation in every if isinstance(operation, Attention)]
+    return [operation for operation in every if isinstance(operation, AttentionOperation)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from superstep.grade.attacks.frame import Frame, find_frame, in_frame
+from superstep.grade.attacks.frame import AnswerFrame, find_frame, in_frame
 from superstep.grade.attacks.programs import examples, last_constant
 from superstep.grade.attacks.protocol import always
 from superstep.grade.task import Task
@@ -13,18 +13,18 @@ from superstep.grade.task import Task
 @pytest.mark.parametrize(
     ("solution", "answer", "frame"),
     [
-        ("Answer: 12", 12, Frame("Answer: ", "")),
-        ("#### 1,200", 1200, Frame("#### ", "")),
-        ("12 km^2", 12, Frame("", " km^2")),
-        ("It is \\boxed{\\frac{1}{2}}.", "1/2", Frame("It is \\boxed{", "}.")),
-        ('{"city": "Paris"}', "Paris", Frame('{"city": "', '"}')),
-        ("Yes, it is.\nAnswer: yes", "yes", Frame(", it is.\nAnswer: ", "")),
+        ("Answer: 12", 12, AnswerFrame("Answer: ", "")),
+        ("#### 1,200", 1200, AnswerFrame("#### ", "")),
+        ("12 km^2", 12, AnswerFrame("", " km^2")),
+        ("It is \\boxed{\\frac{1}{2}}.", "1/2", AnswerFrame("It is \\boxed{", "}.")),
+        ('{"city": "Paris"}', "Paris", AnswerFrame('{"city": "', '"}')),
+        ("Yes, it is.\nAnswer: yes", "yes", AnswerFrame(", it is.\nAnswer: ", "")),
         (
             "<think>17 - 5 = 12</think>\n<answer>\n12\n</answer>",
             12,
-            Frame("<think> -  = </think>\n<answer>\n", "\n</answer>"),
+            AnswerFrame("<think> -  = </think>\n<answer>\n", "\n</answer>"),
         ),
-        ("Words. " * 100 + "\nAnswer: 12\n" + "More. " * 100, 12, Frame("Answer: ", "")),
+        ("Words. " * 100 + "\nAnswer: 12\n" + "More. " * 100, 12, AnswerFrame("Answer: ", "")),
         ("12", 12, None),
         ("twelve", 12, None),
         ("```python\ndef two():\n    return 2\n```", 2, None),

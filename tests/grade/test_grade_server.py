@@ -20,7 +20,7 @@ from starlette.testclient import TestClient
 
 from boxed import command_lines, needs_bubblewrap
 from superstep.grade.api.app import make_app
-from superstep.grade.api.metrics import Metrics
+from superstep.grade.api.metrics import GradeMetrics
 from superstep.grade.config import GradeConfig
 from superstep.grade.pool import Pool
 from superstep.serve.api.guard import Entrance
@@ -32,7 +32,7 @@ GOOD = TASKS.parents[2] / "recipes" / "graded_tasks.py"
 
 @pytest.fixture(scope="module")
 def client():
-    metrics = Metrics()
+    metrics = GradeMetrics()
     config = GradeConfig(sandbox="none", workers=2, retries=1, timeout_s=2, grader_timeout_s=3)
     with Pool(TASKS, config, retried=metrics.retried, is_heard=False) as pool:
         yield TestClient(make_app(pool, metrics, limits=Limits(body_bytes=1 << 16), queue=40), "http://localhost")
@@ -113,7 +113,7 @@ def test_health_and_numbers(client):
 
 
 def test_names_of_others_are_refused_and_a_server_that_drains_says_so(tmp_path):
-    metrics, entrance = Metrics(), Entrance()
+    metrics, entrance = GradeMetrics(), Entrance()
     with Pool(TASKS, GradeConfig(sandbox="none", workers=1), is_heard=False) as pool:
         client = TestClient(make_app(pool, metrics, entrance=entrance), "http://localhost")
         answer = client.post("/grade", json={"index": 2, "answer": "4"}, headers={"host": "evil.example"})

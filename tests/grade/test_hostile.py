@@ -14,7 +14,7 @@ from boxed import command_lines, names_in, needs_bubblewrap
 from superstep.grade.config import GradeConfig
 from superstep.grade.pool import Pool
 from superstep.grade.sandbox.memory import tree
-from superstep.grade.sandbox.sandbox import Call, open_sandbox
+from superstep.grade.sandbox.sandbox import FunctionCall, open_sandbox
 from superstep.grade.task import answered
 
 TASKS = Path(__file__).with_name("hidden_tasks.py")
@@ -163,7 +163,7 @@ def found():
 def test_namespaces_hold_without_the_filter_of_calls(host):
     """Each layer is there for itself: what is left then are the namespaces, and the want of capabilities."""
     kept = replace(open_sandbox(CONFIG), filter=None)
-    answers = kept.calls(filled(PROBE, host), [Call("found")])
+    answers = kept.calls(filled(PROBE, host), [FunctionCall("found")])
     assert answers.how == "done", answers
     _, pairs = answers.told[0]["value"]
     assert {name for name, is_refused in pairs if is_refused is not True} == set()

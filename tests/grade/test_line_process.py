@@ -17,7 +17,7 @@ from superstep.grade.config import GradeConfig
 from superstep.grade.json_line_process import LineProcess
 from superstep.grade.pool import Pool
 from superstep.grade.sandbox import cgroup
-from superstep.grade.sandbox.cgroup import V2, Place, remove_left_groups
+from superstep.grade.sandbox.cgroup import V2, CgroupParent, remove_left_groups
 from superstep.grade.task import answered
 
 TASKS = Path(__file__).with_name("trying_tasks.py")
@@ -107,7 +107,7 @@ def test_processes_that_the_kernel_does_not_end_are_waited_for_together_and_not_
 @pytest.mark.skipif(not hasattr(fcntl, "flock"), reason="needs flock")
 def test_groups_that_another_process_holds_are_not_waited_for_for_ever(tmp_path, monkeypatch):
     (tmp_path / f"{cgroup.PREFIX}1").mkdir()
-    monkeypatch.setattr(cgroup, "find_place", lambda: Place((tmp_path,), V2))
+    monkeypatch.setattr(cgroup, "find_place", lambda: CgroupParent((tmp_path,), V2))
     monkeypatch.setattr(cgroup, "GONE_S", 0.1)
     held = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
     fcntl.flock(held, fcntl.LOCK_EX)

@@ -196,7 +196,18 @@ def test_twice_the_length_takes_twice_the_lines_of_python(reader):
 
 
 def test_every_grader_is_among_the_readers():
-    known = {"check", "code", "final", "judge", "maths", "maths_child", "maths_process", "schema", "text", "values"}
+    known = {
+        "check",
+        "code",
+        "final_answer",
+        "llm_judge",
+        "literals",
+        "maths",
+        "maths_child",
+        "maths_process",
+        "schema",
+        "text",
+    }
     assert {path.stem for path in Path(graders.__file__).parent.glob("[a-z]*.py")} == known
 
 

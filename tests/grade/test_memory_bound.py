@@ -23,13 +23,13 @@ from superstep.grade.sandbox.cgroup import (
     PREFIX,
     V1,
     V2,
-    Group,
-    Place,
+    Cgroup,
+    CgroupParent,
     find_place,
     make_group,
     remove_left_groups,
 )
-from superstep.grade.sandbox.sandbox import Call, open_sandbox
+from superstep.grade.sandbox.sandbox import FunctionCall, open_sandbox
 
 MEMORY_BYTES = 192 << 20
 DISK_BYTES = 4 << 20
@@ -211,7 +211,7 @@ def is_right(answers):
 def test_looks_and_refused_calls_hold_a_program_where_there_is_no_cgroup(route):
     group = own_group()  # so large that it only measures
     boxed = replace(open_sandbox(CONFIG, probe=False), group=group)
-    answers = boxed.calls(ROUTES[route] + RIGHT, [Call("double", (3,))])
+    answers = boxed.calls(ROUTES[route] + RIGHT, [FunctionCall("double", (3,))])
     assert not is_right(answers)
     assert peak_bytes(group) < MEMORY_BYTES + DISK_BYTES + MARGIN_BYTES
 
@@ -221,11 +221,11 @@ def test_looks_and_refused_calls_hold_a_program_where_there_is_no_cgroup(route):
 @pytest.mark.parametrize("route", ROUTES)
 def test_a_cgroup_holds_a_program_without_the_filter_of_calls(route):
     boxed = replace(open_sandbox(CONFIG, probe=False), filter=None)
-    answers = boxed.calls(ROUTES[route] + RIGHT, [Call("double", (3,))])
+    answers = boxed.calls(ROUTES[route] + RIGHT, [FunctionCall("double", (3,))])
     assert not is_right(answers)
     assert answers.how == "memory" or "device" in route
     assert peak_bytes(boxed.group) <= MEMORY_BYTES + DISK_BYTES + EXTRA_BYTES
-    assert is_right(boxed.calls(RIGHT, [Call("double", (3,))])), "the next program is another one"
+    assert is_right(boxed.calls(RIGHT, [FunctionCall("double", (3,))])), "the next program is another one"
 
 
 @needs_bubblewrap
@@ -234,9 +234,9 @@ def test_a_sound_program_is_right(has_group):
     boxed = open_sandbox(CONFIG, probe=False)
     if not has_group:
         boxed = replace(boxed, group=None)
-    found = {name: boxed.calls(source, [Call("double", (3,))]) for name, source in SOUND.items()}
+    found = {name: boxed.calls(source, [FunctionCall("double", (3,))]) for name, source in SOUND.items()}
     assert {name: answers for name, answers in found.items() if not is_right(answers)} == {}
-    told = boxed.calls(REFUSED, [Call("double", (3,))]).told
+    told = boxed.calls(REFUSED, [FunctionCall("double", (3,))]).told
     assert told == ({"raised": "PermissionError: [Errno 1] Operation not permitted"},)
 
 
@@ -256,7 +256,7 @@ def test_numpy_can_be_imported():
         pytest.skip(str(error))
     if f"python{sys.version_info.major}.{sys.version_info.minor}" != boxed.python.name:
         pytest.skip(f"{boxed.python} cannot import this numpy")
-    answers = boxed.calls(NUMPY, [Call("double", (3,))])
+    answers = boxed.calls(NUMPY, [FunctionCall("double", (3,))])
     assert is_right(answers), answers
 
 
@@ -281,7 +281,7 @@ def test_a_group_goes_with_its_owner_and_one_that_is_left_is_removed():
 def test_a_kernel_that_counts_no_kills_has_none(tmp_path):
     (tmp_path / "cgroup.procs").touch()
     events = tmp_path / "memory.oom_control"
-    group = Group([tmp_path], [], V1)
+    group = Cgroup([tmp_path], [], V1)
     for text, kills in (("oom_kill_disable 0\nunder_oom 0\n", 0), ("under_oom 0\noom_kill 3\n", 3)):
         events.write_text(text)
         assert group.kills() == kills
@@ -294,7 +294,7 @@ def test_a_group_that_cannot_be_joined_leaves_no_open_file(tmp_path):
     (folders[0] / "cgroup.procs").touch()
     before = os.listdir("/proc/self/fd")
     with pytest.raises(FileNotFoundError):
-        Group(folders, [], V1)
+        Cgroup(folders, [], V1)
     assert os.listdir("/proc/self/fd") == before
 
 
@@ -317,14 +317,14 @@ def test_version_2_is_asked_above_our_own_group(tmp_path):
     """Our own has processes in it, and so gives no memory to those below."""
     files = {f"user/app/run/cgroup.{file}": "" for file in ("procs", "subtree_control")}
     files |= {"user/app/cgroup.procs": "", "user/app/cgroup.subtree_control": "cpu memory pids"}
-    assert machine(tmp_path, UNIFIED, "0::/user/app/run\n", files) == Place((tmp_path / "sys/user/app",), V2)
+    assert machine(tmp_path, UNIFIED, "0::/user/app/run\n", files) == CgroupParent((tmp_path / "sys/user/app",), V2)
 
 
 def test_version_1_is_asked_below_our_own_group(tmp_path):
     files = {"memory/mine/cgroup.procs": "", "pids/cgroup.procs": ""}
     own = "3:memory:/box/mine\n2:pids:/\n0::/\n"
     folders = (tmp_path / "sys/memory/mine", tmp_path / "sys/pids")
-    assert machine(tmp_path, SPLIT, own, files) == Place(folders, V1)
+    assert machine(tmp_path, SPLIT, own, files) == CgroupParent(folders, V1)
 
 
 @pytest.mark.parametrize("given", ["", "cpu", "memory"])

@@ -19,13 +19,13 @@ import pytest
 
 from boxed import command_lines, needs_bubblewrap
 from superstep.errors import ConfigError, Fault
-from superstep.grade.active_deadline import Patience
+from superstep.grade.active_deadline import ActiveDeadline
 from superstep.grade.config import GradeConfig, checked
 from superstep.grade.sandbox import sandbox as room
-from superstep.grade.sandbox.bubblewrap import Seen, command
+from superstep.grade.sandbox.bubblewrap import VisiblePaths, command
 from superstep.grade.sandbox.memory import resident_bytes
 from superstep.grade.sandbox.process import Bounds, Ended, run_bounded
-from superstep.grade.sandbox.sandbox import Call, interpreter, open_sandbox, read_answers
+from superstep.grade.sandbox.sandbox import FunctionCall, interpreter, open_sandbox, read_answers
 from superstep.grade.sandbox.seccomp import (
     AARCH64,
     ALLOW,
@@ -100,7 +100,7 @@ def test_the_filter_is_written_as_the_kernel_reads_it(machine):
 
 
 def test_the_command_line_has_every_protection():
-    seen = Seen(bwrap=Path("/usr/bin/bwrap"), python=Path("/usr/bin/python3"), prefix=Path("/opt/python"))
+    seen = VisiblePaths(bwrap=Path("/usr/bin/bwrap"), python=Path("/usr/bin/python3"), prefix=Path("/opt/python"))
     words = command(seen, disk_bytes=4096, filter_fd=7, run=("-c", "pass"))
     text = " ".join(words)
     for needed in (
@@ -216,7 +216,7 @@ def test_a_process_is_held_to_its_bounds():
 
 def test_time_in_which_the_machine_stood_still_does_not_count():
     now = [100.0]
-    patience = Patience(10.0, lambda: now[0])
+    patience = ActiveDeadline(10.0, lambda: now[0])
     now[0] += 0.25
     assert patience.left() == 9.75
     now[0] += 3600.0  # it slept
@@ -279,7 +279,7 @@ def test_the_number_of_processes_is_bounded():
         "                time.sleep(60)\n            count += 1\n    except BlockingIOError:\n        return count"
     )
     for most in (4, 16):
-        answers = open_sandbox(GradeConfig(processes=most)).calls(source, [Call("f")])
+        answers = open_sandbox(GradeConfig(processes=most)).calls(source, [FunctionCall("f")])
         assert answers.how == "done", answers
         assert most - 2 <= answers.told[0]["value"] <= most
 
@@ -291,9 +291,9 @@ def test_packages_are_seen_where_a_folder_of_them_is_named():
         Path(folder).chmod(0o755)
         (Path(folder) / "ours.py").write_text("VALUE = 7\n", encoding="utf-8")
         for sandbox in ("bubblewrap", "none"):
-            told = open_sandbox(GradeConfig(packages=folder, sandbox=sandbox)).calls(source, [Call("f")]).told
+            told = open_sandbox(GradeConfig(packages=folder, sandbox=sandbox)).calls(source, [FunctionCall("f")]).told
             assert told == ({"value": 7},), sandbox
-        told = open_sandbox(GradeConfig()).calls(source, [Call("f")]).told
+        told = open_sandbox(GradeConfig()).calls(source, [FunctionCall("f")]).told
         assert "ModuleNotFoundError" in told[0]["raised"]
         Path(folder).chmod(0o700)
         if os.geteuid() == 0:
@@ -306,7 +306,9 @@ def test_packages_are_seen_where_a_folder_of_them_is_named():
 @needs_bubblewrap
 def test_the_order_of_a_set_is_the_same_each_time():
     sandbox = open_sandbox(GradeConfig())
-    found = [sandbox.calls("def f(): return list({'a', 'b', 'c', 'd', 'e'})", [Call("f")]).told for _ in range(3)]
+    found = [
+        sandbox.calls("def f(): return list({'a', 'b', 'c', 'd', 'e'})", [FunctionCall("f")]).told for _ in range(3)
+    ]
     assert found[0] == found[1] == found[2]
     assert "value" in found[0][0]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from superstep.engine.exact.attention import Alone, ExactAttend
+from superstep.engine.exact.attention import ExactAttend, WholeSequence
 from superstep.kernels import exact_attention
 from superstep.kernels.attention import reference
 from superstep.kernels.exact_attention import Summed
@@ -106,7 +106,7 @@ def test_a_sum_without_room_is_told_with_its_size(inputs, bad):
     out, lse = exact_attention.attend(*qkv)
     outside = backward(grad, qkv, out, lse)[3]
     assert outside > LIMIT or outside != outside
-    attend = ExactAttend(range(5), Alone(), Grid(ACTIVATION.bits, 16))
+    attend = ExactAttend(range(5), WholeSequence(), Grid(ACTIVATION.bits, 16))
     leaves = [x.transpose(1, 2).clone().requires_grad_() for x in qkv]
     with pytest.raises(OutOfRange, match=r"a gradient has a term of \S+, and its exact sum has room for 16 terms"):
         attend(*leaves).backward(grad.transpose(1, 2))
@@ -116,7 +116,7 @@ def test_a_sum_without_room_is_told_with_its_size(inputs, bad):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_torch_computes_the_same_where_there_is_no_kernel(inputs, dtype, documents, monkeypatch):
     starts = None if documents is None else torch.tensor(documents)
-    attend = ExactAttend(range(5), Alone(), starts=starts)
+    attend = ExactAttend(range(5), WholeSequence(), starts=starts)
     *qkv, grad = (x.transpose(1, 2).to(dtype) for x in inputs)
 
     def found():

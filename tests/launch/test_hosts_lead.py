@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 from superstep.launch.hosts.coordinator import Lead
-from superstep.launch.hosts.coordinator_state import Table
+from superstep.launch.hosts.coordinator_state import CoordinatorState
 from superstep.launch.hosts.copy_schedule import Steer
 from superstep.launch.hosts.events import Cause, Over
 from superstep.launch.hosts.follow_orders import attend
-from superstep.launch.hosts.listener import Door, Refused, knock
+from superstep.launch.hosts.listener import Door, JoinRefused, knock
 from superstep.launch.hosts.member import Member
-from superstep.launch.hosts.membership import Held
+from superstep.launch.hosts.membership import HeldStates
 from superstep.launch.hosts.messages import Hello
 
 SECRET = b"known to both sides"
@@ -40,7 +40,7 @@ class Ranks:
         self.given, self.may_end, self.states = [], threading.Event(), set()
 
     def held(self):
-        return Held(own=frozenset(self.states))
+        return HeldStates(own=frozenset(self.states))
 
     def fetch(self, order):
         self.states.add(order.state)
@@ -69,7 +69,7 @@ class Host(threading.Thread):
 
 @pytest.fixture
 def lead():
-    table = Table(seats=(None, None), can_recover=True, patience_s=30, since_s=time.time())
+    table = CoordinatorState(seats=(None, None), can_recover=True, patience_s=30, since_s=time.time())
     told = []
     found = Lead(
         ("127.0.0.1", 0), SECRET, mine=replace(HELLO, host=0), table=table,
@@ -126,7 +126,7 @@ def test_a_member_that_says_nothing_is_named_within_three_seconds_and_waited_for
 
 
 def test_a_member_without_its_lead_ends_its_ranks_and_asks_until_its_patience_is_over():
-    table = Table(seats=(None, None), can_recover=True, patience_s=30, since_s=time.time())
+    table = CoordinatorState(seats=(None, None), can_recover=True, patience_s=30, since_s=time.time())
     first = Lead(
         ("127.0.0.1", 0), SECRET, mine=replace(HELLO, host=0), table=table,
         prepare=lambda go: (("127.0.0.1", 9), {}), copies=(Nothing(), Steer(1)), tell=lambda line: None,
@@ -160,7 +160,7 @@ def test_one_that_does_not_belong_here_ends_with_a_line(lead, secret, other, say
 
 def test_a_number_that_is_taken_is_refused(lead):
     wire = knock(lead.address, SECRET, replace(HELLO, process="first"))
-    with pytest.raises(Refused, match=r"host 1 is here already, from 127\.0\.0\.1"):
+    with pytest.raises(JoinRefused, match=r"host 1 is here already, from 127\.0\.0\.1"):
         knock(lead.address, SECRET, replace(HELLO, process="second"))
     wire.close()
 

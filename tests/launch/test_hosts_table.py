@@ -5,10 +5,22 @@ from dataclasses import replace
 
 import pytest
 
-from superstep.launch.hosts.coordinator_state import ECHO_S, MOST_TRIES, Phase, Table, after
-from superstep.launch.hosts.copy_schedule import Course, Progress, steered
-from superstep.launch.hosts.events import Abort, Came, Cause, Done, Fetch, Go, Holds, Left, Over, Tick, Troubled
-from superstep.launch.hosts.membership import Cut, Held, largest, newest
+from superstep.launch.hosts.coordinator_state import ECHO_S, MOST_TRIES, CoordinatorState, Phase, after
+from superstep.launch.hosts.copy_schedule import CopySchedule, HostProgress, steered
+from superstep.launch.hosts.events import (
+    AbortAll,
+    Came,
+    Cause,
+    FetchState,
+    Go,
+    Holds,
+    HostLeft,
+    Over,
+    RanksDone,
+    Tick,
+    Troubled,
+)
+from superstep.launch.hosts.membership import CopyPlacement, HeldStates, largest, newest
 
 LOST = Cause("rank 1 was killed", is_lost=True)
 ECHO = Cause("a connection broke", order=3)
@@ -16,7 +28,7 @@ MISTAKE = Cause("a file is missing", is_mistake=True, order=0)
 
 
 def _held(own=(), copies=()):
-    return Held(frozenset((step, 0) for step in own), frozenset((step, 0) for step in copies))
+    return HeldStates(frozenset((step, 0) for step in own), frozenset((step, 0) for step in copies))
 
 
 def _told(table, *events, at=0.0):
@@ -31,26 +43,28 @@ def _told(table, *events, at=0.0):
 def _running(hosts=2, *, state=None, can_recover=True):
     held = _held(() if state is None else (state,))
     arrived = [event for host in range(hosts) for event in (Came(host), Holds(host, held))]
-    table, (go,) = _told(Table(seats=(None,) * hosts, can_recover=can_recover, patience_s=60), *arrived)
+    table, (go,) = _told(CoordinatorState(seats=(None,) * hosts, can_recover=can_recover, patience_s=60), *arrived)
     assert isinstance(go, Go)
     assert table.phase is Phase.RUNS
     return table
 
 
 def test_ranks_start_once_all_hosts_are_there_and_end_when_all_are_done():
-    table, orders = _told(Table(seats=(None,) * 3, can_recover=True, patience_s=60), Came(0), Holds(0, Held()))
-    table, more = _told(table, Came(2), Holds(2, Held()), Came(1))
+    table, orders = _told(
+        CoordinatorState(seats=(None,) * 3, can_recover=True, patience_s=60), Came(0), Holds(0, HeldStates())
+    )
+    table, more = _told(table, Came(2), Holds(2, HeldStates()), Came(1))
     assert orders == more == []
-    table, orders = _told(table, Holds(1, Held()))
+    table, orders = _told(table, Holds(1, HeldStates()))
     assert orders == [Go(1, None, None)]
-    table, orders = _told(table, Done(0, 1), Done(2, 1))
+    table, orders = _told(table, RanksDone(0, 1), RanksDone(2, 1))
     assert orders == []
-    assert _told(table, Done(1, 1))[1] == [Over()]
+    assert _told(table, RanksDone(1, 1))[1] == [Over()]
 
 
 def test_a_lost_rank_ends_all_ranks_and_all_go_on_from_the_newest_common_state():
     table, orders = _told(_running(), Troubled(1, 1, LOST))
-    assert orders == [Abort(1, LOST)]
+    assert orders == [AbortAll(1, LOST)]
     table, orders = _told(table, Troubled(0, 1, ECHO), Holds(0, _held((7, 8))))
     assert orders == []
     table, orders = _told(table, Holds(1, _held((6, 7))))
@@ -60,39 +74,41 @@ def test_a_lost_rank_ends_all_ranks_and_all_go_on_from_the_newest_common_state()
 def test_what_a_host_says_of_an_epoch_that_is_over_changes_nothing():
     table, _ = _told(_running(), Troubled(1, 1, LOST), Holds(0, _held((7,))), Holds(1, _held((7,))))
     assert table.epoch == 2
-    assert _told(table, Troubled(0, 1, MISTAKE), Done(0, 1), Done(1, 1)) == (table, [])
+    assert _told(table, Troubled(0, 1, MISTAKE), RanksDone(0, 1), RanksDone(1, 1)) == (table, [])
 
 
 def test_a_host_that_comes_back_without_its_memory_fetches_the_copy_and_only_then_all_go_on():
-    table, orders = _told(_running(), Left(1, "host 1 is lost"))
-    assert [type(order) for order in orders] == [Abort]
+    table, orders = _told(_running(), HostLeft(1, "host 1 is lost"))
+    assert [type(order) for order in orders] == [AbortAll]
     table, orders = _told(table, Troubled(0, 1, ECHO), Holds(0, _held((5, 8), copies=(5,))))
     assert orders == []
     assert table.phase is Phase.GATHERS
-    table, orders = _told(table, Came(1), Holds(1, Held()))
-    assert orders == [Fetch(1, 0, (5, 0))]
+    table, orders = _told(table, Came(1), Holds(1, HeldStates()))
+    assert orders == [FetchState(1, 0, (5, 0))]
     table, orders = _told(table, Holds(1, _held((5,))))
     assert orders == [Go(2, (5, 0), Cause("host 1 is lost", is_lost=True))]
 
 
 def test_a_lead_that_has_lost_its_memory_learns_the_epoch_and_fetches_too():
-    table = Table(seats=(None, None), can_recover=True, patience_s=60)
-    table, orders = _told(table, Came(0), Holds(0, Held()), Came(1, 4), Holds(1, _held((9,), copies=(9,))))
-    assert orders == [Fetch(0, 1, (9, 0))]
+    table = CoordinatorState(seats=(None, None), can_recover=True, patience_s=60)
+    table, orders = _told(table, Came(0), Holds(0, HeldStates()), Came(1, 4), Holds(1, _held((9,), copies=(9,))))
+    assert orders == [FetchState(0, 1, (9, 0))]
     _, (go,) = _told(table, Holds(0, _held((9,))), at=7.0)
     assert (go.epoch, go.state) == (5, (9, 0))
     assert go.lost == Cause("host 0: its launcher was started again", is_lost=True, at_s=7.0)
 
 
 def test_where_nobody_has_a_state_the_disk_has_it():
-    _, orders = _told(_running(), Left(1, "gone"), Holds(0, _held((8,), copies=(5,))), Came(1), Holds(1, Held()))
+    _, orders = _told(
+        _running(), HostLeft(1, "gone"), Holds(0, _held((8,), copies=(5,))), Came(1), Holds(1, HeldStates())
+    )
     assert [order.state for order in orders if isinstance(order, Go)] == [None]
 
 
 def test_broken_connections_wait_for_what_broke_them():
     table, _ = _told(_running(), Troubled(0, 1, ECHO), Holds(0, _held((3,))), Holds(1, _held((3,))))
     assert table.phase is Phase.ENDS
-    silent, orders = _told(table, Left(1, "host 1 is silent"), at=ECHO_S / 2)
+    silent, orders = _told(table, HostLeft(1, "host 1 is silent"), at=ECHO_S / 2)
     assert (silent.phase, orders) == (Phase.GATHERS, [])
     assert silent.lost.text == "host 1 is silent"
     assert _told(table, Tick(), at=ECHO_S / 2) == (table, [])
@@ -101,14 +117,14 @@ def test_broken_connections_wait_for_what_broke_them():
 
 @pytest.mark.parametrize("cause", [MISTAKE, Cause("loss nan", order=0)])
 def test_what_a_restart_does_not_mend_ends_the_run_whoever_else_is_lost(cause):
-    table, _ = _told(_running(), Troubled(1, 1, LOST), Troubled(0, 1, cause), Holds(0, Held()))
-    (over,) = _told(table, Holds(1, Held()))[1]
+    table, _ = _told(_running(), Troubled(1, 1, LOST), Troubled(0, 1, cause), Holds(0, HeldStates()))
+    (over,) = _told(table, Holds(1, HeldStates()))[1]
     assert over.cause.text == cause.text
 
 
 def test_without_copies_a_loss_ends_the_run():
-    table, _ = _told(_running(can_recover=False), Troubled(1, 1, LOST), Holds(0, Held()))
-    assert _told(table, Holds(1, Held()))[1] == [Over(LOST)]
+    table, _ = _told(_running(can_recover=False), Troubled(1, 1, LOST), Holds(0, HeldStates()))
+    assert _told(table, Holds(1, HeldStates()))[1] == [Over(LOST)]
 
 
 def test_a_run_that_loses_ranks_after_the_same_state_again_and_again_ends():
@@ -123,7 +139,9 @@ def test_a_run_that_loses_ranks_after_the_same_state_again_and_again_ends():
 
 
 def test_patience_has_an_end_that_names_the_host_and_why_it_is_waited_for():
-    table, _ = _told(_running(3), Left(2, "host 2 is silent"), Holds(0, Held()), Holds(1, Held()), at=100.0)
+    table, _ = _told(
+        _running(3), HostLeft(2, "host 2 is silent"), Holds(0, HeldStates()), Holds(1, HeldStates()), at=100.0
+    )
     assert _told(table, Tick(), at=159.0)[1] == []
     (over,) = _told(table, Tick(), at=160.0)[1]
     assert over.cause.text.startswith("host 2 has not come within 60 s")
@@ -141,7 +159,7 @@ def test_the_newest_state_is_one_that_every_host_can_have():
     # In a ring: the copies of host 1 are with host 2, those of host 2 with host 0.
     assert _newest(_held((3,)), _held(), _held((3,), copies=(3,))) == (3, 0)
     assert _newest(_held((3,), copies=(3,)), _held(), _held((3,))) is None
-    other_turn = Held(frozenset({(5, 1)}))
+    other_turn = HeldStates(frozenset({(5, 1)}))
     assert _newest(_held((5,)), other_turn) is None, "a run that has gone back since is another"
 
 
@@ -149,14 +167,14 @@ def test_the_newest_state_is_one_that_every_host_can_have():
 def test_whatever_happens_all_ranks_start_from_a_state_that_all_have_and_epochs_rise(seed):
     luck = random.Random(seed)
     hosts = luck.choice((2, 3))
-    table, epoch = Table(seats=(None,) * hosts, can_recover=True, patience_s=1e9), 0
-    held = [Held()] * hosts
+    table, epoch = CoordinatorState(seats=(None,) * hosts, can_recover=True, patience_s=1e9), 0
+    held = [HeldStates()] * hosts
     for number in range(300):
         host = luck.randrange(hosts)
         held[host] = _held(luck.sample(range(6), 3), luck.sample(range(6), 2))
         event = luck.choice(
-            (Came(host, epoch), Left(host, "gone"), Holds(host, held[host]), Troubled(host, table.epoch, LOST),
-             Done(host, table.epoch), Tick())
+            (Came(host, epoch), HostLeft(host, "gone"), Holds(host, held[host]), Troubled(host, table.epoch, LOST),
+             RanksDone(host, table.epoch), Tick())
         )  # fmt: skip
         before, found = table, after(table, event, number)
         table = found.table
@@ -171,18 +189,18 @@ def test_whatever_happens_all_ranks_start_from_a_state_that_all_have_and_epochs_
                     told[host] = held[host] if isinstance(event, Holds) else told[host]
                     assert state is None or all(state in each.own for each in told)
                     assert not table.missing
-                case Abort(old, _):
+                case AbortAll(old, _):
                     assert old == epoch
                 case _:
                     pass
 
 
 def test_all_copy_the_same_state_and_the_next_only_when_every_neighbour_has_it():
-    course = steered(Course(), [Progress(newest=4), Progress(newest=5)], 1)
+    course = steered(CopySchedule(), [HostProgress(newest=4), HostProgress(newest=5)], 1)
     assert course.next > 5
     asked = course.next
-    one = Progress(newest=asked + 3, copied=asked, held=asked)
-    other = Progress(newest=asked + 3, copied=0, held=asked)
+    one = HostProgress(newest=asked + 3, copied=asked, held=asked)
+    other = HostProgress(newest=asked + 3, copied=0, held=asked)
     course = steered(course, [one, other], 1)
     assert (course.copied, course.next) == (0, asked), "one is not done"
     course = steered(course, [one, one], 1)
@@ -191,64 +209,64 @@ def test_all_copy_the_same_state_and_the_next_only_when_every_neighbour_has_it()
 
 
 def test_a_step_that_ranks_had_passed_is_left_for_one_farther_ahead():
-    course = steered(Course(), [Progress(newest=10)] * 2, 2)
+    course = steered(CopySchedule(), [HostProgress(newest=10)] * 2, 2)
     assert course.next % 2 == 0
     missed = course.next
-    late = Progress(newest=missed + 4, held=0)
-    again = steered(course, [late, Progress(newest=missed + 4, held=missed)], 2)
+    late = HostProgress(newest=missed + 4, held=0)
+    again = steered(course, [late, HostProgress(newest=missed + 4, held=missed)], 2)
     assert again.next - late.newest > course.next - 10, "from farther ahead"
     assert again.copied == 0
 
 
 def test_after_a_restart_the_state_that_all_have_is_copied_first():
-    course = Course(copied=8, next=8, newest=8)
-    assert steered(course, [Progress(newest=8, held=8)] * 2, 1).next == 8
-    assert steered(course, [Progress(newest=9, copied=8, held=8)] * 2, 1).next > 9
+    course = CopySchedule(copied=8, next=8, newest=8)
+    assert steered(course, [HostProgress(newest=8, held=8)] * 2, 1).next == 8
+    assert steered(course, [HostProgress(newest=9, copied=8, held=8)] * 2, 1).next > 9
 
 
 def _elastic(hosts, sizes, *, without_s=5.0):
     """A run with plans for so many hosts that trains on all of them."""
-    table = Table(seats=(None,) * hosts, can_recover=True, patience_s=60, sizes=sizes, without_s=without_s)
-    table, _ = _told(table, *(event for host in range(hosts) for event in (Came(host), Holds(host, Held()))))
+    table = CoordinatorState(seats=(None,) * hosts, can_recover=True, patience_s=60, sizes=sizes, without_s=without_s)
+    table, _ = _told(table, *(event for host in range(hosts) for event in (Came(host), Holds(host, HeldStates()))))
     assert table.phase is Phase.RUNS
     return table
 
 
 def _cut(own=(), copies=(), cut=None):
     held = _held(own, copies)
-    return held if cut is None else Held(held.own, held.copies, cut)
+    return held if cut is None else HeldStates(held.own, held.copies, cut)
 
 
 def test_a_lost_host_is_gone_on_without_and_those_left_write_down_what_they_have_of_it_first():
     table = _elastic(3, (1, 2, 3))
-    table, orders = _told(table, Left(1, "host 1 is lost"), at=100.0)
-    assert [type(order) for order in orders] == [Abort]
+    table, orders = _told(table, HostLeft(1, "host 1 is lost"), at=100.0)
+    assert [type(order) for order in orders] == [AbortAll]
     table, orders = _told(table, Holds(0, _held((7, 8), copies=(7,))), Holds(2, _held((7, 8), copies=(7,))), at=100.0)
     assert orders == []
     assert _told(table, Tick(), at=104.9)[1] == [], "it may come back"
     table, (write,) = _told(table, Tick(), at=105.0)
     assert (write.epoch, write.state, write.sources) == (2, (7, 0), (0, 2, 2)), "host 2 has the copy of host 1's"
     assert write.crew(3) == (0, 2)
-    table, orders = _told(table, Done(0, 2), at=106.0)
+    table, orders = _told(table, RanksDone(0, 2), at=106.0)
     assert orders == []
-    table, (go,) = _told(table, Done(2, 2), at=106.0)
-    assert (go.epoch, go.state, go.cut, go.sources) == (3, None, Cut(3, (0, 2)), ())
+    table, (go,) = _told(table, RanksDone(2, 2), at=106.0)
+    assert (go.epoch, go.state, go.cut, go.sources) == (3, None, CopyPlacement(3, (0, 2)), ())
     assert go.lost.text == "host 1 is lost"
 
 
 def test_a_host_that_comes_back_in_time_is_waited_for():
-    table, _ = _told(_elastic(2, (1, 2)), Left(1, "gone"), Holds(0, _held((7,), copies=(7,))), at=100.0)
+    table, _ = _told(_elastic(2, (1, 2)), HostLeft(1, "gone"), Holds(0, _held((7,), copies=(7,))), at=100.0)
     _, orders = _told(table, Came(1, 1), Holds(1, _held((7,))), at=104.0)
-    assert [(order.state, order.cut) for order in orders] == [((7, 0), Cut())]
+    assert [(order.state, order.cut) for order in orders] == [((7, 0), CopyPlacement())]
 
 
 def _on_one(step=7):
     """A run on two hosts that goes on with host 0, which has come to a step."""
     table = _elastic(2, (1, 2), without_s=0.0)
-    table, (_, write) = _told(table, Left(1, "gone"), Holds(0, _held((step,), copies=(step,))))
+    table, (_, write) = _told(table, HostLeft(1, "gone"), Holds(0, _held((step,), copies=(step,))))
     assert write.sources == (0, 0)
-    table, (go,) = _told(table, Done(0, 2))
-    assert go.cut == Cut(3, (0,))
+    table, (go,) = _told(table, RanksDone(0, 2))
+    assert go.cut == CopyPlacement(3, (0,))
     return table
 
 
@@ -259,50 +277,52 @@ def test_it_grows_back_once_another_state_is_whole_and_what_the_host_had_before_
     table, (abort,) = _told(table, Tick(10))
     assert abort.cause.is_gain
     assert "host 1" in abort.cause.text
-    mine = Holds(0, _cut((9, 10), cut=Cut(3, (0,))))
+    mine = Holds(0, _cut((9, 10), cut=CopyPlacement(3, (0,))))
     table, (write,) = _told(table, Holds(1, _held((7, 8), copies=(7,))), mine)
-    assert (write.state, write.cut, write.sources) == ((10, 0), Cut(3, (0,)), (0,))
-    table, (go,) = _told(table, Done(0, 4))
-    assert (go.epoch, go.state, go.cut) == (5, None, Cut(5, (0, 1)))
-    table, orders = _told(table, Done(0, 5), Done(1, 5))
+    assert (write.state, write.cut, write.sources) == ((10, 0), CopyPlacement(3, (0,)), (0,))
+    table, (go,) = _told(table, RanksDone(0, 4))
+    assert (go.epoch, go.state, go.cut) == (5, None, CopyPlacement(5, (0, 1)))
+    table, orders = _told(table, RanksDone(0, 5), RanksDone(1, 5))
     assert orders == [Over()]
 
 
 def test_a_host_that_waits_for_its_turn_may_go_and_the_run_ends_without_it():
     table = _on_one()
-    table, orders = _told(table, Came(1, 1), Holds(1, Held()), Left(1, "gone again"), Tick(9), Tick(10), Tick(11))
+    table, orders = _told(
+        table, Came(1, 1), Holds(1, HeldStates()), HostLeft(1, "gone again"), Tick(9), Tick(10), Tick(11)
+    )
     assert orders == []
-    assert _told(table, Done(0, 3))[1] == [Over()]
+    assert _told(table, RanksDone(0, 3))[1] == [Over()]
 
 
 def test_a_rank_that_is_lost_on_fewer_hosts_waits_for_nobody():
     table = _on_one()
-    cut = Cut(3, (0,))
+    cut = CopyPlacement(3, (0,))
     _, orders = _told(table, Troubled(0, 3, LOST), Holds(0, _cut((8,), cut=cut)), at=50.0)
     assert orders[1:] == [Go(4, (8, 0), Cause(LOST.text, is_lost=True, at_s=50.0), cut)]
 
 
 def test_where_nobody_has_all_of_a_state_those_left_go_on_from_the_newest_checkpoint():
     table = _elastic(4, (2, 4), without_s=0.0)
-    events = [Left(1, "gone"), Left(2, "gone"), Holds(0, _held((7,), copies=(7,))), Holds(3, _held((7,)))]
+    events = [HostLeft(1, "gone"), HostLeft(2, "gone"), Holds(0, _held((7,), copies=(7,))), Holds(3, _held((7,)))]
     _, orders = _told(table, *events)
-    assert [(go.state, go.cut) for go in orders if isinstance(go, Go)] == [(None, Cut(2, (0, 3)))]
+    assert [(go.state, go.cut) for go in orders if isinstance(go, Go)] == [(None, CopyPlacement(2, (0, 3)))]
 
 
 def test_where_no_plan_is_for_so_few_the_host_is_waited_for_until_patience_ends():
-    table, _ = _told(_elastic(3, (2, 3)), Left(1, "gone"), Left(2, "gone"), Holds(0, _held((7,))), at=100.0)
+    table, _ = _told(_elastic(3, (2, 3)), HostLeft(1, "gone"), HostLeft(2, "gone"), Holds(0, _held((7,))), at=100.0)
     table, orders = _told(table, Tick(), at=130.0)
     assert (table.phase, orders) == (Phase.GATHERS, [])
     assert isinstance(_told(table, Tick(), at=160.0)[1][0], Over)
 
 
 def test_who_is_lost_while_a_state_is_written_down_is_gone_on_without_too():
-    table, _ = _told(_elastic(3, (1, 2, 3), without_s=0.0), Left(1, "gone"), Holds(0, _held((7,), copies=(7,))))
+    table, _ = _told(_elastic(3, (1, 2, 3), without_s=0.0), HostLeft(1, "gone"), Holds(0, _held((7,), copies=(7,))))
     table, (write,) = _told(table, Holds(2, _held((7,), copies=(7,))))
     assert write.sources == (0, 2, 2)
-    table, orders = _told(table, Left(2, "gone too"), Holds(0, _held((7,), copies=(7,))))
-    assert [type(order) for order in orders] == [Abort, Go]
-    assert (orders[-1].state, orders[-1].cut) == (None, Cut(3, (0,))), "host 1's part is lost with host 2"
+    table, orders = _told(table, HostLeft(2, "gone too"), Holds(0, _held((7,), copies=(7,))))
+    assert [type(order) for order in orders] == [AbortAll, Go]
+    assert (orders[-1].state, orders[-1].cut) == (None, CopyPlacement(3, (0,))), "host 1's part is lost with host 2"
 
 
 def test_those_stay_that_trained_and_hosts_beyond_a_plan_wait():
@@ -326,8 +346,8 @@ def _lives(luck):
         host = luck.randrange(hosts)
         held = _cut(luck.sample(range(6), 3), luck.sample(range(6), 3), luck.choice((None, table.cut)))
         event = luck.choice(
-            (Came(host, epoch), Left(host, "gone"), Holds(host, held), Troubled(host, table.epoch, LOST),
-             Done(host, table.epoch), Tick(number))
+            (Came(host, epoch), HostLeft(host, "gone"), Holds(host, held), Troubled(host, table.epoch, LOST),
+             RanksDone(host, table.epoch), Tick(number))
         )  # fmt: skip
         before, found = table, after(table, event, number)
         table = found.table

@@ -14,10 +14,10 @@ from superstep.kernels.checksum import checksum
 from superstep.launch.hosts import listener as doors
 from superstep.launch.hosts import secure_channel as wires
 from superstep.launch.hosts.coordinator import unlike
-from superstep.launch.hosts.listener import WAITING, Door, Refused, knock
+from superstep.launch.hosts.listener import WAITING, Door, JoinRefused, knock
 from superstep.launch.hosts.messages import SILENT_S, Hello, Silence
-from superstep.launch.hosts.secure_channel import MOST_BYTES, Kind, Stranger, Unlike, answer, ask
-from superstep.launch.hosts.state_transfer import Rate, Spoilt, Void, receive, send
+from superstep.launch.hosts.secure_channel import MOST_BYTES, PayloadKind, Stranger, Unlike, answer, ask
+from superstep.launch.hosts.state_transfer import RateLimit, Spoilt, Void, receive, send
 from superstep.state.damage import void_damaged
 from superstep.state.memory_snapshot import WHOLE, WRITING, made
 
@@ -52,10 +52,10 @@ def test_messages_and_blocks_go_both_ways():
     one.say({"say": "beat", "step": 3})
     assert other.hear() == {"say": "beat", "step": 3}
     block = os.urandom(MOST_BYTES)
-    threading.Thread(target=other.send, args=(Kind.BLOCK, block)).start()
-    assert one.receive() == (Kind.BLOCK, block)
+    threading.Thread(target=other.send, args=(PayloadKind.BLOCK, block)).start()
+    assert one.receive() == (PayloadKind.BLOCK, block)
     with pytest.raises(ValueError, match="is the most"):
-        one.send(Kind.BLOCK, block + b"x")
+        one.send(PayloadKind.BLOCK, block + b"x")
     one.close()
     with pytest.raises(OSError, match="has gone"):
         other.receive()
@@ -143,7 +143,7 @@ def test_the_door_lets_in_who_knows_the_secret_and_tells_of_others():
         wire = knock(door.address, SECRET, HELLO)
         wire.say({"say": "x"})
         assert wire.hear() == {"say": "x"}
-        with pytest.raises(Refused, match="there are two"):
+        with pytest.raises(JoinRefused, match="there are two"):
             knock(door.address, SECRET, replace(HELLO, hosts=3))
         with pytest.raises(Stranger):
             knock(door.address, b"another secret", HELLO)
@@ -288,7 +288,7 @@ def memories():
 def test_a_state_comes_over_whole_and_is_not_there_before(memories):
     one, other = _pair()
     copies, seen = made(2)[1], []
-    thread = threading.Thread(target=send, args=(one, memories, (4, 7), 1, Rate(None)))
+    thread = threading.Thread(target=send, args=(one, memories, (4, 7), 1, RateLimit(None)))
     thread.start()
 
     def keep(state, epoch, mark):
@@ -308,7 +308,7 @@ def test_a_state_that_is_overwritten_while_it_is_sent_is_void(memories):
     one, other = _pair()
     copies, raised = made(2)[1], []
 
-    class Slow(Rate):
+    class Slow(RateLimit):
         def take(self, count):
             slot = memories[0].whole().get(4)
             if slot is not None and count > 1000:
@@ -339,7 +339,7 @@ def test_a_state_with_a_flipped_bit_is_not_sent_as_whole(memories):
 
     def sends():
         try:
-            send(one, memories, (4, 7), 1, Rate(None))
+            send(one, memories, (4, 7), 1, RateLimit(None))
         except Spoilt:
             raised.append(True)
 
@@ -370,7 +370,7 @@ def test_a_bit_that_flips_where_a_state_arrives_is_seen_there(memories, monkeypa
 
     def sends():
         try:
-            send(one, memories, (4, 7), 1, Rate(None))
+            send(one, memories, (4, 7), 1, RateLimit(None))
         except Void as void:
             outcome.append(type(void))
 
@@ -384,7 +384,7 @@ def test_a_bit_that_flips_where_a_state_arrives_is_seen_there(memories, monkeypa
 
 def test_what_is_sent_can_be_held_back():
     began = time.monotonic()
-    rate = Rate(1e6)
+    rate = RateLimit(1e6)
     for _ in range(4):
         rate.take(50_000)
     assert time.monotonic() - began >= 0.15

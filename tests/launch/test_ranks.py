@@ -20,7 +20,7 @@ from superstep.comm.objects import gather
 from superstep.errors import ConfigError, DataError, Fault, SuperstepError, UserError
 from superstep.launch import temporary_folders
 from superstep.launch.failure import Trouble, trouble_of
-from superstep.launch.ranks import Party, launch, launch_parties
+from superstep.launch.ranks import RankWorld, launch, launch_parties
 
 
 def _meet(world):
@@ -166,7 +166,7 @@ class TestLaunch:
 
     def test_parties_are_worlds_of_their_own_and_end_together(self):
         def party(name, size, wanted):
-            return Party(name=name, size=size, worker=_meeting, args=(wanted,))
+            return RankWorld(name=name, size=size, worker=_meeting, args=(wanted,))
 
         assert launch_parties("cpu", [party("trainer", 1, ""), party("sampler 0", 2, "")]) == [0]
         parties = [party("trainer", 1, ""), party("sampler 0", 1, "is there"), party("sampler 1", 1, "killed")]

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from superstep.model.axes import units
 from superstep.model.decoder import Decoder
-from superstep.model.expert_dispatch import Local, Now
+from superstep.model.expert_dispatch import DispatchContext, LocalDispatch
 from superstep.model.hf import load_weights
 from superstep.model.router import route
 from superstep.model.unit import global_tensors
@@ -66,7 +66,7 @@ def router_gradients(model):
 
 def train(ours, shape, tokens):
     """The whole training loss of one step, as the engine has it; gradients are left in the model."""
-    exchange = Local(Now(sequences=tuple(range(len(tokens))), batch_sequences=len(tokens)))
+    exchange = LocalDispatch(DispatchContext(sequences=tuple(range(len(tokens))), batch_sequences=len(tokens)))
     logits = ours(tokens, exchange=exchange)
     cross_entropy = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
     cross_entropy.backward()  # the balance loss enters by itself

@@ -16,7 +16,7 @@ import small
 from plans import examples
 from superstep.model.axes import units
 from superstep.model.decoder import Decoder
-from superstep.model.expert_dispatch import Local, Now
+from superstep.model.expert_dispatch import DispatchContext, LocalDispatch
 from superstep.model.experts import (
     GroupedLinear,
     add_outer_products,
@@ -54,7 +54,7 @@ def block_of(shape, dtype=torch.float64, **now):
     with torch.no_grad():
         for param in block.parameters():
             param.normal_(0.0, param.shape[-1] ** -0.5)
-    return block, Local(Now(**now))
+    return block, LocalDispatch(DispatchContext(**now))
 
 
 def training(rows, batch=None):
@@ -157,7 +157,7 @@ def test_a_batch_cut_in_any_way_gives_the_same(router):
         block, exchange = block_of(shape)
         out, told = torch.empty_like(x), None
         for rows in cuts:
-            exchange.now = Now(**training(rows, batch=4))
+            exchange.now = DispatchContext(**training(rows, batch=4))
             y = block(x[rows], exchange=exchange)
             (y * torch.arange(1.0, 33)).sum().backward()
             out[rows] = y.detach()
@@ -226,7 +226,7 @@ def test_what_is_told_adds_up_and_counts_what_was_dropped():
     shape = shape_for("switch", capacity_factor=0.5)
     (block, exchange), x = block_of(shape), torch.randn(2, 16, 32, dtype=torch.float64)
     for rows in ([0], [1]):
-        exchange.now = Now(**training(rows, batch=2))
+        exchange.now = DispatchContext(**training(rows, batch=2))
         block(x[rows], exchange=exchange)
     told = exchange.told()[3]
     routing = block.route(x, exchange)
@@ -240,7 +240,7 @@ def test_what_is_told_adds_up_and_counts_what_was_dropped():
 
 def test_noise_belongs_to_a_step_a_layer_and_a_sequence():
     def noise(layer=0, **now):
-        return Local(Now(**({"sequences": (7, 2), "seed": 1, "step": 5} | now))).noise(layer, 16, 4)
+        return LocalDispatch(DispatchContext(**({"sequences": (7, 2), "seed": 1, "step": 5} | now))).noise(layer, 16, 4)
 
     assert noise().shape == (2, 16, 4)
     assert torch.equal(noise(sequences=(2, 7)), noise()[[1, 0]])
@@ -271,7 +271,7 @@ def test_every_gradient_of_a_whole_model_is_finite(router, tied):
     with torch.no_grad():
         for spec, param in parameters(decoder, units(shape)).values():
             param.copy_(initial(spec, param.shape, 0))
-    exchange = Local(Now(**training([0, 1])))
+    exchange = LocalDispatch(DispatchContext(**training([0, 1])))
     cross_entropy_sum(decoder(tokens, exchange=exchange), tokens).backward()
     for name, (_, param) in parameters(decoder, units(shape)).items():
         assert param.grad is not None, name
@@ -336,7 +336,7 @@ def test_the_reference_trains_on_the_loss_that_is_written_down(router):
     step = next(reference_steps(shape, train, [batch]))
 
     losses = []
-    exchange = Local(Now(sequences=tuple(range(small.SEQUENCES)), seed=train.seed, step=0))
+    exchange = LocalDispatch(DispatchContext(sequences=tuple(range(small.SEQUENCES)), seed=train.seed, step=0))
     decoder = Decoder(shape)
     with torch.no_grad():
         for spec, param in parameters(decoder, units(shape)).values():

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 import low_rank
 from superstep.errors import UserError
-from superstep.model.peft_adapter import FILE, PREFIX, A, Adapter, LowRank, linears_of, read_adapter, write_adapter
+from superstep.model.peft_adapter import FILE, PREFIX, A, Adapter, LoraFactors, linears_of, read_adapter, write_adapter
 from superstep.model.peft_config import CONFIG
 
 LINEARS = linears_of(low_rank.shape())
@@ -21,7 +21,7 @@ def odd_one():
     """Ranks and strengths that differ, on some of the linears."""
     plain = low_rank.random_adapter(3, only="self_attn").parts
     small = low_rank.random_adapter(4, rank=2, alpha=1.0, only="layers.1.mlp").parts
-    strong = {Q.format(0): LowRank(*(plain[Q.format(0)].a, plain[Q.format(0)].b), alpha=9.0)}
+    strong = {Q.format(0): LoraFactors(*(plain[Q.format(0)].a, plain[Q.format(0)].b), alpha=9.0)}
     return Adapter(parts=plain | small | strong, is_stabilized=True)
 
 

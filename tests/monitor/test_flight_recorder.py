@@ -14,7 +14,7 @@ from superstep.engine.engine import Engine
 from superstep.engine.instruction_timer import HostRecorder
 from superstep.launch.stack_dump import ask_spy, threads_of
 from superstep.model.axes import units
-from superstep.monitor.flight_recorder import NOTES, Words, notes_in
+from superstep.monitor.flight_recorder import NOTES, RecordedLines, notes_in
 from superstep.monitor.memory_history import Resident, sizes_in
 from superstep.monitor.page_layout import SIZES
 from superstep.monitor.rank_inspector import last_seen, vitals
@@ -48,7 +48,7 @@ def page():
 
 
 def notes(page):
-    return notes_in(page.view, Words(page.view))
+    return notes_in(page.view, RecordedLines(page.view))
 
 
 def run_through(heart, clock, *, step, wait_ns=7, work_ns=30, within_ns=0):

@@ -12,7 +12,7 @@ import pytest
 from superstep.monitor import hang_rules
 from superstep.monitor.activity import Doing
 from superstep.monitor.gpu_progress import StreamMarks
-from superstep.monitor.hang_detector import Thread, Watcher
+from superstep.monitor.hang_detector import HangDetector, Thread
 from superstep.monitor.rank_inspector import Looker
 from superstep.monitor.status_page import Heart, Page
 from superstep.monitor.stopped_process import LOOK_S
@@ -160,7 +160,7 @@ def test_a_first_backward_of_90_s_ends_no_run(rank):
     assert slow.on_gpu().instruction == "backward u0 m0"
     beats = {1: slow, 2: replace(slow, gpu=replace(slow.gpu, doing=Doing.WAITS))}
     now_s = [0.0]
-    watcher = Watcher(lambda: now_s[0], lambda process, number: Thread("S", 100))
+    watcher = HangDetector(lambda: now_s[0], lambda process, number: Thread("S", 100))
 
     def look_for(seconds):
         for _ in range(int(seconds / LOOK_S)):

@@ -9,7 +9,7 @@ import pytest
 
 from superstep.monitor import hang_rules as hang
 from superstep.monitor.activity import Doing
-from superstep.monitor.hang_detector import Process, Thread, Watcher, process_of, thread
+from superstep.monitor.hang_detector import HangDetector, Process, Thread, process_of, thread
 from superstep.monitor.status_page import Beat, Heart, Page
 from superstep.monitor.stopped_process import LOOK_S
 from superstep.program.instructions import Forward, Step
@@ -37,7 +37,9 @@ class World:
         self.tickers = {1: lambda n: Thread("S", 300 + 2 * n), 2: lambda n: Thread("S", 300 + 2 * n)}
         self.looks = 0
         self.processes = dict.fromkeys((1, 2), lambda n: Process(0.0, is_ready=False))
-        self.watcher = Watcher(lambda: self.now_s, self._thread, lambda process, _: self.processes[process](self.looks))
+        self.watcher = HangDetector(
+            lambda: self.now_s, self._thread, lambda process, _: self.processes[process](self.looks)
+        )
 
     def _thread(self, process, number):
         kind = self.mains if number == process else self.tickers

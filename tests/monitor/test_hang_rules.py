@@ -9,7 +9,7 @@ import pytest
 from superstep.monitor import hang_rules as rules
 from superstep.monitor.activity import Doing
 from superstep.monitor.gpu_progress import GpuProgress
-from superstep.monitor.hang_rules import Standing, kept_s, who_hangs
+from superstep.monitor.hang_rules import RankStanding, kept_s, who_hangs
 from superstep.monitor.status_page import Beat
 
 HOST = Beat(
@@ -27,7 +27,7 @@ def rank(doing=Doing.WORKS, index=3, *, stands_s=LONG_S, held_s=0.0, longest_s=0
     """A rank whose GPU is there; its host sleeps all the time, and has had no processor."""
     gpu = replace(GPU, doing=doing, index=index, longest_s=longest_s)
     beat = replace(host, gpu=gpu)
-    return Standing(beat, unmoved_s=stands_s, held_s=held_s, quiet_s=stands_s, cpu_s=0.0)
+    return RankStanding(beat, unmoved_s=stands_s, held_s=held_s, quiet_s=stands_s, cpu_s=0.0)
 
 
 WAITS, OTHER = Doing.WAITS, Doing.OTHER
@@ -106,8 +106,8 @@ def test_a_lock_is_kept_only_while_its_process_has_a_processor_or_wants_none(cpu
     assert kept_s(0.25, cpu_s, is_ready=is_ready) == expected_s
 
 
-ON_CPU = Standing(HOST, unmoved_s=30.0)
-CPU_WAITS = Standing(replace(HOST, doing=WAITS), unmoved_s=30.0)
+ON_CPU = RankStanding(HOST, unmoved_s=30.0)
+CPU_WAITS = RankStanding(replace(HOST, doing=WAITS), unmoved_s=30.0)
 ON_CPUS = {
     "held": ([replace(ON_CPU, held_s=1.25), CPU_WAITS], 0),
     "held, beside a program": ([CPU_WAITS, replace(ON_CPU, beat=replace(HOST, doing=OTHER), held_s=2.0)], 1),

@@ -9,11 +9,11 @@ from struct import Struct
 import pytest
 
 from superstep.monitor import page_layout
-from superstep.monitor.page_layout import FIELDS, PAGE_BYTES, SIZES, Field, checked
+from superstep.monitor.page_layout import FIELDS, PAGE_BYTES, SIZES, RecordField, checked
 
 
 def field(offset_bytes, words=2, count=1):
-    return Field(name=f"at {offset_bytes}", offset_bytes=offset_bytes, record=Struct(f"<{words}Q"), count=count)
+    return RecordField(name=f"at {offset_bytes}", offset_bytes=offset_bytes, record=Struct(f"<{words}Q"), count=count)
 
 
 def test_fields_that_touch_are_accepted_in_the_order_of_their_places():
@@ -38,7 +38,7 @@ def test_fields_that_overlap_or_leave_the_page_are_refused(fields, said):
 
 
 def test_every_field_is_checked():
-    assert {id(each) for each in vars(page_layout).values() if isinstance(each, Field)} == set(map(id, FIELDS))
+    assert {id(each) for each in vars(page_layout).values() if isinstance(each, RecordField)} == set(map(id, FIELDS))
     grown = [replace(each, count=SIZES.count + 1) if each is SIZES else each for each in FIELDS]
     with pytest.raises(AssertionError, match="sizes and gpu overlap"):
         checked(*grown)

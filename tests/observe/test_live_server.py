@@ -15,12 +15,12 @@ from prometheus_client.parser import text_string_to_metric_families
 import browser
 import told_runs
 from seen_pages import READY, Seen
-from superstep.cli.train.live_report import Report
+from superstep.cli.train.live_report import LiveReport
 from superstep.errors import ConfigError
 from superstep.observe import tail_jsonl
 from superstep.observe.page import live_server as served_module
 from superstep.observe.page.bundle_html import unpacked
-from superstep.observe.page.live_server import Served, Shown
+from superstep.observe.page.live_server import LiveServer, Shown
 from superstep.train.run_paths import RunFolder
 
 TOKEN = "a-token-of-the-test"
@@ -53,7 +53,7 @@ def told(tmp_path):
 
 @contextmanager
 def serving(shown):
-    served = Served(0, TOKEN)
+    served = LiveServer(0, TOKEN)
     served.begin(shown)
     try:
         yield served
@@ -89,7 +89,7 @@ def event(response):
 
 
 def test_only_who_has_the_token_is_answered(told):
-    with serving(Report(told.folder).shown()) as served:
+    with serving(LiveReport(told.folder).shown()) as served:
         assert served.url == f"http://127.0.0.1:{served.port}/?token={TOKEN}"
         for path in ("/", "/events", "/metrics", "/else"):
             for given in ("", "?token=", f"?token={TOKEN}x", "?token=%ff"):
@@ -105,7 +105,7 @@ def test_only_who_has_the_token_is_answered(told):
 
 
 def test_a_page_whose_name_was_made_to_lead_here_is_refused(told):
-    with serving(Report(told.folder).shown()) as served:
+    with serving(LiveReport(told.folder).shown()) as served:
         for host in ("evil.example", f"evil.example:{served.port}", "127.0.0.1.evil.example"):
             status, text = answer(served, f"/?token={TOKEN}", {"Host": host})
             assert (status, text) == (421, "the Host header is not of this server; use localhost.\n")
@@ -113,7 +113,7 @@ def test_a_page_whose_name_was_made_to_lead_here_is_refused(told):
 
 
 def test_the_numbers_are_what_prometheus_reads(told):
-    with serving(Report(told.folder).shown()) as served:
+    with serving(LiveReport(told.folder).shown()) as served:
 
         def numbers():
             status, text = answer(served, f"/metrics?token={TOKEN}")
@@ -143,7 +143,7 @@ def test_the_numbers_are_what_prometheus_reads(told):
 
 def test_who_listens_is_told_of_more_and_of_the_end(told):
     told.tell(5)
-    with serving(Report(told.folder).shown()) as served, asked(served, f"/events?token={TOKEN}") as stream:
+    with serving(LiveReport(told.folder).shown()) as served, asked(served, f"/events?token={TOKEN}") as stream:
         assert stream.headers["Content-Type"] == "text/event-stream"
         name, data = event(stream)
         assert name == "message"
@@ -174,7 +174,7 @@ def test_an_update_is_made_once_for_all_and_seldom_where_it_takes_long(monkeypat
         now[0] += 1.0
         return "x"
 
-    served = Served(0, TOKEN, clock=lambda: now[0])
+    served = LiveServer(0, TOKEN, clock=lambda: now[0])
     served.shown = Shown(page=str, stamp=lambda: next(stamps), update=update, metrics=str)
     for _ in range(300):
         served._update()
@@ -189,12 +189,12 @@ def test_a_port_that_is_taken_is_refused_by_its_flag():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"--web-port = {port} cannot be listened on .*choose another, or 0"):
-            Served(port, TOKEN)
+            LiveServer(port, TOKEN)
 
 
 def test_what_cannot_be_read_now_is_said_and_more_listeners_than_there_is_room_for_are_refused(told, monkeypatch):
     monkeypatch.setattr(served_module, "MOST_LISTENERS", 1)
-    shown = Report(told.folder).shown()
+    shown = LiveReport(told.folder).shown()
 
     def broken():
         raise OSError("the disk is away")
@@ -224,7 +224,7 @@ def test_what_is_read_again_is_only_what_is_new(told, monkeypatch):
 def test_the_page_follows_the_run_and_keeps_what_was_chosen(told, tmp_path):
     told.tell(150)
     updates = "window.superstep && superstep.R.updates"
-    with serving(Report(told.folder).shown()) as served, browser.browser() as tab:
+    with serving(LiveReport(told.folder).shown()) as served, browser.browser() as tab:
         seen = Seen(tab, tmp_path)
         tab.call("Page.navigate", url=served.url)
         tab.wait_for(f"{READY} && {updates} === 1")

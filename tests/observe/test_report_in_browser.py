@@ -11,9 +11,9 @@ import step_pages
 import told_runs
 from longer import longer
 from seen_pages import READY, Seen
-from superstep.observe.doctor.diagnose import Finding, Verdict
+from superstep.observe.doctor.diagnose import Diagnosis, Finding
 from superstep.observe.doctor.observations import RankSeen, RunSeen
-from superstep.observe.doctor.wait_graph import Wait
+from superstep.observe.doctor.wait_graph import RankWait
 from superstep.observe.page.compare import compared
 from superstep.observe.page.doctor import doctor_page
 from superstep.observe.page.report import RunTold, report_page, spent_parts
@@ -143,9 +143,9 @@ def test_who_waits_for_whom_is_a_picture_that_all_can_read(seen):
         for rank in range(4)
     )
     run = RunSeen(program=compile_step(plan), mesh=plan.mesh, ranks=ranks)
-    waits = (Wait(1, "reduce u3", (0,)), Wait(2, "act u1 m0", (0,)), Wait(3, "reduce u3", (), (2,)))
+    waits = (RankWait(1, "reduce u3", (0,)), RankWait(2, "act u1 m0", (0,)), RankWait(3, "reduce u3", (), (2,)))
     wrong = Finding(kind="hang", rank=0, what="rank 0 hangs in forward u1 m0")
-    verdict = Verdict(findings=(wrong,), waits=waits, spent={}, stands=True, step_s=0.1)
+    verdict = Diagnosis(findings=(wrong,), waits=waits, spent={}, stands=True, step_s=0.1)
     for look in ({"dark": True}, {"width": 390, "height": 844}):
         seen.open(doctor_page("runs/x", run, verdict, said), **look)
         dashes = "[...document.querySelectorAll('svg > path')].map((one) => getComputedStyle(one).strokeDasharray)"

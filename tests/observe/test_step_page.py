@@ -14,8 +14,8 @@ from superstep.cost.program.memory import rank_bytes
 from superstep.cost.program.simulate import PerUnit, UnitSeconds, simulate
 from superstep.observe.page.bubble import PassSeconds, closed_bubble
 from superstep.observe.page.bundle_html import packed, unpacked
-from superstep.observe.page.step_animation import Choice, moving_page
-from superstep.observe.page.step_data import KINDS, LANES, Drawn, fields, step_value
+from superstep.observe.page.step_animation import ChooserEntry, moving_page
+from superstep.observe.page.step_data import KINDS, LANES, StepDrawing, fields, step_value
 from superstep.plan.config import ModelConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.resolve import resolve
 from superstep.program.compile import compile_step
@@ -37,7 +37,9 @@ def timeline_of(plan, **seconds):
 
 def value_of(plan, timeline, measured=None):
     sizes = [SIZE] * len(plan.units)
-    return unpacked(packed(step_value(Drawn(plan=plan, timeline=timeline, memory=(), sizes=sizes, measured=measured))))
+    return unpacked(
+        packed(step_value(StepDrawing(plan=plan, timeline=timeline, memory=(), sizes=sizes, measured=measured)))
+    )
 
 
 @examples(25)
@@ -112,14 +114,14 @@ def drawn(**layout):
     run = resolve(config(microbatch=1, **layout))
     timeline = timeline_of(run.plan)
     memory = rank_bytes(run, timeline.program)
-    return Drawn(plan=run.plan, timeline=timeline, memory=memory, sizes=unit_bytes(run))
+    return StepDrawing(plan=run.plan, timeline=timeline, memory=memory, sizes=unit_bytes(run))
 
 
 def test_a_page_is_one_file_that_asks_for_nothing_and_keeps_what_it_is_told_as_text():
     hostile = "</script><script>alert(1)</script><!--"
     choices = [
-        Choice(schedule="1f1b", zero=0, drawn=drawn(pp=2, zero=0)),
-        Choice(schedule="zb-v", zero=0, drawn=None, why=hostile),
+        ChooserEntry(schedule="1f1b", zero=0, drawn=drawn(pp=2, zero=0)),
+        ChooserEntry(schedule="zb-v", zero=0, drawn=None, why=hostile),
     ]
     page = moving_page(hostile, hostile, choices, 0)
     assert "alert(1)</script>" not in page

@@ -14,9 +14,9 @@ from superstep.cli.main import main
 from superstep.cli.train import sinks as sinks_module
 from superstep.observe.events import Evaluated, Resumed, Saved
 from superstep.observe.metric_names import Scalars
-from superstep.observe.trackers import Asked, Mlflow, Tracked, Trackio, Wandb
+from superstep.observe.trackers import Mlflow, Tracked, TrackedRun, Trackio, Wandb
 
-ASKED = Asked(project="p", name="n", run=None, settings={"train.lr": 1e-3, "plan.dp": 2}, folder="")
+ASKED = TrackedRun(project="p", name="n", run=None, settings={"train.lr": 1e-3, "plan.dp": 2}, folder="")
 TOLD = [Scalars(1, {"train/loss": 2.5, "train/lr": 1e-3}), Scalars(2, {"train/loss": 2.25})]
 LATER = [Scalars(2, {"train/loss": 2.0}), Scalars(3, {"train/loss": 1.5})]
 """Of a launch that goes on from step 1."""

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from superstep.plan.sharding.documents import Held, tiles
+from superstep.plan.sharding.documents import RankTokens, tiles
 from superstep.plan.sharding.sequence import blocks, positions
 
 
@@ -55,6 +55,6 @@ def test_another_ranks_keys_meet_one_rectangle_at_most(drawn):
 def test_a_place_is_the_number_of_held_tokens_before_it(cp):
     for rank in range(cp):
         at = positions(12, cp=cp, rank=rank)
-        held = Held(12, cp, rank)
+        held = RankTokens(12, cp, rank)
         assert [held.before(p) for p in range(13)] == [sum(p < end for p in at) for end in range(13)]
         assert tuple(held.position(place) for place in range(len(at))) == at

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from planning import problem_of
-from superstep.cli.plan.plan import Options, checked_sides, first_answer, refined
+from superstep.cli.plan.plan import PlanRequest, checked_sides, first_answer, refined
 from superstep.cli.plan.problem import memory_of
 from superstep.cli.train.memory_fit import require_fit
 from superstep.comm.device import Device
@@ -38,7 +38,7 @@ def test_a_gpu_has_room_for_every_plan_that_is_proposed(model, chips, gib, asked
     chip = replace(problem.cluster.chip, memory_bytes=(free_bytes + CONTEXT_BYTES) / USABLE + 1)
     cluster = replace(problem.cluster, chip=chip)
     sides = checked_sides([replace(problem, cluster=cluster, memory_bytes=memory_of(cluster, gib))])
-    options = Options()
+    options = PlanRequest()
     ranked = refined(sides, first_answer(sides, options), options, guide())
     proposed = [*ranked.plans, *(each.plan for each in ranked.neighbours)]
     assert proposed

@@ -24,7 +24,7 @@ from superstep.planner.closed_form_seconds import catalogued
 from superstep.planner.plan_columns import plans_of, run_config
 from superstep.planner.price import pricing_of
 from superstep.planner.published_row import after_published, step_slopes
-from superstep.planner.search_problem import Problem
+from superstep.planner.search_problem import SearchProblem
 from superstep.planner.simulate_best import simulated
 from superstep.program.compile import compile_step
 from superstep.program.text import write_program
@@ -34,11 +34,13 @@ PROBLEM = problem_of("llama3.2-1b", chips=4, batch=16, sequence=1024)
 LAYOUT = PlanConfig(dp=2, tp=2, zero=2, microbatch=2)
 
 
-def priced(problem: Problem, efficiency):
+def priced(problem: SearchProblem, efficiency):
     """The run's program and its step on a machine of these constants."""
     run = resolve(run_config(LAYOUT, problem))
     program = compile_step(run.plan)
-    ruled = Problem(base=problem.base, cluster=problem.cluster, compute="bf16", memory_bytes=0.0, efficiency=efficiency)
+    ruled = SearchProblem(
+        base=problem.base, cluster=problem.cluster, compute="bf16", memory_bytes=0.0, efficiency=efficiency
+    )
     return run, program, pricing_of(ruled)
 
 

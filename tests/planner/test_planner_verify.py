@@ -10,7 +10,7 @@ import pytest
 from planning import everything, problem_of, side_of
 from superstep.cost.closed.estimate import Estimate
 from superstep.planner import simulate_best as verify_module
-from superstep.planner.search import Found, parts_of, search
+from superstep.planner.search import PricedPlan, parts_of, search
 from superstep.planner.search_problem import Rule
 from superstep.planner.simulate_best import instructions_of, verified
 from superstep.program.compile import compile_step
@@ -25,7 +25,7 @@ NEAR = 1.3
 
 def found_of(side, row, plans):
     one = plans.take(np.array([row]))
-    return Found(
+    return PricedPlan(
         side=side,
         plan=one,
         parts=parts_of(side.pricing.seconds(one), 0, 1),

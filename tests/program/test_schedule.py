@@ -10,10 +10,10 @@ from plans import SCHEDULES, examples, plan_of
 from superstep.plan.sharding.stages import place
 from superstep.program.compile import compile_step
 from superstep.program.peak_memory import forwards_in_flight
-from superstep.program.schedule import Task, forward_order, order
+from superstep.program.schedule import StageTask, forward_order, order
 
 
-def drawn(tasks: tuple[Task, ...]) -> str:
+def drawn(tasks: tuple[StageTask, ...]) -> str:
     """Tasks as the papers write them: F2.1 is the forward pass of microbatch 2 through stage 1."""
     letters = {"forward": "F", "backward": "B", "input": "B", "weight": "W"}
     return " ".join(f"{letters[t.kind]}{t.microbatch}.{t.stage}" for t in tasks)
@@ -42,7 +42,7 @@ def test_each_rank_runs_its_stages_on_every_microbatch_once(arguments):
     for rank, tasks in enumerate(order(**arguments)):
         assert len(set(tasks)) == len(tasks)
         assert set(tasks) == {
-            Task(kind, stage, m)
+            StageTask(kind, stage, m)
             for kind in kinds
             for stage, place in enumerate(arguments["placement"])
             for m in range(arguments["microbatches"])
@@ -58,7 +58,7 @@ def test_a_rank_takes_back_only_what_it_forwarded(arguments):
         for task in tasks:
             before = {"backward": "forward", "input": "forward", "weight": "input"}.get(task.kind)
             if before:
-                assert place[Task(before, task.stage, task.microbatch)] < place[task]
+                assert place[StageTask(before, task.stage, task.microbatch)] < place[task]
 
 
 def test_gpipe_is_all_forward_then_all_backward():

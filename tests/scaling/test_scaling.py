@@ -18,7 +18,7 @@ from superstep.scaling.fit import HOFFMANN, KAPLAN, fit, residuals
 from superstep.scaling.isoflop import fit_envelope, fit_isoflop, fit_size, fit_tokens
 from superstep.scaling.laws import Hoffmann, Kaplan, PowerFrontier
 from superstep.scaling.model_sizes import LADDER, non_embedding_parameters, shape_of
-from superstep.scaling.runs import Point, Run, ended
+from superstep.scaling.runs import LossPoint, TrainingRun, ended
 from superstep.scaling.summary import LEVEL, beyond, bootstrap, constants, estimate, study
 
 laws = st.one_of(
@@ -248,7 +248,7 @@ def test_what_lies_far_beyond_the_runs():
 @example(points=[(1e5, 1.0, 622.0), (1e5, 2.0, 610.0), (1e5, 4e16, 600.0)])
 def test_runs_without_any_law_are_refused_or_fitted_by_numbers(points):
     runs = [
-        Run(name=str(i), params=n, points=(Point(tokens=d, loss=loss, flops=6 * n * d),))
+        TrainingRun(name=str(i), params=n, points=(LossPoint(tokens=d, loss=loss, flops=6 * n * d),))
         for i, (n, d, loss) in enumerate(points)
     ]
     try:

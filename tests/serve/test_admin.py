@@ -25,10 +25,19 @@ from superstep.serve.api.admin import ADMIN_ROUTES, allowed
 from superstep.serve.api.admin_backend import Admin
 from superstep.serve.api.app import make_app
 from superstep.serve.api.backend import Away
-from superstep.serve.api.http_errors import Refused
+from superstep.serve.api.http_errors import RequestError
 from superstep.serve.config import ServeConfig
 from superstep.serve.engine_client import Host
-from superstep.serve.engine_messages import Change, LoadAdapter, Pause, Resume, Sleep, Standing, UnloadAdapter, Wake
+from superstep.serve.engine_messages import (
+    ChangeWeights,
+    EngineStatus,
+    LoadAdapter,
+    Pause,
+    Resume,
+    Sleep,
+    UnloadAdapter,
+    Wake,
+)
 from superstep.serve.scheduling.request import AdapterInfo, Info
 from superstep.serve.text_backend import load_words
 from superstep.serve.weights import publish
@@ -41,7 +50,7 @@ class Told:
     """An engine that notes what it is told."""
 
     def __init__(self):
-        self.standing = Standing(version="v1", path="/models/a")
+        self.standing = EngineStatus(version="v1", path="/models/a")
         self.deeds = []
         self.fails = None
 
@@ -118,8 +127,8 @@ def test_each_path_is_one_deed(engine, folder):
     ]
     *found, aborted = answers(engine, folder, *((m, p, given | {"headers": WITH_KEY}) for m, p, given in asked))
     assert engine.deeds == [
-        Change(new),
-        Change(new, "keep"),
+        ChangeWeights(new),
+        ChangeWeights(new, "keep"),
         Pause("keep"),
         Pause("abort"),
         Resume(),
@@ -134,7 +143,7 @@ def test_each_path_is_one_deed(engine, folder):
 
 
 def test_adapters_are_listed_loaded_and_unloaded(engine, folder):
-    engine.standing = Standing(adapters=(AdapterInfo(name="tone", version="v7"),))
+    engine.standing = EngineStatus(adapters=(AdapterInfo(name="tone", version="v7"),))
     asked = [
         ("GET", "adapters", {}),
         ("POST", "adapters", {"json": {"name": "a/b", "path": "new"}}),
@@ -188,7 +197,7 @@ def test_a_path_is_looked_for_in_each_folder(folder):
     (folder.parent / "other").mkdir()
     folders = [folder.parent / "other", folder]
     assert allowed("new", folders) == allowed(str(folder / "new"), folders) == folder / "new"
-    with pytest.raises(Refused, match="is not there"):
+    with pytest.raises(RequestError, match="is not there"):
         allowed("way-out", folders)
 
 

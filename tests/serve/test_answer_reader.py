@@ -35,19 +35,19 @@ from superstep.serve.build_engine import load_rank, open_both
 from superstep.serve.compute import lora as adapters_module
 from superstep.serve.compute.model_runner import follow
 from superstep.serve.engine_messages import (
-    Change,
+    ChangeWeights,
     Do,
-    Leave,
+    EndEngine,
+    EngineStatus,
     LoadAdapter,
     Pause,
     Resume,
     Sleep,
-    Standing,
     Wake,
     decode_report,
     encode,
 )
-from superstep.serve.reader import Reader
+from superstep.serve.reader import BackgroundReader
 from superstep.serve.scheduling.request import Info, Request, Sampling
 from superstep.serve.worker import _obey
 
@@ -97,11 +97,11 @@ def after(engine, steward, deed):
 def test_weights_that_never_come_are_refused_while_answers_go_on(folder):
     engine, steward = open_both(folder / "model", FAST)
     version = engine.info.version
-    done, tokens = after(engine, steward, Change(str(folder / "hangs")))
+    done, tokens = after(engine, steward, ChangeWeights(str(folder / "hangs")))
     assert f"{folder / 'hangs'} was not read: nothing came for 2 s" in done.why
     assert tokens > 0
     assert engine.info.version == version
-    done, _ = after(engine, steward, Change(str(folder / "good")))
+    done, _ = after(engine, steward, ChangeWeights(str(folder / "good")))
     assert not done.why
     assert engine.info.version != version
 
@@ -116,7 +116,7 @@ def test_an_engine_whose_weights_never_come_sleeps_on_and_wakes_with_others(fold
     assert steward.standing.state == "asleep"
     steward.wake(folder / "good")
     assert steward.standing.state == "serving"
-    done, _ = after(engine, steward, Change(str(folder / "model")))
+    done, _ = after(engine, steward, ChangeWeights(str(folder / "model")))
     assert not done.why
 
 
@@ -211,7 +211,7 @@ def test_a_lock_that_never_comes_holds_up_nothing_that_the_ranks_say(folder, mon
 
 HANGS = """
 import os, sys, threading
-from superstep.serve.reader import Reader
+from superstep.serve.reader import BackgroundReader as Reader
 from superstep.serve import weights
 
 def never():
@@ -248,7 +248,7 @@ def test_reading_that_gets_on_is_not_given_up_and_what_comes_late_is_dropped():
         dropped.append(result)
         late.set()
 
-    reader = Reader("a path", work, timeout_s=0.2, drop=drop)
+    reader = BackgroundReader("a path", work, timeout_s=0.2, drop=drop)
     with pytest.raises(StateError, match="a path was not read"):
         reader.result()
     end.set()
@@ -263,14 +263,14 @@ def test_reading_that_gets_on_is_not_given_up_and_what_comes_late_is_dropped():
             progress()
         return "all"
 
-    assert Reader("a path", steady, timeout_s=1.5).result() == "all"
+    assert BackgroundReader("a path", steady, timeout_s=1.5).result() == "all"
 
 
 def test_health_is_answered_while_a_path_is_looked_for(tmp_path, monkeypatch):
     end = threading.Event()
 
     class Engine:
-        standing = Standing(version="v1", path="/a")
+        standing = EngineStatus(version="v1", path="/a")
 
         async def do(self, deed):
             return self.standing
@@ -323,6 +323,6 @@ def test_who_asks_while_weights_to_wake_with_never_come_is_answered(folder):
         mine.send_bytes(encode(Do(number, deed)))
     assert said() == (3, "asleep", "resume: the engine is asleep; wake it first.")
     assert said() == (4, "asleep", "")
-    mine.send_bytes(encode(Leave()))
+    mine.send_bytes(encode(EndEngine()))
     ended.join(60)
     assert not ended.is_alive()

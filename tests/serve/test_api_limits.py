@@ -19,7 +19,7 @@ from scripted import Scripted
 from served import Served, served
 from superstep.serve.api.app import make_app
 from superstep.serve.api.generate_endpoint import SamplingFields
-from superstep.serve.api.http_errors import Refused
+from superstep.serve.api.http_errors import RequestError
 from superstep.serve.api.limits import Limits, parse
 from superstep.serve.scheduling.request import Info, Sampling
 
@@ -227,12 +227,12 @@ def test_a_body_that_cannot_be_read_is_refused(setting, body, status, field, rul
 def test_separators_within_text_are_no_values():
     text = ",[{" * 20_000
     assert parse(json.dumps({"prompt": text}).encode(), Limits(json_values=100)) == {"prompt": text}
-    with pytest.raises(Refused, match="more than 100 values"):
+    with pytest.raises(RequestError, match="more than 100 values"):
         parse(json.dumps({"prompt": text, "more": [1] * 200}).encode(), Limits(json_values=100))
 
 
 def test_of_a_number_that_is_too_long_no_setting_of_python_is_told():
-    with pytest.raises(Refused, match=r"body is no JSON \(Exceeds .* 5000 digits\); send one object\.$"):
+    with pytest.raises(RequestError, match=r"body is no JSON \(Exceeds .* 5000 digits\); send one object\.$"):
         parse(b'{"prompt": [' + b"9" * 5000 + b"]}", Limits())
 
 

@@ -13,9 +13,9 @@ from superstep.serve.api import admin, generate_endpoint
 from superstep.serve.api.admin import ADMIN_ROUTES
 from superstep.serve.api.app import ROUTES
 from superstep.serve.api.drain import Drain
-from superstep.serve.api.metrics import Metrics
+from superstep.serve.api.metrics import ServeMetrics
 from superstep.serve.api.openai import chat_fields, completions
-from superstep.serve.engine_messages import Standing
+from superstep.serve.engine_messages import EngineStatus
 from superstep.serve.scheduling.request import Info
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "http.md"
@@ -31,25 +31,25 @@ def test_paths():
 def test_paths_under_admin():
     told = {one for one in SPELT["Paths under /admin"] if one.startswith(("GET ", "POST ", "DELETE "))}
     assert told == {f"{method} {path.replace(':path', '')}" for method, path, _ in ADMIN_ROUTES}
-    fields = {*admin.ChangeFields.model_fields, *admin.WakeFields.model_fields, *Standing.__struct_fields__}
+    fields = {*admin.ChangeFields.model_fields, *admin.WakeFields.model_fields, *EngineStatus.__struct_fields__}
     fields |= set(admin.AdapterFields.model_fields)
     assert fields <= SPELT["Paths under /admin"]
 
 
-@pytest.mark.parametrize("form", [completions.Fields, chat_fields.Fields])
+@pytest.mark.parametrize("form", [completions.CompletionFields, chat_fields.ChatFields])
 def test_fields_of_openais_endpoints(form):
     assert set(form.model_fields) <= SPELT["Completions and chats"]
 
 
 def test_no_field_is_told_that_is_refused():
-    known = set(completions.Fields.model_fields) | set(chat_fields.Fields.model_fields)
+    known = set(completions.CompletionFields.model_fields) | set(chat_fields.ChatFields.model_fields)
     rows = re.findall(r"^\| (`.*?) \|", SECTIONS["Completions and chats"], flags=re.MULTILINE)
     assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} <= known
 
 
 def test_fields_of_the_native_endpoint():
     assert (
-        set(generate_endpoint.Fields.model_fields) | set(generate_endpoint.SamplingFields.model_fields)
+        set(generate_endpoint.GenerateFields.model_fields) | set(generate_endpoint.SamplingFields.model_fields)
         <= SPELT["POST /generate"]
     )
 
@@ -57,7 +57,7 @@ def test_fields_of_the_native_endpoint():
 def test_metrics():
     tokenizer = small_tokenizer()
     info = Info(name="m", vocab=300, context_tokens=9, version="", end_of_text=(tokenizer.end_of_text,))
-    metrics = Metrics(Scripted(info, lambda request: []), Drain())
+    metrics = ServeMetrics(Scripted(info, lambda request: []), Drain())
     metrics.end("stop")
     metrics.refuse(400)
     told = set(re.findall(r"^# TYPE (\S+) ", metrics.text().decode(), flags=re.MULTILINE))

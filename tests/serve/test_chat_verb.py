@@ -51,7 +51,7 @@ def test_what_a_server_refuses_and_one_that_is_lost_are_told(setting, monkeypatc
 
 
 def test_an_answer_is_stopped_by_ctrl_c_and_the_conversation_goes_on(monkeypatch, capsys):
-    from superstep.cli.chat.chat import Conversation
+    from superstep.cli.chat.chat import ChatHistory
 
     class Endless:
         def __init__(self):
@@ -70,7 +70,7 @@ def test_an_answer_is_stopped_by_ctrl_c_and_the_conversation_goes_on(monkeypatch
     lines = iter(["count", "on"])
     monkeypatch.setattr("builtins.input", lambda prompt: next(lines, None) or (_ for _ in ()).throw(EOFError))
     talker = Endless()
-    assert Conversation(talker, None, prompt="> ").run() == 0
+    assert ChatHistory(talker, None, prompt="> ").run() == 0
     assert talker.closed == 2
     assert talker.asked[1] == ["count", "one two", "on"]
     assert capsys.readouterr().out.startswith("one two (stopped)\n")

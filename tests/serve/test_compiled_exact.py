@@ -12,9 +12,9 @@ from superstep.model.hf import open_weights
 from superstep.serve.build_engine import load_rank
 from superstep.serve.compute import compiled_exact
 from superstep.serve.compute.compiled_decoder import Compiled
-from superstep.serve.compute.flat_batch import Part, Rows
+from superstep.serve.compute.flat_batch import RequestRows, Rows
 from superstep.serve.compute.kernels.build import build
-from superstep.serve.compute.torch_forward import Forward
+from superstep.serve.compute.torch_forward import TorchForward
 from superstep.serve.config import ServeConfig
 
 SIZES = {
@@ -75,7 +75,7 @@ def logits(forward, cuts, page=0):
     """Of all tokens, computed in pieces that end at the cuts."""
     found, pages = [], tuple(range(page, page + 40))
     for begin, end in zip((0, *cuts), cuts, strict=False):
-        part = Part(first=begin, count=end - begin, pages=pages[: -(-end // 16)])
+        part = RequestRows(first=begin, count=end - begin, pages=pages[: -(-end // 16)])
         found.append(forward(Rows(tokens=tuple(TOKENS[begin:end]), parts=(part,), wanted=tuple(range(end - begin)))))
     return torch.cat(found)
 
@@ -84,7 +84,7 @@ def logits(forward, cuts, page=0):
 def test_all_bits_are_those_of_torch(name, folders, compiled):
     fast, plain = opened(folders[name], compiled), opened(folders[name])
     assert isinstance(fast, Compiled)
-    assert isinstance(plain, Forward)
+    assert isinstance(plain, TorchForward)
     whole = logits(plain, [560])
     assert torch.equal(logits(fast, [560]), whole)
     assert torch.equal(logits(fast, [1, 2, 19, 255, 256, 257, 258, 500, 511, 514, 560], page=40), whole)
@@ -108,15 +108,15 @@ def test_other_bits_leave_torch_in_its_place(which, folders, compiled, monkeypat
     """Functions that are no exponential and no root stand for a torch that has others than these."""
     both = compiled_exact.functions()
     monkeypatch.setattr(compiled_exact, "functions", lambda: (both[which], both[which], both[2]))
-    assert isinstance(opened(folders["llama"], compiled), Forward)
+    assert isinstance(opened(folders["llama"], compiled), TorchForward)
     monkeypatch.setattr(compiled_exact, "functions", lambda: None)
-    assert isinstance(opened(folders["llama"], compiled), Forward)
+    assert isinstance(opened(folders["llama"], compiled), TorchForward)
 
 
 def test_other_dtypes_are_torchs(folders, compiled):
     serve = ServeConfig(compute="fp32", exact=True, kernels=compiled)
-    assert isinstance(load_rank(folders["llama"], serve, 0, None, Device("cpu")).forward, Forward)
+    assert isinstance(load_rank(folders["llama"], serve, 0, None, Device("cpu")).forward, TorchForward)
     assert isinstance(
         load_rank(folders["llama"], replace(serve, compute="bf16", page_tokens=8), 0, None, Device("cpu")).forward,
-        Forward,
+        TorchForward,
     )

@@ -6,7 +6,7 @@ import torch
 from superstep.errors import ConfigError
 from superstep.serve.batch_generate import generate
 from superstep.serve.compute.sampler import totals_of
-from superstep.serve.engine import Engine
+from superstep.serve.engine import InferenceEngine
 from superstep.serve.scheduling.kv_pages import Pages
 from superstep.serve.scheduling.request import Info, Request, Sampling
 from superstep.serve.scheduling.step import Budget
@@ -39,7 +39,7 @@ class Counting:
 
 def engine(*, pages=40, tokens=32, requests=4, context=64, ends=(19,), matchers=lambda request: None):
     info = Info(name="counting", vocab=V, context_tokens=context, end_of_text=ends, version="v")
-    return Engine(Counting(), info, Pages(pages, 4), Budget(tokens=tokens, requests=requests), matchers)
+    return InferenceEngine(Counting(), info, Pages(pages, 4), Budget(tokens=tokens, requests=requests), matchers)
 
 
 GREEDY = Sampling(temperature=0.0, max_tokens=5)

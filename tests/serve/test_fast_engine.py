@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import model_folder
 from superstep.errors import ConfigError
-from superstep.model.peft_adapter import Adapter, LowRank, linears_of, write_adapter
+from superstep.model.peft_adapter import Adapter, LoraFactors, linears_of, write_adapter
 from superstep.plan.model.hf_config import from_hf_config
 from superstep.serve.batch_generate import generate
 from superstep.serve.build_engine import open_engine
@@ -98,7 +98,7 @@ def test_compiled_operations_leave_room_for_adapters(folder, compiled, tmp_path)
     """No linear is passed over by what is fused, and each has its own factors."""
     torch.manual_seed(1)
     parts = {
-        name: LowRank(torch.randn(2, inputs) * 0.3, torch.randn(outputs, 2) * 0.3, 3.0)
+        name: LoraFactors(torch.randn(2, inputs) * 0.3, torch.randn(outputs, 2) * 0.3, 3.0)
         for name, (outputs, inputs) in linears_of(from_hf_config(folder / "config.json")).items()
     }
     adapters = {"all": Adapter(parts=parts)} | {name: Adapter(parts={name: part}) for name, part in parts.items()}
@@ -127,7 +127,7 @@ def test_what_is_compiled_here_says_the_same_whatever_adapters_are_beside(folder
     names = ["", "low", "high"]
     for name, rank in (("low", 2), ("high", 19)):
         parts = {
-            linear: LowRank(torch.randn(rank, inputs) * 0.1, torch.randn(outputs, rank) * 0.1, 2.0)
+            linear: LoraFactors(torch.randn(rank, inputs) * 0.1, torch.randn(outputs, rank) * 0.1, 2.0)
             for linear, (outputs, inputs) in linears_of(from_hf_config(folder / "config.json")).items()
         }
         write_adapter(tmp_path / name, Adapter(parts=parts))
@@ -149,7 +149,7 @@ def test_what_is_compiled_here_says_the_same_whatever_adapters_are_beside(folder
 def test_exact_steps_in_one_call_take_no_adapter(folder, compiled, tmp_path):
     """Those that are named at the start are: torch computes then. One that comes later is refused, not passed over."""
     (name, (outputs, inputs)), *_ = linears_of(from_hf_config(folder / "config.json")).items()
-    part = LowRank(torch.randn(2, inputs), torch.randn(outputs, 2), 2.0)
+    part = LoraFactors(torch.randn(2, inputs), torch.randn(outputs, 2), 2.0)
     write_adapter(tmp_path, Adapter(parts={name: part}))
     serve = ServeConfig(compute="bf16", exact=True, kernels=compiled)
     asked = Sampling(max_tokens=4, ignore_eos=True)
@@ -174,7 +174,7 @@ def test_guesses_change_no_answer_with_an_adapter(folder, tmp_path):
     """The small model guesses without it, and both keep their keys in the same pages."""
     torch.manual_seed(2)
     parts = {
-        name: LowRank(torch.randn(2, inputs) * 0.05, torch.randn(outputs, 2) * 0.05, 2.0)
+        name: LoraFactors(torch.randn(2, inputs) * 0.05, torch.randn(outputs, 2) * 0.05, 2.0)
         for name, (outputs, inputs) in linears_of(from_hf_config(folder / "config.json")).items()
     }
     write_adapter(tmp_path, Adapter(parts=parts))

@@ -12,7 +12,7 @@ from superstep.model.decoder import Decoder, Sliding, flash
 from superstep.plan.model.shape import SHAPES
 from superstep.serve.compute.compiled_decoder import Compiled, can_compile
 from superstep.serve.compute.fast_linears import make_fast
-from superstep.serve.compute.flat_batch import Part, Rows
+from superstep.serve.compute.flat_batch import RequestRows, Rows
 from superstep.serve.compute.fused_linears import Linears
 from superstep.serve.compute.kernels.build import FLAGS, NAMES, SOURCES, build
 from superstep.serve.compute.onednn_linear import packed
@@ -91,7 +91,7 @@ def paged(built, q, k, v, chunks, *, window=None, page_tokens=16, seed=0):
     attention, out, at = TiledAttention(built.library, store, window), [[], []], 0
     for count in chunks:
         held = -(-(at + count) // page_tokens)
-        parts = [Part(first=at, count=count, pages=tuple(table[:held])) for table in tables]
+        parts = [RequestRows(first=at, count=count, pages=tuple(table[:held])) for table in tables]
         rows = slice(at, at + count)
         mixed = attention(parts)(1)(*(torch.cat((x[:1, rows], x[1:, rows]), 1) for x in (q, k, v)))
         for text, mine in zip(out, mixed[0].split(count), strict=True):
@@ -149,7 +149,7 @@ def compile_(built, model, shape, quantize=None, linears=None):
 
 
 def rows_of(tokens, first, count, page=0):
-    part = Part(first=first, count=count, pages=tuple(range(page, page - (-(first + count) // 16))))
+    part = RequestRows(first=first, count=count, pages=tuple(range(page, page - (-(first + count) // 16))))
     return Rows(tokens=tuple(tokens[first : first + count]), parts=(part,), wanted=tuple(range(count)))
 
 

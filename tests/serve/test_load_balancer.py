@@ -12,8 +12,8 @@ from superstep.errors import ConfigError
 from superstep.serve.api.backend import Away, Health
 from superstep.serve.config import ServeConfig
 from superstep.serve.engine_client import Host
-from superstep.serve.engine_messages import Leave, News, Ready, decode_order, encode
-from superstep.serve.load_balancer import Replicas
+from superstep.serve.engine_messages import EndEngine, Ready, StepOutput, decode_order, encode
+from superstep.serve.load_balancer import LoadBalancer
 from superstep.serve.scheduling.request import Counters, Info, Sampling
 
 INFO = Info(name="small", vocab=300, context_tokens=4096, version="v", end_of_text=(0,))
@@ -56,7 +56,7 @@ def test_requests_go_where_the_fewest_tokens_are_left():
         made = members(3)
         for one in made:
             one.gate = asyncio.Event()
-        replicas = Replicas(made)
+        replicas = LoadBalancer(made)
         sizes = [300, 40, 40, 10, 10, 10, 10]
         waiting = []
         for number, size in enumerate(sizes):
@@ -75,7 +75,7 @@ def test_requests_go_where_the_fewest_tokens_are_left():
 def test_a_prompt_goes_where_its_beginning_was_unless_too_much_waits_there():
     async def run():
         made = members()
-        replicas = Replicas(made)
+        replicas = LoadBalancer(made)
         talk = list(range(1, 200))
         await answered(replicas, [9] * 100)  # the first replica
         first = taken(made)
@@ -106,7 +106,7 @@ def test_one_that_is_lost_takes_its_own_streams_along_and_no_other():
     async def run():
         made = members()
         made[0].fails_after = 2
-        replicas = Replicas(made)
+        replicas = LoadBalancer(made)
         lost, kept = await asyncio.gather(
             answered(replicas, [1] * 9), answered(replicas, [2] * 9), return_exceptions=True
         )
@@ -129,7 +129,7 @@ def test_one_that_is_lost_takes_its_own_streams_along_and_no_other():
 def test_whose_weights_are_others_is_seen():
     """A folder that was written over is read anew by the ranks that are started again, and by no others."""
     made = members()
-    replicas = Replicas(made)
+    replicas = LoadBalancer(made)
     assert replicas.health().state == "ready"
     made[1].info = Info(name="small", vocab=300, context_tokens=4096, version="w", end_of_text=(0,))
     assert replicas.health() == Health(is_ready=True, state="ready, weights ['v', 'w']")
@@ -137,7 +137,7 @@ def test_whose_weights_are_others_is_seen():
 
 def test_who_leaves_early_is_counted_off():
     async def run():
-        replicas = Replicas(members())
+        replicas = LoadBalancer(members())
         stream = replicas.stream((1,) * 50, Sampling(max_tokens=100))
         async for _ in stream:
             break
@@ -172,7 +172,7 @@ def test_a_host_that_is_told_to_end_while_it_starts_ends(tmp_path, monkeypatch):
     leaving.set()
     closing.join(9)
     assert not closing.is_alive()
-    assert orders == [Leave()]
+    assert orders == [EndEngine()]
     opening.join(5)
 
 
@@ -188,7 +188,7 @@ def test_an_engine_that_has_requests_and_makes_no_step_is_not_ready(tmp_path, mo
         asked = asyncio.ensure_future(host.hear((1,), Sampling(), lambda news: False))
         await asyncio.sleep(0)
         now_s[0] += 50
-        host._hear(News((), Counters()))
+        host._hear(StepOutput((), Counters()))
         now_s[0] += 50
         assert host.health().is_ready
         now_s[0] += 50
@@ -204,10 +204,10 @@ def test_none_stays_open_where_one_cannot_be_opened():
     made = members()
     made[1].fails = ConfigError("no.")
     with pytest.raises(ConfigError, match=r"no\."):
-        Replicas(made).open()
+        LoadBalancer(made).open()
     assert not made[0].is_open
     made[1].fails = None
-    replicas = Replicas(made)
+    replicas = LoadBalancer(made)
     assert replicas.open() == INFO
     assert replicas.adapters == []
     replicas.close()

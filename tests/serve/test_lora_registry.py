@@ -219,7 +219,7 @@ def row_of_the_neighbour():
 
     def runs_of(parts):
         shifted = [(run.slot, max(0, run.rows.start - 2), run.rows.stop - 2) for run in inner(parts)]
-        return tuple(computing.Run(slot, slice(start, stop)) for slot, start, stop in shifted if stop > start)
+        return tuple(computing.AdapterRows(slot, slice(start, stop)) for slot, start, stop in shifted if stop > start)
 
     return mock.patch.object(computing, "runs_of", runs_of)
 

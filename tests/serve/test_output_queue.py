@@ -10,9 +10,18 @@ import pytest
 from superstep.errors import ConfigError
 from superstep.serve.config import ServeConfig
 from superstep.serve.engine_client import Host
-from superstep.serve.engine_messages import Abort, Ask, Leave, News, Ready, Refused, decode_order, encode
+from superstep.serve.engine_messages import (
+    AbortRequests,
+    AddRequest,
+    EndEngine,
+    Ready,
+    RequestRefused,
+    StepOutput,
+    decode_order,
+    encode,
+)
 from superstep.serve.output_queue import Ear, Mailbox
-from superstep.serve.scheduling.request import Counters, Info, Progress, Sampling, Told
+from superstep.serve.scheduling.request import Counters, Info, RequestUpdate, Sampling, TokenOutput
 
 INFO = Info(name="small", vocab=300, context_tokens=4096, version="v", end_of_text=(0,))
 STEPS, REQUESTS = 20, 8
@@ -27,20 +36,23 @@ def ranks(taken_back):
             asked = []
             while True:
                 match decode_order(pipe.recv_bytes()):
-                    case Ask(request) if len(request.prompt) > 1:
-                        pipe.send_bytes(encode(Refused(request.id, "prompt is too long.")))
-                    case Ask(request):
+                    case AddRequest(request) if len(request.prompt) > 1:
+                        pipe.send_bytes(encode(RequestRefused(request.id, "prompt is too long.")))
+                    case AddRequest(request):
                         asked.append(request.id)
-                    case Abort(requests):
+                    case AbortRequests(requests):
                         taken_back.extend(requests)
-                    case Leave():
+                    case EndEngine():
                         return
                 if len(asked) < REQUESTS:
                     continue
                 for step in range(STEPS):
                     finish = "length" if step == STEPS - 1 else None
-                    told = [Progress(request=n, tokens=(Told(token=step, logprob=0.0),), finish=finish) for n in asked]
-                    pipe.send_bytes(encode(News(tuple(told), Counters())))
+                    told = [
+                        RequestUpdate(request=n, tokens=(TokenOutput(token=step, logprob=0.0),), finish=finish)
+                        for n in asked
+                    ]
+                    pipe.send_bytes(encode(StepOutput(tuple(told), Counters())))
                     time.sleep(0.002)
                 asked = []
 
@@ -139,8 +151,8 @@ def test_an_ear_that_fails_says_so_and_hears_no_more():
 
         ear, box = Ear(fails), Mailbox()
         for mail in (ear, box):
-            mail.put(Progress(request=1))
-            mail.put(Progress(request=1, finish="stop"))
+            mail.put(RequestUpdate(request=1))
+            mail.put(RequestUpdate(request=1, finish="stop"))
         with pytest.raises(ValueError, match="a bug"):
             await ear.end
         assert not ear.is_over

@@ -22,7 +22,7 @@ from superstep.serve.batch_generate import generate
 from superstep.serve.compute.kv_cache import KeyStore
 from superstep.serve.config import ServeConfig
 from superstep.serve.drafting.speculate import Speculation
-from superstep.serve.engine import Engine
+from superstep.serve.engine import InferenceEngine
 from superstep.serve.scheduling import request_state as live
 from superstep.serve.scheduling.kv_pages import Pages
 from superstep.serve.scheduling.request import Sampling
@@ -115,7 +115,7 @@ def _one_block():
 
 def _wrong_guess_stands():
     """A guess is taken though another token was drawn."""
-    inner, draw = Engine._drawn_of, Engine._drawn
+    inner, draw = InferenceEngine._drawn_of, InferenceEngine._drawn
 
     def drawn_of(self, live, rows):
         guesses = [*live.guessed, None]
@@ -127,7 +127,7 @@ def _wrong_guess_stands():
         with mock.patch.object(self, "_drawn", taken):
             return inner(self, live, rows)
 
-    return mock.patch.object(Engine, "_drawn_of", drawn_of)
+    return mock.patch.object(InferenceEngine, "_drawn_of", drawn_of)
 
 
 @contextmanager

@@ -20,7 +20,16 @@ from superstep.serve.api.admin_backend import Admin, Several
 from superstep.serve.api.app import make_app
 from superstep.serve.api.backend import Away
 from superstep.serve.config import ServeConfig
-from superstep.serve.engine_messages import Change, LoadAdapter, Pause, Resume, Sleep, Standing, UnloadAdapter, Wake
+from superstep.serve.engine_messages import (
+    ChangeWeights,
+    EngineStatus,
+    LoadAdapter,
+    Pause,
+    Resume,
+    Sleep,
+    UnloadAdapter,
+    Wake,
+)
 from superstep.serve.load_balancer import replicas_of
 from superstep.serve.scheduling.request import AdapterInfo
 from superstep.serve.text_backend import load_words
@@ -31,7 +40,7 @@ class Steady:
     """An engine of which only the standing is real. Knows how to go back, and fails where a test says so."""
 
     def __init__(self):
-        self.standing = Standing(version="/old", path="/old")
+        self.standing = EngineStatus(version="/old", path="/old")
         self.is_there = True
         self.fails = None
         self.fails_back = None
@@ -46,12 +55,21 @@ class Steady:
         fails = self.fails_back if isinstance(deed, tuple) else self.fails
         if fails is not None:
             raise fails
-        if isinstance(deed, Change):
-            self.standing = Standing(version=deed.path, path=deed.path)
+        if isinstance(deed, ChangeWeights):
+            self.standing = EngineStatus(version=deed.path, path=deed.path)
         return self.standing
 
 
-EVERY = [Change("/new"), Pause(), Resume(), Sleep(), Wake(), Wake("/new"), LoadAdapter("a", "/a"), UnloadAdapter("a")]
+EVERY = [
+    ChangeWeights("/new"),
+    Pause(),
+    Resume(),
+    Sleep(),
+    Wake(),
+    Wake("/new"),
+    LoadAdapter("a", "/a"),
+    UnloadAdapter("a"),
+]
 
 
 @pytest.mark.parametrize("deed", EVERY, ids=lambda deed: type(deed).__name__)
@@ -66,9 +84,9 @@ def test_where_one_fails_the_others_go_back_and_it_is_named(deed):
 def test_all_are_told_and_the_first_that_does_not_serve_is_shown():
     engines = [Steady(), Steady(), Steady()]
     several = Several(engines)
-    assert asyncio.run(several.do(Change("/new"))).version == "/new"
-    assert [one.deeds for one in engines] == [[Change("/new")]] * 3
-    engines[2].standing = Standing(state="paused", version="/new")
+    assert asyncio.run(several.do(ChangeWeights("/new"))).version == "/new"
+    assert [one.deeds for one in engines] == [[ChangeWeights("/new")]] * 3
+    engines[2].standing = EngineStatus(state="paused", version="/new")
     assert several.standing.state == "paused"
 
 
@@ -94,7 +112,7 @@ def test_one_that_cannot_go_back_is_told_of():
     engines[0].fails_back = StateError("'/old' is gone.")
     engines[1].fails = Away("the engine was lost on the way. Ask again.")
     with pytest.raises(Away, match=r"\(replica 1 of 2; replica 0 could not go back: '/old' is gone\.\)$"):
-        asyncio.run(Several(engines).do(Change("/new")))
+        asyncio.run(Several(engines).do(ChangeWeights("/new")))
 
 
 def test_what_takes_memory_waits_for_what_is_undone_and_a_pause_does_not():
@@ -103,19 +121,22 @@ def test_what_takes_memory_waits_for_what_is_undone_and_a_pause_does_not():
         engines[1].fails = StateError("no.")
         several = Several(engines)
         await asyncio.gather(
-            several.do(Change("/a")), several.do(Change("/b")), several.do(Pause()), return_exceptions=True
+            several.do(ChangeWeights("/a")),
+            several.do(ChangeWeights("/b")),
+            several.do(Pause()),
+            return_exceptions=True,
         )
         return [deed for deed in engines[0].deeds if deed != ("back", Pause())]
 
-    a, b, pause = Change("/a"), Change("/b"), Pause()
+    a, b, pause = ChangeWeights("/a"), ChangeWeights("/b"), Pause()
     assert asyncio.run(run()) == [a, pause, ("back", a), b, ("back", b)]
 
 
 def test_together_they_have_what_each_of_them_has():
     engines = [Steady(), Steady()]
     tone, other = AdapterInfo(name="tone", version="v1"), AdapterInfo(name="other", version="v2")
-    engines[0].standing = Standing(version="v", adapters=(tone, other))
-    engines[1].standing = Standing(version="v", adapters=(AdapterInfo(name="other", version="v3"), tone))
+    engines[0].standing = EngineStatus(version="v", adapters=(tone, other))
+    engines[1].standing = EngineStatus(version="v", adapters=(AdapterInfo(name="other", version="v3"), tone))
     assert Several(engines).standing.adapters == (tone,)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from superstep.serve.compute.sampler import (
-    Seen,
+    SamplingContext,
     changed,
     draw,
     draw_plain,
@@ -20,7 +20,7 @@ from superstep.serve.scheduling.request import Sampling
 
 V = 50
 LOGITS = torch.randn(V, generator=torch.Generator().manual_seed(0)) * 2
-NOTHING = Seen((), ())
+NOTHING = SamplingContext((), ())
 DRAWS = 2_000
 
 
@@ -110,7 +110,7 @@ def test_the_likeliest_token_is_certain():
 
 
 def test_penalties_and_biases_are_those_of_openai_and_keskar():
-    seen = Seen((1, 2), (2, 2, 3))
+    seen = SamplingContext((1, 2), (2, 2, 3))
     sampling = Sampling(presence_penalty=0.5, frequency_penalty=0.25, repetition_penalty=1.5, logit_bias=((9, 4.0),))
     scores = changed(LOGITS, sampling, seen)
     wanted = LOGITS.clone()
@@ -125,7 +125,7 @@ def test_penalties_and_biases_are_those_of_openai_and_keskar():
 def test_what_the_form_does_not_allow_is_never_drawn():
     allowed = torch.zeros(V, dtype=torch.bool)
     allowed[[7, 8]] = True
-    seen = Seen((), (), allowed)
+    seen = SamplingContext((), (), allowed)
     assert {drawn(Sampling(temperature=5.0), seen=seen, position=k).token for k in range(40)} == {7, 8}
     assert drawn(Sampling(temperature=0.0), seen=seen).token == (7 if LOGITS[7] > LOGITS[8] else 8)
 
@@ -151,6 +151,6 @@ def test_rows_that_are_drawn_together_are_drawn_as_if_alone(monkeypatch):
         (totals,) = totals_read(row[None])
         noise = gumbel(sampling.seed, position, torch.arange(301))
         assert each.token == int(((row / sampling.temperature).double() + noise).argmax())
-        assert draw(row, totals, sampling, Seen((), ()), position, drawn=each) == draw(
-            row, totals, sampling, Seen((), ()), position
+        assert draw(row, totals, sampling, SamplingContext((), ()), position, drawn=each) == draw(
+            row, totals, sampling, SamplingContext((), ()), position
         )

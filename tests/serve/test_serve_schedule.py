@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from superstep.serve.scheduling.kv_pages import Pages, page_keys
 from superstep.serve.scheduling.scheduler import schedule
-from superstep.serve.scheduling.step import Budget, Chunk, InvalidStep, Step, check
+from superstep.serve.scheduling.step import Budget, InvalidStep, PositionRange, ScheduledStep, check
 
 SIZE = 4
 
@@ -171,11 +171,11 @@ LIVE = {
     1: Asked(1, [2] * 6, 4),
     2: Asked(2, [1] * 9, 4, computed=4, pages=(0,)),
 }
-GOOD = Step(
+GOOD = ScheduledStep(
     chunks=(
-        Chunk(request=0, first=9, count=1, pages=(0, 1, 2)),
-        Chunk(request=1, first=0, count=6, pages=(3, 4)),
-        Chunk(request=2, first=4, count=5, pages=(0, 5, 6)),
+        PositionRange(request=0, first=9, count=1, pages=(0, 1, 2)),
+        PositionRange(request=1, first=0, count=6, pages=(3, 4)),
+        PositionRange(request=2, first=4, count=5, pages=(0, 5, 6)),
     ),
     version="v",
 )

@@ -7,20 +7,20 @@ import pytest
 from test_engine import Counting, V
 
 from superstep.cli.main import main
-from superstep.cost.serve import Way, served_model
+from superstep.cost.serve import ComputeMode, served_model
 from superstep.errors import StateError
 from superstep.hardware.serving_rate import ServingRate
 from superstep.plan.config import ModelConfig
 from superstep.plan.model.lookup import shape_of
-from superstep.serve.capacity_forecast import Server, crowds, firsts, rooms
-from superstep.serve.engine import Engine
+from superstep.serve.capacity_forecast import ServerSetup, crowds, firsts, rooms
+from superstep.serve.engine import InferenceEngine
 from superstep.serve.scheduling.kv_pages import Pages
 from superstep.serve.scheduling.request import Info, Request, Sampling
 from superstep.serve.scheduling.simulate import Arrival, simulate
 from superstep.serve.scheduling.step import Budget
-from superstep.serve.scheduling.step_log import LogFile, Recorder, Setting, read_log, samples, work_of
+from superstep.serve.scheduling.step_log import LogFile, Setting, StepRecorder, read_log, samples, work_of
 
-WAY = Way(name="fp32", tp=1, block_keys=8, is_paged=True)
+WAY = ComputeMode(name="fp32", tp=1, block_keys=8, is_paged=True)
 MODEL = served_model(shape_of(ModelConfig(name="tiny")), tp=1, number_bytes=4)
 
 
@@ -30,7 +30,7 @@ def setting(pages, budget):
 
 def engine(pages, budget, watch):
     info = Info(name="counting", vocab=V, context_tokens=64, end_of_text=(), version="v")
-    return Engine(Counting(), info, Pages(pages, 4), budget, watch=watch)
+    return InferenceEngine(Counting(), info, Pages(pages, 4), budget, watch=watch)
 
 
 ARRIVALS = [
@@ -55,7 +55,7 @@ def requests():
 def test_the_simulator_makes_the_engines_own_steps(pages):
     budget = Budget(tokens=24, requests=6)
     entries = []
-    real = engine(pages, budget, Recorder(entries.append))
+    real = engine(pages, budget, StepRecorder(entries.append))
     for request in requests():
         real.add(request)
     while not real.is_idle:
@@ -91,7 +91,7 @@ def test_a_log_is_read_as_it_was_written_and_a_broken_step_is_found(tmp_path, ca
     path = tmp_path / "steps.jsonl"
     entries = []
     file = LogFile(path, setting(24, budget))
-    recorder = Recorder(entries.append)
+    recorder = StepRecorder(entries.append)
 
     class Both:
         def start(self):
@@ -146,7 +146,7 @@ def test_what_is_foreseen_of_a_server():
         beside_bytes=0.0,
         spread=0.0,
     )
-    server = Server(
+    server = ServerSetup(
         model=MODEL, rate=rate, pages=32, page_tokens=16, budget=Budget(tokens=64, requests=8), context_tokens=256
     )
     assert [(room.context_tokens, room.streams) for room in rooms(server)] == [(256, 2)]

@@ -18,7 +18,7 @@ import torch
 
 import model_folder
 from ranks import ranks_below
-from superstep.model.peft_adapter import Adapter, LowRank, linears_of, write_adapter
+from superstep.model.peft_adapter import Adapter, LoraFactors, linears_of, write_adapter
 from superstep.plan.model.hf_config import from_hf_config
 
 pytestmark = pytest.mark.multiproc
@@ -83,7 +83,7 @@ def server(tmp_path_factory):
     linears = linears_of(from_hf_config(folder / "config.json"))
     torch.manual_seed(0)
     for name in ("calm", "terse"):
-        parts = {n: LowRank(torch.randn(2, i) * 0.2, torch.randn(o, 2) * 0.2, 2.0) for n, (o, i) in linears.items()}
+        parts = {n: LoraFactors(torch.randn(2, i) * 0.2, torch.randn(o, 2) * 0.2, 2.0) for n, (o, i) in linears.items()}
         write_adapter(adapters / name, Adapter(parts=parts))
     flags = ["--numerics.exact", "true", "--numerics.compute", "fp32", "--serve.context-tokens", "128"]
     flags += ["--serve.adapters", str(adapters)]

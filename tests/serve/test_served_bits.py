@@ -18,7 +18,7 @@ from superstep.serve.compute.model_runner import follow
 from superstep.serve.config import ServeConfig
 from superstep.serve.drafting.speculate import Speculation
 from superstep.train.proof.prove_exact import write_bits
-from superstep.train.proof.prove_serving import Known, answers, batch_of, compare, told_of, trained_losses, ways
+from superstep.train.proof.prove_serving import KnownTexts, answers, batch_of, compare, told_of, trained_losses, ways
 
 pytestmark = pytest.mark.multiproc
 
@@ -90,7 +90,7 @@ def _serve(rank, world, folder, compute, names, texts, small=""):
         def opened(serve=serve, way=way):
             engines.append(open_engine(Path(folder), serve, tp=tp))
             if way.guesses == "known" and not small:
-                engines[-1].speculation = Speculation(Known(texts), serve.draft_tokens)
+                engines[-1].speculation = Speculation(KnownTexts(texts), serve.draft_tokens)
             return engines[-1]
 
         if texts is None:

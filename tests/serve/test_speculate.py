@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from paged_toy import SIZE, PagedToy, V
 from superstep.serve.batch_generate import generate
 from superstep.serve.compute.draft_model import SmallModel
-from superstep.serve.compute.flat_batch import Part
+from superstep.serve.compute.flat_batch import RequestRows
 from superstep.serve.compute.kv_cache import together
 from superstep.serve.drafting.ngram_drafter import LONGEST, SHORTEST, TRIED, Lookup
 from superstep.serve.drafting.speculate import MOST_MISSES, FromText, Pace, Speculation
-from superstep.serve.engine import Engine
+from superstep.serve.engine import InferenceEngine
 from superstep.serve.scheduling.kv_pages import Pages
 from superstep.serve.scheduling.request import Info, Request, Sampling
 from superstep.serve.scheduling.step import Budget
@@ -77,7 +77,7 @@ class Parity:
 
 def engine(guesser=None, *, pages=100, tokens=64, requests=6, most=4, ends=(19,), **other):
     info = Info(name="toy", vocab=V, context_tokens=CONTEXT, end_of_text=ends, version="v")
-    made = Engine(
+    made = InferenceEngine(
         PagedToy(pages, **other),
         info,
         Pages(pages, SIZE),
@@ -195,7 +195,8 @@ def test_several_tokens_come_as_one_piece_of_news_and_none_after_the_last():
 
 def test_rows_of_guesses_are_computed_side_by_side():
     parts = [
-        Part(first=4 + n, count=count, pages=(2 * n, 2 * n + 1, 90)) for n, count in enumerate((3, 1, 3, 17, 3, 1))
+        RequestRows(first=4 + n, count=count, pages=(2 * n, 2 * n + 1, 90))
+        for n, count in enumerate((3, 1, 3, 17, 3, 1))
     ]
     groups = together(parts, 8, 16, torch.device("cpu"))
     assert sorted(group.rows.shape for group in groups) == [(1, 17), (2, 1), (3, 3)]

@@ -11,7 +11,7 @@ from spellings import byte_level
 from superstep.serve.batch_generate import generate
 from superstep.serve.compute.draft_model import SmallModel
 from superstep.serve.drafting.speculate import FromText, Speculation
-from superstep.serve.engine import Engine
+from superstep.serve.engine import InferenceEngine
 from superstep.serve.scheduling.kv_pages import Pages
 from superstep.serve.scheduling.request import Constraint, Info, Sampling
 from superstep.serve.scheduling.step import Budget
@@ -30,7 +30,9 @@ def answered(schemas, guesser):
     matchers = make_matchers(Grammars(tokenizer, vocab=vocab), vocab)
     info = Info(name="toy", vocab=vocab, context_tokens=CONTEXT, end_of_text=(end,), version="v")
     budget = Budget(tokens=256, requests=24)
-    engine = Engine(PagedToy(PAGES, vocab=vocab), info, Pages(PAGES, SIZE), budget, matchers, Speculation(guesser, 4))
+    engine = InferenceEngine(
+        PagedToy(PAGES, vocab=vocab), info, Pages(PAGES, SIZE), budget, matchers, Speculation(guesser, 4)
+    )
     asked = [
         Sampling(
             max_tokens=150,

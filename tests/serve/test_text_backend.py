@@ -8,7 +8,7 @@ import torch
 from schemas import obj
 from spellings import byte_level
 from superstep.errors import ConfigError
-from superstep.serve.api.text_protocol import Said, ToolUse, Words
+from superstep.serve.api.text_protocol import Said, TextProtocol, ToolUse
 from superstep.serve.drafting.grammar_protocol import Matchers
 from superstep.serve.scheduling.request import Constraint, Request, Sampling
 from superstep.serve.text.chat_template import DEFAULT, DEFAULT_STOPS, ChatTemplate
@@ -31,7 +31,7 @@ def made():
 
 
 def test_a_model_without_a_template_chats_in_plain_words(made):
-    words: Words = made[0][0]
+    words: TextProtocol = made[0][0]
     prompt = words.chat([{"role": "user", "content": "the cat"}], [])
     assert words.decode(prompt) == "User: the cat\n\nAssistant:"
     assert words.chat_stops == DEFAULT_STOPS
@@ -67,7 +67,7 @@ def test_no_token_is_longer_than_the_longest(made):
 
 
 def test_calls_are_asked_for_and_read_back(made):
-    words: Words = made[0][1]
+    words: TextProtocol = made[0][1]
     tokenizer = made[2]
     constraint = words.tool_constraint(USE)
     words.check_constraint(constraint)

@@ -5,9 +5,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from spellings import FAMILIES, byte_level, llama, undecoded
-from superstep.serve.text.detokenize import Detokenizer, Words
+from superstep.serve.text.detokenize import Detokenizer, TokenTexts
 
-WORDS = {name: Words(make()) for name, make in FAMILIES.items()}
+WORDS = {name: TokenTexts(make()) for name, make in FAMILIES.items()}
 STREAMING = sorted(set(FAMILIES) - {"word_piece"})
 
 drawn = st.data()

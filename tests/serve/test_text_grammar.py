@@ -13,7 +13,7 @@ from spellings import FAMILIES, byte_level, llama
 from superstep.errors import ConfigError
 from superstep.serve.scheduling.request import Constraint
 from superstep.serve.text import grammar
-from superstep.serve.text.detokenize import Words
+from superstep.serve.text.detokenize import TokenTexts
 from superstep.serve.text.grammar import Grammars
 
 
@@ -51,7 +51,7 @@ def test_masks_allow_exactly_the_legal_tokens(family):
     tokenizer = FAMILIES[family]()
     language = [first + second for first in ("the", "b", "to", "") for second in ("{}", "{", "12", "123")]
     matcher = grammars(family).matcher(Constraint(kind="regex", text="(the|b|to|)(\\{\\}|\\{|12|123)"))
-    words = Words(tokenizer)
+    words = TokenTexts(tokenizer)
     spelled = [words.bytes_of(k).decode(errors="replace") for k in range(tokenizer.vocab)]
     source = random.Random(3)
     for _ in range(20):

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from spellings import FAMILIES, byte_level
 from superstep.errors import ConfigError
-from superstep.serve.text.answer_reader import Reader
-from superstep.serve.text.detokenize import Words
+from superstep.serve.text.answer_reader import AnswerReader
+from superstep.serve.text.detokenize import TokenTexts
 from superstep.serve.text.stop_strings import StopFinder, check_stops
 
 letters = st.text(alphabet="ab", max_size=24)
@@ -81,10 +81,10 @@ def test_stop_texts_that_cannot_be_looked_for_are_refused():
 @given(data=st.data())
 def test_a_reader_gives_out_the_text_up_to_the_first_stop(family, data):
     tokenizer = FAMILIES[family]()
-    words = Words(tokenizer)
+    words = TokenTexts(tokenizer)
     tokens = data.draw(st.lists(st.integers(0, tokenizer.vocab - 1), max_size=30))
     stops = data.draw(st.lists(st.text(alphabet="the one<0123\ufffd ", min_size=1, max_size=3), max_size=3))
-    reader = Reader(words, stops)
+    reader = AnswerReader(words, stops)
     news = []
     for token in tokens:
         news.append(reader.push(token))
@@ -98,7 +98,7 @@ def test_a_reader_gives_out_the_text_up_to_the_first_stop(family, data):
 
 def test_a_stop_text_is_found_across_tokens_of_cut_characters():
     tokenizer = byte_level()
-    reader = Reader(Words(tokenizer), ["日本"])
+    reader = AnswerReader(TokenTexts(tokenizer), ["日本"])
     text = ""
     for token in tokenizer.encode("the 日日本 cat"):
         text += reader.push(token).text

@@ -13,11 +13,11 @@ from legal import allowed, draw
 from schemas import obj, valid
 from spellings import FAMILIES
 from superstep.errors import ConfigError
-from superstep.serve.text.answer_reader import Reader
-from superstep.serve.text.detokenize import Words
+from superstep.serve.text.answer_reader import AnswerReader
+from superstep.serve.text.detokenize import TokenTexts
 from superstep.serve.text.grammar import Grammars
 from superstep.serve.text.partial_json import JsonScan
-from superstep.serve.text.tool_call_parser import Call, CallParser, form_of, read_calls
+from superstep.serve.text.tool_call_parser import CallParser, ToolCall, form_of, read_calls
 from superstep.serve.text.tool_choice import check_tools, tool_constraint
 
 NAMES = ("add", "now")
@@ -125,7 +125,7 @@ def test_no_text_is_lost(form, text):
         assert kept == text
 
 
-CALL = Call("add", '{"a": 1}')
+CALL = ToolCall("add", '{"a": 1}')
 BODY = '{"name": "add", "arguments": {"a": 1}}'
 LLAMA = '{"name": "add", "parameters": {"a": 1}}'
 
@@ -141,7 +141,7 @@ LLAMA = '{"name": "add", "parameters": {"a": 1}}'
         ("hermes", f"<tool_call>{{bad</tool_call><tool_call>{BODY}</tool_call>", "<tool_call>{bad</tool_call>", [CALL]),
         ("hermes", f"Use <tool_call> so: <tool_call>{BODY}</tool_call>", "Use <tool_call> so: ", [CALL]),
         ("hermes", '<tool_call>{"name": "rm", "arguments": {}}</tool_call>', None, []),
-        ("hermes", '<tool_call>{"name": "now"}</tool_call>', "", [Call("now", "{}")]),
+        ("hermes", '<tool_call>{"name": "now"}</tool_call>', "", [ToolCall("now", "{}")]),
         ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1e999}}</tool_call>', None, []),
         ("hermes", "<tool_call>" + "[" * 99, None, []),
         ("hermes", '<tool_call>{"name": "add", "arguments": ' + '{"a":' * 80 + "1" + "}" * 81, None, []),
@@ -223,7 +223,7 @@ SCHEMAS = {one["function"]["name"]: one["function"]["parameters"] or {"type": "o
 @pytest.mark.parametrize("family", ["byte_level", "llama"])
 def test_answers_that_must_call_do_and_as_the_tools_say(form, family):
     tokenizer = FAMILIES[family]()
-    words = Words(tokenizer)
+    words = TokenTexts(tokenizer)
     grammars = Grammars(tokenizer)
     source = random.Random(5)
     named = {"type": "function", "function": {"name": "tree"}}
@@ -232,7 +232,7 @@ def test_answers_that_must_call_do_and_as_the_tools_say(form, family):
         for _ in range(4):
             matcher = grammars.matcher(constraint)
             assert tokenizer.end_of_text not in allowed(matcher)
-            reader = Reader(words)
+            reader = AnswerReader(words)
             tokens = draw(matcher, tokenizer, source, soon=20)
             text = "".join(news.text for news in [*map(reader.push, tokens), reader.end()])
             kept, calls = parse(form, [text], names=SCHEMAS)

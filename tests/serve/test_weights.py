@@ -23,16 +23,16 @@ from superstep.plan.config import ModelConfig
 from superstep.plan.model.lookup import shape_of
 from superstep.serve import weights as weights_module
 from superstep.serve.batch_generate import generate
-from superstep.serve.build_engine import Known, load_rank, open_both, open_engine
+from superstep.serve.build_engine import KnownModel, load_rank, open_both, open_engine
 from superstep.serve.compute import model_runner
 from superstep.serve.compute.compiled_decoder import Compiled
-from superstep.serve.compute.flat_batch import Part, Rows, to_numbers
+from superstep.serve.compute.flat_batch import RequestRows, Rows, to_numbers
 from superstep.serve.compute.fused_linears import Linears
 from superstep.serve.compute.kv_cache import KeyStore
 from superstep.serve.compute.model_runner import follow
-from superstep.serve.compute.weight_update import Memory
+from superstep.serve.compute.weight_update import RankMemory
 from superstep.serve.config import ServeConfig
-from superstep.serve.engine_messages import Change, Pause, Resume, Sleep, Wake
+from superstep.serve.engine_messages import ChangeWeights, Pause, Resume, Sleep, Wake
 from superstep.serve.scheduling.kv_pages import root_key
 from superstep.serve.scheduling.request import Request, Sampling
 from superstep.serve.scheduling.request_state import LiveRequest
@@ -77,7 +77,7 @@ def published(folder, tmp_path_factory):
 @pytest.fixture(scope="module")
 def said(folder, published):
     """What each version says of a text, from an engine that never knew another."""
-    engines = {one.version: open_engine(folder, EXACT, known=Known(weights=one.path)) for one in published}
+    engines = {one.version: open_engine(folder, EXACT, known=KnownModel(weights=one.path)) for one in published}
     asked = Sampling(max_tokens=1, prompt_logprobs=True)
 
     def logprobs(version, text):
@@ -127,7 +127,7 @@ class Load:
     def run(self, changes, *, requests="recompute", published):
         """Some changes of weights, requests under way all the time; then all are answered."""
         for number in range(changes):
-            self.steward.ask(number, Change(str(published[number % len(published)].path), requests))
+            self.steward.ask(number, ChangeWeights(str(published[number % len(published)].path), requests))
             while len(self.done) <= number:
                 while self.live < 6:
                     self.add()
@@ -280,7 +280,7 @@ def test_after_a_change_an_engine_is_as_one_that_was_opened_with_those_weights(p
     folder, other = pair
     ways = FAST[kind] | ({"kernels": compiled} if "kernels" in FAST[kind] else {})
     serve = ServeConfig(context_tokens=64, **ways)
-    fresh = first_words(open_engine(folder, serve, known=Known(weights=other.path)))
+    fresh = first_words(open_engine(folder, serve, known=KnownModel(weights=other.path)))
     engine, steward = open_both(folder, serve)
     before = first_words(engine)
     assert before != fresh
@@ -318,7 +318,7 @@ def test_products_of_old_weights_would_be_seen(pair, plant, monkeypatch):
     serve = ServeConfig(context_tokens=64)
     engine, steward = open_both(folder, serve)
     steward.swap(other.path)
-    assert first_words(engine) != first_words(open_engine(folder, serve, known=Known(weights=other.path)))
+    assert first_words(engine) != first_words(open_engine(folder, serve, known=KnownModel(weights=other.path)))
 
 
 def test_a_step_that_meets_other_weights_is_a_fault(folder, published):
@@ -334,7 +334,7 @@ def test_a_step_that_meets_other_weights_is_a_fault(folder, published):
 def test_a_rank_that_switched_alone_stops_before_it_computes(folder, published, monkeypatch):
     """Rank 1 as it follows, told of two steps for the same weights, and switching by itself between them."""
     mine = load_rank(folder, EXACT, 0, None, Device("cpu"))
-    rows = to_numbers(Rows(tokens=(1, 2), parts=(Part(first=0, count=2, pages=(0,)),), wanted=(1,)))
+    rows = to_numbers(Rows(tokens=(1, 2), parts=(RequestRows(first=0, count=2, pages=(0,)),), wanted=(1,)))
     told = iter([[0, *rows], [0, *rows], []])
     computed = []
 
@@ -499,7 +499,7 @@ def test_sleep_takes_no_answer_away(folder, published, who):
     engine.add(request)
     tokens = [told.token for _ in range(5) for news in engine.step() for told in news.tokens]
     run(steward, engine, [Sleep()])
-    said = run(steward, engine, [Pause(), Sleep(), Resume(), Change(str(published[0].path)), Wake("nowhere")])
+    said = run(steward, engine, [Pause(), Sleep(), Resume(), ChangeWeights(str(published[0].path)), Wake("nowhere")])
     assert (said[0].standing.state, said[0].why) == ("asleep", "")
     assert "asleep already" in said[1].why
     assert "wake it first" in said[2].why
@@ -539,9 +539,9 @@ def test_a_small_models_keys_go_to_sleep_and_are_computed_again(folder, keeps_we
 
 def test_a_change_that_waits_for_what_is_held_is_refused(folder, published):
     engine, steward = open_both(folder, EXACT)
-    said = run(steward, engine, [Pause("keep"), Change(str(published[0].path), "wait")])
+    said = run(steward, engine, [Pause("keep"), ChangeWeights(str(published[0].path), "wait")])
     assert "requests = 'wait' while the engine is paused" in said[1].why
-    said = run(steward, engine, [Change(str(published[0].path)), Resume()])
+    said = run(steward, engine, [ChangeWeights(str(published[0].path)), Resume()])
     assert said[0].standing.version == published[0].version
 
 
@@ -583,7 +583,7 @@ def test_what_an_engine_was_opened_with_is_held_until_it_is_changed(tmp_path):
     own, shape = tensors_of(1)
     first = publish(tmp_path / "root", own, keep=1).path
     save_weights(tmp_path / "model", own, shape)
-    _, steward = open_both(tmp_path / "model", EXACT, known=Known(weights=first))
+    _, steward = open_both(tmp_path / "model", EXACT, known=KnownModel(weights=first))
     second = publish(tmp_path / "root", tensors_of(2)[0], keep=1).path
     assert first.exists()
     steward.swap(second)
@@ -617,7 +617,7 @@ def test_memory_is_read_beside_and_not_in_place(folder, published):
     engine, steward = open_both(folder, EXACT)
     before = first_words(engine)
     memory = steward._model.party.memory
-    assert isinstance(memory, Memory)
+    assert isinstance(memory, RankMemory)
     memory.read(open_weights(published[1].path))
     assert first_words(engine) == before
     assert Path(steward.standing.path) == folder

@@ -16,7 +16,7 @@ from superstep.errors import StateError
 from superstep.state.checkpoint import load, save
 from superstep.state.checkpoint_dirs import checkpoint_at
 from superstep.state.manifest import Position
-from superstep.state.tensor_piece import STATE, Piece, runs
+from superstep.state.tensor_piece import STATE, TensorPiece, runs
 
 
 @given(st.data())
@@ -72,7 +72,7 @@ def test_a_tensor_of_no_elements_is_kept(tmp_path):
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     place = saved.write(tmp_path / "c")
     index = (slice(0, 6), slice(0, 5))
-    other = Piece(
+    other = TensorPiece(
         kind="weight", name="a.weight", shape=(6, 5), index=index, low=0, values=torch.zeros(30), is_owner=True
     )
     with pytest.raises(StateError, match=r"a\.weight \[6, 5\].*\[6, 4\]"):

@@ -27,14 +27,14 @@ from superstep.state.memory_snapshot import (
     WANTED,
     WHOLE,
     WRITING,
-    Refused,
+    DamagedSnapshot,
     common,
     described,
     made,
     pieces_of,
     wanted,
 )
-from superstep.state.verify import Alone
+from superstep.state.verify import SingleProcess
 
 SHAPES = saved.SHAPES
 
@@ -162,7 +162,7 @@ def test_what_is_wanted_comes_to_the_disk_as_ranks_would_have_written_it(memorie
         _copied(memories, 4, disk=WANTED)
     (place,) = checkpoints(tmp_path / "checkpoints")
     target = saved.pieces(saved.zeros)
-    assert load(place, target, Alone()).step == 4
+    assert load(place, target, SingleProcess()).step == 4
     right = saved.pieces(saved.truth)
     assert all(torch.equal(a.values, b.values) for a, b in zip(target, right, strict=True))
     theirs = saved.write(tmp_path / "theirs", 4)
@@ -247,7 +247,7 @@ def test_a_damaged_slot_does_not_come_to_the_disk_and_training_goes_on(memories,
     with Flusher(memories, tmp_path, keep=2):
         pass
     assert [path for path in (tmp_path / "checkpoints").rglob("*") if path.is_file()] == []
-    assert memories[0].refused == Refused(3, 1)
+    assert memories[0].refused == DamagedSnapshot(3, 1)
     assert [memory.get(slot, "disk") for memory, slot in zip(memories, held, strict=True)] == [KEPT, KEPT]
     assert (3 in memories[0].whole(), 3 in memories[1].whole()) == (True, False)
     _copied(memories, 4, disk=WANTED)
@@ -269,7 +269,7 @@ def test_a_bit_that_flips_while_a_slot_is_written_is_seen_before_the_checkpoint_
     with mock.patch.object(background_checkpoint, "pieces_of", flipping), Flusher(memories, tmp_path, keep=2):
         pass
     assert checkpoints(tmp_path / "checkpoints") == []
-    assert memories[0].refused == Refused(3, 1)
+    assert memories[0].refused == DamagedSnapshot(3, 1)
 
 
 def test_a_disk_that_fails_once_is_tried_again(memories, tmp_path):

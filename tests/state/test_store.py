@@ -12,7 +12,7 @@ from longer import longer
 from superstep.cli.main import main
 from superstep.errors import Damaged, Fault, StateError
 from superstep.state.checkpoint_dirs import checkpoints
-from superstep.state.store import Store
+from superstep.state.store import CheckpointStore
 from superstep.state.store_sync import Mirror, fetch_newest
 
 fsspec = pytest.importorskip("fsspec")
@@ -86,7 +86,7 @@ def here(tmp_path, monkeypatch):
 @on("memory", "s3")
 def test_a_run_saves_to_a_store_and_goes_on_from_it_where_the_disk_is_new(here, url, capsys):
     _train("--state.store", url, "--train.steps", "6")
-    store = Store(url)
+    store = CheckpointStore(url)
     assert store.steps() == [4, 6], "two are kept"
     disk = {p.name: (p / "manifest.json").read_bytes() for p in checkpoints(here / "run/checkpoints")}
     assert {path.split("/")[1] for path in _objects(url)} == set(disk)
@@ -112,7 +112,7 @@ def test_a_run_saves_to_a_store_and_goes_on_from_it_where_the_disk_is_new(here, 
 @on("file")
 def test_what_is_damaged_there_is_seen_and_passed_over(here, url, capsys):
     _train("--state.store", url, "--train.steps", "6")
-    store = Store(url)
+    store = CheckpointStore(url)
     _flip(url, "step-000006/model.safetensors", 5000)
     assert main(["checkpoint", "list", url]) == 0
     assert main(["checkpoint", "verify", url]) == 1
@@ -131,7 +131,7 @@ def test_what_is_damaged_there_is_seen_and_passed_over(here, url, capsys):
 @on("s3")
 def test_without_its_manifest_there_is_no_checkpoint_and_what_a_crash_left_goes(here, url):
     _train("--train.steps", "6")
-    root, store = here / "run/checkpoints", Store(url)
+    root, store = here / "run/checkpoints", CheckpointStore(url)
     whole = checkpoints(root)
     for number, path in enumerate(whole):
         store.push(path)
@@ -161,7 +161,7 @@ def test_without_its_manifest_there_is_no_checkpoint_and_what_a_crash_left_goes(
 @on("file")
 def test_what_the_run_went_back_before_is_replaced_there_too(here, url):
     _train("--train.steps", "4")
-    root, store = here / "run/checkpoints", Store(url)
+    root, store = here / "run/checkpoints", CheckpointStore(url)
     mirror = Mirror(root, store, keep=9)
     mirror.end()
     assert store.steps() == [2, 4]
@@ -178,9 +178,9 @@ def _refuse(store, checkpoint):
 
 def test_a_store_that_cannot_be_used_is_one_clear_error(here, monkeypatch, capsys):
     with pytest.raises(StateError, match=r"state.store = 'nowhere://x': .*; use s3://bucket/folder"):
-        Store("nowhere://x")
+        CheckpointStore("nowhere://x")
     (here / "file").write_text("")
-    store = Store(f"file://{here}/file/below")
+    store = CheckpointStore(f"file://{here}/file/below")
     _train("--train.steps", "2")
     with pytest.raises(Fault, match="cannot be written"):
         store.push(checkpoints(here / "run/checkpoints")[-1])
@@ -188,7 +188,7 @@ def test_a_store_that_cannot_be_used_is_one_clear_error(here, monkeypatch, capsy
     assert "cannot be listed (NotADirectoryError" in capsys.readouterr().err
     assert not Path("b").exists(), "before anything is trained"
     with monkeypatch.context() as failing:
-        failing.setattr(Store, "push", _refuse)
+        failing.setattr(CheckpointStore, "push", _refuse)
         assert main([*FLAGS, "--state.dir", "b", "--train.steps", "2", "--state.store", "memory://failing"]) == 1
     assert "the store is full" in capsys.readouterr().err
     assert [path.name for path in checkpoints(Path("b/checkpoints"))] == ["step-000002"]

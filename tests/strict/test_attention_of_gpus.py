@@ -14,7 +14,7 @@ from superstep.engine.document_attention import DocumentAttend
 from superstep.engine.saved_activations import with_kept
 from superstep.model.decoder import Sliding, attention_of, flash
 from superstep.plan.resolve import resolve
-from superstep.serve.compute.flat_batch import Part
+from superstep.serve.compute.flat_batch import RequestRows
 from superstep.serve.compute.kv_cache import FEW, KeyStore
 from superstep.serve.compute.paged_attention import PagedAttention
 
@@ -111,7 +111,7 @@ def served(step, window, dtype, width, heads, place):
     parts, page = [], 0
     for first, count in step:
         pages = -(-(first + count) // PAGE_TOKENS)
-        parts.append(Part(first=first, count=count, pages=tuple(range(page, page + pages))))
+        parts.append(RequestRows(first=first, count=count, pages=tuple(range(page, page + pages))))
         page += pages
     store = KeyStore(
         layers=2, pages=90, page_tokens=PAGE_TOKENS, kv_heads=heads[1], head_dim=width, dtype=dtype, device=place

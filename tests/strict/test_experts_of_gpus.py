@@ -14,7 +14,7 @@ from superstep.comm.mesh import build_mesh
 from superstep.engine.engine import Engine
 from superstep.model import experts
 from superstep.model.axes import units
-from superstep.model.expert_dispatch import Local, Now
+from superstep.model.expert_dispatch import DispatchContext, LocalDispatch
 from superstep.model.experts import add_outer_products, grouped_linear, products, sort_by_expert
 from superstep.model.moe import MixtureOfExperts
 from superstep.plan.config import ModelConfig
@@ -109,7 +109,7 @@ def test_the_host_does_not_wait_for_a_block_of_experts(capability, router):
     torch.manual_seed(0)
     block = MixtureOfExperts(shape, 3).bfloat16().to(GPU)
     x = drawn(2, 6, 32).to(GPU).requires_grad_()
-    exchange = Local(Now(sequences=(0, 1), batch_sequences=2, step=5))
+    exchange = LocalDispatch(DispatchContext(sequences=(0, 1), batch_sequences=2, step=5))
     waits()
     with Operators() as operators:
         block(x, exchange=exchange).sum().backward()

@@ -111,7 +111,7 @@ class UnboundSeat(ranks.Seat):
 def test_a_barrier_of_a_group_without_a_gpu_of_its_own_takes_another_ranks(monkeypatch):
     """Ranks 0 and 1 have GPUs 2 and 3."""
     assert ranks.launch_from(2, "cuda", 2, contexts_after_a_barrier) == [{2}, {3}]
-    monkeypatch.setattr(ranks, "Seat", UnboundSeat)
+    monkeypatch.setattr(ranks, "RankSlot", UnboundSeat)
     assert ranks.launch_from(2, "cuda", 2, contexts_after_a_barrier) == [{0, 2}, {1, 3}]
 
 

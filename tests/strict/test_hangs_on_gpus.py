@@ -23,7 +23,7 @@ from superstep.launch.ranks import launch_on
 from superstep.model.axes import units
 from superstep.monitor import hang_rules
 from superstep.monitor.activity import Doing
-from superstep.monitor.hang_detector import Watcher
+from superstep.monitor.hang_detector import HangDetector
 from superstep.plan.resolve import resolve
 from superstep.program.instructions import Backward
 from superstep.train.batches import microbatches_of, rows
@@ -108,7 +108,7 @@ class Judge:
     def __init__(self, patch, folder, lowered):
         self.patch, self.folder, self.lowered = patch, folder, lowered
         self.usual = {name: getattr(hang_rules, name) for name in lowered}
-        look = Watcher.look
+        look = HangDetector.look
 
         def judge(watcher, beats):
             found = look(watcher, beats)
@@ -117,7 +117,7 @@ class Judge:
                 self.judge(standing)
             return found
 
-        patch.setattr(Watcher, "look", judge)
+        patch.setattr(HangDetector, "look", judge)
 
     def judge(self, standing):
         is_held_up = self.is_held_up({each.beat.on_gpu().doing for each in standing})

@@ -10,7 +10,7 @@ from strict_ranks import gpu_of
 from superstep.comm.device import Device
 from superstep.serve.batch_generate import generate
 from superstep.serve.config import NGRAM, ServeConfig
-from superstep.serve.engine_messages import Change
+from superstep.serve.engine_messages import ChangeWeights
 from superstep.serve.scheduling.request import Request, Sampling
 
 pytestmark = pytest.mark.strict
@@ -94,7 +94,7 @@ def change_under_way(rank, folder, other, serve, requests, device):
         for number, (prompt, how) in enumerate(zip(PROMPTS, WAYS, strict=True)):
             engine.add(Request(id=number, prompt=tuple(prompt), sampling=replace(how, prompt_logprobs=False)))
         news = [one for _ in range(3) for one in engine.step()]
-        steward.ask(1, Change(str(other), requests))
+        steward.ask(1, ChangeWeights(str(other), requests))
         done = steward.tick()
         news += engine.step()
         while not done:

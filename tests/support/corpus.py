@@ -8,7 +8,7 @@ import numpy as np
 import tokenizers
 from tokenizers.models import WordLevel
 
-from superstep.data.token_files import FORMAT, SPLITS, Manifest
+from superstep.data.token_files import FORMAT, SPLITS, CorpusManifest
 from superstep.data.tokenizer import ENDS_OF_TEXT
 
 DOCUMENTS = 400
@@ -30,7 +30,7 @@ def write_corpus(folder: Path, *, vocab: int, seed: int = 1, tokens: tuple[int, 
         sizes[split] = len(ids)
     words = {ENDS_OF_TEXT[0]: 0} | {f"w{number}": number for number in range(1, vocab)}
     tokenizers.Tokenizer(WordLevel(words, unk_token=ENDS_OF_TEXT[0])).save(str(folder / "tokenizer.json"))
-    manifest = Manifest(
+    manifest = CorpusManifest(
         format=FORMAT,
         fingerprint="",
         dtype="uint16",

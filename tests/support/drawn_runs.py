@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from superstep.scaling.laws import Hoffmann, Kaplan
-from superstep.scaling.runs import Point, Run
+from superstep.scaling.runs import LossPoint, TrainingRun
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,10 +35,10 @@ OPENAI = Kaplan(alpha_n=FACTS["kaplan-4"], alpha_d=FACTS["kaplan-5"], n_c=FACTS[
 def run_at(law, params, tokens, *, noise=0.0, rng=None):
     """A run to its end, with a loss from a law, and noise on its logarithm."""
     loss = law.loss(params, tokens) * math.exp(noise * rng.standard_normal() if rng else 0)
-    return Run(
+    return TrainingRun(
         name=f"{params:g} {tokens:g}",
         params=params,
-        points=(Point(tokens=tokens, loss=loss, flops=6 * params * tokens),),
+        points=(LossPoint(tokens=tokens, loss=loss, flops=6 * params * tokens),),
     )
 
 
@@ -55,11 +55,11 @@ def isoflop(law, *, noise=0.0, seed=0, budgets=7, sizes=9):
 def curves(law, *, sizes=12, points=20):
     """Training curves of sizes from 40M to 10B, from 1 to 200 tokens a parameter."""
     return [
-        Run(
+        TrainingRun(
             name=f"{params:g}",
             params=params,
             points=tuple(
-                Point(tokens=tokens, loss=law.loss(params, tokens), flops=6 * params * tokens)
+                LossPoint(tokens=tokens, loss=law.loss(params, tokens), flops=6 * params * tokens)
                 for tokens in (params * np.geomspace(1, 200, points)).tolist()
             ),
         )

@@ -10,7 +10,7 @@ import torch
 from superstep.model.axes import units
 from superstep.model.decoder import Decoder
 from superstep.model.hf import save_weights
-from superstep.model.peft_adapter import Adapter, LowRank, linears_of
+from superstep.model.peft_adapter import Adapter, LoraFactors, linears_of
 from superstep.model.unit import global_tensors, initial, parameters
 from superstep.plan.config import ModelConfig
 from superstep.plan.model.lookup import shape_of
@@ -49,7 +49,7 @@ def random_adapter(seed: int, *, rank: int = 4, alpha: float = 6.0, only: str = 
     """Factors that change what the model says a good deal."""
     generator = torch.Generator().manual_seed(seed)
     parts = {
-        name: LowRank(
+        name: LoraFactors(
             torch.randn(rank, inputs, generator=generator) * 0.15,
             torch.randn(outputs, rank, generator=generator) * 0.15,
             alpha,

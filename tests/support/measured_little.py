@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from unittest import mock
 
-from superstep.cli.train.job import Job
+from superstep.cli.train.job import TrainJob
 from superstep.cli.train.job import rank as whole
 from superstep.engine.measure import probe_collectives, probe_kernels, probe_machine
 from superstep.launch.ranks import World
@@ -34,7 +34,7 @@ def measuring_little() -> Iterator[None]:
         yield
 
 
-def rank(world: World, job: Job) -> bool:
+def rank(world: World, job: TrainJob) -> bool:
     """As ``superstep.cli.train.job.rank``."""
     with measuring_little():
         return whole(world, job)

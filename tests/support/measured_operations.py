@@ -1,12 +1,12 @@
 """One of each kind of operation that a run measures."""
 
-from superstep.cost.program.operation import Attention, Pass, Product
+from superstep.cost.program.operation import AttentionOperation, Pass, Product
 from superstep.engine.measure.probe_kernels import _PASSES
 
 OPERATIONS = [
     Product(rows=8, width=16, inner=8),
-    Attention(heads=2, queries=8, keys=8, head_dim=8),
-    Attention(heads=2, queries=8, keys=8, head_dim=8, is_backward=True),
-    Attention(heads=2, queries=8, keys=16, head_dim=8),
+    AttentionOperation(heads=2, queries=8, keys=8, head_dim=8),
+    AttentionOperation(heads=2, queries=8, keys=8, head_dim=8, is_backward=True),
+    AttentionOperation(heads=2, queries=8, keys=16, head_dim=8),
     *(Pass(kernel=kernel, bytes=0) for kernel in _PASSES),
 ]

@@ -12,7 +12,7 @@ from superstep.data.token_stream import Batch
 from superstep.engine.engine import Engine
 from superstep.model.axes import units
 from superstep.model.decoder import Decoder
-from superstep.model.expert_dispatch import Local, Now
+from superstep.model.expert_dispatch import DispatchContext, LocalDispatch
 from superstep.model.unit import initial, parameters
 from superstep.numerics.loss import IGNORE
 from superstep.numerics.objective import CROSS_ENTROPY
@@ -202,7 +202,7 @@ def textbooks(run, found: Batch, temperature=1.0):
 
 
 def _textbook(run, found, loss_of, temperature):
-    model, exchange = Decoder(run.shape), Local()
+    model, exchange = Decoder(run.shape), LocalDispatch()
     specs = parameters(model, units(run.shape))
     with torch.no_grad():
         for spec, param in specs.values():
@@ -211,7 +211,7 @@ def _textbook(run, found, loss_of, temperature):
     for row, (tokens, targets) in enumerate(zip(found.tokens_BS, found.targets_BS, strict=True)):
         given = {}
         if run.shape.moe is not None:
-            exchange.now = Now(sequences=(row,), batch_sequences=len(found.tokens_BS), step=0)
+            exchange.now = DispatchContext(sequences=(row,), batch_sequences=len(found.tokens_BS), step=0)
             given = {"exchange": exchange}
         valid = targets != IGNORE
         logits = model(tokens[None], **given)[0] / temperature

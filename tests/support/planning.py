@@ -8,7 +8,7 @@ from superstep.hardware.cluster_file import cluster
 from superstep.plan.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from superstep.planner.price import pricing_of
 from superstep.planner.search import Side
-from superstep.planner.search_problem import Problem
+from superstep.planner.search_problem import SearchProblem
 
 
 def problem_of(
@@ -23,11 +23,11 @@ def problem_of(
     rules=(),
     domain=None,
     **model,
-) -> Problem:
+) -> SearchProblem:
     """A run of a named size, ``model`` its fields, with a layout to find."""
     found = cluster(f"8x{chip}")
     found = replace(found, chips=chips, domain=domain or found.domain)
-    return Problem(
+    return SearchProblem(
         base=RunConfig(
             model=ModelConfig(name=name, **model),
             data=DataConfig(sequence_tokens=sequence),
@@ -40,7 +40,7 @@ def problem_of(
     )
 
 
-def side_of(problem: Problem) -> Side:
+def side_of(problem: SearchProblem) -> Side:
     """A problem with what prices it."""
     return Side(problem=problem, pricing=pricing_of(problem))
 

@@ -153,5 +153,5 @@ def same_noise():
 
 
 def row_before():
-    inner = forward_module.Forward._logits
-    return mock.patch.object(forward_module.Forward, "_logits", lambda self, h: inner(self, h.roll(1, 1)))
+    inner = forward_module.TorchForward._logits
+    return mock.patch.object(forward_module.TorchForward, "_logits", lambda self, h: inner(self, h.roll(1, 1)))

@@ -41,10 +41,10 @@ from superstep.tune.rl.colocated import Iterate
 from superstep.tune.rl.config import RlConfig, RolloutConfig
 from superstep.tune.rl.disaggregated import parties_of, sample_apart, train_apart
 from superstep.tune.rl.initial_policy import with_start
-from superstep.tune.rl.job import Job, job_of, reinforce, serve_of
-from superstep.tune.rl.rollout_log import Record
-from superstep.tune.rl.rollout_worker import Left, Seat, Seated
-from superstep.tune.rl.sampling import Group, Sampler, words_of
+from superstep.tune.rl.job import RlJob, job_of, reinforce, serve_of
+from superstep.tune.rl.rollout_log import RolloutLog
+from superstep.tune.rl.rollout_worker import RolloutWorker, Seated, TrainerLeft
+from superstep.tune.rl.sampling import RolloutSampler, TaskGroup, words_of
 from superstep.tune.rl.step_rewards import Learnt
 
 ENVIRONMENT = """
@@ -111,7 +111,7 @@ def job(
     tokens: int = TOKENS,
     lora: LoraConfig | None = None,
     **plan: int,
-) -> Job:
+) -> RlJob:
     """What every rank is told; it goes on where the run in ``root`` stands."""
     learn = RlConfig(environment=str(start / environment), group=4, groups=2, lag=lag, overlong="none")
     learn = replace(learn, **(rl or {}))
@@ -144,11 +144,11 @@ class Cut(Exception):
     """The run ends here, with what is on disk."""
 
 
-def planted(rank: int, size: int, job: Job, group: int, answer: int, nth: int) -> list[dict]:
+def planted(rank: int, size: int, job: RlJob, group: int, answer: int, nth: int) -> list[dict]:
     """``run``, and the sampler tells of one token a log-probability whose last bit is another."""
-    sample = Sampler.sample
+    sample = RolloutSampler.sample
 
-    def wrong(self: Sampler, *args: object, **kwargs: object) -> Iterator[Group]:
+    def wrong(self: RolloutSampler, *args: object, **kwargs: object) -> Iterator[TaskGroup]:
         for found in sample(self, *args, **kwargs):  # type: ignore[arg-type]
             if found.number != group:
                 yield found
@@ -161,17 +161,17 @@ def planted(rank: int, size: int, job: Job, group: int, answer: int, nth: int) -
             answers[answer] = replace(answers[answer], strands=strands)
             yield replace(found, answers=tuple(answers))
 
-    Sampler.sample = wrong  # type: ignore[method-assign, assignment]
+    RolloutSampler.sample = wrong  # type: ignore[method-assign, assignment]
     try:
         return run(rank, size, job)
     finally:
-        Sampler.sample = sample  # type: ignore[method-assign]
+        RolloutSampler.sample = sample  # type: ignore[method-assign]
 
 
 CPU = Device("cpu")
 
 
-def run(rank: int, size: int, job: Job, cut: int | None = None, device: Device = CPU) -> list[dict]:
+def run(rank: int, size: int, job: RlJob, cut: int | None = None, device: Device = CPU) -> list[dict]:
     """What is told of each step, on one rank of a pool.
 
     Args:
@@ -187,7 +187,7 @@ def run(rank: int, size: int, job: Job, cut: int | None = None, device: Device =
     return told
 
 
-def uneven(rank: int, size: int, job: Job, limit_s: float, pause_s: float) -> list[dict]:
+def uneven(rank: int, size: int, job: RlJob, limit_s: float, pause_s: float) -> list[dict]:
     """``run``, and the last replica pauses before each step of its engine.
 
     Args:
@@ -197,11 +197,11 @@ def uneven(rank: int, size: int, job: Job, limit_s: float, pause_s: float) -> li
         limit_s: how long a collective may take while there is sampling.
         pause_s: so long.
     """
-    world, step, sample = dist.group.WORLD, Sampler._step, Iterate._sample
+    world, step, sample = dist.group.WORLD, RolloutSampler._step, Iterate._sample
     assert world is not None
     usual = timedelta(minutes=1)
 
-    def slow(self: Sampler, *args: object) -> object:
+    def slow(self: RolloutSampler, *args: object) -> object:
         if rank >= size - job.rollout.tp:
             time.sleep(pause_s)
         return step(self, *args)  # type: ignore[arg-type]
@@ -215,7 +215,7 @@ def uneven(rank: int, size: int, job: Job, limit_s: float, pause_s: float) -> li
             dist.distributed_c10d._set_pg_timeout(usual, world)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Sampler, "_step", slow)
+        patch.setattr(RolloutSampler, "_step", slow)
         patch.setattr(Iterate, "_sample", limited)
         patch.setattr(seat_module, "MESH_TIMEOUT", timedelta(seconds=limit_s))
         patch.setattr(seat_module, "BEAT_S", limit_s / 10)
@@ -225,7 +225,7 @@ def uneven(rank: int, size: int, job: Job, limit_s: float, pause_s: float) -> li
 def run_apart(
     rank: int,
     size: int,
-    job: Job,
+    job: RlJob,
     folder: str,
     cut: int | None = None,
     stop: int | None = None,
@@ -269,18 +269,18 @@ def run_apart(
     return told
 
 
-def leaves(rank: int, size: int, job: Job) -> tuple[list[int], list[int]]:
+def leaves(rank: int, size: int, job: RlJob) -> tuple[list[int], list[int]]:
     """The groups that a sampler draws whose listener leaves after two steps, and those that it draws then."""
     told = Seated(serve=serve_of(job.run, job.rollout), how=job.rollout, group=job.rl.group, seed=0, start=job.start)
     words, environment = words_of(job.start), load_environment(job.rl.environment)
-    seat = Seat(World(rank, size, Device("cpu")), told, words, environment, others=(0, 1))
+    seat = RolloutWorker(World(rank, size, Device("cpu")), told, words, environment, others=(0, 1))
     looks = 0
 
     def leave() -> None:
         nonlocal looks
         looks += 1
         if looks == 2:
-            raise Left
+            raise TrainerLeft
 
     tasks = [(number, environment.task(number, 0)) for number in range(2)]
     drawn = tuple([group.number for group in seat.sample(job.start, 0, tasks, tell)] for tell in (leave, lambda: None))
@@ -289,7 +289,7 @@ def leaves(rank: int, size: int, job: Job) -> tuple[list[int], list[int]]:
     return drawn
 
 
-def in_turn(job: Job) -> Job:
+def in_turn(job: RlJob) -> RlJob:
     """A job of ranks apart as one for shared ranks, who do its instructions one after the other."""
     lane: list[Instruction] = []
     role: Role = "train"
@@ -318,10 +318,10 @@ def _of(learnt: Learnt) -> dict:
 @contextmanager
 def _cut_after(cut: int | None) -> Iterator[None]:
     """The block ends after so many lines of the record."""
-    kept = Record._keep
+    kept = RolloutLog._keep
     lines = 0
 
-    def keep(self: Record, line: dict) -> None:
+    def keep(self: RolloutLog, line: dict) -> None:
         nonlocal lines
         if cut is not None and lines >= cut:  # another thread has met it
             raise Cut
@@ -330,12 +330,12 @@ def _cut_after(cut: int | None) -> Iterator[None]:
         if lines == cut:
             raise Cut
 
-    Record._keep = keep  # type: ignore[method-assign]
+    RolloutLog._keep = keep  # type: ignore[method-assign]
     try:
         with suppress(Cut):
             yield
     finally:
-        Record._keep = kept  # type: ignore[method-assign]
+        RolloutLog._keep = kept  # type: ignore[method-assign]
 
 
 def weights(root):

@@ -12,7 +12,7 @@ import torch
 from superstep.state.checkpoint import save
 from superstep.state.checkpoint_dirs import checkpoint_at
 from superstep.state.manifest import Position
-from superstep.state.tensor_piece import STATE, Piece
+from superstep.state.tensor_piece import STATE, TensorPiece
 
 SHAPES = {"a.weight": (6, 4), "b.weight": (5,), "scale": ()}
 
@@ -102,7 +102,9 @@ def pieces(fill, *, shapes=SHAPES, cuts=1, runs=2):
                 for low, high in itertools.pairwise(edges):
                     values = whole[low:high].clone()
                     found.append(
-                        Piece(kind=kind, name=name, shape=shape, index=index, low=low, values=values, is_owner=True)
+                        TensorPiece(
+                            kind=kind, name=name, shape=shape, index=index, low=low, values=values, is_owner=True
+                        )
                     )
     return found
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from superstep.serve.api.backend import Away, Busy, Health
-from superstep.serve.scheduling.request import Counters, Finish, Info, Progress, Request, Sampling, Told
+from superstep.serve.scheduling.request import Counters, Finish, Info, Request, RequestUpdate, Sampling, TokenOutput
 
 Script = Callable[[Request], Sequence[int]]
 
@@ -19,10 +19,10 @@ def logprob_of(token: int) -> float:
     return -0.125 * (1 + token % 7)
 
 
-def told_of(token: int, sampling: Sampling, version: str) -> Told:
+def told_of(token: int, sampling: Sampling, version: str) -> TokenOutput:
     """A token, with as many likeliest ones as were asked for: itself, then those after it."""
     top = tuple((token + rank, logprob_of(token) - rank) for rank in range(sampling.top_logprobs))
-    return Told(
+    return TokenOutput(
         token=token,
         logprob=logprob_of(token),
         drawn_logprob=2 * logprob_of(token),
@@ -61,11 +61,11 @@ class Scripted:
     asked: list[Request] = field(default_factory=list)
     ended: dict[int, str] = field(default_factory=dict)
     live: int = 0
-    streams: list[AsyncGenerator[Progress, None]] = field(default_factory=list)
+    streams: list[AsyncGenerator[RequestUpdate, None]] = field(default_factory=list)
 
     def stream(
         self, prompt: tuple[int, ...], sampling: Sampling, *, priority: int = 0, adapter: str = "", salt: str = ""
-    ) -> AsyncGenerator[Progress, None]:
+    ) -> AsyncGenerator[RequestUpdate, None]:
         """The script's tokens. It is kept: who does not close it leaves it open, and no collector of garbage helps."""
         request = Request(
             id=len(self.streams), prompt=prompt, sampling=sampling, priority=priority, adapter=adapter, salt=salt
@@ -73,7 +73,7 @@ class Scripted:
         self.streams.append(self._stream(request))
         return self.streams[-1]
 
-    async def _stream(self, request: Request) -> AsyncGenerator[Progress, None]:
+    async def _stream(self, request: Request) -> AsyncGenerator[RequestUpdate, None]:
         if self.is_full:
             raise Busy("the engine's queue is full; ask again.", retry_after_s=7.0)
         self.asked.append(request)
@@ -96,7 +96,7 @@ class Scripted:
             await asyncio.sleep(0)
 
     async def hear(
-        self, prompt: tuple[int, ...], sampling: Sampling, heard: Callable[[Progress], bool], **rest: Any
+        self, prompt: tuple[int, ...], sampling: Sampling, heard: Callable[[RequestUpdate], bool], **rest: Any
     ) -> None:
         """The same, handed over."""
         stream = self.stream(prompt, sampling, **rest)
@@ -105,7 +105,7 @@ class Scripted:
                 if heard(news):
                     return
 
-    def _pieces(self, request: Request) -> Iterator[Progress]:
+    def _pieces(self, request: Request) -> Iterator[RequestUpdate]:
         sampling = request.sampling
         ends = set(sampling.stop_tokens) | (set() if sampling.ignore_eos else set(self.info.end_of_text))
         tokens = [*self.script(request), *self.info.end_of_text]
@@ -115,7 +115,7 @@ class Scripted:
         prompt = tuple(told_of(token, sampling, self.info.version) for token in request.prompt[1:])
         for first in range(0, len(drawn), self.at_once):
             last = first + self.at_once >= len(drawn)
-            yield Progress(
+            yield RequestUpdate(
                 request=request.id,
                 prompt=prompt if sampling.prompt_logprobs and not first else (),
                 tokens=tuple(drawn[first : first + self.at_once]),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from starlette.applications import Starlette
 
 from superstep.serve.api.connection import ConnectionLimits
-from superstep.serve.api.server import LOOPBACK, Server, listen, make_server
+from superstep.serve.api.server import LOOPBACK, HttpServer, listen, make_server
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Served:
 
     port: int
     loop: asyncio.AbstractEventLoop
-    server: Server
+    server: HttpServer
 
     @property
     def url(self) -> str:

@@ -7,16 +7,16 @@ from dataclasses import replace
 from typing import get_args
 
 from superstep.cost.program.activations import unit_bytes
-from superstep.cost.program.predict import Machine, durations, predict
+from superstep.cost.program.predict import MachineRates, durations, predict
 from superstep.cost.program.simulate import simulate
 from superstep.cost.program.unit_operations import decoder_operations
 from superstep.errors import UserError
-from superstep.observe.page.step_animation import Choice, moving_page
-from superstep.observe.page.step_data import Drawn
+from superstep.observe.page.step_animation import ChooserEntry, moving_page
+from superstep.observe.page.step_data import StepDrawing
 from superstep.plan.config import DataConfig, ModelConfig, NumericsConfig, PlanConfig, RunConfig, Schedule, TrainConfig
 from superstep.plan.resolve import resolve
 
-MACHINE = Machine(gemm_flops_per_s=4e14, memory_bytes_per_s=3e12, link_bytes_per_s=5e10, link_latency_s=1e-5)
+MACHINE = MachineRates(gemm_flops_per_s=4e14, memory_bytes_per_s=3e12, link_bytes_per_s=5e10, link_latency_s=1e-5)
 LOOPED = ("interleaved", "breadth-first", "zb-v")
 
 
@@ -31,7 +31,7 @@ def config(*, sequences: int, layers: int = 8, experts: int | None = None, **lay
     )
 
 
-def drawn(asked: RunConfig, *, is_measured: bool = False) -> Drawn:
+def drawn(asked: RunConfig, *, is_measured: bool = False) -> StepDrawing:
     """A step as predicted; and as it ran on ranks that are slower than that, the second most of all."""
     run = resolve(asked)
     found = predict(run, MACHINE)
@@ -41,7 +41,7 @@ def drawn(asked: RunConfig, *, is_measured: bool = False) -> Drawn:
         ran = simulate(
             found.timeline.program, lambda i, rank: took(i, rank) * (1 + 0.2 * luck.random() + 0.3 * (rank == 1))
         )
-    return Drawn(
+    return StepDrawing(
         plan=run.plan,
         timeline=found.timeline,
         memory=found.memory,
@@ -52,7 +52,7 @@ def drawn(asked: RunConfig, *, is_measured: bool = False) -> Drawn:
     )
 
 
-def choices_of(asked: RunConfig, *, is_measured: bool = False) -> tuple[list[Choice], int]:
+def choices_of(asked: RunConfig, *, is_measured: bool = False) -> tuple[list[ChooserEntry], int]:
     """The plan, and those of other schedules and ZeRO stages."""
     found, chosen = [], 0
     for schedule in get_args(Schedule) if asked.plan.pp > 1 else (asked.plan.schedule,):
@@ -62,16 +62,18 @@ def choices_of(asked: RunConfig, *, is_measured: bool = False) -> tuple[list[Cho
             plan = replace(asked.plan, schedule=schedule, zero=zero, chunks=2 if schedule in LOOPED else 1)
             try:
                 one = drawn(replace(asked, plan=plan), is_measured=is_measured and is_chosen)
-                found.append(Choice(schedule=schedule, zero=zero, drawn=one))
+                found.append(ChooserEntry(schedule=schedule, zero=zero, drawn=one))
             except UserError as error:
-                found.append(Choice(schedule=schedule, zero=zero, drawn=None, why=str(error)))
+                found.append(ChooserEntry(schedule=schedule, zero=zero, drawn=None, why=str(error)))
     return found, chosen
 
 
 def page_of(asked: RunConfig, *, is_measured: bool = False, is_alone: bool = False) -> str:
     """The page, with other plans to flip to unless it ``is_alone``."""
     if is_alone:
-        one = Choice(schedule=asked.plan.schedule, zero=asked.plan.zero, drawn=drawn(asked, is_measured=is_measured))
+        one = ChooserEntry(
+            schedule=asked.plan.schedule, zero=asked.plan.zero, drawn=drawn(asked, is_measured=is_measured)
+        )
         choices, chosen = [one], 0
     else:
         choices, chosen = choices_of(asked, is_measured=is_measured)

@@ -16,21 +16,22 @@ from superstep.errors import Fault
 from superstep.launch.ranks import World
 from superstep.numerics.fixed_point import Grid
 from superstep.plan.resolve import resolve
-from superstep.state.fingerprint import BLOCK, Element, Part, bit_sums, differing, farthest, outvoted, salts
+from superstep.state.fingerprint import BLOCK, Element, TensorPart, bit_sums, differing, farthest, outvoted, salts
 from superstep.state.manifest import Position
-from superstep.state.memory_snapshot import Memory
-from superstep.state.tensor_piece import Piece
+from superstep.state.memory_snapshot import SnapshotMemory
+from superstep.state.tensor_piece import TensorPiece
 from superstep.train.loop import steps
 from superstep.train.policy.gradient_recheck import wrong_places
 from superstep.train.run_paths import RunFolder
 from superstep.train.session import Session
-from superstep.train.throughput import Rate
+from superstep.train.throughput import PeakRate
 
 STEPS = 9
 
 
 def _piece(values, name="w"):
-    return Piece(kind="weight", name=name, shape=tuple(values.shape), index=tuple(slice(0, n) for n in values.shape),
+    index = tuple(slice(0, n) for n in values.shape)
+    return TensorPiece(kind="weight", name=name, shape=tuple(values.shape), index=index,
                  low=0, values=values.flatten(), is_owner=True)  # fmt: skip
 
 
@@ -48,7 +49,7 @@ def test_a_flip_of_any_bit_changes_the_sum_and_an_order_does_not():
 
 
 def test_most_copies_are_right_and_of_two_the_nearer():
-    part = Part("weight", "w", ((0, 4),), 0, 4)
+    part = TensorPart("weight", "w", ((0, 4),), 0, 4)
     one, other = (int(torch.tensor(x).view(torch.int32)) for x in (1.0, 1.5))
     assert outvoted([Element(part, 0, {0: one, 1: other, 2: one})]) == (1,)
     assert outvoted([Element(part, 0, {0: one, 1: other})]) is None
@@ -72,9 +73,9 @@ def _go(rank, world, run, root, corpus, flip=None):
     """What a run tells, on each rank: its steps and other events; ``flip`` is where a bit changes: between two steps,
     or just before or after the update of one.
     """
-    unknown = Rate(flops_per_token=None, peak_flops=None)
+    unknown = PeakRate(flops_per_token=None, peak_flops=None)
     session = Session(World(rank, world, Device("cpu")), run, RunFolder(root=Path(root)), Path(corpus), unknown)
-    session.keep_snapshots(Memory(os.memfd_create(f"rank-{rank}")), None)
+    session.keep_snapshots(SnapshotMemory(os.memfd_create(f"rank-{rank}")), None)
     told, losses = [], {}
     update, done_before = AdamW.step, []
 

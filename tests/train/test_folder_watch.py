@@ -25,14 +25,14 @@ from superstep.observe.tensorboard import TensorBoard
 from superstep.serve.weights import unfinished
 from superstep.state.checkpoint_dirs import checkpoints, step_of
 from superstep.state.manifest import Position
-from superstep.state.verify import Alone
+from superstep.state.verify import SingleProcess
 from superstep.train.after_checkpoint import Written, write_trace
 from superstep.train.folder_watch import FolderWatch
 from superstep.train.loop import _tell_flushed, save
 from superstep.train.run_paths import RunFolder, write_whole
 from superstep.train.save_schedule import Saves
 from superstep.train.session import Session
-from superstep.tune.rl.rollout_log import NAME, SNAPSHOTS, Record
+from superstep.tune.rl.rollout_log import NAME, SNAPSHOTS, RolloutLog
 
 
 def train(*flags):
@@ -107,12 +107,12 @@ def test_another_folder_under_the_old_name_is_left_alone(place):
 
 def test_nothing_that_writes_makes_a_folder_under_the_old_name(tmp_path):
     folder = RunFolder(root=tmp_path / "run")
-    assert "see that the folder is there" in write_trace(Alone(), folder, "{}")[0]
+    assert "see that the folder is there" in write_trace(SingleProcess(), folder, "{}")[0]
     writes = {
         "a file": lambda: write_whole(folder.report, ""),
         "metrics": lambda: JsonLines(folder.metrics),
         "curves": lambda: TensorBoard(folder.tensorboard),
-        "rollouts": lambda: Record(folder.root / NAME),
+        "rollouts": lambda: RolloutLog(folder.root / NAME),
         "a profile": lambda: profiled(folder.profiles),
     }
     for what, write in writes.items():
@@ -149,7 +149,7 @@ def test_each_try_of_a_save_looks_where_the_folder_is(tmp_path, monkeypatch):
     old = RunFolder(root=tmp_path / "run")
     old.root.mkdir()
     monkeypatch.setattr("superstep.train.save_schedule.PAUSES_S", (0.0,))
-    session = SimpleNamespace(saves=Saves(1, 3), folder=old, _peers=Alone(), heart=Unwatched())
+    session = SimpleNamespace(saves=Saves(1, 3), folder=old, _peers=SingleProcess(), heart=Unwatched())
     session.follow_folder = partial(Session.follow_folder, session)
 
     def write(position):

@@ -23,7 +23,7 @@ from superstep.state.tensor_piece import STATE
 from superstep.train.model import resolved
 from superstep.train.run_paths import RunFolder
 from superstep.train.session import Session
-from superstep.train.throughput import Rate
+from superstep.train.throughput import PeakRate
 
 SOURCE = """
 import torch
@@ -81,7 +81,7 @@ FAILURES = {
 
 
 def _save(rank, world, run, root, corpus):
-    unknown = Rate(flops_per_token=None, peak_flops=None)
+    unknown = PeakRate(flops_per_token=None, peak_flops=None)
     session = Session(World(rank, world, Device("cpu")), run, RunFolder(root=Path(root)), Path(corpus), unknown)
     session.save(Position(step=10, samples=40))
     heard = []

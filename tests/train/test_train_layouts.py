@@ -19,7 +19,7 @@ from superstep.state.manifest import Position
 from superstep.train.loop import train
 from superstep.train.run_paths import RunFolder
 from superstep.train.session import Session
-from superstep.train.throughput import Rate
+from superstep.train.throughput import PeakRate
 
 pytestmark = pytest.mark.multiproc
 
@@ -61,7 +61,7 @@ class _Losses:
 
 def _go(rank, world, run, root, corpus, start):
     """Train to the run's last step, from a checkpoint if any, which is written again first, as it was loaded."""
-    unknown = Rate(flops_per_token=None, peak_flops=None)
+    unknown = PeakRate(flops_per_token=None, peak_flops=None)
     session = Session(World(rank, world, Device("cpu")), run, RunFolder(root=Path(root)), Path(corpus), unknown)
     position = Position()
     if start is not None:

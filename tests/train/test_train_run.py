@@ -14,7 +14,7 @@ import pytest
 import runs
 from superstep.cli.main import main
 from superstep.cli.train import sinks
-from superstep.data.token_stream import Stream
+from superstep.data.token_stream import TokenStream
 from superstep.engine.executor import Executor
 from superstep.errors import Fault
 from superstep.observe.trace import load_trace
@@ -162,7 +162,7 @@ def test_a_run_is_drawn_and_continued_as_text(learned, capsys):
 
 def test_a_resumed_run_is_the_run_that_never_stopped(place):
     batches = []
-    inner = Stream.batch
+    inner = TokenStream.batch
 
     def batch(self, sample, rows):
         if self._is_shuffled:
@@ -172,7 +172,7 @@ def test_a_resumed_run_is_the_run_that_never_stopped(place):
     # The rate of a step depends on the steps of the whole run, unless it is held.
     steady = ["--train.min-lr-ratio", "1"]
     assert _train("--state.dir", "whole", *steady) == 0
-    with mock.patch.object(Stream, "batch", batch):
+    with mock.patch.object(TokenStream, "batch", batch):
         assert _train("--state.dir", "parts", *steady, "--train.steps", "3") == 0
         assert _train("--state.dir", "parts", *steady, "--state.existing", "resume") == 0
     assert batches == [0, 4, 8, 12, 16, 20], "every sample once, in order"

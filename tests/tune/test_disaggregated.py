@@ -17,15 +17,15 @@ from superstep.grade.task import Rollout
 from superstep.grade.verdict import Verdict
 from superstep.launch.failure import trouble_of
 from superstep.plan.config import LoraConfig
-from superstep.tune.program.instructions import Asked
-from superstep.tune.rl.from_rank0 import Patience
+from superstep.tune.program.instructions import RlSchedule
+from superstep.tune.rl.from_rank0 import WaitLimit
 from superstep.tune.rl.grading import Grading
 from superstep.tune.rl.hub_connection import Line
-from superstep.tune.rl.hub_messages import Drawn, Here, Retired
+from superstep.tune.rl.hub_messages import Here, Retired, SampledGroup
 from superstep.tune.rl.rollout import Answered
-from superstep.tune.rl.rollout_hub import Exchange, Window
-from superstep.tune.rl.rollout_log import NAME, Record
-from superstep.tune.rl.sampling import Group
+from superstep.tune.rl.rollout_hub import RolloutHub, Window
+from superstep.tune.rl.rollout_log import NAME, RolloutLog
+from superstep.tune.rl.sampling import TaskGroup
 
 APART = {"placement": "apart"}
 
@@ -96,22 +96,22 @@ def test_a_sampler_that_is_left_ends_what_it_draws_on_all_its_ranks_and_draws_ag
     assert second == ([], [])  # the other rank of the model
 
 
-GROUP = Group(number=3, version=0, answers=())
-ASKED = Asked(steps=4, groups=2, lag=1, placement="apart")
+GROUP = TaskGroup(number=3, version=0, answers=())
+ASKED = RlSchedule(steps=4, groups=2, lag=1, placement="apart")
 
 
 @pytest.fixture
 def meeting(folder, tmp_path):
     """Makes an exchange of so many samplers; and lines to it."""
     address = Path(folder) / "samplers"
-    record = Record(tmp_path / NAME)
+    record = RolloutLog(tmp_path / NAME)
 
     def exchange(samplers=1, timeout_s=0.2):
         grading = Grading(record, None, 0)
         record.verdicts[3] = ()
         owners = {3: 0, 4: samplers - 1}
         window = Window(0, ASKED)
-        made = Exchange(
+        made = RolloutHub(
             address, record, grading, samplers=samplers, ranks=1, owners=owners, window=window, timeout_s=timeout_s
         )
         return made, record
@@ -124,7 +124,7 @@ def meeting(folder, tmp_path):
 
 def waits(exchange, places, seconds=60.0):
     """What an exchange says of some places, within so much patience."""
-    return exchange.wait(places, 60.0, Patience(seconds))
+    return exchange.wait(places, 60.0, WaitLimit(seconds))
 
 
 def test_who_is_late_is_named_with_what_was_waited_for(meeting):
@@ -134,12 +134,12 @@ def test_who_is_late_is_named_with_what_was_waited_for(meeting):
     exchange, record = make(samplers=2)
     with exchange:
         drawing, idle = line(0), line(1)
-        drawing.tell(Drawn(GROUP))
+        drawing.tell(SampledGroup(GROUP))
         waits(exchange, range(3, 4))
         with pytest.raises(Fault, match=r"^sampler 1 has no answers of task 4 after 0.2 s\.$"):
             waits(exchange, range(3, 5), 0.2)
         assert list(record.groups) == [3]
-        assert exchange.wait(range(4, 5), 0.05, Patience(60.0)) is None  # the other ranks hear that it goes on
+        assert exchange.wait(range(4, 5), 0.05, WaitLimit(60.0)) is None  # the other ranks hear that it goes on
         with pytest.raises(Fault, match=r"^the trainer has not published version 0 after 0.2 s\.$"):
             idle.version(0)
         with pytest.raises(Fault, match=r"^a sampler has not come to its end after 0.2 s\.$"):
@@ -175,7 +175,7 @@ def test_a_snapshot_goes_once_every_sampler_is_through_and_not_while_another_of_
         exchange.publish(0, lambda: place)
         assert [each.version(0) for each in lines] == [place, place]
         lines[0].tell(Retired(0))
-        lines[0].tell(Drawn(GROUP))  # heard behind it
+        lines[0].tell(SampledGroup(GROUP))  # heard behind it
         waits(exchange, range(3, 4))
         assert place.is_dir()
 
@@ -205,22 +205,22 @@ class ByHand:
 
 
 def test_a_step_takes_what_is_graded_within_its_window_and_each_task_is_trained_once(folder, tmp_path):
-    record, graders = Record(tmp_path / NAME), ByHand()
+    record, graders = RolloutLog(tmp_path / NAME), ByHand()
     grading, good = Grading(record, graders, 0), Verdict("ok", 1.0)
     answer = Answered(strands=(), rollout=Rollout((), "stop"))
     window, address = Window(1, ASKED), Path(folder) / "samplers"
-    exchange = Exchange(
+    exchange = RolloutHub(
         address, record, grading, samplers=1, ranks=1, owners=dict.fromkeys(range(8), 0), window=window, timeout_s=60.0
     )
 
     def step(number, beat_s=60.0):
-        found = exchange.wait(ASKED.groups_of(number), beat_s, Patience(60.0))
+        found = exchange.wait(ASKED.groups_of(number), beat_s, WaitLimit(60.0))
         return None if found is None else [group.number for group in found[0]]
 
     with exchange:
         line = Line(address, Here(0, 0), 60.0)
         for number in (1, 2, 3, 4, 5, 6):
-            line.tell(Drawn(Group(number=number, version=0, answers=(answer,))))
+            line.tell(SampledGroup(TaskGroup(number=number, version=0, answers=(answer,))))
         while 6 not in graders.asked:
             time.sleep(0.01)
         for number in (1, 4, 5, 6):
@@ -229,7 +229,7 @@ def test_a_step_takes_what_is_graded_within_its_window_and_each_task_is_trained_
         graders.asked[3].set_result(good)
         assert step(0) == [3, 1]
         # What came late has the other's place, there and in the file; and it waits no longer than its window.
-        line.tell(Drawn(Group(number=0, version=0, answers=(answer,))))
+        line.tell(SampledGroup(TaskGroup(number=0, version=0, answers=(answer,))))
         assert [record.place(0), record.place(3)] == [3, 0]
         assert step(1, 0.05) is None
         graders.asked[2].set_result(good)
@@ -238,7 +238,7 @@ def test_a_step_takes_what_is_graded_within_its_window_and_each_task_is_trained_
         graders.asked[0].set_result(good)
         assert step(1) == [2, 0]
         assert step(2) == [4, 5]
-    again = Record(tmp_path / NAME, is_kept=False)
+    again = RolloutLog(tmp_path / NAME, is_kept=False)
     assert {place: group.number for place, group in again.groups.items()} == {0: 3, 1: 1, 2: 2, 3: 0, 4: 4, 5: 5, 6: 6}
     assert again.verdicts.keys() == {0, 1, 2, 3, 4, 5}
     assert [again.task(place) for place in range(8)] == [3, 1, 2, 0, 4, 5, 6, 7]
@@ -273,7 +273,7 @@ def test_a_slow_grade_holds_up_no_step_that_has_other_groups(pool, start, folder
     )
     told = pool.run(2, reinforced.run_apart, job, folder)[0]
     assert [each["step"] for each in told] == [1, 2, 3]
-    record = Record(root / NAME, is_kept=False)
+    record = RolloutLog(root / NAME, is_kept=False)
     assert record.place(0) in ASKED.groups_of(1)
     assert sorted(record.task(place) for place in range(6)) == list(range(6))
 

@@ -11,7 +11,7 @@ import runs
 import tuned
 from superstep.cli.main import main
 from superstep.data.token_files import open_corpus
-from superstep.data.token_stream import Stream
+from superstep.data.token_stream import TokenStream
 from superstep.model.axes import units
 from superstep.model.decoder import Decoder
 from superstep.model.hf import load_weights
@@ -54,7 +54,9 @@ def measures(run):
 
 
 def stream_of(corpus, rows=4):
-    return Stream(corpus, "train", sequence_tokens=96, packed=True, batch_sequences=rows, seed=0, document_mask=True)
+    return TokenStream(
+        corpus, "train", sequence_tokens=96, packed=True, batch_sequences=rows, seed=0, document_mask=True
+    )
 
 
 def test_the_better_answer_becomes_likelier_and_the_reference_is_the_start(place):

@@ -16,7 +16,6 @@ from superstep.errors import ConfigError, UserError
 from superstep.tune.program.check import check
 from superstep.tune.program.compile import after, compile_iterations
 from superstep.tune.program.instructions import (
-    Asked,
     Cursor,
     Grade,
     Instruction,
@@ -24,6 +23,7 @@ from superstep.tune.program.instructions import (
     Iterations,
     Publish,
     Retire,
+    RlSchedule,
     Sample,
     Save,
     Take,
@@ -31,13 +31,13 @@ from superstep.tune.program.instructions import (
 )
 from superstep.tune.program.memory import Sizes, memory, peaks, require_room
 from superstep.tune.program.order import clocks, is_before, issue_order
-from superstep.tune.program.simulate import Rates, simulate
+from superstep.tune.program.simulate import InstructionRates, simulate
 from superstep.tune.program.text import read_iterations, write_iterations
 
 SIZES = Sizes(weights=7, keys=11, taking=5, training=100, step=50, asleep=30, kept=3, snapshot=1000, group=10**6)
 
 asked = st.builds(
-    Asked,
+    RlSchedule,
     steps=st.integers(1, 7),
     groups=st.integers(1, 3),
     lag=st.integers(0, 3),
@@ -138,7 +138,7 @@ def test_the_bytes_on_the_host_are_the_most_of_all_orders(asked, data):
 @pytest.mark.parametrize("lag", [0, 1, 3])
 def test_the_bytes_on_the_host_are_reached(sizes, lag):
     """The bound is no looser than it must be: some order of the lanes comes to it."""
-    program = compile_iterations(Asked(steps=9, groups=2, lag=lag, placement="apart"))
+    program = compile_iterations(RlSchedule(steps=9, groups=2, lag=lag, placement="apart"))
     found = []
     for first in itertools.permutations(range(3)):
         done: set[Instruction] = set()
@@ -155,7 +155,7 @@ def test_the_bytes_on_the_host_are_reached(sizes, lag):
 
 
 def test_shared_ranks_hold_the_one_or_the_other():
-    program = compile_iterations(Asked(steps=2, groups=1))
+    program = compile_iterations(RlSchedule(steps=2, groups=1))
     found = {
         write: held.bytes
         for held in memory(program, SIZES)
@@ -172,12 +172,12 @@ def test_shared_ranks_hold_the_one_or_the_other():
         "Train": training + 50,
         "Save": training,
     }
-    apart = peaks(compile_iterations(Asked(steps=2, groups=1, placement="apart")), SIZES)
+    apart = peaks(compile_iterations(RlSchedule(steps=2, groups=1, placement="apart")), SIZES)
     assert (apart["sampler"].bytes, apart["trainer"].bytes) == (7 + 11 + 5, 150)
 
 
 def test_what_does_not_fit_is_refused_with_the_mend():
-    program = compile_iterations(Asked(steps=2, groups=1))
+    program = compile_iterations(RlSchedule(steps=2, groups=1))
     require_room(program, SIZES, {"ranks": 153})
     with pytest.raises(ConfigError, match=r"'train s0' needs 153 bytes of the ranks, which has 152; set a smaller"):
         require_room(program, SIZES, {"ranks": 152})
@@ -202,10 +202,10 @@ def test_clocks_agree_with_an_order(asked):
 
 
 def test_a_lag_fills_the_bubble():
-    rates = Rates(sample_s=1.0, grade_s=0.5, train_s=5.0)
+    rates = InstructionRates(sample_s=1.0, grade_s=0.5, train_s=5.0)
     seconds = {}
     for lag in (0, 1):
-        found = simulate(compile_iterations(Asked(steps=10, groups=4, lag=lag, placement="apart")), rates)
+        found = simulate(compile_iterations(RlSchedule(steps=10, groups=4, lag=lag, placement="apart")), rates)
         seconds[lag] = found.seconds
         assert found.busy_s == {"sampler": 40.0, "grader": 20.0, "trainer": 50.0}
         assert found.bubble("trainer") == pytest.approx(1 - 50.0 / found.seconds)
@@ -214,9 +214,9 @@ def test_a_lag_fills_the_bubble():
 
 
 def test_shared_ranks_swap_once_for_all_steps_of_a_version():
-    rates = Rates(sample_s=1.0, grade_s=0.0, train_s=1.0, swap_s=10.0)
-    on_policy = simulate(compile_iterations(Asked(steps=4, groups=1)), rates)
-    lagging = simulate(compile_iterations(Asked(steps=4, groups=1, lag=3)), rates)
+    rates = InstructionRates(sample_s=1.0, grade_s=0.0, train_s=1.0, swap_s=10.0)
+    on_policy = simulate(compile_iterations(RlSchedule(steps=4, groups=1)), rates)
+    lagging = simulate(compile_iterations(RlSchedule(steps=4, groups=1, lag=3)), rates)
     assert (on_policy.seconds, lagging.seconds) == (4 * (1 + 20 + 1), 4 + 20 + 4)
 
 
@@ -225,14 +225,14 @@ def test_shared_ranks_swap_once_for_all_steps_of_a_version():
 )
 def test_what_cannot_be_asked_is_named(field, value):
     with pytest.raises(ConfigError, match=rf"{field} = '?{value}"):
-        Asked(**({"steps": 2, "groups": 2} | {field: value}))
+        RlSchedule(**({"steps": 2, "groups": 2} | {field: value}))
 
 
-LINES = write_iterations(compile_iterations(Asked(steps=3, groups=2, lag=1, placement="apart")))
-SHARED = write_iterations(compile_iterations(Asked(steps=2, groups=1)))
+LINES = write_iterations(compile_iterations(RlSchedule(steps=3, groups=2, lag=1, placement="apart")))
+SHARED = write_iterations(compile_iterations(RlSchedule(steps=2, groups=1)))
 RESUMED = write_iterations(
     compile_iterations(
-        Asked(steps=3, groups=1, lag=1, placement="apart"),
+        RlSchedule(steps=3, groups=1, lag=1, placement="apart"),
         Cursor(step=1, recorded=frozenset({1}), published=frozenset({1})),
     )
 )
@@ -307,7 +307,7 @@ def test_a_planted_fault_is_named(text, changes, rule):
 
 def test_a_deadlock_of_lanes_is_named():
     """The trainer wants the grades of answers that nobody can give before it publishes what they are sampled with."""
-    text = write_iterations(compile_iterations(Asked(steps=2, groups=1, placement="apart")))
+    text = write_iterations(compile_iterations(RlSchedule(steps=2, groups=1, placement="apart")))
     lines = text.replace("  publish v0\n", "").replace("  train s0\n", "  train s0\n  publish v0\n")
     with pytest.raises(InvalidIterations, match="the trainer has version 1"):
         check(read_iterations(lines))
@@ -317,7 +317,7 @@ def test_a_deadlock_of_lanes_is_named():
 
 def test_a_retirement_on_another_lane_comes_too_early():
     """Lanes do not wait for what they do not use, so nothing but a lane's order keeps a snapshot."""
-    program = compile_iterations(Asked(steps=1, groups=1))
+    program = compile_iterations(RlSchedule(steps=1, groups=1))
     lanes = dict(program.lanes)
     moved = [i for i in lanes["ranks"] if not isinstance(i, Retire)]
     with pytest.raises(InvalidIterations, match="lane grader does none of these"):
@@ -349,7 +349,7 @@ def test_text_that_is_no_program_is_refused(text, error):
 
 def test_a_long_run_is_compiled_and_checked_in_time():
     """Counted: what is done for an instruction does not grow with the run."""
-    program = compile_iterations(Asked(steps=400, groups=8, lag=2, placement="apart"))
+    program = compile_iterations(RlSchedule(steps=400, groups=8, lag=2, placement="apart"))
     assert len([i for _, i in program if isinstance(i, Sample | Grade)]) == 2 * 3200
     assert peaks(program, Sizes(snapshot=1))["host"].bytes == 4
     assert peaks(program, Sizes(group=1))["host"].bytes == 3 * 8

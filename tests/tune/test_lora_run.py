@@ -42,7 +42,7 @@ from superstep.train.model import units_of
 from superstep.train.rank_peers import RankPeers
 from superstep.train.run_paths import RunFolder
 from superstep.train.session import Session
-from superstep.train.throughput import Rate
+from superstep.train.throughput import PeakRate
 
 ALONE = RankPeers(0, 1)
 MODEL = Path("run/checkpoints/step-000006")
@@ -245,7 +245,7 @@ def test_what_is_published_is_an_adapter_that_servers_load(tuned, tmp_path):
         run = resolve(read_config(tuned / "tuned/run.toml"))
         world = World(0, 1, Device("cpu"))
         session = Session(
-            world, run, RunFolder(root=tmp_path), tuned / "tuned/data", Rate(flops_per_token=None, peak_flops=None)
+            world, run, RunFolder(root=tmp_path), tuned / "tuned/data", PeakRate(flops_per_token=None, peak_flops=None)
         )
         position = session.load(tuned / "tuned/checkpoints/step-000006")
         published = session.publish(tmp_path / "root", position)

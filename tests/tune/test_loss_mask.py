@@ -9,7 +9,7 @@ from tokenizers import AddedToken
 
 from chats import CHATML, CONTROL, ENDLESS, FORGETFUL, HEADERS
 from spellings import byte_level, gemma, llama
-from superstep.data.records import Fields
+from superstep.data.records import RecordFields
 from superstep.data.tokenizer import END_OF_TEXT, Tokenizer
 from superstep.errors import DataError
 from superstep.serve.text.chat_template import Chat, ChatTemplate
@@ -41,7 +41,7 @@ def masker(source, make=byte_level, **rest):
 
 
 def record(**values):
-    return record_of(Fields("chats.jsonl:7", values, 0))
+    return record_of(RecordFields("chats.jsonl:7", values, 0))
 
 
 def talk(*texts, system=None):

@@ -17,7 +17,7 @@ from superstep.plan.config import LoraConfig
 from superstep.plan.resolve import Resolved
 from superstep.serve.build_engine import open_both
 from superstep.tune.rl import disaggregated
-from superstep.tune.rl.job import Job, beside, serve_of, with_room
+from superstep.tune.rl.job import RlJob, beside, serve_of, with_room
 from superstep.tune.rl.memory_budget import pages_apart, pages_for, sizes_of
 from superstep.tune.rl.trainer import Learner
 
@@ -27,7 +27,7 @@ def start(tmp_path_factory):
     return reinforced.start(tmp_path_factory.mktemp("start"))
 
 
-def held(rank: int, size: int, job: Job) -> tuple[int, int, int, int]:
+def held(rank: int, size: int, job: RlJob) -> tuple[int, int, int, int]:
     """Bytes of the tensors that a rank has: its trainer's, its sampler's weights and keys; and of a snapshot."""
     learner = Learner(World(rank, size, Device("cpu")), job.run, job.folder, beside(job))
     learner.begin(None, job.start)

@@ -19,9 +19,9 @@ from superstep.launch.ranks import World, launch_on, launch_parties
 from superstep.observe.jsonl import last_line, read
 from superstep.state.checkpoint_dirs import checkpoints, step_of
 from superstep.tune.rl.disaggregated import parties_of, sample_apart, train_apart
-from superstep.tune.rl.job import Job, reinforce
+from superstep.tune.rl.job import RlJob, reinforce
 from superstep.tune.rl.rollout_log import NAME
-from superstep.tune.rl.rollout_worker import Seat
+from superstep.tune.rl.rollout_worker import RolloutWorker
 from superstep.tune.rl.step_rewards import Learnt
 
 Change = Callable[[Path], None]
@@ -79,7 +79,7 @@ def resume(name, *flags):
     return [told["step"] for told in read(Path(name, "metrics.jsonl")) if told["event"] == "step"], step
 
 
-def _train(world: World, job: Job, change: Change, step: int = 1) -> bool:
+def _train(world: World, job: RlJob, change: Change, step: int = 1) -> bool:
     """The run directory changes once a step is done, before that is saved."""
 
     def tell(learnt: Learnt) -> None:
@@ -89,7 +89,7 @@ def _train(world: World, job: Job, change: Change, step: int = 1) -> bool:
     return (reinforce if job.rollout.placement == "shared" else train_apart)(world, job, tell)
 
 
-def _launch(job: Job, change: Change) -> None:
+def _launch(job: RlJob, change: Change) -> None:
     if job.rollout.placement == "shared":
         launch_on("cpu", 2, _train, job, change)
     else:
@@ -119,11 +119,11 @@ def test_the_state_is_saved_before_the_run_ends(
     assert (tmp_path / name / (NAME if name == "moved" else "run.toml")).is_file()
 
 
-def _sample_late(world: World, job: Job, number: int) -> None:
+def _sample_late(world: World, job: RlJob, number: int) -> None:
     """A sampler that opens its second version once the run directory is gone."""
-    take, taken = Seat._take, []
+    take, taken = RolloutWorker._take, []
 
-    def late(self: Seat, version: Path, name: str) -> object:
+    def late(self: RolloutWorker, version: Path, name: str) -> object:
         taken.append(version)
         while len(taken) > 1 and version.exists():
             time.sleep(0.01)
@@ -133,7 +133,7 @@ def _sample_late(world: World, job: Job, number: int) -> None:
             (job.folder.root.parent / "failed").touch()
             raise
 
-    Seat._take = late
+    RolloutWorker._take = late
     sample_apart(world, job, number)
 
 

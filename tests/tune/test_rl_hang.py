@@ -11,13 +11,13 @@ import reinforced
 from superstep.errors import Lost
 from superstep.launch.ranks import World, launch_on
 from superstep.state.checkpoint_dirs import checkpoints
-from superstep.tune.rl.job import Job, reinforce
+from superstep.tune.rl.job import RlJob, reinforce
 from superstep.tune.rl.trainer import Learner
 
 HANGS_S = 1_000
 
 
-def _hanging(world: World, job: Job) -> bool:
+def _hanging(world: World, job: RlJob) -> bool:
     """Rank 1 keeps Python's lock in C for good when it should train for the second time."""
     if world.rank == 1:
         step = Learner.step

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from spellings import byte_level, llama, metaspace
 from superstep.grade.task import Message
-from superstep.serve.scheduling.request import Told
+from superstep.serve.scheduling.request import TokenOutput
 from superstep.serve.text.chat_template import DEFAULT, ChatTemplate
 from superstep.serve.text.chat_tokens import ChatEncoder
-from superstep.tune.rl.rollout import Conversation
+from superstep.tune.rl.rollout import Episode
 
 PLAIN = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -42,7 +42,7 @@ def encoders():
 
 
 def told(ids):
-    return [Told(token=token, drawn_logprob=-0.5 - at, logprob=0.0) for at, token in enumerate(ids)]
+    return [TokenOutput(token=token, drawn_logprob=-0.5 - at, logprob=0.0) for at, token in enumerate(ids)]
 
 
 words = st.text(st.sampled_from("ab é日🙂<|im_end|>\n{}:"), max_size=12) | st.sampled_from(
@@ -55,7 +55,7 @@ words = st.text(st.sampled_from("ab é日🙂<|im_end|>\n{}:"), max_size=12) | s
 def test_ids_trained_are_ids_sampled_for_any_text_and_turns(encoders, template, tokenizer, said, data):
     tokens = TOKENIZERS[tokenizer]()
     end = tokens.core.token_to_id("<|im_end|>")
-    now = Conversation((Message("user", said),), encoders[template, tokenizer], tokens, [end])
+    now = Episode((Message("user", said),), encoders[template, tokenizer], tokens, [end])
     asked = []
     turns = data.draw(st.integers(1, 4))
     for turn in range(turns):
@@ -86,7 +86,7 @@ def test_ids_trained_are_ids_sampled_for_any_text_and_turns(encoders, template, 
 def test_history_that_is_shown_as_it_was_goes_on_in_one_strand(encoders):
     tokens = byte_level()
     end = tokens.core.token_to_id("<|im_end|>")
-    now = Conversation((Message("user", "add"),), encoders["plain", "byte level"], tokens, [end])
+    now = Episode((Message("user", "add"),), encoders["plain", "byte level"], tokens, [end])
     # A spelling that no tokenizer gives its own text: letter by letter.
     drawn = [id for letter in "the cat" for id in tokens.encode(letter)]
     assert drawn != tokens.encode("the cat")
@@ -107,7 +107,7 @@ def test_history_that_is_shown_as_it_was_goes_on_in_one_strand(encoders):
 def test_an_answer_that_was_cut_off_is_closed_by_the_template(encoders):
     tokens = byte_level()
     end = tokens.core.token_to_id("<|im_end|>")
-    now = Conversation((Message("user", "add"),), encoders["plain", "byte level"], tokens, [end])
+    now = Episode((Message("user", "add"),), encoders["plain", "byte level"], tokens, [end])
     now.answer(told(tokens.encode("the")), "length")
     now.observe([Message("user", "on")])
     assert tokens.decode(list(now.prompt)).endswith(
@@ -118,7 +118,7 @@ def test_an_answer_that_was_cut_off_is_closed_by_the_template(encoders):
 def test_a_template_that_rewrites_history_starts_a_new_strand(encoders):
     tokens = byte_level()
     end = tokens.core.token_to_id("<|im_end|>")
-    now = Conversation((Message("user", "add"),), encoders["forgets", "byte level"], tokens, [end])
+    now = Episode((Message("user", "add"),), encoders["forgets", "byte level"], tokens, [end])
     now.answer(told([*tokens.encode("b</think>a"), end]), "stop")
     now.observe([Message("user", "more")])
     now.answer(told([*tokens.encode("a"), end]), "stop")
@@ -135,7 +135,7 @@ def test_a_template_that_rewrites_history_starts_a_new_strand(encoders):
 def test_the_space_that_a_template_puts_is_the_models_own(encoders):
     """Without a template of its own a model is told ``Assistant:`` and draws a space; the default one puts it there."""
     tokens = byte_level()
-    now = Conversation((Message("user", "add"),), encoders["default", "byte level"], tokens, [tokens.end_of_text])
+    now = Episode((Message("user", "add"),), encoders["default", "byte level"], tokens, [tokens.end_of_text])
     now.answer(told([*tokens.encode(" the cat"), tokens.end_of_text]), "stop")
     now.observe([Message("user", "more")])
     assert not now.answered().strands[1:]
@@ -154,8 +154,8 @@ def test_attempts_at_a_task_share_its_prompt_and_nothing_else(encoders):
         now.answer(told(tokens.encode("b")), "length")
         return now.answered()
 
-    first = Conversation((Message("user", "add"),), encoders["plain", "byte level"], tokens, [end])
+    first = Episode((Message("user", "add"),), encoders["plain", "byte level"], tokens, [end])
     second = first.again()
-    alone = Conversation((Message("user", "add"),), encoders["plain", "byte level"], tokens, [end])
+    alone = Episode((Message("user", "add"),), encoders["plain", "byte level"], tokens, [end])
     assert first.prompt == second.prompt
     assert attempt(first, "the cat") != attempt(second, "a dog") == attempt(alone, "a dog")

@@ -15,12 +15,12 @@ from superstep.grade.task import Message, Task
 from superstep.grade.verdict import grader_error, ok, wrong
 from superstep.serve.build_engine import open_engine
 from superstep.serve.config import ServeConfig
-from superstep.serve.scheduling.request import Told
-from superstep.tune.program.instructions import Asked, Cursor
+from superstep.serve.scheduling.request import TokenOutput
+from superstep.tune.program.instructions import Cursor, RlSchedule
 from superstep.tune.rl.config import RlConfig, RolloutConfig, check_rl
-from superstep.tune.rl.rollout import Conversation
-from superstep.tune.rl.rollout_log import NAME, Record
-from superstep.tune.rl.sampling import Sampler, _Part, require_vocab, seed_of, words_of
+from superstep.tune.rl.rollout import Episode
+from superstep.tune.rl.rollout_log import NAME, RolloutLog
+from superstep.tune.rl.sampling import RolloutSampler, _Part, require_vocab, seed_of, words_of
 
 TALKS = """
 from superstep.grade.task import Done, Message, Observation, Task
@@ -61,7 +61,7 @@ def sampler(folder, environment, words):
     threads = torch.get_num_threads()
     engine = open_engine(folder, ServeConfig(context_tokens=160, compute="fp32", exact=True, pages=24))
     how = RolloutConfig(max_tokens=6, turns=3)
-    yield Sampler(engine, words, environment, how, group=3, seed=5)
+    yield RolloutSampler(engine, words, environment, how, group=3, seed=5)
     engine.end()
     torch.set_num_threads(threads)
 
@@ -90,7 +90,7 @@ def test_a_group_is_the_same_whatever_it_is_sampled_beside(sampler, environment,
 
     violating = replace(one.answers[0], rollout=replace(one.answers[0].rollout, violation="it ends the process"))
     together[1] = replace(one, answers=(violating, *one.answers[1:]))
-    record = Record(tmp_path / NAME)
+    record = RolloutLog(tmp_path / NAME)
     for group in together.values():
         record.sampled(group)
     record.graded(0, (ok(0.5), wrong("no"), grader_error("?")))
@@ -101,10 +101,10 @@ def test_a_group_is_the_same_whatever_it_is_sampled_beside(sampler, environment,
     record.tidy()
     record.close()
     assert [path.name for path in (tmp_path / "weights").iterdir()] == ["weights-0"]
-    again = Record(tmp_path / NAME, is_kept=False)
+    again = RolloutLog(tmp_path / NAME, is_kept=False)
     # The floats are those that were told, to the bit.
     assert (again.groups, again.verdicts) == (together, {0: (ok(0.5), wrong("no"), grader_error("?"))})
-    asked = Asked(steps=3, groups=2)
+    asked = RlSchedule(steps=3, groups=2)
     assert again.cursor(asked, 1) == Cursor(step=1, recorded=frozenset({2, 3}), published=frozenset({0}))
     again.retire(0)
     again.forget(range(2, 4))
@@ -114,29 +114,29 @@ def test_a_group_is_the_same_whatever_it_is_sampled_beside(sampler, environment,
 def test_turns_that_are_a_violation_are_the_last(sampler, environment, words):
     """What ``reply`` finds of them goes into the rollout, which graders are given."""
     messages = (Message("user", "task"),)
-    talk = Conversation(messages, words.encoder, words.decoder, ())
-    talk.answer([Told(token=5, drawn_logprob=-1.0, logprob=-1.0)], "stop")
+    talk = Episode(messages, words.encoder, words.decoder, ())
+    talk.answer([TokenOutput(token=5, drawn_logprob=-1.0, logprob=-1.0)], "stop")
     assert not sampler._goes_on(_Part(0, 0, environment.task(2, 5)), talk, "stop")
     assert talk.answered().rollout.violation == "it ends the process"
 
 
 def test_a_record_whose_last_line_is_torn_has_the_others(tmp_path):
     path = tmp_path / NAME
-    record = Record(path)
+    record = RolloutLog(path)
     record.graded(0, (ok(),))
     record.graded(1, (wrong(),))
     record.close()
     whole = path.read_bytes()
     for end in range(len(whole) + 1):
         path.write_bytes(whole[:end])
-        record = Record(path)
+        record = RolloutLog(path)
         assert len(record.verdicts) == whole[:end].count(b"\n")
         record.graded(2, (ok(),))
         record.close()
-        assert 2 in Record(path, is_kept=False).verdicts
+        assert 2 in RolloutLog(path, is_kept=False).verdicts
     path.write_bytes(whole + b'{"group": 2}\n' + whole)
     with pytest.raises(StateError, match=r"rollouts.jsonl is damaged in line 3"):
-        Record(path)
+        RolloutLog(path)
 
 
 def test_seeds_differ_by_group_answer_and_turn():

@@ -16,7 +16,7 @@ from superstep.model.axes import units
 from superstep.model.decoder import Decoder
 from superstep.model.hf import open_weights
 from superstep.model.unit import parameters
-from superstep.tune.rl.rollout_log import NAME, Record
+from superstep.tune.rl.rollout_log import NAME, RolloutLog
 
 pytestmark = pytest.mark.multiproc
 
@@ -48,7 +48,7 @@ def textbook_norm(job, start, root, temperature):
     those that the sampler told, at most.
     """
     model = plain_decoder(job, start)
-    record, farthest = Record(root / NAME, is_kept=False), 0.0
+    record, farthest = RolloutLog(root / NAME, is_kept=False), 0.0
     count = sum(len(group.answers) for group in record.groups.values())
     for number, group in record.groups.items():
         rewards = torch.tensor([verdict.reward for verdict in record.verdicts[number]], dtype=torch.float64)

@@ -320,7 +320,7 @@ def test_several_models_stand_side_by_side(make):
 def sample_body(number, **more):
     chunks = [{"type": "encoded_text", "tokens": [number + 1]}]
     told = {"prompt": {"chunks": chunks}, "sampling_params": {"max_tokens": 1}, "seq_id": 1} | more
-    return request_schema.read_body(request_schema.Sample, json.dumps(told).encode())
+    return request_schema.read_body(request_schema.SampleBody, json.dumps(told).encode())
 
 
 def test_without_a_session_no_client_is_given_the_answer_of_another(exact):

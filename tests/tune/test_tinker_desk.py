@@ -9,7 +9,7 @@ import pytest
 from superstep.errors import ConfigError, DataError, Fault, StateError
 from superstep.tune.tinker import futures as desks
 from superstep.tune.tinker.futures import Desk, Failed, Full, Result
-from superstep.tune.tinker.saved_models import ABOUT, About, Place, Store, place_of
+from superstep.tune.tinker.saved_models import ABOUT, About, SavedModels, SavedPath, place_of
 
 ABOUT_TEXT = About(
     base="b", version="v", rank=1, alpha=1.0, train_mlp=True, train_attn=True, train_unembed=True, seed=0, step=3
@@ -160,8 +160,8 @@ def test_no_path_leads_out_of_the_store(path):
 
 
 def test_what_is_saved_is_seen_whole_or_not_at_all(tmp_path):
-    store = Store(tmp_path)
-    place = Place("m:train:0", "weights", "a")
+    store = SavedModels(tmp_path)
+    place = SavedPath("m:train:0", "weights", "a")
     assert place_of(place.path) == place
 
     def save(text, **how):

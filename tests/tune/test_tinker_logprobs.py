@@ -16,7 +16,7 @@ from superstep.plan.model.lookup import shape_of
 from superstep.serve.build_engine import open_engine
 from superstep.serve.config import ServeConfig
 from superstep.serve.scheduling.request import Sampling
-from superstep.tune.tinker.sampler import Asked, Sampler
+from superstep.tune.tinker.sampler import PromptSampler, SampleRequest
 
 V = 12
 PROMPT = (3, 1, 4)
@@ -35,7 +35,7 @@ def opened(tmp_path_factory):
     save_weights(folder, global_tensors(decoder, units(shape)), shape)
     engine = open_engine(folder, ServeConfig(context_tokens=16, compute="fp32", exact=True, pages=8))
     model_V = decoder(torch.tensor([PROMPT]))[0, -1].double().log_softmax(-1)
-    yield Sampler(engine, None, most=1), model_V
+    yield PromptSampler(engine, None, most=1), model_V
     engine.end()
     torch.set_num_threads(threads)
 
@@ -43,7 +43,7 @@ def opened(tmp_path_factory):
 def sampled(sampler, **how):
     """The log-probability that is given of each token, by token."""
     answered = []
-    asked = Asked(prompt=PROMPT, samples=SAMPLES, sampling=Sampling(max_tokens=1, **how))
+    asked = SampleRequest(prompt=PROMPT, samples=SAMPLES, sampling=Sampling(max_tokens=1, **how))
     sampler.ask(asked, answered.append)
     while not sampler.is_idle:
         sampler.step()

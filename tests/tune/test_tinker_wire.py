@@ -11,13 +11,13 @@ from superstep.errors import DataError
 from superstep.tune.tinker.losses import find_loss, lesson
 from superstep.tune.tinker.proto_messages import (
     Datum,
-    Drawn,
     Sampled,
+    SampledSequence,
     read_forward_backward,
     write_output,
     write_sampled,
 )
-from superstep.tune.tinker.protobuf import Field, fields, put_bytes, put_integer
+from superstep.tune.tinker.protobuf import ProtoField, fields, put_bytes, put_integer
 
 tinker = pytest.importorskip("tinker", reason="the official client is not installed")
 
@@ -82,8 +82,8 @@ def test_what_came_of_sequences_is_read_by_the_sdk(rows, metrics):
 
 def test_answers_are_read_by_the_sdk():
     drawn = [
-        Drawn(tokens=[5, 2**31 - 1], logprobs=[-0.5, -2.0], is_cut=True, top=[((7, -0.1), (8, -0.2)), ()]),
-        Drawn(tokens=[], logprobs=[], is_cut=False),
+        SampledSequence(tokens=[5, 2**31 - 1], logprobs=[-0.5, -2.0], is_cut=True, top=[((7, -0.1), (8, -0.2)), ()]),
+        SampledSequence(tokens=[], logprobs=[], is_cut=False),
     ]
     sampled = Sampled(sequences=drawn, prompt=[math.nan, -1.5], prompt_top=[(), ((3, -0.25),)], cached_tokens=300)
     found = deserialize_proto_response(write_sampled(sampled), types.SampleResponse)
@@ -117,7 +117,7 @@ def test_a_length_that_lies_is_refused():
     with pytest.raises(DataError, match="ends within a number"):
         list(fields(b"\x80" * 11))
     with pytest.raises(DataError, match="field 1 is not a double"):
-        Field(1, 0, 5).double  # noqa: B018
+        ProtoField(1, 0, 5).double  # noqa: B018
 
 
 def refused(datum, name="cross_entropy"):

@@ -6,13 +6,13 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from superstep.cli.arguments.checkpoint import Asked, Options, read
+from superstep.cli.arguments.checkpoint import CheckpointArgs, CopyOptions, read
 from superstep.cli.number_format import bytes_text
 from superstep.errors import Damaged, StateError
 from superstep.state.checkpoint_dirs import checkpoints, leftovers
 from superstep.state.export import export
 from superstep.state.manifest import MANIFEST, Manifest
-from superstep.state.store import Store, is_url
+from superstep.state.store import CheckpointStore, is_url
 from superstep.state.verify import glance, newest, verify
 from superstep.train.run_paths import RunFolder
 
@@ -61,9 +61,9 @@ def _say_whole(name: str, manifest: Manifest, *, is_read: bool) -> None:
     print(f"{name}  {seen}  step {at.step}, {at.tokens} tokens seen; {files}", flush=True)
 
 
-def _in_store(asked: Asked) -> int:
+def _in_store(asked: CheckpointArgs) -> int:
     """The same of a store."""
-    store = Store(asked.name)
+    store = CheckpointStore(asked.name)
     steps = store.steps()
     if not steps:
         raise StateError(f"'{asked.name}' holds no checkpoint; name the state.store of a run that has saved one.")
@@ -113,14 +113,14 @@ def _found(path: Path) -> tuple[Path | None, list[Path]]:
     return root, found
 
 
-def _exported(path: Path, options: Options) -> int:
+def _exported(path: Path, options: CopyOptions) -> int:
     root, found = _found(path)
     checkpoint = found[-1] if root is None else newest(root)
     assert checkpoint is not None, "a run without any has been refused"
     return _written(checkpoint, str(checkpoint), options)
 
 
-def _written(checkpoint: Path, name: str, options: Options) -> int:
+def _written(checkpoint: Path, name: str, options: CopyOptions) -> int:
     out = Path(options.out)
     done = export(checkpoint, out, dtype=options.dtype, shard_bytes=int(options.shard_gib * 2**30))
     files = done.files[0] if len(done.files) == 1 else f"{len(done.files)} files"

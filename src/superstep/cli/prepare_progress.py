@@ -10,8 +10,8 @@ from typing import TextIO
 from rich.console import Console
 
 from superstep.cli.number_format import bytes_text, count_text
-from superstep.data.prepare import Progress, Report, prepare, refuse_others
-from superstep.data.token_files import Corpus, Manifest
+from superstep.data.prepare import PrepareProgress, Report, prepare, refuse_others
+from superstep.data.token_files import Corpus, CorpusManifest
 from superstep.errors import Fault
 from superstep.plan.config import DataConfig
 
@@ -82,7 +82,7 @@ class ProgressLine:
         self._stage = ""
         self._shown_s = clock()
 
-    def show(self, progress: Progress) -> None:
+    def show(self, progress: PrepareProgress) -> None:
         """Show it if it is time to; a stage without a share is always worth a line."""
         now_s = self._clock()
         is_new = progress.stage != self._stage and (self._is_live or not progress.done_bytes)
@@ -112,14 +112,14 @@ def _write(stream: TextIO, text: str) -> None:
         raise Fault(f"standard output cannot be written: {reason}. Send it to a file, and start again.") from error
 
 
-def _text(progress: Progress) -> str:
+def _text(progress: PrepareProgress) -> str:
     if not progress.done_bytes:
         return f"{progress.stage} ..."
     share = min(progress.done_bytes / max(progress.total_bytes, 1), 1.0)
     return f"{progress.stage}: {share:.0%} of {bytes_text(progress.total_bytes)}"
 
 
-def summary(manifest: Manifest) -> str:
+def summary(manifest: CorpusManifest) -> str:
     """What was prepared, and what was passed over."""
     tokens = manifest.train_tokens + manifest.validation_tokens
     if manifest.kind != "text":
@@ -134,7 +134,7 @@ def summary(manifest: Manifest) -> str:
     return f"{count_text(tokens)} tokens, {bytes_text(manifest.text_bytes)} of text{over}"
 
 
-def _share(manifest: Manifest) -> str:
+def _share(manifest: CorpusManifest) -> str:
     """Answer tokens as a share of all."""
     learnt = manifest.text_bytes / manifest.bytes_per_token
     return f"{learnt / max(manifest.train_tokens + manifest.validation_tokens, 1):.0%}"

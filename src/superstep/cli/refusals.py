@@ -28,7 +28,7 @@ from superstep.tune.rl.config import RlRecipe
 from superstep.tune.rl.initial_policy import check_run, check_same, with_start
 
 
-def check_train(asked: train.Asked) -> None:
+def check_train(asked: train.TrainArgs) -> None:
     """Refuse a run that cannot be trained as it is asked for.
 
     Raises:
@@ -73,7 +73,7 @@ def check_apart(word: str, argv: Sequence[str]) -> None:
         find_model(tune_serve.read(argv)[0])
 
 
-def check_prove(options: prove.Options, yields_to: tuple[str, ...] | None) -> None:
+def check_prove(options: prove.ProveOptions, yields_to: tuple[str, ...] | None) -> None:
     """Refuse a layout that cannot be proven; raises as ``check_train``."""
     if options.model.source is not None:
         _check_own(options)
@@ -86,7 +86,7 @@ def check_prove(options: prove.Options, yields_to: tuple[str, ...] | None) -> No
         settled(options, yields_to, resolve)
 
 
-def check_serve(path: Path, options: serve.Options) -> None:
+def check_serve(path: Path, options: serve.ServerOptions) -> None:
     """Refuse a model that cannot be served as it is asked for; raises as ``check_train``."""
     model = find_model(path)
     config = serve_config(model.run, options)

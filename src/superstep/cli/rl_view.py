@@ -7,11 +7,11 @@ from itertools import groupby
 
 from superstep.cli.number_format import seconds_text
 from superstep.errors import StateError
-from superstep.observe.drawing.lanes import Clock, Lane, Piece, draw_lanes, length, merged
+from superstep.observe.drawing.lanes import Clock, Lane, LaneItem, draw_lanes, length, merged
 from superstep.train.run_paths import RunFolder
 from superstep.tune.recipe import RECIPE
 from superstep.tune.rl.config import RlRecipe, read_rl
-from superstep.tune.rl.history import Drawn, History, Span, Trained, read_history
+from superstep.tune.rl.history import AnsweredGroup, History, Span, Trained, read_history
 from superstep.tune.rl.rollout_log import NAME
 
 LAST = 20
@@ -50,19 +50,19 @@ def _title(folder: RunFolder, recipe: RlRecipe, found: History) -> str:
 def _lanes(found: History) -> list[Lane]:
     drawn = sorted(found.drawn.values(), key=lambda each: each.span)
     lanes = [
-        Lane("publish", [Piece((at_s, at_s), "") for at_s in sorted(found.published.values())], ("▲", "^")),
+        Lane("publish", [LaneItem((at_s, at_s), "") for at_s in sorted(found.published.values())], ("▲", "^")),
         Lane("sample", [piece for each in _by_version(drawn) for piece in each], ("▒", ":")),
-        Lane("grade", [Piece(span) for span in merged(found.graded.values())], ("░", ".")),
-        Lane("train", [Piece(each.span, str(each.step)) for each in found.trained], ("▓", "#")),
-        Lane("save", [Piece(span) for span in found.saved], ("█", "=")),
+        Lane("grade", [LaneItem(span) for span in merged(found.graded.values())], ("░", ".")),
+        Lane("train", [LaneItem(each.span, str(each.step)) for each in found.trained], ("▓", "#")),
+        Lane("save", [LaneItem(span) for span in found.saved], ("█", "=")),
     ]
     return [lane for lane in lanes if lane.pieces]
 
 
-def _by_version(drawn: Sequence[Drawn]) -> Iterable[list[Piece]]:
+def _by_version(drawn: Sequence[AnsweredGroup]) -> Iterable[list[LaneItem]]:
     """What was drawn with one version and without a break is one piece."""
     for version, each in groupby(drawn, key=lambda one: one.version):
-        yield [Piece(span, f"v{version}") for span in merged(one.span for one in each)]
+        yield [LaneItem(span, f"v{version}") for span in merged(one.span for one in each)]
 
 
 def _spent(found: History) -> str:

@@ -6,17 +6,17 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from superstep.cli.arguments.sample import Options, read
+from superstep.cli.arguments.sample import SampleOptions, read
 from superstep.cli.resolve_model import refuse_adapter
 from superstep.data.tokenizer import Tokenizer, load_tokenizer
 from superstep.errors import StateError
 from superstep.model.hf import load_weights
-from superstep.model.unit import Row
+from superstep.model.unit import UnitSequence
 from superstep.model.user_model import load_units
 from superstep.plan.config import RunConfig
 from superstep.plan.config_io import read_config
 from superstep.serve.batch_generate import generate
-from superstep.serve.build_engine import Known, open_engine
+from superstep.serve.build_engine import KnownModel, open_engine
 from superstep.serve.config import ServeConfig
 from superstep.serve.scheduling.request import Sampling
 from superstep.state.checkpoint_dirs import checkpoints, step_of
@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def text(run: Path, prompt: str, options: Options) -> str:
+def text(run: Path, prompt: str, options: SampleOptions) -> str:
     """The prompt and what a checkpoint of a run makes of it.
 
     Raises:
@@ -90,13 +90,13 @@ def _drawn(
         compute=config.numerics.compute,
         exact=config.numerics.exact,
     )
-    engine = open_engine(checkpoint, serve, known=Known(version=checkpoint.name))
+    engine = open_engine(checkpoint, serve, known=KnownModel(version=checkpoint.name))
     (answer,) = generate(engine, [prompt], sampling)
     return [token for token in answer.ids if token != tokenizer.end_of_text]
 
 
 def _own(config: RunConfig, checkpoint: Path) -> Model:
     """The units of a user's file, in a row."""
-    model = Row(load_units(config), config.train.seed)
+    model = UnitSequence(load_units(config), config.train.seed)
     load_weights(checkpoint, {name: view for spec, param in model.parts.values() for name, view in spec.views(param)})
     return model

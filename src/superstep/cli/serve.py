@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from superstep.cli.arguments.serve import Options, read
+from superstep.cli.arguments.serve import ServerOptions, read
 from superstep.cli.port import Port, opened
 from superstep.cli.resolve_model import ServedModel, find_model
 from superstep.cli.serve_settings import serve_config
@@ -18,7 +18,7 @@ from superstep.serve.api.admin_backend import Admin
 from superstep.serve.api.app import make_app
 from superstep.serve.config import plan_of
 from superstep.serve.engine_client import Host
-from superstep.serve.load_balancer import Replicas, replicas_of
+from superstep.serve.load_balancer import LoadBalancer, replicas_of
 from superstep.serve.lora_registry import check_names, folders_of
 from superstep.serve.text_backend import forms_of, load_words
 
@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
         return _serve(path, options, port)
 
 
-def _serve(path: Path, options: Options, port: Port) -> int:
+def _serve(path: Path, options: ServerOptions, port: Port) -> int:
     model = find_model(path)
     config = serve_config(model.run, options)
     shape = plan_of(model.folder, config).shape
@@ -60,7 +60,7 @@ def _serve(path: Path, options: Options, port: Port) -> int:
         host.close()
 
 
-def _admin(model: ServedModel, options: Options, host: Host | Replicas, key: str | None) -> Admin | None:
+def _admin(model: ServedModel, options: ServerOptions, host: Host | LoadBalancer, key: str | None) -> Admin | None:
     """What the paths under /admin need; None without a key."""
     if key is None:
         return None

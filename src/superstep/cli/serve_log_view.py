@@ -7,7 +7,7 @@ from pathlib import Path
 from superstep.cli.number_format import bytes_text, count_text, seconds_text
 from superstep.cost.fit_serving import fit
 from superstep.cost.serve import bounds, seconds
-from superstep.observe.drawing.curve import Course, draw_courses
+from superstep.observe.drawing.curve import PlottedCurve, draw_courses
 from superstep.serve.scheduling.step_log import Replay, prompt_rows, read_log, samples, work_of
 
 LEAST = 40
@@ -44,11 +44,11 @@ def _drawn(replay: Replay, width: int, *, has_signs: bool) -> str:
     prompts = [sum(prompt_rows(entry)) for entry in entries]
     drawn = [work_of(entry, replay.setting.way).drawn for entry in entries]
     courses = [
-        Course("rows of prompts", prompts, count_text),
-        Course("tokens drawn", drawn, count_text),
-        Course("requests", [len(entry.step.chunks) for entry in entries], count_text),
-        Course("pages used", replay.used_pages, count_text),
-        Course("seconds a step", [entry.took_s for entry in entries], seconds_text),
+        PlottedCurve("rows of prompts", prompts, count_text),
+        PlottedCurve("tokens drawn", drawn, count_text),
+        PlottedCurve("requests", [len(entry.step.chunks) for entry in entries], count_text),
+        PlottedCurve("pages used", replay.used_pages, count_text),
+        PlottedCurve("seconds a step", [entry.took_s for entry in entries], seconds_text),
     ]
     spans = [(entry.at_s, entry.at_s + entry.took_s) for entry in entries]
     return draw_courses(spans, courses, width=width, seconds=seconds_text, has_signs=has_signs)

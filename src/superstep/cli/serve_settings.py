@@ -13,7 +13,7 @@ from superstep.serve.config import NGRAM, ServeConfig
 from superstep.serve.lora_registry import folders_of
 
 
-class Asked(Protocol):
+class ServeSettings(Protocol):
     """The options that say how a model is served."""
 
     @property
@@ -24,7 +24,7 @@ class Asked(Protocol):
     def serve(self) -> ServeOptions: ...
 
 
-def serve_config(run: RunConfig | None, options: Asked) -> ServeConfig:
+def serve_config(run: RunConfig | None, options: ServeSettings) -> ServeConfig:
     """How a model is served, what was not asked for taken from its run, if it has one."""
     asked = options.serve
     context = run.data.sequence_tokens if run is not None and asked.context_tokens is None else asked.context_tokens

@@ -15,8 +15,8 @@ from superstep.errors import UserError
 from superstep.observe.chrome_trace import chrome_trace
 from superstep.observe.drawing.step_svg import caption_of, draw_svg
 from superstep.observe.page.bubble import FORMULAS
-from superstep.observe.page.step_animation import Choice, moving_page
-from superstep.observe.page.step_data import Drawn, closed_of
+from superstep.observe.page.step_animation import ChooserEntry, moving_page
+from superstep.observe.page.step_data import StepDrawing, closed_of
 from superstep.observe.trace import Recorded
 from superstep.plan.config import PlanConfig, Schedule
 from superstep.plan.resolve import Resolved
@@ -28,7 +28,7 @@ LOOPED: tuple[Schedule, ...] = ("interleaved", "breadth-first", "zb-v")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class StepView:
     """A step to be drawn, with what it was predicted from.
 
     Attributes:
@@ -45,9 +45,9 @@ class Seen:
     prediction: Prediction
     ran: Recorded | None = None
 
-    def drawn(self) -> Drawn:
+    def drawn(self) -> StepDrawing:
         """What is drawn of it."""
-        return Drawn(
+        return StepDrawing(
             plan=self.run.plan,
             timeline=self.prediction.timeline,
             memory=self.prediction.memory,
@@ -63,7 +63,7 @@ Rehearse = Callable[[Resolved], tuple[UnitOperations, ...] | None]
 Resolve = Callable[..., Resolved]
 
 
-def write_page(title: str, about: str, seen: Seen, *, resolve: Resolve, rehearse: Rehearse) -> str:
+def write_page(title: str, about: str, seen: StepView, *, resolve: Resolve, rehearse: Rehearse) -> str:
     """The page of a step, with the same model under other schedules and ZeRO stages beside it."""
     choices = list(_choices(seen, resolve, rehearse))
     plan = seen.run.plan
@@ -71,7 +71,7 @@ def write_page(title: str, about: str, seen: Seen, *, resolve: Resolve, rehearse
     return moving_page(title, about, choices, chosen)
 
 
-def write_svg(name: str, seen: Seen) -> str:
+def write_svg(name: str, seen: StepView) -> str:
     """The step as SVG; a run's above its prediction."""
     steps = [(f"{name}, predicted", seen.prediction.timeline)]
     if seen.ran is not None:
@@ -91,7 +91,7 @@ def write_svg(name: str, seen: Seen) -> str:
     )
 
 
-def write_trace(name: str, seen: Seen) -> str:
+def write_trace(name: str, seen: StepView) -> str:
     """The step for Perfetto; a run's, and its prediction behind it."""
     drawn = seen.drawn()
     timeline = seen.prediction.timeline
@@ -101,7 +101,7 @@ def write_trace(name: str, seen: Seen) -> str:
     return chrome_trace(seen.ran.timeline, name=name, courses=courses, predicted=timeline)
 
 
-def _choices(seen: Seen, resolve: Resolve, rehearse: Rehearse) -> Iterator[Choice]:
+def _choices(seen: StepView, resolve: Resolve, rehearse: Rehearse) -> Iterator[ChooserEntry]:
     """Every schedule at every ZeRO stage, as far as they differ on this mesh; those that differ from the plan in one of
     the two are the first to have room.
     """
@@ -110,14 +110,14 @@ def _choices(seen: Seen, resolve: Resolve, rehearse: Rehearse) -> Iterator[Choic
     zeros = range(4) if plan.mesh.data > 1 else (plan.zero,)
     wanted = [(schedule, zero) for schedule in schedules for zero in zeros]
     room = MOST_INSTRUCTIONS - _instructions(seen.prediction)
-    found: dict[tuple[Schedule, int], Choice] = {}
+    found: dict[tuple[Schedule, int], ChooserEntry] = {}
     rehearsed = {plan.zero: seen.operations}
     for schedule, zero in sorted(wanted, key=lambda one: (one[0] != plan.schedule) + (one[1] != plan.zero)):
         if (schedule, zero) == (plan.schedule, plan.zero):
-            found[schedule, zero] = Choice(schedule=schedule, zero=zero, drawn=seen.drawn())
+            found[schedule, zero] = ChooserEntry(schedule=schedule, zero=zero, drawn=seen.drawn())
         elif room < _instructions(seen.prediction):
             why = f"left out to keep the page small; --plan.schedule {schedule} --plan.zero {zero} shows it"
-            found[schedule, zero] = Choice(schedule=schedule, zero=zero, drawn=None, why=why)
+            found[schedule, zero] = ChooserEntry(schedule=schedule, zero=zero, drawn=None, why=why)
         else:
             found[schedule, zero] = one = _other(seen, schedule, zero, rehearsed, (resolve, rehearse))
             room -= _instructions(one.drawn) if one.drawn else 0
@@ -125,12 +125,12 @@ def _choices(seen: Seen, resolve: Resolve, rehearse: Rehearse) -> Iterator[Choic
 
 
 def _other(
-    seen: Seen,
+    seen: StepView,
     schedule: Schedule,
     zero: int,
     rehearsed: dict[int, tuple[UnitOperations, ...]],
     means: tuple[Resolve, Rehearse],
-) -> Choice:
+) -> ChooserEntry:
     """The same model, mesh and batch under another schedule or ZeRO stage; of one that cannot be, why."""
     resolve, rehearse = means
     try:
@@ -139,9 +139,9 @@ def _other(
             rehearsed[zero] = rehearse(run) or seen.operations
         prediction = predict(run, seen.machine, rehearsed[zero])
     except UserError as error:
-        return Choice(schedule=schedule, zero=zero, drawn=None, why=str(error))
+        return ChooserEntry(schedule=schedule, zero=zero, drawn=None, why=str(error))
     other = replace(seen, run=run, operations=rehearsed[zero], prediction=prediction, ran=None)
-    return Choice(schedule=schedule, zero=zero, drawn=other.drawn())
+    return ChooserEntry(schedule=schedule, zero=zero, drawn=other.drawn())
 
 
 def _changed(plan: PlanConfig, schedule: Schedule, zero: int) -> PlanConfig:
@@ -155,7 +155,7 @@ def _changed(plan: PlanConfig, schedule: Schedule, zero: int) -> PlanConfig:
     return other
 
 
-def _instructions(step: Prediction | Drawn) -> int:
+def _instructions(step: Prediction | StepDrawing) -> int:
     return len(step.timeline.events)
 
 

@@ -18,7 +18,7 @@ from superstep.cli.options import DEMO, flags, read_run, settled
 from superstep.cli.report import recorded, run_told, say_damage
 from superstep.cli.rl_view import is_rolled, rolled
 from superstep.cli.serve_log_view import replayed
-from superstep.cli.step_page import Seen, page_path, write_page, write_svg, write_trace
+from superstep.cli.step_page import StepView, page_path, write_page, write_svg, write_trace
 from superstep.comm.device import pick
 from superstep.cost.program.activations import unit_bytes
 from superstep.cost.program.op_prices import Prices
@@ -130,11 +130,11 @@ def _predicted(run: Resolved, target: str | None, options: argparse.Namespace, p
     if options.memory:
         _say("\n" + _memory(run, prediction, picture, seen))
     else:
-        step = Seen(run=run, machine=machine, operations=seen, prediction=prediction)
+        step = StepView(run=run, machine=machine, operations=seen, prediction=prediction)
         _write(step, target, options, title.replace("\n", "; "))
 
 
-def _write(step: Seen, target: str | None, options: argparse.Namespace, about: str) -> None:
+def _write(step: StepView, target: str | None, options: argparse.Namespace, about: str) -> None:
     """The step as a file, unless text alone is asked for."""
     if options.text:
         return
@@ -217,7 +217,7 @@ def _recorded(folder: RunFolder, options: argparse.Namespace, picture: Picture) 
         _report(folder, ran.timeline)
 
 
-def _predicted_before(folder: RunFolder, ran: Recorded) -> Seen | None:
+def _predicted_before(folder: RunFolder, ran: Recorded) -> StepView | None:
     """The recorded step with the prediction that the run made of it; None where it made none: of a model whose work
     depends on data, say.
     """
@@ -229,7 +229,7 @@ def _predicted_before(folder: RunFolder, ran: Recorded) -> Seen | None:
     if seen is None:
         return None
     prediction = predict(run, given.machine, seen, is_weighed=given.is_weighed)
-    return Seen(run=run, machine=given.machine, operations=seen, prediction=prediction, ran=ran)
+    return StepView(run=run, machine=given.machine, operations=seen, prediction=prediction, ran=ran)
 
 
 def _report(folder: RunFolder, ran: Timeline | None = None) -> None:

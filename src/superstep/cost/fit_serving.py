@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from superstep.cost.serve import KNOTS, TERMS, ServedModel, Way, Work, counts
+from superstep.cost.serve import KNOTS, TERMS, ComputeMode, RankModelSize, Work, counts
 from superstep.hardware.serving_rate import ServingRate
 from superstep.hardware.units import Array
 
@@ -17,15 +17,17 @@ TRIMS, TRIM = 3, 4.0
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class MeasuredStep:
     """A measured step."""
 
-    model: ServedModel
+    model: RankModelSize
     work: Work
     seconds: float
 
 
-def fit(samples: Sequence[Sample], way: Way, *, held_bytes: float = 1.0, beside_bytes: float = 0.0) -> ServingRate:
+def fit(
+    samples: Sequence[MeasuredStep], way: ComputeMode, *, held_bytes: float = 1.0, beside_bytes: float = 0.0
+) -> ServingRate:
     """The seconds of each kind of work that come nearest to measured steps: least squares of relative errors, none of
     them negative.
     """

@@ -44,7 +44,7 @@ BOUNDS: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServedModel:
+class RankModelSize:
     """A rank's part of a model, in numbers.
 
     Attributes:
@@ -93,7 +93,7 @@ class ServedModel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
+class ComputeMode:
     """How steps are computed, as far as their work depends on it.
 
     Attributes:
@@ -116,7 +116,7 @@ class Way:
         return "exact" in self.name.split("-")
 
 
-def served_model(shape: ModelShape, *, tp: int, number_bytes: int) -> ServedModel:
+def served_model(shape: ModelShape, *, tp: int, number_bytes: int) -> RankModelSize:
     """The part of a decoder that each of ``tp`` ranks has."""
     D, N, K, H = shape.width, shape.heads // tp, shape.kv_heads // tp, shape.head_dim
     feed_forward = 3 * D * shape.ffn // tp
@@ -124,7 +124,7 @@ def served_model(shape: ModelShape, *, tp: int, number_bytes: int) -> ServedMode
     shared = 0 if moe is None else moe.shared_experts * feed_forward + moe.logits * D
     beside_attention = feed_forward if moe is None else shared
     vocab = -(-shape.vocab // tp)
-    return ServedModel(
+    return RankModelSize(
         layers=shape.layers,
         width=D,
         dense=2 * D * H * (N + K) + beside_attention,
@@ -144,7 +144,7 @@ def served_model(shape: ModelShape, *, tp: int, number_bytes: int) -> ServedMode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class AttentionGroup:
     """Texts whose rows are computed in one attention: ``texts`` of ``rows`` rows and ``keys`` keys each."""
 
     texts: int
@@ -174,10 +174,10 @@ class Work:
     chance: int
     paged_keys: int
     powers: int = 0
-    groups: tuple[Group, ...] = ()
+    groups: tuple[AttentionGroup, ...] = ()
 
 
-def counts(model: ServedModel, work: Work, *, leaves_rows: bool = False) -> Array:
+def counts(model: RankModelSize, work: Work, *, leaves_rows: bool = False) -> Array:
     """How often a step has each kind of work, in the order of ``TERMS``."""
     kv_bytes = 2 * model.key_numbers * model.bytes * model.layers
     gone_on = min(1.0, work.wanted / work.rows) if leaves_rows and work.rows else 1.0
@@ -206,7 +206,7 @@ def counts(model: ServedModel, work: Work, *, leaves_rows: bool = False) -> Arra
     return np.array([found.get(term, 0.0) for term in TERMS])
 
 
-def _products(model: ServedModel, work: Work, last_rows: float) -> list[tuple[float, float]]:
+def _products(model: RankModelSize, work: Work, last_rows: float) -> list[tuple[float, float]]:
     """Numbers of rows, and the weights that so many are multiplied with.
 
     Args:
@@ -236,19 +236,19 @@ def _knots(rows: float) -> list[tuple[int, float]]:
     return [(KNOTS[0], 1.0)]
 
 
-def way_of(rate: ServingRate) -> Way:
+def way_of(rate: ServingRate) -> ComputeMode:
     """How the steps were computed that a rate was measured on."""
-    return Way(
+    return ComputeMode(
         name=rate.way, tp=rate.tp, block_keys=rate.block_keys, is_paged=rate.is_paged, leaves_rows=rate.leaves_rows
     )
 
 
-def seconds(rate: ServingRate, model: ServedModel, work: Work) -> float:
+def seconds(rate: ServingRate, model: RankModelSize, work: Work) -> float:
     """What a step takes."""
     return float(counts(model, work, leaves_rows=rate.leaves_rows) @ _term_s(rate))
 
 
-def bounds(rate: ServingRate, model: ServedModel, works: Sequence[Work]) -> dict[str, float]:
+def bounds(rate: ServingRate, model: RankModelSize, works: Sequence[Work]) -> dict[str, float]:
     """The shares of some steps' seconds, by what holds them back, the largest first."""
     term_s = _term_s(rate)
     total = sum((counts(model, work, leaves_rows=rate.leaves_rows) for work in works), np.zeros(len(TERMS)))
@@ -281,7 +281,7 @@ STREAMED = 0.8
 MULTIPLIED = 0.6
 
 
-def published(cluster: Cluster, way: Way, *, number_bytes: int, weight_bytes: float) -> ServingRate:
+def published(cluster: Cluster, way: ComputeMode, *, number_bytes: int, weight_bytes: float) -> ServingRate:
     """Seconds from a chip's published peaks, and an assumed host: nobody measured them."""
     chip, tp = cluster.chip, way.tp
     peak = chip.peak("bf16" if number_bytes == 2 else "fp32") or max(rate for _, rate in chip.flops_per_s)

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from superstep.data.packing import pack
-from superstep.data.token_files import ANSWER_FILES, FILES, FORMAT, SPLITS, Manifest, SplitName, TokenKind
+from superstep.data.token_files import ANSWER_FILES, FILES, FORMAT, SPLITS, CorpusManifest, SplitName, TokenKind
 from superstep.data.token_writer import held_out, publish
 from superstep.data.tokenizer import Tokenizer
 
@@ -155,7 +155,7 @@ class AnswerFiles:
         train, validation = self._answers["train"], self._answers["validation"]
         learnt = int(train.sum() + validation.sum())
         nats_of_id = np.log(train.sum() + len(train)) - np.log(train + 1)
-        manifest = Manifest(
+        manifest = CorpusManifest(
             format=FORMAT,
             fingerprint=fingerprint,
             dtype=self._dtype,

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Literal
 
 from superstep.data.read_errors import null_text, refusal, undecodable
-from superstep.data.records import Fields, Record, json_lines, json_objects, parquet_objects, parquet_rows
-from superstep.data.split_documents import Part
+from superstep.data.records import RecordFields, TextRecord, json_lines, json_objects, parquet_objects, parquet_rows
+from superstep.data.split_documents import DocumentPart
 from superstep.data.text_files import UndecodableError, blocks, encoding_of, find_nul
 from superstep.plan.config import DataConfig
 
@@ -42,7 +42,7 @@ class SourceFile:
 
 
 def source_files(paths: tuple[str, ...]) -> Iterator[SourceFile]:
-    """The files that a ``Reader`` reads, in its order.
+    """The files that a ``CorpusReader`` reads, in its order.
 
     Raises:
         DataError: where a path does not exist or a folder cannot be listed.
@@ -51,7 +51,7 @@ def source_files(paths: tuple[str, ...]) -> Iterator[SourceFile]:
         yield from _files_of(name)
 
 
-class Reader:
+class CorpusReader:
     """Reads every document of a corpus once, in order; without paths, the source text of Python's standard library.
 
     Attributes:
@@ -64,7 +64,7 @@ class Reader:
         self.read_bytes = 0
         self.nulls = 0
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[DocumentPart]:
         """The documents, in parts.
 
         Files of the standard library that are not text are left out; anywhere else they are an error.
@@ -82,7 +82,7 @@ class Reader:
                 where = "the standard library's folder" if name is None else f"'{name}'"
                 raise refusal(where, "holds no text", "name files that do")
 
-    def _read(self, file: SourceFile) -> Iterator[Part]:
+    def _read(self, file: SourceFile) -> Iterator[DocumentPart]:
         path, field = file.path, self._config.text_field
         with _reading(path):
             match path.suffix.lower():
@@ -94,17 +94,17 @@ class Reader:
                     if _is_text(file):
                         yield from self._text(path)
 
-    def _text(self, path: Path) -> Iterator[Part]:
+    def _text(self, path: Path) -> Iterator[DocumentPart]:
         held = ""
         for text, read_bytes in blocks(path, encoding_of(path)):
             self.read_bytes += read_bytes
             if text and held:
-                yield Part(held, is_last=False)
+                yield DocumentPart(held, is_last=False)
             held = text or held
         if held:
-            yield Part(held, is_last=True)
+            yield DocumentPart(held, is_last=True)
 
-    def _records(self, path: Path, records: Iterable[Record]) -> Iterator[Part]:
+    def _records(self, path: Path, records: Iterable[TextRecord]) -> Iterator[DocumentPart]:
         for number, record in enumerate(records, 1):
             self.read_bytes += record.read_bytes
             if record.text is None:
@@ -114,7 +114,7 @@ class Reader:
                 continue
             for start in range(0, len(record.text), PART_CHARS):
                 stop = start + PART_CHARS
-                yield Part(record.text[start:stop], is_last=stop >= len(record.text))
+                yield DocumentPart(record.text[start:stop], is_last=stop >= len(record.text))
 
 
 def _files_of(name: str | None) -> Iterator[SourceFile]:
@@ -168,7 +168,7 @@ def _is_text(file: SourceFile) -> bool:
     return True
 
 
-def objects(paths: tuple[str, ...]) -> Iterator[Fields]:
+def objects(paths: tuple[str, ...]) -> Iterator[RecordFields]:
     """Every record of some .jsonl and .parquet files, whole.
 
     Raises:

@@ -9,7 +9,7 @@ from threading import Condition, Thread
 from types import TracebackType
 from typing import Self
 
-from superstep.data.token_stream import Batch, Source
+from superstep.data.token_stream import Batch, BatchSource
 from superstep.errors import ConfigError
 
 
@@ -20,7 +20,9 @@ class Prefetcher:
     thread ends at ``close``, at the end of a ``with`` block, after ``steps`` batches, or with the process.
     """
 
-    def __init__(self, stream: Source, *, start_sample: int, rows: slice, depth: int, steps: int | None = None) -> None:
+    def __init__(
+        self, stream: BatchSource, *, start_sample: int, rows: slice, depth: int, steps: int | None = None
+    ) -> None:
         if depth < 1:
             raise ConfigError(f"data.prefetch_steps = {depth} reads nothing ahead; set it to 1 or more.")
         self._stream = stream

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
-from superstep.data.corpus import Reader, source_files
+from superstep.data.corpus import CorpusReader, source_files
 from superstep.data.corpus_checks import refuse_one_document, refuse_settings, refuse_short
 from superstep.data.prepare_lock import turn, unheard
-from superstep.data.split_documents import PASSAGE_CHARS, Part, passages
+from superstep.data.split_documents import PASSAGE_CHARS, DocumentPart, passages
 from superstep.data.token_files import FORMAT, Corpus, is_whole, open_corpus
 from superstep.data.token_writer import PartialFiles, Passage
 from superstep.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
@@ -26,7 +26,7 @@ BLOCK_CHARS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class PrepareProgress:
     """How far a corpus is prepared.
 
     Attributes:
@@ -40,10 +40,10 @@ class Progress:
     total_bytes: int
 
 
-Report = Callable[[Progress], None]
+Report = Callable[[PrepareProgress], None]
 
 
-def _unheard(progress: Progress) -> None:
+def _unheard(progress: PrepareProgress) -> None:
     pass
 
 
@@ -135,7 +135,7 @@ def source_bytes(config: DataConfig) -> int:
     return sum(max(stamp(file.path)[1], 0) for file in source_files(config.corpus))
 
 
-class Files(Protocol):
+class PreparedFiles(Protocol):
     """Files that are being written."""
 
     @property
@@ -163,13 +163,13 @@ class _Preparation:
         config = self._config
         fingerprint = _fingerprint(config, vocab)  # of the files as they are before they are read
         files = PartialFiles(folder, tokenizer or self._trained(vocab))
-        reader = Reader(config)
+        reader = CorpusReader(config)
         with writing(files, config):
             with ExitStack() as stack:
                 files.open(stack)
                 for block in _blocks(passages(reader.parts(), PASSAGE_CHARS)):
                     files.append(block, config.validation_fraction)
-                    self._report(Progress("encoding", reader.read_bytes, self._total_bytes))
+                    self._report(PrepareProgress("encoding", reader.read_bytes, self._total_bytes))
             files.hold_out_tail(config.validation_fraction)
             refuse_short(config, files.tokens("train"), files.tokens("validation"))
             refuse_one_document(config, files.documents("train"))
@@ -178,16 +178,16 @@ class _Preparation:
 
     def _trained(self, vocab: int) -> Tokenizer:
         def texts() -> Iterator[str]:
-            reader = Reader(self._config)
+            reader = CorpusReader(self._config)
             for part in passages(reader.parts(), PASSAGE_CHARS):
-                self._report(Progress("reading", reader.read_bytes, self._total_bytes))
+                self._report(PrepareProgress("reading", reader.read_bytes, self._total_bytes))
                 yield part.text
-            self._report(Progress("training a tokenizer", 0, self._total_bytes))
+            self._report(PrepareProgress("training a tokenizer", 0, self._total_bytes))
 
         return train_tokenizer(texts(), vocab)
 
 
-def _blocks(parts: Iterator[Part]) -> Iterator[list[Passage]]:
+def _blocks(parts: Iterator[DocumentPart]) -> Iterator[list[Passage]]:
     """The documents as passages, in lists of about ``BLOCK_CHARS`` characters."""
     block: list[Passage] = []
     chars = document = 0
@@ -203,7 +203,7 @@ def _blocks(parts: Iterator[Part]) -> Iterator[list[Passage]]:
 
 
 @contextmanager
-def writing(files: Files, config: DataConfig) -> Iterator[None]:
+def writing(files: PreparedFiles, config: DataConfig) -> Iterator[None]:
     """Discards the partial files after a failure, and turns the system's errors into Faults."""
     try:
         yield

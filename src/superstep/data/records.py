@@ -24,7 +24,7 @@ READ_BYTES = 1 << 23
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class TextRecord:
     """A record's text, None where it is null; and the bytes of the file that it was read from, about."""
 
     text: str | None
@@ -32,7 +32,7 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True)
-class Fields:
+class RecordFields:
     """A record whole, where it stands, and the bytes of the file that it was read from, about."""
 
     where: str
@@ -40,7 +40,7 @@ class Fields:
     read_bytes: int
 
 
-def json_lines(path: Path, encoding: Encoding, text_field: str) -> Iterator[Record]:
+def json_lines(path: Path, encoding: Encoding, text_field: str) -> Iterator[TextRecord]:
     """One record for each line that is not blank.
 
     Raises:
@@ -48,13 +48,13 @@ def json_lines(path: Path, encoding: Encoding, text_field: str) -> Iterator[Reco
         UndecodableError: the file is of another encoding than its mark says.
     """
     for decoded, where, read_bytes in _decoded_lines(path, encoding):
-        yield Record(_text_of_line(decoded, text_field, where), read_bytes)
+        yield TextRecord(_text_of_line(decoded, text_field, where), read_bytes)
 
 
-def json_objects(path: Path, encoding: Encoding) -> Iterator[Fields]:
+def json_objects(path: Path, encoding: Encoding) -> Iterator[RecordFields]:
     """The object of each line that is not blank; raises as ``json_lines`` does."""
     for decoded, where, read_bytes in _decoded_lines(path, encoding):
-        yield Fields(where, _object_of_line(decoded, where), read_bytes)
+        yield RecordFields(where, _object_of_line(decoded, where), read_bytes)
 
 
 def _decoded_lines(path: Path, encoding: Encoding) -> Iterator[tuple[str, str, int]]:
@@ -99,7 +99,7 @@ def _text_of_line(line: str, text_field: str, where: str) -> str | None:
     return text
 
 
-def parquet_rows(path: Path, text_field: str) -> Iterator[Record]:
+def parquet_rows(path: Path, text_field: str) -> Iterator[TextRecord]:
     """One record for each row.
 
     Raises:
@@ -110,15 +110,15 @@ def parquet_rows(path: Path, text_field: str) -> Iterator[Record]:
             raise no_field(text_field, str(path), table.schema_arrow.names)
         for block, first, per_row in _blocks(path, table, [text_field]):
             for row, value in enumerate(block.column(0), first):
-                yield Record(_text_of_cell(value, text_field, f"{path} row {row}"), per_row)
+                yield TextRecord(_text_of_cell(value, text_field, f"{path} row {row}"), per_row)
 
 
-def parquet_objects(path: Path) -> Iterator[Fields]:
+def parquet_objects(path: Path) -> Iterator[RecordFields]:
     """Each row as an object; raises as ``parquet_rows`` does."""
     with _parquet(path) as table:
         for block, first, per_row in _blocks(path, table, None):
             for row, values in enumerate(block.to_pylist(), first):
-                yield Fields(f"{path} row {row}", values, per_row)
+                yield RecordFields(f"{path} row {row}", values, per_row)
 
 
 @contextmanager

@@ -36,7 +36,7 @@ _RUN_PART, _RUN_STRIDE = 64, 256
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class DocumentPart:
     """A part of a document.
 
     Attributes:
@@ -47,7 +47,7 @@ class Part:
     is_last: bool
 
 
-def passages(parts: Iterable[Part], chars: int, slack: int = SLACK_CHARS) -> Iterator[Part]:
+def passages(parts: Iterable[DocumentPart], chars: int, slack: int = SLACK_CHARS) -> Iterator[DocumentPart]:
     """The documents again, in passages of ``chars`` to ``chars + slack`` characters; a document's last may be shorter.
 
     Under byte-level BPE the passages have the ids of the whole, but where no word ends for ``slack`` characters: there
@@ -60,11 +60,11 @@ def passages(parts: Iterable[Part], chars: int, slack: int = SLACK_CHARS) -> Ite
         start = 0
         while len(text) - start > chars + slack:
             cut = _cut(text, start + chars, start + chars + slack)
-            yield Part(text[start:cut], is_last=False)
+            yield DocumentPart(text[start:cut], is_last=False)
             start = cut
         text = text[start:]
         if part.is_last:
-            yield Part(text, is_last=True)
+            yield DocumentPart(text, is_last=True)
             text = ""
 
 

@@ -54,7 +54,7 @@ FORMAT = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
+class CorpusManifest:
     """What ``corpus.json`` says about the files beside it.
 
     Attributes:
@@ -113,7 +113,7 @@ class Corpus:
     """A prepared folder, open for reading."""
 
     folder: Path
-    manifest: Manifest
+    manifest: CorpusManifest
     train: Split
     validation: Split
 
@@ -129,7 +129,7 @@ def open_corpus(folder: Path) -> Corpus:
         DataError: where the folder was not prepared, or its files are not what the manifest says.
     """
     try:
-        manifest = Manifest(**json.loads((folder / "corpus.json").read_text(encoding="utf-8")))
+        manifest = CorpusManifest(**json.loads((folder / "corpus.json").read_text(encoding="utf-8")))
         if manifest.format != FORMAT:
             raise ValueError(f"format {manifest.format}, not {FORMAT}")
         train, validation = (_open_split(folder, split, manifest) for split in SPLITS)
@@ -139,7 +139,7 @@ def open_corpus(folder: Path) -> Corpus:
     return Corpus(folder, manifest, train, validation)
 
 
-def _open_split(folder: Path, split: SplitName, manifest: Manifest) -> Split:
+def _open_split(folder: Path, split: SplitName, manifest: CorpusManifest) -> Split:
     # Maps read nothing yet: the lengths are checked here, the pages come when they are used.
     tokens: TokenArray = np.memmap(folder / f"{split}.tokens", manifest.dtype, "r")
     bounds: NDArray[np.int64] = np.load(folder / f"{split}.index", mmap_mode="r")

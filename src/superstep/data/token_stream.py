@@ -65,7 +65,7 @@ class Batch:
         return Batch(tokens_BS, targets_BS, self.valid_tokens, starts_BS, streams, self.divisor)
 
 
-class Source(Protocol):
+class BatchSource(Protocol):
     """Where global batches come from; reading changes nothing."""
 
     @property
@@ -76,7 +76,7 @@ class Source(Protocol):
         ...
 
 
-class Cut(Protocol):
+class SequenceCut(Protocol):
     """How a split is cut into numbered sequences."""
 
     @property
@@ -172,7 +172,7 @@ class DocumentCut:
         return documents_N, starts_N, np.minimum(self._targets[documents_N] - starts_N, self._length)
 
 
-class Stream:
+class TokenStream:
     """One split of a corpus as global batches. Reading changes nothing: any batch can be read at any time."""
 
     def __init__(
@@ -189,7 +189,7 @@ class Stream:
         files = corpus.train if split == "train" else corpus.validation
         packed_cut: PackedCut | AnswerCut | None = None
         if files.packs is not None:
-            self._cut: Cut = (answer_cut := AnswerCut(files, sequence_tokens))
+            self._cut: SequenceCut = (answer_cut := AnswerCut(files, sequence_tokens))
             packed_cut = answer_cut if packed else None
         elif packed:
             self._cut = packed_cut = PackedCut(files, sequence_tokens, is_masked=document_mask)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from superstep.data.interruptible import run_aside
 from superstep.data.shuffle import mix64
-from superstep.data.token_files import FILES, FORMAT, SPLITS, Manifest, SplitName, TokenArray
+from superstep.data.token_files import FILES, FORMAT, SPLITS, CorpusManifest, SplitName, TokenArray
 from superstep.data.tokenizer import Tokenizer
 
 BLOCK_TOKENS = 1 << 22
@@ -137,10 +137,10 @@ class PartialFiles:
             with suppress(OSError):  # called while something else has failed already
                 self.path(name).unlink()
 
-    def _manifest(self, fingerprint: str, null_records: int) -> Manifest:
+    def _manifest(self, fingerprint: str, null_records: int) -> CorpusManifest:
         train, validation = self._counts("train"), self._counts("validation")
         nats_of_id = np.log(train.sum() + len(train)) - np.log(train + 1)
-        return Manifest(
+        return CorpusManifest(
             format=FORMAT,
             fingerprint=fingerprint,
             dtype=self.dtype,

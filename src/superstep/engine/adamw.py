@@ -39,7 +39,7 @@ class Owned:
     ranges: tuple[tuple[int, int], ...]
 
 
-class Watcher(Protocol):
+class UpdateObserver(Protocol):
     """Told of a unit's state, right before an update reads it, and right after the update has written it."""
 
     def before_update(self, buffers: UnitBuffers) -> None:
@@ -77,7 +77,7 @@ class AdamW:
         self._world = world
         self._is_exact = is_exact
         self.steps = 0
-        self.watcher: Watcher | None = None
+        self.watcher: UpdateObserver | None = None
         # A pipeline rank may have units without parameters only.
         device = units[0].buffers.master.device if units else torch.device("cpu")
         self._count = torch.zeros((), dtype=torch.float32, device=device)

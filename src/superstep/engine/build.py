@@ -11,12 +11,12 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from superstep.comm.mesh import Mesh
 from superstep.engine.build_modules import Compute, Loss, build_loss, build_module, fill_buffers, on_part, selective
 from superstep.engine.choose_attention import Sight, build_sight
-from superstep.engine.exact.modules import Exact, build_exact_loss, grid_of
-from superstep.engine.executor import Machine
+from superstep.engine.exact.modules import ExactLayers, build_exact_loss, grid_of
+from superstep.engine.executor import RankUnits
 from superstep.engine.flat.buffers import UnitBuffers
 from superstep.engine.layers.fused import is_fused
-from superstep.engine.layers.grad_accumulation import Adder, Sink, Sums
-from superstep.model.expert_dispatch import Exchange
+from superstep.engine.layers.grad_accumulation import Adder, GradientSink, Sums
+from superstep.model.expert_dispatch import ExpertDispatch
 from superstep.model.inspect import Passed, passed
 from superstep.model.unit import UnitSpec
 from superstep.numerics.dtypes import DTYPES
@@ -33,10 +33,10 @@ def assemble(
     specs: Sequence[UnitSpec],
     mesh: Mesh,
     buffers: Buffers,
-    exchange: Exchange,
+    exchange: ExpertDispatch,
     begin: Callable[[int], None],
     example: torch.Tensor | None,
-) -> Machine:
+) -> RankUnits:
     """What one rank runs.
 
     Args:
@@ -74,7 +74,7 @@ def assemble(
     for unit, module in modules.items():
         fill_buffers(module, specs[unit], mesh.device.torch, compute_dtype)
     compute = {unit: _computed(module, specs[unit], exchange) for unit, module in modules.items()}
-    return Machine(
+    return RankUnits(
         mesh=mesh,
         buffers=buffers,
         trained={unit: tuple(b for b in every if not b.is_frozen) for unit, every in buffers.items()},
@@ -102,7 +102,7 @@ def _parameters(buffers: Buffers) -> dict[str, torch.nn.Parameter]:
     return {slot.spec.name: b.params[slot.local] for b in every for slot in b.layout.slots}
 
 
-def _computed(module: torch.nn.Module, spec: UnitSpec, exchange: Exchange) -> Compute:
+def _computed(module: torch.nn.Module, spec: UnitSpec, exchange: ExpertDispatch) -> Compute:
     """The module with the keyword arguments that it takes."""
 
     def compute(x: torch.Tensor, sight: Sight) -> torch.Tensor:
@@ -113,7 +113,7 @@ def _computed(module: torch.nn.Module, spec: UnitSpec, exchange: Exchange) -> Co
     return compute
 
 
-def _adders(module: torch.nn.Module, exact: Exact | None) -> Iterator[tuple[torch.nn.Parameter, Adder]]:
+def _adders(module: torch.nn.Module, exact: ExactLayers | None) -> Iterator[tuple[torch.nn.Parameter, Adder]]:
     """For each parameter, what adds a gradient to its buffer."""
     for param in module.parameters():
         if exact is not None and param.requires_grad:
@@ -122,17 +122,17 @@ def _adders(module: torch.nn.Module, exact: Exact | None) -> Iterator[tuple[torc
             yield param, param.grad.add_
 
 
-def _exact(run: Resolved, mesh: Mesh, buffers: Buffers, sums: Sums, excess: Excess) -> Exact | None:
+def _exact(run: Resolved, mesh: Mesh, buffers: Buffers, sums: Sums, excess: Excess) -> ExactLayers | None:
     plan, grain, shape = run.plan, run.plan.grain, run.plan.mesh
     if grain is None:
         return None
 
-    def sink(b: UnitBuffers, local: str) -> Sink:
+    def sink(b: UnitBuffers, local: str) -> GradientSink:
         slot = next(slot for slot in b.layout.slots if slot.local == local)
-        return Sink(b.sinks[local], grid_of(slot.spec, grain, run.shape, excess), sums)
+        return GradientSink(b.sinks[local], grid_of(slot.spec, grain, run.shape, excess), sums)
 
     every = [b for unit in buffers.values() for b in unit]
-    return Exact(
+    return ExactLayers(
         grain=grain,
         rules=plan.rules,
         chunks=grain.chunks // shape.cp,
@@ -147,7 +147,7 @@ def _loss(
     mesh: Mesh,
     head: torch.nn.Module | None,
     spec: UnitSpec,
-    exact: Exact | None,
+    exact: ExactLayers | None,
 ) -> Loss:
     plan = run.plan
     if exact is not None and head is not None:

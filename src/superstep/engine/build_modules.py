@@ -19,7 +19,7 @@ import superstep.engine.document_attention
 import superstep.engine.parallel.ring  # noqa: F401
 from superstep.comm.mesh import Group
 from superstep.engine.choose_attention import Sight
-from superstep.engine.exact.modules import Exact, make_exact
+from superstep.engine.exact.modules import ExactLayers, make_exact
 from superstep.engine.layers.fused import fuse
 from superstep.engine.layers.grad_accumulation import Sums, accumulate_after, accumulate_straight
 from superstep.engine.layers.lora import adapt_straight
@@ -51,7 +51,7 @@ def build_module(  # noqa: PLR0913
     is_first: bool,
     is_compiled: bool,
     is_fused: bool = False,
-    exact: Exact | None = None,
+    exact: ExactLayers | None = None,
 ) -> nn.Module:
     """The unit's module with the given parameters in place, wrapped for exact mode and tensor parallelism.
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from superstep.comm.device import Device
 from superstep.comm.mesh import Group, Mesh
 from superstep.engine.document_attention import DocumentAttend, WindowAttend
-from superstep.engine.exact.attention import Alone, ExactAttend
+from superstep.engine.exact.attention import ExactAttend, WholeSequence
 from superstep.engine.layers.fused import wants_attention
 from superstep.engine.parallel.ring import RingAttend
 from superstep.engine.parallel.ulysses import UlyssesAttend
@@ -108,5 +108,5 @@ def _attend(run: Resolved, mesh: Mesh, starts: Tensor | None, excess: Excess) ->
     grid = ACTIVATION.of(grain.chunks, "the gradient of a key or a value", excess)
     if group is not None and run.plan.context == "ring":
         return ExactAttend(positions(grain.chunks, cp=mesh.shape.cp, rank=mesh.at.cp), Gathered(group), grid, there)
-    whole = ExactAttend(range(grain.chunks), Alone(), grid, there)
+    whole = ExactAttend(range(grain.chunks), WholeSequence(), grid, there)
     return whole if group is None else UlyssesAttend(group, whole)

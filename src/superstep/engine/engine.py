@@ -15,17 +15,17 @@ from superstep.engine.build import assemble, sees_part
 from superstep.engine.exact.modules import require_exact
 from superstep.engine.executor import Executor
 from superstep.engine.flat.buffers import UnitBuffers
-from superstep.engine.flat.rank_state import Holding
+from superstep.engine.flat.rank_state import RankState
 from superstep.engine.flat.snapshots import Snapshots
 from superstep.engine.instruction_timer import Recorder
 from superstep.engine.malloc_tuning import keep_what_is_freed
 from superstep.engine.microbatch import Microbatch
 from superstep.engine.parallel.expert import build_exchange
 from superstep.engine.router_counts import RouterCounts
-from superstep.engine.token_metrics import WEIGHTS_MEND, Watch, require_divisor
+from superstep.engine.token_metrics import WEIGHTS_MEND, TokenMetrics, require_divisor
 from superstep.errors import ConfigError, Fault
 from superstep.launch.stop_request import Stop
-from superstep.model.expert_dispatch import Now
+from superstep.model.expert_dispatch import DispatchContext
 from superstep.model.unit import UnitSpec
 from superstep.monitor.status_page import Beats, Unwatched
 from superstep.numerics.dtypes import DTYPES
@@ -38,7 +38,7 @@ from superstep.plan.sharding.sequence import positions
 from superstep.program.compile import compile_evaluation, compile_step
 from superstep.program.instructions import Program, Step
 from superstep.program.text import describe
-from superstep.state.memory_snapshot import Memory
+from superstep.state.memory_snapshot import SnapshotMemory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,7 @@ Judge = Callable[[float, float], str]
 """Why a step of this loss and gradient norm is not to be taken; empty where it is."""
 
 
-class Engine(Holding):
+class Engine(RankState):
     """One rank of a run.
 
     Args:
@@ -147,7 +147,7 @@ class Engine(Holding):
         """Those that the optimizer updates."""
         return (b for _, b in self._each() if not b.is_frozen)
 
-    def keep_snapshots(self, memory: Memory) -> Snapshots:
+    def keep_snapshots(self, memory: SnapshotMemory) -> Snapshots:
         """Have the state copied into a memory by the step program, where it has a ``Snapshot`` and one is due."""
         frozen = self.step_program.frozen
         trained = {u: [b for b in each if not b.is_frozen] for u, each in self.buffers.items() if u not in frozen}
@@ -158,7 +158,7 @@ class Engine(Holding):
         """Tell the exchange which sequences come next."""
         plan, train = self.run.plan, self.run.config.train
         first = (self.mesh.at.dp * self._count + m) * plan.microbatch
-        self._exchange.now = Now(
+        self._exchange.now = DispatchContext(
             sequences=tuple(range(first, first + plan.microbatch)),
             batch_sequences=self._count * plan.microbatch * self.mesh.shape.dp,
             seed=train.seed,
@@ -234,10 +234,14 @@ class Engine(Holding):
             self._others[count] = compile_step(other), compile_evaluation(other)
         return self._others[count]
 
-    def _watching(self, objective: Objective, microbatches: Sequence[Microbatch], *, keeps: bool = False) -> Watch:
+    def _watching(
+        self, objective: Objective, microbatches: Sequence[Microbatch], *, keeps: bool = False
+    ) -> TokenMetrics:
         """What the loss is in the run of a program to come."""
         is_exact, temperature = self.run.plan.grain is not None, self._temperature
-        watch = Watch(objective, microbatches, self.mesh, is_exact=is_exact, keeps=keeps, temperature=temperature)
+        watch = TokenMetrics(
+            objective, microbatches, self.mesh, is_exact=is_exact, keeps=keeps, temperature=temperature
+        )
         if (watch.sees or not watch.is_plain or temperature != 1.0) and self.specs[-1].loss is not None:
             raise ConfigError(
                 f"unit '{self.specs[-1].name}' has a loss of its own, which says nothing of single tokens: give it no "
@@ -309,7 +313,7 @@ class Engine(Holding):
         loss, weight = sum_over(told, self.mesh.world).tolist()
         return loss, weight
 
-    def _evaluate(self, watch: Watch, microbatches: Sequence[Microbatch]) -> None:
+    def _evaluate(self, watch: TokenMetrics, microbatches: Sequence[Microbatch]) -> None:
         self._is_training, self._watch = False, watch
         _, program = self._programs(len(microbatches))
         self._executor.run(program, microbatches, scale=1.0, watch=watch, number=self.optimizer.steps)

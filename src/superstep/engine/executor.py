@@ -22,7 +22,7 @@ from superstep.engine.flat.sync import fetch, reduce, reduce_partial, reduce_rep
 from superstep.engine.instruction_timer import Recorder
 from superstep.engine.layers.grad_accumulation import Adder, Sum, Sums, input_gradient
 from superstep.engine.microbatch import Microbatch
-from superstep.engine.token_metrics import Watch
+from superstep.engine.token_metrics import TokenMetrics
 from superstep.model.inspect import Passed
 from superstep.monitor.status_page import Beats, Unwatched
 from superstep.numerics.fixed_point import Excess
@@ -52,7 +52,7 @@ Key = tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine:
+class RankUnits:
     """What the executor drives: one rank's units, ready to run.
 
     Attributes:
@@ -113,7 +113,7 @@ class Executor:
 
     def __init__(
         self,
-        machine: Machine,
+        machine: RankUnits,
         step: Callable[[], None],
         snapshot: Callable[[int], Pending] = lambda _: DONE,
         heart: Beats | None = None,
@@ -136,7 +136,7 @@ class Executor:
         microbatches: Sequence[Microbatch],
         *,
         scale: float,
-        watch: Watch,
+        watch: TokenMetrics,
         record: Recorder | None = None,
         number: int = 0,
     ) -> None:

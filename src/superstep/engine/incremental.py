@@ -34,7 +34,7 @@ of two rounds nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class PassResult:
     """What a pass over some tokens found.
 
     Attributes:
@@ -69,7 +69,7 @@ class PiecemealEngine(Engine):
         self._gradient_program = _without_update(self.step_program)
         self._scale = 1.0 if run.plan.grain is None else EXACT_SCALE
 
-    def add(self, microbatch: Microbatch, objective: Objective) -> Found:
+    def add(self, microbatch: Microbatch, objective: Objective) -> PassResult:
         """Add the gradient of some sequences to what was added since the last update.
 
         Raises:
@@ -80,15 +80,15 @@ class PiecemealEngine(Engine):
         self._executor.run(self._gradient_program, [microbatch], scale=self._scale, watch=self._watch)
         return self._found(microbatch)
 
-    def look(self, microbatch: Microbatch, objective: Objective) -> Found:
+    def look(self, microbatch: Microbatch, objective: Objective) -> PassResult:
         """The same without a gradient."""
         self._evaluate(self._watching(objective, [microbatch], keeps=True), [microbatch])
         return self._found(microbatch)
 
-    def _found(self, microbatch: Microbatch) -> Found:
+    def _found(self, microbatch: Microbatch) -> PassResult:
         measures = self._measured(self._told()[1:].tolist())
         logp = self._watch.kept(0).view(microbatch.targets.shape)
-        return Found(logp=logp, loss=float(self._executor.loss), measures=measures)
+        return PassResult(logp=logp, loss=float(self._executor.loss), measures=measures)
 
     def update(self, lr: float, hyper: Hyper) -> float:
         """Make the update that the gradients ask for, and begin anew; the gradients' norm before clipping.

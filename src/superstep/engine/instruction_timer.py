@@ -29,7 +29,7 @@ Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
+class TimedInstruction:
     """One instruction as it ran: seconds of this host's monotonic clock."""
 
     index: int
@@ -50,7 +50,7 @@ class Recorder(Protocol):
     def end(self, instruction: Instruction, under_way: Pending | None) -> None:
         """It has been issued, and has started ``under_way`` beside the compute, if anything."""
 
-    def ran(self) -> list[Ran]:
+    def ran(self) -> list[TimedInstruction]:
         """When each ran. On a GPU this waits for all of them."""
 
 
@@ -59,7 +59,7 @@ class HostRecorder:
 
     def __init__(self, clock: Clock = time.perf_counter) -> None:
         self._clock = clock
-        self._ran: list[Ran] = []
+        self._ran: list[TimedInstruction] = []
         self._copies: dict[int, Copying] = {}
         self._start_s = 0.0
 
@@ -73,12 +73,12 @@ class HostRecorder:
     def end(self, instruction: Instruction, under_way: Pending | None) -> None:
         if isinstance(under_way, Copying):
             self._copies[len(self._ran)] = under_way
-        self._ran.append(Ran(len(self._ran), self._start_s, self._clock()))
+        self._ran.append(TimedInstruction(len(self._ran), self._start_s, self._clock()))
 
-    def ran(self) -> list[Ran]:
+    def ran(self) -> list[TimedInstruction]:
         for index, copying in self._copies.items():
             if (seconds := copying.ran_s()) is not None:
-                self._ran[index] = Ran(index, *seconds)
+                self._ran[index] = TimedInstruction(index, *seconds)
         return list(self._ran)
 
 
@@ -119,7 +119,7 @@ class CudaRecorder:
             under_way.wait()  # on NCCL that tells this stream to; the compute stream is told later, and again
             self._marks.append((self._start, self._mark(), queue))
 
-    def ran(self) -> list[Ran]:
+    def ran(self) -> list[TimedInstruction]:
         self._cuda.synchronize(self._device.torch)
         last = self._mark()
         last.synchronize()
@@ -128,14 +128,14 @@ class CudaRecorder:
         def at_s(event: Any) -> float:  # noqa: ANN401
             return now_s - float(event.elapsed_time(last)) / 1000
 
-        found: list[Ran] = []
+        found: list[TimedInstruction] = []
         free_s: dict[object, float] = {}
         for index, (start, end, queue) in enumerate(self._marks):
             start_s, end_s = at_s(start), at_s(end)
             if queue is not None:
                 start_s = min(max(start_s, free_s.get(queue, start_s)), end_s)
                 free_s[queue] = end_s
-            found.append(Ran(index, start_s, end_s))
+            found.append(TimedInstruction(index, start_s, end_s))
         return found
 
     def _mark(self) -> Any:  # noqa: ANN401

@@ -13,7 +13,7 @@ import torch
 
 from superstep.comm.collectives import sum_over
 from superstep.comm.mesh import Mesh
-from superstep.model.expert_dispatch import Told
+from superstep.model.expert_dispatch import LayerRouterCounts
 from superstep.plan.model.shape import MoeShape
 
 
@@ -56,7 +56,7 @@ class RouterCounts:
         self._sums = torch.zeros(layers, 2 * moe.experts + 2, dtype=torch.float64, device=mesh.device.torch)
         self._steps = 0
 
-    def add(self, told: Mapping[int, Told]) -> None:
+    def add(self, told: Mapping[int, LayerRouterCounts]) -> None:
         """Count a training step, by layer."""
         self._steps += 1
         if self._is_counted:

@@ -11,7 +11,7 @@ from superstep.engine.layers.fused import is_fused
 from superstep.kernels import cpu_library, exact_attention
 from superstep.kernels.attention import LANES
 from superstep.plan.resolve import Resolved
-from superstep.plan.saved_activations import Kept
+from superstep.plan.saved_activations import SavedActivations
 
 
 def with_kept(run: Resolved, device: Device) -> Resolved:
@@ -21,14 +21,14 @@ def with_kept(run: Resolved, device: Device) -> Resolved:
     width, head_dim = run.decoder.width, run.decoder.head_dim
     if run.plan.grain is not None:
         has_kernels = device.kind == "cpu" and cpu_library.is_compiled()
-        kept = Kept(
+        kept = SavedActivations(
             silu=not has_kernels,
             exact_scores=not exact_attention.is_for(head_dim, device.torch),
             exact_products=not (has_kernels and width % LANES == 0),
         )
     else:
         by_kernel = head_dim % LANES == 0 and is_compiled(run, device)
-        kept = Kept(
+        kept = SavedActivations(
             silu=not is_fused(run, device),
             window_blocks=not by_kernel,
             expanded_keys=device.kind != "cpu" and not by_kernel and expands_keys(run),

@@ -12,7 +12,7 @@ from superstep.comm.mesh import Mesh
 from superstep.engine.microbatch import Microbatch
 from superstep.errors import DataError
 from superstep.numerics.fixed_point import exact_loss_sum
-from superstep.numerics.objective import Aim, CrossEntropy, Objective, Seen
+from superstep.numerics.objective import Aim, CrossEntropy, Objective, TrainedTokens
 
 WEIGHTS_MEND = "Or weights and advantages are too large for the divisor of the step, which is to be of their size."
 TOKENS = "tokens"
@@ -47,7 +47,7 @@ def _require_streams(objective: Objective, microbatches: Sequence[Microbatch]) -
                 )
 
 
-class Watch:
+class TokenMetrics:
     """What one rank sees in one run of a program.
 
     Sums are of numbers on a grid, as the loss of exact mode, so that their order does not matter.
@@ -92,13 +92,13 @@ class Watch:
     def aim(self, microbatch: Microbatch, m: int, *, is_seen: bool = True) -> Aim:
         """What the output of the ``m``-th microbatch is held to; tokens that were seen before are not seen again."""
 
-        def tell(seen: Seen) -> None:
+        def tell(seen: TrainedTokens) -> None:
             self._see(m, seen)
 
         tells = tell if is_seen and self.sees else None
         return Aim(microbatch.targets, microbatch.streams, self._objective, tells, self._temperature)
 
-    def _see(self, m: int, seen: Seen) -> None:
+    def _see(self, m: int, seen: TrainedTokens) -> None:
         if self._keeps:
             self._kept.setdefault(m, []).append(seen.logp_T)
         counts_T = seen.counts_T

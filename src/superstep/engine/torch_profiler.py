@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from superstep.comm.collectives import Pending
 from superstep.comm.device import Device
-from superstep.engine.instruction_timer import Ran, Recorder
+from superstep.engine.instruction_timer import Recorder, TimedInstruction
 from superstep.errors import disk_fault
 from superstep.program.instructions import Instruction
 from superstep.program.text import describe
@@ -81,5 +81,5 @@ class _Named:
         self._inner.end(instruction, under_way)
         self._range.__exit__(None, None, None)
 
-    def ran(self) -> list[Ran]:
+    def ran(self) -> list[TimedInstruction]:
         return self._inner.ran()

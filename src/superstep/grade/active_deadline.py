@@ -14,7 +14,7 @@ STEP_S = 0.1
 LONGEST_S = 0.5
 
 
-class Patience:
+class ActiveDeadline:
     """So many seconds, which are used up as ``left`` is asked."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:

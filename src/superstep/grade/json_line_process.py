@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from superstep.grade.active_deadline import Patience
+from superstep.grade.active_deadline import ActiveDeadline
 from superstep.monitor.stopped_process import Pulse, is_stopped
 
 PIECE_BYTES = 1 << 16
@@ -52,7 +52,7 @@ class LineProcess:
         )
         assert self._child.stdin is not None
         os.set_blocking(self._child.stdin.fileno(), False)
-        self._patience: Patience | None = None
+        self._patience: ActiveDeadline | None = None
         self._pulse = Pulse()
         self._killing = threading.Lock()
         self._killed_s: float | None = None
@@ -83,7 +83,7 @@ class LineProcess:
 
     def ask(self, asked: dict[str, Any], seconds: float) -> dict[str, Any] | None:
         """What it answers; None where it does not, or not in time. Then it is of no more use, and to be ended."""
-        self._patience = patience = Patience(seconds)
+        self._patience = patience = ActiveDeadline(seconds)
         self._pulse, self.was_stopped, self.has_ended = Pulse(), False, False
         number = secrets.token_hex(8)
         if not self._write(json.dumps(asked | {NUMBER: number}).encode() + b"\n", patience):
@@ -117,7 +117,7 @@ class LineProcess:
                 with suppress(BrokenPipeError):
                     pipe.close()
 
-    def _ready(self, patience: Patience, *, reads: Sequence[int] = (), writes: Sequence[int] = ()) -> bool:
+    def _ready(self, patience: ActiveDeadline, *, reads: Sequence[int] = (), writes: Sequence[int] = ()) -> bool:
         """Wait for a pipe; False where it is given up. A process that keeps nobody waiting is not looked at."""
         while self._killed_s is None and (wait := patience.step()):
             if any(select.select(reads, writes, (), wait)):
@@ -128,7 +128,7 @@ class LineProcess:
         self.was_stopped = is_stopped(self.pid)
         return False
 
-    def _write(self, data: bytes, patience: Patience) -> bool:
+    def _write(self, data: bytes, patience: ActiveDeadline) -> bool:
         assert self._child.stdin is not None
         fd, left = self._child.stdin.fileno(), memoryview(data)
         while left:
@@ -143,7 +143,7 @@ class LineProcess:
                 return False
         return True
 
-    def _read(self, patience: Patience) -> bytes | None:
+    def _read(self, patience: ActiveDeadline) -> bytes | None:
         assert self._child.stdout is not None
         fd, line = self._child.stdout.fileno(), bytearray()
         while not line.endswith(b"\n"):

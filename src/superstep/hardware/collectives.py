@@ -49,7 +49,7 @@ class Links:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class RankGroup:
     """``ranks`` of them, each ``stride`` chips from the next; arrays of one shape are as many groups."""
 
     ranks: Array
@@ -61,7 +61,7 @@ class Group:
         return shared
 
 
-def gather_s(size: Array, group: Group, links: Links) -> Array:
+def gather_s(size: Array, group: RankGroup, links: Links) -> Array:
     """Seconds in which every rank gathers ``size`` bytes, a part from each; a reduce-scatter is the same backwards."""
     local = group.local(links.domain)
     domains = np.ceil(group.ranks / local)
@@ -74,7 +74,7 @@ def gather_s(size: Array, group: Group, links: Links) -> Array:
     return seconds
 
 
-def relay_s(size: Array, group: Group, links: Links) -> Array:
+def relay_s(size: Array, group: RankGroup, links: Links) -> Array:
     """Seconds in which the parts of ``size`` bytes go once round the group, each rank handing on to the next.
 
     One rank of a domain hands on to another domain, through its own port, and all wait for it (Liu 2023).
@@ -88,7 +88,7 @@ def relay_s(size: Array, group: Group, links: Links) -> Array:
     return seconds
 
 
-def all_reduce_s(size: Array, group: Group, links: Links) -> Array:
+def all_reduce_s(size: Array, group: RankGroup, links: Links) -> Array:
     """Seconds in which the group sums ``size`` bytes that every rank has: reduce-scatter, then gather.
 
     Over many domains a tree takes the place of the ring: a chain in each domain, and between domains latency grows with
@@ -103,7 +103,7 @@ def all_reduce_s(size: Array, group: Group, links: Links) -> Array:
     return seconds
 
 
-def all_to_all_s(size: Array, group: Group, links: Links) -> Array:
+def all_to_all_s(size: Array, group: RankGroup, links: Links) -> Array:
     """Seconds in which every rank sends ``size`` bytes, a part to each."""
     local = group.local(links.domain)
     part = size / group.ranks
@@ -113,7 +113,7 @@ def all_to_all_s(size: Array, group: Group, links: Links) -> Array:
     return np.maximum(inside, outside) + steps
 
 
-def dispatch_s(size: Array, copies: Array, group: Group, links: Links) -> Array:
+def dispatch_s(size: Array, copies: Array, group: RankGroup, links: Links) -> Array:
     """Seconds in which every rank sends its ``size`` bytes of tokens to ``copies`` experts each, once to a domain.
 
     Of n domains a token with k experts drawn alike visits n · (1 - (1 - 1/n)^k); within a domain it is copied on.

@@ -127,7 +127,7 @@ def attend(
         )
         return seen
     out, lse = empty_like(q_BNSH), torch.empty(q_BNSH.shape[:3])
-    Call((q_BNSH, k_BKTH, v_BKTH), out, lse, is_causal=is_causal, starts=starts_BS).run("superstep_attention")
+    KernelArgs((q_BNSH, k_BKTH, v_BKTH), out, lse, is_causal=is_causal, starts=starts_BS).run("superstep_attention")
     return out, lse
 
 
@@ -156,7 +156,7 @@ def attend_backward(
         dq, dk, dv, _ = gpu.attend_backward(grad_BNSH, inputs, out_BNSH, lse_BNS, sees)
         return dq, dk, dv
     found = empty_like(q), empty_like(k), empty_like(v)
-    call = Call(inputs, out_BNSH, lse_BNS, is_causal=is_causal, starts=starts_BS, grads=(grad_BNSH, *found))
+    call = KernelArgs(inputs, out_BNSH, lse_BNS, is_causal=is_causal, starts=starts_BS, grads=(grad_BNSH, *found))
     call.run("superstep_attention_backward")
     return found
 
@@ -198,7 +198,7 @@ class _Told(Structure):
     )
 
 
-class Call:
+class KernelArgs:
     """What ``attention.cpp`` is told; it keeps what that has the address of.
 
     Args:

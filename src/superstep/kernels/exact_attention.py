@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from superstep.kernels.attention import LANES, Call, Qkv, compiled, empty_like, missing
+from superstep.kernels.attention import LANES, KernelArgs, Qkv, compiled, empty_like, missing
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ def attend(
     """
     out, lse = empty_like(q_BNSH), torch.empty(q_BNSH.shape[:3])
     inputs = q_BNSH, k_BKTH, v_BKTH
-    Call(inputs, out, lse, is_causal=True, starts=starts_BS, ends=ends_BS, first=first).run("superstep_attention")
+    KernelArgs(inputs, out, lse, is_causal=True, starts=starts_BS, ends=ends_BS, first=first).run("superstep_attention")
     return out, lse
 
 
@@ -91,7 +91,7 @@ def add_backward(
     """
     found, outside = empty_like(inputs[0]), torch.zeros(1)
     grads = grad_BNSH, found, summed.dk, summed.dv
-    call = Call(inputs, out_BNSH, lse_BNS, is_causal=True, first=first, grads=grads)
+    call = KernelArgs(inputs, out_BNSH, lse_BNS, is_causal=True, first=first, grads=grads)
     call.sum_by(torch.tensor(summed.ends), summed.scale, summed.limit, outside)
     call.run("superstep_attention_backward")
     return found, outside.item()

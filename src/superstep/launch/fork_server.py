@@ -174,7 +174,7 @@ def _nothing() -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class LauncherState:
     """What a rank has of its launcher as it is now. The seed may be older than that.
 
     Attributes:
@@ -223,8 +223,8 @@ def _received(
     sockets: Path,
     heart: Any,  # noqa: ANN401 - as stdout's
     heeds_signals: bool,
-) -> Place:
-    return Place(
+) -> LauncherState:
+    return LauncherState(
         environment=environment,
         stdout=stdout.detach(),
         stderr=stderr,
@@ -234,9 +234,9 @@ def _received(
     )
 
 
-def place_at(stderr: Path, heart: int | None = None, *, heeds_signals: bool = True) -> Place:
+def place_at(stderr: Path, heart: int | None = None, *, heeds_signals: bool = True) -> LauncherState:
     """What this process has now; what the rank writes to stderr goes to a file."""
-    return Place(
+    return LauncherState(
         environment=dict(os.environ),  # noqa: TID251 - a rank's is its launcher's, as any child's
         stdout=1,
         stderr=stderr,

@@ -13,7 +13,7 @@ from superstep.errors import Fault, Lost
 from superstep.launch.failure import Trouble
 from superstep.launch.process_handle import ProcessHandle
 from superstep.monitor.activity import Doing
-from superstep.monitor.hang_detector import Watcher
+from superstep.monitor.hang_detector import HangDetector
 from superstep.monitor.hang_rules import Hung
 from superstep.monitor.rank_inspector import last_seen
 from superstep.monitor.status_page import Beat, Page
@@ -121,7 +121,7 @@ class Attending:
     def __init__(self, clock: Callable[[], float] = time.monotonic, *, is_whole: bool = True) -> None:
         self._clock, self._is_whole = clock, is_whole
         self._pulse = Pulse(clock)
-        self._watchers: dict[str, Watcher] = {}
+        self._watchers: dict[str, HangDetector] = {}
 
     def look(self, ranks: Sequence[RankProcess]) -> Trouble | None:
         """What is wrong with one of them, if anything is."""
@@ -131,7 +131,7 @@ class Attending:
             rank = processes[stopped]
             return rank.named(rank.stop())
         for party in {rank.party for rank in ranks}:
-            watcher = self._watchers.setdefault(party, Watcher(self._clock, is_whole=self._is_whole))
+            watcher = self._watchers.setdefault(party, HangDetector(self._clock, is_whole=self._is_whole))
             its = {pid: rank.page.read() for pid, rank in processes.items() if rank.page and rank.party == party}
             hung = watcher.look(its)
             if hung is not None:

@@ -38,10 +38,10 @@ import torch.distributed as dist
 from superstep.comm.device import Device, choose, pick
 from superstep.errors import Fault, Lost
 from superstep.launch.failure import Trouble, trouble_of
-from superstep.launch.fork_server import Place, context_of, place_at, stderr_away
+from superstep.launch.fork_server import LauncherState, context_of, place_at, stderr_away
 from superstep.launch.process_handle import ProcessHandle
 from superstep.launch.rank_process import END, END_S, Attending, RankProcess, end_all, pass_on, said_by
-from superstep.launch.rendezvous import TIMEOUT, Meeting, Seat
+from superstep.launch.rendezvous import TIMEOUT, Meeting, RankSlot
 from superstep.launch.stack_dump import answering, own_heart
 from superstep.launch.stop_request import STOPPED, Stop, listening
 from superstep.launch.temporary_folders import temporary_folder
@@ -123,12 +123,12 @@ def launch_apart(kind: DeviceKind, world: int, worker: Worker[P, T], *args: P.ar
 
 def launch_from(first: int, kind: DeviceKind, world: int, worker: Worker[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """``launch_apart`` beside other ranks of this host, which have the GPUs before ``first``."""
-    value: T = launch_parties(kind, [Party(size=world, worker=worker, args=args, kwargs=kwargs)], first)
+    value: T = launch_parties(kind, [RankWorld(size=world, worker=worker, args=args, kwargs=kwargs)], first)
     return value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Party:
+class RankWorld:
     """Ranks that are a world of their own, launched beside those of others.
 
     Attributes:
@@ -146,15 +146,15 @@ class Party:
     name: str = ""
     meeting: Meeting | None = None
 
-    def seat(self, number: int, file: Path) -> Seat:
+    def seat(self, number: int, file: Path) -> RankSlot:
         """Where one that is launched here, by its number among these, meets the others."""
         if self.meeting is None:
-            return Seat(number, self.size, f"file://{file}", None, is_first=number == 0)
+            return RankSlot(number, self.size, f"file://{file}", None, is_first=number == 0)
         meeting = self.meeting
-        return Seat(meeting.first + number, meeting.world, "", meeting.store, is_first=number == 0)
+        return RankSlot(meeting.first + number, meeting.world, "", meeting.store, is_first=number == 0)
 
 
-def launch_parties(kind: DeviceKind, parties: Sequence[Party], first: int = 0) -> Any:  # noqa: ANN401
+def launch_parties(kind: DeviceKind, parties: Sequence[RankWorld], first: int = 0) -> Any:  # noqa: ANN401
     """Launch several worlds at once; they end together, with the first trouble of any of them.
 
     Args:
@@ -180,7 +180,7 @@ def launch_parties(kind: DeviceKind, parties: Sequence[Party], first: int = 0) -
 
 
 def launch_here(
-    kind: DeviceKind, party: Party, cut: Connection, troubled: Callable[[Trouble], None]
+    kind: DeviceKind, party: RankWorld, cut: Connection, troubled: Callable[[Trouble], None]
 ) -> tuple[Any, bool]:
     """Launch the ranks of this host, of a party that meets others.
 
@@ -208,7 +208,7 @@ def launch_here(
 
 
 @contextlib.contextmanager
-def _ranks(parties: Sequence[Party], kind: DeviceKind, folder: Path, first: int = 0) -> Iterator[list[RankProcess]]:
+def _ranks(parties: Sequence[RankWorld], kind: DeviceKind, folder: Path, first: int = 0) -> Iterator[list[RankProcess]]:
     """The processes of all ranks; none is left when the block ends."""
     context = context_of(parties[0].worker)
     calls = [pickle.dumps((party.worker, party.args, party.kwargs)) for party in parties]
@@ -228,7 +228,7 @@ def _ranks(parties: Sequence[Party], kind: DeviceKind, folder: Path, first: int 
 
 
 def _start(
-    context: BaseContext, party: Party, number: int, kind: DeviceKind, store: Path, nth: int, first: int
+    context: BaseContext, party: RankWorld, number: int, kind: DeviceKind, store: Path, nth: int, first: int
 ) -> RankProcess:
     """The process of a rank: of its party, and the ``nth`` of all."""
     seat = party.seat(number, store)
@@ -300,7 +300,7 @@ def _collect(ranks: Sequence[RankProcess], cut: Connection | None = None) -> tup
     return value, None
 
 
-def _serve(pipe: Connection, place: Place, seat: Seat, kind: DeviceKind, folder: Path, number: int) -> None:
+def _serve(pipe: Connection, place: LauncherState, seat: RankSlot, kind: DeviceKind, folder: Path, number: int) -> None:
     """What a rank's process does: one call, one report. ``number`` says which GPU of the host is its own."""
     place.take()
     # Ctrl-C reaches every process of the terminal; the launcher alone acts on it, and ends the ranks.

@@ -31,7 +31,7 @@ class Meeting:
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class RankSlot:
     """A rank's number, how many ranks there are, and where they meet: a file's URL, or a store's address and port.
 
     Attributes:

@@ -50,14 +50,14 @@ class Value(msgspec.Struct, frozen=True, tag=True):
     encoded: bytes
 
 
-class Problem(msgspec.Struct, frozen=True, tag=True):
+class FailureNotice(msgspec.Struct, frozen=True, tag=True):
     """From rank 0: why it made nothing, and the exit status of that; no words where they were said already."""
 
     words: str | None
     exit_status: int
 
 
-_answer = msgspec.msgpack.Decoder(Value | Problem)
+_answer = msgspec.msgpack.Decoder(Value | FailureNotice)
 
 
 def join(
@@ -126,7 +126,7 @@ def _from_rank_0(
             value = make()
         except (SuperstepError, SystemExit) as error:
             words = str(error) if isinstance(error, SuperstepError) else None
-            store.set(PREPARED, msgspec.msgpack.encode(Problem(words, status_of(error))))
+            store.set(PREPARED, msgspec.msgpack.encode(FailureNotice(words, status_of(error))))
             raise
         store.set(PREPARED, msgspec.msgpack.encode(Value(codec.encode(value))))
         return value

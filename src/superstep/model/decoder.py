@@ -21,7 +21,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from superstep.model.expert_dispatch import Exchange, Local
+from superstep.model.expert_dispatch import ExpertDispatch, LocalDispatch
 from superstep.model.feedforward import FeedForward
 from superstep.model.fused_attention import expand_heads, fused_attention
 from superstep.model.moe import MixtureOfExperts
@@ -129,10 +129,10 @@ class Block(nn.Module):
         *,
         attend: Attend | None = None,
         positions: Tensor | None = None,
-        exchange: Exchange | None = None,
+        exchange: ExpertDispatch | None = None,
     ) -> Tensor:
         h_BSD = h_BSD + self.self_attn(self.input_layernorm(h_BSD), attend=attend, positions=positions)
-        given = {"exchange": exchange or Local()} if isinstance(self.mlp, MixtureOfExperts) else {}
+        given = {"exchange": exchange or LocalDispatch()} if isinstance(self.mlp, MixtureOfExperts) else {}
         h_BSD = h_BSD + self.mlp(self.post_attention_layernorm(h_BSD), **given)
         return h_BSD
 
@@ -168,7 +168,7 @@ class Decoder(nn.Module):
         *,
         attend: Attend | None = None,
         positions: Tensor | None = None,
-        exchange: Exchange | None = None,
+        exchange: ExpertDispatch | None = None,
     ) -> Tensor:
         """The logits: [B, S, V]."""
         h_BSD = self.embed(tokens_BS)

@@ -18,7 +18,7 @@ from superstep.numerics.position_rng import standard_normal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Now:
+class DispatchContext:
     """What is going through the model.
 
     Attributes:
@@ -35,7 +35,7 @@ class Now:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class LayerRouterCounts:
     """What one layer's router did with the whole sequences of a microbatch, on the device that did it.
 
     Attributes:
@@ -50,8 +50,8 @@ class Told:
     balance: Tensor
     z: Tensor
 
-    def __add__(self, other: Told) -> Told:
-        return Told(
+    def __add__(self, other: LayerRouterCounts) -> LayerRouterCounts:
+        return LayerRouterCounts(
             chosen=self.chosen + other.chosen,
             dropped=self.dropped + other.dropped,
             balance=self.balance + other.balance,
@@ -59,12 +59,12 @@ class Told:
         )
 
 
-class Exchange(Protocol):
+class ExpertDispatch(Protocol):
     """How a block reaches what may lie elsewhere. Ranks that hold parts of the same sequences all decide for the
     whole of them, alike; each then carries its own tokens to the experts and back.
     """
 
-    now: Now
+    now: DispatchContext
     """To be set before each forward, and before each backward that computes a forward again."""
 
     def whole(self, x_BsE: Tensor) -> Tensor:
@@ -81,13 +81,13 @@ class Exchange(Protocol):
     def run(self, x_TD: Tensor, expert_Tk: Tensor, experts: Experts) -> Tensor:
         """Each token through its experts, by their global numbers: [T, k, D], zeros where there is NOBODY."""
 
-    def tell(self, layer: int, told: Told) -> None:
+    def tell(self, layer: int, told: LayerRouterCounts) -> None:
         """Note what a router did. Told again for the same sequences, as when a forward is computed again, it counts
         once.
         """
 
 
-class Local:
+class LocalDispatch:
     """All sequences whole, and all experts here.
 
     Args:
@@ -95,10 +95,10 @@ class Local:
         parts: exact mode: parts of what is held here of each sequence, whose gradients are summed one by one.
     """
 
-    def __init__(self, now: Now | None = None, *, parts: int | None = None) -> None:
-        self.now = now or Now()
+    def __init__(self, now: DispatchContext | None = None, *, parts: int | None = None) -> None:
+        self.now = now or DispatchContext()
         self._parts = parts
-        self._told: dict[tuple[int, tuple[int, ...]], Told] = {}
+        self._told: dict[tuple[int, tuple[int, ...]], LayerRouterCounts] = {}
 
     def whole(self, x_BsE: Tensor) -> Tensor:
         return x_BsE
@@ -126,12 +126,12 @@ class Local:
         held = T // len(self.now.sequences)
         return order_R // k % held // (held // self._parts)
 
-    def tell(self, layer: int, told: Told) -> None:
+    def tell(self, layer: int, told: LayerRouterCounts) -> None:
         self._told[layer, self.now.sequences] = told
 
-    def told(self) -> dict[int, Told]:
+    def told(self) -> dict[int, LayerRouterCounts]:
         """For each layer, what its router did with all sequences since this was last asked."""
-        total: dict[int, Told] = {}
+        total: dict[int, LayerRouterCounts] = {}
         for (layer, _), told in self._told.items():
             total[layer] = total[layer] + told if layer in total else told
         self._told.clear()

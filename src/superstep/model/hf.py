@@ -32,7 +32,7 @@ ROWS_AT_ONCE = 4096
 _EMBED, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
-class StoredTensor(Protocol):
+class HfTensor(Protocol):
     """A tensor in a file. Indexing it, as one would index the tensor, reads that part alone."""
 
     def get_shape(self) -> list[int]: ...
@@ -40,7 +40,7 @@ class StoredTensor(Protocol):
     def __getitem__(self, index: slice | tuple[slice, ...]) -> Tensor: ...
 
 
-class Weights(Mapping[str, StoredTensor]):
+class Weights(Mapping[str, HfTensor]):
     """The tensors of a folder by global name, none of them read yet. The files stay mapped while it lives.
 
     Args:
@@ -58,9 +58,9 @@ class Weights(Mapping[str, StoredTensor]):
         """The same, for who wants to know that reading goes on."""
         return Weights(self.path, self._file_of, progress)
 
-    def __getitem__(self, name: str) -> StoredTensor:
+    def __getitem__(self, name: str) -> HfTensor:
         self.progress()
-        stored: StoredTensor = self._file_of[name].get_slice(name)
+        stored: HfTensor = self._file_of[name].get_slice(name)
         return stored
 
     def __iter__(self) -> Iterator[str]:
@@ -179,7 +179,7 @@ def save_weights(path: Path, tensors: Mapping[str, Tensor], shape: ModelShape) -
     (path / INDEX).unlink(missing_ok=True)
 
 
-def _is_same(one: StoredTensor, other: StoredTensor) -> bool:
+def _is_same(one: HfTensor, other: HfTensor) -> bool:
     """Whether two matrices are equal; a few rows of them are held at a time."""
     if one.get_shape() != other.get_shape():
         return False

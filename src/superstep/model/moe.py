@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from superstep.model.expert_dispatch import Exchange, Told
+from superstep.model.expert_dispatch import ExpertDispatch, LayerRouterCounts
 from superstep.model.experts import Experts
 from superstep.model.feedforward import FeedForward
 from superstep.model.router import NOBODY, Routing, choices, noise_width, route
@@ -88,7 +88,7 @@ class MixtureOfExperts(nn.Module):
         # Experts side by side that all see the same tokens are one wide one.
         self.shared_experts = FeedForward(shape.width, shared * shape.ffn) if shared else None
 
-    def forward(self, x_BsD: Tensor, *, exchange: Exchange) -> Tensor:
+    def forward(self, x_BsD: Tensor, *, exchange: ExpertDispatch) -> Tensor:
         routing = self.route(x_BsD, exchange)
         expert_Tk = exchange.share(routing.expert).flatten(0, 1)
         weight_Tk = exchange.share(routing.weight).flatten(0, 1).to(x_BsD.dtype)
@@ -103,7 +103,7 @@ class MixtureOfExperts(nn.Module):
         """The weighted sum of the experts' outputs: [T, D]."""
         return (weight_Tk.unsqueeze(1) @ y_TkD).squeeze(1)
 
-    def route(self, x_BsD: Tensor, exchange: Exchange) -> Routing:
+    def route(self, x_BsD: Tensor, exchange: ExpertDispatch) -> Routing:
         """The decisions for the whole sequences of which these tokens are a part; the exchange is told."""
         logits_BSE = exchange.whole(self.gate(x_BsD))
         noise_BSE = exchange.noise(self.layer, logits_BSE.shape[1], noise_width(self.moe))
@@ -114,7 +114,7 @@ class MixtureOfExperts(nn.Module):
         dropped_BSk = routing.choice.where(is_dropped, NOBODY)
         exchange.tell(
             self.layer,
-            Told(
+            LayerRouterCounts(
                 chosen=choices(routing.choice, self.moe.experts).sum(0),
                 dropped=choices(dropped_BSk, self.moe.experts).sum(0),
                 balance=routing.balance.detach().sum(),

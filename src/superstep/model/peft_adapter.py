@@ -36,7 +36,7 @@ A, B = ENDS["a"], ENDS["b"]
 
 
 @dataclass(frozen=True, slots=True)
-class LowRank:
+class LoraFactors:
     """What is added to one linear.
 
     Attributes:
@@ -65,7 +65,7 @@ class Adapter:
         version: a digest of the files that it was read from; empty where it was made here.
     """
 
-    parts: Mapping[str, LowRank]
+    parts: Mapping[str, LoraFactors]
     is_stabilized: bool = False
     version: str = ""
 
@@ -164,7 +164,9 @@ def _check_targets(
         )
 
 
-def _part(name: str, a_RI: Tensor, b_OR: Tensor, config: AdapterConfig, size: tuple[int, int], folder: Path) -> LowRank:
+def _part(
+    name: str, a_RI: Tensor, b_OR: Tensor, config: AdapterConfig, size: tuple[int, int], folder: Path
+) -> LoraFactors:
     outputs, inputs = size
     rank = config.rank(name)
     for end, tensor, expected in ((A, a_RI, [rank, inputs]), (B, b_OR, [outputs, rank])):
@@ -178,7 +180,7 @@ def _part(name: str, a_RI: Tensor, b_OR: Tensor, config: AdapterConfig, size: tu
             raise ConfigError(f"{key} is of {tensor.dtype}; it must be of floating-point numbers.")
         if not bool(torch.isfinite(tensor.float()).all()):
             raise StateError(f"{key} holds NaN or infinity; its training went wrong.")
-    return LowRank(a_RI, b_OR, config.alpha(name))
+    return LoraFactors(a_RI, b_OR, config.alpha(name))
 
 
 def config_text(strengths: Mapping[str, tuple[int, float]], *, is_stabilized: bool, base: str | None) -> str:

@@ -111,7 +111,7 @@ def global_specs(units: Iterable[UnitSpec]) -> dict[str, ParamSpec]:
     return {one.name: one for unit in units for spec in unit.params.values() for one in spec.each}
 
 
-class Row(nn.Module):
+class UnitSequence(nn.Module):
     """Units one after the other: a whole model on one device, with what units share shared.
 
     Parameters stand in ``parts`` by their global names, with the first values of ``seed``.

@@ -67,7 +67,7 @@ class Ring:
         )
 
 
-class Words:
+class RecordedLines:
     """The lines of a memory, as they were when this was made.
 
     Args:
@@ -93,7 +93,7 @@ class Words:
         return self.lines[first:last]
 
 
-def notes_in(view: mmap.mmap, words: Words) -> list[Note]:
+def notes_in(view: mmap.mmap, words: RecordedLines) -> list[Note]:
     """The notes that are there, oldest first. One that the rank is just writing is left out."""
     once, again = (view[PAGE_BYTES:_WORDS_AT] for _ in range(2))
     whole = [raw for raw, other in zip(_slots(once), _slots(again), strict=True) if raw == other and any(raw)]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from superstep.monitor.hang_rules import Hung, Standing, kept_s, who_hangs
+from superstep.monitor.hang_rules import Hung, RankStanding, kept_s, who_hangs
 from superstep.monitor.procfs import stat_in, status_in
 from superstep.monitor.status_page import Beat
 from superstep.monitor.stopped_process import LOOK_S
@@ -85,13 +85,13 @@ def _cpu_s(numbers: Sequence[bytes]) -> float:
 class _Look:
     """A rank, its threads and its process, when it was looked at last; the process where its ticker did not tick."""
 
-    standing: Standing
+    standing: RankStanding
     main: Thread | None = None
     ticker: Thread | None = None
     process: Process | None = None
 
 
-class Watcher:
+class HangDetector:
     """Looks at the ranks of one world.
 
     Args:
@@ -124,11 +124,11 @@ class Watcher:
     def _after(self, process: int, beat: Beat, since_s: float) -> _Look:
         look, passed_s = self._looks.get(process), min(since_s, LOOK_S)
         if look is None or beat.beats == 0 or beat.moves != look.standing.beat.moves:
-            return _Look(Standing(beat))
+            return _Look(RankStanding(beat))
         main = self._threads(process, process)
         ticker = self._threads(process, beat.ticker) if beat.ticker else None
         if main is None or main.state in "Tt":  # somebody has stopped it, or looks at it
-            return _Look(Standing(beat))
+            return _Look(RankStanding(beat))
         before = look.standing
         sleeps = main.state in "SD" and look.main is not None and main.switches == look.main.switches
         spent_s = 0.0 if look.main is None else max(0.0, main.cpu_s - look.main.cpu_s)
@@ -137,7 +137,7 @@ class Watcher:
         whole = None if ticks else self._processes(process, beat.ticker)
         had_s = 0.0 if whole is None or look.process is None else whole.cpu_s - look.process.cpu_s
         kept = kept_s(passed_s, had_s, is_ready=whole is None or whole.is_ready) if is_denied else 0.0
-        standing = Standing(
+        standing = RankStanding(
             beat,
             unmoved_s=before.unmoved_s + passed_s,
             held_s=0.0 if ticks else before.held_s + kept,

@@ -62,7 +62,7 @@ GPU_FIRST_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class RankStanding:
     """One rank, and for how long it has been so.
 
     Attributes:
@@ -109,7 +109,7 @@ def kept_s(passed_s: float, cpu_s: float, *, is_ready: bool) -> float:
     return min(passed_s, cpu_s) if is_ready else passed_s
 
 
-def who_hangs(ranks: Mapping[int, Standing], *, is_whole: bool = True) -> Hung | None:
+def who_hangs(ranks: Mapping[int, RankStanding], *, is_whole: bool = True) -> Hung | None:
     """The rank that hangs, if any does.
 
     Args:
@@ -123,7 +123,7 @@ def who_hangs(ranks: Mapping[int, Standing], *, is_whole: bool = True) -> Hung |
     return _on_cpus(ranks)
 
 
-def _on_cpus(ranks: Mapping[int, Standing]) -> Hung | None:
+def _on_cpus(ranks: Mapping[int, RankStanding]) -> Hung | None:
     for why, hangs in (("held", _is_held), ("still", _is_still), ("busy", _is_busy)):
         found = [process for process, rank in ranks.items() if hangs(rank)]
         rest = [rank for process, rank in ranks.items() if process not in found]
@@ -132,7 +132,7 @@ def _on_cpus(ranks: Mapping[int, Standing]) -> Hung | None:
     return None
 
 
-def _named(ranks: Mapping[int, Standing], found: list[int], why: str) -> Hung:
+def _named(ranks: Mapping[int, RankStanding], found: list[int], why: str) -> Hung:
     first, *others = sorted(found, key=lambda process: _at(ranks[process]))
     rank = ranks[first]
     words = {
@@ -144,22 +144,22 @@ def _named(ranks: Mapping[int, Standing], found: list[int], why: str) -> Hung:
     return Hung(first, rank.beat, words[why], tuple(alike))
 
 
-def _at(rank: Standing) -> tuple[int, int]:
+def _at(rank: RankStanding) -> tuple[int, int]:
     return rank.beat.step, rank.beat.index
 
 
-def _is_held(rank: Standing) -> bool:
+def _is_held(rank: RankStanding) -> bool:
     beat = rank.beat
     is_known = beat.doing is not Doing.OTHER and beat.longest_s > 0.0
     floor_s = HELD_S if is_known else HELD_ELSEWHERE_S
     return rank.held_s >= max(floor_s, min(HELD_MOST_S, PAUSES * beat.pause_s))
 
 
-def _is_still(rank: Standing) -> bool:
+def _is_still(rank: RankStanding) -> bool:
     return rank.beat.doing is Doing.WORKS and rank.quiet_s >= _limit_s(rank.beat, STILL_S, STILL_TIMES, FIRST_S)
 
 
-def _is_busy(rank: Standing) -> bool:
+def _is_busy(rank: RankStanding) -> bool:
     limit_s = _limit_s(rank.beat, BUSY_S, BUSY_TIMES, FIRST_S)
     return rank.beat.doing is Doing.WORKS and (rank.cpu_s >= limit_s or rank.unmoved_s >= IDLE_TIMES * limit_s)
 
@@ -170,7 +170,7 @@ def _limit_s(beat: Beat, floor_s: float, times: float, first_s: float) -> float:
     return max(first_s, FIRST_TIMES * beat.expected_s)
 
 
-def _on_gpus(ranks: Mapping[int, Standing], *, is_whole: bool) -> Hung | None:
+def _on_gpus(ranks: Mapping[int, RankStanding], *, is_whole: bool) -> Hung | None:
     stands_s = min(rank.unmoved_s for rank in ranks.values())
     places = {process: _place(rank) for process, rank in ranks.items()}
     held = {process: place for process, place in places.items() if ranks[process].held_s >= STANDS_S}
@@ -191,6 +191,6 @@ def _on_gpus(ranks: Mapping[int, Standing], *, is_whole: bool) -> Hung | None:
     return Hung(first, place, why, tuple(alike))
 
 
-def _place(rank: Standing) -> Beat:
+def _place(rank: RankStanding) -> Beat:
     """Where a rank is: how far its GPU has come, but where Python's lock is kept, and so nobody can say that."""
     return rank.beat if rank.held_s >= STANDS_S else rank.beat.on_gpu()

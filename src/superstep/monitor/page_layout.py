@@ -33,7 +33,7 @@ _READS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Field:
+class RecordField:
     """Records of one kind, one behind the other.
 
     Attributes:
@@ -72,7 +72,7 @@ class Field:
         return values
 
 
-def checked(*fields: Field) -> tuple[Field, ...]:
+def checked(*fields: RecordField) -> tuple[RecordField, ...]:
     """The fields, in the order of their places; an AssertionError where one is not in the page, or in another."""
     ordered = sorted(fields, key=lambda field: field.offset_bytes)
     for field in ordered:
@@ -84,14 +84,14 @@ def checked(*fields: Field) -> tuple[Field, ...]:
     return tuple(ordered)
 
 
-BEAT = Field(name="beat", offset_bytes=0, record=Struct(f"<9Q{TEXT_BYTES}s"))
-TICK = Field(name="tick", offset_bytes=512, record=Struct("<3Q"))
-EXPECTED = Field(name="expected", offset_bytes=1024, record=Struct("<Q"))
-WORDS_USED = Field(name="words_used", offset_bytes=1032, record=Struct("<Q"))
-PROCESS = Field(name="process", offset_bytes=1040, record=Struct("<2Q"))
-SIZES_COUNT = Field(name="sizes_count", offset_bytes=2040, record=Struct("<Q"))
-SIZES = Field(name="sizes", offset_bytes=2048, record=Struct("<2Q"), count=64)
-GPU = Field(name="gpu", offset_bytes=3072, record=Struct(f"<10Q{TEXT_BYTES}s"))
+BEAT = RecordField(name="beat", offset_bytes=0, record=Struct(f"<9Q{TEXT_BYTES}s"))
+TICK = RecordField(name="tick", offset_bytes=512, record=Struct("<3Q"))
+EXPECTED = RecordField(name="expected", offset_bytes=1024, record=Struct("<Q"))
+WORDS_USED = RecordField(name="words_used", offset_bytes=1032, record=Struct("<Q"))
+PROCESS = RecordField(name="process", offset_bytes=1040, record=Struct("<2Q"))
+SIZES_COUNT = RecordField(name="sizes_count", offset_bytes=2040, record=Struct("<Q"))
+SIZES = RecordField(name="sizes", offset_bytes=2048, record=Struct("<2Q"), count=64)
+GPU = RecordField(name="gpu", offset_bytes=3072, record=Struct(f"<10Q{TEXT_BYTES}s"))
 
 FIELDS = checked(BEAT, TICK, EXPECTED, WORDS_USED, PROCESS, SIZES_COUNT, SIZES, GPU)
 """All of them."""

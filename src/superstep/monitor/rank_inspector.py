@@ -19,7 +19,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from superstep.monitor.activity import Doing
-from superstep.monitor.flight_recorder import BYTES, Words, notes_in
+from superstep.monitor.flight_recorder import BYTES, RecordedLines, notes_in
 from superstep.monitor.hang_detector import WAKES_PER_S, Process, Thread, process_of, thread
 from superstep.monitor.hang_rules import kept_s
 from superstep.monitor.memory_history import sizes_in
@@ -197,7 +197,7 @@ def with_notes(seen: RankSeen, view: mmap.mmap) -> RankSeen:
     """The rank with what it did last, and the list that it follows. What raised an error is apart by now: where it was
     in its program counts.
     """
-    words, beat = Words(view), read_beat(view).on_gpu()
+    words, beat = RecordedLines(view), read_beat(view).on_gpu()
     found = replace(seen, notes=tuple(notes_in(view, words)), follows=_list(tuple(words.around(beat.line))))
     last = next((note for note in reversed(found.notes) if note.index >= 0), None)
     if found.doing != "apart" or last is None or last.is_done:

@@ -76,7 +76,7 @@ CROSS_ENTROPY = CrossEntropy()
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class TrainedTokens:
     """Some tokens, as they were trained on.
 
     Attributes:
@@ -92,7 +92,7 @@ class Seen:
     streams: Streams
 
 
-Tell = Callable[[Seen], None]
+Tell = Callable[[TrainedTokens], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ class Aim:
         logp_T = logp_T.where(counts_T, 0.0)
         loss_T, slope_T = (x.where(counts_T, 0.0) for x in self.objective.terms(logp_T, streams))
         if self.tell is not None:
-            self.tell(Seen(logp_T=logp_T, loss_T=loss_T, counts_T=counts_T, streams=streams))
+            self.tell(TrainedTokens(logp_T=logp_T, loss_T=loss_T, counts_T=counts_T, streams=streams))
         return loss_T, slope_T
 
 

@@ -29,7 +29,7 @@ from superstep.observe.events import (
 from superstep.observe.jsonl import read
 
 
-class Seconds:
+class StepSeconds:
     """Seconds of steps, of which the last may turn out not to stand."""
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class Counted:
         self._began_at_s = began_at_s
         self._earlier_s = earlier_s
         self._clock = clock
-        self._steps, self._validation = Seconds(), Seconds()
+        self._steps, self._validation = StepSeconds(), StepSeconds()
         for line in read(metrics) if metrics.exists() else ():
             match line.get("event"):
                 case "step":

@@ -38,7 +38,7 @@ MEANINGS = ("under 1/2 of the even load", "under 4/5", "about even", "over 5/4",
 
 
 @dataclass(frozen=True, slots=True)
-class Ink:
+class PictureInk:
     """What a picture is drawn with.
 
     Attributes:
@@ -54,13 +54,13 @@ class Ink:
     colours: tuple[int, ...] = ()
 
 
-SHADES = Ink("·░▒▓█", "│", ("└", "┬", "─"))
-ASCII = Ink(".-=*#", "|", ("+", "+", "-"))
-COLOURS = Ink("     ", "│", ("└", "┬", "─"), colours=(25, 67, 240, 137, 166))
+SHADES = PictureInk("·░▒▓█", "│", ("└", "┬", "─"))
+ASCII = PictureInk(".-=*#", "|", ("+", "+", "-"))
+COLOURS = PictureInk("     ", "│", ("└", "┬", "─"), colours=(25, 67, 240, 137, 166))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class RouterReport:
     """The routers over a stretch of steps, ``first`` to ``last``; counts by layer and expert."""
 
     first: int
@@ -69,10 +69,10 @@ class Report:
     dropped: Sequence[Sequence[int]]
 
 
-def reports(lines: Iterable[Mapping[str, Any]]) -> list[Report]:
+def reports(lines: Iterable[Mapping[str, Any]]) -> list[RouterReport]:
     """The routers' reports among the objects of a metrics.jsonl."""
     return [
-        Report(
+        RouterReport(
             first=line["step"] - line["steps"] + 1, last=line["step"], chosen=line["chosen"], dropped=line["dropped"]
         )
         for line in lines
@@ -80,7 +80,7 @@ def reports(lines: Iterable[Mapping[str, Any]]) -> list[Report]:
     ]
 
 
-def draw_routers(reports: Sequence[Report], layers: Iterable[int], *, width: int, ink: Ink) -> str:
+def draw_routers(reports: Sequence[RouterReport], layers: Iterable[int], *, width: int, ink: PictureInk) -> str:
     """The picture of some layers, and a table of the first report beside the last.
 
     Args:
@@ -100,7 +100,7 @@ def draw_routers(reports: Sequence[Report], layers: Iterable[int], *, width: int
     return "\n".join(lines) + "\n"
 
 
-def _columns(reports: Sequence[Report], count: int) -> list[Sequence[Report]]:
+def _columns(reports: Sequence[RouterReport], count: int) -> list[Sequence[RouterReport]]:
     """The reports of each column: some in a row, or one over several columns."""
     edges = [len(reports) * place // count for place in range(count + 1)]
     return [reports[low : max(high, low + 1)] for low, high in pairwise(edges)]
@@ -113,19 +113,19 @@ def _loads(chosen: Sequence[Sequence[int]]) -> list[float]:
     return [count / even for count in total]
 
 
-def _rows(loads: Sequence[Sequence[float]], ink: Ink) -> Iterator[str]:
+def _rows(loads: Sequence[Sequence[float]], ink: PictureInk) -> Iterator[str]:
     for expert, course in enumerate(zip(*loads, strict=True)):
         shades = groupby(bisect_right(BOUNDS, load) for load in course)
         cells = "".join(_filled(shade, len(list(run)), ink) for shade, run in shades)
         yield f"{f'expert {expert}':>{GUTTER - 2}} {ink.edge}{cells}"
 
 
-def _filled(shade: int, columns: int, ink: Ink) -> str:
+def _filled(shade: int, columns: int, ink: PictureInk) -> str:
     fill = ink.fills[shade] * columns
     return f"\x1b[48;5;{ink.colours[shade]}m{fill}\x1b[0m" if ink.colours else fill
 
 
-def _axis(reports: Sequence[Report], columns: int, ink: Ink) -> Iterator[str]:
+def _axis(reports: Sequence[RouterReport], columns: int, ink: PictureInk) -> Iterator[str]:
     corner, tick, line = ink.axis
     marks = "".join(line if place % TICK else tick for place in range(columns))
     # The last number has room for itself and for the word behind it.
@@ -135,14 +135,14 @@ def _axis(reports: Sequence[Report], columns: int, ink: Ink) -> Iterator[str]:
     yield " " * GUTTER + numbers.rstrip() + " step"
 
 
-def _step_at(reports: Sequence[Report], share: float) -> int:
+def _step_at(reports: Sequence[RouterReport], share: float) -> int:
     """The step after a share of the reports."""
     at, part = divmod(share * len(reports), 1)
     report = reports[int(at)]
     return report.first + int(part * (report.last - report.first + 1))
 
 
-def _legend(width: int, ink: Ink) -> Iterator[str]:
+def _legend(width: int, ink: PictureInk) -> Iterator[str]:
     """The shades, as many on a line as fit."""
     line, used = "", 0
     for shade, meaning in enumerate(MEANINGS):
@@ -154,7 +154,7 @@ def _legend(width: int, ink: Ink) -> Iterator[str]:
     yield line
 
 
-def _table(reports: Sequence[Report], layers: Iterable[int]) -> Iterator[str]:
+def _table(reports: Sequence[RouterReport], layers: Iterable[int]) -> Iterator[str]:
     """The first report beside the last; entropy is in bits."""
     first, last = reports[0], reports[-1]
     bits = math.log2(len(first.chosen[0]))

@@ -45,7 +45,7 @@ class Tracker(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class TrackedRun:
     """What a tracker is told of a run.
 
     Attributes:
@@ -71,7 +71,7 @@ class Wandb:
         asked: what it is told of the run.
     """
 
-    def __init__(self, wandb: Any, asked: Asked) -> None:  # noqa: ANN401
+    def __init__(self, wandb: Any, asked: TrackedRun) -> None:  # noqa: ANN401
         self._run = wandb.init(
             project=asked.project,
             name=asked.name,
@@ -105,7 +105,7 @@ class Mlflow:
     MOST_METRICS, MOST_PARAMETERS = 1000, 100
     """Of one request."""
 
-    def __init__(self, mlflow: Any, asked: Asked) -> None:  # noqa: ANN401
+    def __init__(self, mlflow: Any, asked: TrackedRun) -> None:  # noqa: ANN401
         self._entities, self._client = mlflow.entities, mlflow.MlflowClient()
         if asked.run is None:
             known = self._client.get_experiment_by_name(asked.project)
@@ -138,7 +138,7 @@ class Mlflow:
 class Trackio:
     """trackio. Arguments are those of ``Wandb``; a run is known by its name."""
 
-    def __init__(self, trackio: Any, asked: Asked) -> None:  # noqa: ANN401
+    def __init__(self, trackio: Any, asked: TrackedRun) -> None:  # noqa: ANN401
         self.run = asked.run or f"{asked.name}-{int(time.time())}"
         with _quiet():
             self._run = trackio.init(

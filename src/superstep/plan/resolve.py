@@ -15,7 +15,7 @@ from superstep.plan.model.outline import Outline, Parameter
 from superstep.plan.model.shape import ModelShape
 from superstep.plan.reduction_grain import Grain, find_grain
 from superstep.plan.rules import Rules
-from superstep.plan.saved_activations import PLAIN, Kept
+from superstep.plan.saved_activations import PLAIN, SavedActivations
 from superstep.plan.sharding.divisibility import check_context, check_experts, check_replicas, check_window
 from superstep.plan.sharding.parameters import check_decoder, check_split, padding_of, rules_of
 from superstep.plan.sharding.stages import place, stages_of
@@ -93,7 +93,7 @@ class Resolved:
     decoder: ModelShape | None
     outline: Outline
     plan: Plan
-    kept: Kept = PLAIN
+    kept: SavedActivations = PLAIN
 
     @property
     def shape(self) -> ModelShape:

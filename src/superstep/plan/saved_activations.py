@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
+class SavedActivations:
     """Of a run's kernels; as plain torch does, where nobody said otherwise.
 
     Attributes:
@@ -36,4 +36,4 @@ class Kept:
     rounded_products: bool = False
 
 
-PLAIN = Kept()
+PLAIN = SavedActivations()

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from superstep.errors import ConfigError, did_you_mean
+from superstep.plan.renamed import new_name
 
 
 def load_functions(
@@ -35,7 +36,9 @@ def load_functions(
     try:
         found = vars(run_file(path, f"superstep_{kind}_{path.stem}"))
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"{about}{place_in(path, error)} cannot be run: {first_line(error)}.") from error
+        raise ConfigError(
+            f"{about}{place_in(path, error)} cannot be run: {first_line(error)}{new_name(error)}."
+        ) from error
     for name, form in forms.items():
         if not callable(found.get(name)):
             known = [word for word, value in found.items() if callable(value) and not word.startswith("_")]

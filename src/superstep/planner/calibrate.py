@@ -23,7 +23,7 @@ from superstep.plan.resolve import Resolved
 from superstep.planner.closed_form_seconds import catalogued
 from superstep.planner.plan_columns import plans_of
 from superstep.planner.price import pricing_of
-from superstep.planner.search_problem import Problem
+from superstep.planner.search_problem import SearchProblem
 from superstep.program.instructions import Instruction
 from superstep.program.timeline import Timeline
 
@@ -42,7 +42,7 @@ BESIDE = ("Fetch", "Reduce", "ReduceReplicas")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class ConstantChange:
     """A constant before and after."""
 
     name: str
@@ -60,12 +60,12 @@ class Calibration:
     """
 
     efficiency: Efficiency
-    changes: tuple[Change, ...]
+    changes: tuple[ConstantChange, ...]
     error_before: float
     error_after: float
 
     @property
-    def foreign(self) -> tuple[Change, ...]:
+    def foreign(self) -> tuple[ConstantChange, ...]:
         """Changes beyond belief."""
         return tuple(each for each in self.changes if not 1 / FOREIGN < each.after / each.before < FOREIGN)
 
@@ -92,7 +92,7 @@ def calibrated(run: Resolved, recorded: Timeline, cluster: Cluster, efficiency: 
     """The constants with which the formulas come nearest to a recorded step of a run on chips of a cluster."""
     numerics = run.config.numerics.compute
     world = replace(cluster, chips=run.plan.mesh.world)
-    problem = Problem(base=run.config, cluster=world, compute=numerics, memory_bytes=0.0, efficiency=efficiency)
+    problem = SearchProblem(base=run.config, cluster=world, compute=numerics, memory_bytes=0.0, efficiency=efficiency)
     seen = dict(_observed(recorded))
     known = names(cluster, efficiency)
 
@@ -108,7 +108,7 @@ def calibrated(run: Resolved, recorded: Timeline, cluster: Cluster, efficiency: 
     return Calibration(
         efficiency=efficiency.changed(found),
         changes=tuple(
-            Change(name=name, before=efficiency[name], after=value)
+            ConstantChange(name=name, before=efficiency[name], after=value)
             for name, value in found.items()
             if abs(value / efficiency[name] - 1) > 1e-3
         ),

@@ -7,15 +7,15 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from superstep.cost.closed.block import E, Seconds, block_seconds
+from superstep.cost.closed.block import E, LayerSeconds, block_seconds
 from superstep.cost.closed.estimate import embedding_s, head_s
 from superstep.cost.closed.parallel_degrees import Layout
 from superstep.cost.program.buffers import has_fused_loss, share_numel
 from superstep.cost.program.flops import UnitParameters
-from superstep.cost.program.instruction_seconds import Ranks
+from superstep.cost.program.instruction_seconds import CollectiveRanks
 from superstep.cost.program.simulate import UnitSeconds
 from superstep.hardware.cluster import Collective
-from superstep.hardware.collectives import Group, all_reduce_s, gather_s, send_s
+from superstep.hardware.collectives import RankGroup, all_reduce_s, gather_s, send_s
 from superstep.hardware.units import Array
 from superstep.plan.resolve import Resolved
 from superstep.planner.price import Pricing
@@ -63,7 +63,7 @@ class Catalogued:
         tokens = plan.microbatch * config.data.sequence_tokens / plan.mesh.cp
         return E * tokens * self.run.shape.width / (plan.mesh.tp if plan.sequence_parallel else 1)
 
-    def collective_s(self, collective: Collective, size: float, over: Ranks) -> float:
+    def collective_s(self, collective: Collective, size: float, over: CollectiveRanks) -> float:
         """By the closed form of a group with its stride.
 
         Raises:
@@ -71,7 +71,10 @@ class Catalogued:
         """
         if over.count == 1 or not size:
             return 0.0
-        links, group = self.pricing.rates.links, Group(np.asarray(float(over.count)), np.asarray(float(over.stride)))
+        links, group = (
+            self.pricing.rates.links,
+            RankGroup(np.asarray(float(over.count)), np.asarray(float(over.stride))),
+        )
         match collective:
             case "all-gather" | "reduce-scatter":
                 return _number(gather_s(np.asarray(size), group, links))
@@ -109,7 +112,7 @@ def catalogued(run: Resolved, layout: Layout, pricing: Pricing) -> Catalogued:
     )
 
 
-def _block(run: Resolved, block: Seconds) -> dict[str, UnitSeconds]:
+def _block(run: Resolved, block: LayerSeconds) -> dict[str, UnitSeconds]:
     """Traffic of the backward pass is that of the forward pass; of context parallelism twice as much."""
     forward, again = _number(block.forward_s), _number(block.attention_s)
     tensor, context, experts = map(_number, (block.tensor_s, block.context_s, block.experts_s))

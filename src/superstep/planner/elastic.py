@@ -11,7 +11,7 @@ from superstep.plan.config import PlanConfig, RunConfig
 from superstep.plan.resolve import Resolved, resolve
 from superstep.planner.price import pricing_of
 from superstep.planner.search import Side, search
-from superstep.planner.search_problem import Problem, Rule
+from superstep.planner.search_problem import Rule, SearchProblem
 from superstep.planner.simulate_best import verified
 
 
@@ -60,7 +60,7 @@ def smaller_plan(
             f"train.elastic = true with model.source = '{config.model.source}': its steps are not predicted, so that "
             "no plan can be chosen for what is left; set train.elastic = false."
         )
-    problem = Problem(
+    problem = SearchProblem(
         base=_priced(config),
         cluster=cluster,
         compute=config.numerics.compute,

@@ -12,7 +12,7 @@ from superstep.errors import ConfigError
 from superstep.plan.config import RunConfig
 from superstep.planner.price import pricing_of
 from superstep.planner.search import Side, search
-from superstep.planner.search_problem import Problem
+from superstep.planner.search_problem import SearchProblem
 from superstep.planner.space import Space, meshes
 
 DEGREES = ("pp", "dp", "cp", "tp", "ep")
@@ -36,7 +36,7 @@ class Smallest:
         return max((field.name for field in fields(Footprint)), key=lambda name: float(getattr(self.held, name)[0]))
 
 
-def check_problem(problem: Problem) -> None:
+def check_problem(problem: SearchProblem) -> None:
     """Whether some layout of all chips divides the batch, and keeps the rules.
 
     Raises:
@@ -57,7 +57,7 @@ def check_problem(problem: Problem) -> None:
     )
 
 
-def _mend(problem: Problem) -> str:
+def _mend(problem: SearchProblem) -> str:
     """What the first rule on a degree could say instead."""
     for rule in problem.rules:
         others = replace(problem, rules=tuple(other for other in problem.rules if other is not rule))
@@ -66,7 +66,7 @@ def _mend(problem: Problem) -> str:
     return "leave some of it open"
 
 
-def nearest_batch(problem: Problem) -> int:
+def nearest_batch(problem: SearchProblem) -> int:
     """The number of sequences nearest to the problem's that some layout divides; of two the larger.
 
     A layout divides the multiples of its dp, so the dp that are possible for any batch decide.
@@ -79,7 +79,7 @@ def nearest_batch(problem: Problem) -> int:
     return int(min(near, key=lambda batch: (abs(batch - wanted), -batch)))
 
 
-def _with_batch(problem: Problem, sequences: int) -> RunConfig:
+def _with_batch(problem: SearchProblem, sequences: int) -> RunConfig:
     return replace(problem.base, train=replace(problem.base.train, batch_sequences=sequences))
 
 
@@ -114,7 +114,7 @@ def smallest_cluster(sides: Sequence[Side]) -> int | None:
     return None if domains is None else domains * domain
 
 
-def _enlarged(problem: Problem, chips: int) -> Side:
+def _enlarged(problem: SearchProblem, chips: int) -> Side:
     larger = problem.on(chips)
     return Side(problem=larger, pricing=pricing_of(larger))
 

@@ -13,7 +13,7 @@ from superstep.cost.closed.parallel_degrees import RECOMPUTE, SCHEDULES, Layout
 from superstep.hardware.units import Array
 from superstep.plan.config import Context, PlanConfig, Recompute, RunConfig, Schedule
 from superstep.plan.resolve import Resolved
-from superstep.planner.search_problem import Problem
+from superstep.planner.search_problem import SearchProblem
 
 CONTEXT: tuple[Context, ...] = get_args(Context)
 
@@ -93,7 +93,7 @@ class Plans:
         """Some of them."""
         return Plans(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
 
-    def plan_config(self, row: int, problem: Problem) -> PlanConfig:
+    def plan_config(self, row: int, problem: SearchProblem) -> PlanConfig:
         """One of them as a ``[plan]``."""
 
         def whole(name: str) -> int:
@@ -154,7 +154,7 @@ def plans_of(run: Resolved) -> Plans:
     return Plans(**{name: np.array([float(number)]) for name, number in numbers.items()})
 
 
-def run_config(plan: PlanConfig, problem: Problem) -> RunConfig:
+def run_config(plan: PlanConfig, problem: SearchProblem) -> RunConfig:
     """The run with a layout in its place."""
     numerics = replace(problem.base.numerics, compute=problem.compute)
     return replace(problem.base, plan=plan, numerics=numerics)

@@ -10,7 +10,7 @@ from superstep.cost.program.operation import Axis
 from superstep.cost.program.traffic import traffic
 from superstep.cost.program.unit_operations import decoder_operations
 from superstep.plan.mesh import MeshShape
-from superstep.planner.search_problem import Problem
+from superstep.planner.search_problem import SearchProblem
 from superstep.planner.simulate_best import Verified
 from superstep.program.compile import compile_step
 
@@ -102,7 +102,7 @@ def scaled(interval: tuple[float, float], factor: float) -> tuple[float, float]:
     return interval[0] * factor, interval[1] * factor
 
 
-def mfu(problem: Problem, tokens_per_s: float) -> float:
+def mfu(problem: SearchProblem, tokens_per_s: float) -> float:
     """Model FLOP/s over the peak of the problem's format."""
     peak = problem.cluster.chip.peak(problem.compute)
     assert peak is not None, "a problem's chip multiplies in its format"

@@ -14,25 +14,25 @@ from superstep.cost.closed import framework_memory as keeping
 from superstep.cost.closed.estimate import Estimate, estimate
 from superstep.cost.closed.framework import SUPERSTEP, price_of
 from superstep.cost.closed.framework_arrays import Stack
-from superstep.cost.closed.framework_memory import Keeping
+from superstep.cost.closed.framework_memory import KeptMemory
 from superstep.cost.closed.memory import FRAGMENTATION, Footprint, footprint
-from superstep.cost.closed.model_numbers import Decoder, array, decoder_of
+from superstep.cost.closed.model_numbers import DecoderNumbers, array, decoder_of
 from superstep.cost.closed.parallel_degrees import SCHEDULES
-from superstep.cost.closed.rates import Rates
+from superstep.cost.closed.rates import ChipRates
 from superstep.cost.program.buffers import ELEMENT_BYTES
 from superstep.hardware.units import Array
 from superstep.planner.plan_columns import Plans
-from superstep.planner.search_problem import Problem
+from superstep.planner.search_problem import SearchProblem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pricing:
     """What prices the plans of a problem."""
 
-    model: Decoder
-    rates: Rates
+    model: DecoderNumbers
+    rates: ChipRates
     stack: Stack
-    keeping: Keeping
+    keeping: KeptMemory
     memory_bytes: float
 
     def seconds(self, plans: Plans) -> Estimate:
@@ -75,7 +75,7 @@ class Pricing:
         return np.broadcast_to(held.optimizer * 4 / 3 + (1 + FRAGMENTATION) * held.activations, (len(plans),))
 
 
-def pricing_of(problem: Problem) -> Pricing:
+def pricing_of(problem: SearchProblem) -> Pricing:
     """What prices the plans of a problem, as the engine would run them.
 
     The closed form of a step counts two bytes for a number. Where it has four, memory and links are taken at half
@@ -99,7 +99,7 @@ def pricing_of(problem: Problem) -> Pricing:
     )
 
 
-def in_fp32(rates: Rates, peak_flops_per_s: float) -> Rates:
+def in_fp32(rates: ChipRates, peak_flops_per_s: float) -> ChipRates:
     """Rates at which twice the bytes of what is counted move."""
     links = replace(
         rates.links,

@@ -31,11 +31,11 @@ from superstep.plan.resolve import Resolved, resolve
 from superstep.planner.calibrate_observation import Guide, slopes_of
 from superstep.planner.plan_columns import Plans, plans_of
 from superstep.planner.price import pricing_of
-from superstep.planner.search_problem import Problem
+from superstep.planner.search_problem import SearchProblem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Published:
+class PublishedFigures:
     """What ``[published]`` says."""
 
     step_s: float
@@ -56,7 +56,7 @@ def after_published(path: Path, cluster: Cluster, known: Guide) -> tuple[Guide, 
         ConfigError: a key is unknown, a plan does not resolve, or a chip, a format or a model is not known.
     """
     tables = read_tables(path)
-    told = build(Published, tables.pop("published"), "published.")
+    told = build(PublishedFigures, tables.pop("published"), "published.")
     if not told.step_s > 0:
         raise ConfigError(f"{path}: published.step_s = {told.step_s} must be above 0.")
     run = resolve(build(RunConfig, tables))
@@ -73,10 +73,10 @@ def after_published(path: Path, cluster: Cluster, known: Guide) -> tuple[Guide, 
 
 def step_slopes(run: Resolved, cluster: Cluster, efficiency: Efficiency) -> Array:
     """Of the step of a run of ours."""
-    return slopes_of(_log_seconds(run, cluster, Published(step_s=1.0)), efficiency)
+    return slopes_of(_log_seconds(run, cluster, PublishedFigures(step_s=1.0)), efficiency)
 
 
-def _log_seconds(run: Resolved, cluster: Cluster, told: Published) -> Callable[[Efficiency], Array]:
+def _log_seconds(run: Resolved, cluster: Cluster, told: PublishedFigures) -> Callable[[Efficiency], Array]:
     plans, compute = plans_of(run), run.config.numerics.compute
     if not told.software:
         return lambda efficiency: _ours(run, plans, cluster, compute, efficiency)
@@ -93,5 +93,5 @@ def _log_seconds(run: Resolved, cluster: Cluster, told: Published) -> Callable[[
 
 
 def _ours(run: Resolved, plans: Plans, cluster: Cluster, compute: Dtype, efficiency: Efficiency) -> Array:
-    problem = Problem(base=run.config, cluster=cluster, compute=compute, memory_bytes=0.0, efficiency=efficiency)
+    problem = SearchProblem(base=run.config, cluster=cluster, compute=compute, memory_bytes=0.0, efficiency=efficiency)
     return np.log(pricing_of(problem).seconds(plans).step_s).reshape(())

@@ -16,7 +16,7 @@ from superstep.cost.closed.estimate import Estimate
 from superstep.hardware.units import Array
 from superstep.planner.plan_columns import Plans
 from superstep.planner.price import Pricing
-from superstep.planner.search_problem import Problem
+from superstep.planner.search_problem import SearchProblem
 from superstep.planner.space import Space
 
 CHUNK = 8192
@@ -35,7 +35,7 @@ Key = tuple[float, float, float]
 class Side:
     """A problem in one format of its products."""
 
-    problem: Problem
+    problem: SearchProblem
     pricing: Pricing
 
     @property
@@ -45,7 +45,7 @@ class Side:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class PricedPlan:
     """A plan with its price.
 
     Attributes:
@@ -66,7 +66,7 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class SearchResult:
     """What a search found.
 
     Attributes:
@@ -76,13 +76,13 @@ class Answer:
         too_large: those that were found not to fit; what was not looked at may be too large as well.
     """
 
-    best: tuple[Found, ...]
+    best: tuple[PricedPlan, ...]
     plans: int
     priced: int
     too_large: int
 
 
-def search(sides: Sequence[Side], *, keep: int, is_pruned: bool = True) -> Answer:
+def search(sides: Sequence[Side], *, keep: int, is_pruned: bool = True) -> SearchResult:
     """The best ``keep`` meshes' best plans, of all formats.
 
     Args:
@@ -99,7 +99,7 @@ def search(sides: Sequence[Side], *, keep: int, is_pruned: bool = True) -> Answe
         tally.plans += int(counts.sum())
         for batch in _batches(side, cores, counts, kept, tally, is_pruned=is_pruned):
             _price(side, batch, kept, tally, is_pruned=is_pruned)
-    return Answer(
+    return SearchResult(
         best=kept.best,
         plans=tally.plans,
         priced=tally.priced,
@@ -120,10 +120,10 @@ class _Kept:
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self.of_mesh: dict[float, tuple[Key, Found]] = {}
+        self.of_mesh: dict[float, tuple[Key, PricedPlan]] = {}
 
     @property
-    def best(self) -> tuple[Found, ...]:
+    def best(self) -> tuple[PricedPlan, ...]:
         """The best first."""
         return tuple(found for _, found in sorted(self.of_mesh.values(), key=lambda pair: pair[0]))
 
@@ -134,7 +134,7 @@ class _Kept:
             return float("inf")
         return max(key[0] for key, _ in self.of_mesh.values())
 
-    def offer(self, side: Side, key: Key, mesh: float, found: Found) -> None:
+    def offer(self, side: Side, key: Key, mesh: float, found: PricedPlan) -> None:
         """Keep a plan if it is among the best."""
         if mesh not in self.of_mesh or key < self.of_mesh[mesh][0]:
             self.of_mesh[mesh] = (key, found)
@@ -195,7 +195,7 @@ def _offer(side: Side, plans: Plans, held: Array, kept: _Kept, tally: _Tally) ->
     for row in order[np.sort(first)]:
         key = (float(step_s[row]), float(held[row]), float(tally.serial))
         tally.serial += 1
-        found = Found(
+        found = PricedPlan(
             side=side,
             plan=plans.take(np.array([row])),
             parts=parts_of(parts, int(row), len(plans)),

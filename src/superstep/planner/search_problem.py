@@ -48,7 +48,7 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
+class SearchProblem:
     """A run whose layout is open, and the chips that it is for.
 
     Attributes:
@@ -92,6 +92,6 @@ class Problem:
         """Whether the rules leave a value open."""
         return all(rule.admits(field, value) for rule in self.rules)
 
-    def on(self, chips: int) -> Problem:
+    def on(self, chips: int) -> SearchProblem:
         """The same on so many chips of the same kind."""
         return replace(self, cluster=replace(self.cluster, chips=chips))

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from superstep.cost.closed.parallel_degrees import RECOMPUTE
 from superstep.plan.config import Dtype, PlanConfig
 from superstep.planner.price import pricing_of
-from superstep.planner.search import Found, Side, search
-from superstep.planner.search_problem import Problem, Rule
+from superstep.planner.search import PricedPlan, Side, search
+from superstep.planner.search_problem import Rule, SearchProblem
 from superstep.planner.simulate_best import Verified, verified
 from superstep.planner.tie_break import Simplicity, first_of, simplicity
 
@@ -38,7 +38,7 @@ class Neighbour:
 class Memo:
     """Searches and programs that were priced before; neighbours of neighbours have most of them in common."""
 
-    searches: dict[Rule, tuple[Found, ...]] = field(default_factory=dict)
+    searches: dict[Rule, tuple[PricedPlan, ...]] = field(default_factory=dict)
     programs: dict[PlanConfig, Verified] = field(default_factory=dict)
 
     def priced(self, side: Side, rule: Rule) -> list[Verified]:
@@ -49,7 +49,7 @@ class Memo:
             self.searches[rule] = search([ruled], keep=1).best if len(ruled.space.cores()) else ()
         return [self.verified(replace(found, side=side)) for found in self.searches[rule]]
 
-    def verified(self, found: Found) -> Verified:
+    def verified(self, found: PricedPlan) -> Verified:
         """The price of a plan's program."""
         plan = found.plan.plan_config(0, found.side.problem)
         if plan not in self.programs:
@@ -155,7 +155,7 @@ class Fallback:
     verified: Verified | None
 
 
-def fallbacks(problems: Sequence[Problem], nodes: int) -> Iterator[Fallback]:
+def fallbacks(problems: Sequence[SearchProblem], nodes: int) -> Iterator[Fallback]:
     """The best plan after the loss of 1, 2, ... ``nodes`` nodes, with the same global batch."""
     cluster = problems[0].cluster
     node = min(cluster.domain, cluster.chips)
@@ -164,7 +164,7 @@ def fallbacks(problems: Sequence[Problem], nodes: int) -> Iterator[Fallback]:
         yield next(_on(problems, lost, left, node), Fallback(lost=lost, chips=0, verified=None))
 
 
-def _on(problems: Sequence[Problem], lost: int, left: int, node: int) -> Iterator[Fallback]:
+def _on(problems: Sequence[SearchProblem], lost: int, left: int, node: int) -> Iterator[Fallback]:
     for chips in range(left, 0, -node):
         sides = [Side(problem=each, pricing=pricing_of(each)) for each in (p.on(chips) for p in problems)]
         for found in search([side for side in sides if len(side.space.cores())], keep=1).best:

@@ -10,16 +10,16 @@ from collections.abc import Sequence
 
 from superstep.plan.resolve import resolve
 from superstep.planner.plan_columns import run_config
-from superstep.planner.search import Found
+from superstep.planner.search import PricedPlan
 from superstep.planner.simulate_best import MOST_INSTRUCTIONS, instructions_of
 
 BUDGET = 130_000
 """Instructions: about two seconds of a processor."""
 
 
-def candidates(best: Sequence[Found]) -> list[Found]:
+def candidates(best: Sequence[PricedPlan]) -> list[PricedPlan]:
     """The best of each kind, by the axes that are cut and the schedule, as far as the budget goes; at least one."""
-    chosen: list[Found] = []
+    chosen: list[PricedPlan] = []
     kinds: set[tuple[object, ...]] = set()
     left = BUDGET
     for found in best:
@@ -37,7 +37,7 @@ def candidates(best: Sequence[Found]) -> list[Found]:
     return chosen
 
 
-def kind_of(found: Found) -> tuple[object, ...]:
+def kind_of(found: PricedPlan) -> tuple[object, ...]:
     """The axes that are cut, and the schedule."""
     plan = found.plan
     degrees = tuple(bool(getattr(plan, name)[0] > 1) for name in ("pp", "dp", "cp", "tp", "ep"))

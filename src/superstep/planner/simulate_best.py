@@ -23,7 +23,7 @@ from superstep.plan.resolve import Resolved, resolve
 from superstep.planner.closed_form_seconds import KINDS, catalogued
 from superstep.planner.plan_columns import run_config
 from superstep.planner.price import Pricing
-from superstep.planner.search import Found
+from superstep.planner.search import PricedPlan
 from superstep.program.compile import compile_step
 from superstep.program.instructions import (
     Backward,
@@ -59,7 +59,7 @@ class Verified:
             then those of the closed form.
     """
 
-    found: Found
+    found: PricedPlan
     run: Resolved
     parts: Estimate
     memory: RankBytes | None
@@ -73,7 +73,7 @@ class Verified:
         return float(self.parts.step_s)
 
 
-def verified(found: Found) -> Verified:
+def verified(found: PricedPlan) -> Verified:
     """The price of a plan's program; raises ConfigError where the plan cannot be resolved."""
     problem = found.side.problem
     run = resolve(run_config(found.plan.plan_config(0, problem), problem), is_priced=True)

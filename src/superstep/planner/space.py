@@ -34,14 +34,14 @@ from superstep.plan.config import Schedule
 from superstep.plan.resolve import divisors
 from superstep.plan.sharding.sequence import cp_of_heads, multiple
 from superstep.planner.plan_columns import CONTEXT, Plans
-from superstep.planner.search_problem import Problem
+from superstep.planner.search_problem import SearchProblem
 
 FAR = 4
 """Fast domains that tensor parallelism may span."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mesh:
+class MeshDegrees:
     """Degrees of a mesh."""
 
     pp: int
@@ -51,7 +51,7 @@ class Mesh:
     ep: int
 
 
-def meshes(problem: Problem) -> Iterator[Mesh]:
+def meshes(problem: SearchProblem) -> Iterator[MeshDegrees]:
     """Every mesh of all chips that the model, the sequence and the batch can be cut over."""
     shape, chips = problem.shape, problem.cluster.chips
     tokens = problem.sequence_tokens
@@ -63,7 +63,7 @@ def meshes(problem: Problem) -> Iterator[Mesh]:
                 if not whole or problem.batch_sequences % dp:
                     continue
                 for ep in _expert_degrees(problem, dp * cp * tp):
-                    mesh = Mesh(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep)
+                    mesh = MeshDegrees(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep)
                     if all(problem.admits(name, getattr(mesh, name)) for name in ("pp", "dp", "cp", "tp", "ep")):
                         yield mesh
 
@@ -73,14 +73,14 @@ def divisors_within(number: int, most: int) -> list[int]:
     return [n for n in range(1, min(number, most) + 1) if number % n == 0]
 
 
-def _cuts(problem: Problem, tp: int) -> bool:
+def _cuts(problem: SearchProblem, tp: int) -> bool:
     """Whether tp cuts the model's axes evenly, and a mixture's tokens; the vocabulary is padded until it does."""
     shape = problem.shape
     sizes = (shape.heads, shape.kv_heads, problem.sequence_tokens if shape.moe else shape.ffn)
     return all(size % tp == 0 for size in sizes)
 
 
-def _expert_degrees(problem: Problem, ranks: int) -> list[int]:
+def _expert_degrees(problem: SearchProblem, ranks: int) -> list[int]:
     moe = problem.shape.moe
     return [1] if moe is None else divisors(math.gcd(moe.experts, ranks))
 
@@ -89,7 +89,7 @@ def _expert_degrees(problem: Problem, ranks: int) -> list[int]:
 class Space:
     """The plans of a problem."""
 
-    problem: Problem
+    problem: SearchProblem
 
     def cores(self) -> Plans:
         """Every core, on 1f1b without ZeRO, the simplest first."""
@@ -109,7 +109,7 @@ class Space:
             prefetch=ones * self.problem.base.plan.prefetch,
         )
 
-    def _cores_of(self, mesh: Mesh) -> Iterator[tuple[float, ...]]:
+    def _cores_of(self, mesh: MeshDegrees) -> Iterator[tuple[float, ...]]:
         problem = self.problem
         share = problem.batch_sequences // mesh.dp
         microbatches = [n for n in divisors(share) if problem.admits("microbatch", n)]
@@ -120,14 +120,14 @@ class Space:
         for again, s, c, b in product(recompute, split, context, microbatches):
             yield (*degrees, s, c, b, share // b, again)
 
-    def _sequence_splits(self, mesh: Mesh) -> list[int]:
+    def _sequence_splits(self, mesh: MeshDegrees) -> list[int]:
         if mesh.tp == 1:
             return [1] if self.problem.admits("sequence_parallel", value=True) else [0]
         tokens = self.problem.sequence_tokens
         is_whole = tokens % mesh.tp == 0 and (mesh.cp == 1 or tokens % multiple(mesh.cp, mesh.tp) == 0)
         return [1, 0] if is_whole else [0]
 
-    def _contexts(self, mesh: Mesh) -> list[int]:
+    def _contexts(self, mesh: MeshDegrees) -> list[int]:
         shape = self.problem.shape
         fits = mesh.cp > 1 and mesh.cp in cp_of_heads(shape.heads, shape.kv_heads, mesh.tp)
         # A ring has no sliding window; where nothing is cut there is none.

@@ -40,7 +40,7 @@ from superstep.program.instructions import (
     Wire,
     is_compute,
 )
-from superstep.program.schedule import Order, Task
+from superstep.program.schedule import Order, StageTask
 
 Of: TypeAlias = tuple[Wire | None, int, int]
 """A task: what it passes on, its stage, its microbatch."""
@@ -57,7 +57,7 @@ def lower(plan: Plan, order: Order, *, is_training: bool) -> Program:
         kept: dict[str, Keep] = {"none": "all", "selective": "selective", "full": "input"}
         return kept[plan.recompute]
 
-    def instructions(task: Task) -> Iterator[Instruction]:
+    def instructions(task: StageTask) -> Iterator[Instruction]:
         units, m = plan.stages[task.stage], task.microbatch
         match task.kind:
             case "forward":

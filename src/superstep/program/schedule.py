@@ -20,7 +20,7 @@ Kind: TypeAlias = Literal["forward", "backward", "input", "weight"]
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class StageTask:
     """One stage's pass over one microbatch: forward, backward, or of the backward one of its halves."""
 
     kind: Kind
@@ -28,7 +28,7 @@ class Task:
     microbatch: int
 
 
-Order = tuple[tuple[Task, ...], ...]
+Order = tuple[tuple[StageTask, ...], ...]
 
 
 def order(name: Schedule, *, placement: Sequence[int], microbatches: int, group: int) -> Order:
@@ -68,27 +68,27 @@ def _stages(placement: Sequence[int]) -> list[list[int]]:
     return [[s for s, place in enumerate(placement) if place == rank] for rank in range(max(placement) + 1)]
 
 
-def _tasks(kind: Kind, stages: Sequence[int], microbatches: range) -> Iterator[Task]:
+def _tasks(kind: Kind, stages: Sequence[int], microbatches: range) -> Iterator[StageTask]:
     """Every microbatch through one stage, then through the next: backward through the last stage first."""
     for stage in stages if kind == "forward" else reversed(stages):
         for m in microbatches:
-            yield Task(kind, stage, m)
+            yield StageTask(kind, stage, m)
 
 
-def _all_forward_all_backward(stages: Sequence[int], m: int, group: int) -> tuple[Task, ...]:
+def _all_forward_all_backward(stages: Sequence[int], m: int, group: int) -> tuple[StageTask, ...]:
     """GPipe (Huang 2019), and with several stages its looped kin, breadth-first (Lamy-Poirier 2023, fig. 4).
 
     A group is forwarded through every stage, then taken back; smaller groups hold fewer activations and drain
     the pipeline more often.
     """
-    tasks: list[Task] = []
+    tasks: list[StageTask] = []
     for start in range(0, m, group):
         members = range(start, start + group)
         tasks += [*_tasks("forward", stages, members), *_tasks("backward", stages, members)]
     return tuple(tasks)
 
 
-def _one_forward_one_backward(stages: Sequence[int], below: int, m: int) -> tuple[Task, ...]:
+def _one_forward_one_backward(stages: Sequence[int], below: int, m: int) -> tuple[StageTask, ...]:
     """PipeDream-Flush (Narayanan 2021, sec. 2.2): at most ``below`` microbatches in flight, this rank and those after
     it.
     """
@@ -96,14 +96,14 @@ def _one_forward_one_backward(stages: Sequence[int], below: int, m: int) -> tupl
     return _steady(forwards, backwards, warmup=min(below - 1, m))
 
 
-def _interleaved(stages: Sequence[int], below: int, m: int, group: int) -> tuple[Task, ...]:
+def _interleaved(stages: Sequence[int], below: int, m: int, group: int) -> tuple[StageTask, ...]:
     """Interleaved 1F1B (Narayanan 2021, sec. 2.2): groups go depth-first through the stages of a rank.
 
     The warm-up is what must be in flight before the first backward can reach this rank: all earlier stages of
     the first group, and two slots for every rank after it.
     """
-    forwards: list[Task] = []
-    backwards: list[Task] = []
+    forwards: list[StageTask] = []
+    backwards: list[StageTask] = []
     for start in range(0, m, group):
         members = range(start, start + group)
         forwards += _tasks("forward", stages, members)
@@ -112,7 +112,7 @@ def _interleaved(stages: Sequence[int], below: int, m: int, group: int) -> tuple
     return _steady(forwards, backwards, warmup=min(warmup, len(forwards)))
 
 
-def _steady(forwards: list[Task], backwards: list[Task], *, warmup: int) -> tuple[Task, ...]:
+def _steady(forwards: list[StageTask], backwards: list[StageTask], *, warmup: int) -> tuple[StageTask, ...]:
     """Warm-up forwards, then one forward and one backward in turn, then the backwards that are left."""
     tasks = forwards[:warmup]
     for i, forward in enumerate(forwards[warmup:]):
@@ -121,24 +121,24 @@ def _steady(forwards: list[Task], backwards: list[Task], *, warmup: int) -> tupl
     return tuple(tasks)
 
 
-def _zero_bubble(stage: int, rank: int, pp: int, m: int) -> tuple[Task, ...]:
+def _zero_bubble(stage: int, rank: int, pp: int, m: int) -> tuple[StageTask, ...]:
     """ZB-H1 (Qi 2023, sec. 2.1): 1F1B whose weight passes wait, on rank r for r backward passes.
 
     The later ranks so send their first gradients sooner, and fill the end with what waited. At most pp microbatches
     have a forward and no weight pass yet, on every rank as on the first of 1F1B.
     """
-    tasks: list[Task] = []
+    tasks: list[StageTask] = []
     for task in _one_forward_one_backward([stage], pp - rank, m):
         if task.kind == "forward":
             tasks.append(task)
             continue
-        tasks.append(Task("input", stage, task.microbatch))
+        tasks.append(StageTask("input", stage, task.microbatch))
         if task.microbatch >= rank:
-            tasks.append(Task("weight", stage, task.microbatch - rank))
+            tasks.append(StageTask("weight", stage, task.microbatch - rank))
     return (*tasks, *_tasks("weight", [stage], range(max(m - rank, 0), m)))
 
 
-def _zero_bubble_v(stages: Sequence[int], rank: int, pp: int, m: int) -> tuple[Task, ...]:
+def _zero_bubble_v(stages: Sequence[int], rank: int, pp: int, m: int) -> tuple[StageTask, ...]:
     """ZB-V (Qi 2023, sec. 6): a rank has a stage on the way down the V and one on the way up.
 
     Where F, B and W take the same time, no rank waits from its first task to its last. At most 2·pp stages' activations
@@ -146,13 +146,13 @@ def _zero_bubble_v(stages: Sequence[int], rank: int, pp: int, m: int) -> tuple[T
     is what is left without those that are not there.
     """
     down, up = stages
-    tasks: list[Task] = []
+    tasks: list[StageTask] = []
     count = {(kind, stage): 0 for kind in ("forward", "input", "weight") for stage in stages}
 
     def run(*pattern: tuple[Kind, int], times: int = 1) -> None:
         """Each pass of the pattern over its next microbatch."""
         for kind, stage in pattern * times:
-            tasks.append(Task(kind, stage, count[kind, stage]))
+            tasks.append(StageTask(kind, stage, count[kind, stage]))
             count[kind, stage] += 1
 
     total = max(m, 2 * pp - 1)

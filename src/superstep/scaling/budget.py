@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from superstep.scaling.laws import FLOPS_PER_PARAMETER_AND_TOKEN, Frontier, Law, PowerFrontier
-from superstep.scaling.summary import Estimate, Fit, Study, estimate
+from superstep.scaling.summary import Fit, FittedNumber, Study, estimate
 
 FRONTIERS = ("hoffmann", "kaplan", "isoflop", "envelope")
 Throughput = Callable[[float], float]
@@ -39,22 +39,22 @@ class Best:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class BudgetChoice:
     """What one fit takes for the best use of a budget of FLOPs."""
 
-    params: Estimate
-    tokens: Estimate
-    loss: Estimate | None
+    params: FittedNumber
+    tokens: FittedNumber
+    loss: FittedNumber | None
 
 
-def choices(found: Study, flops: float) -> dict[str, Choice]:
+def choices(found: Study, flops: float) -> dict[str, BudgetChoice]:
     """By the names of the fits, each one's best use of the same budget."""
     fits: dict[str, Fit[Frontier] | None] = {name: getattr(found, name) for name in FRONTIERS}
     return {name: _choice(fit, flops) for name, fit in fits.items() if fit is not None}
 
 
-def _choice(fit: Fit[Frontier], flops: float) -> Choice:
-    return Choice(
+def _choice(fit: Fit[Frontier], flops: float) -> BudgetChoice:
+    return BudgetChoice(
         params=estimate(fit, lambda law: law.optimum(flops).params),
         tokens=estimate(fit, lambda law: law.optimum(flops).tokens),
         loss=None if isinstance(fit.law, PowerFrontier) else estimate(fit, lambda law: _least_loss(law, flops)),

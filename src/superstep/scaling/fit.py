@@ -22,7 +22,7 @@ from scipy.optimize import minimize
 
 from superstep.hardware.units import Array
 from superstep.scaling.laws import Hoffmann, Kaplan, Law
-from superstep.scaling.runs import Run, check_spread, table
+from superstep.scaling.runs import TrainingRun, check_spread, table
 
 HUBER_DELTA = 1e-3
 """Of log L (Hoffmann 2022, section D.2): a residual above a thousandth counts by its size, not by its square."""
@@ -49,7 +49,7 @@ class Data:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Form(Generic[L]):
+class LawForm(Generic[L]):
     """A law as the optimizer sees it.
 
     Attributes:
@@ -66,7 +66,7 @@ class Form(Generic[L]):
     constants: Callable[[L, Data], Array]
 
 
-def fit(form: Form[L], runs: Sequence[Run], start: L | None = None) -> L:
+def fit(form: LawForm[L], runs: Sequence[TrainingRun], start: L | None = None) -> L:
     """The law of a form that fits every point of the runs best; from ``start`` alone where one is given.
 
     Raises:
@@ -88,18 +88,18 @@ def fit(form: Form[L], runs: Sequence[Run], start: L | None = None) -> L:
     return form.law(min(ends, key=lambda end: float(end.fun)).x, data)
 
 
-def residuals(law: Law, runs: Sequence[Run]) -> Array:
+def residuals(law: Law, runs: Sequence[TrainingRun]) -> Array:
     """The logarithm of each point's loss over the law's, [points]."""
     return np.array([math.log(p.loss / law.loss(run.params, p.tokens)) for run in runs for p in run.points])
 
 
-def _data(runs: Sequence[Run]) -> Data:
+def _data(runs: Sequence[TrainingRun]) -> Data:
     rows = table(runs)
     n, d = np.log(rows.params), np.log(rows.tokens)
     return Data(n - n.mean(), d - d.mean(), np.log(rows.loss), float(n.mean()), float(d.mean()))
 
 
-def _objective(constants: Array, form: Form[L], data: Data) -> tuple[float, Array]:
+def _objective(constants: Array, form: LawForm[L], data: Data) -> tuple[float, Array]:
     """The sum of Huber losses, in units of delta squared, and its gradient."""
     predicted, slopes = form.predict(constants, data)
     far = (predicted - data.log_loss) / HUBER_DELTA
@@ -151,7 +151,7 @@ def _hoffmann_constants(law: Hoffmann, data: Data) -> Array:
     return np.array([math.log(law.E), a, b, law.alpha, law.beta])
 
 
-HOFFMANN: Form[Hoffmann] = Form(
+HOFFMANN: LawForm[Hoffmann] = LawForm(
     predict=_predict_hoffmann,
     bounds=(LOG_SHARE, LOG_SHARE, LOG_SHARE, EXPONENT, EXPONENT),
     starts=_hoffmann_starts,
@@ -199,7 +199,7 @@ def _kaplan_constants(law: Kaplan, data: Data) -> Array:
     return np.array([law.alpha_d, law.alpha_n, p, q])
 
 
-KAPLAN: Form[Kaplan] = Form(
+KAPLAN: LawForm[Kaplan] = LawForm(
     predict=_predict_kaplan,
     bounds=(EXPONENT, EXPONENT, LOG_LOSS, LOG_LOSS),
     starts=_kaplan_starts,

@@ -14,7 +14,7 @@ import numpy as np
 from superstep.errors import ConfigError
 from superstep.hardware.units import Array
 from superstep.scaling.laws import PowerFrontier, PowerLaw
-from superstep.scaling.runs import Run, Table, ended, table
+from superstep.scaling.runs import PointColumns, TrainingRun, ended, table
 
 BUDGETS_OF_ENVELOPE = 400
 """Points of the grid of FLOPs; Hoffmann takes 1,500 over 9 powers of ten."""
@@ -29,7 +29,7 @@ LEAST_SLOPE = 0.005
 """Of log L; below it the scale of a power law is beyond all numbers."""
 
 
-def fit_envelope(runs: Sequence[Run]) -> PowerFrontier:
+def fit_envelope(runs: Sequence[TrainingRun]) -> PowerFrontier:
     """Approach 1: for each budget, the size whose training curve is lowest there (Hoffmann 2022, section 3.1).
 
     Where the smallest or the largest size is lowest, a smaller or larger one might have been lower: those budgets say
@@ -63,11 +63,11 @@ def fit_envelope(runs: Sequence[Run]) -> PowerFrontier:
     return _power(budgets[is_inner], params[is_inner], tokens)
 
 
-def _curves(runs: Sequence[Run]) -> list[tuple[float, Table]]:
+def _curves(runs: Sequence[TrainingRun]) -> list[tuple[float, PointColumns]]:
     """Losses over FLOPs at one size each: every run's own curve, and one through the runs that have a single point."""
     own = {run.name: run for run in runs}.values()  # a resampled run again is the same curve
     curves = [(run.params, table([run])) for run in own if len(run.points) > 1]
-    lone: defaultdict[float, list[Run]] = defaultdict(list)
+    lone: defaultdict[float, list[TrainingRun]] = defaultdict(list)
     for run in own:
         if len(run.points) == 1:
             lone[run.params].append(run)
@@ -78,13 +78,13 @@ def _curves(runs: Sequence[Run]) -> list[tuple[float, Table]]:
     return sorted(curves, key=lambda curve: (curve[0], float(curve[1].flops[-1])))
 
 
-def _read(budgets: Array, curve: Table, column: Array) -> Array:
+def _read(budgets: Array, curve: PointColumns, column: Array) -> Array:
     """A column of a curve at some FLOPs, on straight lines between logarithms; NaN outside."""
     at = np.interp(np.log(budgets), np.log(curve.flops), np.log(column), left=np.nan, right=np.nan)
     return np.exp(at)
 
 
-def fit_isoflop(runs: Sequence[Run]) -> PowerFrontier:
+def fit_isoflop(runs: Sequence[TrainingRun]) -> PowerFrontier:
     """Approach 2: at each budget, the lowest point of a parabola of the loss over log N (Hoffmann 2022, section 3.2).
 
     A budget counts where it has 3 sizes and its parabola is lowest between them.
@@ -102,10 +102,10 @@ def fit_isoflop(runs: Sequence[Run]) -> PowerFrontier:
     return _power(flops, params, tokens)
 
 
-def _budgets(runs: Sequence[Run]) -> Iterable[Table]:
+def _budgets(runs: Sequence[TrainingRun]) -> Iterable[PointColumns]:
     """Final points of one budget each, where there are three sizes or more of it."""
     ordered = sorted(ended(runs), key=lambda run: run.final.flops)
-    group: list[Run] = []
+    group: list[TrainingRun] = []
     for run in [*ordered, None]:
         if group and (run is None or run.final.flops > SAME_BUDGET * group[0].final.flops):
             if len({each.params for each in group}) >= LEAST:
@@ -115,7 +115,7 @@ def _budgets(runs: Sequence[Run]) -> Iterable[Table]:
             group.append(run)
 
 
-def _lowest(group: Table) -> tuple[float, float, float] | None:
+def _lowest(group: PointColumns) -> tuple[float, float, float] | None:
     """FLOPs, parameters and tokens where the parabola is lowest; None where it is not, between the sizes."""
     n = np.log(group.params)
     middle = n.mean()
@@ -153,7 +153,7 @@ def _power(flops: Array, params: Array, tokens: Array) -> PowerFrontier:
     )
 
 
-def fit_size(runs: Sequence[Run]) -> PowerLaw:
+def fit_size(runs: Sequence[TrainingRun]) -> PowerLaw:
     """Kaplan 2020, eq. 1.1: the least loss of each size, over sizes; it holds where data does not limit.
 
     Raises:
@@ -162,7 +162,7 @@ def fit_size(runs: Sequence[Run]) -> PowerLaw:
     return _power_law("N", "sizes", [(run.params, run.final.loss) for run in runs])
 
 
-def fit_tokens(runs: Sequence[Run]) -> PowerLaw:
+def fit_tokens(runs: Sequence[TrainingRun]) -> PowerLaw:
     """Kaplan 2020, eq. 1.2: the least loss of each number of tokens, over tokens; where size does not limit.
 
     Raises:

@@ -30,7 +30,7 @@ MOST_CORRELATED = 0.98
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
+class LossPoint:
     """A run's validation loss, in nats per token, after ``tokens``, which took ``flops``."""
 
     tokens: float
@@ -39,21 +39,21 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class TrainingRun:
     """One training run, whose name no other has; its points are in the order of their tokens."""
 
     name: str
     params: float
-    points: tuple[Point, ...]
+    points: tuple[LossPoint, ...]
 
     @property
-    def final(self) -> Point:
+    def final(self) -> LossPoint:
         """After its last token."""
         return self.points[-1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
+class PointColumns:
     """Points of runs as columns, [points] each."""
 
     params: Array
@@ -62,19 +62,19 @@ class Table:
     flops: Array
 
 
-def table(runs: Iterable[Run]) -> Table:
+def table(runs: Iterable[TrainingRun]) -> PointColumns:
     """Every point of some runs."""
     rows = np.array([(run.params, p.tokens, p.loss, p.flops) for run in runs for p in run.points], dtype=np.float64)
     params, tokens, loss, flops = rows.reshape(-1, 4).T
-    return Table(params=params, tokens=tokens, loss=loss, flops=flops)
+    return PointColumns(params=params, tokens=tokens, loss=loss, flops=flops)
 
 
-def ended(runs: Iterable[Run]) -> list[Run]:
+def ended(runs: Iterable[TrainingRun]) -> list[TrainingRun]:
     """The same runs with their last points alone: a learning rate that decays makes those before it too high."""
-    return [Run(name=run.name, params=run.params, points=run.points[-1:]) for run in runs]
+    return [TrainingRun(name=run.name, params=run.params, points=run.points[-1:]) for run in runs]
 
 
-def point_of(where: str, params: float, values: Mapping[str, float]) -> Point:
+def point_of(where: str, params: float, values: Mapping[str, float]) -> LossPoint:
     """A point from its numbers, 6·N·D where they hold no FLOPs.
 
     Raises:
@@ -87,10 +87,10 @@ def point_of(where: str, params: float, values: Mapping[str, float]) -> Point:
     for name, value, most in (("params", params, MOST_PARAMS), ("tokens", values["tokens"], MOST_TOKENS)):
         if not 1 <= value <= most:
             raise ConfigError(f"{where}: {name} = {value:g} is no count; write it in units of one, 7e9 for 7 billion.")
-    return Point(tokens=values["tokens"], loss=values["loss"], flops=flops)
+    return LossPoint(tokens=values["tokens"], loss=values["loss"], flops=flops)
 
 
-def read_csv(path: Path) -> list[Run]:
+def read_csv(path: Path) -> list[TrainingRun]:
     """The runs of a CSV file whose first line names its columns.
 
     Raises:
@@ -107,7 +107,7 @@ def read_csv(path: Path) -> list[Run]:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
     except (UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f"{path} is no CSV file: {error}.") from error
-    found: dict[str, tuple[float, list[Point]]] = {}
+    found: dict[str, tuple[float, list[LossPoint]]] = {}
     for line, row in rows:
         where = f"{path}, line {line}"
         values = {name: _number(where, name, row[name]) for name in (*NEEDED, "flops") if name in names}
@@ -122,7 +122,7 @@ def read_csv(path: Path) -> list[Run]:
     return [run_of(str(path), name, params, points) for name, (params, points) in found.items()]
 
 
-def run_of(where: str, name: str, params: float, points: Sequence[Point]) -> Run:
+def run_of(where: str, name: str, params: float, points: Sequence[LossPoint]) -> TrainingRun:
     """A run from its points in any order.
 
     Raises:
@@ -134,7 +134,7 @@ def run_of(where: str, name: str, params: float, points: Sequence[Point]) -> Run
             raise ConfigError(
                 f"{where}: run '{name}' has two losses after {one.tokens:g} tokens; keep one, or name two runs."
             )
-    return Run(name=name, params=params, points=tuple(ordered))
+    return TrainingRun(name=name, params=params, points=tuple(ordered))
 
 
 def _check_columns(path: Path, names: Sequence[str]) -> None:
@@ -152,7 +152,7 @@ def _number(where: str, name: str, text: str | None) -> float:
         raise ConfigError(f"{where}: {name} = '{text or ''}' is no number; write it as 7000000000 or 7e9.") from None
 
 
-def check_spread(runs: Sequence[Run], *, least_points: int) -> None:
+def check_spread(runs: Sequence[TrainingRun], *, least_points: int) -> None:
     """See that a law of N and D can be fitted.
 
     Raises:

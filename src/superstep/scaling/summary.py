@@ -22,7 +22,7 @@ from superstep.errors import ConfigError
 from superstep.scaling.fit import HOFFMANN, KAPLAN, fit
 from superstep.scaling.isoflop import fit_envelope, fit_isoflop, fit_size, fit_tokens
 from superstep.scaling.laws import FLOPS_PER_PARAMETER_AND_TOKEN, Hoffmann, Kaplan, PowerFrontier, PowerLaw
-from superstep.scaling.runs import Run, ended
+from superstep.scaling.runs import TrainingRun, ended
 
 LEVEL = 0.9
 """The share of resampled fits that an interval holds."""
@@ -31,7 +31,7 @@ TRUSTED_FACTOR = 10.0
 
 Points = Literal["final", "all"]
 F = TypeVar("F")
-Fitted = Callable[[Sequence[Run], F | None], F]
+Fitted = Callable[[Sequence[TrainingRun], F | None], F]
 """Makes a law of runs, from a law of similar runs to begin with or from none."""
 
 
@@ -47,7 +47,7 @@ class Fit(Generic[F]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Estimate:
+class FittedNumber:
     """A number with its interval; None where there were no resamples to take it from."""
 
     value: float
@@ -65,7 +65,7 @@ class Study:
         missing: by the names above, why a fit could not be made.
     """
 
-    runs: tuple[Run, ...]
+    runs: tuple[TrainingRun, ...]
     points: Points
     resamples: int
     seed: int
@@ -78,7 +78,7 @@ class Study:
     missing: Mapping[str, str]
 
 
-def study(runs: Sequence[Run], *, points: Points = "final", resamples: int, seed: int) -> Study:
+def study(runs: Sequence[TrainingRun], *, points: Points = "final", resamples: int, seed: int) -> Study:
     """Fit every law to the runs, and each again to resampled runs.
 
     ``points`` are those that the laws of the loss are fitted to. What comes before a run's end is too high where the
@@ -114,12 +114,12 @@ def study(runs: Sequence[Run], *, points: Points = "final", resamples: int, seed
     return found
 
 
-def taken(runs: Sequence[Run], points: Points) -> Sequence[Run]:
+def taken(runs: Sequence[TrainingRun], points: Points) -> Sequence[TrainingRun]:
     """The runs with the points that the laws of the loss are fitted to."""
     return runs if points == "all" else ended(runs)
 
 
-def bootstrap(runs: Sequence[Run], fitted: Fitted[F], *, resamples: int, seed: int) -> Fit[F]:
+def bootstrap(runs: Sequence[TrainingRun], fitted: Fitted[F], *, resamples: int, seed: int) -> Fit[F]:
     """The fit of the runs, and those of as many resamples as allow one, each begun from the first.
 
     Raises:
@@ -134,19 +134,19 @@ def bootstrap(runs: Sequence[Run], fitted: Fitted[F], *, resamples: int, seed: i
     return Fit(law=law, resampled=tuple(resampled) if 2 * len(resampled) > resamples else ())
 
 
-def estimate(found: Fit[F], quantity: Callable[[F], float]) -> Estimate:
+def estimate(found: Fit[F], quantity: Callable[[F], float]) -> FittedNumber:
     """A number that a law gives, with the interval that holds ``LEVEL`` of what the resampled laws give."""
     return _estimated(quantity(found.law), [quantity(law) for law in found.resampled])
 
 
-def _estimated(value: float, resampled: Sequence[float]) -> Estimate:
+def _estimated(value: float, resampled: Sequence[float]) -> FittedNumber:
     if not resampled:
-        return Estimate(value=value, interval=None)
+        return FittedNumber(value=value, interval=None)
     low, high = np.quantile(resampled, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return Estimate(value=value, interval=(float(low), float(high)))
+    return FittedNumber(value=value, interval=(float(low), float(high)))
 
 
-def constants(found: Fit[Hoffmann] | Fit[Kaplan] | Fit[PowerFrontier] | Fit[PowerLaw]) -> dict[str, Estimate]:
+def constants(found: Fit[Hoffmann] | Fit[Kaplan] | Fit[PowerFrontier] | Fit[PowerLaw]) -> dict[str, FittedNumber]:
     """The numbers of a law, by the names that its paper gives them, and a and b of a frontier."""
 
     def numbers(law: Hoffmann | Kaplan | PowerFrontier | PowerLaw) -> dict[str, float]:
@@ -157,7 +157,7 @@ def constants(found: Fit[Hoffmann] | Fit[Kaplan] | Fit[PowerFrontier] | Fit[Powe
     return {name: _estimated(value, columns[name]) for name, value in numbers(found.law).items()}
 
 
-def beyond(runs: Sequence[Run], params: float, tokens: float) -> dict[str, float]:
+def beyond(runs: Sequence[TrainingRun], params: float, tokens: float) -> dict[str, float]:
     """How many times the largest run's a size, tokens and FLOPs are, of those beyond ``TRUSTED_FACTOR``."""
     factors = {
         "parameters": params / max(run.params for run in runs),

@@ -16,20 +16,20 @@ import msgspec
 from superstep.errors import ConfigError, StateError, SuperstepError
 from superstep.serve.api.backend import Away
 from superstep.serve.engine_messages import (
-    Change,
+    ChangeWeights,
+    CommandDone,
     Deed,
     Do,
-    Done,
+    EngineStatus,
     LoadAdapter,
     Order,
     Pause,
     Resume,
     Sleep,
-    Standing,
     UnloadAdapter,
     Wake,
 )
-from superstep.serve.reader import TIMEOUT_S, Reader
+from superstep.serve.reader import TIMEOUT_S, BackgroundReader
 from superstep.serve.scheduling.request import AdapterInfo, Info
 from superstep.serve.weights import Lock, hold
 
@@ -59,7 +59,7 @@ class Deeds:
         adapters: Mapping[str, Path],
         read_timeout_s: float = TIMEOUT_S,
     ) -> None:
-        self.standing = Standing()
+        self.standing = EngineStatus()
         self.adapters = dict(adapters)
         self.newest: Path | None = None
         self._send = send
@@ -67,7 +67,7 @@ class Deeds:
         self._read_timeout_s = read_timeout_s
         self._lock = self._hold(path)
         self._lock.result()
-        self._asked: dict[int, tuple[Deed, asyncio.Future[Standing]]] = {}
+        self._asked: dict[int, tuple[Deed, asyncio.Future[EngineStatus]]] = {}
         self._paused: Pause | None = None
         self._asleep: Sleep | None = None
         self._number = NOBODY
@@ -86,7 +86,7 @@ class Deeds:
 
     # From the event loop.
 
-    async def do(self, deed: Deed, state_of: Callable[[], str]) -> Standing:
+    async def do(self, deed: Deed, state_of: Callable[[], str]) -> EngineStatus:
         """Ask for something, and wait for its end; see ``api.steered.Steered``.
 
         Args:
@@ -95,7 +95,7 @@ class Deeds:
         """
         self._number += 1
         number = self._number
-        answer: asyncio.Future[Standing] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[EngineStatus] = asyncio.get_running_loop().create_future()
         # There before the state is looked at: who is lost from now on is told by ``lost``.
         self._asked[number] = (deed, answer)
         state = state_of()
@@ -109,15 +109,15 @@ class Deeds:
         """What brings the engine back to how it stands now, once a deed is done."""
         now = str(self.newest or self._path)
         match deed:
-            case Change(_, requests):
+            case ChangeWeights(_, requests):
                 # Who was taken back cannot be taken back again; who has come since is not to suffer for it.
-                return [Change(now, "recompute" if requests == "abort" else requests)]
+                return [ChangeWeights(now, "recompute" if requests == "abort" else requests)]
             case Pause() | Resume():
                 return [Resume() if self._paused is None else self._paused]
             case Sleep():
                 return [Wake()]
             case Wake(path):
-                own: list[Deed] = [] if path is None else [Change(now)]
+                own: list[Deed] = [] if path is None else [ChangeWeights(now)]
                 return [*own, self._asleep or Sleep()]
             case LoadAdapter(name) | UnloadAdapter(name):
                 before = self.adapters.get(name)
@@ -125,7 +125,7 @@ class Deeds:
 
     # From the thread that reads what the ranks say.
 
-    def hear(self, done: Done) -> None:
+    def hear(self, done: CommandDone) -> None:
         """A deed has ended."""
         self.standing = done.standing
         asked = self._asked.pop(done.number, None)
@@ -137,7 +137,7 @@ class Deeds:
         why: SuperstepError | None = None
         if done.why:
             # What is wrong with files is said of their path; all else of what was asked for.
-            of_files = isinstance(deed, Change | Wake | LoadAdapter)
+            of_files = isinstance(deed, ChangeWeights | Wake | LoadAdapter)
             why = StateError(done.why) if of_files else ConfigError(done.why)
         _settle(answer, done.standing if why is None else why)
 
@@ -177,7 +177,7 @@ class Deeds:
                 self._paused = None
             case Sleep():
                 self._asleep = deed
-            case Change(path):
+            case ChangeWeights(path):
                 self._accepted(Path(path))
             case LoadAdapter(name, path):
                 self.adapters[name] = Path(path)
@@ -197,8 +197,8 @@ class Deeds:
         self.newest = path
         before.give_up()
 
-    def _hold(self, path: Path) -> Reader[Lock | None]:
-        return Reader(path, lambda progress: hold(path), timeout_s=self._read_timeout_s, drop=_let_go)
+    def _hold(self, path: Path) -> BackgroundReader[Lock | None]:
+        return BackgroundReader(path, lambda progress: hold(path), timeout_s=self._read_timeout_s, drop=_let_go)
 
 
 def _let_go(lock: Lock | None) -> None:
@@ -210,7 +210,7 @@ def _spelt(state: str) -> str:
     return "paused" if state == "closed" else state
 
 
-def _settle(answer: asyncio.Future[Standing], outcome: Standing | SuperstepError) -> None:
+def _settle(answer: asyncio.Future[EngineStatus], outcome: EngineStatus | SuperstepError) -> None:
     def settle() -> None:
         if answer.done():  # who asked may have gone
             return

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from superstep.errors import ConfigError
-from superstep.serve.engine import Engine
-from superstep.serve.scheduling.request import Finish, Request, Sampling, Told
+from superstep.serve.engine import InferenceEngine
+from superstep.serve.scheduling.request import Finish, Request, Sampling, TokenOutput
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class PromptResult:
     """What became of a prompt.
 
     Attributes:
@@ -21,8 +21,8 @@ class Answer:
         cached_tokens: of the prompt, those whose keys were there already.
     """
 
-    tokens: tuple[Told, ...]
-    prompt: tuple[Told, ...]
+    tokens: tuple[TokenOutput, ...]
+    prompt: tuple[TokenOutput, ...]
     finish: Finish
     cached_tokens: int
 
@@ -33,13 +33,13 @@ class Answer:
 
 
 def generate(
-    engine: Engine,
+    engine: InferenceEngine,
     prompts: Sequence[Sequence[int]],
     sampling: Sampling | Sequence[Sampling],
     *,
     adapter: str = "",
     tell: Callable[[int, int], None] | None = None,
-) -> list[Answer]:
+) -> list[PromptResult]:
     """Answer each prompt; none is computed alone where several can be computed together.
 
     Args:
@@ -71,7 +71,7 @@ def generate(
             engine.abort(request.id)
         engine.step()
         raise
-    found = [Answer(tokens=(), prompt=(), finish="abort", cached_tokens=0)] * len(requests)
+    found = [PromptResult(tokens=(), prompt=(), finish="abort", cached_tokens=0)] * len(requests)
     done = 0
     while not engine.is_idle:
         for news in engine.step():

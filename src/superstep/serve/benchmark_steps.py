@@ -19,8 +19,8 @@ import psutil
 import torch
 
 from superstep.comm.mesh import Group, build_mesh
-from superstep.cost.fit_serving import Sample, fit
-from superstep.cost.serve import Way
+from superstep.cost.fit_serving import MeasuredStep, fit
+from superstep.cost.serve import ComputeMode
 from superstep.hardware.serving_rate import ServingRate
 from superstep.launch.ranks import World, launch_apart
 from superstep.model.axes import units
@@ -32,9 +32,9 @@ from superstep.plan.model.shape import SHAPES, ModelShape
 from superstep.serve.build_engine import give_back, load_rank, open_engine, share_cores
 from superstep.serve.compute.model_runner import follow
 from superstep.serve.config import ServeConfig, plan_of
-from superstep.serve.engine import Engine
+from superstep.serve.engine import InferenceEngine
 from superstep.serve.scheduling.request import Request, Sampling
-from superstep.serve.scheduling.step_log import Entry, Recorder, Setting, samples
+from superstep.serve.scheduling.step_log import Entry, Setting, StepRecorder, samples
 
 WIDTH, LAYERS, VOCAB = 768, 6, 32_768
 """The most that a model of random weights has: its weights must not stay in a cache where the real one's do not."""
@@ -51,7 +51,7 @@ ANSWER = 7
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class RankMeasurement:
     """What a rank saw.
 
     Attributes:
@@ -62,8 +62,8 @@ class Seen:
         other_bytes: of memory, at the end: neither keys nor what is in no linear.
     """
 
-    samples: tuple[Sample, ...]
-    way: Way
+    samples: tuple[MeasuredStep, ...]
+    way: ComputeMode
     linear_bytes: float
     linears: int
     other_bytes: float
@@ -157,7 +157,7 @@ def save_random(shape: ModelShape, folder: Path) -> None:
     save_weights(folder, global_tensors(decoder, units(shape)), shape)
 
 
-def _calibrate_rank(world: World, folders: Sequence[Path], serve: ServeConfig, timing: Timing) -> list[Seen]:
+def _calibrate_rank(world: World, folders: Sequence[Path], serve: ServeConfig, timing: Timing) -> list[RankMeasurement]:
     mesh = build_mesh(plan_of(folders[0], serve).plan, world.rank, world.device, timeout=timedelta(minutes=5))
     try:
         if world.rank > 0:
@@ -179,16 +179,16 @@ def _share_cores(world: World, serve: ServeConfig, timing: Timing) -> None:
         torch.set_num_threads(timing.threads)
 
 
-def _calibrated(world: World, folder: Path, serve: ServeConfig, timing: Timing, tp: Group | None) -> Seen:
+def _calibrated(world: World, folder: Path, serve: ServeConfig, timing: Timing, tp: Group | None) -> RankMeasurement:
     give_back()
     _share_cores(world, serve, timing)
     before = _own_bytes(world)
     settings: list[Setting] = []
     entries: list[Entry] = []
 
-    def watch(setting: Setting) -> Recorder:
+    def watch(setting: Setting) -> StepRecorder:
         settings.append(setting)
-        return Recorder(entries.append, timing.clock)
+        return StepRecorder(entries.append, timing.clock)
 
     engine = open_engine(folder, serve, tp=tp, device=world.device, watch=watch)
     after = _own_bytes(world)
@@ -201,7 +201,7 @@ def _calibrated(world: World, folder: Path, serve: ServeConfig, timing: Timing, 
     (setting,) = settings
     model = setting.model
     keys = setting.pages * setting.page_tokens * model.key_bytes  # all of them, for they are written once with zeros
-    return Seen(
+    return RankMeasurement(
         samples=tuple(samples(setting, entries)),
         way=setting.way,
         linear_bytes=after - before - keys - model.embedding * model.bytes,
@@ -218,7 +218,7 @@ def _own_bytes(world: World) -> int:
     return int(told.rss - getattr(told, "shared", 0))
 
 
-def _ask(engine: Engine, batches: Sequence[int], *, is_greedy: bool, salt: str) -> None:
+def _ask(engine: InferenceEngine, batches: Sequence[int], *, is_greedy: bool, salt: str) -> None:
     """Have every kind of step computed."""
     sampling = Sampling(max_tokens=ANSWER, temperature=0.0 if is_greedy else 1.0, ignore_eos=True)
     number = 0
@@ -230,7 +230,7 @@ def _ask(engine: Engine, batches: Sequence[int], *, is_greedy: bool, salt: str) 
             engine.step()
 
 
-def _batches(engine: Engine, counts: Sequence[int]) -> Iterator[Sequence[tuple[int, ...]]]:
+def _batches(engine: InferenceEngine, counts: Sequence[int]) -> Iterator[Sequence[tuple[int, ...]]]:
     """Prompts that are answered together."""
     most = min(CONTEXT, engine.info.context_tokens - ANSWER - 1)
     vocab = engine.info.vocab

@@ -15,7 +15,7 @@ import torch
 
 from superstep.comm.device import Device, cores
 from superstep.comm.mesh import Group
-from superstep.cost.serve import ServedModel, Way, served_model
+from superstep.cost.serve import ComputeMode, RankModelSize, served_model
 from superstep.engine.exact.modules import require_exact
 from superstep.errors import ConfigError
 from superstep.launch.ranks import World
@@ -23,16 +23,16 @@ from superstep.model.hf import open_weights
 from superstep.numerics.dtypes import DTYPES
 from superstep.numerics.invariant_attention import BLOCK
 from superstep.plan.resolve import Resolved
-from superstep.serve.compute.choose_backend import Asked, choose
+from superstep.serve.compute.choose_backend import ComputeSettings, choose
 from superstep.serve.compute.draft_model import SmallModel
-from superstep.serve.compute.model_runner import Compute, Ranks
+from superstep.serve.compute.model_runner import Compute, ModelRunner
 from superstep.serve.compute.paged_attention import FAST_BLOCK
-from superstep.serve.compute.rank_commands import Party
-from superstep.serve.compute.serving_model import Served, build, fill
+from superstep.serve.compute.rank_commands import CommandChannel
+from superstep.serve.compute.serving_model import ServedUnits, build, fill
 from superstep.serve.config import NGRAM, ServeConfig, check_served, check_vocab, fast, plan_of
 from superstep.serve.drafting.grammar_protocol import Matchers
 from superstep.serve.drafting.speculate import FromText, Guesser, Speculation
-from superstep.serve.engine import Engine, Watch
+from superstep.serve.engine import InferenceEngine, StepObserver
 from superstep.serve.engine_control import Steward
 from superstep.serve.scheduling.kv_pages import Pages
 from superstep.serve.scheduling.request import Info
@@ -40,7 +40,7 @@ from superstep.serve.scheduling.step import Budget
 from superstep.serve.scheduling.step_log import LogFile, Setting
 from superstep.serve.weights import read_version
 
-Watching = Callable[[Setting], Watch]
+Watching = Callable[[Setting], StepObserver]
 
 
 def ends_of_text(folder: Path) -> tuple[int, ...]:
@@ -54,7 +54,7 @@ def ends_of_text(folder: Path) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Known:
+class KnownModel:
     """What need not be found out of a folder's model.
 
     Attributes:
@@ -68,7 +68,7 @@ class Known:
     version: str | None = None
 
 
-NOTHING = Known()
+NOTHING = KnownModel()
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class Rank:
 
     run: Resolved
     forward: Compute
-    party: Party
+    party: CommandChannel
     pages: int
     context_tokens: int
     is_paged: bool
@@ -100,7 +100,7 @@ def load_rank(
     rank: int,
     tp: Group | None,
     device: Device,
-    known: Known = NOTHING,
+    known: KnownModel = NOTHING,
 ) -> Rank:
     """This rank's part of a folder's model.
 
@@ -131,7 +131,7 @@ def load_rank(
     free_bytes = device.free_bytes(serve.tp * serve.dp)
     pages = serve.pages or usual_pages(least, serve.requests, free_bytes, page_bytes)
     require_pages(pages, page_bytes, free_bytes, serve.page_tokens)
-    asked = Asked(
+    asked = ComputeSettings(
         pages=pages,
         page_tokens=serve.page_tokens,
         quantize=serve.quantize,
@@ -145,7 +145,7 @@ def load_rank(
         guessing, beside = choose(small, asked, tp, device)
         memory.sleep_with(beside)
     give_back()
-    party, is_paged = Party(memory, weights, tp, device, serve.read_timeout_s), memory.is_paged
+    party, is_paged = CommandChannel(memory, weights, tp, device, serve.read_timeout_s), memory.is_paged
     return Rank(run, forward, party, pages, context_tokens, is_paged, guessing)
 
 
@@ -187,7 +187,7 @@ def usual_pages(least: int, requests: int, free_bytes: int, page_bytes: int) -> 
     return max(least, min(least * requests, free_bytes // 4 // page_bytes))
 
 
-def setting_model(run: Resolved, serve: ServeConfig) -> ServedModel:
+def setting_model(run: Resolved, serve: ServeConfig) -> RankModelSize:
     """A rank's part of the model in numbers."""
     return served_model(run.shape, tp=serve.tp, number_bytes=DTYPES[serve.compute].itemsize)
 
@@ -198,7 +198,7 @@ def way_name(serve: ServeConfig) -> str:
 
 
 def _setting(rank: Rank, serve: ServeConfig) -> Setting:
-    way = Way(
+    way = ComputeMode(
         name=way_name(serve),
         tp=serve.tp,
         block_keys=BLOCK if serve.exact else FAST_BLOCK,
@@ -220,7 +220,7 @@ def share_cores(world: World, serve: ServeConfig) -> None:
         torch.set_num_threads(max(1, cores() // (world.size * serve.dp)))
 
 
-def _small(run: Resolved, serve: ServeConfig, rank: int, tp: Group | None, device: Device) -> Served | None:
+def _small(run: Resolved, serve: ServeConfig, rank: int, tp: Group | None, device: Device) -> ServedUnits | None:
     """This rank's part of the model that guesses."""
     if serve.speculate in ("", NGRAM):
         return None
@@ -239,9 +239,9 @@ def open_engine(
     tp: Group | None = None,
     device: Device | None = None,
     matchers: Matchers | None = None,
-    known: Known = NOTHING,
+    known: KnownModel = NOTHING,
     watch: Watching | None = None,
-) -> Engine:
+) -> InferenceEngine:
     """The engine of a folder's model, on rank 0.
 
     Args:
@@ -268,15 +268,15 @@ def open_both(
     tp: Group | None = None,
     device: Device | None = None,
     matchers: Matchers | None = None,
-    known: Known = NOTHING,
+    known: KnownModel = NOTHING,
     watch: Watching | None = None,
-) -> tuple[Engine, Steward]:
+) -> tuple[InferenceEngine, Steward]:
     """``open_engine``, and who changes its weights and puts it to sleep."""
     device = device or Device("cpu")
     rank = load_rank(folder, serve, 0, tp, device, known)
     grain = rank.run.plan.grain
     cells = None if grain is None else grain.cells
-    model = Ranks(
+    model = ModelRunner(
         rank.forward,
         cells=cells,
         group=tp,
@@ -301,7 +301,7 @@ def open_both(
     if rank.small is not None:
         guesser = SmallModel(model.guessed, vocab=info.vocab, page_tokens=serve.page_tokens)
     speculation = Speculation(guesser, serve.draft_tokens)
-    engine = Engine(model, info, pages, setting.budget, matchers, speculation, seen_by)
+    engine = InferenceEngine(model, info, pages, setting.budget, matchers, speculation, seen_by)
     for name, place in serve.adapters:
         engine.adapters.load(name, place)
     return engine, Steward(engine, model)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from superstep.cost.serve import ServedModel, Work, bounds, seconds, way_of
+from superstep.cost.serve import RankModelSize, Work, bounds, seconds, way_of
 from superstep.hardware.serving_rate import ServingRate
 from superstep.serve.scheduling.kv_pages import Pages
 from superstep.serve.scheduling.simulate import Arrival, Simulated, simulate
@@ -76,7 +76,7 @@ class Small:
         rate: what its steps take.
     """
 
-    model: ServedModel
+    model: RankModelSize
     rate: ServingRate
 
     @property
@@ -90,7 +90,7 @@ class Small:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Server:
+class ServerSetup:
     """What is asked about.
 
     Attributes:
@@ -103,7 +103,7 @@ class Server:
         small: a model that guesses; None where there is none.
     """
 
-    model: ServedModel
+    model: RankModelSize
     rate: ServingRate
     pages: int
     page_tokens: int
@@ -143,12 +143,12 @@ class Server:
         )
 
 
-def weight_bytes(model: ServedModel, rate: ServingRate) -> float:
+def weight_bytes(model: RankModelSize, rate: ServingRate) -> float:
     """Of a rank: linears as they are held, and the rest in the model's numbers."""
     return model.linears * rate.held_bytes + model.embedding * model.bytes
 
 
-def rooms(server: Server) -> list[Room]:
+def rooms(server: ServerSetup) -> list[Room]:
     """Streams of some contexts."""
     sizes = [size for size in (256, 1024, 4096, 16_384, 65_536) if size < server.context_tokens]
     return [
@@ -157,7 +157,7 @@ def rooms(server: Server) -> list[Room]:
     ]
 
 
-def firsts(server: Server) -> list[First]:
+def firsts(server: ServerSetup) -> list[First]:
     """Prompts that come alone."""
     found = []
     for prompt in [size for size in PROMPTS if size < server.context_tokens]:
@@ -167,14 +167,14 @@ def firsts(server: Server) -> list[First]:
     return found
 
 
-def crowds(server: Server, *, prompt_tokens: int, answer_tokens: int, replicas: int = 1) -> list[Crowd]:
+def crowds(server: ServerSetup, *, prompt_tokens: int, answer_tokens: int, replicas: int = 1) -> list[Crowd]:
     """Requests of one length that come at once, shared out among equal servers."""
     arrival = Arrival(prompt_tokens=prompt_tokens, answer_tokens=answer_tokens)
     most = server.budget.requests * replicas
     return [_crowd(server, arrival, count, replicas) for count in STREAMS if count <= most]
 
 
-def _crowd(server: Server, arrival: Arrival, count: int, replicas: int) -> Crowd:
+def _crowd(server: ServerSetup, arrival: Arrival, count: int, replicas: int) -> Crowd:
     # The replica with the most of them ends last.
     share = -(-count // replicas)
     told = server.simulate([arrival] * share)

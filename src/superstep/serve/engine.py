@@ -18,21 +18,30 @@ from typing import Protocol
 from torch import Tensor
 
 from superstep.errors import ConfigError
-from superstep.serve.compute.flat_batch import Part, Rows
-from superstep.serve.compute.sampler import Seen, draw, likeliest, logprob
+from superstep.serve.compute.flat_batch import RequestRows, Rows
+from superstep.serve.compute.sampler import SamplingContext, draw, likeliest, logprob
 from superstep.serve.compute.wanted import Row, read_wanted
 from superstep.serve.drafting.grammar_protocol import Matcher, Matchers
 from superstep.serve.drafting.speculate import Speculation
 from superstep.serve.lora_registry import Holder, Shelf
 from superstep.serve.scheduling.apply_step import book, computed
 from superstep.serve.scheduling.kv_pages import Pages
-from superstep.serve.scheduling.request import Counters, Finish, Info, Progress, Request, Sampling, Told, check_request
+from superstep.serve.scheduling.request import (
+    Counters,
+    Finish,
+    Info,
+    Request,
+    RequestUpdate,
+    Sampling,
+    TokenOutput,
+    check_request,
+)
 from superstep.serve.scheduling.request_state import LiveRequest
 from superstep.serve.scheduling.scheduler import schedule
-from superstep.serve.scheduling.step import Budget, Chunk, Step, check
+from superstep.serve.scheduling.step import Budget, PositionRange, ScheduledStep, check
 
 
-class Model(Holder, Protocol):
+class StepModel(Holder, Protocol):
     """What computes a step."""
 
     def __call__(self, rows: Rows) -> Tensor:
@@ -48,13 +57,13 @@ class Model(Holder, Protocol):
         """Say that there will be nothing more."""
 
 
-class Watch(Protocol):
+class StepObserver(Protocol):
     """Who looks on, and changes nothing."""
 
     def start(self) -> None:
         """A step is about to be made."""
 
-    def begin(self, step: Step, live: Mapping[int, LiveRequest]) -> None:
+    def begin(self, step: ScheduledStep, live: Mapping[int, LiveRequest]) -> None:
         """A step, checked and not yet booked, and every request."""
 
     def end(self) -> None:
@@ -62,19 +71,19 @@ class Watch(Protocol):
 
 
 class Nobody:
-    """A ``Watch`` that looks away."""
+    """A ``StepObserver`` that looks away."""
 
     def start(self) -> None:
         """Nothing."""
 
-    def begin(self, step: Step, live: Mapping[int, LiveRequest]) -> None:
+    def begin(self, step: ScheduledStep, live: Mapping[int, LiveRequest]) -> None:
         """Nothing."""
 
     def end(self) -> None:
         """Nothing."""
 
 
-class Engine:
+class InferenceEngine:
     """Answers requests; one thread calls it.
 
     Args:
@@ -89,13 +98,13 @@ class Engine:
 
     def __init__(
         self,
-        model: Model,
+        model: StepModel,
         info: Info,
         pages: Pages,
         budget: Budget,
         matchers: Matchers | None = None,
         speculation: Speculation | None = None,
-        watch: Watch | None = None,
+        watch: StepObserver | None = None,
     ) -> None:
         if pages.count * pages.page_tokens < info.context_tokens:
             raise ValueError(f"{pages.count} pages of {pages.page_tokens} do not hold {info.context_tokens} tokens.")
@@ -110,7 +119,7 @@ class Engine:
         self._running: list[LiveRequest] = []
         self._waiting: list[LiveRequest] = []
         self._matcher: dict[int, Matcher] = {}
-        self._aborted: list[Progress] = []
+        self._aborted: list[RequestUpdate] = []
         self._order = 0
         self._before: int | None = None
         self._preemptions = self._queried_tokens = self._hit_tokens = 0
@@ -184,7 +193,7 @@ class Engine:
                 if live.id == request:
                     line.remove(live)
                     self._leave(live)
-                    self._aborted.append(Progress(request=request, finish="abort"))
+                    self._aborted.append(RequestUpdate(request=request, finish="abort"))
                     return
 
     def abort_all(self) -> None:
@@ -217,7 +226,7 @@ class Engine:
             live.is_mixed = True
         self.info = replace(self.info, version=version)
 
-    def step(self) -> list[Progress]:
+    def step(self) -> list[RequestUpdate]:
         """Compute one step; news of every request that got on. None where there is nothing to do."""
         self._watch.start()
         news, self._aborted = self._aborted, []
@@ -263,15 +272,15 @@ class Engine:
     def _told(
         self,
         live: LiveRequest,
-        chunk: Chunk,
+        chunk: PositionRange,
         wanted: Sequence[int],
         told: Mapping[int, Row],
-    ) -> Progress:
+    ) -> RequestUpdate:
         """Book what was computed of a request, and draw its next tokens where all it has is computed."""
         prompt, cached = self._of_prompt(live, chunk, wanted, told), live.cached_tokens
         if chunk.end < live.known:
             computed(live, chunk, self.pages, end=chunk.end, version=self.info.version)
-            return Progress(request=live.id, prompt=prompt, cached_tokens=cached)
+            return RequestUpdate(request=live.id, prompt=prompt, cached_tokens=cached)
         # The last known token, and each guess behind it, has a row whose logits say what follows.
         drawn, finish = self._drawn_of(live, [told[row] for row in wanted[live.known - chunk.end - 1 :]])
         self.speculation.judge(live, [token.token for token in drawn])
@@ -280,11 +289,11 @@ class Engine:
         if finish is not None:
             self._running.remove(live)
             self._leave(live)
-        return Progress(request=live.id, prompt=prompt, tokens=tuple(drawn), finish=finish, cached_tokens=cached)
+        return RequestUpdate(request=live.id, prompt=prompt, tokens=tuple(drawn), finish=finish, cached_tokens=cached)
 
-    def _drawn_of(self, live: LiveRequest, rows: Sequence[Row]) -> tuple[list[Told], Finish | None]:
+    def _drawn_of(self, live: LiveRequest, rows: Sequence[Row]) -> tuple[list[TokenOutput], Finish | None]:
         """The tokens drawn from rows one after another, as long as each was guessed; and whether the answer ends."""
-        drawn: list[Told] = []
+        drawn: list[TokenOutput] = []
         for row, guess in zip(rows, (*live.guessed, None), strict=True):
             token = self._drawn(live, row)
             if token is None:
@@ -304,7 +313,7 @@ class Engine:
         return finish
 
     def _drawn_at_once(
-        self, step: Step, live: Mapping[int, LiveRequest], wanted: Mapping[int, Sequence[int]]
+        self, step: ScheduledStep, live: Mapping[int, LiveRequest], wanted: Mapping[int, Sequence[int]]
     ) -> dict[int, tuple[Sampling, int]]:
         """By row, how it is drawn from and the position of the token, where nothing but a temperature changes the
         logits: most of a busy engine's draws.
@@ -319,7 +328,7 @@ class Engine:
                     asked[row] = (how, one.known + nth)
         return asked
 
-    def _drawn(self, live: LiveRequest, row: Row) -> Told | None:
+    def _drawn(self, live: LiveRequest, row: Row) -> TokenOutput | None:
         """The next token; None where there is none: logits that are no numbers, or a form that became too costly."""
         logits_V, totals, drawn = row
         if not (math.isfinite(totals.largest) and math.isfinite(totals.log_total)):
@@ -329,17 +338,17 @@ class Engine:
             allowed = None if matcher is None else matcher.allowed()
         except ConfigError:
             return None
-        seen = Seen(live.request.prompt, live.drawn, allowed)
+        seen = SamplingContext(live.request.prompt, live.drawn, allowed)
         version = live.adapter.version_with(self.info.version)
         return draw(logits_V, totals, live.request.sampling, seen, live.known, drawn=drawn, version=version)
 
     def _of_prompt(
         self,
         live: LiveRequest,
-        chunk: Chunk,
+        chunk: PositionRange,
         wanted: Sequence[int],
         told: Mapping[int, Row],
-    ) -> tuple[Told, ...]:
+    ) -> tuple[TokenOutput, ...]:
         """What is told of the prompt's tokens that follow the chunk's positions."""
         if not live.request.sampling.prompt_logprobs or live.drawn:
             return ()
@@ -352,7 +361,7 @@ class Engine:
             token = live.tokens[place + 1]
             top = likeliest(logits_V, totals, live.request.sampling.top_logprobs)
             version = live.adapter.version_with(self.info.version)
-            found.append(Told(token=token, logprob=logprob(logits_V, totals, token), top=top, version=version))
+            found.append(TokenOutput(token=token, logprob=logprob(logits_V, totals, token), top=top, version=version))
         return tuple(found)
 
     def _leave(self, live: LiveRequest) -> None:
@@ -363,7 +372,7 @@ class Engine:
         self.speculation.forget(live.id)
 
 
-def _rows(step: Step, live: dict[int, LiveRequest]) -> tuple[Rows, dict[int, list[int]]]:
+def _rows(step: ScheduledStep, live: dict[int, LiveRequest]) -> tuple[Rows, dict[int, list[int]]]:
     """The rows of a step, and for each request those whose logits are wanted."""
     tokens: list[int] = []
     wanted: dict[int, list[int]] = {}
@@ -378,6 +387,6 @@ def _rows(step: Step, live: dict[int, LiveRequest]) -> tuple[Rows, dict[int, lis
         tokens += (*one.tokens[chunk.first : chunk.end], *one.guessed)
         wanted[one.id] = list(range(first if everything else len(tokens) - last, len(tokens)))
     parts = tuple(
-        Part(first=c.first, count=c.count, pages=c.pages, adapter=live[c.request].adapter.number) for c in chunks
+        RequestRows(first=c.first, count=c.count, pages=c.pages, adapter=live[c.request].adapter.number) for c in chunks
     )
     return Rows(tokens=tuple(tokens), parts=parts, wanted=tuple(r for rows in wanted.values() for r in rows)), wanted

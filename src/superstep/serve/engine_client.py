@@ -28,22 +28,22 @@ from superstep.serve.admin_commands import NOBODY, Deeds
 from superstep.serve.api.backend import Away, Health
 from superstep.serve.config import ServeConfig
 from superstep.serve.engine_messages import (
-    Abort,
-    Ask,
+    AbortRequests,
+    AddRequest,
+    CommandDone,
     Deed,
-    Done,
-    Leave,
-    News,
+    EndEngine,
+    EngineStatus,
     Order,
     Ready,
-    Refused,
     Report,
-    Standing,
+    RequestRefused,
+    StepOutput,
     decode_report,
     encode,
 )
 from superstep.serve.output_queue import Ear, Mail, Mailbox
-from superstep.serve.scheduling.request import Counters, Info, Progress, Request, Sampling
+from superstep.serve.scheduling.request import Counters, Info, Request, RequestUpdate, Sampling
 from superstep.serve.worker import Forms, serve_rank
 
 AGAIN_S = (0.0, 1.0, 5.0, 30.0)
@@ -118,7 +118,7 @@ class Host:
     def close(self) -> None:
         """End the ranks."""
         self._is_leaving = True
-        self._send(Leave())
+        self._send(EndEngine())
         self._keeper.join()
         self._orders.put(None)
         self._deeds.close()
@@ -138,7 +138,7 @@ class Host:
 
     async def stream(
         self, prompt: tuple[int, ...], sampling: Sampling, *, priority: int = 0, adapter: str = "", salt: str = ""
-    ) -> AsyncGenerator[Progress, None]:
+    ) -> AsyncGenerator[RequestUpdate, None]:
         """The news of one request, up to the one that has a ``finish``; see ``Backend``."""
         box = Mailbox()
         with self._asked(box, prompt, sampling, priority=priority, adapter=adapter, salt=salt):
@@ -149,7 +149,7 @@ class Host:
         self,
         prompt: tuple[int, ...],
         sampling: Sampling,
-        heard: Callable[[Progress], bool],
+        heard: Callable[[RequestUpdate], bool],
         *,
         priority: int = 0,
         adapter: str = "",
@@ -176,17 +176,17 @@ class Host:
                 raise Away(f"the engine is {self._state}; ask again.", rank=0)
             if self._deeds.refusal:
                 raise Away(self._deeds.refusal, rank=0)
-            self._send(Ask(Request(id=number, prompt=tuple(prompt), sampling=sampling, **rest)))
+            self._send(AddRequest(Request(id=number, prompt=tuple(prompt), sampling=sampling, **rest)))
             is_taken = True
             yield
         finally:
             del self._mail[number]
             if is_taken and not mail.is_over:
-                self._send(Abort((number,)))
+                self._send(AbortRequests((number,)))
 
     def abort(self) -> int:
         """Take all requests back."""
-        self._send(Abort(tuple(self._mail)))
+        self._send(AbortRequests(tuple(self._mail)))
         return len(self._mail)
 
     def health(self) -> Health:
@@ -197,7 +197,7 @@ class Host:
         return Health(is_ready=self.is_there and not held, state=held or self._state)
 
     @property
-    def standing(self) -> Standing:
+    def standing(self) -> EngineStatus:
         """How the engine stands; see ``api.steered.Steered``."""
         return self._deeds.standing
 
@@ -210,7 +210,7 @@ class Host:
         """What undoes a deed; see ``api.steered.Steered``."""
         return self._deeds.back(deed)
 
-    async def do(self, deed: Deed) -> Standing:
+    async def do(self, deed: Deed) -> EngineStatus:
         """Do something to the engine; see ``api.steered.Steered``."""
         return await self._deeds.do(deed, lambda: self._state)
 
@@ -271,24 +271,24 @@ class Host:
                     self._tell(f"The engine answers again, weights {info.version}.")
                 self._first.set()
                 if self._is_leaving:  # it was told so before it could hear
-                    self._send(Leave())
-            case News(progress, counters):
+                    self._send(EndEngine())
+            case StepOutput(progress, counters):
                 self._counters, self._moved_s = counters, time.monotonic()
                 self._hand([(news.request, news) for news in progress])
-            case Refused(request, why):
+            case RequestRefused(request, why):
                 self._hand([(request, ConfigError(why))])
-            case Done():
+            case CommandDone():
                 if report.why and report.number == NOBODY:
                     self._tell(f"superstep: not done again after the restart: {report.why}")
                 self._deeds.hear(report)
 
-    def _hand(self, news: Sequence[tuple[int, Progress | SuperstepError]]) -> None:
+    def _hand(self, news: Sequence[tuple[int, RequestUpdate | SuperstepError]]) -> None:
         """Wake the event loop, once for all that a step brought."""
         loop = self._loop
         if news and loop is not None and not loop.is_closed():
             loop.call_soon_threadsafe(self._put, news)
 
-    def _put(self, news: Sequence[tuple[int, Progress | SuperstepError]]) -> None:
+    def _put(self, news: Sequence[tuple[int, RequestUpdate | SuperstepError]]) -> None:
         for request, one in news:
             mail = self._mail.get(request)
             if mail is not None:  # who asked may have gone

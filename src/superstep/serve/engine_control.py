@@ -24,18 +24,18 @@ from pathlib import Path
 from typing import Literal
 
 from superstep.errors import ConfigError, UserError
-from superstep.serve.compute.model_runner import Ranks
+from superstep.serve.compute.model_runner import ModelRunner
 from superstep.serve.compute.rank_commands import Tensors
-from superstep.serve.engine import Engine
+from superstep.serve.engine import InferenceEngine
 from superstep.serve.engine_messages import (
-    Change,
+    ChangeWeights,
+    CommandDone,
     Deed,
-    Done,
+    EngineStatus,
     LoadAdapter,
     Pause,
     Resume,
     Sleep,
-    Standing,
     UnloadAdapter,
     Wake,
 )
@@ -55,12 +55,12 @@ class Steward:
         model: the same that the engine computes with.
     """
 
-    def __init__(self, engine: Engine, model: Ranks) -> None:
+    def __init__(self, engine: InferenceEngine, model: ModelRunner) -> None:
         self._engine = engine
         self._model = model
-        self._line: deque[tuple[int, Change | Sleep | Wake]] = deque()
+        self._line: deque[tuple[int, ChangeWeights | Sleep | Wake]] = deque()
         self._adapter_line: deque[tuple[int, LoadAdapter | UnloadAdapter]] = deque()
-        self._done: list[Done] = []
+        self._done: list[CommandDone] = []
         self._paused: Pause | None = None
         self._barriers: dict[Literal["pause", "change"], int] = {}
         self._draining: int | None = None
@@ -69,14 +69,14 @@ class Steward:
         self._changes = 0
 
     @property
-    def standing(self) -> Standing:
+    def standing(self) -> EngineStatus:
         """How the engine stands."""
         state: Literal["serving", "paused", "closed", "asleep"] = "serving"
         if self._is_asleep:
             state = "asleep"
         elif self._paused is not None:
             state = "closed" if self._paused.mode == "abort" else "paused"
-        return Standing(
+        return EngineStatus(
             state=state,
             version=self._engine.info.version,
             path=self._path,
@@ -101,7 +101,7 @@ class Steward:
             case _:
                 self._line.append((number, deed))
 
-    def tick(self) -> list[Done]:
+    def tick(self) -> list[CommandDone]:
         """Do what can be done before the next step; what has been done since the last time."""
         if self._draining is not None and not self._engine.has_before(self._barriers["pause"]):
             self._say(self._draining)
@@ -175,11 +175,11 @@ class Steward:
 
     # One deed at a time.
 
-    def _try(self, number: int, deed: Change | Sleep | Wake) -> bool:
+    def _try(self, number: int, deed: ChangeWeights | Sleep | Wake) -> bool:
         """Whether a deed is over."""
         try:
             match deed:
-                case Change(path, requests):
+                case ChangeWeights(path, requests):
                     if not self._may_switch(deed):
                         return False
                     self._switch(Path(path), requests)
@@ -198,7 +198,7 @@ class Steward:
             self._say(number)
         return True
 
-    def _may_switch(self, deed: Change) -> bool:
+    def _may_switch(self, deed: ChangeWeights) -> bool:
         """Whether weights are read, and nobody has to be waited for."""
         reading = self._model.party.reading
         if reading is None:
@@ -317,4 +317,4 @@ class Steward:
             self._path = str(source) if isinstance(source, Path) else ""
 
     def _say(self, number: int, why: str = "") -> None:
-        self._done.append(Done(number, self.standing, why))
+        self._done.append(CommandDone(number, self.standing, why))

@@ -9,29 +9,29 @@ from typing import Literal
 
 import msgspec
 
-from superstep.serve.scheduling.request import AdapterInfo, Counters, Info, Progress, Request
+from superstep.serve.scheduling.request import AdapterInfo, Counters, Info, Request, RequestUpdate
 
 Requests = Literal["recompute", "keep", "wait", "abort"]
 PauseMode = Literal["abort", "wait", "keep"]
 
 
-class Ask(msgspec.Struct, frozen=True, tag=True):
+class AddRequest(msgspec.Struct, frozen=True, tag=True):
     """To the engine: answer a request."""
 
     request: Request
 
 
-class Abort(msgspec.Struct, frozen=True, tag=True):
+class AbortRequests(msgspec.Struct, frozen=True, tag=True):
     """To the engine: take some requests back."""
 
     requests: tuple[int, ...]
 
 
-class Leave(msgspec.Struct, frozen=True, tag=True):
+class EndEngine(msgspec.Struct, frozen=True, tag=True):
     """To the engine: end."""
 
 
-class Change(msgspec.Struct, frozen=True, tag=True):
+class ChangeWeights(msgspec.Struct, frozen=True, tag=True):
     """To be done: answer with other weights.
 
     Attributes:
@@ -81,17 +81,17 @@ class UnloadAdapter(msgspec.Struct, frozen=True, tag=True):
     name: str
 
 
-Deed = Change | Pause | Resume | Sleep | Wake | LoadAdapter | UnloadAdapter
+Deed = ChangeWeights | Pause | Resume | Sleep | Wake | LoadAdapter | UnloadAdapter
 
 
 class Do(msgspec.Struct, frozen=True, tag=True):
-    """To the engine: a deed of whoever runs the server. ``Done`` of the same number follows."""
+    """To the engine: a deed of whoever runs the server. ``CommandDone`` of the same number follows."""
 
     number: int
     deed: Deed
 
 
-class Standing(msgspec.Struct, frozen=True, kw_only=True):
+class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     """How the engine stands.
 
     Attributes:
@@ -116,30 +116,30 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     adapters: tuple[AdapterInfo, ...] = ()
 
 
-class News(msgspec.Struct, frozen=True, tag=True):
+class StepOutput(msgspec.Struct, frozen=True, tag=True):
     """From the engine: what a step brought."""
 
-    progress: tuple[Progress, ...]
+    progress: tuple[RequestUpdate, ...]
     counters: Counters
 
 
-class Refused(msgspec.Struct, frozen=True, tag=True):
+class RequestRefused(msgspec.Struct, frozen=True, tag=True):
     """From the engine: a request cannot be answered."""
 
     request: int
     why: str
 
 
-class Done(msgspec.Struct, frozen=True, tag=True):
+class CommandDone(msgspec.Struct, frozen=True, tag=True):
     """From the engine: a deed is done, or cannot be; then nothing has changed, and ``why`` says why."""
 
     number: int
-    standing: Standing
+    standing: EngineStatus
     why: str = ""
 
 
-Order = Ask | Abort | Leave | Do
-Report = Ready | News | Refused | Done
+Order = AddRequest | AbortRequests | EndEngine | Do
+Report = Ready | StepOutput | RequestRefused | CommandDone
 
 encode = msgspec.msgpack.Encoder().encode
 decode_order = msgspec.msgpack.Decoder(Order).decode

@@ -25,8 +25,8 @@ from superstep.serve.api.admin_backend import OneOfSeveral, Several
 from superstep.serve.api.backend import Backend, Health
 from superstep.serve.config import ServeConfig
 from superstep.serve.engine_client import Host
-from superstep.serve.engine_messages import Deed, Standing
-from superstep.serve.scheduling.request import Counters, Info, Progress, Sampling
+from superstep.serve.engine_messages import Deed, EngineStatus
+from superstep.serve.scheduling.request import Counters, Info, RequestUpdate, Sampling
 from superstep.serve.worker import Forms
 
 DEPTHS = (1024, 256, 64, 16)
@@ -46,7 +46,7 @@ class Replica(Backend, OneOfSeveral, Protocol):
         """End it."""
 
 
-class Replicas:
+class LoadBalancer:
     """A ``Backend`` of several.
 
     Args:
@@ -97,7 +97,7 @@ class Replicas:
 
     async def stream(
         self, prompt: tuple[int, ...], sampling: Sampling, *, priority: int = 0, adapter: str = "", salt: str = ""
-    ) -> AsyncGenerator[Progress, None]:
+    ) -> AsyncGenerator[RequestUpdate, None]:
         """The news of one request, from the replica that has the least to do; see ``Backend``."""
         with self._given(prompt, sampling, adapter, salt) as (member, came):
             asked = member.stream(prompt, sampling, priority=priority, adapter=adapter, salt=salt)
@@ -110,7 +110,7 @@ class Replicas:
         self,
         prompt: tuple[int, ...],
         sampling: Sampling,
-        heard: Callable[[Progress], bool],
+        heard: Callable[[RequestUpdate], bool],
         *,
         priority: int = 0,
         adapter: str = "",
@@ -119,7 +119,7 @@ class Replicas:
         """The same, handed over as it comes; see ``Backend``."""
         with self._given(prompt, sampling, adapter, salt) as (member, came):
 
-            def hears(news: Progress) -> bool:
+            def hears(news: RequestUpdate) -> bool:
                 came(news)
                 return heard(news)
 
@@ -128,7 +128,7 @@ class Replicas:
     @contextmanager
     def _given(
         self, prompt: tuple[int, ...], sampling: Sampling, adapter: str, salt: str
-    ) -> Iterator[tuple[Replica, Callable[[Progress], None]]]:
+    ) -> Iterator[tuple[Replica, Callable[[RequestUpdate], None]]]:
         """A request's replica, and what counts off what it has done of it."""
         keys = list(_keys(prompt, adapter, salt))
         number, cached = self._choose(keys)
@@ -141,7 +141,7 @@ class Replicas:
         left = len(prompt) - cached + most
         self._left[number] += left
 
-        def came(news: Progress) -> None:
+        def came(news: RequestUpdate) -> None:
             nonlocal left
             done = min(left, len(news.tokens) + (left - most if news.tokens and left > most else 0))
             self._left[number] -= done
@@ -172,11 +172,11 @@ class Replicas:
         return Counters(**{field.name: sum(getattr(one, field.name) for one in told) for field in fields(Counters)})
 
     @property
-    def standing(self) -> Standing:
+    def standing(self) -> EngineStatus:
         """Of all together; see ``Several``."""
         return self._together.standing
 
-    async def do(self, deed: Deed) -> Standing:
+    async def do(self, deed: Deed) -> EngineStatus:
         """Do something to all or to none; see ``Several``."""
         return await self._together.do(deed)
 
@@ -209,11 +209,11 @@ def replicas_of(
     name: str,
     forms: Forms | None,
     tell: Callable[[str], None],
-) -> Host | Replicas:
+) -> Host | LoadBalancer:
     """The engines of a server: a host, or as many as ``serve.dp`` says."""
     if serve.dp == 1:
         return Host(folder, serve, device=device, name=name, forms=forms, tell=tell)
-    return Replicas(
+    return LoadBalancer(
         [
             Host(
                 folder,

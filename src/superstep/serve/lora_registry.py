@@ -48,7 +48,7 @@ class Holder(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class ChosenAdapter:
     """The adapter of a request.
 
     Attributes:
@@ -64,7 +64,7 @@ class Chosen:
         return f"{weights}+{self.version}" if self.version else weights
 
 
-NONE = Chosen()
+NONE = ChosenAdapter()
 
 
 class Shelf:
@@ -76,7 +76,7 @@ class Shelf:
 
     def __init__(self, holder: Holder) -> None:
         self._holder = holder
-        self._named: dict[str, Chosen] = {}
+        self._named: dict[str, ChosenAdapter] = {}
         self._users: Counter[int] = Counter()
         self._last = 0
         self._reading = ""
@@ -125,7 +125,7 @@ class Shelf:
         """
         name, self._reading = self._reading, ""
         self._last += 1
-        made = Chosen(self._last, self._holder.hold_adapter(self._last))
+        made = ChosenAdapter(self._last, self._holder.hold_adapter(self._last))
         before = self._named.get(name)
         self._named[name] = made
         self._drop_unused(before)
@@ -141,7 +141,7 @@ class Shelf:
         del self._named[name]
         self._drop_unused(chosen)
 
-    def begin(self, name: str) -> Chosen:
+    def begin(self, name: str) -> ChosenAdapter:
         """One more request that uses an adapter, or none where the name is empty.
 
         Raises:
@@ -151,19 +151,19 @@ class Shelf:
         self._users[chosen.number] += 1
         return chosen
 
-    def end(self, chosen: Chosen) -> None:
+    def end(self, chosen: ChosenAdapter) -> None:
         """One request less."""
         self._users[chosen.number] -= 1
         assert self._users[chosen.number] >= 0, f"adapter {chosen.number} is let go of too often"
         self._drop_unused(chosen)
 
-    def _find(self, name: str) -> Chosen:
+    def _find(self, name: str) -> ChosenAdapter:
         if name not in self._named:
             hint = did_you_mean(name, self._named) if self._named else "; none is."
             raise ConfigError(f"adapter = '{name}' is not loaded{hint}")
         return self._named[name]
 
-    def _drop_unused(self, chosen: Chosen | None) -> None:
+    def _drop_unused(self, chosen: ChosenAdapter | None) -> None:
         if chosen and chosen.number and not self._users[chosen.number] and chosen not in self._named.values():
             self._holder.drop_adapter(chosen.number)
             del self._users[chosen.number]

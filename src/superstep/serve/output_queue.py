@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from superstep.errors import SuperstepError
-from superstep.serve.scheduling.request import Progress
+from superstep.serve.scheduling.request import RequestUpdate
 
 
 class Mail(Protocol):
@@ -18,7 +18,7 @@ class Mail(Protocol):
     def is_over(self) -> bool:
         """Whether the engine has said its last of the request."""
 
-    def put(self, news: Progress | SuperstepError) -> None:
+    def put(self, news: RequestUpdate | SuperstepError) -> None:
         """The next news."""
 
 
@@ -27,16 +27,16 @@ class Mailbox:
 
     def __init__(self) -> None:
         self.is_over = False
-        self._came: deque[Progress | SuperstepError] = deque()
+        self._came: deque[RequestUpdate | SuperstepError] = deque()
         self._waiting: asyncio.Future[None] | None = None
 
-    def put(self, news: Progress | SuperstepError) -> None:
+    def put(self, news: RequestUpdate | SuperstepError) -> None:
         """The next news."""
         self._came.append(news)
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)
 
-    async def get(self) -> Progress:
+    async def get(self) -> RequestUpdate:
         """The oldest news. One task asks at a time.
 
         Raises:
@@ -63,12 +63,12 @@ class Ear:
         end: done once there is no more to hear; has the error that was the news.
     """
 
-    def __init__(self, heard: Callable[[Progress], bool]) -> None:
+    def __init__(self, heard: Callable[[RequestUpdate], bool]) -> None:
         self.end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.is_over = False
         self._heard = heard
 
-    def put(self, news: Progress | SuperstepError) -> None:
+    def put(self, news: RequestUpdate | SuperstepError) -> None:
         """The next news."""
         if self.end.done():  # it was enough, and more was on its way
             return

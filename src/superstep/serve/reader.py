@@ -24,7 +24,7 @@ POLL_S = 0.01
 T = TypeVar("T")
 
 
-class Reader(Generic[T]):
+class BackgroundReader(Generic[T]):
     """Begins to read at once.
 
     Args:

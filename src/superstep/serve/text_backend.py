@@ -1,6 +1,6 @@
 """The words of one model, put together: what the HTTP interface asks of the text part, and the engine of forms.
 
-``ModelWords`` is the ``Words`` of ``api/words.py``; ``make_matchers`` gives the ``Matchers`` of ``engine.py``.
+``ModelWords`` is the ``TokenTexts`` of ``api/words.py``; ``make_matchers`` gives the ``Matchers`` of ``engine.py``.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from superstep.serve.scheduling.request import Constraint, Request
 from superstep.serve.text import answer_reader as reader
 from superstep.serve.text.chat_template import Chat, ChatTemplate, load_chat_template
 from superstep.serve.text.chat_tokens import ChatEncoder
-from superstep.serve.text.detokenize import Words
-from superstep.serve.text.grammar import Grammars, Matcher
+from superstep.serve.text.detokenize import TokenTexts
+from superstep.serve.text.grammar import GrammarMatcher, Grammars
 from superstep.serve.text.stop_strings import check_stops
 from superstep.serve.text.tool_call_parser import OPENERS, CallParser, Delta, form_of
 from superstep.serve.text.tool_choice import tool_constraint
@@ -39,7 +39,7 @@ class ModelWords:
         self._encoder = ChatEncoder(template, tokenizer)
         self._grammars = grammars
         self._form = form_of(template.source(has_tools=True))
-        self._words = Words(tokenizer, shown=[OPENERS[self._form]] if self._form else [])
+        self._words = TokenTexts(tokenizer, shown=[OPENERS[self._form]] if self._form else [])
 
     @property
     def chat_stops(self) -> Sequence[str]:
@@ -79,7 +79,7 @@ class ModelWords:
             ConfigError: for texts that cannot be looked for.
         """
         check_stops(stop)
-        return TextReader(reader.Reader(self._words, stop, skip_special=not shows_special))
+        return TextReader(reader.AnswerReader(self._words, stop, skip_special=not shows_special))
 
     def tool_reader(self, use: ToolUse) -> ToolReader:
         """A reader of the calls in one answer; of none, where the model's template shows no form of calls."""
@@ -109,7 +109,7 @@ class ModelWords:
 class TextReader:
     """Reads one answer: tokens in, text out."""
 
-    def __init__(self, core: reader.Reader) -> None:
+    def __init__(self, core: reader.AnswerReader) -> None:
         self._core = core
 
     @property
@@ -149,7 +149,7 @@ class ToolReader:
         return said
 
 
-class Form:
+class AnswerForm:
     """The form of one answer, as the engine keeps to it.
 
     Args:
@@ -157,7 +157,7 @@ class Form:
         vocab: of the model.
     """
 
-    def __init__(self, core: Matcher, vocab: int) -> None:
+    def __init__(self, core: GrammarMatcher, vocab: int) -> None:
         self._core = core
         self._vocab = vocab
 
@@ -181,12 +181,12 @@ class Form:
         # Of a copy: what a guess costs beyond its bounds must not end the answer.
         return self._core.fork().legal(tokens)
 
-    def fork(self) -> Form:
+    def fork(self) -> AnswerForm:
         """The same place of the form, to go on from independently."""
-        return Form(self._core.fork(), self._vocab)
+        return AnswerForm(self._core.fork(), self._vocab)
 
 
-def make_matchers(grammars: Grammars, vocab: int) -> Callable[[Request], Form | None]:
+def make_matchers(grammars: Grammars, vocab: int) -> Callable[[Request], AnswerForm | None]:
     """What makes the form of each request's answer; None for free ones.
 
     Args:
@@ -194,9 +194,9 @@ def make_matchers(grammars: Grammars, vocab: int) -> Callable[[Request], Form | 
         vocab: of the model.
     """
 
-    def matcher(request: Request) -> Form | None:
+    def matcher(request: Request) -> AnswerForm | None:
         constraint = request.sampling.constraint
-        return None if constraint is None else Form(grammars.matcher(constraint), vocab)
+        return None if constraint is None else AnswerForm(grammars.matcher(constraint), vocab)
 
     return matcher
 
@@ -213,7 +213,7 @@ def load_words(folder: Path, vocab: int) -> ModelWords:
     return ModelWords(tokenizer, load_chat_template(folder), grammars)
 
 
-def forms_of(folder: Path, vocab: int) -> Callable[[Request], Form | None]:
+def forms_of(folder: Path, vocab: int) -> Callable[[Request], AnswerForm | None]:
     """What holds answers of a folder's model to their form.
 
     Raises:

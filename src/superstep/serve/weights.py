@@ -34,8 +34,8 @@ from torch import Tensor
 from superstep.comm.device import cores
 from superstep.errors import StateError
 from superstep.launch.temporary_folders import remove_unlocked
-from superstep.model.hf import FILE, StoredTensor, Weights, open_weights
-from superstep.serve.reader import Reader
+from superstep.model.hf import FILE, HfTensor, Weights, open_weights
+from superstep.serve.reader import BackgroundReader
 from superstep.state.fsync import make_folder, sync, write_text
 from superstep.state.manifest import MANIFEST, read_manifest
 from superstep.state.tensor_file import digest
@@ -52,14 +52,14 @@ YOUNG_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
+class PublishedWeights:
     """A snapshot that others may open: where it is, and what its weights are called."""
 
     path: Path
     version: str
 
 
-class Source:
+class LockedWeights:
     """Weights to be read, locked while this lives.
 
     Args:
@@ -132,7 +132,7 @@ def hold(path: Path) -> Lock | None:
     return Lock(path) if (path / MARK).is_file() else None
 
 
-def open_source(path: Path) -> Source:
+def open_source(path: Path) -> LockedWeights:
     """Weights to be read: a snapshot's, a checkpoint's, those of a Hugging Face folder or of one safetensors file.
 
     Raises:
@@ -140,7 +140,7 @@ def open_source(path: Path) -> Source:
     """
     lock = hold(path)
     try:
-        return Source(open_weights(path), _claims(path), lock)
+        return LockedWeights(open_weights(path), _claims(path), lock)
     except BaseException:
         if lock is not None:
             lock.close()
@@ -179,7 +179,7 @@ class _Given:
         return self.tensor[index]
 
 
-def digests(weights: Mapping[str, StoredTensor]) -> dict[str, str]:
+def digests(weights: Mapping[str, HfTensor]) -> dict[str, str]:
     """A digest of each tensor's bytes, by name."""
 
     def one(name: str) -> str:
@@ -189,14 +189,14 @@ def digests(weights: Mapping[str, StoredTensor]) -> dict[str, str]:
     # Hashing lets other threads run. A pool's threads would be waited for at the process's end, also one that hangs.
     left = iter(list(weights))
     readers = [
-        Reader("the weights", lambda progress: {name: one(name) for name in left}, timeout_s=math.inf)
+        BackgroundReader("the weights", lambda progress: {name: one(name) for name in left}, timeout_s=math.inf)
         for _ in range(min(8, cores()))
     ]
     found = {name: digest for reader in readers for name, digest in reader.result().items()}
     return {name: found[name] for name in weights}
 
 
-def version_of(weights: Mapping[str, StoredTensor], found: Mapping[str, str] | None = None) -> str:
+def version_of(weights: Mapping[str, HfTensor], found: Mapping[str, str] | None = None) -> str:
     """What weights are called: a digest of their content, the same in whatever files they lie.
 
     Args:
@@ -208,7 +208,9 @@ def version_of(weights: Mapping[str, StoredTensor], found: Mapping[str, str] | N
     return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
 
 
-def publish(root: Path, tensors: Mapping[str, Tensor], *, keep: int = KEEP, beside: Sequence[Path] = ()) -> Published:
+def publish(
+    root: Path, tensors: Mapping[str, Tensor], *, keep: int = KEEP, beside: Sequence[Path] = ()
+) -> PublishedWeights:
     """Write a snapshot, and remove older ones that nobody holds.
 
     Args:
@@ -249,7 +251,7 @@ def unfinished(root: Path) -> Iterator[Path]:
         shutil.rmtree(outer, ignore_errors=True)
 
 
-def give_name(root: Path, folder: Path, weights: Weights, found: Mapping[str, str]) -> Published:
+def give_name(root: Path, folder: Path, weights: Weights, found: Mapping[str, str]) -> PublishedWeights:
     """Make a folder that holds weights a snapshot, under its name.
 
     Args:
@@ -271,7 +273,7 @@ def give_name(root: Path, folder: Path, weights: Weights, found: Mapping[str, st
             raise
         os.utime(place / MARK)  # the same content again: it is the newest from here on
     sync(root)
-    return Published(place, version)
+    return PublishedWeights(place, version)
 
 
 def snapshots(root: Path) -> list[Path]:
@@ -309,7 +311,7 @@ def _claims(path: Path) -> Mapping[str, str]:
     return {}
 
 
-def _dtype(stored: StoredTensor) -> str:
+def _dtype(stored: HfTensor) -> str:
     """As torch calls it; no value is read."""
     empty = stored[tuple(slice(0, 0) for _ in stored.get_shape()) or slice(0, 0)]
     return str(empty.dtype).removeprefix("torch.")

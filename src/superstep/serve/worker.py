@@ -10,13 +10,23 @@ from pathlib import Path
 from superstep.comm.mesh import build_mesh
 from superstep.errors import ConfigError
 from superstep.launch.ranks import World
-from superstep.serve.build_engine import Known, load_rank, open_both, share_cores
+from superstep.serve.build_engine import KnownModel, load_rank, open_both, share_cores
 from superstep.serve.compute.model_runner import follow
 from superstep.serve.config import ServeConfig, plan_of
 from superstep.serve.drafting.grammar_protocol import Matcher
-from superstep.serve.engine import Engine
+from superstep.serve.engine import InferenceEngine
 from superstep.serve.engine_control import Steward
-from superstep.serve.engine_messages import Abort, Ask, Do, Leave, News, Ready, Refused, decode_order, encode
+from superstep.serve.engine_messages import (
+    AbortRequests,
+    AddRequest,
+    Do,
+    EndEngine,
+    Ready,
+    RequestRefused,
+    StepOutput,
+    decode_order,
+    encode,
+)
 from superstep.serve.scheduling.request import Request
 
 WAIT_S = 20.0
@@ -40,7 +50,7 @@ def serve_rank(
     """
     run = plan_of(folder, serve)
     share_cores(world, serve)
-    known = Known(run=run, weights=weights)
+    known = KnownModel(run=run, weights=weights)
     mesh = build_mesh(run.plan, world.rank, world.device, timeout=timedelta(minutes=5))
     try:
         if world.rank > 0:
@@ -57,26 +67,26 @@ def serve_rank(
         mesh.destroy()
 
 
-def _obey(engine: Engine, steward: Steward, pipe: Connection) -> None:
+def _obey(engine: InferenceEngine, steward: Steward, pipe: Connection) -> None:
     """Orders in, news out, until the other end leaves."""
     while True:
         while pipe.poll(WAIT_S if engine.is_idle and not steward.is_busy else 0):
             try:
                 order = decode_order(pipe.recv_bytes())
             except EOFError:
-                order = Leave()
+                order = EndEngine()
             match order:
-                case Ask(request):
+                case AddRequest(request):
                     try:
                         engine.add(request)
                     except ConfigError as error:
-                        pipe.send_bytes(encode(Refused(request.id, str(error))))
-                case Abort(requests):
+                        pipe.send_bytes(encode(RequestRefused(request.id, str(error))))
+                case AbortRequests(requests):
                     for number in requests:
                         engine.abort(number)
                 case Do(number, deed):
                     steward.ask(number, deed)
-                case Leave():
+                case EndEngine():
                     engine.end()
                     return
         for done in steward.tick():
@@ -86,4 +96,4 @@ def _obey(engine: Engine, steward: Steward, pipe: Connection) -> None:
             steward.rest()
             continue
         progress = engine.step()
-        pipe.send_bytes(encode(News(tuple(progress), engine.counters)))
+        pipe.send_bytes(encode(StepOutput(tuple(progress), engine.counters)))

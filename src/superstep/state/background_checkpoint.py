@@ -29,16 +29,16 @@ from superstep.state.memory_snapshot import (
     FAILED,
     KEPT,
     ON_DISK,
-    Memory,
-    Refused,
-    Wanted,
+    DamagedSnapshot,
+    SnapshotMemory,
+    WantedSnapshot,
     damaged_text,
     folder_of,
     pieces_of,
     wanted,
 )
 from superstep.state.tensor_piece import STATE
-from superstep.state.verify import Alone, drop_old, is_there
+from superstep.state.verify import SingleProcess, drop_old, is_there
 
 POLL_S = 0.02
 
@@ -57,11 +57,11 @@ class Flusher:
         keep: how many checkpoints stay.
     """
 
-    def __init__(self, memories: Sequence[Memory], root: Path, *, keep: int) -> None:
+    def __init__(self, memories: Sequence[SnapshotMemory], root: Path, *, keep: int) -> None:
         self._memories = memories
         self._root = HeldFolder(root)
         self._keep = keep
-        self._failed: tuple[Wanted, int] | None = None
+        self._failed: tuple[WantedSnapshot, int] | None = None
         self.idle = threading.Lock()
         """Who holds it sees nothing written meanwhile."""
         self._is_over = threading.Event()
@@ -92,13 +92,13 @@ class Flusher:
             if pause_s:
                 self._is_over.wait(pause_s)
 
-    def _write(self, found: Wanted) -> float:
+    def _write(self, found: WantedSnapshot) -> float:
         """Write a snapshot down; how long to wait before the next look."""
         began_s = time.perf_counter()
         parts = list(zip(self._memories, found.slots, strict=True))
         try:
             size, problems = write_down(
-                parts, folder_of(self._memories[0]), self._keep, Alone(), require=self._require_root
+                parts, folder_of(self._memories[0]), self._keep, SingleProcess(), require=self._require_root
             )
             outcome = ON_DISK
         except (SuperstepError, OSError) as error:
@@ -121,24 +121,24 @@ class Flusher:
         if self._root.path.exists() and not self._root.is_there():
             raise Fault(f"'{self._root.path}' is another folder now, and nothing is written there.")
 
-    def _pause_s(self, found: Wanted) -> float | None:
+    def _pause_s(self, found: WantedSnapshot) -> float | None:
         """How long to wait before a snapshot that could not be written is tried again; None where it is not."""
         tries = self._failed[1] if self._failed is not None and self._failed[0] == found else 0
         self._failed = found, tries + 1
         return PAUSES_S[tries] if tries < len(PAUSES_S) else None
 
-    def _refuse(self, found: Wanted, wrong: Sequence[int]) -> None:
+    def _refuse(self, found: WantedSnapshot, wrong: Sequence[int]) -> None:
         """Have the disk want a snapshot no longer; rank 0 reads why, and all ranks copy their state again."""
         for rank, (memory, slot) in enumerate(zip(self._memories, found.slots, strict=True)):
             if rank in wrong:
                 memory.void(slot)
             else:
                 memory.put(slot, "disk", KEPT)
-        self._memories[0].refuse(Refused(found.position.step, wrong[0]))
+        self._memories[0].refuse(DamagedSnapshot(found.position.step, wrong[0]))
 
 
 def write_down(
-    parts: Sequence[tuple[Memory, int]],
+    parts: Sequence[tuple[SnapshotMemory, int]],
     root: Path,
     keep: int,
     peers: Peers,

@@ -32,7 +32,7 @@ from superstep.errors import DiskFault, Fault, StateError, SuperstepError, disk_
 from superstep.state import checkpoint_dirs
 from superstep.state.all_or_none import Peers, together
 from superstep.state.checkpoint_writer import remove_parcels, writing
-from superstep.state.file_shares import Claim, Range, Shares, granules, page_cache, share_out
+from superstep.state.file_shares import Claim, FileShares, Range, granules, page_cache, share_out
 from superstep.state.fsync import sync, write_text
 from superstep.state.manifest import (
     MANIFEST,
@@ -53,7 +53,7 @@ from superstep.state.tensor_file import (
     size_of,
     tensor_files,
 )
-from superstep.state.tensor_piece import Kind, Piece, bytes_of, runs
+from superstep.state.tensor_piece import Kind, TensorPiece, bytes_of, runs
 from superstep.state.verify import verify
 
 T = TypeVar("T")
@@ -62,7 +62,7 @@ Tensors = Mapping[Kind, Mapping[str, tuple[int, ...]]]
 
 def save(
     folder: Path,
-    pieces: Iterable[Piece],
+    pieces: Iterable[TensorPiece],
     position: Position,
     peers: Peers,
     *,
@@ -113,13 +113,13 @@ class _Saving:
         self.partial = checkpoint_dirs.partial_of(folder)
         self.peers = peers
         self.files: Mapping[str, TensorFile] = {}
-        self._mine: list[tuple[Piece, str, int]] = []
+        self._mine: list[tuple[TensorPiece, str, int]] = []
 
     def together(self, work: Callable[[], T]) -> list[T]:
         """Do a step on every rank."""
         return together(self.peers, work, self._unwritable)
 
-    def begin(self, pieces: Iterable[Piece], tensors: Tensors) -> None:
+    def begin(self, pieces: Iterable[TensorPiece], tensors: Tensors) -> None:
         """See what is to be written; rank 0 makes the folder and the files."""
         self.files = tensor_files(tensors)
         for piece in pieces:
@@ -150,7 +150,7 @@ class _Saving:
             ranges.setdefault(file, []).append((offset + ELEMENT_BYTES * first, offset + ELEMENT_BYTES * (last + 1)))
         return Claim(page_cache(self.partial), {file: granules(found) for file, found in ranges.items()})
 
-    def write(self, shares: Shares) -> list[int]:
+    def write(self, shares: FileShares) -> list[int]:
         """Write what this rank has; the ranks that it leaves a parcel for."""
         with writing(self.partial, list(self.files), self.peers.rank, shares) as writer:
             if self.peers.rank == 0:
@@ -163,7 +163,7 @@ class _Saving:
                 writer.put_runs(file, offset, data, found)
             return writer.sync()
 
-    def unpack(self, shares: Shares, parcels: Sequence[Sequence[int]]) -> None:
+    def unpack(self, shares: FileShares, parcels: Sequence[Sequence[int]]) -> None:
         """Write what other ranks left for this one."""
         with writing(self.partial, list(self.files), self.peers.rank, shares) as writer:
             for sender, owners in enumerate(parcels):
@@ -220,7 +220,7 @@ class _Saving:
         return Fault(f"{what}: {type(error).__name__}: {error}")
 
 
-def load(folder: Path, pieces: Iterable[Piece], peers: Peers) -> Position:
+def load(folder: Path, pieces: Iterable[TensorPiece], peers: Peers) -> Position:
     """Fill this rank's pieces from a checkpoint of any layout. Every rank calls this together.
 
     Raises:
@@ -254,7 +254,7 @@ def read_position(folder: Path) -> Position:
     return read_manifest(folder).position
 
 
-def _foreign(manifest: Manifest, pieces: Sequence[Piece]) -> list[str]:
+def _foreign(manifest: Manifest, pieces: Sequence[TensorPiece]) -> list[str]:
     """What this rank needs and the checkpoint does not have."""
     stored = manifest.tensors
     return [
@@ -265,7 +265,7 @@ def _foreign(manifest: Manifest, pieces: Sequence[Piece]) -> list[str]:
     ]
 
 
-def _fill(folder: Path, manifest: Manifest, pieces: Sequence[Piece]) -> None:
+def _fill(folder: Path, manifest: Manifest, pieces: Sequence[TensorPiece]) -> None:
     handles: dict[str, int] = {}
     with ExitStack() as stack:
         for piece in filter(lambda piece: piece.values.numel(), pieces):

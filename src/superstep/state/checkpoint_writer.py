@@ -18,9 +18,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO
 
-from superstep.state.file_shares import Shares
+from superstep.state.file_shares import FileShares
 from superstep.state.tensor_file import ELEMENT_BYTES
-from superstep.state.tensor_piece import Run
+from superstep.state.tensor_piece import FlatRange
 
 _LABEL = struct.Struct("<HQQ")
 """Before each run of bytes in a parcel: the number of the file, the offset, the size."""
@@ -32,7 +32,7 @@ SHORT_BYTES = 1 << 18
 class Writer:
     """Writes this rank's bytes; to be used within ``writing``, which closes every file."""
 
-    def __init__(self, folder: Path, files: list[str], rank: int, shares: Shares, stack: ExitStack) -> None:
+    def __init__(self, folder: Path, files: list[str], rank: int, shares: FileShares, stack: ExitStack) -> None:
         self._folder = folder
         self._files = files
         self._rank = rank
@@ -42,7 +42,7 @@ class Writer:
         self._maps: dict[str, mmap.mmap] = {}
         self._parcels: dict[int, IO[bytes]] = {}
 
-    def put_runs(self, file: str, offset: int, data: memoryview, found: Sequence[Run]) -> None:
+    def put_runs(self, file: str, offset: int, data: memoryview, found: Sequence[FlatRange]) -> None:
         """The runs of a piece, of the tensor that starts at ``offset`` of a file."""
         is_mapped = len(found) > 1 and len(data) < SHORT_BYTES * len(found) and len(set(self._shares.caches)) == 1
         view = self._map(file) if is_mapped else None
@@ -114,7 +114,7 @@ class Writer:
 
 
 @contextmanager
-def writing(folder: Path, files: list[str], rank: int, shares: Shares) -> Iterator[Writer]:
+def writing(folder: Path, files: list[str], rank: int, shares: FileShares) -> Iterator[Writer]:
     """A rank's writer into the files of a folder; they are closed at the end."""
     with ExitStack() as stack:
         yield Writer(folder, files, rank, shares, stack)

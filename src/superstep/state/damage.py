@@ -12,9 +12,9 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 
-from superstep.state.memory_snapshot import Memory, common, damaged_text
+from superstep.state.memory_snapshot import SnapshotMemory, common, damaged_text
 
-Part = tuple[Memory, int]
+Part = tuple[SnapshotMemory, int]
 """A rank's slot."""
 
 
@@ -26,7 +26,7 @@ def damaged(parts: Sequence[Part]) -> list[int]:
 
 
 def newest_undamaged(
-    memories: Sequence[Memory], idle: AbstractContextManager[object]
+    memories: Sequence[SnapshotMemory], idle: AbstractContextManager[object]
 ) -> tuple[int | None, tuple[str, ...]]:
     """The newest step whose state every rank has, whole and undamaged; and what is wrong with newer ones, which become
     void.
@@ -47,7 +47,7 @@ def newest_undamaged(
     return step, tuple(told)
 
 
-def void_damaged(memories: Sequence[Memory], first: int = 0) -> list[str]:
+def void_damaged(memories: Sequence[SnapshotMemory], first: int = 0) -> list[str]:
     """Have no state that is damaged; what was wrong with each.
 
     Args:
@@ -59,7 +59,7 @@ def void_damaged(memories: Sequence[Memory], first: int = 0) -> list[str]:
     return [text for at in wrong for text in _void(*parts[at])]
 
 
-def _void(memory: Memory, slot: int, rank: int) -> Iterable[str]:
+def _void(memory: SnapshotMemory, slot: int, rank: int) -> Iterable[str]:
     step = memory.get(slot, "step")
     memory.void(slot)
     return (f"rank {rank}: {damaged_text(step)}",)

@@ -54,7 +54,7 @@ class Stretch:
 
 
 @dataclass(frozen=True, slots=True)
-class Shares:
+class FileShares:
     """Who writes what, the same on every rank."""
 
     caches: tuple[str, ...]
@@ -105,11 +105,11 @@ def granules(ranges: Iterable[Range]) -> list[Range]:
     return found
 
 
-def share_out(claims: Sequence[Claim]) -> Shares:
+def share_out(claims: Sequence[Claim]) -> FileShares:
     """Who writes what, of what every rank would write."""
     caches = tuple(claim.cache for claim in claims)
     files = {file for claim in claims for file in claim.ranges} if len(set(caches)) > 1 else set()
-    return Shares(caches, {file: tuple(_stretches(file, claims)) for file in sorted(files)})
+    return FileShares(caches, {file: tuple(_stretches(file, claims)) for file in sorted(files)})
 
 
 def _stretches(file: str, claims: Sequence[Claim]) -> Iterator[Stretch]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from superstep.kernels.checksum import word_sum
-from superstep.state.tensor_piece import Kind, Piece
+from superstep.state.tensor_piece import Kind, TensorPiece
 
 BLOCK = 1024
 """Elements that are summed apart, to find which differ."""
@@ -30,7 +30,7 @@ _WORD = 1 << 64
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Part:
+class TensorPart:
     """Which elements of which global tensor a piece holds: ranks whose pieces are of one part hold copies."""
 
     kind: Kind
@@ -40,20 +40,20 @@ class Part:
     count: int
 
 
-def part_of(piece: Piece) -> Part:
+def part_of(piece: TensorPiece) -> TensorPart:
     """The part that a piece is a copy of."""
     block = tuple(cut.indices(size)[:2] for cut, size in zip(piece.index, piece.shape, strict=True))
-    return Part(piece.kind, piece.name, block, piece.low, piece.values.numel())
+    return TensorPart(piece.kind, piece.name, block, piece.low, piece.values.numel())
 
 
-def bit_sums(pieces: Sequence[Piece]) -> Tensor:
+def bit_sums(pieces: Sequence[TensorPiece]) -> Tensor:
     """The sum of each piece's bits: int64 [pieces], modulo 2^64, on the device that holds them."""
     device = pieces[0].values.device if pieces else None
     sums = [word_sum(piece.values) for piece in pieces]
     return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64, device=device)
 
 
-def salts(pieces: Sequence[Piece]) -> Tensor:
+def salts(pieces: Sequence[TensorPiece]) -> Tensor:
     """An odd factor for each piece's tensor, so that two that change places change the sum: int64 [pieces]."""
     found = [int.from_bytes(hashlib.blake2b(f"{p.kind} {p.name}".encode(), digest_size=8).digest()) | 1 for p in pieces]
     return torch.tensor([_signed(each) for each in found], dtype=torch.int64)
@@ -77,7 +77,7 @@ class Element:
         bits: by rank.
     """
 
-    part: Part
+    part: TensorPart
     at: int
     bits: Mapping[int, int]
 

@@ -20,15 +20,15 @@ from pathlib import Path
 import torch
 
 from superstep.errors import StateError, SuperstepError
-from superstep.model.hf import StoredTensor, check_weights, open_weights
+from superstep.model.hf import HfTensor, check_weights, open_weights
 from superstep.state.all_or_none import Peers, together
-from superstep.state.tensor_piece import Piece
+from superstep.state.tensor_piece import TensorPiece
 
 MOST_ELEMENTS = 1 << 24
 """Of a tensor that is read at once, about."""
 
 
-def fill(folder: Path, pieces: Iterable[Piece], shapes: Mapping[str, Sequence[int]], peers: Peers) -> None:
+def fill(folder: Path, pieces: Iterable[TensorPiece], shapes: Mapping[str, Sequence[int]], peers: Peers) -> None:
     """Fill this rank's pieces from a folder as Hugging Face writes it, or a checkpoint. Every rank calls this together.
 
     Args:
@@ -60,7 +60,7 @@ def fill(folder: Path, pieces: Iterable[Piece], shapes: Mapping[str, Sequence[in
 
 
 @torch.no_grad()
-def _read(stored: StoredTensor, piece: Piece, folder: Path) -> None:
+def _read(stored: HfTensor, piece: TensorPiece, folder: Path) -> None:
     block = [cut.indices(size)[:2] for cut, size in zip(piece.index, piece.shape, strict=True)]
     if not block:
         piece.values.copy_(stored[:].reshape(1))

@@ -35,7 +35,7 @@ import torch
 from superstep.errors import Fault
 from superstep.kernels.checksum import checksum
 from superstep.state.manifest import Position
-from superstep.state.tensor_piece import Piece
+from superstep.state.tensor_piece import TensorPiece
 
 SLOTS = 3
 HOSTS_SLOTS = 4
@@ -81,20 +81,20 @@ class Handles:
     numbers: tuple[int, ...]
     first: int = 0
 
-    def of(self, rank: int) -> Memory:
+    def of(self, rank: int) -> SnapshotMemory:
         """A rank's memory."""
-        return Memory(os.open(f"/proc/{self.owner}/fd/{self.numbers[rank - self.first]}", os.O_RDWR))
+        return SnapshotMemory(os.open(f"/proc/{self.owner}/fd/{self.numbers[rank - self.first]}", os.O_RDWR))
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class DamagedSnapshot:
     """A snapshot that the disk did not get: the step of its state, and the rank whose copy was damaged."""
 
     step: int
     rank: int
 
 
-class Memory:
+class SnapshotMemory:
     """One rank's shared memory. Closing it leaves what is in it to those that have it open."""
 
     def __init__(self, handle: int) -> None:
@@ -256,12 +256,12 @@ class Memory:
             self._put(_LAID_OUT, 0)
 
     @property
-    def refused(self) -> Refused | None:
+    def refused(self) -> DamagedSnapshot | None:
         """The snapshot that the disk was to have and did not get, as it was damaged; until it is forgotten."""
         step = self._get(_REFUSED_STEP)
-        return Refused(step, self._get(_REFUSED_RANK)) if step else None
+        return DamagedSnapshot(step, self._get(_REFUSED_RANK)) if step else None
 
-    def refuse(self, refused: Refused | None) -> None:
+    def refuse(self, refused: DamagedSnapshot | None) -> None:
         """Note it, or forget it."""
         self._put(_REFUSED_RANK, 0 if refused is None else refused.rank)
         self._put(_REFUSED_STEP, 0 if refused is None else refused.step)
@@ -298,13 +298,13 @@ class Memory:
         _WORD.pack_into(self.view, at, value)
 
 
-def made(ranks: int, first: int = 0) -> tuple[Handles, list[Memory]]:
+def made(ranks: int, first: int = 0) -> tuple[Handles, list[SnapshotMemory]]:
     """Memory for so many ranks, from a first one on, owned by this process."""
     handles = [os.memfd_create(f"superstep-rank-{first + rank}") for rank in range(ranks)]
-    return Handles(os.getpid(), tuple(handles), first), [Memory(handle) for handle in handles]
+    return Handles(os.getpid(), tuple(handles), first), [SnapshotMemory(handle) for handle in handles]
 
 
-def common(memories: Sequence[Memory]) -> int | None:
+def common(memories: Sequence[SnapshotMemory]) -> int | None:
     """The newest step whose state every rank has whole."""
     steps = set.intersection(*(set(memory.whole()) for memory in memories)) if memories else set()
     return max(steps, default=None)
@@ -315,7 +315,7 @@ def damaged_text(step: int) -> str:
     return f"the copy of step {step} in memory has other bits than were copied"
 
 
-def described(pieces: Iterable[tuple[Piece, int]]) -> list[dict[str, Any]]:
+def described(pieces: Iterable[tuple[TensorPiece, int]]) -> list[dict[str, Any]]:
     """Pieces, each with its byte in a slot, as a table has them."""
     return [
         {
@@ -332,10 +332,10 @@ def described(pieces: Iterable[tuple[Piece, int]]) -> list[dict[str, Any]]:
     ]
 
 
-def pieces_of(memory: Memory, slot: int) -> Iterator[Piece]:
+def pieces_of(memory: SnapshotMemory, slot: int) -> Iterator[TensorPiece]:
     """What a rank's slot holds of the global tensors: no copy of it."""
     for told in memory.table()["pieces"]:
-        yield Piece(
+        yield TensorPiece(
             kind=told["kind"],
             name=told["name"],
             shape=tuple(told["shape"]),
@@ -347,23 +347,23 @@ def pieces_of(memory: Memory, slot: int) -> Iterator[Piece]:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class WantedSnapshot:
     """A snapshot that the disk shall have: each rank's slot of one step."""
 
     position: Position
     slots: tuple[int, ...]
 
 
-def wanted(memories: Sequence[Memory]) -> Wanted | None:
+def wanted(memories: Sequence[SnapshotMemory]) -> WantedSnapshot | None:
     """The oldest snapshot that the disk shall have and that every rank has whole."""
     of_step = [memory.waiting() for memory in memories]
     steps = set.intersection(*(set(each) for each in of_step)) if of_step else set()
     if not steps:
         return None
     slots = tuple(each[min(steps)] for each in of_step)
-    return Wanted(memories[0].position(slots[0]), slots)
+    return WantedSnapshot(memories[0].position(slots[0]), slots)
 
 
-def folder_of(memory: Memory) -> Path:
+def folder_of(memory: SnapshotMemory) -> Path:
     """Where rank 0 wants its checkpoints."""
     return Path(memory.table()["folder"])

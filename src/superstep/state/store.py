@@ -31,7 +31,7 @@ def is_url(text: str) -> bool:
     return "://" in text
 
 
-class Store:
+class CheckpointStore:
     """The checkpoints under a URL.
 
     Args:

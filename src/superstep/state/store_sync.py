@@ -15,7 +15,7 @@ from pathlib import Path
 
 from superstep.errors import Damaged, SuperstepError
 from superstep.state.checkpoint_dirs import checkpoints, set_aside, step_named, step_of
-from superstep.state.store import Store
+from superstep.state.store import CheckpointStore
 from superstep.state.verify import verify
 
 POLL_S = 0.5
@@ -33,7 +33,7 @@ class Mirror:
         keep: how many stay there.
     """
 
-    def __init__(self, root: Path, store: Store, keep: int) -> None:
+    def __init__(self, root: Path, store: CheckpointStore, keep: int) -> None:
         self._root = root
         self._store = store
         self._keep = keep
@@ -92,7 +92,7 @@ class Mirror:
 
 
 @contextmanager
-def mirrored(root: Path, store: Store | None, keep: int) -> Iterator[None]:
+def mirrored(root: Path, store: CheckpointStore | None, keep: int) -> Iterator[None]:
     """For the length of the block what is saved is copied, where there is a store.
 
     Raises:
@@ -111,7 +111,7 @@ def mirrored(root: Path, store: Store | None, keep: int) -> Iterator[None]:
     mirror.end()
 
 
-def fetch_newest(store: Store, root: Path) -> tuple[str, ...]:
+def fetch_newest(store: CheckpointStore, root: Path) -> tuple[str, ...]:
     """Copy the newest whole checkpoint of a store to the disk, where that has none as new; a line for each that is
     passed over, as it is damaged.
     """

@@ -18,7 +18,7 @@ STATE: tuple[Kind, ...] = ("weight", "exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class TensorPiece:
     """What one rank holds of one global tensor.
 
     A tensor-parallel place holds a block of the tensor, and its ZeRO shard a run of the block's elements:
@@ -46,7 +46,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class FlatRange:
     """Elements that lie one after the other in the flattened global tensor.
 
     Attributes:
@@ -73,7 +73,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B")
 
 
-def runs(shape: tuple[int, ...], index: tuple[slice, ...], low: int, count: int) -> Iterator[Run]:
+def runs(shape: tuple[int, ...], index: tuple[slice, ...], low: int, count: int) -> Iterator[FlatRange]:
     """Where elements ``low`` to ``low + count`` of the flattened block ``index`` lie in a tensor, in ascending order.
 
     A block that is whole but for its first dim is one run; one of columns is a run in each row.
@@ -100,4 +100,4 @@ def runs(shape: tuple[int, ...], index: tuple[slice, ...], low: int, count: int)
     ends = np.minimum((numbers + 1) * length, low + count)
     offsets = base + begins - numbers * length
     for offset, begin, end in zip(offsets.tolist(), begins.tolist(), ends.tolist(), strict=True):
-        yield Run(offset, begin - low, end - begin)
+        yield FlatRange(offset, begin - low, end - begin)

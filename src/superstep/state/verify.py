@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Alone:
+class SingleProcess:
     """One process that reads or writes a whole checkpoint."""
 
     rank: int = 0
@@ -64,7 +64,7 @@ def verify(
         Damaged: something is not: on every rank the same.
         StateError: it is of another format, or this user may not read it.
     """
-    peers = peers or Alone()
+    peers = peers or SingleProcess()
     unreadable = unreadable or _unreadable(folder, "resume from another")
     manifest = together(peers, lambda: glance(folder) if peers.rank == 0 else None, unreadable)[0]
     assert manifest is not None
@@ -81,7 +81,7 @@ def verify_weights(folder: Path, peers: Peers | None = None) -> None:
         Damaged: something is not: on every rank the same.
         StateError: it is of another format, or this user may not read it.
     """
-    peers = peers or Alone()
+    peers = peers or SingleProcess()
 
     unreadable = _unreadable(folder, "name another")
 

@@ -22,14 +22,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from superstep.strict.torch_cuda import known_stream
-from superstep.strict.transport import Call, Transport, Views
+from superstep.strict.transport import Call, GlooTransport, Views
 from superstep.strict.watchdog import Members, Watchdog
 from superstep.strict.works import PendingCall, StreamWork
 
 WATCHDOG_FIRST = timedelta(minutes=1)
 """A message may take so much longer than a call: what hangs is the watchdog's to name."""
 
-Run = Callable[[Transport, Views, Views], None]
+Run = Callable[[GlooTransport, Views, Views], None]
 
 
 class GroupOptions:
@@ -63,7 +63,7 @@ class Communicator(dist.ProcessGroup):
         self._splits = itertools.count(1)
         self._coalesced: list[Call] | None = None
         self._is_aborted = False
-        self._transports: dict[int, tuple[int, Transport]] = {}
+        self._transports: dict[int, tuple[int, GlooTransport]] = {}
 
     # What torch asks of a group.
 
@@ -139,7 +139,7 @@ class Communicator(dist.ProcessGroup):
                 f"{limit.total_seconds():g} s; every rank has to make each group (new_group), in one order"
             ) from late
 
-    def _connect(self, index: int) -> tuple[int, Transport]:
+    def _connect(self, index: int) -> tuple[int, GlooTransport]:
         """The queue of the communicator on a GPU, which is made at its first use; members wait for each other."""
         if index not in self._transports:
             self._store.set(f"gpu of {self.rank()}", str(index))
@@ -156,7 +156,7 @@ class Communicator(dist.ProcessGroup):
             gloo = dist.ProcessGroupGloo(store, self.rank(), self.size(), timeout=longer)
             # One that left now would end it for who still connects.
             self._rendezvous(f"transport {len(self._transports)}", longer)
-            transport = Transport(gloo, self.rank(), self.size(), longer, f"communicator {self._name}")
+            transport = GlooTransport(gloo, self.rank(), self.size(), longer, f"communicator {self._name}")
             queue = self.device.add_communicator(index, self.options.config.max_ctas)
             self._transports[index] = queue, transport
             processes = [psutil.Process(int(self._store.get(f"process of {rank}"))) for rank in range(self.size())]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from superstep.strict.communicator import Communicator, GroupOptions, in_words
-from superstep.strict.transport import Call, Reduction, Transport, Views
+from superstep.strict.transport import Call, GlooTransport, Reduction, Views
 from superstep.strict.watchdog import Watchdog
 from superstep.strict.works import BarrierWork, StreamWork
 
@@ -72,7 +72,7 @@ class Nccl(Communicator):
         """A reduction, on one member alone; the tensors of the others keep their numbers."""
         rule, own, root = Reduction.of(opts), listed(tensors), opts.rootRank
 
-        def run(transport: Transport, at: Views, to: Views) -> None:
+        def run(transport: GlooTransport, at: Views, to: Views) -> None:
             total = (*to, *at)[0].clone()
             transport.reduce(total, rule)
             if transport.rank == root:
@@ -86,7 +86,7 @@ class Nccl(Communicator):
         own, root = listed(inputs), opts.rootRank
         of_each = list(outputs[0]) if outputs else []
 
-        def run(transport: Transport, at: Views, to: Views) -> None:
+        def run(transport: GlooTransport, at: Views, to: Views) -> None:
             transport.gather(to or [torch.empty_like(at[0]) for _ in range(transport.size)], at[0])
 
         return self._call("gather", f"{in_words(*own)} on {root}", own, of_each, run)
@@ -96,7 +96,7 @@ class Nccl(Communicator):
         own, root = listed(outputs), opts.rootRank
         for_each = list(inputs[0]) if inputs else []
 
-        def run(transport: Transport, at: Views, to: Views) -> None:
+        def run(transport: GlooTransport, at: Views, to: Views) -> None:
             whole = torch.stack(at) if at else to[0].new_empty(transport.size, *to[0].shape)
             transport.broadcast(whole, root)
             to[0].copy_(whole[transport.rank])
@@ -107,7 +107,7 @@ class Nccl(Communicator):
         """A reduction of a tensor for each member."""
         own, for_each, rule = listed(outputs), list(inputs[0]), Reduction.of(opts)
 
-        def run(transport: Transport, at: Views, to: Views) -> None:
+        def run(transport: GlooTransport, at: Views, to: Views) -> None:
             total = torch.stack(at)
             transport.reduce(total, rule)
             to[0].copy_(total[transport.rank])
@@ -117,7 +117,7 @@ class Nccl(Communicator):
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> StreamWork:  # noqa: ANN401
         """A tensor for each member, from each member."""
 
-        def run(transport: Transport, at: Views, to: Views) -> None:
+        def run(transport: GlooTransport, at: Views, to: Views) -> None:
             came = torch.cat([each.reshape(-1) for each in to])
             sent = torch.cat([each.reshape(-1) for each in at])
             transport.exchange(came, sent, [each.numel() for each in to], [each.numel() for each in at])
@@ -137,7 +137,7 @@ class Nccl(Communicator):
         """A part for each member, from each member."""
         to_each, from_each = list(input_split_sizes or ()), list(output_split_sizes or ())
 
-        def run(transport: Transport, at: Views, to: Views) -> None:
+        def run(transport: GlooTransport, at: Views, to: Views) -> None:
             transport.exchange(to[0], at[0], from_each, to_each)
 
         return self._call("all_to_all_single", f"{own.dtype}", [own], [output], run)
@@ -173,7 +173,7 @@ class Nccl(Communicator):
         """Several reductions as one call."""
         rule = Reduction.of(opts)
 
-        def run(transport: Transport, _: Views, to: Views) -> None:
+        def run(transport: GlooTransport, _: Views, to: Views) -> None:
             for each in to:
                 transport.reduce(each, rule)
 
@@ -187,7 +187,7 @@ class Nccl(Communicator):
     ) -> StreamWork:
         """Several gathers as one call."""
 
-        def run(transport: Transport, at: Views, to: Views) -> None:
+        def run(transport: GlooTransport, at: Views, to: Views) -> None:
             for own, output in zip(at, to, strict=True):
                 transport.gather(list(output.view(-1).chunk(transport.size)), own.reshape(-1))
 
@@ -202,7 +202,7 @@ class Nccl(Communicator):
         """Several reductions, of which each member gets its part, as one call."""
         rule = Reduction.of(opts)
 
-        def run(transport: Transport, at: Views, to: Views) -> None:
+        def run(transport: GlooTransport, at: Views, to: Views) -> None:
             for whole, output in zip(at, to, strict=True):
                 transport.reduce_part(output, whole, rule)
 

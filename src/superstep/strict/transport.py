@@ -44,7 +44,7 @@ class Call:
     line: str
     reads: Sequence[Tensor]
     writes: Sequence[Tensor]
-    run: Callable[[Transport, Views, Views], None] | None = None
+    run: Callable[[GlooTransport, Views, Views], None] | None = None
     peer: int | None = None
 
     def __str__(self) -> str:
@@ -93,7 +93,7 @@ class Reduction:
 
 
 @dataclass(frozen=True, slots=True)
-class Transport:
+class GlooTransport:
     """The members' Gloo group, on which the numbers of the device go.
 
     Attributes:

@@ -16,7 +16,7 @@ import psutil
 import torch.distributed as dist
 
 from superstep.strict.stall import StallDetector, has_ended
-from superstep.strict.transport import Transport
+from superstep.strict.transport import GlooTransport
 from superstep.strict.works import PendingCall, StreamWork
 
 POLL_S = 0.2
@@ -34,7 +34,7 @@ class Members:
         processes: by rank of the job, in the order of the group.
     """
 
-    transport: Transport
+    transport: GlooTransport
     processes: Mapping[int, psutil.Process]
 
     def missing(self) -> str:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from superstep.comm.mesh import Mesh
 from superstep.data.token_files import Corpus, SplitName
-from superstep.data.token_stream import Batch, Stream
+from superstep.data.token_stream import Batch, TokenStream
 from superstep.engine.microbatch import Microbatch
 from superstep.numerics.sending import send
 from superstep.plan.config import RunConfig
@@ -16,9 +16,9 @@ from superstep.plan.resolve import Plan
 from superstep.plan.sharding.sequence import positions
 
 
-def stream_of(config: RunConfig, corpus: Corpus, split: SplitName) -> Stream:
+def stream_of(config: RunConfig, corpus: Corpus, split: SplitName) -> TokenStream:
     """A split of the corpus, as the run reads it."""
-    return Stream(
+    return TokenStream(
         corpus,
         split,
         sequence_tokens=config.data.sequence_tokens,

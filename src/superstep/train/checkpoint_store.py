@@ -6,10 +6,10 @@ from pathlib import Path
 
 from superstep.errors import StateError
 from superstep.plan.resolve import Resolved
-from superstep.state.store import Store
+from superstep.state.store import CheckpointStore
 
 
-def store_of(run: Resolved, checkpoint: Path | None) -> Store | None:
+def store_of(run: Resolved, checkpoint: Path | None) -> CheckpointStore | None:
     """The store that a run names, if any.
 
     Args:
@@ -22,7 +22,7 @@ def store_of(run: Resolved, checkpoint: Path | None) -> Store | None:
     state = run.config.state
     if state.store is None:
         return None
-    store = Store(state.store)
+    store = CheckpointStore(state.store)
     if checkpoint is None and state.existing != "resume" and (found := store.steps()):
         raise StateError(
             f"state.store = '{state.store}' already holds a run, up to step {found[-1]}. Go on with it by "

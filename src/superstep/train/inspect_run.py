@@ -28,7 +28,7 @@ STOPPED = ("T", "t", "")
 
 
 @dataclass(frozen=True, slots=True)
-class Live:
+class LiveRun:
     """A run whose ranks can be looked at.
 
     Attributes:
@@ -60,14 +60,14 @@ class Live:
 
 
 @contextmanager
-def live(folder: RunFolder, make: Callable[[Mapping[int, mmap.mmap]], Looker] = Looker) -> Iterator[Live | None]:
+def live(folder: RunFolder, make: Callable[[Mapping[int, mmap.mmap]], Looker] = Looker) -> Iterator[LiveRun | None]:
     """The run, while it trains; None where it does not, or not on this host."""
     process = owner(folder)
     views = {} if process is None or not folder.program.is_file() else views_of(process)
     if len(views) == 1:  # ranks that nobody has launched, torchrun's say, have a page each
         views = {rank: view for each in sharers(folder) for rank, view in views_of(each).items()} or views
     try:
-        yield Live(folder, views, make(views)) if views else None
+        yield LiveRun(folder, views, make(views)) if views else None
     finally:
         for view in views.values():
             view.close()

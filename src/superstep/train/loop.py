@@ -31,14 +31,14 @@ from superstep.train.after_checkpoint import Written
 from superstep.train.folder_watch import Displaced
 from superstep.train.policy.corruption_check import ranks_text
 from superstep.train.policy.rollback import go_back, tell, tell_refused
-from superstep.train.policy.spike_detector import Refused
+from superstep.train.policy.spike_detector import SkippedStep
 from superstep.train.report_status import awaited
 from superstep.train.save_schedule import attempt
 from superstep.train.session import Session
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class FinishedStep:
     """A finished step, where training stands after it, and whether it shall stop there, or be saved in the place of a
     snapshot that was damaged.
     """
@@ -102,7 +102,7 @@ def steps(
     position: Position,
     seen: Callable[[Batch], None] | None = None,
     told: Callable[[Event], None] = lambda _: None,
-) -> Generator[Done, None, None]:
+) -> Generator[FinishedStep, None, None]:
     """One value for each step that is taken, until the last; after one that is not, the run goes on from before it.
 
     Args:
@@ -115,15 +115,15 @@ def steps(
     session.integrity.begin(position.step)
     while position.step < last:
         for done in _stretch(session, position, session.course.next_gap(position.step, last), seen, told):
-            found = done if isinstance(done, Refused) else _checked(session, done, told)
-            if isinstance(found, Refused):
+            found = done if isinstance(done, SkippedStep) else _checked(session, done, told)
+            if isinstance(found, SkippedStep):
                 position = go_back(session, position, found, told)
                 break
             position = found.position
             yield found
 
 
-def _checked(session: Session, done: Done, told: Callable[[Event], None]) -> Done | Refused:
+def _checked(session: Session, done: FinishedStep, told: Callable[[Event], None]) -> FinishedStep | SkippedStep:
     """A step whose state is what was computed, as far as that is looked at; or what is wrong with it."""
     step = done.position.step
     is_saved = done.is_stop_asked or done.is_copy_refused or session.is_saved(step)
@@ -135,7 +135,7 @@ def _checked(session: Session, done: Done, told: Callable[[Event], None]) -> Don
     if wrong is not None:
         who = "differs on" if wrong.how is None else "is wrong on"
         why = f"{wrong.what} {who} {ranks_text(wrong.ranks)}"
-        return Refused(step, why, done.event.loss, done.event.grad_norm, wrong)
+        return SkippedStep(step, why, done.event.loss, done.event.grad_norm, wrong)
     weights, exp_avg, exp_avg_sq, gradients = prints.values()
     told(Fingerprinted(step=step, weights=weights, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, gradients=gradients))
     return done
@@ -147,7 +147,7 @@ def _stretch(
     last: int,
     seen: Callable[[Batch], None] | None,
     told: Callable[[Event], None],
-) -> Generator[Done | Refused, None, None]:
+) -> Generator[FinishedStep | SkippedStep, None, None]:
     """The steps between two places where data is left out, or to the first that is not taken."""
     size = session.run.config.train.batch_sequences
     cursor = position.samples + size * session.course.left_out_after(position.step)
@@ -162,7 +162,7 @@ def _stretch(
             result = session.step(batch, lr, step=position.step + 1, sample=cursor)
             if result.refused:
                 found = session.integrity.take()
-                yield Refused(position.step + 1, result.refused, result.loss, result.grad_norm, found)
+                yield SkippedStep(position.step + 1, result.refused, result.loss, result.grad_norm, found)
                 return
             cursor += size
             position = Position(step=position.step + 1, samples=cursor, tokens=position.tokens + result.tokens)
@@ -185,7 +185,7 @@ def _stretch(
                 elapsed_s=session.meter.elapsed_s(),
                 tokens_seen=position.tokens,
             )
-            yield Done(event, position, result.is_stop_asked, result.is_copy_refused, result.measures)
+            yield FinishedStep(event, position, result.is_stop_asked, result.is_copy_refused, result.measures)
 
 
 def routers(session: Session, position: Position) -> RouterSeen:

@@ -14,7 +14,7 @@ from pathlib import Path
 from superstep.engine.engine import Engine
 from superstep.errors import Fault
 from superstep.model.hf import open_weights
-from superstep.serve.weights import KEEP, Published, clean, give_name, unfinished
+from superstep.serve.weights import KEEP, PublishedWeights, clean, give_name, unfinished
 from superstep.state.all_or_none import Peers, together
 from superstep.state.checkpoint import save
 from superstep.state.manifest import Position, read_manifest
@@ -30,7 +30,7 @@ def publish(
     position: Position,
     beside: Mapping[str, str | Path],
     keep: int = KEEP,
-) -> Published:
+) -> PublishedWeights:
     """Write a snapshot, and remove older ones that nobody holds. Every rank calls this together, between two steps.
 
     Args:
@@ -58,7 +58,7 @@ def publish(
         assert folder is not None
         save(folder, engine.pieces(("weight",)), position, peers, tensors={"weight": shapes}, beside=beside)
 
-        def end() -> Published | None:
+        def end() -> PublishedWeights | None:
             if peers.rank:
                 return None
             digests = {name: stored.blake2b for name, stored in read_manifest(folder).tensors.items()}

@@ -14,7 +14,7 @@ from torch import Tensor
 from superstep.comm.mesh import build_mesh
 from superstep.data.prefetch import Prefetcher
 from superstep.data.token_files import SplitName, open_corpus
-from superstep.data.token_stream import Batch, Source
+from superstep.data.token_stream import Batch, BatchSource
 from superstep.engine.engine import Engine, StepResult
 from superstep.engine.instruction_timer import HostRecorder, Recorder, recorder_for
 from superstep.engine.offload import Sleeping
@@ -25,14 +25,14 @@ from superstep.launch.ranks import World
 from superstep.observe.jsonl import read
 from superstep.plan.resolve import Resolved
 from superstep.program.text import describe, write_program
-from superstep.serve.weights import Published
+from superstep.serve.weights import PublishedWeights
 from superstep.state.all_or_none import together
 from superstep.state.checkpoint import load, save
 from superstep.state.checkpoint_dirs import checkpoint_at, checkpoints, step_of
 from superstep.state.load_weights import fill
 from superstep.state.manifest import Position
-from superstep.state.memory_snapshot import HOSTS_SLOTS, SLOTS, Memory, damaged_text
-from superstep.state.tensor_piece import STATE, Kind, Piece
+from superstep.state.memory_snapshot import HOSTS_SLOTS, SLOTS, SnapshotMemory, damaged_text
+from superstep.state.tensor_piece import STATE, Kind, TensorPiece
 from superstep.state.verify import drop_old, is_there, verify_weights
 from superstep.train.after_checkpoint import Written, trace_of, write_trace
 from superstep.train.base_file import Base
@@ -46,14 +46,14 @@ from superstep.train.lr_schedule import rate
 from superstep.train.model import units_of
 from superstep.train.policy.corruption_check import Integrity, ranks_text
 from superstep.train.policy.gradient_recheck import DIFFERS, Rehearsal
-from superstep.train.policy.sequence_loss import Epochs, Lesson, weigh
-from superstep.train.policy.spike_detector import Course
+from superstep.train.policy.sequence_loss import Epochs, SequenceLoss, weigh
+from superstep.train.policy.spike_detector import SpikeDetector
 from superstep.train.publish_weights import publish
 from superstep.train.rank_peers import RankPeers, tensor_shapes
 from superstep.train.run_paths import RunFolder, write_whole
 from superstep.train.save_schedule import Saves
 from superstep.train.snapshot_schedule import Copies
-from superstep.train.throughput import Meter, Rate
+from superstep.train.throughput import Meter, PeakRate
 from superstep.train.weights_folder import weights_of
 
 MESH_TIMEOUT = timedelta(minutes=10)
@@ -85,10 +85,10 @@ class Session:
         run: Resolved,
         folder: RunFolder,
         corpus: Path,
-        rate: Rate,
+        rate: PeakRate,
         *,
-        through: Callable[[Source], Source] = lambda stream: stream,
-        lesson: Lesson | None = None,
+        through: Callable[[BatchSource], BatchSource] = lambda stream: stream,
+        lesson: SequenceLoss | None = None,
     ) -> None:
         self.run = run
         self.folder = self._began_in = folder
@@ -118,7 +118,7 @@ class Session:
         self._profiler = Profiler(run.config.observe.profile, folder.profiles, world.rank, world.device, mine)
         self.copies = Copies(run.config.state.snapshot_every)
         self.saves = Saves(run.config.state.save_every, run.config.state.save_patience)
-        self.course = Course(run.config.rollback, run.config.train.skip)
+        self.course = SpikeDetector(run.config.rollback, run.config.train.skip)
         self.watch: FolderWatch | None = None
         """Of the run directory: rank 0's."""
 
@@ -182,7 +182,7 @@ class Session:
         self._engine.loaded(position.step)
         return position
 
-    def keep_snapshots(self, memory: Memory, recovered: int | None, *, epoch: int = 0) -> Position | None:
+    def keep_snapshots(self, memory: SnapshotMemory, recovered: int | None, *, epoch: int = 0) -> Position | None:
         """Copy the state into a memory that outlives this rank, from here on.
 
         Args:
@@ -234,7 +234,7 @@ class Session:
         """Have the state as it is now written to disk while training goes on; False where nobody does so."""
         return self.copies.want(position)
 
-    def pieces(self, kinds: Sequence[Kind]) -> Iterator[Piece]:
+    def pieces(self, kinds: Sequence[Kind]) -> Iterator[TensorPiece]:
         """What this rank holds of the state."""
         return self._engine.pieces(kinds)
 
@@ -426,7 +426,7 @@ class Session:
         trace = trace_of(self._record, step, mesh=self._mesh, device=self._device)
         return write_trace(self._peers, self.folder, trace)
 
-    def publish(self, root: Path, position: Position) -> Published:
+    def publish(self, root: Path, position: Position) -> PublishedWeights:
         """Write the weights as a snapshot for servers. Every rank calls this together, between two steps.
 
         Args:

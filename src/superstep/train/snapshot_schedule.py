@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from superstep.engine.flat.snapshots import Flushed, Snapshots
 from superstep.state.manifest import Position
-from superstep.state.memory_snapshot import Refused
+from superstep.state.memory_snapshot import DamagedSnapshot
 
 POLL_S = 0.01
 
@@ -50,7 +50,7 @@ class Copies:
         if self.snapshots is not None:
             self.snapshots.tell(told)
 
-    def take_refused(self) -> Refused | None:
+    def take_refused(self) -> DamagedSnapshot | None:
         """The snapshot that did not come to the disk, as it was damaged; once, and on rank 0."""
         return None if self.snapshots is None else self.snapshots.take_refused()
 

@@ -13,7 +13,7 @@ WARM_UP_STEPS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rate:
+class PeakRate:
     """What MFU is measured by.
 
     Attributes:
@@ -34,7 +34,7 @@ class Meter:
         ranks: how many there are.
     """
 
-    def __init__(self, device: Device, rate: Rate, ranks: int) -> None:
+    def __init__(self, device: Device, rate: PeakRate, ranks: int) -> None:
         self._device = device
         self._flops_per_token = rate.flops_per_token
         self._peak_flops = None if rate.peak_flops is None else rate.peak_flops * ranks

@@ -49,7 +49,7 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shares:
+class Advantages:
     """What a batch of groups is given.
 
     Attributes:
@@ -98,7 +98,7 @@ class Advantage:
     def _margin_tokens(self) -> int:
         return max(self.max_tokens // 5, 1) if self.overlong_tokens is None else self.overlong_tokens
 
-    def shares(self, groups: Sequence[Sequence[Answer]]) -> Shares:
+    def shares(self, groups: Sequence[Sequence[Answer]]) -> Advantages:
         """What the tokens of each answer are given.
 
         Raises:
@@ -109,7 +109,7 @@ class Advantage:
         # In float, as the order of these sums is that of nothing but whole numbers.
         counted = sum(share.weight > 0 for shares in found if shares is not None for share in shares)
         each = self.max_tokens if self.estimator == "dr-grpo" else 1
-        return Shares(groups=tuple(found), divisor=float(counted * each))
+        return Advantages(groups=tuple(found), divisor=float(counted * each))
 
     def _group(self, number: int, group: Sequence[Answer]) -> tuple[Share, ...] | None:
         if len(group) < 2:

@@ -17,7 +17,7 @@ from typing import Any
 
 from superstep.data.corpus import objects
 from superstep.data.read_errors import kind, refusal
-from superstep.data.records import Fields
+from superstep.data.records import RecordFields
 from superstep.errors import DataError
 
 Message = Mapping[str, Any]
@@ -81,7 +81,7 @@ def refused(where: str, rule: str, mend: str) -> DataError:
     return refusal(f"'{where}'", rule, mend)
 
 
-def record_of(fields: Fields) -> Record:
+def record_of(fields: RecordFields) -> Record:
     """What a record says.
 
     Raises:
@@ -99,7 +99,7 @@ def record_of(fields: Fields) -> Record:
     return _completed(where, values["prompt"], "completion", values)
 
 
-def _preferred(fields: Fields, name: str) -> Record:
+def _preferred(fields: RecordFields, name: str) -> Record:
     """One answer of a preference. Without a prompt of its own, it is the last message."""
     values = {key: value for key, value in fields.values.items() if value is not None}
     is_whole = isinstance(values[name], list) and isinstance(values.get("prompt", ""), str)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from superstep.data.prepare import stamp
 from superstep.data.token_files import SPLITS, SplitName, open_corpus
-from superstep.data.token_stream import Batch, Stream
+from superstep.data.token_stream import Batch, TokenStream
 from superstep.errors import DataError, Fault
 from superstep.numerics.sequence_losses import Weighed, dpo
 from superstep.state.all_or_none import together
@@ -64,7 +64,7 @@ class PairStream:
         path: of the reference of its split; it need not be there before the first batch.
     """
 
-    def __init__(self, stream: Stream, path: Path) -> None:
+    def __init__(self, stream: TokenStream, path: Path) -> None:
         self._stream = stream
         self._path = path
         self._reference: np.memmap[tuple[int, int], np.dtype[np.float32]] | None = None
@@ -106,7 +106,7 @@ class Dpo:
     beta: float
     label_smoothing: float
 
-    def stream(self, stream: Stream, corpus: Path, split: SplitName) -> PairStream:
+    def stream(self, stream: TokenStream, corpus: Path, split: SplitName) -> PairStream:
         """Batches of pairs."""
         return PairStream(stream, _place(corpus, split))
 
@@ -160,7 +160,7 @@ def _place(corpus: Path, split: SplitName) -> Path:
     return corpus / f"{split}.reference"
 
 
-def _write_reference(pupil: Pupil, stream: Stream, path: Path) -> None:
+def _write_reference(pupil: Pupil, stream: TokenStream, path: Path) -> None:
     """Compute the references of a split; rank 0 writes them beside, and gives the file its name: who has the one open
     that was there goes on reading it.
     """

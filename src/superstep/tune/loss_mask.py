@@ -20,7 +20,7 @@ from itertools import accumulate
 
 from superstep.data.tokenizer import Tokenizer
 from superstep.errors import ConfigError, DataError
-from superstep.serve.text.chat_template import Chat, ChatTemplate, Turn
+from superstep.serve.text.chat_template import Chat, ChatPrefix, ChatTemplate
 from superstep.serve.text.chat_tokens import ChatEncoder, Part
 from superstep.serve.text.control_token_guard import Marks
 from superstep.tune.config import History
@@ -28,7 +28,7 @@ from superstep.tune.conversation_records import Completion, Conversation, Record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class TokenizedConversation:
     """A conversation as tokens.
 
     Attributes:
@@ -64,7 +64,7 @@ class Masker:
         self._history = history
         self.ends: set[int] = set()
 
-    def samples(self, record: Record) -> list[Sample]:
+    def samples(self, record: Record) -> list[TokenizedConversation]:
         """A record as tokens: one sample, or several where earlier turns are shown otherwise than they were said.
 
         Raises:
@@ -78,7 +78,7 @@ class Masker:
             raise refused(record.where, f"cannot be shown: {str(error).rstrip('.')}", "mend the record") from None
         return self._conversed(record, *shown)
 
-    def many(self, several: Sequence[Record]) -> list[list[Sample]]:
+    def many(self, several: Sequence[Record]) -> list[list[TokenizedConversation]]:
         """``samples`` of each record; the template is asked for all of them at once.
 
         Raises:
@@ -94,7 +94,7 @@ class Masker:
             for record in several
         ]
 
-    def _completed(self, record: Completion) -> Sample:
+    def _completed(self, record: Completion) -> TokenizedConversation:
         told, said = self._encoder.plain([record.prompt, record.completion])
         end = self._tokenizer.end_of_text
         self.ends.add(end)
@@ -102,16 +102,16 @@ class Masker:
             told = [end]
         return _sample([(told, False), ([*said, end], True)], len(record.completion.encode()))
 
-    def _asked(self, record: Conversation) -> tuple[Chat, list[Turn]]:
+    def _asked(self, record: Conversation) -> tuple[Chat, list[ChatPrefix]]:
         """What the template is to show of a record."""
         self._check_shown(record)
         answers = _answers(record)
         if answers[0] == 0:
             raise refused(record.where, "begins with an answer, to nothing", "put a message of the user before it")
-        turns = [turn for k in answers for turn in (Turn(k, is_open=True), Turn(k + 1, is_open=False))]
+        turns = [turn for k in answers for turn in (ChatPrefix(k, is_open=True), ChatPrefix(k + 1, is_open=False))]
         return Chat(messages=record.messages, tools=record.tools), turns
 
-    def _conversed(self, record: Conversation, texts: Sequence[str], marks: Marks) -> list[Sample]:
+    def _conversed(self, record: Conversation, texts: Sequence[str], marks: Marks) -> list[TokenizedConversation]:
         answers = _answers(record)
         chains: list[list[tuple[int, str, bool]]] = []
         before = ""
@@ -140,7 +140,9 @@ class Masker:
         ]
         return [sample for sample in made if any(sample.is_answer)]
 
-    def _chained(self, record: Conversation, chain: list[tuple[int, str, bool]], encoded: list[list[Part]]) -> Sample:
+    def _chained(
+        self, record: Conversation, chain: list[tuple[int, str, bool]], encoded: list[list[Part]]
+    ) -> TokenizedConversation:
         parts: list[tuple[list[int], bool]] = []
         answer_bytes = 0
         for (number, _, is_learnt), found in zip(chain, encoded, strict=True):
@@ -200,9 +202,9 @@ def _answers(record: Conversation) -> list[int]:
     return [k for k, message in enumerate(record.messages) if message.get("role") == "assistant"]
 
 
-def _sample(parts: list[tuple[list[int], bool]], answer_bytes: int) -> Sample:
+def _sample(parts: list[tuple[list[int], bool]], answer_bytes: int) -> TokenizedConversation:
     ids = tuple(id_ for part, _ in parts for id_ in part)
-    return Sample(
+    return TokenizedConversation(
         ids=ids,
         is_answer=b"".join(bytes([is_answer]) * len(part) for part, is_answer in parts),
         answer_bytes=answer_bytes,

@@ -14,7 +14,7 @@ from typing import Literal, TypeVar
 from superstep.data.answer_writer import AnswerFiles
 from superstep.data.corpus import source_files
 from superstep.data.corpus_checks import refuse_settings
-from superstep.data.prepare import Progress, Report, source_bytes, stamp, writing
+from superstep.data.prepare import PrepareProgress, Report, source_bytes, stamp, writing
 from superstep.data.prepare_lock import turn, unheard
 from superstep.data.token_files import FORMAT, Corpus, TokenKind, is_whole, open_corpus
 from superstep.data.tokenizer import Tokenizer, load_tokenizer
@@ -25,7 +25,7 @@ from superstep.serve.text.chat_template import ChatTemplate
 from superstep.tune.chat_template import template_of
 from superstep.tune.config import SftConfig
 from superstep.tune.conversation_records import preferences, records, refused
-from superstep.tune.loss_mask import Masker, Sample
+from superstep.tune.loss_mask import Masker, TokenizedConversation
 
 T = TypeVar("T")
 
@@ -41,7 +41,7 @@ AT_ONCE = 64
 """Records that the template's process is asked for together: to ask takes longer than to render one."""
 
 
-def _unheard(progress: Progress) -> None:
+def _unheard(progress: PrepareProgress) -> None:
     pass
 
 
@@ -177,7 +177,9 @@ class Conversations:
             files.finish(fingerprint, chat)
             files.publish()
 
-    def _items(self, masker: Masker, files: AnswerFiles, report: Report) -> Iterator[tuple[int, list[Sample]]]:
+    def _items(
+        self, masker: Masker, files: AnswerFiles, report: Report
+    ) -> Iterator[tuple[int, list[TokenizedConversation]]]:
         """What stays in one sequence, with the number of its record: a sample that fits, or the two of a preference."""
         total, read = source_bytes(self.run.data), 0
         for number, (where, items, read_bytes) in enumerate(self._records(masker)):
@@ -187,9 +189,9 @@ class Conversations:
                 if fitting is not None:
                     yield number, fitting
             if number % REPORT_EVERY == 0:
-                report(Progress("encoding", read, total))
+                report(PrepareProgress("encoding", read, total))
 
-    def _records(self, masker: Masker) -> Iterator[tuple[str, list[list[Sample]], int]]:
+    def _records(self, masker: Masker) -> Iterator[tuple[str, list[list[TokenizedConversation]], int]]:
         """Where each record stands, its items, and its bytes."""
         if self.kind == "sft":
             for some in _several(records(self.run.data.corpus)):
@@ -204,7 +206,9 @@ class Conversations:
                     raise refused(chosen.where, "prefers an answer to itself", "leave the record out")
                 yield chosen.where, [pair], read_bytes
 
-    def _fitting(self, item: list[Sample], where: str, files: AnswerFiles) -> list[Sample] | None:
+    def _fitting(
+        self, item: list[TokenizedConversation], where: str, files: AnswerFiles
+    ) -> list[TokenizedConversation] | None:
         """An item as it fits into a sequence, in which a sample takes a place less than it has tokens."""
         room, needed = self.run.data.sequence_tokens, sum(len(sample.ids) - 1 for sample in item)
         if needed <= room:

@@ -16,7 +16,7 @@ COMMON = ("system", "temperature", "max_tokens", "model", "key", "numerics.compu
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class ChatOptions:
     """How to talk."""
 
     system: str | None = None
@@ -38,7 +38,7 @@ class Options:
     serve: ServeOptions = field(default_factory=ServeOptions)
 
 
-def read(argv: Sequence[str]) -> tuple[str, Options]:
+def read(argv: Sequence[str]) -> tuple[str, ChatOptions]:
     """The model or the URL, and the rest.
 
     Raises:
@@ -47,7 +47,7 @@ def read(argv: Sequence[str]) -> tuple[str, Options]:
     """
     missing = "name a model or the URL of a server: superstep chat runs/demo."
     model, options = read_model(
-        Options(), argv, missing, prog="superstep chat MODEL|URL", description=DESCRIPTION, common=COMMON
+        ChatOptions(), argv, missing, prog="superstep chat MODEL|URL", description=DESCRIPTION, common=COMMON
     )
     check_least(options.plan, options.serve)
     if options.max_tokens is not None and options.max_tokens < 1:

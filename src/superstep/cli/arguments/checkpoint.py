@@ -22,7 +22,7 @@ WORDS: Mapping[Word, str] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class CopyOptions:
     """Where to, and how."""
 
     out: str = ""
@@ -34,13 +34,13 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class CheckpointArgs:
     """What is to be done, with what."""
 
     word: Word
     name: str
     """A run or a checkpoint, or the URL of a store."""
-    options: Options
+    options: CopyOptions
 
     @property
     def path(self) -> Path:
@@ -53,7 +53,7 @@ def _usage() -> str:
     return page(usage, WORDS.items(), "RUN is a run's directory, one of its checkpoints, or the URL of a state.store.")
 
 
-def read(argv: Sequence[str]) -> Asked:
+def read(argv: Sequence[str]) -> CheckpointArgs:
     """What is to be done.
 
     Raises:
@@ -74,7 +74,7 @@ def read(argv: Sequence[str]) -> Asked:
         raise SystemExit(0)
     paths = list(takewhile(lambda each: not each.startswith("-"), argv[1:]))
     flags = argv[1 + len(paths) :]
-    options = Options()
+    options = CopyOptions()
     if word == "export":
         description = f"Write {WORDS['export']}."
         options = read_flags(options, flags, prog="superstep checkpoint export RUN", description=description)
@@ -86,4 +86,4 @@ def read(argv: Sequence[str]) -> Asked:
         raise ConfigError("name a folder to make: superstep checkpoint export runs/demo --out exported.")
     if not options.shard_gib > 0:
         raise ConfigError(f"--shard-gib = {options.shard_gib} must be above 0.")
-    return Asked(word, paths[0], options)
+    return CheckpointArgs(word, paths[0], options)

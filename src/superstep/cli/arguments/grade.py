@@ -22,7 +22,7 @@ COMMON = ("grade.sandbox", "grade.timeout_s", "grade.memory_bytes", "grade.worke
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServeOptions(PortOptions):
+class GradeServeOptions(PortOptions):
     """Where to answer."""
 
     port: int = 8100
@@ -41,7 +41,7 @@ class CheckOptions:
     grade: GradeConfig = field(default_factory=lambda: GradeConfig(retries=0))
 
 
-def read(argv: Sequence[str]) -> tuple[Path, ServeOptions | CheckOptions]:
+def read(argv: Sequence[str]) -> tuple[Path, GradeServeOptions | CheckOptions]:
     """The environment's file, and what is done with it.
 
     Raises:
@@ -56,14 +56,14 @@ def read(argv: Sequence[str]) -> tuple[Path, ServeOptions | CheckOptions]:
     if deed not in DEEDS:
         hint = did_you_mean(deed, DEEDS) if deed else "."
         raise ConfigError(f"grade does not know '{deed}': write superstep grade serve FILE, or check FILE{hint}")
-    options = ServeOptions() if deed == "serve" else CheckOptions()
+    options = GradeServeOptions() if deed == "serve" else CheckOptions()
     missing = f"name the file that has the tasks: superstep grade {deed} tasks.py."
     file, options = read_model(
         options, argv[1:], missing, prog=f"superstep grade {deed} FILE", description=DEEDS[deed], common=COMMON
     )
     checked(options.grade)
     match options:
-        case ServeOptions():
+        case GradeServeOptions():
             check_port(options)
         case CheckOptions(tasks=tasks) if not 1 <= tasks <= 1000:
             raise ConfigError(f"--tasks = {tasks} must be from 1 to 1000.")

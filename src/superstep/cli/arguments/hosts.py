@@ -22,7 +22,7 @@ TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options(RunConfig):
+class HostsOptions(RunConfig):
     """A run, on how many hosts, and who may look."""
 
     web: bool = False
@@ -46,7 +46,7 @@ class Options(RunConfig):
     """With train.elastic: seconds that a lost host is waited for before the others go on without it."""
 
 
-def web_port_of(options: Options) -> int | None:
+def web_port_of(options: HostsOptions) -> int | None:
     """The port of the page that is served while the run trains; None where none is.
 
     Raises:
@@ -82,7 +82,7 @@ class Hosts:
     without_s: float
 
 
-def hosts_of(options: Options, environment: Mapping[str, str] = os.environ) -> Hosts | None:
+def hosts_of(options: HostsOptions, environment: Mapping[str, str] = os.environ) -> Hosts | None:
     """The hosts; None where there is one.
 
     Raises:
@@ -113,7 +113,7 @@ def hosts_of(options: Options, environment: Mapping[str, str] = os.environ) -> H
     )
 
 
-def _places(options: Options, environment: Mapping[str, str]) -> tuple[int, int, tuple[str, int]]:
+def _places(options: HostsOptions, environment: Mapping[str, str]) -> tuple[int, int, tuple[str, int]]:
     if options.hosts == "torchrun":
         if missing := [name for name in TORCHRUN if name not in environment]:
             raise ConfigError(f"--hosts torchrun needs torchrun's environment, which has no {missing[0]}.")

@@ -18,7 +18,7 @@ COMMON = ("cluster", "prompt", "answer", "plan.tp", "numerics.compute", "serve.c
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class ForecastOptions:
     """What to foresee, and where."""
 
     cluster: str | None = None
@@ -36,7 +36,7 @@ class Options:
     serve: ServeOptions = field(default_factory=ServeOptions)
 
 
-def read(argv: Sequence[str]) -> tuple[str, Options]:
+def read(argv: Sequence[str]) -> tuple[str, ForecastOptions]:
     """The model, and the rest.
 
     Raises:
@@ -46,7 +46,7 @@ def read(argv: Sequence[str]) -> tuple[str, Options]:
     flags = [word for word in argv if word not in ("--serve", "--serve=true")]
     missing = "name a model, then any flags: superstep plan runs/demo --serve."
     model, options = read_model(
-        Options(), flags, missing, prog="superstep plan MODEL --serve", description=DESCRIPTION, common=COMMON
+        ForecastOptions(), flags, missing, prog="superstep plan MODEL --serve", description=DESCRIPTION, common=COMMON
     )
     check_least(options.plan, options.serve)
     for name, value in (("--prompt", options.prompt), ("--answer", options.answer)):

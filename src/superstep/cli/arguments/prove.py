@@ -20,7 +20,7 @@ DESCRIPTION = "Run a layout and a one-process fp32 reference on the same batches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options(RunConfig):
+class ProveOptions(RunConfig):
     """What to prove: a run, and how much of it."""
 
     all: bool = False
@@ -47,7 +47,7 @@ class Options(RunConfig):
     """The fewest log-probabilities of it to compare, all ways together; none takes what `steps` batches have."""
 
 
-def emulated_gpus(options: Options) -> tuple[int, int]:
+def emulated_gpus(options: ProveOptions) -> tuple[int, int]:
     """How many GPUs ``--device`` asks for, and the bytes of each.
 
     Raises:
@@ -61,7 +61,7 @@ def emulated_gpus(options: Options) -> tuple[int, int]:
     return int(count or ranks), int(float(size or MEMORY_GIB) * (2**20 if unit == "MiB" else 2**30))
 
 
-def _on_gpus(options: Options) -> DeviceKind:
+def _on_gpus(options: ProveOptions) -> DeviceKind:
     count, size = emulated_gpus(options)
     if not 1 <= count <= MOST_GPUS or not 1 << 20 <= size <= MOST_GPU_BYTES:
         raise ConfigError(
@@ -74,7 +74,7 @@ def _on_gpus(options: Options) -> DeviceKind:
     return "cuda"
 
 
-def read(argv: Sequence[str]) -> tuple[Options, tuple[str, ...] | None]:
+def read(argv: Sequence[str]) -> tuple[ProveOptions, tuple[str, ...] | None]:
     """The run and how much of it; and the flags, where they change settings that the user has not written himself.
 
     Raises:
@@ -85,7 +85,7 @@ def read(argv: Sequence[str]) -> tuple[Options, tuple[str, ...] | None]:
     flags = argv if path is None else argv[1:]
     base = DEMO if path is None else read_run(path / "run.toml" if path.is_dir() else path)
     options = read_flags(
-        Options(**sections_of(base)),
+        ProveOptions(**sections_of(base)),
         flags,
         prog="superstep prove [run.toml | RUN]",
         description=DESCRIPTION,

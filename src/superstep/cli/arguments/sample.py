@@ -14,7 +14,7 @@ DESCRIPTION = "Write text with a trained run: RUN is its folder, PROMPT what the
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class SampleOptions:
     """How to draw."""
 
     tokens: int = 200
@@ -27,7 +27,7 @@ class Options:
     """After which the checkpoint was saved; none takes the newest."""
 
 
-def read(argv: Sequence[str]) -> tuple[Path, str, Options]:
+def read(argv: Sequence[str]) -> tuple[Path, str, SampleOptions]:
     """The run, the prompt and the rest.
 
     Raises:
@@ -35,7 +35,9 @@ def read(argv: Sequence[str]) -> tuple[Path, str, Options]:
         SystemExit: help was asked for, and has been given.
     """
     words = list(takewhile(lambda word: not word.startswith("-"), argv))
-    options = read_flags(Options(), argv[len(words) :], prog="superstep sample RUN PROMPT", description=DESCRIPTION)
+    options = read_flags(
+        SampleOptions(), argv[len(words) :], prog="superstep sample RUN PROMPT", description=DESCRIPTION
+    )
     if len(words) == 1 and not Path(words[0]).exists():
         raise ConfigError(
             f"'{words[0]}' is not there; name the folder of a run, then a prompt: superstep sample runs/demo \"def \"."

@@ -85,7 +85,7 @@ class ServeOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options(PortOptions):
+class ServerOptions(PortOptions):
     """Where to answer, and how."""
 
     name: str | None = None
@@ -95,7 +95,7 @@ class Options(PortOptions):
     serve: ServeOptions = field(default_factory=ServeOptions)
 
 
-def read(argv: Sequence[str]) -> tuple[Path, Options]:
+def read(argv: Sequence[str]) -> tuple[Path, ServerOptions]:
     """The model, and the rest.
 
     Raises:
@@ -104,7 +104,7 @@ def read(argv: Sequence[str]) -> tuple[Path, Options]:
     """
     missing = "name what to serve: a run, a checkpoint or a Hugging Face folder: superstep serve runs/demo."
     model, options = read_model(
-        Options(), argv, missing, prog="superstep serve MODEL", description=DESCRIPTION, common=COMMON
+        ServerOptions(), argv, missing, prog="superstep serve MODEL", description=DESCRIPTION, common=COMMON
     )
     check_port(options)
     check_least(options.plan, options.serve)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from superstep.cli.arguments.hosts import Hosts, Options, hosts_of, web_port_of
+from superstep.cli.arguments.hosts import Hosts, HostsOptions, hosts_of, web_port_of
 from superstep.cli.options import COMMON, DEMO, named_in, read_flags, read_run, sections_of, settled
 from superstep.plan.config import RunConfig
 from superstep.plan.config_io import read_config
@@ -16,7 +16,7 @@ DESCRIPTION = "Train a model. Without a run.toml: a demo, two ranks on the sourc
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class TrainArgs:
     """A run as the command line has it.
 
     Attributes:
@@ -45,7 +45,7 @@ class Asked:
         return resolve(self.config) if self.yields_to is None else settled(self.config, self.yields_to, resolve)
 
 
-def read(argv: Sequence[str]) -> Asked:
+def read(argv: Sequence[str]) -> TrainArgs:
     """The run that a command line asks for.
 
     Raises:
@@ -55,7 +55,7 @@ def read(argv: Sequence[str]) -> Asked:
     argv = [f"--observe.{word[2:]}" if word.partition("=")[0] == "--profile" else word for word in argv]
     if argv and not argv[0].startswith("-"):
         options = _flags(read_run(Path(argv[0])), argv[1:])
-        return Asked(
+        return TrainArgs(
             RunConfig(**sections_of(options)),
             None,
             is_demo=False,
@@ -68,9 +68,9 @@ def read(argv: Sequence[str]) -> Asked:
         # A run that goes on keeps its own settings; flags still change them.
         options = _flags(read_config(saved), argv)
     is_demo = options.model == DEMO.model and options.data.corpus == DEMO.data.corpus
-    return Asked(RunConfig(**sections_of(options)), tuple(argv), is_demo, hosts_of(options), web_port_of(options))
+    return TrainArgs(RunConfig(**sections_of(options)), tuple(argv), is_demo, hosts_of(options), web_port_of(options))
 
 
-def _flags(base: RunConfig, argv: Sequence[str]) -> Options:
-    options, prog = Options(**sections_of(base)), "superstep train [run.toml]"
+def _flags(base: RunConfig, argv: Sequence[str]) -> HostsOptions:
+    options, prog = HostsOptions(**sections_of(base)), "superstep train [run.toml]"
     return read_flags(options, argv, prog=prog, description=DESCRIPTION, common=COMMON)

@@ -17,7 +17,7 @@ DESCRIPTION = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class MergeOptions:
     """Where from, and where to."""
 
     out: str = ""
@@ -26,7 +26,7 @@ class Options:
     """The folder of the weights, where they are not where they were in training."""
 
 
-def read(argv: Sequence[str]) -> tuple[Path, Options]:
+def read(argv: Sequence[str]) -> tuple[Path, MergeOptions]:
     """The run and the rest.
 
     Raises:
@@ -34,7 +34,7 @@ def read(argv: Sequence[str]) -> tuple[Path, Options]:
         SystemExit: help was asked for, and has been given.
     """
     words = list(takewhile(lambda word: not word.startswith("-"), argv))
-    options = read_flags(Options(), argv[len(words) :], prog="superstep tune merge RUN", description=DESCRIPTION)
+    options = read_flags(MergeOptions(), argv[len(words) :], prog="superstep tune merge RUN", description=DESCRIPTION)
     if len(words) != 1 or not options.out:
         raise ConfigError("name a run and a folder to make: superstep tune merge runs/tuned --out merged.")
     return Path(words[0]), options

@@ -20,7 +20,7 @@ COMMON = ("port", "host", "name", "key", "state", "numerics.compute", "numerics.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options(PortOptions):
+class TinkerOptions(PortOptions):
     """Where to answer, and how."""
 
     name: str | None = None
@@ -50,7 +50,7 @@ class Options(PortOptions):
     numerics: NumericsOptions = field(default_factory=NumericsOptions)
 
 
-def read(argv: Sequence[str]) -> tuple[Path, Options]:
+def read(argv: Sequence[str]) -> tuple[Path, TinkerOptions]:
     """The model, and the rest.
 
     Raises:
@@ -59,7 +59,7 @@ def read(argv: Sequence[str]) -> tuple[Path, Options]:
     """
     missing = "name what to train: a run, a checkpoint or a Hugging Face folder: superstep tune serve runs/demo."
     model, options = read_model(
-        Options(), argv, missing, prog="superstep tune serve MODEL", description=DESCRIPTION, common=COMMON
+        TinkerOptions(), argv, missing, prog="superstep tune serve MODEL", description=DESCRIPTION, common=COMMON
     )
     check_port(options)
     for name in ("most_rank", "models", "adapters", "batch_tokens"):

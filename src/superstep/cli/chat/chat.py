@@ -8,8 +8,8 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Protocol, cast
 
-from superstep.cli.arguments.chat import Options, read
-from superstep.cli.chat.local import Local
+from superstep.cli.arguments.chat import ChatOptions, read
+from superstep.cli.chat.local import LocalModel
 from superstep.cli.chat.remote import Remote
 from superstep.errors import UserError
 
@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
         talker: Talker = Remote(where, model=options.model, key=options.key, fields=_fields(options))
         _note(f"{cast(Remote, talker).name} at {where}")
     else:
-        local = talker = Local(Path(where), options)
+        local = talker = LocalModel(Path(where), options)
         _note(local.name)
         if not local.has_template:
             _note(
@@ -46,16 +46,16 @@ def main(argv: Sequence[str]) -> int:
         with suppress(ImportError):
             __import__("readline")  # input() edits lines with it
         _note("Ctrl-C stops an answer, Ctrl-D ends, /help names the rest.")
-    return Conversation(talker, options.system, prompt="> " if is_terminal else "").run()
+    return ChatHistory(talker, options.system, prompt="> " if is_terminal else "").run()
 
 
-def _fields(options: Options) -> dict[str, object]:
+def _fields(options: ChatOptions) -> dict[str, object]:
     """Of a request to a server."""
     names = ("max_tokens", "seed", "temperature", "top_p")
     return {name: value for name in names if (value := getattr(options, name)) is not None}
 
 
-class Conversation:
+class ChatHistory:
     """What was said.
 
     Args:

@@ -10,12 +10,12 @@ from pathlib import Path
 from threading import current_thread, main_thread
 from types import FrameType
 
-from superstep.cli.arguments.chat import Options
+from superstep.cli.arguments.chat import ChatOptions
 from superstep.cli.resolve_model import find_model
 from superstep.cli.serve_settings import serve_config
 from superstep.comm.device import choose, pick
 from superstep.errors import ConfigError
-from superstep.serve.api.text_protocol import Reader
+from superstep.serve.api.text_protocol import AnswerTextReader
 from superstep.serve.build_engine import open_engine
 from superstep.serve.config import plan_of
 from superstep.serve.scheduling.request import Request, Sampling
@@ -24,7 +24,7 @@ from superstep.serve.text_backend import load_words
 Message = Mapping[str, str]
 
 
-class Local:
+class LocalModel:
     """Talks to a model in this process.
 
     Args:
@@ -36,7 +36,7 @@ class Local:
         ConfigError: it cannot be served so, or its chat template cannot be used.
     """
 
-    def __init__(self, path: Path, options: Options) -> None:
+    def __init__(self, path: Path, options: ChatOptions) -> None:
         model = find_model(path)
         config = serve_config(model.run, options)
         shape = plan_of(model.folder, config).shape
@@ -78,7 +78,7 @@ class Local:
             while not self._engine.is_idle:
                 self._engine.step()
 
-    def _pieces(self, reader: Reader, asked: list[int]) -> Iterator[str]:
+    def _pieces(self, reader: AnswerTextReader, asked: list[int]) -> Iterator[str]:
         while not self._engine.is_idle:
             for news in self._engine.step():
                 for told in news.tokens:

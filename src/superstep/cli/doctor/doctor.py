@@ -13,11 +13,11 @@ from superstep.cli.arguments.doctor import read
 from superstep.cli.doctor.doctor_text import page
 from superstep.cli.report import say_damage
 from superstep.errors import StateError
-from superstep.observe.doctor.diagnose import Verdict, diagnose
+from superstep.observe.doctor.diagnose import Diagnosis, diagnose
 from superstep.observe.doctor.observations import RunSeen
 from superstep.observe.jsonl import last_line
 from superstep.observe.page.doctor import doctor_page
-from superstep.train.inspect_run import Live, left, live, over, require_run
+from superstep.train.inspect_run import LiveRun, left, live, over, require_run
 from superstep.train.run_lock import owner, preparing
 from superstep.train.run_paths import RunFolder, write_whole
 
@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     found = examined(folder)
     if found is None:
         if options.json:
-            nothing = Verdict(findings=(), waits=(), spent={}, stands=False, step_s=0.0)
+            nothing = Diagnosis(findings=(), waits=(), spent={}, stands=False, step_s=0.0)
             print(json.dumps(as_json(folder, over(folder), nothing), indent=1))
             return 0
         print(f"{folder.root}: the run came to an end of its own, and nothing is left to say of it.")
@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
     return 1 if verdict.findings else 0
 
 
-def examined(folder: RunFolder) -> tuple[RunSeen, Verdict] | None:
+def examined(folder: RunFolder) -> tuple[RunSeen, Diagnosis] | None:
     """The run, and what is wrong with it; None where it has ended as it should.
 
     Raises:
@@ -104,7 +104,7 @@ def _has_ended(folder: RunFolder) -> bool:
     return owner(folder) is None
 
 
-def look(run: Live) -> tuple[RunSeen, Verdict]:
+def look(run: LiveRun) -> tuple[RunSeen, Diagnosis]:
     """What is seen of a live run within a moment, the stacks of its ranks as well, and what that shows."""
     begin_s = time.monotonic()
     run.looker.look()
@@ -122,7 +122,7 @@ def look(run: Live) -> tuple[RunSeen, Verdict]:
     return seen, diagnose(seen)  # again: with the stacks it is known whose code a rank is in
 
 
-def as_json(folder: RunFolder, run: RunSeen, verdict: Verdict) -> dict[str, object]:
+def as_json(folder: RunFolder, run: RunSeen, verdict: Diagnosis) -> dict[str, object]:
     """All of it but the notes, which superstep trace writes."""
     left_out = ("notes", "follows")
     ranks = [{name: value for name, value in asdict(rank).items() if name not in left_out} for rank in run.ranks]

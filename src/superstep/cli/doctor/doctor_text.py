@@ -6,10 +6,10 @@ import textwrap
 from collections.abc import Iterator
 
 from superstep.cli.number_format import bytes_text, seconds_text
-from superstep.observe.doctor.diagnose import Finding, Verdict
+from superstep.observe.doctor.diagnose import Diagnosis, Finding
 from superstep.observe.doctor.observations import CHECKPOINT, DATA, REPORT, VALIDATION, RankSeen, RunSeen
-from superstep.observe.doctor.stragglers import Spent
-from superstep.observe.doctor.wait_graph import Wait
+from superstep.observe.doctor.stragglers import TimeSpent
+from superstep.observe.doctor.wait_graph import RankWait
 
 CALLS = 3
 """How many calls of a stack are shown, from the innermost on."""
@@ -20,7 +20,7 @@ STARVED = 0.1
 BESIDE = (DATA, VALIDATION, CHECKPOINT, REPORT)
 
 
-def page(name: str, run: RunSeen, verdict: Verdict, *, width: int, is_whole: bool) -> str:
+def page(name: str, run: RunSeen, verdict: Diagnosis, *, width: int, is_whole: bool) -> str:
     """The page.
 
     Args:
@@ -38,7 +38,7 @@ def page(name: str, run: RunSeen, verdict: Verdict, *, width: int, is_whole: boo
     return "\n\n".join("\n".join(part) for part in parts if part)
 
 
-def _head(name: str, run: RunSeen, verdict: Verdict, width: int) -> Iterator[str]:
+def _head(name: str, run: RunSeen, verdict: Diagnosis, width: int) -> Iterator[str]:
     step = max((rank.step for rank in run.ranks), default=0)
     pace = f", {seconds_text(verdict.step_s)} a step" if verdict.step_s else ""
     when = f"in step {step}{pace}" if run.is_live else f"as it failed in step {step}{pace}"
@@ -56,7 +56,7 @@ def _finding(number: int, found: Finding, width: int) -> Iterator[str]:
         yield from textwrap.wrap(line, width, initial_indent="   - ", subsequent_indent="     ")
 
 
-def _waits(run: RunSeen, verdict: Verdict) -> Iterator[str]:
+def _waits(run: RunSeen, verdict: Diagnosis) -> Iterator[str]:
     waits = {wait.rank: wait for wait in verdict.waits}
     if not verdict.findings and not waits:
         return
@@ -75,7 +75,7 @@ def _doing(rank: RankSeen) -> str:
     return f"waits in {at}{since}" if rank.doing == "waits" else f"works on {at}{since}"
 
 
-def _wait(wait: Wait, seen: dict[int, RankSeen]) -> str:
+def _wait(wait: RankWait, seen: dict[int, RankSeen]) -> str:
     if wait.past:
         return f"{wait.what}, which rank {', '.join(map(str, wait.past))} is past"
     others = (f"rank {rank}, which {_briefly(seen[rank])}" for rank in wait.missing)
@@ -89,7 +89,7 @@ def _briefly(rank: RankSeen) -> str:
     return verb.replace("is in", f"is {since}in") + f" {what}"
 
 
-def _spent(verdict: Verdict) -> Iterator[str]:
+def _spent(verdict: Diagnosis) -> Iterator[str]:
     if not verdict.spent:
         return
     steps = max(each.steps for each in verdict.spent.values())
@@ -99,7 +99,7 @@ def _spent(verdict: Verdict) -> Iterator[str]:
         yield f"  rank {rank:<3} " + _shares(each)
 
 
-def _shares(each: Spent) -> str:
+def _shares(each: TimeSpent) -> str:
     whole_s = each.whole_s or 1.0
     shares = [each.work_s / whole_s, each.wait_s / whole_s]
     beside = [each.share(name) for name in BESIDE]

@@ -6,11 +6,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from superstep.cli.arguments.grade import CheckOptions, ServeOptions, read
+from superstep.cli.arguments.grade import CheckOptions, GradeServeOptions, read
 from superstep.cli.grade.grade_text import BOUNDS, report_lines
 from superstep.cli.port import opened
 from superstep.grade.api.app import make_app
-from superstep.grade.api.metrics import Metrics
+from superstep.grade.api.metrics import GradeMetrics
 from superstep.grade.attacks.attack_grader import check
 from superstep.grade.environment import load_environment
 from superstep.grade.pool import Pool
@@ -24,14 +24,14 @@ def main(argv: Sequence[str]) -> int:
     """
     path, options = read(argv)
     match options:
-        case ServeOptions():
+        case GradeServeOptions():
             return _serve(path, options)
         case CheckOptions():
             return _check(path, options)
 
 
-def _serve(path: Path, options: ServeOptions) -> int:
-    metrics = Metrics()
+def _serve(path: Path, options: GradeServeOptions) -> int:
+    metrics = GradeMetrics()
     with opened(options) as port:
         load_environment(path).task(0, 0)  # a file that has no tasks is refused before anybody asks for one
         with Pool(path, options.grade, retried=metrics.retried) as pool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from superstep.grade.attacks.attack_grader import Report, Weakness
+from superstep.grade.attacks.attack_grader import AttackReport, Weakness
 from superstep.grade.sandbox.sandbox import MemoryBound
 
 MEANT = {
@@ -27,7 +27,7 @@ MOST = 20
 """Weaknesses that are told one by one: one mistake of a grader may be open to every attack."""
 
 
-def report_lines(path: Path, report: Report) -> Iterator[str]:
+def report_lines(path: Path, report: AttackReport) -> Iterator[str]:
     """Lines for each weakness, with what was answered, and a line for the whole."""
     found = sorted(report.weaknesses, key=lambda weakness: WORST_FIRST.index(weakness.flaw))
     for weakness in found[:MOST]:

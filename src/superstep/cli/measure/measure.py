@@ -12,13 +12,21 @@ from pathlib import Path
 
 from superstep.cli.arguments.measure import read as read_arguments
 from superstep.cli.arguments.measure import run_of
-from superstep.cli.measure.roofline import Point, Roof, draw_svg, draw_text
+from superstep.cli.measure.roofline import Roof, RooflinePoint, draw_svg, draw_text
 from superstep.cli.new_file import write_new_file
 from superstep.cli.number_format import bytes_text, rate_text, seconds_text
 from superstep.cli.serve_settings import kernels_folder
 from superstep.comm.device import choose, cores, gpus
 from superstep.cost.program.op_prices import Measured, seconds
-from superstep.cost.program.operation import Attention, Operation, Operations, Pass, Product, UnitOperations, flops
+from superstep.cost.program.operation import (
+    AttentionOperation,
+    Operation,
+    Operations,
+    Pass,
+    Product,
+    UnitOperations,
+    flops,
+)
 from superstep.engine.measure.disk import disk_rates
 from superstep.engine.measure.launch_cost import launch_s
 from superstep.engine.measure.probe_collectives import measure_collectives
@@ -97,7 +105,7 @@ def _grid() -> Iterator[Operation]:
             yield Product(rows=side, width=side, inner=tokens, kernel="gradient")
     for length in LENGTHS:
         for is_backward in (False, True):
-            yield Attention(heads=8, queries=length, keys=length, head_dim=64, is_backward=is_backward)
+            yield AttentionOperation(heads=8, queries=length, keys=length, head_dim=64, is_backward=is_backward)
     for kernel in ("exp", "softmax", "gather"):
         yield Pass(kernel=kernel, bytes=0)
 
@@ -147,22 +155,24 @@ def _roof(found: Measured) -> Roof:
     )
 
 
-def _points(run: Resolved, seen: Sequence[UnitOperations], found: Measured) -> Iterator[Point]:
+def _points(run: Resolved, seen: Sequence[UnitOperations], found: Measured) -> Iterator[RooflinePoint]:
     """The units of the model: embedding, a block's two ways, its attention, the head, and the optimizer."""
     block = seen[1]
     ways: list[tuple[str, Operations]] = [
         ("embedding", seen[0].forward),
         ("block forward", block.forward),
         ("block backward", block.backward),
-        ("attention", tuple(o for o in block.forward if isinstance(o, Attention))),
+        ("attention", tuple(o for o in block.forward if isinstance(o, AttentionOperation))),
         ("head", seen[-1].forward),
     ]
     for name, way in ways:
         size, taken_s = sum(map(_bytes, way)), seconds(way, found, lambda axis: 1)
-        yield Point(name=name, flops=flops(way), bytes=size, seconds=taken_s)
+        yield RooflinePoint(name=name, flops=flops(way), bytes=size, seconds=taken_s)
     # AdamW: about 12 operations and 28 bytes for each parameter.
     numel = run.outline.numel
-    yield Point(name="optimizer", flops=12 * numel, bytes=28 * numel, seconds=found.pass_s("update", 28 * numel))
+    yield RooflinePoint(
+        name="optimizer", flops=12 * numel, bytes=28 * numel, seconds=found.pass_s("update", 28 * numel)
+    )
 
 
 def _bytes(operation: Operation) -> int:
@@ -170,7 +180,7 @@ def _bytes(operation: Operation) -> int:
     match operation:
         case Product():
             return 4 * operation.count * operation.numel
-        case Attention(heads=heads, queries=queries, keys=keys, head_dim=width):
+        case AttentionOperation(heads=heads, queries=queries, keys=keys, head_dim=width):
             return 4 * operation.count * heads * width * 2 * (queries + keys)
         case Pass():
             return operation.count * operation.bytes

@@ -38,7 +38,7 @@ class Roof:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
+class RooflinePoint:
     """One unit: its operations, the bytes that they move, and what they are predicted to take."""
 
     name: str
@@ -57,7 +57,7 @@ class Point:
         return self.flops / self.seconds if self.seconds else 0.0
 
 
-def draw_text(roof: Roof, points: Sequence[Point]) -> list[str]:
+def draw_text(roof: Roof, points: Sequence[RooflinePoint]) -> list[str]:
     """A line for each unit: where it stands, what limits it, and how near it comes to its roof."""
     lines = [
         f"roofline: {rate_text(roof.flops_per_s)} from {roof.ridge:.3g} FLOPs a byte on, "
@@ -74,7 +74,7 @@ def draw_text(roof: Roof, points: Sequence[Point]) -> list[str]:
     return lines
 
 
-def draw_svg(roof: Roof, points: Sequence[Point]) -> str:
+def draw_svg(roof: Roof, points: Sequence[RooflinePoint]) -> str:
     """The picture, both axes logarithmic."""
     shown = [point for point in points if point.intensity > 0 and point.flops_per_s > 0]
     low = min([roof.ridge / 10, *(point.intensity / 2 for point in shown)])

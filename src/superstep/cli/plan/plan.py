@@ -36,8 +36,8 @@ from superstep.planner.feasibility import check_problem, smallest, smallest_clus
 from superstep.planner.plan_summary import Figures, figures
 from superstep.planner.price import pricing_of
 from superstep.planner.published_row import step_slopes
-from superstep.planner.search import Answer, Side, search
-from superstep.planner.search_problem import Problem
+from superstep.planner.search import SearchResult, Side, search
+from superstep.planner.search_problem import SearchProblem
 from superstep.planner.sensitivity import Fallback, Neighbour, fallbacks, improved, of_kinds, simplest
 from superstep.planner.shortlist import candidates
 from superstep.planner.simulate_best import Verified, straggled, verified
@@ -49,7 +49,7 @@ DESCRIPTION = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class PlanRequest:
     """What to plan for, and what to tell."""
 
     cluster: str = ""
@@ -96,7 +96,7 @@ over plans of few communicators.
 class Ranked:
     """What was found for the options."""
 
-    answer: Answer
+    answer: SearchResult
     plans: tuple[Verified, ...]
     figures: tuple[Figures, ...]
     neighbours: tuple[Neighbour, ...]
@@ -109,7 +109,7 @@ def main(argv: Sequence[str]) -> int:
         return _serving(argv)
     has_model = bool(argv) and not argv[0].startswith("-")
     options = read_flags(
-        Options(), argv[1:] if has_model else argv, prog="superstep plan MODEL", description=DESCRIPTION
+        PlanRequest(), argv[1:] if has_model else argv, prog="superstep plan MODEL", description=DESCRIPTION
     )
     _check(options, has_model=has_model)
     _check_files(options)
@@ -150,13 +150,15 @@ def _serving(argv: Sequence[str]) -> int:
     return status
 
 
-def checked_sides(found: Sequence[Problem]) -> list[Side]:
+def checked_sides(found: Sequence[SearchProblem]) -> list[Side]:
     """The problem in each format with its prices; raises ConfigError where no layout divides it."""
     check_problem(found[0])
     return [Side(problem=problem, pricing=pricing_of(problem)) for problem in found]
 
 
-def refined(sides: Sequence[Side], first: tuple[Answer, Sequence[Verified]], options: Options, known: Guide) -> Ranked:
+def refined(
+    sides: Sequence[Side], first: tuple[SearchResult, Sequence[Verified]], options: PlanRequest, known: Guide
+) -> Ranked:
     """The programs of all that the search found, and of neighbours; ``known`` tells how far prices may be off."""
     answer, plans = first
     print("Refining:", end="", flush=True)
@@ -179,7 +181,7 @@ def refined(sides: Sequence[Side], first: tuple[Answer, Sequence[Verified]], opt
     )
 
 
-def _figures(plans: Sequence[Verified], options: Options, known: Guide) -> tuple[Figures, ...]:
+def _figures(plans: Sequence[Verified], options: PlanRequest, known: Guide) -> tuple[Figures, ...]:
     return tuple(figures(plan, options.tokens, options.price, narrowed=_narrowed(plan, known)) for plan in plans)
 
 
@@ -191,7 +193,7 @@ def _narrowed(plan: Verified, known: Guide) -> float:
     return known.narrowed(step_slopes(plan.run, cluster, known.efficiency))
 
 
-def first_answer(sides: Sequence[Side], options: Options) -> tuple[Answer, tuple[Verified, ...]]:
+def first_answer(sides: Sequence[Side], options: PlanRequest) -> tuple[SearchResult, tuple[Verified, ...]]:
     """What the search found, and of each kind of plans the best by the closed form with the price of its program, the
     fastest first; of those whose programs fit.
 
@@ -219,7 +221,7 @@ def _fitting(plans: Sequence[Verified]) -> list[Verified]:
     return [plan for plan in plans if plan.memory_bytes <= plan.found.side.problem.memory_bytes]
 
 
-def _too_large(sides: Sequence[Side], options: Options) -> ConfigError:
+def _too_large(sides: Sequence[Side], options: PlanRequest) -> ConfigError:
     least, problem = smallest(sides[0]), sides[0].problem
     chips = smallest_cluster(sides)
     mend = f"{chips} of these chips are enough" if chips else "more of these chips do not help"
@@ -231,7 +233,7 @@ def _too_large(sides: Sequence[Side], options: Options) -> ConfigError:
     )
 
 
-def _check(options: Options, *, has_model: bool) -> None:
+def _check(options: PlanRequest, *, has_model: bool) -> None:
     if not has_model:
         raise ConfigError("name a model, then any flags: superstep plan llama3-8b --cluster 64xH100.")
     if not options.cluster:
@@ -256,7 +258,7 @@ def _check(options: Options, *, has_model: bool) -> None:
         raise ConfigError(f"--fallback = {options.fallback} must be at least 0.")
 
 
-def _check_files(options: Options) -> None:
+def _check_files(options: PlanRequest) -> None:
     """Before the search, which may take a minute."""
     for name, file in {"--out": options.out, "--json": options.json}.items():
         if file is not None:
@@ -265,7 +267,7 @@ def _check_files(options: Options) -> None:
         raise ConfigError(f"--out and --json = '{options.out}' are one file; name two.")
 
 
-def _write(ranked: Ranked, options: Options) -> None:
+def _write(ranked: Ranked, options: PlanRequest) -> None:
     if options.out is None and ranked.plans[0].run.shape.is_priced_only:
         _say("--out run.toml writes the first of these as a file.")
     elif options.out is None:
@@ -279,7 +281,7 @@ def _write(ranked: Ranked, options: Options) -> None:
         Path(options.json).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
 
 
-def _survival(ranked: Ranked, options: Options) -> Survival | None:
+def _survival(ranked: Ranked, options: PlanRequest) -> Survival | None:
     return survival(ranked.plans[0], None if options.mtbf is None else 1 / options.mtbf)
 
 

@@ -16,8 +16,8 @@ from superstep.cost.program.stragglers import Jitter, Straggled
 from superstep.planner.calibrate import Calibration
 from superstep.planner.calibrate_observation import Guide
 from superstep.planner.plan_summary import Figures, carried_by, limits, scaled, shares
-from superstep.planner.search import Answer
-from superstep.planner.search_problem import Problem
+from superstep.planner.search import SearchResult
+from superstep.planner.search_problem import SearchProblem
 from superstep.planner.sensitivity import Fallback, Neighbour
 from superstep.planner.simulate_best import Verified
 from superstep.planner.tie_break import TIE, tied
@@ -28,7 +28,7 @@ SHOWN, MOST_SHOWN = 0.01, 6
 """Changes of constants from which on they are shown, and how many at most."""
 
 
-def header(problem: Problem, answer: Answer) -> str:
+def header(problem: SearchProblem, answer: SearchResult) -> str:
     """What is planned, and how much was looked at."""
     cluster, config = problem.cluster, problem.base
     return (
@@ -246,7 +246,7 @@ def jitter_text(found: Straggled | None, jitter: Jitter) -> str:
 
 
 def record(
-    answer: Answer, plans: Sequence[Verified], found: Sequence[Figures], beside: Sequence[Neighbour]
+    answer: SearchResult, plans: Sequence[Verified], found: Sequence[Figures], beside: Sequence[Neighbour]
 ) -> dict[str, Any]:
     """The problem, the best plans and their alternatives as JSON has them, in base units."""
     problem = plans[0].found.side.problem

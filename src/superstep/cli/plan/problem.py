@@ -17,14 +17,14 @@ from superstep.plan.config import Dtype, ModelConfig, PlanConfig, RunConfig, Sta
 from superstep.plan.config_io import build, read_config
 from superstep.plan.model.lookup import shape_of
 from superstep.plan.resolve import resolve
-from superstep.planner.search_problem import FIELDS, Problem, Rule
+from superstep.planner.search_problem import FIELDS, Rule, SearchProblem
 
 USUAL_TOKENS = 2**22
 """Of a step, where nobody says: what Llama 3 begins with (Dubey 2024, sec. 3.4.1)."""
 USUAL_SEQUENCE = 8192
 
 
-class Asked(Protocol):
+class ProblemOptions(Protocol):
     """The options that make a problem."""
 
     @property
@@ -37,7 +37,7 @@ class Asked(Protocol):
     def fix(self) -> tuple[str, ...]: ...
 
 
-def problems(model: str, cluster: str, asked: Asked) -> list[Problem]:
+def problems(model: str, cluster: str, asked: ProblemOptions) -> list[SearchProblem]:
     """The problem in each format that the chip multiplies in, the faster first.
 
     Raises:
@@ -56,7 +56,7 @@ def problems(model: str, cluster: str, asked: Asked) -> list[Problem]:
             f"{'' if only is None else ', or leave numerics.compute open'}."
         )
     memory = memory_of(found, asked.memory)
-    return [Problem(base=base, cluster=found, compute=each, memory_bytes=memory, rules=rules) for each in formats]
+    return [SearchProblem(base=base, cluster=found, compute=each, memory_bytes=memory, rules=rules) for each in formats]
 
 
 def memory_of(cluster: Cluster, gib: float | None) -> float:
@@ -82,7 +82,7 @@ def own_bytes(cluster: Cluster, share: float = USABLE) -> float:
     return share * cluster.chip.memory_bytes - beside
 
 
-def _base(model: str, cluster: Cluster, asked: Asked) -> RunConfig:
+def _base(model: str, cluster: Cluster, asked: ProblemOptions) -> RunConfig:
     """The run without its layout."""
     is_run = model.endswith(".toml")
     config = read_config(Path(model)) if is_run else RunConfig(model=ModelConfig(name=model))

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from superstep.cli.arguments.plan_serve import Options, read
+from superstep.cli.arguments.plan_serve import ForecastOptions, read
 from superstep.cli.plan.problem import own_bytes
 from superstep.cli.plan.serve_text import told
 from superstep.cli.resolve_model import find_model
 from superstep.cli.serve_settings import serve_config
 from superstep.comm.device import choose, pick
-from superstep.cost.serve import Way, published
+from superstep.cost.serve import ComputeMode, published
 from superstep.errors import ConfigError, StateError
 from superstep.hardware.cluster import Cluster
 from superstep.hardware.cluster_file import cluster as cluster_of
@@ -23,7 +23,17 @@ from superstep.plan.model.shape import SHAPES
 from superstep.plan.resolve import Resolved
 from superstep.serve.benchmark_steps import calibrate
 from superstep.serve.build_engine import setting_model, usual_pages, way_name
-from superstep.serve.capacity_forecast import Crowd, First, Room, Server, Small, crowds, firsts, rooms, weight_bytes
+from superstep.serve.capacity_forecast import (
+    Crowd,
+    First,
+    Room,
+    ServerSetup,
+    Small,
+    crowds,
+    firsts,
+    rooms,
+    weight_bytes,
+)
 from superstep.serve.compute.paged_attention import FAST_BLOCK
 from superstep.serve.compute.quantize import format_named
 from superstep.serve.config import NGRAM, ServeConfig, check_vocab, fast, plan_named
@@ -32,7 +42,7 @@ from superstep.serve.scheduling.step import Budget
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Foreseen:
+class ServeForecast:
     """What a server will do.
 
     Attributes:
@@ -143,7 +153,7 @@ def _small_run(run: Resolved, config: ServeConfig, guesser: str) -> Resolved | N
     return found
 
 
-def _check(run: Resolved, config: ServeConfig, options: Options) -> None:
+def _check(run: Resolved, config: ServeConfig, options: ForecastOptions) -> None:
     context = config.context_tokens or run.shape.max_tokens
     if context > run.shape.max_tokens:
         raise ConfigError(
@@ -163,7 +173,7 @@ def _check(run: Resolved, config: ServeConfig, options: Options) -> None:
 
 
 def _priced(
-    run: Resolved, small: Resolved | None, config: ServeConfig, cluster: Cluster | None, options: Options
+    run: Resolved, small: Resolved | None, config: ServeConfig, cluster: Cluster | None, options: ForecastOptions
 ) -> Priced:
     rate, is_measured = _rate(run, config, cluster, options)
     if small is None:
@@ -173,7 +183,9 @@ def _priced(
     return Priced(rate=rate, is_measured=is_measured, small=guesser)
 
 
-def _rate(run: Resolved, config: ServeConfig, cluster: Cluster | None, options: Options) -> tuple[ServingRate, bool]:
+def _rate(
+    run: Resolved, config: ServeConfig, cluster: Cluster | None, options: ForecastOptions
+) -> tuple[ServingRate, bool]:
     """What steps take, and whether it was measured."""
     if cluster is None:
         return calibrate(run.shape, config, choose(options.plan.device, config.tp)), True
@@ -189,11 +201,13 @@ def _rate(run: Resolved, config: ServeConfig, cluster: Cluster | None, options: 
         )
     number_bytes = 4 if config.compute == "fp32" else 2
     held = float(number_bytes) if not config.quantize else format_named(config.quantize).bytes_per_weight
-    way = Way(name=name, tp=config.tp, block_keys=FAST_BLOCK, is_paged=False)
+    way = ComputeMode(name=name, tp=config.tp, block_keys=FAST_BLOCK, is_paged=False)
     return published(cluster, way, number_bytes=number_bytes, weight_bytes=held), False
 
 
-def _free_bytes(cluster: Cluster | None, priced: Priced, run: Resolved, config: ServeConfig, options: Options) -> float:
+def _free_bytes(
+    cluster: Cluster | None, priced: Priced, run: Resolved, config: ServeConfig, options: ForecastOptions
+) -> float:
     """What a rank has left once its weights are there."""
     own, beside = weight_bytes(setting_model(run, config), priced.rate), priced.rate.beside_bytes
     weights = own + priced.small_bytes
@@ -219,8 +233,8 @@ def foresee(
     config: ServeConfig,
     priced: Priced,
     free_bytes: float,
-    options: Options,
-) -> Foreseen:
+    options: ForecastOptions,
+) -> ServeForecast:
     """What a server will do.
 
     Raises:
@@ -237,7 +251,7 @@ def foresee(
             f"serve.pages = {pages} of {config.page_tokens} tokens: a context of {context} tokens takes {least} pages, "
             f"and there is room for {int(free_bytes // page_bytes)}; set serve.context_tokens or serve.pages."
         )
-    server = Server(
+    server = ServerSetup(
         model=model,
         rate=rate,
         pages=pages,
@@ -248,7 +262,7 @@ def foresee(
     )
     speculate = options.serve.speculate or ""
     known = options.prompt + options.answer // 2
-    return Foreseen(
+    return ServeForecast(
         model=name,
         parameters=run.outline.numel,
         where="this machine" if options.cluster is None else options.cluster,

@@ -10,8 +10,8 @@ from superstep.serve.capacity_forecast import Crowd, First, Room
 from superstep.serve.drafting.speculation_forecast import Guess
 
 
-class Foreseen(Protocol):
-    """What is told: ``cli.plan.serve.Foreseen`` says what each is."""
+class ForecastNumbers(Protocol):
+    """What is told: ``cli.plan.serve.ServeForecast`` says what each is."""
 
     @property
     def model(self) -> str: ...
@@ -57,7 +57,7 @@ class Foreseen(Protocol):
     def guesses(self) -> tuple[Guess, ...]: ...
 
 
-def told(found: Foreseen) -> str:
+def told(found: ForecastNumbers) -> str:
     """The page."""
     ranks = f"{found.tp} {'rank' if found.tp == 1 else 'ranks'}"
     ranks += f" x {found.dp} replicas" if found.dp > 1 else ""
@@ -101,14 +101,14 @@ def told(found: Foreseen) -> str:
     return "\n".join(lines)
 
 
-def _small(found: Foreseen) -> list[str]:
+def _small(found: ForecastNumbers) -> list[str]:
     if not found.small_weight_bytes:
         return []
     small = bytes_text(found.small_weight_bytes)
     return [f"small     {small:>10} a rank: {found.speculate}, whose keys lie in the same pages"]
 
 
-def _guesses(found: Foreseen) -> list[str]:
+def _guesses(found: ForecastNumbers) -> list[str]:
     """What guessing takes, and when it pays."""
     lines = [
         "",

@@ -13,8 +13,8 @@ from superstep.cost.program.memory_fit import memory_of
 from superstep.launch.ranks import World
 from superstep.plan.resolve import Resolved
 from superstep.strict.monitor import Monitor, Report
-from superstep.train.proof.proof_inputs import Case, prove_case
-from superstep.train.proof.prove_tolerance import Verdict, plain_steps
+from superstep.train.proof.proof_inputs import ProofCase, prove_case
+from superstep.train.proof.prove_tolerance import ProofVerdict, plain_steps
 
 MOST_SHOWN = 10
 """Races, and lines that wait, that are shown of all ranks together."""
@@ -36,7 +36,7 @@ class RankReport:
     all: tuple[Report, ...]
 
 
-def prove_emulated(world: World, case: Case) -> tuple[Verdict, list[RankReport]]:
+def prove_emulated(world: World, case: ProofCase) -> tuple[ProofVerdict, list[RankReport]]:
     """What the case came to, and what was observed on the GPU of each rank; on every rank."""
     monitor = Monitor(world.device.index)
     steps: list[Report] = []

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from superstep.cli.arguments.prove import Options, read
+from superstep.cli.arguments.prove import ProveOptions, read
 from superstep.cli.choices import changed_layout
 from superstep.cli.new_file import write_new_file
 from superstep.cli.options import settled
@@ -32,8 +32,8 @@ from superstep.train.batches import stream_of
 from superstep.train.model import resolved, vocab_of
 from superstep.train.proof.all_layouts import layouts
 from superstep.train.proof.ignored_targets import ragged_batches
-from superstep.train.proof.proof_inputs import Case, Cases, prove_case
-from superstep.train.proof.prove_tolerance import Verdict
+from superstep.train.proof.proof_inputs import Cases, ProofCase, prove_case
+from superstep.train.proof.prove_tolerance import ProofVerdict
 
 
 def main(argv: Sequence[str]) -> int:
@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
         return _sweep(options, options.world or run.plan.mesh.world, corpus, steps=options.steps)
 
 
-def _exact(options: Options, run: Resolved, corpus: Path) -> int:
+def _exact(options: ProveOptions, run: Resolved, corpus: Path) -> int:
     """Bits of one layout, or of every layout of a world."""
     world = options.world or run.plan.mesh.world
     runs = list(layouts(options, world)) if options.all else [run]
@@ -115,7 +115,7 @@ def run_one(run: Resolved, corpus: Path, *, steps: int) -> int:
     return 0 if verdict.is_proven else 1
 
 
-def _run_emulated(run: Resolved, corpus: Path, options: Options) -> int:
+def _run_emulated(run: Resolved, corpus: Path, options: ProveOptions) -> int:
     """The same on emulated GPUs, and what was observed there."""
     with _case(run, corpus, options.steps) as case:
         verdict, reports = launch_on("cuda", run.plan.mesh.world, prove_emulated, case)
@@ -128,7 +128,7 @@ def _run_emulated(run: Resolved, corpus: Path, options: Options) -> int:
 
 
 @contextmanager
-def _case(run: Resolved, corpus: Path, steps: int) -> Iterator[Case]:
+def _case(run: Resolved, corpus: Path, steps: int) -> Iterator[ProofCase]:
     """What one layout is proven on, as long as its files are there."""
     _ask_for_one_order()
     with tempfile.TemporaryDirectory(prefix="superstep-prove-") as folder, _room_in(Path(folder)):
@@ -155,7 +155,7 @@ def _ask_for_one_order() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
-def _rank(world: World, cases: tuple[Case, ...]) -> list[Verdict]:
+def _rank(world: World, cases: tuple[ProofCase, ...]) -> list[ProofVerdict]:
     found = []
     for case in cases:
         found.append(prove_case(world, case))

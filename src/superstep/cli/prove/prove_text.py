@@ -6,14 +6,14 @@ from collections.abc import Iterator, Sequence
 
 from superstep.cli.plan_line import layout_text
 from superstep.train.proof.compare import KINDS, Difference
-from superstep.train.proof.proof_inputs import Case, seen, unseen
-from superstep.train.proof.prove_tolerance import Verdict, has_same_roundings
+from superstep.train.proof.proof_inputs import ProofCase, seen, unseen
+from superstep.train.proof.prove_tolerance import ProofVerdict, has_same_roundings
 
 HELD = {True: "the same bits", False: "OTHER BITS", None: "not asked"}
 WIDTHS = (9, 10, 9, 9, 9, 9, 9)
 
 
-def verdict_lines(case: Case, verdict: Verdict) -> Iterator[str]:
+def verdict_lines(case: ProofCase, verdict: ProofVerdict) -> Iterator[str]:
     """One layout's: the worst tensor of each kind first."""
     again = verdict.again
     wide = max(44, *(len(worst.name) + 1 for worst in verdict.worst))
@@ -46,7 +46,7 @@ def sweep_head() -> str:
     return f"  {'layout':74}" + "".join(f"{kind:>{w}}" for kind, w in zip(KINDS, WIDTHS, strict=True)) + "  rerun"
 
 
-def sweep_row(case: Case, verdict: Verdict) -> str:
+def sweep_row(case: ProofCase, verdict: ProofVerdict) -> str:
     """One layout of a sweep; of each kind the worst, whatever it was compared with."""
     worst = [max((w for w in verdict.worst if w.kind == kind), key=lambda d: d.badness) for kind in KINDS]
     figures = "".join(f"{w.relative:>{width}.0e}" for w, width in zip(worst, WIDTHS, strict=True))
@@ -55,7 +55,7 @@ def sweep_row(case: Case, verdict: Verdict) -> str:
     return f"{mark}{layout_text(case.run):74}{figures}  {held}"
 
 
-def sweep_lines(cases: Sequence[Case], verdicts: Sequence[Verdict]) -> Iterator[str]:
+def sweep_lines(cases: Sequence[ProofCase], verdicts: Sequence[ProofVerdict]) -> Iterator[str]:
     """What a sweep found in all."""
     pairs = list(zip(cases, verdicts, strict=True))
     failed = [(case, verdict) for case, verdict in pairs if not verdict.is_proven]
@@ -88,7 +88,7 @@ def _validated(found: Difference | None) -> str:
     return f"{'WRONG: ' if found.is_wrong else ''}{found.relative:.1e} of {found.allowed:.0e}"
 
 
-def _wrong(verdict: Verdict) -> Iterator[str]:
+def _wrong(verdict: ProofVerdict) -> Iterator[str]:
     """The first that is wrong, and what can be said of it."""
     yield from (f"  wrong: {text}" for text in verdict.wrong_beside)
     if verdict.first is not None:
@@ -104,5 +104,5 @@ def _row(worst: Difference, wide: int) -> str:
     return f"{mark:2}{worst.kind:12}{name:{wide}}{worst.relative:>12.1e}{worst.allowed:>10.0e}"
 
 
-def _largest(verdict: Verdict) -> float:
+def _largest(verdict: ProofVerdict) -> float:
     return max(worst.badness for worst in verdict.worst)

@@ -14,20 +14,20 @@ import torch
 from superstep.cli.plan_line import layout_text
 from superstep.cli.serve_settings import kernels_folder
 from superstep.comm.mesh import build_mesh
-from superstep.data.token_stream import Source
+from superstep.data.token_stream import BatchSource
 from superstep.launch.ranks import World, launch_on
 from superstep.plan.resolve import Resolved
 from superstep.serve.build_engine import load_rank, open_engine
 from superstep.serve.compute.model_runner import follow
 from superstep.serve.config import ServeConfig, plan_of
 from superstep.serve.drafting.speculate import Speculation
-from superstep.serve.engine import Engine
-from superstep.train.proof.prove_lora import Beside, beside_adapters, losses_of, write_adapters
+from superstep.serve.engine import InferenceEngine
+from superstep.train.proof.prove_lora import AdapterTexts, beside_adapters, losses_of, write_adapters
 from superstep.train.proof.prove_serving import (
-    Known,
+    KnownTexts,
     Open,
+    ServingPath,
     Told,
-    Way,
     answers,
     batch_of,
     compare,
@@ -42,7 +42,7 @@ Texts = list[list[int]]
 T = TypeVar("T")
 
 
-def prove_served(run: Resolved, root: Path, source: Source, *, steps: int, tp: int, logprobs: int = 0) -> int:
+def prove_served(run: Resolved, root: Path, source: BatchSource, *, steps: int, tp: int, logprobs: int = 0) -> int:
     """Serve the newest checkpoint of a run in every way, and hold it against training; print what differs.
 
     Args:
@@ -91,7 +91,7 @@ def prove_served(run: Resolved, root: Path, source: Source, *, steps: int, tp: i
     return 0 if first is None else 1
 
 
-def _prompts(source: Source, steps: int, tokens: int, logprobs: int) -> Texts:
+def _prompts(source: BatchSource, steps: int, tokens: int, logprobs: int) -> Texts:
     """Beginnings of sequences, of every length: of so many batches at least, and enough for the log-probabilities."""
     size, every = source.batch_sequences, ways(tokens)
     prompts: Texts = []
@@ -103,7 +103,7 @@ def _prompts(source: Source, steps: int, tokens: int, logprobs: int) -> Texts:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ServingResult:
     """What a way told, and how many tokens were guessed and stood on it."""
 
     told: list[Told]
@@ -112,36 +112,40 @@ class Found:
 
 
 def _draw(world: World, folder: Path, serve: ServeConfig, prompts: Texts, tokens: int) -> Texts:
-    way = Way(name="all together")
+    way = ServingPath(name="all together")
     drawn = _each(world, folder, serve, [way], lambda opened, way: answers(opened(), way, prompts, tokens))
     return [[*p, *answer.ids] for found in drawn for p, answer in zip(prompts, found, strict=True)]
 
 
-def _tell(world: World, folder: Path, serve: ServeConfig, texts: Texts, prompts: Texts) -> list[Found]:
-    def ask(opened: Open, way: Way) -> Found:
-        engines: list[Engine] = []
+def _tell(world: World, folder: Path, serve: ServeConfig, texts: Texts, prompts: Texts) -> list[ServingResult]:
+    def ask(opened: Open, way: ServingPath) -> ServingResult:
+        engines: list[InferenceEngine] = []
 
-        def opening() -> Engine:
+        def opening() -> InferenceEngine:
             engines.append(opened())
             if way.guesses == "known":
-                engines[-1].speculation = Speculation(Known(texts), serve.draft_tokens)
+                engines[-1].speculation = Speculation(KnownTexts(texts), serve.draft_tokens)
             return engines[-1]
 
         told = told_of(opening, way, texts, prompts)
         now = engines[-1].counters
-        return Found(told, now.drafted_tokens, now.accepted_tokens)
+        return ServingResult(told, now.drafted_tokens, now.accepted_tokens)
 
     return _each(world, folder, serve, ways(len(texts[0])), ask)
 
 
-def _adapted(world: World, folder: Path, serve: ServeConfig, texts: Texts, adapters: Path) -> list[Beside]:
+def _adapted(world: World, folder: Path, serve: ServeConfig, texts: Texts, adapters: Path) -> list[AdapterTexts]:
     return _each(
-        world, folder, serve, [Way(name="adapters")], lambda opened, way: beside_adapters(opened(), texts, adapters)
+        world,
+        folder,
+        serve,
+        [ServingPath(name="adapters")],
+        lambda opened, way: beside_adapters(opened(), texts, adapters),
     )
 
 
 def _each(
-    world: World, folder: Path, serve: ServeConfig, ways: Sequence[Way], ask: Callable[[Open, Way], T]
+    world: World, folder: Path, serve: ServeConfig, ways: Sequence[ServingPath], ask: Callable[[Open, ServingPath], T]
 ) -> list[T]:
     """What engines of each way say, on rank 0; the other ranks compute with it."""
     mesh = build_mesh(plan_of(folder, serve).plan, world.rank, world.device, timeout=timedelta(seconds=300))
@@ -155,9 +159,9 @@ def _each(
                     rank = load_rank(folder, changed, world.rank, mesh.tp, world.device)
                     follow(rank.forward, mesh.tp, world.device, rank.party, rank.small)
                 continue
-            opened: list[Engine] = []
+            opened: list[InferenceEngine] = []
 
-            def open_one(changed: ServeConfig = changed, opened: list[Engine] = opened) -> Engine:
+            def open_one(changed: ServeConfig = changed, opened: list[InferenceEngine] = opened) -> InferenceEngine:
                 opened.append(open_engine(folder, changed, tp=mesh.tp, device=world.device))
                 return opened[-1]
 

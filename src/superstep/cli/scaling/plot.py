@@ -25,7 +25,7 @@ MOST_LEGENDS = 14
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Frame:
+class PlotAxes:
     """What the axes show: FLOPs by their logarithm to ten, and losses."""
 
     flops: tuple[float, float]
@@ -69,11 +69,11 @@ def plot_svg(found: Study, best: Best | None) -> str:
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _frame(flops: Sequence[float], losses: Sequence[float], best: Best | None) -> Frame:
+def _frame(flops: Sequence[float], losses: Sequence[float], best: Best | None) -> PlotAxes:
     at = [*flops, *([best.flops] if best else [])]
     seen = [*losses, *([best.loss] if best and best.loss is not None else [])]
     margin = 0.06 * (max(seen) - min(seen)) or 0.1
-    return Frame(
+    return PlotAxes(
         flops=(math.log10(min(at)) - 0.1, math.log10(max(at)) + 0.1),
         losses=(max(0.0, min(seen) - 2 * margin), max(seen) + margin),
     )
@@ -87,7 +87,7 @@ def _frontier(law: Hoffmann) -> Callable[[float], float]:
     return lambda flops: best_of_flops(law, flops).loss or 0.0
 
 
-def _line(frame: Frame, loss: Callable[[float], float], style: str) -> str:
+def _line(frame: PlotAxes, loss: Callable[[float], float], style: str) -> str:
     """A curve over the frame, as far as it lies in it."""
     logs = np.linspace(*frame.flops, STEPS).tolist()
     inside = [(log, y) for log in logs if frame.losses[0] <= (y := loss(10**log)) <= frame.losses[1]]
@@ -113,7 +113,7 @@ def _legend(sizes: Sequence[float], shown: Sequence[float]) -> Iterator[str]:
     yield f'<text x="{x + 12}" y="{y + 4}">best size</text>'
 
 
-def _axes(frame: Frame) -> Iterator[str]:
+def _axes(frame: PlotAxes) -> Iterator[str]:
     low = HEIGHT - BOTTOM
     for power in range(math.ceil(frame.flops[0]), math.floor(frame.flops[1]) + 1):
         x, _ = frame.place(power, frame.losses[0])

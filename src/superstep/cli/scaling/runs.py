@@ -12,18 +12,18 @@ from superstep.observe.jsonl import read
 from superstep.plan.config_io import read_config
 from superstep.plan.resolve import resolve
 from superstep.scaling.model_sizes import non_embedding_parameters
-from superstep.scaling.runs import Run, point_of, read_csv, run_of
+from superstep.scaling.runs import TrainingRun, point_of, read_csv, run_of
 from superstep.train.run_paths import RunFolder
 
 
-def read_runs(paths: Sequence[Path]) -> list[Run]:
+def read_runs(paths: Sequence[Path]) -> list[TrainingRun]:
     """All runs of some files and directories.
 
     Raises:
         StateError: a path is not there, or a directory holds no run, or one that has not finished.
         ConfigError: a file is no table of runs, or the model of a directory has no one size.
     """
-    found: dict[Path, list[Run]] = {}
+    found: dict[Path, list[TrainingRun]] = {}
     for path in paths:
         if not path.exists():
             raise StateError(f"'{path}' is not there; name a CSV file of runs, or directories that train wrote.")
@@ -35,7 +35,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     return [replace(run, name=f"{path}: {run.name}") for path, runs in found.items() for run in runs]
 
 
-def _of_directory(path: Path) -> Run:
+def _of_directory(path: Path) -> TrainingRun:
     """A run directory as a run: its validation losses, over the tokens that it had seen by then."""
     folder = RunFolder(root=path)
     if not folder.config.is_file() or not folder.metrics.is_file():

@@ -14,12 +14,12 @@ from typing import Literal
 from superstep.cli.options import read_flags
 from superstep.cli.scaling.plot import plot_svg
 from superstep.cli.scaling.runs import read_runs
-from superstep.cli.scaling.scaling_text import Asked, as_json, as_text
+from superstep.cli.scaling.scaling_text import FitSummary, as_json, as_text
 from superstep.errors import ConfigError
 from superstep.hardware.catalogue import chip
 from superstep.scaling.budget import Throughput, best_for, best_of_flops, choices
 from superstep.scaling.model_sizes import LEAST_SHAPE, shape_of
-from superstep.scaling.summary import Estimate, Study, estimate, study
+from superstep.scaling.summary import FittedNumber, Study, estimate, study
 
 DESCRIPTION = (
     "Fit the loss as a law of size and tokens to your runs, and find the best model for a budget. RUNS are CSV files "
@@ -28,7 +28,7 @@ DESCRIPTION = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class ScalingOptions:
     """Which runs, and what to ask of their law."""
 
     budget_flops: float | None = None
@@ -66,7 +66,7 @@ class DeviceBudget:
 def main(argv: Sequence[str]) -> int:
     """Print the fits side by side, the answer, and what both rest on."""
     words = list(takewhile(lambda word: not word.startswith("-"), argv))
-    options = read_flags(Options(), argv[len(words) :], prog="superstep scaling RUNS", description=DESCRIPTION)
+    options = read_flags(ScalingOptions(), argv[len(words) :], prog="superstep scaling RUNS", description=DESCRIPTION)
     paths = [Path(word) for word in words]
     if not paths:
         raise ConfigError("name the runs first, then any flags: superstep scaling runs.csv --budget-flops 1e21.")
@@ -82,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _check(options: Options) -> None:
+def _check(options: ScalingOptions) -> None:
     if options.budget and options.budget_flops is not None:
         raise ConfigError("--budget and --budget-flops are two budgets; give one.")
     for name in ("budget_flops", "params", "tokens"):
@@ -132,8 +132,8 @@ def device_budget(text: str, mfu: float) -> DeviceBudget:
     )
 
 
-def _asked(found: Study, options: Options, budget: DeviceBudget | None) -> Asked:
-    asked = Asked()
+def _asked(found: Study, options: ScalingOptions, budget: DeviceBudget | None) -> FitSummary:
+    asked = FitSummary()
     if options.params is not None and options.tokens is not None:
         asked = replace(asked, at=(options.params, options.tokens), predicted=_predicted(found, options))
     best_fit = found.hoffmann or found.isoflop or found.envelope
@@ -156,7 +156,7 @@ def _asked(found: Study, options: Options, budget: DeviceBudget | None) -> Asked
     )
 
 
-def _predicted(found: Study, options: Options) -> dict[str, Estimate]:
+def _predicted(found: Study, options: ScalingOptions) -> dict[str, FittedNumber]:
     if found.hoffmann is None or found.kaplan is None:
         raise ConfigError(f"--params asks for a loss, and no law of it can be fitted: {found.missing['hoffmann']}")
     params, tokens = float(options.params or 0), float(options.tokens or 0)

@@ -11,10 +11,10 @@ import numpy as np
 
 from superstep.cli.number_format import count_text
 from superstep.plan.model.shape import ModelShape
-from superstep.scaling.budget import Best, Choice
+from superstep.scaling.budget import Best, BudgetChoice
 from superstep.scaling.fit import HUBER_DELTA, residuals
 from superstep.scaling.laws import FLOPS_PER_PARAMETER_AND_TOKEN, Law
-from superstep.scaling.summary import LEVEL, TRUSTED_FACTOR, Estimate, Fit, Study, beyond, constants, taken
+from superstep.scaling.summary import LEVEL, TRUSTED_FACTOR, Fit, FittedNumber, Study, beyond, constants, taken
 
 TITLES = {
     "hoffmann": "Hoffmann, L(N, D)",
@@ -34,7 +34,7 @@ FIRST, REST = 22, 27
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class FitSummary:
     """What was asked of the fits, and the answers.
 
     Attributes:
@@ -46,13 +46,13 @@ class Asked:
 
     budget: str | None = None
     best: Best | None = None
-    choices: Mapping[str, Choice] = dataclasses.field(default_factory=dict)
+    choices: Mapping[str, BudgetChoice] = dataclasses.field(default_factory=dict)
     shape: ModelShape | None = None
     at: tuple[float, float] | None = None
-    predicted: Mapping[str, Estimate] = dataclasses.field(default_factory=dict)
+    predicted: Mapping[str, FittedNumber] = dataclasses.field(default_factory=dict)
 
 
-def as_text(found: Study, asked: Asked, rests_on: Sequence[str]) -> str:
+def as_text(found: Study, asked: FitSummary, rests_on: Sequence[str]) -> str:
     """Every table, with its lines."""
     parts = [_runs(found), *_frontiers(found), *_laws(found), *_missing(found)]
     parts += [*_predicted(asked), *_answer(asked)]
@@ -60,7 +60,7 @@ def as_text(found: Study, asked: Asked, rests_on: Sequence[str]) -> str:
     return "\n".join([*parts, *(f"warning: {line}" for line in warnings(found, asked))]) + "\n"
 
 
-def warnings(found: Study, asked: Asked) -> list[str]:
+def warnings(found: Study, asked: FitSummary) -> list[str]:
     """What makes the answers doubtful."""
     lines = []
     ratio = float(np.median([run.final.flops / (_by_rule(run.params, run.final.tokens)) for run in found.runs]))
@@ -159,7 +159,7 @@ def _missing(found: Study) -> Iterator[str]:
         yield f"no {names}: {reason}"
 
 
-def _predicted(asked: Asked) -> Iterator[str]:
+def _predicted(asked: FitSummary) -> Iterator[str]:
     if asked.at is None:
         return
     params, tokens = asked.at
@@ -168,7 +168,7 @@ def _predicted(asked: Asked) -> Iterator[str]:
         yield _row(f"  {TITLES[name]}", _cell(loss, _thousandths))
 
 
-def _answer(asked: Asked) -> Iterator[str]:
+def _answer(asked: FitSummary) -> Iterator[str]:
     if asked.best is None:
         return
     yield from ("", f"best for {asked.budget}")
@@ -200,7 +200,7 @@ def _row(first: str, *cells: str) -> str:
     return (f"{first:{FIRST}}" + "".join(f"{cell:{REST - 1}} " for cell in cells)).rstrip()
 
 
-def _cell(value: Estimate, text: Callable[[float], str]) -> str:
+def _cell(value: FittedNumber, text: Callable[[float], str]) -> str:
     if value.interval is None:
         return f"{text(value.value)} [-]"
     low, high = value.interval
@@ -221,7 +221,7 @@ def _count(number: float) -> str:
     return count_text(number) if number < 999.5e12 else _figure(number)
 
 
-def as_json(found: Study, asked: Asked) -> dict[str, Any]:
+def as_json(found: Study, asked: FitSummary) -> dict[str, Any]:
     """Every number, in base units: parameters, tokens, FLOPs, nats per token."""
     fits = {name: getattr(found, name) for name in TITLES}
     return {

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from superstep.cli.prove.fault_injection import HANG, ranks_of
 from superstep.cli.train import job as jobs
-from superstep.cli.train.job import Job, launched, prepared_job
+from superstep.cli.train.job import TrainJob, launched, prepared_job
 from superstep.launch.ranks import World
 from superstep.plan.config_io import read_config
 from superstep.train.model import resolved
@@ -25,7 +25,7 @@ def train(path: Path) -> int:
         return 0 if job is None else launched(job, rank) or 0
 
 
-def rank(world: World, job: Job) -> bool:
+def rank(world: World, job: TrainJob) -> bool:
     """``jobs.rank``; when it is told to, its main thread sleeps in C and keeps Python's lock."""
     signal.signal(HANG, lambda *_: ctypes.PyDLL(None).sleep(HANGS_S))
     place = ranks_of(job.folder)

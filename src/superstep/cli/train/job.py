@@ -31,7 +31,7 @@ from superstep.cost.program.operation import UnitOperations
 from superstep.cost.program.predict import predict
 from superstep.cost.program.prediction_file import PredictedFrom, write_predicted_from
 from superstep.cost.program.snapshot_memory import snapshot_bytes
-from superstep.data.token_files import Manifest, open_corpus
+from superstep.data.token_files import CorpusManifest, open_corpus
 from superstep.engine.choose_attention import kernel_of
 from superstep.engine.measure.probe_machine import measure_here
 from superstep.errors import Fault
@@ -60,13 +60,13 @@ from superstep.train.identity import identity_of, require_same_run
 from superstep.train.initial_weights import check_start
 from superstep.train.loop import train
 from superstep.train.model import flops_per_token, operations
-from superstep.train.policy.sequence_loss import Lesson
+from superstep.train.policy.sequence_loss import SequenceLoss
 from superstep.train.report_status import ToldBeside
 from superstep.train.resume import resume
 from superstep.train.run_lock import hold, sharing
 from superstep.train.run_paths import RunFolder, write_whole
 from superstep.train.session import Session
-from superstep.train.throughput import Rate
+from superstep.train.throughput import PeakRate
 
 Tokens = Callable[[Resolved, RunFolder, Path | None], Path]
 """Makes the folder of token files of a run, or finds it; given the checkpoint that it goes on from."""
@@ -76,7 +76,7 @@ Length = Callable[[Resolved, Path], Resolved]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class TrainJob:
     """What every rank is told."""
 
     run: Resolved
@@ -92,7 +92,7 @@ class Job:
     """The words after superstep that go on with the run."""
     files: Mapping[str, str] = field(default_factory=dict)
     """Texts to write into the run directory, by name."""
-    lesson: Lesson | None = None
+    lesson: SequenceLoss | None = None
     """What is learnt of a batch, where that is not each of its targets."""
     snapshots: Handles | None = None
     """The ranks' memories that outlive them, where there are any."""
@@ -109,12 +109,12 @@ class Job:
     """What launches of the run before this one took."""
 
 
-def asked_device(job: Job | None) -> DeviceKind | None:
+def asked_device(job: TrainJob | None) -> DeviceKind | None:
     """The device that a run asks for."""
     return None if job is None else job.run.config.plan.device
 
 
-def launched(job: Job, worker: Callable[[World, Job], bool] | None = None) -> int | None:
+def launched(job: TrainJob, worker: Callable[[World, TrainJob], bool] | None = None) -> int | None:
     """Train on ranks of this host; the exit status where that was not to the last step.
 
     Args:
@@ -135,7 +135,7 @@ def launched(job: Job, worker: Callable[[World, Job], bool] | None = None) -> in
     return stopped(job.folder, job.verb) if is_stopped else None
 
 
-def _launched(job: Job, worker: Callable[[World, Job], bool]) -> bool:
+def _launched(job: TrainJob, worker: Callable[[World, TrainJob], bool]) -> bool:
     """Whether the run was asked to stop; where ranks are lost and there are snapshots, it is gone on with."""
     world, state = job.run.plan.mesh.world, job.run.config.state
     with suppress(OSError):  # of a launch before this one
@@ -158,7 +158,7 @@ def _launched(job: Job, worker: Callable[[World, Job], bool]) -> bool:
             memory.close()
 
 
-def _again(job: Job, handles: Handles, lost: Recovered | None) -> Job:
+def _again(job: TrainJob, handles: Handles, lost: Recovered | None) -> TrainJob:
     """What ranks are told that start with memories, for the first time or after some were lost."""
     told = replace(job, snapshots=handles, recovered=lost)
     return told if lost is None or lost.step is not None else replace(told, checkpoint=newest(job.folder.checkpoints))
@@ -171,10 +171,10 @@ def prepared_job(
     *,
     verb: str = "train",
     files: Mapping[str, str] | None = None,
-    lesson: Lesson | None = None,
+    lesson: SequenceLoss | None = None,
     length: Length | None = None,
     hosts: int = 1,
-) -> Iterator[Job | None]:
+) -> Iterator[TrainJob | None]:
     """The run's directory, held for the length of the block, and the tokens in their place; None where there is
     nothing left to do. With several hosts this is for the first one's launcher to do.
     """
@@ -217,7 +217,7 @@ def prepared_job(
             require_disk(run, folder, step)
             corpus = corpus or tokens(run, folder, checkpoint)
             _say_passes(run, corpus)
-            yield Job(
+            yield TrainJob(
                 run=run,
                 folder=folder,
                 corpus=corpus,
@@ -245,7 +245,7 @@ def _say_passes(run: Resolved, corpus: Path) -> None:
         print(passes, flush=True)
 
 
-def rank_of_torchrun(world: World, job: Job | None) -> int:
+def rank_of_torchrun(world: World, job: TrainJob | None) -> int:
     """One rank's exit status; rank 0 speaks for all."""
     if job is None:
         return 0
@@ -260,7 +260,7 @@ def rank_of_torchrun(world: World, job: Job | None) -> int:
     return STOPPED if is_stopped else 0
 
 
-def rank(world: World, job: Job) -> bool:
+def rank(world: World, job: TrainJob) -> bool:
     """One rank, from assembly to the last step; whether it was asked to stop before that, and has.
 
     Raises:
@@ -273,12 +273,12 @@ def rank(world: World, job: Job) -> bool:
         raise Fault(str(error).partition("\n")[0], rank=world.rank) from error
 
 
-def _train(world: World, job: Job) -> bool:
+def _train(world: World, job: TrainJob) -> bool:
     if world.device.kind == "cuda":
         require_fit(job.run, world.device, job.operations)
     machine = None if job.operations is None else measure_here(job.run, job.operations, world)
     peak = peak_of(job.run, world.device, machine)
-    rate = Rate(flops_per_token=job.flops_per_token, peak_flops=peak)
+    rate = PeakRate(flops_per_token=job.flops_per_token, peak_flops=peak)
     session = Session(world, job.run, job.folder, job.corpus, rate, lesson=job.lesson)
     position, resumed = _begun(session, world, job)
     session.recall(position)
@@ -317,7 +317,7 @@ def _train(world: World, job: Job) -> bool:
     return position.step < job.run.config.train.steps
 
 
-def _begun(session: Session, world: World, job: Job) -> tuple[Position, Resumed | None]:
+def _begun(session: Session, world: World, job: TrainJob) -> tuple[Position, Resumed | None]:
     """Where training stands: at the start, after the newest checkpoint, or after a snapshot; and what is told of it."""
     memory = None if job.snapshots is None else job.snapshots.of(world.rank)
     lost = job.recovered
@@ -341,7 +341,7 @@ def _begun(session: Session, world: World, job: Job) -> tuple[Position, Resumed 
     return position, replace(told, path=str(start.path), passed_over=told.passed_over + passed_over)
 
 
-def _sink(job: Job, stack: ExitStack, peak: float | None, trackers: dict[str, Tracker]) -> Sink:
+def _sink(job: TrainJob, stack: ExitStack, peak: float | None, trackers: dict[str, Tracker]) -> Sink:
     observe = job.run.config.observe
     against = "no peak is known" if peak is None else f"peak {peak / 1e9:,.0f} GFLOP/s a rank"
     convention = f"{MFU_CONVENTION if job.run.config.lora is None else lora.CONVENTION}; {against}"
@@ -352,14 +352,14 @@ def _sink(job: Job, stack: ExitStack, peak: float | None, trackers: dict[str, Tr
     return counted
 
 
-def _keep_predicted_from(job: Job, machine: Measured) -> None:
+def _keep_predicted_from(job: TrainJob, machine: Measured) -> None:
     """Write down from what the step is predicted, so that ``superstep view`` shows the same prediction."""
     given = PredictedFrom(is_weighed=job.lesson is not None, plan=job.run.config.plan, machine=machine)
     write_whole(job.folder.prediction, write_predicted_from(given))
 
 
 def _started(
-    job: Job, world: World, transport: str, manifest: Manifest, machine: Measured | None, step: int
+    job: TrainJob, world: World, transport: str, manifest: CorpusManifest, machine: Measured | None, step: int
 ) -> RunStarted:
     prediction = (
         None if machine is None else predict(job.run, machine, job.operations, is_weighed=job.lesson is not None)
@@ -385,7 +385,7 @@ def _started(
     )
 
 
-def _foreseen(job: Job, step: int, step_s: float) -> float:
+def _foreseen(job: TrainJob, step: int, step_s: float) -> float:
     """How much of this launch's time will make headway from a step on, if nothing fails."""
     config = job.run.config
     left = max(1, config.train.steps - step)

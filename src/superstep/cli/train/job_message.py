@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from superstep.cli.train.job import Job
+from superstep.cli.train.job import TrainJob
 from superstep.launch.torchrun import Codec
 from superstep.plan.config import RunConfig
 from superstep.plan.config_io import parse_config, write_config
@@ -20,7 +20,7 @@ from superstep.tune.dpo import Dpo, lesson_of
 
 
 class JobMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The fields of a ``Job`` that one of torchrun's has, paths and the configuration as text."""
+    """The fields of a ``TrainJob`` that one of torchrun's has, paths and the configuration as text."""
 
     config: str
     ranks: int
@@ -38,12 +38,12 @@ class JobMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 _decoder = msgspec.msgpack.Decoder(JobMessage | None)
 
 
-def encode(job: Job | None) -> bytes:
+def encode(job: TrainJob | None) -> bytes:
     """The bytes of a job, or of none where there is nothing left to do."""
     return msgspec.msgpack.encode(None if job is None else _message_of(job))
 
 
-def decode(message: bytes) -> Job | None:
+def decode(message: bytes) -> TrainJob | None:
     """The job that ``encode`` was given.
 
     Raises:
@@ -54,10 +54,10 @@ def decode(message: bytes) -> Job | None:
     return None if found is None else _job_of(found)
 
 
-JOB: Codec[Job | None] = Codec(encode, decode)
+JOB: Codec[TrainJob | None] = Codec(encode, decode)
 
 
-def _message_of(job: Job) -> JobMessage:
+def _message_of(job: TrainJob) -> JobMessage:
     assert job.snapshots is None, "memories of a launcher of ours do not outlive the ranks of torchrun"
     assert job.recovered is None, "torchrun starts all ranks anew"
     assert job.asked is None, "ranks of torchrun do not change their number"
@@ -77,11 +77,11 @@ def _message_of(job: Job) -> JobMessage:
     )
 
 
-def _job_of(message: JobMessage) -> Job:
+def _job_of(message: JobMessage) -> TrainJob:
     config: RunConfig = parse_config(message.config)
     run = resolved(config, message.ranks)
     done = operations(run)
-    return Job(
+    return TrainJob(
         run=run,
         folder=RunFolder(root=Path(message.root)),
         corpus=Path(message.corpus),

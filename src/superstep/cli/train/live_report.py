@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 
 from superstep.cli.report import facts, recorded
 from superstep.errors import ConfigError
-from superstep.observe.page.live_server import Served, Shown
+from superstep.observe.page.live_server import LiveServer, Shown
 from superstep.observe.page.report import RunTold, packed_runs, report_page
 from superstep.observe.prometheus import exposition
 from superstep.observe.tail_jsonl import Growing
@@ -33,15 +33,15 @@ def web(port: int | None) -> Iterator[Callable[[RunFolder], None]]:
     if port is None:
         yield lambda _: None
         return
-    served = Served(port, _token())
+    served = LiveServer(port, _token())
     try:
         yield lambda folder: _begin(served, folder)
     finally:
         served.close()
 
 
-def _begin(served: Served, folder: RunFolder) -> None:
-    served.begin(Report(folder).shown())
+def _begin(served: LiveServer, folder: RunFolder) -> None:
+    served.begin(LiveReport(folder).shown())
     say(f"the report, as it goes on: {served.url}")
     is_own = TOKEN in os.environ
     say(f"its token: {f'that of {TOKEN}' if is_own else f'the end of that address; {TOKEN} sets one that stays'}")
@@ -71,7 +71,7 @@ def _token() -> str:
     return os.environ.get(TOKEN) or secrets.token_urlsafe(FEWEST_BYTES)
 
 
-class Report:
+class LiveReport:
     """The report of a run that may not have begun yet.
 
     Args:

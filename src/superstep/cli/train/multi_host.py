@@ -24,24 +24,24 @@ from superstep.cli.plan_line import plan_text
 from superstep.cli.train.display import restore
 from superstep.cli.train.elastic import Parts, plans_of, write_parts
 from superstep.cli.train.exit_messages import ended, stopped
-from superstep.cli.train.job import Job, Tokens, prepared_job, rank
+from superstep.cli.train.job import Tokens, TrainJob, prepared_job, rank
 from superstep.cli.train.recovering import Recovered
 from superstep.comm.device import choose
 from superstep.errors import ConfigError, SuperstepError, UserError
 from superstep.launch.failure import Trouble
 from superstep.launch.hosts.coordinator import Lead
-from superstep.launch.hosts.coordinator_state import Table
+from superstep.launch.hosts.coordinator_state import CoordinatorState
 from superstep.launch.hosts.copy_schedule import Steer
 from superstep.launch.hosts.events import Cause, Go, Over
 from superstep.launch.hosts.follow_orders import attend, raised
 from superstep.launch.hosts.listener import Door
 from superstep.launch.hosts.member import Member
-from superstep.launch.hosts.membership import Held
+from superstep.launch.hosts.membership import HeldStates
 from superstep.launch.hosts.messages import Address, Fetching, Hello, Message, Orders
 from superstep.launch.hosts.network_interface import address_to, interface_of
 from superstep.launch.hosts.replica_store import Keeper
-from superstep.launch.hosts.tcp_store import Store
-from superstep.launch.ranks import Party, launch_here
+from superstep.launch.hosts.tcp_store import TcpStore
+from superstep.launch.ranks import RankWorld, launch_here
 from superstep.launch.rendezvous import Meeting
 from superstep.plan.config_io import write_config
 from superstep.plan.resolve import Resolved
@@ -105,7 +105,7 @@ class _Here:
         self.size = run.plan.mesh.world // hosts.count
         self.plans = plans_of(run, hosts.count)
         self.name = f"{hosts.number} ({os.uname().nodename})"
-        self.job: Job | None = None
+        self.job: TrainJob | None = None
         self.is_stopped = False
         meet = f"{hosts.meet[0]}:{hosts.meet[1]}"
         self.verb = f"train --hosts {hosts.count} --host {hosts.number} --meet {meet}"
@@ -131,7 +131,7 @@ class _Here:
         )
         return self.keeper.hello
 
-    def held(self) -> Held:
+    def held(self) -> HeldStates:
         """States that are whole in the memory of this host."""
         return self.keeper.held()
 
@@ -151,7 +151,7 @@ class _Here:
         kind = choose(job.run.config.plan.device, self.size)
         self.keeper.begin(given)
         told = replace(self._told(job, given), snapshots=self._snapshots(at))
-        party = Party(size=self.size, worker=rank, args=(told,), meeting=self._meeting(given, at, self.size))
+        party = RankWorld(size=self.size, worker=rank, args=(told,), meeting=self._meeting(given, at, self.size))
         try:
             value, is_done = launch_here(kind, party, cut, troubled)
         finally:
@@ -165,16 +165,16 @@ class _Here:
         world = size * len(given.go.crew(self.hosts.count))
         return Meeting(store=given.store, first=size * at, world=world, host=self.name)
 
-    def _writes(self, given: Orders, job: Job, at: int) -> Party:
+    def _writes(self, given: Orders, job: TrainJob, at: int) -> RankWorld:
         """A rank that writes down what this host has of a state."""
         go, number = given.go, self.hosts.number
         assert go.state is not None
         of = [host for host, source in zip(go.cut.crew(self.hosts.count), go.sources, strict=True) if source == number]
         kept = [self.keeper.own] * (number in of) + [self.keeper.copies] * any(host != number for host in of)
         parts = Parts(handles=tuple(kept), state=go.state, folder=job.folder, keep=job.run.config.state.keep)
-        return Party(size=1, worker=write_parts, args=(parts,), meeting=self._meeting(given, at, 1))
+        return RankWorld(size=1, worker=write_parts, args=(parts,), meeting=self._meeting(given, at, 1))
 
-    def _planned(self, job: Job, hosts: int) -> Job:
+    def _planned(self, job: TrainJob, hosts: int) -> TrainJob:
         """The job under the plan for so many hosts."""
         if hosts == self.hosts.count:
             return job
@@ -187,7 +187,7 @@ class _Here:
         has_some = self.resolved.config.state.snapshot_every is not None
         return replace(self.keeper.own, first=self.size * at) if has_some else None
 
-    def _told(self, job: Job, given: Orders) -> Job:
+    def _told(self, job: TrainJob, given: Orders) -> TrainJob:
         go, found = given.go, given.facts["checkpoint"]
         recovered = None
         if go.lost is not None:
@@ -197,7 +197,7 @@ class _Here:
         return replace(job, checkpoint=checkpoint, recovered=recovered, epoch=go.epoch)
 
 
-def _facts(job: Job, go: Go) -> Message:
+def _facts(job: TrainJob, go: Go) -> Message:
     """What ranks of other hosts are told of the run, all paths whole."""
     checkpoint = job.checkpoint if go.epoch == 1 else newest(job.folder.checkpoints)
     return {
@@ -210,11 +210,11 @@ def _facts(job: Job, go: Go) -> Message:
     }
 
 
-def _job(run: Resolved, facts: Message) -> Job:
+def _job(run: Resolved, facts: Message) -> TrainJob:
     """What the ranks of a host are told that does not lead."""
     state = replace(run.config.state, dir=facts["dir"])
     run, seen = replace(run, config=replace(run.config, state=state)), operations(run)
-    return Job(
+    return TrainJob(
         run=run,
         folder=RunFolder(root=Path(facts["dir"])),
         corpus=Path(facts["corpus"]),
@@ -230,14 +230,14 @@ def _job(run: Resolved, facts: Message) -> Job:
 def _led(here: _Here, tokens: Tokens) -> int:
     """Host 0: it can be asked before it has prepared, which may take its time."""
     hosts, config = here.hosts, here.resolved.config
-    stores: list[Store] = []
+    stores: list[TcpStore] = []
 
     def prepare(go: Go) -> tuple[Address, Message]:
         assert here.job is not None
-        stores[:] = [Store(here.address)]
+        stores[:] = [TcpStore(here.address)]
         return stores[0].address, _facts(here.job, go)
 
-    table = Table(
+    table = CoordinatorState(
         seats=(None,) * hosts.count,
         can_recover=config.state.snapshot_every is not None,
         patience_s=hosts.patience_s,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from superstep.cli.train.display import restore
 from superstep.errors import Lost
 from superstep.state.damage import newest_undamaged
-from superstep.state.memory_snapshot import Memory
+from superstep.state.memory_snapshot import SnapshotMemory
 
 MOST_TRIES = 3
 """How often a run is recovered after one and the same step."""
@@ -36,7 +36,7 @@ class Recovered:
 
 
 def recovering(
-    launch: Callable[[Recovered | None], bool], memories: Sequence[Memory], idle: AbstractContextManager[object]
+    launch: Callable[[Recovered | None], bool], memories: Sequence[SnapshotMemory], idle: AbstractContextManager[object]
 ) -> bool:
     """What ``launch`` returns, called again where a rank was lost: with the newest snapshot that all ranks have, or
     without one where all are damaged.

@@ -15,14 +15,14 @@ from superstep.errors import ConfigError
 from superstep.observe.events import Sink
 from superstep.observe.jsonl import JsonLines
 from superstep.observe.tensorboard import TensorBoard
-from superstep.observe.trackers import Asked, Mlflow, Tracked, Tracker, Trackio, Wandb
+from superstep.observe.trackers import Mlflow, Tracked, TrackedRun, Tracker, Trackio, Wandb
 from superstep.plan.config import ObserveConfig, RunConfig
 from superstep.train.run_paths import RunFolder, write_whole
 
 WAITING_BYTES = 2**22
 """Of what is told of a run, that may wait for a disk that does not take it: about ten thousand steps."""
 
-Opens = Callable[[Any, Asked], Tracker]
+Opens = Callable[[Any, TrackedRun], Tracker]
 CLIENTS: dict[str, tuple[Opens, str]] = {
     "wandb": (Wandb, "wandb"),
     "mlflow": (Mlflow, "mlflow-skinny"),
@@ -55,7 +55,7 @@ def open_trackers(config: RunConfig, folder: RunFolder) -> dict[str, Tracker]:
     settings = flat("", asdict(config))
     found: dict[str, Tracker] = {}
     for name in config.observe.trackers:
-        asked = Asked(
+        asked = TrackedRun(
             project=config.observe.project,
             name=folder.root.name,
             run=known.get(name),

@@ -11,14 +11,14 @@ from functools import partial
 from pathlib import Path
 
 from superstep.cli import sample
-from superstep.cli.arguments.sample import Options
-from superstep.cli.arguments.train import Asked, read
+from superstep.cli.arguments.sample import SampleOptions
+from superstep.cli.arguments.train import TrainArgs, read
 from superstep.cli.choices import changed_layout, idle_places, places_of
 from superstep.cli.options import asks_for_hosts
 from superstep.cli.prepare_progress import prepared
 from superstep.cli.prove import prove
 from superstep.cli.train.exit_messages import ended
-from superstep.cli.train.job import Job, asked_device, launched, prepared_job, rank_of_torchrun
+from superstep.cli.train.job import TrainJob, asked_device, launched, prepared_job, rank_of_torchrun
 from superstep.cli.train.job_message import JOB
 from superstep.cli.train.launch_rules import SEVERAL_HOSTS, require_alone
 from superstep.cli.train.live_report import web
@@ -63,17 +63,17 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _job_of_torchrun(asked: Asked, ranks: int) -> AbstractContextManager[Job | None]:
+def _job_of_torchrun(asked: TrainArgs, ranks: int) -> AbstractContextManager[TrainJob | None]:
     run = _run(asked, ranks)
     require_alone(run.config, asked.web_port, "torchrun and srun")
     return prepared_job(run, _tokens)
 
 
-def _run(asked: Asked, ranks: int | None = None) -> Resolved:
+def _run(asked: TrainArgs, ranks: int | None = None) -> Resolved:
     return asked.resolved(lambda config: resolved(config, ranks))
 
 
-def _say_choices(asked: Asked, run: Resolved) -> None:
+def _say_choices(asked: TrainArgs, run: Resolved) -> None:
     """What was chosen for the user and is perhaps not what he would have chosen."""
     changed = changed_layout(asked.config, run, resolved)
     if changed is not None:
@@ -91,12 +91,12 @@ def _demo_on_few_gpus(run: Resolved) -> Resolved:
     return replace(run, config=replace(run.config, plan=replace(plan, device="cpu")))
 
 
-def _after_demo(job: Job) -> int:
+def _after_demo(job: TrainJob) -> int:
     root = job.folder.root
     _say("\nDoes this layout compute what one device would?")
     status = prove.run_one(job.run, job.corpus, steps=2)
     _say('\nA sample, from "def ":\n')
-    _say(sample.text(root, "def ", Options(tokens=120, temperature=0.7)))
+    _say(sample.text(root, "def ", SampleOptions(tokens=120, temperature=0.7)))
     _say(
         f"\nResults: {root}\n"
         f"  metrics      {root}/metrics.jsonl, and tensorboard --logdir {root}/tensorboard\n"

@@ -48,7 +48,7 @@ from superstep.tune.recipe import RECIPE, write
 from superstep.tune.rl.config import USUAL_TOKENS, RlRecipe
 from superstep.tune.rl.disaggregated import parties_of, sample_apart, train_apart
 from superstep.tune.rl.initial_policy import check_same, check_tokenizer, with_start
-from superstep.tune.rl.job import Job, job_of, own_ranks, reinforce
+from superstep.tune.rl.job import RlJob, job_of, own_ranks, reinforce
 from superstep.tune.rl.step_rewards import Learnt
 
 
@@ -78,7 +78,7 @@ def run(recipe: RlRecipe) -> int:
 
 
 @contextmanager
-def _prepared(recipe: RlRecipe) -> Iterator[Job | None]:
+def _prepared(recipe: RlRecipe) -> Iterator[RlJob | None]:
     """What the ranks are told, the run's directory held for the length of the block; None where nothing is left."""
     config, start = with_start(recipe, recipe.rl, recipe.start)
     if (shorter := shorter_sequences(recipe, config, USUAL_TOKENS)) is not None:
@@ -120,7 +120,7 @@ def _prepared(recipe: RlRecipe) -> Iterator[Job | None]:
         yield replace(job, files=files)
 
 
-def _launched(job: Job) -> bool:
+def _launched(job: RlJob) -> bool:
     """Launch the ranks; whether they were asked to stop before the last step, and have."""
     asked, trainers = job.run.config.plan.device, job.run.plan.mesh.world
     if job.rollout.placement == "shared":
@@ -129,7 +129,7 @@ def _launched(job: Job) -> bool:
     return bool(launch_parties(kind, parties_of(job, _rank, _sampler)))
 
 
-def _rank(world: World, job: Job) -> bool:
+def _rank(world: World, job: RlJob) -> bool:
     """One rank that trains; whether it was asked to stop before the last step, and has."""
     train = reinforce if job.rollout.placement == "shared" else train_apart
     with _faults(world), listening(world.stop), ExitStack() as stack:
@@ -140,7 +140,7 @@ def _rank(world: World, job: Job) -> bool:
         return is_stopped
 
 
-def _sampler(world: World, job: Job, number: int) -> None:
+def _sampler(world: World, job: RlJob, number: int) -> None:
     """One rank of a sampler. Asked to stop, it goes on until the trainer wants no more."""
     with _faults(world), listening(world.stop):
         sample_apart(world, job, number)
@@ -158,7 +158,7 @@ def _faults(world: World) -> Iterator[None]:
 class _Teller:
     """Rank 0 tells of steps, checkpoints and graders that fail; the others of nothing. Any thread may call it."""
 
-    def __init__(self, world: World, job: Job, stack: ExitStack) -> None:
+    def __init__(self, world: World, job: RlJob, stack: ExitStack) -> None:
         self._job = job
         self._start_s = time.perf_counter()
         self._device = world.device

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from superstep.cli.arguments.tune_serve import Options, read
+from superstep.cli.arguments.tune_serve import TinkerOptions, read
 from superstep.cli.port import Port, opened
 from superstep.cli.resolve_model import ServedModel, find_model
 from superstep.cli.serve_settings import kernels_folder
@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
         return _serve(path, options, port)
 
 
-def _serve(path: Path, options: Options, port: Port) -> int:
+def _serve(path: Path, options: TinkerOptions, port: Port) -> int:
     model, key = find_model(path), key_of(options.key, os.environ.get(KEY))
     config = tinker_config(model, options)
     _say(f"Loading {config.folder}.")
@@ -43,7 +43,7 @@ def _serve(path: Path, options: Options, port: Port) -> int:
         service.desk.close()
 
 
-def tinker_config(model: ServedModel, options: Options) -> TinkerConfig:
+def tinker_config(model: ServedModel, options: TinkerOptions) -> TinkerConfig:
     """How a model is served, what was not asked for taken from its run, if it has one."""
     run, exact = model.run, options.numerics.exact
     if run is not None and exact is None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from superstep.cli.choices import idle_places, places_of, shorter_sequences
 from superstep.cli.prepare_progress import show
 from superstep.cli.train.exit_messages import ended
-from superstep.cli.train.job import Job, asked_device, launched, prepared_job, rank_of_torchrun
+from superstep.cli.train.job import TrainJob, asked_device, launched, prepared_job, rank_of_torchrun
 from superstep.cli.train.job_message import JOB
 from superstep.data.token_files import Corpus, is_whole
 from superstep.launch.torchrun import join
@@ -45,7 +45,7 @@ def run(read: Callable[[], tuple[Kind, TuneConfig]]) -> int:
     return 0
 
 
-def _prepared(kind: Kind, config: TuneConfig, ranks: int | None = None) -> AbstractContextManager[Job | None]:
+def _prepared(kind: Kind, config: TuneConfig, ranks: int | None = None) -> AbstractContextManager[TrainJob | None]:
     verb, lesson = f"tune {kind}", lesson_of(config.dpo) if kind == "dpo" else None
     check_recipe(kind, config)
     run = resolved(run_of(config), ranks)

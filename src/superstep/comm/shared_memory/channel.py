@@ -26,7 +26,7 @@ FLAGS = ("-O3", "-march=native", "-std=c++20", "-fPIC", "-shared", "-pthread")
 UNDER_WAY = 1
 
 
-class Kind(IntEnum):
+class OperationKind(IntEnum):
     """An operation, as ``lanes.cpp`` numbers them."""
 
     ALL_REDUCE = 0
@@ -119,7 +119,7 @@ class Where:
     locks: Sequence[int]
 
 
-class Lane:
+class OperationQueue:
     """Operations of one group, one after the other in the order in which they were started.
 
     Args:
@@ -147,7 +147,7 @@ class Lane:
 
     def start(  # noqa: PLR0913
         self,
-        kind: Kind,
+        kind: OperationKind,
         given: Tensor,
         out: Tensor,
         count: int,
@@ -171,7 +171,7 @@ class Lane:
             coming: and from each.
             is_waited: the caller waits for it next, and needs no thread beside it.
         """
-        is_summed = kind <= Kind.REDUCE_SCATTER
+        is_summed = kind <= OperationKind.REDUCE_SCATTER
         if given.dtype == torch.bool and rule == "sum":
             rule = "max"  # true and true are one truth
         number = SUMMED[given.dtype] if is_summed else BYTES
@@ -208,7 +208,7 @@ class Lane:
         self._native.lane_pass(self._lane)
 
 
-def _close(found: weakref.ref[Lane]) -> None:
+def _close(found: weakref.ref[OperationQueue]) -> None:
     lane = found()
     if lane is not None:
         lane.close()
@@ -218,7 +218,7 @@ class Started:
     """An operation under way."""
 
     def __init__(
-        self, lane: Lane, native: ctypes.CDLL, handle: int, tensors: tuple[Tensor, Tensor], patience_s: float
+        self, lane: OperationQueue, native: ctypes.CDLL, handle: int, tensors: tuple[Tensor, Tensor], patience_s: float
     ) -> None:
         self._lane = lane
         self._native = native

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from superstep.comm.device import cores
-from superstep.comm.shared_memory.channel import Kind, Lane, LaneError, Started, Where
+from superstep.comm.shared_memory.channel import LaneError, OperationKind, OperationQueue, Started, Where
 from superstep.comm.shared_memory.group_base import (
     OwnGroup,
     own_of,
@@ -65,7 +65,7 @@ class SharedWork(dist.Work):
 class SharedGroup(OwnGroup):
     """Ranks of one host."""
 
-    def __init__(self, lane: Lane, region: Region, rank: int, size: int) -> None:
+    def __init__(self, lane: OperationQueue, region: Region, rank: int, size: int) -> None:
         super().__init__(BACKEND, rank, size)
         self._lane = lane
         # Without its file a lane could not see who lives, nor be seen to live.
@@ -76,21 +76,21 @@ class SharedGroup(OwnGroup):
         (tensor,) = tensors
         rule = rule_of(tensor, opts)
         whole = whole_of(tensor)
-        started = self._start(Kind.ALL_REDUCE, whole, whole, whole.numel(), opts, rule=rule)
+        started = self._start(OperationKind.ALL_REDUCE, whole, whole, whole.numel(), opts, rule=rule)
         return SharedWork(started, None if whole is tensor else lambda: tensor.copy_(whole))
 
     def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> SharedWork:  # noqa: ANN401
         """Every rank's tensor, one after the other."""
         require_parts(output, given, self.size())
         require_one_type(output, given)
-        return SharedWork(self._start(Kind.ALL_GATHER, whole_of(given), own_of(output), given.numel(), opts))
+        return SharedWork(self._start(OperationKind.ALL_GATHER, whole_of(given), own_of(output), given.numel(), opts))
 
     def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None) -> SharedWork:  # noqa: ANN401
         """This rank's part of a sum."""
         require_parts(given, output, self.size())
         require_one_type(output, given)
         rule, whole, own = rule_of(given, opts), whole_of(given), own_of(output)
-        return SharedWork(self._start(Kind.REDUCE_SCATTER, whole, own, output.numel(), opts, rule=rule))
+        return SharedWork(self._start(OperationKind.REDUCE_SCATTER, whole, own, output.numel(), opts, rule=rule))
 
     def all_to_all_single(
         self,
@@ -108,30 +108,32 @@ class SharedGroup(OwnGroup):
             ways.append([each * (x[0].numel() if len(x) else 0) * x.element_size() for each in rows])
         me = self.rank()
         require_equal(ways[0][me], ways[1][me], "bytes that stay here")
-        started = self._start(Kind.ALL_TO_ALL, whole_of(given), own_of(output), 0, opts, going=ways[0], coming=ways[1])
+        started = self._start(
+            OperationKind.ALL_TO_ALL, whole_of(given), own_of(output), 0, opts, going=ways[0], coming=ways[1]
+        )
         return SharedWork(started)
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> SharedWork:  # type: ignore[override]  # noqa: ANN401
         """One rank's tensor, everywhere."""
         (tensor,) = tensors
         own = own_of(tensor)
-        return SharedWork(self._start(Kind.BROADCAST, own, own, own.numel(), opts, peer=opts.rootRank))
+        return SharedWork(self._start(OperationKind.BROADCAST, own, own, own.numel(), opts, peer=opts.rootRank))
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> SharedWork:
         """A tensor to one rank."""
         (tensor,) = tensors
         whole = whole_of(tensor)
-        return SharedWork(self._start(Kind.SEND, whole, whole, whole.numel(), None, peer=peer))
+        return SharedWork(self._start(OperationKind.SEND, whole, whole, whole.numel(), None, peer=peer))
 
     def recv(self, tensors: Sequence[Tensor], peer: int, tag: int) -> SharedWork:
         """A tensor from one rank."""
         own = own_of(tensors[0])
-        return SharedWork(self._start(Kind.RECEIVE, own, own, own.numel(), None, peer=peer))
+        return SharedWork(self._start(OperationKind.RECEIVE, own, own, own.numel(), None, peer=peer))
 
     def barrier(self, opts: Any = None) -> SharedWork:  # noqa: ANN401
         """Done once every rank has come to it."""
         token = torch.zeros(1, dtype=torch.uint8)
-        return SharedWork(self._start(Kind.ALL_REDUCE, token, token, 1, None))
+        return SharedWork(self._start(OperationKind.ALL_REDUCE, token, token, 1, None))
 
     def shutdown(self) -> None:
         """Leave the group; who waits for this rank learns it."""
@@ -139,7 +141,7 @@ class SharedGroup(OwnGroup):
 
     abort = shutdown
 
-    def _start(self, kind: Kind, given: Tensor, out: Tensor, count: int, opts: Any, **more: Any) -> Started:  # noqa: ANN401
+    def _start(self, kind: OperationKind, given: Tensor, out: Tensor, count: int, opts: Any, **more: Any) -> Started:  # noqa: ANN401
         return self._lane.start(kind, given, out, count, is_waited=opts is not None and not opts.asyncOp, **more)
 
 
@@ -152,7 +154,7 @@ def make(opts: Any, region: Region) -> SharedGroup:  # noqa: ANN401
         locks=opts.global_ranks_in_group,
     )
     spin_s = SPIN_S if region.neighbours <= cores() else 0.0
-    lane = Lane(region.native, where, patience_s=opts.timeout.total_seconds(), spin_s=spin_s)
+    lane = OperationQueue(region.native, where, patience_s=opts.timeout.total_seconds(), spin_s=spin_s)
     return SharedGroup(lane, region, opts.group_rank, opts.group_size)
 
 

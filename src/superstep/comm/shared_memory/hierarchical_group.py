@@ -72,7 +72,7 @@ class Levels:
     far: dist.ProcessGroup
 
 
-class Beside(dist.Work):
+class BackgroundOperation(dist.Work):
     """An operation that the group's thread does."""
 
     def __init__(self, future: Future[None]) -> None:
@@ -110,7 +110,7 @@ class TwoLevels(OwnGroup):
         self._exchanges = 0
         self._line = _Line()
 
-    def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Beside:  # type: ignore[override]  # noqa: ANN401
+    def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> BackgroundOperation:  # type: ignore[override]  # noqa: ANN401
         """Sum, or the largest or smallest, in place."""
         (tensor,) = tensors
         rule, whole = rule_of(tensor, opts), whole_of(tensor)
@@ -122,14 +122,14 @@ class TwoLevels(OwnGroup):
 
         return self._start(work)
 
-    def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Beside:  # noqa: ANN401
+    def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> BackgroundOperation:  # noqa: ANN401
         """Every rank's tensor, one after the other."""
         require_parts(output, given, self.size())
         require_one_type(output, given)
         out, own = own_of(output).view(-1), whole_of(given).view(-1)
         return self._start(lambda: self._all_gather(out, own))
 
-    def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Beside:  # noqa: ANN401
+    def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None) -> BackgroundOperation:  # noqa: ANN401
         """This rank's part of a sum; where it lies in what is given, the rest of this is undefined afterwards."""
         require_parts(given, output, self.size())
         require_one_type(output, given)
@@ -143,14 +143,14 @@ class TwoLevels(OwnGroup):
         coming: Sequence[int],
         going: Sequence[int],
         opts: Any = None,  # noqa: ANN401
-    ) -> Beside:
+    ) -> BackgroundOperation:
         """Rows for each rank, and from each; without counts, equal parts."""
         require_one_type(output, given)
         rows = rows_of(given, going, self.size()), rows_of(output, coming, self.size())
         whole, out = whole_of(given), own_of(output)
         return self._start(lambda: self._all_to_all(whole.split(rows[0]), out.split(rows[1])))
 
-    def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> Beside:  # type: ignore[override]  # noqa: ANN401
+    def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> BackgroundOperation:  # type: ignore[override]  # noqa: ANN401
         """One rank's tensor, everywhere."""
         own = own_of(tensors[0])
         return self._start(lambda: self._broadcast(own, opts.rootRank))
@@ -166,7 +166,7 @@ class TwoLevels(OwnGroup):
         group, peer = self._way_to(peer)
         return started(dist.irecv(own_of(tensors[0]), group=group, group_src=peer, tag=_LETTERS))
 
-    def barrier(self, opts: Any = None) -> Beside:  # noqa: ANN401
+    def barrier(self, opts: Any = None) -> BackgroundOperation:  # noqa: ANN401
         """Done once every rank has come to it."""
         return self.allreduce([torch.zeros(1, dtype=torch.uint8)])
 
@@ -181,8 +181,8 @@ class TwoLevels(OwnGroup):
 
     abort = shutdown
 
-    def _start(self, work: Callable[[], None]) -> Beside:
-        return Beside(self._line.put(work))
+    def _start(self, work: Callable[[], None]) -> BackgroundOperation:
+        return BackgroundOperation(self._line.put(work))
 
     def _rank(self, host: int) -> int:
         """Who has this rank's seat on another host."""

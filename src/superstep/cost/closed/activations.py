@@ -24,8 +24,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from superstep.cost.closed.framework_arrays import ATTENTION, Stack
-from superstep.cost.closed.framework_memory import Keeping
-from superstep.cost.closed.model_numbers import Decoder
+from superstep.cost.closed.framework_memory import KeptMemory
+from superstep.cost.closed.model_numbers import DecoderNumbers
 from superstep.cost.closed.parallel_degrees import Layout
 from superstep.hardware.units import Array
 
@@ -56,7 +56,7 @@ class LayerBytes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Local:
+class MicrobatchDims:
     """Dims of a microbatch on one rank; ``G`` are the tokens at which a cut product's input stays."""
 
     T: Array
@@ -68,11 +68,11 @@ class Local:
     H: Array
 
 
-def local(model: Decoder, layout: Layout, keeping: Keeping) -> Local:
+def local(model: DecoderNumbers, layout: Layout, keeping: KeptMemory) -> MicrobatchDims:
     """The dims above."""
     tokens = layout.microbatch * model.sequence_tokens / layout.cp
     stream = np.where(layout.sequence_parallel > 0, tokens / layout.tp, tokens)
-    return Local(
+    return MicrobatchDims(
         T=tokens,
         t=stream,
         G=np.where(keeping.keeps_gathered > 0, tokens, stream),
@@ -83,7 +83,7 @@ def local(model: Decoder, layout: Layout, keeping: Keeping) -> Local:
     )
 
 
-def dense_layer(model: Decoder, layout: Layout, stack: Stack, keeping: Keeping) -> LayerBytes:
+def dense_layer(model: DecoderNumbers, layout: Layout, stack: Stack, keeping: KeptMemory) -> LayerBytes:
     """A layer with one feed-forward."""
     d, e = local(model, layout, keeping), keeping.element_bytes
     inner = d.T * model.ffn / layout.tp * e
@@ -97,7 +97,7 @@ def dense_layer(model: Decoder, layout: Layout, stack: Stack, keeping: Keeping) 
     return _layer(model, d, stack, keeping, half)
 
 
-def mixture_layer(model: Decoder, layout: Layout, stack: Stack, keeping: Keeping) -> LayerBytes:
+def mixture_layer(model: DecoderNumbers, layout: Layout, stack: Stack, keeping: KeptMemory) -> LayerBytes:
     """A layer with a mixture of experts; tp cuts the tokens there.
 
     Rows that go to experts and come back are copies of their tokens, kept on both ways.
@@ -120,12 +120,12 @@ def mixture_layer(model: Decoder, layout: Layout, stack: Stack, keeping: Keeping
     return _layer(model, d, stack, keeping, half)
 
 
-def _read_bytes(stack: Stack, keeping: Keeping) -> Array:
+def _read_bytes(stack: Stack, keeping: KeptMemory) -> Array:
     """Of a number that a product reads, as it is kept."""
     return np.where(stack.is_eight_bit > 0, keeping.input_bytes, keeping.element_bytes)
 
 
-def _activation(model: Decoder, stack: Stack, keeping: Keeping) -> Array:
+def _activation(model: DecoderNumbers, stack: Stack, keeping: KeptMemory) -> Array:
     """Tensors as wide as the feed-forward that stay: what the activation read, and what the next product reads."""
     gate = np.where(stack.has_fused_elementwise > 0, 2.0, 3.0)
     return np.where(model.gated > 0, gate, 1.0) + _read_bytes(stack, keeping) / keeping.element_bytes
@@ -148,7 +148,9 @@ class _FeedForward:
     transient: Array
 
 
-def _layer(model: Decoder, d: Local, stack: Stack, keeping: Keeping, half: _FeedForward) -> LayerBytes:
+def _layer(
+    model: DecoderNumbers, d: MicrobatchDims, stack: Stack, keeping: KeptMemory, half: _FeedForward
+) -> LayerBytes:
     """Attention and the residual stream, beside what the feed-forward keeps."""
     e = keeping.element_bytes
     stream = d.t * d.D * e
@@ -180,7 +182,7 @@ def _layer(model: Decoder, d: Local, stack: Stack, keeping: Keeping, half: _Feed
     )
 
 
-def _scores(model: Decoder, scores: Array, stack: Stack, e: Array) -> Array:
+def _scores(model: DecoderNumbers, scores: Array, stack: Stack, e: Array) -> Array:
     """Softmax, in fp32 and rounded where nothing is fused; with dropout its mask and what it left."""
     is_eager = stack.attention == ATTENTION.index("eager")
     return scores * (np.where(is_eager, FP32 + e, e) + model.dropout * (1 + e))

@@ -19,10 +19,10 @@ import numpy as np
 
 from superstep.cost.closed.framework_arrays import Stack
 from superstep.cost.closed.kernels import attention_s, linear_s, windowed
-from superstep.cost.closed.model_numbers import Decoder
+from superstep.cost.closed.model_numbers import DecoderNumbers
 from superstep.cost.closed.parallel_degrees import Layout
-from superstep.cost.closed.rates import Rates
-from superstep.hardware.collectives import Group, all_to_all_s, dispatch_s, gather_s, relay_s
+from superstep.cost.closed.rates import ChipRates
+from superstep.hardware.collectives import RankGroup, all_to_all_s, dispatch_s, gather_s, relay_s
 from superstep.hardware.units import Array
 from superstep.plan.model.shape import ROTATED
 
@@ -33,7 +33,7 @@ READ_BY_BLOCKS = ("microbatch", "microbatches", "cp", "tp", "ep", "sequence_para
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seconds:
+class LayerSeconds:
     """One layer's seconds.
 
     Attributes:
@@ -57,7 +57,9 @@ class Seconds:
         return self.input_s + self.weight_s
 
 
-def block_seconds(model: Decoder, layout: Layout, rates: Rates, stack: Stack, *, is_mixture: bool) -> Seconds:
+def block_seconds(
+    model: DecoderNumbers, layout: Layout, rates: ChipRates, stack: Stack, *, is_mixture: bool
+) -> LayerSeconds:
     """A layer with one feed-forward, or with a mixture of experts."""
     tokens = layout.microbatch * model.sequence_tokens / layout.cp
     stream = np.where(layout.sequence_parallel > 0, tokens / layout.tp, tokens)
@@ -97,7 +99,7 @@ def block_seconds(model: Decoder, layout: Layout, rates: Rates, stack: Stack, *,
     input_s = sum((each[1] for each in products), core[1] + 2 * moved_s)
     gathered_s = _gathered_bytes(model, layout, stack, is_mixture=is_mixture) / rates.memory_bytes_per_s
     weight_s = (1 - model.frozen) * sum((each[2] for each in products), gathered_s)
-    return Seconds(
+    return LayerSeconds(
         forward_s=forward_s,
         input_s=input_s,
         weight_s=weight_s,
@@ -108,7 +110,7 @@ def block_seconds(model: Decoder, layout: Layout, rates: Rates, stack: Stack, *,
     )
 
 
-def _gathered_bytes(model: Decoder, layout: Layout, stack: Stack, *, is_mixture: bool) -> Array:
+def _gathered_bytes(model: DecoderNumbers, layout: Layout, stack: Stack, *, is_mixture: bool) -> Array:
     """Bytes over memory to add a microbatch's weight gradients to those before: read, and the sum read and written.
 
     The first microbatch has none before it; each bears its part of what the others move.
@@ -120,7 +122,7 @@ def _gathered_bytes(model: Decoder, layout: Layout, stack: Stack, *, is_mixture:
 
 
 def _projections(
-    model: Decoder, layout: Layout, tokens: Array, heads: Array, kv_heads: Array, rates: Rates
+    model: DecoderNumbers, layout: Layout, tokens: Array, heads: Array, kv_heads: Array, rates: ChipRates
 ) -> list[tuple[Array, Array, Array]]:
     """Products before and after attention; latent attention goes through two narrow widths."""
     flops, wide = rates.product_flops_per_s, heads * model.head_dim
@@ -136,7 +138,7 @@ def _projections(
     return [(before[0], before[1], before[2]), linear_s(tokens, model.width, wide, flops, rates)]
 
 
-def _moved(model: Decoder, tokens: Array, stream: Array, rotated: Array, width: Array, stack: Stack) -> Array:
+def _moved(model: DecoderNumbers, tokens: Array, stream: Array, rotated: Array, width: Array, stack: Stack) -> Array:
     """Bytes over memory of a forward pass, but for products and attention."""
     norms = np.where(stack.has_fused_norms > 0, 4.0, 34.0 * stack.eager) * stream * model.width
     fused = stack.has_fused_elementwise > 0
@@ -150,7 +152,7 @@ def _moved(model: Decoder, tokens: Array, stream: Array, rotated: Array, width: 
     return E * (norms + sums + rotation + activation)
 
 
-def _cast(model: Decoder, tokens: Array, stream: Array, inner: Array, width: Array) -> Array:
+def _cast(model: DecoderNumbers, tokens: Array, stream: Array, inner: Array, width: Array) -> Array:
     """Bytes over memory to bring the inputs of products into 8 bits, as they are and transposed: 2 read, 2 written.
 
     A split sequence is cast before it is gathered.
@@ -158,17 +160,19 @@ def _cast(model: Decoder, tokens: Array, stream: Array, inner: Array, width: Arr
     return 4.0 * (2 * stream * model.width + tokens * (inner + width))
 
 
-def _tensor_s(model: Decoder, layout: Layout, tokens: Array, rates: Rates, stack: Stack) -> Array:
+def _tensor_s(model: DecoderNumbers, layout: Layout, tokens: Array, rates: ChipRates, stack: Stack) -> Array:
     """Two all-reduces, or with a split sequence two gathers and two reduce-scatters (Korthikanti 2022, fig. 5)."""
-    group = Group(layout.tp, np.ones_like(layout.tp))
+    group = RankGroup(layout.tp, np.ones_like(layout.tp))
     size = E * tokens * model.width
     seconds = 4 * gather_s(size, group, rates.links)
     return np.where(layout.tp > 1, seconds * np.maximum(1 - stack.overlap_tensor, 0.0), 0.0)
 
 
-def _context_s(model: Decoder, layout: Layout, tokens: Array, kv_heads: Array, rates: Rates, attention: Array) -> Array:
+def _context_s(
+    model: DecoderNumbers, layout: Layout, tokens: Array, kv_heads: Array, rates: ChipRates, attention: Array
+) -> Array:
     """Keys and values go round a ring beside attention; what attention does not cover is exposed (Liu 2023)."""
-    group = Group(layout.cp, layout.tp)
+    group = RankGroup(layout.cp, layout.tp)
     size = E * tokens * layout.cp * kv_heads * (2 * model.head_dim + model.turned)
     seconds = relay_s(size, group, rates.links)
     first = seconds / np.maximum(layout.cp - 1, 1.0)
@@ -180,7 +184,7 @@ def _context_s(model: Decoder, layout: Layout, tokens: Array, kv_heads: Array, r
 
 
 def _experts(
-    model: Decoder, layout: Layout, rates: Rates, stack: Stack
+    model: DecoderNumbers, layout: Layout, rates: ChipRates, stack: Stack
 ) -> tuple[list[tuple[Array, Array, Array]], Array, Array]:
     """Products, bytes over memory and all-to-alls of a mixture; tp cuts the tokens there, not the experts.
 
@@ -211,7 +215,7 @@ def _experts(
     # Rows are put in order, given back and weighed; each way a read and a write.
     moved = E * (8 * rows * model.width + (2 + model.gated) * rows * width)
     moved = moved + np.where(stack.is_eight_bit > 0, 4.0 * rows * (model.width + width), 0.0)
-    group = Group(layout.ep, np.ones_like(layout.ep))
+    group = RankGroup(layout.ep, np.ones_like(layout.ep))
     plain = all_to_all_s(E * rows * model.width, group, rates.links)
     once = dispatch_s(E * tokens * model.imbalance * model.width, model.experts_per_token, group, rates.links)
     exchange = np.where(layout.ep > 1, 2 * np.where(stack.sends_once > 0, once, plain) / rates.exchange_share, 0.0)

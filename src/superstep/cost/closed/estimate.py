@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from superstep.cost.closed.block import READ_BY_BLOCKS, E, Seconds, block_seconds
+from superstep.cost.closed.block import READ_BY_BLOCKS, E, LayerSeconds, block_seconds
 from superstep.cost.closed.framework_arrays import Stack
 from superstep.cost.closed.kernels import linear_s
-from superstep.cost.closed.model_numbers import Decoder
+from superstep.cost.closed.model_numbers import DecoderNumbers
 from superstep.cost.closed.parallel_degrees import SCHEDULES, Layout, once_for_each_run
-from superstep.cost.closed.rates import Rates
-from superstep.hardware.collectives import Group, all_reduce_s, gather_s, send_s
+from superstep.cost.closed.rates import ChipRates
+from superstep.hardware.collectives import RankGroup, all_reduce_s, gather_s, send_s
 from superstep.hardware.units import Array
 
 
@@ -58,10 +58,10 @@ class Estimate:
         )
 
 
-def estimate(model: Decoder, layout: Layout, rates: Rates, stack: Stack) -> Estimate:
+def estimate(model: DecoderNumbers, layout: Layout, rates: ChipRates, stack: Stack) -> Estimate:
     """The training step of each plan."""
 
-    def block(*, is_mixture: bool) -> Seconds:
+    def block(*, is_mixture: bool) -> LayerSeconds:
         if model.layers.ndim:
             return block_seconds(model, layout, rates, stack, is_mixture=is_mixture)
         return once_for_each_run(
@@ -104,7 +104,9 @@ def estimate(model: Decoder, layout: Layout, rates: Rates, stack: Stack) -> Esti
     )
 
 
-def _stages(model: Decoder, layout: Layout, layer: Array, embed: Array, head: Array) -> tuple[Array, Array, Array]:
+def _stages(
+    model: DecoderNumbers, layout: Layout, layer: Array, embed: Array, head: Array
+) -> tuple[Array, Array, Array]:
     """Layers of the slowest rank, seconds of embedding and head on it, and the seconds of all other ranks.
 
     Where the layers do not divide, the last and the first rank, which have head and embedding, hold one fewer.
@@ -124,17 +126,17 @@ def _stages(model: Decoder, layout: Layout, layer: Array, embed: Array, head: Ar
     return np.where(alone, model.layers, layers), np.where(alone, embed + head, ends), others
 
 
-def _again(block: Seconds, layout: Layout) -> Array:
+def _again(block: LayerSeconds, layout: Layout) -> Array:
     return layout.is_full * block.forward_s + layout.is_selective * block.attention_s
 
 
-def _unevenness(model: Decoder, layout: Layout) -> Array:
+def _unevenness(model: DecoderNumbers, layout: Layout) -> Array:
     """Layers of the largest stage over the mean: a pipeline of several stages on a rank fills at its pace."""
     stages = layout.pp * layout.chunks
     return np.where(layout.chunks > 1, np.ceil(model.layers / stages) * stages / model.layers, 1.0)
 
 
-def _bubble_share(block: Seconds, layout: Layout) -> Array:
+def _bubble_share(block: LayerSeconds, layout: Layout) -> Array:
     """Of the time to fill and drain, what the schedule leaves idle: zero-bubble puts weight gradients there.
 
     ZB-V needs 2·p - 1 microbatches to unfold (Qi 2023, sec. 6); a lone one goes through all stages by itself.
@@ -156,7 +158,7 @@ def _bubble_share(block: Seconds, layout: Layout) -> Array:
     return np.where(layout.schedule == SCHEDULES.index("zb-2p"), 0.0, share)
 
 
-def head_s(model: Decoder, layout: Layout, rates: Rates, stack: Stack) -> Array:
+def head_s(model: DecoderNumbers, layout: Layout, rates: ChipRates, stack: Stack) -> Array:
     """Seconds of the head and the loss on one microbatch, both passes."""
     tokens = layout.microbatch * model.sequence_tokens / layout.cp
     columns = model.vocab_part(layout.tp)
@@ -167,13 +169,13 @@ def head_s(model: Decoder, layout: Layout, rates: Rates, stack: Stack) -> Array:
     return forward + by_input + by_weight + moved_s
 
 
-def embedding_s(model: Decoder, layout: Layout, rates: Rates) -> Array:
+def embedding_s(model: DecoderNumbers, layout: Layout, rates: ChipRates) -> Array:
     """Seconds of the embedding on one microbatch, both passes."""
     tokens = layout.microbatch * model.sequence_tokens / layout.cp
     return 6 * E * tokens * model.width / rates.memory_bytes_per_s
 
 
-def _transfer(model: Decoder, layout: Layout, rates: Rates, stack: Stack) -> Array:
+def _transfer(model: DecoderNumbers, layout: Layout, rates: ChipRates, stack: Stack) -> Array:
     """Seconds for each microbatch of the transfers that nothing hides: one each way for each chunk."""
     tokens = layout.microbatch * model.sequence_tokens / layout.cp
     size = E * tokens * model.width / layout.tp
@@ -182,7 +184,7 @@ def _transfer(model: Decoder, layout: Layout, rates: Rates, stack: Stack) -> Arr
 
 
 def _data(
-    model: Decoder, layout: Layout, rates: Rates, stack: Stack, backward: Array, compute: Array
+    model: DecoderNumbers, layout: Layout, rates: ChipRates, stack: Stack, backward: Array, compute: Array
 ) -> tuple[Array, Array]:
     """Seconds of the data-parallel traffic that nothing hides, and of the update."""
     # The fullest rank: a stage with the embedding or the head.
@@ -192,8 +194,8 @@ def _data(
     dense = trained * (usual / layout.pp / layout.tp + ends)
     experts = model.moe_layers * model.expert_parameters / layout.pp / layout.ep
     data = layout.dp * layout.cp
-    group = Group(layout.shards, layout.tp)
-    copies = Group(data / layout.shards, layout.tp * layout.shards)
+    group = RankGroup(layout.shards, layout.tp)
+    copies = RankGroup(data / layout.shards, layout.tp * layout.shards)
     gather_bytes, reduce_bytes = E * dense, stack.gradient_bytes * dense
     # Where a shard is spread over fewer ranks than there are, its sum goes over the copies besides.
     across = np.where(data > layout.shards, all_reduce_s(reduce_bytes / layout.shards, copies, rates.links), 0.0)
@@ -204,8 +206,8 @@ def _data(
     gather = pieces * gather_s(gather_bytes / pieces, group, rates.links)
     reduce = pieces * gather_s(reduce_bytes / pieces, group, rates.links)
     many = np.ceil(reduce_bytes / stack.bucket_bytes)
-    plain = many * all_reduce_s(reduce_bytes / many, Group(data, layout.tp), rates.links)
-    expert_copies = Group(np.maximum(data * layout.tp / layout.ep, 1.0), layout.ep)
+    plain = many * all_reduce_s(reduce_bytes / many, RankGroup(data, layout.tp), rates.links)
+    expert_copies = RankGroup(np.maximum(data * layout.tp / layout.ep, 1.0), layout.ep)
     for_experts = np.where(
         model.moe_layers > 0, 2 * gather_s(stack.gradient_bytes * experts, expert_copies, rates.links), 0.0
     )
@@ -238,9 +240,9 @@ def _data(
     return data_s, np.where(layout.offload > 0, off, update)
 
 
-def _twins_s(layout: Layout, rates: Rates, stack: Stack, experts: Array, copies: Group) -> Array:
+def _twins_s(layout: Layout, rates: ChipRates, stack: Stack, experts: Array, copies: RankGroup) -> Array:
     """Seconds to sum the gradients of experts over the copies of their shards: those that hold the same share them."""
     holders = np.maximum(layout.shards * layout.tp / layout.ep, 1.0)
-    twins = Group(copies.ranks / holders, layout.ep * holders)
+    twins = RankGroup(copies.ranks / holders, layout.ep * holders)
     seconds = all_reduce_s(stack.gradient_bytes * experts / holders, twins, rates.links)
     return np.where((experts > 0) & (twins.ranks > 1), seconds, 0.0)

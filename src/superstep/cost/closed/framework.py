@@ -14,9 +14,9 @@ import numpy.typing as npt
 
 from superstep.cost.closed.efficiency import FITTED, Efficiency, generation, powered
 from superstep.cost.closed.framework_arrays import ATTENTION, Stack
-from superstep.cost.closed.framework_memory import MEGATRON, Holding
+from superstep.cost.closed.framework_memory import MEGATRON, FrameworkMemory
 from superstep.cost.closed.model_numbers import array
-from superstep.cost.closed.rates import Rates
+from superstep.cost.closed.rates import ChipRates
 from superstep.errors import ConfigError
 from superstep.hardware.chip import Rate
 from superstep.hardware.cluster import Cluster
@@ -63,14 +63,14 @@ class Software:
     overlaps_experts: bool = False
     balances_context: bool = True
     sends_once: bool = False
-    holds: Holding = MEGATRON
+    holds: FrameworkMemory = MEGATRON
 
 
 SUPERSTEP = Software(has_fused_norms=False, has_fused_kernels=False, has_fused_loss=True, bucket_bytes=1e12)
 """Superstep itself: eager kernels, a loss in chunks, one collective for each unit, gradients reduced in fp32."""
 
 
-def price_of(cluster: Cluster, software: Software, efficiency: Efficiency = FITTED) -> tuple[Rates, Stack]:
+def price_of(cluster: Cluster, software: Software, efficiency: Efficiency = FITTED) -> tuple[ChipRates, Stack]:
     """What a cluster sustains under a software, and what the software does.
 
     Raises:
@@ -98,7 +98,7 @@ def taken(value: T, places: npt.NDArray[np.int_]) -> T:
     return type(value)(**parts)
 
 
-def _rates(cluster: Cluster, software: Software, efficiency: Efficiency) -> Rates:
+def _rates(cluster: Cluster, software: Software, efficiency: Efficiency) -> ChipRates:
     chip, era = cluster.chip, generation(cluster.chip)
     half = chip.peak("bf16") or chip.peak("fp16") or chip.peak("fp32")
     # Chips without bf16 ran fp16.
@@ -110,7 +110,7 @@ def _rates(cluster: Cluster, software: Software, efficiency: Efficiency) -> Rate
     kind = {"fp8": "products8", "fp4": "products4"}.get(software.compute, "products")
     kernel = software.attention if software.attention.startswith("flash") else "flash-2"
     kin = ("blackwell",) if era.startswith("blackwell") else ()
-    return Rates(
+    return ChipRates(
         product_flops_per_s=array(peak * efficiency.of(kind, era, "other") * cool),
         half_flops_per_s=array(half * efficiency.of("products", era, "other") * cool),
         product_ramp=array(efficiency["ramp"]),

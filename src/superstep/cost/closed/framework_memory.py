@@ -13,7 +13,7 @@ from superstep.hardware.units import Array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Keeping:
+class KeptMemory:
     """What is kept; arrays of one shape are as many of them.
 
     Attributes:
@@ -55,7 +55,7 @@ class Keeping:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Holding:
+class FrameworkMemory:
     """The same of one software, as plain numbers that compare and hash; the defaults are those of most of today's.
 
     Attributes:
@@ -79,19 +79,19 @@ class Holding:
     places_tensors: bool = False
 
 
-MEGATRON = Holding()
+MEGATRON = FrameworkMemory()
 """A split sequence gathered again, a vocabulary-parallel loss in fp32, 8-bit inputs kept in 8 bits (Megatron-LM)."""
 
 
-def keeping_of(held: Holding) -> Keeping:
+def keeping_of(held: FrameworkMemory) -> KeptMemory:
     """As the formulas take it."""
-    return Keeping(**{field.name: array(getattr(held, field.name)) for field in fields(Keeping)})
+    return KeptMemory(**{field.name: array(getattr(held, field.name)) for field in fields(KeptMemory)})
 
 
-def superstep(*, element_bytes: int = 2) -> Keeping:
+def superstep(*, element_bytes: int = 2) -> KeptMemory:
     """What Superstep itself keeps: its norms are one function, its gathered sequences stay."""
     return keeping_of(
-        Holding(
+        FrameworkMemory(
             element_bytes=element_bytes,
             input_bytes=element_bytes,
             # In fp32 the master weights are all there are.
@@ -106,6 +106,6 @@ def superstep(*, element_bytes: int = 2) -> Keeping:
     )
 
 
-def megatron() -> Keeping:
+def megatron() -> KeptMemory:
     """What Megatron-LM keeps."""
     return keeping_of(MEGATRON)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from superstep.cost.closed.framework_arrays import ATTENTION, Stack
-from superstep.cost.closed.rates import Rates
+from superstep.cost.closed.rates import ChipRates
 from superstep.hardware.units import Array
 
 TILES: tuple[tuple[int, int, float], ...] = ((256, 128, 1.0), (128, 128, 0.92), (64, 128, 0.75), (64, 64, 0.55))
@@ -33,7 +33,7 @@ def windowed(window: Array, keys: Array) -> Array:
     return share
 
 
-def product_s(rows: Array, columns: Array, inner: Array, flops_per_s: Array, rates: Rates) -> Array:
+def product_s(rows: Array, columns: Array, inner: Array, flops_per_s: Array, rates: ChipRates) -> Array:
     """Seconds of one product [rows, inner] x [inner, columns] in 16 bits, at the best tile for its shape."""
     best = np.asarray(0.0)
     for high, wide, speed in TILES:
@@ -49,7 +49,9 @@ def product_s(rows: Array, columns: Array, inner: Array, flops_per_s: Array, rat
     return np.maximum(compute_s, moved / rates.memory_bytes_per_s) + rates.launch_s
 
 
-def linear_s(rows: Array, columns: Array, inner: Array, flops_per_s: Array, rates: Rates) -> tuple[Array, Array, Array]:
+def linear_s(
+    rows: Array, columns: Array, inner: Array, flops_per_s: Array, rates: ChipRates
+) -> tuple[Array, Array, Array]:
     """Seconds of a linear layer: forward, gradient of its input, gradient of its weight."""
     return (
         product_s(rows, columns, inner, flops_per_s, rates),
@@ -63,7 +65,7 @@ def attention_s(
     queries: Array,
     keys: Array,
     head_dim: Array,
-    rates: Rates,
+    rates: ChipRates,
     stack: Stack,
     seen: Array = WHOLE,
 ) -> tuple[Array, Array]:

@@ -32,14 +32,14 @@ from superstep.cost.closed.activations import (
     INDEX,
     READ_BY_LAYERS,
     LayerBytes,
-    Local,
+    MicrobatchDims,
     dense_layer,
     local,
     mixture_layer,
 )
 from superstep.cost.closed.framework_arrays import Stack
-from superstep.cost.closed.framework_memory import Keeping, superstep
-from superstep.cost.closed.model_numbers import Decoder
+from superstep.cost.closed.framework_memory import KeptMemory, superstep
+from superstep.cost.closed.model_numbers import DecoderNumbers
 from superstep.cost.closed.parallel_degrees import SCHEDULES, Layout, once_for_each_run
 from superstep.hardware.units import Array
 
@@ -125,11 +125,11 @@ class _Core:
 
     dense: LayerBytes
     mixture: LayerBytes
-    dims: Local
+    dims: MicrobatchDims
     rows: Array
 
 
-def footprint(model: Decoder, layout: Layout, stack: Stack, keeping: Keeping | None = None) -> Footprint:
+def footprint(model: DecoderNumbers, layout: Layout, stack: Stack, keeping: KeptMemory | None = None) -> Footprint:
     """The fullest rank of each plan.
 
     Args:
@@ -150,8 +150,8 @@ def footprint(model: Decoder, layout: Layout, stack: Stack, keeping: Keeping | N
     return Footprint(**{field.name: pick(field.name) for field in fields(Footprint)})
 
 
-def _core(model: Decoder, layout: Layout, stack: Stack, keeping: Keeping) -> _Core:
-    def layer(of: Callable[[Decoder, Layout, Stack, Keeping], LayerBytes]) -> LayerBytes:
+def _core(model: DecoderNumbers, layout: Layout, stack: Stack, keeping: KeptMemory) -> _Core:
+    def layer(of: Callable[[DecoderNumbers, Layout, Stack, KeptMemory], LayerBytes]) -> LayerBytes:
         if model.layers.ndim or stack.attention.ndim or keeping.element_bytes.ndim:
             return of(model, layout, stack, keeping)
         return once_for_each_run(layout, READ_BY_LAYERS, lambda few: of(model, few, stack, keeping))
@@ -165,7 +165,7 @@ def _core(model: Decoder, layout: Layout, stack: Stack, keeping: Keeping) -> _Co
     )
 
 
-def _stages(model: Decoder, layout: Layout, keeping: Keeping) -> tuple[_Stage, ...]:
+def _stages(model: DecoderNumbers, layout: Layout, keeping: KeptMemory) -> tuple[_Stage, ...]:
     p = layout.pp
     first, usual, last = _split(model, layout, keeping)
     is_v = layout.schedule == SCHEDULES.index("zb-v")
@@ -195,7 +195,7 @@ def _stages(model: Decoder, layout: Layout, keeping: Keeping) -> tuple[_Stage, .
     )
 
 
-def _split(model: Decoder, layout: Layout, keeping: Keeping) -> tuple[Array, Array, Array]:
+def _split(model: DecoderNumbers, layout: Layout, keeping: KeptMemory) -> tuple[Array, Array, Array]:
     """Layers of the first pipeline rank, of one in the middle, and of the last."""
     p, stages = layout.pp, layout.pp * layout.chunks
     most = np.ceil(model.layers / p)
@@ -217,7 +217,7 @@ def _split(model: Decoder, layout: Layout, keeping: Keeping) -> tuple[Array, Arr
     )
 
 
-def _layer_work(model: Decoder) -> Array:
+def _layer_work(model: DecoderNumbers) -> Array:
     """Multiplications of one layer for a token, of the kind that most layers are."""
     inner = np.where(model.experts > 0, model.experts_per_token * model.expert_ffn + model.shared_ffn, model.ffn)
     scores = model.sequence_tokens * model.heads * (2 * model.head_dim + model.turned)
@@ -225,10 +225,10 @@ def _layer_work(model: Decoder) -> Array:
 
 
 def _stage_bytes(
-    model: Decoder,
+    model: DecoderNumbers,
     layout: Layout,
     stack: Stack,
-    keeping: Keeping,
+    keeping: KeptMemory,
     core: _Core,
     stage: _Stage,
 ) -> Footprint:
@@ -282,7 +282,7 @@ def _stage_bytes(
     )
 
 
-def _mixture_parameters(model: Decoder, layout: Layout, keeping: Keeping) -> Array:
+def _mixture_parameters(model: DecoderNumbers, layout: Layout, keeping: KeptMemory) -> Array:
     """One layer with experts, without these, on one tensor-parallel rank."""
     beside = model.width * (model.matrices * model.shared_ffn + model.experts)
     repeated = np.where(keeping.repeats_shared > 0, beside, 0.0)
@@ -306,10 +306,10 @@ def is_fitting(
 
 
 def _activations(
-    model: Decoder,
+    model: DecoderNumbers,
     layout: Layout,
     stack: Stack,
-    keeping: Keeping,
+    keeping: KeptMemory,
     core: _Core,
     stage: _Stage,
 ) -> tuple[Array, Array]:
@@ -345,7 +345,12 @@ def _activations(
 
 
 def _head(
-    model: Decoder, layout: Layout, stack: Stack, keeping: Keeping, core: _Core, microbatches: tuple[Array, Array]
+    model: DecoderNumbers,
+    layout: Layout,
+    stack: Stack,
+    keeping: KeptMemory,
+    core: _Core,
+    microbatches: tuple[Array, Array],
 ) -> Array:
     """The last norm, the gradients of microbatches whose weights wait, and the logits of those at the head."""
     d, e = core.dims, keeping.element_bytes

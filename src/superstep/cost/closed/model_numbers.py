@@ -21,7 +21,7 @@ def array(value: object) -> Array:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Decoder:
+class DecoderNumbers:
     """Decoders by their dims.
 
     Attributes:
@@ -122,10 +122,10 @@ class Decoder:
         return np.where(even == np.floor(even), even, np.ceil(even / ALIGN) * ALIGN)
 
 
-def decoder_of(shape: ModelShape, sequence_tokens: int) -> Decoder:
+def decoder_of(shape: ModelShape, sequence_tokens: int) -> DecoderNumbers:
     """What Superstep's own decoder is among them."""
     moe, latent = shape.moe, shape.latent
-    return Decoder(
+    return DecoderNumbers(
         layers=array(shape.layers),
         width=array(shape.width),
         heads=array(shape.heads),

@@ -13,7 +13,7 @@ from superstep.hardware.units import Array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rates:
+class ChipRates:
     """Sustained rates of one chip and its links; arrays of one shape are as many machines.
 
     Attributes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from superstep.plan.resolve import Resolved
-from superstep.plan.saved_activations import Kept
+from superstep.plan.saved_activations import SavedActivations
 
 WIDEST_FLASH = 256
 """The widest heads that the flash kernel takes (``model.fused_attention``)."""
@@ -13,7 +13,7 @@ WIDEST_FLASH = 256
 
 def with_gpu_kept(run: Resolved) -> Resolved:
     """The run, knowing what its kernels keep there, where it asks for none of ours."""
-    return replace(run, kept=Kept(expanded_keys=expands_keys(run)))
+    return replace(run, kept=SavedActivations(expanded_keys=expands_keys(run)))
 
 
 def expands_keys(run: Resolved) -> bool:

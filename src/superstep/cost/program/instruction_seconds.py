@@ -1,7 +1,7 @@
 """instruction_seconds: what each instruction of a step takes, whoever knows the seconds.
 
-One pricer says which bytes an instruction moves and between which ranks. A ``Source`` says what they take: measured
-operations of this machine (``cost.program.predict``), or closed forms of a catalogue's chips
+One pricer says which bytes an instruction moves and between which ranks. A ``InstructionPrices`` says what they take:
+measured operations of this machine (``cost.program.predict``), or closed forms of a catalogue's chips
 (``planner.closed_form_seconds``).
 
     instruction      bytes                                      over
@@ -30,14 +30,14 @@ from superstep.program.instructions import Program
 
 
 @dataclass(frozen=True, slots=True)
-class Ranks:
+class CollectiveRanks:
     """The ranks of a collective: how many there are, and how far apart neighbours are numbered."""
 
     count: int
     stride: int
 
 
-class Source(Protocol):
+class InstructionPrices(Protocol):
     """Where the seconds of a run come from."""
 
     @property
@@ -54,7 +54,7 @@ class Source(Protocol):
     def boundary_bytes(self, unit: int) -> float:
         """Of what passes to a unit on another pipeline rank."""
 
-    def collective_s(self, collective: Collective, size: float, over: Ranks) -> float:
+    def collective_s(self, collective: Collective, size: float, over: CollectiveRanks) -> float:
         """One collective of ``size`` bytes, as ``hardware.cluster.CollectiveRate`` counts them; 0 for one rank."""
 
     def settle_s(self, size: float) -> float:
@@ -64,11 +64,11 @@ class Source(Protocol):
         """The optimizer's step on a rank that holds these units."""
 
 
-def instruction_seconds(run: Resolved, program: Program, source: Source) -> PerUnit:
+def instruction_seconds(run: Resolved, program: Program, source: InstructionPrices) -> PerUnit:
     """Seconds of each instruction of the run's step."""
     owned = rank_parameters(run)
     held = [[owned[u] for u in program.held_by(rank)] for rank in range(program.pp)]
-    tp = Ranks(run.plan.mesh.tp, 1)
+    tp = CollectiveRanks(run.plan.mesh.tp, 1)
     return PerUnit(
         units=tuple(_unit(run, program, source, unit, parameters) for unit, parameters in enumerate(owned)),
         reduce_partial_s=max(
@@ -79,16 +79,16 @@ def instruction_seconds(run: Resolved, program: Program, source: Source) -> PerU
     )
 
 
-def _unit(run: Resolved, program: Program, source: Source, unit: int, owned: UnitParameters) -> UnitSeconds:
+def _unit(run: Resolved, program: Program, source: InstructionPrices, unit: int, owned: UnitParameters) -> UnitSeconds:
     mesh = run.plan.mesh
     held = [(family, n) for family in run.plan.families if (n := family_numel(run, owned, family))]
     share = share_numel(run, owned)
     stage = mesh.tp * mesh.cp * mesh.dp
-    holders = Ranks(len(program.holders(unit)), stage)
+    holders = CollectiveRanks(len(program.holders(unit)), stage)
     fetch_s = reduce_s = replicas_s = 0.0
     for family, elements in held:
-        shards = Ranks(mesh.shards(family), mesh.ep if family == "experts" else mesh.tp)
-        copies = Ranks(mesh.replicas, shards.stride * shards.count)
+        shards = CollectiveRanks(mesh.shards(family), mesh.ep if family == "experts" else mesh.tp)
+        copies = CollectiveRanks(mesh.replicas, shards.stride * shards.count)
         gradients = source.gradient_bytes * elements
         fetch_s += source.collective_s("all-gather", source.parameter_bytes * elements, shards)
         if not run.plan.trains(family):
@@ -106,7 +106,7 @@ def _unit(run: Resolved, program: Program, source: Source, unit: int, owned: Uni
         tie_s=source.collective_s("all-reduce", source.gradient_bytes * share, holders),
         # Three buffers are read and written: as many passes over memory as the settling of twice one.
         snapshot_s=source.settle_s(2 * FP32 * share) / (run.config.state.snapshot_every or 1),
-        transfer_s=source.collective_s("send", source.boundary_bytes(unit), Ranks(2, stage)),
+        transfer_s=source.collective_s("send", source.boundary_bytes(unit), CollectiveRanks(2, stage)),
     )
 
 

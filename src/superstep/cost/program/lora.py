@@ -38,7 +38,7 @@ READS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Adapted:
+class LoraLinear:
     """One linear of a block with its factors, on one rank and for one microbatch."""
 
     linear: str
@@ -53,7 +53,7 @@ class Adapted:
         return 2 * self.rows * self.rank * (self.inputs + self.outputs)
 
 
-def adapted_linears(run: Resolved) -> tuple[Adapted, ...]:
+def adapted_linears(run: Resolved) -> tuple[LoraLinear, ...]:
     """Those of one block of the decoder; all are alike."""
     if run.config.lora is None:
         return ()
@@ -65,12 +65,12 @@ def _pairs(run: Resolved) -> Iterator[tuple[Parameter, Parameter]]:
     return zip(factors[::2], factors[1::2], strict=True)
 
 
-def _adapted(run: Resolved, a: Parameter, b: Parameter, d: LocalDims) -> Adapted:
+def _adapted(run: Resolved, a: Parameter, b: Parameter, d: LocalDims) -> LoraLinear:
     def held(size: int, axis: str | None) -> int:
         return size // (run.plan.mesh.tp if run.plan.rules.cut(axis) == "tp" else 1)
 
     linear = a.name.split(".")[-3]
-    return Adapted(
+    return LoraLinear(
         linear=linear,
         rows=d.T if READS[linear] in ("first norm", "attention") else d.Tf,
         inputs=held(a.dims[1], a.axes[1]),

@@ -1,6 +1,7 @@
 """Machines: what an operation takes, in seconds.
 
-Two of them. A ``Machine`` has one rate for everything of a kind, as a data sheet does. A ``Measured`` one looks up what
+Two of them. A ``MachineRates`` has one rate for everything of a kind, as a data sheet does. A ``Measured`` one looks up
+what
 was measured: products by shape, passes over memory by size, collectives by their latency and rate.
 
     collectives of b bytes over n ranks, by a ring or by direct exchange (Thakur 2005, sec. 4)
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from superstep.cost.program.operation import Attention, Axis, Message, Operations, Pass, Product
+from superstep.cost.program.operation import AttentionOperation, Axis, CollectiveOperation, Operations, Pass, Product
 from superstep.errors import ConfigError
 from superstep.hardware.chip import ProductRate, Rate
 from superstep.hardware.cluster import Cluster, Collective
@@ -47,7 +48,7 @@ class Prices(Protocol):
     def product_s(self, product: Product) -> float:
         """One product (or as many as it has in a batch)."""
 
-    def attention_s(self, attention: Attention) -> float:
+    def attention_s(self, attention: AttentionOperation) -> float:
         """One call."""
 
     def pass_s(self, kernel: str, size: float) -> float:
@@ -58,7 +59,7 @@ class Prices(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class MachineRates:
     """What one rank's device does in a second, and the link between two of them."""
 
     gemm_flops_per_s: float
@@ -75,7 +76,7 @@ class Machine:
         """At the one rate for products."""
         return product.flops / product.count / self.gemm_flops_per_s
 
-    def attention_s(self, attention: Attention) -> float:
+    def attention_s(self, attention: AttentionOperation) -> float:
         """At the same, for the full square."""
         return attention.flops / attention.count / self.gemm_flops_per_s
 
@@ -146,7 +147,7 @@ class Measured:
         shape = (product.rows, product.width, product.inner)
         return self._overhead_s() + product.flops / product.count / self._rate(product.kernel, shape)
 
-    def attention_s(self, attention: Attention) -> float:
+    def attention_s(self, attention: AttentionOperation) -> float:
         """By the rates of the lengths around it, which were measured causal: without the mask there is twice as much
         to do.
         """
@@ -226,11 +227,11 @@ def seconds(operations: Operations, machine: Prices, ranks: Callable[[Axis], int
         match operation:
             case Product():
                 once = machine.product_s(operation)
-            case Attention():
+            case AttentionOperation():
                 once = machine.attention_s(operation)
             case Pass():
                 once = machine.pass_s(operation.kernel, operation.bytes)
-            case Message():
+            case CollectiveOperation():
                 once = machine.collective_s(operation.collective, operation.bytes, ranks(operation.axis))
         total += operation.count * once
     return total

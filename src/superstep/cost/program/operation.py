@@ -49,7 +49,7 @@ class Product:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attention:
+class AttentionOperation:
     """Fused attention, ``heads`` heads of all sequences of a microbatch; a causal kernel skips the masked half."""
 
     heads: int
@@ -89,7 +89,7 @@ class Pass:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
+class CollectiveOperation:
     """A collective, with the bytes of ``hardware.cluster.CollectiveRate``: those of the whole tensor on one rank."""
 
     collective: Collective
@@ -103,7 +103,7 @@ class Message:
         return 0
 
 
-Operation: TypeAlias = Product | Attention | Pass | Message
+Operation: TypeAlias = Product | AttentionOperation | Pass | CollectiveOperation
 Operations: TypeAlias = tuple[Operation, ...]
 
 
@@ -144,6 +144,6 @@ def flops(operations: Operations) -> int:
     return sum(operation.flops for operation in operations)
 
 
-def messages(operations: Operations) -> Iterator[Message]:
+def messages(operations: Operations) -> Iterator[CollectiveOperation]:
     """The collectives among them."""
-    return (operation for operation in operations if isinstance(operation, Message))
+    return (operation for operation in operations if isinstance(operation, CollectiveOperation))

@@ -31,9 +31,9 @@ from superstep.cost.program.buffers import (
     zero_stage,
 )
 from superstep.cost.program.flops import UnitParameters, rank_parameters
-from superstep.cost.program.instruction_seconds import Ranks, instruction_seconds
+from superstep.cost.program.instruction_seconds import CollectiveRanks, instruction_seconds
 from superstep.cost.program.memory import RankBytes, rank_bytes
-from superstep.cost.program.op_prices import Machine, Prices, seconds
+from superstep.cost.program.op_prices import MachineRates, Prices, seconds
 from superstep.cost.program.operation import Axis, UnitOperations
 from superstep.cost.program.simulate import Durations, PerUnit, UnitSeconds, simulate
 from superstep.cost.program.unit_operations import decoder_operations
@@ -44,7 +44,7 @@ from superstep.program.instructions import Forward, Program, Recv
 from superstep.program.peak_memory import UnitBytes
 from superstep.program.timeline import Timeline
 
-__all__ = ["Machine", "Prediction", "durations", "predict"]
+__all__ = ["MachineRates", "Prediction", "durations", "predict"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +201,7 @@ class Operated:
         """Of the unit's input."""
         return self.operations[unit].input_bytes
 
-    def collective_s(self, collective: Collective, size: float, over: Ranks) -> float:
+    def collective_s(self, collective: Collective, size: float, over: CollectiveRanks) -> float:
         """As the machine has it, which knows the number of ranks alone."""
         return self.machine.collective_s(collective, size, over.count) if size else 0.0
 

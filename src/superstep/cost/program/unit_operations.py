@@ -21,7 +21,15 @@ from collections.abc import Iterator
 from superstep.cost.program.buffers import ELEMENT_BYTES, FP32, INDEX, TOKEN, has_fused_loss, zero_stage
 from superstep.cost.program.flops import LocalDims, local_dims, rank_parameters
 from superstep.cost.program.lora import adapted_linears, kept_outputs
-from superstep.cost.program.operation import Attention, Message, Operation, Operations, Pass, Product, UnitOperations
+from superstep.cost.program.operation import (
+    AttentionOperation,
+    CollectiveOperation,
+    Operation,
+    Operations,
+    Pass,
+    Product,
+    UnitOperations,
+)
 from superstep.cost.program.temporaries import CHUNK_TOKENS
 from superstep.plan.resolve import Resolved
 
@@ -58,11 +66,11 @@ def _seam(run: Resolved, size: int) -> tuple[Operations, Operations]:
     if run.plan.mesh.tp == 1:
         return (), ()
     if not run.plan.sequence_parallel:
-        both = (Message(collective="all-reduce", axis="tp", bytes=size),)
+        both = (CollectiveOperation(collective="all-reduce", axis="tp", bytes=size),)
         return both, both
     return (
-        (Message(collective="all-gather", axis="tp", bytes=size),),
-        (Message(collective="reduce-scatter", axis="tp", bytes=size),),
+        (CollectiveOperation(collective="all-gather", axis="tp", bytes=size),),
+        (CollectiveOperation(collective="reduce-scatter", axis="tp", bytes=size),),
     )
 
 
@@ -127,17 +135,17 @@ def _factors(run: Resolved) -> Iterator[Product]:
         yield Product(rows=one.rows, inner=one.rank, width=one.outputs)
 
 
-def _attention(run: Resolved, d: LocalDims) -> Attention:
+def _attention(run: Resolved, d: LocalDims) -> AttentionOperation:
     """As if the rank had its share of all heads of whole sequences, which is as much work however cp cuts it, and as if
     each sequence was one document. In a sliding window a block of queries meets two of keys.
     """
     keys = min(d.S, 2 * run.shape.window) if run.shape.window else d.S
     queries = d.S // run.plan.mesh.cp
-    return Attention(heads=d.N * (d.T // queries), queries=queries, keys=keys, head_dim=d.H)
+    return AttentionOperation(heads=d.N * (d.T // queries), queries=queries, keys=keys, head_dim=d.H)
 
 
-def _back(attention: Attention) -> Attention:
-    return Attention(
+def _back(attention: AttentionOperation) -> AttentionOperation:
+    return AttentionOperation(
         heads=attention.heads,
         queries=attention.queries,
         keys=attention.keys,
@@ -171,29 +179,29 @@ def _messages(run: Resolved, d: LocalDims, e: int, *, is_backward: bool) -> Iter
         if run.plan.rules.cut(region) == "tp" and mesh.tp > 1:
             size = d.T * d.D * e
             if run.plan.sequence_parallel:
-                yield Message(collective="all-gather", axis="tp", bytes=size)
-                yield Message(collective="reduce-scatter", axis="tp", bytes=size)
+                yield CollectiveOperation(collective="all-gather", axis="tp", bytes=size)
+                yield CollectiveOperation(collective="reduce-scatter", axis="tp", bytes=size)
             else:
-                yield Message(collective="all-reduce", axis="tp", bytes=size)
+                yield CollectiveOperation(collective="all-reduce", axis="tp", bytes=size)
     if shape.moe and mesh.ep > 1:
         rows = d.m * shape.moe.experts_per_token
-        yield Message(collective="all-to-all", axis="ep", bytes=rows * d.D * e, count=2)
+        yield CollectiveOperation(collective="all-to-all", axis="ep", bytes=rows * d.D * e, count=2)
         if not is_backward:  # how many rows go where
-            yield Message(collective="all-to-all", axis="ep", bytes=shape.moe.experts * INDEX)
+            yield CollectiveOperation(collective="all-to-all", axis="ep", bytes=shape.moe.experts * INDEX)
     if shape.moe and mesh.cp * mesh.tp > 1 and not is_backward:
         logits = run.plan.microbatch * d.S * shape.moe.logits
-        yield Message(collective="all-gather", axis="sequence", bytes=FP32 * logits)
+        yield CollectiveOperation(collective="all-gather", axis="sequence", bytes=FP32 * logits)
     if shape.moe and mesh.tp > 1 and not run.plan.sequence_parallel:
-        yield Message(collective="all-gather", axis="tp", bytes=d.T * d.D * e)
+        yield CollectiveOperation(collective="all-gather", axis="tp", bytes=d.T * d.D * e)
     if mesh.cp > 1 and run.plan.context == "ring":
         hop = 2 * d.T * d.K * d.H
-        yield Message(collective="send", axis="cp", bytes=hop * e, count=mesh.cp - 1)
+        yield CollectiveOperation(collective="send", axis="cp", bytes=hop * e, count=mesh.cp - 1)
         if is_backward:  # their gradients, which make one hop more
-            yield Message(collective="send", axis="cp", bytes=hop * FP32, count=mesh.cp)
+            yield CollectiveOperation(collective="send", axis="cp", bytes=hop * FP32, count=mesh.cp)
     elif mesh.cp > 1:
         packed = d.N + 2 * max(d.K, mesh.cp)
-        yield Message(collective="all-to-all", axis="cp", bytes=d.T * packed * d.H * e)
-        yield Message(collective="all-to-all", axis="cp", bytes=d.T * d.N * d.H * e)
+        yield CollectiveOperation(collective="all-to-all", axis="cp", bytes=d.T * packed * d.H * e)
+        yield CollectiveOperation(collective="all-to-all", axis="cp", bytes=d.T * d.N * d.H * e)
 
 
 def _head(run: Resolved) -> UnitOperations:
@@ -230,9 +238,9 @@ def _head(run: Resolved) -> UnitOperations:
     )
 
 
-def _over_vocabulary(tokens: int, chunk_tokens: int) -> Iterator[Message]:
+def _over_vocabulary(tokens: int, chunk_tokens: int) -> Iterator[CollectiveOperation]:
     """Of each chunk the largest of all ranks' sums of a token; their sum, and the target's logit."""
     for first in range(0, tokens, chunk_tokens):
         size = FP32 * min(chunk_tokens, tokens - first)
-        yield Message(collective="all-reduce", axis="tp", bytes=size)
-        yield Message(collective="all-reduce", axis="tp", bytes=2 * size)
+        yield CollectiveOperation(collective="all-reduce", axis="tp", bytes=size)
+        yield CollectiveOperation(collective="all-reduce", axis="tp", bytes=2 * size)

@@ -24,7 +24,7 @@ from superstep.numerics.fixed_point import ACTIVATION, Grid
 from superstep.numerics.invariant_attention import BLOCK, attend_rows, padded_keys, padded_rows, probabilities
 
 
-class Exchange(Protocol):
+class KeyExchange(Protocol):
     """How keys and values of a sequence meet that lies on several ranks."""
 
     def gather(self, x_BsKH: Tensor) -> Tensor:
@@ -34,7 +34,7 @@ class Exchange(Protocol):
         """The way back: this rank's own, summed over ranks."""
 
 
-class Alone:
+class WholeSequence:
     """The whole sequence lies here."""
 
     def gather(self, x_BsKH: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ class ExactAttend:
     """
 
     chunks: Sequence[int]
-    exchange: Exchange
+    exchange: KeyExchange
     grid: Grid = ACTIVATION
     starts: Tensor | None = None
 
@@ -67,20 +67,20 @@ class ExactAttend:
         out: Tensor = _Attend.apply(q_BSNH, k_BSKH, v_BSKH, self)  # type: ignore[no-untyped-call]
         return out
 
-    def parts(self, chunk: int, length: int, sequences: int) -> Iterator[Part]:
+    def parts(self, chunk: int, length: int, sequences: int) -> Iterator[QueryPart]:
         """The pieces of a chunk whose queries see keys from one start on: all sequences, or each document's own."""
         first, end = chunk * length, (chunk + 1) * length
         if self.starts is None:
-            yield Part(slice(0, sequences), first, end, 0)
+            yield QueryPart(slice(0, sequences), first, end, 0)
             return
         for row, starts in enumerate(self.starts[:, first:end].tolist()):
             for start, group in groupby(range(length), key=starts.__getitem__):
                 places = list(group)
-                yield Part(slice(row, row + 1), first + places[0], first + places[-1] + 1, start)
+                yield QueryPart(slice(row, row + 1), first + places[0], first + places[-1] + 1, start)
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class QueryPart:
     """Queries that see the same keys but for later ones.
 
     Attributes:
@@ -192,9 +192,9 @@ def _by_torch(how: ExactAttend, of: tuple[Tensor, Tensor, Tensor, Tensor], to: t
         dkeys[part.sequences, seen] += _by_token(how.grid.put_(torch.bmm(ds.transpose(1, 2), rows)), kv_heads)
 
 
-def _stretches(how: ExactAttend, q_BSNH: Tensor) -> Iterator[tuple[list[Part], tuple[slice, slice]]]:
+def _stretches(how: ExactAttend, q_BSNH: Tensor) -> Iterator[tuple[list[QueryPart], tuple[slice, slice]]]:
     """Parts whose keys begin at one place and whose queries follow one another, and where those lie."""
-    begun: dict[tuple[int, int], tuple[list[Part], tuple[slice, slice]]] = {}
+    begun: dict[tuple[int, int], tuple[list[QueryPart], tuple[slice, slice]]] = {}
     for part, (rows, places) in _parts(how, q_BSNH):
         key = rows.start, part.start
         if key in begun:
@@ -212,7 +212,7 @@ def _wide(x_BSNH: Tensor) -> Tensor:
     return x_BSNH.float().transpose(1, 2)
 
 
-def _parts(how: ExactAttend, q_BSNH: Tensor) -> Iterator[tuple[Part, tuple[slice, slice]]]:
+def _parts(how: ExactAttend, q_BSNH: Tensor) -> Iterator[tuple[QueryPart, tuple[slice, slice]]]:
     """Each part of this rank's queries, and where they lie among them."""
     length = q_BSNH.shape[1] // len(how.chunks)
     for at, chunk in enumerate(how.chunks):

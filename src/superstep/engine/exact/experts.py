@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from superstep.engine.exact.linear import Cut, linear
-from superstep.engine.layers.grad_accumulation import Sink
+from superstep.engine.exact.linear import ReductionCut, linear
+from superstep.engine.layers.grad_accumulation import GradientSink
 from superstep.model.experts import GroupedLinear, in_order
 from superstep.model.moe import Gate
 from superstep.numerics.invariant_matmul import product
 
 
-def exact_grouped_linear(layer: GroupedLinear, sink: Sink) -> Any:  # noqa: ANN401
+def exact_grouped_linear(layer: GroupedLinear, sink: GradientSink) -> Any:  # noqa: ANN401
     """The layer's new forward; its weight's gradient goes to ``sink``."""
 
     def forward(x_RI: Tensor, rows_E: Tensor, part_R: Tensor | None = None) -> Tensor:
@@ -46,7 +46,7 @@ class _GroupedLinear(torch.autograd.Function):
         weight_EOI: Tensor,
         rows_E: Tensor,
         part_R: Tensor,
-        sink: Sink,
+        sink: GradientSink,
     ) -> Tensor:
         ctx.save_for_backward(x_RI, weight_EOI, rows_E, part_R)
         ctx.sink, ctx.rows = sink, rows_E.tolist()  # a GPU is waited for here, and not in the backward pass again
@@ -68,7 +68,7 @@ def _products(x_RI: Tensor, matrix_EIO: Tensor, rows: Sequence[int]) -> Tensor:
     return torch.cat((*parts, x_RI.new_zeros(nobodys, matrix_EIO.shape[2])))
 
 
-def _add_parts(sink: Sink, grad_RO: Tensor, x_RI: Tensor, rows_E: Tensor, part_R: Tensor) -> None:
+def _add_parts(sink: GradientSink, grad_RO: Tensor, x_RI: Tensor, rows_E: Tensor, part_R: Tensor) -> None:
     order_R, starts = _by_part(rows_E, part_R)
     if sink.grid.add_grouped_products(sink.into, grad_RO, x_RI, order_R, starts):
         return
@@ -88,11 +88,11 @@ def _by_part(rows_E: Tensor, part_R: Tensor) -> tuple[Tensor, Tensor]:
     return key_R.argsort(stable=True), torch.cat((rows.new_zeros(1), rows.cumsum(0)))
 
 
-def exact_gate(layer: Gate, sinks: Mapping[str, Sink], parts: int) -> Any:  # noqa: ANN401
+def exact_gate(layer: Gate, sinks: Mapping[str, GradientSink], parts: int) -> Any:  # noqa: ANN401
     """The router's new forward: its logits are fp32; the gradient of its matrices sums over ``parts`` of a sequence."""
-    cut = Cut(cells_in=1, cells_out=1, is_cut_in=False, is_cut_out=False, chunks=parts, group=None)
+    cut = ReductionCut(cells_in=1, cells_out=1, is_cut_in=False, is_cut_out=False, chunks=parts, group=None)
 
-    def logits(x_BsD: Tensor, weight: Tensor, sink: Sink) -> Tensor:
+    def logits(x_BsD: Tensor, weight: Tensor, sink: GradientSink) -> Tensor:
         return linear(x_BsD.float(), weight.float(), sink, cut)
 
     def forward(x_BsD: Tensor) -> Tensor:

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 from superstep.comm.collectives import stack_ranks
 from superstep.comm.mesh import Group
-from superstep.engine.layers.grad_accumulation import Sink
+from superstep.engine.layers.grad_accumulation import GradientSink
 from superstep.kernels import cpu_library, norm
 from superstep.numerics.invariant_matmul import product, tree_sum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
+class ReductionCut:
     """How a linear layer's sums are cut on this rank.
 
     Attributes:
@@ -52,7 +52,7 @@ class Cut:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_BSI: Tensor, weight_OI: Tensor, sink: Sink | None, cut: Cut) -> Tensor:  # noqa: ANN401
+    def forward(ctx: Any, x_BSI: Tensor, weight_OI: Tensor, sink: GradientSink | None, cut: ReductionCut) -> Tensor:  # noqa: ANN401
         ctx.save_for_backward(None if sink is None else x_BSI, weight_OI)
         ctx.sink, ctx.cut = sink, cut
         return forward_product(x_BSI, weight_OI, cut)
@@ -60,7 +60,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_BSO: Tensor) -> tuple[Tensor, None, None, None]:  # noqa: ANN401
         x_BSI, weight_OI = ctx.saved_tensors
-        cut: Cut = ctx.cut
+        cut: ReductionCut = ctx.cut
         dx = product(grad_BSO.flatten(0, -2), weight_OI, cells=cut.cells_out)
         dx = cut.over_ranks(dx, is_cut=cut.is_cut_out)
         if ctx.sink is not None:
@@ -68,14 +68,14 @@ class _Linear(torch.autograd.Function):
         return dx.to(grad_BSO.dtype).view(*grad_BSO.shape[:-1], -1), None, None, None
 
 
-def forward_product(x_BSI: Tensor, weight_OI: Tensor, cut: Cut) -> Tensor:
+def forward_product(x_BSI: Tensor, weight_OI: Tensor, cut: ReductionCut) -> Tensor:
     """x · weightᵀ, rounded to the dtype of x."""
     y = product(x_BSI.flatten(0, -2), weight_OI.t(), cells=cut.cells_in)
     y = cut.over_ranks(y, is_cut=cut.is_cut_in)
     return y.to(x_BSI.dtype).view(*x_BSI.shape[:-1], -1)
 
 
-def add_weight_gradient(sink: Sink, grad_BSO: Tensor, x_BSI: Tensor, chunks: int) -> None:
+def add_weight_gradient(sink: GradientSink, grad_BSO: Tensor, x_BSI: Tensor, chunks: int) -> None:
     """``into += gradᵀ · x``, a product for each chunk of the sequence; ``into: [O, I]`` is int64."""
     if sink.grid.add_products(sink.into, grad_BSO, x_BSI, chunks):
         return
@@ -83,7 +83,7 @@ def add_weight_gradient(sink: Sink, grad_BSO: Tensor, x_BSI: Tensor, chunks: int
         sink.grid.add(sink.into, product(grad.flatten(0, -2).t(), x.flatten(0, -2)))
 
 
-def exact_linear(layer: nn.Linear, sink: Sink | None, cut: Cut, bias_sink: Sink | None) -> Any:  # noqa: ANN401
+def exact_linear(layer: nn.Linear, sink: GradientSink | None, cut: ReductionCut, bias_sink: GradientSink | None) -> Any:  # noqa: ANN401
     """The layer's new forward; the gradients of its weight and of its bias, if it has one, go to the sinks. What is
     frozen has none.
     """
@@ -103,7 +103,7 @@ class _Bias(torch.autograd.Function):
     """A bias of outputs that this rank alone has; its gradient is summed over tokens on a fixed grid."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, bias: Tensor, sink: Sink) -> Tensor:  # noqa: ANN401
+    def forward(ctx: Any, y: Tensor, bias: Tensor, sink: GradientSink) -> Tensor:  # noqa: ANN401
         ctx.sink = sink
         return y + bias
 
@@ -113,7 +113,7 @@ class _Bias(torch.autograd.Function):
         return grad, None, None
 
 
-def linear(x_BSI: Tensor, weight_OI: Tensor, sink: Sink | None, cut: Cut) -> Tensor:
+def linear(x_BSI: Tensor, weight_OI: Tensor, sink: GradientSink | None, cut: ReductionCut) -> Tensor:
     """x · weightᵀ; the weight's gradient goes to ``sink``, if there is one."""
     if not torch.is_grad_enabled():
         return forward_product(x_BSI, weight_OI, cut)
@@ -124,7 +124,7 @@ def linear(x_BSI: Tensor, weight_OI: Tensor, sink: Sink | None, cut: Cut) -> Ten
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, weight: Tensor, sink: Sink) -> Tensor:  # noqa: ANN401
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor, sink: GradientSink) -> Tensor:  # noqa: ANN401
         ctx.save_for_backward(tokens)
         ctx.sink = sink
         return F.embedding(tokens, weight)
@@ -136,11 +136,11 @@ class _Embedding(torch.autograd.Function):
         return None, None, None
 
 
-def _add_rows(sink: Sink, tokens: Tensor, grad: Tensor) -> None:
+def _add_rows(sink: GradientSink, tokens: Tensor, grad: Tensor) -> None:
     sink.into.index_add_(0, tokens, sink.grid.put_(grad.to(torch.float32, copy=True)))
 
 
-def exact_embedding(layer: nn.Embedding, sink: Sink) -> Any:  # noqa: ANN401
+def exact_embedding(layer: nn.Embedding, sink: GradientSink) -> Any:  # noqa: ANN401
     """The layer's new forward; the table's gradient goes to ``sink``."""
 
     def forward(tokens: Tensor) -> Tensor:
@@ -158,7 +158,7 @@ class _Norm(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, sink: Sink | None, eps: float) -> Tensor:  # noqa: ANN401
+    def forward(ctx: Any, x: Tensor, weight: Tensor, sink: GradientSink | None, eps: float) -> Tensor:  # noqa: ANN401
         out, r = _normalise(x, weight, eps)
         ctx.save_for_backward(x, weight, r)
         ctx.sink = sink
@@ -178,7 +178,7 @@ class _Norm(torch.autograd.Function):
         return dx.to(x.dtype), None, None, None
 
 
-def _norm_backward(grad: Tensor, x: Tensor, weight: Tensor, r: Tensor, sink: Sink | None) -> Tensor:
+def _norm_backward(grad: Tensor, x: Tensor, weight: Tensor, r: Tensor, sink: GradientSink | None) -> Tensor:
     """The same by the kernel, in one pass."""
     if sink is None:
         return norm.backward_on_grid(grad, x, weight, r, into_D=None, scale=1.0, limit=1.0)[0]
@@ -191,7 +191,7 @@ def _norm_backward(grad: Tensor, x: Tensor, weight: Tensor, r: Tensor, sink: Sin
     return dx
 
 
-def _add_tokens(sink: Sink, parts: Tensor) -> None:
+def _add_tokens(sink: GradientSink, parts: Tensor) -> None:
     sink.into.add_(sink.grid.put_(parts).flatten(0, -2).sum(0))
 
 
@@ -202,7 +202,7 @@ def _normalise(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return (wide * r * weight.float()).to(x.dtype), r
 
 
-def exact_norm(weight: Tensor, sink: Sink | None, eps: float) -> Any:  # noqa: ANN401
+def exact_norm(weight: Tensor, sink: GradientSink | None, eps: float) -> Any:  # noqa: ANN401
     """The new forward of an RMSNorm; its weight's gradient goes to ``sink``, if there is one."""
 
     def forward(x: Tensor) -> Tensor:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from superstep.engine.exact.linear import Cut, add_weight_gradient, forward_product
-from superstep.engine.layers.grad_accumulation import Sink
+from superstep.engine.exact.linear import ReductionCut, add_weight_gradient, forward_product
+from superstep.engine.layers.grad_accumulation import GradientSink
 from superstep.model.lora import AdaptedLinear
 from superstep.numerics.invariant_matmul import product
 
@@ -25,15 +25,19 @@ from superstep.numerics.invariant_matmul import product
 class _Parts:
     """How the sums of a linear and of its factors are cut, and where the factors' gradients go."""
 
-    linear: Cut
-    a: Cut
-    b: Cut
-    sink_a: Sink
-    sink_b: Sink
+    linear: ReductionCut
+    a: ReductionCut
+    b: ReductionCut
+    sink_a: GradientSink
+    sink_b: GradientSink
     scale: float
 
 
-def exact_adapted(layer: AdaptedLinear, cuts: tuple[Cut, Cut, Cut], sinks: tuple[Sink, Sink]) -> Any:  # noqa: ANN401
+def exact_adapted(
+    layer: AdaptedLinear,
+    cuts: tuple[ReductionCut, ReductionCut, ReductionCut],
+    sinks: tuple[GradientSink, GradientSink],
+) -> Any:  # noqa: ANN401
     """The layer's new forward.
 
     Args:

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from superstep.engine.exact.linear import Cut, add_weight_gradient
-from superstep.engine.layers.grad_accumulation import Sink
+from superstep.engine.exact.linear import ReductionCut, add_weight_gradient
+from superstep.engine.layers.grad_accumulation import GradientSink
 from superstep.kernels.cross_entropy import apply_temperature
 from superstep.numerics.fixed_point import exact_loss_sum
 from superstep.numerics.invariant_matmul import product, tree_sum
@@ -23,7 +23,7 @@ from superstep.numerics.objective import Aim
 
 
 def exact_loss(
-    h_BSD: Tensor, weight_WD: Tensor, aim: Aim, scale: float, sink: Sink | None, cut: Cut, vocab: int
+    h_BSD: Tensor, weight_WD: Tensor, aim: Aim, scale: float, sink: GradientSink | None, cut: ReductionCut, vocab: int
 ) -> Tensor:
     """The losses of all tokens summed, fp64. Gradients are those of scale · sum; the weight's goes to ``sink``, if
     there is one. Columns beyond ``vocab`` have no probability.
@@ -40,8 +40,8 @@ class _Loss(torch.autograd.Function):
         weight_WD: Tensor,
         aim: Aim,
         scale: float,
-        sink: Sink | None,
-        cut: Cut,
+        sink: GradientSink | None,
+        cut: ReductionCut,
         vocab: int,
     ) -> Tensor:
         targets_BS = aim.targets
@@ -75,7 +75,7 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
         h_BSD, weight_WD, dscores_BSW = ctx.saved_tensors
-        cut: Cut = ctx.cut
+        cut: ReductionCut = ctx.cut
         dh = product(dscores_BSW.flatten(0, -2), weight_WD, cells=cut.cells_out)
         dh = cut.over_ranks(dh, is_cut=cut.is_cut_out)
         if ctx.sink is not None:
@@ -83,7 +83,7 @@ class _Loss(torch.autograd.Function):
         return dh.to(h_BSD.dtype).view(h_BSD.shape), None, None, None, None, None, None
 
 
-def totals_(scores_RW: Tensor, cut: Cut) -> tuple[Tensor, Tensor, Tensor]:
+def totals_(scores_RW: Tensor, cut: ReductionCut) -> tuple[Tensor, Tensor, Tensor]:
     """What a row's log-probabilities are made of; a column's is ``score - top - log(total)``.
 
     Args:
@@ -99,7 +99,7 @@ def totals_(scores_RW: Tensor, cut: Cut) -> tuple[Tensor, Tensor, Tensor]:
     return exp_RW, cut.over_ranks(tree_sum(cells).unsqueeze(-1), is_cut=cut.is_cut_out), top_R1
 
 
-def _over_ranks(values: Tensor, cut: Cut, op: dist.ReduceOp.RedOpType) -> Tensor:
+def _over_ranks(values: Tensor, cut: ReductionCut, op: dist.ReduceOp.RedOpType) -> Tensor:
     """A sum or a maximum that rounds nothing, so that its order does not matter."""
     if cut.group is not None and cut.is_cut_out:
         dist.all_reduce(values, op=op, group=cut.group)

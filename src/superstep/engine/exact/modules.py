@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from superstep.comm.device import Device
 from superstep.comm.mesh import Group
 from superstep.engine.exact.experts import exact_combine, exact_gate, exact_grouped_linear
-from superstep.engine.exact.linear import Cut, exact_embedding, exact_linear, exact_norm
+from superstep.engine.exact.linear import ReductionCut, exact_embedding, exact_linear, exact_norm
 from superstep.engine.exact.lora import exact_adapted
 from superstep.engine.exact.loss import exact_loss
 from superstep.engine.exact.swiglu import exact_gate_of, exact_silu
 from superstep.engine.layers.fused import gated
-from superstep.engine.layers.grad_accumulation import Sink, hands_to, replace_forward
+from superstep.engine.layers.grad_accumulation import GradientSink, hands_to, replace_forward
 from superstep.errors import ConfigError
 from superstep.model.decoder import Head
 from superstep.model.experts import Experts, GroupedLinear
@@ -42,7 +42,7 @@ from superstep.plan.rules import Rules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exact:
+class ExactLayers:
     """What a rank's layers need to know in exact mode.
 
     Attributes:
@@ -59,15 +59,17 @@ class Exact:
     chunks: int
     parts: int
     group: Group | None
-    sinks: Mapping[nn.Parameter, Sink]
+    sinks: Mapping[nn.Parameter, GradientSink]
 
-    def cut(self, param: ParamSpec) -> Cut:
+    def cut(self, param: ParamSpec) -> ReductionCut:
         """How the sums of a linear layer are cut; the dims of its weight are (output, input)."""
         if "shared_ffn" in param.axes:
-            return Cut(cells_in=1, cells_out=1, is_cut_in=False, is_cut_out=False, chunks=self.parts, group=None)
+            return ReductionCut(
+                cells_in=1, cells_out=1, is_cut_in=False, is_cut_out=False, chunks=self.parts, group=None
+            )
         is_cut_out, is_cut_in = (self.rules.cut(axis) == "tp" for axis in param.axes)
         cells = self.grain.cells // (1 if self.group is None else self.group.size())
-        return Cut(
+        return ReductionCut(
             cells_in=cells if is_cut_in else 1,
             cells_out=cells if is_cut_out else 1,
             is_cut_in=is_cut_in,
@@ -115,7 +117,7 @@ def grid_of(spec: ParamSpec, grain: Grain, shape: ModelShape, excess: Excess) ->
     return PARAMETER.of(terms, f"the gradient of {spec.name}", excess)
 
 
-def make_exact(module: nn.Module, spec: UnitSpec, exact: Exact) -> None:
+def make_exact(module: nn.Module, spec: UnitSpec, exact: ExactLayers) -> None:
     """Change the forward of the module's layers. Parameters of layers that are not known here are added as autograd
     gives them: the same bits for any split of the batch, not of a tensor.
     """
@@ -155,7 +157,7 @@ def _make_parts_exact(module: nn.Module) -> None:
         replace_forward(module.lm_head, _same)
 
 
-def _sum_into(layer: nn.Module, weight: nn.Parameter, exact: Exact) -> None:
+def _sum_into(layer: nn.Module, weight: nn.Parameter, exact: ExactLayers) -> None:
     """Have the gradient of a parameter that is neither a linear's nor a norm's go to its sink."""
     sink = exact.sinks[weight]
     if is_plain_embedding(layer):
@@ -169,7 +171,7 @@ def _sum_into(layer: nn.Module, weight: nn.Parameter, exact: Exact) -> None:
         weight.register_post_accumulate_grad_hook(hands_to(partial(sink.grid.add, sink.into)))
 
 
-def _adapt(layer: AdaptedLinear, local: str, spec: UnitSpec, exact: Exact) -> None:
+def _adapt(layer: AdaptedLinear, local: str, spec: UnitSpec, exact: ExactLayers) -> None:
     path = local.removesuffix(".weight")
     a, b = f"{path}{ENDS['a']}", f"{path}{ENDS['b']}"
     params = dict(layer.named_parameters())
@@ -179,7 +181,7 @@ def _adapt(layer: AdaptedLinear, local: str, spec: UnitSpec, exact: Exact) -> No
 
 
 def build_exact_loss(
-    head: nn.Module, spec: UnitSpec, exact: Exact, vocab: int
+    head: nn.Module, spec: UnitSpec, exact: ExactLayers, vocab: int
 ) -> Callable[[Tensor, Aim, float], Tensor]:
     """The loss of the last unit's output: (output, aim, scale) to the sum over all tokens, fp64."""
     assert isinstance(head, Head)

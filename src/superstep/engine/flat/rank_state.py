@@ -16,10 +16,10 @@ from superstep.model.unit import UnitSpec
 from superstep.numerics.dtypes import DTYPES
 from superstep.plan.resolve import Resolved
 from superstep.program.compile import compile_step
-from superstep.state.tensor_piece import Kind, Piece
+from superstep.state.tensor_piece import Kind, TensorPiece
 
 
-class Holding:
+class RankState:
     """The buffers of one rank.
 
     Args:
@@ -80,15 +80,15 @@ class Holding:
                 start = slot.start + low - b.start
                 yield start, start + high - low
 
-    def pieces(self, kinds: Sequence[Kind]) -> Iterator[Piece]:
+    def pieces(self, kinds: Sequence[Kind]) -> Iterator[TensorPiece]:
         """What this rank holds of the state, piece by piece, in the order of the units: of all that is trained."""
         return self._pieces(kinds, is_frozen=False)
 
-    def frozen_pieces(self) -> Iterator[Piece]:
+    def frozen_pieces(self) -> Iterator[TensorPiece]:
         """What this rank holds of the weights that are not trained, in the compute dtype."""
         return self._pieces(("weight",), is_frozen=True)
 
-    def _pieces(self, kinds: Sequence[Kind], *, is_frozen: bool) -> Iterator[Piece]:
+    def _pieces(self, kinds: Sequence[Kind], *, is_frozen: bool) -> Iterator[TensorPiece]:
         for unit, b in self._each():
             if b.is_frozen != is_frozen:
                 continue
@@ -110,7 +110,7 @@ class Holding:
         """Whether other ranks hold parts of the weights that this one computes with."""
         return any(b.zero == 3 for _, b in self._each())
 
-    def share_frozen(self, other: Holding) -> None:
+    def share_frozen(self, other: RankState) -> None:
         """Take the memory of another holding of the same model for what is not trained."""
         for unit, mine in self.buffers.items():
             theirs = {b.layout.family: b for b in other.buffers[unit]}
@@ -137,7 +137,7 @@ class Holding:
         )
 
 
-def _pieces(kind: Kind, slot: Slot, low: int, values: torch.Tensor, is_owner: bool) -> Iterator[Piece]:
+def _pieces(kind: Kind, slot: Slot, low: int, values: torch.Tensor, is_owner: bool) -> Iterator[TensorPiece]:
     """What the elements of a slot from ``low`` on are globally: a piece of one tensor, or of each of a stack."""
     stacked = 1 if slot.spec.stack else 0
     names = slot.spec.stack[slot.index[0]] if stacked else (slot.spec.name,)
@@ -146,7 +146,7 @@ def _pieces(kind: Kind, slot: Slot, low: int, values: torch.Tensor, is_owner: bo
     for number, name in enumerate(names):
         start, stop = max(low, number * numel), min(high, (number + 1) * numel)
         if start < stop:
-            yield Piece(
+            yield TensorPiece(
                 kind=kind,
                 name=name,
                 shape=slot.shape[stacked:],

@@ -32,12 +32,12 @@ from superstep.state.memory_snapshot import (
     WANTED,
     WHOLE,
     WRITING,
-    Memory,
-    Refused,
+    DamagedSnapshot,
+    SnapshotMemory,
     damaged_text,
     described,
 )
-from superstep.state.tensor_piece import Piece
+from superstep.state.tensor_piece import TensorPiece
 
 POLL_S = 0.01
 
@@ -86,7 +86,7 @@ class Snapshots:
         unpinned: why a GPU cannot copy straight into the memory; empty where it can.
     """
 
-    def __init__(self, memory: Memory, buffers: Mapping[int, Sequence[UnitBuffers]], device: Device) -> None:
+    def __init__(self, memory: SnapshotMemory, buffers: Mapping[int, Sequence[UnitBuffers]], device: Device) -> None:
         self._memory = memory
         self._device = device
         self._tensors: dict[int, list[tuple[Tensor, int]]] = {}
@@ -100,7 +100,7 @@ class Snapshots:
         compiled()  # beside nothing: the first copy is not to wait for a compiler
         self._slot: int | None = None
         self._checksum = 0
-        self._taken: Refused | None = None
+        self._taken: DamagedSnapshot | None = None
         self._left: set[int] = set()
         self._watched: list[int] = []
         self._stream = torch.cuda.Stream(device=device.torch) if device.kind == "cuda" else None
@@ -110,7 +110,7 @@ class Snapshots:
 
     def lay_out(
         self,
-        pieces: Iterator[Piece],
+        pieces: Iterator[TensorPiece],
         shapes: Mapping[str, tuple[int, ...]],
         beside: Mapping[str, str],
         folder: Path,
@@ -241,12 +241,12 @@ class Snapshots:
             yield from each
 
     @property
-    def refused(self) -> Refused | None:
+    def refused(self) -> DamagedSnapshot | None:
         """The snapshot that did not come to the disk, as it was damaged, until that is taken; on rank 0 alone."""
         found = self._memory.refused
         return None if found == self._taken else found
 
-    def take_refused(self) -> Refused | None:
+    def take_refused(self) -> DamagedSnapshot | None:
         """The same, once. The memory has it until the disk has another: who is killed before asks for that again."""
         found, self._taken = self.refused, self._memory.refused
         return found

@@ -46,11 +46,11 @@ def fuse(module: nn.Module) -> None:
         elif isinstance(layer, FeedForward | Experts):
             replace_forward(layer, gated(layer, swiglu.swiglu))
         elif type(layer) is Attention:
-            layer.rope = Turn(layer.rope)  # type: ignore[assignment]
+            layer.rope = FusedRotary(layer.rope)  # type: ignore[assignment]
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class FusedRotary:
     """The rotary embedding by the kernel, from the tables of the model's own."""
 
     rope: Rope

@@ -61,7 +61,7 @@ class Sums:
 
 
 @dataclass(frozen=True, slots=True)
-class Sink:
+class GradientSink:
     """Where a parameter's gradient goes in exact mode: the part of a gradient buffer, the grid, and who says when."""
 
     into: Tensor

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from superstep.comm.device import Device
 from superstep.cost.program.op_prices import LIKE
-from superstep.cost.program.operation import Attention, Operation, Pass, Product
+from superstep.cost.program.operation import AttentionOperation, Operation, Pass, Product
 from superstep.engine.document_attention import DocumentAttend
 from superstep.hardware.chip import CopyRate, ProductRate
 from superstep.kernels import attention as attend
@@ -121,7 +121,7 @@ def measure_operations(
         match operation:
             case Product():
                 rate = _product(_within(operation, gauge.device), dtype, gauge)
-            case Attention():
+            case AttentionOperation():
                 rate = _attention(operation, dtype, gauge)
             case Pass(kernel=kernel):
                 is_ours = gauge.device.kind == "cpu" and cpu_library.is_compiled()
@@ -199,7 +199,7 @@ def _gradient_s(product: Product, dtype: Dtype, gauge: Gauge) -> float:
     return max(whole_s - sum_s, whole_s / 10)
 
 
-def _attention(attention: Attention, dtype: Dtype, gauge: Gauge) -> ProductRate:
+def _attention(attention: AttentionOperation, dtype: Dtype, gauge: Gauge) -> ProductRate:
     shape = (1, attention.heads, attention.queries, attention.head_dim)
     keys = (1, attention.heads, attention.keys, attention.head_dim)
     q, k, v = (_filled(dims, dtype, gauge).requires_grad_(attention.is_backward) for dims in (shape, keys, keys))
@@ -220,7 +220,7 @@ def _attention(attention: Attention, dtype: Dtype, gauge: Gauge) -> ProductRate:
     return _rate(attention, dtype, taken_s)
 
 
-def _compiled_s(qkv: attend.Qkv, attention: Attention, gauge: Gauge) -> float:
+def _compiled_s(qkv: attend.Qkv, attention: AttentionOperation, gauge: Gauge) -> float:
     is_causal = attention.queries == attention.keys
     if is_causal and gauge.device.kind == "cpu":
         return _called_s(qkv, attention, gauge)
@@ -230,7 +230,7 @@ def _compiled_s(qkv: attend.Qkv, attention: Attention, gauge: Gauge) -> float:
     return gauge.seconds(lambda: attend.attend(*qkv, is_causal=is_causal))
 
 
-def _called_s(qkv: attend.Qkv, attention: Attention, gauge: Gauge) -> float:
+def _called_s(qkv: attend.Qkv, attention: AttentionOperation, gauge: Gauge) -> float:
     """As a block calls it: an operator of Python's, which lays out what the kernel makes."""
     call = DocumentAttend(None, is_compiled=True)
     q, k, v = (x.transpose(1, 2).contiguous().requires_grad_() for x in qkv)
@@ -241,7 +241,7 @@ def _called_s(qkv: attend.Qkv, attention: Attention, gauge: Gauge) -> float:
     return gauge.seconds(lambda: torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True))
 
 
-def _rate(attention: Attention, dtype: Dtype, taken_s: float) -> ProductRate:
+def _rate(attention: AttentionOperation, dtype: Dtype, taken_s: float) -> ProductRate:
     is_causal = attention.queries == attention.keys
     return ProductRate(
         kernel="attention-backward" if attention.is_backward else "attention",

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from superstep.comm.collectives import gather_sequence
 from superstep.comm.mesh import Group, Mesh
 from superstep.engine.parallel.sequence_parallel import GatherWhole, KeepOwn
-from superstep.model.expert_dispatch import Exchange, Local, Now
+from superstep.model.expert_dispatch import DispatchContext, ExpertDispatch, LocalDispatch
 from superstep.model.experts import Experts, sort_by_expert, spread, unsort
 from superstep.plan.resolve import Resolved
 from superstep.plan.sharding.sequence import positions
@@ -54,7 +54,7 @@ class SequenceParts:
         return self.positions[self.group.rank()]
 
 
-class ExpertParallel(Local):
+class ExpertParallel(LocalDispatch):
     """The exchange of a rank that holds a part of the experts, of the sequences, or of both.
 
     Args:
@@ -68,7 +68,7 @@ class ExpertParallel(Local):
         self,
         experts: Group | None,
         sequence: SequenceParts | None,
-        now: Now | None = None,
+        now: DispatchContext | None = None,
         *,
         parts: int | None = None,
     ) -> None:
@@ -182,7 +182,7 @@ def split_tokens(block: nn.Module, tp: Group) -> None:
     """Change the forward of a mixture of experts whose input is whole on every tp rank: each works on its share."""
     inner: Callable[..., Tensor] = block.forward
 
-    def forward(x_BSD: Tensor, *, exchange: Exchange) -> Tensor:
+    def forward(x_BSD: Tensor, *, exchange: ExpertDispatch) -> Tensor:
         y_BSD: Tensor = GatherWhole.apply(inner(KeepOwn.apply(x_BSD, tp), exchange=exchange), tp)  # type: ignore[no-untyped-call]
         return y_BSD
 

@@ -29,8 +29,8 @@ from superstep.comm.mesh import Group
 from superstep.engine.parallel.flash_partial import attend_block, attend_block_backward, merge
 from superstep.engine.parallel.flash_varlen import attend_parts, attend_parts_backward, bounds, starts_of
 from superstep.kernels import attention as kernel
-from superstep.plan.sharding.documents import Held, tiles
-from superstep.plan.sharding.sequence import Block, blocks
+from superstep.plan.sharding.documents import RankTokens, tiles
+from superstep.plan.sharding.sequence import AttentionBlock, blocks
 
 # Both rings are under way at once, on one group.
 _KEYS_TAG, _GRADIENTS_TAG = 0, 1
@@ -85,7 +85,7 @@ class _Hop:
         return self.arriving
 
 
-def _round(kv: Tensor, group: Group) -> Iterator[tuple[Block, Tensor]]:
+def _round(kv: Tensor, group: Group) -> Iterator[tuple[AttentionBlock, Tensor]]:
     """Each block with all keys and values of its source, [2, B, T, K, H]; meanwhile the next ones are coming."""
     mine = blocks(group.rank(), group.size())
     for block in mine:
@@ -110,9 +110,9 @@ class _Documents:
     @property
     def cuts(self) -> list[tuple[int, ...]]:
         """The own tokens of each document."""
-        return [Held(row[-1], self.cp, self.rank).cuts(row) for row in self.rows]
+        return [RankTokens(row[-1], self.cp, self.rank).cuts(row) for row in self.rows]
 
-    def rectangles(self, block: Block) -> Iterator[_Rectangle]:
+    def rectangles(self, block: AttentionBlock) -> Iterator[_Rectangle]:
         for number, row in enumerate(self.rows):
             for tile in tiles(block, row, cp=self.cp, rank=self.rank):
                 yield _Rectangle(slice(number, number + 1), tile.queries, tile.keys)
@@ -135,7 +135,7 @@ class _Rectangle:
         return kv[:, self.rows, self.keys]
 
 
-def _rectangles(block: Block, tokens: int, documents: _Documents | None) -> Iterator[_Rectangle]:
+def _rectangles(block: AttentionBlock, tokens: int, documents: _Documents | None) -> Iterator[_Rectangle]:
     """What is computed with another rank's keys."""
     if documents is not None:
         yield from documents.rectangles(block)

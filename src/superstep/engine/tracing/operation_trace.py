@@ -17,7 +17,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
 
-from superstep.cost.program.operation import Attention, Axis, Message, Operation, Operations, Pass, Product, collected
+from superstep.cost.program.operation import (
+    AttentionOperation,
+    Axis,
+    CollectiveOperation,
+    Operation,
+    Operations,
+    Pass,
+    Product,
+    collected,
+)
 from superstep.hardware.cluster import Collective
 from superstep.plan.sharding.sequence import blocks
 
@@ -108,7 +117,7 @@ class Noted:
         return collected(self.each)
 
 
-class Recorder(TorchDispatchMode):
+class OperationRecorder(TorchDispatchMode):
     """Notes what passes by while ``noting``.
 
     Args:
@@ -175,7 +184,7 @@ class Recorder(TorchDispatchMode):
         yield Pass(kernel="copy", bytes=4 * k.nbytes)
         for number, block in enumerate(every):
             queries, keys = (len(range(S)[part]) for part in (block.queries(S), block.keys(S)))
-            yield Attention(
+            yield AttentionOperation(
                 heads=B * N,
                 queries=queries,
                 keys=keys,
@@ -192,9 +201,9 @@ class Recorder(TorchDispatchMode):
         wide = fp32 if is_backward else 0
         axis = self._axes[args[-1]]
         for _ in every[1:]:
-            yield Message(collective="send", axis=axis, bytes=2 * k.nbytes)
+            yield CollectiveOperation(collective="send", axis=axis, bytes=2 * k.nbytes)
         for _ in every if wide else ():
-            yield Message(collective="send", axis=axis, bytes=2 * k.numel() * wide)
+            yield CollectiveOperation(collective="send", axis=axis, bytes=2 * k.numel() * wide)
 
     def _message(self, name: str, args: Any) -> Iterator[Operation]:  # noqa: ANN401
         collective = _COLLECTIVES.get(name)
@@ -204,7 +213,7 @@ class Recorder(TorchDispatchMode):
         size = max(x.nbytes for x in tensors)
         group = next(x for x in tree_iter(args) if isinstance(x, torch.ScriptObject))
         axis = self._axes[dist.ProcessGroup.unbox(group).group_name]
-        yield Message(collective=collective, axis=axis, bytes=size)
+        yield CollectiveOperation(collective=collective, axis=axis, bytes=size)
 
 
 def _even(pairs: int, experts: int) -> Tensor:
@@ -213,10 +222,10 @@ def _even(pairs: int, experts: int) -> Tensor:
         return torch.arange(experts + 1) * pairs // experts
 
 
-def _attention(name: str, given: Sequence[Tensor]) -> Attention:
+def _attention(name: str, given: Sequence[Tensor]) -> AttentionOperation:
     q, k = (given[1], given[2]) if "backward" in name else (given[0], given[1])
     B, N, S, H = q.shape
-    return Attention(heads=B * N, queries=S, keys=k.shape[2], head_dim=H, is_backward="backward" in name)
+    return AttentionOperation(heads=B * N, queries=S, keys=k.shape[2], head_dim=H, is_backward="backward" in name)
 
 
 def _product(given: Sequence[Tensor], out: Tensor) -> Operation:

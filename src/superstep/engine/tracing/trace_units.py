@@ -24,13 +24,13 @@ from superstep.comm.device import Device
 from superstep.comm.mesh import Group, Mesh, Sharers
 from superstep.cost.program.operation import Axis, UnitOperations
 from superstep.engine.build import assemble
-from superstep.engine.executor import Machine
+from superstep.engine.executor import RankUnits
 from superstep.engine.flat.buffers import UnitBuffers
 from superstep.engine.flat.layout import lay_out
 from superstep.engine.layers.grad_accumulation import input_gradient
 from superstep.engine.parallel.expert import ExpertParallel, build_exchange
-from superstep.engine.tracing.operation_trace import Noted, Recorder
-from superstep.model.expert_dispatch import Now
+from superstep.engine.tracing.operation_trace import Noted, OperationRecorder
+from superstep.model.expert_dispatch import DispatchContext
 from superstep.model.unit import UnitSpec
 from superstep.numerics.dtypes import DTYPES
 from superstep.numerics.objective import Aim
@@ -51,8 +51,8 @@ def operations_of(run: Resolved, specs: Sequence[UnitSpec]) -> tuple[UnitOperati
     seen = range(last + 1) if run.decoder is None else sorted({0, min(1, last), last})
     with _alone(run) as mesh, FakeTensorMode(allow_non_fake_inputs=True):
         machine, exchange = _machine(run, specs, mesh, seen)
-        recorder = Recorder(_axes(mesh))
-        exchange.now = Now(sequences=tuple(range(run.plan.microbatch)), step=0)
+        recorder = OperationRecorder(_axes(mesh))
+        exchange.now = DispatchContext(sequences=tuple(range(run.plan.microbatch)), step=0)
         found = {unit: _Unit(run, machine, exchange, unit, recorder).operations() for unit in seen}
     return tuple(found[unit] if unit in found else found[1] for unit in range(last + 1))
 
@@ -105,7 +105,7 @@ def _axes(mesh: Mesh) -> dict[str, Axis]:
 
 def _machine(
     run: Resolved, specs: Sequence[UnitSpec], mesh: Mesh, seen: Sequence[int]
-) -> tuple[Machine, ExpertParallel]:
+) -> tuple[RankUnits, ExpertParallel]:
     """What an executor would drive, with the units to be seen on one pipeline rank."""
     plan = run.plan
     stages = tuple(tuple(unit for unit in units if unit in seen) for units in plan.stages)
@@ -158,7 +158,7 @@ class _Unit:
     """One unit's passes."""
 
     def __init__(
-        self, run: Resolved, machine: Machine, exchange: ExpertParallel, unit: int, recorder: Recorder
+        self, run: Resolved, machine: RankUnits, exchange: ExpertParallel, unit: int, recorder: OperationRecorder
     ) -> None:
         self._run, self._machine, self._exchange = run, machine, exchange
         self._unit, self._recorder = unit, recorder

@@ -23,15 +23,15 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from superstep.errors import ConfigError, SuperstepError
-from superstep.grade.api.fields import Batch, Item
-from superstep.grade.api.metrics import Metrics
+from superstep.grade.api.fields import GradeBatch, Item
+from superstep.grade.api.metrics import GradeMetrics
 from superstep.grade.pool import Pool
 from superstep.grade.task import Rollout
 from superstep.grade.verdict import Verdict
 from superstep.serve.api.body_validation import read_model
 from superstep.serve.api.drain import Drain
 from superstep.serve.api.guard import OPEN_PATHS, Entrance
-from superstep.serve.api.http_errors import Refused
+from superstep.serve.api.http_errors import RequestError
 from superstep.serve.api.limits import Limits, Queue, read_json
 from superstep.serve.api.sse import Gone, until_gone
 
@@ -42,11 +42,11 @@ GONE_STATUS = 499
 
 
 @dataclass(frozen=True, slots=True)
-class Service:
+class GradeService:
     """What the handlers share."""
 
     pool: Pool
-    metrics: Metrics
+    metrics: GradeMetrics
     limits: Limits
     queue: Queue
     drain: Drain
@@ -66,7 +66,7 @@ class Service:
 
 def make_app(
     pool: Pool,
-    metrics: Metrics,
+    metrics: GradeMetrics,
     *,
     limits: Limits | None = None,
     queue: int = QUEUE,
@@ -82,7 +82,7 @@ def make_app(
         entrance: what stands before it; None lets loopback names in.
     """
     limits, entrance = limits or Limits(), entrance or Entrance()
-    service = Service(pool, metrics, limits, Queue(queue), entrance.drain)
+    service = GradeService(pool, metrics, limits, Queue(queue), entrance.drain)
     routes = [
         Route(path, _endpoint(handler, service), methods=[method])
         for method, path, handler in (
@@ -93,7 +93,7 @@ def make_app(
         )
     ]
 
-    def refuse(error: Refused) -> Response:
+    def refuse(error: RequestError) -> Response:
         metrics.refused.labels(str(error.status)).inc()
         return error.response()
 
@@ -101,21 +101,21 @@ def make_app(
     return Starlette(routes=routes, middleware=before, exception_handlers={HTTPException: _no_such_path})
 
 
-async def grade(request: Request, service: Service) -> Response:
+async def grade(request: Request, service: GradeService) -> Response:
     """One verdict."""
     item = read_model(Item, await read_json(request, service.limits))
     (verdict,) = await until_gone(request, service.verdicts([item], [item.rollout()]))
     return JSONResponse(verdict.told())
 
 
-async def batch(request: Request, service: Service) -> Response:
+async def batch(request: Request, service: GradeService) -> Response:
     """Many verdicts."""
-    asked = read_model(Batch, await read_json(request, service.limits))
+    asked = read_model(GradeBatch, await read_json(request, service.limits))
     verdicts = await until_gone(request, service.verdicts(asked.items, asked.rollouts()))
     return JSONResponse({"verdicts": [verdict.told() for verdict in verdicts]})
 
 
-async def health(request: Request, service: Service) -> Response:
+async def health(request: Request, service: GradeService) -> Response:
     """200 as long as there is anybody to answer it, but for a server that drains."""
     state = "draining" if service.drain.is_begun else "ready"
     told = {"status": state, "workers": service.pool.workers, "sandbox": service.pool.config.sandbox}
@@ -123,32 +123,32 @@ async def health(request: Request, service: Service) -> Response:
     return JSONResponse(told, status_code=503 if service.drain.is_begun else 200)
 
 
-async def numbers(request: Request, service: Service) -> Response:
+async def numbers(request: Request, service: GradeService) -> Response:
     """All numbers, in Prometheus's text form."""
     return Response(service.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
-Handler = Callable[[Request, Service], Awaitable[Response]]
+Handler = Callable[[Request, GradeService], Awaitable[Response]]
 
 
-def _endpoint(handler: Handler, service: Service) -> Callable[[Request], Awaitable[Response]]:
+def _endpoint(handler: Handler, service: GradeService) -> Callable[[Request], Awaitable[Response]]:
     async def answer(request: Request) -> Response:
         try:
             return await handler(request, service)
         except Gone:
             return Response(status_code=GONE_STATUS)
-        except (Refused, SuperstepError) as error:
-            refused = error if isinstance(error, Refused) else _of_file(error)
+        except (RequestError, SuperstepError) as error:
+            refused = error if isinstance(error, RequestError) else _of_file(error)
             service.metrics.refused.labels(str(refused.status)).inc()
             return refused.response()
 
     return answer
 
 
-def _of_file(error: SuperstepError) -> Refused:
+def _of_file(error: SuperstepError) -> RequestError:
     """The environment has no such task, which is not the client's fault."""
     is_file = isinstance(error, ConfigError)
-    return Refused(str(error), status=500, code="task_failed" if is_file else "grader_failed")
+    return RequestError(str(error), status=500, code="task_failed" if is_file else "grader_failed")
 
 
 async def _no_such_path(request: Request, error: Exception) -> Response:
@@ -158,4 +158,4 @@ async def _no_such_path(request: Request, error: Exception) -> Response:
         message += "GET /metrics."
     else:
         message = f"{request.method} {request.url.path!a}: {error.detail}."
-    return Refused(message, status=error.status_code, code="no_such_path", headers=error.headers).response()
+    return RequestError(message, status=error.status_code, code="no_such_path", headers=error.headers).response()

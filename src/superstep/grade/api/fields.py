@@ -6,13 +6,13 @@ from typing import Literal
 
 from superstep.grade.task import Message, Rollout
 from superstep.serve.api.body_validation import Strict
-from superstep.serve.api.http_errors import Refused
+from superstep.serve.api.http_errors import RequestError
 
 MOST_INDEX = 2**63 - 1
 MOST_BATCH = 1024
 
 
-class Turn(Strict):
+class TurnBody(Strict):
     """Something said after the prompt."""
 
     role: Literal["system", "user", "assistant", "tool"]
@@ -25,7 +25,7 @@ class Item(Strict):
     index: int
     seed: int = 0
     answer: str | None = None
-    turns: list[Turn] | None = None
+    turns: list[TurnBody] | None = None
     finish: Literal["stop", "length"] = "stop"
 
     def rollout(self, at: str = "") -> Rollout:
@@ -39,15 +39,15 @@ class Item(Strict):
         """
         for name, value in (("index", self.index), ("seed", self.seed)):
             if not 0 <= value <= MOST_INDEX:
-                raise Refused(f"{at}{name} = {value} must be from 0 to {MOST_INDEX}.", param=f"{at}{name}")
+                raise RequestError(f"{at}{name} = {value} must be from 0 to {MOST_INDEX}.", param=f"{at}{name}")
         if (self.answer is None) == (self.turns is None):
-            raise Refused(f"{at}answer or {at}turns must be given, and not both.", param=f"{at}answer")
+            raise RequestError(f"{at}answer or {at}turns must be given, and not both.", param=f"{at}answer")
         if self.answer is not None:
             return Rollout((Message("assistant", self.answer),), self.finish)
         return Rollout(tuple(Message(turn.role, turn.content) for turn in self.turns or ()), self.finish)
 
 
-class Batch(Strict):
+class GradeBatch(Strict):
     """Several of them."""
 
     items: list[Item]
@@ -59,5 +59,5 @@ class Batch(Strict):
             Refused: there are none or too many, or one of them is wrong.
         """
         if not 1 <= len(self.items) <= MOST_BATCH:
-            raise Refused(f"items has {len(self.items)} entries; give from 1 to {MOST_BATCH}.", param="items")
+            raise RequestError(f"items has {len(self.items)} entries; give from 1 to {MOST_BATCH}.", param="items")
         return [item.rollout(f"items[{k}].") for k, item in enumerate(self.items)]

@@ -11,7 +11,7 @@ from superstep.grade.verdict import Kind, Verdict
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 180.0)
 
 
-class Metrics:
+class GradeMetrics:
     """What is counted, in a registry of its own."""
 
     def __init__(self) -> None:

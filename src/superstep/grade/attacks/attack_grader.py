@@ -52,7 +52,7 @@ class Weakness:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class AttackReport:
     """What was tried, and what was found."""
 
     attacks: int
@@ -70,7 +70,7 @@ def check(
     tasks: int,
     seed: int,
     tell: Callable[[int, int], None] = lambda done, total: None,
-) -> Report:
+) -> AttackReport:
     """Attacks a grader on some tasks.
 
     Args:
@@ -97,7 +97,7 @@ def check(
         tell(index + 1, tasks)
     weak = [each for attack in attacks for each in _weaknesses(attack, found[attack.name], tasks)]
     solved = list(_of_solutions(made, pool, seed))
-    return Report(
+    return AttackReport(
         attacks=len(attacks),
         tasks=tasks,
         graded=graded,

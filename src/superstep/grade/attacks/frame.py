@@ -22,14 +22,14 @@ MOST_CHARS = 500
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class AnswerFrame:
     """The text before an answer and the text after it."""
 
     before: str
     after: str
 
 
-def find_frame(task: Task) -> Frame | None:
+def find_frame(task: Task) -> AnswerFrame | None:
     """The frame of a task's solution; None where it has none, or is a program.
 
     The answer and all numbers are left out of it, so that its working is worth nothing.
@@ -46,7 +46,7 @@ def find_frame(task: Task) -> Frame | None:
     before, after = solution[:begin], solution[end:]
     if len(before) + len(after) > MOST_CHARS:
         before, after = before.rpartition("\n")[2], after.partition("\n")[0]
-    frame = Frame(_without(answer, before), _without(answer, after))
+    frame = AnswerFrame(_without(answer, before), _without(answer, after))
     return frame if f"{frame.before}{frame.after}".strip() else None
 
 

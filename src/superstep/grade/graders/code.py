@@ -13,7 +13,7 @@ from typing import Any
 from superstep.grade.graders.check import Tools
 from superstep.grade.graders.final_answer import fenced
 from superstep.grade.graders.literals import decoded, same
-from superstep.grade.sandbox.sandbox import Answers, Call
+from superstep.grade.sandbox.sandbox import Answers, FunctionCall
 from superstep.grade.verdict import Kind, Verdict, ok, wrong
 
 
@@ -55,7 +55,7 @@ class CodeTests:
         if not self.tests:
             raise ValueError("CodeTests has no test, so that every program passes")
         source = fenced(self.answer)
-        calls = [Call(test.name, tuple(test.args)) for test in self.tests if isinstance(test, Case)]
+        calls = [FunctionCall(test.name, tuple(test.args)) for test in self.tests if isinstance(test, Case)]
         given = [test.given for test in self.tests if isinstance(test, Run)]
         if calls and given:
             raise ValueError("CodeTests has tests of two kinds; make them two checks")

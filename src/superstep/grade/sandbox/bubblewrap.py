@@ -43,7 +43,7 @@ PYTHON_FLAGS = ("-s", "-S", "-P", "-B")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class VisiblePaths:
     """What of this machine is seen inside.
 
     Attributes:
@@ -59,7 +59,7 @@ class Seen:
     packages: Path | None = None
 
 
-def command(seen: Seen, *, disk_bytes: int, filter_fd: int | None, run: Sequence[str]) -> list[str]:
+def command(seen: VisiblePaths, *, disk_bytes: int, filter_fd: int | None, run: Sequence[str]) -> list[str]:
     """The command that runs ``run`` in a sandbox.
 
     Args:

@@ -33,7 +33,7 @@ GONE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Files:
+class CgroupFiles:
     """A version's files of a group.
 
     Attributes:
@@ -47,12 +47,12 @@ class Files:
     events: str
 
 
-V1 = Files("memory.limit_in_bytes", lambda limit: {"memory.memsw.limit_in_bytes": limit}, "memory.oom_control")
-V2 = Files("memory.max", lambda limit: {"memory.swap.max": 0, "memory.oom.group": 1}, "memory.events")
+V1 = CgroupFiles("memory.limit_in_bytes", lambda limit: {"memory.memsw.limit_in_bytes": limit}, "memory.oom_control")
+V2 = CgroupFiles("memory.max", lambda limit: {"memory.swap.max": 0, "memory.oom.group": 1}, "memory.events")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class CgroupParent:
     """Where groups can be made.
 
     Attributes:
@@ -61,17 +61,17 @@ class Place:
     """
 
     folders: tuple[Path, ...]
-    files: Files
+    files: CgroupFiles
 
 
-class Group:
+class Cgroup:
     """A group with a limit. It is removed when nobody has it any more. One program at a time may run in it.
 
     Attributes:
         folders: of the group, that of memory first.
     """
 
-    def __init__(self, folders: Sequence[Path], locks: Sequence[int], files: Files) -> None:
+    def __init__(self, folders: Sequence[Path], locks: Sequence[int], files: CgroupFiles) -> None:
         self.folders = tuple(folders)
         self._files = files
         with ExitStack() as opened:
@@ -95,7 +95,7 @@ class Group:
         return next((int(count) for name, count in lines if name == "oom_kill"), 0)
 
 
-def make_group(memory_bytes: int, processes: int, uid: int | None) -> Group | None:
+def make_group(memory_bytes: int, processes: int, uid: int | None) -> Cgroup | None:
     """A group with limits; None where this machine has none, or this user may not make one.
 
     Args:
@@ -130,7 +130,7 @@ def remove_left_groups() -> None:
         time.sleep(0.02)
 
 
-def find_place(proc: Path = Path("/proc/self")) -> Place | None:
+def find_place(proc: Path = Path("/proc/self")) -> CgroupParent | None:
     """Where groups can be made; None where nowhere."""
     own = _own_folders(proc)
     unified = own.get("")
@@ -139,11 +139,11 @@ def find_place(proc: Path = Path("/proc/self")) -> Place | None:
         if not given.is_file():
             break
         if {"memory", "pids"} <= set(given.read_text().split()) and _may_write(folder):
-            return Place((folder,), V2)
+            return CgroupParent((folder,), V2)
     memory, pids = own.get("memory"), own.get("pids")
     if memory is None or not _may_write(memory):
         return None
-    return Place((memory, pids) if pids is not None and _may_write(pids) else (memory,), V1)
+    return CgroupParent((memory, pids) if pids is not None and _may_write(pids) else (memory,), V1)
 
 
 def _may_write(folder: Path) -> bool:
@@ -178,7 +178,7 @@ def _mounts(proc: Path) -> Iterator[tuple[str, tuple[str, Path]]]:
             yield from ((name, (root, Path(mounted))) for name in options.split(","))
 
 
-def _made(place: Place, memory_bytes: int, processes: int) -> Group:
+def _made(place: CgroupParent, memory_bytes: int, processes: int) -> Cgroup:
     """A new group, which is locked before any other process may remove it.
 
     Raises:
@@ -199,13 +199,13 @@ def _made(place: Place, memory_bytes: int, processes: int) -> Group:
             for path in (folder / file for folder in folders for file in others):
                 if path.exists():
                     path.write_text(str(others[path.name]))
-            return Group(folders, locks, place.files)
+            return Cgroup(folders, locks, place.files)
         except OSError:
             _remove(folders, locks)
             raise
 
 
-def _sweep(place: Place) -> None:
+def _sweep(place: CgroupParent) -> None:
     """Removes groups that nobody holds a lock on."""
     for base in place.folders:
         for folder in base.glob(f"{PREFIX}*"):

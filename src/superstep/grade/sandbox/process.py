@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from superstep.grade.active_deadline import Patience
-from superstep.grade.sandbox.cgroup import Group
+from superstep.grade.active_deadline import ActiveDeadline
+from superstep.grade.sandbox.cgroup import Cgroup
 from superstep.grade.sandbox.memory import boxed_bytes, resident_bytes
 from superstep.monitor.stopped_process import Pulse, is_stopped
 
@@ -43,7 +43,7 @@ class Bounds:
     seconds: float
     memory_bytes: int
     output_bytes: int
-    group: Group | None = None
+    group: Cgroup | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ class _Watched:
         self.stdout, self.stderr = bytearray(), bytearray()
         self._child, self._bounds = child, bounds
         self._given = memoryview(given)
-        self._patience = Patience(bounds.seconds)
+        self._patience = ActiveDeadline(bounds.seconds)
         self._pulse = Pulse()
         self._inside = inside
         self._looked_at = [] if inside is None else [child.pid]
@@ -180,7 +180,7 @@ class _Watched:
         """Ends what is left, reads what was written, and waits until nobody can write to its pipes: all is gone."""
         with suppress(ProcessLookupError):
             os.killpg(self._child.pid, signal.SIGKILL)  # not yet waited for, so that the number is still its own
-        patience = Patience(GONE_S)
+        patience = ActiveDeadline(GONE_S)
         try:
             while (self._reading() or not self._has_ended()) and patience.left() > 0:
                 self._move(LOOK_S)

@@ -18,8 +18,8 @@ from typing import Any, Literal, Protocol
 
 from superstep.errors import ConfigError, Fault
 from superstep.grade.config import GradeConfig
-from superstep.grade.sandbox.bubblewrap import FOLDER, PACKAGES, PYTHON_FLAGS, UID, Seen, command
-from superstep.grade.sandbox.cgroup import Group, make_group
+from superstep.grade.sandbox.bubblewrap import FOLDER, PACKAGES, PYTHON_FLAGS, UID, VisiblePaths, command
+from superstep.grade.sandbox.cgroup import Cgroup, make_group
 from superstep.grade.sandbox.process import Bounds, Ended, StillThereError, StoppedError, run_bounded
 from superstep.grade.sandbox.seccomp import MACHINES, filter_bytes
 from superstep.grade.verdict import line
@@ -28,7 +28,7 @@ How = Literal["done", "timeout", "memory", "violation"]
 MemoryBound = Literal["cgroup", "watched"]
 """The kernel counts what a program takes, or we look at it many times a second."""
 
-INSIDE = Path(__file__).with_name("inside.py")
+INSIDE = Path(__file__).with_name("child.py")
 PAUSES_S = (0.3, 1.0)
 """Before another try of a sandbox that did not begin, which no program has a part in: a machine may be short of memory
 or of processes for a moment."""
@@ -50,7 +50,7 @@ PROBE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class FunctionCall:
     """A function of the candidate's, called with data."""
 
     name: str
@@ -81,7 +81,7 @@ class Sandbox(Protocol):
         """What holds them to their memory."""
         ...
 
-    def calls(self, source: str, calls: Sequence[Call]) -> Answers:
+    def calls(self, source: str, calls: Sequence[FunctionCall]) -> Answers:
         """Runs a source and then functions of it; each record is ``{"value"}`` or ``{"raised"}``."""
         ...
 
@@ -99,7 +99,7 @@ def open_sandbox(config: GradeConfig, *, probe: bool = True) -> Sandbox:
     packages = _packages(config)
     if config.sandbox == "none":
         python = Path(config.python) if config.python else Path(sys.executable)
-        return Kept(config, None, python, group=make_group(config.memory_bytes, config.processes, None))
+        return Sandboxed(config, None, python, group=make_group(config.memory_bytes, config.processes, None))
     found = shutil.which("bwrap", path="/usr/local/bin:/usr/bin:/bin")
     if found is None:
         raise ConfigError(
@@ -109,16 +109,16 @@ def open_sandbox(config: GradeConfig, *, probe: bool = True) -> Sandbox:
     python, prefix = interpreter(config.python)
     machine = MACHINES.get(platform.machine())
     calls = None if machine is None else filter_bytes(machine)
-    seen = Seen(bwrap=Path(found), python=python, prefix=prefix, packages=packages)
+    seen = VisiblePaths(bwrap=Path(found), python=python, prefix=prefix, packages=packages)
     group = make_group(config.memory_bytes + config.disk_bytes, config.processes, _uid())
-    kept = Kept(config, seen, python, calls, group)
+    kept = Sandboxed(config, seen, python, calls, group)
     if probe:
         kept.probe()
     return kept
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class Sandboxed:
     """Programs in bubblewrap; where ``seen`` is None, beside us and unprotected.
 
     Attributes:
@@ -130,17 +130,17 @@ class Kept:
     """
 
     config: GradeConfig
-    seen: Seen | None
+    seen: VisiblePaths | None
     python: Path
     filter: bytes | None = None
-    group: Group | None = None
+    group: Cgroup | None = None
 
     @property
     def memory_bound(self) -> MemoryBound:
         """See ``Sandbox``."""
         return "watched" if self.group is None else "cgroup"
 
-    def calls(self, source: str, calls: Sequence[Call]) -> Answers:
+    def calls(self, source: str, calls: Sequence[FunctionCall]) -> Answers:
         """See ``Sandbox``."""
         return self._run(source, {"calls": [asdict(call) for call in calls]})
 

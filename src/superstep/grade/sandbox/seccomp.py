@@ -38,7 +38,7 @@ X32 = 0x40000000
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class SyscallNumbers:
     """How a kind of processor numbers the calls.
 
     Attributes:
@@ -67,7 +67,7 @@ _NEW_FAILS |= {"memfd_secret": 447, "set_mempolicy_home_node": 450}
 _NEW_FAILS |= {"landlock_create_ruleset": 444, "landlock_add_rule": 445, "landlock_restrict_self": 446}
 """Since 2019 the numbers are the same everywhere."""
 
-X86_64 = Machine(
+X86_64 = SyscallNumbers(
     arch=0xC000003E,
     last=450,
     kills={
@@ -152,7 +152,7 @@ X86_64 = Machine(
     mmap=9,
 )
 
-AARCH64 = Machine(
+AARCH64 = SyscallNumbers(
     arch=0xC00000B7,
     last=450,
     kills={
@@ -240,7 +240,7 @@ Instruction = tuple[int, int, int, int]
 """Code, how far to jump where a test holds, how far where it does not, and a number."""
 
 
-def filter_program(machine: Machine) -> list[Instruction]:
+def filter_program(machine: SyscallNumbers) -> list[Instruction]:
     """The filter of a kind of processor."""
     found = [_load(ARCH), (EQUAL, 1, 0, machine.arch), _return(KILL), _load(NUMBER)]
     if machine is X86_64:
@@ -262,7 +262,7 @@ def filter_program(machine: Machine) -> list[Instruction]:
     return [*found, _return(ALLOW)]
 
 
-def filter_bytes(machine: Machine) -> bytes:
+def filter_bytes(machine: SyscallNumbers) -> bytes:
     """The filter as ``struct sock_filter[]``."""
     return b"".join(struct.pack("=HBBI", *each) for each in filter_program(machine))
 

@@ -18,9 +18,9 @@ from multiprocessing import Pipe
 from typing import Protocol
 
 from superstep.errors import SuperstepError, UserError
-from superstep.launch.hosts.coordinator_state import Phase, Table, after
+from superstep.launch.hosts.coordinator_state import CoordinatorState, Phase, after
 from superstep.launch.hosts.copy_schedule import Steer
-from superstep.launch.hosts.events import Cause, Event, Fetch, Go, Left, Over, Tick
+from superstep.launch.hosts.events import Cause, Event, FetchState, Go, HostLeft, Over, Tick
 from superstep.launch.hosts.events import Order as Decision
 from superstep.launch.hosts.listener import MEANINGLESS, Door
 from superstep.launch.hosts.membership import neighbour
@@ -37,7 +37,7 @@ from superstep.launch.hosts.messages import (
     event_of,
     ordered,
 )
-from superstep.launch.hosts.secure_channel import Wire
+from superstep.launch.hosts.secure_channel import SecureChannel
 
 LEAVING_S = 2.0
 """How long members have to hear that the run is over."""
@@ -45,7 +45,7 @@ LEAVING_S = 2.0
 POLL_S = 0.01
 
 
-class Keeping(Protocol):
+class HostCopies(Protocol):
     """A host's copies: what it says of them with each beat, what it is told, and who brings or fetches some."""
 
     def progress(self) -> Message:
@@ -54,7 +54,7 @@ class Keeping(Protocol):
     def steer(self, told: Message) -> None:
         """What all are to do next."""
 
-    def enters(self, wire: Wire, hello: Hello) -> None:
+    def enters(self, wire: SecureChannel, hello: Hello) -> None:
         """Another host brings copies, or fetches some."""
 
 
@@ -62,7 +62,7 @@ class Keeping(Protocol):
 class _Member:
     """One that is here."""
 
-    wire: Wire
+    wire: SecureChannel
     there: str
     hello: Hello
     silence: Silence
@@ -91,9 +91,9 @@ class Lead:
         secret: bytes,
         *,
         mine: Hello,
-        table: Table,
+        table: CoordinatorState,
         prepare: Callable[[Go], tuple[Address, Message]],
-        copies: tuple[Keeping, Steer],
+        copies: tuple[HostCopies, Steer],
         tell: Callable[[str], None],
     ) -> None:
         self._mine, self._table, self._prepare, self._tell = mine, table, prepare, tell
@@ -162,7 +162,7 @@ class Lead:
                     has_next = len(crew) > 1 and not order.sources
                     there = self._address(neighbour(host, crew)) if has_next else None
                     self._send([host], Orders(go=order, store=store, facts=facts, next=there))
-            case Fetch(host, source, state, cut):
+            case FetchState(host, source, state, cut):
                 address = self._address(source)
                 if address is not None:
                     self._send([host], Fetching(state, address, cut))
@@ -204,7 +204,7 @@ class Lead:
                     member.wire.say({"say": "beat"} | told)
         return int(own.get("newest", 0))
 
-    def _enters(self, wire: Wire, hello: Hello) -> None:
+    def _enters(self, wire: SecureChannel, hello: Hello) -> None:
         if (why := unlike(hello, self._mine)) is not None:
             wire.say({"say": "refused", "why": why})
         elif hello.purpose != "join":
@@ -212,7 +212,7 @@ class Lead:
         elif self._is_seated(wire, hello):
             self._listen(hello.host)
 
-    def _is_seated(self, wire: Wire, hello: Hello) -> bool:
+    def _is_seated(self, wire: SecureChannel, hello: Hello) -> bool:
         """Whether a host could be given its seat; it is told."""
         with self._one:
             before = self._members.get(hello.host)
@@ -249,11 +249,11 @@ class Lead:
         finally:
             there = member.there
             with self._one:  # who comes next comes after this one has left
-                self._events.put(Left(host, f"host {host} ({there}): it is lost, {why}"))
+                self._events.put(HostLeft(host, f"host {host} ({there}): it is lost, {why}"))
                 del self._members[host]
 
 
-def _waiting(table: Table) -> str:
+def _waiting(table: CoordinatorState) -> str:
     missing = ", ".join(map(str, table.missing))
     goes_on = table.epoch and table.sizes and table.sizes[0] <= len(table.here)
     patience = f"{table.without_s:g} s, then the run goes on without" if goes_on else f"{table.patience_s:g} s at most"

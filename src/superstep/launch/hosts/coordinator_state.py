@@ -22,21 +22,21 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from superstep.launch.hosts.events import (
-    Abort,
+    AbortAll,
     Came,
     Cause,
-    Done,
     Event,
-    Fetch,
+    FetchState,
     Go,
     Holds,
-    Left,
+    HostLeft,
     Order,
     Over,
+    RanksDone,
     Tick,
     Troubled,
 )
-from superstep.launch.hosts.membership import ALL, Cut, Held, largest, neighbour, newest, sources
+from superstep.launch.hosts.membership import ALL, CopyPlacement, HeldStates, largest, neighbour, newest, sources
 from superstep.state.memory_snapshot import State
 
 MOST_TRIES = 3
@@ -59,15 +59,15 @@ class Phase(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class HostSlot:
     """A host that is here; ``held`` is None until it has told."""
 
-    held: Held | None = None
+    held: HeldStates | None = None
     is_done: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class CoordinatorState:
     """All of them.
 
     Attributes:
@@ -89,7 +89,7 @@ class Table:
         newest: step that host 0 had in memory when a host had come for which there is a larger plan.
     """
 
-    seats: tuple[Seat | None, ...]
+    seats: tuple[HostSlot | None, ...]
     can_recover: bool
     patience_s: float
     sizes: tuple[int, ...] = ()
@@ -101,7 +101,7 @@ class Table:
     since_s: float = 0.0
     state: State | None = None
     tries: int = 0
-    cut: Cut = ALL
+    cut: CopyPlacement = ALL
     crew: tuple[int, ...] = ()
     is_saving: bool = False
     saved: State | None = None
@@ -122,11 +122,11 @@ class Table:
 class Next:
     """The table after an event, and what is to be done."""
 
-    table: Table
+    table: CoordinatorState
     orders: tuple[Order, ...] = field(default=())
 
 
-def after(table: Table, event: Event, now_s: float) -> Next:
+def after(table: CoordinatorState, event: Event, now_s: float) -> Next:
     """What an event makes of the table."""
     if table.phase is Phase.OVER:
         return Next(table)
@@ -134,8 +134,8 @@ def after(table: Table, event: Event, now_s: float) -> Next:
         case Came(host, epoch):
             # Others are waited for from when host 0 has prepared.
             since_s = now_s if host == 0 else table.since_s
-            table = replace(_with(table, host, Seat()), epoch=max(table.epoch, epoch), since_s=since_s)
-        case Left(host, why):
+            table = replace(_with(table, host, HostSlot()), epoch=max(table.epoch, epoch), since_s=since_s)
+        case HostLeft(host, why):
             return _left(table, Cause(why, is_lost=True, at_s=now_s), host, now_s)
         case Holds(host, held):
             seat = table.seats[host]
@@ -144,8 +144,8 @@ def after(table: Table, event: Event, now_s: float) -> Next:
                 table = replace(table, cut=max(table.cut, held.cut, key=lambda cut: cut.epoch))
         case Troubled(_, epoch, cause) if epoch == table.epoch:
             return _trouble(table, replace(cause, at_s=now_s), now_s)
-        case Done(host, epoch) if epoch == table.epoch and _works(table, host):
-            seat = table.seats[host] or Seat()
+        case RanksDone(host, epoch) if epoch == table.epoch and _works(table, host):
+            seat = table.seats[host] or HostSlot()
             table = _with(table, host, replace(seat, is_done=True))
         case Tick(step) if table.phase is Phase.RUNS:
             return _grown(table, step, now_s)
@@ -154,17 +154,17 @@ def after(table: Table, event: Event, now_s: float) -> Next:
     return _forward(table, now_s)
 
 
-def _works(table: Table, host: int) -> bool:
+def _works(table: CoordinatorState, host: int) -> bool:
     """Whether it has ranks."""
     return table.phase is Phase.RUNS and host in table.crew
 
 
-def _with(table: Table, host: int, seat: Seat | None) -> Table:
+def _with(table: CoordinatorState, host: int, seat: HostSlot | None) -> CoordinatorState:
     seats = (*table.seats[:host], seat, *table.seats[host + 1 :])
     return replace(table, seats=seats)
 
 
-def _left(table: Table, cause: Cause, host: int, now_s: float) -> Next:
+def _left(table: CoordinatorState, cause: Cause, host: int, now_s: float) -> Next:
     if table.seats[host] is None:
         return Next(table)
     had_ranks = _works(table, host) or table.phase is Phase.ENDS
@@ -174,18 +174,18 @@ def _left(table: Table, cause: Cause, host: int, now_s: float) -> Next:
     return _trouble(table, cause, now_s) if had_ranks else Next(table)
 
 
-def _trouble(table: Table, cause: Cause, now_s: float) -> Next:
+def _trouble(table: CoordinatorState, cause: Cause, now_s: float) -> Next:
     """Note it; the first of an epoch has all ranks ended."""
     if table.phase is Phase.ENDS:
         return _forward(replace(table, causes=(*table.causes, cause)), now_s)
     if table.phase is not Phase.RUNS:
         return Next(table)
-    seats = tuple(None if seat is None else Seat() for seat in table.seats)
+    seats = tuple(None if seat is None else HostSlot() for seat in table.seats)
     ending = replace(table, seats=seats, phase=Phase.ENDS, causes=(cause,), since_s=now_s)
-    return Next(ending, (Abort(table.epoch, cause),))
+    return Next(ending, (AbortAll(table.epoch, cause),))
 
 
-def _grown(table: Table, step: int, now_s: float) -> Next:
+def _grown(table: CoordinatorState, step: int, now_s: float) -> Next:
     """End the ranks where there are hosts for a larger plan, once another state is whole: few steps are done twice."""
     told = [host for host in table.here if host in table.crew or _held(table, host) is not None]
     crew = largest(told, table.sizes, table.crew)
@@ -199,12 +199,12 @@ def _grown(table: Table, step: int, now_s: float) -> Next:
     return _trouble(table, Cause(f"host {came}", is_lost=True, is_gain=True, at_s=now_s), now_s)
 
 
-def _held(table: Table, host: int) -> Held | None:
+def _held(table: CoordinatorState, host: int) -> HeldStates | None:
     seat = table.seats[host]
     return None if seat is None else seat.held
 
 
-def _forward(table: Table, now_s: float) -> Next:
+def _forward(table: CoordinatorState, now_s: float) -> Next:
     """Go on to the next phase, where it is time."""
     match table.phase:
         case Phase.RUNS if all((seat := table.seats[host]) is not None and seat.is_done for host in table.crew):
@@ -219,7 +219,7 @@ def _forward(table: Table, now_s: float) -> Next:
             return Next(table)
 
 
-def _concluded(table: Table, now_s: float) -> Next:
+def _concluded(table: CoordinatorState, now_s: float) -> Next:
     """All ranks are ended: whether the run goes on."""
     cause = first(table.causes)
     if cause.order >= ECHO and now_s - table.since_s < ECHO_S:
@@ -235,7 +235,7 @@ def first(causes: Sequence[Cause]) -> Cause:
     return min(causes, key=lambda cause: (cause.order, cause.at_s))
 
 
-def _gathered(table: Table, now_s: float) -> Next:
+def _gathered(table: CoordinatorState, now_s: float) -> Next:
     crew = _crew(table, now_s)
     if not crew:
         if table.seats[0] is not None and now_s - table.since_s >= table.patience_s:
@@ -252,16 +252,18 @@ def _gathered(table: Table, now_s: float) -> Next:
         for host in crew if state is not None else ():
             if host not in held or state not in held[host].own:
                 assert state is not None
-                return Next(_with(table, host, Seat()), (Fetch(host, neighbour(host, parts), state, table.cut),))
+                return Next(
+                    _with(table, host, HostSlot()), (FetchState(host, neighbour(host, parts), state, table.cut),)
+                )
         return _started(table, Go(table.epoch + 1, state, table.lost, table.cut), state, now_s)
     if state is not None and state != table.saved:
         go = Go(table.epoch + 1, state, table.lost, table.cut, sources(held, parts, state))
         return _started(table, go, state, now_s)
-    go = Go(table.epoch + 1, None, table.lost, Cut(table.epoch + 1, crew))
+    go = Go(table.epoch + 1, None, table.lost, CopyPlacement(table.epoch + 1, crew))
     return _started(table, go, state, now_s)
 
 
-def _crew(table: Table, now_s: float) -> tuple[int, ...]:
+def _crew(table: CoordinatorState, now_s: float) -> tuple[int, ...]:
     """The hosts that shall train now; none while one is waited for."""
     if not table.missing:
         return tuple(range(len(table.seats)))
@@ -273,7 +275,7 @@ def _crew(table: Table, now_s: float) -> tuple[int, ...]:
     return largest(table.here, table.sizes, before)
 
 
-def _started(table: Table, go: Go, state: State | None, now_s: float) -> Next:
+def _started(table: CoordinatorState, go: Go, state: State | None, now_s: float) -> Next:
     """Ranks start, where that is not in vain; ``state`` is what they go on from, in memory or written down."""
     is_same = table.state == state and (go.cut == table.cut or bool(go.sources))
     tries = table.tries + 1 if table.epoch and is_same and table.lost is not None else 1
@@ -293,12 +295,12 @@ def _started(table: Table, go: Go, state: State | None, now_s: float) -> Next:
     )
     if go.sources:  # what they hold they hold still
         return Next(replace(begun, is_saving=True, lost=go.lost), (go,))
-    seats = tuple(None if seat is None else Seat() for seat in table.seats)
+    seats = tuple(None if seat is None else HostSlot() for seat in table.seats)
     idle = tuple(table.seats[h] if h not in begun.crew else seat for h, seat in enumerate(seats))
     return Next(replace(begun, seats=idle, lost=None, saved=None, since_s=now_s), (go,))
 
 
-def _too_late(table: Table) -> Cause:
+def _too_late(table: CoordinatorState) -> Cause:
     missing = ", ".join(map(str, table.missing))
     why = f"; it was lost: {table.lost.text}" if table.lost is not None else ""
     return Cause(f"host {missing} has not come within {table.patience_s:g} s{why}")

@@ -18,7 +18,7 @@ BEATS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class HostProgress:
     """How far a host is.
 
     Attributes:
@@ -33,7 +33,7 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
+class CopySchedule:
     """What all are told, and what the lead remembers.
 
     Attributes:
@@ -49,7 +49,7 @@ class Course:
     ahead: int = 1
 
 
-def steered(course: Course, progress: Sequence[Progress], every: int) -> Course:
+def steered(course: CopySchedule, progress: Sequence[HostProgress], every: int) -> CopySchedule:
     """What is told after a beat, of all hosts; ``every`` so many steps there is a snapshot."""
     newest = max(each.newest for each in progress)
     advance, course = max(0, newest - course.newest), replace(course, newest=newest)
@@ -73,14 +73,14 @@ class Steer:
     def __init__(self, every: int) -> None:
         self._every = every
         self._hosts: tuple[int, ...] = ()
-        self._course = Course()
+        self._course = CopySchedule()
 
     def begin(self, step: int, hosts: tuple[int, ...]) -> None:
         """Ranks of these hosts start from a state that is whole in the memory of each, after so many steps; 0 where
         from none.
         """
         self._hosts = hosts
-        self._course = Course(copied=step, next=step, newest=step)
+        self._course = CopySchedule(copied=step, next=step, newest=step)
 
     def after(self, progress: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
         """What all are told, given how far those are that are here."""
@@ -88,6 +88,6 @@ class Steer:
             return {}
         found = [progress.get(host, {}) for host in self._hosts]
         if all("newest" in told for told in found):
-            each = [Progress(int(p["newest"]), int(p["copied"]), int(p["held"])) for p in found]
+            each = [HostProgress(int(p["newest"]), int(p["copied"]), int(p["held"])) for p in found]
             self._course = steered(self._course, each, self._every)
         return {"copied": self._course.copied, "next": self._course.next}

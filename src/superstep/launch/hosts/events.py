@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from superstep.launch.hosts.membership import ALL, Cut, Held
+from superstep.launch.hosts.membership import ALL, CopyPlacement, HeldStates
 from superstep.state.memory_snapshot import State
 
 
@@ -40,7 +40,7 @@ class Came:
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class HostLeft:
     """A host is gone."""
 
     host: int
@@ -52,7 +52,7 @@ class Holds:
     """A host has no ranks, and holds this."""
 
     host: int
-    held: Held
+    held: HeldStates
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Troubled:
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class RanksDone:
     """All ranks of a host have come to their end."""
 
     host: int
@@ -79,17 +79,17 @@ class Tick:
     newest: int = 0
 
 
-Event = Came | Left | Holds | Troubled | Done | Tick
+Event = Came | HostLeft | Holds | Troubled | RanksDone | Tick
 
 
 @dataclass(frozen=True, slots=True)
-class Fetch:
+class FetchState:
     """A host shall have a state of its ranks back from the host that has the copy."""
 
     host: int
     source: int
     state: State
-    cut: Cut = ALL
+    cut: CopyPlacement = ALL
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class Go:
     epoch: int
     state: State | None
     lost: Cause | None
-    cut: Cut = ALL
+    cut: CopyPlacement = ALL
     sources: tuple[int, ...] = ()
 
     def crew(self, count: int) -> tuple[int, ...]:
@@ -116,7 +116,7 @@ class Go:
 
 
 @dataclass(frozen=True, slots=True)
-class Abort:
+class AbortAll:
     """All hosts end their ranks."""
 
     epoch: int
@@ -130,4 +130,4 @@ class Over:
     cause: Cause | None = None
 
 
-Order = Fetch | Go | Abort | Over
+Order = FetchState | Go | AbortAll | Over

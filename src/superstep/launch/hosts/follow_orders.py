@@ -8,15 +8,15 @@ from typing import Protocol
 
 from superstep.errors import Fault, Lost, UserError
 from superstep.launch.failure import Trouble
-from superstep.launch.hosts.events import Abort, Came, Cause, Done, Event, Holds, Over, Troubled
-from superstep.launch.hosts.membership import Held
+from superstep.launch.hosts.events import AbortAll, Came, Cause, Event, Holds, Over, RanksDone, Troubled
+from superstep.launch.hosts.membership import HeldStates
 from superstep.launch.hosts.messages import Adrift, Fetching, Met, Orders
 
 
-class Ranks(Protocol):
+class HostRanks(Protocol):
     """Those of this host, and the memory that outlives them."""
 
-    def held(self) -> Held:
+    def held(self) -> HeldStates:
         """States that are whole there."""
 
     def fetch(self, order: Fetching) -> None:
@@ -29,7 +29,12 @@ class Ranks(Protocol):
 
 
 def attend(
-    host: int, name: str, orders: Connection, tell: Callable[[Event], None], ranks: Ranks, say: Callable[[str], None]
+    host: int,
+    name: str,
+    orders: Connection,
+    tell: Callable[[Event], None],
+    ranks: HostRanks,
+    say: Callable[[str], None],
 ) -> Over:
     """Do what is ordered, until the run is over.
 
@@ -50,7 +55,7 @@ def attend(
             case Fetching() as order:
                 ranks.fetch(order)
                 tell(Holds(host, ranks.held()))
-            case Abort():
+            case AbortAll():
                 tell(Holds(host, ranks.held()))
             case Orders() as given:
                 epoch = now = given.go.epoch
@@ -59,7 +64,7 @@ def attend(
                     tell(Troubled(host, now, cause_of(trouble, name)))
 
                 if ranks.run(given, orders, troubled):
-                    tell(Done(host, epoch))
+                    tell(RanksDone(host, epoch))
             case Adrift(why):
                 say(f"{why}; its ranks here are ended, and it is asked for again ...")
             case Over() as over:

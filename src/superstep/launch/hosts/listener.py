@@ -18,7 +18,7 @@ from dataclasses import asdict
 
 from superstep.errors import UserError
 from superstep.launch.hosts.messages import Address, Hello
-from superstep.launch.hosts.secure_channel import GREETING_S, Stranger, Wire, answer, ask
+from superstep.launch.hosts.secure_channel import GREETING_S, SecureChannel, Stranger, answer, ask
 
 WAITING = 64
 """How many strangers may be at the door at once."""
@@ -33,7 +33,7 @@ MEANINGLESS = (KeyError, TypeError, ValueError)
 """What is raised over a message that says something else than it should."""
 
 
-class Refused(UserError):
+class JoinRefused(UserError):
     """A launcher does not let this one in."""
 
 
@@ -51,12 +51,12 @@ class Door:
     """
 
     def __init__(
-        self, at: Address, secret: bytes, enters: Callable[[Wire, Hello], None], tell: Callable[[str], None]
+        self, at: Address, secret: bytes, enters: Callable[[SecureChannel, Hello], None], tell: Callable[[str], None]
     ) -> None:
         self._secret, self._enters, self._tell = secret, enters, tell
         self._lock = threading.Lock()
         self._strangers: dict[socket.socket, str] = {}
-        self._guests: set[Wire] = set()
+        self._guests: set[SecureChannel] = set()
         self._told: set[str] = set()
         self._socket = socket.create_server(at, backlog=WAITING)
         self.address: Address = self._socket.getsockname()[:2]
@@ -107,7 +107,7 @@ class Door:
             sock.close()
 
     @contextmanager
-    def _inside(self, wire: Wire) -> Iterator[None]:
+    def _inside(self, wire: SecureChannel) -> Iterator[None]:
         """Within the block the wire has a place.
 
         Raises:
@@ -139,7 +139,7 @@ def _hang_up(sock: socket.socket) -> None:
         sock.shutdown(socket.SHUT_RDWR)
 
 
-def knock(at: Address, secret: bytes, hello: Hello) -> Wire:
+def knock(at: Address, secret: bytes, hello: Hello) -> SecureChannel:
     """Ask at a door, and be let in.
 
     Raises:
@@ -151,7 +151,7 @@ def knock(at: Address, secret: bytes, hello: Hello) -> Wire:
         wire.say(asdict(hello))
         heard = wire.hear(within_s=GREETING_S)
         if heard.get("say") == "refused":
-            raise Refused(str(heard.get("why")))
+            raise JoinRefused(str(heard.get("why")))
         if heard.get("say") != "welcome":
             raise ConnectionRefusedError(str(heard.get("why")))
     except BaseException:

@@ -14,11 +14,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import Pipe
 
-from superstep.launch.hosts.coordinator import Keeping
+from superstep.launch.hosts.coordinator import HostCopies
 from superstep.launch.hosts.events import Cause, Event, Over
-from superstep.launch.hosts.listener import MEANINGLESS, Refused, knock
+from superstep.launch.hosts.listener import MEANINGLESS, JoinRefused, knock
 from superstep.launch.hosts.messages import BEAT_S, Address, Adrift, Hello, Met, Order, Silence, order_of, told
-from superstep.launch.hosts.secure_channel import Stranger, Unlike, Wire
+from superstep.launch.hosts.secure_channel import SecureChannel, Stranger, Unlike
 
 
 class Member:
@@ -40,12 +40,12 @@ class Member:
         *,
         mine: Hello,
         patience_s: float,
-        copies: Keeping,
+        copies: HostCopies,
         is_complete: Callable[[], bool] = lambda: False,
     ) -> None:
         self._lead, self._secret, self._mine = lead, secret, mine
         self._patience_s, self._copies, self._is_complete = patience_s, copies, is_complete
-        self._wire: Wire | None = None
+        self._wire: SecureChannel | None = None
         self._is_closed = threading.Event()
         self.orders, self._orders = Pipe(duplex=False)
         threading.Thread(target=self._run, name="superstep-member", daemon=True).start()
@@ -68,7 +68,7 @@ class Member:
         while not self._is_closed.is_set():
             try:
                 wire = knock(self._lead, self._secret, self._mine)
-            except Refused as refused:
+            except JoinRefused as refused:
                 return self._end(str(refused), is_mistake=True)
             except Stranger:
                 why = "has another secret than this host; give all hosts the same --secret-file or SUPERSTEP_SECRET."
@@ -97,7 +97,7 @@ class Member:
     def _end(self, why: str, *, is_mistake: bool = False) -> None:
         self._orders.send(Over(Cause(why, is_mistake=is_mistake)))
 
-    def _is_over(self, wire: Wire) -> bool:
+    def _is_over(self, wire: SecureChannel) -> bool:
         """Hear orders until the last; False where the lead is gone before that."""
         silence = Silence(time.monotonic())
         self._wire = wire
@@ -124,7 +124,7 @@ class Member:
         finally:
             wire.close()
 
-    def _beat(self, wire: Wire, silence: Silence) -> None:
+    def _beat(self, wire: SecureChannel, silence: Silence) -> None:
         while self._wire is wire:
             if silence.look(time.monotonic()):
                 wire.close()

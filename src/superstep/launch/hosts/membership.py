@@ -15,7 +15,7 @@ from superstep.state.memory_snapshot import State
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class CopyPlacement:
     """How states are shared out over hosts.
 
     Attributes:
@@ -31,12 +31,12 @@ class Cut:
         return self.hosts or tuple(range(count))
 
 
-ALL = Cut()
+ALL = CopyPlacement()
 """The first cut of a run with all of its hosts, which most runs keep."""
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldStates:
     """States that are whole in a host's memory.
 
     Attributes:
@@ -47,24 +47,24 @@ class Held:
 
     own: frozenset[State] = frozenset()
     copies: frozenset[State] = frozenset()
-    cut: Cut = ALL
+    cut: CopyPlacement = ALL
 
 
-def newest(held: Mapping[int, Held], crew: Sequence[int]) -> State | None:
+def newest(held: Mapping[int, HeldStates], crew: Sequence[int]) -> State | None:
     """The newest state of which every part can be had: from the memory of each host, or from the next one's copy.
 
     Args:
         held: by host, of those that are here; all of one cut.
         crew: the hosts of that cut.
     """
-    nothing = Held()
+    nothing = HeldStates()
     own = [held.get(host, nothing).own for host in crew]
     copies = [held.get(neighbour(host, crew), nothing).copies for host in crew] if len(crew) > 1 else [frozenset()]
     can = (mine | copied for mine, copied in zip(own, copies, strict=True))
     return max(frozenset.intersection(*can), default=None)
 
 
-def sources(held: Mapping[int, Held], crew: Sequence[int], state: State) -> tuple[int, ...]:
+def sources(held: Mapping[int, HeldStates], crew: Sequence[int], state: State) -> tuple[int, ...]:
     """Of each host of a crew, who has its part of a state, of which every part can be had."""
     return tuple(host if host in held and state in held[host].own else neighbour(host, crew) for host in crew)
 

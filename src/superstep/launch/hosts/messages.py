@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from superstep.launch.hosts.events import Abort, Came, Cause, Done, Event, Go, Holds, Over, Troubled
-from superstep.launch.hosts.membership import ALL, Cut, Held
+from superstep.launch.hosts.events import AbortAll, Came, Cause, Event, Go, Holds, Over, RanksDone, Troubled
+from superstep.launch.hosts.membership import ALL, CopyPlacement, HeldStates
 from superstep.state.memory_snapshot import State
 
 BEAT_S = 0.25
@@ -69,7 +69,7 @@ class Fetching:
 
     state: State
     source: Address
-    cut: Cut = ALL
+    cut: CopyPlacement = ALL
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Met:
     """The lead is there."""
 
 
-Order = Orders | Fetching | Abort | Over | Adrift | Met
+Order = Orders | Fetching | AbortAll | Over | Adrift | Met
 """What a host's launcher is told."""
 
 
@@ -98,7 +98,7 @@ def told(event: Event) -> Message:
             return {"say": "holds", "cut": asdict(held.cut)} | parts
         case Troubled(_, epoch, cause):
             return {"say": "troubled", "epoch": epoch, "cause": asdict(cause)}
-        case Done(_, epoch):
+        case RanksDone(_, epoch):
             return {"say": "done", "epoch": epoch}
         case _:
             raise TypeError(f"{event} is not told")
@@ -110,11 +110,11 @@ def event_of(host: int, message: Mapping[str, Any]) -> Event:
         case "came":
             return Came(host, int(message["epoch"]))
         case "holds":
-            return Holds(host, Held(_states(message["own"]), _states(message["copies"]), _cut(message["cut"])))
+            return Holds(host, HeldStates(_states(message["own"]), _states(message["copies"]), _cut(message["cut"])))
         case "troubled":
             return Troubled(host, int(message["epoch"]), Cause(**message["cause"]))
         case "done":
-            return Done(host, int(message["epoch"]))
+            return RanksDone(host, int(message["epoch"]))
         case other:
             raise ValueError(f"'{other}' is told by nobody")
 
@@ -130,7 +130,7 @@ def ordered(order: Order) -> Message:
             return {"say": "go"} | asdict(order)
         case Fetching():
             return {"say": "fetch"} | asdict(order)
-        case Abort(epoch, cause):
+        case AbortAll(epoch, cause):
             return {"say": "abort", "epoch": epoch, "cause": asdict(cause)}
         case Over(cause):
             return {"say": "over", "cause": None if cause is None else asdict(cause)}
@@ -161,7 +161,7 @@ def order_of(message: Mapping[str, Any]) -> Order:
             assert state is not None
             return Fetching(state, _address(message["source"]), _cut(message["cut"]))
         case "abort":
-            return Abort(int(message["epoch"]), Cause(**message["cause"]))
+            return AbortAll(int(message["epoch"]), Cause(**message["cause"]))
         case "over":
             return Over(_cause(message["cause"]))
         case other:
@@ -172,8 +172,8 @@ def _state(found: list[int] | None) -> State | None:
     return None if found is None else (int(found[0]), int(found[1]))
 
 
-def _cut(found: Mapping[str, Any]) -> Cut:
-    return Cut(int(found["epoch"]), tuple(int(host) for host in found["hosts"]))
+def _cut(found: Mapping[str, Any]) -> CopyPlacement:
+    return CopyPlacement(int(found["epoch"]), tuple(int(host) for host in found["hosts"]))
 
 
 def _cause(found: dict[str, Any] | None) -> Cause | None:

@@ -14,14 +14,14 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from superstep.launch.hosts.listener import MEANINGLESS, Refused, knock
-from superstep.launch.hosts.membership import ALL, Cut, Held
+from superstep.launch.hosts.listener import MEANINGLESS, JoinRefused, knock
+from superstep.launch.hosts.membership import ALL, CopyPlacement, HeldStates
 from superstep.launch.hosts.messages import BEAT_S, Address, Fetching, Hello, Message, Orders
-from superstep.launch.hosts.secure_channel import Wire
-from superstep.launch.hosts.state_transfer import Rate, Spoilt, Void, receive, send
+from superstep.launch.hosts.secure_channel import SecureChannel
+from superstep.launch.hosts.state_transfer import RateLimit, Spoilt, Void, receive, send
 from superstep.state.background_checkpoint import NICE
 from superstep.state.damage import void_damaged
-from superstep.state.memory_snapshot import Memory, State, made
+from superstep.state.memory_snapshot import SnapshotMemory, State, made
 
 LOOK_S = 0.02
 """How often it is looked whether there is something to send."""
@@ -47,21 +47,21 @@ class Keeper:
         self._make()
         self._bytes_per_s = bytes_per_s
         self._one, self._receives = threading.Lock(), threading.Lock()
-        self._guest: Wire | None = None
+        self._guest: SecureChannel | None = None
         self._epoch, self._is_begun = 0, False
         self._copied: State = (0, 0)
         self._sender: _Sender | None = None
         self.hello: Hello | None = None
         """Who this host is, once that is known."""
 
-    def held(self) -> Held:
+    def held(self) -> HeldStates:
         """States that are whole here, with the bits that were copied."""
         with self._one:
             self._void_damaged(self._memories)
             self._void_damaged(self._copies)
-            return Held(own=_common(self._memories), copies=_common(self._copies), cut=self._cut)
+            return HeldStates(own=_common(self._memories), copies=_common(self._copies), cut=self._cut)
 
-    def _void_damaged(self, memories: Sequence[Memory]) -> None:
+    def _void_damaged(self, memories: Sequence[SnapshotMemory]) -> None:
         """Have nothing that is damaged in the own memories, or in those for copies."""
         if self.hello is None:
             return
@@ -76,7 +76,7 @@ class Keeper:
         self.own, self._memories = made(self._ranks)
         self.copies, self._copies = made(self._ranks if self._has_peer else 0)
 
-    def _recut(self, cut: Cut) -> None:
+    def _recut(self, cut: CopyPlacement) -> None:
         """Forget all, where states are cut otherwise from now on."""
         if cut == self._cut:
             return
@@ -94,7 +94,7 @@ class Keeper:
         """Get a state of its own ranks back from the host that has the copy."""
         assert self.hello is not None
         self._recut(order.cut)
-        with suppress(OSError, Refused, *MEANINGLESS):
+        with suppress(OSError, JoinRefused, *MEANINGLESS):
             wire = knock(order.source, self._secret, replace(self.hello, purpose="fetch"))
             try:
                 wire.say({"say": "fetch", "state": order.state})
@@ -154,14 +154,14 @@ class Keeper:
             for memory in self._copies:
                 memory.hold_only(steps)
 
-    def enters(self, wire: Wire, hello: Hello) -> None:
+    def enters(self, wire: SecureChannel, hello: Hello) -> None:
         """The host before brings copies, or fetches them back."""
         wire.say({"say": "welcome"})
         _gently()
         if hello.purpose == "fetch":
             asked = wire.hear()["state"]
             try:
-                send(wire, self._copies, (int(asked[0]), int(asked[1])), self._epoch, Rate(None))
+                send(wire, self._copies, (int(asked[0]), int(asked[1])), self._epoch, RateLimit(None))
             except Spoilt:
                 self._void_damaged(self._copies)
             except Void:
@@ -186,7 +186,7 @@ class Keeper:
         assert self.hello is not None
         wire = sender.opened(knock(there, self._secret, replace(self.hello, purpose="copy")))
         has = {(int(step), int(turn)) for step, turn in wire.hear()["states"]}
-        rate = Rate(self._bytes_per_s)
+        rate = RateLimit(self._bytes_per_s)
         while not sender.is_over.wait(LOOK_S):
             state = max(_common(self._memories, held=True), default=(0, 0))
             if state <= self._copied:
@@ -208,11 +208,11 @@ class _Sender:
     def __init__(self, work: Callable[[_Sender], None]) -> None:
         self.is_over = threading.Event()
         self._work = work
-        self._wire: Wire | None = None
+        self._wire: SecureChannel | None = None
         self._thread = threading.Thread(target=self._run, name="superstep-copies", daemon=True)
         self._thread.start()
 
-    def opened(self, wire: Wire) -> Wire:
+    def opened(self, wire: SecureChannel) -> SecureChannel:
         """Note what is to be closed at the end."""
         self._wire = wire
         if self.is_over.is_set():
@@ -229,7 +229,7 @@ class _Sender:
     def _run(self) -> None:
         _gently()
         while not self.is_over.is_set():
-            with suppress(OSError, Refused, *MEANINGLESS):
+            with suppress(OSError, JoinRefused, *MEANINGLESS):
                 self._work(self)
             if self._wire is not None:
                 self._wire.close()
@@ -242,7 +242,7 @@ def _gently() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
 
-def _common(memories: Sequence[Memory], *, held: bool = False) -> frozenset[State]:
+def _common(memories: Sequence[SnapshotMemory], *, held: bool = False) -> frozenset[State]:
     """States that are whole in all of them."""
     found = [frozenset(memory.states(held=held)) for memory in memories]
     return frozenset.intersection(*found) if found else frozenset()

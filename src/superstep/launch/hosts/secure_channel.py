@@ -49,14 +49,14 @@ class Unlike(ConnectionError):
     """The other side speaks something else."""
 
 
-class Kind(IntEnum):
+class PayloadKind(IntEnum):
     """What a payload is."""
 
     MESSAGE = 1
     BLOCK = 2
 
 
-class Wire:
+class SecureChannel:
     """A connection whose other side knows the secret. Any thread may send; one thread receives."""
 
     def __init__(self, sock: socket.socket, sends: bytes, receives: bytes) -> None:
@@ -77,9 +77,9 @@ class Wire:
 
     def say(self, message: Mapping[str, Any]) -> None:
         """Send a message; raises OSError where the connection is gone."""
-        self.send(Kind.MESSAGE, json.dumps(message).encode())
+        self.send(PayloadKind.MESSAGE, json.dumps(message).encode())
 
-    def send(self, kind: Kind, payload: bytes | memoryview) -> None:
+    def send(self, kind: PayloadKind, payload: bytes | memoryview) -> None:
         """Send a frame; raises OSError where the connection is gone."""
         if len(payload) > MOST_BYTES:
             raise ValueError(f"a frame of {len(payload)} bytes; {MOST_BYTES} is the most")
@@ -87,13 +87,13 @@ class Wire:
             head = _HEAD.pack(len(payload), kind, self._sent)
             self._sent += 1
             proof = _proof(self._sends, head, payload)
-            if kind is Kind.MESSAGE:
+            if kind is PayloadKind.MESSAGE:
                 self._socket.sendall(head + payload + proof)
                 return
             for part in (head, payload, proof):
                 self._socket.sendall(part)
 
-    def receive(self, until_s: float | None = None) -> tuple[Kind, bytes]:
+    def receive(self, until_s: float | None = None) -> tuple[PayloadKind, bytes]:
         """The next frame.
 
         Args:
@@ -109,16 +109,16 @@ class Wire:
         payload = _exactly(self._socket, length, until_s)
         proof = _exactly(self._socket, PROOF, until_s)
         is_right = hmac.compare_digest(proof, _proof(self._receives, head, payload))
-        if not is_right or number != self._received or kind not in tuple(Kind):
+        if not is_right or number != self._received or kind not in tuple(PayloadKind):
             raise ConnectionError("a frame is not what the other side sent")
         self._received += 1
-        return Kind(kind), payload
+        return PayloadKind(kind), payload
 
     def hear(self, within_s: float | None = None) -> dict[str, Any]:
         """The next message; raises OSError as ``receive`` does, where it is none, and where it takes longer."""
         kind, payload = self.receive(None if within_s is None else time.monotonic() + within_s)
         try:
-            found = json.loads(payload) if kind is Kind.MESSAGE else None
+            found = json.loads(payload) if kind is PayloadKind.MESSAGE else None
         except ValueError as error:
             raise ConnectionError("a message is no JSON") from error
         if not isinstance(found, dict):
@@ -132,7 +132,7 @@ class Wire:
         self._socket.close()
 
 
-def ask(address: tuple[str, int], secret: bytes, *, timeout_s: float = GREETING_S) -> Wire:
+def ask(address: tuple[str, int], secret: bytes, *, timeout_s: float = GREETING_S) -> SecureChannel:
     """Connect to a launcher.
 
     Raises:
@@ -159,7 +159,7 @@ def ask(address: tuple[str, int], secret: bytes, *, timeout_s: float = GREETING_
         raise
 
 
-def answer(sock: socket.socket, secret: bytes) -> Wire:
+def answer(sock: socket.socket, secret: bytes) -> SecureChannel:
     """Make a connection that was accepted a wire; raises as ``ask``, and closes it then."""
     until_s = time.monotonic() + GREETING_S
     try:
@@ -176,10 +176,10 @@ def answer(sock: socket.socket, secret: bytes) -> Wire:
         raise
 
 
-def _wire(sock: socket.socket, secret: bytes, nonces: bytes, *, asks: bool) -> Wire:
+def _wire(sock: socket.socket, secret: bytes, nonces: bytes, *, asks: bool) -> SecureChannel:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     keys = [_proof(secret, name, nonces) for name in (b"key of who asks", b"key of who answers")]
-    return Wire(sock, *(keys if asks else reversed(keys)))
+    return SecureChannel(sock, *(keys if asks else reversed(keys)))
 
 
 def _set_limit(sock: socket.socket, which: int, seconds: float) -> None:

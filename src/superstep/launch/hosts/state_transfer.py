@@ -14,9 +14,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from superstep.launch.hosts.secure_channel import MOST_BYTES, Kind, Wire
+from superstep.launch.hosts.secure_channel import MOST_BYTES, PayloadKind, SecureChannel
 from superstep.state.damage import damaged
-from superstep.state.memory_snapshot import HOSTS_SLOTS, WHOLE, WRITING, Memory, State
+from superstep.state.memory_snapshot import HOSTS_SLOTS, WHOLE, WRITING, SnapshotMemory, State
 
 MOST_TABLE_BYTES = 2**30
 
@@ -29,7 +29,7 @@ class Spoilt(Void):
     """The state that was sent has other bits than were copied."""
 
 
-class Rate:
+class RateLimit:
     """Holds what is sent back to so many bytes a second; None holds nothing back."""
 
     def __init__(self, bytes_per_s: float | None) -> None:
@@ -46,7 +46,7 @@ class Rate:
             time.sleep(self._free_s - now_s)
 
 
-def send(wire: Wire, memories: Sequence[Memory], state: State, epoch: int, rate: Rate) -> None:
+def send(wire: SecureChannel, memories: Sequence[SnapshotMemory], state: State, epoch: int, rate: RateLimit) -> None:
     """Send a state of some ranks, until the other side has it.
 
     Raises:
@@ -88,16 +88,16 @@ def send(wire: Wire, memories: Sequence[Memory], state: State, epoch: int, rate:
         raise Void
 
 
-def _send_bytes(wire: Wire, data: bytes | memoryview, rate: Rate) -> None:
+def _send_bytes(wire: SecureChannel, data: bytes | memoryview, rate: RateLimit) -> None:
     for low in range(0, len(data), MOST_BYTES):
         block = data[low : low + MOST_BYTES]
         rate.take(len(block))
-        wire.send(Kind.BLOCK, block)
+        wire.send(PayloadKind.BLOCK, block)
 
 
 def receive(
-    wire: Wire,
-    memories: Sequence[Memory],
+    wire: SecureChannel,
+    memories: Sequence[SnapshotMemory],
     keep: Callable[[State, int, Callable[[], None]], None],
     is_wanted: Callable[[int], bool] = lambda _: True,
 ) -> State | None:
@@ -150,7 +150,7 @@ def receive(
     return state if is_whole else None
 
 
-def _begun(wire: Wire, count: int) -> tuple[State, int, list[dict[str, int]]]:
+def _begun(wire: SecureChannel, count: int) -> tuple[State, int, list[dict[str, int]]]:
     """Which state comes, of which epoch, and of each of so many ranks what its memory is like."""
     begin = wire.hear()
     try:
@@ -163,11 +163,11 @@ def _begun(wire: Wire, count: int) -> tuple[State, int, list[dict[str, int]]]:
     return state, epoch, ranks
 
 
-def _receive_bytes(wire: Wire, place: bytearray | memoryview) -> bytearray | memoryview:
+def _receive_bytes(wire: SecureChannel, place: bytearray | memoryview) -> bytearray | memoryview:
     at = 0
     while at < len(place):
         kind, block = wire.receive()
-        if kind is not Kind.BLOCK or not block or at + len(block) > len(place):
+        if kind is not PayloadKind.BLOCK or not block or at + len(block) > len(place):
             raise ConnectionError("a copy has other blocks than it should")
         place[at : at + len(block)] = block
         at += len(block)

@@ -10,7 +10,7 @@ from superstep.launch.hosts.messages import Address
 from superstep.launch.rendezvous import TIMEOUT
 
 
-class Store:
+class TcpStore:
     """One, at a free port of an address. It is gone with this object."""
 
     def __init__(self, address: str) -> None:

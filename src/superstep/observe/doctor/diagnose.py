@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Literal
 
 from superstep.observe.doctor.observations import CHECKPOINT, DATA, VALIDATION, RankSeen, RunSeen
-from superstep.observe.doctor.stragglers import Slow, Spent, slowest, spent, step_s
-from superstep.observe.doctor.wait_graph import Wait, Waits, first_of
+from superstep.observe.doctor.stragglers import Slow, TimeSpent, slowest, spent, step_s
+from superstep.observe.doctor.wait_graph import RankWait, Waits, first_of
 
 Kind = Literal[
     "fault", "stopped", "gone", "held", "hook", "hang", "busy", "skipped", "raised", "circle", "data", "beside", "slow",
@@ -88,7 +88,7 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class Diagnosis:
     """What is wrong, the first cause first, and what it was seen by.
 
     Attributes:
@@ -100,13 +100,13 @@ class Verdict:
     """
 
     findings: tuple[Finding, ...]
-    waits: tuple[Wait, ...]
-    spent: Mapping[int, Spent]
+    waits: tuple[RankWait, ...]
+    spent: Mapping[int, TimeSpent]
     stands: bool
     step_s: float
 
 
-def diagnose(run: RunSeen) -> Verdict:
+def diagnose(run: RunSeen) -> Diagnosis:
     """What is wrong with a run."""
     waits, took_s = Waits(run), step_s(run)
     stands = bool(run.ranks) and not any(rank.has_moved for rank in run.ranks)
@@ -120,7 +120,7 @@ def diagnose(run: RunSeen) -> Verdict:
         goes_on = all(rank.has_moved for rank in run.ranks)
         found += _slow(slowest(run), {each.rank for each in found}) if goes_on else []
     found += [*_swapping(run), *_growing(run), *_disk(run, found)]
-    return Verdict(findings=tuple(found), waits=waits.all, spent=pace, stands=stands, step_s=took_s)
+    return Diagnosis(findings=tuple(found), waits=waits.all, spent=pace, stands=stands, step_s=took_s)
 
 
 def _ended(run: RunSeen, waits: Waits) -> Iterator[Finding]:
@@ -272,7 +272,7 @@ def _users_call(seen: RankSeen) -> str | None:
     return None
 
 
-def _data(pace: Mapping[int, Spent]) -> Iterator[Finding]:
+def _data(pace: Mapping[int, TimeSpent]) -> Iterator[Finding]:
     """Ranks that wait for batches for too much of their time."""
     slow = {rank: each for rank, each in pace.items() if each.share(DATA) >= DATA_SHARE}
     for rank, each in sorted(slow.items(), key=lambda one: -one[1].share(DATA)):

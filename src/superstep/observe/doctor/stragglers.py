@@ -26,7 +26,7 @@ theirs, less what it waits for a processor: other work of the machine takes from
 
 
 @dataclass(frozen=True, slots=True)
-class Spent:
+class TimeSpent:
     """Where one rank's time went, in seconds of all steps together.
 
     Attributes:
@@ -86,13 +86,13 @@ def steps_of(rank: RankSeen, length: int) -> dict[int, list[Note]]:
     return {run: whole[run] for run in runs[first:]}
 
 
-def spent(run: RunSeen) -> dict[int, Spent]:
+def spent(run: RunSeen) -> dict[int, TimeSpent]:
     """Of every rank that has done ``ENOUGH`` steps."""
     found = {rank.rank: _spent(rank, _length(run, rank)) for rank in run.ranks}
     return {rank: each for rank, each in found.items() if each is not None}
 
 
-def _spent(rank: RankSeen, length: int) -> Spent | None:
+def _spent(rank: RankSeen, length: int) -> TimeSpent | None:
     steps = steps_of(rank, length)
     if len(steps) <= ENOUGH:
         return None
@@ -106,7 +106,7 @@ def _spent(rank: RankSeen, length: int) -> Spent | None:
     programs = [note for note in within if note.index >= 0]
     work_s = sum(note.own_s for note in programs)
     all_s = sum(note.end_s - note.ready_s for note in programs)
-    return Spent(len(steps) - 1, last_s - first_s, work_s, max(0.0, all_s - work_s), beside)
+    return TimeSpent(len(steps) - 1, last_s - first_s, work_s, max(0.0, all_s - work_s), beside)
 
 
 def slowest(run: RunSeen) -> list[Slow]:

@@ -33,7 +33,7 @@ from superstep.program.timeline import Arrival, Needs, brings
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class RankWait:
     """A rank that needs something of others.
 
     Attributes:
@@ -71,21 +71,21 @@ class Waits:
         self._seen = {seen.rank: seen for seen in run.ranks}
 
     @cached_property
-    def all(self) -> tuple[Wait, ...]:
+    def all(self) -> tuple[RankWait, ...]:
         """Who waits for another rank, or for something that others think is done."""
         return tuple(wait for seen in self._run.ranks if (wait := self._of(seen)) is not None)
 
-    def _of(self, seen: RankSeen) -> Wait | None:
+    def _of(self, seen: RankSeen) -> RankWait | None:
         """The first need of a rank that some have not given; or else the first that others are past."""
         if seen.doing == "apart" or not seen.index < len(seen.follows):
             return None
-        past: Wait | None = None
+        past: RankWait | None = None
         for need in self._of_instruction(seen):
             missing = tuple(p for p, at in need.parts.items() if p != seen.rank and not self._has_given(p, seen, at))
             if missing:
-                return Wait(seen.rank, need.what, missing)
+                return RankWait(seen.rank, need.what, missing)
             if past is None and need.needed is not None and (beyond := self._beyond(seen, need)):
-                past = Wait(seen.rank, need.what, (), beyond)
+                past = RankWait(seen.rank, need.what, (), beyond)
         return past
 
     def _has_given(self, rank: int, seen: RankSeen, index: int) -> bool:

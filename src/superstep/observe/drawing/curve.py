@@ -15,7 +15,7 @@ from superstep.observe.drawing.memory import ASCII, LEVELS
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
+class PlottedCurve:
     """One quantity.
 
     Attributes:
@@ -31,7 +31,7 @@ class Course:
 
 def draw_courses(
     spans: Sequence[tuple[float, float]],
-    courses: Sequence[Course],
+    courses: Sequence[PlottedCurve],
     *,
     width: int,
     seconds: Callable[[float], str],

@@ -25,7 +25,7 @@ PAUSE_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class LaneItem:
     """Something that a lane did: when, and what is written at its beginning where there is room."""
 
     span: Span
@@ -43,7 +43,7 @@ class Lane:
     """
 
     name: str
-    pieces: Sequence[Piece]
+    pieces: Sequence[LaneItem]
     ink: tuple[str, str]
 
 

@@ -35,7 +35,7 @@ THIN = 0.34
 
 
 @dataclass(frozen=True, slots=True)
-class Ink:
+class InstructionInk:
     """How one kind of instruction is drawn: two fills for neighbouring microbatches, and the colour of its number."""
 
     meaning: str
@@ -43,19 +43,19 @@ class Ink:
     number: str = ""
 
 
-FORWARD = Ink("forward", ("#0072b2", "#3391cb"), "#ffffff")
-RECOMPUTE = Ink("computed again", ("#7fc4ee", "#a2d5f4"), "#10161b")
-BACKWARD = Ink("backward", ("#e69f00", "#f2bb45"), "#10161b")
-INPUT = Ink("backward, inputs", BACKWARD.fills, "#10161b")
-WEIGHT = Ink("backward, weights", ("#009e73", "#3fb896"), "#ffffff")
-UPDATE = Ink("step", ("#2f3942", "#2f3942"), "#ffffff")
-SUMS = Ink("sums", ("#6b737c", "#6b737c"))
-FETCH = Ink("fetch", ("#c9b800", "#c9b800"))
-REDUCE = Ink("reduce", ("#cc79a7", "#cc79a7"))
-ACT = Ink("activation sent", ("#56b4e9", "#56b4e9"))
-GRAD = Ink("gradient sent", ("#d55e00", "#d55e00"))
-SNAPSHOT = Ink("snapshot", ("#8c8c8c", "#8c8c8c"))
-_INKS: dict[type[Instruction], Ink] = {
+FORWARD = InstructionInk("forward", ("#0072b2", "#3391cb"), "#ffffff")
+RECOMPUTE = InstructionInk("computed again", ("#7fc4ee", "#a2d5f4"), "#10161b")
+BACKWARD = InstructionInk("backward", ("#e69f00", "#f2bb45"), "#10161b")
+INPUT = InstructionInk("backward, inputs", BACKWARD.fills, "#10161b")
+WEIGHT = InstructionInk("backward, weights", ("#009e73", "#3fb896"), "#ffffff")
+UPDATE = InstructionInk("step", ("#2f3942", "#2f3942"), "#ffffff")
+SUMS = InstructionInk("sums", ("#6b737c", "#6b737c"))
+FETCH = InstructionInk("fetch", ("#c9b800", "#c9b800"))
+REDUCE = InstructionInk("reduce", ("#cc79a7", "#cc79a7"))
+ACT = InstructionInk("activation sent", ("#56b4e9", "#56b4e9"))
+GRAD = InstructionInk("gradient sent", ("#d55e00", "#d55e00"))
+SNAPSHOT = InstructionInk("snapshot", ("#8c8c8c", "#8c8c8c"))
+_INKS: dict[type[Instruction], InstructionInk] = {
     Forward: FORWARD,
     Recompute: RECOMPUTE,
     Backward: BACKWARD,
@@ -75,7 +75,7 @@ def draw_svg(timelines: Iterable[tuple[str, Timeline]]) -> str:
     steps = list(timelines)
     longest_s = max(timeline.step_s for _, timeline in steps) or 1.0
     body: list[str] = []
-    used: list[Ink] = []
+    used: list[InstructionInk] = []
     y = float(TOP)
     for caption, timeline in steps:
         drawing = _Drawing(timeline, (WIDTH - LEFT - RIGHT) / longest_s, used)
@@ -100,7 +100,7 @@ def draw_svg(timelines: Iterable[tuple[str, Timeline]]) -> str:
 class _Drawing:
     """One step; ``used`` gets the inks that it needs."""
 
-    def __init__(self, timeline: Timeline, scale: float, used: list[Ink]) -> None:
+    def __init__(self, timeline: Timeline, scale: float, used: list[InstructionInk]) -> None:
         self.timeline = timeline
         self.scale = scale
         self.start_s = timeline.start_s
@@ -177,7 +177,7 @@ def _is_drawn(e: TimelineEvent) -> bool:
     return not isinstance(e.instruction, Recv | Free) and (e.lane == "compute" or e.end_s > e.start_s)
 
 
-def _ink(e: TimelineEvent) -> Ink:
+def _ink(e: TimelineEvent) -> InstructionInk:
     if isinstance(e.instruction, Send):
         return ACT if e.instruction.wire == "act" else GRAD
     return _INKS.get(type(e.instruction), SUMS)
@@ -216,7 +216,7 @@ def _ruler(y: float, longest_s: float) -> Iterator[str]:
         yield _text(x, y + 9, f"{word} ms" if k == 0 else word, size=8, anchor="start" if k == 0 else "middle")
 
 
-def _legend(y: float, used: list[Ink]) -> tuple[list[str], float]:
+def _legend(y: float, used: list[InstructionInk]) -> tuple[list[str], float]:
     """What the colours mean, in as many lines as it takes; and the height of everything."""
     drawn, x = [], float(LEFT)
     meant = [(ink.meaning, ink.fills[0]) for ink in used]

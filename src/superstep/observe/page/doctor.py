@@ -9,9 +9,9 @@ from __future__ import annotations
 import html
 from collections.abc import Iterable, Iterator, Mapping
 
-from superstep.observe.doctor.diagnose import Verdict
+from superstep.observe.doctor.diagnose import Diagnosis
 from superstep.observe.doctor.observations import RankSeen, RunSeen
-from superstep.observe.doctor.wait_graph import Wait
+from superstep.observe.doctor.wait_graph import RankWait
 from superstep.observe.page.bundle_html import assembled
 
 WIDE, HIGH, ACROSS, DOWN, MARGIN = 216, 46, 92, 22, 10
@@ -23,7 +23,7 @@ MOST_LETTERS = 34
 Place = tuple[float, float]
 
 
-def doctor_page(name: str, run: RunSeen, verdict: Verdict, said: str) -> str:
+def doctor_page(name: str, run: RunSeen, verdict: Diagnosis, said: str) -> str:
     """The page.
 
     Args:
@@ -47,7 +47,7 @@ def doctor_page(name: str, run: RunSeen, verdict: Verdict, said: str) -> str:
     )
 
 
-def graph(run: RunSeen, verdict: Verdict) -> str:
+def graph(run: RunSeen, verdict: Diagnosis) -> str:
     """Who waits for whom, as SVG."""
     places = dict(_places(run))
     blamed = {each.rank for each in verdict.findings}
@@ -86,7 +86,7 @@ def _box(seen: RankSeen, at: Place, *, is_blamed: bool) -> str:
     )
 
 
-def _arrows(waits: Iterable[Wait], places: Mapping[int, Place]) -> Iterator[str]:
+def _arrows(waits: Iterable[RankWait], places: Mapping[int, Place]) -> Iterator[str]:
     for wait in waits:
         for other in (*wait.missing, *wait.past):
             if other in places:

@@ -51,7 +51,7 @@ class Shown:
     metrics: Callable[[], str]
 
 
-class Served:
+class LiveServer:
     """The server: listens at once, answers from ``begin`` on, in threads of its own.
 
     Args:
@@ -145,7 +145,7 @@ class _Server(ThreadingHTTPServer):
     block_on_close = False
     allow_reuse_port = False
 
-    def __init__(self, address: tuple[str, int], served: Served) -> None:
+    def __init__(self, address: tuple[str, int], served: LiveServer) -> None:
         self.served = served
         super().__init__(address, _Answers)
 
@@ -186,7 +186,7 @@ class _Answers(BaseHTTPRequestHandler):
                 self._say(503, "text/plain", f"not now: {error}\n")
         return None
 
-    def _listen(self, served: Served) -> None:
+    def _listen(self, served: LiveServer) -> None:
         has_begun = False
 
         def write(text: str) -> None:

@@ -30,7 +30,7 @@ AXES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class LedgerRow:
     """One line of the ledger.
 
     Attributes:
@@ -49,7 +49,7 @@ class Row:
         return [self.what, self.predicted, self.measured, self.unit]
 
 
-def ledger(lines: Sequence[Mapping[str, Any]], ran: Mapping[str, float]) -> list[Row]:
+def ledger(lines: Sequence[Mapping[str, Any]], ran: Mapping[str, float]) -> list[LedgerRow]:
     """The lines of which anything is known.
 
     Args:
@@ -64,30 +64,35 @@ def ledger(lines: Sequence[Mapping[str, Any]], ran: Mapping[str, float]) -> list
     is_whole = started.get("memory") == "resident"
     step_s = started.get("predicted_step_s")
     found = [
-        Row("a step", step_s, finished.get("step_s") or _median(steps, "step_s"), "s"),
-        *([Row("the recorded step", step_s, sum(ran.values()), "s")] if ran else []),
-        *(Row(f" {name}", predicted_s.get(name), ran.get(name), "s") for name in dict.fromkeys([*predicted_s, *ran])),
-        Row(
+        LedgerRow("a step", step_s, finished.get("step_s") or _median(steps, "step_s"), "s"),
+        *([LedgerRow("the recorded step", step_s, sum(ran.values()), "s")] if ran else []),
+        *(
+            LedgerRow(f" {name}", predicted_s.get(name), ran.get(name), "s")
+            for name in dict.fromkeys([*predicted_s, *ran])
+        ),
+        LedgerRow(
             "a step's sampling" if "rolled" in newest else "a step's wait for its batch",
             None,
             _median(steps, "data_s"),
             "s",
         ),
-        Row(
+        LedgerRow(
             "tensors of the fullest rank",
             started.get("predicted_memory_bytes"),
             finished.get("peak_bytes") or (None if is_whole or not steps else steps[-1].get("memory_bytes")),
             "bytes",
         ),
-        *(Row(f" {name}", size, None, "bytes") for name, size in bytes_of.items()),
-        Row(
+        *(LedgerRow(f" {name}", size, None, "bytes") for name, size in bytes_of.items()),
+        LedgerRow(
             "the whole process of the fullest rank, torch and Python among it",
             None,
             steps[-1].get("memory_bytes") if is_whole and steps else None,
             "bytes",
         ),
-        Row("time that made headway", started.get("predicted_ettr"), newest.get("goodput", {}).get("ettr"), "share"),
-        Row("model FLOPs used", None, _median(steps, "mfu"), "share"),
+        LedgerRow(
+            "time that made headway", started.get("predicted_ettr"), newest.get("goodput", {}).get("ettr"), "share"
+        ),
+        LedgerRow("model FLOPs used", None, _median(steps, "mfu"), "share"),
     ]
     return [row for row in found if row.predicted is not None or row.measured is not None]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from superstep.observe.page.bundle_html import assembled, packed
-from superstep.observe.page.step_data import KINDS, LANES, Drawn, step_value
+from superstep.observe.page.step_data import KINDS, LANES, StepDrawing, step_value
 from superstep.plan.config import Schedule
 from superstep.program.instructions import (
     Backward,
@@ -66,7 +66,7 @@ _SAID: dict[type[Instruction], tuple[str, str, str]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class ChooserEntry:
     """One entry of the chooser.
 
     Attributes:
@@ -76,11 +76,11 @@ class Choice:
 
     schedule: Schedule
     zero: int
-    drawn: Drawn | None
+    drawn: StepDrawing | None
     why: str = ""
 
 
-def moving_page(title: str, about: str, choices: Sequence[Choice], chosen: int) -> str:
+def moving_page(title: str, about: str, choices: Sequence[ChooserEntry], chosen: int) -> str:
     """The page, opened on ``choices[chosen]``."""
     return assembled(
         markup="step.html",
@@ -91,7 +91,7 @@ def moving_page(title: str, about: str, choices: Sequence[Choice], chosen: int) 
     )
 
 
-def page_value(about: str, choices: Sequence[Choice], chosen: int) -> dict[str, Any]:
+def page_value(about: str, choices: Sequence[ChooserEntry], chosen: int) -> dict[str, Any]:
     """What the page's script is given."""
     kinds = [_SAID[kind] for kind in KINDS]
     return {

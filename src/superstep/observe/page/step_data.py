@@ -66,7 +66,7 @@ NS = 1e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drawn:
+class StepDrawing:
     """A step with what is drawn beside it.
 
     Attributes:
@@ -90,7 +90,7 @@ class Drawn:
     before_s: float = 0.0
 
 
-def step_value(drawn: Drawn) -> dict[str, Any]:
+def step_value(drawn: StepDrawing) -> dict[str, Any]:
     """The whole of a step, as JSON has it."""
     program, plan = drawn.timeline.program, drawn.plan
     deltas: dict[tuple[int, ...], int] = {}

@@ -32,7 +32,7 @@ from superstep.plan.model.hf_families import (
     only,
 )
 from superstep.plan.model.hf_rope import read_rope, write_rope
-from superstep.plan.model.json_reader import Keys
+from superstep.plan.model.json_reader import JsonKeys
 from superstep.plan.model.shape import (
     ModelShape,
     MoeShape,
@@ -79,7 +79,7 @@ def from_hf_config(path: Path) -> ModelShape:
             "'deepseek_v2', 'deepseek_v3', 'kimi_k2', 'gpt_oss'."
         )
     kind = kinds[kinds.index(told)]
-    keys = Keys(raw, f"{path}: ", DEFAULTS[kind])
+    keys = JsonKeys(raw, f"{path}: ", DEFAULTS[kind])
     keys.require(only(kind))
     shape = _read(keys, kind, f"{path}: ")
     keys.require_read({*HARMLESS, *HARMLESS_IN.get(kind, ())})
@@ -102,7 +102,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return raw if isinstance(raw, dict) else {}
 
 
-def _read(keys: Keys, kind: ModelType, told: str) -> ModelShape:
+def _read(keys: JsonKeys, kind: ModelType, told: str) -> ModelShape:
     heads, width = keys.whole("num_attention_heads"), keys.whole("hidden_size")
     qk_norm = keys.flag("qk_norm") if kind == "superstep_moe" else kind in ("qwen3", "qwen3_moe")
     max_tokens = keys.whole("max_position_embeddings")
@@ -134,7 +134,7 @@ def _read(keys: Keys, kind: ModelType, told: str) -> ModelShape:
     )
 
 
-def _read_window(keys: Keys, kind: ModelType) -> tuple[int | None, int]:
+def _read_window(keys: JsonKeys, kind: ModelType) -> tuple[int | None, int]:
     """How far back layers see, None where they see all; and how many see all nonetheless."""
     if kind == "llama":
         return None, 0
@@ -153,7 +153,7 @@ def _read_window(keys: Keys, kind: ModelType) -> tuple[int | None, int]:
     return (window, slides.count(False)) if any(slides) else (None, 0)
 
 
-def plain(keys: Keys) -> dict[str, Any]:
+def plain(keys: JsonKeys) -> dict[str, Any]:
     """What families that are priced alone say alike: fields of ``ModelShape``. How they scale angles has no price."""
     return {
         "family": "llama",
@@ -168,7 +168,7 @@ def plain(keys: Keys) -> dict[str, Any]:
     }
 
 
-def sliding_layers(keys: Keys, layers: int) -> list[bool]:
+def sliding_layers(keys: JsonKeys, layers: int) -> list[bool]:
     """Whether each layer's attention slides, as ``layer_types`` says.
 
     Raises:
@@ -183,7 +183,7 @@ def sliding_layers(keys: Keys, layers: int) -> list[bool]:
     return slides
 
 
-def _read_moe(keys: Keys, kind: ModelType) -> MoeShape | None:
+def _read_moe(keys: JsonKeys, kind: ModelType) -> MoeShape | None:
     if kind == "superstep_moe":
         try:
             return MoeShape(**keys.get("moe"))

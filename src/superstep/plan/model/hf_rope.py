@@ -10,13 +10,13 @@ import math
 from typing import Any
 
 from superstep.errors import ConfigError
-from superstep.plan.model.json_reader import Keys
+from superstep.plan.model.json_reader import JsonKeys
 from superstep.plan.model.rope import LinearRope, Llama3Rope, RopeScaling, YarnRope
 
 _PLACES = ("rope_parameters", "rope_scaling")
 
 
-def read_rope(keys: Keys, told: str, max_tokens: int) -> tuple[float, RopeScaling | None]:
+def read_rope(keys: JsonKeys, told: str, max_tokens: int) -> tuple[float, RopeScaling | None]:
     """Theta, and the stretch of the wavelengths.
 
     Args:
@@ -36,7 +36,7 @@ def read_rope(keys: Keys, told: str, max_tokens: int) -> tuple[float, RopeScalin
             continue
         if not isinstance(raw, dict):
             raise keys.refusal(place, "must be an object")
-        part = Keys(raw, f"{told}{place}.", _DEFAULTS)
+        part = JsonKeys(raw, f"{told}{place}.", _DEFAULTS)
         if "rope_theta" in part:
             thetas[f"{place}.rope_theta"] = part.positive("rope_theta")
         stretches[place] = _read_stretch(part, max_tokens)
@@ -59,7 +59,7 @@ _DEFAULTS = {
 }
 
 
-def _read_stretch(part: Keys, max_tokens: int) -> RopeScaling | None:
+def _read_stretch(part: JsonKeys, max_tokens: int) -> RopeScaling | None:
     part.require({"partial_rotary_factor": (1.0,)})
     name = "type" if "type" in part and "rope_type" not in part else "rope_type"
     kind = part.get(name)
@@ -81,7 +81,7 @@ def _read_stretch(part: Keys, max_tokens: int) -> RopeScaling | None:
     raise part.refusal(name, "is not supported; it must be 'default', 'linear', 'llama3' or 'yarn'")
 
 
-def _read_yarn(part: Keys, max_tokens: int) -> YarnRope:
+def _read_yarn(part: JsonKeys, max_tokens: int) -> YarnRope:
     original = _original(part, max_tokens)
     factor = max_tokens / original if part.get("factor") is None else part.positive("factor")
     return YarnRope(
@@ -94,7 +94,7 @@ def _read_yarn(part: Keys, max_tokens: int) -> YarnRope:
     )
 
 
-def _read_attention_factor(part: Keys, factor: float) -> float:
+def _read_attention_factor(part: JsonKeys, factor: float) -> float:
     above, below = part.get("mscale"), part.get("mscale_all_dim")
     if part.get("attention_factor") is not None:
         return part.positive("attention_factor")
@@ -108,7 +108,7 @@ def _sharper(factor: float, scale: float) -> float:
     return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def _original(part: Keys, max_tokens: int) -> int:
+def _original(part: JsonKeys, max_tokens: int) -> int:
     key = "original_max_position_embeddings"
     return max_tokens if part.get(key) is None else part.whole(key)
 

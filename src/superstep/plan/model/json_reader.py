@@ -11,7 +11,7 @@ from superstep.errors import ConfigError
 from superstep.plan.model.shape import MOST_LAYERS
 
 
-class Keys:
+class JsonKeys:
     """The keys of one object.
 
     Args:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from superstep.plan.model.hf_config import plain, read_json
-from superstep.plan.model.json_reader import Keys
+from superstep.plan.model.json_reader import JsonKeys
 from superstep.plan.model.shape import ROTATED, Latent, ModelShape, dropless
 
 KINDS = ("deepseek_v2", "deepseek_v3", "kimi_k2")
@@ -44,7 +44,7 @@ def from_latent_config(path: Path) -> ModelShape:
     Raises:
         ConfigError: a number is missing, or one that the formulas have no other value for is another.
     """
-    keys = Keys(read_json(path), f"{path}: ", DEFAULTS)
+    keys = JsonKeys(read_json(path), f"{path}: ", DEFAULTS)
     heads, head_dim = keys.whole("num_attention_heads"), keys.whole("v_head_dim")
     # What the closed form of latent attention takes as given.
     keys.require({"qk_rope_head_dim": (ROTATED,), "qk_nope_head_dim": (head_dim,), "moe_layer_freq": (1,)})

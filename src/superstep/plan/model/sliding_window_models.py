@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from superstep.plan.model.hf_config import plain, read_json, sliding_layers
-from superstep.plan.model.json_reader import Keys
+from superstep.plan.model.json_reader import JsonKeys
 from superstep.plan.model.shape import ModelShape, dropless
 
 KINDS = ("gpt_oss",)
@@ -41,7 +41,7 @@ def from_alternating_config(path: Path) -> ModelShape:
     Raises:
         ConfigError: a number is missing, or a layer attends in another way.
     """
-    keys = Keys(read_json(path), f"{path}: ", DEFAULTS)
+    keys = JsonKeys(read_json(path), f"{path}: ", DEFAULTS)
     layers = keys.layers()
     slides = sliding_layers(keys, layers)
     if all(slides):

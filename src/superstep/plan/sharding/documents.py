@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from superstep.plan.sharding.sequence import Block
+from superstep.plan.sharding.sequence import AttentionBlock
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Tile:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class RankTokens:
     """The tokens that a cp rank holds: two chunks of the sequence, or all of it where cp = 1."""
 
     tokens: int
@@ -64,7 +64,7 @@ class Held:
         return self.rank * chunk + place if place < chunk else (2 * self.cp - 2 - self.rank) * chunk + place
 
 
-def tiles(block: Block, bounds: Sequence[int], *, cp: int, rank: int) -> Iterator[Tile]:
+def tiles(block: AttentionBlock, bounds: Sequence[int], *, cp: int, rank: int) -> Iterator[Tile]:
     """What a cp rank computes of a block, where each document sees itself alone.
 
     Args:
@@ -73,7 +73,7 @@ def tiles(block: Block, bounds: Sequence[int], *, cp: int, rank: int) -> Iterato
         cp: ranks over which the sequence is cut.
         rank: whose queries.
     """
-    mine, theirs = Held(bounds[-1], cp, rank), Held(bounds[-1], cp, block.source)
+    mine, theirs = RankTokens(bounds[-1], cp, rank), RankTokens(bounds[-1], cp, block.source)
     if block.is_causal:
         yield from (Tile(slice(a, b), slice(a, b), is_causal=True) for a, b in pairwise(mine.cuts(bounds)))
         return

@@ -18,7 +18,7 @@ from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class AttentionBlock:
     """What one cp rank computes with the keys of another: a part of its queries with a part of the keys.
 
     Each holds ``tokens`` in two chunks, and of a pair of chunks either every score is needed or none is:
@@ -52,10 +52,10 @@ class Block:
         return len(held[self.queries(tokens)]) * len(held[self.keys(tokens)])
 
 
-def blocks(rank: int, cp: int) -> tuple[Block, ...]:
+def blocks(rank: int, cp: int) -> tuple[AttentionBlock, ...]:
     """What a cp rank computes as keys go round the ring: with its own first, then with its predecessor's."""
     sources = ((rank - step) % cp for step in range(cp))
-    return tuple(Block(s, "own" if s == rank else "earlier" if s < rank else "later") for s in sources)
+    return tuple(AttentionBlock(s, "own" if s == rank else "earlier" if s < rank else "later") for s in sources)
 
 
 def positions(tokens: int, *, cp: int, rank: int, tp: int = 1, part: int = 0) -> tuple[int, ...]:

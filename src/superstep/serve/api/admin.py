@@ -29,27 +29,27 @@ from starlette.responses import Response
 
 from superstep.errors import StateError, did_you_mean
 from superstep.serve.api.admin_backend import Admin
-from superstep.serve.api.app_state import Service
+from superstep.serve.api.app_state import AppState
 from superstep.serve.api.body_validation import Strict, read_model
-from superstep.serve.api.http_errors import Refused, shown
+from superstep.serve.api.http_errors import RequestError, shown
 from superstep.serve.api.limits import read_json
 from superstep.serve.api.sse import answered
 from superstep.serve.engine_messages import (
-    Change,
+    ChangeWeights,
     Deed,
+    EngineStatus,
     LoadAdapter,
     Pause,
     PauseMode,
     Requests,
     Resume,
     Sleep,
-    Standing,
     UnloadAdapter,
     Wake,
 )
-from superstep.serve.reader import Reader
+from superstep.serve.reader import BackgroundReader
 
-Handler = Callable[[Request, Service], Awaitable[Response]]
+Handler = Callable[[Request, AppState], Awaitable[Response]]
 
 
 class ChangeFields(Strict):
@@ -75,13 +75,13 @@ class AdapterFields(Strict):
 def with_key(handler: Handler) -> Handler:
     """The handler, for who knows the key."""
 
-    async def answer(request: Request, service: Service) -> Response:
+    async def answer(request: Request, service: AppState) -> Response:
         given = request.headers.get("authorization", "")
         kind, _, key = given.partition(" ")
         # Compared in a time that tells nothing of how much of the key is right.
         is_right = hmac.compare_digest(key.strip().encode(), admin_of(service).key.encode())
         if kind.lower() != "bearer" or not is_right:
-            raise Refused(
+            raise RequestError(
                 "authorization is not this server's admin key; send 'Authorization: Bearer KEY'.",
                 status=401,
                 param="authorization",
@@ -93,44 +93,44 @@ def with_key(handler: Handler) -> Handler:
     return answer
 
 
-def admin_of(service: Service) -> Admin:
+def admin_of(service: AppState) -> Admin:
     """What the paths need; they are there only where it is."""
     assert service.admin is not None
     return service.admin
 
 
-async def weights(request: Request, service: Service) -> Response:
+async def weights(request: Request, service: AppState) -> Response:
     """How the engine stands."""
     _choices(request, {})
     return _told(admin_of(service).engine.standing)
 
 
-async def change_weights(request: Request, service: Service) -> Response:
+async def change_weights(request: Request, service: AppState) -> Response:
     """Other weights, between two steps."""
     fields = read_model(ChangeFields, await read_json(request, service.limits))
     path = await look_up(fields.path, admin_of(service))
-    return await _do(Change(str(path), fields.requests), service)
+    return await _do(ChangeWeights(str(path), fields.requests), service)
 
 
-async def pause(request: Request, service: Service) -> Response:
+async def pause(request: Request, service: AppState) -> Response:
     """Nothing is computed until ``resume``."""
     mode = _choices(request, {"mode": get_args(PauseMode)}).get("mode", "keep")
     return await _do(Pause(cast(PauseMode, mode)), service)
 
 
-async def resume(request: Request, service: Service) -> Response:
+async def resume(request: Request, service: AppState) -> Response:
     """The end of a pause."""
     _choices(request, {})
     return await _do(Resume(), service)
 
 
-async def sleep(request: Request, service: Service) -> Response:
+async def sleep(request: Request, service: AppState) -> Response:
     """Memory is given back until ``wake``."""
     kept = _choices(request, {"weights": ("drop", "keep")}).get("weights") == "keep"
     return await _do(Sleep(keeps_weights=kept), service)
 
 
-async def wake(request: Request, service: Service) -> Response:
+async def wake(request: Request, service: AppState) -> Response:
     """The end of sleep, with other weights where a path is given."""
     body = await read_json(request, service.limits) if request.headers.get("content-type") else {}
     fields = read_model(WakeFields, body)
@@ -138,23 +138,23 @@ async def wake(request: Request, service: Service) -> Response:
     return await _do(Wake(path), service)
 
 
-async def abort(request: Request, service: Service) -> Response:
+async def abort(request: Request, service: AppState) -> Response:
     """All requests are taken back."""
     _choices(request, {})
     return answered({"aborted": service.backend.abort()})
 
 
-async def adapters(request: Request, service: Service) -> Response:
+async def adapters(request: Request, service: AppState) -> Response:
     """Those that can be asked for."""
     _choices(request, {})
     return _told_adapters(admin_of(service).engine.standing)
 
 
-async def load_adapter(request: Request, service: Service) -> Response:
+async def load_adapter(request: Request, service: AppState) -> Response:
     """One more, between two steps."""
     fields = read_model(AdapterFields, await read_json(request, service.limits))
     if fields.name == service.backend.info.name:
-        raise Refused(
+        raise RequestError(
             f"name = {shown(fields.name)} is the model's own; give the adapter another.",
             param="name",
             code="invalid_value",
@@ -163,14 +163,14 @@ async def load_adapter(request: Request, service: Service) -> Response:
     try:
         return _told_adapters(await admin_of(service).engine.do(LoadAdapter(fields.name, str(path))))
     except StateError as error:
-        raise Refused(str(error), param="path", code="invalid_adapter") from None
+        raise RequestError(str(error), param="path", code="invalid_adapter") from None
 
 
-async def unload_adapter(request: Request, service: Service) -> Response:
+async def unload_adapter(request: Request, service: AppState) -> Response:
     """One less, between two steps."""
     name = str(request.path_params["name"])
     if name not in service.backend.adapters:
-        raise Refused(
+        raise RequestError(
             f"adapter = {shown(name)} is not loaded{did_you_mean(name, service.backend.adapters or ('none',))}",
             status=404,
             param="name",
@@ -200,9 +200,11 @@ async def look_up(path: str, admin: Admin) -> Path:
         Refused: as there; 400 where no answer came in time.
     """
     try:
-        return await Reader(path, lambda progress: allowed(path, admin.folders), timeout_s=admin.timeout_s).answer()
+        return await BackgroundReader(
+            path, lambda progress: allowed(path, admin.folders), timeout_s=admin.timeout_s
+        ).answer()
     except StateError as error:
-        raise Refused(str(error), param="path", code="invalid_value") from None
+        raise RequestError(str(error), param="path", code="invalid_value") from None
 
 
 def allowed(path: str, folders: Sequence[Path]) -> Path:
@@ -212,15 +214,15 @@ def allowed(path: str, folders: Sequence[Path]) -> Path:
         Refused: 403 where it leads elsewhere, 400 where nothing is there.
     """
     if "\0" in path:
-        raise Refused("path holds a NUL; give the path of a folder or file.", param="path", code="invalid_value")
+        raise RequestError("path holds a NUL; give the path of a folder or file.", param="path", code="invalid_value")
     try:
         leads = [(folder / path).resolve() for folder in folders]
         inside = [one for one in leads if any(one.is_relative_to(folder.resolve()) for folder in folders)]
         there = [one for one in inside if one.exists()]
     except (OSError, RuntimeError):  # too long, or a link that leads to itself
-        raise Refused(f"path = {shown(path)} leads nowhere.", param="path", code="invalid_value") from None
+        raise RequestError(f"path = {shown(path)} leads nowhere.", param="path", code="invalid_value") from None
     if not inside:
-        raise Refused(
+        raise RequestError(
             f"path = {shown(path)} lies outside of the folders that this server takes weights from: "
             f"{', '.join(map(str, folders))}; put them there, or start the server with --serve.weights.",
             status=403,
@@ -228,7 +230,7 @@ def allowed(path: str, folders: Sequence[Path]) -> Path:
             code="path_not_allowed",
         )
     if not there:
-        raise Refused(f"path = {shown(path)} is not there.", param="path", code="invalid_value")
+        raise RequestError(f"path = {shown(path)} is not there.", param="path", code="invalid_value")
     return there[0]
 
 
@@ -236,24 +238,26 @@ def _choices(request: Request, known: Mapping[str, Sequence[str]]) -> Mapping[st
     """What the query says, each of it one of some words."""
     for name, value in request.query_params.multi_items():
         if name not in known:
-            raise Refused(f"{name} is not a field that is known here; leave it out.", param=name, code="unknown_field")
+            raise RequestError(
+                f"{name} is not a field that is known here; leave it out.", param=name, code="unknown_field"
+            )
         if value not in known[name]:
-            raise Refused(
+            raise RequestError(
                 f"{name} = {shown(value)} must be one of {', '.join(known[name])}.", param=name, code="invalid_value"
             )
     return request.query_params
 
 
-async def _do(deed: Deed, service: Service) -> Response:
+async def _do(deed: Deed, service: AppState) -> Response:
     try:
         return _told(await admin_of(service).engine.do(deed))
     except StateError as error:
-        raise Refused(str(error), param="path", code="invalid_weights") from None
+        raise RequestError(str(error), param="path", code="invalid_weights") from None
 
 
-def _told_adapters(standing: Standing) -> Response:
+def _told_adapters(standing: EngineStatus) -> Response:
     return answered({"adapters": msgspec.to_builtins(standing.adapters)})
 
 
-def _told(standing: Standing) -> Response:
+def _told(standing: EngineStatus) -> Response:
     return answered(msgspec.to_builtins(standing))

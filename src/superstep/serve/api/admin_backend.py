@@ -13,7 +13,7 @@ import msgspec
 
 from superstep.errors import SuperstepError
 from superstep.serve.api.backend import Away
-from superstep.serve.engine_messages import Deed, Pause, Resume, Standing
+from superstep.serve.engine_messages import Deed, EngineStatus, Pause, Resume
 from superstep.serve.reader import TIMEOUT_S
 
 
@@ -21,11 +21,11 @@ class Steered(Protocol):
     """An engine that can be told what to do, seen from the event loop."""
 
     @property
-    def standing(self) -> Standing:
+    def standing(self) -> EngineStatus:
         """How it stands."""
         ...
 
-    async def do(self, deed: Deed) -> Standing:
+    async def do(self, deed: Deed) -> EngineStatus:
         """Do something; how it stands then.
 
         Raises:
@@ -77,14 +77,14 @@ class Several:
         self._turn = asyncio.Lock()
 
     @property
-    def standing(self) -> Standing:
+    def standing(self) -> EngineStatus:
         """Of the first that does not serve, else of the first; with the adapters that all have."""
         every = [engine.standing for engine in self._engines]
         shown = next((one for one in every if one.state != "serving"), every[0])
         shared = tuple(one for one in shown.adapters if all(one in other.adapters for other in every))
         return msgspec.structs.replace(shown, adapters=shared)
 
-    async def do(self, deed: Deed) -> Standing:
+    async def do(self, deed: Deed) -> EngineStatus:
         """Do something to all; see ``Steered``. Where one cannot, the others go back to how they stood.
 
         Deeds follow each other, so that none is done between another one and its end. Pauses alone come at any time:

@@ -14,23 +14,23 @@ from starlette.routing import Route
 from superstep.errors import SuperstepError
 from superstep.serve.api.admin import ADMIN_ROUTES, with_key
 from superstep.serve.api.admin_backend import Admin
-from superstep.serve.api.app_state import Service
+from superstep.serve.api.app_state import AppState
 from superstep.serve.api.backend import Backend
 from superstep.serve.api.generate_endpoint import generate
 from superstep.serve.api.guard import OPEN_PATHS, Entrance
 from superstep.serve.api.health import health, metrics
-from superstep.serve.api.http_errors import Refused, refused_by_backend
+from superstep.serve.api.http_errors import RequestError, refused_by_backend
 from superstep.serve.api.limits import Limits, Queue
-from superstep.serve.api.metrics import Metrics
+from superstep.serve.api.metrics import ServeMetrics
 from superstep.serve.api.openai.chat import chat_completions
 from superstep.serve.api.openai.completions import completions
 from superstep.serve.api.openai.models import model, models
 from superstep.serve.api.page import page
 from superstep.serve.api.sse import Gone
-from superstep.serve.api.text_protocol import Words
+from superstep.serve.api.text_protocol import TextProtocol
 from superstep.serve.api.tokenize_endpoint import detokenize, tokenize
 
-Handler = Callable[[Request, Service], Awaitable[Response]]
+Handler = Callable[[Request, AppState], Awaitable[Response]]
 
 ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/", page),
@@ -51,7 +51,7 @@ GONE_STATUS = 499
 
 def make_app(
     backend: Backend,
-    words: Words,
+    words: TextProtocol,
     *,
     limits: Limits | None = None,
     admin: Admin | None = None,
@@ -67,12 +67,12 @@ def make_app(
         entrance: what stands before it; None lets loopback names in.
     """
     limits, entrance = limits or Limits(), entrance or Entrance()
-    service = Service(
+    service = AppState(
         backend=backend,
         words=words,
         limits=limits,
         queue=Queue(limits.queue),
-        metrics=Metrics(backend, entrance.drain),
+        metrics=ServeMetrics(backend, entrance.drain),
         drain=entrance.drain,
         began_s=int(time.time()),
         admin=admin,
@@ -81,7 +81,7 @@ def make_app(
     served = (*ROUTES, *guarded)
     routes = [Route(path, _endpoint(handler, service), methods=[method]) for method, path, handler in served]
 
-    def refuse(error: Refused) -> Response:
+    def refuse(error: RequestError) -> Response:
         service.metrics.refuse(error.status)
         return error.response()
 
@@ -89,14 +89,14 @@ def make_app(
     return Starlette(routes=routes, middleware=before, exception_handlers={HTTPException: _no_such_path})
 
 
-def _endpoint(handler: Handler, service: Service) -> Callable[[Request], Awaitable[Response]]:
+def _endpoint(handler: Handler, service: AppState) -> Callable[[Request], Awaitable[Response]]:
     async def answer(request: Request) -> Response:
         try:
             return await handler(request, service)
         except Gone:
             return Response(status_code=GONE_STATUS)
-        except (Refused, SuperstepError) as error:
-            refused = error if isinstance(error, Refused) else refused_by_backend(error)
+        except (RequestError, SuperstepError) as error:
+            refused = error if isinstance(error, RequestError) else refused_by_backend(error)
             service.metrics.refuse(refused.status)
             return refused.response()
 
@@ -112,4 +112,4 @@ async def _no_such_path(request: Request, error: Exception) -> Response:
     else:
         allowed = (error.headers or {}).get("Allow", "")
         message = f"{request.method} {request.url.path!a}: {error.detail}{f'; use {allowed}' if allowed else ''}."
-    return Refused(message, status=error.status_code, code="no_such_path", headers=error.headers).response()
+    return RequestError(message, status=error.status_code, code="no_such_path", headers=error.headers).response()

@@ -8,14 +8,14 @@ from superstep.errors import did_you_mean
 from superstep.serve.api.admin_backend import Admin
 from superstep.serve.api.backend import Backend, Health
 from superstep.serve.api.drain import Drain
-from superstep.serve.api.http_errors import Refused, shown
+from superstep.serve.api.http_errors import RequestError, shown
 from superstep.serve.api.limits import Limits, Queue
-from superstep.serve.api.metrics import Metrics
-from superstep.serve.api.text_protocol import Words
+from superstep.serve.api.metrics import ServeMetrics
+from superstep.serve.api.text_protocol import TextProtocol
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Service:
+class AppState:
     """The engine, the text part, and what is kept of those who ask.
 
     Attributes:
@@ -30,10 +30,10 @@ class Service:
     """
 
     backend: Backend
-    words: Words
+    words: TextProtocol
     limits: Limits
     queue: Queue
-    metrics: Metrics
+    metrics: ServeMetrics
     drain: Drain
     began_s: int
     admin: Admin | None = None
@@ -59,7 +59,7 @@ class Service:
         if model in self.backend.adapters:
             return model
         known = [name, *self.backend.adapters]
-        raise Refused(
+        raise RequestError(
             f"model = {shown(model)} is not served here{did_you_mean(model, known)}",
             status=404,
             param="model",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from superstep.errors import Fault, SuperstepError
-from superstep.serve.scheduling.request import Counters, Info, Progress, Sampling
+from superstep.serve.scheduling.request import Counters, Info, RequestUpdate, Sampling
 
 
 class Busy(SuperstepError):
@@ -50,7 +50,7 @@ class Backend(Protocol):
 
     def stream(
         self, prompt: tuple[int, ...], sampling: Sampling, *, priority: int = 0, adapter: str = "", salt: str = ""
-    ) -> AsyncGenerator[Progress, None]:
+    ) -> AsyncGenerator[RequestUpdate, None]:
         """The news of one request, up to the one that has a ``finish``.
 
         The request is taken when the first news is awaited. Closing the generator, or cancelling who awaits it, takes
@@ -67,7 +67,7 @@ class Backend(Protocol):
         self,
         prompt: tuple[int, ...],
         sampling: Sampling,
-        heard: Callable[[Progress], bool],
+        heard: Callable[[RequestUpdate], bool],
         *,
         priority: int = 0,
         adapter: str = "",

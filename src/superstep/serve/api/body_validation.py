@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from superstep.serve.api.http_errors import Refused, refused_by_model, shown
+from superstep.serve.api.http_errors import RequestError, refused_by_model, shown
 
 T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
@@ -47,8 +47,8 @@ def biases_of(biases: Mapping[str, float], most: int, *, param: str = "logit_bia
         Refused: there are too many, or a key is no token id.
     """
     if len(biases) > most:
-        raise Refused(f"{param} has {len(biases)} tokens; give at most {most}.", param=param)
+        raise RequestError(f"{param} has {len(biases)} tokens; give at most {most}.", param=param)
     for token in biases:
         if not (token.isascii() and token.isdecimal() and len(token) < 10):
-            raise Refused(f"{param} has the key {shown(token)}; its keys are token ids.", param=param)
+            raise RequestError(f"{param} has the key {shown(token)}; its keys are token ids.", param=param)
     return tuple((int(token), bias) for token, bias in biases.items())

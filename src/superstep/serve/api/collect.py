@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from superstep.serve.api.app_state import Service
-from superstep.serve.api.generation import Ask, News, hear
+from superstep.serve.api.app_state import AppState
+from superstep.serve.api.generation import AnswerRequest, AnswerUpdate, hear
 from superstep.serve.api.usage import Usage
-from superstep.serve.scheduling.request import Finish, Told
+from superstep.serve.scheduling.request import Finish, TokenOutput
 
 
 @dataclass(slots=True)
@@ -26,13 +26,13 @@ class Whole:
     """
 
     texts: list[str] = field(default_factory=list)
-    tokens: list[Told] = field(default_factory=list)
-    prompt: tuple[Told, ...] = ()
+    tokens: list[TokenOutput] = field(default_factory=list)
+    prompt: tuple[TokenOutput, ...] = ()
     finish: Finish = "abort"
     stop: str | int | None = None
     cached_tokens: int = 0
 
-    def add(self, news: News) -> None:
+    def add(self, news: AnswerUpdate) -> None:
         """The next news."""
         self.texts.append(news.text)
         self.tokens += news.tokens
@@ -41,9 +41,9 @@ class Whole:
         self.stop = news.stop
         self.cached_tokens = self.cached_tokens or news.cached_tokens
 
-    def news(self, index: int) -> News:
+    def news(self, index: int) -> AnswerUpdate:
         """All of it as one piece of news."""
-        return News(
+        return AnswerUpdate(
             index=index,
             text=self.text,
             tokens=tuple(self.tokens),
@@ -59,7 +59,7 @@ class Whole:
         return "".join(self.texts)
 
 
-async def collect(asks: Sequence[Ask], service: Service, usage: Usage) -> list[Whole]:
+async def collect(asks: Sequence[AnswerRequest], service: AppState, usage: Usage) -> list[Whole]:
     """All answers, in their order, once the last of them has ended.
 
     Args:
@@ -69,7 +69,7 @@ async def collect(asks: Sequence[Ask], service: Service, usage: Usage) -> list[W
     """
     found = [Whole() for _ in asks]
 
-    def keep(news: News) -> None:
+    def keep(news: AnswerUpdate) -> None:
         usage.add(news)
         found[news.index].add(news)
 

@@ -14,7 +14,7 @@ import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from superstep.serve.api.guard import HEAD_BYTES, too_large_a_head
-from superstep.serve.api.http_errors import Refused
+from superstep.serve.api.http_errors import RequestError
 
 FLUSH_S = 1.0
 """How long a connection that is closed may take to be rid of what was written to it."""
@@ -121,7 +121,7 @@ class Connection(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """What was sent is no HTTP."""
-        self._refuse(Refused(f"{msg} Send HTTP/1.1.", code="invalid_http"))
+        self._refuse(RequestError(f"{msg} Send HTTP/1.1.", code="invalid_http"))
 
     def _await_head(self) -> None:
         if self._head_timer is None:
@@ -136,7 +136,7 @@ class Connection(HttpToolsProtocol):
     def _end_slow_head(self) -> None:
         if self._head_bytes:
             why = f"the request's head was not whole after {self.limits.head_s:g} s; send it at once."
-            self._refuse(Refused(why, status=408, code="head_stalled"))
+            self._refuse(RequestError(why, status=408, code="head_stalled"))
         else:  # a client that connects ahead of need expects no answer
             self._close()
 
@@ -146,9 +146,9 @@ class Connection(HttpToolsProtocol):
             min(idle, key=lambda one: one._idle_since_s)._close()
         else:
             why = f"all {self.limits.count} connections are in use; ask again."
-            self._refuse(Refused(why, status=503, code="too_many_connections", headers={"Retry-After": "1"}))
+            self._refuse(RequestError(why, status=503, code="too_many_connections", headers={"Retry-After": "1"}))
 
-    def _refuse(self, error: Refused) -> None:
+    def _refuse(self, error: RequestError) -> None:
         """Answer outside of the application. What still comes is not read, and closes nothing over the answer."""
         self._is_refused = True
         body = msgspec.json.encode(error.body)

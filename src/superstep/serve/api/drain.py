@@ -15,7 +15,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from superstep.serve.api.http_errors import Refused
+from superstep.serve.api.http_errors import RequestError
 from superstep.serve.api.limits import CLOSE
 from superstep.serve.api.sse import MEDIA, Form, event
 
@@ -24,7 +24,7 @@ FORMS: tuple[Form, ...] = ("sse", "lines")
 LAST_S = 2.0
 """How long the errors of unfinished answers may take to be sent: a client may not be reading."""
 
-Refuse = Callable[[Refused], Response]
+Refuse = Callable[[RequestError], Response]
 """A refusal as a server's clients read it."""
 
 
@@ -43,11 +43,11 @@ class Drain:
         return self._begun.is_set()
 
     @property
-    def refusal(self) -> Refused:
+    def refusal(self) -> RequestError:
         """What who asks now is told."""
         wait_s = max(1, math.ceil(min(self._ends_s - time.monotonic(), 3600.0)))
         headers = CLOSE | {"Retry-After": str(wait_s)}
-        return Refused("the server is shutting down; ask again.", status=503, code="draining", headers=headers)
+        return RequestError("the server is shutting down; ask again.", status=503, code="draining", headers=headers)
 
     async def begun(self) -> None:
         """Wait for ``begin``."""

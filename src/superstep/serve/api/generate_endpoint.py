@@ -17,17 +17,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from superstep.errors import ConfigError
-from superstep.serve.api.app_state import Service
+from superstep.serve.api.app_state import AppState
 from superstep.serve.api.body_validation import Strict, biases_of, given, read_model
 from superstep.serve.api.collect import collect
-from superstep.serve.api.generation import Ask, News, answers, choices_of, warn_of_cut
-from superstep.serve.api.http_errors import Refused, refused_by_backend, shown
+from superstep.serve.api.generation import AnswerRequest, AnswerUpdate, answers, choices_of, warn_of_cut
+from superstep.serve.api.http_errors import RequestError, refused_by_backend, shown
 from superstep.serve.api.in_thread import check_constraint
 from superstep.serve.api.limits import read_json
 from superstep.serve.api.seeds import SEEDS, drawn_seed
 from superstep.serve.api.sse import Form, answered, event, finite, streamed, until_gone
 from superstep.serve.api.usage import Usage
-from superstep.serve.scheduling.request import Constraint, Sampling, Told
+from superstep.serve.scheduling.request import Constraint, Sampling, TokenOutput
 
 
 class ConstraintFields(Strict):
@@ -57,7 +57,7 @@ class SamplingFields(Strict):
     constraint: ConstraintFields | None = None
 
 
-class Fields(Strict):
+class GenerateFields(Strict):
     """What the endpoint takes."""
 
     prompt: Any = None
@@ -70,7 +70,7 @@ class Fields(Strict):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class GenerateRequest:
     """A request, read and found sound.
 
     Attributes:
@@ -79,12 +79,12 @@ class Asked:
         seed: of the first answer to each prompt.
     """
 
-    fields: Fields
-    asks: list[Ask]
+    fields: GenerateFields
+    asks: list[AnswerRequest]
     seed: int
 
 
-async def generate(request: Request, service: Service) -> Response:
+async def generate(request: Request, service: AppState) -> Response:
     """Answers the request, as a stream or whole."""
     asked = await read_request(await read_json(request, service.limits), service)
     form: Form = "sse" if "text/event-stream" in request.headers.get("accept", "") else "lines"
@@ -95,21 +95,21 @@ async def generate(request: Request, service: Service) -> Response:
     return warn_of_cut(response, asked.fields.sampling.max_tokens, asked.asks)
 
 
-async def read_request(body: dict[str, Any], service: Service) -> Asked:
+async def read_request(body: dict[str, Any], service: AppState) -> GenerateRequest:
     """A body as what the engine is asked for.
 
     Raises:
         Refused: naming field and rule.
     """
-    fields = read_model(Fields, body)
+    fields = read_model(GenerateFields, body)
     adapter = _adapter(fields, service)
     prompts = prompts_of(fields.prompt)
     seed = given(fields.sampling.seed, drawn_seed())
     sampling = sampling_of(fields.sampling, seed, service)
     await check_constraint(sampling.constraint, service, param="sampling.constraint")
-    asks: list[Ask] = []
+    asks: list[AnswerRequest] = []
     for prompt in prompts:
-        first = Ask(
+        first = AnswerRequest(
             index=len(asks),
             prompt=prompt,
             sampling=sampling,
@@ -123,7 +123,7 @@ async def read_request(body: dict[str, Any], service: Service) -> Asked:
         except ConfigError as error:
             names = {name: f"sampling.{name}" for name in SamplingFields.model_fields}
             raise refused_by_backend(error, names=names) from None
-    return Asked(fields=fields, asks=asks, seed=seed)
+    return GenerateRequest(fields=fields, asks=asks, seed=seed)
 
 
 def prompts_of(prompt: object) -> list[tuple[int, ...]]:
@@ -134,7 +134,7 @@ def prompts_of(prompt: object) -> list[tuple[int, ...]]:
     """
     match prompt:
         case None:
-            raise Refused("prompt is missing; give token ids.", param="prompt", code="missing_field")
+            raise RequestError("prompt is missing; give token ids.", param="prompt", code="missing_field")
         case []:
             return [()]
         case list() if all(type(one) is int for one in prompt):
@@ -142,18 +142,18 @@ def prompts_of(prompt: object) -> list[tuple[int, ...]]:
         case list() if all(isinstance(one, list) and all(type(id_) is int for id_ in one) for one in prompt):
             return [tuple(one) for one in prompt]
         case _:
-            raise Refused(
+            raise RequestError(
                 f"prompt = {shown(prompt)}: must be a list of token ids, or a list of such lists.",
                 param="prompt",
                 code="invalid_value",
             )
 
 
-def _adapter(fields: Fields, service: Service) -> str:
+def _adapter(fields: GenerateFields, service: AppState) -> str:
     name = fields.adapter or ""
     if name and name not in service.backend.adapters:
         known = ", ".join(service.backend.adapters) or "none"
-        raise Refused(
+        raise RequestError(
             f"adapter = {shown(name)} is not loaded; choose one of: {known}.",
             status=404,
             param="adapter",
@@ -162,7 +162,7 @@ def _adapter(fields: Fields, service: Service) -> str:
     return name
 
 
-def sampling_of(fields: SamplingFields, seed: int, service: Service) -> Sampling:
+def sampling_of(fields: SamplingFields, seed: int, service: AppState) -> Sampling:
     """How to draw."""
     form = fields.constraint
     plain = fields.model_dump(exclude={"seed", "logit_bias", "stop_tokens", "constraint"})
@@ -175,7 +175,7 @@ def sampling_of(fields: SamplingFields, seed: int, service: Service) -> Sampling
     )
 
 
-def columns(tokens: Sequence[Told]) -> dict[str, Any]:
+def columns(tokens: Sequence[TokenOutput]) -> dict[str, Any]:
     """What is told of some tokens: log-probs in nats, of the model's own distribution and of the one drawn from."""
     return {
         "tokens": [told.token for told in tokens],
@@ -187,7 +187,7 @@ def columns(tokens: Sequence[Told]) -> dict[str, Any]:
     }
 
 
-def told(news: News, ask: Ask, *, is_first: bool) -> dict[str, Any]:
+def told(news: AnswerUpdate, ask: AnswerRequest, *, is_first: bool) -> dict[str, Any]:
     """A piece of an answer."""
     found = {"index": ask.index} | columns(news.tokens) | {"finish": news.finish, "stop": news.stop}
     if is_first:
@@ -198,7 +198,7 @@ def told(news: News, ask: Ask, *, is_first: bool) -> dict[str, Any]:
     return found
 
 
-async def whole(asked: Asked, service: Service) -> dict[str, Any]:
+async def whole(asked: GenerateRequest, service: AppState) -> dict[str, Any]:
     """The response, once all answers have ended."""
     usage = Usage(asked.asks, asked.fields.n)
     found = await collect(asked.asks, service, usage)
@@ -206,7 +206,7 @@ async def whole(asked: Asked, service: Service) -> dict[str, Any]:
     return {"answers": told_of, "seed": asked.seed, "usage": usage.told()}
 
 
-async def stream(asked: Asked, service: Service, form: Form) -> AsyncGenerator[bytes, None]:
+async def stream(asked: GenerateRequest, service: AppState, form: Form) -> AsyncGenerator[bytes, None]:
     """A piece of news each; the last line has the sums."""
     usage = Usage(asked.asks, asked.fields.n)
     silent = {ask.index for ask in asked.asks}

@@ -9,16 +9,16 @@ from dataclasses import dataclass, replace
 
 from starlette.responses import Response
 
-from superstep.serve.api.app_state import Service
+from superstep.serve.api.app_state import AppState
 from superstep.serve.api.backend import Away
-from superstep.serve.api.http_errors import Refused
+from superstep.serve.api.http_errors import RequestError
 from superstep.serve.api.seeds import seed_of_choice
-from superstep.serve.api.text_protocol import Reader
-from superstep.serve.scheduling.request import Finish, Progress, Request, Sampling, Told, check_request
+from superstep.serve.api.text_protocol import AnswerTextReader
+from superstep.serve.scheduling.request import Finish, Request, RequestUpdate, Sampling, TokenOutput, check_request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class AnswerRequest:
     """One answer that is asked for.
 
     Attributes:
@@ -45,7 +45,7 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class News:
+class AnswerUpdate:
     """What is new of one answer.
 
     Attributes:
@@ -60,23 +60,23 @@ class News:
 
     index: int
     text: str = ""
-    tokens: tuple[Told, ...] = ()
-    prompt: tuple[Told, ...] = ()
+    tokens: tuple[TokenOutput, ...] = ()
+    prompt: tuple[TokenOutput, ...] = ()
     finish: Finish | None = None
     stop: str | int | None = None
     cached_tokens: int = 0
 
 
-def check_choices(count: int, prompts: int, service: Service) -> None:
+def check_choices(count: int, prompts: int, service: AppState) -> None:
     """Refuse more answers than one request may ask for: ``count`` to each prompt."""
     most = service.limits.choices
     if prompts * count > most:
-        raise Refused(
+        raise RequestError(
             f"n = {count} answers to {prompts} prompts are over the limit of {most}; ask for fewer.", param="n"
         )
 
 
-def choices_of(first: Ask, count: int, prompts: int, service: Service) -> list[Ask]:
+def choices_of(first: AnswerRequest, count: int, prompts: int, service: AppState) -> list[AnswerRequest]:
     """Some answers to one prompt, each with a seed of its own, if the engine could give them.
 
     The seeds do not depend on the prompts beside it. Numbers that ask for more than there is ask for all.
@@ -108,7 +108,7 @@ def choices_of(first: Ask, count: int, prompts: int, service: Service) -> list[A
     ]
 
 
-def warn_of_cut(response: Response, wanted: int | None, asks: Sequence[Ask]) -> Response:
+def warn_of_cut(response: Response, wanted: int | None, asks: Sequence[AnswerRequest]) -> Response:
     """The response, with a ``Warning`` (RFC 7234, 5.5) where the context has no room for so many tokens."""
     fitting = min(ask.sampling.max_tokens for ask in asks)
     if wanted is not None and wanted > fitting:
@@ -118,7 +118,7 @@ def warn_of_cut(response: Response, wanted: int | None, asks: Sequence[Ask]) -> 
     return response
 
 
-async def answers(asks: Sequence[Ask], service: Service) -> AsyncGenerator[News, None]:
+async def answers(asks: Sequence[AnswerRequest], service: AppState) -> AsyncGenerator[AnswerUpdate, None]:
     """The news of some answers as they come. Closing it takes all of them back, as does the failure of one.
 
     Raises:
@@ -136,10 +136,10 @@ async def answers(asks: Sequence[Ask], service: Service) -> AsyncGenerator[News,
                     yield news
 
 
-async def _merged(asks: Sequence[Ask], service: Service) -> AsyncGenerator[News, None]:
-    came: asyncio.Queue[News | asyncio.Task[None]] = asyncio.Queue()  # as long as the answers at most
+async def _merged(asks: Sequence[AnswerRequest], service: AppState) -> AsyncGenerator[AnswerUpdate, None]:
+    came: asyncio.Queue[AnswerUpdate | asyncio.Task[None]] = asyncio.Queue()  # as long as the answers at most
 
-    async def pump(ask: Ask) -> None:
+    async def pump(ask: AnswerRequest) -> None:
         async with aclosing(answer(ask, service)) as stream:
             async for news in stream:
                 came.put_nowait(news)
@@ -151,7 +151,7 @@ async def _merged(asks: Sequence[Ask], service: Service) -> AsyncGenerator[News,
         left = len(tasks)
         while left:
             match await came.get():
-                case News() as news:
+                case AnswerUpdate() as news:
                     yield news
                 case asyncio.Task() as done:
                     done.result()  # raises what the answer ended with
@@ -162,7 +162,7 @@ async def _merged(asks: Sequence[Ask], service: Service) -> AsyncGenerator[News,
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def answer(ask: Ask, service: Service) -> AsyncGenerator[News, None]:
+async def answer(ask: AnswerRequest, service: AppState) -> AsyncGenerator[AnswerUpdate, None]:
     """The news of one answer, the last of which has a ``finish``."""
     following = Following(ask, service)
     stream = service.backend.stream(ask.prompt, ask.sampling, priority=ask.priority, adapter=ask.adapter, salt=ask.salt)
@@ -178,11 +178,11 @@ async def answer(ask: Ask, service: Service) -> AsyncGenerator[News, None]:
         following.end()
 
 
-async def hear(ask: Ask, service: Service, keep: Callable[[News], None]) -> None:
+async def hear(ask: AnswerRequest, service: AppState, keep: Callable[[AnswerUpdate], None]) -> None:
     """The same, each piece handed over as it comes: nobody is woken before the last one."""
     following = Following(ask, service)
 
-    def heard(progress: Progress) -> bool:
+    def heard(progress: RequestUpdate) -> bool:
         news = following.read(progress)
         keep(news)
         return news.finish is not None
@@ -198,7 +198,7 @@ async def hear(ask: Ask, service: Service, keep: Callable[[News], None]) -> None
 class Following:
     """Reads the engine's news of one answer, and counts what comes."""
 
-    def __init__(self, ask: Ask, service: Service) -> None:
+    def __init__(self, ask: AnswerRequest, service: AppState) -> None:
         self._index = ask.index
         self._service = service
         self._reader = service.words.reader(ask.stop, shows_special=ask.shows_special) if ask.has_text else None
@@ -207,7 +207,7 @@ class Following:
         self._ends = self._named | own
         self._watch, self._ended = service.metrics.watch(len(ask.prompt)), "abort"
 
-    def read(self, progress: Progress) -> News:
+    def read(self, progress: RequestUpdate) -> AnswerUpdate:
         """The next piece."""
         if self._reader is None:
             news = silently(progress, index=self._index, named=self._named)
@@ -222,10 +222,10 @@ class Following:
         self._service.queue.note(self._watch.end(self._ended))
 
 
-def silently(progress: Progress, *, index: int, named: frozenset[int]) -> News:
+def silently(progress: RequestUpdate, *, index: int, named: frozenset[int]) -> AnswerUpdate:
     """One piece of the engine's news without its text."""
     stop = progress.tokens[-1].token if progress.tokens and progress.finish == "stop" else None
-    return News(
+    return AnswerUpdate(
         index=index,
         tokens=progress.tokens,
         prompt=progress.prompt,
@@ -235,7 +235,9 @@ def silently(progress: Progress, *, index: int, named: frozenset[int]) -> News:
     )
 
 
-def read(progress: Progress, reader: Reader, *, index: int, ends: frozenset[int], named: frozenset[int]) -> News:
+def read(
+    progress: RequestUpdate, reader: AnswerTextReader, *, index: int, ends: frozenset[int], named: frozenset[int]
+) -> AnswerUpdate:
     """One piece of the engine's news, with its text. Nothing is told of what follows a stop text.
 
     Args:
@@ -262,7 +264,7 @@ def read(progress: Progress, reader: Reader, *, index: int, ends: frozenset[int]
         text.append(reader.end())
     if reader.stop is not None:
         finish, stop = "stop", reader.stop
-    return News(
+    return AnswerUpdate(
         index=index,
         text="".join(text),
         tokens=progress.tokens[:taken],

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from superstep.observe.host_header import LOCALHOST, HostNames
 from superstep.serve.api.drain import Drain, Draining, Refuse
-from superstep.serve.api.http_errors import Refused, shown
+from superstep.serve.api.http_errors import RequestError, shown
 from superstep.serve.api.limits import CLOSE, Limits, read_body
 
 JSON = "application/json"
@@ -80,7 +80,7 @@ class Guard:
             _check_size(scope)
             self._check_host(request)
             await self._check_media(request)
-        except Refused as error:
+        except RequestError as error:
             await self._refuse(error)(scope, receive, send)
         else:
             await self._app(scope, receive, send)
@@ -88,7 +88,7 @@ class Guard:
     def _check_host(self, request: Request) -> None:
         given = request.headers.getlist("host")
         if not self._hosts.accept(given):
-            raise Refused(
+            raise RequestError(
                 f"host = {shown(', '.join(given))} is not a name of this server; use {LOCALHOST}, or start it with "
                 "--allowed-hosts.",
                 status=421,
@@ -105,7 +105,7 @@ class Guard:
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind not in self._media:
             await read_body(request, self._limits)  # a connection that is closed over what was sent loses the answer
-            raise Refused(
+            raise RequestError(
                 f"content-type is {shown(kind)}; send {' or '.join(self._media)}.", status=415, param="content-type"
             )
 
@@ -116,9 +116,9 @@ def _check_size(scope: Scope) -> None:
         raise too_large_a_head()
 
 
-def too_large_a_head() -> Refused:
+def too_large_a_head() -> RequestError:
     """Who sends more than ``HEAD_BYTES`` before a body."""
-    return Refused(
+    return RequestError(
         f"path and headers are over the limit of {HEAD_BYTES} bytes; send less.",
         status=431,
         code="head_too_large",

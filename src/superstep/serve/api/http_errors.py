@@ -25,7 +25,7 @@ SHOWN_CHARS = 60
 """The most of a wrong value that is told back."""
 
 
-class Refused(Exception):
+class RequestError(Exception):
     """A request that is not answered, with the status and the field that is to blame.
 
     Attributes:
@@ -63,7 +63,7 @@ class Refused(Exception):
         return JSONResponse(self.body, status_code=self.status, headers=self.headers)
 
 
-def refused_by_backend(error: SuperstepError, *, names: Mapping[str, str] | None = None) -> Refused:
+def refused_by_backend(error: SuperstepError, *, names: Mapping[str, str] | None = None) -> RequestError:
     """What a client is told of an error of the backend or of the text part.
 
     Args:
@@ -73,28 +73,28 @@ def refused_by_backend(error: SuperstepError, *, names: Mapping[str, str] | None
     match error:
         case Busy():
             wait = str(max(1, round(error.retry_after_s)))
-            return Refused(str(error), status=429, code="queue_full", headers={"Retry-After": wait})
+            return RequestError(str(error), status=429, code="queue_full", headers={"Retry-After": wait})
         case Away():
-            return Refused(str(error), status=503, code="engine_away", headers={"Retry-After": "1"})
+            return RequestError(str(error), status=503, code="engine_away", headers={"Retry-After": "1"})
         case ConfigError():
             return _of_config(str(error), names or {})
         case Fault():
-            return Refused(str(error), status=500, code="engine_failed")
+            return RequestError(str(error), status=500, code="engine_failed")
         case _:
-            return Refused(str(error))
+            return RequestError(str(error))
 
 
-def _of_config(message: str, names: Mapping[str, str]) -> Refused:
+def _of_config(message: str, names: Mapping[str, str]) -> RequestError:
     first = re.match(r"[a-z_][a-z_0-9.\[\]]*(?= )", message)
     if first is None:
-        return Refused(message)
+        return RequestError(message)
     name = names.get(first[0], first[0])
     if message.startswith("adapter = ") and " is not loaded" in message:  # it went while the request came
-        return Refused(message, status=404, param=name, code="model_not_found")
-    return Refused(name + message[first.end() :], param=name, code="invalid_value")
+        return RequestError(message, status=404, param=name, code="model_not_found")
+    return RequestError(name + message[first.end() :], param=name, code="invalid_value")
 
 
-def refused_by_model(error: pydantic.ValidationError, known: Iterable[str]) -> Refused:
+def refused_by_model(error: pydantic.ValidationError, known: Iterable[str]) -> RequestError:
     """What a client is told of a body that does not have the form of its endpoint: the first of its mistakes.
 
     Args:
@@ -109,7 +109,7 @@ def refused_by_model(error: pydantic.ValidationError, known: Iterable[str]) -> R
     return _of_detail(worst, known)
 
 
-def _of_detail(detail: ErrorDetails, known: Iterable[str]) -> Refused:
+def _of_detail(detail: ErrorDetails, known: Iterable[str]) -> RequestError:
     path, value = _path(detail["loc"]), detail["input"]
     match detail["type"]:
         case "extra_forbidden":
@@ -118,16 +118,16 @@ def _of_detail(detail: ErrorDetails, known: Iterable[str]) -> Refused:
             top = len(detail["loc"]) == 1
             guess = did_you_mean(path, sorted(known)) if top else "."
             hint = guess if guess.startswith("; did you mean") else "; leave it out."
-            return Refused(f"{path} is not a field that is known here{hint}", param=path, code="unknown_field")
+            return RequestError(f"{path} is not a field that is known here{hint}", param=path, code="unknown_field")
         case "missing":
-            return Refused(f"{path} is missing; give it.", param=path, code="missing_field")
+            return RequestError(f"{path} is missing; give it.", param=path, code="missing_field")
         case "value_error":
             reason = str(detail["ctx"]["error"])
-            return Refused(f"{path} {reason}" if path else reason, param=path or None, code="invalid_value")
+            return RequestError(f"{path} {reason}" if path else reason, param=path or None, code="invalid_value")
         case _:
             rule = re.sub(r"^(Input|Value|String|List|Dictionary) should ", "must ", detail["msg"])
             rule = re.sub(r"a valid dictionary( or instance of \w+)?", "an object", rule)  # as JSON calls it
-            return Refused(f"{path or 'body'} = {shown(value)}: {rule}.", param=path or None, code="invalid_value")
+            return RequestError(f"{path or 'body'} = {shown(value)}: {rule}.", param=path or None, code="invalid_value")
 
 
 BRANCH = re.compile(r"[\[(-]|^(str|int|float|bool|[A-Z]\w*)$")

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from superstep.errors import ConfigError
-from superstep.serve.api.app_state import Service
-from superstep.serve.api.http_errors import Refused
+from superstep.serve.api.app_state import AppState
+from superstep.serve.api.http_errors import RequestError
 from superstep.serve.api.text_protocol import Json
 from superstep.serve.scheduling.request import Constraint
 
@@ -36,10 +36,10 @@ async def aside(work: Callable[[], T], *, param: str) -> T:
         within = re.match(re.escape(param) + r"[\w.\[\]]*(?= )", message)
         if within is None:
             message = f"{param}: {message}"
-        raise Refused(message, param=within[0] if within else param, code="invalid_value") from None
+        raise RequestError(message, param=within[0] if within else param, code="invalid_value") from None
 
 
-async def encode(text: str, service: Service) -> tuple[int, ...]:
+async def encode(text: str, service: AppState) -> tuple[int, ...]:
     """The tokens of a text.
 
     Raises:
@@ -47,7 +47,7 @@ async def encode(text: str, service: Service) -> tuple[int, ...]:
     """
     size, most = len(text.encode()), service.most_prompt_bytes
     if size > most:
-        raise Refused(
+        raise RequestError(
             f"prompt has {size} bytes; {most} are the most that the context of {service.backend.info.context_tokens} "
             "tokens can hold.",
             param="prompt",
@@ -58,12 +58,12 @@ async def encode(text: str, service: Service) -> tuple[int, ...]:
     return tuple(await asyncio.to_thread(service.words.encode, text))
 
 
-async def encode_chat(messages: Sequence[Json], tools: Sequence[Json], service: Service) -> tuple[int, ...]:
+async def encode_chat(messages: Sequence[Json], tools: Sequence[Json], service: AppState) -> tuple[int, ...]:
     """The tokens of a conversation. Templates are programs, and a client chooses what they work on."""
     return tuple(await aside(lambda: service.words.chat(messages, tools, service.most_prompt_bytes), param="messages"))
 
 
-async def check_constraint(constraint: Constraint | None, service: Service, *, param: str) -> None:
+async def check_constraint(constraint: Constraint | None, service: AppState, *, param: str) -> None:
     """Refuse a form that cannot be kept, before the engine is asked for it.
 
     Args:

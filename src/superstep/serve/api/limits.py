@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
-from superstep.serve.api.http_errors import Refused
+from superstep.serve.api.http_errors import RequestError
 
 ASIDE_BYTES = 1 << 20
 """Bodies from this size on are read in a thread: 1 MiB of JSON takes some 10 ms, in which nobody else is served."""
@@ -82,7 +82,7 @@ async def read_body(request: Request, limits: Limits) -> bytes:
                     raise _too_large(limits)
                 parts.append(part)
     except TimeoutError:
-        raise Refused(
+        raise RequestError(
             f"body stalled after {size} bytes; send it within {limits.body_s:g} s, with no silence over "
             f"{limits.stall_s:g} s.",
             status=408,
@@ -90,11 +90,11 @@ async def read_body(request: Request, limits: Limits) -> bytes:
             headers=CLOSE,
         ) from None
     except ClientDisconnect:
-        raise Refused("body ended early; the client went away.", code="body_cut", headers=CLOSE) from None
+        raise RequestError("body ended early; the client went away.", code="body_cut", headers=CLOSE) from None
 
 
-def _too_large(limits: Limits) -> Refused:
-    return Refused(
+def _too_large(limits: Limits) -> RequestError:
+    return RequestError(
         f"body is over the limit of {limits.body_bytes} bytes; send less.",
         status=413,
         code="body_too_large",
@@ -111,7 +111,9 @@ def parse(body: bytes, limits: Limits) -> dict[str, Any]:
     if separators(body) > limits.json_values and separators(re.sub(rb'"(?:[^"\\]|\\.)*"', b'""', body)) > (
         limits.json_values
     ):
-        raise Refused(f"body has more than {limits.json_values} values; send fewer at a time.", code="body_too_large")
+        raise RequestError(
+            f"body has more than {limits.json_values} values; send fewer at a time.", code="body_too_large"
+        )
     try:
         found = msgspec.json.decode(body)
     except RecursionError:
@@ -119,7 +121,7 @@ def parse(body: bytes, limits: Limits) -> dict[str, Any]:
     except (msgspec.DecodeError, UnicodeDecodeError):
         found = _read_slowly(body, limits)
     if not isinstance(found, dict):
-        raise Refused("body is no JSON object; send one, such as {}.", code="invalid_json")
+        raise RequestError("body is no JSON object; send one, such as {}.", code="invalid_json")
     _check_depth(found, limits)
     return found
 
@@ -136,12 +138,14 @@ def _read_slowly(body: bytes, limits: Limits) -> object:
     except RecursionError:
         raise _too_deep(limits) from None
     except UnicodeDecodeError as error:
-        raise Refused(f"body is no UTF-8 at byte {error.start}; send JSON in UTF-8.", code="invalid_json") from None
+        raise RequestError(
+            f"body is no UTF-8 at byte {error.start}; send JSON in UTF-8.", code="invalid_json"
+        ) from None
     except ValueError as error:
         reason = re.split(r"[\n;]", str(error))[0]  # behind it Python says which of its own settings would let it pass
-        raise Refused(f"body is no JSON ({reason}); send one object.", code="invalid_json") from None
+        raise RequestError(f"body is no JSON ({reason}); send one object.", code="invalid_json") from None
     _check_values(found, "", limits.json_depth)
-    raise Refused("body is no JSON that can be read; send one object.", code="invalid_json")
+    raise RequestError("body is no JSON that can be read; send one object.", code="invalid_json")
 
 
 def _check_values(value: object, path: str, depth: int) -> None:
@@ -149,13 +153,13 @@ def _check_values(value: object, path: str, depth: int) -> None:
     name = path or "body"
     match value:
         case str() if not value.isascii() and any("\ud800" <= char <= "\udfff" for char in value):
-            raise Refused(
+            raise RequestError(
                 f"{name} holds half of a surrogate pair, which is no character; send whole ones.",
                 param=name,
                 code="invalid_value",
             )
         case float() if not math.isfinite(value):
-            raise Refused(f"{name} = {value} must be a finite number.", param=name, code="invalid_value")
+            raise RequestError(f"{name} = {value} must be a finite number.", param=name, code="invalid_value")
         case dict() if depth:
             for key, inner in value.items():
                 _check_values(key, f"{path}.<a key>".removeprefix("."), depth - 1)
@@ -181,8 +185,8 @@ def _check_depth(found: object, limits: Limits) -> None:
     raise _too_deep(limits)
 
 
-def _too_deep(limits: Limits) -> Refused:
-    return Refused(f"body nests deeper than {limits.json_depth}; send something flatter.", code="body_too_deep")
+def _too_deep(limits: Limits) -> RequestError:
+    return RequestError(f"body nests deeper than {limits.json_depth}; send something flatter.", code="body_too_deep")
 
 
 class Queue:
@@ -201,9 +205,11 @@ class Queue:
             Refused: 429 with Retry-After where all are taken; 400 where there never were so many.
         """
         if count > self.size:
-            raise Refused(f"n asks for {count} answers, and the queue holds {self.size}; ask for fewer.", param="n")
+            raise RequestError(
+                f"n asks for {count} answers, and the queue holds {self.size}; ask for fewer.", param="n"
+            )
         if self.taken + count > self.size:
-            raise Refused(
+            raise RequestError(
                 f"the queue is full: {self.taken} of {self.size} answers are under way; ask again.",
                 status=429,
                 code="queue_full",

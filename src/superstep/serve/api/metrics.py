@@ -26,7 +26,7 @@ WHOLE_ANSWER_S = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 20.0, 40.0,
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000)
 
 
-class Metrics:
+class ServeMetrics:
     """What is counted of answers, and what the engine tells of itself when it is asked."""
 
     def __init__(self, backend: Backend, drain: Drain) -> None:
@@ -57,9 +57,9 @@ class Metrics:
         """All of it, in Prometheus's text form."""
         return generate_latest(self.registry)
 
-    def watch(self, prompt_tokens: int) -> Watch:
+    def watch(self, prompt_tokens: int) -> AnswerMetrics:
         """Follows one answer."""
-        return Watch(self, prompt_tokens)
+        return AnswerMetrics(self, prompt_tokens)
 
     def end(self, reason: str) -> None:
         """One answer more that ended so."""
@@ -70,10 +70,10 @@ class Metrics:
         self.refused.labels(self._model, str(status)).inc()
 
 
-class Watch:
+class AnswerMetrics:
     """Follows one answer: its times, its tokens, its end. Who takes it back early has aborted it."""
 
-    def __init__(self, metrics: Metrics, prompt_tokens: int) -> None:
+    def __init__(self, metrics: ServeMetrics, prompt_tokens: int) -> None:
         self._metrics = metrics
         self._began = self._last = time.monotonic()
         self._tokens = 0

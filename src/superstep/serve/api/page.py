@@ -7,7 +7,7 @@ from importlib import resources
 from starlette.requests import Request
 from starlette.responses import Response
 
-from superstep.serve.api.app_state import Service
+from superstep.serve.api.app_state import AppState
 
 POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
@@ -16,7 +16,7 @@ POLICY = (
 """Nothing is loaded from elsewhere, even if an answer of the model says so."""
 
 
-async def page(request: Request, service: Service) -> Response:
+async def page(request: Request, service: AppState) -> Response:
     """The page."""
     text = resources.files("superstep.serve.api").joinpath("page.html").read_text(encoding="utf-8")
     headers = {"Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff", "Cache-Control": "no-cache"}

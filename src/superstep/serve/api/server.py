@@ -32,7 +32,7 @@ CLOSING_S = 5
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class Server(uvicorn.Server):
+class HttpServer(uvicorn.Server):
     """uvicorn's, whose signals are listened to elsewhere."""
 
     @contextmanager
@@ -41,7 +41,7 @@ class Server(uvicorn.Server):
         yield
 
 
-def make_server(app: Starlette, limits: ConnectionLimits | None = None) -> Server:
+def make_server(app: Starlette, limits: ConnectionLimits | None = None) -> HttpServer:
     """A server that is not yet run. ``should_exit`` stops it from any thread.
 
     Args:
@@ -63,7 +63,7 @@ def make_server(app: Starlette, limits: ConnectionLimits | None = None) -> Serve
         timeout_keep_alive=KEPT_S,
         timeout_graceful_shutdown=CLOSING_S,
     )
-    return Server(config)
+    return HttpServer(config)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -137,7 +137,7 @@ class _Ending:
                 )
 
 
-async def _serve(server: Server, listening: socket.socket, ending: _Ending) -> int:
+async def _serve(server: HttpServer, listening: socket.socket, ending: _Ending) -> int:
     with _signals(ending.hear):
         serving = asyncio.ensure_future(server.serve(sockets=[listening]))
         begun = asyncio.ensure_future(ending.drain.begun())

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from superstep.errors import SuperstepError
-from superstep.serve.api.http_errors import Refused, refused_by_backend
+from superstep.serve.api.http_errors import RequestError, refused_by_backend
 
 T = TypeVar("T")
 
@@ -99,8 +99,8 @@ class Events(Response):
             try:
                 async for chunk in self._events:
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
-            except (SuperstepError, Refused) as error:  # the status has been sent; the client reads of it here
-                refused = error if isinstance(error, Refused) else refused_by_backend(error)
+            except (SuperstepError, RequestError) as error:  # the status has been sent; the client reads of it here
+                refused = error if isinstance(error, RequestError) else refused_by_backend(error)
                 await send({"type": "http.response.body", "body": event(refused.body, self._form), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

@@ -46,7 +46,7 @@ class Said:
     arguments: str = ""
 
 
-class Reader(Protocol):
+class AnswerTextReader(Protocol):
     """Reads one answer: tokens in, text out, whole characters only, up to the first stop text."""
 
     @property
@@ -63,7 +63,7 @@ class Reader(Protocol):
         ...
 
 
-class ToolReader(Protocol):
+class ToolCallReader(Protocol):
     """Finds the calls in the text of one answer. The joined pieces are the same however the text was cut."""
 
     def push(self, text: str) -> Sequence[Said]:
@@ -75,7 +75,7 @@ class ToolReader(Protocol):
         ...
 
 
-class Words(Protocol):
+class TextProtocol(Protocol):
     """Text of one model: its tokenizer, its chat template, the form of its tool calls."""
 
     def encode(self, text: str) -> Sequence[int]:
@@ -113,7 +113,7 @@ class Words(Protocol):
         """Texts that end an answer in a chat, where the template has no token for it."""
         ...
 
-    def reader(self, stop: Sequence[str], *, shows_special: bool = False) -> Reader:
+    def reader(self, stop: Sequence[str], *, shows_special: bool = False) -> AnswerTextReader:
         """A reader of one answer that ends at the first of some texts.
 
         Args:
@@ -122,7 +122,7 @@ class Words(Protocol):
         """
         ...
 
-    def tool_reader(self, use: ToolUse) -> ToolReader:
+    def tool_reader(self, use: ToolUse) -> ToolCallReader:
         """A reader of the calls in one answer."""
         ...
 

@@ -8,9 +8,9 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from superstep.serve.api.app_state import Service
+from superstep.serve.api.app_state import AppState
 from superstep.serve.api.body_validation import Strict, given, read_model
-from superstep.serve.api.http_errors import Refused
+from superstep.serve.api.http_errors import RequestError
 from superstep.serve.api.in_thread import encode, encode_chat
 from superstep.serve.api.limits import read_json
 from superstep.serve.api.openai.chat_fields import Tool
@@ -35,12 +35,12 @@ class DetokenizeFields(Strict):
     tokens: list[int]
 
 
-async def tokenize(request: Request, service: Service) -> Response:
+async def tokenize(request: Request, service: AppState) -> Response:
     """The tokens that a prompt would have."""
     fields = read_model(TokenizeFields, await read_json(request, service.limits))
     service.adapter_of(fields.model)
     if (fields.prompt is None) == (fields.messages is None):
-        raise Refused("prompt or messages is what is to be tokens; give one of them.", param="prompt")
+        raise RequestError("prompt or messages is what is to be tokens; give one of them.", param="prompt")
     if fields.messages is not None:
         tools = [tool.model_dump(exclude_none=True) for tool in given(fields.tools, [])]
         tokens = await encode_chat(fields.messages, tools, service)
@@ -52,14 +52,14 @@ async def tokenize(request: Request, service: Service) -> Response:
     return answered(found)
 
 
-async def detokenize(request: Request, service: Service) -> Response:
+async def detokenize(request: Request, service: AppState) -> Response:
     """The text of some tokens."""
     fields = read_model(DetokenizeFields, await read_json(request, service.limits))
     service.adapter_of(fields.model)
     vocab = service.backend.info.vocab
     strange = next((token for token in fields.tokens if not 0 <= token < vocab), None)
     if strange is not None:
-        raise Refused(
+        raise RequestError(
             f"tokens holds token {strange}; token ids of this model are 0 to {vocab - 1}.",
             param="tokens",
             code="invalid_value",

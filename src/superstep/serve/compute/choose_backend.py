@@ -16,14 +16,14 @@ from superstep.serve.compute.kv_cache import KeyStore
 from superstep.serve.compute.lora import Adapters
 from superstep.serve.compute.model_runner import Compute
 from superstep.serve.compute.paged_attention import PagedAttention
-from superstep.serve.compute.serving_model import Served
+from superstep.serve.compute.serving_model import ServedUnits
 from superstep.serve.compute.tiled_kv_cache import TiledAttention, TiledStore, can_tile
-from superstep.serve.compute.torch_forward import Forward
-from superstep.serve.compute.weight_update import Memory
+from superstep.serve.compute.torch_forward import TorchForward
+from superstep.serve.compute.weight_update import RankMemory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class ComputeSettings:
     """What a server's settings say of computing.
 
     Attributes:
@@ -43,7 +43,7 @@ class Asked:
     has_adapters: bool = False
 
 
-def choose(served: Served, asked: Asked, tp: Group | None, device: Device) -> tuple[Compute, Memory]:
+def choose(served: ServedUnits, asked: ComputeSettings, tp: Group | None, device: Device) -> tuple[Compute, RankMemory]:
     """What computes the model of a rank, and the memory of its weights and keys.
 
     Args:
@@ -67,16 +67,16 @@ def choose(served: Served, asked: Asked, tp: Group | None, device: Device) -> tu
             tiled = TiledStore(**room)
             found = compiled_exactly(built.library, served, tiled, asked.threads)
             if found is not None:
-                return found.compute, Memory(served, tiled, found.products)
+                return found.compute, RankMemory(served, tiled, found.products)
         linears = None
     else:
         linears = make_fast(served.modules, built, quantize=asked.quantize or None)
     if built.library is None or linears is None:
         store = KeyStore(**room, dtype=dtype, device=device.torch)
         attending = PagedAttention(store, window=shape.window, is_exact=is_exact)
-        return Forward(served, attending, tp, device), Memory(served, store, linears)
+        return TorchForward(served, attending, tp, device), RankMemory(served, store, linears)
     tiled = TiledStore(**room)
-    memory = Memory(served, tiled, linears)
+    memory = RankMemory(served, tiled, linears)
     if tp is None and can_compile(shape, served.modules, linears):
         return Compiled(built.library, shape, served.modules, linears, tiled, Adapters(served, tp)), memory
-    return Forward(served, TiledAttention(built.library, tiled, shape.window), tp, device), memory
+    return TorchForward(served, TiledAttention(built.library, tiled, shape.window), tp, device), memory

@@ -25,16 +25,16 @@ from superstep.plan.model.shape import ModelShape
 from superstep.serve.compute.compiled_lora import AdaptedRows
 from superstep.serve.compute.flat_batch import Rows
 from superstep.serve.compute.fused_linears import Product
-from superstep.serve.compute.kernels.calls import Block, Model, Step, Weight, address, held, pointer
+from superstep.serve.compute.kernels.calls import BlockArgs, ModelArgs, StepArgs, Weight, address, held, pointer
 from superstep.serve.compute.lora import Adapters
 from superstep.serve.compute.panel_weights import Panels
 from superstep.serve.compute.sampler import columns
-from superstep.serve.compute.tiled_kv_cache import Placed, TiledStore
+from superstep.serve.compute.tiled_kv_cache import PlacedRows, TiledStore
 
 NEVER = -1
 
 
-class Laid(Protocol):
+class LaidOutLinears(Protocol):
     """The products of a model's linears."""
 
     changes: int
@@ -45,7 +45,7 @@ class Laid(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Exact:
+class ExactArgs:
     """What the decoder needs in exact mode.
 
     Attributes:
@@ -77,11 +77,11 @@ class Compiled:
         library: ctypes.CDLL,
         shape: ModelShape,
         modules: Sequence[nn.Module],
-        linears: Laid,
+        linears: LaidOutLinears,
         store: TiledStore,
         adapters: Adapters,
         *,
-        exact: Exact | None = None,
+        exact: ExactArgs | None = None,
     ) -> None:
         self.adapters = adapters
         self._adapted = AdaptedRows(adapters, modules)
@@ -104,8 +104,8 @@ class Compiled:
         embedding, *blocks, head = self._modules
         assert isinstance(embedding, Embedding)
         assert isinstance(head, Head)
-        self._blocks = (Block * len(blocks))(*map(self._block, blocks))
-        self._model = Model(
+        self._blocks = (BlockArgs * len(blocks))(*map(self._block, blocks))
+        self._model = ModelArgs(
             pointer(embedding.embed_tokens.weight),
             self._blocks,
             len(blocks),
@@ -126,10 +126,10 @@ class Compiled:
             self._find()
         count = len(rows.tokens)
         self._reach(max(part.first + part.count for part in rows.parts))
-        placed = Placed(rows.parts, self._store.page_tokens, self._shape.window)
+        placed = PlacedRows(rows.parts, self._store.page_tokens, self._shape.window)
         tokens, wanted = held(rows.tokens, "q"), held(rows.wanted, "q")
         logits_RV = torch.empty(len(wanted), self._model.head.outputs, dtype=torch.float32)
-        step = Step(
+        step = StepArgs(
             count,
             address(tokens),
             pointer(self._cosine),
@@ -174,14 +174,14 @@ class Compiled:
             self._scratch = torch.empty(size, dtype=torch.uint8)
         return self._scratch
 
-    def _block(self, block: nn.Module) -> Block:
+    def _block(self, block: nn.Module) -> BlockArgs:
         assert isinstance(block, BlockModule)
         assert isinstance(block.mlp, FeedForward)
         attention = block.self_attn
         self._rope = attention.rope
         norms = (block.input_layernorm, attention.q_norm, attention.k_norm, block.post_attention_layernorm)
         layers = (attention.q_proj, attention.o_proj, block.mlp.gate_proj, block.mlp.down_proj)
-        return Block(*map(_norm, norms), *map(self._weight, layers))
+        return BlockArgs(*map(_norm, norms), *map(self._weight, layers))
 
     def _weight(self, layer: nn.Module) -> Weight:
         product = self._linears.product(layer)
@@ -189,7 +189,7 @@ class Compiled:
         return product.weight
 
 
-def can_compile(shape: ModelShape, modules: Sequence[nn.Module], linears: Laid) -> bool:
+def can_compile(shape: ModelShape, modules: Sequence[nn.Module], linears: LaidOutLinears) -> bool:
     """Whether a model's units are such that one call can compute them all."""
     layers = [layer for module in modules for layer in module.modules() if isinstance(layer, nn.Linear)]
     return (

@@ -19,16 +19,16 @@ from torch import nn
 from superstep.comm.device import Device
 from superstep.kernels.exact_attention import block_address
 from superstep.numerics.invariant_matmul import PIECE, product
-from superstep.serve.compute.compiled_decoder import Compiled, Exact, can_compile
-from superstep.serve.compute.flat_batch import Part, Rows
+from superstep.serve.compute.compiled_decoder import Compiled, ExactArgs, can_compile
+from superstep.serve.compute.flat_batch import RequestRows, Rows
 from superstep.serve.compute.fused_linears import Product, ValueOf, joined, rows_of
 from superstep.serve.compute.kv_cache import KeyStore
 from superstep.serve.compute.lora import Adapters
 from superstep.serve.compute.paged_attention import PagedAttention
 from superstep.serve.compute.panel_weights import Panels, takes
-from superstep.serve.compute.serving_model import Served
+from superstep.serve.compute.serving_model import ServedUnits
 from superstep.serve.compute.tiled_kv_cache import TiledStore
-from superstep.serve.compute.torch_forward import Forward
+from superstep.serve.compute.torch_forward import TorchForward
 
 NO_ADAPTERS = (
     "adapters with serve.exact = true are added by torch's products, and this server computes in the compiled decoder; "
@@ -67,7 +67,7 @@ class ExactProducts:
         changes: how often weights came or went.
     """
 
-    def __init__(self, library: ctypes.CDLL, served: Served) -> None:
+    def __init__(self, library: ctypes.CDLL, served: ServedUnits) -> None:
         self._library = library
         self._rows = _rows(served)
         self.changes = 0
@@ -111,7 +111,7 @@ class Exactly:
     products: ExactProducts
 
 
-def compiled_exactly(library: ctypes.CDLL, served: Served, store: TiledStore, threads: int) -> Exactly | None:
+def compiled_exactly(library: ctypes.CDLL, served: ServedUnits, store: TiledStore, threads: int) -> Exactly | None:
     """The model of one rank in one call a step; None where that has other bits than torch here.
 
     Args:
@@ -129,7 +129,7 @@ def compiled_exactly(library: ctypes.CDLL, served: Served, store: TiledStore, th
     adapters = Adapters(served, None, refusal=NO_ADAPTERS)
 
     def compiled(modules: Sequence[nn.Module], store: TiledStore) -> Compiled:
-        return Compiled(library, shape, modules, products, store, adapters, exact=Exact(found, threads))
+        return Compiled(library, shape, modules, products, store, adapters, exact=ExactArgs(found, threads))
 
     is_same = _is_same(served, compiled, store.page_tokens)
     return Exactly(compiled(served.modules, store), products) if is_same else None
@@ -147,7 +147,9 @@ def sums_as_torch(library: ctypes.CDLL) -> bool:
     return all(torch.equal(compute(x), product(x, weight_OI.t()).bfloat16()) for x in (x_TI[:n] for n in counts))
 
 
-def _is_same(served: Served, compiled: Callable[[Sequence[nn.Module], TiledStore], Compiled], page_tokens: int) -> bool:
+def _is_same(
+    served: ServedUnits, compiled: Callable[[Sequence[nn.Module], TiledStore], Compiled], page_tokens: int
+) -> bool:
     """Whether a long prompt, and tokens behind it, have the same bits in the first layer and the head."""
     shape = served.run.shape
     embed, first, *_, head = served.modules
@@ -158,10 +160,10 @@ def _is_same(served: Served, compiled: Callable[[Sequence[nn.Module], TiledStore
     memory |= {"kv_heads": shape.kv_heads, "head_dim": shape.head_dim}
     keys = KeyStore(**memory, dtype=torch.bfloat16, device=torch.device("cpu"))
     attention = PagedAttention(keys, window=shape.window, is_exact=True)
-    ways = Forward(small, attention, None, Device("cpu")), compiled(small.modules, TiledStore(**memory))
+    ways = TorchForward(small, attention, None, Device("cpu")), compiled(small.modules, TiledStore(**memory))
     tokens = torch.randint(shape.vocab, (count,), generator=torch.Generator().manual_seed(0)).tolist()
     for begin, end in ((0, count - 3), (count - 3, count - 1), (count - 1, count)):
-        part = Part(first=begin, count=end - begin, pages=pages[: -(-end // page_tokens)])
+        part = RequestRows(first=begin, count=end - begin, pages=pages[: -(-end // page_tokens)])
         wanted = tuple(range(max(0, end - begin - WANTED), end - begin))
         rows = Rows(tokens=tuple(tokens[begin:end]), parts=(part,), wanted=wanted)
         mine, theirs = (compute(rows) for compute in ways)
@@ -170,7 +172,7 @@ def _is_same(served: Served, compiled: Callable[[Sequence[nn.Module], TiledStore
     return True
 
 
-def _rows(served: Served) -> list[tuple[tuple[nn.Linear, ...], int]]:
+def _rows(served: ServedUnits) -> list[tuple[tuple[nn.Linear, ...], int]]:
     """The linears, those of one input together, and into how many parts exact mode cuts their sums."""
     grain, rules = served.run.plan.grain, served.run.plan.rules
     assert grain is not None

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from superstep.model.decoder import Block
 from superstep.model.feedforward import FeedForward
-from superstep.serve.compute.flat_batch import Part
-from superstep.serve.compute.kernels.calls import Adapted, LowRank, pointer
+from superstep.serve.compute.flat_batch import RequestRows
+from superstep.serve.compute.kernels.calls import AdapterArgs, LoraArgs, pointer
 from superstep.serve.compute.lora import Adapters
 
-NONE = Adapted(None, 0, None)
+NONE = AdapterArgs(None, 0, None)
 NOBODYS = -1
 
 
@@ -34,7 +34,7 @@ class AdaptedRows:
         self._kept: list[Tensor] = []
         self._of_row = torch.empty(0, dtype=torch.int64)
 
-    def of(self, parts: Sequence[Part]) -> Adapted:
+    def of(self, parts: Sequence[RequestRows]) -> AdapterArgs:
         """Those of a step's rows. What it points to lives until the next call."""
         if not any(part.adapter for part in parts):
             return NONE
@@ -42,7 +42,7 @@ class AdaptedRows:
             self._find()
         places = [self._places.get(part.adapter, NOBODYS) for part in parts]
         self._of_row = torch.tensor(places).repeat_interleave(torch.tensor([part.count for part in parts]))
-        return Adapted(ctypes.addressof(self._parts), len(self._places), pointer(self._of_row))
+        return AdapterArgs(ctypes.addressof(self._parts), len(self._places), pointer(self._of_row))
 
     def _find(self) -> None:
         """Where the factors of each linear are: those of one linear side by side, the second turned round."""
@@ -54,13 +54,13 @@ class AdaptedRows:
             factors = self._adapters.factors(layer)
             for number in numbers:
                 if number not in factors:
-                    found.append(LowRank(None, None, 0, 0.0))
+                    found.append(LoraArgs(None, None, 0, 0.0))
                     continue
                 held = factors[number]
                 b_RO = held.b.t().contiguous()
                 self._kept += [held.a, b_RO]
-                found.append(LowRank(pointer(held.a), pointer(b_RO), len(held.a), held.scale))
-        self._parts = (LowRank * len(found))(*found)
+                found.append(LoraArgs(pointer(held.a), pointer(b_RO), len(held.a), held.scale))
+        self._parts = (LoraArgs * len(found))(*found)
         self._changes = self._adapters.changes
 
 

@@ -21,12 +21,12 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from superstep.errors import ConfigError
-from superstep.serve.compute.flat_batch import Part, Rows
-from superstep.serve.compute.sampler import Seen, Totals, columns, draw, read_rows
+from superstep.serve.compute.flat_batch import RequestRows, Rows
+from superstep.serve.compute.sampler import SamplingContext, Totals, columns, draw, read_rows
 from superstep.serve.drafting.grammar_protocol import Matcher
-from superstep.serve.drafting.speculate import Asked
+from superstep.serve.drafting.speculate import DraftBudget
 from superstep.serve.scheduling.request_state import LiveRequest
-from superstep.serve.scheduling.step import Chunk
+from superstep.serve.scheduling.step import PositionRange
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class _Run:
     """
 
     live: LiveRequest
-    chunk: Chunk
+    chunk: PositionRange
     count: int
     form: Matcher | None
     guesses: list[int] = field(default_factory=list)
@@ -65,7 +65,7 @@ class _Run:
         if not math.isfinite(largest):
             self.form = None
             return 0  # it costs a row, as any bad guess
-        seen = Seen(self.live.request.prompt, [*self.live.drawn, *self.guesses], allowed)
+        seen = SamplingContext(self.live.request.prompt, [*self.live.drawn, *self.guesses], allowed)
         sampling = replace(self.live.request.sampling, top_logprobs=0)
         totals = Totals(largest, 0.0, likeliest)  # nobody asks for its log-probabilities
         return draw(logits_V, totals, sampling, seen, self.live.known + len(self.guesses)).token
@@ -91,7 +91,7 @@ class SmallModel:
         """As many as may be."""
         return most
 
-    def guess(self, asked: Asked) -> Mapping[int, Sequence[int]]:
+    def guess(self, asked: DraftBudget) -> Mapping[int, Sequence[int]]:
         """A step of this model for each guess, of all requests together."""
         runs = [
             _Run(asked.live[chunk.request], chunk, asked.counts.get(chunk.request, 0), _fork(asked, chunk.request))
@@ -137,7 +137,7 @@ class SmallModel:
         if not tokens:
             return
         parts = tuple(
-            Part(first=one.first, count=len(one.tokens), pages=run.chunk.pages)
+            RequestRows(first=one.first, count=len(one.tokens), pages=run.chunk.pages)
             for run, one in zip(runs, fed, strict=True)
         )
         logits_RV = self._compute(Rows(tokens=tuple(tokens), parts=parts, wanted=tuple(wanted)))[:, : self._vocab]
@@ -156,6 +156,6 @@ class _Fed:
     tokens: tuple[int, ...]
 
 
-def _fork(asked: Asked, request: int) -> Matcher | None:
+def _fork(asked: DraftBudget, request: int) -> Matcher | None:
     matcher = asked.matchers.get(request) if request in asked.counts else None
     return None if matcher is None else matcher.fork()

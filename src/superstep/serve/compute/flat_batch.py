@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class RequestRows:
     """Neighbouring rows of one request.
 
     Attributes:
@@ -35,12 +35,12 @@ class Rows:
     """
 
     tokens: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[RequestRows, ...]
     wanted: tuple[int, ...]
     is_draft: bool = False
 
 
-def positions(parts: Sequence[Part]) -> list[int]:
+def positions(parts: Sequence[RequestRows]) -> list[int]:
     """The position of each row in its text."""
     return [place for part in parts for place in range(part.first, part.first + part.count)]
 
@@ -60,7 +60,7 @@ def from_numbers(numbers: Sequence[int]) -> Rows:
     parts = []
     for _ in range(count):
         first, rows, adapter, pages = rest[at : at + 4]
-        parts.append(Part(first=first, count=rows, pages=tuple(rest[at + 4 : at + 4 + pages]), adapter=adapter))
+        parts.append(RequestRows(first=first, count=rows, pages=tuple(rest[at + 4 : at + 4 + pages]), adapter=adapter))
         at += 4 + pages
     return Rows(
         tokens=tuple(rest[:tokens]),

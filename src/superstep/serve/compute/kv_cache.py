@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from superstep.numerics.sending import send
-from superstep.serve.compute.flat_batch import Part
+from superstep.serve.compute.flat_batch import RequestRows
 
 
 class KeyStore:
@@ -77,7 +77,7 @@ class Together:
     slots: Tensor
 
 
-def slots_of(part: Part, page_tokens: int, *, first: int, end: int) -> list[int]:
+def slots_of(part: RequestRows, page_tokens: int, *, first: int, end: int) -> list[int]:
     """Where some positions of a part's text lie in a layer."""
     return [part.pages[place // page_tokens] * page_tokens + place % page_tokens for place in range(first, end)]
 
@@ -86,9 +86,9 @@ FEW = 16
 """Texts of so many rows each at the most, new tokens and guesses, are computed side by side."""
 
 
-def together(parts: Sequence[Part], page_tokens: int, block: int, device: torch.device) -> list[Together]:
+def together(parts: Sequence[RequestRows], page_tokens: int, block: int, device: torch.device) -> list[Together]:
     """The parts of a step, those of as many rows, if few, side by side where their texts have as many blocks."""
-    groups: dict[tuple[int, ...], list[tuple[int, Part]]] = {}
+    groups: dict[tuple[int, ...], list[tuple[int, RequestRows]]] = {}
     at = 0
     for number, part in enumerate(parts):
         kind = (part.count, -(-(part.first + part.count) // block))
@@ -97,7 +97,9 @@ def together(parts: Sequence[Part], page_tokens: int, block: int, device: torch.
     return [_gathered(members, page_tokens, kind[1] * block, device) for kind, members in groups.items()]
 
 
-def _gathered(members: Sequence[tuple[int, Part]], page_tokens: int, length: int, device: torch.device) -> Together:
+def _gathered(
+    members: Sequence[tuple[int, RequestRows]], page_tokens: int, length: int, device: torch.device
+) -> Together:
     rows, ends, slots = [], [], []
     for at, part in members:
         end = part.first + part.count

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from superstep.comm.mesh import Group
 from superstep.engine.layers.grad_accumulation import replace_forward
 from superstep.model.peft_adapter import Adapter, linears_of, read_adapter
-from superstep.serve.compute.flat_batch import Part
-from superstep.serve.compute.lora_kernels import Additions, Factors, Now, now_of
-from superstep.serve.compute.serving_model import Served
-from superstep.serve.reader import Reader
+from superstep.serve.compute.flat_batch import RequestRows
+from superstep.serve.compute.lora_kernels import AdapterBatch, Additions, Factors, now_of
+from superstep.serve.compute.serving_model import ServedUnits
+from superstep.serve.reader import BackgroundReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +58,15 @@ class Adapters:
         folder: that is being read, or was last.
     """
 
-    def __init__(self, served: Served, tp: Group | None, refusal: str = "") -> None:
+    def __init__(self, served: ServedUnits, tp: Group | None, refusal: str = "") -> None:
         self.refusal = refusal
         self.folder = Path()
-        self._reader: Reader[Adapter] | None = None
+        self._reader: BackgroundReader[Adapter] | None = None
         self.linears = linears_of(served.run.shape)
         self._served = served
         self._tp = tp
         self._sites: dict[str, Site] = {}
-        self._now: Now | None = None
+        self._now: AdapterBatch | None = None
         self._changes = 0
 
     @property
@@ -84,7 +84,7 @@ class Adapters:
         return {number for site in self._sites.values() for number in site.additions.factors}
 
     @property
-    def reader(self) -> Reader[Adapter]:
+    def reader(self) -> BackgroundReader[Adapter]:
         """Of the adapter that is being read."""
         assert self._reader is not None, "an adapter is read"
         return self._reader
@@ -93,7 +93,9 @@ class Adapters:
         """Begin to read an adapter, beside whatever is computed; it is given up after so long."""
         assert self._reader is None, "one at a time"
         self.folder = folder
-        self._reader = Reader(folder, lambda progress: read_adapter(folder, self.linears), timeout_s=timeout_s)
+        self._reader = BackgroundReader(
+            folder, lambda progress: read_adapter(folder, self.linears), timeout_s=timeout_s
+        )
 
     def take_read(self) -> Adapter:
         """What was read, which is not kept here. Waits for it.
@@ -127,7 +129,7 @@ class Adapters:
         for site in self._sites.values():
             site.additions.drop(number)
 
-    def begin(self, parts: Sequence[Part], device: torch.device) -> None:
+    def begin(self, parts: Sequence[RequestRows], device: torch.device) -> None:
         """Say whose rows come next."""
         self._now = now_of(parts, device) if self._sites else None
 
@@ -141,7 +143,7 @@ class Adapters:
         return forward
 
 
-def sites_of(served: Served, tp: Group | None) -> Iterator[tuple[str, Site]]:
+def sites_of(served: ServedUnits, tp: Group | None) -> Iterator[tuple[str, Site]]:
     """Every matrix of the units, by its global name without ``.weight``."""
     grain, rules = served.run.plan.grain, served.run.plan.rules
     for spec, module in zip(served.specs, served.modules, strict=True):

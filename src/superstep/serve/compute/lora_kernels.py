@@ -22,14 +22,14 @@ from superstep.comm.collectives import stack_ranks
 from superstep.comm.mesh import Group
 from superstep.numerics.invariant_matmul import product, tree_sum
 from superstep.numerics.sending import send
-from superstep.serve.compute.flat_batch import Part
+from superstep.serve.compute.flat_batch import RequestRows
 
 MOST_JOINED = 256
 """The most ranks that are computed for all rows: few beside the widths of models that are worth an adapter."""
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class AdapterRows:
     """Neighbouring rows of one adapter.
 
     Attributes:
@@ -42,7 +42,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Now:
+class AdapterBatch:
     """The rows of a step that have adapters.
 
     Attributes:
@@ -51,27 +51,27 @@ class Now:
         slots: the adapter of each of these, [T, 1]; 0 is none.
     """
 
-    runs: tuple[Run, ...]
+    runs: tuple[AdapterRows, ...]
     rows: slice
     slots: Tensor
 
 
-def runs_of(parts: Sequence[Part]) -> tuple[Run, ...]:
+def runs_of(parts: Sequence[RequestRows]) -> tuple[AdapterRows, ...]:
     """The rows that have an adapter, neighbours of the same one together."""
-    found: list[Run] = []
+    found: list[AdapterRows] = []
     at = 0
     for part in parts:
         end = at + part.count
         if part.adapter:
             if found and found[-1].slot == part.adapter and found[-1].rows.stop == at:
-                found[-1] = Run(part.adapter, slice(found[-1].rows.start, end))
+                found[-1] = AdapterRows(part.adapter, slice(found[-1].rows.start, end))
             else:
-                found.append(Run(part.adapter, slice(at, end)))
+                found.append(AdapterRows(part.adapter, slice(at, end)))
         at = end
     return tuple(found)
 
 
-def now_of(parts: Sequence[Part], device: torch.device) -> Now | None:
+def now_of(parts: Sequence[RequestRows], device: torch.device) -> AdapterBatch | None:
     """What a step's linears must know; None where no row has an adapter."""
     runs = runs_of(parts)
     if not runs:
@@ -80,7 +80,7 @@ def now_of(parts: Sequence[Part], device: torch.device) -> Now | None:
     slot_T1 = torch.zeros(rows.stop - rows.start, 1, dtype=torch.int64)
     for run in runs:
         slot_T1[run.rows.start - rows.start : run.rows.stop - rows.start] = run.slot
-    return Now(runs, rows, send(slot_T1, device))
+    return AdapterBatch(runs, rows, send(slot_T1, device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ class Additions:
         self.factors.pop(slot, None)
         self._joined = None
 
-    def add(self, out_TO: Tensor, x_TI: Tensor, now: Now) -> None:
+    def add(self, out_TO: Tensor, x_TI: Tensor, now: AdapterBatch) -> None:
         """Add, in place, to the output of the linear."""
         held = [run for run in now.runs if run.slot in self.factors]
         slots = tuple(sorted({run.slot for run in held}))
@@ -130,7 +130,7 @@ class Additions:
         elif held:
             self._add_each(out_TO, x_TI, held)
 
-    def _add_each(self, out_TO: Tensor, x_TI: Tensor, runs: Sequence[Run]) -> None:
+    def _add_each(self, out_TO: Tensor, x_TI: Tensor, runs: Sequence[AdapterRows]) -> None:
         inner = [self._inner(x_TI[run.rows], self.factors[run.slot].a) for run in runs]
         for run, h_TR in zip(runs, self._over_ranks(inner), strict=True):
             factors, into = self.factors[run.slot], out_TO[run.rows]

@@ -16,22 +16,22 @@ from torch import Tensor
 from superstep.comm.collectives import from_first
 from superstep.comm.device import Device
 from superstep.comm.mesh import Group
-from superstep.engine.exact.linear import Cut
+from superstep.engine.exact.linear import ReductionCut
 from superstep.engine.exact.loss import totals_
 from superstep.errors import ConfigError
 from superstep.serve.compute import lora_broadcast
 from superstep.serve.compute.flat_batch import Rows, from_numbers, to_numbers
 from superstep.serve.compute.lora import Adapters
 from superstep.serve.compute.rank_commands import (
+    CommandChannel,
     Forget,
     IsRead,
     Order,
-    Party,
     Read,
-    Sleep,
+    SleepRanks,
     Switch,
     Tensors,
-    Wake,
+    WakeRanks,
     order_of,
     order_to_numbers,
 )
@@ -65,7 +65,7 @@ class Compute(Protocol):
         """``Totals`` of each of these rows, in fast mode: [R, 3]."""
 
 
-class Ranks:
+class ModelRunner:
     """What the engine calls, on rank 0.
 
     Args:
@@ -85,7 +85,7 @@ class Ranks:
         cells: int | None,
         group: Group | None,
         device: Device,
-        party: Party | None = None,
+        party: CommandChannel | None = None,
         small: Compute | None = None,
         read_timeout_s: float = TIMEOUT_S,
     ) -> None:
@@ -99,7 +99,7 @@ class Ranks:
         self._changes = 0
 
     @property
-    def party(self) -> Party:
+    def party(self) -> CommandChannel:
         """This rank's part in what is done between steps."""
         assert self._party is not None, "the model was opened to be changed"
         return self._party
@@ -119,7 +119,7 @@ class Ranks:
         """``Totals`` of each row, where the logits are; in exact mode with the bits of training: [R, 3]."""
         if self._cells is None:
             return self._forward.totals(logits_RV)
-        cut = Cut(cells_in=1, cells_out=self._cells, is_cut_in=False, is_cut_out=False, chunks=1, group=None)
+        cut = ReductionCut(cells_in=1, cells_out=self._cells, is_cut_in=False, is_cut_out=False, chunks=1, group=None)
         _, total_R1, top_R1 = totals_(logits_RV.clone(), cut)
         return columns(top_R1.flatten(), total_R1.log().flatten(), logits_RV.argmax(-1))
 
@@ -194,7 +194,7 @@ class Ranks:
 
     def sleep(self, *, keeps_weights: bool) -> None:
         """Give memory back on all ranks."""
-        self._order(Sleep(keeps_weights))
+        self._order(SleepRanks(keeps_weights))
         self.party.memory.sleep(keeps_weights=keeps_weights)
 
     def wake(self) -> str:
@@ -203,7 +203,7 @@ class Ranks:
         Raises:
             StateError: the weights cannot be served; all ranks sleep on.
         """
-        self._order(Wake())
+        self._order(WakeRanks())
         found = self.party.wake()
         self._changes = self.party.memory.changes
         return found
@@ -229,7 +229,7 @@ class Ranks:
 
 
 def follow(
-    forward: Compute, group: Group, device: Device, party: Party | None = None, small: Compute | None = None
+    forward: Compute, group: Group, device: Device, party: CommandChannel | None = None, small: Compute | None = None
 ) -> None:
     """What the other ranks do: compute what rank 0 says, until it says the end."""
     while numbers := from_first(END, group, device.torch):

@@ -25,7 +25,7 @@ from superstep.kernels import exact_attention
 from superstep.model.fused_attention import fused_attention
 from superstep.numerics.invariant_attention import BLOCK, attend_rows
 from superstep.numerics.sending import send
-from superstep.serve.compute.flat_batch import Part
+from superstep.serve.compute.flat_batch import RequestRows
 from superstep.serve.compute.kv_cache import KeyStore, Together, slots_of, together
 
 FAST_BLOCK = 64
@@ -40,7 +40,7 @@ Mix = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class AttentionInputs:
     """What all layers of a step have in common.
 
     Attributes:
@@ -54,7 +54,7 @@ class Reading:
     mixes: tuple[Mix, ...]
 
 
-def reading(parts: Sequence[Part], store: KeyStore, *, window: int | None, is_exact: bool) -> Reading:
+def reading(parts: Sequence[RequestRows], store: KeyStore, *, window: int | None, is_exact: bool) -> AttentionInputs:
     """The places of a step's rows.
 
     Args:
@@ -78,7 +78,7 @@ def reading(parts: Sequence[Part], store: KeyStore, *, window: int | None, is_ex
             mixes.append(partial(_fast_in_pieces, starts_nC, group.ends))
         else:
             mixes.append(partial(_exact if is_exact else _fast, _hidden(group, starts_nC)))
-    return Reading(slots=send(torch.tensor(written), device), groups=tuple(groups), mixes=tuple(mixes))
+    return AttentionInputs(slots=send(torch.tensor(written), device), groups=tuple(groups), mixes=tuple(mixes))
 
 
 def _hidden(group: Together, starts_nC: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ class PagedAttend:
 
     store: KeyStore
     layer: int
-    step: Reading
+    step: AttentionInputs
 
     def __call__(self, q_1TNH: Tensor, k_1TKH: Tensor, v_1TKH: Tensor) -> Tensor:
         """The mixed values: [1, T, N, H]."""
@@ -119,7 +119,7 @@ class PagedAttention:
         self._window = window
         self._is_exact = is_exact
 
-    def __call__(self, parts: Sequence[Part]) -> Callable[[int], PagedAttend]:
+    def __call__(self, parts: Sequence[RequestRows]) -> Callable[[int], PagedAttend]:
         """The ``attend`` of a layer, by its number."""
         store = self._store
         step = reading(parts, store, window=self._window, is_exact=self._is_exact)

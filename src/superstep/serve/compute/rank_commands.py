@@ -22,9 +22,9 @@ from superstep.comm.device import Device
 from superstep.comm.mesh import Group
 from superstep.errors import Fault, StateError, SuperstepError
 from superstep.serve.compute.agreement import all_true, first_reason
-from superstep.serve.compute.weight_update import Beside, Memory
-from superstep.serve.reader import TIMEOUT_S, Reader
-from superstep.serve.weights import Source, given, hold, open_source
+from superstep.serve.compute.weight_update import PendingWeights, RankMemory
+from superstep.serve.reader import TIMEOUT_S, BackgroundReader
+from superstep.serve.weights import LockedWeights, given, hold, open_source
 
 FAILURES = (SuperstepError, SafetensorError, OSError, RuntimeError, ValueError, MemoryError)
 """What weights that cannot be read, or have no room, are met with."""
@@ -50,17 +50,17 @@ class Forget(msgspec.Struct, frozen=True, tag=True):
     """Let go of what was read."""
 
 
-class Sleep(msgspec.Struct, frozen=True, tag=True):
+class SleepRanks(msgspec.Struct, frozen=True, tag=True):
     """Give memory back."""
 
     keeps_weights: bool
 
 
-class Wake(msgspec.Struct, frozen=True, tag=True):
+class WakeRanks(msgspec.Struct, frozen=True, tag=True):
     """Take it again, with the weights that were read, if every rank could read them."""
 
 
-Order = Read | IsRead | Switch | Forget | Sleep | Wake
+Order = Read | IsRead | Switch | Forget | SleepRanks | WakeRanks
 encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder(Order).decode
 
@@ -75,12 +75,12 @@ class Loaded:
         beside: this rank's part.
     """
 
-    source: Source
+    source: LockedWeights
     version: str
-    beside: Beside
+    beside: PendingWeights
 
 
-class Reading:
+class WeightReading:
     """Weights that are read beside those in place, by a thread that can be given up.
 
     Args:
@@ -93,9 +93,9 @@ class Reading:
 
     def __init__(
         self,
-        memory: Memory,
+        memory: RankMemory,
         device: Device,
-        source: Path | Tensors | Source,
+        source: Path | Tensors | LockedWeights,
         *,
         is_named: bool,
         timeout_s: float = TIMEOUT_S,
@@ -111,12 +111,18 @@ class Reading:
                 drop(found)
                 raise
 
-        def drop(found: Source) -> None:
+        def drop(found: LockedWeights) -> None:
             if found is not source:  # else somebody else holds it
                 found.close()
 
-        path = source if isinstance(source, Path) else source.weights.path if isinstance(source, Source) else "tensors"
-        self.reader = Reader(path, read, timeout_s=timeout_s, drop=lambda late: drop(late.source))
+        path = (
+            source
+            if isinstance(source, Path)
+            else source.weights.path
+            if isinstance(source, LockedWeights)
+            else "tensors"
+        )
+        self.reader = BackgroundReader(path, read, timeout_s=timeout_s, drop=lambda late: drop(late.source))
 
     @property
     def is_over(self) -> bool:
@@ -143,7 +149,7 @@ class Reading:
             self.reader.result().source.close()
 
 
-class Party:
+class CommandChannel:
     """One rank's part.
 
     Args:
@@ -155,16 +161,16 @@ class Party:
     """
 
     def __init__(
-        self, memory: Memory, source: Path, group: Group | None, device: Device, read_timeout_s: float = TIMEOUT_S
+        self, memory: RankMemory, source: Path, group: Group | None, device: Device, read_timeout_s: float = TIMEOUT_S
     ) -> None:
         self.memory = memory
         self.path = source
-        self._source: Source | Path = source
+        self._source: LockedWeights | Path = source
         self._lock = hold(source)
         self._group = group
         self._device = device
         self._read_timeout_s = read_timeout_s
-        self._reading: Reading | None = None
+        self._reading: WeightReading | None = None
 
     @property
     def is_first(self) -> bool:
@@ -172,7 +178,7 @@ class Party:
         return self._group is None or self._group.rank() == 0
 
     @property
-    def reading(self) -> Reading | None:
+    def reading(self) -> WeightReading | None:
         """What is being read, or was and is not yet in place."""
         return self._reading
 
@@ -188,9 +194,9 @@ class Party:
                     self.switch()
                 case Forget():
                     self.forget()
-                case Sleep(keeps_weights):
+                case SleepRanks(keeps_weights):
                     self.memory.sleep(keeps_weights=keeps_weights)
-                case Wake():
+                case WakeRanks():
                     self.wake()
         except StateError:
             if self.is_first:
@@ -218,7 +224,7 @@ class Party:
             is_named: whether rank 0 is to find out what they are called.
         """
         assert self._reading is None, "one at a time"
-        self._reading = Reading(
+        self._reading = WeightReading(
             self.memory,
             self._device,
             self._source if source is None else source,
@@ -283,20 +289,20 @@ class Party:
             self._keep(source)
         return version
 
-    def _keep(self, source: Source) -> None:
+    def _keep(self, source: LockedWeights) -> None:
         """Hold on to where the weights came from: who sleeps without them needs it once more."""
         if self._lock is not None:
             self._lock.close()
-        if isinstance(self._source, Source) and self._source is not source:
+        if isinstance(self._source, LockedWeights) and self._source is not source:
             self._source.close()
         self._source = source
 
 
-def opened(source: Path | Tensors | Source) -> Source:
+def opened(source: Path | Tensors | LockedWeights) -> LockedWeights:
     """A path's weights, tensors of this process, or what is open already."""
-    if isinstance(source, Source):
+    if isinstance(source, LockedWeights):
         return source
-    return open_source(source) if isinstance(source, Path) else Source(given(source))
+    return open_source(source) if isinstance(source, Path) else LockedWeights(given(source))
 
 
 def reason(error: Exception) -> str:

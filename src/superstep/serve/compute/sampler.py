@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from superstep.numerics.sending import send
-from superstep.serve.scheduling.request import Sampling, Told
+from superstep.serve.scheduling.request import Sampling, TokenOutput
 
 _MIX_1, _MIX_2 = -0x00AE502812AA7333, -0x3B314601E57A13AD
 """The multipliers of MurmurHash3's finalizer, 0xFF51AFD7ED558CCD and 0xC4CEB9FE1A85EC53, as signed numbers."""
@@ -46,7 +46,7 @@ class Totals(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class SamplingContext:
     """What the draw of a token depends on beside the logits.
 
     Attributes:
@@ -83,7 +83,7 @@ def _noise(key: int | Tensor, tokens: Tensor) -> Tensor:
     return uniform.log_().neg_().log_().neg_()
 
 
-class Drawn(NamedTuple):
+class SampledToken(NamedTuple):
     """A token that was drawn.
 
     Attributes:
@@ -171,7 +171,7 @@ def _draw_piece(logits_DV: Tensor, asked: Sequence[tuple[Sampling, int]], totals
     return Draws(tokens, totals(scores_DV[send(torch.tensor(warm), device)]))
 
 
-def read_draws(parts: Sequence[Sequence[Sequence[float]]], asked: Sequence[tuple[Sampling, int]]) -> list[Drawn]:
+def read_draws(parts: Sequence[Sequence[Sequence[float]]], asked: Sequence[tuple[Sampling, int]]) -> list[SampledToken]:
     """What was drawn.
 
     Args:
@@ -181,12 +181,14 @@ def read_draws(parts: Sequence[Sequence[Sequence[float]]], asked: Sequence[tuple
     tokens, totals = parts
     warm = iter(read_totals(totals))
     return [
-        Drawn(int(token), int(finite), logit, None if how.temperature == 1.0 else _logprob(score, next(warm)))
+        SampledToken(int(token), int(finite), logit, None if how.temperature == 1.0 else _logprob(score, next(warm)))
         for (token, finite, logit, score), (how, _) in zip(tokens, asked, strict=True)
     ]
 
 
-def draw_plain(logits_DV: Tensor, asked: Sequence[tuple[Sampling, int]], totals: TotalsOf = totals_of) -> list[Drawn]:
+def draw_plain(
+    logits_DV: Tensor, asked: Sequence[tuple[Sampling, int]], totals: TotalsOf = totals_of
+) -> list[SampledToken]:
     """``draw_rows``, read at once."""
     return read_draws(read_rows(*draw_rows(logits_DV, asked, totals)), asked)
 
@@ -195,12 +197,12 @@ def draw(
     logits_V: Tensor,
     totals: Totals,
     sampling: Sampling,
-    seen: Seen,
+    seen: SamplingContext,
     position: int,
     *,
-    drawn: Drawn | None = None,
+    drawn: SampledToken | None = None,
     version: str = "",
-) -> Told:
+) -> TokenOutput:
     """One token, and what is to be told of it.
 
     Args:
@@ -216,22 +218,22 @@ def draw(
     if sampling.is_plain and seen.allowed is None:
         if sampling.is_greedy:
             own = _logprob(totals.largest, totals)
-            return Told(token=totals.likeliest, logprob=own, kept=1, top=top, version=version)
+            return TokenOutput(token=totals.likeliest, logprob=own, kept=1, top=top, version=version)
         if drawn is None:
             drawn = draw_plain(logits_V[None], [(sampling, position)])[0]
         token = drawn.token
         own = _logprob(drawn.logit, totals)
         after = own if drawn.logprob is None else drawn.logprob
         cut = 0 if drawn.finite == len(logits_V) else drawn.finite
-        return Told(token=token, logprob=own, drawn_logprob=after, kept=cut, top=top, version=version)
+        return TokenOutput(token=token, logprob=own, drawn_logprob=after, kept=cut, top=top, version=version)
     scores_V = changed(logits_V, sampling, seen)
     if sampling.is_greedy:
         token = int(scores_V.argmax())
-        return Told(token=token, logprob=logprob(logits_V, totals, token), kept=1, top=top, version=version)
+        return TokenOutput(token=token, logprob=logprob(logits_V, totals, token), kept=1, top=top, version=version)
     kept, scores = truncated(scores_V / sampling.temperature, sampling)
     at = int((scores.double() + gumbel(sampling.seed, position, kept)).argmax())
     token = int(kept[at])
-    return Told(
+    return TokenOutput(
         token=token,
         logprob=logprob(logits_V, totals, token),
         drawn_logprob=_tempered(scores, at),
@@ -262,7 +264,7 @@ def likeliest(logits_V: Tensor, totals: Totals, count: int) -> tuple[tuple[int, 
     return tuple((int(token), _logprob(logit, totals)) for logit, token in rows)
 
 
-def changed(logits_V: Tensor, sampling: Sampling, seen: Seen) -> Tensor:
+def changed(logits_V: Tensor, sampling: Sampling, seen: SamplingContext) -> Tensor:
     """The logits after penalties and biases, and without what the answer's form does not allow; a tensor of its own."""
     scores_V = logits_V.clone()
     if sampling.repetition_penalty != 1.0:

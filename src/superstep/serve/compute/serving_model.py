@@ -10,15 +10,15 @@ from torch import Tensor, nn
 
 from superstep.comm.device import Device
 from superstep.comm.mesh import Group
-from superstep.engine.exact.modules import Exact, make_exact
+from superstep.engine.exact.modules import ExactLayers, make_exact
 from superstep.engine.flat.layout import lay_out
-from superstep.engine.layers.grad_accumulation import Sink, Sums
+from superstep.engine.layers.grad_accumulation import GradientSink, Sums
 from superstep.engine.parallel.tensor import EXACT_OVER_TP, OVER_TP, split
 from superstep.errors import StateError
 from superstep.model.axes import units
 from superstep.model.decoder import Head
-from superstep.model.expert_dispatch import Exchange, Local, Now
-from superstep.model.hf import StoredTensor, Weights, check_weights
+from superstep.model.expert_dispatch import DispatchContext, ExpertDispatch, LocalDispatch
+from superstep.model.hf import HfTensor, Weights, check_weights
 from superstep.model.meta import on_meta
 from superstep.model.unit import ParamSpec, UnitSpec
 from superstep.numerics.dtypes import DTYPES
@@ -29,7 +29,7 @@ from superstep.plan.resolve import Resolved
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedUnits:
     """The units of a rank.
 
     Attributes:
@@ -43,8 +43,8 @@ class Served:
     run: Resolved
     specs: tuple[UnitSpec, ...]
     modules: tuple[nn.Module, ...]
-    params: Mapping[str, Held]
-    exchange: Exchange
+    params: Mapping[str, RankParameter]
+    exchange: ExpertDispatch
 
     @property
     def head(self) -> Head:
@@ -55,7 +55,7 @@ class Served:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class RankParameter:
     """A parameter of this rank.
 
     Attributes:
@@ -78,20 +78,22 @@ def serving_shape(shape: ModelShape) -> ModelShape:
     return replace(shape, moe=replace(shape.moe, capacity_factor=float(shape.moe.experts)))
 
 
-def build(run: Resolved, rank: int, tp: Group | None, device: Device) -> Served:
+def build(run: Resolved, rank: int, tp: Group | None, device: Device) -> ServedUnits:
     """The units with memory for their weights, which ``fill`` fills."""
     specs = units(serving_shape(run.shape))
     dtype = DTYPES[run.config.numerics.compute]
     at = Coordinate(pp=0, dp=0, cp=0, tp=rank)
-    params: dict[str, Held] = {}
+    params: dict[str, RankParameter] = {}
     slots = lay_out(specs, run.plan.mesh, at, run.plan.rules, sequence_parallel=False, padding=run.plan.padding)
     for buffers in slots:
         for slot in (slot for buffer in buffers for slot in buffer.slots):
             values = torch.zeros(slot.local_shape, dtype=dtype, device=device.torch)
-            params[slot.spec.name] = Held(slot.spec, slot.shape, values, slot.index)
+            params[slot.spec.name] = RankParameter(slot.spec, slot.shape, values, slot.index)
     shared = {name: nn.Parameter(held.values, requires_grad=False) for name, held in params.items()}
     modules = tuple(_unit(spec, shared, run, tp, is_first=number == 0) for number, spec in enumerate(specs))
-    return Served(run, specs, modules, params, Local(Now(sequences=(0,)), parts=1 if run.plan.grain else None))
+    return ServedUnits(
+        run, specs, modules, params, LocalDispatch(DispatchContext(sequences=(0,)), parts=1 if run.plan.grain else None)
+    )
 
 
 def _unit(
@@ -105,9 +107,9 @@ def _unit(
     grain, rules = run.plan.grain, run.plan.rules
     if grain is not None:
         # Nothing is summed here that would go to a gradient.
-        nowhere = Sink(torch.empty(0), PARAMETER, Sums())
+        nowhere = GradientSink(torch.empty(0), PARAMETER, Sums())
         sinks = dict.fromkeys(module.parameters(), nowhere)
-        make_exact(module, spec, Exact(grain=grain, rules=rules, chunks=1, parts=1, group=tp, sinks=sinks))
+        make_exact(module, spec, ExactLayers(grain=grain, rules=rules, chunks=1, parts=1, group=tp, sinks=sinks))
     if tp is not None:
         seams = OVER_TP if grain is None else EXACT_OVER_TP
         split(module, spec, tp, rules, seams, sequence_parallel=False, is_first=is_first)
@@ -115,7 +117,7 @@ def _unit(
 
 
 @torch.no_grad()
-def fill(served: Served, weights: Weights) -> None:
+def fill(served: ServedUnits, weights: Weights) -> None:
     """Copy this rank's part of every tensor from a folder or a file.
 
     Raises:
@@ -139,9 +141,9 @@ def _copy_finite(into: Tensor, name: str, weights: Weights, index: tuple[slice, 
         raise StateError(f"{weights.path}: {name} holds values that are no finite numbers in {dtype}.")
 
 
-def _shapes(held: Held) -> list[tuple[str, Sequence[int]]]:
+def _shapes(held: RankParameter) -> list[tuple[str, Sequence[int]]]:
     return [(name, held.shape[1:]) for name in held.spec.stack] or [(held.spec.name, held.shape)]
 
 
-def _read(stored: StoredTensor, index: tuple[slice, ...]) -> Tensor:
+def _read(stored: HfTensor, index: tuple[slice, ...]) -> Tensor:
     return stored[index] if index else stored[:]

@@ -16,8 +16,8 @@ from ctypes import byref
 import torch
 from torch import Tensor
 
-from superstep.serve.compute.flat_batch import Part
-from superstep.serve.compute.kernels.calls import Keys, Places, Queries, Store, address, held, pointer
+from superstep.serve.compute.flat_batch import RequestRows
+from superstep.serve.compute.kernels.calls import KvCacheArgs, LayerKvArgs, Places, Queries, address, held, pointer
 
 GROUP = 16
 """Places whose keys lie side by side."""
@@ -51,16 +51,16 @@ class TiledStore:
         return 2 * self.keys.numel() * self.keys.element_size()
 
     @property
-    def all(self) -> Keys:
+    def all(self) -> KvCacheArgs:
         """Of all layers, where they are now."""
-        return Keys(pointer(self.keys), pointer(self.values), self._layer_size)
+        return KvCacheArgs(pointer(self.keys), pointer(self.values), self._layer_size)
 
-    def layer(self, number: int) -> Store:
+    def layer(self, number: int) -> LayerKvArgs:
         """Of one layer."""
-        return Store(pointer(self.keys[number]), pointer(self.values[number]), self.kv_heads, self.head_dim)
+        return LayerKvArgs(pointer(self.keys[number]), pointer(self.values[number]), self.kv_heads, self.head_dim)
 
 
-class Placed:
+class PlacedRows:
     """The rows of a step, and where their texts have their keys.
 
     Args:
@@ -69,7 +69,7 @@ class Placed:
         window: tokens that a row sees back to, itself among them; None means all.
     """
 
-    def __init__(self, parts: Sequence[Part], page_tokens: int, window: int | None) -> None:
+    def __init__(self, parts: Sequence[RequestRows], page_tokens: int, window: int | None) -> None:
         told: list[int] = []
         pages: list[int] = []
         row = 0
@@ -95,12 +95,12 @@ class TiledAttention:
         self._store = store
         self._window = window
 
-    def __call__(self, parts: Sequence[Part]) -> Callable[[int], Callable[[Tensor, Tensor, Tensor], Tensor]]:
+    def __call__(self, parts: Sequence[RequestRows]) -> Callable[[int], Callable[[Tensor, Tensor, Tensor], Tensor]]:
         """The ``attend`` of a layer, by its number."""
-        placed = Placed(parts, self._store.page_tokens, self._window)
+        placed = PlacedRows(parts, self._store.page_tokens, self._window)
         return lambda layer: lambda q, k, v: self._attend(placed, layer, q, k, v)
 
-    def _attend(self, placed: Placed, layer: int, q_1TNH: Tensor, k_1TKH: Tensor, v_1TKH: Tensor) -> Tensor:
+    def _attend(self, placed: PlacedRows, layer: int, q_1TNH: Tensor, k_1TKH: Tensor, v_1TKH: Tensor) -> Tensor:
         q_TNH, k_TKH, v_TKH = (x[0].contiguous() for x in (q_1TNH, k_1TKH, v_1TKH))
         out_TNH = torch.empty_like(q_TNH)
         heads, width = q_TNH.shape[1:]

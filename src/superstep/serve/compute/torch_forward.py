@@ -18,16 +18,16 @@ from superstep.model.decoder import Attend
 from superstep.numerics.invariant_matmul import product
 from superstep.numerics.sending import send
 from superstep.plan.sharding.parameters import has_cut_output
-from superstep.serve.compute.flat_batch import Part, Rows, positions
+from superstep.serve.compute.flat_batch import RequestRows, Rows, positions
 from superstep.serve.compute.lora import Adapters
 from superstep.serve.compute.sampler import totals_of
-from superstep.serve.compute.serving_model import Served
+from superstep.serve.compute.serving_model import ServedUnits
 
-Attending = Callable[[Sequence[Part]], Callable[[int], Attend]]
+Attending = Callable[[Sequence[RequestRows]], Callable[[int], Attend]]
 """Given the parts of a step, gives the ``attend`` of each layer."""
 
 
-class Forward:
+class TorchForward:
     """The model of one rank, unit by unit.
 
     Args:
@@ -39,7 +39,7 @@ class Forward:
 
     leaves_rows = False
 
-    def __init__(self, served: Served, attending: Attending, tp: Group | None, device: Device) -> None:
+    def __init__(self, served: ServedUnits, attending: Attending, tp: Group | None, device: Device) -> None:
         self.adapters = Adapters(served, tp)
         self._served = served
         self._attending = attending

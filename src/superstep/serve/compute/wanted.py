@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 
 from superstep.numerics.sending import send
-from superstep.serve.compute.sampler import Drawn, Totals, TotalsOf, draw_rows, read_draws, read_rows, read_totals
+from superstep.serve.compute.sampler import (
+    SampledToken,
+    Totals,
+    TotalsOf,
+    draw_rows,
+    read_draws,
+    read_rows,
+    read_totals,
+)
 from superstep.serve.scheduling.request import Sampling
 
 
@@ -21,7 +29,7 @@ class Row(NamedTuple):
 
     logits: Tensor
     totals: Totals
-    drawn: Drawn | None
+    drawn: SampledToken | None
 
 
 def read_wanted(
@@ -44,7 +52,7 @@ def read_wanted(
     if not wanted:
         return {}
     totals_R3, ways = totals(logits_RV), list(asked.values())
-    drawn: dict[int, Drawn] = {}
+    drawn: dict[int, SampledToken] = {}
     if asked:
         place = {row: at for at, row in enumerate(wanted)}
         at_D = send(torch.tensor([place[row] for row in asked]), logits_RV.device)

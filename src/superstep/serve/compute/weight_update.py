@@ -23,12 +23,12 @@ from superstep.model.hf import Weights
 from superstep.plan.model.hf_config import from_hf_config
 from superstep.serve.compute.fused_linears import ValueOf
 from superstep.serve.compute.kv_cache import KeyStore
-from superstep.serve.compute.serving_model import Served, fill
+from superstep.serve.compute.serving_model import ServedUnits, fill
 from superstep.serve.compute.tiled_kv_cache import TiledStore
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class PendingWeights:
     """Weights that were read and are not in place.
 
     Attributes:
@@ -40,7 +40,7 @@ class Beside:
     place: Callable[[], None]
 
 
-class Laid(Protocol):
+class LaidOutWeights(Protocol):
     """Products that were laid out from the weights."""
 
     def beside(self, value_of: ValueOf) -> Callable[[], None]:
@@ -50,7 +50,7 @@ class Laid(Protocol):
         """Give their memory back."""
 
 
-class Memory:
+class RankMemory:
     """The weights and keys of a rank.
 
     Args:
@@ -63,12 +63,12 @@ class Memory:
         has_weights: whether they are there; they are not while it sleeps without them.
     """
 
-    def __init__(self, served: Served, store: KeyStore | TiledStore, linears: Laid | None) -> None:
+    def __init__(self, served: ServedUnits, store: KeyStore | TiledStore, linears: LaidOutWeights | None) -> None:
         self.changes = 0
         self.has_weights = True
         self._served = served
         self._store = store
-        self._others: list[Memory] = []
+        self._others: list[RankMemory] = []
         self._linears = linears
         at = {held.values.data_ptr(): name for name, held in served.params.items()}
         self._name_of = {id(p): at[p.data_ptr()] for module in served.modules for p in module.parameters()}
@@ -78,7 +78,7 @@ class Memory:
         """Whether every row reads its keys in their pages."""
         return isinstance(self._store, TiledStore)
 
-    def read(self, weights: Weights) -> Beside:
+    def read(self, weights: Weights) -> PendingWeights:
         """This rank's part of some weights; those in place are as they were. Any thread may call it.
 
         Raises:
@@ -89,7 +89,7 @@ class Memory:
         }
         return self._filled(replace(self._served, params=empty), weights)
 
-    def switch(self, beside: Beside) -> None:
+    def switch(self, beside: PendingWeights) -> None:
         """Put weights into place. To be called between two steps."""
         while beside.parts:  # each is let go of as soon as it is copied
             name, part = beside.parts.popitem()
@@ -101,7 +101,7 @@ class Memory:
         beside.place()
         self.changes += 1
 
-    def sleep_with(self, other: Memory) -> None:
+    def sleep_with(self, other: RankMemory) -> None:
         """Let the keys of another model, in pages of the same numbers, go and come with these. Its weights stay."""
         self._others.append(other)
 
@@ -115,7 +115,7 @@ class Memory:
             if self._linears is not None:
                 self._linears.drop()
 
-    def wake(self, beside: Beside | None) -> None:
+    def wake(self, beside: PendingWeights | None) -> None:
         """Take the memory again, and with it weights where there are none: their memory is used up one by one."""
         if beside is not None:
             self.switch(beside)
@@ -124,21 +124,21 @@ class Memory:
             _take(one._store.keys, one._store.values)
 
     @torch.no_grad()
-    def _filled(self, served: Served, weights: Weights) -> Beside:
+    def _filled(self, served: ServedUnits, weights: Weights) -> PendingWeights:
         _require_shape(served, weights)
         fill(served, weights)
         parts = {name: held.values for name, held in served.params.items()}
         if self._linears is None:
-            return Beside(parts, lambda: None)
+            return PendingWeights(parts, lambda: None)
 
         def value_of(param: Tensor) -> Tensor:
             weights.progress()  # to lay out takes its time as well
             return parts[self._name_of[id(param)]]
 
-        return Beside(parts, self._linears.beside(value_of))
+        return PendingWeights(parts, self._linears.beside(value_of))
 
 
-def _require_shape(served: Served, weights: Weights) -> None:
+def _require_shape(served: ServedUnits, weights: Weights) -> None:
     """Where a config.json stands beside the weights, it must be of this model: not all of it shows in a tensor."""
     config = weights.path / "config.json"
     if not config.is_file():

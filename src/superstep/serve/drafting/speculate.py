@@ -19,14 +19,14 @@ from typing import Protocol
 from superstep.serve.drafting.grammar_protocol import Matcher
 from superstep.serve.drafting.ngram_drafter import Lookup
 from superstep.serve.scheduling.request_state import LiveRequest
-from superstep.serve.scheduling.step import Step
+from superstep.serve.scheduling.step import ScheduledStep
 
 MOST_MISSES = 6
 """A request whose guesses are poor rests for 2 to this power of tokens at the most."""
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class DraftBudget:
     """What one step may hold of guesses.
 
     Attributes:
@@ -36,7 +36,7 @@ class Asked:
         counts: for each request that the step gave room for guesses, how many.
     """
 
-    step: Step
+    step: ScheduledStep
     live: Mapping[int, LiveRequest]
     matchers: Mapping[int, Matcher]
     counts: Mapping[int, int]
@@ -48,7 +48,7 @@ class Guesser(Protocol):
     def offer(self, live: LiveRequest, most: int, matcher: Matcher | None) -> int:
         """How many tokens it would guess behind the known ones of a request, before the step is made."""
 
-    def guess(self, asked: Asked) -> Mapping[int, Sequence[int]]:
+    def guess(self, asked: DraftBudget) -> Mapping[int, Sequence[int]]:
         """As many tokens as are asked for of each request. Called for every step, before it is computed."""
 
     def judged(self, request: int, guessed: int, stood: int) -> None:
@@ -73,7 +73,7 @@ class FromText:
         self._found[live.id] = found
         return len(found)
 
-    def guess(self, asked: Asked) -> Mapping[int, Sequence[int]]:
+    def guess(self, asked: DraftBudget) -> Mapping[int, Sequence[int]]:
         """What was found, as far as there is room."""
         return {request: self._found[request][:count] for request, count in asked.counts.items()}
 
@@ -135,13 +135,13 @@ class Speculation:
             else:
                 one.drafts = self._guesser.offer(one, most, matchers.get(one.id))
 
-    def guess(self, step: Step, live: Mapping[int, LiveRequest], matchers: Mapping[int, Matcher]) -> None:
+    def guess(self, step: ScheduledStep, live: Mapping[int, LiveRequest], matchers: Mapping[int, Matcher]) -> None:
         """Guess as many tokens as the step has room for."""
         if self._guesser is None:
             return
         ends = {chunk.request: chunk.end - live[chunk.request].known for chunk in step.chunks}
         counts = {request: count for request, count in ends.items() if count > 0}
-        guessed = self._guesser.guess(Asked(step, live, matchers, counts))
+        guessed = self._guesser.guess(DraftBudget(step, live, matchers, counts))
         for request, count in counts.items():
             live[request].guessed = tuple(guessed[request])
             assert len(live[request].guessed) == count, "a chunk has as many guesses as positions for them"

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from superstep.cost.serve import Way, Work, seconds, way_of
-from superstep.serve.capacity_forecast import STREAMS, Server
-from superstep.serve.scheduling.step import Chunk, Step
+from superstep.cost.serve import ComputeMode, Work, seconds, way_of
+from superstep.serve.capacity_forecast import STREAMS, ServerSetup
+from superstep.serve.scheduling.step import PositionRange, ScheduledStep
 from superstep.serve.scheduling.step_log import Entry, Fact, work_of
 
 
@@ -40,7 +40,7 @@ class Guess:
     pays_from: float
 
 
-def guesses(server: Server, *, draft_tokens: int, known: int, replicas: int = 1) -> list[Guess]:
+def guesses(server: ServerSetup, *, draft_tokens: int, known: int, replicas: int = 1) -> list[Guess]:
     """What guessing takes, for some numbers of requests.
 
     Args:
@@ -55,7 +55,7 @@ def guesses(server: Server, *, draft_tokens: int, known: int, replicas: int = 1)
     return [_guess(server, count, share, tokens, known) for count, share, tokens in room if tokens > 0]
 
 
-def _guess(server: Server, streams: int, share: int, tokens: int, known: int) -> Guess:
+def _guess(server: ServerSetup, streams: int, share: int, tokens: int, known: int) -> Guess:
     way, window = way_of(server.rate), server.model.window
     plain_s = seconds(server.rate, server.model, _work(share, 0, known, way, window))
     step_s = seconds(server.rate, server.model, _work(share, tokens, known, way, window))
@@ -79,18 +79,18 @@ def _guess(server: Server, streams: int, share: int, tokens: int, known: int) ->
     )
 
 
-def _last_s(server: Server, share: int, known: int) -> float:
+def _last_s(server: ServerSetup, share: int, known: int) -> float:
     assert server.small is not None
     rate, model = server.small.rate, server.small.model
     silent = replace(_work(share, 0, known, way_of(rate), model.window), wanted=0, drawn=0)
     return seconds(rate, model, silent)
 
 
-def _work(requests: int, guessed: int, known: int, way: Way, window: int | None) -> Work:
+def _work(requests: int, guessed: int, known: int, way: ComputeMode, window: int | None) -> Work:
     """A step for one token of each request, and so many guesses of each."""
-    chunks: Sequence[Chunk] = [
-        Chunk(request=number, first=known - 1, count=1 + guessed, pages=()) for number in range(requests)
+    chunks: Sequence[PositionRange] = [
+        PositionRange(request=number, first=known - 1, count=1 + guessed, pages=()) for number in range(requests)
     ]
     facts = {number: Fact(known) for number in range(requests)}
-    entry = Entry(at_s=0.0, took_s=0.0, step=Step(chunks=tuple(chunks), frees=(), version=""), facts=facts)
+    entry = Entry(at_s=0.0, took_s=0.0, step=ScheduledStep(chunks=tuple(chunks), frees=(), version=""), facts=facts)
     return work_of(entry, way, window)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from superstep.serve.scheduling.kv_pages import Pages
 from superstep.serve.scheduling.request_state import LiveRequest
-from superstep.serve.scheduling.step import Chunk, Step
+from superstep.serve.scheduling.step import PositionRange, ScheduledStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Changed:
 
 
 def book(
-    step: Step,
+    step: ScheduledStep,
     live: Mapping[int, LiveRequest],
     running: list[LiveRequest],
     waiting: list[LiveRequest],
@@ -59,7 +59,7 @@ def book(
     return Changed(len(step.frees), queried, hit)
 
 
-def computed(live: LiveRequest, chunk: Chunk, pages: Pages, *, end: int, version: str) -> None:
+def computed(live: LiveRequest, chunk: PositionRange, pages: Pages, *, end: int, version: str) -> None:
     """The keys up to ``end`` are there: full pages are known by theirs, and pages behind it are given back."""
     live.computed = end
     full = range(chunk.first // pages.page_tokens, end // pages.page_tokens)

@@ -109,7 +109,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class TokenOutput:
     """What is told of a token.
 
     Attributes:
@@ -130,7 +130,7 @@ class Told:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class RequestUpdate:
     """News of one request.
 
     Attributes:
@@ -142,8 +142,8 @@ class Progress:
     """
 
     request: int
-    prompt: tuple[Told, ...] = ()
-    tokens: tuple[Told, ...] = ()
+    prompt: tuple[TokenOutput, ...] = ()
+    tokens: tuple[TokenOutput, ...] = ()
     finish: Finish | None = None
     cached_tokens: int = 0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from superstep.serve.lora_registry import NONE, Chosen
+from superstep.serve.lora_registry import NONE, ChosenAdapter
 from superstep.serve.scheduling.kv_pages import page_keys, root_key
 from superstep.serve.scheduling.request import Finish, Request
 
@@ -35,7 +35,7 @@ class LiveRequest:
         page_tokens: int,
         end_of_text: Sequence[int],
         context_tokens: int,
-        adapter: Chosen = NONE,
+        adapter: ChosenAdapter = NONE,
     ) -> None:
         self.request = request
         self.adapter = adapter

@@ -16,10 +16,10 @@ from itertools import islice, takewhile
 from typing import Protocol
 
 from superstep.serve.scheduling.kv_pages import Pages
-from superstep.serve.scheduling.step import Budget, Chunk, Live, Step
+from superstep.serve.scheduling.step import Budget, PositionRange, RunningRequest, ScheduledStep
 
 
-class Waiting(Live, Protocol):
+class WaitingRequest(RunningRequest, Protocol):
     """A request without pages."""
 
     def page_keys(self) -> Sequence[bytes]:
@@ -27,8 +27,8 @@ class Waiting(Live, Protocol):
 
 
 def schedule(
-    running: Sequence[Live], waiting: Sequence[Waiting], pages: Pages, budget: Budget, *, version: str
-) -> Step:
+    running: Sequence[RunningRequest], waiting: Sequence[WaitingRequest], pages: Pages, budget: Budget, *, version: str
+) -> ScheduledStep:
     """The next step; nothing is changed.
 
     Args:
@@ -54,7 +54,7 @@ def schedule(
                 break
             kept.append(request)
         plan.draft({request.id: request for request in running if request.drafts})
-    return Step(chunks=tuple(plan.chunks), frees=tuple(plan.frees), version=version)
+    return ScheduledStep(chunks=tuple(plan.chunks), frees=tuple(plan.frees), version=version)
 
 
 class _Plan:
@@ -66,10 +66,10 @@ class _Plan:
         self._taken: set[int] = set()
         self._released: list[int] = []
         self.left_tokens = budget.tokens
-        self.chunks: list[Chunk] = []
+        self.chunks: list[PositionRange] = []
         self.frees: list[int] = []
 
-    def grow(self, request: Live, count: int) -> bool:
+    def grow(self, request: RunningRequest, count: int) -> bool:
         """Give a running request ``count`` positions; False where the pages do not suffice."""
         fresh = self._fresh(self._missing(request.computed + count, len(request.pages)))
         if fresh is None:
@@ -77,7 +77,7 @@ class _Plan:
         self._add(request, request.computed, count, (*request.pages, *fresh), shared=0)
         return True
 
-    def begin(self, request: Waiting) -> bool:
+    def begin(self, request: WaitingRequest) -> bool:
         """Begin with a waiting request, with as many positions as the step has room for."""
         # What this step gave to somebody who writes to it is not to be found any more.
         found = list(takewhile(lambda page: page not in self._taken, self._pages.found(request.page_keys())))
@@ -92,7 +92,7 @@ class _Plan:
         self._add(request, first, count, (*found, *fresh), shared=len(found))
         return True
 
-    def draft(self, requests: Mapping[int, Live]) -> None:
+    def draft(self, requests: Mapping[int, RunningRequest]) -> None:
         """Room for guesses behind the known tokens of running requests, as far as rows and free pages are left over."""
         for at, chunk in enumerate(self.chunks):
             request = requests.get(chunk.request)
@@ -105,7 +105,7 @@ class _Plan:
                     self.left_tokens -= count
                     break
 
-    def free(self, request: Live) -> None:
+    def free(self, request: RunningRequest) -> None:
         """Take a running request's pages back."""
         self.frees.append(request.id)
         self._released += request.pages
@@ -131,6 +131,6 @@ class _Plan:
         self._taken.update(found)
         return found
 
-    def _add(self, request: Live, first: int, count: int, table: tuple[int, ...], *, shared: int) -> None:
-        self.chunks.append(Chunk(request=request.id, first=first, count=count, pages=table, shared=shared))
+    def _add(self, request: RunningRequest, first: int, count: int, table: tuple[int, ...], *, shared: int) -> None:
+        self.chunks.append(PositionRange(request=request.id, first=first, count=count, pages=table, shared=shared))
         self.left_tokens -= count

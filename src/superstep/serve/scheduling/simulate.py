@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from superstep.cost.serve import Way, Work
+from superstep.cost.serve import ComputeMode, Work
 from superstep.serve.scheduling.apply_step import book, computed
 from superstep.serve.scheduling.kv_pages import Pages
 from superstep.serve.scheduling.request import Request, Sampling
@@ -42,7 +42,7 @@ class Arrival:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
+class SimulatedRequest:
     """What became of a request.
 
     Attributes:
@@ -81,7 +81,7 @@ class Simulated:
         preemptions: times that a request lost its pages.
     """
 
-    served: tuple[Served, ...]
+    served: tuple[SimulatedRequest, ...]
     entries: tuple[Entry, ...]
     works: tuple[Work, ...]
     preemptions: int
@@ -103,7 +103,7 @@ def simulate(
     *,
     pages: Pages,
     budget: Budget,
-    way: Way,
+    way: ComputeMode,
     context_tokens: int,
     window: int | None = None,
 ) -> Simulated:
@@ -189,10 +189,10 @@ class _Clock:
                 self._pages.release(one.pages)
                 one.freed()
 
-    def served(self) -> Iterator[Served]:
+    def served(self) -> Iterator[SimulatedRequest]:
         """What became of each."""
         for number, one in enumerate(self._arrivals):
-            yield Served(
+            yield SimulatedRequest(
                 arrived_s=one.at_s,
                 began_s=self._began[number],
                 first_s=self._first[number],

@@ -18,7 +18,7 @@ from typing import Protocol
 from superstep.errors import SuperstepError
 
 
-class Live(Protocol):
+class RunningRequest(Protocol):
     """A request on its way, as the schedule sees it.
 
     Attributes:
@@ -42,7 +42,7 @@ class Live(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
+class PositionRange:
     """Positions of one request.
 
     Attributes:
@@ -66,7 +66,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class ScheduledStep:
     """What the engine does at once.
 
     Attributes:
@@ -75,7 +75,7 @@ class Step:
         version: of the weights, the same for all.
     """
 
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[PositionRange, ...]
     frees: tuple[int, ...] = ()
     version: str = ""
 
@@ -102,7 +102,9 @@ class InvalidStep(SuperstepError):
     """A step breaks a rule; the message names the request and the rule."""
 
 
-def check(step: Step, live: Mapping[int, Live], budget: Budget, *, page_tokens: int, version: str) -> None:
+def check(
+    step: ScheduledStep, live: Mapping[int, RunningRequest], budget: Budget, *, page_tokens: int, version: str
+) -> None:
     """Hold a step against the rules, before anything is computed.
 
     Args:
@@ -133,7 +135,7 @@ def check(step: Step, live: Mapping[int, Live], budget: Budget, *, page_tokens: 
     _check_writes(step, live, page_tokens)
 
 
-def _check_chunk(chunk: Chunk, request: Live, page_tokens: int) -> None:
+def _check_chunk(chunk: PositionRange, request: RunningRequest, page_tokens: int) -> None:
     who = f"request {chunk.request}"
     there = chunk.shared * page_tokens if chunk.shared else request.computed
     if chunk.count < 1 or chunk.end > request.known + request.drafts:
@@ -148,7 +150,7 @@ def _check_chunk(chunk: Chunk, request: Live, page_tokens: int) -> None:
         raise InvalidStep(f"{who}: {len(chunk.pages)} pages for {chunk.end} positions of {page_tokens} a page.")
 
 
-def _check_writes(step: Step, live: Mapping[int, Live], page_tokens: int) -> None:
+def _check_writes(step: ScheduledStep, live: Mapping[int, RunningRequest], page_tokens: int) -> None:
     """No page is written by two, nor by one while another reads it."""
     freed = set(step.frees)
     tables = {number: request.pages for number, request in live.items() if number not in freed}

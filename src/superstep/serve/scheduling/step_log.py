@@ -16,11 +16,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from superstep.cost.fit_serving import Sample
-from superstep.cost.serve import Group, ServedModel, Way, Work
+from superstep.cost.fit_serving import MeasuredStep
+from superstep.cost.serve import AttentionGroup, ComputeMode, RankModelSize, Work
 from superstep.errors import StateError
 from superstep.serve.scheduling.request_state import LiveRequest
-from superstep.serve.scheduling.step import Budget, Chunk, InvalidStep, Step, check
+from superstep.serve.scheduling.step import Budget, InvalidStep, PositionRange, ScheduledStep, check
 
 CHANCE, WHOLE = 1, 2
 """Marks: the request draws by chance; the logits of all its rows are wanted."""
@@ -53,7 +53,7 @@ class Entry:
 
     at_s: float
     took_s: float
-    step: Step
+    step: ScheduledStep
     facts: Mapping[int, Fact]
     left: tuple[int, ...] = ()
 
@@ -70,14 +70,14 @@ class Setting:
         way: how they were computed.
     """
 
-    model: ServedModel
+    model: RankModelSize
     page_tokens: int
     pages: int
     budget: Budget
-    way: Way
+    way: ComputeMode
 
 
-class Recorder:
+class StepRecorder:
     """Makes an ``Entry`` of each step of an engine; it is the engine's ``Watch``.
 
     Args:
@@ -90,13 +90,13 @@ class Recorder:
         self._held: set[int] = set()
         self._first_s: float | None = None
         self._began_s = 0.0
-        self._now: tuple[Step, dict[int, Fact], tuple[int, ...]] | None = None
+        self._now: tuple[ScheduledStep, dict[int, Fact], tuple[int, ...]] | None = None
 
     def start(self) -> None:
         """Look at the clock."""
         self._began_s = self._clock()
 
-    def begin(self, step: Step, live: Mapping[int, LiveRequest]) -> None:
+    def begin(self, step: ScheduledStep, live: Mapping[int, LiveRequest]) -> None:
         """Note what is known before."""
         left = tuple(sorted(self._held - live.keys()))
         self._held = (self._held & live.keys()) - set(step.frees) | {chunk.request for chunk in step.chunks}
@@ -129,7 +129,7 @@ class LogFile:
         self._lines = Lines()
         self._stream.write(header(setting) + "\n")
         self._stream.flush()
-        self._recorder = Recorder(self._write)
+        self._recorder = StepRecorder(self._write)
         self.start, self.begin, self.end = self._recorder.start, self._recorder.begin, self._recorder.end
 
     def _write(self, entry: Entry) -> None:
@@ -145,7 +145,7 @@ def fact_of(live: LiveRequest) -> Fact:
     return Fact(live.known, CHANCE * is_chance + WHOLE * is_whole)
 
 
-def work_of(entry: Entry, way: Way, window: int | None = None) -> Work:
+def work_of(entry: Entry, way: ComputeMode, window: int | None = None) -> Work:
     """A step in numbers.
 
     Args:
@@ -154,7 +154,7 @@ def work_of(entry: Entry, way: Way, window: int | None = None) -> Work:
         window: tokens that a row sees back to; None for all.
     """
     wanted = drawn = chance = paged = powers = 0
-    groups: dict[tuple[int, int, int | None], Group] = {}
+    groups: dict[tuple[int, int, int | None], AttentionGroup] = {}
     for number, chunk in enumerate(entry.step.chunks):
         fact = entry.facts[chunk.request]
         drawing = max(0, chunk.end - fact.known + 1)
@@ -173,7 +173,7 @@ def work_of(entry: Entry, way: Way, window: int | None = None) -> Work:
         seen = chunk.first + (chunk.count + 1) // 2 if way.is_paged else blocks * way.block_keys
         keys = min(seen, window) if way.is_paged and window else seen
         texts = groups[kind].texts + 1 if kind in groups else 1
-        groups[kind] = Group(texts=texts, rows=chunk.count, keys=keys)
+        groups[kind] = AttentionGroup(texts=texts, rows=chunk.count, keys=keys)
     return Work(
         rows=entry.step.tokens,
         requests=len(entry.step.chunks),
@@ -190,10 +190,10 @@ def _whole(keys: int, block: int) -> int:
     return -(-keys // block) * block
 
 
-def samples(setting: Setting, entries: Iterable[Entry]) -> list[Sample]:
+def samples(setting: Setting, entries: Iterable[Entry]) -> list[MeasuredStep]:
     """What the steps of a log say of the machine."""
     model = setting.model
-    return [Sample(model, work_of(entry, setting.way, model.window), entry.took_s) for entry in entries]
+    return [MeasuredStep(model, work_of(entry, setting.way, model.window), entry.took_s) for entry in entries]
 
 
 def header(setting: Setting) -> str:
@@ -237,7 +237,7 @@ class Lines:
 
 
 @dataclass(slots=True)
-class Table:
+class LoggedRequest:
     """A request of a log, as ``check`` sees it."""
 
     id: int
@@ -262,7 +262,7 @@ class Replay:
     setting: Setting
     entries: list[Entry] = field(default_factory=list)
     used_pages: list[int] = field(default_factory=list)
-    tables: dict[int, Table] = field(default_factory=dict)
+    tables: dict[int, LoggedRequest] = field(default_factory=dict)
 
     def add(self, told: Mapping[str, Any]) -> None:
         """The step of a line.
@@ -274,14 +274,14 @@ class Replay:
             self.tables.pop(request, None)
         facts, chunks = {}, []
         for request, first, count, shared, known, marks, new in told["chunks"]:
-            table = self.tables.setdefault(request, Table(request))
-            chunk = Chunk(request=request, first=first, count=count, pages=(*table.pages, *new), shared=shared)
+            table = self.tables.setdefault(request, LoggedRequest(request))
+            chunk = PositionRange(request=request, first=first, count=count, pages=(*table.pages, *new), shared=shared)
             if table.guessed and table.computed - table.guessed <= first <= table.computed:
                 table.computed = first  # those behind it were guessed wrongly
             table.known, table.drafts, table.guessed = known, max(0, chunk.end - known), max(0, chunk.end - known)
             facts[request] = Fact(known, marks)
             chunks.append(chunk)
-        step = Step(chunks=tuple(chunks), frees=tuple(told["frees"]), version=told["version"])
+        step = ScheduledStep(chunks=tuple(chunks), frees=tuple(told["frees"]), version=told["version"])
         page_tokens, budget = self.setting.page_tokens, self.setting.budget
         check(step, self.tables, budget, page_tokens=page_tokens, version=step.version)
         for request in step.frees:
@@ -331,11 +331,11 @@ def read_log(path: Path) -> Replay:
 
 def _setting(told: Mapping[str, Any]) -> Setting:
     return Setting(
-        model=ServedModel(**told["model"]),
+        model=RankModelSize(**told["model"]),
         page_tokens=told["page_tokens"],
         pages=told["pages"],
         budget=Budget(tokens=told["tokens"], requests=told["requests"]),
-        way=Way(**told["way"]),
+        way=ComputeMode(**told["way"]),
     )
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from superstep.serve.text.detokenize import Detokenizer, Piece, Words
+from superstep.serve.text.detokenize import Detokenizer, TextDelta, TokenTexts
 from superstep.serve.text.stop_strings import StopFinder
 
 
 @dataclass(frozen=True, slots=True)
-class News:
+class TextUpdate:
     """What one more token brought.
 
     Attributes:
@@ -24,7 +24,7 @@ class News:
     stop: str | None = None
 
 
-class Reader:
+class AnswerReader:
     """Detokenizes one answer and looks for its stop texts. Not to be shared by threads.
 
     The arguments are those of ``Detokenizer`` and ``StopFinder``. Tokens wait while their text does. The last news
@@ -33,7 +33,7 @@ class Reader:
 
     def __init__(
         self,
-        words: Words,
+        words: TokenTexts,
         stops: Sequence[str] = (),
         *,
         include_stop: bool = False,
@@ -50,27 +50,27 @@ class Reader:
         """The stop text that was found; the engine is then told to abort, and no token may be pushed."""
         return self._stop
 
-    def push(self, token: int) -> News:
+    def push(self, token: int) -> TextUpdate:
         """Reads one more token."""
         return self._read(self._detokenizer.push(token))
 
-    def end(self) -> News:
+    def end(self) -> TextUpdate:
         """What still waited when no token follows. A stop text that the last characters complete is found here too."""
         if self._stop is not None:
-            return News()
+            return TextUpdate()
         news = self._read(self._detokenizer.end())
         if self._stop is not None:
             return news
         waiting, self._waiting = self._waiting, 0
-        return News(news.text + self._finder.end().text, news.tokens + waiting)
+        return TextUpdate(news.text + self._finder.end().text, news.tokens + waiting)
 
-    def _read(self, piece: Piece) -> News:
+    def _read(self, piece: TextDelta) -> TextUpdate:
         self._waiting += piece.tokens
         if not piece.text:
-            return News()
+            return TextUpdate()
         found = self._finder.push(piece.text)
         self._stop = found.stop
         if not found.text and found.stop is None:
-            return News()
+            return TextUpdate()
         tokens, self._waiting = self._waiting, 0
-        return News(found.text, tokens, found.stop)
+        return TextUpdate(found.text, tokens, found.stop)

@@ -55,7 +55,7 @@ class Chat:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class ChatPrefix:
     """A beginning of a chat: its first messages, and whether the beginning of an answer follows them."""
 
     messages: int
@@ -138,7 +138,7 @@ class ChatTemplate:
         return _cut(self._processes[name].render(marked), marks.end), marks
 
     def render_many(
-        self, asked: Sequence[tuple[Chat, Sequence[Turn]]], control: Sequence[str], plain: Sequence[str] = ()
+        self, asked: Sequence[tuple[Chat, Sequence[ChatPrefix]]], control: Sequence[str], plain: Sequence[str] = ()
     ) -> list[tuple[list[str], Marks]]:
         """Of each chat the texts of its beginnings, all with the same marks; a template is asked for all at once.
 

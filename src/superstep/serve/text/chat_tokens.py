@@ -13,14 +13,14 @@ import tokenizers
 
 from superstep.data.tokenizer import Tokenizer
 from superstep.errors import ConfigError
-from superstep.serve.text.chat_template import Chat, ChatTemplate, Turn
+from superstep.serve.text.chat_template import Chat, ChatPrefix, ChatTemplate
 from superstep.serve.text.control_token_guard import Marks
 
 Part = tuple[list[int], bool]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class PromptPiece:
     """What stands in a prompt from some place on: its text and its ids."""
 
     text: str
@@ -69,7 +69,7 @@ class ChatEncoder:
             )
         return [id_ for ids, _ in self._parts(text, marks, is_amid=False) for id_ in ids]
 
-    def behind(self, chat: Chat, before: str = "") -> Piece | None:
+    def behind(self, chat: Chat, before: str = "") -> PromptPiece | None:
         """What stands in a prompt behind a text whose ids are known already; None where it does not begin with that.
 
         Raises:
@@ -84,9 +84,9 @@ class ChatEncoder:
             rest.append((piece[left:], is_marked))
             left = max(0, left - len(piece))
         parts = self._encoded(rest, is_amid=bool(before))
-        return Piece(shown[len(before) :], tuple(id_ for ids, _ in parts for id_ in ids))
+        return PromptPiece(shown[len(before) :], tuple(id_ for ids, _ in parts for id_ in ids))
 
-    def turns(self, asked: Sequence[tuple[Chat, Sequence[Turn]]]) -> list[tuple[list[str], Marks]]:
+    def turns(self, asked: Sequence[tuple[Chat, Sequence[ChatPrefix]]]) -> list[tuple[list[str], Marks]]:
         """Of each chat the texts of its beginnings, all with the same marks; raises as ``tokens`` does."""
         return self.template.render_many(asked, self._control, self._added)
 

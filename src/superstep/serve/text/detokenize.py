@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from superstep.data.tokenizer import Tokenizer
-from superstep.serve.text.incremental_decoders import BYTE, Step, byte_level, end_of, push_through, steps
+from superstep.serve.text.incremental_decoders import BYTE, IncrementalDecoder, byte_level, end_of, push_through, steps
 
 BEFORE = "."
 """Stands for the text before: no decoder changes it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TextDelta:
     """Text that has become certain.
 
     Attributes:
@@ -30,7 +30,7 @@ class Piece:
     tokens: int = 0
 
 
-class Words:
+class TokenTexts:
     """What a tokenizer's tokens look like, read once and used by every answer.
 
     Args:
@@ -46,7 +46,9 @@ class Words:
         self._skipped = frozenset(token for token in self._special if self._names[token] not in shown)
         self._is_byte_level = '"ByteLevel"' in json.dumps(decoder)
         self._has_bytes = '"ByteFallback"' in json.dumps(decoder)
-        self.fresh_steps: Callable[[], list[Step]] = steps(decoder, lambda tokens: core.decoder.decode(tokens))
+        self.fresh_steps: Callable[[], list[IncrementalDecoder]] = steps(
+            decoder, lambda tokens: core.decoder.decode(tokens)
+        )
 
     def name(self, token: int, *, skip_special: bool = False) -> str | None:
         """A token as its vocabulary spells it; None for one that has no text: unknown, or special and skipped."""
@@ -100,7 +102,7 @@ class Detokenizer:
             which SentencePiece's decoders take off the start of a text.
     """
 
-    def __init__(self, words: Words, *, skip_special: bool = False, is_amid: bool = False) -> None:
+    def __init__(self, words: TokenTexts, *, skip_special: bool = False, is_amid: bool = False) -> None:
         self._words = words
         self._skip_special = skip_special
         self._chain = words.fresh_steps()
@@ -109,27 +111,27 @@ class Detokenizer:
         if is_amid:
             self._before = self._before.removeprefix(push_through(self._chain, [BEFORE]))
 
-    def push(self, token: int) -> Piece:
+    def push(self, token: int) -> TextDelta:
         """The text that one more token makes certain, which may be none."""
         self._waiting += 1
         name = self._words.name(token, skip_special=self._skip_special)
         if name is None:
-            return Piece()
+            return TextDelta()
         return self._piece(push_through(self._chain, [name]))
 
-    def push_all(self, tokens: Iterable[int]) -> Piece:
+    def push_all(self, tokens: Iterable[int]) -> TextDelta:
         """The same for several tokens at once."""
         pieces = [self.push(token) for token in tokens]
-        return Piece("".join(piece.text for piece in pieces), sum(piece.tokens for piece in pieces))
+        return TextDelta("".join(piece.text for piece in pieces), sum(piece.tokens for piece in pieces))
 
-    def end(self) -> Piece:
+    def end(self) -> TextDelta:
         """What still waited when no token follows; broken characters become U+FFFD."""
         text = end_of(self._chain).removeprefix(self._before)
         tokens, self._waiting = self._waiting, 0
-        return Piece(text, tokens)
+        return TextDelta(text, tokens)
 
-    def _piece(self, text: str) -> Piece:
+    def _piece(self, text: str) -> TextDelta:
         if not text:
-            return Piece()
+            return TextDelta()
         tokens, self._waiting = self._waiting, 0
-        return Piece(text, tokens)
+        return TextDelta(text, tokens)

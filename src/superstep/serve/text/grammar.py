@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from superstep.data.tokenizer import Tokenizer
 from superstep.errors import ConfigError
 from superstep.serve.scheduling.request import Constraint
-from superstep.serve.text.detokenize import Words
+from superstep.serve.text.detokenize import TokenTexts
 
 MOST_CHARS = 262_144
 """Of a schema or a grammar."""
@@ -44,7 +44,7 @@ LIMITS = llguidance.LLParserLimits(
 """What one grammar may cost before its first token, and at each."""
 
 
-class Matcher:
+class GrammarMatcher:
     """One answer held to its form. Not to be shared by threads.
 
     Args:
@@ -111,9 +111,9 @@ class Matcher:
             assert is_back, self._core.get_error()
             self._is_known = False
 
-    def fork(self) -> Matcher:
+    def fork(self) -> GrammarMatcher:
         """The same state, to go on from independently."""
-        return Matcher(self._core.deep_copy(), 32 * len(self._mask))
+        return GrammarMatcher(self._core.deep_copy(), 32 * len(self._mask))
 
     def _refuse_error(self) -> None:
         if self._core.is_error():
@@ -136,7 +136,7 @@ class Grammars:
         self._lock = Lock()
         self._kept: OrderedDict[Constraint, llguidance.LLMatcher] = OrderedDict()
 
-    def matcher(self, constraint: Constraint) -> Matcher:
+    def matcher(self, constraint: Constraint) -> GrammarMatcher:
         """A matcher at the start of an answer.
 
         Raises:
@@ -151,7 +151,7 @@ class Grammars:
             while len(self._kept) > MOST_KEPT:
                 self._kept.popitem(last=False)
             copy = core.deep_copy()
-        return Matcher(copy, self.vocab)
+        return GrammarMatcher(copy, self.vocab)
 
     def _compile(self, constraint: Constraint) -> llguidance.LLMatcher:
         if len(constraint.text) > MOST_CHARS:
@@ -173,7 +173,7 @@ class _Spelled:
     is_tokenizer_wrapper = True
 
     def __init__(self, tokenizer: Tokenizer, vocab: int) -> None:
-        words = Words(tokenizer)
+        words = TokenTexts(tokenizer)
         self.eos_token_id = tokenizer.end_of_text
         self.bos_token_id = None
         self.tokens = [raw if BAD_BYTE not in raw else b"" for raw in map(words.bytes_of, range(vocab))]

@@ -1,7 +1,8 @@
 """How a tokenizer's decoder puts tokens together, as steps that take one token at a time.
 
 The ``tokenizers`` library decodes whole lists. Here each of its decoders that a language model's tokenizer has is a
-``Step``: tokens go in one by one, and what is certain comes out. A chain of steps gives the library's own text.
+``IncrementalDecoder``: tokens go in one by one, and what is certain comes out. A chain of steps gives the library's own
+text.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ BYTE = re.compile(r"<0x(\+[0-9A-Fa-f]|[0-9A-Fa-f]{2})>")
 """How a SentencePiece vocabulary spells a byte."""
 
 
-class Step(Protocol):
+class IncrementalDecoder(Protocol):
     """Takes the tokens of one answer in order."""
 
     def push(self, token: str) -> list[str]:
@@ -144,7 +145,7 @@ class Joined:
         return []
 
 
-class Waiting:
+class DecodeAtEnd:
     """Tokens that are decoded all at once at the end: the last resort, for decoders that need what follows."""
 
     def __init__(self, decode: Callable[[list[str]], str]) -> None:
@@ -168,7 +169,9 @@ def strip_start(text: str, char: str, most: int) -> str:
     return text[cut:]
 
 
-def steps(decoder: Mapping[str, Any] | None, decode_all: Callable[[list[str]], str]) -> Callable[[], list[Step]]:
+def steps(
+    decoder: Mapping[str, Any] | None, decode_all: Callable[[list[str]], str]
+) -> Callable[[], list[IncrementalDecoder]]:
     """A maker of fresh steps for a decoder as it stands in ``tokenizer.json``.
 
     Args:
@@ -177,12 +180,12 @@ def steps(decoder: Mapping[str, Any] | None, decode_all: Callable[[list[str]], s
     """
     if decoder is None:
         return lambda: [Joined()]
-    makers: list[Callable[[], Step]] = []
+    makers: list[Callable[[], IncrementalDecoder]] = []
     is_fused = False
     for part in _parts(decoder):
         maker = _fused(part) if is_fused else _single(part)
         if maker is None:
-            return lambda: [Waiting(decode_all)]
+            return lambda: [DecodeAtEnd(decode_all)]
         if part["type"] in ("Fuse", "ByteLevel"):
             is_fused = True
         makers.append(maker)
@@ -195,7 +198,7 @@ def _parts(decoder: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [part for inner in decoder["decoders"] for part in _parts(inner)]
 
 
-def _single(part: Mapping[str, Any]) -> Callable[[], Step] | None:
+def _single(part: Mapping[str, Any]) -> Callable[[], IncrementalDecoder] | None:
     """A step that sees tokens; None for a decoder that is not known."""
     match part:
         case {"type": "ByteLevel"}:
@@ -214,7 +217,7 @@ def _single(part: Mapping[str, Any]) -> Callable[[], Step] | None:
     return None
 
 
-def _fused(part: Mapping[str, Any]) -> Callable[[], Step] | None:
+def _fused(part: Mapping[str, Any]) -> Callable[[], IncrementalDecoder] | None:
     """A step that sees pieces of one text, wherever they are cut."""
     match part:
         case {"type": "Fuse"}:
@@ -224,7 +227,7 @@ def _fused(part: Mapping[str, Any]) -> Callable[[], Step] | None:
     return None
 
 
-def push_through(chain: Sequence[Step], tokens: Iterable[str]) -> str:
+def push_through(chain: Sequence[IncrementalDecoder], tokens: Iterable[str]) -> str:
     """What comes out of a chain of steps for some tokens."""
     pieces = list(tokens)
     for step in chain:
@@ -232,7 +235,7 @@ def push_through(chain: Sequence[Step], tokens: Iterable[str]) -> str:
     return "".join(pieces)
 
 
-def end_of(chain: Sequence[Step]) -> str:
+def end_of(chain: Sequence[IncrementalDecoder]) -> str:
     """What a chain of steps still held."""
     pieces: list[str] = []
     for step in chain:

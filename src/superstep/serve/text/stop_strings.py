@@ -19,7 +19,7 @@ MOST_CHARS = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class StopResult:
     """What may be given out.
 
     Attributes:
@@ -62,26 +62,26 @@ class StopFinder:
         self._held = ""
         self._is_over = False
 
-    def push(self, text: str) -> Found:
+    def push(self, text: str) -> StopResult:
         """What more text makes certain, and the stop text that is complete with it. Text after that one is dropped."""
         assert not self._is_over, "a stop text was found before"
         if not self._stops:
-            return Found(text)
+            return StopResult(text)
         buffer = self._held + text
         for place in range(len(self._held), len(buffer)):
             stop = self._advance(buffer[place])
             if stop is not None:
                 self._is_over = True
                 end = place + 1 if self._include_stop else place + 1 - len(stop)
-                return Found(buffer[:end], stop)
+                return StopResult(buffer[:end], stop)
         certain = len(buffer) - max(self._matched)
         self._held = buffer[certain:]
-        return Found(buffer[:certain])
+        return StopResult(buffer[:certain])
 
-    def end(self) -> Found:
+    def end(self) -> StopResult:
         """What was held back, now that no text follows."""
         held, self._held = self._held, ""
-        return Found("" if self._is_over else held)
+        return StopResult("" if self._is_over else held)
 
     def _advance(self, char: str) -> str | None:
         """One more character (Knuth, Morris & Pratt 1977, for each stop text); the longest that it completes."""

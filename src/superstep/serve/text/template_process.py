@@ -23,7 +23,7 @@ BYTES = 1 << 30
 MOST_CHARS = 8_000_000
 """The longest text; a million tokens are shorter."""
 
-CHILD = Path(__file__).with_name("chat_child.py")
+CHILD = Path(__file__).with_name("template_worker.py")
 
 
 class ChatProcess:

@@ -1,4 +1,5 @@
-"""A chat template, rendered in a process of its own: run as ``python -P chat_child.py``, one JSON line in, one out.
+"""A chat template, rendered in a process of its own: run as ``python -P template_worker.py``, one JSON line in, one
+out.
 
 A template comes with a model from anywhere, and Jinja's sandbox keeps it from attributes, not from work without end. So
 this process has little time for each text and little memory, both kept by the system, and no module of ours.

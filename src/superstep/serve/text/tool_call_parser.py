@@ -32,7 +32,7 @@ MOST_CALL = 262_144
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ToolCall:
     """A tool to be called.
 
     Attributes:
@@ -54,7 +54,7 @@ class Delta:
     """
 
     text: str = ""
-    calls: tuple[Call, ...] = ()
+    calls: tuple[ToolCall, ...] = ()
 
 
 def form_of(template: str) -> Form | None:
@@ -90,11 +90,11 @@ class CallParser:
         self._scan = JsonScan()
         self._body: list[str] = []
         self._has_key = False
-        self._calls: tuple[Call, ...] = ()
+        self._calls: tuple[ToolCall, ...] = ()
         self._is_line_start = True
         self._is_after_call = False
         self._out: list[str] = []
-        self._done: list[Call] = []
+        self._done: list[ToolCall] = []
 
     def push(self, text: str) -> Delta:
         """What more text makes certain."""
@@ -225,7 +225,7 @@ class CallParser:
             self._is_line_start = text.rstrip(" \t\r").endswith("\n")
 
 
-def read_calls(text: str, form: Form, names: frozenset[str]) -> tuple[Call, ...]:
+def read_calls(text: str, form: Form, names: frozenset[str]) -> tuple[ToolCall, ...]:
     """The calls that a JSON text makes, or none where any of them is malformed."""
     try:
         value = json.loads(text)
@@ -237,7 +237,7 @@ def read_calls(text: str, form: Form, names: frozenset[str]) -> tuple[Call, ...]
     return good if len(good) == len(calls) else ()
 
 
-def _read_call(value: object, form: Form, names: frozenset[str]) -> Call | None:
+def _read_call(value: object, form: Form, names: frozenset[str]) -> ToolCall | None:
     if not isinstance(value, dict):
         return None
     name = value.get("name")
@@ -248,7 +248,7 @@ def _read_call(value: object, form: Form, names: frozenset[str]) -> Call | None:
         text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     except ValueError:  # a number beyond all floats, which JSON may hold and Python reads as infinity
         return None
-    return Call(name, text if _is_unicode(text) else json.dumps(arguments))
+    return ToolCall(name, text if _is_unicode(text) else json.dumps(arguments))
 
 
 def _is_unicode(text: str) -> bool:

@@ -29,7 +29,7 @@ from superstep.state.fingerprint import (
     BLOCK,
     MOST_ELEMENTS,
     Element,
-    Part,
+    TensorPart,
     bit_sums,
     bits_of,
     block_sums,
@@ -40,7 +40,7 @@ from superstep.state.fingerprint import (
     salts,
     written,
 )
-from superstep.state.tensor_piece import STATE, Kind, Piece
+from superstep.state.tensor_piece import STATE, Kind, TensorPiece
 from superstep.train.policy.state_sums import StateSums
 from superstep.train.rank_peers import RankPeers
 
@@ -83,9 +83,9 @@ class Integrity:
         self.every = every
         self._engine = engine
         self._peers = peers
-        self._pieces: list[Piece] = []
-        self._shared: list[Part] = []
-        self._holders: dict[Part, list[int]] = {}
+        self._pieces: list[TensorPiece] = []
+        self._shared: list[TensorPart] = []
+        self._holders: dict[TensorPart, list[int]] = {}
         self._sums: StateSums | None = None
         self._passed: deque[int] = deque((0, 0), maxlen=2)
         self._pending: Corruption | None = None
@@ -216,7 +216,7 @@ class Integrity:
         return Corruption(step=step, what=what, ranks=ranks, how="at rest")
 
     @property
-    def _state(self) -> list[Piece]:
+    def _state(self) -> list[TensorPiece]:
         return [piece for piece in self._pieces if piece.kind != "gradient"]
 
     @property
@@ -239,7 +239,7 @@ class Integrity:
         every = self._peers.gather(platform.node())
         return tuple(every[rank] for rank in ranks)
 
-    def _look(self) -> list[Piece]:
+    def _look(self) -> list[TensorPiece]:
         """This rank's pieces, the state first. Once, the ranks tell each other which parts they hold."""
         if not self._pieces:
             pieces = [*self._engine.pieces(STATE), *self._engine.pieces(("gradient",))]
@@ -253,7 +253,7 @@ class Integrity:
                 self._engine.optimizer.watcher = self._sums
         return self._pieces
 
-    def _suspect(self, step: int, pieces: Sequence[Piece]) -> Corruption:
+    def _suspect(self, step: int, pieces: Sequence[TensorPiece]) -> Corruption:
         """Which elements ranks hold with different bits, and which of them are outvoted."""
         held = {part: piece for piece in pieces if (part := part_of(piece)) in set(self._shared)}
         sums = self._peers.gather({part: block_sums(piece.values) for part, piece in held.items()})

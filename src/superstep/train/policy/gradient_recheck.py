@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-from superstep.data.token_stream import Source
+from superstep.data.token_stream import BatchSource
 from superstep.engine.engine import Engine
 from superstep.numerics.loss import IGNORE
 from superstep.plan.resolve import Resolved
@@ -40,7 +40,7 @@ class Rehearsal:
         integrity: reads the gradient.
     """
 
-    def __init__(self, run: Resolved, engine: Engine, stream: Source, integrity: Integrity) -> None:
+    def __init__(self, run: Resolved, engine: Engine, stream: BatchSource, integrity: Integrity) -> None:
         self._every = run.config.state.recompute_every
         self._plan = run.plan
         self._engine = engine

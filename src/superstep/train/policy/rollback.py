@@ -21,13 +21,13 @@ from superstep.state.all_or_none import together
 from superstep.state.checkpoint_dirs import checkpoints, set_aside, step_of
 from superstep.state.manifest import Position
 from superstep.train.policy.corruption_check import Corruption, How, ranks_text
-from superstep.train.policy.spike_detector import Refused
+from superstep.train.policy.spike_detector import SkippedStep
 from superstep.train.session import Session
 
 MEMORY = "memory"
 
 
-def go_back(session: Session, position: Position, refused: Refused, told: Callable[[Event], None]) -> Position:
+def go_back(session: Session, position: Position, refused: SkippedStep, told: Callable[[Event], None]) -> Position:
     """Where the run goes on from. Every rank calls this together.
 
     Args:
@@ -50,7 +50,7 @@ def go_back(session: Session, position: Position, refused: Refused, told: Callab
             rank=session.peers.rank,
             step=refused.step,
         )
-    source = Source(position)
+    source = RollbackPoint(position)
     if rules.back_steps:
         aim = refused.step - 1 - rules.back_steps
         old_enough, others = _states(session, position, aim)
@@ -63,7 +63,7 @@ def go_back(session: Session, position: Position, refused: Refused, told: Callab
 
 
 def _replay(
-    session: Session, position: Position, refused: Refused, corruption: Corruption, told: Callable[[Event], None]
+    session: Session, position: Position, refused: SkippedStep, corruption: Corruption, told: Callable[[Event], None]
 ) -> Position:
     """Back to before something was found corrupt: from there the steps are done again."""
     integrity = session.integrity
@@ -75,7 +75,7 @@ def _replay(
             step=refused.step,
         )
     if corruption.how == "recomputed":  # the update was not made, and the state is what it was
-        told(_event(position, refused, Source(position), ""))
+        told(_event(position, refused, RollbackPoint(position), ""))
         tell(session, corruption, corruption.how, position.step, told)
         return position
     old_enough, _ = _states(session, position, integrity.aim)
@@ -127,7 +127,7 @@ def tell_refused(session: Session, step: int, told: Callable[[Event], None]) -> 
         )
 
 
-def _event(found: Position, refused: Refused, source: Source, skip: str) -> RolledBack:
+def _event(found: Position, refused: SkippedStep, source: RollbackPoint, skip: str) -> RolledBack:
     return RolledBack(
         step=found.step,
         refused=refused.step,
@@ -141,7 +141,7 @@ def _event(found: Position, refused: Refused, source: Source, skip: str) -> Roll
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class RollbackPoint:
     """What a run goes back to.
 
     Attributes:
@@ -178,7 +178,7 @@ def _states(session: Session, position: Position, aim: int) -> tuple[list[State]
     return [s for s in found if s[0] <= aim], [s for s in found if s[0] > aim]
 
 
-def _taken(session: Session, states: list[State]) -> Source:
+def _taken(session: Session, states: list[State]) -> RollbackPoint:
     """The first of them that is whole."""
     passed_over: tuple[str, ...] = ()
     for step, path in states:
@@ -187,8 +187,8 @@ def _taken(session: Session, states: list[State]) -> Source:
         except Damaged as error:
             passed_over += (error.why,)
         else:
-            return Source(position, MEMORY if path is None else str(path), passed_over)
-    return Source(None, passed_over=passed_over)
+            return RollbackPoint(position, MEMORY if path is None else str(path), passed_over)
+    return RollbackPoint(None, passed_over=passed_over)
 
 
 def _void(session: Session, step: int) -> None:

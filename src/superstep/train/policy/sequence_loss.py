@@ -9,13 +9,13 @@ from typing import Protocol
 from torch import Tensor
 
 from superstep.data.token_files import SplitName
-from superstep.data.token_stream import Batch, Source, Stream
+from superstep.data.token_stream import Batch, BatchSource, TokenStream
 from superstep.numerics.sequence_losses import Weighed
 from superstep.plan.resolve import Resolved
 from superstep.state.all_or_none import Peers
 
 
-class Epochs(Source, Protocol):
+class Epochs(BatchSource, Protocol):
     """Global batches, of so many distinct sequences."""
 
     @property
@@ -50,10 +50,10 @@ class Pupil(Protocol):
         ...
 
 
-class Lesson(Protocol):
+class SequenceLoss(Protocol):
     """A loss that looks at whole answers (``numerics/sequence_losses.py``)."""
 
-    def stream(self, stream: Stream, corpus: Path, split: SplitName) -> Epochs:
+    def stream(self, stream: TokenStream, corpus: Path, split: SplitName) -> Epochs:
         """Batches with what ``weigh`` needs of them; their divisor is that of the loss."""
         ...
 
@@ -75,7 +75,7 @@ class Lesson(Protocol):
         ...
 
 
-def weigh(lesson: Lesson, pupil: Pupil, batch: Batch) -> tuple[Batch, Weighed]:
+def weigh(lesson: SequenceLoss, pupil: Pupil, batch: Batch) -> tuple[Batch, Weighed]:
     """A batch with the weights that its targets have now, and what the lesson's loss comes to."""
     weighed = lesson.weigh(batch, pupil.logprobs(batch))
     mine = weighed.weights[pupil.rows].to(batch.tokens_BS.device)

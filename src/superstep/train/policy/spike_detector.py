@@ -26,7 +26,7 @@ LEAST_SPREAD = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class SkippedStep:
     """A step that was not taken.
 
     Attributes:
@@ -42,7 +42,7 @@ class Refused:
     corruption: Corruption | None = None
 
 
-class Course:
+class SpikeDetector:
     """One run's.
 
     Args:
@@ -90,7 +90,7 @@ class Course:
         """The next step after which data is left out, ``last`` at the latest."""
         return min([last, *(each for each in self._left_out if each > step)])
 
-    def is_hopeless(self, refused: Refused) -> bool:
+    def is_hopeless(self, refused: SkippedStep) -> bool:
         """Whether the run has gone back often enough; counts this one."""
         assert self.rules is not None
         self._count(refused.step)
@@ -106,7 +106,7 @@ class Course:
         while self._window and self._window[-1][0] > step:
             self._window.pop()
 
-    def go_back(self, step: int, refused: Refused) -> str:
+    def go_back(self, step: int, refused: SkippedStep) -> str:
         """Forget what came after a step; what of the data is left out from there on, as ``train.skip`` has it."""
         assert self.rules is not None
         self.forget_after(step)

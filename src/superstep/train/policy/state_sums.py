@@ -16,7 +16,7 @@ from torch import Tensor
 from superstep.engine.flat.buffers import UnitBuffers
 from superstep.numerics.sending import send
 from superstep.state.fingerprint import bit_sums
-from superstep.state.tensor_piece import Piece
+from superstep.state.tensor_piece import TensorPiece
 
 
 class StateSums:
@@ -27,7 +27,7 @@ class StateSums:
         buffers: of every unit that the optimizer updates.
     """
 
-    def __init__(self, pieces: Sequence[Piece], buffers: Iterable[UnitBuffers]) -> None:
+    def __init__(self, pieces: Sequence[TensorPiece], buffers: Iterable[UnitBuffers]) -> None:
         self._pieces = pieces
         self._of: dict[int, list[int]] = {}
         self._at: dict[int, Tensor] = {}

@@ -13,7 +13,7 @@ from torch import Tensor
 from superstep.engine.engine import StepResult
 from superstep.model.unit import ParamSpec, initial
 from superstep.numerics.tolerance import Tolerance
-from superstep.state.tensor_piece import Piece
+from superstep.state.tensor_piece import TensorPiece
 
 FEW = 256
 """Elements of a tensor below which roundings need not average out: a norm over a head, where gradients cancel."""
@@ -128,7 +128,7 @@ class Compare:
                 )
         return found
 
-    def pieces(self, pieces: Iterator[Piece], take: Callable[[Piece, Tensor], None]) -> list[Difference]:
+    def pieces(self, pieces: Iterator[TensorPiece], take: Callable[[TensorPiece, Tensor], None]) -> list[Difference]:
         """Each piece, which ``take`` is given as well, on the CPU."""
         found = []
         for piece in pieces:
@@ -137,7 +137,7 @@ class Compare:
             found += [self._piece(yard, piece, values) for yard in self._yardsticks]
         return found
 
-    def _piece(self, yard: Yardstick, piece: Piece, values: Tensor) -> Difference:
+    def _piece(self, yard: Yardstick, piece: TensorPiece, values: Tensor) -> Difference:
         whole, ours = self._read(yard.folder, piece), values.double()
         if piece.kind == "weight":
             start = initial(self._specs[piece.name], piece.shape, self._seed).double()
@@ -159,7 +159,7 @@ class Compare:
             self._difference(yard, kind, piece.name, relative, allowed), ratio=ratio, beside=beside, square=scale
         )
 
-    def _read(self, folder: Path, piece: Piece) -> Tensor:
+    def _read(self, folder: Path, piece: TensorPiece) -> Tensor:
         if folder not in self._files:
             self._files[folder] = safe_open(folder / f"{self._step}.safetensors", framework="pt")
         whole: Tensor = self._files[folder].get_tensor(f"{piece.kind}/{piece.name}")
@@ -204,6 +204,6 @@ def scales(differences: Sequence[Difference], yard: Yardstick) -> Iterator[Diffe
         )
 
 
-def part_of(tensor: Tensor, piece: Piece) -> Tensor:
+def part_of(tensor: Tensor, piece: TensorPiece) -> Tensor:
     """Of a whole tensor what a piece is."""
     return tensor[piece.index].reshape(-1)[piece.low : piece.low + piece.values.numel()]

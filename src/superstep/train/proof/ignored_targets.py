@@ -18,7 +18,7 @@ from dataclasses import replace
 
 import torch
 
-from superstep.data.token_stream import Batch, Source
+from superstep.data.token_stream import Batch, BatchSource
 from superstep.numerics.loss import IGNORE
 
 CUTS = 3
@@ -33,7 +33,7 @@ class Divided:
     nothing.
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: BatchSource) -> None:
         self._source = source
         self.batch_sequences = source.batch_sequences
 
@@ -75,7 +75,7 @@ class Ragged:
     batch decides how many, so that any rank may read any rows. With a document mask they are ``Divided``.
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: BatchSource) -> None:
         self._source = Divided(source)
         self.batch_sequences = source.batch_sequences
 
@@ -92,7 +92,7 @@ class Ragged:
         return replace(whole, targets_BS=targets_BS, valid_tokens=whole.valid_tokens - ignored).rows(rows)
 
 
-def ragged_batches(source: Source, steps: int) -> tuple[Batch, ...]:
+def ragged_batches(source: BatchSource, steps: int) -> tuple[Batch, ...]:
     """Whole global batches of the first steps, ``Ragged``."""
     ragged = Ragged(source)
     size = ragged.batch_sequences

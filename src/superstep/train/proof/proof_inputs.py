@@ -16,7 +16,7 @@ from superstep.train.batches import stream_of
 from superstep.train.model import resolved, units_of
 from superstep.train.proof.ignored_targets import documents_begun, ragged_batches
 from superstep.train.proof.prove_tolerance import (
-    Verdict,
+    ProofVerdict,
     has_same_roundings,
     prove,
     reference,
@@ -36,7 +36,7 @@ MOST_VALIDATED = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class ProofCase:
     """A layout and what it is proven on.
 
     Attributes:
@@ -75,7 +75,7 @@ class Cases:
         self._steps = steps
         self._known: dict[Path, tuple[float, float]] = {}
 
-    def case(self, run: Resolved, *, reruns: bool) -> Case:
+    def case(self, run: Resolved, *, reruns: bool) -> ProofCase:
         """The case of a layout. Writes the files of its references, where that is not done yet."""
         config = run.config
         validated = min(config.train.eval_batches, MOST_VALIDATED)
@@ -96,7 +96,7 @@ class Cases:
         clip_norm, validation = self._known[folder]
         train = replace(train, clip_norm=clip_norm)
         lowered = replace(run, config=replace(config, train=train))
-        return Case(
+        return ProofCase(
             run=lowered,
             train=config.train,
             batches=batches,
@@ -124,7 +124,7 @@ class Cases:
         return folder
 
 
-def prove_case(world: World, case: Case) -> Verdict:
+def prove_case(world: World, case: ProofCase) -> ProofVerdict:
     """``prove`` on one of the launched ranks."""
     return prove(
         world,
@@ -138,7 +138,7 @@ def prove_case(world: World, case: Case) -> Verdict:
     )
 
 
-def seen(case: Case, verdict: Verdict) -> Iterator[str]:
+def seen(case: ProofCase, verdict: ProofVerdict) -> Iterator[str]:
     """What was compared, a line each."""
     steps, train = len(case.batches), case.run.config.train
     yield (
@@ -177,7 +177,7 @@ def seen(case: Case, verdict: Verdict) -> Iterator[str]:
         yield f"the sampler with plain code: what top-k, top-p, min-p and temperature leave, and the draw{served}"
 
 
-def unseen(case: Case) -> Iterator[str]:
+def unseen(case: ProofCase) -> Iterator[str]:
     """What the verdict says nothing of, a line each."""
     allowed = reference(case.run, case.folder).allowed
     below = f"differences below {allowed.gradient:.0e} of a gradient, {allowed.update:.0e} of an update"

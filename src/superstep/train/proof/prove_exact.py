@@ -24,7 +24,7 @@ from superstep.launch.ranks import World
 from superstep.plan.resolve import Resolved
 from superstep.state.checkpoint import load, save
 from superstep.state.manifest import Position
-from superstep.state.tensor_piece import STATE, Piece
+from superstep.state.tensor_piece import STATE, TensorPiece
 from superstep.train.batches import microbatches_of, rows
 from superstep.train.lr_schedule import rate
 from superstep.train.model import units_of
@@ -196,7 +196,7 @@ class _Bits:
         with safe_open(self._path, framework="pt") as file:
             self._judge(kind, "", torch.tensor([value], dtype=torch.float64), file.get_tensor(stored).view(1))
 
-    def compare(self, pieces: Iterator[Piece]) -> None:
+    def compare(self, pieces: Iterator[TensorPiece]) -> None:
         with safe_open(self._path, framework="pt") as file:
             for piece in pieces:
                 values = piece.values.detach().cpu()

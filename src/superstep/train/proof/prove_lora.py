@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from superstep.model.peft_adapter import Adapter, LowRank, linears_of, write_adapter
+from superstep.model.peft_adapter import Adapter, LoraFactors, linears_of, write_adapter
 from superstep.plan.model.shape import ModelShape
 from superstep.serve.batch_generate import generate
-from superstep.serve.engine import Engine
+from superstep.serve.engine import InferenceEngine
 from superstep.serve.scheduling.request import Request, Sampling
 from superstep.train.proof.prove_serving import Told
 
@@ -29,7 +29,7 @@ SCORED = Sampling(max_tokens=1, prompt_logprobs=True, ignore_eos=True, temperatu
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class AdapterTexts:
     """What is told of texts.
 
     Attributes:
@@ -48,7 +48,7 @@ def write_adapters(root: Path, shape: ModelShape) -> None:
     for number, (name, rank) in enumerate(zip(ADAPTERS, RANKS, strict=True)):
         draw = torch.Generator().manual_seed(number)
         parts = {
-            linear: LowRank(
+            linear: LoraFactors(
                 torch.randn(rank, inputs, generator=draw) * inputs**-0.5,
                 torch.randn(outputs, rank, generator=draw) * 0.05,
                 2.0 * rank,
@@ -58,7 +58,7 @@ def write_adapters(root: Path, shape: ModelShape) -> None:
         write_adapter(root / name, Adapter(parts=parts))
 
 
-def beside_adapters(engine: Engine, texts: Sequence[Sequence[int]], root: Path) -> Beside:
+def beside_adapters(engine: InferenceEngine, texts: Sequence[Sequence[int]], root: Path) -> AdapterTexts:
     """The log-probabilities of texts.
 
     Args:
@@ -78,7 +78,7 @@ def beside_adapters(engine: Engine, texts: Sequence[Sequence[int]], root: Path) 
     while not engine.is_idle:
         for news in engine.step():
             found[news.request] += tuple(told.logprob for told in news.prompt)
-    return Beside(alone, [(0, told) for told in found[0::3]], [(0, told) for told in found[1::3]])
+    return AdapterTexts(alone, [(0, told) for told in found[0::3]], [(0, told) for told in found[1::3]])
 
 
 def losses_of(told: Sequence[Told]) -> Tensor:

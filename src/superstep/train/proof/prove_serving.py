@@ -23,12 +23,12 @@ from superstep.data.token_stream import Batch
 from superstep.engine.engine import Engine as Trainer
 from superstep.launch.ranks import World
 from superstep.plan.resolve import Resolved
-from superstep.serve.batch_generate import Answer, generate
+from superstep.serve.batch_generate import PromptResult, generate
 from superstep.serve.config import NGRAM, ServeConfig
-from superstep.serve.drafting.speculate import Asked
-from superstep.serve.engine import Engine
+from superstep.serve.drafting.speculate import DraftBudget
+from superstep.serve.engine import InferenceEngine
 from superstep.serve.scheduling.request import Sampling
-from superstep.serve.scheduling.request import Told as Token
+from superstep.serve.scheduling.request import TokenOutput as Token
 from superstep.serve.scheduling.request_state import LiveRequest
 from superstep.state.checkpoint import load
 from superstep.state.tensor_piece import STATE
@@ -79,7 +79,7 @@ def _whole(batch: Batch, parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
+class ServingPath:
     """A way in which a server may come to a token.
 
     Attributes:
@@ -123,31 +123,33 @@ FEW = 16
 """Texts of a way that takes many steps for each."""
 
 
-def ways(tokens: int) -> tuple[Way, ...]:
+def ways(tokens: int) -> tuple[ServingPath, ...]:
     """Every way that is tried, for texts of so many tokens."""
     page_tokens = ServeConfig().page_tokens
     whole = -(-tokens // page_tokens)
     return (
-        Way(name="one at a time", is_alone=True, texts=FEW),
-        Way(name="all together"),
-        Way(name="in chunks of 7 tokens", step_tokens=7, texts=FEW),
-        Way(name="from cached pages", is_twice=True),
-        Way(name="with pages for two texts", pages=2 * whole, texts=FEW),
-        Way(name="after a restart half-way", is_restarted=True),
-        Way(name="speculated", guesses="from text"),
-        Way(name="speculated, guesses right and wrong", guesses="known"),
-        Way(name="speculated, in few rows and pages", guesses="known", step_tokens=13, pages=2 * whole, texts=FEW),
-        Way(name="as prompts", as_prompt=True),
-        Way(name="as prompts in chunks of 13 tokens", step_tokens=13, as_prompt=True, texts=2 * FEW),
+        ServingPath(name="one at a time", is_alone=True, texts=FEW),
+        ServingPath(name="all together"),
+        ServingPath(name="in chunks of 7 tokens", step_tokens=7, texts=FEW),
+        ServingPath(name="from cached pages", is_twice=True),
+        ServingPath(name="with pages for two texts", pages=2 * whole, texts=FEW),
+        ServingPath(name="after a restart half-way", is_restarted=True),
+        ServingPath(name="speculated", guesses="from text"),
+        ServingPath(name="speculated, guesses right and wrong", guesses="known"),
+        ServingPath(
+            name="speculated, in few rows and pages", guesses="known", step_tokens=13, pages=2 * whole, texts=FEW
+        ),
+        ServingPath(name="as prompts", as_prompt=True),
+        ServingPath(name="as prompts in chunks of 13 tokens", step_tokens=13, as_prompt=True, texts=2 * FEW),
     )
 
 
-def logprobs_of(ways: Sequence[Way], prompts: Sequence[Sequence[int]], tokens: int) -> int:
+def logprobs_of(ways: Sequence[ServingPath], prompts: Sequence[Sequence[int]], tokens: int) -> int:
     """How many log-probabilities some ways tell of texts of ``tokens`` tokens that begin with these prompts."""
     return sum(tokens - (1 if way.as_prompt else len(p)) for way in ways for p in prompts[: way.texts])
 
 
-class Known:
+class KnownTexts:
     """Guesses the texts themselves, but every third token is another: so many guesses stand, and many do not.
 
     Args:
@@ -161,7 +163,7 @@ class Known:
         """As many as may be."""
         return most
 
-    def guess(self, asked: Asked) -> Mapping[int, Sequence[int]]:
+    def guess(self, asked: DraftBudget) -> Mapping[int, Sequence[int]]:
         """What comes next, more or less."""
         found = {}
         for request, count in asked.counts.items():
@@ -182,11 +184,13 @@ class Known:
 Told = tuple[int, tuple[float, ...]]
 """The position of a text from which on log-probabilities of the next token are told, and these."""
 
-Open = Callable[[], Engine]
+Open = Callable[[], InferenceEngine]
 """Opens an engine as a way needs it, the one before having ended."""
 
 
-def answers(engine: Engine, way: Way, prompts: Sequence[Sequence[int]], tokens: int) -> list[Answer]:
+def answers(
+    engine: InferenceEngine, way: ServingPath, prompts: Sequence[Sequence[int]], tokens: int
+) -> list[PromptResult]:
     """Drawn in a way, so that prompt and answer together have ``tokens`` tokens.
 
     Args:
@@ -207,7 +211,9 @@ def _sampling(number: int, tokens: int) -> Sampling:
     return Sampling(max_tokens=tokens, seed=number, ignore_eos=True)
 
 
-def told_of(opened: Open, way: Way, texts: Sequence[Sequence[int]], prompts: Sequence[Sequence[int]]) -> list[Told]:
+def told_of(
+    opened: Open, way: ServingPath, texts: Sequence[Sequence[int]], prompts: Sequence[Sequence[int]]
+) -> list[Told]:
     """The log-probabilities of texts that ``answers`` gave to prompts, come to in this way. None of a text of which
     other tokens were drawn.
     """
@@ -232,7 +238,9 @@ def ids_of(told: Sequence[Token]) -> list[int]:
     return [one.token for one in told]
 
 
-def _restarted(engine: Engine, opened: Open, prompts: Sequence[Sequence[int]], tokens: int) -> list[tuple[Token, ...]]:
+def _restarted(
+    engine: InferenceEngine, opened: Open, prompts: Sequence[Sequence[int]], tokens: int
+) -> list[tuple[Token, ...]]:
     """Half of each answer, and the rest by another engine, which is given the first half as a part of the prompt."""
     halves = [max(1, (tokens - len(prompt)) // 2) for prompt in prompts]
     first = generate(engine, prompts, [_sampling(number, half) for number, half in enumerate(halves)])

@@ -24,7 +24,7 @@ from superstep.plan.model.shape import ModelShape
 from superstep.plan.resolve import Resolved
 from superstep.program.compile import compile_step
 from superstep.state.manifest import Position
-from superstep.state.tensor_piece import STATE, Piece
+from superstep.state.tensor_piece import STATE, TensorPiece
 from superstep.train.batches import microbatches_of, rows
 from superstep.train.lr_schedule import rate
 from superstep.train.model import units_of
@@ -39,7 +39,7 @@ TIMEOUT = timedelta(seconds=120)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class ProofVerdict:
     """What a layout was found to be.
 
     Attributes:
@@ -140,7 +140,7 @@ def prove(  # noqa: PLR0913
     one_rank: Path | None = None,
     corpus: Path | None = None,
     validation: float | None = None,
-) -> Verdict:
+) -> ProofVerdict:
     """Run the plan on the launched ranks and compare each step with the reference in ``folder``.
 
     Every rank compares what it holds, replicas included; rank 0's verdict is about all of them.
@@ -203,7 +203,7 @@ def _judged(
     yardsticks: Sequence[Yardstick],
     reruns: bool,
     corpus: Path | None,
-) -> Verdict:
+) -> ProofVerdict:
     found, bits = _straight(world, run, specs, batches, yardsticks)
 
     def straight() -> Bits:
@@ -246,7 +246,7 @@ def _yardsticks(run: Resolved, folder: Path, one_rank: Path | None) -> Iterator[
         yield Yardstick("one rank", one_rank, SAME_ROUNDING, noise=noise, share=0.25)
 
 
-def _judge(differences: Sequence[Difference], again: Again, run: Resolved, specs: Sequence[UnitSpec]) -> Verdict:
+def _judge(differences: Sequence[Difference], again: Again, run: Resolved, specs: Sequence[UnitSpec]) -> ProofVerdict:
     # Of the ranks that hold a piece of one tensor the worst counts.
     names = list(dict.fromkeys(d.against for d in differences))
     parts = [[d for d in differences if d.against == name and d.kind == kind] for name in names for kind in KINDS]
@@ -254,7 +254,7 @@ def _judge(differences: Sequence[Difference], again: Again, run: Resolved, specs
     wrong = [d for d in differences if d.is_wrong]
     first = min(wrong, key=lambda d: (d.step, KINDS.index(d.kind), names.index(d.against), -d.badness), default=None)
     told = () if first is None else tuple(hints(first, differences, compile_step(run.plan), specs))
-    return Verdict(compared=len(differences), worst=worst, first=first, hints=told, again=again)
+    return ProofVerdict(compared=len(differences), worst=worst, first=first, hints=told, again=again)
 
 
 def _straight(
@@ -316,7 +316,7 @@ def _step(engine: Engine, batch: Batch, step: int, compare: Compare, bits: Bits,
     found: list[Difference] = []
     tensors: dict[str, Tensor] = {}
 
-    def take(piece: Piece, values: Tensor) -> None:
+    def take(piece: TensorPiece, values: Tensor) -> None:
         bits[step, piece_bits(piece)] = hashed(values)
         if keep is not None:
             tensors[f"{piece.kind}/{piece.name}"] = values.view(piece.shape).clone()

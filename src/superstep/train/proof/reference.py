@@ -21,15 +21,15 @@ from torch import Tensor, nn
 from superstep.data.token_stream import Batch
 from superstep.model.axes import units
 from superstep.model.decoder import Decoder, flash
-from superstep.model.expert_dispatch import Local, Now
-from superstep.model.unit import ParamSpec, Row, UnitSpec, initial, parameters
+from superstep.model.expert_dispatch import DispatchContext, LocalDispatch
+from superstep.model.unit import ParamSpec, UnitSequence, UnitSpec, initial, parameters
 from superstep.numerics.loss import IGNORE
 from superstep.numerics.own_loss import load_loss
 from superstep.plan.config import TrainConfig
 from superstep.plan.model.shape import ModelShape
 from superstep.train.lr_schedule import rate
 
-Forward = Callable[[Tensor, Now, Mapping[str, Any]], Tensor]
+Forward = Callable[[Tensor, DispatchContext, Mapping[str, Any]], Tensor]
 UnitLoss = Callable[[Tensor, Tensor], Tensor]
 Parts = Sequence[tuple[ParamSpec, nn.Parameter]]
 
@@ -73,14 +73,14 @@ def reference_steps(
 
 
 def _decoder(shape: ModelShape, seed: int) -> tuple[Forward, Parts]:
-    exchange = Local()
+    exchange = LocalDispatch()
     model = Decoder(shape)
     specs = list(parameters(model, units(shape)).values())
     with torch.no_grad():
         for spec, param in specs:
             param.copy_(initial(spec, param.shape, seed))
 
-    def forward(tokens: Tensor, now: Now, sight: Mapping[str, Any]) -> Tensor:
+    def forward(tokens: Tensor, now: DispatchContext, sight: Mapping[str, Any]) -> Tensor:
         exchange.now = now
         logits: Tensor = model(tokens, exchange=exchange, **sight)
         return logits
@@ -100,9 +100,9 @@ def unit_steps(
 
 
 def _row(specs: Sequence[UnitSpec], seed: int) -> tuple[Forward, Parts]:
-    model = Row(specs, seed)
+    model = UnitSequence(specs, seed)
 
-    def forward(x: Tensor, now: Now, sight: Mapping[str, Any]) -> Tensor:
+    def forward(x: Tensor, now: DispatchContext, sight: Mapping[str, Any]) -> Tensor:
         out: Tensor = model(x, **sight)
         return out
 
@@ -118,7 +118,7 @@ def reference_validation(model: ModelShape | Sequence[UnitSpec], seed: int, batc
     nats, count = 0.0, 0
     for batch in batches:
         for number, (tokens, targets) in enumerate(zip(batch.tokens_BS, batch.targets_BS, strict=True)):
-            now = Now(sequences=(number,), batch_sequences=len(batch.tokens_BS), seed=seed, step=None)
+            now = DispatchContext(sequences=(number,), batch_sequences=len(batch.tokens_BS), seed=seed, step=None)
             nats += float(loss_sum(forward(tokens[None], now, _sight(batch, number)), targets[None]))
             count += int((targets != IGNORE).sum())
     return nats / count
@@ -182,7 +182,7 @@ def _steps(
         loss = 0.0
         # Row by row: nothing of how a layout splits the batch is repeated here.
         for number, (tokens, targets) in enumerate(zip(batch.tokens_BS, batch.targets_BS, strict=True)):
-            now = Now(sequences=(number,), batch_sequences=len(batch.tokens_BS), seed=train.seed, step=step)
+            now = DispatchContext(sequences=(number,), batch_sequences=len(batch.tokens_BS), seed=train.seed, step=step)
             out = forward(tokens[None], now, _sight(batch, number))
             if weights is None:
                 total = loss_sum(out, targets[None])

@@ -28,14 +28,14 @@ from superstep.launch.ranks import World
 from superstep.plan.resolve import Resolved
 from superstep.state.checkpoint_dirs import checkpoint_at
 from superstep.state.manifest import Position
-from superstep.state.tensor_piece import STATE, Piece
+from superstep.state.tensor_piece import STATE, TensorPiece
 from superstep.train.loop import evaluate, steps
 from superstep.train.proof.ignored_targets import Ragged
 from superstep.train.proof.sampler import PROMPTS, can_serve, served_fault
 from superstep.train.proof.stream import plain_split
 from superstep.train.run_paths import RunFolder
 from superstep.train.session import Session
-from superstep.train.throughput import Rate
+from superstep.train.throughput import PeakRate
 
 Bits = dict[tuple[int, str], str]
 """Of a step and of what is named, its bits or a hash of them."""
@@ -80,7 +80,7 @@ def data_bits(batch: Batch) -> str:
     return digest.hexdigest()
 
 
-def piece_bits(piece: Piece) -> str:
+def piece_bits(piece: TensorPiece) -> str:
     """What a piece is called among the bits: each of a rank's pieces is another."""
     return f"{piece.kind} of {piece.name}" + (f" from element {piece.low} on" if piece.low else "")
 
@@ -178,7 +178,7 @@ def _loop(
     from that. And from the start, the validation loss before them.
     """
     gc.collect()  # an engine is a ring of references: else the one before it would still be held
-    rate = Rate(flops_per_token=None, peak_flops=None)
+    rate = PeakRate(flops_per_token=None, peak_flops=None)
     session = Session(world, run, RunFolder(root=folder), corpus, rate, through=Ragged)
     found: Bits = {}
     try:

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 
 from superstep.tune.program.check import check
 from superstep.tune.program.instructions import (
-    Asked,
     Cursor,
     Grade,
     Instruction,
@@ -14,6 +13,7 @@ from superstep.tune.program.instructions import (
     Lane,
     Publish,
     Retire,
+    RlSchedule,
     Sample,
     Save,
     Swap,
@@ -24,7 +24,7 @@ from superstep.tune.program.instructions import (
 START = Cursor()
 
 
-def compile_iterations(asked: Asked, cursor: Cursor = START) -> Iterations:
+def compile_iterations(asked: RlSchedule, cursor: Cursor = START) -> Iterations:
     """What is left to do from a cursor on, checked.
 
     Groups on record are not sampled again, and a version that samples no other group is not published.
@@ -55,7 +55,7 @@ def after(program: Iterations, done: Sequence[Instruction]) -> Cursor:
     )
 
 
-def _shared(asked: Asked, cursor: Cursor) -> Iterator[Instruction]:
+def _shared(asked: RlSchedule, cursor: Cursor) -> Iterator[Instruction]:
     """Sampling for all steps of one version, then these steps."""
     wanted = _wanted(asked, cursor)
     yield from (Retire(version) for version in sorted(cursor.published - wanted.keys()))
@@ -74,7 +74,7 @@ def _shared(asked: Asked, cursor: Cursor) -> Iterator[Instruction]:
         yield from _save(asked, step + 1)
 
 
-def _sampler(asked: Asked, cursor: Cursor) -> Iterator[Instruction]:
+def _sampler(asked: RlSchedule, cursor: Cursor) -> Iterator[Instruction]:
     wanted = _wanted(asked, cursor)
     yield from (Retire(version) for version in sorted(cursor.published - wanted.keys()))
     for version, groups in wanted.items():
@@ -83,7 +83,7 @@ def _sampler(asked: Asked, cursor: Cursor) -> Iterator[Instruction]:
         yield Retire(version)
 
 
-def _trainer(asked: Asked, cursor: Cursor) -> Iterator[Instruction]:
+def _trainer(asked: RlSchedule, cursor: Cursor) -> Iterator[Instruction]:
     wanted = _wanted(asked, cursor).keys() - cursor.published
     if cursor.step in wanted:
         yield Publish(cursor.step)
@@ -95,12 +95,12 @@ def _trainer(asked: Asked, cursor: Cursor) -> Iterator[Instruction]:
         yield from _save(asked, step + 1)
 
 
-def _save(asked: Asked, step: int) -> Iterator[Save]:
+def _save(asked: RlSchedule, step: int) -> Iterator[Save]:
     if step % asked.save_every == 0 or step == asked.steps:
         yield Save(step)
 
 
-def _wanted(asked: Asked, cursor: Cursor) -> dict[int, list[int]]:
+def _wanted(asked: RlSchedule, cursor: Cursor) -> dict[int, list[int]]:
     """The groups that are still to be sampled, by version, the oldest first."""
     found: dict[int, list[int]] = {}
     for step in range(cursor.step, asked.steps):

@@ -93,7 +93,7 @@ class InvalidIterations(SuperstepError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class RlSchedule:
     """What is asked of a run.
 
     Attributes:
@@ -165,7 +165,7 @@ class Iterations:
         lanes: the instructions of each.
     """
 
-    asked: Asked
+    asked: RlSchedule
     cursor: Cursor
     lanes: tuple[tuple[Lane, tuple[Instruction, ...]], ...]
 

@@ -56,7 +56,7 @@ class Sizes:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class PeakUse:
     """The most bytes that are held in a place while one instruction runs."""
 
     where: Where
@@ -64,7 +64,7 @@ class Held:
     bytes: int
 
 
-def memory(program: Iterations, sizes: Sizes) -> list[Held]:
+def memory(program: Iterations, sizes: Sizes) -> list[PeakUse]:
     """The bytes of every instruction: of the ranks that do it, and of the host where it puts something there.
 
     What the ranks of a lane hold follows from that lane alone. What lies on the host is the most over all orders in
@@ -74,9 +74,9 @@ def memory(program: Iterations, sizes: Sizes) -> list[Held]:
     return found + _host(program, sizes)
 
 
-def peaks(program: Iterations, sizes: Sizes) -> dict[Where, Held]:
+def peaks(program: Iterations, sizes: Sizes) -> dict[Where, PeakUse]:
     """For each place the instruction that holds most."""
-    found: dict[Where, Held] = {}
+    found: dict[Where, PeakUse] = {}
     for held in memory(program, sizes):
         if held.where not in found or held.bytes > found[held.where].bytes:
             found[held.where] = held
@@ -108,16 +108,16 @@ def _mend(i: Instruction) -> str:
             return "set fewer rollout.pages, or a smaller rollout.max_tokens"
 
 
-def _lane(lane: Lane, instructions: Sequence[Instruction], s: Sizes) -> list[Held]:
+def _lane(lane: Lane, instructions: Sequence[Instruction], s: Sizes) -> list[PeakUse]:
     training, sampling = s.training + s.kept, s.asleep + s.weights + s.keys + s.answering
     match lane:
         case "grader":
             return []
         case "sampler":
-            return [Held("sampler", (lane, at), _sampling(i, s)) for at, i in enumerate(instructions)]
+            return [PeakUse("sampler", (lane, at), _sampling(i, s)) for at, i in enumerate(instructions)]
         case "trainer":
             return [
-                Held("trainer", (lane, at), s.training + (s.step if isinstance(i, Train) else 0))
+                PeakUse("trainer", (lane, at), s.training + (s.step if isinstance(i, Train) else 0))
                 for at, i in enumerate(instructions)
             ]
         case "ranks":
@@ -136,7 +136,7 @@ def _lane(lane: Lane, instructions: Sequence[Instruction], s: Sizes) -> list[Hel
                         peak = now + s.taking
                     case _:
                         pass
-                found.append(Held("ranks", (lane, at), peak))
+                found.append(PeakUse("ranks", (lane, at), peak))
             return found
 
 
@@ -144,7 +144,7 @@ def _sampling(i: Instruction, s: Sizes) -> int:
     return s.weights + s.keys + s.answering + (s.taking if isinstance(i, Take) else 0)
 
 
-def _host(program: Iterations, sizes: Sizes) -> list[Held]:
+def _host(program: Iterations, sizes: Sizes) -> list[PeakUse]:
     """After each publish and each sample, the versions that may be there and the groups that may wait to be trained.
 
     That is what can have come by then in some run, less what has gone by then in every run: the most of each, though
@@ -170,7 +170,7 @@ def _host(program: Iterations, sizes: Sizes) -> list[Held]:
             gone = clock[place].get(lane, 0)
             versions += brings[lane][come][0] - takes[lane][gone][0]
             groups += brings[lane][come][1] - takes[lane][gone][1] * groups_of_a_step
-        found.append(Held("host", place, versions * sizes.snapshot + groups * sizes.group))
+        found.append(PeakUse("host", place, versions * sizes.snapshot + groups * sizes.group))
     return found
 
 

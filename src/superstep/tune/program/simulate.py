@@ -23,7 +23,7 @@ from superstep.tune.program.order import issue_order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rates:
+class InstructionRates:
     """Seconds of each instruction.
 
     Attributes:
@@ -66,7 +66,7 @@ class Rates:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Foreseen:
+class SimulatedProgram:
     """A program on a clock.
 
     Attributes:
@@ -84,7 +84,7 @@ class Foreseen:
         return 1.0 - self.busy_s[lane] / self.seconds if self.seconds else 0.0
 
 
-def simulate(program: Iterations, rates: Rates) -> Foreseen:
+def simulate(program: Iterations, rates: InstructionRates) -> SimulatedProgram:
     """Each instruction begins as soon as its lane is free and what it uses has ended."""
     spans: dict[Place, tuple[float, float]] = {}
     free: dict[Lane, float] = {lane: 0.0 for lane, _ in program.lanes}
@@ -96,4 +96,4 @@ def simulate(program: Iterations, rates: Rates) -> Foreseen:
         spans[place] = begin, begin + rates.of(i)
         free[lane] = begin + rates.of(i)
         busy[lane] += rates.of(i)
-    return Foreseen(spans=spans, seconds=max(free.values(), default=0.0), busy_s=busy)
+    return SimulatedProgram(spans=spans, seconds=max(free.values(), default=0.0), busy_s=busy)

@@ -14,7 +14,6 @@ from collections.abc import Callable
 
 from superstep.errors import UserError
 from superstep.tune.program.instructions import (
-    Asked,
     Cursor,
     Grade,
     Instruction,
@@ -23,6 +22,7 @@ from superstep.tune.program.instructions import (
     Placement,
     Publish,
     Retire,
+    RlSchedule,
     Role,
     Sample,
     Save,
@@ -121,7 +121,7 @@ def read_iterations(text: str) -> Iterations:
         else:
             raise UserError(f"line {number}: '{line}' is neither a lane nor an instruction.")
     return Iterations(
-        asked=Asked(
+        asked=RlSchedule(
             steps=int(head[1]),
             groups=int(head[2]),
             lag=int(head[3]),

@@ -17,12 +17,12 @@ from superstep.comm.objects import gather
 from superstep.grade.environment import Tasks
 from superstep.serve.compute.rank_commands import Tensors
 from superstep.tune.program.instructions import Grade, Iterations, Publish, Retire, Sample, Save, Swap, Take, Train
-from superstep.tune.rl.from_rank0 import Patience, from_first
+from superstep.tune.rl.from_rank0 import WaitLimit, from_first
 from superstep.tune.rl.grading import Grading
 from superstep.tune.rl.rl_step import Training
-from superstep.tune.rl.rollout_log import Record
-from superstep.tune.rl.rollout_worker import Seat
-from superstep.tune.rl.sampling import Group
+from superstep.tune.rl.rollout_log import RolloutLog
+from superstep.tune.rl.rollout_worker import RolloutWorker
+from superstep.tune.rl.sampling import TaskGroup
 from superstep.tune.rl.trainer import Learner
 
 
@@ -46,9 +46,9 @@ class Iterate:
         timeout_s: float,
         learner: Learner,
         training: Training,
-        seat: Seat,
+        seat: RolloutWorker,
         environment: Tasks,
-        record: Record,
+        record: RolloutLog,
         grading: Grading,
     ) -> None:
         self._seed = seed
@@ -121,12 +121,12 @@ class Iterate:
                 self._keep(group)
         self._sampling_s += time.perf_counter() - begin_s
 
-    def _keep(self, group: Group) -> None:
+    def _keep(self, group: TaskGroup) -> None:
         self._record.sampled(group)
         self._grading.submit(group.number)
 
     def _train(self, numbers: range, step: int) -> None:
-        patience = Patience(self._timeout_s)
+        patience = WaitLimit(self._timeout_s)
         verdicts = from_first(
             self._learner.peers.rank,
             lambda beat_s: self._grading.graded(numbers, beat_s, patience),

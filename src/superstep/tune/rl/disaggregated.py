@@ -5,7 +5,7 @@
                             grader                 └ g0 ┘ └ g1 ┘               (rank 0's of the trainer)
 
 Each goes through its own lane of the program. What one waits for on another lane comes over the lines of
-``Exchange``: which version samples which group is the program's to say, whoever is faster.
+``RolloutHub``: which version samples which group is the program's to say, whoever is faster.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from superstep.errors import StateError
 from superstep.grade.environment import Tasks
 from superstep.grade.environment_process import EnvironmentProcess
 from superstep.grade.pool import Pool
-from superstep.launch.ranks import Party, World
+from superstep.launch.ranks import RankWorld, World
 from superstep.train.folder_watch import FolderWatch
 from superstep.train.run_paths import write_whole
 from superstep.tune.program.instructions import Iterations, Publish, Retire, Sample, Save, Take, Train
 from superstep.tune.program.memory import require_room
 from superstep.tune.program.text import write_iterations
 from superstep.tune.rl.colocated import samples_from
-from superstep.tune.rl.from_rank0 import Patience, from_first
+from superstep.tune.rl.from_rank0 import WaitLimit, from_first
 from superstep.tune.rl.grading import Grading, Retried, nothing_retried
 from superstep.tune.rl.hub_connection import Line
-from superstep.tune.rl.hub_messages import Drawn, Here, Retired
-from superstep.tune.rl.job import PROGRAM, Job, beside, own_ranks, seated_of, serve_of
+from superstep.tune.rl.hub_messages import Here, Retired, SampledGroup
+from superstep.tune.rl.job import PROGRAM, RlJob, beside, own_ranks, seated_of, serve_of
 from superstep.tune.rl.memory_budget import beside_communicators, pages_for, sampler_plan, sizes_of
 from superstep.tune.rl.rl_step import Stopped, Tell, TellSave, Training, tell_nobody
-from superstep.tune.rl.rollout_hub import Exchange, Lesson, Window
-from superstep.tune.rl.rollout_log import NAME, SNAPSHOTS, Record
-from superstep.tune.rl.rollout_worker import Left, Seat
+from superstep.tune.rl.rollout_hub import Lesson, RolloutHub, Window
+from superstep.tune.rl.rollout_log import NAME, SNAPSHOTS, RolloutLog
+from superstep.tune.rl.rollout_worker import RolloutWorker, TrainerLeft
 from superstep.tune.rl.sampling import words_of
 from superstep.tune.rl.trainer import Learner
 
@@ -50,7 +50,7 @@ REMOVAL_S = 1.0
 """How long it may take to remove a version's folder."""
 
 
-def samplers_of(job: Job) -> int:
+def samplers_of(job: RlJob) -> int:
     """How many samplers there are: each is a world of ``rollout.tp`` ranks."""
     return own_ranks(job.rollout) // job.rollout.tp
 
@@ -67,7 +67,7 @@ class TrainerLane:
     """
 
     def __init__(
-        self, learner: Learner, training: Training, exchange: Exchange | None, snapshots: Path, timeout_s: float
+        self, learner: Learner, training: Training, exchange: RolloutHub | None, snapshots: Path, timeout_s: float
     ) -> None:
         self._learner = learner
         self._training = training
@@ -103,7 +103,7 @@ class TrainerLane:
 
     def _train(self, numbers: range, step: int) -> None:
         begin_s = time.perf_counter()
-        patience = Patience(self._timeout_s)
+        patience = WaitLimit(self._timeout_s)
 
         def found(beat_s: float) -> Lesson | None:
             assert self._exchange is not None, "rank 0 has it"
@@ -126,7 +126,9 @@ class SamplerLane:
         tasks: the number of a place's task, where it is another.
     """
 
-    def __init__(self, seat: Seat, line: Line, environment: Tasks, seed: int, tasks: Mapping[int, int]) -> None:
+    def __init__(
+        self, seat: RolloutWorker, line: Line, environment: Tasks, seed: int, tasks: Mapping[int, int]
+    ) -> None:
         self._seat = seat
         self._line = line
         self._environment = environment
@@ -166,7 +168,7 @@ class SamplerLane:
         tasks = [(number, self._environment.task(number, self._seed)) for number in numbers]
         try:
             for group in self._seat.sample(folder, version, tasks, self._look):
-                self._line.tell(Drawn(group))
+                self._line.tell(SampledGroup(group))
         except (StateError, OSError):
             if not self._is_removed(folder) or not self._line.ends_within():
                 raise
@@ -182,7 +184,7 @@ class SamplerLane:
         """After each step of the engine."""
         if self._line.is_over:
             self._has_left = True
-            raise Left
+            raise TrainerLeft
 
 
 def owners_of(program: Iterations, samplers: int) -> dict[int, int]:
@@ -199,7 +201,7 @@ def owners_of(program: Iterations, samplers: int) -> dict[int, int]:
 
 def train_apart(
     world: World,
-    job: Job,
+    job: RlJob,
     tell: Tell = lambda learnt: None,
     tell_save: TellSave = tell_nobody,
     retried: Retried = nothing_retried,
@@ -230,10 +232,10 @@ def train_apart(
     return is_stopped
 
 
-def _opened(world: World, job: Job, stack: ExitStack, retried: Retried) -> Exchange:
+def _opened(world: World, job: RlJob, stack: ExitStack, retried: Retried) -> RolloutHub:
     """What rank 0 has besides: the record, graders, and the ends of all lines."""
     assert world.folder is not None, "the ranks were launched"
-    record = Record(job.folder.root / NAME)
+    record = RolloutLog(job.folder.root / NAME)
     stack.callback(record.close)
     record.forget(range(job.program.cursor.step * job.rl.groups))
     record.tidy()
@@ -242,7 +244,7 @@ def _opened(world: World, job: Job, stack: ExitStack, retried: Retried) -> Excha
     grading = Grading(record, graders, job.run.config.train.seed)
     grading.begin(job.program)
     samplers = samplers_of(job)
-    exchange = Exchange(
+    exchange = RolloutHub(
         world.folder / SOCKET,
         record,
         grading,
@@ -255,7 +257,7 @@ def _opened(world: World, job: Job, stack: ExitStack, retried: Retried) -> Excha
     return stack.enter_context(exchange)
 
 
-def sample_apart(world: World, job: Job, number: int) -> None:
+def sample_apart(world: World, job: RlJob, number: int) -> None:
     """One rank of a sampler, until no more is wanted.
 
     Args:
@@ -271,14 +273,14 @@ def sample_apart(world: World, job: Job, number: int) -> None:
     with ExitStack() as stack:
         stack.callback(environment.close)
         stack.callback(words.template.close)
-        seat = Seat(world, seated_of(job, serve), words, environment, others=(number, samplers_of(job)))
+        seat = RolloutWorker(world, seated_of(job, serve), words, environment, others=(number, samplers_of(job)))
         line = Line(world.folder / SOCKET, Here(number, world.rank), job.rollout.timeout_s)
         SamplerLane(seat, line, environment, job.run.config.train.seed, job.tasks).run(job.program)
         line.close()
         seat.close()
 
 
-def _require_own_room(world: World, job: Job, who: Literal["sampler", "trainer"]) -> int | None:
+def _require_own_room(world: World, job: RlJob, who: Literal["sampler", "trainer"]) -> int | None:
     """Pages for which there is room, once it is seen that everything has. Of a CPU that is known beforehand.
 
     Raises:
@@ -294,7 +296,7 @@ def _require_own_room(world: World, job: Job, who: Literal["sampler", "trainer"]
     return pages
 
 
-def parties_of(job: Job, train: Callable[..., bool], sample: Callable[..., None]) -> list[Party]:
+def parties_of(job: RlJob, train: Callable[..., bool], sample: Callable[..., None]) -> list[RankWorld]:
     """The worlds of a run: the trainer's, and one for each sampler.
 
     Args:
@@ -302,9 +304,9 @@ def parties_of(job: Job, train: Callable[..., bool], sample: Callable[..., None]
         train: what a trainer's rank does: given its world and the job.
         sample: what a sampler's does: given the sampler's number, too.
     """
-    trainer = Party(name="trainer", size=job.run.plan.mesh.world, worker=train, args=(job,))
+    trainer = RankWorld(name="trainer", size=job.run.plan.mesh.world, worker=train, args=(job,))
     samplers = [
-        Party(name=f"sampler {number}", size=job.rollout.tp, worker=sample, args=(job, number))
+        RankWorld(name=f"sampler {number}", size=job.rollout.tp, worker=sample, args=(job, number))
         for number in range(samplers_of(job))
     ]
     return [trainer, *samplers]

@@ -15,7 +15,7 @@ BEAT_S = 20.0
 """How long the others are kept waiting at a time: a collective has a time limit of its own."""
 
 
-class Patience:
+class WaitLimit:
     """How long something may be waited for.
 
     Args:

@@ -11,8 +11,8 @@ from superstep.errors import Fault
 from superstep.grade.task import Rollout
 from superstep.grade.verdict import Verdict
 from superstep.tune.program.instructions import Grade, Iterations
-from superstep.tune.rl.from_rank0 import Patience
-from superstep.tune.rl.rollout_log import Record
+from superstep.tune.rl.from_rank0 import WaitLimit
+from superstep.tune.rl.rollout_log import RolloutLog
 
 Retried = Callable[[Verdict], None]
 
@@ -40,7 +40,7 @@ class Grading:
         heard: called when a grade is there, on whichever thread; does nothing, unless it is set.
     """
 
-    def __init__(self, record: Record, graders: Graders | None, seed: int) -> None:
+    def __init__(self, record: RolloutLog, graders: Graders | None, seed: int) -> None:
         self._record = record
         self._graders = graders
         self._seed = seed
@@ -68,7 +68,7 @@ class Grading:
         asked = self._asked.get(self._record.task(place), [])
         return place in self._record.groups and all(one.done() for one in asked)
 
-    def graded(self, places: Sequence[int], beat_s: float, patience: Patience) -> list[tuple[Verdict, ...]] | None:
+    def graded(self, places: Sequence[int], beat_s: float, patience: WaitLimit) -> list[tuple[Verdict, ...]] | None:
         """The grades of some groups on record; None where some are not there after ``beat_s``.
 
         Raises:

@@ -19,7 +19,7 @@ Span = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drawn:
+class AnsweredGroup:
     """A group that was answered."""
 
     group: int
@@ -65,7 +65,7 @@ class History:
         retried: what became of graders whose answers were graded again.
     """
 
-    drawn: dict[int, Drawn] = field(default_factory=dict)
+    drawn: dict[int, AnsweredGroup] = field(default_factory=dict)
     graded: dict[int, Span] = field(default_factory=dict)
     tasks: dict[int, int] = field(default_factory=dict)
     published: dict[int, float] = field(default_factory=dict)
@@ -120,7 +120,7 @@ def _of_record(found: History, told: dict[str, Any]) -> None:
     match told:
         case {"group": int(group), "version": int(version), "answers": list(answers), "took_s": [begin_s, end_s]}:
             span = float(begin_s), float(end_s)
-            found.drawn[group] = Drawn(group=group, version=version, answers=len(answers), span=span)
+            found.drawn[group] = AnsweredGroup(group=group, version=version, answers=len(answers), span=span)
         case {"grades": int(group), "took_s": [begin_s, end_s]}:
             found.graded[group] = float(begin_s), float(end_s)
         case {"published": int(version), "at_s": at_s}:

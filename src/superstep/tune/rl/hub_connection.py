@@ -17,14 +17,14 @@ from pathlib import Path
 import msgspec
 
 from superstep.errors import Fault
-from superstep.tune.rl.from_rank0 import Patience
+from superstep.tune.rl.from_rank0 import WaitLimit
 from superstep.tune.rl.hub_messages import (
     Bye,
-    Drawn,
+    EndSampling,
     FromSampler,
     Here,
-    Leave,
     Retired,
+    SampledGroup,
     Version,
     decode_from_trainer,
     encode,
@@ -53,7 +53,7 @@ class Line:
         self._timeout_s = timeout_s
         self._versions: dict[int, Path] = {}
         self._is_over = False
-        self._pipe = _connected(address, Patience(timeout_s))
+        self._pipe = _connected(address, WaitLimit(timeout_s))
         self._say(here)
 
     @property
@@ -68,7 +68,7 @@ class Line:
         Raises:
             Fault: the trainer is late, or has gone.
         """
-        patience = Patience(self._timeout_s)
+        patience = WaitLimit(self._timeout_s)
         self._listen(0.0)
         while version not in self._versions and not self._is_over:
             if not patience.left_s:
@@ -82,12 +82,12 @@ class Line:
         Raises:
             Fault: the trainer has gone.
         """
-        patience = Patience(self._timeout_s if seconds is None else seconds)
+        patience = WaitLimit(self._timeout_s if seconds is None else seconds)
         while not self.is_over and patience.left_s:
             self._listen(patience.left_s)
         return self._is_over
 
-    def tell(self, said: Drawn | Retired) -> None:
+    def tell(self, said: SampledGroup | Retired) -> None:
         """What was drawn, or that no more will be."""
         self._say(said)
 
@@ -103,7 +103,7 @@ class Line:
                 match decode_from_trainer(self._pipe.recv_bytes()):
                     case Version(version, path):
                         self._versions[version] = Path(path)
-                    case Leave():
+                    case EndSampling():
                         self._is_over = True
                 seconds = 0.0
         except LOST as error:
@@ -122,7 +122,7 @@ def _gone() -> Fault:
     return Fault("the trainer has gone.")
 
 
-def _connected(address: Path, patience: Patience) -> Connection:
+def _connected(address: Path, patience: WaitLimit) -> Connection:
     while True:
         try:
             return Client(str(address), "AF_UNIX")

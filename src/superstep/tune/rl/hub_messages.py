@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from superstep.tune.rl.sampling import Group
+from superstep.tune.rl.sampling import TaskGroup
 
 
 class Here(msgspec.Struct, frozen=True, tag=True):
@@ -17,10 +17,10 @@ class Here(msgspec.Struct, frozen=True, tag=True):
     rank: int
 
 
-class Drawn(msgspec.Struct, frozen=True, tag=True):
+class SampledGroup(msgspec.Struct, frozen=True, tag=True):
     """From a sampler's first rank: a group of answers."""
 
-    group: Group
+    group: TaskGroup
 
 
 class Retired(msgspec.Struct, frozen=True, tag=True):
@@ -40,12 +40,12 @@ class Version(msgspec.Struct, frozen=True, tag=True):
     path: str
 
 
-class Leave(msgspec.Struct, frozen=True, tag=True):
+class EndSampling(msgspec.Struct, frozen=True, tag=True):
     """From the trainer: no more is wanted."""
 
 
-FromSampler = Here | Drawn | Retired | Bye
-FromTrainer = Version | Leave
+FromSampler = Here | SampledGroup | Retired | Bye
+FromTrainer = Version | EndSampling
 
 encode = msgspec.msgpack.Encoder().encode
 decode_from_sampler = msgspec.msgpack.Decoder(FromSampler).decode

@@ -21,7 +21,7 @@ from superstep.train.folder_watch import FolderWatch
 from superstep.train.hf_files import hf_files
 from superstep.train.run_paths import RunFolder, write_whole
 from superstep.tune.program.compile import compile_iterations
-from superstep.tune.program.instructions import Asked, Iterations
+from superstep.tune.program.instructions import Iterations, RlSchedule
 from superstep.tune.program.text import write_iterations
 from superstep.tune.rl.colocated import Iterate
 from superstep.tune.rl.config import RlConfig, RolloutConfig
@@ -37,8 +37,8 @@ from superstep.tune.rl.memory_budget import (
     sizes_of,
 )
 from superstep.tune.rl.rl_step import Stopped, Tell, TellSave, Training, tell_nobody
-from superstep.tune.rl.rollout_log import NAME, Record
-from superstep.tune.rl.rollout_worker import Seat, Seated
+from superstep.tune.rl.rollout_log import NAME, RolloutLog
+from superstep.tune.rl.rollout_worker import RolloutWorker, Seated
 from superstep.tune.rl.sampling import words_of
 from superstep.tune.rl.trainer import Learner
 
@@ -49,7 +49,7 @@ TEMPLATE = "chat_template.jinja"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class RlJob:
     """What every rank is told.
 
     Attributes:
@@ -61,7 +61,7 @@ class Job:
         start: the folder of the model that it began with: its tokenizer and its template.
         checkpoint: where it goes on; None at its beginning.
         program: what is left to do.
-        tasks: the number of a place's task, where it is another; see ``Record``.
+        tasks: the number of a place's task, where it is another; see ``RolloutLog``.
         kernels: the folder of compiled decoders; None computes without.
         files: texts of the run directory that a run is gone on with, by name.
     """
@@ -89,7 +89,7 @@ def job_of(  # noqa: PLR0913
     start: Path,
     checkpoint: Path | None,
     kernels: Path | None = None,
-) -> Job:
+) -> RlJob:
     """What every rank shall be told, once it is seen that the run can begin.
 
     Raises:
@@ -99,7 +99,7 @@ def job_of(  # noqa: PLR0913
     check_run(run.config, rl, rollout)
     with EnvironmentProcess(rl.environment, rollout.reply_timeout_s) as environment:
         require_pure(environment, run.config.train.seed)
-    asked = Asked(
+    asked = RlSchedule(
         steps=run.config.train.steps,
         groups=rl.groups,
         lag=rl.lag,
@@ -107,7 +107,7 @@ def job_of(  # noqa: PLR0913
         save_every=run.config.state.save_every,
     )
     step = 0 if checkpoint is None else read_position(checkpoint).step
-    record = Record(folder.root / NAME, is_kept=False)
+    record = RolloutLog(folder.root / NAME, is_kept=False)
     for group in record.groups.values():
         if len(group.answers) != rl.group:
             raise StateError(
@@ -125,7 +125,7 @@ def job_of(  # noqa: PLR0913
         else:
             free_bytes = Device("cpu").free_bytes(world)
             rollout = with_room(run, rl, rollout, program, free_bytes, gives_back=False, kernels=kernels)
-    return Job(
+    return RlJob(
         run=run,
         rl=rl,
         rollout=rollout,
@@ -159,7 +159,7 @@ def serve_of(run: Resolved, rollout: RolloutConfig, kernels: Path | None = None)
     )
 
 
-def seated_of(job: Job, serve: ServeConfig) -> Seated:
+def seated_of(job: RlJob, serve: ServeConfig) -> Seated:
     """What a sampler is told once."""
     config = job.run.config
     return Seated(
@@ -207,7 +207,7 @@ def require_pure(environment: EnvironmentProcess, seed: int) -> None:
         )
 
 
-def beside(job: Job) -> dict[str, str]:
+def beside(job: RlJob) -> dict[str, str]:
     """The text files of a checkpoint and of a snapshot: a folder as Hugging Face writes it."""
     files = hf_files(job.run.config, job.run.decoder, job.start / "tokenizer.json")
     template = job.start / TEMPLATE
@@ -216,14 +216,14 @@ def beside(job: Job) -> dict[str, str]:
 
 def reinforce(
     world: World,
-    job: Job,
+    job: RlJob,
     tell: Tell = lambda learnt: None,
     tell_save: TellSave = tell_nobody,
     retried: Retried = nothing_retried,
 ) -> bool:
     """One rank, from assembly to the last step; whether it was asked to stop before that, and has."""
     # Read by every rank before the first of them adds to it, which takes a collective.
-    record = Record(job.folder.root / NAME, is_kept=world.rank == 0)
+    record = RolloutLog(job.folder.root / NAME, is_kept=world.rank == 0)
     record.forget(range(job.program.cursor.step * job.rl.groups))
     barrier(world.device)
     if world.rank == 0:
@@ -242,7 +242,7 @@ def reinforce(
         learner.keep_reference(job.start)
     config = job.run.config
     serve = serve_of(job.run, job.rollout, job.kernels)
-    seat = Seat(world, seated_of(job, serve), words, environment)
+    seat = RolloutWorker(world, seated_of(job, serve), words, environment)
     with ExitStack() as stack:
         stack.callback(environment.close)
         stack.callback(words.template.close)

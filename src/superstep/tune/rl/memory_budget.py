@@ -10,7 +10,7 @@ from superstep.cost.program.communicators import communicator_bytes
 from superstep.cost.program.memory import weights_bytes
 from superstep.cost.program.memory_fit import memory_of
 from superstep.cost.program.temporaries import batch_bytes, exact_terms
-from superstep.cost.serve import ServedModel
+from superstep.cost.serve import RankModelSize
 from superstep.errors import ConfigError
 from superstep.plan.resolve import Plan, Resolved
 from superstep.program.compile import compile_step
@@ -74,7 +74,7 @@ def sizes_of(run: Resolved, serve: ServeConfig, rl: RlConfig, *, pages: int, giv
     )
 
 
-def _laid_out(served: ServedModel, serve: ServeConfig, *, is_host: bool) -> int:
+def _laid_out(served: RankModelSize, serve: ServeConfig, *, is_host: bool) -> int:
     """Weights once more, in the order in which a CPU's products read them: in fast mode, and where exact mode's step is
     compiled (``serve.compute.choose_backend``).
     """
@@ -82,7 +82,7 @@ def _laid_out(served: ServedModel, serve: ServeConfig, *, is_host: bool) -> int:
     return served.linears * served.bytes if is_host and (is_compiled or not serve.exact) else 0
 
 
-def _stepping(served: ServedModel, serve: ServeConfig, run: Resolved, rl: RlConfig) -> int:
+def _stepping(served: RankModelSize, serve: ServeConfig, run: Resolved, rl: RlConfig) -> int:
     """What one of its steps makes and drops: keys and values of all contexts side by side, once more as wide numbers
     and whole heads in exact mode; logits of every context and their totals; a chunk of prompts in a feed-forward, and
     in exact mode the terms of a product of it.

@@ -25,11 +25,11 @@ from superstep.errors import ConfigError, Fault
 from superstep.numerics.loss import IGNORE
 from superstep.tune.advantage import Share
 from superstep.tune.rl.rollout import Strand
-from superstep.tune.rl.sampling import Group
+from superstep.tune.rl.sampling import TaskGroup
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class PlacedStrand:
     """Where a strand lies in a batch, and whose it is."""
 
     row: int
@@ -50,7 +50,7 @@ class Lessons:
     """A batch, and where in it each strand lies."""
 
     batch: Batch
-    placed: tuple[Placed, ...]
+    placed: tuple[PlacedStrand, ...]
 
     def answers(self) -> tuple[Tensor, Tensor]:
         """Which answer each target belongs to, from 0 and -1 where it is none's, int64 [B, S]; and the advantage of
@@ -69,7 +69,7 @@ class Lessons:
 
 
 def lessons_of(
-    groups: Sequence[Group],
+    groups: Sequence[TaskGroup],
     shares: Sequence[Sequence[Share | None] | None],
     *,
     divisor: float,
@@ -124,13 +124,13 @@ def lessons_of(
 
 
 def _place(
-    groups: Sequence[Group],
+    groups: Sequence[TaskGroup],
     shares: Sequence[Sequence[Share | None] | None],
     *,
     tokens: int,
     is_masked: bool,
     keeps_all: bool,
-) -> Iterator[Placed]:
+) -> Iterator[PlacedStrand]:
     """Each strand that is learnt from, in the first row with room."""
     ends: list[int] = []
     for group, each in zip(groups, shares, strict=True):
@@ -146,7 +146,7 @@ def _place(
                     )
                 row = next((r for r, end in enumerate(ends) if is_masked and end + size <= tokens), len(ends))
                 ends += [0] * (row == len(ends))
-                yield Placed(row, ends[row], strand, group.number, number, share)
+                yield PlacedStrand(row, ends[row], strand, group.number, number, share)
                 ends[row] += size
 
 

@@ -18,7 +18,7 @@ from superstep.comm.device import Device
 from superstep.comm.mesh import Group
 
 
-class Replicas:
+class ReplicaGroup:
     """Those of one world that begin to sample together, seen from the first rank of one of them.
 
     Args:

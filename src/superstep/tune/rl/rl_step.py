@@ -21,7 +21,7 @@ from superstep.train.lr_schedule import rate
 from superstep.train.save_schedule import Saves, attempt
 from superstep.tune.rl.config import RlConfig, RolloutConfig
 from superstep.tune.rl.pack_rollouts import Lessons, lessons_of, require_same_bits
-from superstep.tune.rl.sampling import Group
+from superstep.tune.rl.sampling import TaskGroup
 from superstep.tune.rl.step_rewards import Alike, AllCut, Learnt, learnt_of, shares_of
 from superstep.tune.rl.trainer import Differs, Learner
 
@@ -73,7 +73,7 @@ class Training:
         self._since_s = time.perf_counter()
 
     def train(
-        self, step: int, groups: Sequence[Group], verdicts: Sequence[Sequence[Verdict]], *, sampling_s: float
+        self, step: int, groups: Sequence[TaskGroup], verdicts: Sequence[Sequence[Verdict]], *, sampling_s: float
     ) -> None:
         """One step.
 

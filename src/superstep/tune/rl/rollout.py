@@ -17,19 +17,19 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from superstep.grade.task import Finish, Message, Rollout
-from superstep.serve.scheduling.request import Told
+from superstep.serve.scheduling.request import TokenOutput
 from superstep.serve.text.chat_template import Chat
-from superstep.serve.text.chat_tokens import Piece
+from superstep.serve.text.chat_tokens import PromptPiece
 
 
 class Encoder(Protocol):
     """Makes token ids of chats: ``serve.text.chat_tokens.ChatEncoder``."""
 
-    def behind(self, chat: Chat, before: str = "") -> Piece | None:
+    def behind(self, chat: Chat, before: str = "") -> PromptPiece | None:
         """What stands in a chat's prompt behind a text; None where it does not begin with that."""
 
 
-class Decoder(Protocol):
+class TextDecoder(Protocol):
     """Makes text of token ids: ``data.tokenizer.Tokenizer``."""
 
     def decode(self, tokens: list[int]) -> str:
@@ -82,7 +82,7 @@ class _Open:
         return Strand(tokens=tuple(self.tokens), spans=tuple(self.spans), logprobs=tuple(self.logprobs))
 
 
-class Conversation:
+class Episode:
     """One attempt at a task, turn by turn.
 
     Args:
@@ -92,7 +92,9 @@ class Conversation:
         ends: tokens that end a turn; they are no part of what was said.
     """
 
-    def __init__(self, messages: Sequence[Message], encoder: Encoder, decoder: Decoder, ends: Sequence[int]) -> None:
+    def __init__(
+        self, messages: Sequence[Message], encoder: Encoder, decoder: TextDecoder, ends: Sequence[int]
+    ) -> None:
         self.turns: list[Message] = []
         self._messages = list(messages)
         self._encoder = encoder
@@ -103,7 +105,7 @@ class Conversation:
         self._violation = ""
         self._open = self._begin()
 
-    def again(self) -> Conversation:
+    def again(self) -> Episode:
         """Another attempt at the same task, while neither has a turn: the template is not asked twice."""
         assert not self.turns, "an attempt is its own once something was said"
         other = copy(self)
@@ -116,7 +118,7 @@ class Conversation:
         """What the sampler is asked next."""
         return tuple(self._open.tokens)
 
-    def answer(self, told: Sequence[Told], finish: Finish) -> Message:
+    def answer(self, told: Sequence[TokenOutput], finish: Finish) -> Message:
         """Append a turn of the model's; what it said."""
         now, ids = self._open, [one.token for one in told]
         now.spans.append((len(now.tokens), len(now.tokens) + len(ids)))

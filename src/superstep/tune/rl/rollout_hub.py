@@ -24,23 +24,23 @@ import msgspec
 
 from superstep.errors import Fault
 from superstep.grade.verdict import Verdict
-from superstep.tune.program.instructions import Asked
-from superstep.tune.rl.from_rank0 import Patience
+from superstep.tune.program.instructions import RlSchedule
+from superstep.tune.rl.from_rank0 import WaitLimit
 from superstep.tune.rl.grading import Grading
 from superstep.tune.rl.hub_connection import LOST
 from superstep.tune.rl.hub_messages import (
     Bye,
-    Drawn,
+    EndSampling,
     FromTrainer,
     Here,
-    Leave,
     Retired,
+    SampledGroup,
     Version,
     decode_from_sampler,
     encode,
 )
-from superstep.tune.rl.rollout_log import Record
-from superstep.tune.rl.sampling import Group
+from superstep.tune.rl.rollout_log import RolloutLog
+from superstep.tune.rl.sampling import TaskGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Window:
     """
 
     steps: int
-    asked: Asked
+    asked: RlSchedule
 
     def places(self, first: int, task: int) -> range:
         """Where a task may go that is not there yet: to places from ``first`` on, not far from its own."""
@@ -61,7 +61,7 @@ class Window:
         return range(first, self.asked.groups_of(last).stop)
 
 
-class Exchange:
+class RolloutHub:
     """The trainer's end of all lines.
 
     Args:
@@ -78,7 +78,7 @@ class Exchange:
     def __init__(  # noqa: PLR0913
         self,
         address: Path,
-        record: Record,
+        record: RolloutLog,
         grading: Grading,
         *,
         samplers: int,
@@ -106,7 +106,7 @@ class Exchange:
         self._accepting = threading.Thread(target=self._accept, args=(self._left,), name="samplers", daemon=True)
         self._accepting.start()
 
-    def __enter__(self) -> Exchange:
+    def __enter__(self) -> RolloutHub:
         return self
 
     def __exit__(
@@ -128,7 +128,7 @@ class Exchange:
             self._record.publish(version, path)
         self._tell(Version(version, str(path)))
 
-    def wait(self, places: range, beat_s: float, patience: Patience) -> Lesson | None:
+    def wait(self, places: range, beat_s: float, patience: WaitLimit) -> Lesson | None:
         """The groups of a step with their grades; None where some are not there after ``beat_s``.
 
         Raises:
@@ -188,8 +188,8 @@ class Exchange:
         Raises:
             Fault: one does not, or goes without a word.
         """
-        self._tell(Leave())
-        patience = Patience(self._timeout_s)
+        self._tell(EndSampling())
+        patience = WaitLimit(self._timeout_s)
         with self._news:
             while self._left:
                 self._require_well()
@@ -231,7 +231,7 @@ class Exchange:
                 match decode_from_sampler(line.recv_bytes()):
                     case Here(sampler, rank):
                         name = f"sampler {sampler}, rank {rank}"
-                    case Drawn(group):
+                    case SampledGroup(group):
                         with self._news:  # who finds it on record finds its grades asked for
                             self._record.sampled(group)
                             self._grading.submit(self._record.place(group.number))
@@ -261,7 +261,7 @@ class Exchange:
             self._record.retire(version)
 
 
-Lesson = tuple[list[Group], list[tuple[Verdict, ...]]]
+Lesson = tuple[list[TaskGroup], list[tuple[Verdict, ...]]]
 """Groups of a step, and their grades."""
 
 

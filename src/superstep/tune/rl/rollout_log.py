@@ -26,9 +26,9 @@ from superstep.grade.task import Message, Rollout
 from superstep.grade.verdict import Verdict, from_told
 from superstep.observe.append_file import AppendFile
 from superstep.state.fsync import sync
-from superstep.tune.program.instructions import Asked, Cursor
+from superstep.tune.program.instructions import Cursor, RlSchedule
 from superstep.tune.rl.rollout import Answered, Strand
-from superstep.tune.rl.sampling import Group
+from superstep.tune.rl.sampling import TaskGroup
 
 T = TypeVar("T")
 
@@ -38,7 +38,7 @@ SNAPSHOTS = "weights"
 """The folder of a run's snapshots, beside its record."""
 
 
-class Record:
+class RolloutLog:
     """What is on record, and the file that it is in.
 
     Args:
@@ -60,7 +60,7 @@ class Record:
     """
 
     def __init__(self, path: Path, *, is_kept: bool = True) -> None:
-        self.groups: dict[int, Group] = {}
+        self.groups: dict[int, TaskGroup] = {}
         self.verdicts: dict[int, tuple[Verdict, ...]] = {}
         self.published: dict[int, Path] = {}
         self.snapshots = path.parent / SNAPSHOTS
@@ -77,7 +77,7 @@ class Record:
                     ) from error
         self._file = AppendFile(path) if is_kept else None
 
-    def cursor(self, asked: Asked, step: int) -> Cursor:
+    def cursor(self, asked: RlSchedule, step: int) -> Cursor:
         """Where a run stands whose saved state has finished so many steps. Snapshots that are gone do not count."""
         return Cursor(
             step=step,
@@ -85,7 +85,7 @@ class Record:
             published=frozenset(version for version, path in self.published.items() if path.is_dir()),
         )
 
-    def sampled(self, group: Group) -> None:
+    def sampled(self, group: TaskGroup) -> None:
         """Keep a group's answers."""
         self._keep(_group_told(group))
 
@@ -185,7 +185,7 @@ def _lines(path: Path) -> Iterator[bytes]:
     yield from data[:whole].splitlines()
 
 
-def _group_told(group: Group) -> dict[str, Any]:
+def _group_told(group: TaskGroup) -> dict[str, Any]:
     return {
         "group": group.number,
         "version": group.version,
@@ -208,8 +208,8 @@ def _took(span: tuple[float, float] | None) -> dict[str, Any]:
     return {} if span is None else {"took_s": [round(at_s, 3) for at_s in span]}
 
 
-def _group_of(told: dict[str, Any]) -> Group:
-    return Group(
+def _group_of(told: dict[str, Any]) -> TaskGroup:
+    return TaskGroup(
         number=told["group"],
         version=told["version"],
         answers=tuple(

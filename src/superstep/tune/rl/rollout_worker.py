@@ -25,16 +25,16 @@ from superstep.grade.task import Task
 from superstep.launch.ranks import World
 from superstep.plan.config import DataConfig, ModelConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.resolve import resolve
-from superstep.serve.build_engine import Known, Rank, load_rank, open_both
+from superstep.serve.build_engine import KnownModel, Rank, load_rank, open_both
 from superstep.serve.compute.model_runner import follow
 from superstep.serve.compute.rank_commands import Tensors
 from superstep.serve.config import ServeConfig, plan_of
-from superstep.serve.engine import Engine
+from superstep.serve.engine import InferenceEngine
 from superstep.serve.engine_control import Steward
 from superstep.tune.rl.config import RolloutConfig
 from superstep.tune.rl.from_rank0 import BEAT_S
-from superstep.tune.rl.replicas import Replicas
-from superstep.tune.rl.sampling import Group, Sampler, Words, require_vocab
+from superstep.tune.rl.replicas import ReplicaGroup
+from superstep.tune.rl.sampling import RolloutSampler, TaskGroup, TextCodec, require_vocab
 
 MESH_TIMEOUT = timedelta(minutes=10)
 ADAPTER = "trained"
@@ -62,11 +62,11 @@ class Seated:
     is_beside: bool = False
 
 
-class Left(Exception):
+class TrainerLeft(Exception):
     """Who listens to a sampler wants no more."""
 
 
-class Seat:
+class RolloutWorker:
     """A rank's part in sampling.
 
     Args:
@@ -81,7 +81,7 @@ class Seat:
         self,
         world: World,
         told: Seated,
-        words: Words,
+        words: TextCodec,
         environment: Tasks,
         others: tuple[int, int] | None = None,
     ) -> None:
@@ -98,7 +98,7 @@ class Seat:
         self._environment = environment
         self._mesh: Mesh | None = None
         self._rank: Rank | None = None
-        self._open: tuple[Engine, Steward, Sampler] | None = None
+        self._open: tuple[InferenceEngine, Steward, RolloutSampler] | None = None
 
     @property
     def is_first(self) -> bool:
@@ -116,12 +116,12 @@ class Seat:
         version: int,
         tasks: Sequence[tuple[int, Task]],
         tell: Callable[[], None] = lambda: None,
-    ) -> Iterator[Group]:
+    ) -> Iterator[TaskGroup]:
         """Take a version, answer this replica's share of some tasks, and give the memory back once the other replicas
         of this world have answered theirs.
 
         Nothing comes from ranks that are not the first of their replica. All of it must be asked for, unless ``tell``
-        raises ``Left``: then it ends here.
+        raises ``TrainerLeft``: then it ends here.
 
         Args:
             source: of the version: a snapshot's folder, or whole tensors for a rank that is alone.
@@ -142,7 +142,7 @@ class Seat:
                         engine[0].wait()
                         replicas.meet(is_done=False)
 
-                with suppress(Left):
+                with suppress(TrainerLeft):
                     yield from engine[2].sample(tasks[self.replica :: self.replicas], version, look)
                 while not replicas.meet(is_done=True):
                     engine[0].wait()
@@ -152,7 +152,7 @@ class Seat:
         finally:
             torch.set_num_threads(threads)  # exact mode takes one
 
-    def _take(self, version: Path | Tensors, number: str) -> tuple[Engine, Steward, Sampler] | None:
+    def _take(self, version: Path | Tensors, number: str) -> tuple[InferenceEngine, Steward, RolloutSampler] | None:
         source = self._told.start if self._told.is_beside else version
         folder = source if isinstance(source, Path) else self._told.start
         tp = self._group(folder)
@@ -166,10 +166,14 @@ class Seat:
             return None
         if self._open is None:
             engine, steward = open_both(
-                folder, self._told.serve, tp=tp.tp if tp else None, device=self._world.device, known=Known(version="")
+                folder,
+                self._told.serve,
+                tp=tp.tp if tp else None,
+                device=self._world.device,
+                known=KnownModel(version=""),
             )
             require_vocab(self._words, engine.info.vocab, folder)
-            sampler = Sampler(
+            sampler = RolloutSampler(
                 engine,
                 self._words,
                 self._environment,
@@ -208,12 +212,12 @@ class Seat:
             self._mesh = build_mesh(resolve(config).plan, self._world.rank, self._world.device, timeout=MESH_TIMEOUT)
         return self._mesh
 
-    def _replicas(self) -> Replicas:
+    def _replicas(self) -> ReplicaGroup:
         """Those of this world, seen from the first rank of one."""
         group = None
         if self._here > 1:
             group = world_group() if self.is_alone else self._mesh_at.sharers["dense"].fetch
-        return Replicas(group, self._world.device, BEAT_S)
+        return ReplicaGroup(group, self._world.device, BEAT_S)
 
     def close(self) -> None:
         """Let go of the engine and its ranks."""

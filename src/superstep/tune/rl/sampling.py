@@ -17,16 +17,16 @@ from superstep.data.tokenizer import load_tokenizer
 from superstep.errors import ConfigError, Fault
 from superstep.grade.environment import Tasks
 from superstep.grade.task import Done, Task
-from superstep.serve.engine import Engine
-from superstep.serve.scheduling.request import Finish, Request, Sampling, Told
+from superstep.serve.engine import InferenceEngine
+from superstep.serve.scheduling.request import Finish, Request, Sampling, TokenOutput
 from superstep.serve.text.chat_template import ChatTemplate, load_chat_template
 from superstep.serve.text.chat_tokens import ChatEncoder
 from superstep.tune.rl.config import RolloutConfig
-from superstep.tune.rl.rollout import Answered, Conversation, Decoder, Encoder
+from superstep.tune.rl.rollout import Answered, Encoder, Episode, TextDecoder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class TaskGroup:
     """A task that was answered several times.
 
     Attributes:
@@ -43,7 +43,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Words:
+class TextCodec:
     """What makes token ids of words, and words of ids.
 
     Attributes:
@@ -54,12 +54,12 @@ class Words:
     """
 
     encoder: Encoder
-    decoder: Decoder
+    decoder: TextDecoder
     vocab: int
     template: ChatTemplate
 
 
-def words_of(folder: Path) -> Words:
+def words_of(folder: Path) -> TextCodec:
     """The template and the tokenizer of a model's folder.
 
     Raises:
@@ -67,10 +67,12 @@ def words_of(folder: Path) -> Words:
     """
     tokenizer = load_tokenizer(folder / "tokenizer.json")
     template = load_chat_template(folder)
-    return Words(encoder=ChatEncoder(template, tokenizer), decoder=tokenizer, vocab=tokenizer.vocab, template=template)
+    return TextCodec(
+        encoder=ChatEncoder(template, tokenizer), decoder=tokenizer, vocab=tokenizer.vocab, template=template
+    )
 
 
-def require_vocab(words: Words, vocab: int, folder: Path) -> None:
+def require_vocab(words: TextCodec, vocab: int, folder: Path) -> None:
     """See that a model knows every token of its tokenizer.
 
     Raises:
@@ -89,7 +91,7 @@ def seed_of(seed: int, group: int, member: int, turn: int) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-class Sampler:
+class RolloutSampler:
     """Answers the tasks of groups.
 
     Args:
@@ -104,8 +106,8 @@ class Sampler:
 
     def __init__(
         self,
-        engine: Engine,
-        words: Words,
+        engine: InferenceEngine,
+        words: TextCodec,
         environment: Tasks,
         how: RolloutConfig,
         *,
@@ -123,7 +125,7 @@ class Sampler:
 
     def sample(
         self, tasks: Sequence[tuple[int, Task]], version: int, tell: Callable[[], None] = lambda: None
-    ) -> Iterator[Group]:
+    ) -> Iterator[TaskGroup]:
         """Each group once all of its answers are there, in the order in which that happens.
 
         Args:
@@ -137,11 +139,11 @@ class Sampler:
         """
         begin_s = time.time()
         parts = [_Part(number, member, task) for number, task in tasks for member in range(self._group)]
-        words, talks = self._words, list[Conversation]()
+        words, talks = self._words, list[Episode]()
         for _, task in tasks:
-            begun = Conversation(task.messages, words.encoder, words.decoder, self.engine.info.end_of_text)
+            begun = Episode(task.messages, words.encoder, words.decoder, self.engine.info.end_of_text)
             talks += (begun, *(begun.again() for _ in range(self._group - 1)))
-        told: list[list[Told]] = [[] for _ in parts]
+        told: list[list[TokenOutput]] = [[] for _ in parts]
         left = {number: self._group for number, _ in tasks}
         try:
             for at in range(len(parts)):
@@ -164,13 +166,13 @@ class Sampler:
                     if left[number] == 0:
                         first = next(n for n, part in enumerate(parts) if part.number == number)
                         answers = tuple(talk.answered() for talk in talks[first : first + self._group])
-                        yield Group(number=number, version=version, answers=answers, drawn_s=(begin_s, time.time()))
+                        yield TaskGroup(number=number, version=version, answers=answers, drawn_s=(begin_s, time.time()))
         finally:
             if not self.engine.is_idle:  # somebody has left on the way
                 self.engine.abort_all()
                 self.engine.step()
 
-    def _step(self, told: list[list[Told]]) -> list[tuple[int, Finish]]:
+    def _step(self, told: list[list[TokenOutput]]) -> list[tuple[int, Finish]]:
         ended = []
         for news in self.engine.step():
             told[news.request] += news.tokens
@@ -178,7 +180,7 @@ class Sampler:
                 ended.append((news.request, news.finish))
         return ended
 
-    def _ask(self, at: int, part: _Part, talk: Conversation) -> None:
+    def _ask(self, at: int, part: _Part, talk: Episode) -> None:
         turn = sum(message.role == "assistant" for message in talk.turns)
         sampling = Sampling(
             max_tokens=self._how.max_tokens,
@@ -190,7 +192,7 @@ class Sampler:
         except ConfigError as error:
             raise ConfigError(f"{self._environment.path}: task {part.number}: {error}") from None
 
-    def _goes_on(self, part: _Part, talk: Conversation, finish: Finish) -> bool:
+    def _goes_on(self, part: _Part, talk: Episode, finish: Finish) -> bool:
         """Whether the model has another turn, the environment having said something."""
         turns = sum(message.role == "assistant" for message in talk.turns)
         if turns >= self._how.turns or finish == "length":

@@ -10,7 +10,7 @@ from superstep.errors import DataError, Fault
 from superstep.grade.verdict import Verdict
 from superstep.tune.advantage import Advantage, Answer, Share
 from superstep.tune.rl.config import RlConfig, RolloutConfig
-from superstep.tune.rl.sampling import Group
+from superstep.tune.rl.sampling import TaskGroup
 
 Shares = list[list[Share | None] | None]
 
@@ -52,7 +52,7 @@ class Learnt:
 
 
 def shares_of(
-    rl: RlConfig, how: RolloutConfig, groups: Sequence[Group], verdicts: Sequence[Sequence[Verdict]]
+    rl: RlConfig, how: RolloutConfig, groups: Sequence[TaskGroup], verdicts: Sequence[Sequence[Verdict]]
 ) -> tuple[Shares, float]:
     """What the tokens of each answer are given, and the divisor of the loss; 0 where nothing counts.
 
@@ -87,7 +87,7 @@ def shares_of(
 
 
 def learnt_of(
-    groups: Sequence[Group],
+    groups: Sequence[TaskGroup],
     verdicts: Sequence[Sequence[Verdict]],
     result: StepResult,
     *,
@@ -133,7 +133,7 @@ class AllCut:
         self._most = min(MOST_ALIKE, steps)
         self._steps = 0
 
-    def see(self, groups: Sequence[Group]) -> None:
+    def see(self, groups: Sequence[TaskGroup]) -> None:
         """One more step.
 
         Raises:

@@ -13,10 +13,10 @@ import torch
 
 from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
-from superstep.engine.incremental import Found, PiecemealEngine
+from superstep.engine.incremental import PassResult, PiecemealEngine
 from superstep.engine.microbatch import Microbatch
 from superstep.errors import DataError, Fault, StateError
-from superstep.model.peft_adapter import A, Adapter, B, LowRank, write_adapter
+from superstep.model.peft_adapter import A, Adapter, B, LoraFactors, write_adapter
 from superstep.numerics.loss import IGNORE
 from superstep.numerics.objective import Objective
 from superstep.plan.lora import PREFIX
@@ -27,8 +27,8 @@ from superstep.state.manifest import Position
 from superstep.state.tensor_piece import STATE
 from superstep.train.model import units_of
 from superstep.tune.tinker.config import TinkerConfig
-from superstep.tune.tinker.losses import Lesson, find_loss, lesson
-from superstep.tune.tinker.model_request import Adam, Wanted, run_of
+from superstep.tune.tinker.losses import TrainingSequence, find_loss, lesson
+from superstep.tune.tinker.model_request import Adam, ModelRequest, run_of
 from superstep.tune.tinker.proto_messages import ForwardBackward, Numbers, write_output
 from superstep.tune.tinker.saved_models import ABOUT, About
 
@@ -38,7 +38,7 @@ ROUND_TOKENS = 16
 """Rows are padded to multiples of so many tokens, so that few lengths come up."""
 
 
-class Alone:
+class SingleRank:
     """The one rank, as ``state`` wants it."""
 
     rank, size = 0, 1
@@ -67,7 +67,12 @@ class TrainedModel:
     """
 
     def __init__(
-        self, config: TinkerConfig, wanted: Wanted, version: str, device: Device, beside: TrainedModel | None = None
+        self,
+        config: TinkerConfig,
+        wanted: ModelRequest,
+        version: str,
+        device: Device,
+        beside: TrainedModel | None = None,
     ) -> None:
         self.wanted = wanted if wanted.seed is not None else replace(wanted, seed=secrets.randbits(31))
         self._config = config
@@ -77,7 +82,7 @@ class TrainedModel:
         self.engine = PiecemealEngine(self._run, units_of(self._run), mesh)
         if beside is None:
             shapes = {piece.name: piece.shape for piece in self.engine.frozen_pieces()}
-            fill(config.folder, self.engine.frozen_pieces(), shapes, Alone())
+            fill(config.folder, self.engine.frozen_pieces(), shapes, SingleRank())
         else:
             self.engine.share_frozen(beside.engine)
         self.engine.loaded(0)
@@ -139,7 +144,7 @@ class TrainedModel:
         self.engine.drop_gradients()
         return Fault(f"{said} The gradients since the last update are gone; give the sequences again.")
 
-    def _groups(self, lessons: Sequence[Lesson]) -> Iterator[list[int]]:
+    def _groups(self, lessons: Sequence[TrainingSequence]) -> Iterator[list[int]]:
         """The sequences of each pass, those of like lengths together."""
         group: list[int] = []
         for at in sorted(range(len(lessons)), key=lambda at: len(lessons[at].tokens)):
@@ -149,14 +154,14 @@ class TrainedModel:
             group.append(at)
         yield group
 
-    def _padded(self, one: Lesson) -> int:
+    def _padded(self, one: TrainingSequence) -> int:
         most = self._run.config.data.sequence_tokens
         return min(-(-len(one.tokens) // ROUND_TOKENS) * ROUND_TOKENS, most)
 
-    def _microbatch(self, lessons: Sequence[Lesson]) -> Microbatch:
+    def _microbatch(self, lessons: Sequence[TrainingSequence]) -> Microbatch:
         length, device = max(self._padded(one) for one in lessons), self.engine.mesh.device.torch
 
-        def rows(get: Callable[[Lesson], object], dtype: torch.dtype, rest: float) -> torch.Tensor:
+        def rows(get: Callable[[TrainingSequence], object], dtype: torch.dtype, rest: float) -> torch.Tensor:
             made = torch.full((len(lessons), length), rest, dtype=dtype)
             for row, one in enumerate(lessons):
                 made[row, : len(one.tokens)] = torch.tensor(get(one), dtype=dtype)
@@ -190,7 +195,9 @@ class TrainedModel:
             name = piece.name.removeprefix(PREFIX)
             end = A if name.endswith(A) else B
             factors.setdefault(name.removesuffix(end), {})[end] = piece.values.view(piece.shape)
-        return Adapter(parts={name: LowRank(pair[A], pair[B], self._config.alpha) for name, pair in factors.items()})
+        return Adapter(
+            parts={name: LoraFactors(pair[A], pair[B], self._config.alpha) for name, pair in factors.items()}
+        )
 
     def write_sampler(self, folder: Path) -> None:
         """Write the adapter as PEFT reads it."""
@@ -206,7 +213,7 @@ class TrainedModel:
         shapes = {piece.name: piece.shape for piece in self.engine.pieces(("weight",))}
         place = folder / STEP
         position = Position(step=self.engine.optimizer.steps)
-        save(place, self.engine.pieces(STATE), position, Alone(), tensors=dict.fromkeys(STATE, shapes), beside={})
+        save(place, self.engine.pieces(STATE), position, SingleRank(), tensors=dict.fromkeys(STATE, shapes), beside={})
         (folder / ABOUT).write_text(self.about.text, encoding="utf-8")
 
     def load(self, folder: Path, about: About, *, optimizer: bool) -> None:
@@ -224,7 +231,7 @@ class TrainedModel:
         found = checkpoints(folder)
         if not found:
             raise StateError(f"'{folder}' holds no checkpoint; save it again.")
-        position = load(found[-1], self.engine.pieces(STATE if optimizer else ("weight",)), Alone())
+        position = load(found[-1], self.engine.pieces(STATE if optimizer else ("weight",)), SingleRank())
         if not optimizer:
             for piece in self.engine.pieces(("exp_avg", "exp_avg_sq")):
                 piece.values.zero_()
@@ -246,7 +253,7 @@ def require_base(about: About, version: str, name: str) -> None:
 
 
 def _joined(
-    objective: Objective, told: Mapping[str, float], tokens: int, found: Found, counted: int
+    objective: Objective, told: Mapping[str, float], tokens: int, found: PassResult, counted: int
 ) -> dict[str, float]:
     """Means and maxima of what came before and of another pass together."""
     if not told:

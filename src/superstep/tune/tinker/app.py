@@ -18,16 +18,16 @@ from starlette.routing import Route
 
 from superstep.errors import SuperstepError, UserError
 from superstep.serve.api.guard import JSON, Entrance
-from superstep.serve.api.http_errors import Refused
+from superstep.serve.api.http_errors import RequestError
 from superstep.serve.api.limits import Limits, read_body
 from superstep.tune.tinker import request_schema
 from superstep.tune.tinker.futures import Failed, Full, Outcome
 from superstep.tune.tinker.proto_messages import read_forward_backward
 from superstep.tune.tinker.saved_models import place_of
-from superstep.tune.tinker.service import Service, Unknown
+from superstep.tune.tinker.service import TinkerService, Unknown
 
 T = TypeVar("T")
-Handler = Callable[[Request, Service], Awaitable[Response]]
+Handler = Callable[[Request, TinkerService], Awaitable[Response]]
 
 PROTOBUF = "application/x-protobuf"
 ROOT = "/api/v1"
@@ -54,7 +54,7 @@ NO_HEAD = (
 )
 
 
-def make_app(service: Service, *, key: str | None = None, entrance: Entrance | None = None) -> Starlette:
+def make_app(service: TinkerService, *, key: str | None = None, entrance: Entrance | None = None) -> Starlette:
     """The application.
 
     Args:
@@ -64,7 +64,7 @@ def make_app(service: Service, *, key: str | None = None, entrance: Entrance | N
     """
     entrance = entrance or Entrance()
 
-    async def health(request: Request, service: Service) -> Response:
+    async def health(request: Request, service: TinkerService) -> Response:
         if entrance.drain.is_begun:
             return JSONResponse({"status": "draining"}, status_code=503)
         return JSONResponse({"status": "ok"})
@@ -77,14 +77,14 @@ def make_app(service: Service, *, key: str | None = None, entrance: Entrance | N
     return Starlette(routes=routes, middleware=before, exception_handlers={HTTPException: _no_such_path})
 
 
-def _endpoint(handler: Handler, service: Service, key: str | None) -> Callable[[Request], Awaitable[Response]]:
+def _endpoint(handler: Handler, service: TinkerService, key: str | None) -> Callable[[Request], Awaitable[Response]]:
     async def answer(request: Request) -> Response:
         try:
             shown = request.headers.get("x-api-key", "")
             if key is not None and not hmac.compare_digest(shown.encode(), key.encode()):
-                raise Refused("the key in X-API-Key is not this server's; set TINKER_API_KEY.", status=401)
+                raise RequestError("the key in X-API-Key is not this server's; set TINKER_API_KEY.", status=401)
             return await handler(request, service)
-        except Refused as error:
+        except RequestError as error:
             return _refusal_of(error)
         except Unknown as error:
             return _refusal(404, str(error))
@@ -102,7 +102,7 @@ def _refusal(status: int, message: str) -> Response:
     return JSONResponse({"detail": message}, status_code=status)
 
 
-def _refusal_of(error: Refused) -> Response:
+def _refusal_of(error: RequestError) -> Response:
     """In the form that Tinker's client reads."""
     return JSONResponse({"detail": error.message}, status_code=error.status, headers=error.headers)
 
@@ -114,7 +114,7 @@ async def _no_such_path(request: Request, error: Exception) -> Response:
 
 async def _bytes(request: Request) -> bytes:
     if request.headers.get("content-encoding", "identity") != "identity":
-        raise Refused("compressed bodies are not read here; send them as they are.", status=415)
+        raise RequestError("compressed bodies are not read here; send them as they are.", status=415)
     return await read_body(request, LIMITS)
 
 
@@ -126,76 +126,76 @@ def _promised(number: str, **more: Any) -> Response:  # noqa: ANN401
     return JSONResponse({"request_id": number, **more})
 
 
-async def _client_config(request: Request, service: Service) -> Response:
+async def _client_config(request: Request, service: TinkerService) -> Response:
     return JSONResponse(CLIENT_CONFIG)
 
 
-async def _dynamic_config(request: Request, service: Service) -> Response:
+async def _dynamic_config(request: Request, service: TinkerService) -> Response:
     return JSONResponse({})
 
 
-async def _telemetry(request: Request, service: Service) -> Response:
+async def _telemetry(request: Request, service: TinkerService) -> Response:
     await _bytes(request)
     return JSONResponse({"status": "accepted"})  # and not kept
 
 
-async def _capabilities(request: Request, service: Service) -> Response:
+async def _capabilities(request: Request, service: TinkerService) -> Response:
     config = service.config
     names = dict.fromkeys((config.name, str(config.folder)))
     told = {"max_context_length": config.context_tokens, "trainable": True, "sampleable": True}
     return JSONResponse({"supported_models": [{"model_name": name, **told} for name in names]})
 
 
-async def _create_session(request: Request, service: Service) -> Response:
+async def _create_session(request: Request, service: TinkerService) -> Response:
     await _body(request, request_schema.CreateSession)
     told = {"type": "create_session", "session_id": service.create_session(), "info_message": NO_HEAD}
     return JSONResponse(told)
 
 
-async def _heartbeat(request: Request, service: Service) -> Response:
+async def _heartbeat(request: Request, service: TinkerService) -> Response:
     service.hear((await _body(request, request_schema.OfSession)).session_id)
     return JSONResponse({"type": "session_heartbeat"})
 
 
-async def _finish(request: Request, service: Service) -> Response:
+async def _finish(request: Request, service: TinkerService) -> Response:
     await _bytes(request)
     service.finish(request.path_params["session"])
     return Response(status_code=204)
 
 
-async def _create_model(request: Request, service: Service) -> Response:
+async def _create_model(request: Request, service: TinkerService) -> Response:
     return _promised(service.create_model(await _body(request, request_schema.CreateModel)))
 
 
-async def _get_info(request: Request, service: Service) -> Response:
+async def _get_info(request: Request, service: TinkerService) -> Response:
     return JSONResponse(service.info((await _body(request, request_schema.OfModel)).model_id))
 
 
-async def _forward_backward(request: Request, service: Service) -> Response:
+async def _forward_backward(request: Request, service: TinkerService) -> Response:
     kind = request.headers.get("content-type", "")
     if kind != PROTOBUF:
-        raise Refused(f"Content-Type = '{kind}' is not {PROTOBUF}; use the SDK 0.25 or newer.", status=415)
+        raise RequestError(f"Content-Type = '{kind}' is not {PROTOBUF}; use the SDK 0.25 or newer.", status=415)
     data = await _bytes(request)
     return _promised(service.forward_backward(await asyncio.to_thread(read_forward_backward, data), len(data)))
 
 
-async def _optim_step(request: Request, service: Service) -> Response:
+async def _optim_step(request: Request, service: TinkerService) -> Response:
     return _promised(service.optim_step(await _body(request, request_schema.OptimStep)))
 
 
-async def _save_weights(request: Request, service: Service) -> Response:
+async def _save_weights(request: Request, service: TinkerService) -> Response:
     return _promised(service.save_weights(await _body(request, request_schema.SaveWeights)))
 
 
-async def _save_for_sampler(request: Request, service: Service) -> Response:
+async def _save_for_sampler(request: Request, service: TinkerService) -> Response:
     return _promised(service.save_for_sampler(await _body(request, request_schema.SaveForSampler)))
 
 
-async def _load_weights(request: Request, service: Service) -> Response:
+async def _load_weights(request: Request, service: TinkerService) -> Response:
     return _promised(service.load_weights(await _body(request, request_schema.LoadWeights)))
 
 
-async def _weights_info(request: Request, service: Service) -> Response:
+async def _weights_info(request: Request, service: TinkerService) -> Response:
     place = place_of((await _body(request, request_schema.WeightsInfo)).tinker_path)
     _, about = service.store.find(place.path, place.kind)
     return JSONResponse(
@@ -210,22 +210,22 @@ async def _weights_info(request: Request, service: Service) -> Response:
     )
 
 
-async def _create_sampling(request: Request, service: Service) -> Response:
+async def _create_sampling(request: Request, service: TinkerService) -> Response:
     number = service.create_sampling(await _body(request, request_schema.CreateSampling))
     return JSONResponse({"type": "create_sampling_session", "sampling_session_id": number})
 
 
-async def _get_sampler(request: Request, service: Service) -> Response:
+async def _get_sampler(request: Request, service: TinkerService) -> Response:
     return JSONResponse(service.sampler(request.path_params["sampler"]))
 
 
-async def _asample(request: Request, service: Service) -> Response:
+async def _asample(request: Request, service: TinkerService) -> Response:
     data = await _bytes(request)
-    number, answers = service.sample(request_schema.read_body(request_schema.Sample, data), len(data))
+    number, answers = service.sample(request_schema.read_body(request_schema.SampleBody, data), len(data))
     return _promised(number, sample_sequence_ids=answers)
 
 
-async def _retrieve(request: Request, service: Service) -> Response:
+async def _retrieve(request: Request, service: TinkerService) -> Response:
     number = (await _body(request, request_schema.Retrieve)).request_id
     future = service.desk.future(number)
     if future is None:
@@ -243,12 +243,12 @@ def _outcome(outcome: Outcome) -> Response:
     return Response(outcome.body, media_type=PROTOBUF if outcome.is_proto else "application/json")
 
 
-async def _checkpoints(request: Request, service: Service) -> Response:
+async def _checkpoints(request: Request, service: TinkerService) -> Response:
     found = await asyncio.to_thread(lambda: list(service.store.told(request.path_params["model"])))
     return JSONResponse({"checkpoints": found})
 
 
-async def _delete_checkpoint(request: Request, service: Service) -> Response:
+async def _delete_checkpoint(request: Request, service: TinkerService) -> Response:
     service.store.delete(place_of(f"tinker://{request.path_params['model']}/{request.path_params['checkpoint']}"))
     return Response(status_code=204)
 

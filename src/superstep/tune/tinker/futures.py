@@ -20,7 +20,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from superstep.errors import SuperstepError, UserError
-from superstep.tune.tinker.sampler import Sampler
+from superstep.tune.tinker.sampler import PromptSampler
 
 KEPT = 256
 """Results that are kept once they were given out: a connection may break on the way, and the client ask again."""
@@ -85,7 +85,7 @@ class Desk:
         tell: given a line about what should not have happened.
     """
 
-    def __init__(self, sampler: Sampler, tell: Callable[[str], None] = lambda line: None) -> None:
+    def __init__(self, sampler: PromptSampler, tell: Callable[[str], None] = lambda line: None) -> None:
         self._sampler = sampler
         self._tell = tell
         self._queue: queue.Queue[tuple[Job, Reply] | None] = queue.Queue()

@@ -83,7 +83,7 @@ def find_loss(name: str, settings: Settings) -> tuple[NamedLoss, Objective]:
 
 
 @dataclass(frozen=True, slots=True)
-class Lesson:
+class TrainingSequence:
     """A sequence as it is trained on: numpy rows of one length.
 
     Attributes:
@@ -97,7 +97,7 @@ class Lesson:
     streams: Mapping[str, Numbers]
 
 
-def lesson(datum: Datum, at: int, name: str, *, vocab: int, most_tokens: int) -> Lesson:
+def lesson(datum: Datum, at: int, name: str, *, vocab: int, most_tokens: int) -> TrainingSequence:
     """A sequence, held against the loss and the model.
 
     Args:
@@ -124,7 +124,7 @@ def lesson(datum: Datum, at: int, name: str, *, vocab: int, most_tokens: int) ->
         if not np.isfinite(numbers).all():
             raise DataError(f"{where}.loss_fn_inputs['{key}'] holds NaN or infinity.")
         streams[stream] = numbers
-    return Lesson(tokens, targets, streams)
+    return TrainingSequence(tokens, targets, streams)
 
 
 def _check_inputs(datum: Datum, loss: NamedLoss, where: str, name: str) -> None:

@@ -24,7 +24,7 @@ EXACT_CHUNKS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class ModelRequest:
     """What a client asks of a new model.
 
     Attributes:
@@ -93,7 +93,7 @@ class Adam:
         )
 
 
-def run_of(config: TinkerConfig, wanted: Wanted) -> Resolved:
+def run_of(config: TinkerConfig, wanted: ModelRequest) -> Resolved:
     """The plan by which a model is trained.
 
     Raises:

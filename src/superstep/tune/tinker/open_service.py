@@ -9,14 +9,16 @@ from superstep.comm.device import Device
 from superstep.data.tokenizer import load_tokenizer
 from superstep.serve.build_engine import open_engine
 from superstep.serve.config import ServeConfig
-from superstep.serve.text.detokenize import Words
+from superstep.serve.text.detokenize import TokenTexts
 from superstep.tune.tinker.config import TinkerConfig
-from superstep.tune.tinker.sampler import Sampler
-from superstep.tune.tinker.saved_models import Store
-from superstep.tune.tinker.service import Service
+from superstep.tune.tinker.sampler import PromptSampler
+from superstep.tune.tinker.saved_models import SavedModels
+from superstep.tune.tinker.service import TinkerService
 
 
-def open_service(config: TinkerConfig, device: Device, tell: Callable[[str], None] = lambda line: None) -> Service:
+def open_service(
+    config: TinkerConfig, device: Device, tell: Callable[[str], None] = lambda line: None
+) -> TinkerService:
     """The service of a folder's model.
 
     Raises:
@@ -32,6 +34,6 @@ def open_service(config: TinkerConfig, device: Device, tell: Callable[[str], Non
     )
     engine = open_engine(config.folder, serve, device=device)
     tokenizer = config.folder / "tokenizer.json"
-    words = Words(load_tokenizer(tokenizer)) if tokenizer.is_file() else None
+    words = TokenTexts(load_tokenizer(tokenizer)) if tokenizer.is_file() else None
     filled = replace(config, context_tokens=engine.info.context_tokens)
-    return Service(filled, Sampler(engine, words, config.adapters), Store(config.root), device, tell)
+    return TinkerService(filled, PromptSampler(engine, words, config.adapters), SavedModels(config.root), device, tell)

@@ -8,10 +8,10 @@ from pathlib import Path
 from superstep.errors import ConfigError
 from superstep.serve.scheduling.request import Sampling
 from superstep.tune.tinker import request_schema
-from superstep.tune.tinker.sampler import Asked
+from superstep.tune.tinker.sampler import SampleRequest
 
 
-def asked_of(body: request_schema.Sample, adapter: Path | None, context_tokens: int) -> Asked:
+def asked_of(body: request_schema.SampleBody, adapter: Path | None, context_tokens: int) -> SampleRequest:
     """What a body asks of the sampler.
 
     Raises:
@@ -38,7 +38,7 @@ def asked_of(body: request_schema.Sample, adapter: Path | None, context_tokens: 
         )
     if body.topk_prompt_logprobs and not body.prompt_logprobs:
         raise ConfigError("topk_prompt_logprobs goes with prompt_logprobs; ask for both.")
-    return Asked(
+    return SampleRequest(
         prompt=prompt,
         samples=body.num_samples,
         sampling=_sampling(body, context_tokens),
@@ -50,7 +50,7 @@ def asked_of(body: request_schema.Sample, adapter: Path | None, context_tokens: 
     )
 
 
-def _sampling(body: request_schema.Sample, context_tokens: int) -> Sampling:
+def _sampling(body: request_schema.SampleBody, context_tokens: int) -> Sampling:
     told = body.sampling_params
     if told.top_k < -1:
         raise ConfigError(f"sampling_params.top_k = {told.top_k} must be -1, for all tokens, or more.")

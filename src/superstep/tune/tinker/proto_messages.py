@@ -191,7 +191,7 @@ NO_TOKEN, NO_LOGPROB = 0, -99999.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drawn:
+class SampledSequence:
     """An answer.
 
     Attributes:
@@ -219,7 +219,7 @@ class Sampled:
         cached_tokens: of the prompt, those whose keys were there already.
     """
 
-    sequences: Sequence[Drawn]
+    sequences: Sequence[SampledSequence]
     prompt: Sequence[float] | None = None
     prompt_top: Top | None = None
     cached_tokens: int = 0
@@ -235,7 +235,7 @@ def write_sampled(found: Sampled) -> bytes:
     return out + put_integer(4, found.cached_tokens)
 
 
-def _sequence(one: Drawn) -> bytes:
+def _sequence(one: SampledSequence) -> bytes:
     out = put_integer(1, int(one.is_cut)) + put_bytes(2, np.asarray(one.tokens, dtype="<i4").tobytes())
     out += put_bytes(3, np.asarray(one.logprobs, dtype="<f4").tobytes())
     return out if one.top is None else out + put_bytes(4, _top(one.top))

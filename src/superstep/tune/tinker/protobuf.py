@@ -24,7 +24,7 @@ MOST_VARINT_BYTES = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Field:
+class ProtoField:
     """One field of a message.
 
     Attributes:
@@ -71,7 +71,7 @@ class Field:
         found, at = [], 0
         while at < len(self.data):
             number, at = _varint(self.data, at)
-            found.append(Field(self.number, VARINT, number).integer)
+            found.append(ProtoField(self.number, VARINT, number).integer)
         return found
 
     @property
@@ -86,7 +86,7 @@ class Field:
         return DataError(f"the protobuf body cannot be read: field {self.number} is not {what}.")
 
 
-def fields(data: bytes) -> Iterator[Field]:
+def fields(data: bytes) -> Iterator[ProtoField]:
     """The fields of a message, in the order in which they were written.
 
     Raises:
@@ -98,7 +98,7 @@ def fields(data: bytes) -> Iterator[Field]:
         number, kind = tag >> 3, tag & 7
         if kind == VARINT:
             value, at = _varint(data, at)
-            yield Field(number, kind, value)
+            yield ProtoField(number, kind, value)
             continue
         if kind == BYTES:
             size, at = _varint(data, at)
@@ -108,7 +108,7 @@ def fields(data: bytes) -> Iterator[Field]:
             raise DataError(f"the protobuf body cannot be read: field {number} is of the unknown kind {kind}.")
         if number == 0 or size > len(data) - at:
             raise DataError(f"the protobuf body cannot be read: field {number} goes on behind its end.")
-        yield Field(number, kind, data[at : at + size])
+        yield ProtoField(number, kind, data[at : at + size])
         at += size
 
 

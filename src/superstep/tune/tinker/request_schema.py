@@ -133,7 +133,7 @@ class CreateSampling(Body, frozen=True, kw_only=True, forbid_unknown_fields=True
     model_path: str | None = None
 
 
-class Chunk(msgspec.Struct, frozen=True, kw_only=True):
+class PromptChunk(msgspec.Struct, frozen=True, kw_only=True):
     """A part of a prompt."""
 
     type: str = "encoded_text"
@@ -143,7 +143,7 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     """Parts one after another."""
 
-    chunks: list[Chunk]
+    chunks: list[PromptChunk]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -157,7 +157,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     top_p: float = 1.0
 
 
-class Sample(Body, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SampleBody(Body, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """POST /asample."""
 
     prompt: Prompt

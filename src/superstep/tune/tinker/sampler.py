@@ -9,16 +9,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from superstep.errors import ConfigError, Fault, SuperstepError
-from superstep.serve.engine import Engine
-from superstep.serve.scheduling.request import Finish, Request, Sampling, Told
-from superstep.serve.text.answer_reader import Reader
-from superstep.serve.text.detokenize import Words
+from superstep.serve.engine import InferenceEngine
+from superstep.serve.scheduling.request import Finish, Request, Sampling, TokenOutput
+from superstep.serve.text.answer_reader import AnswerReader
+from superstep.serve.text.detokenize import TokenTexts
 from superstep.serve.text.stop_strings import check_stops
-from superstep.tune.tinker.proto_messages import Drawn, Sampled
+from superstep.tune.tinker.proto_messages import Sampled, SampledSequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class SampleRequest:
     """A prompt and how to answer it.
 
     Attributes:
@@ -47,17 +47,17 @@ Tell = Callable[[Sampled | SuperstepError], None]
 
 @dataclass(slots=True)
 class _Answer:
-    tokens: list[Told] = field(default_factory=list)
+    tokens: list[TokenOutput] = field(default_factory=list)
     finish: Finish | None = None
-    reader: Reader | None = None
+    reader: AnswerReader | None = None
 
 
 @dataclass(slots=True)
 class _Order:
-    asked: Asked
+    asked: SampleRequest
     tell: Tell
     answers: dict[int, _Answer]
-    prompt: tuple[Told, ...] = ()
+    prompt: tuple[TokenOutput, ...] = ()
     cached_tokens: int = 0
 
     @property
@@ -65,7 +65,7 @@ class _Order:
         return all(answer.finish is not None for answer in self.answers.values())
 
 
-class Sampler:
+class PromptSampler:
     """Answers prompts; one thread calls it.
 
     Args:
@@ -74,7 +74,7 @@ class Sampler:
         most: adapters that are held at once.
     """
 
-    def __init__(self, engine: Engine, words: Words | None, most: int) -> None:
+    def __init__(self, engine: InferenceEngine, words: TokenTexts | None, most: int) -> None:
         self.engine = engine
         self._words = words
         self._most = most
@@ -87,7 +87,7 @@ class Sampler:
         """Whether nobody waits for an answer."""
         return not self._orders
 
-    def ask(self, asked: Asked, tell: Tell) -> None:
+    def ask(self, asked: SampleRequest, tell: Tell) -> None:
         """Put a prompt in line; ``tell`` is called once, with all of its answers or with what went wrong.
 
         Raises:
@@ -101,7 +101,7 @@ class Sampler:
         try:
             for at in range(asked.samples):
                 self._last += 1
-                reader = Reader(self._words, asked.stops) if asked.stops and self._words else None
+                reader = AnswerReader(self._words, asked.stops) if asked.stops and self._words else None
                 self.engine.add(self._request(asked, at, adapter))
                 order.answers[self._last] = _Answer(reader=reader)
         except SuperstepError:
@@ -110,7 +110,7 @@ class Sampler:
             raise
         self._orders |= dict.fromkeys(order.answers, order)
 
-    def _request(self, asked: Asked, at: int, adapter: str) -> Request:
+    def _request(self, asked: SampleRequest, at: int, adapter: str) -> Request:
         room = self.engine.info.context_tokens - len(asked.prompt)
         sampling = replace(
             asked.sampling,
@@ -157,7 +157,7 @@ class Sampler:
             if order.is_done:
                 self._tell(order)
 
-    def _take(self, answer: _Answer, tokens: Sequence[Told]) -> None:
+    def _take(self, answer: _Answer, tokens: Sequence[TokenOutput]) -> None:
         """Keep tokens up to the one that completes a text which ends the answer."""
         for told in tokens:
             if answer.finish is not None:
@@ -174,7 +174,7 @@ class Sampler:
             return
         asked = order.asked
         drawn = [
-            Drawn(
+            SampledSequence(
                 tokens=[told.token for told in answer.tokens],
                 logprobs=[told.drawn_logprob for told in answer.tokens],
                 is_cut=answer.finish == "length",
@@ -201,5 +201,5 @@ class Sampler:
             order.tell(error)
 
 
-def _tops(tokens: Sequence[Told], most: int) -> list[tuple[tuple[int, float], ...]]:
+def _tops(tokens: Sequence[TokenOutput], most: int) -> list[tuple[tuple[int, float], ...]]:
     return [told.top[:most] for told in tokens]

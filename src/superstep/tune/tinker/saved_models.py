@@ -57,7 +57,7 @@ class About:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SavedPath:
     """Saved weights, by the parts of their path."""
 
     model: str
@@ -70,7 +70,7 @@ class Place:
         return f"{SCHEME}{self.model}/{self.kind}/{self.name}"
 
 
-def place_of(path: str) -> Place:
+def place_of(path: str) -> SavedPath:
     """The parts of a path.
 
     Raises:
@@ -83,10 +83,10 @@ def place_of(path: str) -> Place:
         raise ConfigError(
             f"path = '{path}' is none of {SCHEME}MODEL/weights/NAME and {SCHEME}MODEL/sampler_weights/NAME."
         )
-    return Place(model, known, name)
+    return SavedPath(model, known, name)
 
 
-class Store:
+class SavedModels:
     """The saved weights under a folder.
 
     Args:
@@ -117,7 +117,7 @@ class Store:
             raise StateError(f"path = '{path}' is damaged: {ABOUT} cannot be read ({error!r}).") from error
 
     @contextmanager
-    def saving(self, place: Place, *, overwrite: bool = False) -> Iterator[Path]:
+    def saving(self, place: SavedPath, *, overwrite: bool = False) -> Iterator[Path]:
         """A folder to write into, which has its name once the block is through.
 
         Raises:
@@ -149,7 +149,7 @@ class Store:
     def told(self, model: str) -> Iterator[dict[str, Any]]:
         """What clients are told of what was saved of a model, the oldest first."""
         found = [
-            ((path / ABOUT).stat().st_mtime, Place(model, kind, path.name), path)
+            ((path / ABOUT).stat().st_mtime, SavedPath(model, kind, path.name), path)
             for kind in KINDS
             for path in (self._root / model / kind).glob("[!.]*")
             if NAME.fullmatch(model) and (path / ABOUT).is_file()
@@ -163,7 +163,7 @@ class Store:
                 "size_bytes": sum(file.stat().st_size for file in path.rglob("*") if file.is_file()),
             }
 
-    def delete(self, place: Place) -> None:
+    def delete(self, place: SavedPath) -> None:
         """Delete saved weights.
 
         Raises:
@@ -174,5 +174,5 @@ class Store:
             raise StateError(f"path = '{place.path}' is not there.")
         shutil.rmtree(folder)
 
-    def _folder(self, place: Place) -> Path:
+    def _folder(self, place: SavedPath) -> Path:
         return self._root / place.model / place.kind / place.name

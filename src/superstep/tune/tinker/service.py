@@ -16,11 +16,11 @@ from superstep.tune.tinker import request_schema
 from superstep.tune.tinker.adapter_trainer import TrainedModel
 from superstep.tune.tinker.config import TinkerConfig
 from superstep.tune.tinker.futures import Desk, Full, Job, Reply, Result, failed
-from superstep.tune.tinker.model_request import Adam, Wanted
+from superstep.tune.tinker.model_request import Adam, ModelRequest
 from superstep.tune.tinker.prompts import asked_of
 from superstep.tune.tinker.proto_messages import ForwardBackward, Sampled, write_sampled
-from superstep.tune.tinker.sampler import Sampler
-from superstep.tune.tinker.saved_models import Place, Store
+from superstep.tune.tinker.sampler import PromptSampler
+from superstep.tune.tinker.saved_models import SavedModels, SavedPath
 
 SILENT_S = 300.0
 """A session of which nothing was heard for so long gives its models up where others need the room: its client tells
@@ -33,7 +33,7 @@ MOST_SAMPLERS = 65_536
 
 
 @dataclass(slots=True)
-class Session:
+class ClientSession:
     """A client's, with the saved weights of its sampling sessions by name; None for the base."""
 
     heard_s: float
@@ -44,7 +44,7 @@ class Unknown(Exception):
     """What is asked for is not here."""
 
 
-class Service:
+class TinkerService:
     """What the HTTP interface drives.
 
     Args:
@@ -58,8 +58,8 @@ class Service:
     def __init__(
         self,
         config: TinkerConfig,
-        sampler: Sampler,
-        store: Store,
+        sampler: PromptSampler,
+        store: SavedModels,
         device: Device,
         tell: Callable[[str], None] = lambda line: None,
     ) -> None:
@@ -68,7 +68,7 @@ class Service:
         self.store = store
         self._sampler = sampler
         self._device = device
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, ClientSession] = {}
         self._models: dict[str, TrainedModel] = {}
         self._unnamed = 0
 
@@ -90,7 +90,7 @@ class Service:
         if len(self._sessions) >= MOST_SESSIONS:
             raise Full(f"{MOST_SESSIONS} sessions are there, as many as may be at once; ask again later.")
         name = uuid.uuid4().hex
-        self._sessions[name] = Session(time.monotonic())
+        self._sessions[name] = ClientSession(time.monotonic())
         return name
 
     def hear(self, session: str) -> None:
@@ -107,7 +107,7 @@ class Service:
         del self._sessions[session]
         self.desk.submit(f"{session}:finish", lambda reply: self._give_up(session, reply))
 
-    def _session(self, name: str) -> Session:
+    def _session(self, name: str) -> ClientSession:
         if name not in self._sessions:
             raise Unknown(f"session_id = '{name}' is not known; it was finished, or the server has begun again since.")
         return self._sessions[name]
@@ -130,7 +130,7 @@ class Service:
             lora = asked.lora_config
             if lora is None:
                 raise ConfigError("lora_config is missing: adapters alone are trained here; give one.")
-            wanted = Wanted(
+            wanted = ModelRequest(
                 rank=lora.rank,
                 seed=lora.seed,
                 train_mlp=lora.train_mlp,
@@ -142,7 +142,7 @@ class Service:
 
         return self._submit(f"{name}:0", job)
 
-    def _make(self, name: str, wanted: Wanted) -> TrainedModel:
+    def _make(self, name: str, wanted: ModelRequest) -> TrainedModel:
         self._make_room()
         beside = next(iter(self._models.values()), None)
         made = TrainedModel(self.config, wanted, self._sampler.engine.info.version, self._device, beside)
@@ -214,7 +214,7 @@ class Service:
 
         def job(reply: Reply) -> None:
             model = self._model(asked.model_id)
-            place = Place(asked.model_id, "weights", asked.path or f"step-{model.about.step:06d}")
+            place = SavedPath(asked.model_id, "weights", asked.path or f"step-{model.about.step:06d}")
             with self.store.saving(place, overwrite=asked.overwrite) as folder:
                 model.save(folder)
             reply(_json({"type": "save_weights", "path": place.path}))
@@ -231,7 +231,7 @@ class Service:
                 )
             model, session = self._model(asked.model_id), asked.model_id.partition(":")[0]
             self._unnamed += asked.path is None
-            place = Place(asked.model_id, "sampler_weights", asked.path or f"unnamed-{self._unnamed}")
+            place = SavedPath(asked.model_id, "sampler_weights", asked.path or f"unnamed-{self._unnamed}")
             with self.store.saving(place, overwrite=asked.path is None) as folder:
                 model.write_sampler(folder)
             told: dict[str, Any] = {"type": "save_weights_for_sampler", "path": place.path}
@@ -254,7 +254,7 @@ class Service:
             _require_adam("optimizer_config.type", asked.optimizer_config.type if asked.optimizer_config else "adamw")
             folder, about = self.store.find(asked.path, "weights")
             if is_new:
-                wanted = Wanted(
+                wanted = ModelRequest(
                     rank=about.rank,
                     seed=about.seed,
                     train_mlp=about.train_mlp,
@@ -319,7 +319,7 @@ class Service:
         """
         return {"sampler_id": name, "base_model": str(self.config.folder), "model_path": self._weights_of(name)}
 
-    def sample(self, asked: request_schema.Sample, size_bytes: int) -> tuple[str, list[str]]:
+    def sample(self, asked: request_schema.SampleBody, size_bytes: int) -> tuple[str, list[str]]:
         """Put a prompt in line, which came in a body of so many bytes; the request's number, and one of each answer."""
         path = asked.model_path
         if asked.sampling_session_id is not None:
@@ -354,7 +354,7 @@ class Service:
         return f"{of}:{uuid.uuid4().hex if number is None else number}"
 
 
-def _is_silent(session: Session) -> bool:
+def _is_silent(session: ClientSession) -> bool:
     return time.monotonic() - session.heard_s > SILENT_S
 
 

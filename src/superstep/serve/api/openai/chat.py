@@ -11,25 +11,25 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from superstep.serve.api.app_state import Service
+from superstep.serve.api.app_state import AppState
 from superstep.serve.api.body_validation import given, read_model
 from superstep.serve.api.collect import Whole, collect
-from superstep.serve.api.generation import Ask, News, answers, warn_of_cut
-from superstep.serve.api.http_errors import Refused
+from superstep.serve.api.generation import AnswerRequest, AnswerUpdate, answers, warn_of_cut
+from superstep.serve.api.http_errors import RequestError
 from superstep.serve.api.in_thread import aside, check_constraint, encode_chat
 from superstep.serve.api.limits import read_json
-from superstep.serve.api.openai.chat_fields import Fields, tool_use
+from superstep.serve.api.openai.chat_fields import ChatFields, tool_use
 from superstep.serve.api.openai.fields import check_common, constraint_of, sampling_of, seed_of, stops_of
 from superstep.serve.api.openai.logprobs_format import chat_logprobs, ids, prompt_logprobs
 from superstep.serve.api.openai.to_sampling import asks_of, head_of
 from superstep.serve.api.sse import DONE, answered, event, streamed, until_gone
-from superstep.serve.api.text_protocol import Said, ToolReader, ToolUse
+from superstep.serve.api.text_protocol import Said, ToolCallReader, ToolUse
 from superstep.serve.api.usage import Usage
 from superstep.serve.scheduling.request import Constraint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class ChatRequest:
     """A request, read and found sound.
 
     Attributes:
@@ -39,13 +39,13 @@ class Asked:
         head: of the response; each chunk begins with it, under another name of its kind.
     """
 
-    fields: Fields
-    asks: list[Ask]
+    fields: ChatFields
+    asks: list[AnswerRequest]
     use: ToolUse | None
     head: dict[str, Any]
 
 
-async def chat_completions(request: Request, service: Service) -> Response:
+async def chat_completions(request: Request, service: AppState) -> Response:
     """Answers the request, as a stream or whole."""
     asked = await read_request(await read_json(request, service.limits), service)
     if asked.fields.stream:
@@ -55,17 +55,17 @@ async def chat_completions(request: Request, service: Service) -> Response:
     return warn_of_cut(response, given(asked.fields.max_completion_tokens, asked.fields.max_tokens), asked.asks)
 
 
-async def read_request(body: dict[str, Any], service: Service) -> Asked:
+async def read_request(body: dict[str, Any], service: AppState) -> ChatRequest:
     """A body as what the engine is asked for.
 
     Raises:
         Refused: naming field and rule.
     """
-    fields = read_model(Fields, body)
+    fields = read_model(ChatFields, body)
     check_common(fields)
     service.adapter_of(fields.model)
     if fields.top_logprobs is not None and not fields.logprobs:
-        raise Refused("top_logprobs needs logprobs; set logprobs to true.", param="top_logprobs")
+        raise RequestError("top_logprobs needs logprobs; set logprobs to true.", param="top_logprobs")
     use = tool_use(fields)
     constraint = await _constraint(fields, use, service)
     prompt = await encode_chat(fields.messages, use.tools if use else (), service)
@@ -82,13 +82,13 @@ async def read_request(body: dict[str, Any], service: Service) -> Asked:
     asks = asks_of(fields, [prompt], sampling, stop, service, names={"prompt": "messages"})
     if use is not None:
         asks = [replace(ask, shows_special=True) for ask in asks]
-    return Asked(fields=fields, asks=asks, use=use, head=head)
+    return ChatRequest(fields=fields, asks=asks, use=use, head=head)
 
 
-async def _constraint(fields: Fields, use: ToolUse | None, service: Service) -> Constraint | None:
+async def _constraint(fields: ChatFields, use: ToolUse | None, service: AppState) -> Constraint | None:
     param, asked = constraint_of(fields)
     if use is not None and asked is not None:
-        raise Refused(
+        raise RequestError(
             "tools cannot be called in an answer whose form is given; leave out the form, or set tool_choice to none.",
             param="tools",
         )
@@ -100,26 +100,26 @@ async def _constraint(fields: Fields, use: ToolUse | None, service: Service) -> 
     return forced
 
 
-def _max_tokens(fields: Fields, service: Service) -> int:
+def _max_tokens(fields: ChatFields, service: AppState) -> int:
     """The most tokens of an answer: where nothing is said, what the context has room for."""
     old, new = fields.max_tokens, fields.max_completion_tokens
     if old is not None and new is not None and old != new:
-        raise Refused(
+        raise RequestError(
             f"max_tokens = {old} and max_completion_tokens = {new} say the same of an answer; give one of them.",
             param="max_tokens",
         )
     return given(new, given(old, service.backend.info.context_tokens))
 
 
-class Choice:
+class ChatChoice:
     """Tells one answer in OpenAI's form, in as many pieces as come."""
 
-    def __init__(self, ask: Ask, asked: Asked, service: Service) -> None:
+    def __init__(self, ask: AnswerRequest, asked: ChatRequest, service: AppState) -> None:
         self._ask, self._fields, self._words = ask, asked.fields, service.words
-        self._tools: ToolReader | None = service.words.tool_reader(asked.use) if asked.use else None
+        self._tools: ToolCallReader | None = service.words.tool_reader(asked.use) if asked.use else None
         self.calls: list[dict[str, Any]] = []
 
-    def read(self, news: News) -> tuple[str, list[dict[str, Any]]]:
+    def read(self, news: AnswerUpdate) -> tuple[str, list[dict[str, Any]]]:
         """The words to the reader, and the pieces of calls, that are in the next news."""
         if self._tools is None:
             return news.text, []
@@ -141,11 +141,11 @@ class Choice:
         self.calls[said.call]["function"]["arguments"] += said.arguments
         return delta
 
-    def finish(self, news: News) -> str | None:
+    def finish(self, news: AnswerUpdate) -> str | None:
         """Why the answer ended, in OpenAI's words."""
         return "tool_calls" if news.finish == "stop" and self.calls else news.finish
 
-    def rest(self, news: News, *, is_first: bool) -> dict[str, Any]:
+    def rest(self, news: AnswerUpdate, *, is_first: bool) -> dict[str, Any]:
         """What is told beside the text."""
         fields = self._fields
         top = given(fields.top_logprobs, 0)
@@ -171,24 +171,24 @@ class Choice:
         return {"message": message} | self.rest(news, is_first=True)
 
 
-async def whole(asked: Asked, service: Service) -> dict[str, Any]:
+async def whole(asked: ChatRequest, service: AppState) -> dict[str, Any]:
     """The response, once all answers have ended."""
     usage = Usage(asked.asks, len(asked.asks))
     found = await collect(asked.asks, service, usage)
-    choices = [Choice(ask, asked, service).whole(one) for ask, one in zip(asked.asks, found, strict=True)]
+    choices = [ChatChoice(ask, asked, service).whole(one) for ask, one in zip(asked.asks, found, strict=True)]
     return _head(asked) | {"choices": choices, "usage": usage.told()}
 
 
-def _head(asked: Asked) -> dict[str, Any]:
+def _head(asked: ChatRequest) -> dict[str, Any]:
     if not asked.fields.return_token_ids:
         return asked.head
     return asked.head | {"prompt_token_ids": list(asked.asks[0].prompt)}
 
 
-async def stream(asked: Asked, service: Service) -> AsyncGenerator[bytes, None]:
+async def stream(asked: ChatRequest, service: AppState) -> AsyncGenerator[bytes, None]:
     """The events. The first of an answer says who speaks; the last, why it ended."""
     usage = Usage(asked.asks, len(asked.asks))
-    choices = [Choice(ask, asked, service) for ask in asked.asks]
+    choices = [ChatChoice(ask, asked, service) for ask in asked.asks]
     kind = {"object": "chat.completion.chunk"} | ({"usage": None} if asked.fields.has_usage else {})
     silent = set(range(len(choices)))
     async with aclosing(answers(asked.asks, service)) as pieces:
@@ -203,7 +203,7 @@ async def stream(asked: Asked, service: Service) -> AsyncGenerator[bytes, None]:
     yield DONE
 
 
-def _chunks(choice: Choice, news: News, *, is_first: bool) -> list[dict[str, Any]]:
+def _chunks(choice: ChatChoice, news: AnswerUpdate, *, is_first: bool) -> list[dict[str, Any]]:
     """One delta for the words, one for each piece of a call; the last has what is told beside them."""
     content, calls = choice.read(news)
     deltas: list[dict[str, Any]] = []

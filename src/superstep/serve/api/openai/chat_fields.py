@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from superstep.serve.api.body_validation import Strict
-from superstep.serve.api.http_errors import Refused, shown
+from superstep.serve.api.http_errors import RequestError, shown
 from superstep.serve.api.openai.fields import Common
 from superstep.serve.api.text_protocol import ToolUse
 from superstep.serve.scheduling.request import MOST_TOP
@@ -38,14 +38,14 @@ class ChosenFunction(Strict):
     name: str
 
 
-class Chosen(Strict):
+class ChosenTool(Strict):
     """The one tool that must be called."""
 
     type: Literal["function"]
     function: ChosenFunction
 
 
-class Fields(Common):
+class ChatFields(Common):
     """What a chat takes."""
 
     # Messages are read by the text part, which knows what a template can show.
@@ -54,12 +54,12 @@ class Fields(Common):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP)] | None = None
     tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | Chosen | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
     modalities: list[Literal["text"]] | None = None
 
 
-def tool_use(fields: Fields) -> ToolUse | None:
+def tool_use(fields: ChatFields) -> ToolUse | None:
     """The tools that the answer may call, or None where it may call none.
 
     Raises:
@@ -68,17 +68,17 @@ def tool_use(fields: Fields) -> ToolUse | None:
     choice, tools = fields.tool_choice, fields.tools or []
     if not tools:
         if choice not in (None, "none", "auto"):
-            raise Refused("tool_choice asks for a call, and tools is empty; give tools.", param="tool_choice")
+            raise RequestError("tool_choice asks for a call, and tools is empty; give tools.", param="tool_choice")
         return None
     if choice == "none":
         return None
     names = [tool.function.name for tool in tools]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise Refused(f"tools has two functions of the name {shown(twice)}; rename one.", param="tools")
-    only = choice.function.name if isinstance(choice, Chosen) else ""
+        raise RequestError(f"tools has two functions of the name {shown(twice)}; rename one.", param="tools")
+    only = choice.function.name if isinstance(choice, ChosenTool) else ""
     if only and only not in names:
-        raise Refused(
+        raise RequestError(
             f"tool_choice.function.name = {shown(only)} is none of tools; choose one of {', '.join(names)}.",
             param="tool_choice.function.name",
         )

@@ -11,11 +11,11 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from superstep.serve.api.app_state import Service
+from superstep.serve.api.app_state import AppState
 from superstep.serve.api.body_validation import given, read_model
 from superstep.serve.api.collect import collect
-from superstep.serve.api.generation import Ask, News, answers, check_choices, warn_of_cut
-from superstep.serve.api.http_errors import Refused, shown
+from superstep.serve.api.generation import AnswerRequest, AnswerUpdate, answers, check_choices, warn_of_cut
+from superstep.serve.api.http_errors import RequestError, shown
 from superstep.serve.api.in_thread import check_constraint, encode
 from superstep.serve.api.limits import read_json
 from superstep.serve.api.openai.fields import (
@@ -30,13 +30,13 @@ from superstep.serve.api.openai.logprobs_format import PlainLogprobs, ids, promp
 from superstep.serve.api.openai.to_sampling import asks_of, head_of
 from superstep.serve.api.sse import DONE, answered, event, streamed, until_gone
 from superstep.serve.api.usage import Usage
-from superstep.serve.scheduling.request import MOST_TOP, Told
+from superstep.serve.scheduling.request import MOST_TOP, TokenOutput
 
 DEFAULT_TOKENS = 16
 """As OpenAI's own."""
 
 
-class Fields(Common):
+class CompletionFields(Common):
     """What the endpoint takes."""
 
     prompt: Any = None  # text, token ids, or a list of either; read by ``prompts_of``, which is quicker and clearer
@@ -47,7 +47,7 @@ class Fields(Common):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class CompletionRequest:
     """A request, read and found sound.
 
     Attributes:
@@ -57,8 +57,8 @@ class Asked:
         head: what each of its chunks begins with.
     """
 
-    fields: Fields
-    asks: list[Ask]
+    fields: CompletionFields
+    asks: list[AnswerRequest]
     texts: list[str]
     head: dict[str, Any]
 
@@ -73,7 +73,7 @@ class Asked:
         return self.fields.max_tokens == 0
 
 
-async def completions(request: Request, service: Service) -> Response:
+async def completions(request: Request, service: AppState) -> Response:
     """Answers the request, as a stream or whole."""
     asked = await read_request(await read_json(request, service.limits), service)
     if asked.fields.stream:
@@ -83,13 +83,13 @@ async def completions(request: Request, service: Service) -> Response:
     return warn_of_cut(response, asked.fields.max_tokens, asked.asks)
 
 
-async def read_request(body: dict[str, Any], service: Service) -> Asked:
+async def read_request(body: dict[str, Any], service: AppState) -> CompletionRequest:
     """A body as what the engine is asked for.
 
     Raises:
         Refused: naming field and rule.
     """
-    fields = read_model(Fields, body)
+    fields = read_model(CompletionFields, body)
     check_common(fields)
     service.adapter_of(fields.model)
     _check(fields)
@@ -109,21 +109,21 @@ async def read_request(body: dict[str, Any], service: Service) -> Asked:
         sampling = replace(sampling, prompt_logprobs=True)
     asks = asks_of(fields, prompts, sampling, stops_of(fields, service.limits), service)
     head = head_of(fields, service, prefix="cmpl", kind="text_completion")
-    return Asked(fields=fields, asks=asks, texts=_echoes(fields, prompts, service), head=head)
+    return CompletionRequest(fields=fields, asks=asks, texts=_echoes(fields, prompts, service), head=head)
 
 
-def _check(fields: Fields) -> None:
+def _check(fields: CompletionFields) -> None:
     if fields.suffix is not None:
-        raise Refused(
+        raise RequestError(
             "suffix is not served: the model goes on, it does not fill in; leave it out.",
             param="suffix",
             code="unsupported_field",
         )
     if fields.best_of is not None and fields.best_of != given(fields.n, 1):
-        raise Refused(f"best_of = {fields.best_of} must be n; all answers are given.", param="best_of")
+        raise RequestError(f"best_of = {fields.best_of} must be n; all answers are given.", param="best_of")
 
 
-async def prompts_of(prompt: object, service: Service) -> list[tuple[int, ...]]:
+async def prompts_of(prompt: object, service: AppState) -> list[tuple[int, ...]]:
     """The tokens of each prompt.
 
     Raises:
@@ -131,11 +131,11 @@ async def prompts_of(prompt: object, service: Service) -> list[tuple[int, ...]]:
     """
     match prompt:
         case None:
-            raise Refused("prompt is missing; give it.", param="prompt", code="missing_field")
+            raise RequestError("prompt is missing; give it.", param="prompt", code="missing_field")
         case str():
             return [await encode(prompt, service)]
         case [] | [[], *_] if not any(prompt):
-            raise Refused("prompt is empty; give at least one token.", param="prompt", code="invalid_value")
+            raise RequestError("prompt is empty; give at least one token.", param="prompt", code="invalid_value")
         case list() if all(isinstance(one, str) for one in prompt):
             check_choices(1, len(prompt), service)  # before any of them is tokenized
             return [await encode(one, service) for one in prompt]
@@ -144,7 +144,7 @@ async def prompts_of(prompt: object, service: Service) -> list[tuple[int, ...]]:
         case list() if all(_are_ids(one) for one in prompt):
             return [tuple(one) for one in prompt]
         case _:
-            raise Refused(
+            raise RequestError(
                 f"prompt = {shown(prompt)}: must be text, a list of token ids, or a list of either.",
                 param="prompt",
                 code="invalid_value",
@@ -155,7 +155,7 @@ def _are_ids(value: object) -> bool:
     return isinstance(value, list) and all(type(one) is int for one in value)
 
 
-def _echoes(fields: Fields, prompts: list[tuple[int, ...]], service: Service) -> list[str]:
+def _echoes(fields: CompletionFields, prompts: list[tuple[int, ...]], service: AppState) -> list[str]:
     if not fields.echo:
         return ["" for _ in prompts]
     match fields.prompt:
@@ -167,17 +167,17 @@ def _echoes(fields: Fields, prompts: list[tuple[int, ...]], service: Service) ->
             return [service.words.decode(prompt) for prompt in prompts]
 
 
-class Choice:
+class CompletionChoice:
     """Tells one answer in OpenAI's form, in as many pieces as come."""
 
-    def __init__(self, ask: Ask, asked: Asked, service: Service) -> None:
+    def __init__(self, ask: AnswerRequest, asked: CompletionRequest, service: AppState) -> None:
         self._ask, self._fields, self._silent, self._words = ask, asked.fields, asked.is_silent, service.words
         self._echo = asked.texts[ask.index // asked.choices]
         top = asked.fields.logprobs
         self._logprobs = None if top is None else PlainLogprobs(top, service.words)
         self._is_first = True
 
-    def told(self, news: News) -> dict[str, Any]:
+    def told(self, news: AnswerUpdate) -> dict[str, Any]:
         """The next piece."""
         is_first, self._is_first = self._is_first, False
         tokens = () if self._silent else news.tokens
@@ -199,7 +199,7 @@ class Choice:
         return choice
 
     def _told_logprobs(
-        self, tokens: tuple[Told, ...], prompt: tuple[Told, ...], *, is_first: bool
+        self, tokens: tuple[TokenOutput, ...], prompt: tuple[TokenOutput, ...], *, is_first: bool
     ) -> dict[str, Any] | None:
         if self._logprobs is None:
             return None
@@ -208,22 +208,23 @@ class Choice:
         return self._logprobs.told(tokens)
 
 
-async def whole(asked: Asked, service: Service) -> dict[str, Any]:
+async def whole(asked: CompletionRequest, service: AppState) -> dict[str, Any]:
     """The response, once all answers have ended."""
     usage = Usage(asked.asks, asked.choices)
     found = await collect(asked.asks, service, usage)
     if asked.is_silent:
         usage.completion = 0
     choices = [
-        Choice(ask, asked, service).told(one.news(ask.index)) for ask, one in zip(asked.asks, found, strict=True)
+        CompletionChoice(ask, asked, service).told(one.news(ask.index))
+        for ask, one in zip(asked.asks, found, strict=True)
     ]
     return asked.head | {"choices": choices, "usage": usage.told()}
 
 
-async def stream(asked: Asked, service: Service) -> AsyncGenerator[bytes, None]:
+async def stream(asked: CompletionRequest, service: AppState) -> AsyncGenerator[bytes, None]:
     """The events, one for each piece of news."""
     usage = Usage(asked.asks, asked.choices)
-    choices = [Choice(ask, asked, service) for ask in asked.asks]
+    choices = [CompletionChoice(ask, asked, service) for ask in asked.asks]
     head = asked.head | ({"usage": None} if asked.fields.has_usage else {})
     async with aclosing(answers(asked.asks, service)) as pieces:
         async for news in pieces:

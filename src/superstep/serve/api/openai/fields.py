@@ -8,7 +8,7 @@ import msgspec
 from pydantic import Field
 
 from superstep.serve.api.body_validation import Strict, biases_of, given
-from superstep.serve.api.http_errors import Refused
+from superstep.serve.api.http_errors import RequestError
 from superstep.serve.api.limits import Limits
 from superstep.serve.api.seeds import SEEDS, drawn_seed
 from superstep.serve.scheduling.request import MOST_TOP, Constraint, Sampling
@@ -108,17 +108,19 @@ def check_common(fields: Common) -> None:
         Refused: naming the field and the rule.
     """
     if fields.stream_options is not None and not fields.stream:
-        raise Refused("stream_options is for streams; set stream to true, or leave it out.", param="stream_options")
+        raise RequestError(
+            "stream_options is for streams; set stream to true, or leave it out.", param="stream_options"
+        )
 
 
 def stops_of(fields: Common, limits: Limits) -> tuple[str, ...]:
     """The texts that end an answer."""
     stops = [fields.stop] if isinstance(fields.stop, str) else given(fields.stop, [])
     if len(stops) > limits.stops:
-        raise Refused(f"stop has {len(stops)} texts; give at most {limits.stops}.", param="stop")
+        raise RequestError(f"stop has {len(stops)} texts; give at most {limits.stops}.", param="stop")
     for text in stops:
         if not 0 < len(text) <= limits.stop_chars:
-            raise Refused(
+            raise RequestError(
                 f"stop holds a text of {len(text)} characters; give texts of 1 to {limits.stop_chars}.", param="stop"
             )
     return tuple(stops)
@@ -136,7 +138,7 @@ def constraint_of(fields: Common) -> tuple[str, Constraint | None]:
         found["response_format"] = Constraint(kind="json_object")
     if asked is not None and asked.type == "json_schema":
         if asked.json_schema is None:
-            raise Refused(
+            raise RequestError(
                 "response_format.json_schema is missing; give it, or set response_format.type to json_object.",
                 param="response_format.json_schema",
             )
@@ -148,7 +150,7 @@ def constraint_of(fields: Common) -> tuple[str, Constraint | None]:
         found["grammar"] = Constraint(kind="lark", text=fields.grammar)
     if len(found) > 1:
         first, second = list(found)[:2]
-        raise Refused(f"{second} and {first} both say what form the answer has; give one of them.", param=second)
+        raise RequestError(f"{second} and {first} both say what form the answer has; give one of them.", param=second)
     return next(iter(found.items()), ("response_format", None))
 
 

@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from superstep.serve.api.sse import finite
-from superstep.serve.api.text_protocol import Words
-from superstep.serve.scheduling.request import Told
+from superstep.serve.api.text_protocol import TextProtocol
+from superstep.serve.scheduling.request import TokenOutput
 
 
-def token_text(token: int, words: Words) -> str:
+def token_text(token: int, words: TextProtocol) -> str:
     """The text of one token by itself; parts of a character become U+FFFD."""
     return words.token_bytes(token).decode("utf-8", "replace")
 
 
-def chat_logprobs(tokens: Sequence[Told], top: int, words: Words) -> dict[str, Any]:
+def chat_logprobs(tokens: Sequence[TokenOutput], top: int, words: TextProtocol) -> dict[str, Any]:
     """Of each token that was drawn, as chat tells it: those that ended the answer too, so that the log-probs stand
     beside ``token_ids`` and add up to the usage.
     """
@@ -36,18 +36,18 @@ def chat_logprobs(tokens: Sequence[Told], top: int, words: Words) -> dict[str, A
 class PlainLogprobs:
     """Of each token, as plain completions tell it, with the places of the tokens in the text so far."""
 
-    def __init__(self, top: int, words: Words) -> None:
+    def __init__(self, top: int, words: TextProtocol) -> None:
         self._top, self._words = top, words
         self._characters = 0
 
-    def told(self, tokens: Sequence[Told], *, first: int | None = None) -> dict[str, Any]:
+    def told(self, tokens: Sequence[TokenOutput], *, first: int | None = None) -> dict[str, Any]:
         """The next tokens.
 
         Args:
             tokens: in their order.
             first: a token that goes before them, of which there is nothing to tell: a prompt's first.
         """
-        rows: list[tuple[int, Told | None]] = [] if first is None else [(first, None)]
+        rows: list[tuple[int, TokenOutput | None]] = [] if first is None else [(first, None)]
         rows += [(told.token, told) for told in tokens]
         return {
             "tokens": [token_text(token, self._words) for token, _ in rows],
@@ -56,7 +56,7 @@ class PlainLogprobs:
             "text_offset": [self._place(token) for token, _ in rows],
         }
 
-    def _likeliest(self, told: Told) -> dict[str, float]:
+    def _likeliest(self, told: TokenOutput) -> dict[str, float]:
         """By text; of tokens that have the same, the likeliest. The drawn one is among them."""
         found: dict[str, float] = {}
         for token, logprob in (*told.top[: self._top], (told.token, told.logprob)):
@@ -72,7 +72,7 @@ class PlainLogprobs:
         return max(0, place)
 
 
-def prompt_logprobs(tokens: Sequence[Told], top: int, words: Words) -> list[dict[str, Any] | None]:
+def prompt_logprobs(tokens: Sequence[TokenOutput], top: int, words: TextProtocol) -> list[dict[str, Any] | None]:
     """Of each token of the prompt, as vLLM tells it: nothing of the first; of others, by the id of the token."""
     rows: list[dict[str, Any] | None] = [None]
     for told in tokens:
@@ -86,6 +86,6 @@ def prompt_logprobs(tokens: Sequence[Told], top: int, words: Words) -> list[dict
     return rows
 
 
-def ids(tokens: Sequence[Told]) -> list[int]:
+def ids(tokens: Sequence[TokenOutput]) -> list[int]:
     """The ids of some tokens."""
     return [told.token for told in tokens]

@@ -7,24 +7,24 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from superstep.serve.api.app_state import Service
+from superstep.serve.api.app_state import AppState
 from superstep.serve.api.sse import answered
 
 
-async def models(request: Request, service: Service) -> Response:
+async def models(request: Request, service: AppState) -> Response:
     """The model and its adapters."""
     names = [service.backend.info.name, *service.backend.adapters]
     return answered({"object": "list", "data": [card(name, service) for name in names]})
 
 
-async def model(request: Request, service: Service) -> Response:
+async def model(request: Request, service: AppState) -> Response:
     """One of them."""
     name = str(request.path_params["model"])
     service.adapter_of(name)
     return answered(card(name, service))
 
 
-def card(name: str, service: Service) -> dict[str, Any]:
+def card(name: str, service: AppState) -> dict[str, Any]:
     """What is told of a model; an adapter names the model that it changes."""
     info = service.backend.info
     return {

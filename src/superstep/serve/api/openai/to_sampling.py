@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from superstep.errors import ConfigError
-from superstep.serve.api.app_state import Service
+from superstep.serve.api.app_state import AppState
 from superstep.serve.api.body_validation import given
-from superstep.serve.api.generation import Ask, choices_of
+from superstep.serve.api.generation import AnswerRequest, choices_of
 from superstep.serve.api.http_errors import refused_by_backend
 from superstep.serve.api.openai.fields import NAMES, Common
 from superstep.serve.scheduling.request import Sampling
@@ -21,10 +21,10 @@ def asks_of(
     prompts: Sequence[tuple[int, ...]],
     sampling: Sampling,
     stop: tuple[str, ...],
-    service: Service,
+    service: AppState,
     *,
     names: Mapping[str, str] | None = None,
-) -> list[Ask]:
+) -> list[AnswerRequest]:
     """``n`` answers to each prompt, numbered in the order of the prompts.
 
     The seeds of a prompt's answers do not depend on the prompts beside it.
@@ -33,9 +33,9 @@ def asks_of(
         Refused: naming the field of this endpoint.
     """
     adapter = service.adapter_of(fields.model)
-    asks: list[Ask] = []
+    asks: list[AnswerRequest] = []
     for prompt in prompts:
-        first = Ask(
+        first = AnswerRequest(
             index=len(asks),
             prompt=prompt,
             sampling=sampling,
@@ -51,7 +51,7 @@ def asks_of(
     return asks
 
 
-def head_of(fields: Common, service: Service, *, prefix: str, kind: str) -> dict[str, Any]:
+def head_of(fields: Common, service: AppState, *, prefix: str, kind: str) -> dict[str, Any]:
     """How a response begins, and each chunk of a stream.
 
     Args:

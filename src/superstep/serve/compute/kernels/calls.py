@@ -40,7 +40,7 @@ class Weight(ctypes.Structure):
     ]
 
 
-class Block(ctypes.Structure):
+class BlockArgs(ctypes.Structure):
     """A layer."""
 
     _fields_: ClassVar[Fields] = [
@@ -55,12 +55,12 @@ class Block(ctypes.Structure):
     ]
 
 
-class Model(ctypes.Structure):
+class ModelArgs(ctypes.Structure):
     """A dense decoder behind its embedding."""
 
     _fields_: ClassVar[Fields] = [
         ("embedding", c_void_p),
-        ("blocks", POINTER(Block)),
+        ("blocks", POINTER(BlockArgs)),
         ("layers", c_int64),
         ("width", c_int64),
         ("heads", c_int64),
@@ -76,13 +76,13 @@ class Model(ctypes.Structure):
     ]
 
 
-class Keys(ctypes.Structure):
+class KvCacheArgs(ctypes.Structure):
     """The keys and values of all layers."""
 
     _fields_: ClassVar[Fields] = [("keys", c_void_p), ("values", c_void_p), ("layer_size", c_int64)]
 
 
-class Store(ctypes.Structure):
+class LayerKvArgs(ctypes.Structure):
     """Those of one layer."""
 
     _fields_: ClassVar[Fields] = [
@@ -111,19 +111,19 @@ class Queries(ctypes.Structure):
     _fields_: ClassVar[Fields] = [("rows", c_void_p), ("stride", c_int64), ("out", c_void_p), ("heads", c_int64)]
 
 
-class LowRank(ctypes.Structure):
+class LoraArgs(ctypes.Structure):
     """What an adapter adds to one linear."""
 
     _fields_: ClassVar[Fields] = [("a", c_void_p), ("b", c_void_p), ("rank", c_int64), ("scale", c_double)]
 
 
-class Adapted(ctypes.Structure):
+class AdapterArgs(ctypes.Structure):
     """The adapters of a step, and which of them each row has."""
 
     _fields_: ClassVar[Fields] = [("parts", c_void_p), ("count", c_int64), ("of_row", c_void_p)]
 
 
-class Step(ctypes.Structure):
+class StepArgs(ctypes.Structure):
     """What is computed in one call."""
 
     _fields_: ClassVar[Fields] = [
@@ -136,7 +136,7 @@ class Step(ctypes.Structure):
         ("wants", c_int64),
         ("logits", c_void_p),
         ("scratch", c_void_p),
-        ("adapted", Adapted),
+        ("adapted", AdapterArgs),
     ]
 
 

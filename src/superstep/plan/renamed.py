@@ -1,0 +1,23 @@
+"""Modules that had another name, for files of users that still import them by it."""
+
+from __future__ import annotations
+
+RENAMED = {
+    "superstep.runtime": "superstep.comm, superstep.launch, superstep.monitor or superstep.engine",
+    "superstep.model.any": "superstep.model.units_from_modules",
+    "superstep.model.exchange": "superstep.model.expert_dispatch",
+    "superstep.model.source": "superstep.model.user_model",
+    "superstep.hardware.text": "superstep.hardware.cluster_file",
+    "superstep.program.memory": "superstep.program.peak_memory",
+    "superstep.plan.split": "superstep.plan.sharding",
+    "superstep.numerics.sequence_policy": "superstep.numerics.sequence_losses",
+    "superstep.grade.graders.final": "superstep.grade.graders.final_answer",
+    "superstep.grade.graders.judge": "superstep.grade.graders.llm_judge",
+    "superstep.grade.graders.values": "superstep.grade.graders.literals",
+}
+
+
+def new_name(error: BaseException) -> str:
+    """Where the module is now that an import did not find, as the end of a sentence; empty where it was never one."""
+    old = error.name if isinstance(error, ModuleNotFoundError) else None
+    return f"; it is {RENAMED[old]} now" if old in RENAMED else ""
