@@ -186,7 +186,7 @@ def changed(run, rank, /, **fields):
 def test_the_cause_is_told_by_what_the_system_and_the_stack_say():
     world = World({"dp": 2, "zero": 2})
     run = world.seen(world.stop(1, 5))
-    ours, users = f"{_HERE}/runtime/executor.py:9 in _forward", "/home/me/hooks.py:12 in wait_for_me"
+    ours, users = f"{_HERE}/engine/executor.py:9 in _forward", "/home/me/hooks.py:12 in wait_for_me"
     python = "/usr/lib/python3.11/threading.py:320 in wait"
     cases = {
         "stopped": {"state": "T"},

@@ -1,4 +1,4 @@
-"""The seed: a process that has imported torch and does nothing else, of which every rank is a fork.
+"""The fork server: a process that has imported torch and does nothing else, of which every rank is a fork.
 
     launcher ──forks, or spawns──► seed ──forks──► rank 0, rank 1, ...
 

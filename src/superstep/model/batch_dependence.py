@@ -1,4 +1,4 @@
-"""probe: small units, run on a few rows of numbers, to see what no shape shows.
+"""Small units, run on a few rows of numbers, to see what no shape shows.
 
 A row's output has to depend on that row alone, and to be the same each time; else it would depend on which rows a
 layout puts into a microbatch. What is larger than a moment's work is left to ``superstep prove``.

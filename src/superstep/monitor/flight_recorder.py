@@ -1,4 +1,4 @@
-"""The ring: a rank's last instructions and when they ran, in shared memory that outlives it.
+"""The flight recorder: a rank's last instructions and when they ran, in shared memory that outlives it.
 
     page     what the rank does now                     ``monitor.status_page``
     notes    NOTES slots: the n-th note, from 1 on, is in slot n modulo NOTES

@@ -1,4 +1,4 @@
-"""hang: looks at the ranks of one world again and again, and has the rules say which of them hangs (``hang_rules``).
+"""Looks at the ranks of one world again and again, and has the rules say which of them hangs (``hang_rules``).
 
 How long a rank has stood, and what its threads have done meanwhile, is counted in looks: while this process itself was
 not looking, no time passes.

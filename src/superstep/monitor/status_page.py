@@ -1,4 +1,4 @@
-"""The heart: what a rank is doing, in memory that the launcher reads.
+"""The status page: what a rank is doing, in memory that the launcher reads.
 
     rank      begin ── waits 0 ─ works 0 ── waits 1 ─ works 1 ── ... ── rests     a store into the page each, no call
     ticker    tick ─ tick ─ tick ─ tick ...                                       a thread: whether Python runs at all

@@ -1,4 +1,4 @@
-"""pulse: which of some processes were stopped by a signal, and have not gone on.
+"""Which of some processes were stopped by a signal, and have not gone on.
 
 A stopped process (SIGSTOP, Ctrl-Z) is not dead: its connections stay and nobody is told, so that who waits for it waits
 until some time limit has passed. The system knows at once. Who is merely slow, or computes, is never taken for stopped:

@@ -1,4 +1,4 @@
-"""calibrate: what engine steps take on this machine, by running some of every kind on the real engine.
+"""What engine steps take on this machine, by running some of every kind on the real engine.
 
 Three models of random weights: two of one depth, of which one is half as wide, and one of the wider one's width that is
 less deep, so that what a step takes for itself, for a layer and for a weight can be told apart. Each answers batches of

@@ -1,4 +1,4 @@
-"""foresee: what a server will be able to do, before it starts: the simulator on requests of a few kinds."""
+"""What a server will be able to do, before it starts: the simulator on requests of a few kinds."""
 
 from __future__ import annotations
 

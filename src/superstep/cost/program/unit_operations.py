@@ -1,4 +1,4 @@
-"""formulas: what the units of our own decoder do, without torch. ``engine.tracing.trace_units`` reads it off modules.
+"""What the units of our own decoder do, without torch. ``engine.tracing.trace_units`` reads it off modules.
 
 Products and attention are listed one by one and are exact. Everything else is one pass over memory, in eager mode,
 where e is the bytes of a number in the compute dtype and a pass a read or a write of a whole tensor; the backward pass

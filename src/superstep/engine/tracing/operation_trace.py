@@ -1,4 +1,4 @@
-"""The recorder: notes every operation of the dispatcher as ``cost.program.operation`` has it."""
+"""Notes every operation of the dispatcher as ``cost.program.operation`` has it."""
 
 from __future__ import annotations
 

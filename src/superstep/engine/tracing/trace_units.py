@@ -1,4 +1,4 @@
-"""rehearsal: what every unit of a run does, operation by operation, from its own modules on fake tensors.
+"""What every unit of a run does, operation by operation, from its own modules on fake tensors.
 
 The modules are those that a rank would build, cut and changed as the plan says; tensors have shapes and no memory, and
 process groups send nothing. So operations, their sizes, and what is kept for the backward pass are not estimated but

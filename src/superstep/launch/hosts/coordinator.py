@@ -1,4 +1,4 @@
-"""The lead: host 0's launcher, which knows who is here and decides for all (``launch.hosts.coordinator_state``).
+"""The coordinator: host 0's launcher, which knows who is here and decides for all (``launch.hosts.coordinator_state``).
 
     wires of members ──► events ──► one thread: after(table, event) ──► orders ──► wires of members
     host 0's own ranks ──┘                                             └──────────► host 0's own queue

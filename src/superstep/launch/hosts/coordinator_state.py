@@ -1,4 +1,4 @@
-"""table: what the lead of several hosts knows of them, and decides; values, and one function from event to event.
+"""What the coordinator of several hosts knows of them, and decides; values, and one function from event to event.
 
              all hosts have told what they hold            first trouble, or a host is gone
     GATHERS ────────────────────────────────────► RUNS ────────────────────────────────────► ENDS

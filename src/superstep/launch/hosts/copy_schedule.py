@@ -1,4 +1,4 @@
-"""steer: which state all hosts copy to their neighbours next. All must copy the same, or none of them is of use.
+"""Which state all hosts copy to their neighbours next. All must copy the same, or none of them is of use.
 
     each host    newest step it has whole, the state that its neighbour has had last, the one that it holds for that
     the lead     copied: the step that every neighbour has;  next: the step that all shall copy, a few from now

@@ -1,4 +1,4 @@
-"""The door: where a launcher is asked by those of other hosts. Who knows the secret and says hello is let in.
+"""The listener: where a launcher is asked by those of other hosts. Who knows the secret and says hello is let in.
 
     comes                                a place among strangers, for three seconds; where all are taken, the one who
                                          came first loses his

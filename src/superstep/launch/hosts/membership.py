@@ -1,4 +1,4 @@
-"""crew: the hosts that train together, for which of them states are cut, and which states can be had.
+"""Membership: the hosts that train together, for which of them states are cut, and which states can be had.
 
 cut     epoch 1, hosts 0 1 2        each host keeps its own ranks' part, and a copy of that of the host before it
 host 1 is lost

@@ -1,4 +1,4 @@
-"""wire: frames between the launchers of several hosts, over TCP, each with a proof of who sent it.
+"""Frames between the launchers of several hosts, over TCP, each with a proof of who sent it.
 
     asks     MAGIC | nonce a ──────────────────────────────────────►
              ◄────────── MAGIC | nonce b | HMAC(secret, "answers" a b)   answers: it knows the run's secret

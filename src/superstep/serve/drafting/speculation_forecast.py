@@ -1,4 +1,4 @@
-"""guesses: what it costs to guess tokens, and how many must stand for it to pay; before the server starts.
+"""What it costs to guess tokens, and how many must stand for it to pay; before the server starts.
 
     one step for each token      large: 1 row of each request
     a step that judges guesses   small: 1 row, as many times as tokens are guessed; large: a row more for each of them

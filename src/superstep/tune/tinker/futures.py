@@ -1,4 +1,4 @@
-"""The desk: what is asked for lies here until it is done, and its result until it is fetched.
+"""Futures: what is asked for lies here until it is done, and its result until it is fetched.
 
     handlers ──submit──► queue ──► one thread: trains, saves, and between these steps of the sampler
         ▲                             │
