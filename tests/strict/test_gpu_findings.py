@@ -12,6 +12,7 @@ import small
 from strict_ranks import device_module, gpu_of
 from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
+from superstep.comm.objects import gather
 from superstep.engine.engine import Engine
 from superstep.launch import ranks
 from superstep.model import expert_dispatch, experts, fused_attention
@@ -97,10 +98,10 @@ def test_scores_of_grouped_heads_in_fp32_are_not_made_whole(width, monkeypatch):
 
 def contexts_after_a_barrier(world):
     dist.barrier()
-    return ranks.gather(device_module().contexts())
+    return gather(device_module().contexts())
 
 
-class UnboundSeat(ranks.Seat):
+class UnboundSeat(ranks.RankSlot):
     """The default group is given no GPU, and NCCL guesses one by the rank's number."""
 
     def take(self, device):
