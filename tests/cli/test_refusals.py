@@ -105,6 +105,13 @@ def test_what_is_wrong_is_refused_before_torch_is_imported(place):
     assert sorted(each.name for each in place.iterdir()) == ["start", "taken"]
 
 
+def test_a_disk_without_room_to_measure_it_is_refused_before_anything_is_measured(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("superstep.cli.measure.measure.launch_on", None)
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=2**26 - 1))
+    assert main(["measure", "--quick", "--out", str(tmp_path / "cluster.toml")]) == 2
+    assert f"the disk is measured with a file of 64 MiB in '{tmp_path}'" in capsys.readouterr().err
+
+
 def test_a_disk_without_room_for_the_checkpoints_is_refused_before_text_is_prepared(tmp_path, monkeypatch, capsys):
     runs.make_files(tmp_path)
     monkeypatch.chdir(tmp_path)

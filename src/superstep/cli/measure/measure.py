@@ -27,7 +27,7 @@ from superstep.cost.program.operation import (
     UnitOperations,
     flops,
 )
-from superstep.engine.measure.disk import disk_rates
+from superstep.engine.measure.disk import SIZE, disk_rates
 from superstep.engine.measure.launch_cost import launch_s
 from superstep.engine.measure.probe_collectives import measure_collectives
 from superstep.engine.measure.probe_kernels import Gauge, measure_operations
@@ -39,6 +39,7 @@ from superstep.launch.ranks import World, launch_on
 from superstep.plan.resolve import Resolved
 from superstep.serve.benchmark_steps import USUAL, calibrate
 from superstep.serve.config import ServeConfig
+from superstep.state.fsync import free_bytes
 from superstep.train.model import operations
 
 SIDES = (64, 256, 1024, 4096)
@@ -53,6 +54,8 @@ LENGTHS = (128, 512, 2048)
 def main(argv: Sequence[str]) -> int:
     """Measure, print, write."""
     asked = read_arguments(argv)
+    place = asked.out.parent if asked.out else Path(tempfile.gettempdir())
+    _require_room(place)
     most = max(2, cores()) if choose(asked.device) == "cpu" else gpus()
     ranks = most if asked.ranks is None else asked.ranks
     run = run_of(asked.model, asked.dtype)
@@ -61,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
     grid = [] if asked.quick else list(_grid())
     start_s = time.perf_counter()
     found = launch_on(asked.device, ranks, _rank, run, (*distinct(seen), *grid), 0.005 if asked.quick else 0.02)
-    with tempfile.TemporaryDirectory(dir=asked.out.parent if asked.out else None) as folder:
+    with tempfile.TemporaryDirectory(dir=place) as folder:
         read, write = disk_rates(Path(folder))
     cluster = replace(found.cluster, disk_read_bytes_per_s=read, disk_write_bytes_per_s=write)
     ways = [serving_rate(run, way, asked) for way in asked.serve]
@@ -77,6 +80,20 @@ def main(argv: Sequence[str]) -> int:
         write_new_file(asked.out, write_cluster(cluster))
         _say(f"cluster file in {asked.out}")
     return 0
+
+
+def _require_room(folder: Path) -> None:
+    """See that the file that the disk is measured with has room, before anything is measured.
+
+    Raises:
+        ConfigError: it has not.
+    """
+    free = free_bytes(folder)
+    if free < SIZE:
+        raise ConfigError(
+            f"the disk is measured with a file of {bytes_text(SIZE)} in '{folder}', which has {bytes_text(free)} left; "
+            f"make room, or name a file of a disk with more room by --out."
+        )
 
 
 def serving_rate(run: Resolved, way: str, asked: argparse.Namespace) -> ServingRate:

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 SIZE = 2**26
+"""Bytes of the file that is written and read."""
 
 
 def disk_rates(folder: Path) -> tuple[float, float]:
