@@ -24,7 +24,7 @@ from pathlib import Path
 
 import psutil
 
-from superstep.launch import fork_server as seed
+from superstep.launch import fork_server
 
 
 def what_is_here(world):
@@ -48,7 +48,7 @@ if __name__ == "__main__":
     for number in (signal.SIGTERM, signal.SIGHUP):  # nohup would have a rank ignore the second one
         signal.signal(number, lambda *_: None)
     print("said once")  # into a buffer, for there is no terminal
-    seed.begin("json")
+    fork_server.begin("json")
     before = set(sys.modules)
     from superstep.launch.ranks import launch_on
     found = launch_on("cpu", 2, what_is_here)

@@ -211,7 +211,7 @@ def test_a_lock_that_never_comes_holds_up_nothing_that_the_ranks_say(folder, mon
 
 HANGS = """
 import os, sys, threading
-from superstep.serve.reader import BackgroundReader as Reader
+from superstep.serve.reader import BackgroundReader
 from superstep.serve import weights
 
 def never():
@@ -221,8 +221,8 @@ class Hanging(dict):
     def __getitem__(self, name):
         never()
 
-Reader("a fifo", lambda progress: never())
-Reader("tensors", lambda progress: weights.digests(Hanging(a=1, b=2)))
+BackgroundReader("a fifo", lambda progress: never())
+BackgroundReader("tensors", lambda progress: weights.digests(Hanging(a=1, b=2)))
 while sum(thread.name == "reader" for thread in threading.enumerate()) < 4:
     pass
 print("leaves", flush=True)

@@ -15,7 +15,8 @@ import math
 import torch.nn.functional as F
 from torch import Tensor
 
-WIDEST_FLASH = 256
+from superstep.plan.saved_activations import WIDEST_FLASH
+
 ALIGNED_BYTES = 16
 
 

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+WIDEST_FLASH = 256
+"""The widest heads that the flash kernel of a GPU takes."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedActivations:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import psutil
 
@@ -35,18 +35,19 @@ class StallDetector:
     def is_stalled(self, ranks: Sequence[psutil.Process]) -> bool:
         """Whether for ``STALL_S`` no rank has computed, been ready to, or waited for a disk or a process of its own."""
         now_s, cpu_s = time.monotonic(), {rank.pid: _cpu_s(rank) for rank in ranks}
-        is_same_job = self._cpu_s.keys() == cpu_s.keys()
-        most_s = STALL_S * BUSY_SHARE
-        if not is_same_job or any(cpu_s[pid] - before > most_s for pid, before in self._cpu_s.items()):
-            self._since_s, self._cpu_s = now_s, cpu_s
-        if not all(_is_resting(rank) for rank in ranks):
-            self._since_s, self._cpu_s = now_s, cpu_s
-        if now_s - self._since_s < STALL_S:
+        has_moved = self._have_computed(cpu_s) or not all(_is_resting(rank) for rank in ranks)
+        if not has_moved and now_s - self._since_s < STALL_S:
             return False
-        if all(_is_resting(child) for rank in ranks for child in _children(rank)):
+        if not has_moved and all(_is_resting(child) for rank in ranks for child in _children(rank)):
             return True
         self._since_s, self._cpu_s = now_s, cpu_s
         return False
+
+    def _have_computed(self, cpu_s: Mapping[int, float]) -> bool:
+        """Since the beginning of the span; so too where it has no beginning, or is that of another job."""
+        if self._cpu_s.keys() != cpu_s.keys():
+            return True
+        return any(cpu_s[pid] - before > STALL_S * BUSY_SHARE for pid, before in self._cpu_s.items())
 
 
 def has_ended(rank: psutil.Process) -> bool:

@@ -5,10 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from superstep.plan.resolve import Resolved
-from superstep.plan.saved_activations import SavedActivations
-
-WIDEST_FLASH = 256
-"""The widest heads that the flash kernel takes (``model.fused_attention``)."""
+from superstep.plan.saved_activations import WIDEST_FLASH, SavedActivations
 
 
 def with_gpu_kept(run: Resolved) -> Resolved:
