@@ -232,9 +232,9 @@ def test_the_page_follows_the_run_and_keeps_what_was_chosen(told, tmp_path):
         seen("superstep.R.plots.forEach((plot) => plot.setScale('x', {min: 20, max: 60}))")
         last = max(line["step"] for line in told.lines[:50] if line["event"] == "step")
         told.tell(50)
-        tab.wait_for(f"{updates} === 2")
+        # Many lines may come in several parts.
+        tab.wait_for(f"{updates} > 1 && superstep.R.runs[0].step.at(-1) === {last}")
         assert seen("[superstep.R.plots[0].scales.x.min, superstep.R.plots[0].scales.x.max]") == [20, 60]
-        assert seen("superstep.R.runs[0].step.at(-1)") == last
         tab.click("#whole")
         assert seen("superstep.R.plots[0].scales.x.max") == last
         seen.is_accessible()

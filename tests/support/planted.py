@@ -124,7 +124,9 @@ def train(rank, world, run, place):
     batch = small_batch(run)
     mine = rows(run.plan, mesh)
     parts = microbatches(batch.tokens_BS[mine], batch.targets_BS[mine], run.plan, mesh)
-    (folder.root / f"rank-{rank}").write_text(str(os.getpid()))
+    written = folder.root / f"rank-{rank}.part"
+    written.write_text(str(os.getpid()))
+    written.rename(folder.root / f"rank-{rank}")
     threading.Thread(target=_leave, args=(folder.root,), daemon=True).start()
     for each in awaited(heart, planted.batches(parts)):
         planted.now = gather((folder.root / "now").read_text() if rank == 0 else "")[0]
