@@ -288,6 +288,6 @@ def task(index: int, seed: int) -> Task:
 
 def grade(task: Task, rollout: Rollout):
     kind = KINDS[task.data["kind"]]
-    if kind.solution in (DOUBLE, PRINTS) and "```python" not in rollout.answer:
+    if kind.solution in (DOUBLE, PRINTS) and not re.search(r"```python\n(?s:.*)\b(def|import|print)\b", rollout.answer):
         return 0.0  # to start a process for each text would take a minute
     return kind.grade(task, rollout.answer)

@@ -14,7 +14,7 @@ from typing import Literal
 from superstep.errors import ConfigError
 from superstep.grade.attacks.answers import answers
 from superstep.grade.attacks.frame import find_frame, in_frame
-from superstep.grade.attacks.programs import programs
+from superstep.grade.attacks.programs import in_fence, programs
 from superstep.grade.attacks.protocol import Attack
 from superstep.grade.environment import Environment
 from superstep.grade.pool import Pool
@@ -84,7 +84,7 @@ def check(
         ConfigError: a task cannot be made, or is not the same when it is made again.
     """
     made = [_made(environment, index, seed) for index in range(tasks)]
-    attacks = [*answers(), *_in_frames(made), *programs(), *_of_others(made)]
+    attacks = [*_answers_and_programs(made), *_of_others(made)]
     found: dict[str, list[tuple[int, str, Verdict]]] = {attack.name: [] for attack in attacks}
     graded = 0
     for index, task in enumerate(made):
@@ -117,10 +117,13 @@ def _made(environment: Environment, index: int, seed: int) -> Task:
     return task
 
 
-def _in_frames(made: Sequence[Task]) -> Iterator[Attack]:
-    """What is said, where the tasks ask for it."""
+def _answers_and_programs(made: Sequence[Task]) -> Iterator[Attack]:
+    """What is said and what is run: as it is, and where the tasks ask for it."""
+    attacks = [*answers(), *programs()]
+    yield from attacks
+    yield from map(in_fence, programs())
     if any(find_frame(task) for task in made):
-        yield from map(in_frame, answers())
+        yield from map(in_frame, attacks)
 
 
 def _of_others(made: Sequence[Task]) -> Iterator[Attack]:

@@ -1,4 +1,4 @@
-"""Frame: what stands around the final answer in a task's own solution, such as ``Answer: `` or ``<answer>``.
+"""Frame: what stands around the answer in a task's own solution: ``Answer: ``, ``<answer>``, or the fence of a program.
 
 A grader that looks behind a mark never reads an attack that lacks it.
 """
@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 
 from superstep.grade.attacks.protocol import Attack
-from superstep.grade.graders.final_answer import final
+from superstep.grade.graders.final_answer import FENCE, fenced, final
 from superstep.grade.task import Task
 
 PROGRAM = re.compile(r"```(?!json\b)\w|^\s*(?:def |class |import |from \w+ import|print\()", re.MULTILINE)
@@ -29,25 +29,49 @@ class AnswerFrame:
     after: str
 
 
+def is_program(solution: str) -> bool:
+    """Whether a solution is a program, in a fence or bare."""
+    return PROGRAM.search(solution) is not None
+
+
 def find_frame(task: Task) -> AnswerFrame | None:
-    """The frame of a task's solution; None where it has none, or is a program.
+    """The frame of a task's solution; None where it has none.
 
     The answer and all numbers are left out of it, so that its working is worth nothing.
     """
     solution = task.solution
-    if solution is None or PROGRAM.search(solution):
+    if solution is None:
         return None
+    answer = "" if task.answer is None else str(task.answer).strip()
+    before, after = _around_program(solution) if is_program(solution) else _around_answer(solution, answer)
+    frame = AnswerFrame(_without(answer, before), _without(answer, after))
+    return frame if f"{frame.before}{frame.after}".strip() else None
+
+
+def _around_program(solution: str) -> tuple[str, str]:
+    """The last fence, and the text around it where that has no other program."""
+    program = fenced(solution)
+    begin = solution.rfind(program)
+    before, after = solution[:begin], solution[begin + len(program) :]
+    if not before:
+        return "", ""
+    lead, opening = before[:-1].rpartition("\n")[::2]
+    closing, _, rest = after.partition("\n")
+    if is_program(lead) or is_program(rest) or FENCE in lead or len(before) + len(after) > MOST_CHARS:
+        return f"{opening}\n", closing
+    return before, after
+
+
+def _around_answer(solution: str, answer: str) -> tuple[str, str]:
     text = final(solution)
     begin = solution.rfind(text)
     end = begin + len(text)
-    answer = "" if task.answer is None else str(task.answer).strip()
     if places := list(re.finditer(rf"(?<!\w){re.escape(answer)}(?!\w)", text)) if answer else []:
         begin, end = begin + places[-1].start(), begin + places[-1].end()
     before, after = solution[:begin], solution[end:]
     if len(before) + len(after) > MOST_CHARS:
         before, after = before.rpartition("\n")[2], after.partition("\n")[0]
-    frame = AnswerFrame(_without(answer, before), _without(answer, after))
-    return frame if f"{frame.before}{frame.after}".strip() else None
+    return before, after
 
 
 def in_frame(attack: Attack) -> Attack:
@@ -55,7 +79,10 @@ def in_frame(attack: Attack) -> Attack:
 
     def answer(task: Task) -> str | None:
         frame, text = find_frame(task), attack.answer(task)
-        return None if frame is None or text is None else f"{frame.before}{text}{frame.after}"
+        if frame is None or text is None:
+            return None
+        end = "\n" if frame.after.startswith(FENCE) and not text.endswith("\n") else ""
+        return f"{frame.before}{text}{end}{frame.after}"
 
     return Attack(f"{attack.name}, in the answer's place", answer, attack.is_a_guess)
 

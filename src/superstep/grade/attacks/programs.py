@@ -10,10 +10,12 @@ import re
 from collections.abc import Iterator
 
 from superstep.grade.attacks.protocol import Attack, asked
+from superstep.grade.graders.final_answer import fenced
 from superstep.grade.task import Task
 
 ORDINARY = ("solution", "solve", "main", "f")
 MOST_NAMES = 6
+FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 LEAVES = {
     "sys.exit(0)": "import sys\nsys.exit(0)",
@@ -133,31 +135,65 @@ PROGRAMS = {
 }
 
 
+GUESSES = {"echoes": ECHOES, "knows the examples": KNOWS, "prints the last constant": PRINTS}
+
+
 def programs() -> Iterator[Attack]:
-    """All of them, bare and in a fence as chat models write."""
+    """All of them, bare."""
     for name, source in PROGRAMS.items():
-        yield Attack(f"program {name}", _Named(source, "{}"))
-        yield Attack(f"program {name}, fenced", _Named(source, "```python\n{}\n```"))
-    fence = "```python\n{}\n```"
-    yield Attack("program that echoes", _Named(ECHOES, fence), is_a_guess=True)
-    yield Attack("program that knows the examples", _Named(KNOWS, fence), is_a_guess=True)
-    yield Attack("program that prints the last constant", _Named(PRINTS, fence), is_a_guess=True)
+        yield Attack(f"program {name}", _Named(source))
+    for name, source in GUESSES.items():
+        yield Attack(f"program that {name}", _Named(source), is_a_guess=True)
+
+
+def in_fence(attack: Attack) -> Attack:
+    """The same program in a fence, as chat models write."""
+    return Attack(f"{attack.name}, fenced", lambda task: f"```python\n{attack.answer(task)}\n```", attack.is_a_guess)
 
 
 class _Named:
-    """A program with its function under each name that the task may ask for."""
+    """A program with its function under each name that the task may ask for, and as the methods of its solution."""
 
-    def __init__(self, source: str, form: str) -> None:
-        self._source, self._form = source, form
+    def __init__(self, source: str) -> None:
+        self._source = source
 
     def __call__(self, task: Task) -> str:
-        names = function_names(asked(task))
-        source = self._source.replace("NAME", names[0])
+        prompt = asked(task)
+        functions, methods = _entries(task)
+        first, *others = list(dict.fromkeys([*functions, *function_names(prompt)]))[:MOST_NAMES]
+        source = self._source.replace("NAME", first)
         if "LAST" in source:
-            source = source.replace("EXAMPLES", repr(examples(asked(task)))).replace("LAST", last_constant(asked(task)))
+            source = source.replace("EXAMPLES", repr(examples(prompt))).replace("LAST", last_constant(prompt))
         if "def " in source:
-            source = "\n".join([source, *(f"{other} = {names[0]}" for other in names[1:])])
-        return self._form.replace("{}", source.strip())
+            source = "\n".join([source, *(f"{other} = {first}" for other in others), *_classes(methods, first)])
+        return source.strip()
+
+
+METHOD = "    def {method}(self, *args, **kwargs):\n        return {function}(*args, **kwargs)"
+
+
+def _entries(task: Task) -> tuple[list[str], dict[str, list[str]]]:
+    """The functions that a task's solution defines, the likeliest to be called first, and its classes' methods."""
+    try:
+        defined = ast.parse(fenced(task.solution or "")).body
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return [], {}
+    prompt = asked(task)
+    functions = [each.name for each in reversed(defined) if isinstance(each, FUNCTION)]
+    methods = {
+        each.name: [method.name for method in each.body if isinstance(method, FUNCTION) and method.name[:2] != "__"]
+        for each in defined
+        if isinstance(each, ast.ClassDef)
+    }
+    return sorted(functions, key=lambda name: name not in prompt), methods
+
+
+def _classes(methods: dict[str, list[str]], function: str) -> Iterator[str]:
+    """Classes whose methods do what the function does."""
+    for name, each in methods.items():
+        yield "\n".join(
+            [f"class {name}:", *(METHOD.format(method=method, function=function) for method in each), "    pass"]
+        )
 
 
 def function_names(prompt: str) -> list[str]:
