@@ -4,6 +4,7 @@
 # make test-all  the long ones too, as for every change
 # make strict   tests of the GPU path, on emulated GPUs; compiles them once for a version of torch
 # make check    lint, format, types, import order
+# make house    figures of the package's structure and words
 # make bench    Superstep beside its peers; BENCH=name picks another module of bench/
 # make docs     the pages' tables and drawings, from the code; then the site, into build/docs
 # make pictures the pictures of docs/pictures, as a browser shows the pages; needs chromium
@@ -16,7 +17,7 @@ WORKERS ?= 2
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup train test test-all strict check bench docs pictures clean
+.PHONY: setup train test test-all strict check house bench docs pictures clean
 
 setup: $(STAMP)
 
@@ -47,6 +48,9 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_layers.py
+
+house: setup
+	$(BIN)/python tests/support/house.py src/superstep
 
 bench: setup
 	$(BIN)/python -m bench.$(BENCH) $(ARGS)
