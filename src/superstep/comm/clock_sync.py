@@ -48,10 +48,10 @@ def offset_to_rank_0(
     if len(set(hosts)) == 1:
         return Offset(0.0, 0.0)
     best = min((_round(device, clock) for _ in range(ROUNDS)), key=lambda found: found.within_s)
-    found = gather(best)
+    offsets = gather(best)
     if host == hosts[0]:
         return Offset(0.0, 0.0)
-    return min((f for f, whose in zip(found, hosts, strict=True) if whose == host), key=lambda f: f.within_s)
+    return min((f for f, whose in zip(offsets, hosts, strict=True) if whose == host), key=lambda f: f.within_s)
 
 
 def _round(device: Device, clock: Callable[[], float]) -> Offset:

@@ -178,5 +178,5 @@ def from_first(numbers: Sequence[int], group: Group, device: torch.device) -> li
         return list(numbers)  # they are not read back, for which the host would wait
     values = torch.zeros(int(count), dtype=torch.int64, device=device)
     dist.broadcast(values, group=group, group_src=0)
-    found: list[int] = values.tolist()
-    return found
+    received: list[int] = values.tolist()
+    return received

@@ -153,14 +153,14 @@ def gpus() -> int:
     return torch.cuda.device_count()
 
 
-def choose(asked: DeviceKind | None, ranks: int = 1) -> DeviceKind:
+def choose(wanted: DeviceKind | None, ranks: int = 1) -> DeviceKind:
     """What so many ranks of this host compute on: what ``plan.device`` asks for, else GPUs where there are any.
 
     Raises:
         ConfigError: there are not as many GPUs. NCCL refuses two ranks on one.
     """
     count = gpus()
-    if asked == "cpu" or (asked is None and count == 0):
+    if wanted == "cpu" or (wanted is None and count == 0):
         return "cpu"
     if count == 0:
         raise ConfigError("plan.device = 'cuda': torch finds no GPU on this host; leave it out, or set it to 'cpu'.")
@@ -173,12 +173,12 @@ def choose(asked: DeviceKind | None, ranks: int = 1) -> DeviceKind:
     return "cuda"
 
 
-def pick(local_rank: int, asked: DeviceKind | None = None) -> Device:
+def pick(local_rank: int, wanted: DeviceKind | None = None) -> Device:
     """The device of a rank by its number on its host: a GPU of its own, or the CPU.
 
     Where the number on the host is not known the rank's number serves as well: hosts are filled one after the other.
     """
-    if choose(asked) == "cpu":
+    if choose(wanted) == "cpu":
         return Device("cpu")
     device = Device("cuda", local_rank % gpus())
     device.make_current()

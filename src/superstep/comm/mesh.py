@@ -180,24 +180,24 @@ class _Groups:
 
     def mine(self, members: Iterable[Sequence[int]]) -> Group | None:
         """One group out of each list, none of which shares a rank with another; the one that has this rank."""
-        found = self._one_of(members)
-        if found is not None:
-            self.transport.connect(found, self.device)
-        return found
+        group = self._one_of(members)
+        if group is not None:
+            self.transport.connect(group, self.device)
+        return group
 
     def _one_of(self, members: Iterable[Sequence[int]], *, is_channel: bool = False) -> Group | None:
-        found: Group | None = None
+        group: Group | None = None
         for ranks in members:
             if len(ranks) > 1:
-                found = (
+                group = (
                     self.transport.group(ranks, device=self.device, timeout=self.timeout, is_channel=is_channel)
-                    or found
+                    or group
                 )
-        return found
+        return group
 
     def channels(self, routes: Iterable[Channel]) -> dict[Channel, Group]:
         """The group of each channel that has this rank at one end."""
-        found: dict[Channel, Group] = {}
+        groups: dict[Channel, Group] = {}
         for channel in routes:
             source, target, _ = channel
             ends = [(ranks[source], ranks[target]) for ranks in self.shape.groups("pp")]
@@ -205,8 +205,8 @@ class _Groups:
             if group is not None:
                 first = next(source for source, target in ends if self.rank in (source, target))
                 self.transport.connect_channel(group, self.device, source=first)
-                found[channel] = group
-        return found
+                groups[channel] = group
+        return groups
 
     def ties(self, places: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], Group]:
         """For each set of pipeline ranks the group that has this rank."""

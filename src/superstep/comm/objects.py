@@ -27,6 +27,6 @@ def gather(value: T) -> list[T]:
     group = world_group()
     if group is None:
         return [value]
-    found: list[Any] = [None] * group.size()
-    dist.all_gather_object(found, value)
-    return found
+    objects: list[Any] = [None] * group.size()
+    dist.all_gather_object(objects, value)
+    return objects

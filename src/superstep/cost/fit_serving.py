@@ -32,8 +32,8 @@ def fit(
     them negative.
     """
     wanted = np.array([sample.seconds for sample in samples])
-    found = [counts(sample.model, sample.work, leaves_rows=way.leaves_rows) for sample in samples]
-    many = np.stack(found) / wanted[:, None]
+    counted = [counts(sample.model, sample.work, leaves_rows=way.leaves_rows) for sample in samples]
+    many = np.stack(counted) / wanted[:, None]
     used = np.abs(many).max(axis=0) > 0
     solved, kept = _solved(many), np.ones(len(samples), dtype=bool)
     for _ in range(TRIMS):  # a step beside which something else ran is no sample
@@ -87,9 +87,9 @@ def _without_gaps(solved: Array, used: Array) -> Array:
 def least_squares(many: Array, wanted: Array) -> Array:
     """The x without a negative number for which ``many @ x`` is nearest to ``wanted`` (Lawson 1974, ch. 23)."""
     count = many.shape[1]
-    found, free = np.zeros(count), np.zeros(count, dtype=bool)
+    solution, free = np.zeros(count), np.zeros(count, dtype=bool)
     for _ in range(3 * count):
-        slope = many.T @ (wanted - many @ found)
+        slope = many.T @ (wanted - many @ solution)
         slope[free] = -math.inf
         best = int(slope.argmax())
         if slope[best] <= 1e-10:
@@ -102,11 +102,11 @@ def least_squares(many: Array, wanted: Array) -> Array:
                 break
             # As far towards the trial as no number becomes negative; those that became 0 stay there.
             below = free & (trial <= 0)
-            step = float(np.min(found[below] / np.maximum(found[below] - trial[below], 1e-300)))
-            found = found + step * (trial - found)
-            free &= found > 1e-15
-            found[~free] = 0.0
+            step = float(np.min(solution[below] / np.maximum(solution[below] - trial[below], 1e-300)))
+            solution = solution + step * (trial - solution)
+            free &= solution > 1e-15
+            solution[~free] = 0.0
             if not free.any():
                 break
-        found = trial if free.any() else found
-    return found
+        solution = trial if free.any() else solution
+    return solution

@@ -184,7 +184,7 @@ def counts(model: RankModelSize, work: Work, *, leaves_rows: bool = False) -> Ar
     layers = model.layers - 1 + gone_on
     gathered = sum(group.texts * group.keys for group in work.groups)
     pairs = sum(group.texts * group.rows * group.keys for group in work.groups)
-    found = {
+    amounts = {
         "step": 1.0,
         "layer": model.layers,
         "request": work.requests,
@@ -202,8 +202,8 @@ def counts(model: RankModelSize, work: Work, *, leaves_rows: bool = False) -> Ar
     }
     for rows, weights in _products(model, work, gone_on * work.rows):
         for knot, share in _knots(rows):
-            found[f"rows_{knot}"] = found.get(f"rows_{knot}", 0.0) + share * weights
-    return np.array([found.get(term, 0.0) for term in TERMS])
+            amounts[f"rows_{knot}"] = amounts.get(f"rows_{knot}", 0.0) + share * weights
+    return np.array([amounts.get(term, 0.0) for term in TERMS])
 
 
 def _products(model: RankModelSize, work: Work, last_rows: float) -> list[tuple[float, float]]:
@@ -212,7 +212,7 @@ def _products(model: RankModelSize, work: Work, last_rows: float) -> list[tuple[
     Args:
         last_rows: those that go on behind the last layer's keys.
     """
-    found: list[tuple[float, float]] = [
+    products: list[tuple[float, float]] = [
         (work.rows, model.layers * model.dense - model.behind_keys),
         (last_rows, model.behind_keys),
         (work.wanted, model.head),
@@ -221,8 +221,8 @@ def _products(model: RankModelSize, work: Work, last_rows: float) -> list[tuple[
         chosen = work.rows * model.experts_per_token
         # Routers spread tokens: of E experts so many are met by k choices at random.
         met = model.experts * (1 - (1 - 1 / model.experts) ** chosen)
-        found.append((chosen / met, model.layers * met * model.expert))
-    return [(rows, weights) for rows, weights in found if rows]
+        products.append((chosen / met, model.layers * met * model.expert))
+    return [(rows, weights) for rows, weights in products if rows]
 
 
 def _knots(rows: float) -> list[tuple[int, float]]:

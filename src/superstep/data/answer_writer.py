@@ -189,5 +189,5 @@ class AnswerFiles:
 
 def _mapped(path: Path, dtype: str) -> NDArray[Any]:
     """A file as an array; an empty one cannot be mapped."""
-    found: NDArray[Any] = np.memmap(path, dtype, "r") if path.stat().st_size else np.empty(0, dtype)
-    return found
+    mapped: NDArray[Any] = np.memmap(path, dtype, "r") if path.stat().st_size else np.empty(0, dtype)
+    return mapped

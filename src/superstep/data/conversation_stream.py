@@ -61,10 +61,10 @@ class AnswerCut:
         there are.
         """
         owners_S = np.full(self._length, -1, np.int64)
-        found = self._conversations(number)
-        for k, (start, stop, place) in enumerate(found):
+        conversations = self._conversations(number)
+        for k, (start, stop, place) in enumerate(conversations):
             owners_S[place : place + stop - start - 1] = np.where(self._answers[start + 1 : stop], k, -1)
-        return owners_S, len(found)
+        return owners_S, len(conversations)
 
     def starts(self, number: int) -> NDArray[np.int64]:
         """Where in the sequence each token's conversation starts; the padding is one of its own."""

@@ -181,12 +181,12 @@ def objects(paths: tuple[str, ...]) -> Iterator[RecordFields]:
             with _reading(path):
                 match path.suffix.lower():
                     case ".jsonl":
-                        found = json_objects(path, encoding_of(path))
+                        parsed = json_objects(path, encoding_of(path))
                     case ".parquet":
-                        found = parquet_objects(path)
+                        parsed = parquet_objects(path)
                     case _:
                         raise refusal(f"'{path}'", "is neither .jsonl nor .parquet", "name files of records")
-                for record in found:
+                for record in parsed:
                     has_any = True
                     yield record
         if not has_any:

@@ -17,24 +17,24 @@ def pack(sizes: Sequence[int], capacity: int) -> list[list[int]]:
     a fair sample of all.
     """
     assert all(0 < size <= capacity for size in sizes), "no item is larger than a sequence"
-    found: list[list[int]] = []
+    rows: list[list[int]] = []
     by_room: dict[int, list[int]] = {}
     rooms: list[int] = []
     for item in sorted(range(len(sizes)), key=lambda item: -sizes[item]):
         place = bisect_left(rooms, sizes[item])
         if place == len(rooms):
-            found.append([])
-            sequence, room = len(found) - 1, capacity
+            rows.append([])
+            sequence, room = len(rows) - 1, capacity
         else:
             room = rooms[place]
             sequence = by_room[room].pop()
             if not by_room[room]:
                 del by_room[room], rooms[place]
-        found[sequence].append(item)
+        rows[sequence].append(item)
         left = room - sizes[item]
         if left:
             if left not in by_room:
                 by_room[left] = []
                 insort(rooms, left)
             by_room[left].append(sequence)
-    return sorted(map(sorted, found))
+    return sorted(map(sorted, rows))

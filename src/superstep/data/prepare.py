@@ -124,10 +124,10 @@ def _fingerprint(config: DataConfig, vocab: int) -> str:
 def stamp(path: Path) -> tuple[str, int, int]:
     """Differs when a file does: its path, bytes and time of change in nanoseconds; a broken link has none."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return str(path.absolute()), -1, -1
-    return str(path.absolute()), found.st_size, found.st_mtime_ns
+    return str(path.absolute()), status.st_size, status.st_mtime_ns
 
 
 def source_bytes(config: DataConfig) -> int:

@@ -70,8 +70,8 @@ def passages(parts: Iterable[DocumentPart], chars: int, slack: int = SLACK_CHARS
 
 def _cut(text: str, first: int, last: int) -> int:
     """Where to cut between two places, of which at least the second lies within the text."""
-    found = (pattern.search(text, first, last + 1) for pattern in _WORD_ENDS)
-    return next((match.start() for match in found if match), last)
+    matches = (pattern.search(text, first, last + 1) for pattern in _WORD_ENDS)
+    return next((match.start() for match in matches if match), last)
 
 
 def spread_sample(texts: Iterable[str], chars: int) -> list[str]:

@@ -51,18 +51,18 @@ class Environment:
         Raises:
             ConfigError: the file's function fails, or gives something else.
         """
-        asked = f"{self.path}: task({index}, {seed})"
+        call = f"{self.path}: task({index}, {seed})"
         try:
-            found = self.make(index, seed)
+            task = self.make(index, seed)
         except (Exception, SystemExit) as error:
-            raise ConfigError(f"{asked} fails: {told(error)}; it must give a Task for every index from 0.") from error
-        if not isinstance(found, Task):
-            raise ConfigError(f"{asked} gives {type(found).__name__}; return a superstep.grade.task.Task.")
-        if not isinstance(found.prompt, str) and not all(isinstance(each, Message) for each in found.prompt):
-            raise ConfigError(f"{asked} has a prompt that is neither a text nor a tuple of Message; give one of them.")
-        if not found.prompt:
-            raise ConfigError(f"{asked} has an empty prompt; give what the model is to be told.")
-        return found
+            raise ConfigError(f"{call} fails: {told(error)}; it must give a Task for every index from 0.") from error
+        if not isinstance(task, Task):
+            raise ConfigError(f"{call} gives {type(task).__name__}; return a superstep.grade.task.Task.")
+        if not isinstance(task.prompt, str) and not all(isinstance(each, Message) for each in task.prompt):
+            raise ConfigError(f"{call} has a prompt that is neither a text nor a tuple of Message; give one of them.")
+        if not task.prompt:
+            raise ConfigError(f"{call} has an empty prompt; give what the model is to be told.")
+        return task
 
     def reply(self, task: Task, turns: Sequence[Message]) -> Observation | Done:
         """What the environment says to the last turn.
@@ -73,14 +73,14 @@ class Environment:
         if self.answer is None:
             return Done()
         try:
-            found = self.answer(task, turns)
+            reply = self.answer(task, turns)
         except (Exception, SystemExit) as error:
             raise ConfigError(f"{self.path}: reply(task, turns) fails: {told(error)}.") from error
-        if not isinstance(found, Observation | Done):
+        if not isinstance(reply, Observation | Done):
             raise ConfigError(
-                f"{self.path}: reply(task, turns) gives {type(found).__name__}; return an Observation or Done()."
+                f"{self.path}: reply(task, turns) gives {type(reply).__name__}; return an Observation or Done()."
             )
-        return found
+        return reply
 
 
 def load_environment(source: str | Path) -> Environment:
@@ -89,11 +89,11 @@ def load_environment(source: str | Path) -> Environment:
     Raises:
         ConfigError: the file cannot be read or run, or lacks a function.
     """
-    path, found = Path(source), load_functions(source, NEEDED, kind="tasks")
-    reply = found.get("reply")
+    path, names = Path(source), load_functions(source, NEEDED, kind="tasks")
+    reply = names.get("reply")
     if reply is not None and not callable(reply):
         raise ConfigError(f"{path}: reply is no function; write reply(task, turns), or leave it out.")
-    return Environment(path=path, make=found["task"], judge=found["grade"], answer=reply)
+    return Environment(path=path, make=names["task"], judge=names["grade"], answer=reply)
 
 
 def told(error: BaseException) -> str:

@@ -59,8 +59,8 @@ class EnvironmentProcess:
             Fault: the process does not start.
         """
         if self._has_replies is None:
-            told = self._told({"path": str(self.path), "config": None}, START_S, "it cannot be loaded")
-            self._has_replies = told["replies"]
+            reply = self._told({"path": str(self.path), "config": None}, START_S, "it cannot be loaded")
+            self._has_replies = reply["replies"]
 
     def task(self, index: int, seed: int) -> Task:
         """The task of these numbers.
@@ -69,13 +69,13 @@ class EnvironmentProcess:
             ConfigError: the file has none.
             Fault: it is late, or its process has ended each time that it was asked.
         """
-        told = self._call({"do": "task", "index": index, "seed": seed}, f"task({index}, {seed})")
-        return AskedTask(prompt=_messages(told["prompt"]), index=index, seed=seed)
+        reply = self._call({"do": "task", "index": index, "seed": seed}, f"task({index}, {seed})")
+        return AskedTask(prompt=_messages(reply["prompt"]), index=index, seed=seed)
 
     def is_pure(self, index: int, seed: int) -> bool:
         """Whether the same numbers give the same task again; raises as ``task`` does."""
-        asked = {"do": "compare", "index": index, "seed": seed}
-        return self._call(asked, f"task({index}, {seed})")["same"] is True
+        request = {"do": "compare", "index": index, "seed": seed}
+        return self._call(request, f"task({index}, {seed})")["same"] is True
 
     def reply(self, task: Task, turns: Sequence[Message]) -> Observation | Done:
         """What the environment says to the last turn of a task that it gave; raises as ``task`` does."""
@@ -84,7 +84,7 @@ class EnvironmentProcess:
         if not self._has_replies:
             return Done()
         nth = sum(turn.role == "assistant" for turn in turns)
-        asked = {
+        request = {
             "do": "reply",
             "index": task.index,
             "seed": task.seed,
@@ -92,14 +92,14 @@ class EnvironmentProcess:
         }
         what = f"reply() to turn {nth} of task {task.index}"
         try:
-            said = self._call(asked, what)["said"]
+            messages = self._call(request, what)["said"]
         except EndedError:
             self._restart()  # with no turns
             if not makes_task(self._process, task.index, task.seed, self._seconds):
                 self._process.kill()  # it may be there still, and would answer the next question no more
                 raise
             return Done(f"{what}: its process ended {RESTARTS + 1} times, and not without this answer")
-        return Done() if said is None else Observation(_messages(said))
+        return Done() if messages is None else Observation(_messages(messages))
 
     def close(self) -> None:
         """Ends the process and what it started."""
@@ -111,14 +111,14 @@ class EnvironmentProcess:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _call(self, asked: dict[str, Any], what: str) -> dict[str, Any]:
+    def _call(self, request: dict[str, Any], what: str) -> dict[str, Any]:
         self.open()
         for _ in range(RESTARTS):
             try:
-                return self._told(asked, self._seconds, what)
+                return self._told(request, self._seconds, what)
             except EndedError:
                 self._restart()
-        return self._told(asked, self._seconds, f"{what}, asked {RESTARTS + 1} times")
+        return self._told(request, self._seconds, f"{what}, asked {RESTARTS + 1} times")
 
     def _restart(self) -> None:
         self._process.end()
@@ -126,17 +126,17 @@ class EnvironmentProcess:
         self._has_replies = None
         self.open()
 
-    def _told(self, asked: dict[str, Any], seconds: float, what: str) -> dict[str, Any]:
-        told = self._process.ask(asked, seconds)
-        if told is None:
+    def _told(self, request: dict[str, Any], seconds: float, what: str) -> dict[str, Any]:
+        reply = self._process.ask(request, seconds)
+        if reply is None:
             why = unanswered(self._process, seconds)
             mend = f"; make it faster, or set {self._setting} higher" if self._process.was_late else ""
             self._process.kill()
             raise (EndedError if self._process.has_ended else Fault)(f"{self.path}: {what}: {why}{mend}.")
-        if "refused" in told:
-            raise ConfigError(told["refused"])
-        return told
+        if "refused" in reply:
+            raise ConfigError(reply["refused"])
+        return reply
 
 
-def _messages(said: Sequence[Sequence[Any]]) -> tuple[Message, ...]:
-    return tuple(Message(role, content) for role, content in said)
+def _messages(raw: Sequence[Sequence[Any]]) -> tuple[Message, ...]:
+    return tuple(Message(role, content) for role, content in raw)

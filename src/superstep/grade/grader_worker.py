@@ -41,10 +41,10 @@ TASKS = 1024
 def decide(environment: Environment, task: Task, rollout: Rollout, tools: Tools) -> Verdict:
     """What the environment's grader says of a rollout. What it raises is a grader_error."""
     try:
-        found = environment.judge(task, rollout)
-        if isinstance(found, Check) and not isinstance(found, Verdict):
-            found = found.verdict(tools)
-        return scored(found)
+        verdict = environment.judge(task, rollout)
+        if isinstance(verdict, Check) and not isinstance(verdict, Verdict):
+            verdict = verdict.verdict(tools)
+        return scored(verdict)
     except SuperstepError as error:
         return grader_error(str(error))
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's own code
@@ -64,12 +64,12 @@ def main() -> None:
         return
     _put(out, start, {"replies": desk.environment.answer is not None})
     for line in given:
-        asked = json.loads(line)
+        request = json.loads(line)
         try:
-            told = desk.answer(asked)
+            reply = desk.answer(request)
         except ConfigError as error:
-            told = {"refused": str(error)}
-        _put(out, asked, told)
+            reply = {"refused": str(error)}
+        _put(out, request, reply)
 
 
 def _tools(fields: dict[str, Any]) -> Tools:
@@ -85,24 +85,24 @@ class _Desk:
         self._tools = tools
         self._task = lru_cache(TASKS)(environment.task)
 
-    def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """One answer.
 
         Raises:
             ConfigError: the file has no such task, or its ``reply`` fails.
         """
-        index, seed = asked["index"], asked["seed"]
-        match asked.get("do", "grade"):
+        index, seed = request["index"], request["seed"]
+        match request.get("do", "grade"):
             case "task":
                 return {"prompt": _said(self._task(index, seed).messages)}
             case "compare":
                 return {"same": self.environment.task(index, seed) == self.environment.task(index, seed)}
             case "reply":
-                said = self.environment.reply(self._task(index, seed), _heard(asked["turns"]))
-                return {"said": None if isinstance(said, Done) else _said(said.messages)}
+                messages = self.environment.reply(self._task(index, seed), _heard(request["turns"]))
+                return {"said": None if isinstance(messages, Done) else _said(messages.messages)}
             case _:
                 assert self._tools is not None, "this process was begun to grade"
-                rollout = Rollout(_heard(asked["turns"]), asked["finish"])
+                rollout = Rollout(_heard(request["turns"]), request["finish"])
                 # Made anew: a grader may change what is inside of a task.
                 return decide(self.environment, self.environment.task(index, seed), rollout, self._tools).told()
 
@@ -111,12 +111,12 @@ def _said(messages: Sequence[Message]) -> list[list[str]]:
     return [[message.role, message.content] for message in messages]
 
 
-def _heard(said: Sequence[Sequence[Any]]) -> tuple[Message, ...]:
-    return tuple(Message(role, content) for role, content in said)
+def _heard(raw: Sequence[Sequence[Any]]) -> tuple[Message, ...]:
+    return tuple(Message(role, content) for role, content in raw)
 
 
-def _put(out: IO[str], asked: dict[str, Any], told: dict[str, Any]) -> None:
-    out.write(json.dumps(told | {NUMBER: asked[NUMBER]}) + "\n")
+def _put(out: IO[str], request: dict[str, Any], reply: dict[str, Any]) -> None:
+    out.write(json.dumps(reply | {NUMBER: request[NUMBER]}) + "\n")
     out.flush()
 
 

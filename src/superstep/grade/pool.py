@@ -92,13 +92,13 @@ class Pool:
         """
         if rollout.violation:
             return self._threads.submit(violation, rollout.violation)
-        asked = {
+        request = {
             "index": index,
             "seed": seed,
             "turns": [[turn.role, turn.content] for turn in rollout.turns],
             "finish": rollout.finish,
         }
-        return self._threads.submit(self._grade, asked)
+        return self._threads.submit(self._grade, request)
 
     def close(self) -> None:
         """Ends all graders and what they run."""
@@ -116,19 +116,19 @@ class Pool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _grade(self, asked: dict[str, Any]) -> Verdict:
+    def _grade(self, request: dict[str, Any]) -> Verdict:
         worker = self._idle.get()
         begin_s = time.time()
         try:
-            verdict = worker.ask(asked)
+            verdict = worker.ask(request)
             ends = int(worker.has_ended)
             for _ in range(self.config.retries):
                 if verdict.is_decided:
                     break
                 self._retried(verdict)
-                verdict = worker.ask(asked)
+                verdict = worker.ask(request)
                 ends += worker.has_ended
-            if 1 < ends == self.config.retries + 1 and worker.has_task(asked["index"], asked["seed"]):
+            if 1 < ends == self.config.retries + 1 and worker.has_task(request["index"], request["seed"]):
                 verdict = violation(f"its grader's process ended {ends} times, and not without this answer")
             return replace(verdict, graded_s=(begin_s, time.time()))
         finally:
@@ -160,16 +160,16 @@ class _Worker:
             if self._is_closed:
                 raise Fault("the pool of graders is closed.")
             process = self._process = LineProcess(COMMAND, is_heard=self._is_heard)
-        told = process.ask({"path": str(self._source), "config": asdict(self._config)}, START_S)
-        if told is None:
+        reply = process.ask({"path": str(self._source), "config": asdict(self._config)}, START_S)
+        if reply is None:
             self._end()
             raise Fault(f"the grader of {self._source} does not start: {unanswered(process, START_S)}.")
-        if "refused" in told:
+        if "refused" in reply:
             self._end()
-            raise ConfigError(told["refused"])
+            raise ConfigError(reply["refused"])
         return process
 
-    def ask(self, asked: dict[str, Any]) -> Verdict:
+    def ask(self, request: dict[str, Any]) -> Verdict:
         """One attempt.
 
         Raises:
@@ -181,14 +181,14 @@ class _Worker:
             process = self.started()
         except Fault as error:
             return grader_error(str(error))
-        told = process.ask(asked, seconds)
-        if told is None:
+        reply = process.ask(request, seconds)
+        if reply is None:
             self.has_ended = process.has_ended and not self._is_closed
             self._end()
             return grader_error(unanswered(process, seconds))
-        if "refused" in told:
-            raise ConfigError(told["refused"])
-        return from_told(told)
+        if "refused" in reply:
+            raise ConfigError(reply["refused"])
+        return from_told(reply)
 
     def has_task(self, index: int, seed: int) -> bool:
         """Whether a process that is given no answer makes the task."""

@@ -104,9 +104,9 @@ def scored(value: object) -> Verdict:
     return ok(float(value)) if value > 0 else wrong()
 
 
-def from_told(told: dict[str, Any]) -> Verdict:
-    """The verdict that ``told`` wrote."""
-    return Verdict(told["verdict"], float(told["score"] or 0.0), str(told["why"]))
+def from_told(raw: dict[str, Any]) -> Verdict:
+    """The verdict that ``raw`` wrote."""
+    return Verdict(raw["verdict"], float(raw["score"] or 0.0), str(raw["why"]))
 
 
 def line(text: str) -> str:

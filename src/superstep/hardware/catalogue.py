@@ -65,13 +65,13 @@ _BY_KEY = {key_of(name): chip for chip, names in ALIASES.items() for name in (ch
 
 def chip(name: str, *, field: str = "chip") -> Chip:
     """The chip that people call so; raises ConfigError, which names the field that asks, where nobody does."""
-    found = _BY_KEY.get(key_of(name))
-    if found is None:
+    known = _BY_KEY.get(key_of(name))
+    if known is None:
         spelled = {other.lower(): other for chip, names in ALIASES.items() for other in (chip, *names)}
         close = difflib.get_close_matches(name.lower(), spelled, n=1)
         hint = did_you_mean(spelled[close[0]], [spelled[close[0]]]) if close else did_you_mean("", CHIPS)
         raise ConfigError(f"{field} = {name!r} is not in the catalogue{hint}")
-    return CHIPS[found]
+    return CHIPS[known]
 
 
 # The words of torch's device name that tell a chip, the most specific first.

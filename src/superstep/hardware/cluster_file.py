@@ -30,13 +30,13 @@ def cluster(text: str) -> Cluster:
     """
     if text.endswith(".toml"):
         return read_cluster(Path(text))
-    found = re.fullmatch(r"\s*([0-9]+)\s*[xX*]\s*(\S.*?)\s*", text)
-    if found is None:
+    match = re.fullmatch(r"\s*([0-9]+)\s*[xX*]\s*(\S.*?)\s*", text)
+    if match is None:
         raise ConfigError(
             f"cluster = {text!r} is neither a number of chips, '128xH100' say, nor the path of a .toml file."
         )
-    chips = int(found[1])
-    usual = usual_cluster(chip(found[2]), chips)
+    chips = int(match[1])
+    usual = usual_cluster(chip(match[2]), chips)
     try:
         return checked(replace(usual, domain=_whole_domains(usual.domain, chips)))
     except ConfigError as error:

@@ -122,10 +122,10 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """As ``reference``, by the kernel; ``takes`` says of what. A row of ``starts_BS`` never falls."""
     if (gpu := _of_gpu(q_BNSH)) is not None:
-        seen: tuple[Tensor, Tensor] = gpu.attend(
+        result: tuple[Tensor, Tensor] = gpu.attend(
             q_BNSH, k_BKTH, v_BKTH, gpu.Sees(is_causal=is_causal, starts=starts_BS)
         )
-        return seen
+        return result
     out, lse = empty_like(q_BNSH), torch.empty(q_BNSH.shape[:3])
     KernelArgs((q_BNSH, k_BKTH, v_BKTH), out, lse, is_causal=is_causal, starts=starts_BS).run("superstep_attention")
     return out, lse
@@ -155,10 +155,10 @@ def attend_backward(
         sees = gpu.Sees(is_causal=is_causal, starts=starts_BS)
         dq, dk, dv, _ = gpu.attend_backward(grad_BNSH, inputs, out_BNSH, lse_BNS, sees)
         return dq, dk, dv
-    found = empty_like(q), empty_like(k), empty_like(v)
-    call = KernelArgs(inputs, out_BNSH, lse_BNS, is_causal=is_causal, starts=starts_BS, grads=(grad_BNSH, *found))
+    grads = empty_like(q), empty_like(k), empty_like(v)
+    call = KernelArgs(inputs, out_BNSH, lse_BNS, is_causal=is_causal, starts=starts_BS, grads=(grad_BNSH, *grads))
     call.run("superstep_attention_backward")
-    return found
+    return grads
 
 
 def _of_gpu(x: Tensor) -> ModuleType | None:
@@ -231,14 +231,14 @@ class KernelArgs:
         self._held: tuple[object, ...] = inputs, out, lse, grads, starts, ends
         is_bf16 = q.dtype == torch.bfloat16
         kind = is_bf16, is_bf16 and multiplies_pairs(), is_causal
-        told = _Told(B, N, k.shape[1], S, k.shape[2], H, *kind, 1 / math.sqrt(H))
-        told.starts, told.behind = (None if x is None else x.data_ptr() for x in (starts, ends))
-        told.q, told.k, told.v, told.out = (_View.of(x) for x in (*inputs, out))
-        told.lse = lse.data_ptr()
+        sizes = _Told(B, N, k.shape[1], S, k.shape[2], H, *kind, 1 / math.sqrt(H))
+        sizes.starts, sizes.behind = (None if x is None else x.data_ptr() for x in (starts, ends))
+        sizes.q, sizes.k, sizes.v, sizes.out = (_View.of(x) for x in (*inputs, out))
+        sizes.lse = lse.data_ptr()
         if grads is not None:
-            told.grad, told.dq, told.dk, told.dv = (_View.of(x) for x in grads)
-        told.first, told.parts = first, 1
-        self._told = told
+            sizes.grad, sizes.dq, sizes.dk, sizes.dv = (_View.of(x) for x in grads)
+        sizes.first, sizes.parts = first, 1
+        self._told = sizes
 
     def sum_by(self, ends: Tensor, scale: float, limit: float, outside: Tensor) -> None:
         """What queries give keys is summed part by part, and on a grid: see ``kernels.exact_attention``.

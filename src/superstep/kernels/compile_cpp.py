@@ -75,14 +75,14 @@ def folder_of(source: Path) -> Path:
 
 def processor_features() -> str:
     """What the processor can do, as Linux tells it."""
-    told = Path("/proc/cpuinfo")
-    lines = told.read_text(encoding="utf-8").splitlines() if told.is_file() else []
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
     return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
 
 
 def compile_file(source: Path, flags: Sequence[str], library: Path) -> None:
     """Compile beside the place, and move the file there once it is whole."""
-    compiler = next((found for found in map(shutil.which, COMPILERS) if found is not None), None)
+    compiler = next((path for path in map(shutil.which, COMPILERS) if path is not None), None)
     if compiler is None:
         raise FileNotFoundError(f"there is no compiler: none of {', '.join(COMPILERS)} is on the path")
     library.parent.mkdir(parents=True, exist_ok=True)
@@ -97,6 +97,6 @@ def compile_file(source: Path, flags: Sequence[str], library: Path) -> None:
 
 def reason_of(fault: Exception) -> str:
     """Why a compiler failed, in a line."""
-    said = fault.stderr if isinstance(fault, subprocess.CalledProcessError) and fault.stderr else str(fault)
-    lines = [line for line in said.splitlines() if "error" in line] or said.splitlines()
+    text = fault.stderr if isinstance(fault, subprocess.CalledProcessError) and fault.stderr else str(fault)
+    lines = [line for line in text.splitlines() if "error" in line] or text.splitlines()
     return lines[0] if lines else type(fault).__name__

@@ -89,12 +89,12 @@ def add_backward(
         The gradient [B, N, S, H], and the largest of the parts' sums that were not below the limit, in size; 0 where
         all were.
     """
-    found, outside = empty_like(inputs[0]), torch.zeros(1)
-    grads = grad_BNSH, found, summed.dk, summed.dv
+    grad, outside = empty_like(inputs[0]), torch.zeros(1)
+    grads = grad_BNSH, grad, summed.dk, summed.dv
     call = KernelArgs(inputs, out_BNSH, lse_BNS, is_causal=True, first=first, grads=grads)
     call.sum_by(torch.tensor(summed.ends), summed.scale, summed.limit, outside)
     call.run("superstep_attention_backward")
-    return found, outside.item()
+    return grad, outside.item()
 
 
 def block_address() -> int | None:

@@ -132,12 +132,12 @@ def _onednn(x: Tensor, weight_OI: Tensor) -> Tensor:
 def _least_s(run: Callable[[], Tensor], times: int = 8) -> float:
     """Of some runs the shortest, by this thread's own clock: others only make a run longer."""
     run()
-    found = []
+    medians = []
     for _ in range(times):
         begin_s = time.thread_time()
         run()
-        found.append(time.thread_time() - begin_s)
-    return min(found)
+        medians.append(time.thread_time() - begin_s)
+    return min(medians)
 
 
 def by_onednn(left: Tensor, right: Tensor) -> bool:

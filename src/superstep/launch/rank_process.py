@@ -78,8 +78,8 @@ class RankProcess:
         if code > 0 and not self.stderr.exists():
             why += "; a script that launches ranks does so below if __name__ == '__main__'."
             return self._trouble(Fault, why, order=1)
-        said = self.stderr.read_text(encoding="utf-8", errors="replace").split("\n") if self.stderr.exists() else []
-        last = last_line(said)
+        lines = self.stderr.read_text(encoding="utf-8", errors="replace").split("\n") if self.stderr.exists() else []
+        last = last_line(lines)
         hint = f"; its last line was: {last}" if last and code != -signal.SIGKILL else "."
         return self._trouble(Lost if code < 0 else Fault, f"{why}{hint}", order=1)
 

@@ -91,7 +91,7 @@ def launch(world: int, worker: Worker[P, T], *args: P.args, **kwargs: P.kwargs) 
     return launch_on(None, world, worker, *args, **kwargs)
 
 
-def launch_on(asked: DeviceKind | None, world: int, worker: Worker[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+def launch_on(wanted: DeviceKind | None, world: int, worker: Worker[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Run ``worker(World, ...)`` on every rank, each a process of its own; a single rank on the CPU runs right here.
 
     This process touches no GPU: what it took of one, no rank would have.
@@ -103,7 +103,7 @@ def launch_on(asked: DeviceKind | None, world: int, worker: Worker[P, T], *args:
         UserError, Fault: the first cause, as the rank that met it said. No rank is left.
         SystemExit: SIGTERM came, and the ranks do not listen to it or did not yet; or it came twice.
     """
-    kind = choose(asked, world)
+    kind = choose(wanted, world)
     if world == 1 and kind == "cpu":
         store = dist.HashStore()  # type: ignore[attr-defined]
         device = pick(0, kind)

@@ -46,10 +46,10 @@ class RankSlot:
 
     def take(self, device: Device) -> None:
         """Meet the others."""
-        told: dict[str, Any] = {"init_method": self.file}
+        options: dict[str, Any] = {"init_method": self.file}
         if self.store is not None:
             address, port = self.store
             store = dist.TCPStore(address, port, is_master=False, timeout=TIMEOUT)  # type: ignore[attr-defined]
-            told = {"store": store}
-        told["device_id"] = device.of_groups
-        dist.init_process_group(device.backend, rank=self.rank, world_size=self.world, timeout=TIMEOUT, **told)
+            options = {"store": store}
+        options["device_id"] = device.of_groups
+        dist.init_process_group(device.backend, rank=self.rank, world_size=self.world, timeout=TIMEOUT, **options)

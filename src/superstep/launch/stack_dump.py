@@ -85,22 +85,22 @@ def ask(ranks: Mapping[int, int], proc: Path = Path("/proc")) -> dict[int, str]:
         proc: of the system.
     """
     places = {process: proc / str(process) / "fd" / str(handle) for process, handle in ranks.items() if handle}
-    asked = []
+    processes = []
     for process, place in places.items():
         with contextlib.suppress(OSError):
             os.truncate(place, 0)
             os.kill(process, _signal())
-            asked.append(process)
-    said: dict[int, str] = {}
+            processes.append(process)
+    stacks: dict[int, str] = {}
     deadline_s = time.monotonic() + PATIENCE_S
-    while asked and time.monotonic() < deadline_s:
+    while processes and time.monotonic() < deadline_s:
         time.sleep(POLL_S)
-        for process in list(asked):
+        for process in list(processes):
             now = _text(places[process])
-            if now and now == said.get(process):
-                asked.remove(process)
-            said[process] = now
-    return said
+            if now and now == stacks.get(process):
+                processes.remove(process)
+            stacks[process] = now
+    return stacks
 
 
 def ask_spy(spy: str, process: int) -> str:
@@ -124,13 +124,13 @@ def ask_spy(spy: str, process: int) -> str:
 
 def threads_of(text: str) -> tuple[tuple[str, ...], ...]:
     """Each thread's calls, ``file:line in function``, the innermost first; the main thread, which is last, first."""
-    found: list[list[str]] = []
+    threads: list[list[str]] = []
     for line in text.splitlines():
         if _THREAD.match(line):
-            found.append([])
-        elif (frame := _FRAME.match(line)) and found:
-            found[-1].append(f"{frame[1]}:{frame[2]} in {frame[3]}")
-    return tuple(tuple(each) for each in reversed(found))
+            threads.append([])
+        elif (frame := _FRAME.match(line)) and threads:
+            threads[-1].append(f"{frame[1]}:{frame[2]} in {frame[3]}")
+    return tuple(tuple(each) for each in reversed(threads))
 
 
 def _text(place: Path) -> str:

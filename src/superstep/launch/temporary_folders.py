@@ -53,8 +53,8 @@ def remove_left_folders() -> None:
     for prefix in PREFIXES:
         for folder in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
             with suppress(OSError):
-                found = folder.lstat()
-                if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid():
+                status = folder.lstat()
+                if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid():
                     remove_unlocked(folder, OWNER)
 
 

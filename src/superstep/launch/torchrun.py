@@ -64,7 +64,7 @@ def join(
     prepare: Callable[[int], AbstractContextManager[T]],
     worker: Callable[[World, T], R],
     codec: Codec[T],
-    asked: Callable[[T], DeviceKind | None] = lambda _: None,
+    wanted: Callable[[T], DeviceKind | None] = lambda _: None,
 ) -> R:
     """Run ``worker`` as the one rank that torchrun's environment says this process is.
 
@@ -73,7 +73,7 @@ def join(
             long as it takes.
         worker: what a rank does.
         codec: how what was made goes to the others.
-        asked: which device what was made asks for.
+        wanted: which device what was made asks for.
 
     Returns:
         What the worker returned.
@@ -90,7 +90,7 @@ def join(
             with ExitStack() as stack:
                 value = _from_rank_0(store, rank, lambda: stack.enter_context(prepare(size)), codec)
                 # srun, unlike torchrun, does not say how the ranks of a host are numbered.
-                device = pick(dist.get_node_local_rank(fallback_rank=rank), asked(value))
+                device = pick(dist.get_node_local_rank(fallback_rank=rank), wanted(value))
                 own = dist.PrefixStore("ranks", store)  # type: ignore[attr-defined]
                 dist.init_process_group(
                     device.backend, store=own, rank=rank, world_size=size, timeout=TIMEOUT, device_id=device.of_groups

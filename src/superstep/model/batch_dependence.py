@@ -64,8 +64,8 @@ def _outputs(spec: UnitSpec, like: Tensor, given: Mapping[str, object]) -> tuple
         others = 1 - rows
     others[0] = rows[0]
     try:
-        found = module(rows.clone(), **given), module(rows.clone(), **given), module(others, **given)
+        outputs = module(rows.clone(), **given), module(rows.clone(), **given), module(others, **given)
     except (RuntimeError, ValueError, IndexError, TypeError, AssertionError):  # such numbers may be none that it takes
         return None
-    is_known = all(out.shape[:1] == (ROWS,) and bool(out.isfinite().all()) for out in found)
-    return found if is_known else None
+    is_known = all(out.shape[:1] == (ROWS,) and bool(out.isfinite().all()) for out in outputs)
+    return outputs if is_known else None

@@ -65,9 +65,14 @@ class Sliding:
     def _blocks(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Iterator[Tensor]:
         place_S = torch.arange(q_BSNH.shape[1], device=q_BSNH.device)
         for start in range(0, q_BSNH.shape[1], self.window):
-            mine, seen = slice(start, start + self.window), slice(max(0, start - self.window + 1), start + self.window)
-            back = place_S[mine, None] - place_S[seen]
-            q_BNsH, k_BKtH, v_BKtH = (x.transpose(1, 2) for x in (q_BSNH[:, mine], k_BSKH[:, seen], v_BSKH[:, seen]))
+            mine, visible = (
+                slice(start, start + self.window),
+                slice(max(0, start - self.window + 1), start + self.window),
+            )
+            back = place_S[mine, None] - place_S[visible]
+            q_BNsH, k_BKtH, v_BKtH = (
+                x.transpose(1, 2) for x in (q_BSNH[:, mine], k_BSKH[:, visible], v_BSKH[:, visible])
+            )
             is_seen = (back >= 0) & (back < self.window)
             yield fused_attention(q_BNsH, k_BKtH, v_BKtH, is_seen).transpose(1, 2)
 

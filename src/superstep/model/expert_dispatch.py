@@ -81,7 +81,7 @@ class ExpertDispatch(Protocol):
     def run(self, x_TD: Tensor, expert_Tk: Tensor, experts: Experts) -> Tensor:
         """Each token through its experts, by their global numbers: [T, k, D], zeros where there is NOBODY."""
 
-    def tell(self, layer: int, told: LayerRouterCounts) -> None:
+    def tell(self, layer: int, counts: LayerRouterCounts) -> None:
         """Note what a router did. Told again for the same sequences, as when a forward is computed again, it counts
         once.
         """
@@ -126,13 +126,13 @@ class LocalDispatch:
         held = T // len(self.now.sequences)
         return order_R // k % held // (held // self._parts)
 
-    def tell(self, layer: int, told: LayerRouterCounts) -> None:
-        self._told[layer, self.now.sequences] = told
+    def tell(self, layer: int, counts: LayerRouterCounts) -> None:
+        self._told[layer, self.now.sequences] = counts
 
     def told(self) -> dict[int, LayerRouterCounts]:
         """For each layer, what its router did with all sequences since this was last asked."""
         total: dict[int, LayerRouterCounts] = {}
-        for (layer, _), told in self._told.items():
-            total[layer] = total[layer] + told if layer in total else told
+        for (layer, _), counts in self._told.items():
+            total[layer] = total[layer] + counts if layer in total else counts
         self._told.clear()
         return total

@@ -144,8 +144,8 @@ def check_weights(weights: Weights, shapes: Mapping[str, Sequence[int]]) -> None
         ],
     }
     if any(faults.values()):
-        told = "; ".join(f"{what}: {_first(names)}" for what, names in faults.items() if names)
-        raise StateError(f"{weights.path}: {told}. Set model.name to the config.json beside these weights.")
+        message = "; ".join(f"{what}: {_first(names)}" for what, names in faults.items() if names)
+        raise StateError(f"{weights.path}: {message}. Set model.name to the config.json beside these weights.")
     # Some tied checkpoints store the head a second time.
     if _HEAD in weights and _HEAD not in shapes and not _is_same(weights[_HEAD], weights[_EMBED]):
         raise StateError(

@@ -87,26 +87,26 @@ def build(spec: UnitSpec, where: str) -> nn.Module:
 
 
 def _parameters(module: nn.Module, spec: UnitSpec, where: str) -> Iterator[Parameter]:
-    found = dict(module.named_parameters())
-    twice = [local for local, _ in module.named_parameters(remove_duplicate=False) if local not in found]
+    named = dict(module.named_parameters())
+    twice = [local for local, _ in module.named_parameters(remove_duplicate=False) if local not in named]
     if twice:
         raise ConfigError(
             f"{where}: unit '{spec.name}' has one parameter in two places, the second '{twice[0]}'; use one module "
             "twice, or make two units that name the same tensor."
         )
-    if missing := [local for local in found if local not in spec.params]:
+    if missing := [local for local in named if local not in spec.params]:
         raise ConfigError(
             f"{where}: unit '{spec.name}' has a parameter '{missing[0]}' that its table lacks; add it to params."
         )
     for local, param in spec.params.items():
-        if local not in found:
+        if local not in named:
             raise ConfigError(
                 f"{where}: the table of unit '{spec.name}' has '{local}', which is no parameter of its module"
-                + (did_you_mean(local, found) if found else "; take it out.")
+                + (did_you_mean(local, named) if named else "; take it out.")
             )
         if not isinstance(param, ParamSpec):
             raise ConfigError(f"{where}: unit '{spec.name}', '{local}': {param!r} is no ParamSpec; make it one.")
-        dims = tuple(found[local].shape)
+        dims = tuple(named[local].shape)
         if len(param.axes) != len(dims):
             raise ConfigError(
                 f"{where}: unit '{spec.name}', '{local}': {len(param.axes)} axes {param.axes} for {len(dims)} dims "
@@ -114,9 +114,9 @@ def _parameters(module: nn.Module, spec: UnitSpec, where: str) -> Iterator[Param
             )
         if 0 in dims:
             raise ConfigError(f"{where}: unit '{spec.name}', '{local}' has no elements: {list(dims)}; take it out.")
-        if not found[local].is_floating_point():
-            raise ConfigError(f"{where}: unit '{spec.name}', '{local}' is {found[local].dtype}; make it a buffer.")
-        if not found[local].requires_grad:
+        if not named[local].is_floating_point():
+            raise ConfigError(f"{where}: unit '{spec.name}', '{local}' is {named[local].dtype}; make it a buffer.")
+        if not named[local].requires_grad:
             raise ConfigError(f"{where}: unit '{spec.name}', '{local}' is not trained; make it a buffer.")
         _check_bias(local, spec, where)
         layer = module.get_submodule(local.rpartition(".")[0])
@@ -161,15 +161,15 @@ def passed(
         ConfigError: a unit does not run, gives no tensor, or changes what it must not.
     """
     x = torch.empty(example.shape, dtype=compute if example.is_floating_point() else example.dtype, device="meta")
-    found = [Passed(x.shape, x.dtype)]
+    inputs = [Passed(x.shape, x.dtype)]
     for number, spec in enumerate(specs):
         module = build(spec, where).to(compute)
         here = {name: given[name] for name in spec.takes}
         row = x
         x = run(module, spec, x, here, where, is_first=number == 0)
         check_rows(spec, row, here, where)
-        found.append(Passed(x.shape, x.dtype))
-    return tuple(found)
+        inputs.append(Passed(x.shape, x.dtype))
+    return tuple(inputs)
 
 
 def run(

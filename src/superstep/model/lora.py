@@ -62,21 +62,21 @@ def adapt(specs: Sequence[UnitSpec], outline: Outline, lora: LoraConfig) -> tupl
 
 
 def _adapted(spec: UnitSpec, targets: set[str], lora: LoraConfig) -> UnitSpec:
-    found = {
+    adapted = {
         local.removesuffix(".weight"): param
         for local, param in spec.params.items()
         if local.endswith(".weight") and param.name.removesuffix(".weight") in targets
     }
-    if not found:
+    if not adapted:
         return spec
     with on_meta():
         module = spec.build()
     params = dict(spec.params)
-    for path, param in found.items():
+    for path, param in adapted.items():
         a, b = _factors(param, module.get_parameter(f"{path}.weight").shape[1])
         params |= {f"{path}{ENDS['a']}": a, f"{path}{ENDS['b']}": b}
     scale = scale_of(lora.alpha, lora.rank, is_stabilized=False)
-    return replace(spec, build=partial(_build, spec.build, tuple(found), lora.rank, scale), params=params)
+    return replace(spec, build=partial(_build, spec.build, tuple(adapted), lora.rank, scale), params=params)
 
 
 def _factors(param: ParamSpec, inputs: int) -> tuple[ParamSpec, ParamSpec]:

@@ -149,18 +149,18 @@ def _layers(linears: Mapping[str, tuple[int, int]]) -> int:
 
 
 def _check_targets(
-    config: AdapterConfig, found: set[str], linears: Mapping[str, tuple[int, int]], folder: Path
+    config: AdapterConfig, targets: set[str], linears: Mapping[str, tuple[int, int]], folder: Path
 ) -> None:
     named = {name for name in linears if config.targets(name)}
-    if named - found:
+    if named - targets:
         raise StateError(
-            f"{folder / FILE}: target_modules of {CONFIG} names {min(named - found)}, and it has no tensors "
+            f"{folder / FILE}: target_modules of {CONFIG} names {min(named - targets)}, and it has no tensors "
             "of that; save the adapter again."
         )
-    if found - named:
+    if targets - named:
         raise ConfigError(
-            f"{folder / FILE}: it has tensors of {min(found - named)}, which target_modules of {CONFIG} does not name; "
-            "add it there."
+            f"{folder / FILE}: it has tensors of {min(targets - named)}, which target_modules of {CONFIG} does not "
+            "name; add it there."
         )
 
 

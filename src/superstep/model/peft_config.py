@@ -101,9 +101,9 @@ class AdapterConfig:
 
     def _layer(self, name: str) -> int | None:
         for pattern in self.layers_pattern or (r"[^.]*",):
-            found = re.match(rf".*\.{pattern}\.(\d+)\.", name)
-            if found:
-                return int(found[1])
+            match = re.match(rf".*\.{pattern}\.(\d+)\.", name)
+            if match:
+                return int(match[1])
         return None
 
 
@@ -132,7 +132,7 @@ def read_config(text: bytes, file: Path) -> AdapterConfig:
         raise StateError(f"{file} is no JSON object; save the adapter again.")
     _refuse_others(config, file)
     try:
-        found = AdapterConfig(
+        checked = AdapterConfig(
             r=_checked(config.get("r"), "r", _is_rank, file),
             lora_alpha=_checked(config.get("lora_alpha"), "lora_alpha", _is_number, file),
             is_stabilized=bool(config.get("use_rslora")),
@@ -143,14 +143,14 @@ def read_config(text: bytes, file: Path) -> AdapterConfig:
             layers=_layers(config.get("layers_to_transform"), file),
             layers_pattern=_pattern(_names(config, "layers_pattern", file)),
         )
-        found.targets("model.layers.0.x")
-        found.rank("x")
-        found.alpha("x")
+        checked.targets("model.layers.0.x")
+        checked.rank("x")
+        checked.alpha("x")
     except re.error as error:
         raise ConfigError(f"{file}: '{error.pattern!s}' is no expression that can be matched: {error}.") from error
-    if not found.target_modules:
+    if not checked.target_modules:
         raise ConfigError(f"{file}: target_modules is empty; name the linears, such as q_proj, or {ALL_LINEAR}.")
-    return found
+    return checked
 
 
 def _refuse_others(config: Mapping[str, Any], file: Path) -> None:

@@ -152,11 +152,11 @@ def depends_on(out: Tensor, x: Tensor) -> bool:
     """Whether a gradient of ``out`` would reach ``x``, a leaf or what was computed from one."""
     start, end = out.grad_fn, x.grad_fn
     waiting: list[Node] = [start] if start is not None else []
-    seen: set[Node] = set()
+    visited: set[Node] = set()
     while waiting:
         node = waiting.pop()
         if node is end:
             return True
-        seen.add(node)
-        waiting += [up for up, _ in node.next_functions if up is not None and up not in seen]
+        visited.add(node)
+        waiting += [up for up, _ in node.next_functions if up is not None and up not in visited]
     return out is x

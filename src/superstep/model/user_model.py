@@ -27,12 +27,12 @@ def load_units(config: RunConfig) -> Sequence[UnitSpec]:
     assert source is not None
     function = load_functions(source, {"units": UNITS}, kind="model", field="model.source")["units"]
     try:
-        found = function(config)
+        units = function(config)
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:
         place = place_in(Path(source), error)
         raise ConfigError(f"model.source: {place}: {UNITS} fails: {first_line(error)}.") from error
-    if not isinstance(found, Sequence) or isinstance(found, str):
-        raise ConfigError(f"model.source: {source}: {UNITS} gives {type(found).__name__}; return a list of UnitSpec.")
-    return found
+    if not isinstance(units, Sequence) or isinstance(units, str):
+        raise ConfigError(f"model.source: {source}: {UNITS} gives {type(units).__name__}; return a list of UnitSpec.")
+    return units

@@ -97,10 +97,10 @@ def notes_in(view: mmap.mmap, words: RecordedLines) -> list[Note]:
     """The notes that are there, oldest first. One that the rank is just writing is left out."""
     once, again = (view[PAGE_BYTES:_WORDS_AT] for _ in range(2))
     whole = [raw for raw, other in zip(_slots(once), _slots(again), strict=True) if raw == other and any(raw)]
-    found = sorted((raw for raw in whole if raw[7] < len(words.lines)), key=lambda raw: raw[4])
-    newest = found[-1][4] if found else 0
+    records = sorted((raw for raw in whole if raw[7] < len(words.lines)), key=lambda raw: raw[4])
+    newest = records[-1][4] if records else 0
     notes = []
-    for ready_ns, start_ns, end_ns, within_ns, number, run, step, line in found:
+    for ready_ns, start_ns, end_ns, within_ns, number, run, step, line in records:
         if number <= newest - NOTES:
             continue
         what = words.lines[line]

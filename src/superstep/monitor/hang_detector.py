@@ -40,11 +40,11 @@ def thread(process: int, number: int) -> Thread | None:
     """A thread of a process; None where it has gone."""
     place = Path(f"/proc/{process}/task/{number}")
     try:
-        told, numbers = status_in(place), stat_in(place)
+        status, numbers = status_in(place), stat_in(place)
     except OSError:
         return None
-    switches = int(told["voluntary_ctxt_switches"]) + int(told["nonvoluntary_ctxt_switches"])
-    return Thread(told["State"].split()[0], switches, _cpu_s(numbers))
+    switches = int(status["voluntary_ctxt_switches"]) + int(status["nonvoluntary_ctxt_switches"])
+    return Thread(status["State"].split()[0], switches, _cpu_s(numbers))
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,15 +125,15 @@ def who_hangs(ranks: Mapping[int, RankStanding], *, is_whole: bool = True) -> Hu
 
 def _on_cpus(ranks: Mapping[int, RankStanding]) -> Hung | None:
     for why, hangs in (("held", _is_held), ("still", _is_still), ("busy", _is_busy)):
-        found = [process for process, rank in ranks.items() if hangs(rank)]
-        rest = [rank for process, rank in ranks.items() if process not in found]
-        if found and (why != "still" or all(rank.beat.doing is Doing.WAITS for rank in rest)):
-            return _named(ranks, found, why)
+        hung = [process for process, rank in ranks.items() if hangs(rank)]
+        rest = [rank for process, rank in ranks.items() if process not in hung]
+        if hung and (why != "still" or all(rank.beat.doing is Doing.WAITS for rank in rest)):
+            return _named(ranks, hung, why)
     return None
 
 
-def _named(ranks: Mapping[int, RankStanding], found: list[int], why: str) -> Hung:
-    first, *others = sorted(found, key=lambda process: _at(ranks[process]))
+def _named(ranks: Mapping[int, RankStanding], hung: list[int], why: str) -> Hung:
+    first, *others = sorted(hung, key=lambda process: _at(ranks[process]))
     rank = ranks[first]
     words = {
         "held": f"it has kept Python's lock for {rank.held_s:.1f} s and more, in code that is not Python",

@@ -55,5 +55,5 @@ class Resident:
 def sizes_in(view: mmap.mmap) -> tuple[Memory, ...]:
     """What is in a page, oldest first."""
     (count,) = SIZES_COUNT.read(view)
-    found = (SIZES.read(view, at) for at in range(min(count, SIZES.count)))
-    return tuple((now_ns / 1e9, size) for now_ns, size in found)
+    sizes = (SIZES.read(view, at) for at in range(min(count, SIZES.count)))
+    return tuple((now_ns / 1e9, size) for now_ns, size in sizes)

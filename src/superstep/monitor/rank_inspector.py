@@ -64,10 +64,10 @@ def vitals(process: int, proc: Path = Path("/proc")) -> Vitals:
     """Of a process."""
     place = proc / str(process)
     try:
-        told, numbers = status_in(place), stat_in(place)
+        status, numbers = status_in(place), stat_in(place)
     except OSError:
         return Vitals()
-    kib = {name: int(told.get(name, "0").split()[0]) for name in ("VmRSS", "VmSwap")}
+    kib = {name: int(status.get(name, "0").split()[0]) for name in ("VmRSS", "VmSwap")}
     ran_ns = queued_ns = 0
     with suppress(OSError, ValueError):  # not every system counts that
         ran_ns, queued_ns, _ = map(int, (place / "schedstat").read_text(encoding="ascii").split())
@@ -82,7 +82,7 @@ def views_of(process: int, party: str | None = None) -> dict[int, mmap.mmap]:
         process: the launcher of the ranks, or a rank that nobody has launched.
         party: of several worlds that it has launched, that of this name; None means the first.
     """
-    found: dict[str, dict[int, mmap.mmap]] = {}
+    views: dict[str, dict[int, mmap.mmap]] = {}
     with suppress(OSError):
         for place in sorted(Path(f"/proc/{process}/fd").iterdir(), key=lambda path: int(path.name)):
             with suppress(OSError, ValueError):
@@ -90,11 +90,11 @@ def views_of(process: int, party: str | None = None) -> dict[int, mmap.mmap]:
                 if named is not None:
                     with place.open("rb") as file:
                         view = mmap.mmap(file.fileno(), BYTES, access=mmap.ACCESS_READ)
-                    its, rank = found.setdefault(named[1], {}), int(named[2])
+                    its, rank = views.setdefault(named[1], {}), int(named[2])
                     # A process may still have the page of a run that was before.
                     if rank not in its or read_beat(view).since_ns >= read_beat(its[rank]).since_ns:
                         its[rank] = view
-    return found.get(next(iter(found), "") if party is None else party, {})
+    return views.get(next(iter(views), "") if party is None else party, {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,11 +144,11 @@ class Looker:
 
     def _seen(self, rank: int, view: mmap.mmap) -> RankSeen:
         now_s, beat = self._clock(), read_beat(view).on_gpu()
-        found = self._system(beat.process) if beat.process else Vitals()
+        vitals_of_rank = self._system(beat.process) if beat.process else Vitals()
         main = self._threads(beat.process, beat.process) if beat.process else None
         ticker = self._threads(beat.process, beat.ticker) if beat.ticker else None
         whole = self._processes(beat.process, beat.ticker) if beat.ticker else None
-        now = _First(now_s, beat, found, main, ticker, whole)
+        now = _First(now_s, beat, vitals_of_rank, main, ticker, whole)
         begin = self._first.setdefault(rank, now)
         # A rank may come to stand while it is looked at: how it does so is since it went on last.
         first = self._stood[rank] if rank in self._stood and self._stood[rank].beat.moves == beat.moves else now
@@ -156,12 +156,15 @@ class Looker:
         looked_s, since_s = now_s - first.at_s, max(0.0, now_s - beat.since_ns / 1e9) if beat.since_ns else 0.0
         slept = main is not None and first.main is not None and main.switches == first.main.switches
         cpu_s = main.cpu_s - first.main.cpu_s if main is not None and first.main is not None else 0.0
-        ran_ns, queued_ns = found.ran_ns - begin.vitals.ran_ns, found.queued_ns - begin.vitals.queued_ns
-        faults = found.major_faults - begin.vitals.major_faults
+        ran_ns, queued_ns = (
+            vitals_of_rank.ran_ns - begin.vitals.ran_ns,
+            vitals_of_rank.queued_ns - begin.vitals.queued_ns,
+        )
+        faults = vitals_of_rank.major_faults - begin.vitals.major_faults
         return RankSeen(
             rank=rank,
             process=beat.process,
-            state=found.state,
+            state=vitals_of_rank.state,
             doing=_DOES[beat.doing],
             what=beat.instruction,
             run=beat.run,
@@ -177,8 +180,8 @@ class Looker:
             cpu_s=cpu_s,
             starved=queued_ns / (ran_ns + queued_ns) if queued_ns > 0 and ran_ns >= 0 else 0.0,
             memory=sizes_in(view),
-            resident_bytes=found.resident_bytes,
-            swapped_bytes=found.swapped_bytes,
+            resident_bytes=vitals_of_rank.resident_bytes,
+            swapped_bytes=vitals_of_rank.swapped_bytes,
             faults_per_s=faults / (now_s - begin.at_s) if now_s > begin.at_s else 0.0,
         )
 
@@ -193,17 +196,19 @@ def _kept_s(first: _First, now: _First) -> float:
     return kept_s(looked_s, had_s, is_ready=after is None or after.is_ready)
 
 
-def with_notes(seen: RankSeen, view: mmap.mmap) -> RankSeen:
+def with_notes(rank: RankSeen, view: mmap.mmap) -> RankSeen:
     """The rank with what it did last, and the list that it follows. What raised an error is apart by now: where it was
     in its program counts.
     """
     words, beat = RecordedLines(view), read_beat(view).on_gpu()
-    found = replace(seen, notes=tuple(notes_in(view, words)), follows=_list(tuple(words.around(beat.line))))
-    last = next((note for note in reversed(found.notes) if note.index >= 0), None)
-    if found.doing != "apart" or last is None or last.is_done:
-        return found
+    observed = replace(rank, notes=tuple(notes_in(view, words)), follows=_list(tuple(words.around(beat.line))))
+    last = next((note for note in reversed(observed.notes) if note.index >= 0), None)
+    if observed.doing != "apart" or last is None or last.is_done:
+        return observed
     doing: Does = "works" if last.start_s else "waits"
-    return replace(found, doing=doing, has_raised=True, what=last.what, run=last.run, step=last.step, index=last.index)
+    return replace(
+        observed, doing=doing, has_raised=True, what=last.what, run=last.run, step=last.step, index=last.index
+    )
 
 
 def last_seen(view: mmap.mmap, rank: int) -> RankSeen:

@@ -146,10 +146,10 @@ class Grid:
     def refuse(self, largest: float) -> None:
         """Note, or raise, that a term of this size has no room."""
         room = f"room for {self.terms} terms below {self.limit:g} in size"
-        told = f"{self.name} has a term of {largest:.3g}, and its exact sum has {room}{MEND}"
+        message = f"{self.name} has a term of {largest:.3g}, and its exact sum has {room}{MEND}"
         if self.excess is None:
-            raise OutOfRange(told)
-        self.excess.note(told)
+            raise OutOfRange(message)
+        self.excess.note(message)
 
     def take(self, total: Tensor) -> Tensor:
         """A sum as fp32, rounded once."""

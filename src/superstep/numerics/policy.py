@@ -170,13 +170,13 @@ class PolicyLoss:
     def _bounds(self, ratio_T: Tensor, gain_T: Tensor) -> Mapping[str, tuple[float, Tensor]]:
         """By name: the ratio that counts instead of a token's own, and the tokens of which it does."""
         low, high = 1 - self.clip_low, 1 + self.clip_high
-        found = {
+        bounds = {
             "clip_low": (low, (gain_T < 0) & (ratio_T < low)),
             "clip_high": (high, (gain_T > 0) & (ratio_T > high)),
         }
         if self.dual_clip is not None:
-            found["clip_dual"] = (self.dual_clip, (gain_T < 0) & (ratio_T > self.dual_clip))
-        return found
+            bounds["clip_dual"] = (self.dual_clip, (gain_T < 0) & (ratio_T > self.dual_clip))
+        return bounds
 
     def _factor(self, streams: Streams) -> Tensor:
         """What stands for the sampler's other probabilities."""
@@ -190,7 +190,7 @@ class PolicyLoss:
         streams = self._with_old(logp_T, streams)
         change_T = logp_T - streams["old"]
         ratio_T = change_T.exp()
-        told = {
+        values = {
             "ratio": ratio_T,
             "old_k1": -change_T,
             "old_k3": ratio_T - 1 - change_T,
@@ -199,16 +199,16 @@ class PolicyLoss:
         }
         if self.surrogate == "clip":
             bounds = self._bounds(ratio_T, streams["advantages"])
-            told |= {name: is_left_T for name, (_, is_left_T) in bounds.items()}
+            values |= {name: is_left_T for name, (_, is_left_T) in bounds.items()}
         if self._sees_sampler:
             gap_T = streams["old"] - streams["sampled"]
-            told |= {"sampler_k1": -gap_T, "sampler_k3": gap_T.exp() - 1 - gap_T, "max_sampler_dlogp": gap_T.abs()}
+            values |= {"sampler_k1": -gap_T, "sampler_k3": gap_T.exp() - 1 - gap_T, "max_sampler_dlogp": gap_T.abs()}
         if self.correction != "none":
             factor_T = self._factor(streams)
-            told |= {"correction": factor_T, "masked": factor_T == 0}
+            values |= {"correction": factor_T, "masked": factor_T == 0}
         if self.kl_coef:
-            told["reference_kl"] = kl_terms(self.kl, logp_T, streams["reference"])[0]
-        return {name: told[name] for name in (*self.sums, *self.maxima)}
+            values["reference_kl"] = kl_terms(self.kl, logp_T, streams["reference"])[0]
+        return {name: values[name] for name in (*self.sums, *self.maxima)}
 
 
 def kl_terms(kind: Kl, logp_T: Tensor, reference_T: Tensor) -> tuple[Tensor, Tensor]:

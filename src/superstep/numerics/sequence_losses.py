@@ -67,10 +67,10 @@ def sequence_policy(
     counts_N, whole = weight_N != 0, replace(policy, kl_coef=0.0)
     mean_N = _sums(logp_T, answer_T, lengths_N) / lengths_N
     loss_N, slope_N = whole.terms(mean_N, means)
-    told = whole.watch(mean_N, means)
+    watched = whole.watch(mean_N, means)
     slope_T = _each(weight_N * slope_N / lengths_N, answer_T)
-    measures = {name: _mean(told[name], counts_N) for name in whole.sums}
-    measures |= {name: float(told[name].where(counts_N, 0.0).amax()) for name in whole.maxima}
+    measures = {name: _mean(watched[name], counts_N) for name in whole.sums}
+    measures |= {name: float(watched[name].where(counts_N, 0.0).amax()) for name in whole.maxima}
     if policy.kl_coef:
         distance_T, pull_T = kl_terms(policy.kl, logp_T, of_tokens["reference"])
         distance_N = _sums(distance_T, answer_T, lengths_N) / lengths_N

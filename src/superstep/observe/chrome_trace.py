@@ -23,10 +23,10 @@ def chrome_trace(
     timeline: Timeline, *, name: str, courses: Sequence[Sequence[Peak]] = (), predicted: Timeline | None = None
 ) -> str:
     """The file. Every instruction is one slice: those of ``predicted``, processes of their own behind the others."""
-    found = list(_of(timeline, name, 0, courses))
+    events = list(_of(timeline, name, 0, courses))
     if predicted is not None:
-        found += _of(predicted, f"{name}, predicted", timeline.program.pp, courses)
-    return json.dumps({"displayTimeUnit": "ms", "traceEvents": found}, separators=(",", ":")) + "\n"
+        events += _of(predicted, f"{name}, predicted", timeline.program.pp, courses)
+    return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, separators=(",", ":")) + "\n"
 
 
 def _of(timeline: Timeline, name: str, first: int, courses: Sequence[Sequence[Peak]]) -> Iterator[dict[str, Any]]:

@@ -125,8 +125,8 @@ def spent_s(metrics: Path) -> float:
     """What earlier launches of a run took, as far as its metrics tell: until they were last written to."""
     if not metrics.exists():
         return 0.0
-    found = [line for line in read(metrics) if line.get("event") in ("goodput", "step")]
-    counted = [line for line in found if line["event"] == "goodput"]
+    lines = [line for line in read(metrics) if line.get("event") in ("goodput", "step")]
+    counted = [line for line in lines if line["event"] == "goodput"]
     if counted:
         return float(counted[-1]["wall_s"]) + max(0.0, metrics.stat().st_mtime - float(counted[-1]["at_s"]))
-    return float(found[-1]["elapsed_s"]) if found else 0.0
+    return float(lines[-1]["elapsed_s"]) if lines else 0.0

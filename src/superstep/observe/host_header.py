@@ -32,12 +32,12 @@ class HostNames:
         """Whether a request with these Host headers, of which there is to be one, is for this server. On an address
         that others reach, without names, any is.
         """
-        found = HEADER.fullmatch(headers[0]) if len(headers) == 1 else None
-        if found is None:
+        match = HEADER.fullmatch(headers[0]) if len(headers) == 1 else None
+        if match is None:
             return False
         if not self.names and not _is_loopback(self.address):
             return True
-        name = found[1].strip("[]").lower()
+        name = match[1].strip("[]").lower()
         return _is_loopback(name) or name in (known.lower() for known in (self.address, *self.names))
 
 

@@ -100,8 +100,8 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
     """The file's objects, in order; lines that cannot be read are passed over, and told by ``damage``."""
     with path.open("rb") as file:
         for text in file:
-            if (found := parsed(text)) is not None:
-                yield found
+            if (value := parsed(text)) is not None:
+                yield value
 
 
 def damage(path: Path) -> str:
@@ -134,7 +134,7 @@ def last_line(path: Path) -> dict[str, Any]:
             texts = file.read().splitlines()
     except OSError:
         return {}
-    return next((found for text in reversed(texts) if (found := parsed(text)) is not None), {})
+    return next((value for text in reversed(texts) if (value := parsed(text)) is not None), {})
 
 
 def drop_after(path: Path, step: int) -> None:
@@ -150,9 +150,9 @@ def drop_after(path: Path, step: int) -> None:
     try:
         with path.open("rb") as old, beside.open("wb") as new:
             for text in old:
-                found = parsed(text)
-                is_damaged = found is None and text.endswith(b"\n")
-                if is_damaged or (found is not None and found.get("step", 0) <= step):
+                value = parsed(text)
+                is_damaged = value is None and text.endswith(b"\n")
+                if is_damaged or (value is not None and value.get("step", 0) <= step):
                     new.write(text if text.endswith(b"\n") else text + b"\n")
             new.flush()
             os.fsync(new.fileno())
@@ -164,10 +164,10 @@ def drop_after(path: Path, step: int) -> None:
 def parsed(text: bytes) -> dict[str, Any] | None:
     """The object of one line; None of a torn one."""
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except ValueError:
         return None
-    return found if isinstance(found, dict) else None
+    return value if isinstance(value, dict) else None
 
 
 def _has_no_end(path: Path) -> bool:

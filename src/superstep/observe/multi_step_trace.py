@@ -69,12 +69,12 @@ def perfetto_steps(run: RunSeen, *, name: str, steps: int) -> str:
     newest = max((note.run for rank in run.ranks for note in rank.notes), default=0)
     kept = {rank.rank: [n for n in rank.notes if n.run > newest - steps] for rank in run.ranks}
     start_s = min((note.ready_s for notes in kept.values() for note in notes), default=0.0)
-    found: list[dict[str, Any]] = []
+    events: list[dict[str, Any]] = []
     for rank, notes in kept.items():
-        found += _names(f"{name}: rank {rank}", rank)
+        events += _names(f"{name}: rank {rank}", rank)
         for note in notes:
-            found += _slices(note, rank, start_s)
-    return json.dumps({"displayTimeUnit": "ms", "traceEvents": found}, separators=(",", ":")) + "\n"
+            events += _slices(note, rank, start_s)
+    return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, separators=(",", ":")) + "\n"
 
 
 def _names(name: str, rank: int) -> Iterator[dict[str, Any]]:
@@ -88,15 +88,15 @@ def _names(name: str, rank: int) -> Iterator[dict[str, Any]]:
 
 def _slices(note: Note, rank: int, zero_s: float) -> Iterator[dict[str, Any]]:
     """What a note is of, and the wait before it. What never came to its end has none to draw."""
-    told: dict[str, float] = {"step": note.step, "run": note.run, "instruction": note.index}
+    details: dict[str, float] = {"step": note.step, "run": note.run, "instruction": note.index}
     if note.index >= 0 and note.start_s > note.ready_s:
-        yield _slice(rank, WAITS, f"for {note.what}", note.ready_s - zero_s, note.start_s - zero_s, told)
+        yield _slice(rank, WAITS, f"for {note.what}", note.ready_s - zero_s, note.start_s - zero_s, details)
     if note.is_done:
         row = lane(read_instruction(note.what)) if note.index >= 0 else BESIDE
-        told = told | {"waited_within_ms": 1e3 * note.within_s} if note.within_s else told
-        yield _slice(rank, row, note.what, note.start_s - zero_s, note.end_s - zero_s, told)
+        details = details | {"waited_within_ms": 1e3 * note.within_s} if note.within_s else details
+        yield _slice(rank, row, note.what, note.start_s - zero_s, note.end_s - zero_s, details)
 
 
-def _slice(rank: int, row: str, name: str, start_s: float, end_s: float, told: dict[str, float]) -> dict[str, Any]:
+def _slice(rank: int, row: str, name: str, start_s: float, end_s: float, details: dict[str, float]) -> dict[str, Any]:
     place: dict[str, Any] = {"ph": "X", "name": name, "cat": row, "pid": rank, "tid": ROWS.index(row)}
-    return place | {"ts": start_s * US, "dur": (end_s - start_s) * US, "args": told}
+    return place | {"ts": start_s * US, "dur": (end_s - start_s) * US, "args": details}

@@ -61,12 +61,12 @@ def exposition(run: str, lines: Iterable[Mapping[str, Any]], *, told_at_s: float
         newest[line["event"]] = line
         counts[line["event"]] = counts.get(line["event"], 0) + 1
     label = f'{{run="{_escaped(run)}"}}'
-    found: list[str] = []
+    text: list[str] = []
 
     def add(name: str, kind: str, about: str, value: float | None) -> None:
         if value is not None:
             full = f"superstep:{name}"
-            found.extend((f"# HELP {full} {about}", f"# TYPE {full} {kind}", f"{full}{label} {value}"))
+            text.extend((f"# HELP {full} {about}", f"# TYPE {full} {kind}", f"{full}{label} {value}"))
 
     for event, field, name, about in GAUGES:
         add(name, "gauge", about, newest.get(event, {}).get(field))
@@ -75,7 +75,7 @@ def exposition(run: str, lines: Iterable[Mapping[str, Any]], *, told_at_s: float
     for event, name, about in COUNTED:
         add(f"{name}_total", "counter", about, counts.get(event, 0))
     add("told_timestamp_seconds", "gauge", "When the run told something last.", told_at_s)
-    return "\n".join(found) + "\n"
+    return "\n".join(text) + "\n"
 
 
 def _escaped(text: str) -> str:

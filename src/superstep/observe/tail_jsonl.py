@@ -41,16 +41,16 @@ class Growing:
             return damage_text(self._path, self._damaged)
 
     def _read(self, handle: int) -> None:
-        told = os.fstat(handle)
-        if self._file != (told.st_dev, told.st_ino) or told.st_size < self._read_bytes:
-            self._lines, self._read_bytes, self._file = [], 0, (told.st_dev, told.st_ino)
+        status = os.fstat(handle)
+        if self._file != (status.st_dev, status.st_ino) or status.st_size < self._read_bytes:
+            self._lines, self._read_bytes, self._file = [], 0, (status.st_dev, status.st_ino)
             self._count, self._damaged = 0, []
-        piece = os.pread(handle, told.st_size - self._read_bytes, self._read_bytes)
+        piece = os.pread(handle, status.st_size - self._read_bytes, self._read_bytes)
         whole, end, _ = piece.rpartition(b"\n")
         self._read_bytes += len(whole) + len(end)
         for text in whole.split(b"\n") if end else ():
             self._count += 1
-            if (found := parsed(text)) is None:
+            if (value := parsed(text)) is None:
                 self._damaged.append(self._count)
             else:
-                self._lines.append(found)
+                self._lines.append(value)

@@ -58,9 +58,9 @@ class TensorBoard:
         if isinstance(event, Resumed | RolledBack):
             # The START of a session at step k discards the points of step k and of those after it.
             self._append(event.step + 1, _bytes(7, _whole(1, 1)))
-        elif (told := scalars(event)) is not None:
-            values = [_bytes(1, tag.encode()) + _float(2, point) for tag, point in told.points.items()]
-            self._append(told.step, _bytes(5, b"".join(_bytes(1, value) for value in values)))
+        elif (tags := scalars(event)) is not None:
+            values = [_bytes(1, tag.encode()) + _float(2, point) for tag, point in tags.points.items()]
+            self._append(tags.step, _bytes(5, b"".join(_bytes(1, value) for value in values)))
 
     def _append(self, step: int, body: bytes) -> None:
         self._file.append(record(_double(1, self._clock()) + _whole(2, step) + body), step=step)

@@ -79,7 +79,7 @@ def _untangled(program: Program, events: Iterable[TimelineEvent]) -> list[Timeli
 
 def _together(events: Iterable[TimelineEvent]) -> dict[tuple[object, ...], list[TimelineEvent]]:
     """Events by what they take part in: both ends of a transfer, all ranks of a sum or of the step."""
-    found: dict[tuple[object, ...], list[TimelineEvent]] = {}
+    groups: dict[tuple[object, ...], list[TimelineEvent]] = {}
     for e in events:
         match e.instruction:
             case Send(wire, unit, m) | Recv(wire, unit, m):
@@ -88,8 +88,8 @@ def _together(events: Iterable[TimelineEvent]) -> dict[tuple[object, ...], list[
                 key = (e.instruction,)
             case _:
                 key = (e.rank, e.index)
-        found.setdefault(key, []).append(e)
-    return found
+        groups.setdefault(key, []).append(e)
+    return groups
 
 
 def _joined(members: list[TimelineEvent]) -> list[TimelineEvent]:

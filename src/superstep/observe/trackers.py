@@ -33,7 +33,7 @@ MOST_WAITING = 100_000
 class Tracker(Protocol):
     """A client of a tracker, with a run of it open."""
 
-    def log(self, told: Sequence[Scalars]) -> None:
+    def log(self, steps: Sequence[Scalars]) -> None:
         """Send the points."""
 
     def finish(self) -> None:
@@ -68,17 +68,17 @@ class Wandb:
 
     Args:
         wandb: the module.
-        asked: what it is told of the run.
+        run: what it is told of the run.
     """
 
-    def __init__(self, wandb: Any, asked: TrackedRun) -> None:  # noqa: ANN401
+    def __init__(self, wandb: Any, run: TrackedRun) -> None:  # noqa: ANN401
         self._run = wandb.init(
-            project=asked.project,
-            name=asked.name,
-            id=asked.run,
+            project=run.project,
+            name=run.name,
+            id=run.run,
             resume="allow",
-            dir=asked.folder,
-            config=dict(asked.settings),
+            dir=run.folder,
+            config=dict(run.settings),
             # The terminal is the run's own.
             settings=wandb.Settings(silent=True, console="off"),
         )
@@ -89,9 +89,9 @@ class Wandb:
         """Its id."""
         return str(self._run.id)
 
-    def log(self, told: Sequence[Scalars]) -> None:
+    def log(self, steps: Sequence[Scalars]) -> None:
         """Send the points."""
-        for one in told:
+        for one in steps:
             self._run.log({"step": one.step, **one.points})
 
     def finish(self) -> None:
@@ -105,28 +105,28 @@ class Mlflow:
     MOST_METRICS, MOST_PARAMETERS = 1000, 100
     """Of one request."""
 
-    def __init__(self, mlflow: Any, asked: TrackedRun) -> None:  # noqa: ANN401
+    def __init__(self, mlflow: Any, run: TrackedRun) -> None:  # noqa: ANN401
         self._entities, self._client = mlflow.entities, mlflow.MlflowClient()
-        if asked.run is None:
-            known = self._client.get_experiment_by_name(asked.project)
-            experiment = self._client.create_experiment(asked.project) if known is None else known.experiment_id
-            self._id = str(self._client.create_run(experiment, run_name=asked.name).info.run_id)
-            given = [mlflow.entities.Param(key, str(value)[:500]) for key, value in asked.settings.items()]
+        if run.run is None:
+            known = self._client.get_experiment_by_name(run.project)
+            experiment = self._client.create_experiment(run.project) if known is None else known.experiment_id
+            self._id = str(self._client.create_run(experiment, run_name=run.name).info.run_id)
+            given = [mlflow.entities.Param(key, str(value)[:500]) for key, value in run.settings.items()]
             for first in range(0, len(given), self.MOST_PARAMETERS):
                 self._client.log_batch(self._id, params=given[first : first + self.MOST_PARAMETERS])
         else:
-            self._id = asked.run
-            self._client.update_run(asked.run, status="RUNNING")
+            self._id = run.run
+            self._client.update_run(run.run, status="RUNNING")
 
     @property
     def run(self) -> str:
         """Its id."""
         return self._id
 
-    def log(self, told: Sequence[Scalars]) -> None:
+    def log(self, steps: Sequence[Scalars]) -> None:
         """Send the points."""
         now_ms = int(1e3 * time.time())
-        points = [self._entities.Metric(key, v, now_ms, one.step) for one in told for key, v in one.points.items()]
+        points = [self._entities.Metric(key, v, now_ms, one.step) for one in steps for key, v in one.points.items()]
         for first in range(0, len(points), self.MOST_METRICS):
             self._client.log_batch(self._id, metrics=points[first : first + self.MOST_METRICS])
 
@@ -138,16 +138,16 @@ class Mlflow:
 class Trackio:
     """trackio. Arguments are those of ``Wandb``; a run is known by its name."""
 
-    def __init__(self, trackio: Any, asked: TrackedRun) -> None:  # noqa: ANN401
-        self.run = asked.run or f"{asked.name}-{int(time.time())}"
+    def __init__(self, trackio: Any, run: TrackedRun) -> None:  # noqa: ANN401
+        self.run = run.run or f"{run.name}-{int(time.time())}"
         with _quiet():
             self._run = trackio.init(
-                project=asked.project, name=self.run, config=dict(asked.settings), resume="allow", embed=False
+                project=run.project, name=self.run, config=dict(run.settings), resume="allow", embed=False
             )
 
-    def log(self, told: Sequence[Scalars]) -> None:
+    def log(self, steps: Sequence[Scalars]) -> None:
         """Send the points."""
-        for one in told:
+        for one in steps:
             self._run.log(one.points, step=one.step)
 
     def finish(self) -> None:
@@ -181,9 +181,9 @@ class Tracked:
 
     def write(self, event: Event) -> None:
         """Have the event's points sent."""
-        if (told := scalars(event)) is not None:
+        if (values := scalars(event)) is not None:
             with contextlib.suppress(queue.Full):
-                self._waiting.put_nowait(told)
+                self._waiting.put_nowait(values)
 
     def close(self) -> None:
         """Wait for what is still to be sent, for a while."""
@@ -199,17 +199,17 @@ class Tracked:
         try:
             is_over = False
             while not is_over:
-                told, is_over = self._come()
-                if told:
-                    self._tracker.log(told)
+                steps, is_over = self._come()
+                if steps:
+                    self._tracker.log(steps)
             self._tracker.finish()
         except Exception as error:  # noqa: BLE001  whatever a client raises, the run goes on
             self._warn(f"{self._name} has failed, and is told nothing more: {str(error).partition(chr(10))[0]}")
 
     def _come(self) -> tuple[list[Scalars], bool]:
         """All that waits, once there is something; and whether that was the last."""
-        told = [self._waiting.get()]
+        steps = [self._waiting.get()]
         with contextlib.suppress(queue.Empty):
-            while told[-1] is not None:
-                told.append(self._waiting.get_nowait())
-        return [one for one in told if one is not None], told[-1] is None
+            while steps[-1] is not None:
+                steps.append(self._waiting.get_nowait())
+        return [one for one in steps if one is not None], steps[-1] is None

@@ -84,8 +84,8 @@ def _convert(name: str, value: object, hint: object) -> object:
             if isinstance(value, dict):
                 return _pairs(name, value, option)
         elif origin is tuple:
-            if (found := _listed(name, value, option)) is not None:
-                return found
+            if (items := _listed(name, value, option)) is not None:
+                return items
         elif option is float and isinstance(value, int) and not isinstance(value, bool):
             return float(value)
         elif option is not type(None) and type(value) is option:

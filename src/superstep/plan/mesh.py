@@ -128,7 +128,7 @@ class MeshShape:
         return (at.dp * self.cp + at.cp) * self.tp + at.tp
 
     def _grouped(self, key: Callable[[Coordinate], Hashable]) -> list[list[int]]:
-        found: dict[Hashable, list[int]] = {}
+        groups: dict[Hashable, list[int]] = {}
         for rank in range(self.world):
-            found.setdefault(key(self.at(rank)), []).append(rank)
-        return list(found.values())
+            groups.setdefault(key(self.at(rank)), []).append(rank)
+        return list(groups.values())

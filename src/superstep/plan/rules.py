@@ -27,8 +27,8 @@ class Rules:
 
     def over(self, table: Iterable[tuple[str, Rule]]) -> Rules:
         """These rules with those of a plan in their place."""
-        found: dict[str, Rule] = {**dict(self.cuts), **dict(table)}
-        return Rules(tuple((axis, rule) for axis, rule in found.items() if rule != "none"))
+        rules: dict[str, Rule] = {**dict(self.cuts), **dict(table)}
+        return Rules(tuple((axis, rule) for axis, rule in rules.items() if rule != "none"))
 
 
 DEFAULT = Rules((("vocab", "tp"), ("heads", "tp"), ("kv_heads", "tp"), ("ffn", "tp"), ("experts", "ep")))

@@ -15,7 +15,7 @@ def left_out(skip: Iterable[str]) -> dict[int, int]:
     Raises:
         ConfigError: one is written otherwise.
     """
-    found: dict[int, int] = {}
+    left: dict[int, int] = {}
     for each in skip:
         parts = re.fullmatch(r"([0-9]+):([1-9][0-9]*)", each)
         if parts is None:
@@ -23,8 +23,8 @@ def left_out(skip: Iterable[str]) -> dict[int, int]:
                 f"train.skip = '{each}' is not STEP:BATCHES; write '40:3' to leave 3 batches out after step 40."
             )
         step, batches = int(parts[1]), int(parts[2])
-        found[step] = found.get(step, 0) + batches
-    return found
+        left[step] = left.get(step, 0) + batches
+    return left
 
 
 def check_rollback(rollback: RollbackConfig) -> None:

@@ -34,17 +34,17 @@ def load_functions(
         named = f"{field} = '{source}'" if field else f"'{source}'"
         raise ConfigError(f"{named} is no Python file; name one that has {first}, such as my_{kind}.py.")
     try:
-        found = vars(run_file(path, f"superstep_{kind}_{path.stem}"))
+        names = vars(run_file(path, f"superstep_{kind}_{path.stem}"))
     except (Exception, SystemExit) as error:
         raise ConfigError(
             f"{about}{place_in(path, error)} cannot be run: {first_line(error)}{new_name(error)}."
         ) from error
     for name, form in forms.items():
-        if not callable(found.get(name)):
-            known = [word for word, value in found.items() if callable(value) and not word.startswith("_")]
+        if not callable(names.get(name)):
+            known = [word for word, value in names.items() if callable(value) and not word.startswith("_")]
             hint = did_you_mean(name, known) if known else f"; {advice}."
             raise ConfigError(f"{about}{path} has no function '{form}'{hint}")
-    return found
+    return names
 
 
 def run_file(path: Path, name: str) -> ModuleType:

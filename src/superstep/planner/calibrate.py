@@ -93,23 +93,23 @@ def calibrated(run: Resolved, recorded: Timeline, cluster: Cluster, efficiency: 
     numerics = run.config.numerics.compute
     world = replace(cluster, chips=run.plan.mesh.world)
     problem = SearchProblem(base=run.config, cluster=world, compute=numerics, memory_bytes=0.0, efficiency=efficiency)
-    seen = dict(_observed(recorded))
+    observed = dict(_observed(recorded))
     known = names(cluster, efficiency)
 
     def logs(x: Array) -> Array:
         changed = efficiency.changed({n: efficiency[n] * float(np.exp(v)) for n, v in zip(known, x, strict=True)})
         pricing = pricing_of(replace(problem, efficiency=changed))
         seconds = instruction_seconds(run, recorded.program, catalogued(run, plans_of(run).layout, pricing))
-        return np.log([max(seconds(instruction, rank), 1e-9) for instruction, rank in seen])
+        return np.log([max(seconds(instruction, rank), 1e-9) for instruction, rank in observed])
 
-    wanted = np.log(np.maximum(list(seen.values()), 1e-9))
+    wanted = np.log(np.maximum(list(observed.values()), 1e-9))
     x = _least_squares(lambda at: logs(at) - wanted, len(known))
-    found = {name: efficiency[name] * float(np.exp(value)) for name, value in zip(known, x, strict=True)}
+    fitted = {name: efficiency[name] * float(np.exp(value)) for name, value in zip(known, x, strict=True)}
     return Calibration(
-        efficiency=efficiency.changed(found),
+        efficiency=efficiency.changed(fitted),
         changes=tuple(
             ConstantChange(name=name, before=efficiency[name], after=value)
-            for name, value in found.items()
+            for name, value in fitted.items()
             if abs(value / efficiency[name] - 1) > 1e-3
         ),
         error_before=_median_error(logs(np.zeros(len(known))) - wanted),

@@ -37,8 +37,8 @@ STEP = 1e-2
 
 def variances_of(errors: Mapping[str, float | None]) -> Array:
     """Of the constants' logarithms in a stack, from the errors of their estimates; None where nothing bears on one."""
-    found = [errors[name] if errors[name] is not None else constant.spread for name, constant in CONSTANTS.items()]
-    return (APART * np.array(found, dtype=float)) ** 2
+    spreads = [errors[name] if errors[name] is not None else constant.spread for name, constant in CONSTANTS.items()]
+    return (APART * np.array(spreads, dtype=float)) ** 2
 
 
 def believed(slopes: Array, variances: Array) -> Array:
@@ -48,10 +48,10 @@ def believed(slopes: Array, variances: Array) -> Array:
     return share
 
 
-def narrowing(seen: Array, others: Array, variances: Array) -> Array:
+def narrowing(observed: Array, others: Array, variances: Array) -> Array:
     """What is left of the width of others' intervals."""
-    k = (variances * seen * others).sum(axis=-1)
-    own, of_others = ((variances * each**2).sum(axis=-1) + NOISE**2 for each in (seen, others))
+    k = (variances * observed * others).sum(axis=-1)
+    own, of_others = ((variances * each**2).sum(axis=-1) + NOISE**2 for each in (observed, others))
     left: Array = np.sqrt(1 - k**2 / (own * of_others))
     return left
 

@@ -71,13 +71,13 @@ def smaller_plan(
     side = Side(problem=problem, pricing=pricing_of(problem))
     if not len(side.space.cores()):
         return None
-    for found in search([side], keep=KEPT).best:
-        plan = found.plan.plan_config(0, problem)
+    for option in search([side], keep=KEPT).best:
+        plan = option.plan.plan_config(0, problem)
         try:
             again = resolve(replace(config, plan=replace(plan, rules=config.plan.rules, device=config.plan.device)))
         except ConfigError:  # exact mode cuts less finely, say
             continue
-        priced = verified(found)
+        priced = verified(option)
         if priced.memory_bytes + beside(again) <= memory_bytes:
             return Smaller(run=again, step_s=priced.step_s)
     return None

@@ -46,10 +46,10 @@ def check_problem(problem: SearchProblem) -> None:
         return
     free = replace(problem, rules=())
     if next(meshes(free), None) is not None:
-        told = ", ".join(f"plan.{rule.field} = {rule.value!r}" for rule in problem.rules if rule.is_wanted)
+        rules = ", ".join(f"plan.{rule.field} = {rule.value!r}" for rule in problem.rules if rule.is_wanted)
         raise ConfigError(
-            f"--fix {told}: no layout of {problem.cluster.chips} chips has it with {problem.batch_sequences} sequences "
-            f"a step; {_mend(problem)}."
+            f"--fix {rules}: no layout of {problem.cluster.chips} chips has it with {problem.batch_sequences} "
+            f"sequences a step; {_mend(problem)}."
         )
     raise ConfigError(
         f"--global-batch = {problem.batch_sequences} sequences: no layout of {problem.cluster.chips} chips divides "
@@ -61,8 +61,8 @@ def _mend(problem: SearchProblem) -> str:
     """What the first rule on a degree could say instead."""
     for rule in problem.rules:
         others = replace(problem, rules=tuple(other for other in problem.rules if other is not rule))
-        if rule.field in DEGREES and (found := sorted({getattr(mesh, rule.field) for mesh in meshes(others)})):
-            return f"set plan.{rule.field} to one of {found}"
+        if rule.field in DEGREES and (possible := sorted({getattr(mesh, rule.field) for mesh in meshes(others)})):
+            return f"set plan.{rule.field} to one of {possible}"
     return "leave some of it open"
 
 

@@ -56,18 +56,18 @@ def after_published(path: Path, cluster: Cluster, known: Guide) -> tuple[Guide, 
         ConfigError: a key is unknown, a plan does not resolve, or a chip, a format or a model is not known.
     """
     tables = read_tables(path)
-    told = build(PublishedFigures, tables.pop("published"), "published.")
-    if not told.step_s > 0:
-        raise ConfigError(f"{path}: published.step_s = {told.step_s} must be above 0.")
+    figures = build(PublishedFigures, tables.pop("published"), "published.")
+    if not figures.step_s > 0:
+        raise ConfigError(f"{path}: published.step_s = {figures.step_s} must be above 0.")
     run = resolve(build(RunConfig, tables))
-    where = cluster_of(told.cluster) if told.cluster else replace(cluster, chips=run.plan.mesh.world)
+    where = cluster_of(figures.cluster) if figures.cluster else replace(cluster, chips=run.plan.mesh.world)
     if where.chips != run.plan.mesh.world:
         raise ConfigError(
-            f"{path}: published.cluster = '{told.cluster}' has {where.chips} chips, and the plan "
+            f"{path}: published.cluster = '{figures.cluster}' has {where.chips} chips, and the plan "
             f"{run.plan.mesh.world}; change one of them."
         )
-    log_seconds = _log_seconds(run, where, told)
-    error = float(log_seconds(known.efficiency)) - float(np.log(told.step_s))
+    log_seconds = _log_seconds(run, where, figures)
+    error = float(log_seconds(known.efficiency)) - float(np.log(figures.step_s))
     return known.after_step(slopes_of(log_seconds, known.efficiency), error), float(np.exp(error))
 
 
@@ -76,12 +76,12 @@ def step_slopes(run: Resolved, cluster: Cluster, efficiency: Efficiency) -> Arra
     return slopes_of(_log_seconds(run, cluster, PublishedFigures(step_s=1.0)), efficiency)
 
 
-def _log_seconds(run: Resolved, cluster: Cluster, told: PublishedFigures) -> Callable[[Efficiency], Array]:
+def _log_seconds(run: Resolved, cluster: Cluster, figures: PublishedFigures) -> Callable[[Efficiency], Array]:
     plans, compute = plans_of(run), run.config.numerics.compute
-    if not told.software:
+    if not figures.software:
         return lambda efficiency: _ours(run, plans, cluster, compute, efficiency)
-    known = shorthand(told.software, told.year)
-    software = replace(known.software, compute=compute, attention=usual_attention(known, told.year))
+    known = shorthand(figures.software, figures.year)
+    software = replace(known.software, compute=compute, attention=usual_attention(known, figures.year))
     model = decoder_of(run.shape, run.config.data.sequence_tokens)
     # Gathers and sums as often as that software does them, not ours.
     layout = replace(plans.layout, gathers=array(0), reductions=array(0))

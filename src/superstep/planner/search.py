@@ -125,7 +125,7 @@ class _Kept:
     @property
     def best(self) -> tuple[PricedPlan, ...]:
         """The best first."""
-        return tuple(found for _, found in sorted(self.of_mesh.values(), key=lambda pair: pair[0]))
+        return tuple(priced for _, priced in sorted(self.of_mesh.values(), key=lambda pair: pair[0]))
 
     @property
     def limit_s(self) -> float:
@@ -134,10 +134,10 @@ class _Kept:
             return float("inf")
         return max(key[0] for key, _ in self.of_mesh.values())
 
-    def offer(self, side: Side, key: Key, mesh: float, found: PricedPlan) -> None:
+    def offer(self, side: Side, key: Key, mesh: float, priced: PricedPlan) -> None:
         """Keep a plan if it is among the best."""
         if mesh not in self.of_mesh or key < self.of_mesh[mesh][0]:
-            self.of_mesh[mesh] = (key, found)
+            self.of_mesh[mesh] = (key, priced)
         if len(self.of_mesh) > self.most:
             del self.of_mesh[max(self.of_mesh, key=lambda other: self.of_mesh[other][0])]
 
@@ -195,13 +195,13 @@ def _offer(side: Side, plans: Plans, held: Array, kept: _Kept, tally: _Tally) ->
     for row in order[np.sort(first)]:
         key = (float(step_s[row]), float(held[row]), float(tally.serial))
         tally.serial += 1
-        found = PricedPlan(
+        priced = PricedPlan(
             side=side,
             plan=plans.take(np.array([row])),
             parts=parts_of(parts, int(row), len(plans)),
             memory_bytes=float(held[row]),
         )
-        kept.offer(side, key, float(plans.mesh[row]), found)
+        kept.offer(side, key, float(plans.mesh[row]), priced)
 
 
 def parts_of(parts: Estimate, row: int, rows: int) -> Estimate:

@@ -47,13 +47,13 @@ class Memo:
             problem = side.problem
             ruled = replace(side, problem=replace(problem, rules=(*problem.rules, rule)))
             self.searches[rule] = search([ruled], keep=1).best if len(ruled.space.cores()) else ()
-        return [self.verified(replace(found, side=side)) for found in self.searches[rule]]
+        return [self.verified(replace(priced, side=side)) for priced in self.searches[rule]]
 
-    def verified(self, found: PricedPlan) -> Verified:
+    def verified(self, priced: PricedPlan) -> Verified:
         """The price of a plan's program."""
-        plan = found.plan.plan_config(0, found.side.problem)
+        plan = priced.plan.plan_config(0, priced.side.problem)
         if plan not in self.programs:
-            self.programs[plan] = verified(found)
+            self.programs[plan] = verified(priced)
         return self.programs[plan]
 
 
@@ -74,7 +74,7 @@ def neighbours(
     memo = Memo() if memo is None else memo
     side = best.found.side
     problem, plan = side.problem, best.run.config.plan
-    seen = {best.run.plan}
+    tried = {best.run.plan}
     for name in AXES:
         if name == "sequence_parallel" and plan.tp == 1:
             continue
@@ -84,10 +84,10 @@ def neighbours(
         if not memo.searches[rule]:
             continue
         priced += [each for each in known if getattr(each.run.config.plan, name) != rule.value]
-        fitting = [e for e in priced if e.memory_bytes <= problem.memory_bytes and e.run.plan not in seen]
+        fitting = [e for e in priced if e.memory_bytes <= problem.memory_bytes and e.run.plan not in tried]
         if fitting:
             first = min(fitting, key=lambda each: each.step_s)
-            seen.add(first.run.plan)
+            tried.add(first.run.plan)
             yield Neighbour(
                 field=name,
                 value=getattr(first.run.config.plan, name),
@@ -111,11 +111,11 @@ def improved(
         memo = memos.setdefault(each.found.side.problem.compute, Memo())
         memo.programs[each.run.config.plan] = each
     while True:
-        found = tuple(neighbours(best, near, memos[best.found.side.problem.compute], tell))
-        near += [each.plan for each in found]
+        nearby = tuple(neighbours(best, near, memos[best.found.side.problem.compute], tell))
+        near += [each.plan for each in nearby]
         chosen = simplest(near)
         if chosen.run.plan == best.run.plan or not rounds:
-            return best, found
+            return best, nearby
         best, rounds = chosen, rounds - 1
 
 
@@ -126,11 +126,11 @@ def simplest(plans: Sequence[Verified]) -> Verified:
 
 def of_kinds(plans: Sequence[Verified]) -> tuple[Verified, ...]:
     """The first of each kind: plans that cut the same axes are one kind, whatever their degrees."""
-    found: dict[tuple[bool, ...], Verified] = {}
+    best: dict[tuple[bool, ...], Verified] = {}
     for plan in plans:
         mesh = plan.run.plan.mesh
-        found.setdefault(tuple(degree > 1 for degree in (mesh.pp, mesh.dp, mesh.cp, mesh.tp, mesh.ep)), plan)
-    return tuple(found.values())
+        best.setdefault(tuple(degree > 1 for degree in (mesh.pp, mesh.dp, mesh.cp, mesh.tp, mesh.ep)), plan)
+    return tuple(best.values())
 
 
 def simplicity_of(plan: Verified) -> Simplicity:
@@ -167,5 +167,5 @@ def fallbacks(problems: Sequence[SearchProblem], nodes: int) -> Iterator[Fallbac
 def _on(problems: Sequence[SearchProblem], lost: int, left: int, node: int) -> Iterator[Fallback]:
     for chips in range(left, 0, -node):
         sides = [Side(problem=each, pricing=pricing_of(each)) for each in (p.on(chips) for p in problems)]
-        for found in search([side for side in sides if len(side.space.cores())], keep=1).best:
-            yield Fallback(lost=lost, chips=chips, verified=verified(found))
+        for priced in search([side for side in sides if len(side.space.cores())], keep=1).best:
+            yield Fallback(lost=lost, chips=chips, verified=verified(priced))

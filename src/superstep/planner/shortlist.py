@@ -22,23 +22,23 @@ def candidates(best: Sequence[PricedPlan]) -> list[PricedPlan]:
     chosen: list[PricedPlan] = []
     kinds: set[tuple[object, ...]] = set()
     left = BUDGET
-    for found in best:
-        kind = kind_of(found)
+    for priced in best:
+        kind = kind_of(priced)
         if kind in kinds:
             continue
-        problem = found.side.problem
-        run = resolve(run_config(found.plan.plan_config(0, problem), problem), is_priced=True)
+        problem = priced.side.problem
+        run = resolve(run_config(priced.plan.plan_config(0, problem), problem), is_priced=True)
         # A program that is too long keeps its closed form, at no cost; so does one of a model that is not trained here.
         cost = 0 if run.shape.is_priced_only or instructions_of(run) > MOST_INSTRUCTIONS else instructions_of(run)
         if cost <= left or not chosen:
             kinds.add(kind)
-            chosen.append(found)
+            chosen.append(priced)
             left -= cost
     return chosen
 
 
-def kind_of(found: PricedPlan) -> tuple[object, ...]:
+def kind_of(priced: PricedPlan) -> tuple[object, ...]:
     """The axes that are cut, and the schedule."""
-    plan = found.plan
+    plan = priced.plan
     degrees = tuple(bool(getattr(plan, name)[0] > 1) for name in ("pp", "dp", "cp", "tp", "ep"))
     return (*degrees, int(plan.schedule[0]))

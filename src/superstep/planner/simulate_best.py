@@ -73,28 +73,28 @@ class Verified:
         return float(self.parts.step_s)
 
 
-def verified(found: PricedPlan) -> Verified:
+def verified(priced: PricedPlan) -> Verified:
     """The price of a plan's program; raises ConfigError where the plan cannot be resolved."""
-    problem = found.side.problem
-    run = resolve(run_config(found.plan.plan_config(0, problem), problem), is_priced=True)
+    problem = priced.side.problem
+    run = resolve(run_config(priced.plan.plan_config(0, problem), problem), is_priced=True)
     run = run if problem.is_host else with_gpu_kept(run)
     beyond = 0 if problem.is_host else beyond_reserve(run.plan)
     if run.shape.is_priced_only or instructions_of(run) > MOST_INSTRUCTIONS:
         return Verified(
-            found=found,
+            found=priced,
             run=run,
-            parts=found.parts,
+            parts=priced.parts,
             memory=None,
             communicators_bytes=beyond,
-            memory_bytes=found.memory_bytes + beyond,
+            memory_bytes=priced.memory_bytes + beyond,
             is_simulated=False,
         )
     program = compile_step(run.plan, is_each_pass_checked=False)
     memory = max(rank_bytes(run, program), key=lambda rank: rank.bytes)
     return Verified(
-        found=found,
+        found=priced,
         run=run,
-        parts=simulated(run, program, found.plan.layout, found.side.pricing),
+        parts=simulated(run, program, priced.plan.layout, priced.side.pricing),
         memory=memory,
         communicators_bytes=beyond,
         memory_bytes=memory.bytes + FRAGMENTATION * memory.peak.bytes + beyond,

@@ -27,11 +27,11 @@ def routes(placement: Sequence[int]) -> list[Channel]:
 
     In one order on every rank, which is the order in which they are made.
     """
-    found: dict[Channel, None] = {}
+    channels: dict[Channel, None] = {}
     for here, there in pairwise(placement):
         if here != there:
-            found |= {(here, there, "act"): None, (there, here, "grad"): None}
-    return list(found)
+            channels |= {(here, there, "act"): None, (there, here, "grad"): None}
+    return list(channels)
 
 
 def tied_places(plan: Plan) -> tuple[tuple[int, ...], ...]:
@@ -46,15 +46,15 @@ def tied_places(plan: Plan) -> tuple[tuple[int, ...], ...]:
 
 def uses(program: Program) -> set[Channel]:
     """The channels that the program sends or receives on."""
-    found: set[Channel] = set()
+    channels: set[Channel] = set()
     for number, instructions in enumerate(program.ranks):
         for i in instructions:
             match i:
                 case Send(wire=wire, peer=peer):
-                    found.add((number, peer, wire))
+                    channels.add((number, peer, wire))
                 case Recv(wire=wire, peer=peer):
-                    found.add((peer, number, wire))
-    return found
+                    channels.add((peer, number, wire))
+    return channels
 
 
 def check_first_uses(program: Program, made: Collection[Channel]) -> Program:

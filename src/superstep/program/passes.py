@@ -267,15 +267,15 @@ def _fetch_ahead(program: Program, instructions: tuple[Instruction, ...], prefet
 
 def _window(uses: list[tuple[int, ...]], k: int, prefetch: int) -> list[int]:
     """The units read by compute instruction k, and by the next ``prefetch`` after it that read others."""
-    found = list(uses[k])
+    units = list(uses[k])
     ahead = 0
     for later in range(k + 1, len(uses)):
-        fresh = [u for u in uses[later] if u not in found]
+        fresh = [u for u in uses[later] if u not in units]
         if fresh and ahead == prefetch:
             break
         ahead += bool(fresh)
-        found += fresh
-    return found
+        units += fresh
+    return units
 
 
 def add_snapshot(program: Program) -> Program:

@@ -146,12 +146,12 @@ def _level(index: int, sizes: dict[Category, int], workspace: int) -> Peak:
 def held(program: Program, rank: int, sizes: Sequence[UnitBytes]) -> tuple[dict[Category, int], ...]:
     """A rank's memory over its step: the bytes of each category after each of its instructions."""
     now = _Held(program, rank, sizes)
-    found = []
+    changes = []
     for i in program.ranks[rank]:
         now.begin(i)
         now.end(i)
-        found.append(dict(now.bytes))
-    return tuple(found)
+        changes.append(dict(now.bytes))
+    return tuple(changes)
 
 
 class _Held:

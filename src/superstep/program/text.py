@@ -120,9 +120,9 @@ def read_instruction(text: str) -> Instruction:
         UserError: the text is no instruction.
     """
     for pattern, make in _FORMS:
-        found = re.fullmatch(pattern, text)
-        if found:
-            return make(found)
+        match = re.fullmatch(pattern, text)
+        if match:
+            return make(match)
     raise UserError(f"'{text}' is no instruction.")
 
 

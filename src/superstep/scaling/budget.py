@@ -47,9 +47,9 @@ class BudgetChoice:
     loss: FittedNumber | None
 
 
-def choices(found: Study, flops: float) -> dict[str, BudgetChoice]:
+def choices(summary: Study, flops: float) -> dict[str, BudgetChoice]:
     """By the names of the fits, each one's best use of the same budget."""
-    fits: dict[str, Fit[Frontier] | None] = {name: getattr(found, name) for name in FRONTIERS}
+    fits: dict[str, Fit[Frontier] | None] = {name: getattr(summary, name) for name in FRONTIERS}
     return {name: _choice(fit, flops) for name, fit in fits.items() if fit is not None}
 
 

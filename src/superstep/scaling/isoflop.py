@@ -92,13 +92,13 @@ def fit_isoflop(runs: Sequence[TrainingRun]) -> PowerFrontier:
     Raises:
         ConfigError: fewer than 3 budgets count.
     """
-    found = [lowest for group in _budgets(runs) if (lowest := _lowest(group)) is not None]
-    if len(found) < LEAST:
+    minima = [lowest for group in _budgets(runs) if (lowest := _lowest(group)) is not None]
+    if len(minima) < LEAST:
         raise ConfigError(
-            f"{len(found)} budgets have 3 sizes or more (final FLOPs within {SAME_BUDGET - 1:.0%}) and the lowest loss "
-            f"between them, and {LEAST} are needed; train more sizes for the same FLOPs."
+            f"{len(minima)} budgets have 3 sizes or more (final FLOPs within {SAME_BUDGET - 1:.0%}) and the lowest "
+            f"loss between them, and {LEAST} are needed; train more sizes for the same FLOPs."
         )
-    flops, params, tokens = np.array(found).T
+    flops, params, tokens = np.array(minima).T
     return _power(flops, params, tokens)
 
 

@@ -107,19 +107,19 @@ def read_csv(path: Path) -> list[TrainingRun]:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
     except (UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f"{path} is no CSV file: {error}.") from error
-    found: dict[str, tuple[float, list[LossPoint]]] = {}
+    runs: dict[str, tuple[float, list[LossPoint]]] = {}
     for line, row in rows:
         where = f"{path}, line {line}"
         values = {name: _number(where, name, row[name]) for name in (*NEEDED, "flops") if name in names}
         params = values.pop("params")
         name = (row.get("run") or "").strip() or f"line {line}"
-        size, points = found.setdefault(name, (params, []))
+        size, points = runs.setdefault(name, (params, []))
         if params != size:
             raise ConfigError(
                 f"{where}: run '{name}' has params = {params:g}, and {size:g} before; give each run one size."
             )
         points.append(point_of(where, params, values))
-    return [run_of(str(path), name, params, points) for name, (params, points) in found.items()]
+    return [run_of(str(path), name, params, points) for name, (params, points) in runs.items()]
 
 
 def run_of(where: str, name: str, params: float, points: Sequence[LossPoint]) -> TrainingRun:

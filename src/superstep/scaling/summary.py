@@ -96,7 +96,7 @@ def study(runs: Sequence[TrainingRun], *, points: Points = "final", resamples: i
             missing[name] = str(error)
             return None
 
-    found = Study(
+    summary = Study(
         runs=tuple(runs),
         points=points,
         resamples=resamples,
@@ -109,9 +109,9 @@ def study(runs: Sequence[TrainingRun], *, points: Points = "final", resamples: i
         tokens=made("tokens", lambda some, _: fit_tokens(some)),
         missing=missing,
     )
-    if not (found.hoffmann or found.envelope or found.isoflop):
+    if not (summary.hoffmann or summary.envelope or summary.isoflop):
         raise ConfigError(missing["hoffmann"])
-    return found
+    return summary
 
 
 def taken(runs: Sequence[TrainingRun], points: Points) -> Sequence[TrainingRun]:
@@ -134,9 +134,9 @@ def bootstrap(runs: Sequence[TrainingRun], fitted: Fitted[F], *, resamples: int,
     return Fit(law=law, resampled=tuple(resampled) if 2 * len(resampled) > resamples else ())
 
 
-def estimate(found: Fit[F], quantity: Callable[[F], float]) -> FittedNumber:
+def estimate(fitted: Fit[F], quantity: Callable[[F], float]) -> FittedNumber:
     """A number that a law gives, with the interval that holds ``LEVEL`` of what the resampled laws give."""
-    return _estimated(quantity(found.law), [quantity(law) for law in found.resampled])
+    return _estimated(quantity(fitted.law), [quantity(law) for law in fitted.resampled])
 
 
 def _estimated(value: float, resampled: Sequence[float]) -> FittedNumber:
@@ -146,15 +146,15 @@ def _estimated(value: float, resampled: Sequence[float]) -> FittedNumber:
     return FittedNumber(value=value, interval=(float(low), float(high)))
 
 
-def constants(found: Fit[Hoffmann] | Fit[Kaplan] | Fit[PowerFrontier] | Fit[PowerLaw]) -> dict[str, FittedNumber]:
+def constants(fitted: Fit[Hoffmann] | Fit[Kaplan] | Fit[PowerFrontier] | Fit[PowerLaw]) -> dict[str, FittedNumber]:
     """The numbers of a law, by the names that its paper gives them, and a and b of a frontier."""
 
     def numbers(law: Hoffmann | Kaplan | PowerFrontier | PowerLaw) -> dict[str, float]:
         exponents = {} if isinstance(law, PowerLaw) else {"a": law.a, "b": law.b}
         return dict(law.constants()) | exponents
 
-    columns = {name: [each[name] for each in map(numbers, found.resampled)] for name in numbers(found.law)}
-    return {name: _estimated(value, columns[name]) for name, value in numbers(found.law).items()}
+    columns = {name: [each[name] for each in map(numbers, fitted.resampled)] for name in numbers(fitted.law)}
+    return {name: _estimated(value, columns[name]) for name, value in numbers(fitted.law).items()}
 
 
 def beyond(runs: Sequence[TrainingRun], params: float, tokens: float) -> dict[str, float]:

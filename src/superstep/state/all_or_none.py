@@ -49,8 +49,8 @@ def together(peers: Peers, work: Callable[[], T], describe: Callable[[Exception]
     except Exception as error:  # noqa: BLE001 - whatever it is, the others wait until they are told
         problem, cause = describe(error), error
     answers: list[tuple[T | None, SuperstepError | None]] = peers.gather((value, problem))
-    for rank, (_, found) in enumerate(answers):
-        if found is not None:
-            named = found.on(rank) if isinstance(found, Fault) and found.rank < 0 else found
+    for rank, (_, failure) in enumerate(answers):
+        if failure is not None:
+            named = failure.on(rank) if isinstance(failure, Fault) and failure.rank < 0 else failure
             raise named from (cause if rank == peers.rank else None)
     return [answer for answer, _ in answers]  # type: ignore[misc]

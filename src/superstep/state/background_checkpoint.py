@@ -85,17 +85,17 @@ class Flusher:
         while True:
             is_over = self._is_over.is_set()
             with self.idle:
-                found = wanted(self._memories)
-                pause_s = POLL_S if found is None else self._write(found)
-            if found is None and is_over:
+                snapshot = wanted(self._memories)
+                pause_s = POLL_S if snapshot is None else self._write(snapshot)
+            if snapshot is None and is_over:
                 return
             if pause_s:
                 self._is_over.wait(pause_s)
 
-    def _write(self, found: WantedSnapshot) -> float:
+    def _write(self, snapshot: WantedSnapshot) -> float:
         """Write a snapshot down; how long to wait before the next look."""
         began_s = time.perf_counter()
-        parts = list(zip(self._memories, found.slots, strict=True))
+        parts = list(zip(self._memories, snapshot.slots, strict=True))
         try:
             size, problems = write_down(
                 parts, folder_of(self._memories[0]), self._keep, SingleProcess(), require=self._require_root
@@ -104,9 +104,9 @@ class Flusher:
         except (SuperstepError, OSError) as error:
             wrong = damaged(parts)
             if wrong and all(memory.has_table for memory in self._memories):
-                self._refuse(found, wrong)
+                self._refuse(snapshot, wrong)
                 return 0.0
-            if isinstance(error, DiskFault) and (pause_s := self._pause_s(found)) is not None:
+            if isinstance(error, DiskFault) and (pause_s := self._pause_s(snapshot)) is not None:
                 return pause_s
             size, problems, outcome = 0, (str(error),), FAILED
         self._failed = None
@@ -121,20 +121,20 @@ class Flusher:
         if self._root.path.exists() and not self._root.is_there():
             raise Fault(f"'{self._root.path}' is another folder now, and nothing is written there.")
 
-    def _pause_s(self, found: WantedSnapshot) -> float | None:
+    def _pause_s(self, snapshot: WantedSnapshot) -> float | None:
         """How long to wait before a snapshot that could not be written is tried again; None where it is not."""
-        tries = self._failed[1] if self._failed is not None and self._failed[0] == found else 0
-        self._failed = found, tries + 1
+        tries = self._failed[1] if self._failed is not None and self._failed[0] == snapshot else 0
+        self._failed = snapshot, tries + 1
         return PAUSES_S[tries] if tries < len(PAUSES_S) else None
 
-    def _refuse(self, found: WantedSnapshot, wrong: Sequence[int]) -> None:
+    def _refuse(self, snapshot: WantedSnapshot, wrong: Sequence[int]) -> None:
         """Have the disk want a snapshot no longer; rank 0 reads why, and all ranks copy their state again."""
-        for rank, (memory, slot) in enumerate(zip(self._memories, found.slots, strict=True)):
+        for rank, (memory, slot) in enumerate(zip(self._memories, snapshot.slots, strict=True)):
             if rank in wrong:
                 memory.void(slot)
             else:
                 memory.put(slot, "disk", KEPT)
-        self._memories[0].refuse(DamagedSnapshot(found.position.step, wrong[0]))
+        self._memories[0].refuse(DamagedSnapshot(snapshot.position.step, wrong[0]))
 
 
 def write_down(
@@ -174,7 +174,7 @@ def write_down(
     mine: dict[str, str] = next((table["beside"] for table in tables if table["beside"]), {})
     pieces = (piece for memory, slot in parts for piece in pieces_of(memory, slot))
     shapes = {name: tuple(shape) for name, shape in tables[0]["shapes"].items()}
-    files = next((found for found in peers.gather(mine) if found), {})
+    files = next((file_map for file_map in peers.gather(mine) if file_map), {})
     tensors = dict.fromkeys(STATE, shapes)
     size = save(place, pieces, position, peers, tensors=tensors, beside=files, confirm=confirm)
     require()

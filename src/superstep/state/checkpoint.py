@@ -96,7 +96,7 @@ def save(
         parcels = saving.together(lambda: saving.write(shares))
         if any(parcels):
             saving.together(lambda: saving.unpack(shares, parcels))
-        hashes = {name: found for part in saving.together(saving.hashes) for name, found in part.items()}
+        hashes = {name: file_digest for part in saving.together(saving.hashes) for name, file_digest in part.items()}
         saving.together(confirm)
         saving.together(lambda: saving.publish(position, hashes, beside))
     except SuperstepError:
@@ -148,7 +148,7 @@ class _Saving:
                 for at in (piece.low, piece.low + piece.values.numel() - 1)
             )
             ranges.setdefault(file, []).append((offset + ELEMENT_BYTES * first, offset + ELEMENT_BYTES * (last + 1)))
-        return Claim(page_cache(self.partial), {file: granules(found) for file, found in ranges.items()})
+        return Claim(page_cache(self.partial), {file: granules(runs_of_file) for file, runs_of_file in ranges.items()})
 
     def write(self, shares: FileShares) -> list[int]:
         """Write what this rank has; the ranks that it leaves a parcel for."""
@@ -159,8 +159,8 @@ class _Saving:
             for piece, file, offset in self._mine:
                 values = piece.values.detach().cpu().float().contiguous()
                 data = bytes_of(values)
-                found = list(runs(piece.shape, piece.index, piece.low, piece.values.numel()))
-                writer.put_runs(file, offset, data, found)
+                ranges = list(runs(piece.shape, piece.index, piece.low, piece.values.numel()))
+                writer.put_runs(file, offset, data, ranges)
             return writer.sync()
 
     def unpack(self, shares: FileShares, parcels: Sequence[Sequence[int]]) -> None:

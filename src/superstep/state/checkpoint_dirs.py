@@ -38,8 +38,8 @@ def partial_of(folder: Path) -> Path:
 
 def checkpoints(root: Path) -> list[Path]:
     """The whole checkpoints under a folder, oldest first."""
-    found = {step: path for path in _folders(root) if (step := step_named(path.name)) is not None}
-    return [path for _, path in sorted(found.items()) if (path / MANIFEST).is_file() and not _is_marked(path)]
+    by_step = {step: path for path in _folders(root) if (step := step_named(path.name)) is not None}
+    return [path for _, path in sorted(by_step.items()) if (path / MANIFEST).is_file() and not _is_marked(path)]
 
 
 def leftovers(root: Path) -> list[Path]:
@@ -58,10 +58,10 @@ def prune(root: Path, keep: int) -> tuple[str, ...]:
     """
     problems = []
     try:
-        found = [*_ours(root)[:-keep], *_leavings(root)]
+        folders = [*_ours(root)[:-keep], *_leavings(root)]
     except OSError as error:
         return (disk_fault(error, root, what="read").message,)
-    for path in found:
+    for path in folders:
         try:
             _delete(path)
         except OSError as error:
@@ -157,8 +157,8 @@ def _folders(root: Path) -> Iterator[Path]:
 
 def _leavings(root: Path) -> list[Path]:
     """What a crash, or a disk that failed, left of checkpoints."""
-    found = (path for path in _folders(root) if step_named(path.name.removesuffix(_PARTIAL)) is not None)
-    return [path for path in found if _is_left(path)]
+    partial = (path for path in _folders(root) if step_named(path.name.removesuffix(_PARTIAL)) is not None)
+    return [path for path in partial if _is_left(path)]
 
 
 def _is_marked(path: Path) -> bool:
@@ -181,12 +181,12 @@ def _delete(path: Path) -> None:
     aside = partial_of(path)
     if not path.name.endswith(_PARTIAL) and not aside.exists():
         path = path.rename(aside)  # even empty it is known as ours then
-    for found in path.iterdir():
-        if found.name == MARK:
+    for child in path.iterdir():
+        if child.name == MARK:
             continue
-        if found.is_dir() and not found.is_symlink():
-            shutil.rmtree(found)
+        if child.is_dir() and not child.is_symlink():
+            shutil.rmtree(child)
         else:
-            found.unlink()
+            child.unlink()
     (path / MARK).unlink()
     path.rmdir()

@@ -42,11 +42,11 @@ class Writer:
         self._maps: dict[str, mmap.mmap] = {}
         self._parcels: dict[int, IO[bytes]] = {}
 
-    def put_runs(self, file: str, offset: int, data: memoryview, found: Sequence[FlatRange]) -> None:
+    def put_runs(self, file: str, offset: int, data: memoryview, ranges: Sequence[FlatRange]) -> None:
         """The runs of a piece, of the tensor that starts at ``offset`` of a file."""
-        is_mapped = len(found) > 1 and len(data) < SHORT_BYTES * len(found) and len(set(self._shares.caches)) == 1
+        is_mapped = len(ranges) > 1 and len(data) < SHORT_BYTES * len(ranges) and len(set(self._shares.caches)) == 1
         view = self._map(file) if is_mapped else None
-        for run in found:
+        for run in ranges:
             part = data[ELEMENT_BYTES * run.at : ELEMENT_BYTES * (run.at + run.count)]
             at = offset + ELEMENT_BYTES * run.offset
             if view is None:
@@ -69,12 +69,12 @@ class Writer:
         Raises:
             OSError: the parcel is not whole.
         """
-        with parcel(self._folder, sender, self._rank).open("rb") as found:
-            while label := found.read(_LABEL.size):
+        with parcel(self._folder, sender, self._rank).open("rb") as file:
+            while label := file.read(_LABEL.size):
                 number, offset, size = _LABEL.unpack(label)
-                data = found.read(size)
+                data = file.read(size)
                 if len(data) < size:
-                    raise OSError(f"{found.name} ends too early")
+                    raise OSError(f"{file.name} ends too early")
                 self._write(self._files[number], offset, memoryview(data))
 
     def sync(self) -> list[int]:
@@ -83,9 +83,9 @@ class Writer:
             view.flush()
         for handle in self._handles.values():
             os.fsync(handle)
-        for found in self._parcels.values():
-            found.flush()
-            os.fsync(found.fileno())
+        for file in self._parcels.values():
+            file.flush()
+            os.fsync(file.fileno())
         return sorted(self._parcels)
 
     def _write(self, file: str, offset: int, data: memoryview) -> None:

@@ -21,8 +21,8 @@ Part = tuple[SnapshotMemory, int]
 def damaged(parts: Sequence[Part]) -> list[int]:
     """Which of some slots are damaged, by their place among them. They are read side by side."""
     with ThreadPoolExecutor(os.cpu_count()) as threads:
-        found = threads.map(lambda part: part[0].is_damaged(part[1]), parts)
-        return [at for at, is_damaged in enumerate(found) if is_damaged]
+        results = threads.map(lambda part: part[0].is_damaged(part[1]), parts)
+        return [at for at, is_damaged in enumerate(results) if is_damaged]
 
 
 def newest_undamaged(
@@ -35,7 +35,7 @@ def newest_undamaged(
         memories: of all ranks.
         idle: within it nobody else reads them.
     """
-    told: list[str] = []
+    warnings: list[str] = []
     while (step := common(memories)) is not None:
         wrong = damaged([(memory, memory.whole()[step]) for memory in memories])
         if not wrong:
@@ -43,8 +43,8 @@ def newest_undamaged(
         with idle:
             for rank in wrong:
                 if step in memories[rank].whole():
-                    told += _void(memories[rank], memories[rank].whole()[step], rank)
-    return step, tuple(told)
+                    warnings += _void(memories[rank], memories[rank].whole()[step], rank)
+    return step, tuple(warnings)
 
 
 def void_damaged(memories: Sequence[SnapshotMemory], first: int = 0) -> list[str]:

@@ -160,18 +160,18 @@ def _header(tensors: Mapping[str, StoredTensor], dtype: Dtype) -> bytes:
 
 def _copy(checkpoint: Path, name: str, at: StoredTensor, into: IO[bytes], dtype: Dtype) -> None:
     """Append a tensor's values, held against their hash."""
-    left, found = size_of(at.shape), hashlib.blake2b(digest_size=16)
+    left, digest = size_of(at.shape), hashlib.blake2b(digest_size=16)
     with (checkpoint / at.file).open("rb") as file:
         file.seek(at.offset)
         while left:
             data = bytearray(file.read(min(left, BLOCK_BYTES)))
             if not data:
                 raise Damaged(f"{checkpoint} is damaged: {at.file} ends within {name}")
-            found.update(data)
+            digest.update(data)
             left -= len(data)
             values = torch.frombuffer(data, dtype=torch.float32).to(_NAMES[dtype][2])
             into.write(bytes_of(values))
-    if found.hexdigest() != at.blake2b:
+    if digest.hexdigest() != at.blake2b:
         raise Damaged(f"{checkpoint} is damaged: {name} in {at.file} has other bits than were written")
 
 

@@ -62,10 +62,10 @@ class FileShares:
 
     def parts(self, rank: int, file: str, low: int, high: int) -> Iterator[tuple[int, int, int]]:
         """The bytes ``low`` to ``high``, which ``rank`` has, as (low, high, the rank that writes them)."""
-        found = self.stretches.get(file, ())
-        at = max(bisect_right(found, low, key=lambda stretch: stretch.low) - 1, 0)
-        while low < high and at < len(found):
-            stretch = found[at]
+        stretches = self.stretches.get(file, ())
+        at = max(bisect_right(stretches, low, key=lambda stretch: stretch.low) - 1, 0)
+        while low < high and at < len(stretches):
+            stretch = stretches[at]
             at += 1
             if stretch.high <= low:
                 continue
@@ -96,13 +96,13 @@ def running_system() -> str:
 
 def granules(ranges: Iterable[Range]) -> list[Range]:
     """Ranges of bytes in whole granules, ascending, those that touch as one."""
-    found: list[Range] = []
+    rounded: list[Range] = []
     for low, high in sorted((low // GRANULE * GRANULE, -(-high // GRANULE) * GRANULE) for low, high in ranges):
-        if found and low <= found[-1][1]:
-            found[-1] = found[-1][0], max(high, found[-1][1])
+        if rounded and low <= rounded[-1][1]:
+            rounded[-1] = rounded[-1][0], max(high, rounded[-1][1])
         else:
-            found.append((low, high))
-    return found
+            rounded.append((low, high))
+    return rounded
 
 
 def share_out(claims: Sequence[Claim]) -> FileShares:
@@ -115,7 +115,7 @@ def share_out(claims: Sequence[Claim]) -> FileShares:
 def _stretches(file: str, claims: Sequence[Claim]) -> Iterator[Stretch]:
     edges: dict[int, list[int]] = {}
     for rank, claim in enumerate(claims):
-        for edge in (edge for found in claim.ranges.get(file, ()) for edge in found):
+        for edge in (edge for span in claim.ranges.get(file, ()) for edge in span):
             edges.setdefault(edge, []).append(rank)
     inside: set[int] = set()
     low = number = 0

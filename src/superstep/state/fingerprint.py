@@ -55,8 +55,10 @@ def bit_sums(pieces: Sequence[TensorPiece]) -> Tensor:
 
 def salts(pieces: Sequence[TensorPiece]) -> Tensor:
     """An odd factor for each piece's tensor, so that two that change places change the sum: int64 [pieces]."""
-    found = [int.from_bytes(hashlib.blake2b(f"{p.kind} {p.name}".encode(), digest_size=8).digest()) | 1 for p in pieces]
-    return torch.tensor([_signed(each) for each in found], dtype=torch.int64)
+    numbers = [
+        int.from_bytes(hashlib.blake2b(f"{p.kind} {p.name}".encode(), digest_size=8).digest()) | 1 for p in pieces
+    ]
+    return torch.tensor([_signed(each) for each in numbers], dtype=torch.int64)
 
 
 def written(total: int) -> str:
@@ -98,8 +100,8 @@ def differing(of_ranks: Mapping[int, Sequence[int]]) -> list[int]:
 
 def bits_of(values: Tensor, block: int) -> list[int]:
     """The bits of each element of a block."""
-    found: list[int] = values.detach()[BLOCK * block : BLOCK * (block + 1)].view(torch.int32).tolist()
-    return found
+    words: list[int] = values.detach()[BLOCK * block : BLOCK * (block + 1)].view(torch.int32).tolist()
+    return words
 
 
 def outvoted(elements: Sequence[Element]) -> tuple[int, ...] | None:
@@ -126,5 +128,5 @@ def farthest(elements: Sequence[Element], truth: Sequence[float]) -> tuple[int, 
 
 def _distance(bits: int, right: float) -> float:
     value: float = struct.unpack("<f", struct.pack("<i", bits))[0]
-    found = abs(value - right)
-    return found if math.isfinite(found) else math.inf
+    apart = abs(value - right)
+    return apart if math.isfinite(apart) else math.inf

@@ -127,13 +127,13 @@ def manifest_of(data: bytes, folder: str) -> Manifest:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise Damaged(f"{folder} is no checkpoint: {MANIFEST} cannot be read ({error})") from error
-    found = content.get("format") if isinstance(content, dict) else None
-    if found == 1:
+    version = content.get("format") if isinstance(content, dict) else None
+    if version == 1:
         raise StateError(
             f"{folder} is a checkpoint of the older format 1, which cannot show that its position and names are what "
             f"was written; this version reads format {FORMAT}. Go on with the run by the version that wrote it."
         )
-    if found != FORMAT:
+    if version != FORMAT:
         raise StateError(f"{folder} is a checkpoint of another format; this version reads format {FORMAT}.")
     if seal({key: value for key, value in content.items() if key != "blake2b"}) != text:
         raise Damaged(f"{folder} is damaged: {MANIFEST} has other bits than were written")

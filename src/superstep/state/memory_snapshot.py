@@ -166,8 +166,8 @@ class SnapshotMemory:
 
     def table(self) -> dict[str, Any]:
         """What its rank wrote there."""
-        found: dict[str, Any] = json.loads(self.text())
-        return found
+        table: dict[str, Any] = json.loads(self.text())
+        return table
 
     def get(self, slot: int, field: Field) -> int:
         """A number of a slot."""
@@ -334,15 +334,15 @@ def described(pieces: Iterable[tuple[TensorPiece, int]]) -> list[dict[str, Any]]
 
 def pieces_of(memory: SnapshotMemory, slot: int) -> Iterator[TensorPiece]:
     """What a rank's slot holds of the global tensors: no copy of it."""
-    for told in memory.table()["pieces"]:
+    for entry in memory.table()["pieces"]:
         yield TensorPiece(
-            kind=told["kind"],
-            name=told["name"],
-            shape=tuple(told["shape"]),
-            index=tuple(slice(low, high) for low, high in told["index"]),
-            low=told["low"],
-            values=memory.values(slot, told["offset"], told["count"]),
-            is_owner=told["is_owner"],
+            kind=entry["kind"],
+            name=entry["name"],
+            shape=tuple(entry["shape"]),
+            index=tuple(slice(low, high) for low, high in entry["index"]),
+            low=entry["low"],
+            values=memory.values(slot, entry["offset"], entry["count"]),
+            is_owner=entry["is_owner"],
         )
 
 

@@ -47,13 +47,13 @@ class CheckpointStore:
 
     def steps(self) -> list[int]:
         """Those of whole checkpoints, oldest first."""
-        found = []
+        steps = []
         with self._asking("listed"):
             for name in self._names(self._root):
                 step = checkpoint_dirs.step_named(name)
                 if step is not None and self._fs.exists(self._at(step, MANIFEST)):
-                    found.append(step)
-        return sorted(found)
+                    steps.append(step)
+        return sorted(steps)
 
     def push(self, checkpoint: Path) -> None:
         """Copy a whole checkpoint here; one of its step that is here already is replaced.
@@ -72,9 +72,9 @@ class CheckpointStore:
                 self._fs.put_file(str(checkpoint / name), self._at(step, name))
             self._fs.invalidate_cache()
             for name, size in sizes.items():
-                if (found := int(self._fs.info(self._at(step, name))["size"])) != size:
+                if (stored_bytes := int(self._fs.info(self._at(step, name))["size"])) != size:
                     raise Fault(
-                        f"{self.url}: {name} of step {step} has {found} bytes there, not {size}; copy it again."
+                        f"{self.url}: {name} of step {step} has {stored_bytes} bytes there, not {size}; copy it again."
                     )
             self._fs.pipe_file(self._at(step, MANIFEST), (checkpoint / MANIFEST).read_bytes())
 
@@ -126,8 +126,10 @@ class CheckpointStore:
             try:
                 manifest = manifest_of(self._fs.cat_file(self._at(step, MANIFEST)), self.named(step))
                 for name, file in manifest.files.items():
-                    if (found := self._size(step, name)) != file.bytes:
-                        raise Damaged(f"{self.named(step)} is damaged: {name} has {found} bytes, not {file.bytes}")
+                    if (stored_bytes := self._size(step, name)) != file.bytes:
+                        raise Damaged(
+                            f"{self.named(step)} is damaged: {name} has {stored_bytes} bytes, not {file.bytes}"
+                        )
             except FileNotFoundError as error:
                 raise Damaged(f"{self.named(step)} is damaged: it lacks {error.args[-1]}") from error
         return manifest
@@ -183,10 +185,10 @@ class CheckpointStore:
     def _names(self, path: str) -> list[str]:
         self._fs.invalidate_cache()
         try:
-            found = self._fs.ls(path, detail=False)
+            listed = self._fs.ls(path, detail=False)
         except FileNotFoundError:
             return []
-        return sorted({str(each).rstrip("/").rpartition("/")[2] for each in found} - {path.rpartition("/")[2], ""})
+        return sorted({str(each).rstrip("/").rpartition("/")[2] for each in listed} - {path.rpartition("/")[2], ""})
 
     def _at(self, step: int, name: str = "") -> str:
         folder = f"{self._root}/{checkpoint_dirs.checkpoint_at(Path(), step).name}"
@@ -196,14 +198,14 @@ class CheckpointStore:
         return int(self._fs.info(self._at(step, name))["size"])
 
     def _digest(self, path: str, offset: int, size: int) -> str:
-        found = hashlib.blake2b(digest_size=16)
+        hasher = hashlib.blake2b(digest_size=16)
         while size:
             data = self._fs.cat_file(path, start=offset, end=offset + min(size, BLOCK_BYTES))
             if not data:
                 return ""
-            found.update(data)
+            hasher.update(data)
             offset, size = offset + len(data), size - len(data)
-        return found.hexdigest()
+        return hasher.hexdigest()
 
     @contextmanager
     def _asking(self, what: str) -> Iterator[None]:

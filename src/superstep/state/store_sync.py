@@ -116,7 +116,7 @@ def fetch_newest(store: CheckpointStore, root: Path) -> tuple[str, ...]:
     passed over, as it is damaged.
     """
     here = max(map(step_of, checkpoints(root)), default=-1)
-    told = []
+    warnings = []
     for step in reversed(store.steps()):
         if step <= here:
             break
@@ -125,9 +125,9 @@ def fetch_newest(store: CheckpointStore, root: Path) -> tuple[str, ...]:
             place = store.fetch(step, root)
             verify(place)
         except Damaged as error:
-            told.append(f"{store.named(step)} is passed over: {error.why}")
+            warnings.append(f"{store.named(step)} is passed over: {error.why}")
             if place is not None:
                 set_aside(place)
         else:
             break
-    return tuple(told)
+    return tuple(warnings)

@@ -86,7 +86,7 @@ def digest_of(path: Path, offset: int, size: int) -> str:
     Raises:
         OSError: it cannot be read, or ends before.
     """
-    found = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=16)
     buffer = memoryview(bytearray(min(size, BLOCK_BYTES)))
     with path.open("rb", buffering=0) as file:
         file.seek(offset)
@@ -94,6 +94,6 @@ def digest_of(path: Path, offset: int, size: int) -> str:
             got = file.readinto(buffer[:size])
             if not got:
                 raise OSError(f"it ends at byte {file.tell()}")
-            found.update(buffer[:got])
+            digest.update(buffer[:got])
             size -= got
-    return found.hexdigest()
+    return digest.hexdigest()

@@ -103,9 +103,9 @@ def _require_tensors(
     folder: Path, manifest: Manifest, peers: Peers, unreadable: Callable[[Exception], SuperstepError]
 ) -> None:
     """See that every tensor of a manifest is what was written; each rank reads its share."""
-    for found in together(peers, lambda: _wrong_tensors(folder, manifest, peers), unreadable):
-        if found:
-            raise Damaged(f"{folder} is damaged: {found[0]}")
+    for wrong in together(peers, lambda: _wrong_tensors(folder, manifest, peers), unreadable):
+        if wrong:
+            raise Damaged(f"{folder} is damaged: {wrong[0]}")
 
 
 def newest(root: Path, look: Callable[[Path], object] = glance) -> Path | None:

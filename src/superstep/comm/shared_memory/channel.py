@@ -208,8 +208,8 @@ class OperationQueue:
         self._native.lane_pass(self._lane)
 
 
-def _close(found: weakref.ref[OperationQueue]) -> None:
-    lane = found()
+def _close(queue: weakref.ref[OperationQueue]) -> None:
+    lane = queue()
     if lane is not None:
         lane.close()
 

@@ -73,10 +73,10 @@ def rule_of(given: Tensor, opts: Any) -> Rule:  # noqa: ANN401
     """How numbers of the tensor become one; raises ``NotImplementedError`` where they cannot."""
     if given.dtype not in SUMMED:
         raise NotImplementedError(f"sums of {given.dtype} over shared memory; it has {', '.join(map(str, SUMMED))}.")
-    asked = dist.ReduceOp.SUM if opts is None else opts.reduceOp.op
-    if asked not in RULES:
-        raise NotImplementedError(f"{asked} over shared memory; what it has: {', '.join(RULES.values())}.")
-    return RULES[asked]
+    rule = dist.ReduceOp.SUM if opts is None else opts.reduceOp.op
+    if rule not in RULES:
+        raise NotImplementedError(f"{rule} over shared memory; what it has: {', '.join(RULES.values())}.")
+    return RULES[rule]
 
 
 def whole_of(tensor: Tensor) -> Tensor:
@@ -112,10 +112,10 @@ def require_one_type(output: Tensor, given: Tensor) -> None:
         raise ValueError(f"{given.dtype} cannot come out as {output.dtype}: both must be of one type.")
 
 
-def require_equal(found: int, wanted: int, what: str) -> None:
+def require_equal(given: int, wanted: int, what: str) -> None:
     """Raise ``ValueError`` where there are not so many."""
-    if found != wanted:
-        raise ValueError(f"{found} {what}; there must be {wanted}.")
+    if given != wanted:
+        raise ValueError(f"{given} {what}; there must be {wanted}.")
 
 
 def started(work: dist.Work | None) -> dist.Work:

@@ -315,8 +315,8 @@ class _Line:
     # Numbers are summed as they are, whatever of autograd the caller has switched on.
     @torch.inference_mode()
     def _serve(self) -> None:
-        while (found := self._line.get()) is not None:
-            work, done = found
+        while (task := self._line.get()) is not None:
+            work, done = task
             try:
                 if self._failed is not None:
                     raise self._failed
@@ -326,7 +326,7 @@ class _Line:
                 done.set_exception(error)
             else:
                 done.set_result(None)
-            del found, work, done  # and with them the tensors
+            del task, work, done  # and with them the tensors
 
 
 def _closed() -> dist.DistBackendError:

@@ -67,10 +67,10 @@ class Region:
         """The ranks of a group over several hosts, host by host, where each has as many of them, more than one, and
         they follow each other; else nothing.
         """
-        found = tuple(tuple(of) for _, of in groupby(sorted(ranks), key=lambda rank: self.hosts[rank]))
-        sizes = {len(of) for of in found}
-        is_split = len(found) > len({self.hosts[rank] for rank in ranks})
-        return found if len(found) > 1 and len(sizes) == 1 and 1 < min(sizes) <= MOST_RANKS and not is_split else ()
+        hosts = tuple(tuple(of) for _, of in groupby(sorted(ranks), key=lambda rank: self.hosts[rank]))
+        sizes = {len(of) for of in hosts}
+        is_split = len(hosts) > len({self.hosts[rank] for rank in ranks})
+        return hosts if len(hosts) > 1 and len(sizes) == 1 and 1 < min(sizes) <= MOST_RANKS and not is_split else ()
 
     def part(self, number: int) -> int:
         """Where the part of a group begins, by its number: the same on all ranks."""

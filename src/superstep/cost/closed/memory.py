@@ -138,12 +138,14 @@ def footprint(model: DecoderNumbers, layout: Layout, stack: Stack, keeping: Kept
     """
     keeping = superstep() if keeping is None else keeping
     core = _core(model, layout, stack, keeping)
-    found = [_stage_bytes(model, layout, stack, keeping, core, stage) for stage in _stages(model, layout, keeping)]
-    totals = np.stack(np.broadcast_arrays(*[each.bytes for each in found]))
+    stages = [_stage_bytes(model, layout, stack, keeping, core, stage) for stage in _stages(model, layout, keeping)]
+    totals = np.stack(np.broadcast_arrays(*[each.bytes for each in stages]))
     fullest = np.argmax(totals, axis=0)
 
     def pick(name: str) -> Array:
-        values = np.stack(np.broadcast_arrays(*[np.broadcast_to(getattr(each, name), fullest.shape) for each in found]))
+        values = np.stack(
+            np.broadcast_arrays(*[np.broadcast_to(getattr(each, name), fullest.shape) for each in stages])
+        )
         chosen: Array = np.take_along_axis(values, fullest[None], axis=0)[0]
         return chosen
 
@@ -290,7 +292,7 @@ def _mixture_parameters(model: DecoderNumbers, layout: Layout, keeping: KeptMemo
 
 
 def is_fitting(
-    found: Footprint, layout: Layout, memory_bytes: Array, *, is_planned: bool = False
+    total: Footprint, layout: Layout, memory_bytes: Array, *, is_planned: bool = False
 ) -> npt.NDArray[np.bool_]:
     """Whether each plan's fullest rank fits into a chip's memory, with what no allocator counts.
 
@@ -300,9 +302,9 @@ def is_fitting(
         is_planned: a compiler has placed every tensor beforehand (XLA): nothing lies between them, nothing beside.
     """
     if is_planned:
-        return np.asarray(found.bytes <= USABLE * memory_bytes)
+        return np.asarray(total.bytes <= USABLE * memory_bytes)
     beside = CONTEXT_BYTES + np.where(layout.world > 1, COMMUNICATOR_BYTES, 0.0)
-    return np.asarray(found.reserved + beside <= USABLE * memory_bytes)
+    return np.asarray(total.reserved + beside <= USABLE * memory_bytes)
 
 
 def _activations(

@@ -92,8 +92,8 @@ def once_for_each_run(layout: Layout, names: Sequence[str], formula: Callable[[L
     first = np.flatnonzero(is_first)
     if 2 * len(first) >= len(is_first):
         return formula(layout)
-    found: Any = formula(replace(layout, **{name: column[first] for name, column in columns.items()}))
+    results: Any = formula(replace(layout, **{name: column[first] for name, column in columns.items()}))
     of = np.cumsum(is_first) - 1
-    each = {part.name: np.asarray(getattr(found, part.name)) for part in fields(found)}
-    spread: T = replace(found, **{name: values[of] if values.ndim else values for name, values in each.items()})
+    each = {part.name: np.asarray(getattr(results, part.name)) for part in fields(results)}
+    spread: T = replace(results, **{name: values[of] if values.ndim else values for name, values in each.items()})
     return spread

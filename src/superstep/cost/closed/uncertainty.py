@@ -66,8 +66,8 @@ def around(
         is_open, is_mixture: see ``Spread``.
         narrowed: what calibration leaves of the width.
     """
-    found = STEP.upwards(np.asarray(traffic), np.asarray(float(is_open)), np.asarray(float(is_mixture)))
-    width = narrowed * float(found)
+    factors = STEP.upwards(np.asarray(traffic), np.asarray(float(is_open)), np.asarray(float(is_mixture)))
+    width = narrowed * float(factors)
     return seconds * float(np.exp(-STEP.below * width)), seconds * float(np.exp(width))
 
 

@@ -157,12 +157,12 @@ def local_dims(run: Resolved) -> LocalDims:
 
 def rank_parameters(run: Resolved) -> tuple[UnitParameters, ...]:
     """What each unit owns, in model order, as the run's rules cut it and pad it."""
-    found: dict[tuple[_Kind, ...], UnitParameters] = {}
+    known: dict[tuple[_Kind, ...], UnitParameters] = {}
     kinds = [tuple((p.axes, run.plan.padded(p), p.factor) for p in owned) for owned in run.outline.owned]
     for kind in kinds:  # blocks are alike
-        if kind not in found:
-            found[kind] = _parameters(run.plan.rules, kind)
-    return tuple(found[kind] for kind in kinds)
+        if kind not in known:
+            known[kind] = _parameters(run.plan.rules, kind)
+    return tuple(known[kind] for kind in kinds)
 
 
 def _parameters(rules: Rules, owned: Sequence[_Kind]) -> UnitParameters:
@@ -190,8 +190,8 @@ def rank_flops(run: Resolved) -> tuple[int, ...]:
     """Operations of each unit's forward pass over one microbatch on one tensor-parallel rank, in model order."""
     d = local_dims(run)
     shape = run.shape
-    seen = seen_tokens(shape, d.S)
-    attention = 2 * d.T * d.D * (d.N + 2 * d.K) * d.H + 2 * d.T * d.N * d.H * d.D + 4 * d.T * seen * d.N * d.H
+    tokens = seen_tokens(shape, d.S)
+    attention = 2 * d.T * d.D * (d.N + 2 * d.K) * d.H + 2 * d.T * d.N * d.H * d.D + 4 * d.T * tokens * d.N * d.H
     inner = 6 * d.Tf * d.D * d.F
     if shape.moe:
         experts = shape.moe.experts_per_token * (feed_forward(shape) + shape.width)

@@ -71,15 +71,15 @@ def weights_bytes(run: Resolved, program: Program) -> tuple[int, ...]:
     if run.config.lora is not None and zero_stage(run, "dense") < 3:
         return (0,) * program.pp
     owned, e = rank_parameters(run), ELEMENT_BYTES[run.config.numerics.compute]
-    found = []
+    parts = []
     for rank in range(program.pp):
         numel = 0
         for family in run.plan.families:
             ways = run.plan.mesh.shards(family) if run.plan.zero == 3 else 1
             if family != "adapters":
                 numel += sum(family_numel(run, owned[u], family) // ways for u in program.held_by(rank))
-        found.append(e * numel)
-    return tuple(found)
+        parts.append(e * numel)
+    return tuple(parts)
 
 
 def _rank(run: Resolved, held: list[UnitParameters], peak: Peak) -> RankBytes:

@@ -132,11 +132,11 @@ class UnitOperations:
 
 def collected(operations: Iterable[Operation]) -> Operations:
     """Equal operations as one with their number, in the order of their first."""
-    found: dict[Operation, int] = {}
+    counts: dict[Operation, int] = {}
     for operation in operations:
         one = replace(operation, count=1)
-        found[one] = found.get(one, 0) + operation.count
-    return tuple(replace(one, count=count) for one, count in found.items())
+        counts[one] = counts.get(one, 0) + operation.count
+    return tuple(replace(one, count=count) for one, count in counts.items())
 
 
 def flops(operations: Operations) -> int:

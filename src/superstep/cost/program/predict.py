@@ -131,20 +131,22 @@ def sizes_of(run: Resolved, operations: Sequence[UnitOperations] | None) -> tupl
     if run.decoder is not None or operations is None:
         return None
     e = ELEMENT_BYTES[run.config.numerics.compute]
-    outputs = [*(seen.input_bytes for seen in operations[1:]), 0]
+    outputs = [*(operation.input_bytes for operation in operations[1:]), 0]
     return tuple(
         UnitBytes(
             params=e * buffer_numel(run, unit),
             gradient=gradient_bytes(run) * gradient_numel(run, unit),
-            kept_all=seen.kept_bytes,
-            kept_selective=seen.kept_bytes,
-            kept_input=seen.input_bytes,
-            product_inputs=seen.between_bytes,
+            kept_all=operation.kept_bytes,
+            kept_selective=operation.kept_bytes,
+            kept_input=operation.input_bytes,
+            product_inputs=operation.between_bytes,
             product_gradients=0,
-            boundary=seen.input_bytes,
-            forward_workspace=max(seen.input_bytes + seen.peak_bytes - seen.kept_bytes - output_bytes, 0),
+            boundary=operation.input_bytes,
+            forward_workspace=max(
+                operation.input_bytes + operation.peak_bytes - operation.kept_bytes - output_bytes, 0
+            ),
         )
-        for unit, seen, output_bytes in zip(rank_parameters(run), operations, outputs, strict=True)
+        for unit, operation, output_bytes in zip(rank_parameters(run), operations, outputs, strict=True)
     )
 
 
@@ -159,8 +161,8 @@ def durations(
     run: Resolved, program: Program, machine: Prices, operations: Sequence[UnitOperations] | None = None
 ) -> PerUnit:
     """Seconds of each instruction of the run's step; raises as ``predict`` does."""
-    seen = decoder_operations(run) if operations is None else operations
-    return instruction_seconds(run, program, Operated(run, machine, tuple(seen)))
+    units = decoder_operations(run) if operations is None else operations
+    return instruction_seconds(run, program, Operated(run, machine, tuple(units)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,17 +185,17 @@ class Operated:
 
     def passes(self, unit: int) -> UnitSeconds:
         """A unit's operations one after the other."""
-        run, machine, seen = self.run, self.machine, self.operations[unit]
+        run, machine, operations = self.run, self.machine, self.operations[unit]
         ranks = _ranks(run)
         # With ZeRO 2 and 3 a gradient buffer comes for each run of microbatches, and is written with zeros.
         is_new = zero_stage(run) >= 2
         cleared = gradient_bytes(run) * gradient_numel(run, rank_parameters(run)[unit])
         cleared_s = machine.pass_s("write", cleared) if is_new else 0.0
-        forward_s = seconds(seen.forward, machine, ranks)
+        forward_s = seconds(operations.forward, machine, ranks)
         return UnitSeconds(
             forward_s=forward_s,
-            backward_s=seconds(seen.backward, machine, ranks) + cleared_s,
-            weight_s=seconds(seen.weight, machine, ranks) + cleared_s,
+            backward_s=seconds(operations.backward, machine, ranks) + cleared_s,
+            weight_s=seconds(operations.weight, machine, ranks) + cleared_s,
             recompute_s=forward_s,
         )
 

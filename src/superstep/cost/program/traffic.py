@@ -51,14 +51,14 @@ def traffic(run: Resolved, program: Program, units: Sequence[UnitOperations]) ->
     """For each pipeline rank, the bytes of its collectives in one step by axis: what each of its places counts, with
     the bytes of ``hardware.cluster.CollectiveRate``.
     """
-    found = []
+    amounts = []
     for rank, instructions in enumerate(program.ranks):
         total: Counter[Axis] = Counter()
         for instruction in instructions:
             for carried in _carried(run, program, units, rank, instruction):
                 total[carried.axis] += carried.bytes
-        found.append({axis: size for axis, size in total.items() if size})
-    return tuple(found)
+        amounts.append({axis: size for axis, size in total.items() if size})
+    return tuple(amounts)
 
 
 def _carried(

@@ -85,17 +85,17 @@ def check(
     """
     made = [_made(environment, index, seed) for index in range(tasks)]
     attacks = [*_answers_and_programs(made), *_of_others(made)]
-    found: dict[str, list[tuple[int, str, Verdict]]] = {attack.name: [] for attack in attacks}
+    verdicts: dict[str, list[tuple[int, str, Verdict]]] = {attack.name: [] for attack in attacks}
     graded = 0
     for index, task in enumerate(made):
-        tried = [attack for attack in attacks if not _is_settled(attack, found[attack.name])]
+        tried = [attack for attack in attacks if not _is_settled(attack, verdicts[attack.name])]
         pending = [(attack, answer) for attack in tried if (answer := attack.answer(task)) is not None]
-        asked = [pool.submit(index, seed, answered(answer)) for _, answer in pending]
-        for (attack, answer), future in zip(pending, asked, strict=True):
-            found[attack.name].append((index, answer, future.result()))
+        pending_verdicts = [pool.submit(index, seed, answered(answer)) for _, answer in pending]
+        for (attack, answer), future in zip(pending, pending_verdicts, strict=True):
+            verdicts[attack.name].append((index, answer, future.result()))
             graded += 1
         tell(index + 1, tasks)
-    weak = [each for attack in attacks for each in _weaknesses(attack, found[attack.name], tasks)]
+    weak = [each for attack in attacks for each in _weaknesses(attack, verdicts[attack.name], tasks)]
     solved = list(_of_solutions(made, pool, seed))
     return AttackReport(
         attacks=len(attacks),
@@ -135,14 +135,14 @@ def _of_others(made: Sequence[Task]) -> Iterator[Attack]:
             yield Attack(name, lambda task, told=solution: told if task.solution != told else "", is_a_guess=True)  # type: ignore[misc]
 
 
-def _is_settled(attack: Attack, seen: Sequence[tuple[int, str, Verdict]]) -> bool:
+def _is_settled(attack: Attack, verdicts: Sequence[tuple[int, str, Verdict]]) -> bool:
     """Whether the attack need not be tried again: it is known to be one, and may take a minute each time."""
-    return any(not verdict.is_decided or (verdict.score > 0 and not attack.is_a_guess) for _, _, verdict in seen)
+    return any(not verdict.is_decided or (verdict.score > 0 and not attack.is_a_guess) for _, _, verdict in verdicts)
 
 
-def _weaknesses(attack: Attack, seen: Sequence[tuple[int, str, Verdict]], tasks: int) -> Iterator[Weakness]:
-    broken = [(index, answer, verdict) for index, answer, verdict in seen if not verdict.is_decided]
-    paid = [(index, answer, verdict) for index, answer, verdict in seen if verdict.score > 0]
+def _weaknesses(attack: Attack, verdicts: Sequence[tuple[int, str, Verdict]], tasks: int) -> Iterator[Weakness]:
+    broken = [(index, answer, verdict) for index, answer, verdict in verdicts if not verdict.is_decided]
+    paid = [(index, answer, verdict) for index, answer, verdict in verdicts if verdict.score > 0]
     if broken:
         index, answer, verdict = broken[0]
         yield Weakness(attack.name, "breaks", index, shortened(answer), verdict, len(broken))
@@ -156,12 +156,12 @@ def _weaknesses(attack: Attack, seen: Sequence[tuple[int, str, Verdict]], tasks:
 
 def _of_solutions(made: Sequence[Task], pool: Pool, seed: int) -> Iterator[Weakness]:
     """Right answers must score fully, and each time."""
-    asked: list[tuple[int, str, Future[Verdict], Future[Verdict]]] = []
+    pending: list[tuple[int, str, Future[Verdict], Future[Verdict]]] = []
     for index, task in enumerate(made):
         if task.solution is not None:
             rollout = answered(task.solution)
-            asked.append((index, task.solution, pool.submit(index, seed, rollout), pool.submit(index, seed, rollout)))
-    for index, solution, future, other in asked:
+            pending.append((index, task.solution, pool.submit(index, seed, rollout), pool.submit(index, seed, rollout)))
+    for index, solution, future, other in pending:
         verdict, again = future.result(), other.result()
         if verdict.score < 1.0:
             yield Weakness("the task's own solution", "refuses", index, shortened(solution), verdict, 1)

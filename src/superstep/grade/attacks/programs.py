@@ -198,8 +198,8 @@ def _classes(methods: dict[str, list[str]], function: str) -> Iterator[str]:
 
 def function_names(prompt: str) -> list[str]:
     """What a function may be called that a prompt asks for, the likeliest first."""
-    found = re.findall(r"\bdef\s+(\w+)|\b([a-z_]\w*)\(|`(\w+)`|\b(?:named|called|function)\s+(\w+)", prompt)
-    names = [name for groups in found for name in groups if name.isidentifier()]
+    matches = re.findall(r"\bdef\s+(\w+)|\b([a-z_]\w*)\(|`(\w+)`|\b(?:named|called|function)\s+(\w+)", prompt)
+    names = [name for groups in matches for name in groups if name.isidentifier()]
     return list(dict.fromkeys([*names, *ORDINARY]))[:MOST_NAMES]
 
 
@@ -214,14 +214,14 @@ CONSTANT = re.compile(r"-?\b\d+(?:\.\d+)?\b|\b(?:True|False|None)\b|'[^'\n]*'|\"
 
 def examples(prompt: str) -> dict[str, object]:
     """What the prompt says that calls give, by the calls' arguments as Python writes a tuple."""
-    found: dict[str, object] = {}
+    by_name: dict[str, object] = {}
     for arguments, behind in EXAMPLE.findall(prompt):
         args = _value(f"{arguments[:-1]},)" if arguments != "()" else "()")
         values = (_value(behind[:end]) for end in range(len(behind), 0, -1))
         value = next((each for each in values if each is not None), None)
         if args is not None and value is not None:
-            found[repr(args)] = value
-    return found
+            by_name[repr(args)] = value
+    return by_name
 
 
 def last_constant(prompt: str) -> str:

@@ -69,18 +69,18 @@ class CodeTests:
         if len(answers.told) > len(self.tests):
             return Verdict("violation", 0.0, "it wrote records of its own")
         tests: list[Case | Run] = list(self.tests)
-        passed = sum(self._passes(test, told) for test, told in zip(tests, answers.told, strict=False))
+        passed = sum(self._passes(test, result) for test, result in zip(tests, answers.told, strict=False))
         why = f"{passed} of {len(self.tests)} tests pass" + (f"; {answers.why}" if answers.why else "")
         if passed == len(self.tests):
             return ok(1.0, why)
         return ok(passed / len(self.tests), why) if self.partial and passed else wrong(why)
 
-    def _passes(self, test: Case | Run, told: dict[str, Any]) -> bool:
+    def _passes(self, test: Case | Run, result: dict[str, Any]) -> bool:
         if isinstance(test, Run):
-            output = told.get("output")
-            return told.get("status") == 0 and isinstance(output, str) and _lines(output) == _lines(test.expected)
+            output = result.get("output")
+            return result.get("status") == 0 and isinstance(output, str) and _lines(output) == _lines(test.expected)
         try:
-            return "value" in told and same(test.expected, decoded(told["value"]), self.tolerance)
+            return "value" in result and same(test.expected, decoded(result["value"]), self.tolerance)
         except (ValueError, RecursionError):
             return False
 

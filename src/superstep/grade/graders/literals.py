@@ -79,8 +79,8 @@ def _matched(expected: list[Any], given: list[Any], tolerance: float) -> bool:
         return False
     left = list(given)
     for one in expected:
-        found = next((k for k, other in enumerate(left) if same(one, other, tolerance)), None)
-        if found is None:
+        match = next((k for k, other in enumerate(left) if same(one, other, tolerance)), None)
+        if match is None:
             return False
-        del left[found]
+        del left[match]
     return True

@@ -96,11 +96,11 @@ class Judge:
         url = f"{self.url.rstrip('/')}/chat/completions"
         if not url.startswith(("http://", "https://")):
             raise JudgeError(f"url = {self.url!r} must begin with http:// or https://")
-        asked = urllib.request.Request(url, json.dumps(body).encode(), headers)
+        request = urllib.request.Request(url, json.dumps(body).encode(), headers)
         try:
-            with _opener(url).open(asked, timeout=seconds) as reply:
-                told: Any = json.loads(reply.read(REPLY_BYTES))
-            return str(told["choices"][0]["message"]["content"])
+            with _opener(url).open(request, timeout=seconds) as reply:
+                answer: Any = json.loads(reply.read(REPLY_BYTES))
+            return str(answer["choices"][0]["message"]["content"])
         except urllib.error.HTTPError as error:
             with error:
                 raise JudgeError(f"{url} answers {error.code}: {error.read(300).decode('utf-8', 'replace')}") from None
@@ -138,10 +138,10 @@ def read_score(reply: str) -> int:
         JudgeError: it is not one JSON object with a whole number in range.
     """
     try:
-        found = strict(reply.strip())
+        value = strict(reply.strip())
     except (ValueError, RecursionError) as error:
         raise JudgeError(f"the judge says {reply[:100]!r}, which is no JSON: {error}") from error
-    score = found.get("score") if isinstance(found, dict) and set(found) == {"score"} else None
+    score = value.get("score") if isinstance(value, dict) and set(value) == {"score"} else None
     if type(score) is not int or not 0 <= score <= BEST:
         raise JudgeError(f"the judge says {reply[:100]!r}; it must be a score from 0 to {BEST}")
     return score

@@ -17,12 +17,12 @@ from math_verify import LatexExtractionConfig, parse, verify
 
 
 def read(formula: str) -> list[object]:
-    found: list[object] = parse(f"${formula}$", [LatexExtractionConfig()], parsing_timeout=None)
-    return found
+    parsed: list[object] = parse(f"${formula}$", [LatexExtractionConfig()], parsing_timeout=None)
+    return parsed
 
 
-def answer(asked: dict[str, str], told: dict[str, object]) -> None:
-    sys.stdout.write(json.dumps(told | {"number": asked["number"]}) + "\n")
+def answer(request: dict[str, str], reply: dict[str, object]) -> None:
+    sys.stdout.write(json.dumps(reply | {"number": request["number"]}) + "\n")
     sys.stdout.flush()
 
 
@@ -46,8 +46,8 @@ def main() -> None:
     answer(task, {})
     for line in sys.stdin:
         signal.setitimer(signal.ITIMER_PROF, task["seconds"])  # ends the process, whatever it is busy with
-        asked = json.loads(line)
-        answer(asked, judged(asked))
+        request = json.loads(line)
+        answer(request, judged(request))
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 

@@ -34,18 +34,18 @@ class MathsProcess:
             Fault: the process does not start, or somebody has stopped it, which no formula does.
         """
         child = self._started()
-        told = child.ask({"expected": expected, "given": given}, self._seconds)
-        if told is None:
+        reply = child.ask({"expected": expected, "given": given}, self._seconds)
+        if reply is None:
             self.close()
             if child.was_stopped:
                 raise Fault(f"the comparison of formulas: {unanswered(child, self._seconds)}.")
             return "timeout"
-        if told.get("memory"):
+        if reply.get("memory"):
             self.close()
             return "memory"
-        if "error" in told:
-            raise ConfigError(f"expected = {expected!r}: {told['error']}; write it in LaTeX.")
-        return "same" if told["same"] else "other"
+        if "error" in reply:
+            raise ConfigError(f"expected = {expected!r}: {reply['error']}; write it in LaTeX.")
+        return "same" if reply["same"] else "other"
 
     def close(self) -> None:
         """Ends the process; a later formula starts it again."""

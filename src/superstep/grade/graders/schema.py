@@ -37,13 +37,13 @@ class Json:
         """See ``Check``."""
         keeper = _keeper(self.schema)
         try:
-            found = strict(fenced(self.answer))
-            broken = next(keeper.iter_errors(found), None)
+            value = strict(fenced(self.answer))
+            broken = next(keeper.iter_errors(value), None)
         except (ValueError, RecursionError) as error:
             return wrong(f"no JSON: {error}")
         if broken is not None:
             return wrong(f"at {broken.json_path}: {broken.message}")
-        if self.expected is not ANY and not same(self.expected, decoded(plain(found))):
+        if self.expected is not ANY and not same(self.expected, decoded(plain(value))):
             return wrong("the form is right, the value another")
         return ok()
 
@@ -74,7 +74,7 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    pairs_by_key = dict(pairs)
+    if len(pairs_by_key) != len(pairs):
         raise ValueError("a key is named twice")
-    return found
+    return pairs_by_key

@@ -73,10 +73,10 @@ class Number:
 
 def number(text: str) -> Fraction | None:
     """The number that a text is, exactly; None where it is none."""
-    found = NUMBER.fullmatch(text.strip()) if len(text) <= NUMBER_CHARS else None
-    if found is None:
+    match = NUMBER.fullmatch(text.strip()) if len(text) <= NUMBER_CHARS else None
+    if match is None:
         return None
-    sign, digits, power, below = found.groups()
+    sign, digits, power, below = match.groups()
     value = Fraction(digits.replace(",", "").removesuffix(".")) * Fraction(10) ** int(power or 0)
     if below is not None:
         if int(below) == 0:

@@ -59,23 +59,23 @@ class VisiblePaths:
     packages: Path | None = None
 
 
-def command(seen: VisiblePaths, *, disk_bytes: int, filter_fd: int | None, run: Sequence[str]) -> list[str]:
+def command(paths: VisiblePaths, *, disk_bytes: int, filter_fd: int | None, run: Sequence[str]) -> list[str]:
     """The command that runs ``run`` in a sandbox.
 
     Args:
-        seen: what is seen inside.
+        paths: what is seen inside.
         disk_bytes: the room of the program's folder.
         filter_fd: an open file with the filter of system calls; None on a machine that has no list of them.
         run: arguments of the interpreter.
     """
-    words = [str(seen.bwrap), "--unshare-all", "--unshare-user", "--disable-userns"]
+    words = [str(paths.bwrap), "--unshare-all", "--unshare-user", "--disable-userns"]
     words += ["--uid", str(UID), "--gid", str(UID), "--hostname", "sandbox"]
     words += ["--die-with-parent", "--new-session", "--cap-drop", "ALL", "--clearenv"]
     for name, value in ENVIRONMENT.items():
         words += ["--setenv", name, value]
     words += ["--ro-bind", "/usr", "/usr", *_merged(Path("/"))]
     words += ["--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"]
-    for folder, inside in ((seen.prefix, str(seen.prefix)), (seen.packages, PACKAGES)):
+    for folder, inside in ((paths.prefix, str(paths.prefix)), (paths.packages, PACKAGES)):
         if folder is not None:
             words += ["--ro-bind", str(folder), inside]
     words += ["--size", str(DEVICE_BYTES), "--tmpfs", "/dev"]
@@ -86,7 +86,7 @@ def command(seen: VisiblePaths, *, disk_bytes: int, filter_fd: int | None, run: 
     words += ["--remount-ro", "/dev", "--remount-ro", "/"]
     if filter_fd is not None:
         words += ["--seccomp", str(filter_fd)]
-    return [*words, "--", str(seen.python), *PYTHON_FLAGS, *run]
+    return [*words, "--", str(paths.python), *PYTHON_FLAGS, *run]
 
 
 def _merged(root: Path) -> list[str]:

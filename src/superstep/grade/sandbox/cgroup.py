@@ -154,7 +154,7 @@ def _may_write(folder: Path) -> bool:
 def _own_folders(proc: Path) -> dict[str, Path]:
     """Our own group's folder in each hierarchy, by the hierarchy's controllers; "" is version 2."""
     mounts = dict(_mounts(proc))
-    found = {}
+    folders = {}
     for line in (proc / "cgroup").read_text().splitlines():
         _, names, path = line.split(":", 2)
         for name in names.split(","):
@@ -162,8 +162,8 @@ def _own_folders(proc: Path) -> dict[str, Path]:
                 root, mounted = mounts[name]
                 # In a container the path may be told from the host's root, or from the container's.
                 inner = path.removeprefix(root) if path.startswith(root) else path
-                found[name] = mounted / inner.strip("/")
-    return {name: folder for name, folder in found.items() if folder.is_dir()}
+                folders[name] = mounted / inner.strip("/")
+    return {name: folder for name, folder in folders.items() if folder.is_dir()}
 
 
 def _mounts(proc: Path) -> Iterator[tuple[str, tuple[str, Path]]]:

@@ -36,8 +36,8 @@ KINDS = {
 }
 
 
-def limit(asked: dict[str, int]) -> None:
-    for name, most in asked.items():
+def limit(limits: dict[str, int]) -> None:
+    for name, most in limits.items():
         _, hard = resource.getrlimit(KINDS[name])
         most = most if hard == resource.RLIM_INFINITY else min(most, hard)
         resource.setrlimit(KINDS[name], (most, most))
@@ -76,8 +76,8 @@ def calls(job: dict[str, Any], out: int) -> None:
         try:
             if broken is not None:
                 raise RuntimeError(broken)
-            told = {"value": plain(names[call["name"]](*call["args"], **call["kwargs"]))}
-            text = json.dumps(told)
+            reply = {"value": plain(names[call["name"]](*call["args"], **call["kwargs"]))}
+            text = json.dumps(reply)
         except BaseException as error:  # noqa: BLE001
             text = json.dumps({"raised": broken or said(error)})
         put(out, text)

@@ -38,10 +38,10 @@ def boxed_bytes(pid: int, folder: str) -> int:
         folder: that is mounted inside, in memory.
     """
     pids = list(tree(pid))
-    found = sum(map(_own_bytes, pids))
+    total = sum(map(_own_bytes, pids))
     if len(pids) > 1:
-        found += _socket_bytes(pids[1]) + _name_bytes(pids[1], folder)
-    return found
+        total += _socket_bytes(pids[1]) + _name_bytes(pids[1], folder)
+    return total
 
 
 def tree(pid: int) -> Iterator[int]:
@@ -61,9 +61,9 @@ def _own_bytes(pid: int) -> int:
         for task in os.listdir(f"/proc/{pid}/task"):
             with suppress(OSError):
                 lines = Path(f"/proc/{pid}/task/{task}/status").read_text(errors="replace").splitlines()
-                found = [1024 * int(line.split()[1]) for line in lines if line.startswith(COUNTED)]
-                if found:
-                    return sum(found)
+                counted = [1024 * int(line.split()[1]) for line in lines if line.startswith(COUNTED)]
+                if counted:
+                    return sum(counted)
     return 0
 
 
@@ -80,6 +80,6 @@ def _name_bytes(pid: int, folder: str) -> int:
     inside = f"/proc/{pid}/root{folder}"
     with suppress(OSError):
         if os.stat(inside).st_dev != os.stat(folder).st_dev:
-            found = os.statvfs(inside)
-            return NAME_BYTES * (found.f_files - found.f_ffree)
+            status = os.statvfs(inside)
+            return NAME_BYTES * (status.f_files - status.f_ffree)
     return 0

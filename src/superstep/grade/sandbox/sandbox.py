@@ -100,8 +100,8 @@ def open_sandbox(config: GradeConfig, *, probe: bool = True) -> Sandbox:
     if config.sandbox == "none":
         python = Path(config.python) if config.python else Path(sys.executable)
         return Sandboxed(config, None, python, group=make_group(config.memory_bytes, config.processes, None))
-    found = shutil.which("bwrap", path="/usr/local/bin:/usr/bin:/bin")
-    if found is None:
+    bwrap = shutil.which("bwrap", path="/usr/local/bin:/usr/bin:/bin")
+    if bwrap is None:
         raise ConfigError(
             "bubblewrap is not installed, which keeps candidates' programs; apt install bubblewrap, or write "
             'grade.sandbox = "none" to run them unprotected.'
@@ -109,9 +109,9 @@ def open_sandbox(config: GradeConfig, *, probe: bool = True) -> Sandbox:
     python, prefix = interpreter(config.python)
     machine = MACHINES.get(platform.machine())
     calls = None if machine is None else filter_bytes(machine)
-    seen = VisiblePaths(bwrap=Path(found), python=python, prefix=prefix, packages=packages)
+    paths = VisiblePaths(bwrap=Path(bwrap), python=python, prefix=prefix, packages=packages)
     group = make_group(config.memory_bytes + config.disk_bytes, config.processes, _uid())
-    kept = Sandboxed(config, seen, python, calls, group)
+    kept = Sandboxed(config, paths, python, calls, group)
     if probe:
         kept.probe()
     return kept
@@ -167,11 +167,11 @@ class Sandboxed:
                 "grade.python to another interpreter, or give more grade.memory_bytes."
             )
 
-    def _run(self, source: str, asked: dict[str, Any]) -> Answers:
+    def _run(self, source: str, request: dict[str, Any]) -> Answers:
         if len(source) > SOURCE_BYTES:
             return Answers("violation", (), f"a program of {len(source)} characters; {SOURCE_BYTES} are read")
         config = self.config
-        job = asked | {
+        job = request | {
             "source": source,
             "packages": []
             if config.packages is None
@@ -197,7 +197,7 @@ class Sandboxed:
 
     def _limits(self) -> dict[str, int]:
         """What the kernel holds each process to."""
-        found = {
+        limits = {
             "cpu_s": math.ceil(self.config.timeout_s) * (os.cpu_count() or 1) + 1,  # of all its threads
             "memory_bytes": self.config.memory_bytes,
             "file_bytes": self.config.disk_bytes,
@@ -208,7 +208,7 @@ class Sandboxed:
             "signals": WAITING_SIGNALS,
         }
         # In a user namespace of its own it counts the program's processes; elsewhere all of the user's.
-        return found | ({} if self.seen is None else {"processes": self.config.processes + 1})
+        return limits | ({} if self.seen is None else {"processes": self.config.processes + 1})
 
     def _in_bubblewrap(self, given: bytes, bounds: Bounds) -> Ended:
         assert self.seen is not None
@@ -248,16 +248,16 @@ def read_answers(ended: Ended, config: GradeConfig) -> Answers:
     if ended.status in (-SIGSYS, SHELL_SIGNAL + SIGSYS):
         return Answers("violation", (), "a system call that is not allowed")
     try:
-        told = tuple(json.loads(one) for one in ended.stdout[len(READY) :].splitlines())
+        replies = tuple(json.loads(one) for one in ended.stdout[len(READY) :].splitlines())
     except (ValueError, RecursionError) as error:  # also: halves of texts, numbers of ten thousand digits
         return Answers("violation", (), f"its output is no JSON: {error}")
-    if not all(isinstance(one, dict) for one in told):
+    if not all(isinstance(one, dict) for one in replies):
         return Answers("violation", (), "its output is no record")
-    if any(one.get("status") == -SIGSYS for one in told):
+    if any(one.get("status") == -SIGSYS for one in replies):
         return Answers("violation", (), "a system call that is not allowed")
-    if any(str(one.get("raised", "")).startswith("MemoryError") for one in told):
+    if any(str(one.get("raised", "")).startswith("MemoryError") for one in replies):
         return Answers("memory", (), f"more than {config.memory_bytes >> 20} MiB")
-    return Answers("done", told, complaint)
+    return Answers("done", replies, complaint)
 
 
 def _limited(limit: Literal["timeout", "memory", "output"], config: GradeConfig) -> tuple[How, tuple[()], str]:
@@ -283,7 +283,7 @@ def _held(data: bytes) -> int:
     return fd
 
 
-def interpreter(asked: str | None) -> tuple[Path, Path | None]:
+def interpreter(wanted: str | None) -> tuple[Path, Path | None]:
     """The interpreter of candidates, and its folder where that is not below /usr.
 
     Ours is taken where candidates' user can reach it, else the system's: inside a home of root's it is out of reach.
@@ -291,25 +291,25 @@ def interpreter(asked: str | None) -> tuple[Path, Path | None]:
     Raises:
         ConfigError: there is none that can be reached.
     """
-    if asked is not None:
-        path = Path(asked)
+    if wanted is not None:
+        path = Path(wanted)
         if not path.is_file():
-            raise ConfigError(f"grade.python = '{asked}' is not there; name an interpreter, such as /usr/bin/python3.")
-        found = [path.resolve()]
+            raise ConfigError(f"grade.python = '{wanted}' is not there; name an interpreter, such as /usr/bin/python3.")
+        paths = [path.resolve()]
     else:
         name = f"python{sys.version_info.major}.{sys.version_info.minor}"
-        found = [
+        paths = [
             Path(sys.base_prefix).resolve() / "bin" / name,
             Path("/usr/bin/python3"),
             Path("/usr/local/bin/python3"),
         ]
-    for path in found:
+    for path in paths:
         real = path.resolve()
         if real.is_file() and (os.geteuid() != 0 or _is_open(real)):
             prefix = real.parents[1]
             return real, None if real.is_relative_to("/usr") else prefix
     raise ConfigError(
-        f"{' and '.join(map(str, found))} cannot be reached by user {UID}, as whom candidates run; apt install "
+        f"{' and '.join(map(str, paths))} cannot be reached by user {UID}, as whom candidates run; apt install "
         "python3, or set grade.python to an interpreter in a folder that everybody may enter."
     )
 

@@ -242,24 +242,24 @@ Instruction = tuple[int, int, int, int]
 
 def filter_program(machine: SyscallNumbers) -> list[Instruction]:
     """The filter of a kind of processor."""
-    found = [_load(ARCH), (EQUAL, 1, 0, machine.arch), _return(KILL), _load(NUMBER)]
+    program = [_load(ARCH), (EQUAL, 1, 0, machine.arch), _return(KILL), _load(NUMBER)]
     if machine is X86_64:
-        found += _where(AT_LEAST, X32, KILL)
-    found += _where(ABOVE, machine.last, ERRNO | ENOSYS)
+        program += _where(AT_LEAST, X32, KILL)
+    program += _where(ABOVE, machine.last, ERRNO | ENOSYS)
     for number in sorted(machine.kills.values()):
-        found += _where(EQUAL, number, KILL)
+        program += _where(EQUAL, number, KILL)
     for number in sorted(machine.fails.values()):
-        found += _where(EQUAL, number, ERRNO | EPERM)
+        program += _where(EQUAL, number, ERRNO | EPERM)
     # The C library falls back to clone, whose flags a filter can see; those of clone3 are behind a pointer.
-    found += _where(EQUAL, machine.clone3, ERRNO | ENOSYS)
-    found += _argument(machine.clone, FIRST, _where(HAS_BITS, NEW_NAMESPACE, KILL))
-    found += _argument(machine.socketpair, FIRST, _unless(AF_UNIX, ERRNO | EPERM))
-    found += _argument(
+    program += _where(EQUAL, machine.clone3, ERRNO | ENOSYS)
+    program += _argument(machine.clone, FIRST, _where(HAS_BITS, NEW_NAMESPACE, KILL))
+    program += _argument(machine.socketpair, FIRST, _unless(AF_UNIX, ERRNO | EPERM))
+    program += _argument(
         machine.ioctl, SECOND, [*_where(EQUAL, TIOCSTI, ERRNO | EPERM), *_where(EQUAL, TIOCLINUX, ERRNO | EPERM)]
     )
     shared = [(MASK, 0, 0, SHARED_ANONYMOUS), *_where(EQUAL, SHARED_ANONYMOUS, ERRNO | EPERM)]
-    found += _argument(machine.mmap, FOURTH, shared)
-    return [*found, _return(ALLOW)]
+    program += _argument(machine.mmap, FOURTH, shared)
+    return [*program, _return(ALLOW)]
 
 
 def filter_bytes(machine: SyscallNumbers) -> bytes:

@@ -154,12 +154,12 @@ def attend(q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, sees: Sees) -> tuple[
     B, N, S, H = q_BNSH.shape
     sides = sides_of("forward", H, q_BNSH.dtype, shared_bytes(q_BNSH.device))
     out, lse = _like(q_BNSH), q_BNSH.new_empty(B, N, S, dtype=torch.float32)
-    told = _told(q_BNSH, k_BKTH, sees)
+    sizes = _told(q_BNSH, k_BKTH, sees)
     attention_forward[triton.cdiv(S, sides.rows), B * N](
         *(q_BNSH, k_BKTH, v_BKTH, out, lse),
-        *(told.starts, told.bias, *told.numbers),
+        *(sizes.starts, sizes.bias, *sizes.numbers),
         *(x.stride()[:3] for x in (q_BNSH, k_BKTH, v_BKTH, out)),
-        **told.constants(H, sides),
+        **sizes.constants(H, sides),
     )
     return out, lse
 
@@ -178,11 +178,11 @@ def attend_backward(
     """
     q, k, v = inputs
     (B, N, S, H), (K, T) = q.shape, k.shape[1:3]
-    told, lse = _told(q, k, sees), lse_BNS.contiguous()
+    sizes, lse = _told(q, k, sees), lse_BNS.contiguous()
     room = shared_bytes(q.device)
     rows, columns = sides_of("queries", H, q.dtype, room), sides_of("keys", H, q.dtype, room)
     dq, dk, dv, delta = _like(q), _like(k), _like(v), torch.empty_like(lse)
-    dbias = torch.zeros_like(told.bias) if told.kind == BY_DISTANCE.value else None
+    dbias = torch.zeros_like(sizes.bias) if sizes.kind == BY_DISTANCE.value else None
     attention_delta[triton.cdiv(S, rows.rows), B * N](
         *(grad_BNSH, out_BNSH, delta, N, S, grad_BNSH.stride()[:3], out_BNSH.stride()[:3]),
         WIDTH=H,
@@ -191,15 +191,15 @@ def attend_backward(
     )
     given, strides = (grad_BNSH, q, k, v, lse, delta), tuple(x.stride()[:3] for x in (grad_BNSH, q, k, v))
     attention_queries_backward[triton.cdiv(S, rows.rows), B * N](
-        *(*given, dq, told.starts, told.bias, told.bias if dbias is None else dbias, *told.numbers),
+        *(*given, dq, sizes.starts, sizes.bias, sizes.bias if dbias is None else dbias, *sizes.numbers),
         *(*strides, dq.stride()[:3]),
-        **told.constants(H, rows),
+        **sizes.constants(H, rows),
     )
     tiles = triton.cdiv(T, columns.columns)
     attention_keys_backward[tiles, B * K](
-        *(*given, dk, dv, told.starts, _stops(sees, tiles, columns.columns, told.starts), told.bias, *told.numbers),
+        *(*given, dk, dv, sizes.starts, _stops(sees, tiles, columns.columns, sizes.starts), sizes.bias, *sizes.numbers),
         *(*strides, dk.stride()[:3], dv.stride()[:3]),
-        **told.constants(H, columns),
+        **sizes.constants(H, columns),
     )
     return dq, dk, dv, dbias
 

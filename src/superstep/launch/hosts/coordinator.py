@@ -51,7 +51,7 @@ class HostCopies(Protocol):
     def progress(self) -> Message:
         """How far its own are."""
 
-    def steer(self, told: Message) -> None:
+    def steer(self, message: Message) -> None:
         """What all are to do next."""
 
     def enters(self, wire: SecureChannel, hello: Hello) -> None:
@@ -138,13 +138,13 @@ class Lead:
             self._apply(Tick(self._beat()))
 
     def _apply(self, event: Event) -> None:
-        found = after(self._table, event, time.time())
-        before, self._table = self._table, found.table
+        after_event = after(self._table, event, time.time())
+        before, self._table = self._table, after_event.table
         try:
-            for order in found.orders:
+            for order in after_event.orders:
                 self._do(order)
         except (SuperstepError, OSError) as error:  # the run directory cannot be read, say
-            self._table = replace(found.table, phase=Phase.OVER)
+            self._table = replace(after_event.table, phase=Phase.OVER)
             self._do(Over(Cause(f"host 0: {error}", is_mistake=isinstance(error, UserError))))
         if before.phase is not self._table.phase and self._table.phase is Phase.GATHERS and self._table.missing:
             self._tell(_waiting(self._table))
@@ -194,14 +194,14 @@ class Lead:
         with self._one:
             members = dict(self._members)
         own = self._own.progress()
-        told = self._steering.after({0: own} | {h: m.progress for h, m in members.items()})
-        self._own.steer(told)
+        orders = self._steering.after({0: own} | {h: m.progress for h, m in members.items()})
+        self._own.steer(orders)
         for member in members.values():
             if member.silence.look(now_s):
                 member.wire.close()
             else:
                 with suppress(OSError):
-                    member.wire.say({"say": "beat"} | told)
+                    member.wire.say({"say": "beat"} | orders)
         return int(own.get("newest", 0))
 
     def _enters(self, wire: SecureChannel, hello: Hello) -> None:

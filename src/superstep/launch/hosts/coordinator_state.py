@@ -187,8 +187,8 @@ def _trouble(table: CoordinatorState, cause: Cause, now_s: float) -> Next:
 
 def _grown(table: CoordinatorState, step: int, now_s: float) -> Next:
     """End the ranks where there are hosts for a larger plan, once another state is whole: few steps are done twice."""
-    told = [host for host in table.here if host in table.crew or _held(table, host) is not None]
-    crew = largest(told, table.sizes, table.crew)
+    hosts = [host for host in table.here if host in table.crew or _held(table, host) is not None]
+    crew = largest(hosts, table.sizes, table.crew)
     if table.is_saving or len(crew) <= len(table.crew):
         return Next(replace(table, newest=None))
     if table.newest is None:
@@ -241,11 +241,11 @@ def _gathered(table: CoordinatorState, now_s: float) -> Next:
         if table.seats[0] is not None and now_s - table.since_s >= table.patience_s:
             return Next(replace(table, phase=Phase.OVER), (Over(_too_late(table)),))
         return Next(table)
-    found = {host: _held(table, host) for host in table.here}
-    told = {host: held for host, held in found.items() if held is not None}
-    if len(told) < len(found):
+    states = {host: _held(table, host) for host in table.here}
+    known = {host: held for host, held in states.items() if held is not None}
+    if len(known) < len(states):
         return Next(table)
-    held = {host: each for host, each in told.items() if each.cut == table.cut}
+    held = {host: each for host, each in known.items() if each.cut == table.cut}
     parts = table.cut.crew(len(table.seats))
     state = newest(held, parts)
     if crew == parts:

@@ -86,8 +86,8 @@ class Steer:
         """What all are told, given how far those are that are here."""
         if len(self._hosts) < 2:
             return {}
-        found = [progress.get(host, {}) for host in self._hosts]
-        if all("newest" in told for told in found):
-            each = [HostProgress(int(p["newest"]), int(p["copied"]), int(p["held"])) for p in found]
+        reports = [progress.get(host, {}) for host in self._hosts]
+        if all("newest" in report for report in reports):
+            each = [HostProgress(int(p["newest"]), int(p["copied"]), int(p["held"])) for p in reports]
             self._course = steered(self._course, each, self._every)
         return {"copied": self._course.copied, "next": self._course.next}

@@ -119,8 +119,8 @@ def event_of(host: int, message: Mapping[str, Any]) -> Event:
             raise ValueError(f"'{other}' is told by nobody")
 
 
-def _states(found: list[list[int]]) -> frozenset[State]:
-    return frozenset((int(step), int(turn)) for step, turn in found)
+def _states(raw: list[list[int]]) -> frozenset[State]:
+    return frozenset((int(step), int(turn)) for step, turn in raw)
 
 
 def ordered(order: Order) -> Message:
@@ -168,20 +168,20 @@ def order_of(message: Mapping[str, Any]) -> Order:
             raise ValueError(f"'{other}' is no order")
 
 
-def _state(found: list[int] | None) -> State | None:
-    return None if found is None else (int(found[0]), int(found[1]))
+def _state(raw: list[int] | None) -> State | None:
+    return None if raw is None else (int(raw[0]), int(raw[1]))
 
 
-def _cut(found: Mapping[str, Any]) -> CopyPlacement:
-    return CopyPlacement(int(found["epoch"]), tuple(int(host) for host in found["hosts"]))
+def _cut(raw: Mapping[str, Any]) -> CopyPlacement:
+    return CopyPlacement(int(raw["epoch"]), tuple(int(host) for host in raw["hosts"]))
 
 
-def _cause(found: dict[str, Any] | None) -> Cause | None:
-    return None if found is None else Cause(**found)
+def _cause(raw: dict[str, Any] | None) -> Cause | None:
+    return None if raw is None else Cause(**raw)
 
 
-def _address(found: list[Any]) -> Address:
-    return str(found[0]), int(found[1])
+def _address(raw: list[Any]) -> Address:
+    return str(raw[0]), int(raw[1])
 
 
 class Silence:

@@ -27,9 +27,9 @@ def interface_of(address: str) -> str | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:
-                found = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
             except OSError:  # it has no such address
                 continue
-            if socket.inet_ntoa(found[_ADDRESS]) == address:
+            if socket.inet_ntoa(reply[_ADDRESS]) == address:
                 return name
     return None

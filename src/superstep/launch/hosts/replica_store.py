@@ -141,16 +141,16 @@ class Keeper:
             "held": max(held, default=(0, 0))[0],
         }
 
-    def steer(self, told: Message) -> None:
+    def steer(self, message: Message) -> None:
         """Hold for the next host what all copy next, and what all have copied last."""
-        if not self._has_peer or "next" not in told:
+        if not self._has_peer or "next" not in message:
             return
-        steps = {int(told["copied"]), int(told["next"])}
+        steps = {int(message["copied"]), int(message["next"])}
         with self._one:
             for memory in self._memories:
                 if memory.is_laid_out:
                     memory.hold_only(steps)
-                    memory.ask(int(told["next"]))
+                    memory.ask(int(message["next"]))
             for memory in self._copies:
                 memory.hold_only(steps)
 
@@ -159,9 +159,9 @@ class Keeper:
         wire.say({"say": "welcome"})
         _gently()
         if hello.purpose == "fetch":
-            asked = wire.hear()["state"]
+            state = wire.hear()["state"]
             try:
-                send(wire, self._copies, (int(asked[0]), int(asked[1])), self._epoch, RateLimit(None))
+                send(wire, self._copies, (int(state[0]), int(state[1])), self._epoch, RateLimit(None))
             except Spoilt:
                 self._void_damaged(self._copies)
             except Void:
@@ -244,5 +244,5 @@ def _gently() -> None:
 
 def _common(memories: Sequence[SnapshotMemory], *, held: bool = False) -> frozenset[State]:
     """States that are whole in all of them."""
-    found = [frozenset(memory.states(held=held)) for memory in memories]
-    return frozenset.intersection(*found) if found else frozenset()
+    kept = [frozenset(memory.states(held=held)) for memory in memories]
+    return frozenset.intersection(*kept) if kept else frozenset()

@@ -118,12 +118,12 @@ class SecureChannel:
         """The next message; raises OSError as ``receive`` does, where it is none, and where it takes longer."""
         kind, payload = self.receive(None if within_s is None else time.monotonic() + within_s)
         try:
-            found = json.loads(payload) if kind is PayloadKind.MESSAGE else None
+            message = json.loads(payload) if kind is PayloadKind.MESSAGE else None
         except ValueError as error:
             raise ConnectionError("a message is no JSON") from error
-        if not isinstance(found, dict):
+        if not isinstance(message, dict):
             raise ConnectionError("a frame is no message")
-        return found
+        return message
 
     def close(self) -> None:
         """End the connection; a thread that receives is woken."""
@@ -186,8 +186,8 @@ def _set_limit(sock: socket.socket, which: int, seconds: float) -> None:
     sock.setsockopt(socket.SOL_SOCKET, which, struct.pack("@ll", int(seconds), int(1e6 * (seconds % 1))))
 
 
-def _require_magic(found: bytes) -> None:
-    if not found.startswith(MAGIC):
+def _require_magic(received: bytes) -> None:
+    if not received.startswith(MAGIC):
         raise Unlike("the other side is no launcher of this version")
 
 
@@ -200,8 +200,8 @@ def _proof(key: bytes, *parts: bytes | memoryview) -> bytes:
 
 def _exactly(sock: socket.socket, count: int, until_s: float | None) -> bytes:
     """So many bytes, all of which must have come by then."""
-    found = bytearray(count)
-    view, at = memoryview(found), 0
+    received = bytearray(count)
+    view, at = memoryview(received), 0
     while at < count:
         left_s = 0.0 if until_s is None else until_s - time.monotonic()
         if until_s is not None and left_s <= 0:
@@ -212,4 +212,4 @@ def _exactly(sock: socket.socket, count: int, until_s: float | None) -> bytes:
         if came == 0:
             raise ConnectionResetError("the other side has gone")
         at += came
-    return bytes(found)
+    return bytes(received)

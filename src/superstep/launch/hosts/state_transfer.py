@@ -55,8 +55,8 @@ def send(wire: SecureChannel, memories: Sequence[SnapshotMemory], state: State, 
         OSError: the other side is gone.
     """
     slots = [memory.states().get(state) for memory in memories]
-    found = [slot for slot in slots if slot is not None]
-    if len(found) < len(memories):
+    full = [slot for slot in slots if slot is not None]
+    if len(full) < len(memories):
         raise Void
     if not all(memory.has_table for memory in memories):
         raise Spoilt
@@ -68,15 +68,15 @@ def send(wire: SecureChannel, memories: Sequence[SnapshotMemory], state: State, 
             "table_bytes": len(memory.text()),
             "slot_bytes": memory.slot_bytes,
         }
-        for memory, slot in zip(memories, found, strict=True)
+        for memory, slot in zip(memories, full, strict=True)
     ]
     wire.say({"say": "begin", "state": state, "epoch": epoch, "ranks": ranks})
-    for memory, slot in zip(memories, found, strict=True):
+    for memory, slot in zip(memories, full, strict=True):
         _send_bytes(wire, memory.text(), rate)
         low = memory.start(slot)
         with memoryview(memory.view) as view:
             _send_bytes(wire, view[low : low + memory.slot_bytes], rate)
-    parts = list(zip(memories, found, strict=True))
+    parts = list(zip(memories, full, strict=True))
     wrong = damaged(parts)
     is_there = all(memory.states().get(state) == slot for memory, slot in parts)  # and was, while it was read
     is_whole = is_there and not wrong
@@ -116,13 +116,13 @@ def receive(
     if not is_wanted(epoch):
         raise ConnectionError(f"a copy of epoch {epoch}, which is over")
     slots = []
-    for memory, told in zip(memories, ranks, strict=True):
-        if told["table_bytes"] > MOST_TABLE_BYTES:
-            raise ConnectionError(f"a table of {told['table_bytes']} bytes")
-        table = _receive_bytes(wire, bytearray(told["table_bytes"]))
+    for memory, rank in zip(memories, ranks, strict=True):
+        if rank["table_bytes"] > MOST_TABLE_BYTES:
+            raise ConnectionError(f"a table of {rank['table_bytes']} bytes")
+        table = _receive_bytes(wire, bytearray(rank["table_bytes"]))
         if not memory.is_laid_out:
-            memory.lay_out_text(bytes(table), told["slot_bytes"], HOSTS_SLOTS)
-        if memory.slot_bytes != told["slot_bytes"]:
+            memory.lay_out_text(bytes(table), rank["slot_bytes"], HOSTS_SLOTS)
+        if memory.slot_bytes != rank["slot_bytes"]:
             raise ConnectionError("a copy of another size than before")
         slot = memory.free_slot()
         if slot is None:
@@ -134,9 +134,9 @@ def receive(
             _receive_bytes(wire, place)
         memory.put(slot, "step", state[0])
         memory.put(slot, "turn", state[1])
-        memory.put(slot, "samples", told["samples"])
-        memory.put(slot, "tokens", told["tokens"])
-        memory.put(slot, "checksum", told["checksum"])
+        memory.put(slot, "samples", rank["samples"])
+        memory.put(slot, "tokens", rank["tokens"])
+        memory.put(slot, "checksum", rank["checksum"])
     is_whole = wire.hear().get("say") == "whole" and not damaged(list(zip(memories, slots, strict=True)))
 
     def mark() -> None:

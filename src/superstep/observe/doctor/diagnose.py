@@ -109,18 +109,18 @@ class Diagnosis:
 def diagnose(run: RunSeen) -> Diagnosis:
     """What is wrong with a run."""
     waits, took_s = Waits(run), step_s(run)
-    stands = bool(run.ranks) and not any(rank.has_moved for rank in run.ranks)
+    is_still = bool(run.ranks) and not any(rank.has_moved for rank in run.ranks)
     pace = spent(run)
-    found = [*_ended(run, waits), *_processes(run)]
-    if stands and run.is_live and not found:
-        found += _standing(run, waits, took_s)
-    if run.is_live and not found:
-        found += _data(pace)
+    findings = [*_ended(run, waits), *_processes(run)]
+    if is_still and run.is_live and not findings:
+        findings += _standing(run, waits, took_s)
+    if run.is_live and not findings:
+        findings += _data(pace)
         # Whether a rank lacks a processor is seen of ranks that run alone.
         goes_on = all(rank.has_moved for rank in run.ranks)
-        found += _slow(slowest(run), {each.rank for each in found}) if goes_on else []
-    found += [*_swapping(run), *_growing(run), *_disk(run, found)]
-    return Diagnosis(findings=tuple(found), waits=waits.all, spent=pace, stands=stands, step_s=took_s)
+        findings += _slow(slowest(run), {each.rank for each in findings}) if goes_on else []
+    findings += [*_swapping(run), *_growing(run), *_disk(run, findings)]
+    return Diagnosis(findings=tuple(findings), waits=waits.all, spent=pace, stands=is_still, step_s=took_s)
 
 
 def _ended(run: RunSeen, waits: Waits) -> Iterator[Finding]:
@@ -130,10 +130,10 @@ def _ended(run: RunSeen, waits: Waits) -> Iterator[Finding]:
         yield from _skipped(run, waits)[:1]
     rank, step = (None if at is None else int(at[1]) for at in (re.search(rf"\b{w} (\d+)", run.fault) for w in _NAMED))
     rank = run.ranks[0].rank if rank is None and len(run.ranks) == 1 else rank
-    seen = next((each for each in run.ranks if each.rank == rank), None)
+    failed = next((each for each in run.ranks if each.rank == rank), None)
     kind: Kind = "disk" if any(words in run.fault for words in _NO_ROOM) else "fault"
-    at = "" if seen is None else seen.what
-    step = step if step is not None or seen is None else seen.step
+    at = "" if failed is None else failed.what
+    step = step if step is not None or failed is None else failed.step
     yield Finding(kind=kind, what=run.fault, rank=rank, step=step or 0, at=at)
 
 
@@ -141,20 +141,20 @@ def _processes(run: RunSeen) -> Iterator[Finding]:
     """Ranks whose process does not run."""
     if not run.is_live:
         return
-    for seen in run.ranks:
-        if seen.state in ("T", "t"):
-            by = "a debugger holds it" if seen.state == "t" else "SIGSTOP, or Ctrl-Z"
-            what = f"rank {seen.rank} is stopped in {_where(seen)}: process {seen.process}, {by}"
-            yield _of(seen, "stopped", what, f"kill -CONT {seen.process} lets it go on")
-        elif seen.process and seen.state in ("", "Z"):
+    for rank in run.ranks:
+        if rank.state in ("T", "t"):
+            by = "a debugger holds it" if rank.state == "t" else "SIGSTOP, or Ctrl-Z"
+            what = f"rank {rank.rank} is stopped in {_where(rank)}: process {rank.process}, {by}"
+            yield _of(rank, "stopped", what, f"kill -CONT {rank.process} lets it go on")
+        elif rank.process and rank.state in ("", "Z"):
             yield _of(
-                seen, "gone", f"rank {seen.rank} has ended in {_where(seen)}: process {seen.process} is not there"
+                rank, "gone", f"rank {rank.rank} has ended in {_where(rank)}: process {rank.process} is not there"
             )
 
 
 def _standing(run: RunSeen, waits: Waits, took_s: float) -> list[Finding]:
     """Why nothing goes on, where that is so for too long."""
-    seen = {rank.rank: rank for rank in run.ranks}
+    ranks = {rank.rank: rank for rank in run.ranks}
     held = [rank for rank in run.ranks if rank.is_held and rank.since_s >= _limit_s(rank, took_s)]
     if held:
         return [_held(rank) for rank in held]
@@ -168,7 +168,7 @@ def _standing(run: RunSeen, waits: Waits, took_s: float) -> list[Finding]:
     if not ends:
         return _circle(run, waits)
     # The one that is farthest behind came to it first: others may sleep in what it has not sent.
-    hangs = [seen[end] for end in ends if end in seen and seen[end].since_s >= _limit_s(seen[end], took_s)]
+    hangs = [ranks[end] for end in ends if end in ranks and ranks[end].since_s >= _limit_s(ranks[end], took_s)]
     hangs = [rank for rank in hangs if rank.doing != "waits"]
     if not hangs:
         return _unknown(run, took_s)
@@ -186,85 +186,87 @@ def _unknown(run: RunSeen, took_s: float) -> list[Finding]:
     return [_of(first, "hang", what, *_top(first))]
 
 
-def _limit_s(seen: RankSeen, took_s: float) -> float:
+def _limit_s(rank: RankSeen, took_s: float) -> float:
     """How long a rank may be at what it does."""
-    if seen.doing == "apart":
-        before = [n.end_s - n.ready_s for n in seen.notes if n.index < 0 and n.what == seen.what]
-        floor_s = BESIDE_S.get(seen.what, BESIDE_ELSE_S)
+    if rank.doing == "apart":
+        before = [n.end_s - n.ready_s for n in rank.notes if n.index < 0 and n.what == rank.what]
+        floor_s = BESIDE_S.get(rank.what, BESIDE_ELSE_S)
         return max(STANDS_S if len(before) > 1 else floor_s, TIMES * max(before, default=0.0), 2 * took_s)
-    if seen.longest_s > 0:
-        return max(GPU_S if seen.is_on_gpu else STANDS_S, TIMES * seen.longest_s)
-    if seen.is_on_gpu:
+    if rank.longest_s > 0:
+        return max(GPU_S if rank.is_on_gpu else STANDS_S, TIMES * rank.longest_s)
+    if rank.is_on_gpu:
         return GPU_FIRST_S
-    return FIRST_ASLEEP_S if seen.is_asleep else FIRST_S
+    return FIRST_ASLEEP_S if rank.is_asleep else FIRST_S
 
 
-def _held(seen: RankSeen) -> Finding:
-    what = f"rank {seen.rank} hangs in {_where(seen)}: code that is not Python keeps Python's lock"
-    return _of(seen, "held", what, f"none of its other threads has run for {seen.looked_s:.1f} s and more", *_top(seen))
+def _held(rank: RankSeen) -> Finding:
+    what = f"rank {rank.rank} hangs in {_where(rank)}: code that is not Python keeps Python's lock"
+    return _of(rank, "held", what, f"none of its other threads has run for {rank.looked_s:.1f} s and more", *_top(rank))
 
 
 def _skipped(run: RunSeen, waits: Waits, least_s: float = 0.0) -> list[Finding]:
     """Ranks that are past a sum which another is still in, for so long: the odd one of several has left it out."""
-    seen, found = {rank.rank: rank for rank in run.ranks}, []
+    ranks, findings = {rank.rank: rank for rank in run.ranks}, []
     for wait in waits.all:
-        here = seen[wait.rank]
+        here = ranks[wait.rank]
         # Who has raised an error goes on no more; but it may be that of a rank which is not seen here.
-        is_sure = len(seen) == run.mesh.world if here.has_raised else here.since_s >= least_s
+        is_sure = len(ranks) == run.mesh.world if here.has_raised else here.since_s >= least_s
         if not wait.past or not is_sure:
             continue
-        others = ", ".join(f"rank {rank}, in {_where(seen[rank])}," for rank in wait.past)
+        others = ", ".join(f"rank {rank}, in {_where(ranks[rank])}," for rank in wait.past)
         what = (
             f"rank {wait.past[0]} has left out {wait.what}, or one on its lane before: rank {wait.rank} is still in "
             f"it, and {others} is past it"
         )
-        said = f"rank {here.rank} has waited for {here.since_s:.1f} s for what all ranks say they have started"
+        text = f"rank {here.rank} has waited for {here.since_s:.1f} s for what all ranks say they have started"
         if here.has_raised:
-            said = f"rank {here.rank} has found another operation in its place, and ended with an error"
-        found.append(
-            Finding(kind="skipped", what=what, rank=wait.past[0], step=here.step, at=wait.what, evidence=(said,))
+            text = f"rank {here.rank} has found another operation in its place, and ended with an error"
+        findings.append(
+            Finding(kind="skipped", what=what, rank=wait.past[0], step=here.step, at=wait.what, evidence=(text,))
         )
-    return found
+    return findings
 
 
-def _raised(seen: RankSeen) -> Finding:
-    what = f"rank {seen.rank} has raised an error in {_where(seen)}, {seen.since_s:.1f} s ago, and nothing goes on"
-    return _of(seen, "raised", what, "the launcher says which, once it has ended the ranks")
+def _raised(rank: RankSeen) -> Finding:
+    what = f"rank {rank.rank} has raised an error in {_where(rank)}, {rank.since_s:.1f} s ago, and nothing goes on"
+    return _of(rank, "raised", what, "the launcher says which, once it has ended the ranks")
 
 
 def _circle(run: RunSeen, waits: Waits) -> list[Finding]:
     """All wait for each other."""
     if any(rank.since_s < STANDS_S for rank in run.ranks) or not waits.all:
         return []
-    said = tuple(f"rank {wait.rank} waits for {wait.what} from {_ranks(wait.missing)}" for wait in waits.all)
+    lines = tuple(f"rank {wait.rank} waits for {wait.what} from {_ranks(wait.missing)}" for wait in waits.all)
     first = run.ranks[0]
-    return [Finding(kind="circle", what="the ranks wait for each other in a circle", step=first.step, evidence=said)]
+    return [Finding(kind="circle", what="the ranks wait for each other in a circle", step=first.step, evidence=lines)]
 
 
-def _hang(seen: RankSeen, run: RunSeen) -> Finding:
-    others = [rank.rank for rank in run.ranks if rank.rank != seen.rank]
+def _hang(observed: RankSeen, run: RunSeen) -> Finding:
+    others = [rank.rank for rank in run.ranks if rank.rank != observed.rank]
     waiting = f"{_ranks(others)} cannot go on without it" if others else "nothing goes on"
-    if seen.doing == "apart":
-        kind: Kind = "data" if seen.what == DATA else "beside"
-        doing = {DATA: "waits for its batch", "": "is between its programs"}.get(seen.what, f"is in its {seen.what}")
-        what = f"rank {seen.rank} {doing}, for {seen.since_s:.1f} s now"
-        return _of(seen, kind, what, waiting, *_top(seen))
-    sleeps = seen.is_asleep or seen.looked_s == 0.0
-    busy = f"computing: {seen.cpu_s:.1f} s of a processor in {seen.looked_s:.1f} s"
+    if observed.doing == "apart":
+        kind: Kind = "data" if observed.what == DATA else "beside"
+        doing = {DATA: "waits for its batch", "": "is between its programs"}.get(
+            observed.what, f"is in its {observed.what}"
+        )
+        what = f"rank {observed.rank} {doing}, for {observed.since_s:.1f} s now"
+        return _of(observed, kind, what, waiting, *_top(observed))
+    sleeps = observed.is_asleep or observed.looked_s == 0.0
+    busy = f"computing: {observed.cpu_s:.1f} s of a processor in {observed.looked_s:.1f} s"
     how = "asleep, while Python runs" if sleeps else busy
-    if seen.is_on_gpu:
-        sleeps, how = True, f"which its GPU has not come past for {seen.since_s:.1f} s"
-    took = f"; {seen.longest_s:.2g} s at most before" if seen.longest_s else ""
-    if (call := _users_call(seen)) is not None:
-        what = f"rank {seen.rank} hangs in {_where(seen)}, in a call of yours: {call}"
-        return _of(seen, "hook", what, f"{how}{took}", waiting, *_top(seen))
-    what = f"rank {seen.rank} hangs in {_where(seen)}, {how}{took}"
-    return _of(seen, "hang" if sleeps else "busy", what, waiting, *_top(seen))
+    if observed.is_on_gpu:
+        sleeps, how = True, f"which its GPU has not come past for {observed.since_s:.1f} s"
+    took = f"; {observed.longest_s:.2g} s at most before" if observed.longest_s else ""
+    if (call := _users_call(observed)) is not None:
+        what = f"rank {observed.rank} hangs in {_where(observed)}, in a call of yours: {call}"
+        return _of(observed, "hook", what, f"{how}{took}", waiting, *_top(observed))
+    what = f"rank {observed.rank} hangs in {_where(observed)}, {how}{took}"
+    return _of(observed, "hang" if sleeps else "busy", what, waiting, *_top(observed))
 
 
-def _users_call(seen: RankSeen) -> str | None:
+def _users_call(rank: RankSeen) -> str | None:
     """The innermost call in code that is neither ours, torch's nor Python's own, within what we called."""
-    for call in seen.stacks[0] if seen.stacks else ():
+    for call in rank.stacks[0] if rank.stacks else ():
         if call.startswith(_HERE):
             return None
         if not re.match(r"<|.*/(site-packages|dist-packages|lib/python3[.\d]*)/", call):
@@ -277,10 +279,10 @@ def _data(pace: Mapping[int, TimeSpent]) -> Iterator[Finding]:
     slow = {rank: each for rank, each in pace.items() if each.share(DATA) >= DATA_SHARE}
     for rank, each in sorted(slow.items(), key=lambda one: -one[1].share(DATA)):
         what = f"rank {rank} waits for batches {each.share(DATA):.0%} of its time"
-        said = f"{1e3 * each.beside_s[DATA] / each.steps:.0f} ms of each of the last {each.steps} steps"
+        text = f"{1e3 * each.beside_s[DATA] / each.steps:.0f} ms of each of the last {each.steps} steps"
         others = [other for other in pace if other not in slow]
         faster = (f"{_ranks(others)} {'has' if len(others) == 1 else 'have'} theirs in time",) if others else ()
-        yield Finding(kind="data", what=what, rank=rank, at=DATA, evidence=(said, *faster))
+        yield Finding(kind="data", what=what, rank=rank, at=DATA, evidence=(text, *faster))
 
 
 def _slow(slow: list[Slow], known: set[int | None]) -> Iterator[Finding]:
@@ -288,23 +290,23 @@ def _slow(slow: list[Slow], known: set[int | None]) -> Iterator[Finding]:
     for each in slow:
         if each.rank not in known:
             what = f"rank {each.rank} is slow: {each.times:.1f}x what its peers take to compute the same"
-            said = (
+            text = (
                 f"its {each.what} takes {1e3 * each.own_s:.3g} ms, theirs {1e3 * each.peers_s:.3g} "
                 f"({each.own_s / max(each.peers_s, 1e-9):.1f}x), the fastest tenth of {each.steps} steps"
             )
-            yield Finding(kind="slow", what=what, rank=each.rank, at=each.what, evidence=(said,))
+            yield Finding(kind="slow", what=what, rank=each.rank, at=each.what, evidence=(text,))
 
 
 def _swapping(run: RunSeen) -> Iterator[Finding]:
-    for seen in run.ranks:
-        if seen.swapped_bytes >= SWAPPED_BYTES and seen.faults_per_s >= SWAPS_PER_S:
-            what = f"rank {seen.rank} swaps: {_mib(seen.swapped_bytes)} of it are on disk"
-            yield _of(seen, "swaps", what, f"it waited for {seen.faults_per_s:.0f} pages a second, in {_where(seen)}")
+    for rank in run.ranks:
+        if rank.swapped_bytes >= SWAPPED_BYTES and rank.faults_per_s >= SWAPS_PER_S:
+            what = f"rank {rank.rank} swaps: {_mib(rank.swapped_bytes)} of it are on disk"
+            yield _of(rank, "swaps", what, f"it waited for {rank.faults_per_s:.0f} pages a second, in {_where(rank)}")
 
 
 def _growing(run: RunSeen) -> Iterator[Finding]:
-    for seen in run.ranks:
-        sizes = [size for _, size in seen.memory]
+    for rank in run.ranks:
+        sizes = [size for _, size in rank.memory]
         quarter = len(sizes) // 4
         if quarter < 3:
             continue
@@ -312,35 +314,35 @@ def _growing(run: RunSeen) -> Iterator[Finding]:
         # The first quarter has the start in it.
         if means[3] - means[1] < GROWTH_BYTES or any(b < GROWTH * a for a, b in pairwise(means[1:])):
             continue
-        over_s = seen.memory[-1][0] - seen.memory[quarter][0]
+        over_s = rank.memory[-1][0] - rank.memory[quarter][0]
         rate = 60 * (sizes[-1] - sizes[quarter]) / max(over_s, 1.0)
-        what = f"rank {seen.rank} grows: {_mib(int(rate))} a minute, {_mib(sizes[-1])} now"
+        what = f"rank {rank.rank} grows: {_mib(int(rate))} a minute, {_mib(sizes[-1])} now"
         yield Finding(
-            kind="memory", what=what, rank=seen.rank, evidence=(f"for {over_s / 60:.1f} minutes, without an end",)
+            kind="memory", what=what, rank=rank.rank, evidence=(f"for {over_s / 60:.1f} minutes, without an end",)
         )
 
 
-def _disk(run: RunSeen, found: list[Finding]) -> Iterator[Finding]:
+def _disk(run: RunSeen, findings: list[Finding]) -> Iterator[Finding]:
     free, needed = run.disk.free_bytes, run.disk.needed_bytes
-    if free is None or free >= max(needed, LEAST_FREE_BYTES) or any(each.kind == "disk" for each in found):
+    if free is None or free >= max(needed, LEAST_FREE_BYTES) or any(each.kind == "disk" for each in findings):
         return
-    asked = f"; its next checkpoint takes {_mib(needed)}" if needed else ""
-    yield Finding(kind="disk", what=f"the run's disk has {_mib(free)} left{asked}", at=CHECKPOINT)
+    needs = f"; its next checkpoint takes {_mib(needed)}" if needed else ""
+    yield Finding(kind="disk", what=f"the run's disk has {_mib(free)} left{needs}", at=CHECKPOINT)
 
 
-def _of(seen: RankSeen, kind: Kind, what: str, *evidence: str) -> Finding:
-    return Finding(kind=kind, what=what, rank=seen.rank, step=seen.step, at=seen.what, evidence=evidence)
+def _of(rank: RankSeen, kind: Kind, what: str, *evidence: str) -> Finding:
+    return Finding(kind=kind, what=what, rank=rank.rank, step=rank.step, at=rank.what, evidence=evidence)
 
 
-def _top(seen: RankSeen) -> tuple[str, ...]:
+def _top(rank: RankSeen) -> tuple[str, ...]:
     """Where its main thread is."""
-    return (f"it is at {seen.stacks[0][0]}",) if seen.stacks and seen.stacks[0] else ()
+    return (f"it is at {rank.stacks[0][0]}",) if rank.stacks and rank.stacks[0] else ()
 
 
-def _where(seen: RankSeen) -> str:
-    if seen.doing == "apart":
-        return seen.what or "no program"
-    return f"{seen.brief} of step {seen.step}"
+def _where(rank: RankSeen) -> str:
+    if rank.doing == "apart":
+        return rank.what or "no program"
+    return f"{rank.brief} of step {rank.step}"
 
 
 def _ranks(ranks: tuple[int, ...] | list[int]) -> str:

@@ -42,15 +42,15 @@ class Box:
 def write_box(fault: str, ranks: Sequence[RankSeen]) -> str:
     """The text."""
     lists: dict[tuple[str, ...], int] = {}
-    told = []
+    written = []
     for rank in ranks:
         follows = lists.setdefault(tuple(describe(each) for each in rank.follows), len(lists))
         newest = max((note.run for note in rank.notes), default=0)
         notes = [_row(note) for note in rank.notes if note.run > newest - RUNS]
         plain = {name: getattr(rank, name) for name in _PLAIN}
-        told.append(plain | {"memory": rank.memory, "stacks": rank.stacks, "follows": follows, "notes": notes})
+        written.append(plain | {"memory": rank.memory, "stacks": rank.stacks, "follows": follows, "notes": notes})
     return json.dumps(
-        {"fault": fault, "at_s": time.time(), "host": platform.node(), "lists": list(lists), "ranks": told}
+        {"fault": fault, "at_s": time.time(), "host": platform.node(), "lists": list(lists), "ranks": written}
     )
 
 
@@ -63,7 +63,7 @@ def read_box(path: Path) -> Box:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
         lists = [tuple(read_instruction(text) for text in texts) for texts in raw["lists"]]
-        ranks = tuple(_rank(told, lists) for told in raw["ranks"])
+        ranks = tuple(_rank(raw_rank, lists) for raw_rank in raw["ranks"])
         return Box(str(raw["fault"]), float(raw["at_s"]), str(raw["host"]), ranks)
     except OSError as error:
         raise StateError(f"{path} cannot be read: {error.strerror}.") from error
@@ -71,14 +71,14 @@ def read_box(path: Path) -> Box:
         raise StateError(f"{path} is not what a run leaves when it fails ({error!r}); delete it.") from error
 
 
-def _rank(told: dict[str, Any], lists: Sequence[Any]) -> RankSeen:
-    plain = {name: told[name] for name in _PLAIN}
+def _rank(raw: dict[str, Any], lists: Sequence[Any]) -> RankSeen:
+    plain = {name: raw[name] for name in _PLAIN}
     return RankSeen(
         **plain,
-        memory=tuple((float(at_s), int(size)) for at_s, size in told["memory"]),
-        stacks=tuple(tuple(each) for each in told["stacks"]),
-        follows=lists[told["follows"]],
-        notes=tuple(Note(*row) for row in told["notes"]),
+        memory=tuple((float(at_s), int(size)) for at_s, size in raw["memory"]),
+        stacks=tuple(tuple(each) for each in raw["stacks"]),
+        follows=lists[raw["follows"]],
+        notes=tuple(Note(*row) for row in raw["notes"]),
     )
 
 

@@ -126,11 +126,11 @@ class RankSeen:
 
     def done_by_run(self) -> dict[int, list[Note]]:
         """The instructions that came to their end, by the number of the run of a program that they are of."""
-        found: dict[int, list[Note]] = {}
+        notes: dict[int, list[Note]] = {}
         for note in self.notes:
             if note.index >= 0 and note.is_done:
-                found.setdefault(note.run, []).append(note)
-        return found
+                notes.setdefault(note.run, []).append(note)
+        return notes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -76,9 +76,9 @@ def steps_of(rank: RankSeen, length: int) -> dict[int, list[Note]]:
         rank: whose.
         length: of its list in that program.
     """
-    found = rank.done_by_run()
+    by_run = rank.done_by_run()
     # An evaluation has other instructions, and never the last one of a step.
-    whole = {run: notes for run, notes in found.items() if len(notes) == length and notes[-1].what == "step"}
+    whole = {run: notes for run, notes in by_run.items() if len(notes) == length and notes[-1].what == "step"}
     runs = sorted(whole)
     first = max(0, len(runs) - STEPS)
     while first and whole[runs[-1]][0].ready_s - whole[runs[first]][0].ready_s < WINDOW_S:
@@ -88,8 +88,8 @@ def steps_of(rank: RankSeen, length: int) -> dict[int, list[Note]]:
 
 def spent(run: RunSeen) -> dict[int, TimeSpent]:
     """Of every rank that has done ``ENOUGH`` steps."""
-    found = {rank.rank: _spent(rank, _length(run, rank)) for rank in run.ranks}
-    return {rank: each for rank, each in found.items() if each is not None}
+    by_rank = {rank.rank: _spent(rank, _length(run, rank)) for rank in run.ranks}
+    return {rank: each for rank, each in by_rank.items() if each is not None}
 
 
 def _spent(rank: RankSeen, length: int) -> TimeSpent | None:
@@ -114,8 +114,8 @@ def slowest(run: RunSeen) -> list[Slow]:
     alike: dict[int, list[RankSeen]] = {}
     for rank in run.ranks:
         alike.setdefault(run.mesh.at(rank.rank).pp, []).append(rank)
-    found = [slow for peers in alike.values() if len(peers) > 1 for slow in _slow_of(run, peers)]
-    return sorted(found, key=lambda slow: -slow.times)
+    slow_ranks = [slow for peers in alike.values() if len(peers) > 1 for slow in _slow_of(run, peers)]
+    return sorted(slow_ranks, key=lambda slow: -slow.times)
 
 
 def _slow_of(run: RunSeen, ranks: Sequence[RankSeen]) -> list[Slow]:
@@ -125,7 +125,7 @@ def _slow_of(run: RunSeen, ranks: Sequence[RankSeen]) -> list[Slow]:
         return []
     runs = {rank.rank: 1.0 - rank.starved for rank in ranks}
     took = {rank: runs[rank] * _quick([sum(n.own_s for n in each[r]) for r in common]) for rank, each in steps.items()}
-    found = []
+    slow_ranks = []
     # Where ranks wait for processors, what is left of the difference is the less certain.
     least = SLOW + max(rank.starved for rank in ranks)
     for rank, own_s in took.items():
@@ -133,8 +133,8 @@ def _slow_of(run: RunSeen, ranks: Sequence[RankSeen]) -> list[Slow]:
         peers_s = median(took[p] for p in peers)
         if peers_s > 0 and own_s >= least * peers_s:
             what, own, other = _costliest(steps, rank, peers, common)
-            found.append(Slow(rank, own_s / peers_s, what, own, other, len(common)))
-    return found
+            slow_ranks.append(Slow(rank, own_s / peers_s, what, own, other, len(common)))
+    return slow_ranks
 
 
 def _costliest(
@@ -153,12 +153,12 @@ def _costliest(
 
 def step_s(run: RunSeen) -> float:
     """The median time from the begin of a step to that of the next, on any rank; 0.0 where that is not known."""
-    found = [
+    lengths = [
         later[0].ready_s - notes[0].ready_s
         for rank in run.ranks
         for notes, later in pairwise(steps_of(rank, _length(run, rank)).values())
     ]
-    return median(found) if found else 0.0
+    return median(lengths) if lengths else 0.0
 
 
 def _length(run: RunSeen, rank: RankSeen) -> int:

@@ -68,34 +68,34 @@ class Waits:
     def __init__(self, run: RunSeen) -> None:
         self._run = run
         self._needs = Needs(run.program)
-        self._seen = {seen.rank: seen for seen in run.ranks}
+        self._seen = {rank.rank: rank for rank in run.ranks}
 
     @cached_property
     def all(self) -> tuple[RankWait, ...]:
         """Who waits for another rank, or for something that others think is done."""
-        return tuple(wait for seen in self._run.ranks if (wait := self._of(seen)) is not None)
+        return tuple(wait for rank in self._run.ranks if (wait := self._of(rank)) is not None)
 
-    def _of(self, seen: RankSeen) -> RankWait | None:
+    def _of(self, rank: RankSeen) -> RankWait | None:
         """The first need of a rank that some have not given; or else the first that others are past."""
-        if seen.doing == "apart" or not seen.index < len(seen.follows):
+        if rank.doing == "apart" or not rank.index < len(rank.follows):
             return None
         past: RankWait | None = None
-        for need in self._of_instruction(seen):
-            missing = tuple(p for p, at in need.parts.items() if p != seen.rank and not self._has_given(p, seen, at))
+        for need in self._of_instruction(rank):
+            missing = tuple(p for p, at in need.parts.items() if p != rank.rank and not self._has_given(p, rank, at))
             if missing:
-                return RankWait(seen.rank, need.what, missing)
-            if past is None and need.needed is not None and (beyond := self._beyond(seen, need)):
-                past = RankWait(seen.rank, need.what, (), beyond)
+                return RankWait(rank.rank, need.what, missing)
+            if past is None and need.needed is not None and (beyond := self._beyond(rank, need)):
+                past = RankWait(rank.rank, need.what, (), beyond)
         return past
 
-    def _has_given(self, rank: int, seen: RankSeen, index: int) -> bool:
-        """Whether a rank has come to an instruction of its list, in the run of a program that ``seen`` is in. It has
-        come to the sums of a step when it waits in it.
+    def _has_given(self, rank: int, observed: RankSeen, index: int) -> bool:
+        """Whether a rank has come to an instruction of its list, in the run of a program that ``observed`` is in. It
+        has come to the sums of a step when it waits in it.
         """
         other = self._seen.get(rank)
         if other is None:
             return True  # nothing is known of it, so that it is not to blame
-        if other.at == (seen.run, index):
+        if other.at == (observed.run, index):
             match other.follows[index]:
                 case Step() | Tie() | ReducePartial():
                     return other.doing == "waits"
@@ -103,46 +103,46 @@ class Waits:
                     return False  # it has come to it, and has not started it
                 case _:
                     return other.doing == "works"
-        return other.at > (seen.run, index)
+        return other.at > (observed.run, index)
 
-    def _beyond(self, seen: RankSeen, need: _Need) -> tuple[int, ...]:
+    def _beyond(self, rank: RankSeen, need: _Need) -> tuple[int, ...]:
         assert need.needed is not None
-        others = (self._seen[p] for p in need.parts if p != seen.rank and p in self._seen)
-        alike = (other for other in others if self._place(other.rank).pp == self._place(seen.rank).pp)
-        return tuple(other.rank for other in alike if other.at > (seen.run, need.needed))
+        others = (self._seen[p] for p in need.parts if p != rank.rank and p in self._seen)
+        alike = (other for other in others if self._place(other.rank).pp == self._place(rank.rank).pp)
+        return tuple(other.rank for other in alike if other.at > (rank.run, need.needed))
 
-    def _of_instruction(self, seen: RankSeen) -> Iterator[_Need]:
-        at, instruction = seen.index, seen.follows[seen.index]
-        if seen.doing == "waits":
+    def _of_instruction(self, rank: RankSeen) -> Iterator[_Need]:
+        at, instruction = rank.index, rank.follows[rank.index]
+        if rank.doing == "waits":
             for arrival in self._needs(instruction):
-                yield from self._arrival(seen, arrival, at)
+                yield from self._arrival(rank, arrival, at)
         match instruction:
             case Step():
-                if seen.doing == "waits":
+                if rank.doing == "waits":
                     yield _Need("the sums of the step", self._last(Step()), at)
             case Tie(unit):
-                yield _Need(f"the sum of tied u{unit}", self._last(instruction, self._tied(seen, unit)), at)
+                yield _Need(f"the sum of tied u{unit}", self._last(instruction, self._tied(rank, unit)), at)
             case ReducePartial():
-                yield _Need("the partial sums over tp", dict.fromkeys(self._over_tp(seen), at), at)
-            case _ if seen.doing == "works" and (is_compute(instruction) or isinstance(instruction, BackwardWeight)):
-                if len(members := self._within(seen)) > 1:
+                yield _Need("the partial sums over tp", dict.fromkeys(self._over_tp(rank), at), at)
+            case _ if rank.doing == "works" and (is_compute(instruction) or isinstance(instruction, BackwardWeight)):
+                if len(members := self._within(rank)) > 1:
                     yield _Need(f"what its group exchanges in {describe(instruction)}", dict.fromkeys(members, at))
 
-    def _arrival(self, seen: RankSeen, arrival: Arrival, before: int) -> Iterator[_Need]:
+    def _arrival(self, observed: RankSeen, arrival: Arrival, before: int) -> Iterator[_Need]:
         """What a lane is to bring, where it was started before."""
-        at = next((j for j in reversed(range(before)) if brings(seen.follows[j]) == arrival), None)
+        at = next((j for j in reversed(range(before)) if brings(observed.follows[j]) == arrival), None)
         if at is None:
             return
-        instruction = seen.follows[at]
+        instruction = observed.follows[at]
         match instruction:
             case Recv(wire, unit, m, peer):
-                here = self._place(seen.rank)
+                here = self._place(observed.rank)
                 rank = self._mesh.rank(Coordinate(pp=peer, dp=here.dp, cp=here.cp, tp=here.tp))
                 given = self._index(rank, Send(wire, unit, m, here.pp))
                 if given is not None:
                     yield _Need(f"{'act' if wire == 'act' else 'grad'} u{unit} m{m}", {rank: given})
             case Fetch() | Reduce() | ReduceReplicas():
-                members = self._sharers(seen.rank, is_over_replicas=isinstance(instruction, ReduceReplicas))
+                members = self._sharers(observed.rank, is_over_replicas=isinstance(instruction, ReduceReplicas))
                 yield _Need(describe(instruction), dict.fromkeys(members, at), before)
             case _:
                 return  # a copy, which needs nobody
@@ -153,8 +153,8 @@ class Waits:
 
     def _last(self, instruction: Instruction, ranks: tuple[int, ...] | None = None) -> dict[int, int]:
         """Where each rank has an instruction, if it does."""
-        found = {rank: self._index(rank, instruction) for rank in (self._seen if ranks is None else ranks)}
-        return {rank: at for rank, at in found.items() if at is not None}
+        indices = {rank: self._index(rank, instruction) for rank in (self._seen if ranks is None else ranks)}
+        return {rank: at for rank, at in indices.items() if at is not None}
 
     @property
     def _mesh(self) -> MeshShape:
@@ -163,38 +163,38 @@ class Waits:
     def _place(self, rank: int) -> Coordinate:
         return self._mesh.at(rank)
 
-    def _over_tp(self, seen: RankSeen) -> tuple[int, ...]:
-        return tuple(next(group for group in self._mesh.groups("tp") if seen.rank in group))
+    def _over_tp(self, rank: RankSeen) -> tuple[int, ...]:
+        return tuple(next(group for group in self._mesh.groups("tp") if rank.rank in group))
 
-    def _tied(self, seen: RankSeen, unit: int) -> tuple[int, ...]:
-        at = self._place(seen.rank)
+    def _tied(self, rank: RankSeen, unit: int) -> tuple[int, ...]:
+        at = self._place(rank.rank)
         places = self._run.program.holders(unit)
         return tuple(self._mesh.rank(Coordinate(pp=pp, dp=at.dp, cp=at.cp, tp=at.tp)) for pp in places)
 
     def _sharers(self, rank: int, *, is_over_replicas: bool) -> tuple[int, ...]:
         """Who sums or gathers parameters with a rank; with experts, both those of its dense ones and of its experts."""
-        mesh, found = self._mesh, set[int]()
+        mesh, ranks = self._mesh, set[int]()
         for family in ("dense", "experts") if mesh.ep > 1 else ("dense",):
             groups = mesh.replica_groups(family) if is_over_replicas else mesh.shard_groups(family)
-            found |= set(next((group for group in groups if rank in group), []))
-        return tuple(sorted(found))
+            ranks |= set(next((group for group in groups if rank in group), []))
+        return tuple(sorted(ranks))
 
-    def _within(self, seen: RankSeen) -> tuple[int, ...]:
+    def _within(self, observed: RankSeen) -> tuple[int, ...]:
         """Who takes part in what a rank computes."""
         mesh = self._mesh
         groups = mesh.sequence_groups() + (mesh.expert_groups() if mesh.ep > 1 else [])
-        return tuple(sorted({rank for group in groups if seen.rank in group for rank in group}))
+        return tuple(sorted({rank for group in groups if observed.rank in group for rank in group}))
 
 
 def first_of(waits: Waits, rank: int) -> tuple[int, ...]:
     """The ranks at the end of the chains of who waits for whom from a rank on; itself where it waits for none."""
     missing = {wait.rank: wait.missing for wait in waits.all}
-    ends, seen, todo = list[int](), set[int](), [rank]
+    ends, visited, todo = list[int](), set[int](), [rank]
     while todo:
         at = todo.pop()
-        if at in seen:
+        if at in visited:
             continue
-        seen.add(at)
+        visited.add(at)
         if missing.get(at):
             todo += missing[at]
         else:

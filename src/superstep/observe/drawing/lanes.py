@@ -112,13 +112,13 @@ class Clock:
 
 def merged(spans: Iterable[Span]) -> list[Span]:
     """The time that some spans cover together, in order and without overlap."""
-    found: list[Span] = []
+    joined: list[Span] = []
     for begin_s, end_s in sorted(spans):
-        if found and begin_s <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], end_s)
+        if joined and begin_s <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(joined[-1][1], end_s)
         else:
-            found.append((begin_s, end_s))
-    return found
+            joined.append((begin_s, end_s))
+    return joined
 
 
 def length(spans: Iterable[Span]) -> float:

@@ -25,8 +25,8 @@ def packed(value: dict[str, Any]) -> str:
 
 def unpacked(text: str) -> dict[str, Any]:
     """What ``packed`` was given."""
-    found: dict[str, Any] = json.loads(zlib.decompress(base64.b64decode(text)))
-    return found
+    data: dict[str, Any] = json.loads(zlib.decompress(base64.b64decode(text)))
+    return data
 
 
 def asset(name: str) -> str:
@@ -64,7 +64,7 @@ def assembled(
     foreign = "\n".join(f"<script>\n{_closed(asset(name))}\n</script>" for name in libraries)
     # In a script element "</" could end it and "<!--" begin a comment; in JSON < may be written so.
     asks = " connect-src 'self';" if data.get("is_live") else ""
-    told = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    embedded = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -72,7 +72,7 @@ def assembled(
         "style-src 'unsafe-inline'; img-src data: blob:\">\n"
         f'<title>{html.escape(title)}</title>\n<link rel="icon" href="data:,">\n{head}\n</head>\n<body>\n'
         f"{text}"
-        f'<script type="application/json" id="data">{told}</script>\n{foreign}\n'
+        f'<script type="application/json" id="data">{embedded}</script>\n{foreign}\n'
         f'<script>\n"use strict";\n(() => {{\n{own}\n}})();\n</script>\n</body>\n</html>\n'
     )
 

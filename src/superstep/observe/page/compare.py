@@ -82,13 +82,13 @@ def compared(
     common = sorted(one.keys() & other.keys())
     # The second half: what differs at the start is forgotten by then, as far as it ever is.
     half = common[len(common) // 2 :]
-    found = mean_and_error([other[step] - one[step] for step in half]) if len(half) >= LEAST_STEPS else None
+    difference = mean_and_error([other[step] - one[step] for step in half]) if len(half) >= LEAST_STEPS else None
     return Comparison(
         names=names,
         settings=tuple(_different(*settings)),
-        steps=(half[0], half[-1]) if found else None,
-        difference=found[0] if found else None,
-        error=found[1] if found else None,
+        steps=(half[0], half[-1]) if difference else None,
+        difference=difference[0] if difference else None,
+        error=difference[1] if difference else None,
     )
 
 

@@ -23,16 +23,16 @@ MOST_LETTERS = 34
 Place = tuple[float, float]
 
 
-def doctor_page(name: str, run: RunSeen, verdict: Diagnosis, said: str) -> str:
+def doctor_page(name: str, run: RunSeen, verdict: Diagnosis, text: str) -> str:
     """The page.
 
     Args:
         name: of the run.
         run: what was seen.
         verdict: what that shows.
-        said: the same as a page of text.
+        text: the same as a page of text.
     """
-    found = "".join(f"<li>{html.escape(each.what)}</li>" for each in verdict.findings)
+    items = "".join(f"<li>{html.escape(each.what)}</li>" for each in verdict.findings)
     return assembled(
         markup="doctor.html",
         styles=["assets/step.css", "assets/doctor.css"],
@@ -40,9 +40,9 @@ def doctor_page(name: str, run: RunSeen, verdict: Diagnosis, said: str) -> str:
         title=f"{name}: who waits for whom",
         data={"format": 1},
         body={
-            "findings": f"<ol>{found}</ol>" if found else "<p>Nothing is wrong, as far as can be seen.</p>",
+            "findings": f"<ol>{items}</ol>" if items else "<p>Nothing is wrong, as far as can be seen.</p>",
             "graph": graph(run, verdict),
-            "said": html.escape(said),
+            "said": html.escape(text),
         },
     )
 
@@ -53,13 +53,13 @@ def graph(run: RunSeen, verdict: Diagnosis) -> str:
     blamed = {each.rank for each in verdict.findings}
     width = max((x for x, _ in places.values()), default=0.0) + WIDE + BULGE + MARGIN
     height = max((y for _, y in places.values()), default=0.0) + HIGH + MARGIN
-    said = "; ".join(f"rank {w.rank} waits for {w.what} from {_list(w.missing or w.past)}" for w in verdict.waits)
+    label = "; ".join(f"rank {w.rank} waits for {w.what} from {_list(w.missing or w.past)}" for w in verdict.waits)
     return (
         f'<svg viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}" role="img" '
-        f'aria-label="{html.escape(said or "no rank waits for another", quote=True)}">'
+        f'aria-label="{html.escape(label or "no rank waits for another", quote=True)}">'
         '<defs><marker id="tip-of-arrow" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
         'orient="auto-start-reverse"><path d="M0 0 8 4 0 8z"/></marker></defs>'
-        + "".join(_box(seen, places[seen.rank], is_blamed=seen.rank in blamed) for seen in run.ranks)
+        + "".join(_box(rank, places[rank.rank], is_blamed=rank.rank in blamed) for rank in run.ranks)
         + "".join(_arrows(verdict.waits, places))
         + "</svg>"
     )
@@ -67,21 +67,21 @@ def graph(run: RunSeen, verdict: Diagnosis) -> str:
 
 def _places(run: RunSeen) -> Iterator[tuple[int, Place]]:
     rows: dict[int, int] = {}
-    for seen in run.ranks:
-        column = run.mesh.at(seen.rank).pp
+    for rank in run.ranks:
+        column = run.mesh.at(rank.rank).pp
         row = rows[column] = rows.get(column, -1) + 1
-        yield seen.rank, (MARGIN + column * (WIDE + ACROSS), MARGIN + row * (HIGH + DOWN))
+        yield rank.rank, (MARGIN + column * (WIDE + ACROSS), MARGIN + row * (HIGH + DOWN))
 
 
-def _box(seen: RankSeen, at: Place, *, is_blamed: bool) -> str:
+def _box(rank: RankSeen, at: Place, *, is_blamed: bool) -> str:
     x, y = at
-    doing = {"apart": "", "waits": "waits in ", "works": "in "}[seen.doing] + (seen.brief or "between its programs")
-    since = f", {seen.since_s:.1f} s" if seen.since_s else ""
+    doing = {"apart": "", "waits": "waits in ", "works": "in "}[rank.doing] + (rank.brief or "between its programs")
+    since = f", {rank.since_s:.1f} s" if rank.since_s else ""
     short = doing if len(doing) <= MOST_LETTERS else doing[: MOST_LETTERS - 1] + "…"
     return (
         f'<g class="rank{" blamed" if is_blamed else ""}"><title>{html.escape(doing + since)}</title>'
         f'<rect x="{x:g}" y="{y:g}" width="{WIDE}" height="{HIGH}" rx="7"/>'
-        f'<text x="{x + 10:g}" y="{y + 19:g}" class="who">rank {seen.rank}{html.escape(since)}</text>'
+        f'<text x="{x + 10:g}" y="{y + 19:g}" class="who">rank {rank.rank}{html.escape(since)}</text>'
         f'<text x="{x + 10:g}" y="{y + 36:g}">{html.escape(short)}</text></g>'
     )
 
@@ -91,8 +91,8 @@ def _arrows(waits: Iterable[RankWait], places: Mapping[int, Place]) -> Iterator[
         for other in (*wait.missing, *wait.past):
             if other in places:
                 style = ' class="past"' if other in wait.past else ""
-                told = html.escape(f"rank {wait.rank}: {wait.what}")
-                yield f'<path d="{_way(places[wait.rank], places[other])}"{style}><title>{told}</title></path>'
+                label = html.escape(f"rank {wait.rank}: {wait.what}")
+                yield f'<path d="{_way(places[wait.rank], places[other])}"{style}><title>{label}</title></path>'
 
 
 def _way(start: Place, end: Place) -> str:

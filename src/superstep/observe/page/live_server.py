@@ -110,13 +110,13 @@ class LiveServer:
         if not self._listeners.acquire(blocking=False):
             return False
         try:
-            told: object = None
+            shown: object = None
             said_s = self._clock()
             while not self._is_over.is_set():
                 stamp, update = self._update()
-                if stamp != told:
+                if stamp != shown:
                     write(f"data: {update}\n\n")
-                    told, said_s = stamp, self._clock()
+                    shown, said_s = stamp, self._clock()
                 elif self._clock() - said_s >= QUIET_S:
                     write(": quiet\n\n")
                     said_s = self._clock()
@@ -164,15 +164,15 @@ class _Answers(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer one request."""
-        asked, served = urlsplit(self.path), self.server.served
+        url, served = urlsplit(self.path), self.server.served
         if not HostNames(address=LOOPBACK).accept(self.headers.get_all("Host") or []):
             return self._say(421, "text/plain", f"the Host header is not of this server; use {LOCALHOST}.\n")
-        given = parse_qs(asked.query).get("token") or [self.headers.get("Authorization", "").removeprefix("Bearer ")]
+        given = parse_qs(url.query).get("token") or [self.headers.get("Authorization", "").removeprefix("Bearer ")]
         if not served.is_allowed(given[0]):
             return self._say(403, "text/plain", _NO_TOKEN)
         assert served.shown is not None
         try:
-            match asked.path:
+            match url.path:
                 case "/":
                     self._say(200, "text/html; charset=utf-8", served.shown.page())
                 case "/metrics":

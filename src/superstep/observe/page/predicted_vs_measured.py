@@ -63,7 +63,7 @@ def ledger(lines: Sequence[Mapping[str, Any]], ran: Mapping[str, float]) -> list
     bytes_of = started.get("predicted_bytes") or {}
     is_whole = started.get("memory") == "resident"
     step_s = started.get("predicted_step_s")
-    found = [
+    rows = [
         LedgerRow("a step", step_s, finished.get("step_s") or _median(steps, "step_s"), "s"),
         *([LedgerRow("the recorded step", step_s, sum(ran.values()), "s")] if ran else []),
         *(
@@ -94,16 +94,16 @@ def ledger(lines: Sequence[Mapping[str, Any]], ran: Mapping[str, float]) -> list
         ),
         LedgerRow("model FLOPs used", None, _median(steps, "mfu"), "share"),
     ]
-    return [row for row in found if row.predicted is not None or row.measured is not None]
+    return [row for row in rows if row.predicted is not None or row.measured is not None]
 
 
 def traffic(lines: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
     """Mesh axis, what goes over it, bytes of a step, the most first."""
     started: Mapping[str, Any] = next((line for line in reversed(lines) if line["event"] == "started"), {})
-    found = (started.get("predicted_traffic_bytes") or {}).items()
-    return [[axis, AXES.get(axis, ""), size] for axis, size in sorted(found, key=lambda one: -one[1])]
+    predicted = (started.get("predicted_traffic_bytes") or {}).items()
+    return [[axis, AXES.get(axis, ""), size] for axis, size in sorted(predicted, key=lambda one: -one[1])]
 
 
 def _median(steps: Sequence[Mapping[str, Any]], name: str) -> float | None:
-    found = [line[name] for line in steps if line.get(name) is not None]
-    return median(found) if found else None
+    values = [line[name] for line in steps if line.get(name) is not None]
+    return median(values) if values else None

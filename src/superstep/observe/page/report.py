@@ -114,15 +114,15 @@ def thinned(steps: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The newest step, and at most ``MOST_POINTS``: of each stretch that of the highest loss and that of the lowest."""
     if len(steps) <= MOST_POINTS:
         return list(steps)
-    found: list[Mapping[str, Any]] = []
+    kept: list[Mapping[str, Any]] = []
     pieces = MOST_POINTS // 2
     for k in range(pieces):
         piece = steps[k * len(steps) // pieces : (k + 1) * len(steps) // pieces]
         # A loss that is not finite is told as none.
         losses = [(float("inf") if line["loss"] is None else line["loss"], at) for at, line in enumerate(piece)]
-        found += [piece[at] for at in sorted({min(losses)[1], max(losses)[1]})]
+        kept += [piece[at] for at in sorted({min(losses)[1], max(losses)[1]})]
     # What the run has come to is told of the newest.
-    return found if found[-1] is steps[-1] else [*found, steps[-1]]
+    return kept if kept[-1] is steps[-1] else [*kept, steps[-1]]
 
 
 def _events(lines: Iterable[Mapping[str, Any]], fault: str) -> Iterable[tuple[int, str, str]]:
@@ -157,7 +157,7 @@ def _events(lines: Iterable[Mapping[str, Any]], fault: str) -> Iterable[tuple[in
 
 def layout_changes(lines: Iterable[Mapping[str, Any]]) -> list[tuple[int, str]]:
     """After which step a resumed run went on with another layout, and with which."""
-    found: list[tuple[int, str]] = []
+    changes: list[tuple[int, str]] = []
     step, layout = 0, None
     for line in lines:
         match line["event"]:
@@ -165,39 +165,39 @@ def layout_changes(lines: Iterable[Mapping[str, Any]]) -> list[tuple[int, str]]:
                 step = line["step"]
             case "started":
                 if layout not in (None, line.get("plan")):
-                    found.append((step, str(line.get("plan"))))
+                    changes.append((step, str(line.get("plan"))))
                 layout = line.get("plan")
-    return found
+    return changes
 
 
 def _totals(lines: Iterable[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]], waited: str) -> dict[str, float]:
     """Seconds of the whole run, by what they were spent on; ``waited`` is what steps had to wait for."""
-    found = {"steps": 0.0, waited: 0.0, "validation": 0.0, "checkpoints": 0.0}
+    totals = {"steps": 0.0, waited: 0.0, "validation": 0.0, "checkpoints": 0.0}
     for line in steps:
-        found["steps"] += line["step_s"] - line["data_s"]
-        found[waited] += line["data_s"]
+        totals["steps"] += line["step_s"] - line["data_s"]
+        totals[waited] += line["data_s"]
     for line in lines:
         if line["event"] in ("evaluated", "saved"):
-            found["validation" if line["event"] == "evaluated" else "checkpoints"] += line["seconds"]
-    return found
+            totals["validation" if line["event"] == "evaluated" else "checkpoints"] += line["seconds"]
+    return totals
 
 
 def spent_parts(timeline: Timeline) -> dict[str, float]:
     """A step in parts that add up, as means over the ranks."""
     spent = timeline.spent()
     ranks = len(spent)
-    found = {"compute": sum(one.busy_s for one in spent) / ranks}
+    parts = {"compute": sum(one.busy_s for one in spent) / ranks}
     for lane in spent[0].exposed_s:
         if exposed_s := sum(one.exposed_s[lane] for one in spent) / ranks:
-            found[f"waits for {lane}"] = exposed_s
-    found["bubble"] = sum(one.bubble_s for one in spent) / ranks
-    return found
+            parts[f"waits for {lane}"] = exposed_s
+    parts["bubble"] = sum(one.bubble_s for one in spent) / ranks
+    return parts
 
 
 def _samples(lines: Iterable[Mapping[str, Any]]) -> list[list[Any]]:
     """Step, text, and whether that is why there is none; the newest first. Of a step that was done twice, the later."""
-    found = {line["step"]: [line["step"], line.get("text", line.get("why", "")), "why" in line] for line in lines}
-    return [found[step] for step in sorted(found, reverse=True)]
+    by_step = {line["step"]: [line["step"], line.get("text", line.get("why", "")), "why" in line] for line in lines}
+    return [by_step[step] for step in sorted(by_step, reverse=True)]
 
 
 def _router(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

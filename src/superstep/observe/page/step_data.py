@@ -222,8 +222,8 @@ def _messages(operations: Sequence[UnitOperations] | None) -> list[dict[str, lis
 
 
 def _sent(operations: Operations) -> list[list[Any]]:
-    found: dict[tuple[str, str, int], int] = {}
+    amounts: dict[tuple[str, str, int], int] = {}
     for one in messages(operations):
         key = (one.collective, one.axis, one.bytes)
-        found[key] = found.get(key, 0) + one.count
-    return [[*key, count] for key, count in found.items()]
+        amounts[key] = amounts.get(key, 0) + one.count
+    return [[*key, count] for key, count in amounts.items()]

@@ -68,17 +68,17 @@ def from_hf_config(path: Path) -> ModelShape:
         ConfigError: the file cannot be read, is of another kind, or asks for what the decoder does not have.
     """
     raw = read_json(path)
-    told = raw.get("model_type")
+    model_type = raw.get("model_type")
     kinds: tuple[ModelType, ...] = get_args(ModelType)
-    if told not in kinds:
+    if model_type not in kinds:
         known = ", ".join(repr(kind) for kind in kinds)
-        other = OTHER_LAYERS.get(str(told))
+        other = OTHER_LAYERS.get(str(model_type))
         why = f"has {other}, which nothing here trains or prices" if other else "is not supported"
         raise ConfigError(
-            f"{path}: model_type = {told!r} {why}; it must be one of {known}, or one that superstep plan alone takes: "
-            "'deepseek_v2', 'deepseek_v3', 'kimi_k2', 'gpt_oss'."
+            f"{path}: model_type = {model_type!r} {why}; it must be one of {known}, or one that superstep plan alone "
+            "takes: 'deepseek_v2', 'deepseek_v3', 'kimi_k2', 'gpt_oss'."
         )
-    kind = kinds[kinds.index(told)]
+    kind = kinds[kinds.index(model_type)]
     keys = JsonKeys(raw, f"{path}: ", DEFAULTS[kind])
     keys.require(only(kind))
     shape = _read(keys, kind, f"{path}: ")
@@ -102,12 +102,12 @@ def read_json(path: Path) -> dict[str, Any]:
     return raw if isinstance(raw, dict) else {}
 
 
-def _read(keys: JsonKeys, kind: ModelType, told: str) -> ModelShape:
+def _read(keys: JsonKeys, kind: ModelType, model_type: str) -> ModelShape:
     heads, width = keys.whole("num_attention_heads"), keys.whole("hidden_size")
     qk_norm = keys.flag("qk_norm") if kind == "superstep_moe" else kind in ("qwen3", "qwen3_moe")
     max_tokens = keys.whole("max_position_embeddings")
     window, full_layers = _read_window(keys, kind)
-    theta, scaling = read_rope(keys, told, max_tokens)
+    theta, scaling = read_rope(keys, model_type, max_tokens)
     for key in TOKEN_IDS:
         keys.require_ids(key)
     return ModelShape(

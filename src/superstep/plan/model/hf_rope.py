@@ -16,12 +16,12 @@ from superstep.plan.model.rope import LinearRope, Llama3Rope, RopeScaling, YarnR
 _PLACES = ("rope_parameters", "rope_scaling")
 
 
-def read_rope(keys: JsonKeys, told: str, max_tokens: int) -> tuple[float, RopeScaling | None]:
+def read_rope(keys: JsonKeys, model_type: str, max_tokens: int) -> tuple[float, RopeScaling | None]:
     """Theta, and the stretch of the wavelengths.
 
     Args:
         keys: those of the whole file; ``rope_theta`` has the family's default.
-        told: the file's name, for errors.
+        model_type: the file's name, for errors.
         max_tokens: what a stretch means that does not say from which length.
 
     Raises:
@@ -36,14 +36,14 @@ def read_rope(keys: JsonKeys, told: str, max_tokens: int) -> tuple[float, RopeSc
             continue
         if not isinstance(raw, dict):
             raise keys.refusal(place, "must be an object")
-        part = JsonKeys(raw, f"{told}{place}.", _DEFAULTS)
+        part = JsonKeys(raw, f"{model_type}{place}.", _DEFAULTS)
         if "rope_theta" in part:
             thetas[f"{place}.rope_theta"] = part.positive("rope_theta")
         stretches[place] = _read_stretch(part, max_tokens)
         part.require_read(())
-    for found in (thetas, stretches):
-        if len(set(found.values())) > 1:
-            raise ConfigError(f"{told}{' and '.join(found)} say different things; keep the one that holds.")
+    for values in (thetas, stretches):
+        if len(set(values.values())) > 1:
+            raise ConfigError(f"{model_type}{' and '.join(values)} say different things; keep the one that holds.")
     return next(iter(thetas.values()), theta), next(iter(stretches.values()), None)
 
 

@@ -16,12 +16,12 @@ class JsonKeys:
 
     Args:
         raw: the object.
-        told: what an error says before a key: the file, and the keys that lead to the object.
+        model_type: what an error says before a key: the file, and the keys that lead to the object.
         defaults: what a key means that is left out.
     """
 
-    def __init__(self, raw: Mapping[str, Any], told: str, defaults: Mapping[str, Any]) -> None:
-        self._raw, self._told, self._defaults = raw, told, defaults
+    def __init__(self, raw: Mapping[str, Any], model_type: str, defaults: Mapping[str, Any]) -> None:
+        self._raw, self._told, self._defaults = raw, model_type, defaults
         self._read: set[str] = set()
 
     def __contains__(self, key: str) -> bool:
@@ -110,8 +110,8 @@ class JsonKeys:
 
     def refusal(self, key: str, rule: str) -> ConfigError:
         """An error about one key's value."""
-        found = json.dumps(self._raw.get(key, self._defaults.get(key)))
-        return ConfigError(f"{self._told}{key} = {found} {rule}.")
+        written = json.dumps(self._raw.get(key, self._defaults.get(key)))
+        return ConfigError(f"{self._told}{key} = {written} {rule}.")
 
 
 def _is_number(value: object) -> bool:

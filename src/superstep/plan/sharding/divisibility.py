@@ -56,10 +56,10 @@ def check_window(config: RunConfig, shape: ModelShape, plan: PlanConfig) -> None
         f"plan.cp = {plan.cp} with plan.context = 'ring'": (is_ring, "plan.context to 'ulysses'"),
         "data.document_mask = true": (config.data.is_masked, "data.document_mask to false"),
     }
-    found = [(field, mend) for field, (is_asked, mend) in without.items() if is_asked]
-    if shape.window is None or tokens <= shape.window or not found:
+    forbidden = [(field, mend) for field, (is_asked, mend) in without.items() if is_asked]
+    if shape.window is None or tokens <= shape.window or not forbidden:
         return
-    field, mend = found[0]
+    field, mend = forbidden[0]
     raise ConfigError(
         f"{field} has no sliding window, and model.name = '{config.model.name}' has one of {shape.window} tokens, "
         f"shorter than data.sequence_tokens = {tokens}; set data.sequence_tokens to {shape.window} or less, or {mend}."

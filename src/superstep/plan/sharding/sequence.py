@@ -82,10 +82,10 @@ def positions(tokens: int, *, cp: int, rank: int, tp: int = 1, part: int = 0) ->
 def places(tokens: int, cp: int) -> tuple[int, ...]:
     """The inverse: for each position of the sequence, its place where the ranks' tokens lie side by side."""
     side_by_side = [at for rank in range(cp) for at in positions(tokens, cp=cp, rank=rank)]
-    found = [0] * tokens
+    owners = [0] * tokens
     for place, at in enumerate(side_by_side):
-        found[at] = place
-    return tuple(found)
+        owners[at] = place
+    return tuple(owners)
 
 
 def multiple(cp: int, tp: int = 1) -> int:

@@ -61,10 +61,10 @@ def even_split(work: Sequence[int], stages: int) -> tuple[int, ...]:
         chosen.append(least)
     counts, start = [], 0
     for row in reversed(chosen):
-        found = row[start]
-        assert found is not None, "a limit that was found can be kept"
-        counts.append(found[1])
-        start += found[1]
+        cost = row[start]
+        assert cost is not None, "a limit that was found can be kept"
+        counts.append(cost[1])
+        start += cost[1]
     return tuple(counts)
 
 
