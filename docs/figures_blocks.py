@@ -16,7 +16,7 @@ class Figure:
 
     Attributes:
         what: it holds.
-        command: that makes it anew.
+        command: that makes it anew, behind ``python -m``; where it ends in ``--json``, the file follows.
         date: on which it was taken.
     """
 
@@ -26,67 +26,162 @@ class Figure:
 
 
 FIGURES: dict[str, Figure] = {
-    "train_vs_peers-4096-amx.json": Figure("training beside peers, AMX", "bench.train_vs_peers", "2026-11-24"),
-    "train_vs_peers-4096.json": Figure("training beside peers", "bench.train_vs_peers", "2026-11-23"),
-    "train_vs_peers-32000-amx.json": Figure("the same, vocabulary 32,000, AMX", "bench.train_vs_peers", "2026-11-24"),
-    "train_vs_peers-32000.json": Figure("the same, vocabulary 32,000", "bench.train_vs_peers", "2026-11-23"),
-    "waterfall-amx.json": Figure("where a step's time goes, AMX", "bench.waterfall", "2026-11-24"),
+    "train_vs_peers-4096-amx.json": Figure("training beside peers, AMX", "bench.train_vs_peers --json", "2026-11-24"),
+    "train_vs_peers-4096.json": Figure("training beside peers", "bench.train_vs_peers --steps 3", "2026-11-23"),
+    "train_vs_peers-32000-amx.json": Figure(
+        "the same, vocabulary 32,000, AMX",
+        "bench.train_vs_peers --vocab 32000 --pair 'DDP bf16 compiled' --json",
+        "2026-11-24",
+    ),
+    "train_vs_peers-32000.json": Figure(
+        "the same, vocabulary 32,000",
+        "bench.train_vs_peers --vocab 32000 --steps 3 --pair 'DDP bf16 compiled'",
+        "2026-11-23",
+    ),
+    "waterfall-amx.json": Figure("where a step's time goes, AMX", "bench.waterfall --json", "2026-11-24"),
     "waterfall.json": Figure("where a step's time goes", "bench.waterfall", "2026-11-23"),
-    "kernels-amx.json": Figure("attention, products, gradients beside torch, AMX", "bench.kernels", "2026-11-24"),
-    "kernels-amd-epyc.json": Figure("attention and products beside torch", "bench.kernels", "2026-11-23"),
+    "kernels-amx.json": Figure(
+        "attention, products, gradients beside torch, AMX", "bench.kernels --json", "2026-11-24"
+    ),
+    "kernels-amd-epyc.json": Figure("attention and products beside torch", "bench.kernels --json", "2026-11-23"),
     "kernels.json": Figure("attention and products beside torch", "bench.kernels", "2026-11-23"),
-    "kernels_fused.json": Figure("norms, gates and loss beside torch", "bench.kernels_fused", "2026-11-23"),
-    "exact_cost-amx.json": Figure("exact beside fast mode, AMX", "bench.exact_cost", "2026-11-24"),
-    "exact_cost.json": Figure("exact beside fast mode", "bench.exact_cost", "2026-11-23"),
+    "kernels_fused.json": Figure("norms, gates and loss beside torch", "bench.kernels_fused --rounds 7", "2026-11-23"),
+    "exact_cost-amx.json": Figure("exact beside fast mode, AMX", "bench.exact_cost --pairs 6 --json", "2026-11-24"),
+    "exact_cost.json": Figure("exact beside fast mode", "bench.exact_cost --pairs 8", "2026-11-23"),
     "long_context.json": Figure("the longest sequence within a budget", "bench.long_context", "2026-11-23"),
-    "long_context-8192.json": Figure("8,192 tokens, one rank and two", "bench.long_context", "2026-11-23"),
-    "long_context-32768.json": Figure("32,768 tokens, one rank and two", "bench.long_context", "2026-11-23"),
+    "long_context-8192.json": Figure(
+        "8,192 tokens, one rank and two",
+        "bench.long_context --tokens 8192 --cp 1 --cp 2 --no-budget --json",
+        "2026-11-23",
+    ),
+    "long_context-32768.json": Figure(
+        "32,768 tokens, one rank and two",
+        "bench.long_context --tokens 32768 --steps 2 --cp 1 --cp 2 --no-budget --json",
+        "2026-11-23",
+    ),
     "moe.json": Figure("a mixture of experts beside a dense model", "bench.moe", "2026-11-21"),
     "tolerance.json": Figure("distances between layouts", "bench.tolerance", "2026-11-21"),
     "collectives.json": Figure("collectives in shared memory beside Gloo", "bench.collectives", "2026-11-22"),
-    "collectives-hosts.json": Figure("collectives over hosts beside Gloo", "bench.collectives", "2026-11-23"),
-    "recorder.json": Figure("what the flight recorder costs", "bench.recorder", "2026-11-23"),
-    "serve_vs_peers.json": Figure("serving beside peers", "bench.serve_vs_peers", "2026-11-22"),
+    "collectives-hosts.json": Figure(
+        "collectives over hosts beside Gloo",
+        "bench.collectives --world 4 --hosts 2 --link 1gbit --rounds 5",
+        "2026-11-23",
+    ),
+    "recorder.json": Figure("what the flight recorder costs", "bench.recorder --pairs 200", "2026-11-23"),
+    "serve_vs_peers.json": Figure(
+        "serving beside peers",
+        "bench.serve_vs_peers --rounds 4 --llama-python LLAMA/bin/python --vllm-python VLLM/bin/python",
+        "2026-11-22",
+    ),
     "serve_http.json": Figure("what HTTP costs", "bench.serve_http", "2026-11-22"),
     "serve_predicted.json": Figure("a server foreseen", "bench.serve_predicted", "2026-11-22"),
-    "serve_predicted-exact.json": Figure("an exact server foreseen", "bench.serve_predicted", "2026-11-22"),
-    "serve_quantized.json": Figure("perplexity of quantized weights", "bench.serve_quantized", "2026-11-22"),
-    "tune_vs_peers.json": Figure("reinforcement learning beside TRL", "bench.tune_vs_peers", "2026-11-22"),
+    "serve_predicted-exact.json": Figure(
+        "an exact server foreseen", "bench.serve_predicted --ways 'bf16 exact' --json", "2026-11-22"
+    ),
+    "serve_quantized.json": Figure(
+        "perplexity of quantized weights", "bench.serve_quantized runs/demo --windows 128", "2026-11-22"
+    ),
+    "tune_vs_peers.json": Figure(
+        "reinforcement learning beside TRL", "bench.tune_vs_peers --trl-python TRL/bin/python --steps 24", "2026-11-22"
+    ),
     "tune_memory.json": Figure("memory of tuning, foreseen and measured", "bench.tune_memory", "2026-11-22"),
-    "learns.json": Figure("what rewards teach, three seeds", "bench.learns", "2026-11-22"),
-    "grades.json": Figure("grades a second", "bench.grades", "2026-11-22"),
+    "learns.json": Figure(
+        "what rewards teach, three seeds",
+        "bench.learns --kinds true && python -m bench.learns --kinds shuffled --seeds 2 --steps 1000 --out F",
+        "2026-11-22",
+    ),
+    "grades.json": Figure("grades a second", "bench.grades --grades 30", "2026-11-22"),
     "faults.json": Figure("kills and flips", "bench.faults", "2026-11-22"),
-    "stopped.json": Figure("how soon a stopped rank is named", "bench.stopped", "2026-11-22"),
-    "snapshots.json": Figure("what a snapshot costs", "bench.snapshots", "2026-11-23"),
+    "stopped.json": Figure("how soon a stopped rank is named", "bench.stopped --rounds 2", "2026-11-22"),
+    "snapshots.json": Figure("what a snapshot costs", "bench.snapshots --repeats 5", "2026-11-23"),
     "soak.json": Figure("20 minutes of faults, 20 without", "bench.soak", "2026-11-23"),
-    "hosts.json": Figure("lost hosts and links", "bench.hosts", "2026-11-23"),
+    "hosts.json": Figure("lost hosts and links", "bench.hosts --repeats 1", "2026-11-23"),
     "step_page.json": Figure("the page of a large step", "bench.step_page", "2026-11-23"),
     "local_prediction.json": Figure("steps foreseen and measured", "bench.local_prediction", "2026-11-24"),
     "plan_search.json": Figure("how fast plans are searched", "bench.plan_search", "2026-11-22"),
     "plan_experts.json": Figure("plans of experts beside the planner's", "bench.plan_experts", "2026-11-23"),
-    "published.json": Figure("published runs foreseen", "bench.published", "2026-11-23"),
-    "published_blind.json": Figure("predictions before any comparison", "bench.published_blind", "2026-11-22"),
+    "published.json": Figure(
+        "published runs foreseen", "bench.published --ablate --calculon CALCULON.json --json", "2026-11-23"
+    ),
+    "published_blind.json": Figure(
+        "predictions before any comparison",
+        "bench.published_blind --runs tests/data/published/runs_2.csv --model 4fa4af0 --json",
+        "2026-11-22",
+    ),
     "published_unseen.json": Figure(
-        "published runs that nothing was learned from", "bench.published_unseen", "2026-11-24"
+        "published runs that nothing was learned from", "bench.published_unseen --json", "2026-11-24"
     ),
 }
+
+
+PEERS: dict[str, str] = {
+    "DDP": (
+        "`gradient_as_bucket_view=True`, `no_sync` for all microbatches but the last; bf16 by autocast; fused AdamW"
+    ),
+    "FSDP2": (
+        "`fully_shard` of each block and of the model; `MixedPrecisionPolicy(param_dtype, reduce_dtype=fp32)`; the "
+        "head is not resharded; *weights kept* sets `reshard_after_forward=False`; fused AdamW"
+    ),
+    "compiled": "`block.compile()` of each block and of the head, warmed before the first timed step",
+    "tensor parallelism": "`parallelize_module`, columns then rows, fp32",
+    "pipelining": "`torch.distributed.pipelining`, `ScheduleGPipe` and `Schedule1F1B`, the same microbatches",
+    "DeepSpeed, Accelerate": "the newest release; ZeRO-2 and 3 without offload; bf16 by its own engine",
+    "transformers": "`generate` with a KV cache, greedy",
+    "llama.cpp": "llama-cpp-python 0.3.36, `n_batch=512`, as many threads as ours, without flash attention",
+    "vLLM": "0.32.0 for CPUs, bf16",
+    "TRL": "1.16.0, GRPO, the same groups, lengths and rewards",
+}
+"""How each is set up: what a figure beside it depends on."""
+
+TRAINERS = ("DDP", "FSDP2", "compiled", "tensor parallelism", "pipelining", "DeepSpeed, Accelerate")
+SERVERS = ("transformers", "llama.cpp", "vLLM")
+COMPUTED = "any: computed from published tables"
 
 
 def _machine(path: Path) -> str:
     told = json.loads(path.read_text(encoding="utf-8"))
     if "cpu" not in told:
-        return "any: computed from published tables"
+        return COMPUTED
     amx = ", AMX" if told.get("amx") else ""
     torch = f", torch {told['torch']}" if "torch" in told else ""
     return f"{told['cores']} cores of {told['cpu']}{amx}{torch}"
 
 
+def command(name: str) -> str:
+    """The whole command that makes a file of results."""
+    told = FIGURES[name].command
+    return f"python -m {told}" + (f" bench/results/{name}" if told.endswith("--json") else "")
+
+
 def _figures() -> str:
     rows = []
     for name, each in FIGURES.items():
-        link, command = f"[{name}](../../bench/results/{name})", f"`python -m {each.command}`"
-        rows.append((link, each.what, command, _machine(RESULTS / name), each.date))
+        link = f"[{name}](../../bench/results/{name})"
+        rows.append((link, each.what, f"`{command(name)}`", _machine(RESULTS / name), each.date))
     return table(("file", "what it holds", "command", "machine", "taken"), rows)
 
 
-FIGURES_BLOCKS: dict[str, Callable[[], str]] = {"figures": _figures}
+def _settings() -> str:
+    return table(("peer", "settings"), list(PEERS.items()))
+
+
+def taken(*names: str, peers: tuple[str, ...] = ()) -> str:
+    """Where figures of these files come from: day, machine and command, and the peers' settings."""
+    lines = []
+    for name in names:
+        machine = _machine(RESULTS / name)
+        where = "Computed from published tables" if machine == COMPUTED else f"Measured on {machine}"
+        lines.append(f"- {where}, {FIGURES[name].date}: `{command(name)}`")
+    if peers:
+        lines.append(f"- Peers: {'. '.join(f'{name}: {PEERS[name]}' for name in peers)}.")
+    return "\n".join(lines)
+
+
+FIGURES_BLOCKS: dict[str, Callable[[], str]] = {
+    "figures": _figures,
+    "settings of peers": _settings,
+    "peers taken": lambda: taken("train_vs_peers-4096-amx.json", "train_vs_peers-4096.json", peers=TRAINERS),
+    "vocabulary taken": lambda: taken("train_vs_peers-32000-amx.json", "train_vs_peers-32000.json"),
+    "served taken": lambda: taken("serve_vs_peers.json", peers=SERVERS),
+    "planner taken": lambda: taken("published.json", "published_unseen.json", "plan_experts.json"),
+}

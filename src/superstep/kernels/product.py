@@ -1,9 +1,10 @@
 """Products on a CPU: of fp32 by the faster of the two libraries that torch has, of bf16 in fp32 where that is faster.
 
-Torch takes MKL, which does not use all that other makers' processors can: on an AMD EPYC with AVX-512 oneDNN has 2.1
-times its speed. And not every processor multiplies bf16 faster than fp32: a core of a Xeon (Emerald Rapids) without AMX
-reaches 75 GFLOP/s with bf16 and 125 with fp32, and those without AVX-512 have no instruction for it. There factors are
-widened before, and the result is rounded once, as it is anyway. What is faster is measured, once in a process.
+Torch takes MKL, which does not use all that other makers' processors can: on an AMD EPYC of Zen 5 oneDNN has 2.1 times
+its speed, on one of Zen 4 the same speed. And not every processor multiplies bf16 faster than fp32: a core of a Xeon
+(Emerald Rapids) without AMX reaches 75 GFLOP/s with bf16 and 125 with fp32, and those without AVX-512 have no
+instruction for it. There factors are widened before, and the result is rounded once, as it is anyway. What is faster is
+measured, once in a process.
 
     T  rows    I  inputs    O  outputs
 """
