@@ -8,6 +8,7 @@
     │       └── Damaged       a checkpoint of which something is not what was written: an older one may be whole
     └── Fault                 exit status 1: something broke at run time; names rank, step, instruction
         ├── Lost              a rank is gone, through no fault of what it computed: its state may outlive it
+        ├── CollectiveError   a collective that NCCL refuses, or that is not what other ranks call
         └── DiskFault         the system could not write or read a file; what was to be written is in memory still
 
 A broken internal rule is an ``assert``: that is our bug, never the user's.
@@ -114,6 +115,10 @@ class Lost(Fault):
 
     at_s: float = 0.0
     """When that was seen, in seconds of the host's clock."""
+
+
+class CollectiveError(Fault, RuntimeError, ValueError):
+    """A collective that NCCL refuses, or that is not what other ranks call; of both types that torch raises then."""
 
 
 class DiskFault(Fault):

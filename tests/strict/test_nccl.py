@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from strict_ranks import SETTINGS, begin_nccl, device_module, gpu_of, run_to_the_end, wait_for_text
 from superstep.comm.shared_memory.group_base import gather_single, scatter_single
+from superstep.launch.failure import trouble_of
 from superstep.strict.load import configure
 
 pytestmark = pytest.mark.strict
@@ -50,6 +51,15 @@ def gathered(rank, world, place, group):
     parts = [torch.empty(2, 3, device=place) for _ in range(world)]
     dist.all_gather(parts, numbers(rank, 2, 3).to(place), group=group)
     return torch.stack(parts)
+
+
+def gathered_unevenly(rank, world, place, group):
+    """Of rank r r + 1 rows."""
+    parts = [torch.empty(peer + 1, 3, device=place) for peer in range(world)]
+    if place.type == "cpu":  # which Gloo does not have
+        return torch.cat([numbers(peer, peer + 1, 3) for peer in range(world)])
+    dist.all_gather(parts, numbers(rank, rank + 1, 3).to(place), group=group)
+    return torch.cat(parts)
 
 
 def gathered_single(rank, world, place, group):
@@ -102,12 +112,13 @@ def dealt(rank, world, place, group):
 
 
 def scattered_list(rank, world, place, group):
-    parts = [part.to(place) for part in numbers(rank, world, 3)]
+    """To rank r r + 1 rows."""
+    parts = [numbers(rank, peer + 1, 4).to(place) for peer in range(world)]
     if place.type == "cpu":  # which Gloo does not have
-        whole = torch.stack(parts)
+        whole = torch.cat(parts)
         dist.all_reduce(whole, group=group)
-        return whole[rank]
-    own = torch.empty(3, device=place)
+        return whole.split([peer + 1 for peer in range(world)])[rank]
+    own = torch.empty(rank + 1, 4, device=place)
     dist.reduce_scatter(own, parts, group=group)
     return own
 
@@ -181,6 +192,7 @@ CALLS = {
     "sum of bf16": reduced(dist.ReduceOp.SUM, torch.bfloat16),
     "broadcast": broadcast,
     "all_gather": gathered,
+    "all_gather, uneven": gathered_unevenly,
     "all_gather_single": gathered_single,
     "reduce_scatter": scattered,
     "all_to_all, uneven": exchanged,
@@ -221,15 +233,15 @@ def test_all_calls_give_gloos_numbers(pool, world):
 
 
 def failures(*calls):
-    """What calls and what follows from them raise, in order. Each is over before the next one: a late failure
-    is raised by what is called then, which this rank would leave out.
+    """What calls and what follows from them raise, in order, as a rank tells its launcher. Each is over before the next
+    one: a late failure is raised by what is called then, which this rank would leave out.
     """
     found = []
     for step in (step for call in calls for step in (call, torch.cuda.synchronize)):
         try:
             step()
         except (RuntimeError, ValueError) as error:
-            found.append(str(error))
+            found.append(str(trouble_of(dist.get_rank(), error).error))
     return found
 
 
@@ -250,12 +262,27 @@ def swapped_ends(device, rank):
     return [lambda: dist.recv(ones(device, 4), 0), lambda: dist.recv(ones(device, 8), 0)]
 
 
+def reduce_in_backward(device, rank):
+    """The next kernel of autograd's thread raises what has become of the call."""
+
+    def reduce(gradient):
+        dist.all_reduce(ones(device, 8 + rank))
+        while device_module().under_way():
+            time.sleep(0.01)
+
+    x = ones(device, 4).requires_grad_()
+    y = x * 2
+    y.register_hook(reduce)
+    y.sum().backward()
+
+
 DIFFERENT = {
     "count": lambda device, rank: dist.all_reduce(ones(device, 8 + rank)),
     "dtype": lambda device, rank: dist.all_reduce(ones(device, 8, dtype=(torch.float32, torch.float64)[rank])),
     "rule": lambda device, rank: dist.all_reduce(ones(device, 8), (dist.ReduceOp.SUM, dist.ReduceOp.MAX)[rank]),
     "root": lambda device, rank: dist.broadcast(ones(device, 8), rank),
     "operation": lambda device, rank: dist.all_reduce(ones(device, 8)) if rank else dist.broadcast(ones(device, 8), 0),
+    "backward": reduce_in_backward,
 }
 
 
@@ -270,9 +297,9 @@ def call_differently(rank, world, name):
 def test_members_that_call_differently_are_named_with_both_lines(pool, name):
     for rank, found in enumerate(pool.run(2, call_differently, name, timeout_s=TIME_S)):
         line = r"\S*test_nccl.py:\d+"
-        wanted = f"members of communicator .* call differently: rank {rank} .*{line}.* rank {1 - rank} .*{line}"
+        calls = f"rank {rank} .*{line}.*, rank {1 - rank} .*{line}.*"
         assert found, "nothing was raised"
-        assert re.search(wanted, found[0], re.DOTALL), found
+        assert re.fullmatch(f"rank {rank}: members of communicator \\S+ call differently: {calls}", found[0]), found
 
 
 def exchange_differently(rank, world):
@@ -284,8 +311,9 @@ def exchange_differently(rank, world):
 
 def test_parts_that_are_sent_and_received_in_other_sizes_are_named(pool):
     first, second = pool.run(2, exchange_differently, timeout_s=TIME_S)
-    assert "rank 0 receives 3 rows from rank 1, which sends 2" in first[0]
-    assert "rank 1 receives 2 rows from rank 0, which sends 3" in second[0]
+    call = r"all_to_all_single of torch.float32 \(\S*test_nccl.py:\d+.*\) over communicator \S+:"
+    assert re.fullmatch(f"rank 0: {call} rank 0 receives 3 rows from rank 1, which sends 2", first[0]), first
+    assert re.fullmatch(f"rank 1: {call} rank 1 receives 2 rows from rank 0, which sends 3", second[0]), second
 
 
 def swap_transfers(rank, world):
@@ -296,46 +324,81 @@ def swap_transfers(rank, world):
 def test_ends_of_a_transfer_that_do_not_fit_are_named(pool):
     sent, received = pool.run(2, swap_transfers, timeout_s=TIME_S)
     ends = ["rank 0 send of 8 float32 .*", "rank 1 recv of 4 float32 .*"]
-    assert re.search(f"the ends of a transfer .* do not fit: {ends[0]}{ends[1]}", sent[0])
-    assert re.search(f"the ends of a transfer .* do not fit: {ends[1]}{ends[0]}", received[0])
+    assert re.fullmatch(f"rank 0: the ends of a transfer .* do not fit: {ends[0]}{ends[1]}", sent[0]), sent
+    assert re.fullmatch(f"rank 1: the ends of a transfer .* do not fit: {ends[1]}{ends[0]}", received[0]), received
 
 
 # What is refused at the call.
 
 
+def refused_calls(gpu, rank):
+    """Each with how its error goes on behind the rank."""
+    strided, one = ones(gpu, 4, 4)[:, ::2], ones(gpu, 4)
+    return {
+        "cpu": (lambda: dist.all_reduce(torch.ones(4)), "all_reduce of sum of 4 float32: No backend type .* type cpu"),
+        "cpu output": (
+            lambda: gather_single(torch.ones(8), one),
+            "all_gather_single of 4 float32: No backend type .* type cpu; a tensor must be on a GPU",
+        ),
+        "another GPU": (
+            lambda: gather_single(ones("cuda:7", 8), one),
+            "all_gather_single of 4 float32: its tensors are on cuda:. and cuda:7; they must be on one GPU",
+        ),
+        "another type": (
+            lambda: gather_single(ones(gpu, 8, dtype=torch.float64), one),
+            "all_gather_single of 4 float32: its tensors are of torch.float32 and torch.float64",
+        ),
+        "strided": (
+            lambda: dist.all_reduce(strided),
+            r"all_reduce of sum of 8 float32: Tensors must be contiguous; one has shape \(4, 2\) and strides \(4, 2\)",
+        ),
+        "strided send": (lambda: dist.send(strided, 1 - rank), "send of 8 float32: Tensors must be contiguous"),
+        "nobody": (
+            lambda: dist.group.WORLD.send([one], 7, 0),
+            rf"send of 4 float32: Invalid peer rank 7; it must be one of \[{1 - rank}\] in its group",
+        ),
+        "gathered": (
+            lambda: gather_single(ones(gpu, 7), one),
+            "all_gather_single of 4 float32: its output must have .* the inputs of all 2 .*; it has 7, .* 2 x 4",
+        ),
+        "scattered": (
+            lambda: scatter_single(ones(gpu, 3), one),
+            "reduce_scatter_single of sum of 4 float32: its input must have .*; it has 4, which is not 2 x 3",
+        ),
+        "gathered list": (
+            lambda: dist.all_gather([ones(gpu, 5), ones(gpu, 5)], one),
+            f"all_gather of 2 x 5 float32: tensor {rank} of its list has 5 numbers, and this rank's own one 4",
+        ),
+        "short list": (
+            lambda: dist.reduce_scatter(one, [one]),
+            "reduce_scatter of sum of 4 float32: a list must have a tensor for each of the 2 members; one has 1",
+        ),
+        "parts": (
+            lambda: dist.all_to_all_single(ones(gpu, 4), ones(gpu, 4), [2, 2], [1, 2]),
+            r"all_to_all_single of torch.float32: 4 rows cannot be cut into \[1, 2\], one for each member",
+        ),
+        "equal parts": (
+            lambda: dist.all_to_all_single(ones(gpu, 5), ones(gpu, 5)),
+            "all_to_all_single of torch.float32: 5 rows cannot be cut into 2 equal parts, one for each member",
+        ),
+    }
+
+
 def refuse(rank, world):
     """What each call raises."""
     with gpu_of(rank, world) as (device, _):
-        gpu = device.torch
-        strided = ones(gpu, 4, 4)[:, ::2]
-        refused = {
-            "cpu": lambda: dist.all_reduce(torch.ones(4)),
-            "strided": lambda: dist.all_reduce(strided),
-            "strided send": lambda: dist.send(strided, 1 - rank),
-            "itself": lambda: dist.send(ones(gpu, 4), rank),
-            "nobody": lambda: dist.group.WORLD.send([ones(gpu, 4)], 7, 0),
-            "gathered": lambda: gather_single(ones(gpu, 7), ones(gpu, 4)),
-            "scattered": lambda: scatter_single(ones(gpu, 3), ones(gpu, 4)),
-        }
-        found = {name: failures(call) for name, call in refused.items()}
+        found = {name: failures(call) for name, (call, _) in refused_calls(device.torch, rank).items()}
         dist.barrier()
         return found
 
 
-def test_what_nccl_refuses_is_refused(pool):
-    wanted = {
-        "cpu": "No backend type associated with device type cpu",
-        "strided": "Tensors must be contiguous",
-        "strided send": "Tensors must be contiguous",
-        "itself": "Invalid|own rank|itself|same",
-        "nobody": "Invalid peer rank 7",
-        "gathered": "must be equal to world_size times input tensor size",
-        "scattered": "must be the same size as output size times world size",
-    }
-    for found in pool.run(2, refuse, timeout_s=TIME_S):
-        for name, text in wanted.items():
-            assert re.search(text, found[name][0]), (name, found[name])
-            assert len(found[name]) == 1
+def test_what_nccl_refuses_is_refused_in_one_line(pool):
+    for rank, found in enumerate(pool.run(2, refuse, timeout_s=TIME_S)):
+        for name, (_, text) in refused_calls("cpu", rank).items():
+            call, why = text.split(": ", 1)
+            wanted = rf"rank {rank}: {call} \(\S*test_nccl.py:\d+.*\): {why}.*"
+            assert len(found[name]) == 1, (name, found[name])
+            assert re.fullmatch(wanted, found[name][0]), (name, found[name])
 
 
 def share_a_gpu(rank, world):

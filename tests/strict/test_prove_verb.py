@@ -94,6 +94,21 @@ def in_a_thread(h_BSD):
     assert done.stdout.splitlines()[-1].startswith("NO RACE, BUT USE OF ANOTHER RANK'S GPU")
 
 
+def test_a_collective_that_differs_between_ranks_is_named_in_one_line(text, tmp_path):
+    source = (ROOT / "recipes/own_model.py").read_text(encoding="utf-8")
+    block = "        h_BSD = h_BSD + self.mlp(self.norm_2(h_BSD))\n"
+    call = "torch.distributed.all_reduce(h_BSD.new_ones(4 + h_BSD.device.index))"
+    model = tmp_path / "own_model.py"
+    model.write_text(source.replace(block, f"        if h_BSD.is_cuda:\n            {call}\n{block}"), encoding="utf-8")
+    done = prove("recipes/own_model.toml", "--model.source", model, *SMALL, *text, "--device", "strict")
+    assert done.returncode == 1
+    line = next(n for n, line in enumerate(model.read_text().splitlines(), 1) if call in line)
+    calls = [rf"rank {rank} all_reduce of sum of {4 + rank} float32 \({model}:{line} <.*\)" for rank in (0, 1)]
+    either = rf"{calls[0]}, {calls[1]}|{calls[1]}, {calls[0]}"
+    fault = rf"superstep: fault: rank [01]: members of communicator \S+ call differently: ({either})\n"
+    assert re.fullmatch(fault, done.stderr), done.stderr
+
+
 @pytest.mark.parametrize(
     ("argv", "why"),
     [

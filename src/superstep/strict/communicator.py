@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from superstep.errors import CollectiveError
 from superstep.strict.torch_cuda import known_stream
 from superstep.strict.transport import Call, GlooTransport, Views
 from superstep.strict.watchdog import Members, Watchdog
@@ -64,6 +65,11 @@ class Communicator(dist.ProcessGroup):
         self._coalesced: list[Call] | None = None
         self._is_aborted = False
         self._transports: dict[int, tuple[int, GlooTransport]] = {}
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """Of the job, in the group's order."""
+        return self.options.global_ranks_in_group or range(self.size())
 
     # What torch asks of a group.
 
@@ -148,20 +154,17 @@ class Communicator(dist.ProcessGroup):
             self._rendezvous(f"use {len(self._transports)}", limit)
             gpus = [int(self._store.get(f"gpu of {rank}")) for rank in range(self.size())]
             if len(set(gpus)) < self.size():
-                raise dist.DistBackendError(
-                    f"NCCL error: Duplicate GPU detected: ranks of {self._name} are on GPUs {gpus}"
-                )
+                raise CollectiveError(f"NCCL error: Duplicate GPU detected: ranks of {self._name} are on GPUs {gpus}")
             store = dist.PrefixStore(f"gloo {len(self._transports)}/", self._store)
             longer = limit + WATCHDOG_FIRST
             gloo = dist.ProcessGroupGloo(store, self.rank(), self.size(), timeout=longer)
             # One that left now would end it for who still connects.
             self._rendezvous(f"transport {len(self._transports)}", longer)
-            transport = GlooTransport(gloo, self.rank(), self.size(), longer, f"communicator {self._name}")
+            transport = GlooTransport(gloo, self.rank(), self.ranks, longer, f"communicator {self._name}")
             queue = self.device.add_communicator(index, self.options.config.max_ctas)
             self._transports[index] = queue, transport
             processes = [psutil.Process(int(self._store.get(f"process of {rank}"))) for rank in range(self.size())]
-            ranks = self.options.global_ranks_in_group or list(range(self.size()))
-            self.watchdog.add_members(queue, Members(transport, dict(zip(ranks, processes, strict=True))))
+            self.watchdog.add_members(queue, Members(transport, processes))
         return self._transports[index]
 
     def abort(self) -> None:
@@ -183,15 +186,21 @@ class Communicator(dist.ProcessGroup):
     # How a call is issued.
 
     def _call(self, name: str, what: str, reads: Sequence[Tensor], writes: Sequence[Tensor], run: Run) -> StreamWork:
-        return self._issue([Call(name, what, self.device.caller(), checked(reads), checked(writes), run)])
+        self._require(not (why := refusal_of([*reads, *writes])), name, what, why)
+        return self._issue([Call(name, what, self.device.caller(), reads, writes, run)])
+
+    def _require(self, holds: bool, name: str, what: str, rule: str) -> None:
+        if not holds:
+            raise CollectiveError(f"{name} of {what} ({self.device.caller()}): {rule}", rank=self.ranks[self.rank()])
 
     def _transfer(
         self, name: str, peer: int, *, sent: Sequence[Tensor] = (), received: Sequence[Tensor] = ()
     ) -> StreamWork:
-        if not 0 <= peer < self.size() or peer == self.rank():
-            raise ValueError(f"Invalid peer rank {peer} for {name} of rank {self.rank()} of {self.size()}")
         what = in_words(*sent, *received)
-        call = Call(name, what, self.device.caller(), checked(sent), checked(received), peer=peer)
+        others = [rank for rank in range(self.size()) if rank != self.rank()]
+        self._require(peer in others, name, what, f"Invalid peer rank {peer}; it must be one of {others} in its group")
+        self._require(not (why := refusal_of([*sent, *received])), name, what, why)
+        call = Call(name, what, self.device.caller(), sent, received, peer=peer)
         if self._coalesced is None:
             return self._issue([call])
         self._coalesced.append(call)
@@ -212,13 +221,19 @@ class Communicator(dist.ProcessGroup):
         # Kernels under way keep no memory: it is the work that does, until wait().
         bare = [replace(call, reads=(), writes=()) for call in calls]
 
-        def run(read_views: Views, written_views: Views) -> None:
-            if bare[0].peer is None:
-                transport.collect(bare[0], read_views, written_views)
-            else:
-                transport.transfer(bare, read_views, written_views)
-
         what = f"call {next(self._call_numbers)} of {transport.name}: " + " and ".join(call.name for call in calls)
+
+        def run(read_views: Views, written_views: Views) -> None:
+            try:
+                if bare[0].peer is None:
+                    transport.collect(bare[0], read_views, written_views)
+                else:
+                    transport.transfer(bare, read_views, written_views)
+            except RuntimeError as error:
+                if isinstance(error, CollectiveError):
+                    raise
+                raise dist.DistBackendError(f"{what} ({bare[0].line}): {error}") from error
+
         self.device.launch(queue, reads, writes, run, what)
         deadline_s = time.monotonic() + self.options._timeout.total_seconds()
         work = kind(
@@ -235,20 +250,24 @@ class Communicator(dist.ProcessGroup):
         return self._issue(calls) if calls else None
 
 
-def checked(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Tensors as NCCL takes them: of a GPU, and without gaps.
-
-    Raises:
-        RuntimeError, ValueError: as ProcessGroupNCCL does.
-    """
+def refusal_of(tensors: Sequence[Tensor]) -> str:
+    """Why ProcessGroupNCCL refuses the tensors of a call; empty where it takes them."""
+    first = tensors[0]
     for tensor in tensors:
         if not tensor.is_cuda:
-            raise RuntimeError(f"No backend type associated with device type {tensor.device.type}")
+            return f"No backend type associated with device type {tensor.device.type}; a tensor must be on a GPU"
+        if tensor.device != first.device:
+            return f"its tensors are on {first.device} and {tensor.device}; they must be on one GPU"
+        if tensor.dtype != first.dtype:
+            return f"its tensors are of {first.dtype} and {tensor.dtype}; they must have one type"
         if not tensor.is_contiguous():
-            raise ValueError("Tensors must be contiguous")
-    return tensors
+            given = f"shape {tuple(tensor.shape)} and strides {tensor.stride()}"
+            return f"Tensors must be contiguous; one has {given}, and .contiguous() copies it"
+    return ""
 
 
 def in_words(*tensors: Tensor) -> str:
-    """How many numbers, and of which type."""
-    return ", ".join(f"{tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}" for tensor in tensors)
+    """How many numbers, and of which type; of as many tensors."""
+    each = (f"{tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}" for tensor in tensors)
+    counts = [(len(list(same)), words) for words, same in itertools.groupby(each)]
+    return ", ".join(f"{count} x {words}" if count > 1 else words for count, words in counts)

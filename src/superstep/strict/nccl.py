@@ -47,25 +47,17 @@ class Nccl(Communicator):
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> StreamWork:  # noqa: ANN401
         """Each member's numbers, in a tensor for each."""
-        own, all_of_them = listed(inputs), outputs[0]
-        return self._call(
-            "all_gather", in_words(*own), own, all_of_them, lambda transport, at, to: transport.gather(to, at[0])
-        )
+        own, of_each = listed(inputs), outputs[0]
+        what = in_words(*of_each)
+        self._require_part(own[0], of_each, self.rank(), "all_gather", what)
+        return self._call("all_gather", what, own, of_each, lambda transport, at, to: transport.gather(to, at[0]))
 
     def all_gather_single(self, output: Tensor, own: Tensor, opts: Any = None) -> StreamWork:  # noqa: ANN401
         """Each member's numbers, one after the other."""
-        require(
-            output.numel() == own.numel() * self.size(),
-            "output tensor size must be equal to world_size times input tensor size",
-        )
         return self.all_gather_single_coalesced([output], [own], opts)
 
     def reduce_scatter_single(self, output: Tensor, whole: Tensor, opts: Any = None) -> StreamWork:  # noqa: ANN401
         """A reduction, of which each member gets its part."""
-        require(
-            output.numel() * self.size() == whole.numel(),
-            "input tensor must be the same size as output size times world size",
-        )
         return self.reduce_scatter_single_coalesced([output], [whole], opts)
 
     def reduce(self, tensors: Any, opts: Any) -> StreamWork:  # noqa: ANN401
@@ -85,6 +77,8 @@ class Nccl(Communicator):
         """Each member's numbers, on one of them alone."""
         own, root = listed(inputs), opts.rootRank
         of_each = list(outputs[0]) if outputs else []
+        if of_each:
+            self._require_part(own[0], of_each, root, "gather", in_words(*of_each))
 
         def run(transport: GlooTransport, at: Views, to: Views) -> None:
             transport.gather(to or [torch.empty_like(at[0]) for _ in range(transport.size)], at[0])
@@ -95,6 +89,8 @@ class Nccl(Communicator):
         """To each member its tensor out of those of one."""
         own, root = listed(outputs), opts.rootRank
         for_each = list(inputs[0]) if inputs else []
+        if for_each:
+            self._require_part(own[0], for_each, root, "scatter", in_words(*for_each))
 
         def run(transport: GlooTransport, at: Views, to: Views) -> None:
             whole = torch.stack(at) if at else to[0].new_empty(transport.size, *to[0].shape)
@@ -106,16 +102,21 @@ class Nccl(Communicator):
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> StreamWork:  # noqa: ANN401
         """A reduction of a tensor for each member."""
         own, for_each, rule = listed(outputs), list(inputs[0]), Reduction.of(opts)
+        what = f"{rule} of {in_words(*for_each)}"
+        self._require_part(own[0], for_each, self.rank(), "reduce_scatter", what)
 
         def run(transport: GlooTransport, at: Views, to: Views) -> None:
-            total = torch.stack(at)
+            total = torch.cat([each.reshape(-1) for each in at])
             transport.reduce(total, rule)
-            to[0].copy_(total[transport.rank])
+            to[0].view(-1).copy_(total.split([each.numel() for each in at])[transport.rank])
 
-        return self._call("reduce_scatter", f"{rule} of {in_words(*for_each)}", for_each, own, run)
+        return self._call("reduce_scatter", what, for_each, own, run)
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> StreamWork:  # noqa: ANN401
         """A tensor for each member, from each member."""
+        what = f"{inputs[0].dtype}"
+        for tensors in (outputs, inputs):
+            self._require_one_each(tensors, "all_to_all", what)
 
         def run(transport: GlooTransport, at: Views, to: Views) -> None:
             came = torch.cat([each.reshape(-1) for each in to])
@@ -124,7 +125,7 @@ class Nccl(Communicator):
             for each, part in zip(to, came.split([each.numel() for each in to]), strict=True):
                 each.copy_(part.view_as(each))
 
-        return self._call("all_to_all", f"{inputs[0].dtype}", list(inputs), list(outputs), run)
+        return self._call("all_to_all", what, list(inputs), list(outputs), run)
 
     def all_to_all_single(
         self,
@@ -136,11 +137,17 @@ class Nccl(Communicator):
     ) -> StreamWork:
         """A part for each member, from each member."""
         to_each, from_each = list(input_split_sizes or ()), list(output_split_sizes or ())
+        name, what = "all_to_all_single", f"{own.dtype}"
+        for tensor, rows in ((own, to_each), (output, from_each)):
+            # checkSplitSizes in torch/csrc/distributed/c10d/Utils.hpp
+            is_cut = len(rows) == self.size() and sum(rows) == len(tensor) if rows else len(tensor) % self.size() == 0
+            parts = rows or f"{self.size()} equal parts"
+            self._require(is_cut, name, what, f"{len(tensor)} rows cannot be cut into {parts}, one for each member")
 
         def run(transport: GlooTransport, at: Views, to: Views) -> None:
             transport.exchange(to[0], at[0], from_each, to_each)
 
-        return self._call("all_to_all_single", f"{own.dtype}", [own], [output], run)
+        return self._call(name, what, [own], [output], run)
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int = 0) -> StreamWork:
         """To another member; NCCL knows no tags."""
@@ -156,8 +163,7 @@ class Nccl(Communicator):
         bound = getattr(self.bound_device_id, "index", None)
         index = next((each for each in (*named[:1], bound, *self._transports) if each is not None), None)
         if index is None:
-            ranks = self.options.global_ranks_in_group or range(self.size())
-            index = ranks[self.rank()] % torch.cuda.device_count()
+            index = self.ranks[self.rank()] % torch.cuda.device_count()
         one = torch.zeros(1, device=torch.device("cuda", index))
         call = Call(
             "barrier",
@@ -186,12 +192,15 @@ class Nccl(Communicator):
         opts: Any = None,  # noqa: ANN401
     ) -> StreamWork:
         """Several gathers as one call."""
+        what = in_words(*inputs)
+        for own, output in zip(inputs, outputs, strict=True):
+            self._require_whole(output, own, "output", "input", "all_gather_single", what)
 
         def run(transport: GlooTransport, at: Views, to: Views) -> None:
             for own, output in zip(at, to, strict=True):
                 transport.gather(list(output.view(-1).chunk(transport.size)), own.reshape(-1))
 
-        return self._call("all_gather_single", in_words(*inputs), inputs, outputs, run)
+        return self._call("all_gather_single", what, inputs, outputs, run)
 
     def reduce_scatter_single_coalesced(
         self,
@@ -201,12 +210,32 @@ class Nccl(Communicator):
     ) -> StreamWork:
         """Several reductions, of which each member gets its part, as one call."""
         rule = Reduction.of(opts)
+        what = f"{rule} of {in_words(*inputs)}"
+        for whole, output in zip(inputs, outputs, strict=True):
+            self._require_whole(whole, output, "input", "output", "reduce_scatter_single", what)
 
         def run(transport: GlooTransport, at: Views, to: Views) -> None:
             for whole, output in zip(at, to, strict=True):
                 transport.reduce_part(output, whole, rule)
 
-        return self._call("reduce_scatter_single", f"{rule} of {in_words(*inputs)}", inputs, outputs, run)
+        return self._call("reduce_scatter_single", what, inputs, outputs, run)
+
+    def _require_whole(self, whole: Tensor, part: Tensor, of_whole: str, of_part: str, name: str, what: str) -> None:
+        """Raise a CollectiveError where one tensor is not as large as the parts of all members."""
+        rule = f"its {of_whole} must have as many numbers as the {of_part}s of all {self.size()} members together"
+        found = f"it has {whole.numel()}, which is not {self.size()} x {part.numel()}"
+        self._require(whole.numel() == self.size() * part.numel(), name, what, f"{rule}; {found}")
+
+    def _require_one_each(self, tensors: Sequence[Tensor], name: str, what: str) -> None:
+        rule = f"a list must have a tensor for each of the {self.size()} members; one has {len(tensors)}"
+        self._require(len(tensors) == self.size(), name, what, rule)
+
+    def _require_part(self, own: Tensor, parts: Sequence[Tensor], member: int, name: str, what: str) -> None:
+        """Raise a CollectiveError where this member's part has another size in the list of all members' parts."""
+        self._require_one_each(parts, name, what)
+        part = parts[member]
+        rule = f"tensor {member} of its list has {part.numel()} numbers, and this rank's own one {own.numel()}"
+        self._require(part.numel() == own.numel(), name, what, rule)
 
     # Names before torch 2.13.
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -214,12 +243,6 @@ class Nccl(Communicator):
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
     alltoall_base = all_to_all_single
-
-
-def require(rule: bool, why: str) -> None:
-    """Raise what ProcessGroupNCCL raises of sizes."""
-    if not rule:
-        raise ValueError(why)
 
 
 def listed(tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:

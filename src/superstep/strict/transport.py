@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from superstep.errors import CollectiveError
+
 SIGNATURE_BYTES = 512
 DIGEST_BYTES = 8
 WANTED, SENT, NUMBERS, CALLED = 1, 2, 3, 4
@@ -98,7 +100,8 @@ class GlooTransport:
 
     Attributes:
         gloo: the group.
-        rank, size: this member, and how many there are.
+        rank: this member.
+        ranks: that of each member in the job, for messages.
         limit: how long a message may take.
         name: of the communicator, for messages.
         awaited: the member that has not come to the call that runs, while there is one; of several the first.
@@ -107,11 +110,16 @@ class GlooTransport:
 
     gloo: dist.ProcessGroupGloo
     rank: int
-    size: int
+    ranks: Sequence[int]
     limit: timedelta
     name: str
     awaited: set[int] = field(default_factory=set)
     last: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        """How many members there are."""
+        return len(self.ranks)
 
     def reduce(self, numbers: Tensor, rule: Reduction) -> None:
         """One out of all members' numbers, in place."""
@@ -134,24 +142,29 @@ class GlooTransport:
         self.gloo.broadcast([numbers], options).wait(self.limit)
 
     def gather(self, outputs: Sequence[Tensor], own: Tensor) -> None:
-        """Every member's numbers, in rank order."""
-        self.gloo.allgather([list(outputs)], [own]).wait(self.limit)
+        """Every member's numbers, in rank order; of each as many as its output has."""
+        if len({output.numel() for output in outputs}) == 1:
+            self.gloo.allgather([list(outputs)], [own]).wait(self.limit)
+            return
+        outputs[self.rank].copy_(own.view_as(outputs[self.rank]))
+        for rank, output in enumerate(outputs):
+            self.broadcast(output, rank)
 
     def exchange(self, output: Tensor, own: Tensor, from_each: Sequence[int], to_each: Sequence[int]) -> None:
         """A part for each member, from each member.
 
         Raises:
-            RuntimeError: a member sends another part than this one receives from it.
+            CollectiveError: a member sends another part than this one receives from it.
         """
         mine = torch.tensor(list(to_each) or [len(own) // self.size] * self.size)
         sent = [torch.empty_like(mine) for _ in range(self.size)]
         self.gloo.allgather([sent], [mine]).wait(self.limit)
         wanted = list(from_each) or [len(output) // self.size] * self.size
-        for rank, (each, rows) in enumerate(zip(sent, wanted, strict=True)):
+        for other, each, rows in zip(self.ranks, sent, wanted, strict=True):
             if int(each[self.rank]) != rows:
-                raise RuntimeError(
-                    f"all_to_all over {self.name}: rank {self.rank} receives {rows} rows from rank {rank}, which sends "
-                    f"{int(each[self.rank])}"
+                own = self.ranks[self.rank]
+                raise CollectiveError(
+                    f"rank {own} receives {rows} rows from rank {other}, which sends {int(each[self.rank])}"
                 )
         options = dist.AllToAllOptions()
         self.gloo.alltoall_base(output, own, list(from_each), list(to_each), options).wait(self.limit)
@@ -160,7 +173,7 @@ class GlooTransport:
         """Run a collective, once all members are known to make the same one.
 
         Raises:
-            RuntimeError: a member makes another one.
+            CollectiveError: a member makes another one.
         """
         own = call.signature()
         others = {rank: torch.empty_like(own) for rank in range(self.size) if rank != self.rank}
@@ -172,17 +185,18 @@ class GlooTransport:
             message.wait(self.limit)
         for rank, other in others.items():
             if not fits(own, other):
-                raise RuntimeError(
-                    f"members of {self.name} call differently: rank {self.rank} {call}, rank {rank} {described(other)}"
-                )
+                raise CollectiveError(f"members of {self.name} call differently: {self._both(call, rank, other)}")
         assert call.run is not None
-        call.run(self, reads, writes)
+        try:
+            call.run(self, reads, writes)
+        except CollectiveError as error:
+            raise CollectiveError(f"{call} over {self.name}: {error}") from None
 
     def transfer(self, calls: Sequence[Call], reads: Views, writes: Views) -> None:
         """Run sends and receives that were called as one group. A send is over once its receive has been called.
 
         Raises:
-            RuntimeError: the ends of a transfer do not fit.
+            CollectiveError: the ends of a transfer do not fit.
         """
         sends = list(zip((call for call in calls if call.name == "send"), reads, strict=True))
         receives = list(zip((call for call in calls if call.name == "recv"), writes, strict=True))
@@ -203,14 +217,17 @@ class GlooTransport:
         for work in works:
             work.wait(self.limit)
         if faults:
-            raise RuntimeError(f"the ends of a transfer over {self.name} do not fit: {faults[0]}")
+            raise CollectiveError(f"the ends of a transfer over {self.name} do not fit: {faults[0]}")
 
     def _compare(self, call: Call, tag: int) -> str:
         """Both ends of a transfer, once the other one has come; empty where they fit."""
         came = torch.empty(SIGNATURE_BYTES, dtype=torch.uint8)
         assert call.peer is not None
         self._receive(call.peer, came, self.gloo.recv([came], call.peer, tag))
-        return "" if fits(call.signature(), came) else f"rank {self.rank} {call}, rank {call.peer} {described(came)}"
+        return "" if fits(call.signature(), came) else self._both(call, call.peer, came)
+
+    def _both(self, call: Call, member: int, other: Tensor) -> str:
+        return f"rank {self.ranks[self.rank]} {call}, rank {self.ranks[member]} {described(other)}"
 
     def _receive(self, rank: int, signature: Tensor, message: dist.Work) -> None:
         """Wait for what another member calls."""

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -31,19 +31,19 @@ class Members:
 
     Attributes:
         transport: on which they meet.
-        processes: by rank of the job, in the order of the group.
+        processes: in the order of the group.
     """
 
     transport: GlooTransport
-    processes: Mapping[int, psutil.Process]
+    processes: Sequence[psutil.Process]
 
     def missing(self) -> str:
         """Which member has not come to the call that runs; empty where all have."""
         for number in list(self.transport.awaited):
-            rank, process = list(self.processes.items())[number]
             last = self.transport.last.get(number)
             called = f"whose last call there is {last}" if last else "which has made no call there"
-            return f"rank {rank}, {'which has ended and ' * has_ended(process)}{called}"
+            ended = "which has ended and " * has_ended(self.processes[number])
+            return f"rank {self.transport.ranks[number]}, {ended}{called}"
         return ""
 
 
@@ -134,7 +134,7 @@ class Watchdog:
     def _end_if_stalled(self, pending: Sequence[PendingCall]) -> None:
         with self._lock:
             members = dict(self._members)
-        processes = {process for each in members.values() for process in each.processes.values()}
+        processes = {process for each in members.values() for process in each.processes}
         # Where some rank is in no communicator of this one, what it does is not known.
         world = dist.group.WORLD
         if world is None or len(processes) < world.size() or not self._stall.is_stalled(list(processes)):

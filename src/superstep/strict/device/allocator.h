@@ -102,7 +102,7 @@ inline void release_cached_blocks(Region& region) {
 inline void make_room(Region& region, Lock& lock) {
   host_waits_until(lock, [&] {
     reclaim(region);
-    return region.pending.empty() || !state.failure.empty();
+    return region.pending.empty() || state.failure;
   });
   release_cached_blocks(region);
 }

@@ -66,14 +66,14 @@ static void launch(int stream, std::vector<at::Tensor> reads, std::vector<at::Te
   });
   auto run = [held, read_views, written_views]() mutable {
     py::gil_scoped_acquire gil;
-    std::string failure;
+    std::exception_ptr failure;
     try {
       (*held)(read_views, written_views);
-    } catch (py::error_already_set& error) {
-      failure = py::str(error.value()).cast<std::string>();
+    } catch (py::error_already_set&) {
+      failure = std::current_exception();
     }
     held.reset();  // and the tensors that it holds, before the task is over
-    if (!failure.empty()) throw std::runtime_error(failure);
+    if (failure) std::rethrow_exception(failure);
   };
   issue(stream, {.ranges = ranges, .what = what, .run = std::move(run), .is_communication = is_communicator(stream)});
 }

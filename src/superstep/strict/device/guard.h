@@ -105,7 +105,7 @@ struct Guard final : public c10::impl::DeviceGuardImplInterface {
     Lock lock(state.lock);
     auto waited = event_of(event);
     state.host_waits[at]++;
-    host_waits_until(lock, [&] { return waited->is_done || !state.failure.empty(); });
+    host_waits_until(lock, [&] { return waited->is_done || state.failure; });
     if (waited->is_done) advance_host(waited->known);
     raise_failure(lock);
   }

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <deque>
+#include <exception>
 #include <functional>
 #include <map>
 #include <memory>
@@ -121,7 +122,7 @@ struct State {
   std::vector<std::string> races;
   bool is_recording = false;
   std::vector<TraceEvent> trace;  // while it records
-  std::string failure;  // of a task: raised by the next call
+  std::exception_ptr failure;  // of a task: raised by the next call
   int waiting = 0;      // threads of the host that wait
   uint64_t exclusive_issued = 0;
   std::map<int, std::set<uint64_t>> exclusive;  // those that have not ended, by device

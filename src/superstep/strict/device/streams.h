@@ -4,6 +4,7 @@
 // since what it runs waits for other processes.
 #pragma once
 #include <ATen/Parallel.h>
+#include <pybind11/pybind11.h>
 
 #include "caller.h"
 #include "races.h"
@@ -27,11 +28,10 @@ inline Lock lock_as_owner() {
 }
 
 inline void raise_failure(Lock& lock) {
-  std::string failure;
-  std::swap(failure, state.failure);
-  if (failure.empty()) return;
+  std::exception_ptr failure = std::exchange(state.failure, nullptr);
+  if (!failure) return;
   lock.unlock();
-  TORCH_CHECK(false, failure);
+  std::rethrow_exception(failure);
 }
 
 // Waits, and lets "latest" see that the host does. Once the threads have ended nothing comes any more.
@@ -56,14 +56,17 @@ inline void run_first(StreamState& stream, Lock& lock, int delay_us) {
   stream.tasks.front().what = task.what;  // for who asks what is under way
   lock.unlock();
   if (delay_us) std::this_thread::sleep_for(std::chrono::microseconds(delay_us));
-  std::string failure;
+  std::exception_ptr failure;
+  auto named = [&](const char* why) { return std::make_exception_ptr(c10::Error({__func__, __FILE__, __LINE__}, task.what + ": " + why)); };
   double begin_s = now_s();
   try {
     if (task.run) task.run();
+  } catch (const pybind11::error_already_set&) {
+    failure = std::current_exception();  // says itself where it is from
   } catch (const c10::Error& error) {
-    failure = task.what + ": " + error.what_without_backtrace();
+    failure = named(error.what_without_backtrace());
   } catch (const std::exception& error) {
-    failure = task.what + ": " + error.what();
+    failure = named(error.what());
   }
   task.run = nullptr;  // frees what it held, before anybody is told that it is over
   lock.lock();
@@ -77,14 +80,19 @@ inline void run_first(StreamState& stream, Lock& lock, int delay_us) {
     auto dropped = std::exchange(stream.tasks, {});
     lock.unlock();
     dropped.clear();  // frees tensors, which takes the lock
+    failure = nullptr;
     lock.lock();
     return;
   }
   stream.tasks.pop_front();
   stream.done++;
   state.exclusive[stream.device].erase(task.exclusive);
-  if (!failure.empty() && state.failure.empty()) state.failure = failure;
+  if (!state.failure) state.failure.swap(failure);
   state.changed.notify_all();
+  if (!failure) return;
+  lock.unlock();
+  failure = nullptr;  // one of Python's takes the interpreter's lock
+  lock.lock();
 }
 
 inline void run_kernels() {
@@ -279,7 +287,7 @@ inline void wait_for(const Issued& last, const std::string& why) {
   Lock lock(state.lock);
   if (!why.empty()) state.host_waits[at]++;
   StreamState& stream = *state.streams[last.stream];
-  host_waits_until(lock, [&] { return stream.done >= last.task || !state.failure.empty(); });
+  host_waits_until(lock, [&] { return stream.done >= last.task || state.failure; });
   if (stream.done >= last.task) advance_host(last.known);
   raise_failure(lock);
 }
