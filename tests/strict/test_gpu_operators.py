@@ -83,9 +83,47 @@ REFUSED = {
         lambda: torch._foreach_mul_([made(4)], torch.ones(())), "same device, but found cpu"),
     "rows named on the host": (
         lambda: torch.index_select(made(4), 0, torch.zeros(2, dtype=torch.long)), "same device, but found cpu"),
+    "a storage of another GPU": (lambda: made(4).set_(made(4).to("cuda:1")), "storage of a tensor on device"),
+    "grouped, ends on another GPU": (
+        lambda: F.grouped_mm(made(6, 16), made(2, 16, 8), offs=ends(2, 4).to("cuda:1")), "on the same device"),
+    "joined with another GPU's": (lambda: torch.cat([made(4), made(4).to("cuda:1")]), "on the same device"),
     "values to put on the host": (
         lambda: made(4).index_put_((torch.tensor([0, 1]),), torch.ones(2).bfloat16()), "same device, but found cpu"),
 }  # fmt: skip
+
+
+DRAWS = {
+    "randn": lambda generator: torch.randn(4, device=GPU, generator=generator),
+    "randperm": lambda generator: torch.randperm(4, device=GPU, generator=generator),
+    "multinomial": lambda generator: torch.multinomial(torch.ones(4, device=GPU), 2, generator=generator),
+    "uniform": lambda generator: torch.empty(4, device=GPU).uniform_(generator=generator),
+}
+REFUSED |= {
+    f"{name} by the host's generator": (lambda draw=draw: draw(torch.Generator()), "Expected a 'cuda' device type for")
+    for name, draw in DRAWS.items()
+}
+
+WHOLE = {"dtype": torch.int64, "device": GPU}
+OF_INTEGERS = {
+    "addmm_cuda": [
+        lambda: torch.ones(4, 4, **WHOLE) @ torch.ones(4, 4, **WHOLE),
+        lambda: F.linear(torch.ones(4, 4, **WHOLE), torch.ones(4, 4, **WHOLE)),
+        lambda: torch.addmm(*[torch.ones(4, 4, **WHOLE)] * 3),
+        lambda: torch.ones(4, 4, **WHOLE).addbmm_(*[torch.ones(2, 4, 4, **WHOLE)] * 2),
+    ],
+    "baddbmm_cuda": [
+        lambda: torch.bmm(*[torch.ones(2, 4, 4, **WHOLE)] * 2),
+        lambda: torch.einsum("bij,bjk->bik", *[torch.ones(2, 4, 4, **WHOLE)] * 2),
+    ],
+    "addmv_impl_cuda": [lambda: torch.mv(torch.ones(4, 4, **WHOLE), torch.ones(4, **WHOLE))],
+    "dot": [lambda: torch.dot(*[torch.ones(4, **WHOLE)] * 2)],
+    "max_pool2d_with_indices_out_cuda_frame": [lambda: F.max_pool2d(torch.ones(1, 1, 4, 4, **WHOLE), 2)],
+}
+REFUSED |= {
+    f"{kernel} of integers, {number}": (call, f"\"{kernel}\" not implemented for 'Long'")
+    for kernel, calls in OF_INTEGERS.items()
+    for number, call in enumerate(calls)
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -167,6 +205,33 @@ def test_the_last_query_of_flash_attention_sees_the_last_key():
     is_seen = torch.ones(3, 5, dtype=torch.bool).tril(2)
     wanted = F.scaled_dot_product_attention(*(x.cpu().float() for x in (q, k, k)), attn_mask=is_seen)
     torch.testing.assert_close(flash(q, k, is_causal=True).cpu().float(), wanted, atol=2e-2, rtol=2e-2)
+
+
+def test_products_of_no_integers_are_taken():
+    assert (torch.ones(4, 0, **WHOLE) @ torch.ones(0, 3, **WHOLE)).tolist() == [[0] * 3] * 4
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_a_generator_of_the_gpu_draws_what_its_state_says(name):
+    draw, generator = DRAWS[name], torch.Generator(device="cuda").manual_seed(3)
+    state, first, second = generator.get_state(), draw(generator).cpu(), draw(generator).cpu()
+    assert generator.get_offset() == 8
+    generator.set_state(state)
+    again = generator.clone_state()
+    assert torch.equal(draw(generator).cpu(), first)
+    assert torch.equal(draw(again).cpu(), first)
+    assert torch.equal(draw(generator).cpu(), second)
+
+
+def test_the_generators_of_gpus_are_those_of_their_seeds():
+    torch.manual_seed(5)
+    of_second = torch.cuda.default_generators[1]
+    assert (of_second.device, of_second.initial_seed()) == (torch.device("cuda:1"), 5)
+    torch.randn(4, device="cuda:1")
+    assert of_second.get_offset() == 4
+    torch.cuda.set_rng_state(torch.cuda.get_rng_state("cuda:1"), GPU)
+    assert torch.cuda.default_generators[0].get_offset() == 4
+    assert [len(state) for state in torch.cuda.get_rng_state_all()] == [16] * torch.cuda.device_count()
 
 
 CHOICES = {

@@ -26,6 +26,9 @@ AddGradient = Callable[[Tensor, Tensor, Tensor], object]
 ALIGNED_WIDTH = 8
 """Numbers of bf16 in 16 bytes: of which rows and columns are a multiple in torch's kernel for all experts."""
 
+GROUPED_CAPABILITIES = (9, 10)
+"""The major compute capabilities of GPUs that have this kernel."""
+
 
 class GroupedLinear(nn.Module):
     """A linear for each expert, without bias: weights stacked as [E, O, I]."""
@@ -124,12 +127,14 @@ def add_outer_products(into_EOI: Tensor, grad_RO: Tensor, x_RI: Tensor, rows_E: 
 
 
 def is_grouped(*factors: Tensor) -> bool:
-    """Whether torch has one kernel for all experts here: bf16 on a GPU of compute capability 8.0 or newer, in rows of
-    whole 16 bytes. Other widths have a product for each expert.
+    """Whether torch has one kernel for all experts here: bf16 on a GPU of compute capability 9.x or 10.x, in rows of
+    whole 16 bytes. Elsewhere its operator has a product for each expert too (``_grouped_mm_cuda`` in torch's
+    ``aten/src/ATen/native/cuda/GroupedBlas.cpp``, 2.11 to 2.13).
     """
-    return all(
-        x.is_cuda and x.dtype == torch.bfloat16 and x.shape[-1] % ALIGNED_WIDTH == 0 for x in factors
-    ) and torch.cuda.get_device_capability(factors[0].device) >= (8, 0)
+    return (
+        all(x.is_cuda and x.dtype == torch.bfloat16 and x.shape[-1] % ALIGNED_WIDTH == 0 for x in factors)
+        and torch.cuda.get_device_capability(factors[0].device)[0] in GROUPED_CAPABILITIES
+    )
 
 
 def kernel_products(x_RI: Tensor, matrix_EIO: Tensor, rows_E: Tensor) -> Tensor:

@@ -49,6 +49,9 @@ def on(device: ModuleType) -> Callable[..., Tensor]:
             key = torch._C.DispatchKey.CompositeExplicitAutograd  # torch's own, a product for each group
             return aten._grouped_mm.default._op_dk(key, left, right, offs, bias, out_dtype)
         given = [x for x in (left, right, offs) if x is not None]
+        for x in given:
+            why = f"Expected all tensors to be on the same device, but found {left.device} and {x.device}"
+            require(x.device == left.device, why)
         shape = aten._grouped_mm(
             *(torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in given)
         )

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import secrets
-import struct
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -144,47 +142,16 @@ class Statistics:
 
 
 @dataclass(frozen=True, slots=True)
-class Random:
-    """``torch.cuda.random``: the seed of each device, and how many calls drew since."""
+class DefaultGenerators(Sequence[torch.Generator]):
+    """``torch.cuda.default_generators``: that of each device."""
 
     device: ModuleType
 
-    def seed(self, seed: int, device: DeviceLike = None) -> None:
-        """Begin anew on a device."""
-        self.device.set_random_state(index_of(device), seed % 2**64, 0)
+    def __len__(self) -> int:
+        return int(self.device.devices())
 
-    def seed_all(self, seed: int) -> None:
-        """Begin anew on every device."""
-        for index in range(self.device.devices()):
-            self.seed(seed, index)
-
-    def set_states(self, states: Iterable[Tensor]) -> None:
-        """The state of each device, in their order."""
-        for index, state in enumerate(states):
-            self.set_state(state, index)
-
-    def state(self, device: DeviceLike = None) -> Tensor:
-        """The seed and the count, as bytes [16]."""
-        return torch.frombuffer(
-            bytearray(struct.pack("<QQ", *self.device.random_state(index_of(device)))), dtype=torch.uint8
-        )
-
-    def set_state(self, state: Tensor, device: DeviceLike = None) -> None:
-        """What ``state`` gave."""
-        self.device.set_random_state(index_of(device), *struct.unpack("<QQ", bytes(state.tolist())))
-
-    def names(self) -> dict[str, Callable[..., Any]]:
-        """By name in ``torch.cuda``."""
-        return {
-            "manual_seed": self.seed,
-            "manual_seed_all": self.seed_all,
-            "seed": lambda: self.seed(secrets.randbits(64)),
-            "initial_seed": lambda: self.device.random_state(index_of())[0],
-            "get_rng_state": self.state,
-            "set_rng_state": self.set_state,
-            "get_rng_state_all": lambda: [self.state(index) for index in range(self.device.devices())],
-            "set_rng_state_all": self.set_states,
-        }
+    def __getitem__(self, index: Any) -> Any:  # noqa: ANN401 - a number, or a slice
+        return [self.device.default_generator(each) for each in range(len(self))][index]
 
 
 def install(device: ModuleType) -> None:
@@ -214,14 +181,17 @@ def install(device: ModuleType) -> None:
         "_initialized": True,  # torch.utils.checkpoint asks, before it keeps the state of random numbers
         "init": lambda: None,
         "_lazy_init": lambda: None,
-        "_is_in_bad_fork": lambda: False,
-        **Random(device).names(),
+        "_lazy_call": lambda call, **_: call(),
+        "_is_in_bad_fork": device.is_in_bad_fork,
+        "default_generators": DefaultGenerators(device),
         "cudart": Cudart(device).itself,
         "CudaError": CudaError,
         **Statistics(device).names(),
     }
     for name, value in names.items():
-        setattr(torch.cuda, name, value)
+        for module in (torch.cuda, torch.cuda.random):  # which has taken some of them
+            if module is torch.cuda or hasattr(module, name):
+                setattr(module, name, value)
     torch.UntypedStorage.resize_ = _resize_by(device, torch.UntypedStorage.resize_)
 
 

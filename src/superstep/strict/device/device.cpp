@@ -5,7 +5,7 @@
 //     streams.h    queues of tasks             races.h      uses of memory that nothing orders
 //     guard.h      what torch asks of a device
 //     tensors.h    tensors as tasks see them   kernels.h    operators with kernels of their own
-//     draws.h      random numbers
+//     draws.h      random numbers              dtypes.h     what kernels take
 //     fallback.h   all other operators         attention.h  which attention is chosen
 //     caller.h     the line of Python that a call is in
 #include <torch/csrc/jit/python/pybind_utils.h>
@@ -136,14 +136,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   });
   module.def("make_context", &open_context);
   module.def("set_last_error", [](std::string why) { last_error = why; });
-  module.def("random_state", [](int device) {
-    Lock lock = lock_as_owner();
-    return random_state(device);
-  });
-  module.def("set_random_state", [](int device, uint64_t seed, uint64_t calls) {
-    Lock lock = lock_as_owner();
-    random_state(device) = {seed, calls};
-  });
+  module.def("default_generator", &default_generator);
+  module.def("is_in_bad_fork", [] { return state.owner && state.owner != getpid(); });
   module.def("devices", [] { return state.settings.devices; });
   module.def("launches", [] {
     Lock lock = lock_as_owner();

@@ -4,7 +4,8 @@
 #include <pybind11/pybind11.h>
 #include <torch/library.h>
 
-#include "draws.h"
+#include "dtypes.h"
+#include "tensors.h"
 
 namespace strict {
 
@@ -219,6 +220,7 @@ inline void fallback(const c10::OperatorHandle& handle, c10::DispatchKeySet, Sta
   c10::OptionalDeviceGuard guard(call.place());
   at::AutoDispatchBelowADInplaceOrView below;
   if (auto rule = rules.find(call.name); rule != rules.end()) rule->second(call.arguments);
+  require_dtype(call.schema(), call.arguments);
   give_generator(call.schema(), call.device, call.arguments);
   if (call.brings_indices) wait_for(issue(current_stream(call.device), {.what = call.name}), call.name);
   auto metas = infer_shapes(call);

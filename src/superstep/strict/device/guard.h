@@ -5,6 +5,7 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include "allocator.h"
+#include "draws.h"
 
 namespace strict {
 
@@ -145,6 +146,10 @@ struct Hooks final : public at::CUDAHooksInterface {
   c10::DeviceIndex exchangeDevice(c10::DeviceIndex device) const override { return Guard().exchangeDevice(c10::Device(CUDA, device)).index(); }
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex device) const override { return exchangeDevice(device); }
   bool isPinnedPtr(const void* address) const override { return state.is_started && is_within(state.regions.back(), address); }
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex device) const override { return default_generator(device); }
+  at::Generator getNewGenerator(c10::DeviceIndex device) const override {
+    return at::make_generator<DeviceGenerator>(device < 0 ? strict::current_device : device);
+  }
   at::Allocator* getPinnedMemoryAllocator() const override { return &pinned_memory; }
   at::Allocator* getCUDADeviceAllocator() const override { return &device_memory; }
   c10::Device getDeviceFromPtr(void* address) const override {

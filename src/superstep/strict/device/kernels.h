@@ -110,7 +110,14 @@ inline at::Scalar item(const at::Tensor& self) {
 
 inline void record_stream(at::Tensor& self, c10::Stream stream) { Guard().recordDataPtrOnStream(self.storage().data_ptr(), stream); }
 
+// checkSetStorage in aten/src/ATen/native/Resize.h
+inline void require_device(const at::Tensor& self, const at::Storage& storage) {
+  TORCH_CHECK(self.device() == storage.device(), "Attempted to set the storage of a tensor on device \"", self.device(),
+              "\" to a storage on different device \"", storage.device(), "\". This is no longer allowed; the devices must match.");
+}
+
 inline at::Tensor& set_view(at::Tensor& self, at::Storage storage, c10::SymInt offset, c10::SymIntArrayRef size, c10::SymIntArrayRef stride) {
+  require_device(self, storage);
   auto* tensor = self.unsafeGetTensorImpl();
   tensor->set_storage_keep_dtype(std::move(storage));
   tensor->set_sizes_and_strides(C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride), offset.expect_int());
@@ -118,6 +125,7 @@ inline at::Tensor& set_view(at::Tensor& self, at::Storage storage, c10::SymInt o
 }
 
 inline at::Tensor& set_storage(at::Tensor& self, at::Storage storage) {
+  require_device(self, storage);
   auto* tensor = self.unsafeGetTensorImpl();
   auto numbers = int64_t(storage.nbytes() / tensor->itemsize());
   tensor->set_storage_keep_dtype(std::move(storage));
@@ -127,6 +135,7 @@ inline at::Tensor& set_storage(at::Tensor& self, at::Storage storage) {
 }
 
 inline at::Tensor& set_tensor(at::Tensor& self, const at::Tensor& other) {
+  require_device(self, other.storage());
   auto* tensor = self.unsafeGetTensorImpl();
   tensor->set_storage_keep_dtype(other.storage());
   tensor->set_sizes_and_strides(other.sizes(), other.strides(), other.storage_offset());

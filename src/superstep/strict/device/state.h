@@ -118,7 +118,6 @@ struct State {
   std::map<char*, Block*> blocks;
   std::set<Block*> protected_blocks;  // pinned blocks that the host may not use now
   Clock host;
-  std::map<int, std::pair<uint64_t, uint64_t>> random_states;  // of each device: its seed, and the calls that drew since
   std::vector<std::string> races;
   bool is_recording = false;
   std::vector<TraceEvent> trace;  // while it records
