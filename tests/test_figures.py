@@ -82,6 +82,14 @@ def test_a_file_that_the_readme_names_is_there(name):
     assert name in FIGURES
 
 
+@pytest.mark.parametrize("page", [README, (ROOT / "docs" / "explanation" / "tune.md").read_text(encoding="utf-8")])
+def test_wherever_a_replay_of_rewards_is_said_to_be_to_the_bit_exact_mode_is_its_condition(page):
+    said = [found.start() for found in re.finditer(r"replay\w*\b[^.|]{0,20} to the bit", " ".join(page.split()))]
+    assert said
+    for place in said:
+        assert re.search(r"exact", " ".join(page.split())[place - 60 : place]), "only exact mode does that"
+
+
 def test_what_is_said_of_rows_that_nothing_was_learned_from_was_measured():
     found = json.loads((RESULTS / "published_unseen.json").read_text(encoding="utf-8"))
     assert round(found["steps"]["inside"], 2) == UNSEEN_STEPS

@@ -9,9 +9,11 @@ import pytest
 import runs
 import tuned
 from model_folder import write_folder
+from superstep.cli import choices
 from superstep.cli.arguments import train
 from superstep.cli.choices import changed_layout, idle_places, passes_of_a_step
 from superstep.cli.main import main
+from superstep.cli.train import train as train_verb
 from superstep.plan.config import RunConfig
 from superstep.plan.model.lookup import shape_of
 from superstep.plan.resolve import resolve
@@ -48,6 +50,37 @@ def test_a_layout_that_makes_way_for_a_flag_is_told(flags, words, tmp_path, monk
     monkeypatch.chdir(tmp_path)
     asked = train.read(shlex.split(flags))
     assert changed_layout(asked.config, asked.resolved(resolve), resolve) == words
+
+
+class Enough(Exception):
+    """The test has seen what it is about."""
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (
+            "--train.batch-sequences 7",
+            "plan.dp = 1 (not 2), plan.microbatch = 7 (not 4): train.batch_sequences = 7 does",
+        ),
+        ("--plan.dp 1", ""),
+        ("RUN --train.batch-sequences 7 --plan.device cpu", "1 rank computes, on 1 of 4 cores; train.batch_sequences"),
+    ],
+)
+def test_train_says_which_layout_it_has_chosen_before_it_prepares_anything(flags, said, tmp_path, monkeypatch, capsys):
+    def stop(run, tokens):
+        raise Enough
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(choices, "cores", lambda: 4)
+    monkeypatch.setattr(train_verb, "prepared_job", stop)
+    (tmp_path / "run.toml").write_text('[model]\nname = "demo"\n')
+    with pytest.raises(Enough):
+        train_verb.main(shlex.split(flags.replace("RUN", "run.toml")))
+    printed = capsys.readouterr().out
+    assert printed.startswith(said)
+    assert printed.count("\n") == (1 if said else 0), printed
+    assert list(tmp_path.iterdir()) == [tmp_path / "run.toml"]
 
 
 @pytest.mark.parametrize(

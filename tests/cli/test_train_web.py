@@ -56,6 +56,14 @@ def test_what_cannot_be_served_is_refused_before_anything_begins(place, monkeypa
     assert sorted(os.listdir(place)) == ["good.txt", "run.toml"]
 
 
+def test_the_help_says_where_the_token_is(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    said = " ".join(capsys.readouterr().out.partition("--web ")[2].partition("--web-port")[0].split())
+    assert "what follows token= in the address that is printed" in said
+    assert web_module.TOKEN in said
+
+
 def test_a_run_is_looked_at_while_it_trains(place, monkeypatch, capsys):
     is_enough, statuses, urls = threading.Event(), [], []
 

@@ -112,6 +112,21 @@ def test_a_report_has_its_curves_and_asks_for_nothing(seen, report):
     seen.shows_no_fault()
 
 
+def test_a_small_number_is_written_with_an_exponent(seen):
+    lines = list(told_runs.lines())
+    for line in lines:
+        if line["event"] == "step":
+            line["grad_norm"] = 0.000008362
+    seen.open(report_page([RunTold(name="a run", lines=lines)]))
+    seen("document.getElementById('curves').scrollIntoView()")
+    corner = seen("(({left, top}) => [left, top])(document.querySelector('#curves .u-over').getBoundingClientRect())")
+    seen.tab.hover(corner[0] + 150, corner[1] + 60)
+    seen.until("document.querySelectorAll('figcaption span')[1].textContent.includes(':')")
+    said = seen("document.body.innerText")
+    assert "8.4e-6" in said
+    assert "0.0000" not in said
+
+
 @pytest.mark.parametrize("dark", longer([False, True], bool), ids=["light", "dark"])
 def test_it_is_accessible(seen, report, dark):
     seen.open(report, dark=dark)

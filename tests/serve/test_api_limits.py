@@ -256,10 +256,11 @@ def test_more_tokens_than_the_context_has_room_for_are_told(setting, path, strea
     assert warning(most) is None
 
 
-def test_a_text_that_no_context_holds_is_refused_before_it_is_tokenized(setting, monkeypatch):
+@pytest.mark.parametrize("path", ["/tokenize", PLAIN])
+def test_a_text_that_no_context_holds_is_refused_before_it_is_tokenized(setting, monkeypatch, path):
     tokenized = []
     monkeypatch.setattr(PlainWords, "encode", lambda self, text: tokenized.append(text))
-    response = setting.client.post("/tokenize", json={"prompt": "a" * 90_000})
+    response = setting.client.post(path, json={"prompt": "a" * 90_000})
     refusal(response, 400, "prompt", "prompt has 90000 bytes")
     assert tokenized == []
 

@@ -177,6 +177,16 @@ def test_an_answer_of_a_schema_parses(server):
             assert answer.choices[0].message.content.lstrip().startswith("{")
 
 
+def test_an_answer_of_a_schema_that_max_tokens_cuts_is_a_beginning_that_does_not_parse(server):
+    form = {"type": "json_schema", "json_schema": {"name": "pair", "schema": SCHEMA}}
+    body = {"model": "small", "messages": [{"role": "user", "content": "a pair"}], "response_format": form, "seed": 1}
+    (choice,) = server.client().chat.completions.create(**body, max_tokens=3).choices
+    assert choice.finish_reason == "length"
+    assert choice.message.content
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(choice.message.content)
+
+
 def test_half_of_a_crowd_leaves_and_the_others_are_answered(server):
     async def crowd():
         client = server.client(openai.AsyncOpenAI)

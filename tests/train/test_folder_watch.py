@@ -19,7 +19,7 @@ from superstep.engine.instruction_timer import HostRecorder
 from superstep.engine.torch_profiler import Profiler
 from superstep.errors import DiskFault, Fault
 from superstep.monitor.status_page import Unwatched
-from superstep.observe.events import Warned
+from superstep.observe.events import Saved, Warned
 from superstep.observe.jsonl import JsonLines, last_line, read
 from superstep.observe.tensorboard import TensorBoard
 from superstep.serve.weights import unfinished
@@ -142,6 +142,30 @@ def test_a_checkpoint_from_a_snapshot_is_told_of_where_it_is(tmp_path):
         saved.write(folder.checkpoints, 3)
         _tell_flushed(session, told.append, flushed)
         assert told[-1].path == str(folder.checkpoints / "step-000003")
+
+
+def test_a_run_whose_snapshots_do_not_come_to_the_disk_ends_once_the_newest_checkpoint_is_too_old(tmp_path):
+    folder = RunFolder(root=tmp_path / "run")
+    session = SimpleNamespace(saves=Saves(2, 3), folder=folder, _began_in=folder)
+    session.flushed_to = partial(Session.flushed_to, session)
+    folder.root.mkdir()
+    told = []
+
+    def tell(step, problems, **how):
+        flushed = Flushed(step=step, bytes=1, seconds=1.0, is_on_disk=not problems, problems=problems)
+        _tell_flushed(session, told.append, flushed, **how)
+
+    full = "run/checkpoints cannot be written: No space left on device."
+    tell(2, full)
+    saved.write(folder.checkpoints, 4)
+    tell(4, "")
+    for step in (6, 8):
+        tell(step, full)
+    assert [(event.step, type(event)) for event in told] == [(2, Warned), (4, Saved), (6, Warned), (8, Warned)]
+    tell(10, full, is_over=True)
+    with pytest.raises(DiskFault, match="No space left on device") as fault:
+        tell(10, full)
+    assert fault.value.step == 10
 
 
 def test_each_try_of_a_save_looks_where_the_folder_is(tmp_path, monkeypatch):

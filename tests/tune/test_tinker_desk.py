@@ -6,8 +6,11 @@ from concurrent.futures import wait
 
 import pytest
 
+from superstep.comm.device import Device
 from superstep.errors import ConfigError, DataError, Fault, StateError
 from superstep.tune.tinker import futures as desks
+from superstep.tune.tinker import service as services
+from superstep.tune.tinker.config import TinkerConfig
 from superstep.tune.tinker.futures import Desk, Failed, Full, Result
 from superstep.tune.tinker.saved_models import ABOUT, About, SavedModels, SavedPath, place_of
 
@@ -194,3 +197,20 @@ def test_what_is_saved_is_seen_whole_or_not_at_all(tmp_path):
     assert sorted(path.name for path in (tmp_path / "m:train:0" / "weights").iterdir()) == ["a"]
     store.delete(place)
     assert list(store.told("m:train:0")) == []
+
+
+def test_a_session_has_so_many_samplers_and_the_oldest_go_first(monkeypatch, tmp_path):
+    monkeypatch.setattr(services, "MOST_SAMPLERS", 3)
+    config = TinkerConfig(folder=tmp_path, name="base", root=tmp_path)
+    service = services.TinkerService(config, Busy(), SavedModels(tmp_path), Device("cpu"))
+    try:
+        session, other = service.create_session(), service.create_session()
+        named = [service._add_sampler(session, number, f"tinker://{number}") for number in (1, 2, 3, 3, 4, 5)]
+        kept = service._add_sampler(other, 1, None)
+        for name in named[:2]:
+            with pytest.raises(services.Unknown, match="is not known; it has ended"):
+                service.sampler(name)
+        assert [service.sampler(name)["model_path"] for name in named[2:]] == [f"tinker://{k}" for k in (3, 3, 4, 5)]
+        assert service.sampler(kept)["model_path"] is None, "another client's stay"
+    finally:
+        service.desk.close()
