@@ -107,22 +107,3 @@ def test_a_collective_that_differs_between_ranks_is_named_in_one_line(text, tmp_
     either = rf"{calls[0]}, {calls[1]}|{calls[1]}, {calls[0]}"
     fault = rf"superstep: fault: rank [01]: members of communicator \S+ call differently: ({either})\n"
     assert re.fullmatch(fault, done.stderr), done.stderr
-
-
-@pytest.mark.parametrize(
-    ("argv", "why"),
-    [
-        (["--device", "gpu"], "--device = 'gpu' must be strict, strict:8 or strict:8x80GiB."),
-        (["--device", "strict:99"], "from 1 to 16 GPUs are emulated"),
-        (["--device", "strict:1x0GiB"], "with 1MiB to 192GiB each"),
-        (["--device", "strict", "--plan.device", "cpu"], "plan.device = 'cpu' and --device exclude each other"),
-        (["--device", "strict", "--all"], "--device emulates GPUs for one layout"),
-        (["--out", "order.json"], "--out is for what ran on emulated GPUs; add --device strict."),
-        (["--device", "strict:1", "--plan.dp", "2"], "2 ranks on a host with 1 GPU"),
-    ],
-)
-def test_what_cannot_be_emulated_is_refused(argv, why):
-    done = prove(*argv)
-    assert done.returncode == 2
-    assert why in done.stderr
-    assert len(done.stderr.splitlines()) == 1

@@ -9,6 +9,7 @@ A wrong one is refused in one line, and in the words that a run.toml is refused 
 from __future__ import annotations
 
 import argparse
+import math
 import shlex
 import typing
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,7 @@ from superstep.cli.help import write_help
 from superstep.errors import ConfigError, did_you_mean
 from superstep.plan.config import PlanConfig, RunConfig, StateConfig
 from superstep.plan.config_io import alternatives, describe_type, read_config, section_of, table_entry
+from superstep.plan.mesh import AXES
 from superstep.plan.resolve import Resolved
 
 T = TypeVar("T")
@@ -68,6 +70,11 @@ def read_run(path: Path) -> RunConfig:
             f"superstep train --data.corpus {shlex.quote(str(path))}."
         )
     return read_config(path)
+
+
+def ranks_of(plan: PlanConfig) -> int:
+    """How many ranks a plan says that there are; what it leaves open is not counted."""
+    return math.prod(getattr(plan, axis) or 1 for axis in AXES)
 
 
 def settled(config: RunConfig, argv: Sequence[str], resolve: Callable[[RunConfig], Resolved]) -> Resolved:

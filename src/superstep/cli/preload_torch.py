@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Sequence
 
 from superstep.cli.arguments import post_training, prove, serve, train, tune
-from superstep.cli.options import asks_for_hosts
+from superstep.cli.options import asks_for_hosts, ranks_of
 from superstep.cli.refusals import check_apart, check_prove, check_rewards, check_serve, check_train, check_tune
 from superstep.launch import fork_server
 from superstep.plan.config import PlanConfig
-from superstep.plan.mesh import AXES
 from superstep.strict.load import load
 from superstep.strict.settings import Settings
 from superstep.tune.rl.config import RlRecipe
@@ -30,12 +28,12 @@ def begin(verb: str, argv: Sequence[str]) -> None:
     if verb == "train" and not is_of_torchrun:
         asked = train.read(argv)
         check_train(asked)
-        if asked.hosts is not None or _ranks(asked.config.plan) > 1:
+        if asked.hosts is not None or ranks_of(asked.config.plan) > 1:
             fork_server.begin("superstep.cli.train.train")
     elif verb == "tune" and argv and argv[0] in tune.APART:
         check_apart(argv[0], argv[1:])
     elif verb == "tune" and "RANK" not in os.environ:
-        if _ranks(_checked_recipe(argv)) > 1:
+        if ranks_of(_checked_recipe(argv)) > 1:
             fork_server.begin("superstep.cli.tune.tune")
     elif verb == "prove":
         options, yields_to = prove.read(argv)
@@ -44,7 +42,7 @@ def begin(verb: str, argv: Sequence[str]) -> None:
             count, device_bytes = prove.emulated_gpus(options)
             load(Settings(devices=count, device_bytes=device_bytes, raises=False))
             fork_server.begin("superstep.cli.prove.prove", is_unused=True)
-        elif (options.world or _ranks(options.plan)) > 1:
+        elif (options.world or ranks_of(options.plan)) > 1:
             fork_server.begin("superstep.cli.prove.prove")
     elif verb == "serve":
         check_serve(*serve.read(argv))
@@ -60,8 +58,3 @@ def _checked_recipe(argv: Sequence[str]) -> PlanConfig:
         case kind, config:
             check_tune(kind, config)
             return config.plan
-
-
-def _ranks(plan: PlanConfig) -> int:
-    """How many a plan says that there are; what it leaves open is not counted."""
-    return math.prod(getattr(plan, axis) or 1 for axis in AXES)

@@ -75,15 +75,16 @@ def check_apart(word: str, argv: Sequence[str]) -> None:
 
 def check_prove(options: prove.ProveOptions, yields_to: tuple[str, ...] | None) -> None:
     """Refuse a layout that cannot be proven; raises as ``check_train``."""
+    plan = options.plan
     if options.model.source is not None:
         _check_own(options)
-        return
-    if options.exact or options.serve or options.faults:
-        options = replace(options, numerics=replace(options.numerics, exact=True))
-    if yields_to is None:
-        resolve(options)
     else:
-        settled(options, yields_to, resolve)
+        if options.exact or options.serve or options.faults:
+            options = replace(options, numerics=replace(options.numerics, exact=True))
+        run = resolve(options) if yields_to is None else settled(options, yields_to, resolve)
+        plan = run.config.plan
+    if options.device is not None:
+        prove.require_gpus(options, plan)
 
 
 def check_serve(path: Path, options: serve.ServerOptions) -> None:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from superstep.cli.new_file import require_new_file
-from superstep.cli.options import COMMON, DEMO, read_flags, read_run, sections_of
+from superstep.cli.options import COMMON, DEMO, ranks_of, read_flags, read_run, sections_of
 from superstep.errors import ConfigError
-from superstep.plan.config import DeviceKind, RunConfig
+from superstep.plan.config import DeviceKind, PlanConfig, RunConfig
 from superstep.plan.mesh import AXES
 
 MEMORY_GIB, MOST_GPUS, MOST_GPU_BYTES = 80, 16, 192 << 30
+
+_COUNT, _SIZE = r"(?P<count>\d+)", r"(?P<size>\d+(?:\.\d+)?)(?P<unit>GiB|MiB)"
+DEVICE_FORMS = ("strict", f"strict:{_COUNT}", f"strict:{_SIZE}", f"strict:{_COUNT}x{_SIZE}")
 
 DESCRIPTION = "Run a layout and a one-process fp32 reference on the same batches, and compare every tensor."
 
@@ -35,8 +37,9 @@ class ProveOptions(RunConfig):
     """Compare bits: a run whose ranks are killed, stopped and hung, whose launcher is killed, whose newest checkpoint
     is damaged and whose disk is full, against the same run undisturbed, in exact mode."""
     device: str | None = None
-    """Emulated GPUs to run the GPU path on, without one: strict for as many as there are ranks, with 80 GiB each, or
-    strict:8x24GiB. Names uses of memory that nothing orders, waits of the host, and calls of NCCL that do not fit."""
+    """Emulated GPUs to run the GPU path on, without one: strict for as many as there are ranks, with 80 GiB each; else
+    strict:8, strict:24GiB or strict:8x24GiB. Names uses of memory that nothing orders, waits of the host, and calls of
+    NCCL that do not fit."""
     out: str | None = None
     """With --device: a new file for the order in which a step's kernels ran, for ui.perfetto.dev."""
     serve: bool = False
@@ -48,29 +51,68 @@ class ProveOptions(RunConfig):
 
 
 def emulated_gpus(options: ProveOptions) -> tuple[int, int]:
-    """How many GPUs ``--device`` asks for, and the bytes of each.
+    """How many GPUs ``--device`` asks for, by itself one for each rank, and the bytes of each.
 
     Raises:
-        ConfigError: it is not written as it must be.
+        ConfigError: it is not written as it must be, or there cannot be so many or so large ones.
     """
-    asked = re.fullmatch(r"strict(?::(\d+))?(?:[x:](\d+(?:\.\d+)?)(GiB|MiB))?", options.device or "")
+    text = options.device or ""
+    asked = next((match for form in DEVICE_FORMS if (match := re.fullmatch(form, text))), None)
     if asked is None:
-        raise ConfigError(f"--device = '{options.device}' must be strict, strict:8 or strict:8x80GiB.")
-    count, size, unit = asked.groups()
-    ranks = options.world or math.prod(getattr(options.plan, axis) or 1 for axis in AXES)
-    return int(count or ranks), int(float(size or MEMORY_GIB) * (2**20 if unit == "MiB" else 2**30))
+        raise ConfigError(
+            f"--device = '{text}' must be strict, strict:8, strict:24GiB or strict:8x24GiB: how many GPUs, and the "
+            f"memory of each in GiB or MiB{_nearest_form(text)}."
+        )
+    given = asked.groupdict()
+    count = int(given.get("count") or ranks_of(options.plan))
+    size_bytes = int(float(given.get("size") or MEMORY_GIB) * (2**20 if given.get("unit") == "MiB" else 2**30))
+    if not 1 <= count <= MOST_GPUS or not 1 << 20 <= size_bytes <= MOST_GPU_BYTES:
+        ranks = "" if given.get("count") else f", and the plan has {count} ranks"
+        raise ConfigError(
+            f"--device = '{text}': from 1 to {MOST_GPUS} GPUs are emulated, with 1MiB to 192GiB each{ranks}."
+        )
+    return count, size_bytes
+
+
+def _nearest_form(text: str) -> str:
+    """What was meant, where a text is nearly one of the forms."""
+    meant = re.fullmatch(r"strict\W*(?:(\d+)[x:,* ]+)?x?(\d+(?:\.\d+)?) ?(?:([gm])i?b?)?", text, re.IGNORECASE)
+    if meant is None:
+        return ""
+    count, number, unit = meant.groups()
+    if count is None and unit is None:
+        return f"; did you mean 'strict:{number}'?"
+    count = f"{count}x" if count else ""
+    return f"; did you mean 'strict:{count}{number}{'MiB' if unit in ('m', 'M') else 'GiB'}'?"
+
+
+def require_gpus(options: ProveOptions, plan: PlanConfig) -> None:
+    """See that ``--device`` has a GPU for each rank.
+
+    Args:
+        options: with the device.
+        plan: of which what was left open is filled in, where that is known.
+
+    Raises:
+        ConfigError: it has fewer.
+    """
+    (count, _), ranks = emulated_gpus(options), ranks_of(plan)
+    if count < ranks:
+        axes = " x ".join(f"{axis} {getattr(plan, axis)}" for axis in AXES if (getattr(plan, axis) or 1) > 1)
+        mend = str(options.device).replace(str(count), str(ranks), 1)
+        raise ConfigError(
+            f"--device = '{options.device}': the plan has {ranks} ranks ({axes}), and each needs a GPU of its own; "
+            f"write {mend}, or leave their number out."
+        )
 
 
 def _on_gpus(options: ProveOptions) -> DeviceKind:
-    count, size = emulated_gpus(options)
-    if not 1 <= count <= MOST_GPUS or not 1 << 20 <= size <= MOST_GPU_BYTES:
-        raise ConfigError(
-            f"--device = '{options.device}': from 1 to {MOST_GPUS} GPUs are emulated, with 1MiB to 192GiB each."
-        )
+    emulated_gpus(options)
     if options.plan.device == "cpu":
         raise ConfigError("plan.device = 'cpu' and --device exclude each other; leave plan.device out.")
-    if options.faults or options.serve or options.exact or options.all:
-        raise ConfigError("--device emulates GPUs for one layout; leave --all, --exact, --faults and --serve out.")
+    if options.faults or options.serve or options.exact or options.all or options.world:
+        others = "--all, --world, --exact, --faults and --serve"
+        raise ConfigError(f"--device emulates GPUs for one layout; leave {others} out.")
     return "cuda"
 
 
