@@ -89,6 +89,22 @@ def test_a_model_is_loaded_and_answers_the_same_to_the_same_seed(tmp_path, monke
     assert "begin a new one with /reset" in capsys.readouterr().err
 
 
+CUT = re.compile(r"max-?_?tokens = 500 is more than the context has room for; an answer has at most \d+\.")
+
+
+def test_more_tokens_than_the_context_has_room_for_are_told_by_a_server_and_by_a_model(
+    setting, tmp_path, monkeypatch, capsys
+):
+    folder = model_folder.write_folder(tmp_path / "model", width=32, heads=4, kv_heads=2, ffn=64)
+    flags = ("--seed", "3", "--serve.kernels", "off", "--serve.context-tokens", "64")
+    for where, more in ((setting.url, ()), (folder, flags)):
+        assert talk(monkeypatch, ["To be?"], where, *more, "--max-tokens", "500") == 0
+        assert len(CUT.findall(capsys.readouterr().err)) == 1
+        assert talk(monkeypatch, ["To be?"], where, *more, "--max-tokens", "5") == 0
+        assert talk(monkeypatch, ["To be?"], where, *more) == 0
+        assert "has room for" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("argv", "said"),
     [

@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import re
 import resource
 import shutil
 from contextlib import contextmanager
@@ -155,6 +156,10 @@ def test_a_run_is_drawn_and_continued_as_text(learned, capsys):
     assert "step 60 of" in capsys.readouterr().out
     assert main(["sample", str(learned / "run"), "the quick brown", "--tokens", "12", "--temperature", "0"]) == 0
     assert "the quick brown fox number" in capsys.readouterr().out
+    assert main(["sample", str(learned / "run"), "the quick brown", "--tokens", "1000", "--temperature", "0"]) == 0
+    said = capsys.readouterr()
+    assert re.fullmatch(r"--tokens = 1000 is more than the context .* at most \d+\.\n", said.err)
+    assert said.out.startswith("the quick brown fox number")
 
 
 # Going on.

@@ -18,7 +18,7 @@ from superstep.plan.config_io import read_config
 from superstep.serve.batch_generate import generate
 from superstep.serve.build_engine import KnownModel, open_engine
 from superstep.serve.config import ServeConfig
-from superstep.serve.scheduling.request import Sampling
+from superstep.serve.scheduling.request import Sampling, cut_text
 from superstep.state.checkpoint_dirs import checkpoints, step_of
 from superstep.state.verify import verify_weights
 from superstep.train.run_paths import RunFolder
@@ -91,6 +91,9 @@ def _drawn(
         exact=config.numerics.exact,
     )
     engine = open_engine(checkpoint, serve, known=KnownModel(version=checkpoint.name))
+    room = engine.info.context_tokens - len(prompt)
+    if room > 0 and (cut := cut_text("--tokens", sampling.max_tokens, room)) is not None:
+        sys.stderr.write(cut + "\n")
     (answer,) = generate(engine, [prompt], sampling)
     return [token for token in answer.ids if token != tokenizer.end_of_text]
 

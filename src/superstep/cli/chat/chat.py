@@ -31,10 +31,10 @@ def main(argv: Sequence[str]) -> int:
     """Talk until the input ends."""
     where, options = read(argv)
     if where.startswith(("http://", "https://")):
-        talker: Talker = Remote(where, model=options.model, key=options.key, fields=_fields(options))
+        talker: Talker = Remote(where, model=options.model, key=options.key, fields=_fields(options), note=_note)
         _note(f"{cast(Remote, talker).name} at {where}")
     else:
-        local = talker = LocalModel(Path(where), options)
+        local = talker = LocalModel(Path(where), options, _note)
         _note(local.name)
         if not local.has_template:
             _note(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from threading import current_thread, main_thread
@@ -18,7 +18,7 @@ from superstep.errors import ConfigError
 from superstep.serve.api.text_protocol import AnswerTextReader
 from superstep.serve.build_engine import open_engine
 from superstep.serve.config import plan_of
-from superstep.serve.scheduling.request import Request, Sampling
+from superstep.serve.scheduling.request import Request, Sampling, cut_text
 from superstep.serve.text_backend import load_words
 
 Message = Mapping[str, str]
@@ -30,13 +30,14 @@ class LocalModel:
     Args:
         path: of a run, a checkpoint or a Hugging Face folder.
         options: how.
+        note: tells the user something beside the answers.
 
     Raises:
         StateError, DataError: there is no model, or it has no tokenizer.
         ConfigError: it cannot be served so, or its chat template cannot be used.
     """
 
-    def __init__(self, path: Path, options: ChatOptions) -> None:
+    def __init__(self, path: Path, options: ChatOptions, note: Callable[[str], None]) -> None:
         model = find_model(path)
         config = serve_config(model.run, options)
         shape = plan_of(model.folder, config).shape
@@ -44,6 +45,7 @@ class LocalModel:
         device = pick(0, choose(options.plan.device, 1))
         self._engine = open_engine(model.folder, config, device=device)
         self._options = options
+        self._note = note
         self._number = 0
         self.name = model.name
         self.has_template = not self._words.chat_stops
@@ -62,6 +64,8 @@ class LocalModel:
             raise ConfigError(
                 f"the conversation has {len(prompt)} tokens, and the context {context}; begin a new one with /reset."
             )
+        if (cut := cut_text("--max-tokens", options.max_tokens, context - len(prompt))) is not None:
+            self._note(cut)
         sampling = Sampling(
             max_tokens=options.max_tokens or context,
             temperature=options.temperature,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 from urllib.parse import urlsplit
@@ -12,6 +13,9 @@ from urllib.parse import urlsplit
 from superstep.errors import UserError
 
 Message = Mapping[str, str]
+
+WARNING = re.compile(r'299 \S+ "(.*)"')
+"""A lasting warning's text (RFC 7234, 5.5)."""
 
 PATIENCE_S = 600.0
 """How long a server may say nothing: others may be before us."""
@@ -25,12 +29,15 @@ class Remote:
         model: which of its models; None takes the first.
         key: that it asks for.
         fields: of every request beside the messages.
+        note: tells the user something beside the answers, such as what the server warns of.
 
     Raises:
         UserError: nobody answers there, or it is no such server.
     """
 
-    def __init__(self, url: str, *, model: str | None, key: str | None, fields: Mapping[str, Any]) -> None:
+    def __init__(
+        self, url: str, *, model: str | None, key: str | None, fields: Mapping[str, Any], note: Callable[[str], None]
+    ) -> None:
         self._url, self._parts = url, urlsplit(url)
         try:
             port = self._parts.port
@@ -43,6 +50,7 @@ class Remote:
             {} if key is None else {"authorization": f"Bearer {key}"}
         )
         self._fields = dict(fields)
+        self._note = note
         self.name = self._first() if model is None else model
 
     def answer(self, messages: Sequence[Message]) -> Iterator[str]:
@@ -54,6 +62,8 @@ class Remote:
         body = {"model": self.name, "messages": list(messages), "stream": True, **self._fields}
         with closing(self._connected()) as connection:
             response = self._asked(connection, "POST", "/v1/chat/completions", json.dumps(body))
+            if (warned := WARNING.fullmatch(response.headers.get("Warning", ""))) is not None:
+                self._note(warned[1])
             yield from self._pieces(response)
 
     def _pieces(self, response: http.client.HTTPResponse) -> Iterator[str]:

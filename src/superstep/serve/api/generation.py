@@ -14,7 +14,15 @@ from superstep.serve.api.backend import Away
 from superstep.serve.api.http_errors import RequestError
 from superstep.serve.api.seeds import seed_of_choice
 from superstep.serve.api.text_protocol import AnswerTextReader
-from superstep.serve.scheduling.request import Finish, Request, RequestUpdate, Sampling, TokenOutput, check_request
+from superstep.serve.scheduling.request import (
+    Finish,
+    Request,
+    RequestUpdate,
+    Sampling,
+    TokenOutput,
+    check_request,
+    cut_text,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,10 +119,8 @@ def choices_of(first: AnswerRequest, count: int, prompts: int, service: AppState
 def warn_of_cut(response: Response, wanted: int | None, asks: Sequence[AnswerRequest]) -> Response:
     """The response, with a ``Warning`` (RFC 7234, 5.5) where the context has no room for so many tokens."""
     fitting = min(ask.sampling.max_tokens for ask in asks)
-    if wanted is not None and wanted > fitting:
-        response.headers["Warning"] = (
-            f'299 - "max_tokens = {wanted} is more than the context has room for; an answer has at most {fitting}."'
-        )
+    if (cut := cut_text("max_tokens", wanted, fitting)) is not None:
+        response.headers["Warning"] = f'299 - "{cut}"'
     return response
 
 

@@ -236,6 +236,19 @@ def check_request(request: Request, *, vocab: int, context_tokens: int) -> None:
             raise ConfigError(f"{name} names token {strange}; token ids of this model are 0 to {vocab - 1}.")
 
 
+def cut_text(name: str, wanted: int | None, most: int) -> str | None:
+    """That an answer is shorter than was asked for, because the context ends; None where it need not be.
+
+    Args:
+        name: of what was asked for.
+        wanted: tokens; None where nobody asked for a number of them.
+        most: tokens that the context has room for.
+    """
+    if wanted is None or wanted <= most:
+        return None
+    return f"{name} = {wanted} is more than the context has room for; an answer has at most {most}."
+
+
 def _check_ranges(sampling: Sampling) -> None:
     ranges: dict[str, tuple[float, float, float]] = {
         "max_tokens": (sampling.max_tokens, 1, math.inf),
