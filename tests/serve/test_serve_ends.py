@@ -147,6 +147,32 @@ def test_who_is_answered_within_the_grace_loses_nothing(folder):
         command.process.kill()
 
 
+@pytest.mark.parametrize(("tokens", "expected"), [(60, 0), (900, 128 + signal.SIGTERM)], ids=["drained", "ended"])
+def test_ranks_that_share_a_model_get_the_signal_too_and_leave_quietly(folder, tokens, expected):
+    """None of them is taken for a lost one, and no engine is started again."""
+    command = Command(folder, "--plan.tp", "2", "--grace-s", "600", "--serve.admin-key", "key")
+    try:
+        streams = [Asked(command.url, body(tokens, stream=True, n=2)) for _ in range(4)]
+        assert all(one.has_begun.wait(60) for one in streams)
+        if expected:
+            _pause(command)
+        os.killpg(command.process.pid, signal.SIGTERM)
+        while expected and streams[0].is_alive():
+            os.killpg(command.process.pid, signal.SIGTERM)
+            streams[0].join(0.3)
+        status, said = command.end(300)
+        for one in streams:
+            one.join(60)
+        assert status == expected
+        for one in streams:
+            told = _last(one)
+            assert told["error"]["code"] == "draining" if expected else told["usage"]["completion_tokens"] == 120
+        assert said.count("on 2 ranks") == 1
+        assert not re.search("Traceback|fault|rror|again", said.replace("a second signal ends them now", ""))
+    finally:
+        command.process.kill()
+
+
 @pytest.mark.parametrize("verb", [["serve", "model"], ["tune", "serve", "model"], ["grade", "serve", "nowhere.py"]])
 def test_a_port_that_is_taken_is_told_before_anything_is_loaded(verb, tmp_path, monkeypatch, capsys):
     """Of weights and graders that cannot be read nothing is said: the port comes first."""
