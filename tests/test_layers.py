@@ -31,6 +31,7 @@ ORDER = (
     "comm",
     "launch",
     "engine",
+    "http",
     "serve",
     "train",
     "grade",

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from prometheus_client import generate_latest
 from starlette.testclient import TestClient
 
 from boxed import command_lines, needs_bubblewrap
@@ -23,8 +24,8 @@ from superstep.grade.api.app import make_app
 from superstep.grade.api.metrics import GradeMetrics
 from superstep.grade.config import GradeConfig
 from superstep.grade.pool import Pool
-from superstep.serve.api.guard import Entrance
-from superstep.serve.api.limits import Limits
+from superstep.http.guard import Entrance
+from superstep.http.limits import BodyLimits
 
 TASKS = Path(__file__).with_name("trying_tasks.py")
 GOOD = TASKS.parents[2] / "recipes" / "graded_tasks.py"
@@ -35,7 +36,7 @@ def client():
     metrics = GradeMetrics()
     config = GradeConfig(sandbox="none", workers=2, retries=1, timeout_s=2, grader_timeout_s=3)
     with Pool(TASKS, config, retried=metrics.retried, is_heard=False) as pool:
-        yield TestClient(make_app(pool, metrics, limits=Limits(body_bytes=1 << 16), queue=40), "http://localhost")
+        yield TestClient(make_app(pool, metrics, limits=BodyLimits(body_bytes=1 << 16), queue=40), "http://localhost")
 
 
 def test_an_answer_gets_its_verdict(client):
@@ -124,7 +125,7 @@ def test_names_of_others_are_refused_and_a_server_that_drains_says_so(tmp_path):
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "draining")
         health = client.get("/health")
         assert (health.status_code, health.json()["status"]) == (503, "draining")
-    assert 'superstep:grade_requests_refused_total{status="503"} 1.0' in metrics.text().decode()
+    assert 'superstep:grade_requests_refused_total{status="503"} 1.0' in generate_latest(metrics.registry).decode()
 
 
 NUMBERS = (

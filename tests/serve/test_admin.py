@@ -18,6 +18,7 @@ from scripted import Scripted
 from served import served
 from superstep.cli.serve import admin_key
 from superstep.errors import ConfigError, StateError
+from superstep.http.request_error import RequestError
 from superstep.model.hf import FILE
 from superstep.model.peft_adapter import linears_of, write_adapter
 from superstep.plan.model.hf_config import from_hf_config
@@ -25,7 +26,6 @@ from superstep.serve.api.admin import ADMIN_ROUTES, allowed
 from superstep.serve.api.admin_backend import Admin
 from superstep.serve.api.app import make_app
 from superstep.serve.api.backend import Away
-from superstep.serve.api.http_errors import RequestError
 from superstep.serve.config import ServeConfig
 from superstep.serve.engine_client import Host
 from superstep.serve.engine_messages import (

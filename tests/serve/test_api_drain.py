@@ -17,11 +17,11 @@ from starlette.routing import Route
 from plain_words import PlainWords, small_tokenizer
 from scripted import Scripted
 from served import served
-from superstep.observe.host_header import HostNames
+from superstep.http.connection import ConnectionLimits
+from superstep.http.guard import HEAD_BYTES, Entrance
+from superstep.http.server import make_server
+from superstep.observe.http_access import HostNames
 from superstep.serve.api.app import make_app
-from superstep.serve.api.connection import ConnectionLimits
-from superstep.serve.api.guard import HEAD_BYTES, Entrance
-from superstep.serve.api.server import make_server
 from superstep.serve.scheduling.request import Info
 
 TOKENIZER = small_tokenizer()

@@ -17,10 +17,11 @@ import pytest
 from plain_words import PlainWords, small_tokenizer
 from scripted import Scripted
 from served import Served, served
+from superstep.http.limits import parse
+from superstep.http.request_error import RequestError
 from superstep.serve.api.app import make_app
 from superstep.serve.api.generate_endpoint import SamplingFields
-from superstep.serve.api.http_errors import RequestError
-from superstep.serve.api.limits import Limits, parse
+from superstep.serve.api.limits import Limits
 from superstep.serve.scheduling.request import Info, Sampling
 
 TOKENIZER = small_tokenizer()

@@ -9,7 +9,7 @@ import pytest
 
 from official_client import ANSWER, HELLO, TOKENIZER
 from scripted import logprob_of
-from superstep.serve.api.seeds import seed_of_choice
+from superstep.serve.api.generation import seed_of_choice
 from superstep.serve.scheduling.request import Request
 
 

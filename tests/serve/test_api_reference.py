@@ -6,13 +6,14 @@ import re
 from pathlib import Path
 
 import pytest
+from prometheus_client import generate_latest
 
 from plain_words import small_tokenizer
 from scripted import Scripted
+from superstep.http.drain import Drain
 from superstep.serve.api import admin, generate_endpoint
 from superstep.serve.api.admin import ADMIN_ROUTES
 from superstep.serve.api.app import ROUTES
-from superstep.serve.api.drain import Drain
 from superstep.serve.api.metrics import ServeMetrics
 from superstep.serve.api.openai import chat_fields, completions
 from superstep.serve.engine_messages import EngineStatus
@@ -60,6 +61,6 @@ def test_metrics():
     metrics = ServeMetrics(Scripted(info, lambda request: []), Drain())
     metrics.end("stop")
     metrics.refuse(400)
-    told = set(re.findall(r"^# TYPE (\S+) ", metrics.text().decode(), flags=re.MULTILINE))
+    told = set(re.findall(r"^# TYPE (\S+) ", generate_latest(metrics.registry).decode(), flags=re.MULTILINE))
     told = {name for name in told if not name.endswith("_created")}
     assert {name for name in SPELT["Metrics"] if ":" in name and not name.endswith(":")} == told

@@ -13,14 +13,14 @@ import httpx
 import pytest
 
 from superstep.errors import ConfigError
-from superstep.serve.api.server import LOOPBACK, listen
+from superstep.http.server import LOOPBACK, listen
 
 PROGRAM = """
 from plain_words import PlainWords, small_tokenizer
 from scripted import Scripted
 from superstep.serve.api.app import make_app
-from superstep.serve.api.guard import Entrance
-from superstep.serve.api.server import LOOPBACK, listen, serve
+from superstep.http.guard import Entrance
+from superstep.http.server import LOOPBACK, listen, serve
 from superstep.serve.scheduling.request import Info
 
 tokenizer = small_tokenizer()

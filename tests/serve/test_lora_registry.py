@@ -14,7 +14,7 @@ from superstep.comm.device import Device
 from superstep.errors import ConfigError, UserError
 from superstep.model.peft_adapter import Adapter, read_adapter, write_adapter
 from superstep.model.peft_config import CONFIG
-from superstep.serve.api.http_errors import refused_by_backend
+from superstep.serve.api.backend_errors import refused_by_backend
 from superstep.serve.batch_generate import generate
 from superstep.serve.build_engine import load_rank, open_both, open_engine
 from superstep.serve.compute import lora as placing

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from starlette.applications import Starlette
 
-from superstep.serve.api.connection import ConnectionLimits
-from superstep.serve.api.server import LOOPBACK, HttpServer, listen, make_server
+from superstep.http.connection import ConnectionLimits
+from superstep.http.server import LOOPBACK, HttpServer, listen, make_server
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """Tinker's own client, unchanged, against our server: it learns, samples, saves, goes on, and is told what is wrong."""
 
-import json
 import math
 import os
 import time
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 
 from superstep.data.tokenizer import load_tokenizer
+from superstep.http.body_validation import read_model
 from superstep.model.peft_adapter import linears_of, read_adapter
 from superstep.plan.config import ModelConfig
 from superstep.plan.model.lookup import shape_of
@@ -320,7 +320,7 @@ def test_several_models_stand_side_by_side(make):
 def sample_body(number, **more):
     chunks = [{"type": "encoded_text", "tokens": [number + 1]}]
     told = {"prompt": {"chunks": chunks}, "sampling_params": {"max_tokens": 1}, "seq_id": 1} | more
-    return request_schema.read_body(request_schema.SampleBody, json.dumps(told).encode())
+    return read_model(request_schema.SampleBody, told)
 
 
 def test_without_a_session_no_client_is_given_the_answer_of_another(exact):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from starlette.testclient import TestClient
 
-from superstep.serve.api.guard import Entrance
+from superstep.http.guard import Entrance
 from superstep.tune.tinker import app as apps
 from superstep.tune.tinker.app import PROTOBUF, ROOT, make_app
 from superstep.tune.tinker.futures import Desk, Result

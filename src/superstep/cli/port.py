@@ -11,9 +11,9 @@ from socket import socket
 from starlette.applications import Starlette
 
 from superstep.cli.arguments.port import PortOptions
-from superstep.observe.host_header import HostNames
-from superstep.serve.api.guard import Entrance
-from superstep.serve.api.server import listen, serve
+from superstep.http.guard import Entrance
+from superstep.http.server import listen, serve
+from superstep.observe.http_access import HostNames
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,15 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from superstep.errors import ConfigError, SuperstepError
 from superstep.grade.api.fields import GradeBatch, Item
@@ -28,17 +24,17 @@ from superstep.grade.api.metrics import GradeMetrics
 from superstep.grade.pool import Pool
 from superstep.grade.task import Rollout
 from superstep.grade.verdict import Verdict
-from superstep.serve.api.body_validation import read_model
-from superstep.serve.api.drain import Drain
-from superstep.serve.api.guard import OPEN_PATHS, Entrance
-from superstep.serve.api.http_errors import RequestError
-from superstep.serve.api.limits import Limits, Queue, read_json
-from superstep.serve.api.sse import Gone, until_gone
+from superstep.http import app as http_app
+from superstep.http.app import Routes, metrics_response
+from superstep.http.body_validation import read_model
+from superstep.http.drain import Drain
+from superstep.http.guard import OPEN_PATHS, Entrance
+from superstep.http.limits import BodyLimits, Queue, read_json
+from superstep.http.request_error import RequestError
+from superstep.http.sse import until_gone
 
 QUEUE = 4096
 """Grades that are under way or wait, of all clients."""
-
-GONE_STATUS = 499
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +43,7 @@ class GradeService:
 
     pool: Pool
     metrics: GradeMetrics
-    limits: Limits
+    limits: BodyLimits
     queue: Queue
     drain: Drain
 
@@ -68,7 +64,7 @@ def make_app(
     pool: Pool,
     metrics: GradeMetrics,
     *,
-    limits: Limits | None = None,
+    limits: BodyLimits | None = None,
     queue: int = QUEUE,
     entrance: Entrance | None = None,
 ) -> Starlette:
@@ -81,24 +77,20 @@ def make_app(
         queue: grades that are under way or wait, at most.
         entrance: what stands before it; None lets loopback names in.
     """
-    limits, entrance = limits or Limits(), entrance or Entrance()
+    limits, entrance = limits or BodyLimits(), entrance or Entrance()
     service = GradeService(pool, metrics, limits, Queue(queue), entrance.drain)
-    routes = [
-        Route(path, _endpoint(handler, service), methods=[method])
-        for method, path, handler in (
-            ("POST", "/grade", grade),
-            ("POST", "/grade/batch", batch),
-            ("GET", "/health", health),
-            ("GET", "/metrics", numbers),
-        )
-    ]
 
     def refuse(error: RequestError) -> Response:
         metrics.refused.labels(str(error.status)).inc()
         return error.response()
 
-    before = entrance.middleware(refuse, limits, open_paths=OPEN_PATHS)
-    return Starlette(routes=routes, middleware=before, exception_handlers={HTTPException: _no_such_path})
+    return http_app.make_app(
+        ROUTES,
+        service,
+        middleware=entrance.middleware(refuse, limits, open_paths=OPEN_PATHS),
+        refuse=refuse,
+        convert=_of_file,
+    )
 
 
 async def grade(request: Request, service: GradeService) -> Response:
@@ -125,24 +117,7 @@ async def health(request: Request, service: GradeService) -> Response:
 
 async def numbers(request: Request, service: GradeService) -> Response:
     """All numbers, in Prometheus's text form."""
-    return Response(service.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
-
-
-Handler = Callable[[Request, GradeService], Awaitable[Response]]
-
-
-def _endpoint(handler: Handler, service: GradeService) -> Callable[[Request], Awaitable[Response]]:
-    async def answer(request: Request) -> Response:
-        try:
-            return await handler(request, service)
-        except Gone:
-            return Response(status_code=GONE_STATUS)
-        except (RequestError, SuperstepError) as error:
-            refused = error if isinstance(error, RequestError) else _of_file(error)
-            service.metrics.refused.labels(str(refused.status)).inc()
-            return refused.response()
-
-    return answer
+    return metrics_response(service.metrics.registry)
 
 
 def _of_file(error: SuperstepError) -> RequestError:
@@ -151,11 +126,9 @@ def _of_file(error: SuperstepError) -> RequestError:
     return RequestError(str(error), status=500, code="task_failed" if is_file else "grader_failed")
 
 
-async def _no_such_path(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    if error.status_code == 404:
-        message = f"{request.url.path!a} is not served; the paths are: POST /grade, POST /grade/batch, GET /health, "
-        message += "GET /metrics."
-    else:
-        message = f"{request.method} {request.url.path!a}: {error.detail}."
-    return RequestError(message, status=error.status_code, code="no_such_path", headers=error.headers).response()
+ROUTES: Routes[GradeService] = (
+    ("POST", "/grade", grade),
+    ("POST", "/grade/batch", batch),
+    ("GET", "/health", health),
+    ("GET", "/metrics", numbers),
+)

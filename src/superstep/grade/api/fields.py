@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Literal
 
 from superstep.grade.task import Message, Rollout
-from superstep.serve.api.body_validation import Strict
-from superstep.serve.api.http_errors import RequestError
+from superstep.http.body_validation import Strict
+from superstep.http.request_error import RequestError
 
 MOST_INDEX = 2**63 - 1
 MOST_BATCH = 1024
@@ -35,7 +35,7 @@ class Item(Strict):
             at: where in the body the item stands.
 
         Raises:
-            Refused: it has both forms or none, or a number is out of range.
+            RequestError: it has both forms or none, or a number is out of range.
         """
         for name, value in (("index", self.index), ("seed", self.seed)):
             if not 0 <= value <= MOST_INDEX:
@@ -56,7 +56,7 @@ class GradeBatch(Strict):
         """The rollout of each.
 
         Raises:
-            Refused: there are none or too many, or one of them is wrong.
+            RequestError: there are none or too many, or one of them is wrong.
         """
         if not 1 <= len(self.items) <= MOST_BATCH:
             raise RequestError(f"items has {len(self.items)} entries; give from 1 to {MOST_BATCH}.", param="items")

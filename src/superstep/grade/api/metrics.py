@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import get_args
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from superstep.grade.verdict import Kind, Verdict
 
@@ -38,7 +38,3 @@ class GradeMetrics:
         """One verdict more."""
         self.verdicts.labels(verdict.kind).inc()
         self.seconds.observe(seconds)
-
-    def text(self) -> bytes:
-        """All of it, in Prometheus's text form."""
-        return generate_latest(self.registry)

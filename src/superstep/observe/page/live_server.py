@@ -11,7 +11,6 @@ whoever tells of the run waits for nobody here.
 
 from __future__ import annotations
 
-import hmac
 import threading
 import time
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from socketserver import TCPServer
 from urllib.parse import parse_qs, urlsplit
 
 from superstep.errors import ConfigError
-from superstep.observe.host_header import LOCALHOST, HostNames
+from superstep.observe.http_access import LOCALHOST, HostNames, bearer_key, is_same_key
 from superstep.observe.prometheus import TYPE
 
 LOOPBACK = "127.0.0.1"
@@ -103,7 +102,7 @@ class LiveServer:
 
     def is_allowed(self, given: str) -> bool:
         """Whether that is the token."""
-        return hmac.compare_digest(given.encode(), self._token.encode())
+        return is_same_key(given, self._token)
 
     def listen(self, write: Callable[[str], None]) -> bool:
         """Tell a listener until it has gone, or the server ends; False where there are too many."""
@@ -167,7 +166,7 @@ class _Answers(BaseHTTPRequestHandler):
         url, served = urlsplit(self.path), self.server.served
         if not HostNames(address=LOOPBACK).accept(self.headers.get_all("Host") or []):
             return self._say(421, "text/plain", f"the Host header is not of this server; use {LOCALHOST}.\n")
-        given = parse_qs(url.query).get("token") or [self.headers.get("Authorization", "").removeprefix("Bearer ")]
+        given = parse_qs(url.query).get("token") or [bearer_key(self.headers.get("Authorization", ""))]
         if not served.is_allowed(given[0]):
             return self._say(403, "text/plain", _NO_TOKEN)
         assert served.shown is not None

@@ -17,8 +17,7 @@ path is followed to where it leads before it is looked at.
 
 from __future__ import annotations
 
-import hmac
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import cast, get_args
 
@@ -28,12 +27,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from superstep.errors import StateError, did_you_mean
+from superstep.http.app import KeyScheme, Routes, read_bearer, with_key
+from superstep.http.body_validation import Strict, read_model
+from superstep.http.limits import read_json
+from superstep.http.request_error import RequestError, shown
+from superstep.http.sse import answered
 from superstep.serve.api.admin_backend import Admin
 from superstep.serve.api.app_state import AppState
-from superstep.serve.api.body_validation import Strict, read_model
-from superstep.serve.api.http_errors import RequestError, shown
-from superstep.serve.api.limits import read_json
-from superstep.serve.api.sse import answered
 from superstep.serve.engine_messages import (
     ChangeWeights,
     Deed,
@@ -48,8 +48,6 @@ from superstep.serve.engine_messages import (
     Wake,
 )
 from superstep.serve.reader import BackgroundReader
-
-Handler = Callable[[Request, AppState], Awaitable[Response]]
 
 
 class ChangeFields(Strict):
@@ -72,25 +70,21 @@ class AdapterFields(Strict):
     path: str = Field(min_length=1)
 
 
-def with_key(handler: Handler) -> Handler:
-    """The handler, for who knows the key."""
+def wrong_key() -> RequestError:
+    """The client does not know the key."""
+    return RequestError(
+        "authorization is not this server's admin key; send 'Authorization: Bearer KEY'.",
+        status=401,
+        param="authorization",
+        code="wrong_key",
+        headers={"WWW-Authenticate": "Bearer"},
+    )
 
-    async def answer(request: Request, service: AppState) -> Response:
-        given = request.headers.get("authorization", "")
-        kind, _, key = given.partition(" ")
-        # Compared in a time that tells nothing of how much of the key is right.
-        is_right = hmac.compare_digest(key.strip().encode(), admin_of(service).key.encode())
-        if kind.lower() != "bearer" or not is_right:
-            raise RequestError(
-                "authorization is not this server's admin key; send 'Authorization: Bearer KEY'.",
-                status=401,
-                param="authorization",
-                code="wrong_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
-        return await handler(request, service)
 
-    return answer
+def admin_routes(key: str) -> Routes[AppState]:
+    """The paths, for clients that know the key."""
+    scheme = KeyScheme(read_bearer, wrong_key)
+    return [(method, path, with_key(handler, key, scheme)) for method, path, handler in ADMIN_ROUTES]
 
 
 def admin_of(service: AppState) -> Admin:
@@ -179,7 +173,7 @@ async def unload_adapter(request: Request, service: AppState) -> Response:
     return _told_adapters(await admin_of(service).engine.do(UnloadAdapter(name)))
 
 
-ADMIN_ROUTES: tuple[tuple[str, str, Handler], ...] = (
+ADMIN_ROUTES: Routes[AppState] = (
     ("GET", "/admin/weights", weights),
     ("POST", "/admin/weights", change_weights),
     ("POST", "/admin/pause", pause),
@@ -197,7 +191,7 @@ async def look_up(path: str, admin: Admin) -> Path:
     """As ``allowed``, while the event loop goes on: a mount that does not answer keeps nobody else.
 
     Raises:
-        Refused: as there; 400 where no answer came in time.
+        RequestError: as there; 400 where no answer came in time.
     """
     try:
         return await BackgroundReader(
@@ -211,7 +205,7 @@ def allowed(path: str, folders: Sequence[Path]) -> Path:
     """Where a path leads, if that is within one of the folders; one that is not absolute, from the first that has it.
 
     Raises:
-        Refused: 403 where it leads elsewhere, 400 where nothing is there.
+        RequestError: 403 where it leads elsewhere, 400 where nothing is there.
     """
     if "\0" in path:
         raise RequestError("path holds a NUL; give the path of a folder or file.", param="path", code="invalid_value")

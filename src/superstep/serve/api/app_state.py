@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from superstep.errors import did_you_mean
+from superstep.http.drain import Drain
+from superstep.http.limits import Queue
+from superstep.http.request_error import RequestError, shown
 from superstep.serve.api.admin_backend import Admin
 from superstep.serve.api.backend import Backend, Health
-from superstep.serve.api.drain import Drain
-from superstep.serve.api.http_errors import RequestError, shown
-from superstep.serve.api.limits import Limits, Queue
+from superstep.serve.api.limits import Limits
 from superstep.serve.api.metrics import ServeMetrics
 from superstep.serve.api.text_protocol import TextProtocol
 
@@ -51,7 +52,7 @@ class AppState:
         """The adapter that a client means by ``model``; empty for the model itself.
 
         Raises:
-            Refused: 404 where no model has this name.
+            RequestError: 404 where no model has this name.
         """
         name = self.backend.info.name
         if model is None or model == name:

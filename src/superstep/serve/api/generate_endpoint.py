@@ -17,16 +17,25 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from superstep.errors import ConfigError
+from superstep.http.body_validation import Strict, given, read_model
+from superstep.http.limits import read_json
+from superstep.http.request_error import RequestError, shown
+from superstep.http.sse import Form, answered, event, streamed, until_gone
 from superstep.serve.api.app_state import AppState
-from superstep.serve.api.body_validation import Strict, biases_of, given, read_model
-from superstep.serve.api.collect import collect
-from superstep.serve.api.generation import AnswerRequest, AnswerUpdate, answers, choices_of, warn_of_cut
-from superstep.serve.api.http_errors import RequestError, refused_by_backend, shown
+from superstep.serve.api.backend_errors import refused_by_backend
+from superstep.serve.api.collect import Usage, collect
+from superstep.serve.api.generation import (
+    SEEDS,
+    AnswerRequest,
+    AnswerUpdate,
+    answers,
+    choices_of,
+    drawn_seed,
+    finite,
+    warn_of_cut,
+)
 from superstep.serve.api.in_thread import check_constraint
-from superstep.serve.api.limits import read_json
-from superstep.serve.api.seeds import SEEDS, drawn_seed
-from superstep.serve.api.sse import Form, answered, event, finite, streamed, until_gone
-from superstep.serve.api.usage import Usage
+from superstep.serve.api.limits import biases_of
 from superstep.serve.scheduling.request import Constraint, Sampling, TokenOutput
 
 
@@ -89,7 +98,7 @@ async def generate(request: Request, service: AppState) -> Response:
     asked = await read_request(await read_json(request, service.limits), service)
     form: Form = "sse" if "text/event-stream" in request.headers.get("accept", "") else "lines"
     if asked.fields.stream:
-        response = await streamed(request, stream(asked, service, form), form)
+        response = await streamed(request, stream(asked, service, form), refused_by_backend, form)
     else:
         response = answered(await until_gone(request, whole(asked, service)))
     return warn_of_cut(response, asked.fields.sampling.max_tokens, asked.asks)
@@ -99,7 +108,7 @@ async def read_request(body: dict[str, Any], service: AppState) -> GenerateReque
     """A body as what the engine is asked for.
 
     Raises:
-        Refused: naming field and rule.
+        RequestError: naming field and rule.
     """
     fields = read_model(GenerateFields, body)
     adapter = _adapter(fields, service)
@@ -130,7 +139,7 @@ def prompts_of(prompt: object) -> list[tuple[int, ...]]:
     """The prompts: token ids, or several lists of them.
 
     Raises:
-        Refused: something else.
+        RequestError: something else.
     """
     match prompt:
         case None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import math
+import random
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 from starlette.responses import Response
 
+from superstep.http.request_error import RequestError
 from superstep.serve.api.app_state import AppState
 from superstep.serve.api.backend import Away
-from superstep.serve.api.http_errors import RequestError
-from superstep.serve.api.seeds import seed_of_choice
 from superstep.serve.api.text_protocol import AnswerTextReader
 from superstep.serve.scheduling.request import (
     Finish,
@@ -23,6 +25,12 @@ from superstep.serve.scheduling.request import (
     check_request,
     cut_text,
 )
+
+SEEDS = 1 << 64
+"""Seeds are below this; OpenAI's, which may be below zero, have the bits of one above."""
+
+NO_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON cannot say and OpenAI's client would not read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +105,7 @@ def choices_of(first: AnswerRequest, count: int, prompts: int, service: AppState
 
     Raises:
         ConfigError: no engine could; the backend never sees it. Names field, value and rule.
-        Refused: they are too many.
+        RequestError: they are too many.
     """
     info = service.backend.info
     check_choices(count, prompts, service)
@@ -128,7 +136,7 @@ async def answers(asks: Sequence[AnswerRequest], service: AppState) -> AsyncGene
     """The news of some answers as they come. Closing it takes all of them back, as does the failure of one.
 
     Raises:
-        Refused: there is no place in the queue.
+        RequestError: there is no place in the queue.
         SuperstepError: what the backend raised.
     """
     with service.queue.place(len(asks)):
@@ -279,3 +287,20 @@ def read(
         stop=stop,
         cached_tokens=progress.cached_tokens,
     )
+
+
+def drawn_seed() -> int:
+    """A seed for a request that has none: another one each time."""
+    return random.SystemRandom().getrandbits(64)
+
+
+def seed_of_choice(seed: int, choice: int) -> int:
+    """The seed of one of ``n`` answers: the first has the request's own, so that it is what ``n = 1`` gives."""
+    if not choice:
+        return seed
+    return int.from_bytes(hashlib.sha256(f"{seed} {choice}".encode()).digest()[:8], "little")
+
+
+def finite(logprob: float) -> float:
+    """A log-probability that JSON can say."""
+    return logprob if math.isfinite(logprob) else NO_LOGPROB

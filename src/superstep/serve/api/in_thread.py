@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from superstep.errors import ConfigError
+from superstep.http.request_error import RequestError
 from superstep.serve.api.app_state import AppState
-from superstep.serve.api.http_errors import RequestError
 from superstep.serve.api.text_protocol import Json
 from superstep.serve.scheduling.request import Constraint
 
@@ -27,7 +27,7 @@ async def aside(work: Callable[[], T], *, param: str) -> T:
         param: the field that it works on; the message may name a place within.
 
     Raises:
-        Refused: naming the field.
+        RequestError: naming the field.
     """
     try:
         return await asyncio.to_thread(work)
@@ -43,7 +43,7 @@ async def encode(text: str, service: AppState) -> tuple[int, ...]:
     """The tokens of a text.
 
     Raises:
-        Refused: it cannot fit the context, whatever its tokens are.
+        RequestError: it cannot fit the context, whatever its tokens are.
     """
     size, most = len(text.encode()), service.most_prompt_bytes
     if size > most:

@@ -13,12 +13,12 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from superstep.http.drain import Drain
 from superstep.serve.api.backend import Backend
-from superstep.serve.api.drain import Drain
 
 FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0)
 BETWEEN_TOKENS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
@@ -52,10 +52,6 @@ class ServeMetrics:
         self.whole_s = histogram("vllm:e2e_request_latency_seconds", "From a request to its end.", WHOLE_ANSWER_S)
         self.prompt_sizes = histogram("vllm:request_prompt_tokens", "Tokens of a prompt.", TOKENS)
         self.answer_sizes = histogram("vllm:request_generation_tokens", "Tokens of an answer.", TOKENS)
-
-    def text(self) -> bytes:
-        """All of it, in Prometheus's text form."""
-        return generate_latest(self.registry)
 
     def watch(self, prompt_tokens: int) -> AnswerMetrics:
         """Follows one answer."""

@@ -8,14 +8,14 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from superstep.http.body_validation import Strict, given, read_model
+from superstep.http.limits import read_json
+from superstep.http.request_error import RequestError
+from superstep.http.sse import answered
 from superstep.serve.api.app_state import AppState
-from superstep.serve.api.body_validation import Strict, given, read_model
-from superstep.serve.api.http_errors import RequestError
 from superstep.serve.api.in_thread import encode, encode_chat
-from superstep.serve.api.limits import read_json
 from superstep.serve.api.openai.chat_fields import Tool
 from superstep.serve.api.openai.logprobs_format import token_text
-from superstep.serve.api.sse import answered
 
 
 class TokenizeFields(Strict):

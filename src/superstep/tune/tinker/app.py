@@ -6,35 +6,39 @@ What takes time is answered with a number at once; ``/retrieve_future`` waits fo
 from __future__ import annotations
 
 import asyncio
-import hmac
-from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
+from pydantic import BaseModel
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from superstep.errors import SuperstepError, UserError
-from superstep.serve.api.guard import JSON, Entrance
-from superstep.serve.api.http_errors import RequestError
-from superstep.serve.api.limits import Limits, read_body
+from superstep.http import app as http_app
+from superstep.http.app import Handler, KeyScheme, Routes, with_key
+from superstep.http.body_validation import read_model
+from superstep.http.guard import JSON, Entrance
+from superstep.http.limits import BodyLimits, parse, read_body, read_json
+from superstep.http.request_error import RequestError
 from superstep.tune.tinker import request_schema
 from superstep.tune.tinker.futures import Failed, Full, Outcome
 from superstep.tune.tinker.proto_messages import read_forward_backward
 from superstep.tune.tinker.saved_models import place_of
 from superstep.tune.tinker.service import TinkerService, Unknown
 
-T = TypeVar("T")
-Handler = Callable[[Request, TinkerService], Awaitable[Response]]
+M = TypeVar("M", bound=BaseModel)
 
 PROTOBUF = "application/x-protobuf"
 ROOT = "/api/v1"
 POLL_S = 25.0
 """How long a request for a result is held; the SDK asks again after it."""
 
-LIMITS = Limits(body_bytes=64 << 20)
+LIMITS = BodyLimits(body_bytes=64 << 20)
+
+KEY_SCHEME = KeyScheme(
+    lambda request: request.headers.get("x-api-key", ""),
+    lambda: RequestError("the key in X-API-Key is not this server's; set TINKER_API_KEY.", status=401),
+)
 
 OPEN_PATHS = tuple(ROOT + path for path in ("/healthz", "/session_heartbeat", "/retrieve_future"))
 """Answered also while the server drains: what was promised is fetched by them."""
@@ -69,57 +73,31 @@ def make_app(service: TinkerService, *, key: str | None = None, entrance: Entran
             return JSONResponse({"status": "draining"}, status_code=503)
         return JSONResponse({"status": "ok"})
 
-    served = (("GET", "/healthz", health), *ROUTES)
-    routes = [
-        Route(ROOT + path, _endpoint(handler, service, key), methods=[method]) for method, path, handler in served
-    ]
-    before = entrance.middleware(_refusal_of, LIMITS, media=(JSON, PROTOBUF), open_paths=OPEN_PATHS)
-    return Starlette(routes=routes, middleware=before, exception_handlers={HTTPException: _no_such_path})
+    def guarded(handler: Handler[TinkerService]) -> Handler[TinkerService]:
+        return handler if key is None else with_key(handler, key, KEY_SCHEME)
+
+    return http_app.make_app(
+        [(method, ROOT + path, guarded(handler)) for method, path, handler in (("GET", "/healthz", health), *ROUTES)],
+        service,
+        middleware=entrance.middleware(_refuse, LIMITS, media=(JSON, PROTOBUF), open_paths=OPEN_PATHS),
+        refuse=_refuse,
+        convert=_convert,
+        unknown_path=lambda request, error: f"{request.method} {request.url.path} is not here.",
+    )
 
 
-def _endpoint(handler: Handler, service: TinkerService, key: str | None) -> Callable[[Request], Awaitable[Response]]:
-    async def answer(request: Request) -> Response:
-        try:
-            shown = request.headers.get("x-api-key", "")
-            if key is not None and not hmac.compare_digest(shown.encode(), key.encode()):
-                raise RequestError("the key in X-API-Key is not this server's; set TINKER_API_KEY.", status=401)
-            return await handler(request, service)
-        except RequestError as error:
-            return _refusal_of(error)
-        except Unknown as error:
-            return _refusal(404, str(error))
-        except Full as error:
-            return _refusal(429, str(error))
-        except UserError as error:
-            return _refusal(400, str(error))
-        except SuperstepError as error:
-            return _refusal(500, str(error))
-
-    return answer
+def _convert(error: SuperstepError) -> RequestError:
+    statuses: tuple[tuple[type[SuperstepError], int], ...] = ((Unknown, 404), (Full, 429), (UserError, 400))
+    return RequestError(str(error), status=next((status for kind, status in statuses if isinstance(error, kind)), 500))
 
 
-def _refusal(status: int, message: str) -> Response:
-    return JSONResponse({"detail": message}, status_code=status)
-
-
-def _refusal_of(error: RequestError) -> Response:
+def _refuse(error: RequestError) -> Response:
     """In the form that Tinker's client reads."""
     return JSONResponse({"detail": error.message}, status_code=error.status, headers=error.headers)
 
 
-async def _no_such_path(request: Request, error: Exception) -> Response:
-    status = error.status_code if isinstance(error, HTTPException) else 404
-    return _refusal(status, f"{request.method} {request.url.path} is not here.")
-
-
-async def _bytes(request: Request) -> bytes:
-    if request.headers.get("content-encoding", "identity") != "identity":
-        raise RequestError("compressed bodies are not read here; send them as they are.", status=415)
-    return await read_body(request, LIMITS)
-
-
-async def _body(request: Request, form: type[T]) -> T:
-    return request_schema.read_body(form, await _bytes(request))
+async def _body(request: Request, form: type[M]) -> M:
+    return read_model(form, await read_json(request, LIMITS))
 
 
 def _promised(number: str, **more: Any) -> Response:  # noqa: ANN401
@@ -135,7 +113,7 @@ async def _dynamic_config(request: Request, service: TinkerService) -> Response:
 
 
 async def _telemetry(request: Request, service: TinkerService) -> Response:
-    await _bytes(request)
+    await read_body(request, LIMITS)
     return JSONResponse({"status": "accepted"})  # and not kept
 
 
@@ -158,7 +136,7 @@ async def _heartbeat(request: Request, service: TinkerService) -> Response:
 
 
 async def _finish(request: Request, service: TinkerService) -> Response:
-    await _bytes(request)
+    await read_body(request, LIMITS)
     service.finish(request.path_params["session"])
     return Response(status_code=204)
 
@@ -175,7 +153,7 @@ async def _forward_backward(request: Request, service: TinkerService) -> Respons
     kind = request.headers.get("content-type", "")
     if kind != PROTOBUF:
         raise RequestError(f"Content-Type = '{kind}' is not {PROTOBUF}; use the SDK 0.25 or newer.", status=415)
-    data = await _bytes(request)
+    data = await read_body(request, LIMITS)
     return _promised(service.forward_backward(await asyncio.to_thread(read_forward_backward, data), len(data)))
 
 
@@ -220,8 +198,8 @@ async def _get_sampler(request: Request, service: TinkerService) -> Response:
 
 
 async def _asample(request: Request, service: TinkerService) -> Response:
-    data = await _bytes(request)
-    number, answers = service.sample(request_schema.read_body(request_schema.SampleBody, data), len(data))
+    data = await read_body(request, LIMITS)
+    number, answers = service.sample(read_model(request_schema.SampleBody, parse(data, LIMITS)), len(data))
     return _promised(number, sample_sequence_ids=answers)
 
 
@@ -253,7 +231,7 @@ async def _delete_checkpoint(request: Request, service: TinkerService) -> Respon
     return Response(status_code=204)
 
 
-ROUTES: tuple[tuple[str, str, Handler], ...] = (
+ROUTES: Routes[TinkerService] = (
     ("POST", "/client/config", _client_config),
     ("POST", "/client/dynamic_config", _dynamic_config),
     ("POST", "/telemetry", _telemetry),

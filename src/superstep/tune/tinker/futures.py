@@ -34,7 +34,7 @@ MOST_WAITING, MOST_WAITING_BYTES = 16_384, 1 << 30
 IDLE_S = 5.0
 
 
-class Full(Exception):
+class Full(SuperstepError):
     """There is no room for another request or session now; ask again later."""
 
 

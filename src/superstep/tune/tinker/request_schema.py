@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any
 
-import msgspec
+from pydantic import Field
 
-from superstep.errors import DataError
-
-T = TypeVar("T")
+from superstep.http.body_validation import Strict
 
 
-class Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Body(Strict):
     """An object. ``type`` says again what the path says."""
 
     type: str = ""
 
 
-class Lora(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Open(Strict, extra="ignore"):
+    """An object that may have fields which mean nothing here."""
+
+
+class Lora(Strict):
     """Of a new model."""
 
     rank: int
@@ -27,29 +29,29 @@ class Lora(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     train_attn: bool = True
 
 
-class Optimizer(msgspec.Struct, frozen=True, kw_only=True):
+class Optimizer(Open):
     """Which optimizer; other kinds have fields of their own."""
 
     type: str = "adamw"
 
 
-class CreateSession(Body, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class CreateSession(Body):
     """POST /create_session."""
 
-    tags: list[str] = []
+    tags: list[str] = Field(default_factory=list)
     user_metadata: dict[str, Any] | None = None
     sdk_version: str = ""
     project_id: str | None = None
     display_name: str | None = None
 
 
-class OfSession(Body, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class OfSession(Body):
     """POST /session_heartbeat."""
 
     session_id: str
 
 
-class CreateModel(Body, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class CreateModel(Body):
     """POST /create_model."""
 
     session_id: str
@@ -60,13 +62,13 @@ class CreateModel(Body, frozen=True, kw_only=True, forbid_unknown_fields=True):
     optimizer_config: Optimizer = Optimizer()
 
 
-class OfModel(Body, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class OfModel(Body):
     """POST /get_info."""
 
     model_id: str
 
 
-class AdamParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class AdamParams(Strict):
     """Of one update."""
 
     learning_rate: float = 1e-4
@@ -77,7 +79,7 @@ class AdamParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     grad_clip_norm: float = 0.0
 
 
-class OptimStep(Body, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class OptimStep(Body):
     """POST /optim_step."""
 
     model_id: str
@@ -86,7 +88,7 @@ class OptimStep(Body, frozen=True, kw_only=True, forbid_unknown_fields=True):
     optimizer_params: dict[str, Any] | None = None
 
 
-class SaveWeights(Body, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SaveWeights(Body):
     """POST /save_weights."""
 
     model_id: str
@@ -97,7 +99,7 @@ class SaveWeights(Body, frozen=True, kw_only=True, forbid_unknown_fields=True):
     user_metadata: dict[str, str] | None = None
 
 
-class SaveForSampler(Body, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SaveForSampler(Body):
     """POST /save_weights_for_sampler."""
 
     model_id: str
@@ -109,7 +111,7 @@ class SaveForSampler(Body, frozen=True, kw_only=True, forbid_unknown_fields=True
     user_metadata: dict[str, str] | None = None
 
 
-class LoadWeights(Body, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LoadWeights(Body):
     """POST /load_weights: onto a model, or as a new one of a session."""
 
     path: str
@@ -124,7 +126,7 @@ class LoadWeights(Body, frozen=True, kw_only=True, forbid_unknown_fields=True):
     weights_access_token: str | None = None
 
 
-class CreateSampling(Body, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class CreateSampling(Body):
     """POST /create_sampling_session."""
 
     session_id: str
@@ -133,20 +135,20 @@ class CreateSampling(Body, frozen=True, kw_only=True, forbid_unknown_fields=True
     model_path: str | None = None
 
 
-class PromptChunk(msgspec.Struct, frozen=True, kw_only=True):
+class PromptChunk(Open):
     """A part of a prompt."""
 
     type: str = "encoded_text"
-    tokens: list[int] = []
+    tokens: list[int] = Field(default_factory=list)
 
 
-class Prompt(msgspec.Struct, frozen=True, kw_only=True):
+class Prompt(Open):
     """Parts one after another."""
 
     chunks: list[PromptChunk]
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SamplingParams(Strict):
     """How to draw."""
 
     max_tokens: int | None = None
@@ -157,7 +159,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     top_p: float = 1.0
 
 
-class SampleBody(Body, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SampleBody(Body):
     """POST /asample."""
 
     prompt: Prompt
@@ -176,26 +178,14 @@ class SampleBody(Body, frozen=True, kw_only=True, forbid_unknown_fields=True):
     record_stability_info: bool | None = None
 
 
-class Retrieve(Body, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Retrieve(Body):
     """POST /retrieve_future."""
 
     request_id: str
     allow_metadata_only: bool = False
 
 
-class WeightsInfo(Body, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class WeightsInfo(Body):
     """POST /weights_info."""
 
     tinker_path: str
-
-
-def read_body(form: type[T], body: bytes) -> T:
-    """A body as its path has it.
-
-    Raises:
-        DataError: it cannot be read; names the field.
-    """
-    try:
-        return msgspec.json.decode(body, type=form)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise DataError(f"the body cannot be read: {error}.") from None

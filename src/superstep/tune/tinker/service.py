@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from superstep.comm.device import Device
-from superstep.errors import ConfigError, StateError, did_you_mean
+from superstep.errors import ConfigError, StateError, UserError, did_you_mean
 from superstep.tune.tinker import request_schema
 from superstep.tune.tinker.adapter_trainer import TrainedModel
 from superstep.tune.tinker.config import TinkerConfig
@@ -40,7 +40,7 @@ class ClientSession:
     samplers: dict[str, str | None] = field(default_factory=dict)
 
 
-class Unknown(Exception):
+class Unknown(UserError):
     """What is asked for is not here."""
 
 
@@ -204,7 +204,7 @@ class TinkerService:
         def job(reply: Reply) -> None:
             if asked.adam_params is None:
                 raise ConfigError("adam_params is missing: AdamW is the one optimizer here; give an update AdamParams.")
-            adam = Adam(**{name: getattr(asked.adam_params, name) for name in asked.adam_params.__struct_fields__})
+            adam = Adam(**asked.adam_params.model_dump())
             reply(_json({"metrics": self._model(asked.model_id).optim_step(adam)}))
 
         return self._submit(self._numbered(asked.model_id, asked.seq_id), job)

@@ -11,20 +11,20 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from superstep.http.body_validation import given, read_model
+from superstep.http.limits import read_json
+from superstep.http.request_error import RequestError
+from superstep.http.sse import DONE, answered, event, streamed, until_gone
 from superstep.serve.api.app_state import AppState
-from superstep.serve.api.body_validation import given, read_model
-from superstep.serve.api.collect import Whole, collect
+from superstep.serve.api.backend_errors import refused_by_backend
+from superstep.serve.api.collect import Usage, Whole, collect
 from superstep.serve.api.generation import AnswerRequest, AnswerUpdate, answers, warn_of_cut
-from superstep.serve.api.http_errors import RequestError
 from superstep.serve.api.in_thread import aside, check_constraint, encode_chat
-from superstep.serve.api.limits import read_json
 from superstep.serve.api.openai.chat_fields import ChatFields, tool_use
 from superstep.serve.api.openai.fields import check_common, constraint_of, sampling_of, seed_of, stops_of
 from superstep.serve.api.openai.logprobs_format import chat_logprobs, ids, prompt_logprobs
 from superstep.serve.api.openai.to_sampling import asks_of, head_of
-from superstep.serve.api.sse import DONE, answered, event, streamed, until_gone
 from superstep.serve.api.text_protocol import Said, ToolCallReader, ToolUse
-from superstep.serve.api.usage import Usage
 from superstep.serve.scheduling.request import Constraint
 
 
@@ -49,7 +49,7 @@ async def chat_completions(request: Request, service: AppState) -> Response:
     """Answers the request, as a stream or whole."""
     asked = await read_request(await read_json(request, service.limits), service)
     if asked.fields.stream:
-        response = await streamed(request, stream(asked, service))
+        response = await streamed(request, stream(asked, service), refused_by_backend)
     else:
         response = answered(await until_gone(request, whole(asked, service)))
     return warn_of_cut(response, given(asked.fields.max_completion_tokens, asked.fields.max_tokens), asked.asks)
@@ -59,7 +59,7 @@ async def read_request(body: dict[str, Any], service: AppState) -> ChatRequest:
     """A body as what the engine is asked for.
 
     Raises:
-        Refused: naming field and rule.
+        RequestError: naming field and rule.
     """
     fields = read_model(ChatFields, body)
     check_common(fields)

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from superstep.serve.api.body_validation import Strict
-from superstep.serve.api.http_errors import RequestError, shown
+from superstep.http.body_validation import Strict
+from superstep.http.request_error import RequestError, shown
 from superstep.serve.api.openai.fields import Common
 from superstep.serve.api.text_protocol import ToolUse
 from superstep.serve.scheduling.request import MOST_TOP
@@ -63,7 +63,7 @@ def tool_use(fields: ChatFields) -> ToolUse | None:
     """The tools that the answer may call, or None where it may call none.
 
     Raises:
-        Refused: a tool is chosen that is not there, or there is none to choose from.
+        RequestError: a tool is chosen that is not there, or there is none to choose from.
     """
     choice, tools = fields.tool_choice, fields.tools or []
     if not tools:

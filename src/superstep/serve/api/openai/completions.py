@@ -11,13 +11,15 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from superstep.http.body_validation import given, read_model
+from superstep.http.limits import read_json
+from superstep.http.request_error import RequestError, shown
+from superstep.http.sse import DONE, answered, event, streamed, until_gone
 from superstep.serve.api.app_state import AppState
-from superstep.serve.api.body_validation import given, read_model
-from superstep.serve.api.collect import collect
+from superstep.serve.api.backend_errors import refused_by_backend
+from superstep.serve.api.collect import Usage, collect
 from superstep.serve.api.generation import AnswerRequest, AnswerUpdate, answers, check_choices, warn_of_cut
-from superstep.serve.api.http_errors import RequestError, shown
 from superstep.serve.api.in_thread import check_constraint, encode
-from superstep.serve.api.limits import read_json
 from superstep.serve.api.openai.fields import (
     Common,
     check_common,
@@ -28,8 +30,6 @@ from superstep.serve.api.openai.fields import (
 )
 from superstep.serve.api.openai.logprobs_format import PlainLogprobs, ids, prompt_logprobs
 from superstep.serve.api.openai.to_sampling import asks_of, head_of
-from superstep.serve.api.sse import DONE, answered, event, streamed, until_gone
-from superstep.serve.api.usage import Usage
 from superstep.serve.scheduling.request import MOST_TOP, TokenOutput
 
 DEFAULT_TOKENS = 16
@@ -77,7 +77,7 @@ async def completions(request: Request, service: AppState) -> Response:
     """Answers the request, as a stream or whole."""
     asked = await read_request(await read_json(request, service.limits), service)
     if asked.fields.stream:
-        response = await streamed(request, stream(asked, service))
+        response = await streamed(request, stream(asked, service), refused_by_backend)
     else:
         response = answered(await until_gone(request, whole(asked, service)))
     return warn_of_cut(response, asked.fields.max_tokens, asked.asks)
@@ -87,7 +87,7 @@ async def read_request(body: dict[str, Any], service: AppState) -> CompletionReq
     """A body as what the engine is asked for.
 
     Raises:
-        Refused: naming field and rule.
+        RequestError: naming field and rule.
     """
     fields = read_model(CompletionFields, body)
     check_common(fields)
@@ -127,7 +127,7 @@ async def prompts_of(prompt: object, service: AppState) -> list[tuple[int, ...]]
     """The tokens of each prompt.
 
     Raises:
-        Refused: it is neither text nor token ids.
+        RequestError: it is neither text nor token ids.
     """
     match prompt:
         case None:

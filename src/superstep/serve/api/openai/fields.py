@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import Field
 
-from superstep.serve.api.body_validation import Strict, biases_of, given
-from superstep.serve.api.http_errors import RequestError
-from superstep.serve.api.limits import Limits
-from superstep.serve.api.seeds import SEEDS, drawn_seed
+from superstep.http.body_validation import Strict, given
+from superstep.http.request_error import RequestError
+from superstep.serve.api.generation import SEEDS, drawn_seed
+from superstep.serve.api.limits import Limits, biases_of
 from superstep.serve.scheduling.request import MOST_TOP, Constraint, Sampling
 
 NAMES = {"stop_tokens": "stop_token_ids"}
@@ -105,7 +105,7 @@ def check_common(fields: Common) -> None:
     """Refuse fields that contradict each other.
 
     Raises:
-        Refused: naming the field and the rule.
+        RequestError: naming the field and the rule.
     """
     if fields.stream_options is not None and not fields.stream:
         raise RequestError(
@@ -130,7 +130,7 @@ def constraint_of(fields: Common) -> tuple[str, Constraint | None]:
     """The form that the answer must have, where one is asked for, and the field that asks for it.
 
     Raises:
-        Refused: two forms are asked for at once, or a schema is missing.
+        RequestError: two forms are asked for at once, or a schema is missing.
     """
     found: dict[str, Constraint] = {}
     asked = fields.response_format

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from superstep.serve.api.sse import finite
+from superstep.serve.api.generation import finite
 from superstep.serve.api.text_protocol import TextProtocol
 from superstep.serve.scheduling.request import TokenOutput
 

@@ -7,8 +7,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from superstep.http.sse import answered
 from superstep.serve.api.app_state import AppState
-from superstep.serve.api.sse import answered
 
 
 async def models(request: Request, service: AppState) -> Response:

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from superstep.errors import ConfigError
+from superstep.http.body_validation import given
 from superstep.serve.api.app_state import AppState
-from superstep.serve.api.body_validation import given
+from superstep.serve.api.backend_errors import refused_by_backend
 from superstep.serve.api.generation import AnswerRequest, choices_of
-from superstep.serve.api.http_errors import refused_by_backend
 from superstep.serve.api.openai.fields import NAMES, Common
 from superstep.serve.scheduling.request import Sampling
 
@@ -30,7 +30,7 @@ def asks_of(
     The seeds of a prompt's answers do not depend on the prompts beside it.
 
     Raises:
-        Refused: naming the field of this endpoint.
+        RequestError: naming the field of this endpoint.
     """
     adapter = service.adapter_of(fields.model)
     asks: list[AnswerRequest] = []

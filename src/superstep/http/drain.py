@@ -15,9 +15,9 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from superstep.serve.api.http_errors import RequestError
-from superstep.serve.api.limits import CLOSE
-from superstep.serve.api.sse import MEDIA, Form, event
+from superstep.http.limits import CLOSE
+from superstep.http.request_error import RequestError
+from superstep.http.sse import MEDIA, Form, event
 
 FORMS: tuple[Form, ...] = ("sse", "lines")
 

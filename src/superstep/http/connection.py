@@ -13,8 +13,8 @@ from typing import ClassVar
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from superstep.serve.api.guard import HEAD_BYTES, too_large_a_head
-from superstep.serve.api.http_errors import RequestError
+from superstep.http.guard import HEAD_BYTES, too_large_a_head
+from superstep.http.request_error import RequestError
 
 FLUSH_S = 1.0
 """How long a connection that is closed may take to be rid of what was written to it."""

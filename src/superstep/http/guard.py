@@ -15,10 +15,10 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from superstep.observe.host_header import LOCALHOST, HostNames
-from superstep.serve.api.drain import Drain, Draining, Refuse
-from superstep.serve.api.http_errors import RequestError, shown
-from superstep.serve.api.limits import CLOSE, Limits, read_body
+from superstep.http.drain import Drain, Draining, Refuse
+from superstep.http.limits import CLOSE, BodyLimits, read_body
+from superstep.http.request_error import RequestError, shown
+from superstep.observe.http_access import LOCALHOST, HostNames
 
 JSON = "application/json"
 BODILESS = ("GET", "HEAD", "OPTIONS")
@@ -44,7 +44,7 @@ class Entrance:
     drain: Drain = field(default_factory=Drain)
 
     def middleware(
-        self, refuse: Refuse, limits: Limits, *, media: Collection[str] = (JSON,), open_paths: Collection[str]
+        self, refuse: Refuse, limits: BodyLimits, *, media: Collection[str] = (JSON,), open_paths: Collection[str]
     ) -> list[Middleware]:
         """For Starlette, the outermost first.
 
@@ -69,7 +69,7 @@ class Guard:
     """
 
     def __init__(
-        self, app: ASGIApp, *, hosts: HostNames, media: Collection[str], refuse: Refuse, limits: Limits
+        self, app: ASGIApp, *, hosts: HostNames, media: Collection[str], refuse: Refuse, limits: BodyLimits
     ) -> None:
         self._app, self._hosts, self._media, self._refuse, self._limits = app, hosts, media, refuse, limits
 

@@ -1,4 +1,4 @@
-"""The Host header of a request, held against the names of a server.
+"""Who may ask a server of this machine: the Host header of a request, and the key that it shows.
 
 A page of somebody else's can have its own name lead to this machine (DNS rebinding), and the browser then lets it read
 what a server here answers. It cannot change the name that the browser sends along.
@@ -6,6 +6,7 @@ what a server here answers. It cannot change the name that the browser sends alo
 
 from __future__ import annotations
 
+import hmac
 import ipaddress
 import re
 from collections.abc import Sequence
@@ -47,3 +48,14 @@ def _is_loopback(name: str) -> bool:
         return ipaddress.ip_address(name).is_loopback
     except ValueError:
         return name == LOCALHOST
+
+
+def bearer_key(authorization: str) -> str:
+    """The key in an Authorization header, ``Bearer KEY``; empty where it has another form."""
+    kind, _, key = authorization.partition(" ")
+    return key.strip() if kind.lower() == "bearer" else ""
+
+
+def is_same_key(given: str, key: str) -> bool:
+    """Whether a key is the server's, in a time that does not tell how much of it is right. An empty one never is."""
+    return bool(given) and hmac.compare_digest(given.encode(), key.encode())

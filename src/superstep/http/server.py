@@ -17,9 +17,9 @@ import uvloop
 from starlette.applications import Starlette
 
 from superstep.errors import ConfigError
+from superstep.http.connection import ConnectionLimits, connections_within
+from superstep.http.drain import Drain
 from superstep.launch.stop_request import Stop
-from superstep.serve.api.connection import ConnectionLimits, connections_within
-from superstep.serve.api.drain import Drain
 
 LOOPBACK = "127.0.0.1"
 KEPT_S = 65

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import math
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, Literal, TypeVar
 
@@ -14,25 +13,20 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from superstep.errors import SuperstepError
-from superstep.serve.api.http_errors import RequestError, refused_by_backend
+from superstep.http.request_error import RequestError
 
 T = TypeVar("T")
+
+Convert = Callable[[SuperstepError], RequestError]
+"""What a server's clients are told of an error that is no ``RequestError``."""
 
 Form = Literal["sse", "lines"]
 MEDIA = {"sse": "text/event-stream; charset=utf-8", "lines": "application/x-ndjson"}
 DONE = b"data: [DONE]\n\n"
 
-NO_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON cannot say and OpenAI's client would not read."""
-
 
 class Gone(Exception):
     """The client went away; nobody reads what would be said."""
-
-
-def finite(logprob: float) -> float:
-    """A log-probability that JSON can say."""
-    return logprob if math.isfinite(logprob) else NO_LOGPROB
 
 
 def event(value: object, form: Form = "sse") -> bytes:
@@ -59,7 +53,9 @@ async def until_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
     return task.result()
 
 
-async def streamed(request: Request, events: AsyncGenerator[bytes, None], form: Form = "sse") -> Response:
+async def streamed(
+    request: Request, events: AsyncGenerator[bytes, None], convert: Convert, form: Form = "sse"
+) -> Response:
     """A response that sends events as they come.
 
     The first one is awaited before the response begins, so that what is refused at once has a status of its own.
@@ -67,10 +63,11 @@ async def streamed(request: Request, events: AsyncGenerator[bytes, None], form: 
     Args:
         request: where the client is watched.
         events: closed when the client goes away.
+        convert: an error that ends them.
         form: what the events are written as.
     """
     first = await until_gone(request, _first(events))
-    return Events(first, events, form)
+    return Events(first, events, convert, form)
 
 
 async def _first(events: AsyncGenerator[bytes, None]) -> bytes:
@@ -80,10 +77,10 @@ async def _first(events: AsyncGenerator[bytes, None]) -> bytes:
 class Events(Response):
     """Sends events until they end or the client goes away, and then closes where they come from."""
 
-    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None], form: Form) -> None:
+    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None], convert: Convert, form: Form) -> None:
         super().__init__(media_type=MEDIA[form], headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._first, self._events, self._form = first, events, form
+        self._first, self._events, self._convert, self._form = first, events, convert, form
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends; raises nothing that the client has a part in."""
@@ -100,7 +97,7 @@ class Events(Response):
                 async for chunk in self._events:
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
             except (SuperstepError, RequestError) as error:  # the status has been sent; the client reads of it here
-                refused = error if isinstance(error, RequestError) else refused_by_backend(error)
+                refused = error if isinstance(error, RequestError) else self._convert(error)
                 await send({"type": "http.response.body", "body": event(refused.body, self._form), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

@@ -1,0 +1,1 @@
+"""HTTP servers: what they share, whatever they answer."""

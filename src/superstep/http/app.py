@@ -1,0 +1,120 @@
+"""An application: which path goes to which handler, and what becomes of what a handler raises.
+
+make_app(routes, state, ...)    routes are (method, path, handler); a handler is given the request and the state
+with_key(handler, key, scheme)  the handler, for clients that know the key
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from superstep.errors import SuperstepError
+from superstep.http.drain import Refuse
+from superstep.http.request_error import RequestError
+from superstep.http.sse import Convert, Gone
+from superstep.observe.http_access import bearer_key, is_same_key
+
+S = TypeVar("S")
+Handler = Callable[[Request, S], Awaitable[Response]]
+Routes = Sequence[tuple[str, str, Handler[S]]]
+"""Method, path and handler."""
+
+GONE_STATUS = 499
+"""What is noted of a request whose client went away. Nobody reads it."""
+
+
+def make_app(
+    routes: Routes[S],
+    state: S,
+    *,
+    middleware: Sequence[Middleware],
+    refuse: Refuse,
+    convert: Convert,
+    unknown_path: Callable[[Request, HTTPException], str] | None = None,
+) -> Starlette:
+    """An application.
+
+    Args:
+        routes: what it serves.
+        state: given to each handler.
+        middleware: of ``Entrance``.
+        refuse: makes a refusal a response, and counts it.
+        convert: a handler's error that is no ``RequestError``.
+        unknown_path: the message for a path or a method that is not served; None lists the paths.
+    """
+
+    def endpoint(handler: Handler[S]) -> Callable[[Request], Awaitable[Response]]:
+        async def answer(request: Request) -> Response:
+            try:
+                return await handler(request, state)
+            except Gone:
+                return Response(status_code=GONE_STATUS)
+            except RequestError as error:
+                return refuse(error)
+            except SuperstepError as error:
+                return refuse(convert(error))
+
+        return answer
+
+    async def no_such_path(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        message = unknown_path(request, error) if unknown_path else _list_paths(request, error, routes)
+        return refuse(RequestError(message, status=error.status_code, code="no_such_path", headers=error.headers))
+
+    return Starlette(
+        routes=[Route(path, endpoint(handler), methods=[method]) for method, path, handler in routes],
+        middleware=middleware,
+        exception_handlers={HTTPException: no_such_path},
+    )
+
+
+def _list_paths(request: Request, error: HTTPException, routes: Routes[S]) -> str:
+    if error.status_code == 404:
+        known = ", ".join(f"{method} {path}" for method, path, _ in routes)
+        return f"{request.url.path!a} is not served; the paths are: {known}."
+    allowed = (error.headers or {}).get("Allow", "")
+    return f"{request.method} {request.url.path!a}: {error.detail}{f'; use {allowed}' if allowed else ''}."
+
+
+@dataclass(frozen=True, slots=True)
+class KeyScheme:
+    """How a client shows a key.
+
+    Attributes:
+        read: the key in a request; empty where there is none.
+        refuse: what is raised where it is not the server's.
+    """
+
+    read: Callable[[Request], str]
+    refuse: Callable[[], RequestError]
+
+
+def read_bearer(request: Request) -> str:
+    """The key of ``Authorization: Bearer KEY``."""
+    return bearer_key(request.headers.get("authorization", ""))
+
+
+def with_key(handler: Handler[S], key: str, scheme: KeyScheme) -> Handler[S]:
+    """The handler, for clients that know the key."""
+
+    async def answer(request: Request, state: S) -> Response:
+        if not is_same_key(scheme.read(request), key):
+            raise scheme.refuse()
+        return await handler(request, state)
+
+    return answer
+
+
+def metrics_response(registry: CollectorRegistry) -> Response:
+    """All numbers, in Prometheus's text form."""
+    return Response(generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})

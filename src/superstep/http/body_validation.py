@@ -1,0 +1,92 @@
+"""Bodies as values: strict types, no field that is not known.
+
+Types are strict: ``"0.5"`` is no number and ``true`` no 1. ``null`` is what a field has that was not given.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails
+
+from superstep.errors import did_you_mean
+from superstep.http.request_error import RequestError, shown
+
+T = TypeVar("T")
+M = TypeVar("M", bound=BaseModel)
+
+
+class Strict(BaseModel):
+    """Takes no field that it does not know, and no value of another type."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+def read_model(form: type[M], body: Mapping[str, Any]) -> M:
+    """A body as its endpoint's fields.
+
+    Raises:
+        RequestError: naming the field and the rule.
+    """
+    try:
+        return form.model_validate(body)
+    except ValidationError as error:
+        known = {field.alias or name for name, field in form.model_fields.items()}
+        raise refused_by_model(error, known) from None
+
+
+def given(value: T | None, default: T) -> T:
+    """The value, where there is one."""
+    return default if value is None else value
+
+
+def refused_by_model(error: ValidationError, known: Iterable[str]) -> RequestError:
+    """What a client is told of a body that does not have the form of its endpoint: the first of its mistakes.
+
+    Args:
+        error: of pydantic.
+        known: the fields of the body, for a guess at what an unknown one was meant to be.
+    """
+    details = error.errors(include_url=False, include_context=True)
+    # Of the errors of a union's branches, the deepest belongs to the branch that was meant.
+    first = _path(details[0]["loc"]).split(".")[0].split("[")[0]
+    same = [one for one in details if _path(one["loc"]).split(".")[0].split("[")[0] == first]
+    worst = max(same, key=lambda one: len(_places(one["loc"])))
+    return _of_detail(worst, known)
+
+
+def _of_detail(detail: ErrorDetails, known: Iterable[str]) -> RequestError:
+    path, value = _path(detail["loc"]), detail["input"]
+    match detail["type"]:
+        case "extra_forbidden":
+            # The last is the client's own word, which may look like a type.
+            path = f"{_path(detail['loc'][:-1])}.{detail['loc'][-1]}".removeprefix(".")
+            top = len(detail["loc"]) == 1
+            guess = did_you_mean(path, sorted(known)) if top else "."
+            hint = guess if guess.startswith("; did you mean") else "; leave it out."
+            return RequestError(f"{path} is not a field that is known here{hint}", param=path, code="unknown_field")
+        case "missing":
+            return RequestError(f"{path} is missing; give it.", param=path, code="missing_field")
+        case "value_error":
+            reason = str(detail["ctx"]["error"])
+            return RequestError(f"{path} {reason}" if path else reason, param=path or None, code="invalid_value")
+        case _:
+            rule = re.sub(r"^(Input|Value|String|List|Dictionary) should ", "must ", detail["msg"])
+            rule = re.sub(r"a valid dictionary( or instance of \w+)?", "an object", rule)  # as JSON calls it
+            return RequestError(f"{path or 'body'} = {shown(value)}: {rule}.", param=path or None, code="invalid_value")
+
+
+BRANCH = re.compile(r"[\[(-]|^(str|int|float|bool|[A-Z]\w*)$")
+
+
+def _places(loc: Sequence[int | str]) -> list[int | str]:
+    """Of a pydantic location, what is a field or an index: the names of a union's branches, types, are not."""
+    return [part for part in loc if isinstance(part, int) or not BRANCH.search(part)]
+
+
+def _path(loc: Sequence[int | str]) -> str:
+    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in _places(loc)]
+    return "".join(parts).removeprefix(".")

@@ -1,0 +1,41 @@
+"""Errors of the backend and of the text part, as clients read them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from superstep.errors import ConfigError, Fault, SuperstepError
+from superstep.http.request_error import RequestError
+from superstep.serve.api.backend import Away, Busy
+
+
+def refused_by_backend(error: SuperstepError, *, names: Mapping[str, str] | None = None) -> RequestError:
+    """What a client is told of an error of the backend or of the text part.
+
+    Args:
+        error: a ``ConfigError`` begins with the name of the field that it is about.
+        names: what a field is called in this endpoint, where it is not what the engine calls it.
+    """
+    match error:
+        case Busy():
+            wait = str(max(1, round(error.retry_after_s)))
+            return RequestError(str(error), status=429, code="queue_full", headers={"Retry-After": wait})
+        case Away():
+            return RequestError(str(error), status=503, code="engine_away", headers={"Retry-After": "1"})
+        case ConfigError():
+            return _of_config(str(error), names or {})
+        case Fault():
+            return RequestError(str(error), status=500, code="engine_failed")
+        case _:
+            return RequestError(str(error))
+
+
+def _of_config(message: str, names: Mapping[str, str]) -> RequestError:
+    first = re.match(r"[a-z_][a-z_0-9.\[\]]*(?= )", message)
+    if first is None:
+        return RequestError(message)
+    name = names.get(first[0], first[0])
+    if message.startswith("adapter = ") and " is not loaded" in message:  # it went while the request came
+        return RequestError(message, status=404, param=name, code="model_not_found")
+    return RequestError(name + message[first.end() :], param=name, code="invalid_value")
