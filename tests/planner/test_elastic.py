@@ -8,7 +8,9 @@ from superstep.errors import ConfigError
 from superstep.hardware.cpu_core import cores
 from superstep.plan.config import ModelConfig, NumericsConfig, PlanConfig, RunConfig, StateConfig, TrainConfig
 from superstep.plan.resolve import resolve
+from superstep.planner import elastic
 from superstep.planner.elastic import smaller_plan
+from superstep.planner.simulate_best import verified
 
 ROOM = 2.0**32
 
@@ -45,6 +47,26 @@ def test_there_is_none_where_the_batch_and_the_model_do_not_cut_or_there_is_no_r
     assert smaller_plan(_run(8), cores(7, 1), ROOM) is None
     assert smaller_plan(_run(), cores(2, 1), 2.0**16) is None
     assert smaller_plan(_run(), cores(2, 1), ROOM, lambda run: 2**32) is None, "snapshots take it all"
+
+
+def test_a_plan_that_fits_by_a_hair_is_taken_and_one_that_is_a_byte_too_large_is_not(monkeypatch):
+    """With what its snapshots take besides."""
+    priced = []
+
+    def price(option):
+        priced.append(verified(option))
+        return priced[-1]
+
+    def snapshots(run):
+        return 1000 * run.plan.mesh.dp
+
+    monkeypatch.setattr(elastic, "verified", price)
+    free = smaller_plan(_run(), cores(2, 1), ROOM, snapshots).run
+    most = priced[-1].memory_bytes + snapshots(free)
+    assert smaller_plan(_run(), cores(2, 1), most, snapshots).run.plan == free.plan
+    other = smaller_plan(_run(), cores(2, 1), most - 1, snapshots)
+    assert other.run.plan != free.plan
+    assert priced[-1].memory_bytes + snapshots(other.run) < most
 
 
 def test_a_model_whose_steps_are_not_predicted_has_none(tmp_path):

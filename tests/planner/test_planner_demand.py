@@ -116,6 +116,23 @@ def test_fallbacks_use_what_is_left_and_keep_the_batch():
     assert (found[3].chips, found[3].verified) == (0, None)
 
 
+@pytest.mark.parametrize("less_bytes", [0, 1, 2**20])
+def test_a_fallback_whose_program_fits_by_a_hair_is_taken_and_one_that_is_a_byte_too_large_is_not(less_bytes):
+    problem = problem_of("llama3.2-1b", chips=16, batch=32, sequence=1024, domain=4)
+    (free,) = fallbacks([problem], 1)
+    most = free.verified.memory_bytes
+    (found,) = fallbacks([replace(problem, memory_bytes=most - less_bytes)], 1)
+    assert found.verified.memory_bytes <= most - less_bytes
+    assert (found.verified.run.plan == free.verified.run.plan) == (less_bytes == 0)
+
+
+def test_where_the_closed_form_promises_a_fallback_and_no_program_fits_there_is_none():
+    problem = problem_of("demo", chips=4, batch=16, sequence=256, domain=1)
+    (free,) = fallbacks([problem], 1)
+    (found,) = fallbacks([replace(problem, memory_bytes=0.4 * free.verified.memory_bytes)], 1)
+    assert found.verified is None or found.verified.memory_bytes <= 0.4 * free.verified.memory_bytes
+
+
 def test_figures_follow_from_the_step(best):
     problem = best.found.side.problem
     found = figures(best, tokens=1e12, price_per_chip_hour=2.0)

@@ -10,6 +10,7 @@ from superstep.plan.config import Dtype, PlanConfig
 from superstep.planner.price import pricing_of
 from superstep.planner.search import PricedPlan, Side, search
 from superstep.planner.search_problem import Rule, SearchProblem
+from superstep.planner.shortlist import search_fitting
 from superstep.planner.simulate_best import Verified, verified
 from superstep.planner.tie_break import Simplicity, first_of, simplicity
 
@@ -167,5 +168,6 @@ def fallbacks(problems: Sequence[SearchProblem], nodes: int) -> Iterator[Fallbac
 def _on(problems: Sequence[SearchProblem], lost: int, left: int, node: int) -> Iterator[Fallback]:
     for chips in range(left, 0, -node):
         sides = [Side(problem=each, pricing=pricing_of(each)) for each in (p.on(chips) for p in problems)]
-        for priced in search([side for side in sides if len(side.space.cores())], keep=1).best:
-            yield Fallback(lost=lost, chips=chips, verified=verified(priced))
+        found = search_fitting([side for side in sides if len(side.space.cores())], keep=1)
+        if found is not None:
+            yield Fallback(lost=lost, chips=chips, verified=found[1][0])

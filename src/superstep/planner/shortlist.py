@@ -1,4 +1,4 @@
-"""Candidates: which of the plans that a search found have their programs priced first.
+"""Candidates: which of the plans that a search found have their programs priced first, and which of them fit.
 
 The closed form ranks plans of one kind well, and schedules less so: the program tells. A program's price takes time in
 proportion to its instructions, so those of the first answer have ``BUDGET`` of them together.
@@ -7,14 +7,45 @@ proportion to its instructions, so those of the first answer have ``BUDGET`` of 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from superstep.plan.resolve import resolve
 from superstep.planner.plan_columns import run_config
-from superstep.planner.search import PricedPlan
-from superstep.planner.simulate_best import MOST_INSTRUCTIONS, instructions_of
+from superstep.planner.search import PricedPlan, SearchResult, Side, search
+from superstep.planner.simulate_best import MOST_INSTRUCTIONS, Verified, instructions_of, verified
 
 BUDGET = 130_000
 """Instructions: about two seconds of a processor."""
+
+
+LESS = (1.02, 1.1)
+"""By which a search is given less memory, where none of its plans fits: at least, and at most in one go, lest it pass
+over plans of few communicators.
+"""
+
+
+def search_fitting(sides: Sequence[Side], *, keep: int) -> tuple[SearchResult, tuple[Verified, ...]] | None:
+    """What a search finds, and of each kind of its plans the best by the closed form with the price of its program, the
+    fastest first; of those whose programs fit. None where there is none.
+    """
+    limited = list(sides)
+    while True:
+        answer = search(limited, keep=keep)
+        if not answer.best:
+            return None
+        plans = [verified(each) for each in candidates(answer.best)]
+        if fit := fitting(plans) or fitting([verified(each) for each in answer.best]):
+            return answer, tuple(sorted(fit, key=lambda plan: plan.step_s))
+        # The closed form has promised too much, or knows no communicators: by how much tells what to ask of it.
+        most = sides[0].problem.memory_bytes
+        excess = min(plan.memory_bytes / most for plan in plans)
+        least = limited[0].pricing.memory_bytes / min(max(excess, LESS[0]), LESS[1])
+        limited = [replace(side, pricing=replace(side.pricing, memory_bytes=least)) for side in limited]
+
+
+def fitting(plans: Sequence[Verified]) -> list[Verified]:
+    """Those whose programs fit."""
+    return [plan for plan in plans if plan.memory_bytes <= plan.found.side.problem.memory_bytes]
 
 
 def candidates(best: Sequence[PricedPlan]) -> list[PricedPlan]:

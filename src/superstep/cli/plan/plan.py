@@ -36,10 +36,10 @@ from superstep.planner.feasibility import check_problem, smallest, smallest_clus
 from superstep.planner.plan_summary import Figures, figures
 from superstep.planner.price import pricing_of
 from superstep.planner.published_row import step_slopes
-from superstep.planner.search import SearchResult, Side, search
+from superstep.planner.search import SearchResult, Side
 from superstep.planner.search_problem import SearchProblem
 from superstep.planner.sensitivity import Fallback, Neighbour, fallbacks, improved, of_kinds, simplest
-from superstep.planner.shortlist import candidates
+from superstep.planner.shortlist import fitting, search_fitting
 from superstep.planner.simulate_best import Verified, straggled, verified
 
 DESCRIPTION = (
@@ -84,12 +84,6 @@ class PlanRequest:
     """Write the best plan as a run.toml that trains."""
     json: str | None = None
     """Write the best plans and their alternatives as JSON."""
-
-
-LESS = (1.02, 1.1)
-"""By which a search is given less memory, where none of its plans fits: at least, and at most in one go, lest it pass
-over plans of few communicators.
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +162,7 @@ def refined(
     near = (each for each in answer.best if each.step_s <= least)
     left = [each for each in near if each.plan.plan_config(0, each.side.problem) not in done]
     more = [verified(each) for each in left]
-    priced = sorted((*plans, *_fitting(more)), key=lambda plan: plan.step_s)
+    priced = sorted((*plans, *fitting(more)), key=lambda plan: plan.step_s)
     best, beside = improved(priced[0], priced, tell=lambda name: print(f" {name}", end="", flush=True))
     print("\n")
     shown = of_kinds((best, *priced))[: options.top]
@@ -200,25 +194,11 @@ def first_answer(sides: Sequence[Side], options: PlanRequest) -> tuple[SearchRes
     Raises:
         ConfigError: there is no plan; it says what would have one.
     """
-    limited = list(sides)
-    while True:
-        # More than are shown: their programs may rank otherwise than the closed form.
-        answer = search(limited, keep=3 * options.top)
-        if not answer.best:
-            raise _too_large(sides, options)
-        plans = [verified(each) for each in candidates(answer.best)]
-        fitting = _fitting(plans) or _fitting([verified(each) for each in answer.best])
-        if fitting:
-            return answer, tuple(sorted(fitting, key=lambda plan: plan.step_s))
-        # The closed form has promised too much, or knows no communicators: by how much tells what to ask of it.
-        most = sides[0].problem.memory_bytes
-        excess = min(plan.memory_bytes / most for plan in plans)
-        least = limited[0].pricing.memory_bytes / min(max(excess, LESS[0]), LESS[1])
-        limited = [replace(side, pricing=replace(side.pricing, memory_bytes=least)) for side in limited]
-
-
-def _fitting(plans: Sequence[Verified]) -> list[Verified]:
-    return [plan for plan in plans if plan.memory_bytes <= plan.found.side.problem.memory_bytes]
+    # More than are shown: their programs may rank otherwise than the closed form.
+    found = search_fitting(sides, keep=3 * options.top)
+    if found is None:
+        raise _too_large(sides, options)
+    return found
 
 
 def _too_large(sides: Sequence[Side], options: PlanRequest) -> ConfigError:
