@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from bench.machine import write_result
 from superstep.engine.parallel.flash_partial import attend_block, attend_block_backward
 from superstep.kernels import amx_weight_grad
-from superstep.kernels.attention import attend, attend_backward, compiled, reference
+from superstep.kernels.attention import attend, attend_backward, compile_library, reference
 from superstep.kernels.product import prefers_onednn
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -188,8 +188,8 @@ def main(argv: list[str]) -> None:
     options.add_argument("--json", type=Path, default=ROOT / "bench" / "results" / "kernels.json")
     asked = options.parse_args(argv)
     torch.set_num_threads(asked.threads)
-    if compiled().library is None:
-        raise SystemExit(f"there is nothing to measure: {compiled().why}.")
+    if compile_library().library is None:
+        raise SystemExit(f"there is nothing to measure: {compile_library().why}.")
     found = products(asked.rounds)
     for row in found:
         print(row["shape"], row["faster_by"], row["gflops_per_s"], flush=True)

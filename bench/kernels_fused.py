@@ -122,8 +122,8 @@ def main(argv: list[str]) -> None:
     options.add_argument("--json", type=Path, default=ROOT / "bench" / "results" / "kernels_fused.json")
     asked = options.parse_args(argv)
     torch.set_num_threads(asked.threads)
-    if cpu_library.compiled().library is None:
-        raise SystemExit(f"there is nothing to measure: {cpu_library.compiled().why}.")
+    if cpu_library.compile_library().library is None:
+        raise SystemExit(f"there is nothing to measure: {cpu_library.compile_library().why}.")
     found = []
     for tokens in TOKENS:
         for dtype in (torch.float32, torch.bfloat16):

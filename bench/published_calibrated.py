@@ -21,7 +21,7 @@ from bench.published_score import Scored, is_judged
 from superstep.cost.closed.constants import CONSTANTS
 from superstep.cost.closed.uncertainty import STEP
 from superstep.hardware.units import Array
-from superstep.planner.calibrate_observation import believed, narrowing, variances_of
+from superstep.planner.calibrate_observation import belief, narrowing, variances_of
 
 Choice = Literal["any", "middle", "alike"]
 SHARES = np.linspace(-0.5, 1.5, 41)
@@ -144,7 +144,7 @@ def tables_of(out: Scored, near: Slopes) -> list[Table]:
         variances = variances_of({name: each.error for name, each in without.items()})
         slopes, deviations = near.slopes[places] / spreads, logs[places]
         # Of each seen row, what it tells of each other: [rows, seen rows].
-        share = slopes @ believed(slopes, variances).T
+        share = slopes @ belief(slopes, variances).T
         narrowed = np.stack([narrowing(one, slopes, variances) for one in slopes], axis=1)
         found.append(Table(places, deviations, deviations[:, None] - share * deviations, narrowed, plans[places]))
     return found

@@ -10,7 +10,7 @@ import numpy as np
 from bench.published_rows import Change, IsNamed, Reading, Row, everyone, is_layer, readings
 from superstep.cost.closed.efficiency import Efficiency
 from superstep.cost.closed.estimate import Estimate, estimate
-from superstep.cost.closed.framework import price_of, stacked, taken
+from superstep.cost.closed.framework import price_of, stacked, take
 from superstep.errors import ConfigError
 from superstep.hardware.units import Array
 
@@ -57,7 +57,7 @@ class Steps:
         """Every reading's step."""
         priced = [price_of(cluster, software, efficiency) for cluster, software in self._kinds]
         rates, stack = stacked([pair[0] for pair in priced]), stacked([pair[1] for pair in priced])
-        return estimate(self._decoders, self._layouts, taken(rates, self._kind), taken(stack, self._kind))
+        return estimate(self._decoders, self._layouts, take(rates, self._kind), take(stack, self._kind))
 
     def parts(self, efficiency: Efficiency) -> Estimate:
         """Each row's step at its best reading, by part."""

@@ -16,7 +16,7 @@ from superstep.planner.goodput import (
     Hazard,
     ettr,
     mtbf_s,
-    recommended,
+    recommend,
     simulate,
     without_snapshots,
 )
@@ -195,7 +195,7 @@ def _goodput() -> str:
         hosts, state_bytes = chips / 8, 5e12
         flush_s = state_bytes / (hosts * DISK_BYTES_PER_S)
         hazard = Hazard(mtbf_s=mtbf_s(chips, LLAMA_3), read_s=flush_s)
-        found = recommended(hazard, step_s=10, copy_s=state_bytes / chips / 25e9, flush_s=flush_s)
+        found = recommend(hazard, step_s=10, copy_s=state_bytes / chips / 25e9, flush_s=flush_s)
         plain = without_snapshots(hazard, step_s=10, flush_s=flush_s)
         drawn = [simulate(hazard, each, failures=20_000, seed=1) for each in (found, plain)]
         rows.append(

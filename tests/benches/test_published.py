@@ -36,7 +36,7 @@ from bench.published_steps import Steps
 from superstep.cost.closed import uncertainty
 from superstep.cost.closed.efficiency import FITTED
 from superstep.errors import DataError
-from superstep.planner.calibrate_observation import NOISE, believed, narrowing
+from superstep.planner.calibrate_observation import NOISE, belief, narrowing
 
 ALL = [row for table in ("runs.csv", "runs_2.csv") for row in read_rows(DATA / table)]
 ROWS, REFUSED = kept(ALL)
@@ -153,7 +153,7 @@ def test_one_row_of_a_stack_mends_what_is_wrong_with_all_of_it(steps, judged):
 def test_a_constant_is_believed_to_be_wrong_as_far_as_it_is_uncertain_and_bears_on_the_step():
     variances = np.array([0.04, 0.0004, 0.04])
     slopes = np.array([1.0, 1.0, 0.0])
-    share = believed(slopes, variances)
+    share = belief(slopes, variances)
     assert share == pytest.approx(np.array([0.04, 0.0004, 0]) / (0.0404 + NOISE**2))
     # Nothing but noise is left of a plan that depends on the same; all of one that depends on another constant.
     same, other = narrowing(slopes, np.stack([slopes, np.array([0.0, 0.0, 1.0])]), variances)

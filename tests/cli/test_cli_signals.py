@@ -20,7 +20,7 @@ from longer import longer
 from pool import IMPORTED
 from ranks import ranks_below
 from superstep.cli.main import entry, main
-from superstep.launch.fork_server import place_at, planted
+from superstep.launch.fork_server import fork_context, place_at
 from superstep.state.checkpoint import read_position
 from superstep.state.checkpoint_dirs import checkpoints
 
@@ -234,7 +234,7 @@ def test_ranks_that_join_are_refused_together(tmp_path, monkeypatch):
     ranks = []
     for rank in range(2):
         its = replace(place_at(tmp_path / f"said-{rank}"), environment=shared | {"RANK": str(rank)})
-        ranks.append(planted(IMPORTED).Process(target=_joins, args=(its, ["train", "run.toml", "--plan.dp", "2"])))
+        ranks.append(fork_context(IMPORTED).Process(target=_joins, args=(its, ["train", "run.toml", "--plan.dp", "2"])))
         ranks[-1].start()
     for rank in ranks:
         rank.join(60)

@@ -13,7 +13,7 @@ from superstep.cli.main import main
 from superstep.cli.report import ReportAtEnd, leave_report
 from superstep.observe.doctor.failure_file import write_box
 from superstep.observe.events import RunFinished
-from superstep.observe.page.bundle_html import unpacked
+from superstep.observe.page.bundle_html import unpack
 from superstep.plan.config import ModelConfig, RunConfig
 from superstep.plan.config_io import write_config
 from superstep.train.run_paths import RunFolder
@@ -67,7 +67,7 @@ def test_a_damaged_line_is_told_and_a_torn_last_one_is_not(runs, tmp_path, capsy
 def test_a_damaged_line_is_told_on_the_page(runs, tmp_path):
     spoil(tmp_path / "one", 9)
     leave_report(RunFolder(root=tmp_path / "one"))
-    (run,) = unpacked(data_of(tmp_path / "one" / "report.html")["runs"])["runs"]
+    (run,) = unpack(data_of(tmp_path / "one" / "report.html")["runs"])["runs"]
     step, kind, text = run["events"][0]
     assert (step, kind) == (0, "damaged")
     assert "line 9 cannot be read" in text
@@ -85,7 +85,7 @@ def test_what_differs_is_told_and_drawn(runs, tmp_path, capsys):
     assert "state.dir" not in out
     assert out.endswith("all curves: compare.html\n")
     data = data_of(tmp_path / "compare.html")
-    assert [run["name"] for run in unpacked(data["runs"])["runs"]] == ["one", "same", "other"]
+    assert [run["name"] for run in unpack(data["runs"])["runs"]] == ["one", "same", "other"]
     assert [one["is_noise"] for one in data["comparisons"]] == [True, False]
 
 
@@ -110,14 +110,14 @@ def test_the_end_of_training_leaves_a_report(runs, tmp_path):
             assert not folder.report.exists()
             sink.write(RunFinished(step=3, elapsed_s=1.0, tokens_seen=10))
     sink.close()
-    (told,) = unpacked(data_of(folder.report)["runs"])["runs"]
+    (told,) = unpack(data_of(folder.report)["runs"])["runs"]
     assert told["step"][-1] == 200
     assert told["spent"] == {}
     assert "torch" in told["facts"]
     # A damaged record of a step costs the report nothing but its picture.
     folder.trace.write_text("{", encoding="utf-8")
     sink.write(RunFinished(step=3, elapsed_s=1.0, tokens_seen=10))
-    assert unpacked(data_of(folder.report)["runs"])["runs"][0]["spent"] == {}
+    assert unpack(data_of(folder.report)["runs"])["runs"][0]["spent"] == {}
 
 
 def test_a_run_that_breaks_off_leaves_a_report(tmp_path):
@@ -129,12 +129,12 @@ def test_a_run_that_breaks_off_leaves_a_report(tmp_path):
     folder.metrics.write_text("\n".join(line for line in lines if "finished" not in line) + "\n", encoding="utf-8")
     folder.fault.write_text(write_box("rank 1: gone", ()), encoding="utf-8")
     leave_report(folder)
-    (told,) = unpacked(data_of(folder.report)["runs"])["runs"]
+    (told,) = unpack(data_of(folder.report)["runs"])["runs"]
     assert told["events"][-1][1:] == ["fault", "rank 1: gone"]
     # One that went on by itself has recovered from it.
     os.utime(folder.fault, (0, 0))
     leave_report(folder)
-    assert unpacked(data_of(folder.report)["runs"])["runs"][0]["events"][-1][1] != "fault"
+    assert unpack(data_of(folder.report)["runs"])["runs"][0]["events"][-1][1] != "fault"
 
 
 def test_metrics_without_a_line_that_can_be_read_are_damaged(runs, tmp_path, capsys):

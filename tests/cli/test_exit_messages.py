@@ -16,7 +16,7 @@ from superstep.errors import Fault, UserError
 from superstep.launch.failure import trouble_of
 from superstep.launch.hosts.events import Cause, Over
 from superstep.launch.hosts.follow_orders import cause_of
-from superstep.launch.hosts.messages import order_of, ordered
+from superstep.launch.hosts.messages import order_message, order_of
 from superstep.state import checkpoint
 from superstep.train.folder_watch import Displaced
 from superstep.train.run_paths import RunFolder
@@ -94,7 +94,7 @@ def test_each_host_is_told_its_own_command_where_the_folder_was_moved(place):
     saved.write(place / "moved/checkpoints", 3)
     fault = Displaced(place / "run", place / "moved", is_removed=False).fault(3)
     cause = cause_of(trouble_of(0, fault), "0 (first)")
-    told = order_of(json.loads(json.dumps(ordered(Over(cause)))))
+    told = order_of(json.loads(json.dumps(order_message(Over(cause)))))
     for host in range(2):
         verb = f"train --hosts 2 --host {host} --meet 10.0.0.1:29400"
         here = SimpleNamespace(job=SimpleNamespace(folder=RunFolder(root=place / "run"), verb=verb))

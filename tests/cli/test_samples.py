@@ -11,7 +11,7 @@ import pytest
 import runs
 from superstep.cli.main import main
 from superstep.cli.train.samples import TOKENS, sampling
-from superstep.observe.page.bundle_html import unpacked
+from superstep.observe.page.bundle_html import unpack
 from superstep.train.run_paths import RunFolder
 
 PROMPT = "the quick"
@@ -38,7 +38,7 @@ def test_a_run_writes_after_its_last_checkpoint_and_its_report_has_it(place, cap
     assert line["text"].startswith(PROMPT)
     assert len(line["text"]) > len(PROMPT)
     page = (place / "run/report.html").read_text(encoding="utf-8")
-    (run,) = unpacked(json.loads(re.search(r'id="data"[^>]*>(.*?)</script>', page, re.S)[1])["runs"])["runs"]
+    (run,) = unpack(json.loads(re.search(r'id="data"[^>]*>(.*?)</script>', page, re.S)[1])["runs"])["runs"]
     assert run["samples"] == [[6, line["text"], False]]
 
 

@@ -17,7 +17,7 @@ import runs
 from superstep.cli.main import main
 from superstep.cli.train import live_report as web_module
 from superstep.errors import Fault
-from superstep.observe.page.bundle_html import unpacked
+from superstep.observe.page.bundle_html import unpack
 from superstep.train.throughput import Meter
 
 TOKEN = "a-token-of-the-test"
@@ -95,7 +95,7 @@ def test_a_run_is_looked_at_while_it_trains(place, monkeypatch, capsys):
             while len(counts) < 3 or counts[-1] < 12:
                 line = stream.readline().decode()
                 if line.startswith("data: "):
-                    (run,) = unpacked(line.removeprefix("data: "))["runs"]
+                    (run,) = unpack(line.removeprefix("data: "))["runs"]
                     counts.append(run["steps"])
             assert counts == sorted(counts), "it grows"
             assert run["started"]["plan"]

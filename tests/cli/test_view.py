@@ -20,7 +20,7 @@ from superstep.cost.program.predict import MachineRates, predict
 from superstep.cost.program.prediction_file import read_predicted_from
 from superstep.cost.program.simulate import PerUnit, UnitSeconds, simulate
 from superstep.errors import StateError
-from superstep.observe.page.bundle_html import unpacked
+from superstep.observe.page.bundle_html import unpack
 from superstep.observe.trace import load_trace
 from superstep.plan.config import ModelConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.config_io import write_config
@@ -157,12 +157,12 @@ def test_a_page_of_the_plan_and_of_those_beside_it_is_written(toml, tmp_path, ca
     chosen = data["options"][data["chosen"]]
     assert (chosen["schedule"], chosen["zero"]) == ("1f1b", 0)
     run = resolve(replace(CONFIG, plan=replace(CONFIG.plan, dp=2), model=replace(CONFIG.model, layers=3)))
-    step = unpacked(chosen["program"])
+    step = unpack(chosen["program"])
     assert step["predicted"]["step_ns"] == round(predict(run, MACHINE, operations(run)).timeline.step_s * 1e9)
     for (schedule, zero), one in options.items():
         assert (one["program"] is None) == bool(one["why"])
         if one["program"]:
-            step = unpacked(one["program"])
+            step = unpack(one["program"])
             assert (step["schedule"], step["zero"], step["mesh"]["dp"]) == (schedule, zero, 2)
     assert options["zb-h1", 3]["program"]
     # Two stages a rank would be four of three blocks.
@@ -202,7 +202,7 @@ def test_a_run_has_one_prediction_wherever_it_is_shown(run_folder, is_weighed, c
     assert f"step {within_s * 1e3:.4g} ms" in out.split("predicted when the run began")[1]
     if is_weighed:
         assert f"(and {seconds_text(parts['log-probabilities'])} for log-probabilities before it)" in out
-    (told,) = unpacked(data_of(run_folder / "report.html")["runs"])["runs"]
+    (told,) = unpack(data_of(run_folder / "report.html")["runs"])["runs"]
     assert told["spent"]["predicted"] == parts
     assert told["started"]["predicted_step_s"] == step_s
     rows = {what: (predicted, measured) for what, predicted, measured, unit in told["ledger"] if unit == "s"}
@@ -211,7 +211,7 @@ def test_a_run_has_one_prediction_wherever_it_is_shown(run_folder, is_weighed, c
         of_parts = [row[column] for what, row in rows.items() if what.startswith(" ")]
         assert sum(one for one in of_parts if one is not None) == pytest.approx(rows["the recorded step"][column])
     data = data_of(run_folder / "step.html")
-    step = unpacked(data["options"][data["chosen"]]["program"])
+    step = unpack(data["options"][data["chosen"]]["program"])
     assert step["predicted"]["step_ns"] == round(within_s * 1e9)
 
 
@@ -235,11 +235,11 @@ def test_the_page_of_a_run_has_both_steps(run_folder, capsys):
     out = capsys.readouterr().out
     assert f"the step as a page that moves: {run_folder / 'step.html'}" in out
     assert f"the run's report: {run_folder / 'report.html'}" in out
-    (told,) = unpacked(data_of(run_folder / "report.html")["runs"])["runs"]
+    (told,) = unpack(data_of(run_folder / "report.html")["runs"])["runs"]
     assert told["step"] == list(range(1, 51))
     assert sum(told["spent"]["ran"].values()) == pytest.approx(2 * sum(told["spent"]["predicted"].values()))
     data = data_of(run_folder / "step.html")
-    step = unpacked(data["options"][data["chosen"]]["program"])
+    step = unpack(data["options"][data["chosen"]]["program"])
     assert step["measured"]["step"] == 20
     assert step["measured"]["step_ns"] == pytest.approx(2 * step["predicted"]["step_ns"])
     assert step["measured"]["ranks"][1]["took"] != step["predicted"]["ranks"][1]["took"]

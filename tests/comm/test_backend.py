@@ -55,7 +55,7 @@ class _Elsewhere:
 
 
 def _one_cannot(rank, world):
-    return _reached(rank, world, {"comm.shared_memory.region._opened": _refused} if rank == 1 else {})
+    return _reached(rank, world, {"comm.shared_memory.region._open_offer": _refused} if rank == 1 else {})
 
 
 def _refused(offer, rank):

@@ -14,7 +14,7 @@ from longer import longer
 from pool import IMPORTED
 from superstep.data.interruptible import run_aside
 from superstep.data.prepare import prepare
-from superstep.launch.fork_server import planted
+from superstep.launch.fork_server import fork_context
 from superstep.plan.config import DataConfig
 
 
@@ -49,7 +49,7 @@ def grown(pipe, path, folder):
 @pytest.mark.parametrize("kind", longer(["txt", "jsonl", "parquet"], lambda kind: kind != "jsonl"))
 def test_one_line_of_megabytes_is_prepared_in_little_memory(tmp_path, kind):
     path, length = write(tmp_path, kind)
-    forks = planted(IMPORTED)
+    forks = fork_context(IMPORTED)
     here, there = forks.Pipe(duplex=False)
     process = forks.Process(target=grown, args=(there, path, tmp_path / "data"))
     process.start()

@@ -68,7 +68,7 @@ def test_without_triton_a_gpu_has_torchs(monkeypatch):
 
 
 def test_who_asks_for_torchs_gets_it_and_nothing_is_looked_for(monkeypatch):
-    monkeypatch.setattr(attention, "compiled", lambda: pytest.fail("it was compiled"))
+    monkeypatch.setattr(attention, "compile_library", lambda: pytest.fail("it was compiled"))
     monkeypatch.setattr(triton_loader, "missing", lambda device: pytest.fail("it was looked for"))
     for device in (GPU, CPU):
         assert kernel_of(run(kernels="torch"), device) == "by torch"
@@ -78,15 +78,15 @@ def test_who_asks_for_torchs_gets_it_and_nothing_is_looked_for(monkeypatch):
 
 
 def test_a_cpu_has_the_one_in_cpp_where_it_compiles(monkeypatch):
-    monkeypatch.setattr(attention, "compiled", lambda: Built(None, "there is no compiler"))
+    monkeypatch.setattr(attention, "compile_library", lambda: Built(None, "there is no compiler"))
     assert kernel_of(run(), CPU) == "by torch (there is no compiler)"
-    monkeypatch.setattr(attention, "compiled", lambda: Built(SimpleNamespace()))
+    monkeypatch.setattr(attention, "compile_library", lambda: Built(SimpleNamespace()))
     assert kernel_of(run(), CPU) == kernel_of(run(kernels="triton"), CPU) == "in C++"
 
 
 @pytest.mark.parametrize(("has_tiles", "told"), [(True, "in C++ by AMX"), (False, "in C++")])
 def test_tiles_are_told_of_where_bf16_is_multiplied_by_them(monkeypatch, has_tiles, told):
-    monkeypatch.setattr(attention, "compiled", lambda: Built(SimpleNamespace()))
+    monkeypatch.setattr(attention, "compile_library", lambda: Built(SimpleNamespace()))
     monkeypatch.setattr("superstep.engine.choose_attention.has_tiles", lambda: has_tiles)
     assert kernel_of(run(compute="bf16"), CPU) == told
     assert kernel_of(run(), CPU) == "in C++"

@@ -18,7 +18,7 @@ from superstep.grade.config import GradeConfig
 from superstep.grade.graders.check import Check, Tools
 from superstep.grade.graders.code import Case, CodeTests, Run
 from superstep.grade.graders.final_answer import fenced, final
-from superstep.grade.graders.literals import decoded, same
+from superstep.grade.graders.literals import decode, same
 from superstep.grade.graders.maths import Maths
 from superstep.grade.graders.maths_process import MathsProcess
 from superstep.grade.graders.schema import Json
@@ -173,7 +173,7 @@ DATA = st.recursive(
 
 
 def over_the_wire(value):
-    return decoded(json.loads(json.dumps(plain(value))))
+    return decode(json.loads(json.dumps(plain(value))))
 
 
 @given(DATA)
@@ -216,7 +216,7 @@ def test_kinds_are_kept_apart():
 @pytest.mark.parametrize("value", [["list"], ["list", 1], ["dict", [[1]]], ["other", []], {"a": 1}])
 def test_a_record_that_is_no_data_is_refused(value):
     with pytest.raises(ValueError, match="no data"):
-        decoded(value)
+        decode(value)
 
 
 @needs_bubblewrap
@@ -260,7 +260,7 @@ def test_programs_run_without_a_sandbox_where_that_is_written(tools):
 
 def test_a_comparison_of_formulas_that_a_signal_has_stopped_is_no_late_one(tools):
     """A late one is the answer's fault, and costs it its score."""
-    os.kill(tools.maths._started().pid, signal.SIGSTOP)
+    os.kill(tools.maths._start().pid, signal.SIGSTOP)
     with pytest.raises(Fault, match=r"comparison of formulas: its process \d+ was stopped \(SIGSTOP\)"):
         tools.maths.compare("1/2", "0.5")
     assert tools.maths.compare("1/2", "0.5") == "same"

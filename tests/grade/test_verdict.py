@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from superstep.grade.verdict import Verdict, from_told, grader_error, line, ok, scored, wrong
+from superstep.grade.verdict import Verdict, from_told, grader_error, line, ok, verdict_of, wrong
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ from superstep.grade.verdict import Verdict, from_told, grader_error, line, ok, 
     ],
 )
 def test_what_a_value_means(value, expected):
-    assert scored(value) == expected
+    assert verdict_of(value) == expected
 
 
 class Sly(float):
@@ -40,7 +40,7 @@ class Sly(float):
     "value", [math.nan, math.inf, -math.inf, -0.5, 1.0001, 2, -1, 10**400, None, "1.0", [1], {}, Sly(7), object()]
 )
 def test_no_other_value_is_a_score(value):
-    verdict = scored(value)
+    verdict = verdict_of(value)
     assert verdict.kind == "grader_error"
     assert verdict.told()["score"] is None
     with pytest.raises(AssertionError):
@@ -49,7 +49,7 @@ def test_no_other_value_is_a_score(value):
 
 @given(st.one_of(st.floats(), st.integers(), st.booleans(), st.text(), st.none()))
 def test_every_value_is_a_verdict_and_every_reward_from_0_to_1(value):
-    verdict = scored(value)
+    verdict = verdict_of(value)
     assert from_told(verdict.told()) == verdict
     if verdict.is_decided:
         assert 0.0 <= verdict.reward <= 1.0

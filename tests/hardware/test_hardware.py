@@ -11,7 +11,7 @@ import pytest
 from superstep.errors import ConfigError
 from superstep.hardware.catalogue import ALIASES, CHIPS, chip, key_of
 from superstep.hardware.network import NETWORKS, usual_cluster
-from superstep.hardware.plausibility import checked
+from superstep.hardware.plausibility import check_cluster
 
 PUBLISHED = Path(__file__).parents[1] / "data" / "published"
 FORMATS = (("fp32",), ("tf32",), ("fp16", "bf16"), ("fp8",), ("fp4",))
@@ -46,7 +46,7 @@ def test_half_the_bits_are_twice_as_fast_on_a_gpu(listed):
 
 def test_the_figures_of_a_chip_are_possible_together(listed):
     usual = usual_cluster(listed, listed.domain)
-    assert checked(usual) == usual
+    assert check_cluster(usual) == usual
     # What leaves a domain goes through the chip's own port, which is no faster than its fast links.
     assert usual.network_bytes_per_s <= usual.link_bytes_per_s <= listed.memory_bytes_per_s
     assert listed.source

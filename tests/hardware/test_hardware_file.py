@@ -21,7 +21,7 @@ from superstep.hardware.chip import Chip, CopyRate, ProductRate, Rate
 from superstep.hardware.cluster import Cluster, CollectiveRate
 from superstep.hardware.cluster_file import cluster, read_cluster, write_cluster
 from superstep.hardware.network import usual_cluster
-from superstep.hardware.plausibility import LIMITS, checked
+from superstep.hardware.plausibility import LIMITS, check_cluster
 
 OWN = """
 chips = 16
@@ -218,7 +218,7 @@ def test_a_figure_that_is_wrong_by_a_thousand_is_refused(machine, factor, field)
     whole = getattr(found, part) if part else found
     wrong = replace(whole, **{key: getattr(whole, key) * factor})
     with pytest.raises(ConfigError, match=re.escape(field)):
-        checked(replace(found, **{part: wrong}) if part else wrong)
+        check_cluster(replace(found, **{part: wrong}) if part else wrong)
 
 
 def attempts(tmp_path):

@@ -124,7 +124,7 @@ def small_kernels(dtype):
     softmax.softmax(x)
     matmul(x, weight)
     norm.norm_backward(*norm.norm(x, weight[0], 1e-6)[:1], x, weight[0], rows.float())
-    rope.turned(x.view(2, 4, 4, 64), *(torch.empty(4, 1, 64) for _ in range(2)))
+    rope.rotate(x.view(2, 4, 4, 64), *(torch.empty(4, 1, 64) for _ in range(2)))
     cross_entropy.losses_and_slopes(x, torch.zeros(32, dtype=torch.int64))
     flat = torch.empty(64)
     update(flat, flat, (flat, flat), step=1, lr=0.1, betas=(0.9, 0.99), eps=1e-8, decay=0.1, copy=flat.to(dtype))

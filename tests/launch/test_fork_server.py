@@ -79,7 +79,7 @@ class Dies:
 @pytest.mark.parametrize("times", [0, 1, 2])
 def test_a_seed_that_dies_while_it_is_asked_is_followed_by_another(monkeypatch, times):
     context = Dies(times)
-    monkeypatch.setattr(fork_server, "planted", lambda modules: context)
+    monkeypatch.setattr(fork_server, "fork_context", lambda modules: context)
     monkeypatch.setattr(fork_server, "_has_seed", lambda: True)
     if times < fork_server.SEEDS:
         assert fork_server.context_of(ran) is context
@@ -115,7 +115,9 @@ def test_a_command_that_has_not_computed_imports_torch_for_all(short_folder):
 def begun(monkeypatch):
     """Whether each seed that is begun would be a fork."""
     found = []
-    monkeypatch.setattr(fork_server, "planted", lambda modules: found.append(util.spawnv_passfds is fork_server._fork))
+    monkeypatch.setattr(
+        fork_server, "fork_context", lambda modules: found.append(util.spawnv_passfds is fork_server._fork)
+    )
     monkeypatch.setattr(fork_server, "_has_seed", lambda: True)
     return found
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from superstep.launch.hosts.coordinator_state import ECHO_S, MOST_TRIES, CoordinatorState, Phase, after
-from superstep.launch.hosts.copy_schedule import CopySchedule, HostProgress, steered
+from superstep.launch.hosts.copy_schedule import CopySchedule, HostProgress, steer
 from superstep.launch.hosts.events import (
     AbortAll,
     Came,
@@ -196,32 +196,32 @@ def test_whatever_happens_all_ranks_start_from_a_state_that_all_have_and_epochs_
 
 
 def test_all_copy_the_same_state_and_the_next_only_when_every_neighbour_has_it():
-    course = steered(CopySchedule(), [HostProgress(newest=4), HostProgress(newest=5)], 1)
+    course = steer(CopySchedule(), [HostProgress(newest=4), HostProgress(newest=5)], 1)
     assert course.next > 5
     asked = course.next
     one = HostProgress(newest=asked + 3, copied=asked, held=asked)
     other = HostProgress(newest=asked + 3, copied=0, held=asked)
-    course = steered(course, [one, other], 1)
+    course = steer(course, [one, other], 1)
     assert (course.copied, course.next) == (0, asked), "one is not done"
-    course = steered(course, [one, one], 1)
+    course = steer(course, [one, one], 1)
     assert course.copied == asked
     assert course.next > asked + 3
 
 
 def test_a_step_that_ranks_had_passed_is_left_for_one_farther_ahead():
-    course = steered(CopySchedule(), [HostProgress(newest=10)] * 2, 2)
+    course = steer(CopySchedule(), [HostProgress(newest=10)] * 2, 2)
     assert course.next % 2 == 0
     missed = course.next
     late = HostProgress(newest=missed + 4, held=0)
-    again = steered(course, [late, HostProgress(newest=missed + 4, held=missed)], 2)
+    again = steer(course, [late, HostProgress(newest=missed + 4, held=missed)], 2)
     assert again.next - late.newest > course.next - 10, "from farther ahead"
     assert again.copied == 0
 
 
 def test_after_a_restart_the_state_that_all_have_is_copied_first():
     course = CopySchedule(copied=8, next=8, newest=8)
-    assert steered(course, [HostProgress(newest=8, held=8)] * 2, 1).next == 8
-    assert steered(course, [HostProgress(newest=9, copied=8, held=8)] * 2, 1).next > 9
+    assert steer(course, [HostProgress(newest=8, held=8)] * 2, 1).next == 8
+    assert steer(course, [HostProgress(newest=9, copied=8, held=8)] * 2, 1).next > 9
 
 
 def _elastic(hosts, sizes, *, without_s=5.0):

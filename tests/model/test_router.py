@@ -16,7 +16,7 @@ from superstep.model.router import (
     NOBODY,
     balance_loss,
     choices,
-    expected_load,
+    expect_load,
     noise_width,
     route,
     within_capacity,
@@ -204,7 +204,7 @@ def test_the_expected_load_is_the_mean_over_an_experts_own_noise():
     clean, spread, noise = (torch.randn(1, 1, experts, generator=generator, dtype=torch.float64) for _ in range(3))
     spread = spread.exp()
     noisy = clean + noise * spread
-    ours = expected_load(clean, noisy, spread, noisy.topk(k + 1).values)[0]
+    ours = expect_load(clean, noisy, spread, noisy.topk(k + 1).values)[0]
     for expert in range(experts):
         again = noisy.expand(times, 1, experts).clone()
         fresh = torch.randn(times, generator=generator, dtype=torch.float64)

@@ -9,7 +9,7 @@ from struct import Struct
 import pytest
 
 from superstep.monitor import page_layout
-from superstep.monitor.page_layout import FIELDS, PAGE_BYTES, SIZES, RecordField, checked
+from superstep.monitor.page_layout import FIELDS, PAGE_BYTES, SIZES, RecordField, check_fields
 
 
 def field(offset_bytes, words=2, count=1):
@@ -17,7 +17,7 @@ def field(offset_bytes, words=2, count=1):
 
 
 def test_fields_that_touch_are_accepted_in_the_order_of_their_places():
-    assert [each.offset_bytes for each in checked(field(16), field(0), field(PAGE_BYTES - 16))] == [0, 16, 4080]
+    assert [each.offset_bytes for each in check_fields(field(16), field(0), field(PAGE_BYTES - 16))] == [0, 16, 4080]
 
 
 @pytest.mark.parametrize(
@@ -34,14 +34,14 @@ def test_fields_that_touch_are_accepted_in_the_order_of_their_places():
 )
 def test_fields_that_overlap_or_leave_the_page_are_refused(fields, said):
     with pytest.raises(AssertionError, match=said):
-        checked(*fields)
+        check_fields(*fields)
 
 
 def test_every_field_is_checked():
     assert {id(each) for each in vars(page_layout).values() if isinstance(each, RecordField)} == set(map(id, FIELDS))
     grown = [replace(each, count=SIZES.count + 1) if each is SIZES else each for each in FIELDS]
     with pytest.raises(AssertionError, match="sizes and gpu overlap"):
-        checked(*grown)
+        check_fields(*grown)
 
 
 def test_what_is_written_into_a_field_is_read_from_it_alone():

@@ -19,7 +19,7 @@ from superstep.cli.train.live_report import LiveReport
 from superstep.errors import ConfigError
 from superstep.observe import tail_jsonl
 from superstep.observe.page import live_server as served_module
-from superstep.observe.page.bundle_html import unpacked
+from superstep.observe.page.bundle_html import unpack
 from superstep.observe.page.live_server import LiveServer, Shown
 from superstep.train.run_paths import RunFolder
 
@@ -147,18 +147,18 @@ def test_who_listens_is_told_of_more_and_of_the_end(told):
         assert stream.headers["Content-Type"] == "text/event-stream"
         name, data = event(stream)
         assert name == "message"
-        assert unpacked(data)["runs"][0]["steps"] == 4
+        assert unpack(data)["runs"][0]["steps"] == 4
         told.tell(3)
-        seen = unpacked(event(stream)[1])["runs"][0]
+        seen = unpack(event(stream)[1])["runs"][0]
         assert seen["steps"] == 7
         # A run that goes back puts another file in the place of the first.
         beside = told.folder.root / "beside"
         beside.write_text("".join(f"{json.dumps(line)}\n" for line in list(told_runs.lines())[:3]))
         beside.replace(told.folder.metrics)
-        assert unpacked(event(stream)[1])["runs"][0]["steps"] == 2
+        assert unpack(event(stream)[1])["runs"][0]["steps"] == 2
         with told.folder.metrics.open("ab") as file:
             file.write(b'{"event": "st')
-        assert unpacked(event(stream)[1])["runs"][0]["steps"] == 2, "a line without its end is none yet"
+        assert unpack(event(stream)[1])["runs"][0]["steps"] == 2, "a line without its end is none yet"
         threading.Thread(target=served.close).start()
         while (told_last := event(stream))[0] == "message":
             pass
@@ -211,7 +211,7 @@ def test_what_cannot_be_read_now_is_said_and_more_listeners_than_there_is_room_f
 
 def test_what_is_read_again_is_only_what_is_new(told, monkeypatch):
     texts = []
-    monkeypatch.setattr(tail_jsonl, "parsed", lambda text: texts.append(text) or json.loads(text))
+    monkeypatch.setattr(tail_jsonl, "parse_line", lambda text: texts.append(text) or json.loads(text))
     one = tail_jsonl.Growing(told.folder.metrics)
     assert one.read() == []
     told.tell(3)

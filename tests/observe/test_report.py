@@ -12,7 +12,7 @@ import pytest
 import step_pages
 import told_runs
 from superstep.observe.page.compare import LEAST_STEPS, compared, mean_and_error
-from superstep.observe.page.report import COLUMNS, MOST_POINTS, RunTold, report_page, run_value, spent_parts, thinned
+from superstep.observe.page.report import COLUMNS, MOST_POINTS, RunTold, report_page, run_value, spent_parts, thin_steps
 
 
 def test_a_change_of_layout_is_marked_after_the_step_before_it():
@@ -112,12 +112,12 @@ def test_a_long_run_keeps_the_highest_and_the_lowest_of_each_stretch():
     steps = [{"step": step, "loss": 3 + 0.001 * (step % 7)} for step in range(1, 50_001)]
     steps[31_000]["loss"] = 9.0
     steps[44_000]["loss"] = None
-    kept = thinned(steps)
+    kept = thin_steps(steps)
     assert len(kept) <= MOST_POINTS + 1
     assert {31_001, 44_001} <= {line["step"] for line in kept}
     assert kept[-1] is steps[-1], "what the run has come to"
     assert [line["step"] for line in kept] == sorted({line["step"] for line in kept})
-    assert thinned(steps[:100]) == steps[:100]
+    assert thin_steps(steps[:100]) == steps[:100]
 
 
 def told(*, seed=1, worse=0.0, steps=600):

@@ -13,7 +13,7 @@ from superstep.cost.program.activations import unit_bytes
 from superstep.cost.program.memory import rank_bytes
 from superstep.cost.program.simulate import PerUnit, UnitSeconds, simulate
 from superstep.observe.page.bubble import PassSeconds, closed_bubble
-from superstep.observe.page.bundle_html import packed, unpacked
+from superstep.observe.page.bundle_html import pack, unpack
 from superstep.observe.page.step_animation import ChooserEntry, moving_page
 from superstep.observe.page.step_data import KINDS, LANES, StepDrawing, fields, step_value
 from superstep.plan.config import ModelConfig, PlanConfig, RunConfig, TrainConfig
@@ -37,8 +37,8 @@ def timeline_of(plan, **seconds):
 
 def value_of(plan, timeline, measured=None):
     sizes = [SIZE] * len(plan.units)
-    return unpacked(
-        packed(step_value(StepDrawing(plan=plan, timeline=timeline, memory=(), sizes=sizes, measured=measured)))
+    return unpack(
+        pack(step_value(StepDrawing(plan=plan, timeline=timeline, memory=(), sizes=sizes, measured=measured)))
     )
 
 

@@ -20,12 +20,12 @@ from superstep.plan.config_io import write_config
 from superstep.plan.resolve import resolve
 from superstep.planner.calibrate import calibrated
 from superstep.planner.calibrate_observation import guide
-from superstep.planner.closed_form_seconds import catalogued
+from superstep.planner.closed_form_seconds import catalogue_seconds
 from superstep.planner.plan_columns import plans_of, run_config
 from superstep.planner.price import pricing_of
 from superstep.planner.published_row import after_published, step_slopes
 from superstep.planner.search_problem import SearchProblem
-from superstep.planner.simulate_best import simulated
+from superstep.planner.simulate_best import simulate_plan
 from superstep.program.compile import compile_step
 from superstep.program.text import write_program
 
@@ -49,7 +49,7 @@ def recorded():
     run, program, pricing = priced(PROBLEM, FITTED.changed(TRUE))
     return (
         run,
-        simulate(program, instruction_seconds(run, program, catalogued(run, plans_of(run).layout, pricing))),
+        simulate(program, instruction_seconds(run, program, catalogue_seconds(run, plans_of(run).layout, pricing))),
         pricing,
     )
 
@@ -68,7 +68,7 @@ def test_a_recorded_step_is_predicted_after_it_was_seen(recorded):
     assert found.error_after < 0.02
     _, program, fitted = priced(PROBLEM, found.efficiency)
     layout = plans_of(run).layout
-    steps = [float(simulated(run, program, layout, each).step_s) for each in (pricing, fitted)]
+    steps = [float(simulate_plan(run, program, layout, each).step_s) for each in (pricing, fitted)]
     assert steps[1] == pytest.approx(steps[0], rel=0.02)
     changed = {each.name: each.after for each in found.changes}
     assert changed["products.ampere"] == pytest.approx(TRUE["products.ampere"], rel=0.1)
@@ -84,7 +84,9 @@ def test_what_a_step_does_not_tell_stays(recorded):
 
 def test_a_step_as_predicted_changes_nothing():
     run, program, pricing = priced(PROBLEM, FITTED)
-    timeline = simulate(program, instruction_seconds(run, program, catalogued(run, plans_of(run).layout, pricing)))
+    timeline = simulate(
+        program, instruction_seconds(run, program, catalogue_seconds(run, plans_of(run).layout, pricing))
+    )
     found = calibrated(run, timeline, PROBLEM.cluster, FITTED)
     assert found.changes == ()
     assert np.isclose(found.error_after, 0, atol=1e-6)
@@ -125,7 +127,9 @@ def test_a_run_without_its_record_is_refused(folder, missing, words, capsys):
 def test_a_step_of_other_chips_is_told():
     slow = FITTED.changed({"memory": FITTED["memory"] / 1000, "link": FITTED["link"] / 1000})
     run, program, pricing = priced(PROBLEM, slow)
-    timeline = simulate(program, instruction_seconds(run, program, catalogued(run, plans_of(run).layout, pricing)))
+    timeline = simulate(
+        program, instruction_seconds(run, program, catalogue_seconds(run, plans_of(run).layout, pricing))
+    )
     found = calibrated(run, timeline, PROBLEM.cluster, FITTED)
     assert "memory" in {each.name for each in found.foreign}
     assert not found.is_believed

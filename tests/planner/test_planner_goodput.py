@@ -10,7 +10,7 @@ from superstep.planner.goodput import (
     daly,
     ettr,
     mtbf_s,
-    recommended,
+    recommend,
     simulate,
     without_snapshots,
     young,
@@ -24,7 +24,7 @@ FAILURES = 20_000
 def test_the_closed_form_is_what_a_drawn_history_gives(chips):
     hazard = Hazard(mtbf_s=mtbf_s(chips, LLAMA_3), read_s=30)
     for saving in (
-        recommended(hazard, step_s=10, copy_s=12, flush_s=60),
+        recommend(hazard, step_s=10, copy_s=12, flush_s=60),
         without_snapshots(hazard, step_s=10, flush_s=60),
     ):
         assert simulate(hazard, saving, failures=FAILURES, seed=1) == pytest.approx(ettr(hazard, saving), abs=0.02)
@@ -60,10 +60,10 @@ def test_daly_is_young_where_stalls_are_short_and_the_time_between_failures_wher
 
 def test_what_a_step_hides_is_copied_in_each_and_what_the_disk_can_do_bounds_checkpoints():
     hazard = Hazard(mtbf_s=mtbf_s(512, LLAMA_3))
-    hidden = recommended(hazard, step_s=10, copy_s=4, flush_s=60)
+    hidden = recommend(hazard, step_s=10, copy_s=4, flush_s=60)
     assert hidden.snapshot_s == 10
     assert hidden.save_s >= 120
-    slow = recommended(hazard, step_s=10, copy_s=40, flush_s=1e5)
+    slow = recommend(hazard, step_s=10, copy_s=40, flush_s=1e5)
     assert slow.snapshot_s > 10
     assert slow.save_s == 2e5
     assert ettr(hazard, hidden) > ettr(hazard, without_snapshots(hazard, step_s=10, flush_s=60))

@@ -202,7 +202,7 @@ def test_a_lock_that_never_comes_holds_up_nothing_that_the_ranks_say(folder, mon
     monkeypatch.setattr(deeds_module, "hold", hold)
     deeds = Deeds(lambda order: None, folder / "model", {}, read_timeout_s=SOON_S)
     for name in ("hangs", "good"):
-        deeds._accepted(folder / name)
+        deeds._keep_newest(folder / name)
         assert deeds.newest == folder / name
     end.set()
     assert released.wait(60)

@@ -115,7 +115,7 @@ def _one_block():
 
 def _wrong_guess_stands():
     """A guess is taken though another token was drawn."""
-    inner, draw = InferenceEngine._drawn_of, InferenceEngine._drawn
+    inner, draw = InferenceEngine._draw_rows, InferenceEngine._draw
 
     def drawn_of(self, live, rows):
         guesses = [*live.guessed, None]
@@ -124,10 +124,10 @@ def _wrong_guess_stands():
             told, guess = draw(self, live, row), guesses.pop(0)
             return told if guess is None else replace(told, token=guess)
 
-        with mock.patch.object(self, "_drawn", taken):
+        with mock.patch.object(self, "_draw", taken):
             return inner(self, live, rows)
 
-    return mock.patch.object(InferenceEngine, "_drawn_of", drawn_of)
+    return mock.patch.object(InferenceEngine, "_draw_rows", drawn_of)
 
 
 @contextmanager

@@ -7,14 +7,14 @@ import torch
 
 from superstep.serve.compute.sampler import (
     SamplingContext,
-    changed,
+    change_logits,
     draw,
     draw_plain,
     gumbel,
     read_rows,
     read_totals,
     totals_of,
-    truncated,
+    truncate,
 )
 from superstep.serve.scheduling.request import Sampling
 
@@ -42,7 +42,7 @@ def frequencies(sampling, *, draws=DRAWS, seen=NOTHING):
 
 
 def expected(sampling, scores):
-    kept, scores = truncated(scores / sampling.temperature, sampling)
+    kept, scores = truncate(scores / sampling.temperature, sampling)
     return torch.zeros(V, dtype=torch.float64).scatter(0, kept, scores.double().softmax(0))
 
 
@@ -112,7 +112,7 @@ def test_the_likeliest_token_is_certain():
 def test_penalties_and_biases_are_those_of_openai_and_keskar():
     seen = SamplingContext((1, 2), (2, 2, 3))
     sampling = Sampling(presence_penalty=0.5, frequency_penalty=0.25, repetition_penalty=1.5, logit_bias=((9, 4.0),))
-    scores = changed(LOGITS, sampling, seen)
+    scores = change_logits(LOGITS, sampling, seen)
     wanted = LOGITS.clone()
     for token in (1, 2, 3):
         wanted[token] = wanted[token] / 1.5 if wanted[token] > 0 else wanted[token] * 1.5
@@ -132,11 +132,11 @@ def test_what_the_form_does_not_allow_is_never_drawn():
 
 def test_top_p_keeps_the_token_that_crosses_the_line_and_one_at_least():
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
-    assert truncated(logits, Sampling(top_p=0.5))[0].tolist() == [0]
-    assert truncated(logits, Sampling(top_p=0.51))[0].tolist() == [0, 1]
-    assert truncated(logits, Sampling(top_p=1e-9))[0].tolist() == [0]
-    assert truncated(logits, Sampling(min_p=0.5))[0].tolist() == [0, 1]
-    assert truncated(logits, Sampling(top_k=3, top_p=0.7))[0].tolist() == [0, 1], "top-p of what top-k kept"
+    assert truncate(logits, Sampling(top_p=0.5))[0].tolist() == [0]
+    assert truncate(logits, Sampling(top_p=0.51))[0].tolist() == [0, 1]
+    assert truncate(logits, Sampling(top_p=1e-9))[0].tolist() == [0]
+    assert truncate(logits, Sampling(min_p=0.5))[0].tolist() == [0, 1]
+    assert truncate(logits, Sampling(top_k=3, top_p=0.7))[0].tolist() == [0, 1], "top-p of what top-k kept"
 
 
 def test_rows_that_are_drawn_together_are_drawn_as_if_alone(monkeypatch):

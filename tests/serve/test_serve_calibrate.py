@@ -20,7 +20,7 @@ def test_engines_of_exact_mode_all_have_a_servers_threads(monkeypatch, tmp_path)
         return opened(*args, **kwargs)
 
     monkeypatch.setattr(benchmark_steps, "open_engine", open_engine)
-    benchmark_steps.save_random(benchmark_steps._scaled(SHAPES["demo"], 64, 1, 256, 1), tmp_path)
+    benchmark_steps.save_random(benchmark_steps._scale_shape(SHAPES["demo"], 64, 1, 256, 1), tmp_path)
     serve = ServeConfig(context_tokens=64, pages=128, requests=64, step_tokens=512, exact=True)
     before = torch.get_num_threads()
     try:

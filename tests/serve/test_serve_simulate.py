@@ -7,7 +7,7 @@ import pytest
 from test_engine import Counting, V
 
 from superstep.cli.main import main
-from superstep.cost.serve import ComputeMode, served_model
+from superstep.cost.serve import ComputeMode, model_of_rank
 from superstep.errors import StateError
 from superstep.hardware.serving_rate import ServingRate
 from superstep.plan.config import ModelConfig
@@ -21,7 +21,7 @@ from superstep.serve.scheduling.step import Budget
 from superstep.serve.scheduling.step_log import LogFile, Setting, StepRecorder, read_log, samples, work_of
 
 WAY = ComputeMode(name="fp32", tp=1, block_keys=8, is_paged=True)
-MODEL = served_model(shape_of(ModelConfig(name="tiny")), tp=1, number_bytes=4)
+MODEL = model_of_rank(shape_of(ModelConfig(name="tiny")), tp=1, number_bytes=4)
 
 
 def setting(pages, budget):

@@ -36,7 +36,7 @@ from superstep.serve.engine_messages import ChangeWeights, Pause, Resume, Sleep,
 from superstep.serve.scheduling.kv_pages import root_key
 from superstep.serve.scheduling.request import Request, Sampling
 from superstep.serve.scheduling.request_state import LiveRequest
-from superstep.serve.weights import MARK, given, hold, open_source, publish, snapshots, version_of
+from superstep.serve.weights import MARK, hold, open_source, publish, snapshots, version_of, weights_in_memory
 
 VOCAB = 64
 EXACT = ServeConfig(compute="fp32", exact=True, context_tokens=64, page_tokens=4, step_tokens=24, requests=4, pages=60)
@@ -299,7 +299,7 @@ def test_after_a_change_an_engine_is_as_one_that_was_opened_with_those_weights(p
     assert first_words(engine) == fresh
     own = dict(load_file(folder / FILE))
     steward.sleep(keeps_weights=True)
-    assert steward.wake(own) == version_of(given(own)) == version_of(open_weights(folder))
+    assert steward.wake(own) == version_of(weights_in_memory(own)) == version_of(open_weights(folder))
     assert first_words(engine) == before
     assert steward.swap(dict(load_file(other.path / FILE))) == other.version
     assert first_words(engine) == fresh
@@ -574,8 +574,8 @@ def test_a_snapshot_is_whole_named_by_content_and_kept_while_it_is_held(tmp_path
     assert publish(tmp_path, tensors_of(1)[0], keep=1) == made[0]
     assert [path.name for path in tmp_path.iterdir()] == [made[0].path.name]
     source = open_source(made[0].path)
-    assert source.version() == made[0].version == version_of(given(tensors_of(1)[0]))
-    assert version_of(given({n: x.bfloat16() for n, x in tensors_of(1)[0].items()})) != made[0].version
+    assert source.version() == made[0].version == version_of(weights_in_memory(tensors_of(1)[0]))
+    assert version_of(weights_in_memory({n: x.bfloat16() for n, x in tensors_of(1)[0].items()})) != made[0].version
     source.close()
 
 

@@ -31,8 +31,8 @@ from superstep.state.memory_snapshot import (
     common,
     described,
     made,
+    oldest_wanted,
     pieces_of,
-    wanted,
 )
 from superstep.state.verify import SingleProcess
 
@@ -105,7 +105,7 @@ def test_two_slots_take_turns_and_a_third_waits_for_the_disk(memories):
         _copied(memories, step)
         assert memories[0].whole()[5] == held, "until the disk has it"
         assert common(memories) == step
-    assert wanted(memories).position.step == 5
+    assert oldest_wanted(memories).position.step == 5
     assert len(memories[0].whole()) == SLOTS
 
 
@@ -125,8 +125,8 @@ def test_a_second_copy_of_a_step_does_not_hide_the_one_that_the_disk_shall_have(
     held = [memory.whole()[3] for memory in memories]
     _copied(memories, 3)
     assert [memory.whole()[3] for memory in memories] != held
-    assert wanted(memories).position.step == 3
-    assert wanted(memories).slots == tuple(held)
+    assert oldest_wanted(memories).position.step == 3
+    assert oldest_wanted(memories).slots == tuple(held)
 
 
 def test_what_another_host_shall_have_stays_until_something_else_is_held(tmp_path):

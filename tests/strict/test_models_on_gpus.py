@@ -127,7 +127,7 @@ def write_bits_on_cpu(rank, world, run, folder):
     """By torch alone, as a GPU has none of the kernels of ``superstep.kernels`` for exact mode on CPUs."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (cpu_library, attention):
-            patch.setattr(module, "compiled", lambda: Built(None, "a GPU has none"))
+            patch.setattr(module, "compile_library", lambda: Built(None, "a GPU has none"))
         return write_bits(World(rank, world, Device("cpu")), run, batches(run), folder, stop=1)
 
 

@@ -125,14 +125,14 @@ def own_rows_validated():
 
 
 def top_p_keeps_one_less():
-    inner = draw_module.truncated
+    inner = draw_module.truncate
 
     def truncated(scores_V, sampling):
         kept, scores = inner(scores_V, sampling)
         few = len(kept) - (sampling.top_p < 1.0 and len(kept) > 1)
         return kept[:few], scores[:few]
 
-    return mock.patch.object(draw_module, "truncated", truncated)
+    return mock.patch.object(draw_module, "truncate", truncated)
 
 
 def temperature_multiplied():

@@ -27,7 +27,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from superstep.launch.fork_server import heed_all, planted
+from superstep.launch.fork_server import fork_context, heed_all
 
 GRACE_S = 3.0
 """Once a rank has failed, how long the others have to notice: Gloo tells them within milliseconds, or never."""
@@ -83,11 +83,11 @@ class Pool:
 
     def __init__(self, size: int = 8) -> None:
         self.size = size
-        self._context = planted(IMPORTED)  # of which the ranks are forks that tests launch as well
+        self._context = fork_context(IMPORTED)  # of which the ranks are forks that tests launch as well
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         self._ranks: list[_Rank] = []
         self._runs = 0
-        self._started = 0
+        self._start = 0
 
     def run(self, world: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 20.0) -> list[Any]:
         """``fn(rank, world, *args)`` on each rank; what they return, by rank.
@@ -132,8 +132,8 @@ class Pool:
         for number in range(world):
             if number < len(self._ranks) and self._ranks[number].process.is_alive():
                 continue
-            self._started += 1
-            rank = _Rank(self._context, self._folder / f"stacks-{self._started}")
+            self._start += 1
+            rank = _Rank(self._context, self._folder / f"stacks-{self._start}")
             self._ranks[number : number + 1] = [rank]
             fresh.append(rank)
         for rank in fresh:

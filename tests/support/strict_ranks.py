@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from pool import IMPORTED
 from superstep.comm.device import Device
-from superstep.launch.fork_server import heed_all, planted
+from superstep.launch.fork_server import fork_context, heed_all
 from superstep.launch.ranks import World
 from superstep.strict.load import configure
 from superstep.strict.monitor import Monitor
@@ -56,7 +56,7 @@ def run_to_the_end(world, job, folder, *args, limit_s=60.0):
     """The job on ranks that may die: of each, its exit status and what it wrote to stderr. ``job(rank, world, *args)``
     finds no process group; its store is a file of the folder.
     """
-    context = planted(IMPORTED)
+    context = fork_context(IMPORTED)
     ranks = [context.Process(target=_write_apart, args=(rank, world, job, folder, args)) for rank in range(world)]
     for rank in ranks:
         rank.start()

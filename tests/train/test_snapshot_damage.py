@@ -44,7 +44,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_a_copy_that_is_damaged_on_its_way_to_the_disk_is_not_written_and_another_is(folder, monkeypatch, capfd):
-    planted, wanted = [], background_checkpoint.wanted
+    planted, wanted = [], background_checkpoint.oldest_wanted
 
     def wanting(memories):
         found = wanted(memories)
@@ -53,7 +53,7 @@ def test_a_copy_that_is_damaged_on_its_way_to_the_disk_is_not_written_and_anothe
             _flip(memories[1], found.slots[1])
         return found
 
-    monkeypatch.setattr(background_checkpoint, "wanted", wanting)
+    monkeypatch.setattr(background_checkpoint, "oldest_wanted", wanting)
     assert main(["train", *FLAGS, *SAVED, "--state.snapshot-every", "1", "--state.dir", "hurt"]) == 0
     assert planted == [5]
     assert _losses(folder / "hurt") == _losses(folder / "whole")
@@ -87,7 +87,7 @@ def test_a_damaged_copy_is_refused_by_name_and_the_next_best_state_is_gone_on_fr
     """
     plan = [("rank 0", {3, 6, 7}, {7}), ("rank 1", {9, 12, 13}, {9, 12, 13})]
     limits, written_to = iter((0, 6, 18)), [0]
-    wanted, recovering = background_checkpoint.wanted, job.recovering
+    wanted, recovering = background_checkpoint.oldest_wanted, job.recovering
 
     def wanting(memories):
         found = wanted(memories)
@@ -111,7 +111,7 @@ def test_a_damaged_copy_is_refused_by_name_and_the_next_best_state_is_gone_on_fr
 
         return recovering(launched, memories, idle)
 
-    monkeypatch.setattr(background_checkpoint, "wanted", wanting)
+    monkeypatch.setattr(background_checkpoint, "oldest_wanted", wanting)
     monkeypatch.setattr(job, "recovering", recovers)
     flags = [*FLAGS, "--state.save-every", "3", "--state.snapshot-every", "1", "--state.dir", "hurt"]
     assert main(["train", *flags]) == 0

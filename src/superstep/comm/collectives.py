@@ -17,7 +17,7 @@ from torch import Tensor
 
 from superstep.comm.backend import has_gloos_calls
 from superstep.comm.mesh import Group
-from superstep.comm.shared_memory.group_base import gather_single, scatter_single, started
+from superstep.comm.shared_memory.group_base import gather_single, scatter_single, start
 from superstep.numerics.sending import send as to_device
 
 
@@ -89,8 +89,8 @@ def reduce_scatter(buffer: Tensor, group: Group, *, tag: int) -> Pending:
     for step in range(1, size):
         target, source = (me + step) % size, (me - step) % size
         works += [
-            started(dist.isend(parts[target], group=group, group_dst=target, tag=tag)),
-            started(dist.irecv(arrived[source], group=group, group_src=source, tag=tag)),
+            start(dist.isend(parts[target], group=group, group_dst=target, tag=tag)),
+            start(dist.irecv(arrived[source], group=group, group_src=source, tag=tag)),
         ]
 
     def add() -> None:
@@ -117,20 +117,20 @@ def all_gather(buffer: Tensor, group: Group, *, tag: int) -> Pending:
     for step in range(1, size):
         target, source = (me + step) % size, (me - step) % size
         works += [
-            started(dist.isend(parts[me], group=group, group_dst=target, tag=tag)),
-            started(dist.irecv(parts[source], group=group, group_src=source, tag=tag)),
+            start(dist.isend(parts[me], group=group, group_dst=target, tag=tag)),
+            start(dist.irecv(parts[source], group=group, group_src=source, tag=tag)),
         ]
     return _Works(tuple(works))
 
 
 def send(tensor: Tensor, group: Group, target: int, tag: int) -> Pending:
     """Start sending to the group's rank ``target``; the tensor must not change until waited for."""
-    return _Works((started(dist.isend(tensor, group=group, group_dst=target, tag=_tag(group, tag))),))
+    return _Works((start(dist.isend(tensor, group=group, group_dst=target, tag=_tag(group, tag))),))
 
 
 def receive(tensor: Tensor, group: Group, source: int, tag: int) -> Pending:
     """Start receiving from the group's rank ``source``."""
-    return _Works((started(dist.irecv(tensor, group=group, group_src=source, tag=_tag(group, tag))),))
+    return _Works((start(dist.irecv(tensor, group=group, group_src=source, tag=_tag(group, tag))),))
 
 
 def _tag(group: Group, tag: int) -> int:

@@ -35,11 +35,11 @@ def fit(
     counted = [counts(sample.model, sample.work, leaves_rows=way.leaves_rows) for sample in samples]
     many = np.stack(counted) / wanted[:, None]
     used = np.abs(many).max(axis=0) > 0
-    solved, kept = _solved(many), np.ones(len(samples), dtype=bool)
+    solved, kept = _solve(many), np.ones(len(samples), dtype=bool)
     for _ in range(TRIMS):  # a step beside which something else ran is no sample
         error = np.abs(many @ solved - 1)
         kept = error <= TRIM * max(float(np.median(error)), 0.01)
-        solved = _solved(many[kept])
+        solved = _solve(many[kept])
     off = float(np.median(np.abs(many @ solved - 1)))
     solved = _without_gaps(solved, used)
     term_s = tuple(sorted((term, float(f"{each:.6g}")) for term, each in zip(TERMS, solved, strict=True)))
@@ -56,7 +56,7 @@ def fit(
     )
 
 
-def _solved(many: Array) -> Array:
+def _solve(many: Array) -> Array:
     """Seconds of each kind; more rows never take less for a weight: what is solved for is how much more they take."""
     first = TERMS.index(f"rows_{KNOTS[0]}")
     steps = many.copy()

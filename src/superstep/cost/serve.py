@@ -116,7 +116,7 @@ class ComputeMode:
         return "exact" in self.name.split("-")
 
 
-def served_model(shape: ModelShape, *, tp: int, number_bytes: int) -> RankModelSize:
+def model_of_rank(shape: ModelShape, *, tp: int, number_bytes: int) -> RankModelSize:
     """The part of a decoder that each of ``tp`` ranks has."""
     D, N, K, H = shape.width, shape.heads // tp, shape.kv_heads // tp, shape.head_dim
     feed_forward = 3 * D * shape.ffn // tp

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from superstep.data.packing import pack
 from superstep.data.token_files import ANSWER_FILES, FILES, FORMAT, SPLITS, CorpusManifest, SplitName, TokenKind
-from superstep.data.token_writer import held_out, publish
+from superstep.data.token_writer import hold_out, publish
 from superstep.data.tokenizer import Tokenizer
 
 HEAPS = tuple(f"{split}.{kind}" for split in SPLITS for kind in ("heap", "marks"))
@@ -86,7 +86,7 @@ class AnswerFiles:
         """Write an item: conversations that stay in one sequence, each its ids and its marks. By the hash of the
         record's number it is held out.
         """
-        split: SplitName = "validation" if held_out([number], fraction)[0] else "train"
+        split: SplitName = "validation" if hold_out([number], fraction)[0] else "train"
         for ids, marks in item:
             self._streams[f"{split}.heap"].write(np.array(ids, self._dtype).tobytes())
             self._streams[f"{split}.marks"].write(marks)
@@ -124,8 +124,8 @@ class AnswerFiles:
     def _write(
         self, split: SplitName, bounds: NDArray[np.int64], firsts: NDArray[np.int64], packs: list[list[int]]
     ) -> None:
-        ids = _mapped(self.path(f"{split}.heap"), self._dtype)
-        marks = _mapped(self.path(f"{split}.marks"), "uint8")
+        ids = _map_file(self.path(f"{split}.heap"), self._dtype)
+        marks = _map_file(self.path(f"{split}.marks"), "uint8")
         counts = np.zeros(self._tokenizer.vocab, np.int64)
         index, table, conversations, answers = array("q", [0]), array("q", [0, 0]), 0, 0
         with (
@@ -187,7 +187,7 @@ class AnswerFiles:
                 self.path(name).unlink()
 
 
-def _mapped(path: Path, dtype: str) -> NDArray[Any]:
+def _map_file(path: Path, dtype: str) -> NDArray[Any]:
     """A file as an array; an empty one cannot be mapped."""
     mapped: NDArray[Any] = np.memmap(path, dtype, "r") if path.stat().st_size else np.empty(0, dtype)
     return mapped

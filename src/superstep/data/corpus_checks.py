@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from superstep.errors import ConfigError, DataError
-from superstep.plan.config import DataConfig, told
+from superstep.plan.config import DataConfig, setting_text
 
 
 def refuse_settings(config: DataConfig) -> None:
@@ -24,8 +24,8 @@ def refuse_short(config: DataConfig, train_tokens: int, validation_tokens: int) 
     for split, tokens, mend in (("train", train_tokens, "lower"), ("validation", validation_tokens, "raise")):
         if tokens < need:
             raise DataError(
-                f"data.corpus has {tokens} {split} tokens, but {told('data.sequence_tokens', length)} needs {need} "
-                f"for a sequence and its targets; lower data.sequence_tokens, add text, or {mend} "
+                f"data.corpus has {tokens} {split} tokens, but {setting_text('data.sequence_tokens', length)} needs "
+                f"{need} for a sequence and its targets; lower data.sequence_tokens, add text, or {mend} "
                 f"data.validation_fraction = {config.validation_fraction}."
             )
 

@@ -162,7 +162,7 @@ class _Preparation:
         """Writes every file under a partial name, then gives all of them their names."""
         config = self._config
         fingerprint = _fingerprint(config, vocab)  # of the files as they are before they are read
-        files = PartialFiles(folder, tokenizer or self._trained(vocab))
+        files = PartialFiles(folder, tokenizer or self._train_tokenizer(vocab))
         reader = CorpusReader(config)
         with writing(files, config):
             with ExitStack() as stack:
@@ -176,7 +176,7 @@ class _Preparation:
             files.finish(fingerprint, reader.nulls)
             files.publish()
 
-    def _trained(self, vocab: int) -> Tokenizer:
+    def _train_tokenizer(self, vocab: int) -> Tokenizer:
         def texts() -> Iterator[str]:
             reader = CorpusReader(self._config)
             for part in passages(reader.parts(), PASSAGE_CHARS):

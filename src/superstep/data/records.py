@@ -47,17 +47,17 @@ def json_lines(path: Path, encoding: Encoding, text_field: str) -> Iterator[Text
         DataError: a line is not UTF-8 or no object, or its field no text.
         UndecodableError: the file is of another encoding than its mark says.
     """
-    for decoded, where, read_bytes in _decoded_lines(path, encoding):
+    for decoded, where, read_bytes in _decode_lines(path, encoding):
         yield TextRecord(_text_of_line(decoded, text_field, where), read_bytes)
 
 
 def json_objects(path: Path, encoding: Encoding) -> Iterator[RecordFields]:
     """The object of each line that is not blank; raises as ``json_lines`` does."""
-    for decoded, where, read_bytes in _decoded_lines(path, encoding):
+    for decoded, where, read_bytes in _decode_lines(path, encoding):
         yield RecordFields(where, _object_of_line(decoded, where), read_bytes)
 
 
-def _decoded_lines(path: Path, encoding: Encoding) -> Iterator[tuple[str, str, int]]:
+def _decode_lines(path: Path, encoding: Encoding) -> Iterator[tuple[str, str, int]]:
     """Each line that is not blank, where it stands, and its bytes."""
     offset = len(encoding.mark)
     for number, line in enumerate(lines(path, encoding, LONGEST_RECORD_BYTES), 1):
@@ -89,7 +89,7 @@ def _text_of_line(line: str, text_field: str, where: str) -> str | None:
     record = _object_of_line(line, where)
     if text_field not in record:
         raise no_field(text_field, where, list(record))
-    text = _checked(record[text_field], text_field, where)
+    text = _check_text(record[text_field], text_field, where)
     try:
         if text is not None and not text.isascii():
             text.encode()
@@ -151,7 +151,7 @@ def _blocks(path: Path, table: Any, columns: list[str] | None) -> Iterator[tuple
 def _text_of_cell(cell: Any, text_field: str, where: str) -> str | None:  # noqa: ANN401 - pyarrow has no types
     if cell.is_valid and hasattr(cell, "as_buffer") and cell.as_buffer().size >= LONGEST_CELL_BYTES:
         raise _too_long(where, cell.as_buffer().size)
-    return _checked(cell.as_py(), text_field, where)
+    return _check_text(cell.as_py(), text_field, where)
 
 
 def _rows_at_once(group: object) -> int:
@@ -169,7 +169,7 @@ def _too_long(where: str, size: int) -> DataError:
     )
 
 
-def _checked(value: object, text_field: str, where: str) -> str | None:
+def _check_text(value: object, text_field: str, where: str) -> str | None:
     if value is not None and not isinstance(value, str):
         raise no_text(value, text_field, where)
     return value

@@ -35,7 +35,7 @@ class Passage:
     is_last: bool
 
 
-def held_out(document_numbers: list[int], fraction: float) -> list[bool]:
+def hold_out(document_numbers: list[int], fraction: float) -> list[bool]:
     """Whether each document is held out: whether the hash of its number is below the fraction."""
     hashes = mix64(np.array(document_numbers, np.uint64))
     return [bool(is_below) for is_below in hashes < np.uint64(int(fraction * 2.0**64))]
@@ -88,7 +88,7 @@ class PartialFiles:
     def append(self, block: Sequence[Passage], validation_fraction: float) -> None:
         """Encodes and writes the next passages, each to the split of its document."""
         encoded = run_aside(lambda: self.tokenizer.encode_batch([passage.text for passage in block]))
-        are_held_out = held_out([passage.document for passage in block], validation_fraction)
+        are_held_out = hold_out([passage.document for passage in block], validation_fraction)
         for passage, ids, is_held_out in zip(block, encoded, are_held_out, strict=True):
             split: SplitName = "validation" if is_held_out else "train"
             written = [*ids, self.tokenizer.end_of_text] if passage.is_last else ids

@@ -55,7 +55,9 @@ class Environment:
         try:
             task = self.make(index, seed)
         except (Exception, SystemExit) as error:
-            raise ConfigError(f"{call} fails: {told(error)}; it must give a Task for every index from 0.") from error
+            raise ConfigError(
+                f"{call} fails: {describe_error(error)}; it must give a Task for every index from 0."
+            ) from error
         if not isinstance(task, Task):
             raise ConfigError(f"{call} gives {type(task).__name__}; return a superstep.grade.task.Task.")
         if not isinstance(task.prompt, str) and not all(isinstance(each, Message) for each in task.prompt):
@@ -75,7 +77,7 @@ class Environment:
         try:
             reply = self.answer(task, turns)
         except (Exception, SystemExit) as error:
-            raise ConfigError(f"{self.path}: reply(task, turns) fails: {told(error)}.") from error
+            raise ConfigError(f"{self.path}: reply(task, turns) fails: {describe_error(error)}.") from error
         if not isinstance(reply, Observation | Done):
             raise ConfigError(
                 f"{self.path}: reply(task, turns) gives {type(reply).__name__}; return an Observation or Done()."
@@ -96,6 +98,6 @@ def load_environment(source: str | Path) -> Environment:
     return Environment(path=path, make=names["task"], judge=names["grade"], answer=reply)
 
 
-def told(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """The kind of an error and its first line."""
     return line(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}").rstrip(": .")

@@ -59,7 +59,7 @@ class EnvironmentProcess:
             Fault: the process does not start.
         """
         if self._has_replies is None:
-            reply = self._told({"path": str(self.path), "config": None}, START_S, "it cannot be loaded")
+            reply = self._request({"path": str(self.path), "config": None}, START_S, "it cannot be loaded")
             self._has_replies = reply["replies"]
 
     def task(self, index: int, seed: int) -> Task:
@@ -115,10 +115,10 @@ class EnvironmentProcess:
         self.open()
         for _ in range(RESTARTS):
             try:
-                return self._told(request, self._seconds, what)
+                return self._request(request, self._seconds, what)
             except EndedError:
                 self._restart()
-        return self._told(request, self._seconds, f"{what}, asked {RESTARTS + 1} times")
+        return self._request(request, self._seconds, f"{what}, asked {RESTARTS + 1} times")
 
     def _restart(self) -> None:
         self._process.end()
@@ -126,7 +126,7 @@ class EnvironmentProcess:
         self._has_replies = None
         self.open()
 
-    def _told(self, request: dict[str, Any], seconds: float, what: str) -> dict[str, Any]:
+    def _request(self, request: dict[str, Any], seconds: float, what: str) -> dict[str, Any]:
         reply = self._process.ask(request, seconds)
         if reply is None:
             why = unanswered(self._process, seconds)

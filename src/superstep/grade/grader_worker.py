@@ -24,13 +24,13 @@ from typing import IO, Any
 
 from superstep.errors import ConfigError, SuperstepError
 from superstep.grade.config import GradeConfig
-from superstep.grade.environment import Environment, load_environment, told
+from superstep.grade.environment import Environment, describe_error, load_environment
 from superstep.grade.graders.check import Check, Tools
 from superstep.grade.graders.maths_process import MathsProcess
 from superstep.grade.json_line_process import NUMBER
 from superstep.grade.sandbox.sandbox import open_sandbox
 from superstep.grade.task import Done, Message, Rollout, Task
-from superstep.grade.verdict import Verdict, grader_error, scored
+from superstep.grade.verdict import Verdict, grader_error, verdict_of
 
 PR_SET_PDEATHSIG = 1
 
@@ -44,11 +44,11 @@ def decide(environment: Environment, task: Task, rollout: Rollout, tools: Tools)
         verdict = environment.judge(task, rollout)
         if isinstance(verdict, Check) and not isinstance(verdict, Verdict):
             verdict = verdict.verdict(tools)
-        return scored(verdict)
+        return verdict_of(verdict)
     except SuperstepError as error:
         return grader_error(str(error))
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's own code
-        return grader_error(f"grade() fails: {told(error)}")
+        return grader_error(f"grade() fails: {describe_error(error)}")
 
 
 def main() -> None:
@@ -94,24 +94,24 @@ class _Desk:
         index, seed = request["index"], request["seed"]
         match request.get("do", "grade"):
             case "task":
-                return {"prompt": _said(self._task(index, seed).messages)}
+                return {"prompt": _write_messages(self._task(index, seed).messages)}
             case "compare":
                 return {"same": self.environment.task(index, seed) == self.environment.task(index, seed)}
             case "reply":
-                messages = self.environment.reply(self._task(index, seed), _heard(request["turns"]))
-                return {"said": None if isinstance(messages, Done) else _said(messages.messages)}
+                messages = self.environment.reply(self._task(index, seed), _read_messages(request["turns"]))
+                return {"said": None if isinstance(messages, Done) else _write_messages(messages.messages)}
             case _:
                 assert self._tools is not None, "this process was begun to grade"
-                rollout = Rollout(_heard(request["turns"]), request["finish"])
+                rollout = Rollout(_read_messages(request["turns"]), request["finish"])
                 # Made anew: a grader may change what is inside of a task.
                 return decide(self.environment, self.environment.task(index, seed), rollout, self._tools).told()
 
 
-def _said(messages: Sequence[Message]) -> list[list[str]]:
+def _write_messages(messages: Sequence[Message]) -> list[list[str]]:
     return [[message.role, message.content] for message in messages]
 
 
-def _heard(raw: Sequence[Sequence[Any]]) -> tuple[Message, ...]:
+def _read_messages(raw: Sequence[Sequence[Any]]) -> tuple[Message, ...]:
     return tuple(Message(role, content) for role, content in raw)
 
 

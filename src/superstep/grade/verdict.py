@@ -88,7 +88,7 @@ def grader_error(why: str) -> Verdict:
     return Verdict("grader_error", 0.0, line(why))
 
 
-def scored(value: object) -> Verdict:
+def verdict_of(value: object) -> Verdict:
     """The verdict that a grader's plain value means: a Verdict, True or False, or a number from 0 to 1.
 
     Anything else is the grader's mistake: a NaN compares false with every bound, and would be the best reward of all.

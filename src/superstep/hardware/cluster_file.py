@@ -18,7 +18,7 @@ from superstep.hardware.catalogue import chip
 from superstep.hardware.chip import Chip
 from superstep.hardware.cluster import Cluster
 from superstep.hardware.network import usual_cluster
-from superstep.hardware.plausibility import checked
+from superstep.hardware.plausibility import check_cluster
 from superstep.plan.config_io import build, read_tables, write_fields
 
 
@@ -38,7 +38,7 @@ def cluster(text: str) -> Cluster:
     chips = int(match[1])
     usual = usual_cluster(chip(match[2]), chips)
     try:
-        return checked(replace(usual, domain=_whole_domains(usual.domain, chips)))
+        return check_cluster(replace(usual, domain=_whole_domains(usual.domain, chips)))
     except ConfigError as error:
         raise ConfigError(f"cluster = {text!r}: {error}") from error
 
@@ -54,12 +54,12 @@ def read_cluster(path: Path) -> Cluster:
     """The cluster that a TOML file describes; raises ConfigError as ``cluster`` does."""
     raw = read_tables(path)
     try:
-        return checked(_built(raw))
+        return check_cluster(_build_cluster(raw))
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
 
 
-def _built(raw: Mapping[str, Any]) -> Cluster:
+def _build_cluster(raw: Mapping[str, Any]) -> Cluster:
     own = raw.get("chip")
     if isinstance(own, dict) and "base" not in own:
         return build(Cluster, _with_links(raw, own))
@@ -84,5 +84,5 @@ def _with_links(raw: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any
 
 def write_cluster(cluster: Cluster) -> str:
     """The TOML text that ``read_cluster`` reads back as an equal value; raises ConfigError where it would refuse it."""
-    checked(cluster)
+    check_cluster(cluster)
     return "\n".join([*write_fields(cluster), "", "[chip]", *write_fields(cluster.chip), ""])

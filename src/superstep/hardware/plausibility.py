@@ -70,7 +70,7 @@ MEMORY_TO_NETWORK = Limit(1, 30_000, "")
 """Bytes of memory in the time of a byte between domains; 48 to 442 in the catalogue, 27,000 for an H100 on 1 Gb/s."""
 
 
-def checked(cluster: Cluster) -> Cluster:
+def check_cluster(cluster: Cluster) -> Cluster:
     """The same cluster; raises ConfigError where a figure is absurd, or two of them together are."""
     for name, key, value in _figures(cluster, ""):
         limit = LIMITS[key]

@@ -30,7 +30,7 @@ def reference(into_OI: Tensor, grad_OT: Tensor, x_TI: Tensor, scale: float = 1.0
 @cache
 def has_tiles() -> bool:
     """Whether this processor multiplies tiles of bf16, and the system lets this process do so."""
-    library = cpu_library.compiled().library
+    library = cpu_library.compile_library().library
     return library is not None and bool(library.superstep_may_use_tiles())
 
 

@@ -68,7 +68,7 @@ def reference(
 
 
 @cache
-def compiled() -> Built:
+def compile_library() -> Built:
     """The kernel for a CPU, compiled where it has not been. A process asks once."""
     return compile_cpp.build(SOURCES, FLAGS, compile_cpp.folder_of(SOURCES[0]))
 
@@ -76,7 +76,7 @@ def compiled() -> Built:
 @cache
 def has_tiles() -> bool:
     """Whether this processor multiplies tiles of bf16 (AMX), and the system lets this process do so."""
-    library = compiled().library
+    library = compile_library().library
     return library is not None and bool(library.superstep_may_use_tiles())
 
 
@@ -88,7 +88,7 @@ def multiplies_pairs() -> bool:
     """
     if has_tiles():
         return True
-    library = compiled().library
+    library = compile_library().library
     assert library is not None, "it was chosen because it is there"
     library.superstep_pairs_over_floats.restype = c_double
     return bool(library.superstep_pairs_over_floats() * FASTER < 1.0)
@@ -98,7 +98,7 @@ def missing(device: torch.device) -> str:
     """Why there is no kernel for a device, in a line; empty where there is one."""
     if device.type != "cpu":
         return triton_loader.missing(device)
-    return compiled().why if compiled().library is None else ""
+    return compile_library().why if compile_library().library is None else ""
 
 
 def fits(*tensors: Tensor) -> bool:
@@ -254,7 +254,7 @@ class KernelArgs:
         self._told.grid_scale, self._told.grid_limit = scale, limit
 
     def run(self, name: str) -> None:
-        library = compiled().library
+        library = compile_library().library
         assert library is not None, "it was chosen because it is there"
         function: ctypes._NamedFuncPointer = getattr(library, name)
         function.restype = None

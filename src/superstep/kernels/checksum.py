@@ -45,7 +45,7 @@ def checksum(values: Tensor, first: int = 0) -> Tensor:
     library = compiled().library
     if library is None or values.device.type != "cpu":
         return reference(values, first)
-    return _summed(library.superstep_checksum, [values], values.numel(), first)
+    return _sum_tensors(library.superstep_checksum, [values], values.numel(), first)
 
 
 def word_sum(values: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ def word_sum(values: Tensor) -> Tensor:
     library = compiled().library
     if library is None or values.device.type != "cpu":
         return values.detach().view(torch.int32).sum(dtype=torch.int64)
-    return _summed(library.superstep_word_sum, [values], values.numel())
+    return _sum_tensors(library.superstep_word_sum, [values], values.numel())
 
 
 def copy_summed(into: Tensor, values: Tensor, first: int = 0) -> Tensor:
@@ -72,7 +72,7 @@ def copy_summed(into: Tensor, values: Tensor, first: int = 0) -> Tensor:
     if library is None or values.device.type != "cpu":
         into.copy_(values, non_blocking=True)
         return reference(values, first)
-    return _summed(library.superstep_copy_summed, [into, values], values.numel(), first)
+    return _sum_tensors(library.superstep_copy_summed, [into, values], values.numel(), first)
 
 
 def reference(values: Tensor, first: int = 0) -> Tensor:
@@ -85,7 +85,7 @@ def reference(values: Tensor, first: int = 0) -> Tensor:
     return total
 
 
-def _summed(function: ctypes._NamedFuncPointer, tensors: Sequence[Tensor], *counts: int) -> Tensor:
+def _sum_tensors(function: ctypes._NamedFuncPointer, tensors: Sequence[Tensor], *counts: int) -> Tensor:
     """What a function of the library returns; other threads of Python run meanwhile."""
     function.restype = c_int64
     return torch.tensor(function(*(c_void_p(x.data_ptr()) for x in tensors), *map(c_int64, counts)))

@@ -27,14 +27,14 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 @cache
-def compiled() -> Built:
+def compile_library() -> Built:
     """The library. A process asks once."""
     return compile_cpp.build(SOURCES, FLAGS, compile_cpp.folder_of(SOURCES[0]))
 
 
 def is_compiled() -> bool:
     """Whether there is a library."""
-    return compiled().library is not None
+    return compile_library().library is not None
 
 
 def takes(*tensors: Tensor) -> bool:
@@ -47,14 +47,14 @@ Argument = Tensor | int | float | None
 
 def run(name: str, *arguments: Argument) -> None:
     """Call a function; tensors are handed over by their addresses, and are held by the caller."""
-    library = compiled().library
+    library = compile_library().library
     assert library is not None, "it was chosen because it is there"
     function: ctypes._NamedFuncPointer = getattr(library, f"superstep_{name}")
     function.restype = None
-    function(*map(_told, arguments), c_int64(torch.get_num_threads()))
+    function(*map(_to_c, arguments), c_int64(torch.get_num_threads()))
 
 
-def _told(argument: Argument) -> c_void_p | c_int64 | c_float:
+def _to_c(argument: Argument) -> c_void_p | c_int64 | c_float:
     match argument:
         case None:
             return c_void_p(None)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from superstep.kernels.attention import LANES, KernelArgs, Qkv, compiled, empty_like, missing
+from superstep.kernels.attention import LANES, KernelArgs, Qkv, compile_library, empty_like, missing
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,5 +101,5 @@ def block_address() -> int | None:
     """Where the function lies that looks at a block of keys, for who keeps them in another way; None where nothing is
     compiled.
     """
-    library = compiled().library
+    library = compile_library().library
     return None if library is None else ctypes.cast(library.superstep_attend_block, ctypes.c_void_p).value

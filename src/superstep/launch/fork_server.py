@@ -63,7 +63,7 @@ def context_of(worker: Callable[..., Any]) -> BaseContext:
     if not _has_seed():
         return multiprocessing.get_context("spawn")
     for _ in range(SEEDS):
-        context = planted([worker.__module__])
+        context = fork_context([worker.__module__])
         first = context.Process(target=_nothing)
         try:
             first.start()
@@ -86,19 +86,19 @@ def begin(module: str, *, is_unused: bool = False) -> None:
     if not _has_seed():
         return
     if ("torch" in sys.modules and not is_unused) or threading.active_count() > 1:
-        planted([module])
+        fork_context([module])
         return
     for name in _imports([module]):
         importlib.import_module(name)
     with _forking():
-        planted([module])
+        fork_context([module])
 
 
 def _has_seed() -> bool:
     return sys.platform == "linux" and len(os.fsencode(tempfile.gettempdir())) <= LONGEST
 
 
-def planted(modules: Sequence[str]) -> ForkServerContext:
+def fork_context(modules: Sequence[str]) -> ForkServerContext:
     """What starts forks of this process's seed. Where there is none yet it is begun, and imports these as well.
 
     A fork that is to heed what the seed does not must ``heed_all``.
@@ -109,7 +109,7 @@ def planted(modules: Sequence[str]) -> ForkServerContext:
     sockets = Path(util.get_temp_dir())
     if not (sockets / OWNER).exists():
         own(sockets)  # for as long as this process lives
-    with stderr_away(), _masked(IGNORED):
+    with stderr_away(), _mask_signals(IGNORED):
         ensure_running()
     return context
 
@@ -137,7 +137,7 @@ def _fork(executable: str, arguments: Sequence[str], files: Sequence[int]) -> in
         if stream is not None:
             stream.flush()
     # An interruption of the fork would run what the command does at its end a second time.
-    with _masked((signal.SIGINT,)):
+    with _mask_signals((signal.SIGINT,)):
         process = os.fork()
         if process == 0:
             _become(arguments[-1], files)
@@ -198,7 +198,7 @@ class LauncherState:
         """Descriptors are handed on where a process is started, and no numbers of them."""
         heart = None if self.heart is None else reduction.DupFd(self.heart)
         stdout = reduction.DupFd(self.stdout)
-        return _received, (self.environment, stdout, self.stderr, self.sockets, heart, self.heeds_signals)
+        return _receive_state, (self.environment, stdout, self.stderr, self.sockets, heart, self.heeds_signals)
 
     def take(self) -> None:
         """Make it this process's own."""
@@ -216,7 +216,7 @@ class LauncherState:
         heed_all()
 
 
-def _received(
+def _receive_state(
     environment: dict[str, str],
     stdout: Any,  # noqa: ANN401 - its type has no public name
     stderr: Path,
@@ -261,7 +261,7 @@ def stderr_away() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _masked(signals: tuple[signal.Signals, ...]) -> Iterator[None]:
+def _mask_signals(signals: tuple[signal.Signals, ...]) -> Iterator[None]:
     """A process that starts within the block never sees these, unless it asks for them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:

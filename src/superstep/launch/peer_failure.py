@@ -68,11 +68,11 @@ class PeerWatch:
     def _watch(self) -> None:
         status = None
         while status is None and not self._is_over.is_set():
-            status = self._told() or self._failed()
+            status = self._signal_status() or self._failed_rank()
         if status is not None and not self._is_over.wait(PATIENCE_S):
             end(status)
 
-    def _told(self) -> int | None:
+    def _signal_status(self) -> int | None:
         """The exit status that a signal asks for, if one comes within a moment."""
         if not select.select([self._signals], [], [], POLL_S)[0]:
             return None
@@ -87,7 +87,7 @@ class PeerWatch:
             self._asked_s = now_s
         return now_s - self._asked_s >= AGAIN_S
 
-    def _failed(self) -> int | None:
+    def _failed_rank(self) -> int | None:
         try:
             return 1 if self._store.check([FAILED]) else None
         except RuntimeError:  # the store's own process has ended, as it does after a run that went well

@@ -157,7 +157,7 @@ def last_line(lines: Sequence[str]) -> str:
     return f"{before or stacks[0]} ({next(files, 'no line of Python')})"
 
 
-def said_by(ranks: Sequence[RankProcess], fault: Fault) -> str:
+def output_of(ranks: Sequence[RankProcess], fault: Fault) -> str:
     """What every rank did when one was found to have failed, as text. Of several parties, those of the failed one are
     meant; which that is only its name in the fault tells.
     """

@@ -40,7 +40,7 @@ from superstep.errors import Fault, Lost
 from superstep.launch.failure import Trouble, trouble_of
 from superstep.launch.fork_server import LauncherState, context_of, place_at, stderr_away
 from superstep.launch.process_handle import ProcessHandle
-from superstep.launch.rank_process import END, END_S, Attending, RankProcess, end_all, pass_on, said_by
+from superstep.launch.rank_process import END, END_S, Attending, RankProcess, end_all, output_of, pass_on
 from superstep.launch.rendezvous import TIMEOUT, Meeting, RankSlot
 from superstep.launch.stack_dump import answering, own_heart
 from superstep.launch.stop_request import STOPPED, Stop, listening
@@ -290,7 +290,7 @@ def _collect(ranks: Sequence[RankProcess], cut: Connection | None = None) -> tup
     if troubles:
         first = min(troubles, key=lambda trouble: (trouble.order, trouble.at_s))
         if isinstance(first.error, Fault):
-            first.error.said = said_by(ranks, first.error)
+            first.error.said = output_of(ranks, first.error)
         return value, first
     if waiting:
         return value, None

@@ -189,7 +189,7 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401
         (order_R,) = ctx.saved_tensors
-        return in_order(_permuted(grad_RD, order_R).unflatten(0, (-1, ctx.k))), None, None
+        return in_order(_permute(grad_RD, order_R).unflatten(0, (-1, ctx.k))), None, None
 
 
 def in_order(x_Tk: Tensor) -> Tensor:
@@ -204,7 +204,7 @@ class _Unsort(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y_RD: Tensor, order_R: Tensor) -> Tensor:  # noqa: ANN401
         ctx.save_for_backward(order_R)
-        return _permuted(y_RD, order_R)
+        return _permute(y_RD, order_R)
 
     @staticmethod
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
@@ -212,5 +212,5 @@ class _Unsort(torch.autograd.Function):
         return grad_RD.index_select(0, order_R), None
 
 
-def _permuted(rows_RD: Tensor, order_R: Tensor) -> Tensor:
+def _permute(rows_RD: Tensor, order_R: Tensor) -> Tensor:
     return torch.empty_like(rows_RD).index_copy_(0, order_R, rows_RD)

@@ -54,7 +54,7 @@ class Weights(Mapping[str, HfTensor]):
         self.progress = progress
         self._file_of = file_of
 
-    def watched(self, progress: Callable[[], None]) -> Weights:
+    def watch(self, progress: Callable[[], None]) -> Weights:
         """The same, for who wants to know that reading goes on."""
         return Weights(self.path, self._file_of, progress)
 
@@ -81,7 +81,7 @@ def open_weights(path: Path) -> Weights:
         if path.is_file():
             files = [path]
         elif index.is_file():
-            files = _indexed_files(path)
+            files = _index_files(path)
         else:
             files = [path / FILE]
         for file in files:
@@ -113,7 +113,7 @@ def _read_header(file: Path) -> None:
         stream.read(min(size_bytes, HEADER_BYTES))
 
 
-def _indexed_files(folder: Path) -> list[Path]:
+def _index_files(folder: Path) -> list[Path]:
     """The files that a folder's index names.
 
     Raises:

@@ -58,10 +58,10 @@ def adapt(specs: Sequence[UnitSpec], outline: Outline, lora: LoraConfig) -> tupl
         lora: which.
     """
     targets = set(targets_of(outline, lora))
-    return tuple(_adapted(spec, targets, lora) for spec in specs)
+    return tuple(_add_factors(spec, targets, lora) for spec in specs)
 
 
-def _adapted(spec: UnitSpec, targets: set[str], lora: LoraConfig) -> UnitSpec:
+def _add_factors(spec: UnitSpec, targets: set[str], lora: LoraConfig) -> UnitSpec:
     adapted = {
         local.removesuffix(".weight"): param
         for local, param in spec.params.items()

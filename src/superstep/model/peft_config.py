@@ -133,8 +133,8 @@ def read_config(text: bytes, file: Path) -> AdapterConfig:
     _refuse_others(config, file)
     try:
         checked = AdapterConfig(
-            r=_checked(config.get("r"), "r", _is_rank, file),
-            lora_alpha=_checked(config.get("lora_alpha"), "lora_alpha", _is_number, file),
+            r=_check_value(config.get("r"), "r", _is_rank, file),
+            lora_alpha=_check_value(config.get("lora_alpha"), "lora_alpha", _is_number, file),
             is_stabilized=bool(config.get("use_rslora")),
             rank_pattern=_table(config, "rank_pattern", _is_rank, file),
             alpha_pattern=_table(config, "alpha_pattern", _is_number, file),
@@ -181,7 +181,7 @@ def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _checked(value: Any, field: str, is_sound: Any, file: Path) -> Any:  # noqa: ANN401
+def _check_value(value: Any, field: str, is_sound: Any, file: Path) -> Any:  # noqa: ANN401
     if not is_sound(value):
         rule = "a whole number of at least 1" if is_sound is _is_rank else "a finite number"
         raise ConfigError(f"{file}: {field} = {json.dumps(value)} must be {rule}.")
@@ -192,7 +192,7 @@ def _table(config: Mapping[str, Any], field: str, is_sound: Any, file: Path) -> 
     table = config.get(field) or {}
     if not isinstance(table, dict):
         raise ConfigError(f"{file}: {field} = {json.dumps(table)[:60]} must be an object.")
-    return {key: _checked(value, f"{field}['{key}']", is_sound, file) for key, value in table.items()}
+    return {key: _check_value(value, f"{field}['{key}']", is_sound, file) for key, value in table.items()}
 
 
 def _names(config: Mapping[str, Any], field: str, file: Path) -> str | tuple[str, ...]:

@@ -104,7 +104,7 @@ def _noisy_top_k(moe: MoeShape, logits_BSE: Tensor, noise_BSE: Tensor | None) ->
     if noise_BSE is None:
         load_BE = choices(choice_BSk, moe.experts).to(importance_BE)
     else:
-        load_BE = expected_load(clean_BSE, noisy_BSE, spread_BSE, top_BSk)
+        load_BE = expect_load(clean_BSE, noisy_BSE, spread_BSE, top_BSk)
     balance_B = _variation(importance_BE) + _variation(load_BE)
     return _with_room(moe, choice_BSk, weight_BSk, balance_B, z_loss(clean_BSE))
 
@@ -160,7 +160,7 @@ def z_loss(logits_BSE: Tensor) -> Tensor:
     return logits_BSE.logsumexp(-1).square().mean(1)
 
 
-def expected_load(clean_BSE: Tensor, noisy_BSE: Tensor, spread_BSE: Tensor, top_BSk: Tensor) -> Tensor:
+def expect_load(clean_BSE: Tensor, noisy_BSE: Tensor, spread_BSE: Tensor, top_BSk: Tensor) -> Tensor:
     """Tokens that each expert would get if its own noise were drawn anew (Shazeer 2017, eq. 8 to 10): [B, E].
 
     A count has no gradient, this has. Φ((clean - threshold) / spread) is the chance that an expert stays above the

@@ -48,13 +48,13 @@ def as_units(
             )
             for local, param in module.named_parameters()
         }
-        build = partial(_built, module)
+        build = partial(_build_copy, module)
         last = loss if number == len(modules) - 1 else None
         units.append(UnitSpec(name=str(number), build=build, params=params, loss=last))
     return tuple(units)
 
 
-def _built(module: nn.Module) -> nn.Module:
+def _build_copy(module: nn.Module) -> nn.Module:
     """A copy on the device of the ``with torch.device(...)`` around it; on the meta device without its values."""
     device = torch.empty(0).device
     if device.type != "meta":

@@ -128,11 +128,11 @@ def _on_cpus(ranks: Mapping[int, RankStanding]) -> Hung | None:
         hung = [process for process, rank in ranks.items() if hangs(rank)]
         rest = [rank for process, rank in ranks.items() if process not in hung]
         if hung and (why != "still" or all(rank.beat.doing is Doing.WAITS for rank in rest)):
-            return _named(ranks, hung, why)
+            return _name_hung(ranks, hung, why)
     return None
 
 
-def _named(ranks: Mapping[int, RankStanding], hung: list[int], why: str) -> Hung:
+def _name_hung(ranks: Mapping[int, RankStanding], hung: list[int], why: str) -> Hung:
     first, *others = sorted(hung, key=lambda process: _at(ranks[process]))
     rank = ranks[first]
     words = {

@@ -72,7 +72,7 @@ class RecordField:
         return values
 
 
-def checked(*fields: RecordField) -> tuple[RecordField, ...]:
+def check_fields(*fields: RecordField) -> tuple[RecordField, ...]:
     """The fields, in the order of their places; an AssertionError where one is not in the page, or in another."""
     ordered = sorted(fields, key=lambda field: field.offset_bytes)
     for field in ordered:
@@ -93,5 +93,5 @@ SIZES_COUNT = RecordField(name="sizes_count", offset_bytes=2040, record=Struct("
 SIZES = RecordField(name="sizes", offset_bytes=2048, record=Struct("<2Q"), count=64)
 GPU = RecordField(name="gpu", offset_bytes=3072, record=Struct(f"<10Q{TEXT_BYTES}s"))
 
-FIELDS = checked(BEAT, TICK, EXPECTED, WORDS_USED, PROCESS, SIZES_COUNT, SIZES, GPU)
+FIELDS = check_fields(BEAT, TICK, EXPECTED, WORDS_USED, PROCESS, SIZES_COUNT, SIZES, GPU)
 """All of them."""

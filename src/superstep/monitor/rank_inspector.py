@@ -135,14 +135,14 @@ class Looker:
 
     def look(self) -> tuple[RankSeen, ...]:
         """Every rank now, without its notes."""
-        return tuple(self._seen(rank, view) for rank, view in sorted(self._views.items()))
+        return tuple(self._observe(rank, view) for rank, view in sorted(self._views.items()))
 
     def stacks(self) -> dict[int, int]:
         """The process of each rank, and the descriptor that its stacks go to."""
         beats = (read_beat(view) for view in self._views.values())
         return {beat.process: beat.stacks for beat in beats if beat.process}
 
-    def _seen(self, rank: int, view: mmap.mmap) -> RankSeen:
+    def _observe(self, rank: int, view: mmap.mmap) -> RankSeen:
         now_s, beat = self._clock(), read_beat(view).on_gpu()
         vitals_of_rank = self._system(beat.process) if beat.process else Vitals()
         main = self._threads(beat.process, beat.process) if beat.process else None

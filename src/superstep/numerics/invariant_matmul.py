@@ -46,11 +46,11 @@ def _cell(left_MK: Tensor, right_KN: Tensor) -> Tensor:
     rows, inner = left_MK.shape
     columns = right_KN.shape[1]
     if columns % COLUMNS:
-        right_KN = _padded(right_KN, columns=-columns % COLUMNS)
+        right_KN = _pad(right_KN, columns=-columns % COLUMNS)
     smallest = inner % PIECE or min(inner, PIECE)
     least = max(ROWS, SMALL // (smallest * right_KN.shape[1]) + 1)
     if rows < least:
-        left_MK = _padded(left_MK, rows=least - rows)
+        left_MK = _pad(left_MK, rows=least - rows)
     total: Tensor | None = None
     for at in range(0, left_MK.shape[1], PIECE):
         left, right = left_MK[:, at : at + PIECE], right_KN[at : at + PIECE]
@@ -64,10 +64,10 @@ def _cell(left_MK: Tensor, right_KN: Tensor) -> Tensor:
     return total[:rows, :columns]
 
 
-def _padded(matrix: Tensor, *, rows: int = 0, columns: int = 0) -> Tensor:
+def _pad(matrix: Tensor, *, rows: int = 0, columns: int = 0) -> Tensor:
     """With so many rows and columns of zeros more, laid out in memory as it was: the layout picks the kernel."""
     if matrix.stride(0) == 1 and matrix.shape[1] > 1:
-        return _padded(matrix.t(), rows=columns, columns=rows).t()
+        return _pad(matrix.t(), rows=columns, columns=rows).t()
     return torch.nn.functional.pad(matrix, (0, columns, 0, rows))
 
 

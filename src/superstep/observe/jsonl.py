@@ -48,7 +48,7 @@ class JsonLines:
         self._path = path
         self._warn = warn
         self._most_bytes = most_waiting_bytes
-        self._file = self._opened()
+        self._file = self._open()
         if _has_no_end(path):
             self._file.append(b"\n")
 
@@ -61,7 +61,7 @@ class JsonLines:
         if isinstance(event, (Resumed, RolledBack)):
             self._file.close()
             drop_after(self._path, event.step)
-            self._file = self._opened()
+            self._file = self._open()
         step = -1 if isinstance(event, RunStarted) else event.step
         before = self._file.problem
         self._file.append(line(event), step=step)
@@ -78,7 +78,7 @@ class JsonLines:
         """
         self._file.close()
 
-    def _opened(self) -> AppendFile:
+    def _open(self) -> AppendFile:
         return AppendFile(self._path, most_waiting_bytes=self._most_bytes)
 
 
@@ -100,7 +100,7 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
     """The file's objects, in order; lines that cannot be read are passed over, and told by ``damage``."""
     with path.open("rb") as file:
         for text in file:
-            if (value := parsed(text)) is not None:
+            if (value := parse_line(text)) is not None:
                 yield value
 
 
@@ -109,7 +109,7 @@ def damage(path: Path) -> str:
     them: it may be under way.
     """
     with path.open("rb") as file:
-        numbers = [n for n, text in enumerate(file, start=1) if text.endswith(b"\n") and parsed(text) is None]
+        numbers = [n for n, text in enumerate(file, start=1) if text.endswith(b"\n") and parse_line(text) is None]
     return damage_text(path, numbers)
 
 
@@ -134,7 +134,7 @@ def last_line(path: Path) -> dict[str, Any]:
             texts = file.read().splitlines()
     except OSError:
         return {}
-    return next((value for text in reversed(texts) if (value := parsed(text)) is not None), {})
+    return next((value for text in reversed(texts) if (value := parse_line(text)) is not None), {})
 
 
 def drop_after(path: Path, step: int) -> None:
@@ -150,7 +150,7 @@ def drop_after(path: Path, step: int) -> None:
     try:
         with path.open("rb") as old, beside.open("wb") as new:
             for text in old:
-                value = parsed(text)
+                value = parse_line(text)
                 is_damaged = value is None and text.endswith(b"\n")
                 if is_damaged or (value is not None and value.get("step", 0) <= step):
                     new.write(text if text.endswith(b"\n") else text + b"\n")
@@ -161,7 +161,7 @@ def drop_after(path: Path, step: int) -> None:
         raise disk_fault(error, path, step=step) from error
 
 
-def parsed(text: bytes) -> dict[str, Any] | None:
+def parse_line(text: bytes) -> dict[str, Any] | None:
     """The object of one line; None of a torn one."""
     try:
         value = json.loads(text)
@@ -186,7 +186,7 @@ def _has_no_end(path: Path) -> bool:
                 return False
             file.seek(0)
             last = deque(file, maxlen=1).pop()
-            if parsed(last) is not None:
+            if parse_line(last) is not None:
                 return True
             file.truncate(length - len(last))
     except OSError as error:

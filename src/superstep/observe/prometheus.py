@@ -60,7 +60,7 @@ def exposition(run: str, lines: Iterable[Mapping[str, Any]], *, told_at_s: float
     for line in lines:
         newest[line["event"]] = line
         counts[line["event"]] = counts.get(line["event"], 0) + 1
-    label = f'{{run="{_escaped(run)}"}}'
+    label = f'{{run="{_escape(run)}"}}'
     text: list[str] = []
 
     def add(name: str, kind: str, about: str, value: float | None) -> None:
@@ -78,5 +78,5 @@ def exposition(run: str, lines: Iterable[Mapping[str, Any]], *, told_at_s: float
     return "\n".join(text) + "\n"
 
 
-def _escaped(text: str) -> str:
+def _escape(text: str) -> str:
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

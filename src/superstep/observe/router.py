@@ -116,11 +116,11 @@ def _loads(chosen: Sequence[Sequence[int]]) -> list[float]:
 def _rows(loads: Sequence[Sequence[float]], ink: PictureInk) -> Iterator[str]:
     for expert, course in enumerate(zip(*loads, strict=True)):
         shades = groupby(bisect_right(BOUNDS, load) for load in course)
-        cells = "".join(_filled(shade, len(list(run)), ink) for shade, run in shades)
+        cells = "".join(_fill(shade, len(list(run)), ink) for shade, run in shades)
         yield f"{f'expert {expert}':>{GUTTER - 2}} {ink.edge}{cells}"
 
 
-def _filled(shade: int, columns: int, ink: PictureInk) -> str:
+def _fill(shade: int, columns: int, ink: PictureInk) -> str:
     fill = ink.fills[shade] * columns
     return f"\x1b[48;5;{ink.colours[shade]}m{fill}\x1b[0m" if ink.colours else fill
 
@@ -150,7 +150,7 @@ def _legend(width: int, ink: PictureInk) -> Iterator[str]:
         if used + columns > width:
             yield line
             line, used = "", 0
-        line, used = f"{line}   {_filled(shade, 2, ink)} {meaning}", used + columns
+        line, used = f"{line}   {_fill(shade, 2, ink)} {meaning}", used + columns
     yield line
 
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from superstep.observe.jsonl import damage_text, parsed
+from superstep.observe.jsonl import damage_text, parse_line
 
 
 class Growing:
@@ -50,7 +50,7 @@ class Growing:
         self._read_bytes += len(whole) + len(end)
         for text in whole.split(b"\n") if end else ():
             self._count += 1
-            if (value := parsed(text)) is None:
+            if (value := parse_line(text)) is None:
                 self._damaged.append(self._count)
             else:
                 self._lines.append(value)

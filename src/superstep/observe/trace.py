@@ -53,13 +53,13 @@ def load_trace(path: Path, program: Program) -> Recorded:
         for number, rank in enumerate(ranks)
         for at, start_s, end_s in rank
     ]
-    ordered = sorted(_untangled(program, events), key=lambda e: (e.start_s, e.rank, e.index))
+    ordered = sorted(_untangle(program, events), key=lambda e: (e.start_s, e.rank, e.index))
     return Recorded(step, Timeline(program, tuple(ordered)))
 
 
-def _untangled(program: Program, events: Iterable[TimelineEvent]) -> list[TimelineEvent]:
+def _untangle(program: Program, events: Iterable[TimelineEvent]) -> list[TimelineEvent]:
     """The events without the waits that other ranks' events account for."""
-    joined = [e for members in _together(events).values() for e in _joined(members)]
+    joined = [e for members in _together(events).values() for e in _join_members(members)]
     waits_for = Needs(program)
     came: dict[tuple[int, Arrival], float] = {}
     for e in joined:
@@ -92,7 +92,7 @@ def _together(events: Iterable[TimelineEvent]) -> dict[tuple[object, ...], list[
     return groups
 
 
-def _joined(members: list[TimelineEvent]) -> list[TimelineEvent]:
+def _join_members(members: list[TimelineEvent]) -> list[TimelineEvent]:
     """None starts before the last has come, and both ends of a transfer take the same seconds."""
     start_s, end_s = max(e.start_s for e in members), max(e.end_s for e in members)
     if isinstance(members[0].instruction, Send | Recv):

@@ -334,7 +334,7 @@ class RunConfig(ProposedRun):
     data: DataConfig = field(default_factory=DataConfig)
 
 
-def told(name: str, value: object) -> str:
+def setting_text(name: str, value: object) -> str:
     """``name = value`` for a message, which adds that it is the default: then perhaps nobody has set it."""
     section, _, key = name.partition(".")
     default = getattr(getattr(RunConfig(), section), key)

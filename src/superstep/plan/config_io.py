@@ -84,7 +84,7 @@ def _convert(name: str, value: object, hint: object) -> object:
             if isinstance(value, dict):
                 return _pairs(name, value, option)
         elif origin is tuple:
-            if (items := _listed(name, value, option)) is not None:
+            if (items := _as_list(name, value, option)) is not None:
                 return items
         elif option is float and isinstance(value, int) and not isinstance(value, bool):
             return float(value)
@@ -93,7 +93,7 @@ def _convert(name: str, value: object, hint: object) -> object:
     raise ConfigError(f"{name} = {value!r} is not valid; it must be {describe_type(hint)}.")
 
 
-def _listed(name: str, value: object, hint: object) -> tuple[object, ...] | None:
+def _as_list(name: str, value: object, hint: object) -> tuple[object, ...] | None:
     """A list as a tuple, one value as a list of it; None of what is neither."""
     item = typing.get_args(hint)[0]
     if choices := _choices(hint):

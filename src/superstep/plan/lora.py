@@ -79,7 +79,7 @@ def _check(lora: LoraConfig) -> None:
         raise ConfigError(f"lora.targets is empty; name linears such as q_proj, or {ALL_LINEAR}.")
 
 
-def adapted(outline: Outline, lora: LoraConfig) -> Outline:
+def add_lora(outline: Outline, lora: LoraConfig) -> Outline:
     """The outline with the factors behind each unit's own parameters.
 
     Raises:

@@ -101,25 +101,25 @@ class MeshShape:
 
     def groups(self, axis: Axis) -> list[list[int]]:
         """Every group of ranks that differ along one axis only, each in the order of that axis."""
-        return self._grouped(lambda at: tuple(getattr(at, other) for other in AXES if other != axis))
+        return self._group(lambda at: tuple(getattr(at, other) for other in AXES if other != axis))
 
     def expert_groups(self) -> list[list[int]]:
         """Every group of ranks that hold all experts together, each in the order of the experts."""
-        return self._grouped(lambda at: (at.pp, self.sharer("experts", at)))
+        return self._group(lambda at: (at.pp, self.sharer("experts", at)))
 
     def sequence_groups(self) -> list[list[int]]:
         """Every group of ranks that hold parts of the same sequences, cp slower than tp."""
-        return self._grouped(lambda at: (at.pp, at.dp))
+        return self._group(lambda at: (at.pp, at.dp))
 
     def shard_groups(self, family: Family) -> list[list[int]]:
         """Every group of ranks that shares out one copy of the same parameters, in the order of the shards."""
         shards = self.shards(family)
-        return self._grouped(lambda at: (*self._parameters(family, at), self.sharer(family, at) // shards))
+        return self._group(lambda at: (*self._parameters(family, at), self.sharer(family, at) // shards))
 
     def replica_groups(self, family: Family) -> list[list[int]]:
         """Every group of ranks that holds the same shard."""
         shards = self.shards(family)
-        return self._grouped(lambda at: (*self._parameters(family, at), self.sharer(family, at) % shards))
+        return self._group(lambda at: (*self._parameters(family, at), self.sharer(family, at) % shards))
 
     def _parameters(self, family: Family, at: Coordinate) -> tuple[int, int]:
         return at.pp, self.expert_place(at) if family == "experts" else at.tp
@@ -127,7 +127,7 @@ class MeshShape:
     def _within_stage(self, at: Coordinate) -> int:
         return (at.dp * self.cp + at.cp) * self.tp + at.tp
 
-    def _grouped(self, key: Callable[[Coordinate], Hashable]) -> list[list[int]]:
+    def _group(self, key: Callable[[Coordinate], Hashable]) -> list[list[int]]:
         groups: dict[Hashable, list[int]] = {}
         for rank in range(self.world):
             groups.setdefault(key(self.at(rank)), []).append(rank)

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass, replace
 
 from superstep.errors import ConfigError
-from superstep.plan.config import Context, PlanConfig, Recompute, RunConfig, Schedule, told
-from superstep.plan.lora import adapted, without_adapters
+from superstep.plan.config import Context, PlanConfig, Recompute, RunConfig, Schedule, setting_text
+from superstep.plan.lora import add_lora, without_adapters
 from superstep.plan.mesh import FAMILIES, Family, MeshShape
 from superstep.plan.model.axes import outline_of
 from superstep.plan.model.lookup import shape_of
@@ -142,10 +142,10 @@ def resolve(
     check_ranges(config)
     if config.lora is not None:
         _check_lora(config, shape)
-        outline = adapted(outline, config.lora)
+        outline = add_lora(outline, config.lora)
     if shape is not None and config.data.sequence_tokens > shape.max_tokens:
         raise ConfigError(
-            f"{told('data.sequence_tokens', config.data.sequence_tokens)} is longer than model.name = "
+            f"{setting_text('data.sequence_tokens', config.data.sequence_tokens)} is longer than model.name = "
             f"'{config.model.name}' was made for; set data.sequence_tokens to {shape.max_tokens} or less."
         )
     if config.model.weights is not None and config.data.tokenizer is None:
@@ -370,7 +370,7 @@ def _microbatch(plan: PlanConfig, batch: int) -> int:
     assert plan.dp is not None
     if batch % plan.dp:
         raise ConfigError(
-            f"{told('train.batch_sequences', batch)} does not split over plan.dp = {plan.dp}; "
+            f"{setting_text('train.batch_sequences', batch)} does not split over plan.dp = {plan.dp}; "
             f"set plan.dp to one of {divisors(batch)}, or "
             f"train.batch_sequences to a multiple of {plan.dp}."
         )

@@ -20,7 +20,7 @@ from superstep.cost.program.instruction_seconds import instruction_seconds
 from superstep.hardware.cluster import Cluster
 from superstep.hardware.units import Array
 from superstep.plan.resolve import Resolved
-from superstep.planner.closed_form_seconds import catalogued
+from superstep.planner.closed_form_seconds import catalogue_seconds
 from superstep.planner.plan_columns import plans_of
 from superstep.planner.price import pricing_of
 from superstep.planner.search_problem import SearchProblem
@@ -93,13 +93,13 @@ def calibrated(run: Resolved, recorded: Timeline, cluster: Cluster, efficiency: 
     numerics = run.config.numerics.compute
     world = replace(cluster, chips=run.plan.mesh.world)
     problem = SearchProblem(base=run.config, cluster=world, compute=numerics, memory_bytes=0.0, efficiency=efficiency)
-    observed = dict(_observed(recorded))
+    observed = dict(_observe(recorded))
     known = names(cluster, efficiency)
 
     def logs(x: Array) -> Array:
         changed = efficiency.changed({n: efficiency[n] * float(np.exp(v)) for n, v in zip(known, x, strict=True)})
         pricing = pricing_of(replace(problem, efficiency=changed))
-        seconds = instruction_seconds(run, recorded.program, catalogued(run, plans_of(run).layout, pricing))
+        seconds = instruction_seconds(run, recorded.program, catalogue_seconds(run, plans_of(run).layout, pricing))
         return np.log([max(seconds(instruction, rank), 1e-9) for instruction, rank in observed])
 
     wanted = np.log(np.maximum(list(observed.values()), 1e-9))
@@ -117,7 +117,7 @@ def calibrated(run: Resolved, recorded: Timeline, cluster: Cluster, efficiency: 
     )
 
 
-def _observed(recorded: Timeline) -> Iterator[tuple[tuple[Instruction, int], float]]:
+def _observe(recorded: Timeline) -> Iterator[tuple[tuple[Instruction, int], float]]:
     """One instruction of each kind, unit and rank, with the seconds of such."""
     groups: dict[tuple[str, int, int], list[tuple[Instruction, float]]] = {}
     for event in recorded.events:

@@ -41,7 +41,7 @@ def variances_of(errors: Mapping[str, float | None]) -> Array:
     return (APART * np.array(spreads, dtype=float)) ** 2
 
 
-def believed(slopes: Array, variances: Array) -> Array:
+def belief(slopes: Array, variances: Array) -> Array:
     """For one of deviation, how much of it each constant's logarithm is taken to be off; slopes may be many rows."""
     known = (variances * slopes**2).sum(axis=-1, keepdims=True) + NOISE**2
     share: Array = variances * slopes / known

@@ -95,7 +95,7 @@ class Catalogued:
         return UPDATE_BYTES * share / float(self.pricing.rates.memory_bytes_per_s)
 
 
-def catalogued(run: Resolved, layout: Layout, pricing: Pricing) -> Catalogued:
+def catalogue_seconds(run: Resolved, layout: Layout, pricing: Pricing) -> Catalogued:
     """The seconds of a run's units where its chips are those of ``pricing``."""
     is_mixture = run.shape.moe is not None
     block = _block(run, block_seconds(pricing.model, layout, pricing.rates, pricing.stack, is_mixture=is_mixture))

@@ -61,12 +61,12 @@ def smaller_plan(
             "no plan can be chosen for what is left; set train.elastic = false."
         )
     problem = SearchProblem(
-        base=_priced(config),
+        base=_without_unpriced(config),
         cluster=cluster,
         compute=config.numerics.compute,
         memory_bytes=memory_bytes,
         is_host=is_host,
-        rules=tuple(_kept(config)),
+        rules=tuple(_kept_rules(config)),
     )
     side = Side(problem=problem, pricing=pricing_of(problem))
     if not len(side.space.cores()):
@@ -83,7 +83,7 @@ def smaller_plan(
     return None
 
 
-def _priced(config: RunConfig) -> RunConfig:
+def _without_unpriced(config: RunConfig) -> RunConfig:
     """The run without what has no price."""
     numerics = replace(config.numerics, exact=False)
     state = replace(config.state, recompute_every=None)
@@ -91,7 +91,7 @@ def _priced(config: RunConfig) -> RunConfig:
     return replace(config, numerics=numerics, state=state, lora=None, plan=plan)
 
 
-def _kept(config: RunConfig) -> Iterator[Rule]:
+def _kept_rules(config: RunConfig) -> Iterator[Rule]:
     """What may not change."""
     if config.numerics.exact:  # gradients of microbatches are summed in their order
         yield Rule("microbatch", config.plan.microbatch)

@@ -13,7 +13,7 @@ from superstep.planner.goodput import (
     Saving,
     ettr,
     mtbf_s,
-    recommended,
+    recommend,
     without_snapshots,
 )
 from superstep.planner.simulate_best import Verified
@@ -82,6 +82,6 @@ def survival(plan: Verified, failures_per_hour: float | None) -> Survival | None
         copy_s=copy_s,
         flush_s=flush_s,
         state_bytes=state_bytes,
-        kept=recommended(hazard, step_s=plan.step_s, copy_s=copy_s, flush_s=flush_s),
+        kept=recommend(hazard, step_s=plan.step_s, copy_s=copy_s, flush_s=flush_s),
         plain=without_snapshots(hazard, step_s=plan.step_s, flush_s=flush_s),
     )

@@ -103,7 +103,7 @@ def smallest_cluster(sides: Sequence[Side]) -> int | None:
     chips, domain = problem.cluster.chips, problem.cluster.domain
 
     def fits(count: int) -> bool:
-        enlarged = [_enlarged(side.problem, count) for side in sides]
+        enlarged = [_enlarge(side.problem, count) for side in sides]
         return any(search([each], keep=1).best for each in enlarged if len(each.space.cores()))
 
     while 2 * chips <= domain:
@@ -114,7 +114,7 @@ def smallest_cluster(sides: Sequence[Side]) -> int | None:
     return None if domains is None else domains * domain
 
 
-def _enlarged(problem: SearchProblem, chips: int) -> Side:
+def _enlarge(problem: SearchProblem, chips: int) -> Side:
     larger = problem.on(chips)
     return Side(problem=larger, pricing=pricing_of(larger))
 

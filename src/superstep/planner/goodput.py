@@ -120,7 +120,7 @@ def ettr(hazard: Hazard, saving: Saving) -> float:
     return max(0.0, 1 - lost) / (1 + stalls)
 
 
-def recommended(hazard: Hazard, *, step_s: float, copy_s: float, flush_s: float) -> Saving:
+def recommend(hazard: Hazard, *, step_s: float, copy_s: float, flush_s: float) -> Saving:
     """Intervals for a run with snapshots, in whole steps.
 
     Args:

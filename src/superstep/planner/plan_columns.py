@@ -118,7 +118,7 @@ class Plans:
         )
 
 
-def joined(parts: Sequence[Plans]) -> Plans:
+def join_plans(parts: Sequence[Plans]) -> Plans:
     """One after the other."""
     return Plans(**{field.name: np.concatenate([getattr(p, field.name) for p in parts]) for field in fields(Plans)})
 

@@ -20,7 +20,7 @@ from superstep.cost.program.memory import RankBytes, rank_bytes
 from superstep.cost.program.simulate import simulate
 from superstep.cost.program.stragglers import Jitter, Straggled, straggle
 from superstep.plan.resolve import Resolved, resolve
-from superstep.planner.closed_form_seconds import KINDS, catalogued
+from superstep.planner.closed_form_seconds import KINDS, catalogue_seconds
 from superstep.planner.plan_columns import run_config
 from superstep.planner.price import Pricing
 from superstep.planner.search import PricedPlan
@@ -94,7 +94,7 @@ def verified(priced: PricedPlan) -> Verified:
     return Verified(
         found=priced,
         run=run,
-        parts=simulated(run, program, priced.plan.layout, priced.side.pricing),
+        parts=simulate_plan(run, program, priced.plan.layout, priced.side.pricing),
         memory=memory,
         communicators_bytes=beyond,
         memory_bytes=memory.bytes + FRAGMENTATION * memory.peak.bytes + beyond,
@@ -111,9 +111,9 @@ def instructions_of(run: Resolved) -> int:
     return plan.microbatches * (len(plan.units) * (passes + fetched + summed) + 4 * len(plan.stages))
 
 
-def simulated(run: Resolved, program: Program, layout: Layout, pricing: Pricing) -> Estimate:
+def simulate_plan(run: Resolved, program: Program, layout: Layout, pricing: Pricing) -> Estimate:
     """The parts of a step on its busiest pipeline rank, as the simulator's clock has it."""
-    source = catalogued(run, layout, pricing)
+    source = catalogue_seconds(run, layout, pricing)
     durations = instruction_seconds(run, program, source)
     timeline = simulate(program, durations)
     spent = timeline.spent()
@@ -156,6 +156,6 @@ def straggled(plan: Verified, jitter: Jitter) -> Straggled | None:
     if not plan.is_simulated:
         return None
     program, mesh = compile_step(plan.run.plan, is_each_pass_checked=False), plan.run.plan.mesh
-    source = catalogued(plan.run, plan.found.plan.layout, plan.found.side.pricing)
+    source = catalogue_seconds(plan.run, plan.found.plan.layout, plan.found.side.pricing)
     took = instruction_seconds(plan.run, program, source)
     return straggle(program, took, jitter, lockstep=mesh.tp * mesh.cp, copies=mesh.dp)

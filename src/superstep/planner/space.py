@@ -160,7 +160,7 @@ class Space:
         """Each core with every schedule, one core after the other."""
         tables = {key: self.schedules(*key) for key in _pairs(cores.pp, cores.microbatches)}
         parts = [tables[key] for key in _each(cores.pp, cores.microbatches)]
-        schedule, chunks, group = _stacked(parts, 3)
+        schedule, chunks, group = _stack_columns(parts, 3)
         repeated = cores.take(np.repeat(np.arange(len(cores)), [len(part) for part in parts]))
         return replace(repeated, schedule=schedule, chunks=chunks, microbatch_group=group)
 
@@ -169,7 +169,7 @@ class Space:
         data, alike = plans.dp * plans.cp, self._alike(plans)
         tables = {key: self.shardings(*key) for key in _pairs(data, alike)}
         parts = [tables[key] for key in _each(data, alike)]
-        zero, replicas = _stacked(parts, 2)
+        zero, replicas = _stack_columns(parts, 2)
         repeated = plans.take(np.repeat(np.arange(len(plans)), [len(part) for part in parts]))
         return replace(repeated, zero=zero, replicas=replicas)
 
@@ -217,5 +217,5 @@ def _pairs(first: Array, second: Array) -> list[tuple[int, int]]:
     return list(dict.fromkeys(_each(first, second)))
 
 
-def _stacked(parts: Sequence[Array], columns: int) -> Array:
+def _stack_columns(parts: Sequence[Array], columns: int) -> Array:
     return np.concatenate([np.empty((0, columns)), *parts]).T.copy()

@@ -92,7 +92,7 @@ def add_recompute(program: Program) -> Program:
                 yield Recompute(i.unit, i.microbatch)
             yield i
 
-    return _done(program, "recompute", [tuple(rank(r)) for r in program.ranks])
+    return _with_pass(program, "recompute", [tuple(rank(r)) for r in program.ranks])
 
 
 def add_transfers(program: Program) -> Program:
@@ -112,7 +112,7 @@ def add_transfers(program: Program) -> Program:
             yield from members
             yield from _sends(program, number, of)
 
-    return _done(program, "transfers", [tuple(rank(n, r)) for n, r in enumerate(program.ranks)])
+    return _with_pass(program, "transfers", [tuple(rank(n, r)) for n, r in enumerate(program.ranks)])
 
 
 def _stage_of(program: Program) -> dict[int, int]:
@@ -190,7 +190,7 @@ def add_reductions(program: Program, *, dp: int, tp: int, replicas: int = 1) -> 
         if tp > 1:
             yield ReducePartial()
 
-    return _done(program, "reductions", [tuple(rank(n, r)) for n, r in enumerate(program.ranks)])
+    return _with_pass(program, "reductions", [tuple(rank(n, r)) for n, r in enumerate(program.ranks)])
 
 
 def _finals(program: Program, instructions: tuple[Instruction, ...]) -> dict[int, list[int]]:
@@ -227,10 +227,10 @@ def add_fetch(program: Program, *, dp: int, prefetch: int) -> Program:
     the next ``prefetch`` units ahead of their use, and frees a unit when its next use lies further off.
     """
     if dp == 1 or program.zero == 0:
-        return _done(program, "fetch", list(program.ranks))
+        return _with_pass(program, "fetch", list(program.ranks))
     if program.zero < 3:
-        return _done(program, "fetch", [(*_fetch_all(program, r), *r) for r in program.ranks])
-    return _done(program, "fetch", [tuple(_fetch_ahead(program, r, prefetch)) for r in program.ranks])
+        return _with_pass(program, "fetch", [(*_fetch_all(program, r), *r) for r in program.ranks])
+    return _with_pass(program, "fetch", [tuple(_fetch_ahead(program, r, prefetch)) for r in program.ranks])
 
 
 def _fetch_all(program: Program, instructions: tuple[Instruction, ...]) -> list[Instruction]:
@@ -295,7 +295,7 @@ def add_snapshot(program: Program) -> Program:
             yield i
         yield from (Snapshot(unit) for unit in left)
 
-    return _done(program, "snapshot", [tuple(rank(n, r)) for n, r in enumerate(program.ranks)])
+    return _with_pass(program, "snapshot", [tuple(rank(n, r)) for n, r in enumerate(program.ranks)])
 
 
 def _unit_of(i: Instruction) -> int:
@@ -305,8 +305,8 @@ def _unit_of(i: Instruction) -> int:
 
 def add_step(program: Program) -> Program:
     """The optimizer's update ends the step."""
-    return _done(program, "step", [(*r, Step()) for r in program.ranks])
+    return _with_pass(program, "step", [(*r, Step()) for r in program.ranks])
 
 
-def _done(program: Program, name: str, ranks: list[tuple[Instruction, ...]]) -> Program:
+def _with_pass(program: Program, name: str, ranks: list[tuple[Instruction, ...]]) -> Program:
     return replace(program, passes=(*program.passes, name), ranks=tuple(ranks))

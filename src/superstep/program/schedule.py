@@ -49,7 +49,7 @@ def order(name: Schedule, *, placement: Sequence[int], microbatches: int, group:
         case "1f1b":
             return tuple(_one_forward_one_backward(own, pp - rank, m) for rank, own in enumerate(stages))
         case "interleaved":
-            return tuple(_interleaved(own, pp - rank, m, group) for rank, own in enumerate(stages))
+            return tuple(_interleave(own, pp - rank, m, group) for rank, own in enumerate(stages))
         case "breadth-first":
             return tuple(_all_forward_all_backward(own, m, group) for own in stages)
         case "zb-h1":
@@ -96,7 +96,7 @@ def _one_forward_one_backward(stages: Sequence[int], below: int, m: int) -> tupl
     return _steady(forwards, backwards, warmup=min(below - 1, m))
 
 
-def _interleaved(stages: Sequence[int], below: int, m: int, group: int) -> tuple[StageTask, ...]:
+def _interleave(stages: Sequence[int], below: int, m: int, group: int) -> tuple[StageTask, ...]:
     """Interleaved 1F1B (Narayanan 2021, sec. 2.2): groups go depth-first through the stages of a rank.
 
     The warm-up is what must be in flight before the first backward can reach this rank: all earlier stages of

@@ -169,7 +169,9 @@ class Timeline:
 
     def spent(self) -> tuple[Spent, ...]:
         """Each pipeline rank's step, split by cause."""
-        return tuple(_spent(events, waits) for events, waits in zip(self._of_ranks(), self.stood_still(), strict=True))
+        return tuple(
+            _time_spent(events, waits) for events, waits in zip(self._of_ranks(), self.stood_still(), strict=True)
+        )
 
     def stood_still(self) -> tuple[tuple[Wait, ...], ...]:
         """The waits of every rank, in one pass over the events."""
@@ -216,7 +218,7 @@ def _waits(events: Sequence[TimelineEvent], needs: Needs, start_s: float, end_s:
     yield from _split(clock_s, end_s, [])
 
 
-def _spent(events: Sequence[TimelineEvent], waits: Sequence[Wait]) -> Spent:
+def _time_spent(events: Sequence[TimelineEvent], waits: Sequence[Wait]) -> Spent:
     """Where one rank's step went."""
     busy_s = bubble_s = 0.0
     exposed_s: dict[Lane, float] = dict.fromkeys(("fetch", "reduce", "act", "grad", "snapshot"), 0.0)

@@ -88,7 +88,7 @@ def best_for(law: Frontier, device_s: float, throughput: Throughput) -> Best | N
     best, least = None, math.inf
     for _ in range(MOST_LOOKS):
         sizes = np.exp(np.linspace(middle - half, middle + half, SIZES_A_LOOK)).tolist()
-        tried = [_trained(law, device_s, throughput, params) for params in sizes]
+        tried = [_best_of(law, device_s, throughput, params) for params in sizes]
         losses = [math.inf if each.loss is None else each.loss for each in tried]
         place = losses.index(min(losses))
         if losses[place] == math.inf:
@@ -114,7 +114,7 @@ def _guess(law: Frontier, device_s: float, throughput: Throughput) -> float:
     return params
 
 
-def _trained(law: Law, device_s: float, throughput: Throughput, params: float) -> Best:
+def _best_of(law: Law, device_s: float, throughput: Throughput, params: float) -> Best:
     flops = device_s * throughput(params)
     tokens = flops / (FLOPS_PER_PARAMETER_AND_TOKEN * params)
     return Best(params=params, tokens=tokens, flops=flops, loss=law.loss(params, tokens) if tokens > 0 else None)

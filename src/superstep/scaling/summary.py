@@ -136,10 +136,10 @@ def bootstrap(runs: Sequence[TrainingRun], fitted: Fitted[F], *, resamples: int,
 
 def estimate(fitted: Fit[F], quantity: Callable[[F], float]) -> FittedNumber:
     """A number that a law gives, with the interval that holds ``LEVEL`` of what the resampled laws give."""
-    return _estimated(quantity(fitted.law), [quantity(law) for law in fitted.resampled])
+    return _estimate_number(quantity(fitted.law), [quantity(law) for law in fitted.resampled])
 
 
-def _estimated(value: float, resampled: Sequence[float]) -> FittedNumber:
+def _estimate_number(value: float, resampled: Sequence[float]) -> FittedNumber:
     if not resampled:
         return FittedNumber(value=value, interval=None)
     low, high = np.quantile(resampled, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
@@ -154,7 +154,7 @@ def constants(fitted: Fit[Hoffmann] | Fit[Kaplan] | Fit[PowerFrontier] | Fit[Pow
         return dict(law.constants()) | exponents
 
     columns = {name: [each[name] for each in map(numbers, fitted.resampled)] for name in numbers(fitted.law)}
-    return {name: _estimated(value, columns[name]) for name, value in numbers(fitted.law).items()}
+    return {name: _estimate_number(value, columns[name]) for name, value in numbers(fitted.law).items()}
 
 
 def beyond(runs: Sequence[TrainingRun], params: float, tokens: float) -> dict[str, float]:

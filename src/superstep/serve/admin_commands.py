@@ -178,7 +178,7 @@ class Deeds:
             case Sleep():
                 self._asleep = deed
             case ChangeWeights(path):
-                self._accepted(Path(path))
+                self._keep_newest(Path(path))
             case LoadAdapter(name, path):
                 self.adapters[name] = Path(path)
             case UnloadAdapter(name):
@@ -186,9 +186,9 @@ class Deeds:
             case Wake(path):
                 self._asleep = None
                 if path is not None:
-                    self._accepted(Path(path))
+                    self._keep_newest(Path(path))
 
-    def _accepted(self, path: Path) -> None:
+    def _keep_newest(self, path: Path) -> None:
         """Hold on to the newest weights: ranks that are started again read them.
 
         Nobody waits for the lock: what the ranks say goes on, and they have a lock of their own.

@@ -120,13 +120,13 @@ def shapes(shape: ModelShape, tp: int) -> tuple[ModelShape, ...]:
     """
     narrow = min(shape.width, WIDTH) // 2
     return (
-        _scaled(shape, WIDTH, max(1, min(LAYERS, shape.layers) // 3), VOCAB // 2, tp),
-        _scaled(shape, narrow, LAYERS, VOCAB, tp),
-        _scaled(shape, WIDTH, LAYERS, VOCAB, tp),
+        _scale_shape(shape, WIDTH, max(1, min(LAYERS, shape.layers) // 3), VOCAB // 2, tp),
+        _scale_shape(shape, narrow, LAYERS, VOCAB, tp),
+        _scale_shape(shape, WIDTH, LAYERS, VOCAB, tp),
     )
 
 
-def _scaled(shape: ModelShape, width: int, layers: int, vocab: int, tp: int) -> ModelShape:
+def _scale_shape(shape: ModelShape, width: int, layers: int, vocab: int, tp: int) -> ModelShape:
     width = max(64, min(shape.width, width, WIDTH) // 64 * 64)
     by = width / shape.width
     group = shape.heads // shape.kv_heads
@@ -167,7 +167,7 @@ def _calibrate_rank(world: World, folders: Sequence[Path], serve: ServeConfig, t
                 mine = load_rank(folder, serve, world.rank, mesh.tp, world.device)
                 follow(mine.forward, mesh.tp, world.device, mine.party)
             return []
-        return [_calibrated(world, folder, serve, timing, mesh.tp) for folder in folders]
+        return [_calibrate_one(world, folder, serve, timing, mesh.tp) for folder in folders]
     finally:
         mesh.destroy()
 
@@ -179,7 +179,7 @@ def _share_cores(world: World, serve: ServeConfig, timing: Timing) -> None:
         torch.set_num_threads(timing.threads)
 
 
-def _calibrated(world: World, folder: Path, serve: ServeConfig, timing: Timing, tp: Group | None) -> RankMeasurement:
+def _calibrate_one(world: World, folder: Path, serve: ServeConfig, timing: Timing, tp: Group | None) -> RankMeasurement:
     give_back()
     _share_cores(world, serve, timing)
     before = _own_bytes(world)

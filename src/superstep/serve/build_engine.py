@@ -15,7 +15,7 @@ import torch
 
 from superstep.comm.device import Device, cores
 from superstep.comm.mesh import Group
-from superstep.cost.serve import ComputeMode, RankModelSize, served_model
+from superstep.cost.serve import ComputeMode, RankModelSize, model_of_rank
 from superstep.engine.exact.modules import require_exact
 from superstep.errors import ConfigError
 from superstep.launch.ranks import World
@@ -189,7 +189,7 @@ def usual_pages(least: int, requests: int, free_bytes: int, page_bytes: int) -> 
 
 def setting_model(run: Resolved, serve: ServeConfig) -> RankModelSize:
     """A rank's part of the model in numbers."""
-    return served_model(run.shape, tp=serve.tp, number_bytes=DTYPES[serve.compute].itemsize)
+    return model_of_rank(run.shape, tp=serve.tp, number_bytes=DTYPES[serve.compute].itemsize)
 
 
 def way_name(serve: ServeConfig) -> str:

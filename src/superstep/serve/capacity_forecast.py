@@ -84,7 +84,7 @@ class Small:
         """Of a rank."""
         return weight_bytes(self.model, self.rate)
 
-    def known_s(self, work: Work) -> float:
+    def prefill_s(self, work: Work) -> float:
         """For the rows of a step whose tokens are known: it computes all of them, too, and draws nothing of them."""
         return seconds(self.rate, self.model, replace(work, wanted=0, drawn=0, chance=0))
 
@@ -128,7 +128,7 @@ class ServerSetup:
 
     def seconds(self, work: Work) -> float:
         """Of a step, the rows of the model that guesses among them; but not what it guesses."""
-        return seconds(self.rate, self.model, work) + (0.0 if self.small is None else self.small.known_s(work))
+        return seconds(self.rate, self.model, work) + (0.0 if self.small is None else self.small.prefill_s(work))
 
     def simulate(self, arrivals: Sequence[Arrival]) -> Simulated:
         """Answer requests, beginning with empty pages."""

@@ -24,7 +24,7 @@ from superstep.serve.compute.wanted import Row, read_wanted
 from superstep.serve.drafting.grammar_protocol import Matcher, Matchers
 from superstep.serve.drafting.speculate import Speculation
 from superstep.serve.lora_registry import Holder, Shelf
-from superstep.serve.scheduling.apply_step import book, computed
+from superstep.serve.scheduling.apply_step import book, book_computed
 from superstep.serve.scheduling.kv_pages import Pages
 from superstep.serve.scheduling.request import (
     Counters,
@@ -249,9 +249,9 @@ class InferenceEngine:
         self.speculation.guess(step, live, self._matcher)
         rows, wanted = _rows(step, live)
         logits_RV = self._model(rows)
-        asked = self._drawn_at_once(step, live, wanted)
+        asked = self._rows_to_draw(step, live, wanted)
         told = read_wanted(rows.wanted, asked, logits_RV, self._model.totals, vocab=self.info.vocab)
-        news += [self._told(live[chunk.request], chunk, wanted[chunk.request], told) for chunk in step.chunks]
+        news += [self._update_request(live[chunk.request], chunk, wanted[chunk.request], told) for chunk in step.chunks]
         self._watch.end()
         return news
 
@@ -263,13 +263,13 @@ class InferenceEngine:
         """Take the pages of some running requests back: they wait."""
         for one in some:
             self.pages.release(one.pages)
-            one.freed()
+            one.restart()
             self.speculation.forget(one.id)
             self._running.remove(one)
             self._waiting.append(one)
         self._waiting.sort(key=lambda one: one.urgency)
 
-    def _told(
+    def _update_request(
         self,
         live: LiveRequest,
         chunk: PositionRange,
@@ -279,32 +279,32 @@ class InferenceEngine:
         """Book what was computed of a request, and draw its next tokens where all it has is computed."""
         prompt, cached = self._of_prompt(live, chunk, wanted, told), live.cached_tokens
         if chunk.end < live.known:
-            computed(live, chunk, self.pages, end=chunk.end, version=self.info.version)
+            book_computed(live, chunk, self.pages, end=chunk.end, version=self.info.version)
             return RequestUpdate(request=live.id, prompt=prompt, cached_tokens=cached)
         # The last known token, and each guess behind it, has a row whose logits say what follows.
-        drawn, finish = self._drawn_of(live, [told[row] for row in wanted[live.known - chunk.end - 1 :]])
+        drawn, finish = self._draw_rows(live, [told[row] for row in wanted[live.known - chunk.end - 1 :]])
         self.speculation.judge(live, [token.token for token in drawn])
         # The token drawn last has no key yet. What was guessed instead of it has one, which is written over.
-        computed(live, chunk, self.pages, end=live.known - bool(drawn), version=self.info.version)
+        book_computed(live, chunk, self.pages, end=live.known - bool(drawn), version=self.info.version)
         if finish is not None:
             self._running.remove(live)
             self._leave(live)
         return RequestUpdate(request=live.id, prompt=prompt, tokens=tuple(drawn), finish=finish, cached_tokens=cached)
 
-    def _drawn_of(self, live: LiveRequest, rows: Sequence[Row]) -> tuple[list[TokenOutput], Finish | None]:
+    def _draw_rows(self, live: LiveRequest, rows: Sequence[Row]) -> tuple[list[TokenOutput], Finish | None]:
         """The tokens drawn from rows one after another, as long as each was guessed; and whether the answer ends."""
         drawn: list[TokenOutput] = []
         for row, guess in zip(rows, (*live.guessed, None), strict=True):
-            token = self._drawn(live, row)
+            token = self._draw(live, row)
             if token is None:
                 return drawn, "abort"
             drawn.append(token)
-            finish = self._taken(live, token.token)
+            finish = self._take(live, token.token)
             if finish is not None or token.token != guess:
                 return drawn, finish
         raise AssertionError("behind the last row nothing is guessed")
 
-    def _taken(self, live: LiveRequest, token: int) -> Finish | None:
+    def _take(self, live: LiveRequest, token: int) -> Finish | None:
         finish = live.take(token)
         matcher = self._matcher.get(live.id)
         if matcher is not None and finish is None:
@@ -312,7 +312,7 @@ class InferenceEngine:
             finish = "stop" if matcher.is_done else None
         return finish
 
-    def _drawn_at_once(
+    def _rows_to_draw(
         self, step: ScheduledStep, live: Mapping[int, LiveRequest], wanted: Mapping[int, Sequence[int]]
     ) -> dict[int, tuple[Sampling, int]]:
         """By row, how it is drawn from and the position of the token, where nothing but a temperature changes the
@@ -328,7 +328,7 @@ class InferenceEngine:
                     asked[row] = (how, one.known + nth)
         return asked
 
-    def _drawn(self, live: LiveRequest, row: Row) -> TokenOutput | None:
+    def _draw(self, live: LiveRequest, row: Row) -> TokenOutput | None:
         """The next token; None where there is none: logits that are no numbers, or a form that became too costly."""
         logits_V, totals, drawn = row
         if not (math.isfinite(totals.largest) and math.isfinite(totals.log_total)):
@@ -366,7 +366,7 @@ class InferenceEngine:
 
     def _leave(self, live: LiveRequest) -> None:
         self.pages.release(live.pages)
-        live.freed()
+        live.restart()
         self.adapters.end(live.adapter)
         self._matcher.pop(live.id, None)
         self.speculation.forget(live.id)

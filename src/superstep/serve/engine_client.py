@@ -141,7 +141,7 @@ class Host:
     ) -> AsyncGenerator[RequestUpdate, None]:
         """The news of one request, up to the one that has a ``finish``; see ``Backend``."""
         box = Mailbox()
-        with self._asked(box, prompt, sampling, priority=priority, adapter=adapter, salt=salt):
+        with self._track(box, prompt, sampling, priority=priority, adapter=adapter, salt=salt):
             while not box.is_over:
                 yield await box.get()
 
@@ -157,11 +157,11 @@ class Host:
     ) -> None:
         """The same, handed over as it comes; see ``Backend``."""
         ear = Ear(heard)
-        with self._asked(ear, prompt, sampling, priority=priority, adapter=adapter, salt=salt):
+        with self._track(ear, prompt, sampling, priority=priority, adapter=adapter, salt=salt):
             await ear.end
 
     @contextmanager
-    def _asked(self, mail: Mail, prompt: tuple[int, ...], sampling: Sampling, **rest: Any) -> Iterator[None]:  # noqa: ANN401
+    def _track(self, mail: Mail, prompt: tuple[int, ...], sampling: Sampling, **rest: Any) -> Iterator[None]:  # noqa: ANN401
         """A request under way; who leaves before its end takes it back."""
         self._loop = asyncio.get_running_loop()
         self._number += 1
@@ -252,14 +252,14 @@ class Host:
                     given = (self._folder, serve, address, self._forms, self._deeds.newest)
                     launch_from(self._first_rank, self._device, self._serve.tp, serve_rank, *given)
                 finally:
-                    self._lost()
+                    self._fail_all()
 
     def _read(self, listener: Listener) -> None:
         with suppress(EOFError, OSError), listener.accept() as pipe:
             self._pipe = pipe
             while True:
                 self._hear(decode_report(pipe.recv_bytes()))
-        self._lost()
+        self._fail_all()
 
     def _hear(self, report: Report) -> None:
         match report:
@@ -294,7 +294,7 @@ class Host:
             if mail is not None:  # who asked may have gone
                 mail.put(one)
 
-    def _lost(self) -> None:
+    def _fail_all(self) -> None:
         """The ranks are gone: whoever waits for them is told."""
         self._pipe = None
         if self._state == "ready":

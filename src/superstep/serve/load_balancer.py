@@ -99,7 +99,7 @@ class LoadBalancer:
         self, prompt: tuple[int, ...], sampling: Sampling, *, priority: int = 0, adapter: str = "", salt: str = ""
     ) -> AsyncGenerator[RequestUpdate, None]:
         """The news of one request, from the replica that has the least to do; see ``Backend``."""
-        with self._given(prompt, sampling, adapter, salt) as (member, came):
+        with self._assign(prompt, sampling, adapter, salt) as (member, came):
             asked = member.stream(prompt, sampling, priority=priority, adapter=adapter, salt=salt)
             async with aclosing(asked) as news:
                 async for one in news:
@@ -117,7 +117,7 @@ class LoadBalancer:
         salt: str = "",
     ) -> None:
         """The same, handed over as it comes; see ``Backend``."""
-        with self._given(prompt, sampling, adapter, salt) as (member, came):
+        with self._assign(prompt, sampling, adapter, salt) as (member, came):
 
             def hears(news: RequestUpdate) -> bool:
                 came(news)
@@ -126,7 +126,7 @@ class LoadBalancer:
             await member.hear(prompt, sampling, hears, priority=priority, adapter=adapter, salt=salt)
 
     @contextmanager
-    def _given(
+    def _assign(
         self, prompt: tuple[int, ...], sampling: Sampling, adapter: str, salt: str
     ) -> Iterator[tuple[Replica, Callable[[RequestUpdate], None]]]:
         """A request's replica, and what counts off what it has done of it."""
@@ -217,7 +217,7 @@ def replicas_of(
         [
             Host(
                 folder,
-                replace(serve, replay=_numbered(serve.replay, number)),
+                replace(serve, replay=_number_path(serve.replay, number)),
                 device=device,
                 name=name,
                 forms=forms,
@@ -233,5 +233,5 @@ def _tell(tell: Callable[[str], None], number: int, line: str) -> None:
     tell(f"replica {number}: {line}")
 
 
-def _numbered(path: Path | None, number: int) -> Path | None:
+def _number_path(path: Path | None, number: int) -> Path | None:
     return None if path is None else path.with_name(f"{path.stem}-{number}{path.suffix}")

@@ -135,13 +135,13 @@ class ToolReader:
 
     def push(self, text: str) -> Sequence[Said]:
         """What is certain now."""
-        return self._said(self._parser.push(text) if self._parser else Delta(text))
+        return self._read(self._parser.push(text) if self._parser else Delta(text))
 
     def end(self) -> Sequence[Said]:
         """What was held back, when no text follows."""
-        return self._said(self._parser.end() if self._parser else Delta())
+        return self._read(self._parser.end() if self._parser else Delta())
 
-    def _said(self, delta: Delta) -> Sequence[Said]:
+    def _read(self, delta: Delta) -> Sequence[Said]:
         said = [Said(content=delta.text)] if delta.text else []
         for call in delta.calls:
             said.append(Said(call=self._calls, name=call.name, arguments=call.arguments))

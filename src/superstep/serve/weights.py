@@ -160,7 +160,7 @@ def read_version(path: Path) -> str:
         source.close()
 
 
-def given(tensors: Mapping[str, Tensor]) -> Weights:
+def weights_in_memory(tensors: Mapping[str, Tensor]) -> Weights:
     """Tensors of this process, whole, as if they lay in a file."""
     return Weights(Path("what was given"), {name: _Given(tensor.detach()) for name, tensor in tensors.items()})
 

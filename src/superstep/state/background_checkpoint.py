@@ -23,7 +23,7 @@ from superstep.errors import DiskFault, Fault, SuperstepError
 from superstep.state.all_or_none import Peers
 from superstep.state.checkpoint import save
 from superstep.state.checkpoint_dirs import checkpoint_at
-from superstep.state.damage import damaged
+from superstep.state.damage import find_damaged
 from superstep.state.held_folder import HeldFolder
 from superstep.state.memory_snapshot import (
     FAILED,
@@ -34,8 +34,8 @@ from superstep.state.memory_snapshot import (
     WantedSnapshot,
     damaged_text,
     folder_of,
+    oldest_wanted,
     pieces_of,
-    wanted,
 )
 from superstep.state.tensor_piece import STATE
 from superstep.state.verify import SingleProcess, drop_old, is_there
@@ -85,7 +85,7 @@ class Flusher:
         while True:
             is_over = self._is_over.is_set()
             with self.idle:
-                snapshot = wanted(self._memories)
+                snapshot = oldest_wanted(self._memories)
                 pause_s = POLL_S if snapshot is None else self._write(snapshot)
             if snapshot is None and is_over:
                 return
@@ -102,7 +102,7 @@ class Flusher:
             )
             outcome = ON_DISK
         except (SuperstepError, OSError) as error:
-            wrong = damaged(parts)
+            wrong = find_damaged(parts)
             if wrong and all(memory.has_table for memory in self._memories):
                 self._refuse(snapshot, wrong)
                 return 0.0
@@ -163,7 +163,7 @@ def write_down(
 
     def confirm() -> None:
         require()
-        if damaged(parts):
+        if find_damaged(parts):
             raise Fault(f"{damaged_text(position.step)}; it is not written.")
 
     tables, position = [memory.table() for memory, _ in parts], parts[0][0].position(parts[0][1])

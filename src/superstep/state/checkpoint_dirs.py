@@ -117,7 +117,7 @@ def discard(partial: Path) -> None:
 
 def set_aside(folder: Path, why: Literal["damaged", "rolled-back"] = "damaged") -> Path:
     """Move a checkpoint out of the way that nothing shall go on from; where it is now."""
-    return _moved(folder, why)
+    return _move_aside(folder, why)
 
 
 def step_of(checkpoint: Path) -> int:
@@ -133,10 +133,10 @@ def _clear_the_way(path: Path) -> None:
     if _is_left(path):
         _delete(path)
         return
-    _moved(path, "aside")
+    _move_aside(path, "aside")
 
 
-def _moved(path: Path, ending: str) -> Path:
+def _move_aside(path: Path, ending: str) -> Path:
     number = 1
     while (aside := path.with_name(f"{path.name}.{ending}{'' if number == 1 else f'-{number}'}")).exists():
         number += 1

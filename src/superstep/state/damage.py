@@ -18,7 +18,7 @@ Part = tuple[SnapshotMemory, int]
 """A rank's slot."""
 
 
-def damaged(parts: Sequence[Part]) -> list[int]:
+def find_damaged(parts: Sequence[Part]) -> list[int]:
     """Which of some slots are damaged, by their place among them. They are read side by side."""
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         results = threads.map(lambda part: part[0].is_damaged(part[1]), parts)
@@ -37,7 +37,7 @@ def newest_undamaged(
     """
     warnings: list[str] = []
     while (step := common(memories)) is not None:
-        wrong = damaged([(memory, memory.whole()[step]) for memory in memories])
+        wrong = find_damaged([(memory, memory.whole()[step]) for memory in memories])
         if not wrong:
             break
         with idle:
@@ -55,7 +55,7 @@ def void_damaged(memories: Sequence[SnapshotMemory], first: int = 0) -> list[str
         first: the number of the first of them.
     """
     parts = [(memory, slot, rank) for rank, memory in enumerate(memories, first) for slot in memory.states().values()]
-    wrong = damaged([(memory, slot) for memory, slot, _ in parts])
+    wrong = find_damaged([(memory, slot) for memory, slot, _ in parts])
     return [text for at in wrong for text in _void(*parts[at])]
 
 

@@ -58,7 +58,7 @@ def salts(pieces: Sequence[TensorPiece]) -> Tensor:
     numbers = [
         int.from_bytes(hashlib.blake2b(f"{p.kind} {p.name}".encode(), digest_size=8).digest()) | 1 for p in pieces
     ]
-    return torch.tensor([_signed(each) for each in numbers], dtype=torch.int64)
+    return torch.tensor([_sign(each) for each in numbers], dtype=torch.int64)
 
 
 def written(total: int) -> str:
@@ -66,7 +66,7 @@ def written(total: int) -> str:
     return f"{total % _WORD:016x}"
 
 
-def _signed(word: int) -> int:
+def _sign(word: int) -> int:
     return word - _WORD if word >= _WORD // 2 else word
 
 

@@ -354,7 +354,7 @@ class WantedSnapshot:
     slots: tuple[int, ...]
 
 
-def wanted(memories: Sequence[SnapshotMemory]) -> WantedSnapshot | None:
+def oldest_wanted(memories: Sequence[SnapshotMemory]) -> WantedSnapshot | None:
     """The oldest snapshot that the disk shall have and that every rank has whole."""
     of_step = [memory.waiting() for memory in memories]
     steps = set.intersection(*(set(each) for each in of_step)) if of_step else set()

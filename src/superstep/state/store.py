@@ -43,7 +43,7 @@ class CheckpointStore:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        self._fs, self._root = _opened(self.url)
+        self._fs, self._root = _open_store(self.url)
 
     def steps(self) -> list[int]:
         """Those of whole checkpoints, oldest first."""
@@ -221,7 +221,7 @@ class CheckpointStore:
             ) from error
 
 
-def _opened(url: str) -> tuple[AbstractFileSystem, str]:
+def _open_store(url: str) -> tuple[AbstractFileSystem, str]:
     try:
         from fsspec.core import url_to_fs
     except ImportError as error:

@@ -118,7 +118,7 @@ def require_equal(given: int, wanted: int, what: str) -> None:
         raise ValueError(f"{given} {what}; there must be {wanted}.")
 
 
-def started(work: dist.Work | None) -> dist.Work:
+def start(work: dist.Work | None) -> dist.Work:
     """What was asked to start, which is nothing for who is no member of its group."""
     assert work is not None
     return work

@@ -37,7 +37,7 @@ from superstep.comm.shared_memory.group_base import (
     rows_of,
     rule_of,
     scatter_single,
-    started,
+    start,
     whole_of,
 )
 
@@ -159,12 +159,12 @@ class TwoLevels(OwnGroup):
         """A tensor to one rank."""
         (tensor,) = tensors
         group, peer = self._way_to(peer)
-        return started(dist.isend(whole_of(tensor), group=group, group_dst=peer, tag=_LETTERS))
+        return start(dist.isend(whole_of(tensor), group=group, group_dst=peer, tag=_LETTERS))
 
     def recv(self, tensors: Sequence[Tensor], peer: int, tag: int) -> dist.Work:
         """A tensor from one rank."""
         group, peer = self._way_to(peer)
-        return started(dist.irecv(own_of(tensors[0]), group=group, group_src=peer, tag=_LETTERS))
+        return start(dist.irecv(own_of(tensors[0]), group=group, group_src=peer, tag=_LETTERS))
 
     def barrier(self, opts: Any = None) -> BackgroundOperation:  # noqa: ANN401
         """Done once every rank has come to it."""
@@ -197,10 +197,10 @@ class TwoLevels(OwnGroup):
         return (self._levels.letters, seat) if host == self._host else (self._levels.far, peer)
 
     def _send(self, tensor: Tensor, peer: int) -> dist.Work:
-        return started(dist.isend(tensor, group=self._levels.far, group_dst=peer, tag=1 + self._exchanges % _TAGS))
+        return start(dist.isend(tensor, group=self._levels.far, group_dst=peer, tag=1 + self._exchanges % _TAGS))
 
     def _receive(self, tensor: Tensor, peer: int) -> dist.Work:
-        return started(dist.irecv(tensor, group=self._levels.far, group_src=peer, tag=1 + self._exchanges % _TAGS))
+        return start(dist.irecv(tensor, group=self._levels.far, group_src=peer, tag=1 + self._exchanges % _TAGS))
 
     def _all_reduce(self, whole: Tensor, rule: Rule) -> None:
         size = self.size()
@@ -265,7 +265,7 @@ class TwoLevels(OwnGroup):
         works += [self._send(going[peer], peer) for peer in others if going[peer].numel()]
         here = slice(self._host * self._seats, (self._host + 1) * self._seats)
         rows_in, rows_out = ([len(part) for part in parts[here]] for parts in (coming, going))
-        given, out = (_joined(parts[here]) for parts in (going, coming))
+        given, out = (_join_rows(parts[here]) for parts in (going, coming))
         dist.all_to_all_single(out, given, rows_in, rows_out, group=self._levels.near)
         for work in works:
             work.wait()
@@ -301,7 +301,7 @@ class _Line:
         done: Future[None] = Future()
         with self._lock:
             if self._is_closed:
-                raise _closed()
+                raise _closed_error()
             self._line.put((work, done))
         return done
 
@@ -309,7 +309,7 @@ class _Line:
         """Begin nothing more."""
         with self._lock:
             self._is_closed = True
-            self._failed = self._failed or _closed()
+            self._failed = self._failed or _closed_error()
             self._line.put(None)
 
     # Numbers are summed as they are, whatever of autograd the caller has switched on.
@@ -329,7 +329,7 @@ class _Line:
             del task, work, done  # and with them the tensors
 
 
-def _closed() -> dist.DistBackendError:
+def _closed_error() -> dist.DistBackendError:
     return dist.DistBackendError(f"shared memory: {ENDS[CLOSED]}.")
 
 
@@ -342,7 +342,7 @@ def _combine(rows: Sequence[Tensor], rule: Rule, out: Tensor) -> None:
     _COMBINE[rule](total, last, out=out)
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
+def _join_rows(parts: Sequence[Tensor]) -> Tensor:
     """Neighbouring rows of one tensor as they lie there."""
     first = parts[0]
     return first.as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride(), first.storage_offset())

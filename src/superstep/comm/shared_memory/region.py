@@ -118,7 +118,7 @@ def shared_region(rank: int, world: int) -> tuple[Region | None, str]:
     built, region = library(), None
     if built.library is not None:
         with contextlib.suppress(OSError):
-            file = _locked(offer.file, rank) if first == offer else _opened(first, rank)
+            file = _open_locked(offer.file, rank) if first == offer else _open_offer(first, rank)
             region = Region(file, [names.index(name) for name in names], rank, built.library)
     has_all = all(gather(region is not None))
     # Only now: until then another rank may be about to open it.
@@ -145,19 +145,19 @@ def _offer() -> _Offer | None:
     return _Offer(host, os.getpid(), file, key, is_compiled())
 
 
-def _opened(offer: _Offer, rank: int) -> int:
+def _open_offer(offer: _Offer, rank: int) -> int:
     """The file that another process has open."""
     file = os.open(Path(f"/proc/{offer.process}/fd/{offer.file}"), os.O_RDWR | os.O_CLOEXEC)
     try:
         if os.pread(file, KEY_BYTES, KEY_AT) != offer.key:  # a process of another container has that number
             raise FileNotFoundError
-        return _locked(file, rank)
+        return _open_locked(file, rank)
     except OSError:
         os.close(file)
         raise
 
 
-def _locked(file: int, rank: int) -> int:
+def _open_locked(file: int, rank: int) -> int:
     """The same file, of which this process keeps a byte for as long as it lives."""
     fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
     return file

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from superstep.cost.closed.framework_arrays import Stack
-from superstep.cost.closed.kernels import attention_s, linear_s, windowed
+from superstep.cost.closed.kernels import attention_s, linear_s, window_share
 from superstep.cost.closed.model_numbers import DecoderNumbers
 from superstep.cost.closed.parallel_degrees import Layout
 from superstep.cost.closed.rates import ChipRates
@@ -74,7 +74,7 @@ def block_seconds(
         model.head_dim,
         rates,
         stack,
-        1 - model.windowed_layers * (1 - windowed(model.window, model.sequence_tokens)),
+        1 - model.windowed_layers * (1 - window_share(model.window, model.sequence_tokens)),
     )
     # Cut into runs of neighbours, the last rank sees nearly all keys, and all wait for it (Brandon 2023).
     uneven = np.where((stack.balances_context > 0) | (layout.is_ulysses > 0), 1.0, 2 - 1 / layout.cp)
@@ -82,7 +82,7 @@ def block_seconds(
     wider = model.turned / np.maximum(model.head_dim, 1.0)
     core = (core[0] * uneven * (1 + wider / 2), core[1] * uneven * (1 + 3 * wider / 5))
     width = np.where(is_mixture, model.shared_ffn, model.ffn) / layout.tp
-    moved = _moved(model, tokens, stream, inner + kv_heads * model.head_dim, width, stack)
+    moved = _moved_bytes(model, tokens, stream, inner + kv_heads * model.head_dim, width, stack)
     kernels = np.where(stack.has_fused_elementwise > 0, 8.0, 30.0) + np.where(stack.has_fused_norms > 0, 0.0, 14.0)
     if not is_mixture:
         up = linear_s(tokens, width * (1 + model.gated), model.width, flops, rates)
@@ -97,7 +97,7 @@ def block_seconds(
     moved_s = moved / rates.memory_bytes_per_s + kernels * rates.launch_s
     forward_s = sum((each[0] for each in products), core[0] + moved_s)
     input_s = sum((each[1] for each in products), core[1] + 2 * moved_s)
-    gathered_s = _gathered_bytes(model, layout, stack, is_mixture=is_mixture) / rates.memory_bytes_per_s
+    gathered_s = _gather_bytes(model, layout, stack, is_mixture=is_mixture) / rates.memory_bytes_per_s
     weight_s = (1 - model.frozen) * sum((each[2] for each in products), gathered_s)
     return LayerSeconds(
         forward_s=forward_s,
@@ -110,7 +110,7 @@ def block_seconds(
     )
 
 
-def _gathered_bytes(model: DecoderNumbers, layout: Layout, stack: Stack, *, is_mixture: bool) -> Array:
+def _gather_bytes(model: DecoderNumbers, layout: Layout, stack: Stack, *, is_mixture: bool) -> Array:
     """Bytes over memory to add a microbatch's weight gradients to those before: read, and the sum read and written.
 
     The first microbatch has none before it; each bears its part of what the others move.
@@ -138,7 +138,9 @@ def _projections(
     return [(before[0], before[1], before[2]), linear_s(tokens, model.width, wide, flops, rates)]
 
 
-def _moved(model: DecoderNumbers, tokens: Array, stream: Array, rotated: Array, width: Array, stack: Stack) -> Array:
+def _moved_bytes(
+    model: DecoderNumbers, tokens: Array, stream: Array, rotated: Array, width: Array, stack: Stack
+) -> Array:
     """Bytes over memory of a forward pass, but for products and attention."""
     norms = np.where(stack.has_fused_norms > 0, 4.0, 34.0 * stack.eager) * stream * model.width
     fused = stack.has_fused_elementwise > 0

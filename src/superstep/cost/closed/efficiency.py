@@ -62,7 +62,7 @@ WATTS: dict[str, float] = {
 """Power for each FLOP/s of the 16-bit peak, of the module that a generation's shares were taken from."""
 
 
-def powered(chip: Chip, exponent: float) -> float:
+def power_share(chip: Chip, exponent: float) -> float:
     """The share of its usual rate at which a chip multiplies that has less power for its peak.
 
     Clocks give way: power grows with more than the cube of the clock, so the clock falls by about its cube root. An

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from superstep.cost.closed.efficiency import FITTED, Efficiency, generation, powered
+from superstep.cost.closed.efficiency import FITTED, Efficiency, generation, power_share
 from superstep.cost.closed.framework_arrays import ATTENTION, Stack
 from superstep.cost.closed.framework_memory import MEGATRON, FrameworkMemory
 from superstep.cost.closed.model_numbers import array
@@ -89,12 +89,12 @@ def stacked(values: Sequence[T]) -> T:
     return together
 
 
-def taken(value: T, places: npt.NDArray[np.int_]) -> T:
+def take(value: T, places: npt.NDArray[np.int_]) -> T:
     """Some of the values that ``stacked`` made one of, by their places; one may be taken many times."""
     parts: dict[str, Any] = {}
     for part in fields(value):  # type: ignore[arg-type]
         each = getattr(value, part.name)
-        parts[part.name] = each[places] if isinstance(each, np.ndarray) else taken(each, places)
+        parts[part.name] = each[places] if isinstance(each, np.ndarray) else take(each, places)
     return type(value)(**parts)
 
 
@@ -106,7 +106,7 @@ def _rates(cluster: Cluster, software: Software, efficiency: Efficiency) -> Chip
     if peak is None or half is None:
         known = ", ".join(name for name, _ in chip.flops_per_s)
         raise ConfigError(f"{chip.name} does not multiply in {software.compute}; it knows {known}.")
-    cool = powered(chip, efficiency["power"])
+    cool = power_share(chip, efficiency["power"])
     kind = {"fp8": "products8", "fp4": "products4"}.get(software.compute, "products")
     kernel = software.attention if software.attention.startswith("flash") else "flash-2"
     kin = ("blackwell",) if era.startswith("blackwell") else ()

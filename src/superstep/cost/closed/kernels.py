@@ -26,7 +26,7 @@ heads, as published ones do."""
 WHOLE = np.ones(())
 
 
-def windowed(window: Array, keys: Array) -> Array:
+def window_share(window: Array, keys: Array) -> Array:
     """Of the pairs of a query and an earlier key, the share that a sliding window leaves; 0 stands for no window."""
     part = np.where(window > 0, np.minimum(window / keys, 1.0), 1.0)
     share: Array = part * (2 - part)
@@ -78,7 +78,7 @@ def attention_s(
         heads: of all sequences of a microbatch, on one rank.
         queries, keys, head_dim: there.
         rates, stack: of the machine and the software.
-        seen: share of the causal half that a window leaves (``windowed``).
+        seen: share of the causal half that a window leaves (``window_share``).
     """
     square = heads * queries * keys
     # Causal: half of it. Both products of a forward pass are 4 operations for each score and number of a head. Fused

@@ -137,7 +137,7 @@ def _block(d: LocalDims, e: int, run: Resolved) -> int:
     shape = run.shape
     inputs = kept_inputs(run) if run.config.lora else {"first norm": d.T * d.D, **_inner_inputs(d)}
     stream = 2 * d.t * d.D * e + inputs.get("first norm", 0) * e + 2 * d.t * FP32
-    attention = d.T * 2 * d.N * d.H * e + _keys(d, e, run) + _log_sums(d, run) + _exchanged(d, e, run)
+    attention = d.T * 2 * d.N * d.H * e + _keys(d, e, run) + _log_sums(d, run) + _exchange_bytes(d, e, run)
     qk_norm = d.T * (d.N + d.K) * (d.H * e + FP32) if shape.qk_norm else 0
     if shape.moe is None:
         feed_forward = ((2 + run.kept.silu) * d.Tf * d.F + inputs.get("second norm", 0) + inputs.get("gate", 0)) * e
@@ -173,7 +173,7 @@ def _sliding(d: LocalDims, e: int, run: Resolved) -> int:
     return d.T * d.N * d.H * e + sum((end - start) * (end - max(0, start - window + 1)) for start, end in ends) * e
 
 
-def _exchanged(d: LocalDims, e: int, run: Resolved) -> int:
+def _exchange_bytes(d: LocalDims, e: int, run: Resolved) -> int:
     cp = run.plan.mesh.cp
     if run.plan.context == "ring" or cp == 1:
         return 0

@@ -57,7 +57,7 @@ def adapted_linears(run: Resolved) -> tuple[LoraLinear, ...]:
     """Those of one block of the decoder; all are alike."""
     if run.config.lora is None:
         return ()
-    return tuple(_adapted(run, a, b, local_dims(run)) for a, b in _pairs(run))
+    return tuple(_lora_linear(run, a, b, local_dims(run)) for a, b in _pairs(run))
 
 
 def _pairs(run: Resolved) -> Iterator[tuple[Parameter, Parameter]]:
@@ -65,7 +65,7 @@ def _pairs(run: Resolved) -> Iterator[tuple[Parameter, Parameter]]:
     return zip(factors[::2], factors[1::2], strict=True)
 
 
-def _adapted(run: Resolved, a: Parameter, b: Parameter, d: LocalDims) -> LoraLinear:
+def _lora_linear(run: Resolved, a: Parameter, b: Parameter, d: LocalDims) -> LoraLinear:
     def held(size: int, axis: str | None) -> int:
         return size // (run.plan.mesh.tp if run.plan.rules.cut(axis) == "tp" else 1)
 

@@ -103,14 +103,14 @@ def predict(
     """
     program = compile_step(run.plan)
     took = durations(run, program, machine, operations)
-    timeline = _shared(run, machine, program, took)
+    timeline = _share_cores(run, machine, program, took)
     before_s = 0.0
     if is_weighed:
-        before_s = _shared(run, machine, compile_evaluation(run.plan), _without_gradients(run, took)).step_s
+        before_s = _share_cores(run, machine, compile_evaluation(run.plan), _without_gradients(run, took)).step_s
     return Prediction(timeline, rank_bytes(run, program, sizes_of(run, operations)), before_s)
 
 
-def _shared(run: Resolved, machine: Prices, program: Program, took: Durations) -> Timeline:
+def _share_cores(run: Resolved, machine: Prices, program: Program, took: Durations) -> Timeline:
     """A program on a clock, slower where ranks share cores."""
     timeline = simulate(program, took)
     if machine.shared_cores is None:

@@ -50,7 +50,7 @@ def head_workspace(run: Resolved) -> tuple[int, int]:
     """Bytes of the head's forward and of its backward pass."""
     d, e = local_dims(run), ELEMENT_BYTES[run.config.numerics.compute]
     if is_exact(run):
-        return 0, _summed(run, d, d.V, d.D) + d.T * d.D * FP32
+        return 0, _sum_bytes(run, d, d.V, d.D) + d.T * d.D * FP32
     rows, is_trained = min(d.Tv, CHUNK_TOKENS), run.plan.trains("dense")
     in_fp32 = (FP32 if e == FP32 else 2 * FP32) if run.kept.wide_logits else 0
     rounded = d.D * d.V * e if e < FP32 and is_trained and run.kept.rounded_products else 0
@@ -106,7 +106,7 @@ def _mixture(run: Resolved, d: LocalDims) -> int:
 def _exact_block(run: Resolved, d: LocalDims) -> int:
     grain = run.plan.grain
     assert grain is not None, "exact mode"
-    gradient = _summed(run, d, d.D, max(d.F, d.N * d.H)) + 2 * d.T * d.D * FP32
+    gradient = _sum_bytes(run, d, d.D, max(d.F, d.N * d.H)) + 2 * d.T * d.D * FP32
     product = exact_terms(grain.cells, run.plan.mesh.tp) * d.T * d.D * FP32
     return max(gradient, product, _exact_attention(run, d, grain.chunks))
 
@@ -122,7 +122,7 @@ def _exact_attention(run: Resolved, d: LocalDims, chunks: int) -> int:
     return sums + d.T * d.N * d.H * (e if e == FP32 else e + 4 * FP32)
 
 
-def _summed(run: Resolved, d: LocalDims, outputs: int, inputs: int) -> int:
+def _sum_bytes(run: Resolved, d: LocalDims, outputs: int, inputs: int) -> int:
     """A matrix's gradient, and a block of it on the grid; or what it is made of."""
     if not run.kept.exact_products:
         return d.T * inputs * FP32

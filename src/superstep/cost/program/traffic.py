@@ -55,13 +55,13 @@ def traffic(run: Resolved, program: Program, units: Sequence[UnitOperations]) ->
     for rank, instructions in enumerate(program.ranks):
         total: Counter[Axis] = Counter()
         for instruction in instructions:
-            for carried in _carried(run, program, units, rank, instruction):
+            for carried in _carried_bytes(run, program, units, rank, instruction):
                 total[carried.axis] += carried.bytes
         amounts.append({axis: size for axis, size in total.items() if size})
     return tuple(amounts)
 
 
-def _carried(
+def _carried_bytes(
     run: Resolved, program: Program, units: Sequence[UnitOperations], rank: int, i: Instruction
 ) -> Iterator[Carried]:
     match i:

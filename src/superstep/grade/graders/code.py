@@ -12,7 +12,7 @@ from typing import Any
 
 from superstep.grade.graders.check import Tools
 from superstep.grade.graders.final_answer import fenced
-from superstep.grade.graders.literals import decoded, same
+from superstep.grade.graders.literals import decode, same
 from superstep.grade.sandbox.sandbox import Answers, FunctionCall
 from superstep.grade.verdict import Kind, Verdict, ok, wrong
 
@@ -60,9 +60,9 @@ class CodeTests:
         if calls and given:
             raise ValueError("CodeTests has tests of two kinds; make them two checks")
         answers = tools.sandbox.calls(source, calls) if calls else tools.sandbox.programs(source, given)
-        return self._judged(answers)
+        return self._judge(answers)
 
-    def _judged(self, answers: Answers) -> Verdict:
+    def _judge(self, answers: Answers) -> Verdict:
         if answers.how != "done":
             kind: Kind = answers.how
             return Verdict(kind, 0.0, answers.why)
@@ -80,7 +80,7 @@ class CodeTests:
             output = result.get("output")
             return result.get("status") == 0 and isinstance(output, str) and _lines(output) == _lines(test.expected)
         try:
-            return "value" in result and same(test.expected, decoded(result["value"]), self.tolerance)
+            return "value" in result and same(test.expected, decode(result["value"]), self.tolerance)
         except (ValueError, RecursionError):
             return False
 

@@ -8,7 +8,7 @@ from typing import Any
 NUMBERS = (int, float)
 
 
-def decoded(value: object) -> Any:  # noqa: ANN401 - any data
+def decode(value: object) -> Any:  # noqa: ANN401 - any data
     """The data that ``inside.plain`` wrote.
 
     Raises:
@@ -18,11 +18,11 @@ def decoded(value: object) -> Any:  # noqa: ANN401 - any data
         case None | bool() | int() | float() | str():
             return value
         case ["list" | "tuple", list(items)]:
-            return [decoded(each) for each in items]
+            return [decode(each) for each in items]
         case ["set" | "frozenset", list(items)]:
-            return _Unordered([decoded(each) for each in items])
+            return _Unordered([decode(each) for each in items])
         case ["dict", list(pairs)] if all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
-            return _Pairs([(decoded(key), decoded(each)) for key, each in pairs])
+            return _Pairs([(decode(key), decode(each)) for key, each in pairs])
         case _:
             raise ValueError("no data")
 
@@ -49,10 +49,10 @@ def same(expected: object, given: object, tolerance: float = 0.0) -> bool:
         case list() | tuple():
             return type(given) is list and _all_same(list(expected), given, tolerance)
         case set() | frozenset():
-            return isinstance(given, _Unordered) and _matched(list(expected), list(given), tolerance)
+            return isinstance(given, _Unordered) and _match_all(list(expected), list(given), tolerance)
         case dict():
             pairs = [list(pair) for pair in expected.items()]
-            return isinstance(given, _Pairs) and _matched(pairs, [list(pair) for pair in given], tolerance)
+            return isinstance(given, _Pairs) and _match_all(pairs, [list(pair) for pair in given], tolerance)
         case _:
             raise TypeError(f"a test expects a {type(expected).__name__}, which is no data")
 
@@ -73,7 +73,7 @@ def _all_same(expected: list[Any], given: list[Any], tolerance: float) -> bool:
     )
 
 
-def _matched(expected: list[Any], given: list[Any], tolerance: float) -> bool:
+def _match_all(expected: list[Any], given: list[Any], tolerance: float) -> bool:
     """Whether each of the one is the same as one of the other, in any order."""
     if len(expected) != len(given):
         return False

@@ -26,7 +26,7 @@ def answer(request: dict[str, str], reply: dict[str, object]) -> None:
     sys.stdout.flush()
 
 
-def judged(task: dict[str, str]) -> dict[str, object]:
+def judge_formula(task: dict[str, str]) -> dict[str, object]:
     expected = read(task["expected"])
     if not expected:
         return {"error": "the expected formula cannot be read"}
@@ -47,7 +47,7 @@ def main() -> None:
     for line in sys.stdin:
         signal.setitimer(signal.ITIMER_PROF, task["seconds"])  # ends the process, whatever it is busy with
         request = json.loads(line)
-        answer(request, judged(request))
+        answer(request, judge_formula(request))
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 

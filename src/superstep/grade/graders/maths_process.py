@@ -33,7 +33,7 @@ class MathsProcess:
             ConfigError: math-verify is not installed, or the expected formula cannot be read.
             Fault: the process does not start, or somebody has stopped it, which no formula does.
         """
-        child = self._started()
+        child = self._start()
         reply = child.ask({"expected": expected, "given": given}, self._seconds)
         if reply is None:
             self.close()
@@ -53,7 +53,7 @@ class MathsProcess:
         if child is not None:
             child.end()
 
-    def _started(self) -> LineProcess:
+    def _start(self) -> LineProcess:
         if self._child is not None and self._child.is_there:
             return self._child
         self.close()

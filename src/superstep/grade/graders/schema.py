@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from superstep.errors import ConfigError
 from superstep.grade.graders.check import Tools
 from superstep.grade.graders.final_answer import fenced
-from superstep.grade.graders.literals import decoded, same
+from superstep.grade.graders.literals import decode, same
 from superstep.grade.sandbox.child import plain
 from superstep.grade.verdict import Verdict, ok, wrong
 
@@ -43,7 +43,7 @@ class Json:
             return wrong(f"no JSON: {error}")
         if broken is not None:
             return wrong(f"at {broken.json_path}: {broken.message}")
-        if self.expected is not ANY and not same(self.expected, decoded(plain(value))):
+        if self.expected is not ANY and not same(self.expected, decode(plain(value))):
             return wrong("the form is right, the value another")
         return ok()
 

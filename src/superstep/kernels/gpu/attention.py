@@ -154,7 +154,7 @@ def attend(q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, sees: Sees) -> tuple[
     B, N, S, H = q_BNSH.shape
     sides = sides_of("forward", H, q_BNSH.dtype, shared_bytes(q_BNSH.device))
     out, lse = _like(q_BNSH), q_BNSH.new_empty(B, N, S, dtype=torch.float32)
-    sizes = _told(q_BNSH, k_BKTH, sees)
+    sizes = _kernel_args(q_BNSH, k_BKTH, sees)
     attention_forward[triton.cdiv(S, sides.rows), B * N](
         *(q_BNSH, k_BKTH, v_BKTH, out, lse),
         *(sizes.starts, sizes.bias, *sizes.numbers),
@@ -178,7 +178,7 @@ def attend_backward(
     """
     q, k, v = inputs
     (B, N, S, H), (K, T) = q.shape, k.shape[1:3]
-    sizes, lse = _told(q, k, sees), lse_BNS.contiguous()
+    sizes, lse = _kernel_args(q, k, sees), lse_BNS.contiguous()
     room = shared_bytes(q.device)
     rows, columns = sides_of("queries", H, q.dtype, room), sides_of("keys", H, q.dtype, room)
     dq, dk, dv, delta = _like(q), _like(k), _like(v), torch.empty_like(lse)
@@ -253,7 +253,7 @@ class _Told:
         }
 
 
-def _told(q_BNSH: Tensor, k_BKTH: Tensor, sees: Sees) -> _Told:
+def _kernel_args(q_BNSH: Tensor, k_BKTH: Tensor, sees: Sees) -> _Told:
     """An address is told of what is not there too; nothing is read from it."""
     N, S, H = q_BNSH.shape[1:]
     starts = q_BNSH if sees.starts is None else sees.starts.to(q_BNSH.device).contiguous()

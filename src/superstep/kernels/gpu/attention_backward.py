@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from superstep.kernels.gpu.attention_forward import runs
-from superstep.kernels.gpu.attention_scores import BY_DISTANCE, biased, distances, first_keys, seen
+from superstep.kernels.gpu.attention_scores import BY_DISTANCE, add_bias, distances, first_keys, mask_scores
 from superstep.kernels.gpu.language import LOG2E, dot
 
 
@@ -55,9 +55,9 @@ def _meet_keys(
         v_CH = tl.load(v + column[:, None] * v_strides[2] + h[None, :], mask=is_there, other=0.0)
         nothing = tl.zeros((q_RH.shape[0], COLUMNS), tl.float32)
         scores = dot(q_RH, tl.trans(k_CH), nothing) * (scale * LOG2E)
-        scores = biased(scores, place[:, None], column[None, :], bias, last, BIAS)
+        scores = add_bias(scores, place[:, None], column[None, :], bias, last, BIAS)
         if MASKED:
-            scores = seen(scores, place[:, None], column[None, :], first[:, None], keys, CAUSAL)
+            scores = mask_scores(scores, place[:, None], column[None, :], first[:, None], keys, CAUSAL)
         weight = tl.exp2(scores - level[:, None])
         dscores = weight * (dot(grad_RH, tl.trans(v_CH), nothing) - delta[:, None])
         if BIAS == BY_DISTANCE:
@@ -124,10 +124,10 @@ def _meet_queries(
         grad_RH = tl.load(grad + row[:, None] * grad_strides[2] + h[None, :], mask=is_there, other=0.0)
         nothing = tl.zeros((k_CH.shape[0], ROWS), tl.float32)
         scores = dot(k_CH, tl.trans(q_RH), nothing) * (scale * LOG2E)
-        scores = biased(scores, place[None, :], column[:, None], bias, last, BIAS)
+        scores = add_bias(scores, place[None, :], column[:, None], bias, last, BIAS)
         if MASKED:
             first = first_keys(starts, row, place, queries, window, STARTS, WINDOW)
-            scores = seen(scores, place[None, :], column[:, None], first[None, :], keys, CAUSAL)
+            scores = mask_scores(scores, place[None, :], column[:, None], first[None, :], keys, CAUSAL)
         weight = tl.exp2(scores - _levels(lse, row, queries)[None, :])
         dv_CH = dot(weight.to(grad_RH.dtype), grad_RH, dv_CH)
         delta_R = tl.load(delta + row, mask=row < queries, other=0.0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from superstep.kernels.gpu.attention_scores import biased, first_keys, seen
+from superstep.kernels.gpu.attention_scores import add_bias, first_keys, mask_scores
 from superstep.kernels.gpu.language import LN2, LOG2E, dot
 
 
@@ -59,9 +59,9 @@ def _meet(
         is_key, is_h = column < keys, h < WIDTH
         k_HC = tl.load(k + column[None, :] * k_strides[2] + h[:, None], mask=is_key[None, :] & is_h[:, None], other=0.0)
         scores = dot(q, k_HC, tl.zeros((q.shape[0], COLUMNS), tl.float32)) * (scale * LOG2E)
-        scores = biased(scores, place[:, None], column[None, :], bias, last, BIAS)
+        scores = add_bias(scores, place[:, None], column[None, :], bias, last, BIAS)
         if MASKED:
-            scores = seen(scores, place[:, None], column[None, :], first[:, None], keys, CAUSAL)
+            scores = mask_scores(scores, place[:, None], column[None, :], first[:, None], keys, CAUSAL)
         higher = tl.maximum(peak, tl.max(scores, 1))
         level = tl.where(higher == float("-inf"), 0.0, higher)  # of queries that have seen no key
         weight = tl.exp2(scores - level[:, None])

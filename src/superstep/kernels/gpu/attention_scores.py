@@ -15,7 +15,7 @@ NONE, SLOPES, BY_DISTANCE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
-def biased(scores, place, column, bias, last, BIAS: tl.constexpr):
+def add_bias(scores, place, column, bias, last, BIAS: tl.constexpr):
     """The scores with their bias added.
 
     ``bias`` is where a head's begins; ``place`` is that of each query among the keys, ``last`` the last distance.
@@ -34,7 +34,7 @@ def distances(place, column, last):
 
 
 @triton.jit
-def seen(scores, place, column, start, keys, CAUSAL: tl.constexpr):
+def mask_scores(scores, place, column, start, keys, CAUSAL: tl.constexpr):
     """The scores that count; the others are -inf."""
     is_seen = (column < keys) & (column >= start)
     if CAUSAL:

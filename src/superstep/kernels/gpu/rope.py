@@ -38,7 +38,7 @@ def _turn(
     tl.store(out + half, (other * c + one * s).to(out.dtype.element_ty), mask=is_there)
 
 
-def turned(x_BSNH: Tensor, cos: Tensor, sin: Tensor, *, is_back: bool = False) -> Tensor:
+def rotate(x_BSNH: Tensor, cos: Tensor, sin: Tensor, *, is_back: bool = False) -> Tensor:
     """The heads turned by their position's angles, or back, in fp32 and rounded once: [B, S, N, H].
 
     Args:
@@ -58,7 +58,7 @@ def turned(x_BSNH: Tensor, cos: Tensor, sin: Tensor, *, is_back: bool = False) -
 
 
 def rope(x_BSNH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """``turned``; the gradient reaches ``x_BSNH``."""
+    """``rotate``; the gradient reaches ``x_BSNH``."""
     return cast(Tensor, _Rope.apply(x_BSNH, cos, sin))
 
 
@@ -66,8 +66,8 @@ class _Rope(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return turned(x, cos, sin)
+        return rotate(x, cos, sin)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return turned(grad, *ctx.saved_tensors, is_back=True), None, None
+        return rotate(grad, *ctx.saved_tensors, is_back=True), None, None

@@ -35,7 +35,7 @@ from superstep.launch.hosts.messages import (
     Orders,
     Silence,
     event_of,
-    ordered,
+    order_message,
 )
 from superstep.launch.hosts.secure_channel import SecureChannel
 
@@ -186,7 +186,7 @@ class Lead:
                 member = self._members.get(host)
             if member is not None:
                 with suppress(OSError):  # it is gone, as who receives from it says
-                    member.wire.say(ordered(order))
+                    member.wire.say(order_message(order))
 
     def _beat(self) -> int:
         """Say that it is here, and what is copied next; the step that is whole in the memory of host 0."""

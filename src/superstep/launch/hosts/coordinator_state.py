@@ -136,7 +136,7 @@ def after(table: CoordinatorState, event: Event, now_s: float) -> Next:
             since_s = now_s if host == 0 else table.since_s
             table = replace(_with(table, host, HostSlot()), epoch=max(table.epoch, epoch), since_s=since_s)
         case HostLeft(host, why):
-            return _left(table, Cause(why, is_lost=True, at_s=now_s), host, now_s)
+            return _after_loss(table, Cause(why, is_lost=True, at_s=now_s), host, now_s)
         case Holds(host, held):
             seat = table.seats[host]
             if seat is not None and not _works(table, host):
@@ -148,7 +148,7 @@ def after(table: CoordinatorState, event: Event, now_s: float) -> Next:
             seat = table.seats[host] or HostSlot()
             table = _with(table, host, replace(seat, is_done=True))
         case Tick(step) if table.phase is Phase.RUNS:
-            return _grown(table, step, now_s)
+            return _grow(table, step, now_s)
         case _:
             pass
     return _forward(table, now_s)
@@ -164,7 +164,7 @@ def _with(table: CoordinatorState, host: int, seat: HostSlot | None) -> Coordina
     return replace(table, seats=seats)
 
 
-def _left(table: CoordinatorState, cause: Cause, host: int, now_s: float) -> Next:
+def _after_loss(table: CoordinatorState, cause: Cause, host: int, now_s: float) -> Next:
     if table.seats[host] is None:
         return Next(table)
     had_ranks = _works(table, host) or table.phase is Phase.ENDS
@@ -185,9 +185,9 @@ def _trouble(table: CoordinatorState, cause: Cause, now_s: float) -> Next:
     return Next(ending, (AbortAll(table.epoch, cause),))
 
 
-def _grown(table: CoordinatorState, step: int, now_s: float) -> Next:
+def _grow(table: CoordinatorState, step: int, now_s: float) -> Next:
     """End the ranks where there are hosts for a larger plan, once another state is whole: few steps are done twice."""
-    hosts = [host for host in table.here if host in table.crew or _held(table, host) is not None]
+    hosts = [host for host in table.here if host in table.crew or _held_states(table, host) is not None]
     crew = largest(hosts, table.sizes, table.crew)
     if table.is_saving or len(crew) <= len(table.crew):
         return Next(replace(table, newest=None))
@@ -199,7 +199,7 @@ def _grown(table: CoordinatorState, step: int, now_s: float) -> Next:
     return _trouble(table, Cause(f"host {came}", is_lost=True, is_gain=True, at_s=now_s), now_s)
 
 
-def _held(table: CoordinatorState, host: int) -> HeldStates | None:
+def _held_states(table: CoordinatorState, host: int) -> HeldStates | None:
     seat = table.seats[host]
     return None if seat is None else seat.held
 
@@ -209,17 +209,17 @@ def _forward(table: CoordinatorState, now_s: float) -> Next:
     match table.phase:
         case Phase.RUNS if all((seat := table.seats[host]) is not None and seat.is_done for host in table.crew):
             if table.is_saving:
-                return _gathered(replace(table, phase=Phase.GATHERS, is_saving=False, saved=table.state), now_s)
+                return _gather_states(replace(table, phase=Phase.GATHERS, is_saving=False, saved=table.state), now_s)
             return Next(replace(table, phase=Phase.OVER), (Over(),))
         case Phase.ENDS if all(seat is None or seat.held is not None for seat in table.seats):
-            return _concluded(table, now_s)
+            return _conclude(table, now_s)
         case Phase.GATHERS:
-            return _gathered(table, now_s)
+            return _gather_states(table, now_s)
         case _:
             return Next(table)
 
 
-def _concluded(table: CoordinatorState, now_s: float) -> Next:
+def _conclude(table: CoordinatorState, now_s: float) -> Next:
     """All ranks are ended: whether the run goes on."""
     cause = first(table.causes)
     if cause.order >= ECHO and now_s - table.since_s < ECHO_S:
@@ -235,13 +235,13 @@ def first(causes: Sequence[Cause]) -> Cause:
     return min(causes, key=lambda cause: (cause.order, cause.at_s))
 
 
-def _gathered(table: CoordinatorState, now_s: float) -> Next:
+def _gather_states(table: CoordinatorState, now_s: float) -> Next:
     crew = _crew(table, now_s)
     if not crew:
         if table.seats[0] is not None and now_s - table.since_s >= table.patience_s:
             return Next(replace(table, phase=Phase.OVER), (Over(_too_late(table)),))
         return Next(table)
-    states = {host: _held(table, host) for host in table.here}
+    states = {host: _held_states(table, host) for host in table.here}
     known = {host: held for host, held in states.items() if held is not None}
     if len(known) < len(states):
         return Next(table)
@@ -255,12 +255,12 @@ def _gathered(table: CoordinatorState, now_s: float) -> Next:
                 return Next(
                     _with(table, host, HostSlot()), (FetchState(host, neighbour(host, parts), state, table.cut),)
                 )
-        return _started(table, Go(table.epoch + 1, state, table.lost, table.cut), state, now_s)
+        return _start_ranks(table, Go(table.epoch + 1, state, table.lost, table.cut), state, now_s)
     if state is not None and state != table.saved:
         go = Go(table.epoch + 1, state, table.lost, table.cut, sources(held, parts, state))
-        return _started(table, go, state, now_s)
+        return _start_ranks(table, go, state, now_s)
     go = Go(table.epoch + 1, None, table.lost, CopyPlacement(table.epoch + 1, crew))
-    return _started(table, go, state, now_s)
+    return _start_ranks(table, go, state, now_s)
 
 
 def _crew(table: CoordinatorState, now_s: float) -> tuple[int, ...]:
@@ -275,7 +275,7 @@ def _crew(table: CoordinatorState, now_s: float) -> tuple[int, ...]:
     return largest(table.here, table.sizes, before)
 
 
-def _started(table: CoordinatorState, go: Go, state: State | None, now_s: float) -> Next:
+def _start_ranks(table: CoordinatorState, go: Go, state: State | None, now_s: float) -> Next:
     """Ranks start, where that is not in vain; ``state`` is what they go on from, in memory or written down."""
     is_same = table.state == state and (go.cut == table.cut or bool(go.sources))
     tries = table.tries + 1 if table.epoch and is_same and table.lost is not None else 1

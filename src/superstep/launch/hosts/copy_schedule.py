@@ -49,7 +49,7 @@ class CopySchedule:
     ahead: int = 1
 
 
-def steered(course: CopySchedule, progress: Sequence[HostProgress], every: int) -> CopySchedule:
+def steer(course: CopySchedule, progress: Sequence[HostProgress], every: int) -> CopySchedule:
     """What is told after a beat, of all hosts; ``every`` so many steps there is a snapshot."""
     newest = max(each.newest for each in progress)
     advance, course = max(0, newest - course.newest), replace(course, newest=newest)
@@ -89,5 +89,5 @@ class Steer:
         reports = [progress.get(host, {}) for host in self._hosts]
         if all("newest" in report for report in reports):
             each = [HostProgress(int(p["newest"]), int(p["copied"]), int(p["held"])) for p in reports]
-            self._course = steered(self._course, each, self._every)
+            self._course = steer(self._course, each, self._every)
         return {"copied": self._course.copied, "next": self._course.next}

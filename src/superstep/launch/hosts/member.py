@@ -17,7 +17,7 @@ from multiprocessing import Pipe
 from superstep.launch.hosts.coordinator import HostCopies
 from superstep.launch.hosts.events import Cause, Event, Over
 from superstep.launch.hosts.listener import MEANINGLESS, JoinRefused, knock
-from superstep.launch.hosts.messages import BEAT_S, Address, Adrift, Hello, Met, Order, Silence, order_of, told
+from superstep.launch.hosts.messages import BEAT_S, Address, Adrift, Hello, Met, Order, Silence, event_message, order_of
 from superstep.launch.hosts.secure_channel import SecureChannel, Stranger, Unlike
 
 
@@ -55,7 +55,7 @@ class Member:
         wire = self._wire
         if wire is not None:
             with suppress(OSError):
-                wire.say(told(event))
+                wire.say(event_message(event))
 
     def close(self) -> None:
         """Be no member any more."""

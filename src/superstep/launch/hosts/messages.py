@@ -88,7 +88,7 @@ Order = Orders | Fetching | AbortAll | Over | Adrift | Met
 """What a host's launcher is told."""
 
 
-def told(event: Event) -> Message:
+def event_message(event: Event) -> Message:
     """A member's event as a message."""
     match event:
         case Came(_, epoch):
@@ -123,7 +123,7 @@ def _states(raw: list[list[int]]) -> frozenset[State]:
     return frozenset((int(step), int(turn)) for step, turn in raw)
 
 
-def ordered(order: Order) -> Message:
+def order_message(order: Order) -> Message:
     """The lead's order as a message."""
     match order:
         case Orders():

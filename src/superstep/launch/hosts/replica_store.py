@@ -184,7 +184,7 @@ class Keeper:
     def _send(self, there: Address, epoch: int, sender: _Sender) -> None:
         """Send what is held for the next host, until the ranks have ended."""
         assert self.hello is not None
-        wire = sender.opened(knock(there, self._secret, replace(self.hello, purpose="copy")))
+        wire = sender._open(knock(there, self._secret, replace(self.hello, purpose="copy")))
         has = {(int(step), int(turn)) for step, turn in wire.hear()["states"]}
         rate = RateLimit(self._bytes_per_s)
         while not sender.is_over.wait(LOOK_S):
@@ -212,7 +212,7 @@ class _Sender:
         self._thread = threading.Thread(target=self._run, name="superstep-copies", daemon=True)
         self._thread.start()
 
-    def opened(self, wire: SecureChannel) -> SecureChannel:
+    def _open(self, wire: SecureChannel) -> SecureChannel:
         """Note what is to be closed at the end."""
         self._wire = wire
         if self.is_over.is_set():

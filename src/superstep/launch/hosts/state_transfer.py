@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from superstep.launch.hosts.secure_channel import MOST_BYTES, PayloadKind, SecureChannel
-from superstep.state.damage import damaged
+from superstep.state.damage import find_damaged
 from superstep.state.memory_snapshot import HOSTS_SLOTS, WHOLE, WRITING, SnapshotMemory, State
 
 MOST_TABLE_BYTES = 2**30
@@ -77,7 +77,7 @@ def send(wire: SecureChannel, memories: Sequence[SnapshotMemory], state: State, 
         with memoryview(memory.view) as view:
             _send_bytes(wire, view[low : low + memory.slot_bytes], rate)
     parts = list(zip(memories, full, strict=True))
-    wrong = damaged(parts)
+    wrong = find_damaged(parts)
     is_there = all(memory.states().get(state) == slot for memory, slot in parts)  # and was, while it was read
     is_whole = is_there and not wrong
     wire.say({"say": "whole" if is_whole else "void"})
@@ -112,7 +112,7 @@ def receive(
     Raises:
         OSError: the other side is gone, or sends something else.
     """
-    state, epoch, ranks = _begun(wire, len(memories))
+    state, epoch, ranks = _read_start(wire, len(memories))
     if not is_wanted(epoch):
         raise ConnectionError(f"a copy of epoch {epoch}, which is over")
     slots = []
@@ -137,7 +137,7 @@ def receive(
         memory.put(slot, "samples", rank["samples"])
         memory.put(slot, "tokens", rank["tokens"])
         memory.put(slot, "checksum", rank["checksum"])
-    is_whole = wire.hear().get("say") == "whole" and not damaged(list(zip(memories, slots, strict=True)))
+    is_whole = wire.hear().get("say") == "whole" and not find_damaged(list(zip(memories, slots, strict=True)))
 
     def mark() -> None:
         for memory, slot in zip(memories, slots, strict=True):
@@ -150,7 +150,7 @@ def receive(
     return state if is_whole else None
 
 
-def _begun(wire: SecureChannel, count: int) -> tuple[State, int, list[dict[str, int]]]:
+def _read_start(wire: SecureChannel, count: int) -> tuple[State, int, list[dict[str, int]]]:
     """Which state comes, of which epoch, and of each of so many ranks what its memory is like."""
     begin = wire.hear()
     try:

@@ -111,7 +111,7 @@ def diagnose(run: RunSeen) -> Diagnosis:
     waits, took_s = Waits(run), step_s(run)
     is_still = bool(run.ranks) and not any(rank.has_moved for rank in run.ranks)
     pace = spent(run)
-    findings = [*_ended(run, waits), *_processes(run)]
+    findings = [*_end_findings(run, waits), *_processes(run)]
     if is_still and run.is_live and not findings:
         findings += _standing(run, waits, took_s)
     if run.is_live and not findings:
@@ -123,11 +123,11 @@ def diagnose(run: RunSeen) -> Diagnosis:
     return Diagnosis(findings=tuple(findings), waits=waits.all, spent=pace, stands=is_still, step_s=took_s)
 
 
-def _ended(run: RunSeen, waits: Waits) -> Iterator[Finding]:
+def _end_findings(run: RunSeen, waits: Waits) -> Iterator[Finding]:
     if not run.fault:
         return
     if _CROSSED.search(run.fault):
-        yield from _skipped(run, waits)[:1]
+        yield from _skip_findings(run, waits)[:1]
     rank, step = (None if at is None else int(at[1]) for at in (re.search(rf"\b{w} (\d+)", run.fault) for w in _NAMED))
     rank = run.ranks[0].rank if rank is None and len(run.ranks) == 1 else rank
     failed = next((each for each in run.ranks if each.rank == rank), None)
@@ -157,14 +157,14 @@ def _standing(run: RunSeen, waits: Waits, took_s: float) -> list[Finding]:
     ranks = {rank.rank: rank for rank in run.ranks}
     held = [rank for rank in run.ranks if rank.is_held and rank.since_s >= _limit_s(rank, took_s)]
     if held:
-        return [_held(rank) for rank in held]
+        return [_lock_finding(rank) for rank in held]
     ends = sorted({end for rank in run.ranks for end in first_of(waits, rank.rank)})
-    skipped = _skipped(run, waits, least_s=max(STANDS_S, 2 * took_s))
+    skipped = _skip_findings(run, waits, least_s=max(STANDS_S, 2 * took_s))
     if skipped:
         return skipped[:1]
     raised = [rank for rank in run.ranks if rank.has_raised]
     if raised and min(rank.since_s for rank in run.ranks) >= STANDS_S:
-        return [_raised(max(raised, key=lambda rank: rank.since_s))]
+        return [_error_finding(max(raised, key=lambda rank: rank.since_s))]
     if not ends:
         return _circle(run, waits)
     # The one that is farthest behind came to it first: others may sleep in what it has not sent.
@@ -199,12 +199,12 @@ def _limit_s(rank: RankSeen, took_s: float) -> float:
     return FIRST_ASLEEP_S if rank.is_asleep else FIRST_S
 
 
-def _held(rank: RankSeen) -> Finding:
+def _lock_finding(rank: RankSeen) -> Finding:
     what = f"rank {rank.rank} hangs in {_where(rank)}: code that is not Python keeps Python's lock"
     return _of(rank, "held", what, f"none of its other threads has run for {rank.looked_s:.1f} s and more", *_top(rank))
 
 
-def _skipped(run: RunSeen, waits: Waits, least_s: float = 0.0) -> list[Finding]:
+def _skip_findings(run: RunSeen, waits: Waits, least_s: float = 0.0) -> list[Finding]:
     """Ranks that are past a sum which another is still in, for so long: the odd one of several has left it out."""
     ranks, findings = {rank.rank: rank for rank in run.ranks}, []
     for wait in waits.all:
@@ -227,7 +227,7 @@ def _skipped(run: RunSeen, waits: Waits, least_s: float = 0.0) -> list[Finding]:
     return findings
 
 
-def _raised(rank: RankSeen) -> Finding:
+def _error_finding(rank: RankSeen) -> Finding:
     what = f"rank {rank.rank} has raised an error in {_where(rank)}, {rank.since_s:.1f} s ago, and nothing goes on"
     return _of(rank, "raised", what, "the launcher says which, once it has ended the ranks")
 

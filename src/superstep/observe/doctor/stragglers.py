@@ -88,11 +88,11 @@ def steps_of(rank: RankSeen, length: int) -> dict[int, list[Note]]:
 
 def spent(run: RunSeen) -> dict[int, TimeSpent]:
     """Of every rank that has done ``ENOUGH`` steps."""
-    by_rank = {rank.rank: _spent(rank, _length(run, rank)) for rank in run.ranks}
+    by_rank = {rank.rank: _time_spent(rank, _length(run, rank)) for rank in run.ranks}
     return {rank: each for rank, each in by_rank.items() if each is not None}
 
 
-def _spent(rank: RankSeen, length: int) -> TimeSpent | None:
+def _time_spent(rank: RankSeen, length: int) -> TimeSpent | None:
     steps = steps_of(rank, length)
     if len(steps) <= ENOUGH:
         return None

@@ -121,7 +121,7 @@ class Waits:
                 if rank.doing == "waits":
                     yield _Need("the sums of the step", self._last(Step()), at)
             case Tie(unit):
-                yield _Need(f"the sum of tied u{unit}", self._last(instruction, self._tied(rank, unit)), at)
+                yield _Need(f"the sum of tied u{unit}", self._last(instruction, self._tied_ranks(rank, unit)), at)
             case ReducePartial():
                 yield _Need("the partial sums over tp", dict.fromkeys(self._over_tp(rank), at), at)
             case _ if rank.doing == "works" and (is_compute(instruction) or isinstance(instruction, BackwardWeight)):
@@ -166,7 +166,7 @@ class Waits:
     def _over_tp(self, rank: RankSeen) -> tuple[int, ...]:
         return tuple(next(group for group in self._mesh.groups("tp") if rank.rank in group))
 
-    def _tied(self, rank: RankSeen, unit: int) -> tuple[int, ...]:
+    def _tied_ranks(self, rank: RankSeen, unit: int) -> tuple[int, ...]:
         at = self._place(rank.rank)
         places = self._run.program.holders(unit)
         return tuple(self._mesh.rank(Coordinate(pp=pp, dp=at.dp, cp=at.cp, tp=at.tp)) for pp in places)

@@ -209,13 +209,13 @@ def _compute(timeline: Timeline, rank: int) -> Iterator[Span]:
     """What a rank computes, and where it waits."""
     for event in timeline.of(rank):
         if event.lane == "compute" and not isinstance(event.instruction, Free):
-            yield _computed(timeline.program, event)
+            yield _compute_span(timeline.program, event)
     for wait in timeline.waits(rank):
         style = EXPOSED if wait.lane else BUBBLE
         yield Span(wait.start_s, wait.end_s, style, ("wait", style.meaning))
 
 
-def _computed(program: Program, event: TimelineEvent) -> Span:
+def _compute_span(program: Program, event: TimelineEvent) -> Span:
     match event.instruction:
         case (
             Forward(unit, m) | Recompute(unit, m) | Backward(unit, m) | BackwardInput(unit, m) | BackwardWeight(unit, m)

@@ -17,14 +17,14 @@ from typing import Any
 _ASSETS = files(__package__)
 
 
-def packed(value: dict[str, Any]) -> str:
+def pack(value: dict[str, Any]) -> str:
     """JSON, deflated, in base64; ``unpack`` of the script undoes it."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return base64.b64encode(zlib.compress(text.encode(), 9)).decode()
 
 
-def unpacked(text: str) -> dict[str, Any]:
-    """What ``packed`` was given."""
+def unpack(text: str) -> dict[str, Any]:
+    """What ``pack`` was given."""
     data: dict[str, Any] = json.loads(zlib.decompress(base64.b64decode(text)))
     return data
 
@@ -34,7 +34,7 @@ def asset(name: str) -> str:
     return _ASSETS.joinpath(name).read_text(encoding="utf-8")
 
 
-def assembled(
+def assemble(
     *,
     markup: str,
     styles: Sequence[str],
@@ -51,7 +51,7 @@ def assembled(
         styles: files, in order.
         scripts: files, which become one script: what one declares all see.
         title: of the page.
-        data: JSON that the script finds; strings made by ``packed`` stay as they are until they are used. With
+        data: JSON that the script finds; strings made by ``pack`` stay as they are until they are used. With
             ``is_live`` in it the script may ask the server that the page is from, and no other.
         libraries: files of others, before the scripts, each a script of its own.
         body: markup by name, in the place of ``{{name}}``; what comes of a user is escaped there.
@@ -61,7 +61,7 @@ def assembled(
         text = text.replace(f"{{{{{name}}}}}", part)
     own = "\n".join(asset(f"assets/{name}") for name in scripts)
     head = "\n".join(f"<style>\n{asset(name)}</style>" for name in styles)
-    foreign = "\n".join(f"<script>\n{_closed(asset(name))}\n</script>" for name in libraries)
+    foreign = "\n".join(f"<script>\n{_check_closed(asset(name))}\n</script>" for name in libraries)
     # In a script element "</" could end it and "<!--" begin a comment; in JSON < may be written so.
     asks = " connect-src 'self';" if data.get("is_live") else ""
     embedded = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
@@ -77,6 +77,6 @@ def assembled(
     )
 
 
-def _closed(text: str) -> str:
+def _check_closed(text: str) -> str:
     assert "</script" not in text, "a library that would end its own element"
     return text

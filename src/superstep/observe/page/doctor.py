@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from superstep.observe.doctor.diagnose import Diagnosis
 from superstep.observe.doctor.observations import RankSeen, RunSeen
 from superstep.observe.doctor.wait_graph import RankWait
-from superstep.observe.page.bundle_html import assembled
+from superstep.observe.page.bundle_html import assemble
 
 WIDE, HIGH, ACROSS, DOWN, MARGIN = 216, 46, 92, 22, 10
 """Of a box, the room between columns and between rows, and round all of it."""
@@ -33,7 +33,7 @@ def doctor_page(name: str, run: RunSeen, verdict: Diagnosis, text: str) -> str:
         text: the same as a page of text.
     """
     items = "".join(f"<li>{html.escape(each.what)}</li>" for each in verdict.findings)
-    return assembled(
+    return assemble(
         markup="doctor.html",
         styles=["assets/step.css", "assets/doctor.css"],
         scripts=["doctor.js"],

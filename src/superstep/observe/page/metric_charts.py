@@ -14,7 +14,7 @@ Point = tuple[str, str, int, float | None]
 TITLES = {"entropy": "Entropy of the policy", "reference_kl": "Distance from the reference (KL)"}
 
 
-def measured(lines: Iterable[Mapping[str, Any]]) -> list[list[Any]]:
+def charts_of(lines: Iterable[Mapping[str, Any]]) -> list[list[Any]]:
     """[title, [[label, steps, values], ...]] of each chart, in the order in which they are first told."""
     charts: dict[str, dict[str, tuple[list[int], list[float | None]]]] = {}
     for line in lines:
@@ -23,7 +23,7 @@ def measured(lines: Iterable[Mapping[str, Any]]) -> list[list[Any]]:
             steps.append(step)
             values.append(value)
     return [
-        [title, [[label, _thinned(steps), _thinned(values)] for label, (steps, values) in curves.items()]]
+        [title, [[label, _thin(steps), _thin(values)] for label, (steps, values) in curves.items()]]
         for title, curves in charts.items()
     ]
 
@@ -52,7 +52,7 @@ def _points(line: Mapping[str, Any]) -> Iterator[Point]:
                 yield TITLES.get(name, f"Loss: {name}"), name, step, value
 
 
-def _thinned(values: Sequence[Any]) -> list[Any]:
+def _thin(values: Sequence[Any]) -> list[Any]:
     """Every so manieth, and the last."""
     each = -(-len(values) // MOST_POINTS)
     kept = list(values[::each])

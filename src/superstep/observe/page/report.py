@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from superstep.observe.page.bundle_html import assembled, packed
+from superstep.observe.page.bundle_html import assemble, pack
 from superstep.observe.page.compare import Comparison
-from superstep.observe.page.metric_charts import measured
+from superstep.observe.page.metric_charts import charts_of
 from superstep.observe.page.predicted_vs_measured import ledger, traffic
 from superstep.observe.router_balance import busiest
 from superstep.program.timeline import Timeline
@@ -54,7 +54,7 @@ def report_page(runs: Sequence[RunTold], comparisons: Sequence[Comparison] = (),
     answers with what ``packed_runs`` makes.
     """
     title = runs[0].name if len(runs) == 1 else "Compared: " + ", ".join(run.name for run in runs)
-    return assembled(
+    return assemble(
         markup="report.html",
         styles=["assets/step.css", "assets/report.css", "vendor/uPlot.min.css"],
         libraries=["vendor/uPlot.iife.min.js"],
@@ -71,7 +71,7 @@ def report_page(runs: Sequence[RunTold], comparisons: Sequence[Comparison] = (),
 
 def packed_runs(runs: Sequence[RunTold]) -> str:
     """What the page shows, on one line."""
-    return packed({"runs": [run_value(run) for run in runs]})
+    return pack({"runs": [run_value(run) for run in runs]})
 
 
 def run_value(run: RunTold) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def run_value(run: RunTold) -> dict[str, Any]:
             started = {key: line.get(key) for key in (*STARTED, *FORETOLD)}
     steps = [line for line in lines if line["event"] == "step"]
     evaluated = [line for line in lines if line["event"] == "evaluated"]
-    drawn = thinned(steps)
+    drawn = thin_steps(steps)
     is_sampled = any(line["event"] == "rolled" for line in lines)
     ran = {} if run.ran is None else spent_parts(run.ran)
     spent = {"ran": ran, "predicted": started.get("predicted_spent_s") or {}}
@@ -103,14 +103,14 @@ def run_value(run: RunTold) -> dict[str, Any]:
         "waited": "its sampling" if is_sampled else "its wait for data",
         "ledger": [row.value() for row in ledger(lines, ran)],
         "traffic": traffic(lines),
-        "measures": measured(lines),
+        "measures": charts_of(lines),
         "samples": _samples(run.samples),
         "settings": run.settings,
         "facts": dict(run.facts),
     }
 
 
-def thinned(steps: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def thin_steps(steps: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The newest step, and at most ``MOST_POINTS``: of each stretch that of the highest loss and that of the lowest."""
     if len(steps) <= MOST_POINTS:
         return list(steps)

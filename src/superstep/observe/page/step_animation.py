@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from superstep.observe.page.bundle_html import assembled, packed
+from superstep.observe.page.bundle_html import assemble, pack
 from superstep.observe.page.step_data import KINDS, LANES, StepDrawing, step_value
 from superstep.plan.config import Schedule
 from superstep.program.instructions import (
@@ -82,7 +82,7 @@ class ChooserEntry:
 
 def moving_page(title: str, about: str, choices: Sequence[ChooserEntry], chosen: int) -> str:
     """The page, opened on ``choices[chosen]``."""
-    return assembled(
+    return assemble(
         markup="step.html",
         styles=["assets/step.css"],
         scripts=SCRIPTS,
@@ -103,7 +103,7 @@ def page_value(about: str, choices: Sequence[ChooserEntry], chosen: int) -> dict
             {
                 "schedule": choice.schedule,
                 "zero": choice.zero,
-                "program": packed(step_value(choice.drawn)) if choice.drawn else None,
+                "program": pack(step_value(choice.drawn)) if choice.drawn else None,
                 "why": choice.why,
             }
             for choice in choices

@@ -218,10 +218,10 @@ def closed_of(timeline: Timeline, plan: Plan) -> float:
 
 def _messages(operations: Sequence[UnitOperations] | None) -> list[dict[str, list[list[Any]]]]:
     """What each unit's passes send to ranks of their own stage: collective, axis, bytes, how often."""
-    return [{"forward": _sent(unit.forward), "backward": _sent(unit.backward)} for unit in (operations or ())]
+    return [{"forward": _sent_rows(unit.forward), "backward": _sent_rows(unit.backward)} for unit in (operations or ())]
 
 
-def _sent(operations: Operations) -> list[list[Any]]:
+def _sent_rows(operations: Operations) -> list[list[Any]]:
     amounts: dict[tuple[str, str, int], int] = {}
     for one in messages(operations):
         key = (one.collective, one.axis, one.bytes)

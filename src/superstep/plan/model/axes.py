@@ -106,14 +106,14 @@ def embed_names() -> dict[str, str]:
 
 def block_names(shape: ModelShape, layer: int) -> dict[str, str]:
     """Global names of a block's parameters."""
-    return {local: f"model.layers.{layer}.{_renamed(shape, local)}" for local in block_axes(shape.at(layer))}
+    return {local: f"model.layers.{layer}.{_hf_name(shape, local)}" for local in block_axes(shape.at(layer))}
 
 
 MIXTRAL = {"mlp.": "block_sparse_moe.", ".gate_proj.": ".w1.", ".up_proj.": ".w3.", ".down_proj.": ".w2."}
 """What Mixtral calls the parts of its mixture on disk."""
 
 
-def _renamed(shape: ModelShape, local: str) -> str:
+def _hf_name(shape: ModelShape, local: str) -> str:
     if model_type(shape) != "mixtral" or not local.startswith("mlp."):
         return local
     for ours, theirs in MIXTRAL.items():

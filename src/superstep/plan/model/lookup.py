@@ -32,7 +32,7 @@ def shape_of(config: ModelConfig, *, is_priced: bool = False) -> ModelShape:
             f"model.name = '{config.name}' has {' and '.join(base.priced_only)}, which superstep plan prices and "
             "nothing trains yet; set model.name to another named size, 'qwen3-30b-a3b' say."
         )
-    return _changed(config, base)
+    return _change_shape(config, base)
 
 
 def _base(config: ModelConfig) -> ModelShape:
@@ -56,7 +56,7 @@ def _base(config: ModelConfig) -> ModelShape:
     )
 
 
-def _changed(config: ModelConfig, base: ModelShape) -> ModelShape:
+def _change_shape(config: ModelConfig, base: ModelShape) -> ModelShape:
     names = ("layers", "width", "heads", "kv_heads", "head_dim", "ffn", "vocab", "tied", "qk_norm")
     over = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
     if "head_dim" not in over and ("width" in over or "heads" in over) and base.family == "llama":

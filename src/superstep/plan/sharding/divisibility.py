@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from superstep.errors import ConfigError
-from superstep.plan.config import PlanConfig, RunConfig, told
+from superstep.plan.config import PlanConfig, RunConfig, setting_text
 from superstep.plan.model.shape import ModelShape
 from superstep.plan.sharding.sequence import cp_of_heads, cp_of_tokens, multiple
 
@@ -18,7 +18,7 @@ def check_context(config: RunConfig, shape: ModelShape | None, plan: PlanConfig)
     tokens = config.data.sequence_tokens
     if plan.cp > 1 and tokens % multiple(plan.cp, tp):
         raise ConfigError(
-            f"{told('data.sequence_tokens', tokens)} must be a multiple of {multiple(plan.cp, tp)}: "
+            f"{setting_text('data.sequence_tokens', tokens)} must be a multiple of {multiple(plan.cp, tp)}: "
             f"plan.cp = {plan.cp} cuts it into {2 * plan.cp} chunks"
             f"{f', two of which plan.tp = {tp} shares out' if tp > 1 else ''}; "
             f"set plan.cp to one of {cp_of_tokens(tokens, tp)}."

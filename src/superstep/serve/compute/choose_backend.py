@@ -9,7 +9,7 @@ from superstep.comm.device import Device
 from superstep.comm.mesh import Group
 from superstep.kernels.compile_cpp import Built
 from superstep.serve.compute.compiled_decoder import Compiled, can_compile
-from superstep.serve.compute.compiled_exact import compiled_exactly
+from superstep.serve.compute.compiled_exact import compile_exactly
 from superstep.serve.compute.fast_linears import make_fast
 from superstep.serve.compute.kernels.build import build
 from superstep.serve.compute.kv_cache import KeyStore
@@ -65,7 +65,7 @@ def choose(served: ServedUnits, asked: ComputeSettings, tp: Group | None, device
         # What adapters add in exact mode is defined by torch's products, and not yet made in the compiled decoder.
         if built.library is not None and tp is None and not asked.has_adapters:
             tiled = TiledStore(**room)
-            found = compiled_exactly(built.library, served, tiled, asked.threads)
+            found = compile_exactly(built.library, served, tiled, asked.threads)
             if found is not None:
                 return found.compute, RankMemory(served, tiled, found.products)
         linears = None

@@ -25,7 +25,7 @@ from superstep.plan.model.shape import ModelShape
 from superstep.serve.compute.compiled_lora import AdaptedRows
 from superstep.serve.compute.flat_batch import Rows
 from superstep.serve.compute.fused_linears import Product
-from superstep.serve.compute.kernels.calls import BlockArgs, ModelArgs, StepArgs, Weight, address, held, pointer
+from superstep.serve.compute.kernels.calls import BlockArgs, ModelArgs, StepArgs, Weight, address, as_array, pointer
 from superstep.serve.compute.lora import Adapters
 from superstep.serve.compute.panel_weights import Panels
 from superstep.serve.compute.sampler import columns
@@ -127,7 +127,7 @@ class Compiled:
         count = len(rows.tokens)
         self._reach(max(part.first + part.count for part in rows.parts))
         placed = PlacedRows(rows.parts, self._store.page_tokens, self._shape.window)
-        tokens, wanted = held(rows.tokens, "q"), held(rows.wanted, "q")
+        tokens, wanted = as_array(rows.tokens, "q"), as_array(rows.wanted, "q")
         logits_RV = torch.empty(len(wanted), self._model.head.outputs, dtype=torch.float32)
         step = StepArgs(
             count,

@@ -21,7 +21,7 @@ from superstep.kernels.exact_attention import block_address
 from superstep.numerics.invariant_matmul import PIECE, product
 from superstep.serve.compute.compiled_decoder import Compiled, ExactArgs, can_compile
 from superstep.serve.compute.flat_batch import RequestRows, Rows
-from superstep.serve.compute.fused_linears import Product, ValueOf, joined, rows_of
+from superstep.serve.compute.fused_linears import Product, ValueOf, join, rows_of
 from superstep.serve.compute.kv_cache import KeyStore
 from superstep.serve.compute.lora import Adapters
 from superstep.serve.compute.paged_attention import PagedAttention
@@ -77,7 +77,7 @@ class ExactProducts:
     @torch.no_grad()
     def beside(self, value_of: ValueOf) -> Callable[[], None]:
         """Lay out weights that the layers may not have yet; what this gives puts the products into place."""
-        made = [self._made(layers, cells, value_of) for layers, cells in self._rows]
+        made = [self._make(layers, cells, value_of) for layers, cells in self._rows]
 
         def place() -> None:
             self.changes += 1
@@ -95,8 +95,8 @@ class ExactProducts:
         found = zip(self._rows, self._products, strict=True)
         return next((product for (layers, _), product in found if layer in layers), None)
 
-    def _made(self, layers: tuple[nn.Linear, ...], cells: int, value_of: ValueOf) -> Product | None:
-        weight_OI, bias_O = joined(layers, value_of)
+    def _make(self, layers: tuple[nn.Linear, ...], cells: int, value_of: ValueOf) -> Product | None:
+        weight_OI, bias_O = join(layers, value_of)
         width = weight_OI.shape[1] // cells
         if not takes(weight_OI) or cells > MOST_CELLS or width % 2:
             return None
@@ -111,7 +111,7 @@ class Exactly:
     products: ExactProducts
 
 
-def compiled_exactly(library: ctypes.CDLL, served: ServedUnits, store: TiledStore, threads: int) -> Exactly | None:
+def compile_exactly(library: ctypes.CDLL, served: ServedUnits, store: TiledStore, threads: int) -> Exactly | None:
     """The model of one rank in one call a step; None where that has other bits than torch here.
 
     Args:

@@ -49,13 +49,13 @@ class _Run:
 
     def add(self, logits_V: Tensor, largest: float, likeliest: int) -> None:
         """Guess one token more."""
-        token = self._drawn(logits_V, largest, likeliest)
+        token = self._draw(logits_V, largest, likeliest)
         self.guesses.append(token)
         if self.form is not None:
             self.form.advance(token)
             self.form = None if self.form.is_done else self.form
 
-    def _drawn(self, logits_V: Tensor, largest: float, likeliest: int) -> int:
+    def _draw(self, logits_V: Tensor, largest: float, likeliest: int) -> int:
         allowed = None
         if self.form is not None:
             try:
@@ -97,7 +97,7 @@ class SmallModel:
             _Run(asked.live[chunk.request], chunk, asked.counts.get(chunk.request, 0), _fork(asked, chunk.request))
             for chunk in asked.step.chunks
         ]
-        self._go_on(runs, [self._known(run) for run in runs])
+        self._go_on(runs, [self._feed(run) for run in runs])
         for place in range(1, max((run.count for run in runs), default=0) + 1):
             fed = [run for run in runs if run.count >= place and self._is_fed(run, place)]
             self._go_on(fed, [_Fed(run.live.known + place - 1, (run.guesses[-1],)) for run in fed])
@@ -113,7 +113,7 @@ class SmallModel:
         self._behind.discard(request)
         self._unfed.discard(request)
 
-    def _known(self, run: _Run) -> _Fed:
+    def _feed(self, run: _Run) -> _Fed:
         first = max(0, run.chunk.first - (run.live.id in self._behind))
         self._behind.discard(run.live.id)
         self._unfed.discard(run.live.id)

@@ -57,7 +57,7 @@ class _Row:
     @torch.no_grad()
     def made(self, value_of: ValueOf) -> Product | None:
         """The product of their weights with these values; None where a layer is best left alone."""
-        return self.pack(*joined(self.layers, value_of))
+        return self.pack(*join(self.layers, value_of))
 
 
 class Linears:
@@ -158,7 +158,7 @@ class _Shared:
         return read
 
 
-def joined(layers: Sequence[nn.Linear], value_of: ValueOf) -> tuple[Tensor, Tensor | None]:
+def join(layers: Sequence[nn.Linear], value_of: ValueOf) -> tuple[Tensor, Tensor | None]:
     """The weights of some linears one above the other, and their biases, if they have some."""
     biases = [value_of(layer.bias).detach() for layer in layers if layer.bias is not None]
     weight_OI = torch.cat([value_of(layer.weight).detach() for layer in layers])

@@ -94,10 +94,10 @@ def together(parts: Sequence[RequestRows], page_tokens: int, block: int, device:
         kind = (part.count, -(-(part.first + part.count) // block))
         groups.setdefault(kind if part.count <= FEW else (*kind, number), []).append((at, part))
         at += part.count
-    return [_gathered(members, page_tokens, kind[1] * block, device) for kind, members in groups.items()]
+    return [_gather_pages(members, page_tokens, kind[1] * block, device) for kind, members in groups.items()]
 
 
-def _gathered(
+def _gather_pages(
     members: Sequence[tuple[int, RequestRows]], page_tokens: int, length: int, device: torch.device
 ) -> Together:
     rows, ends, slots = [], [], []

@@ -83,11 +83,11 @@ class Panels:
         self._outputs = outputs
         self._is_int8 = scale_O is not None
         side_by_side = BYTES // values_OI.element_size()
-        panels = _filled(values_OI).view(-1, PANEL, inputs // side_by_side, side_by_side).transpose(1, 2).contiguous()
-        short = None if self._is_int8 else shortened(library, panels)
+        panels = _fill(values_OI).view(-1, PANEL, inputs // side_by_side, side_by_side).transpose(1, 2).contiguous()
+        short = None if self._is_int8 else shorten(library, panels)
         laid = in_large_pages(panels if short is None else short.words)
-        scale, bias = (None if x is None else _filled(x.float()) for x in (scale_O, bias_O))
-        sums = _filled(values_OI.sum(1, dtype=torch.int32)) if self._is_int8 else None
+        scale, bias = (None if x is None else _fill(x.float()) for x in (scale_O, bias_O))
+        sums = _fill(values_OI.sum(1, dtype=torch.int32)) if self._is_int8 else None
         # The memory that ``weight`` points into.
         self._held = (laid, scale, sums, bias)
         self._beside = () if short is None else (short.base, short.whole_begin, short.whole_steps, short.whole)
@@ -141,7 +141,7 @@ def takes(weight_OI: Tensor) -> bool:
     return is_bf16 and weight_OI.shape[1] % BYTES == 0
 
 
-def shortened(library: ctypes.CDLL, panels: Tensor) -> Shortened | None:
+def shorten(library: ctypes.CDLL, panels: Tensor) -> Shortened | None:
     """Panels of bf16 numbers [P, I / 2, 64, 2] in fewer bytes; None where their exponents are too far apart."""
     count, steps = panels.shape[:2]
     threads = ctypes.c_int64(torch.get_num_threads())
@@ -179,7 +179,7 @@ def in_large_pages(x: Tensor) -> Tensor:
     return out.copy_(x)
 
 
-def _filled(of_O: Tensor) -> Tensor:
+def _fill(of_O: Tensor) -> Tensor:
     """With the first of them again, up to a whole panel: nobody reads what comes of it."""
     missing = -len(of_O) % PANEL
     return torch.cat((of_O, of_O[:1].expand(missing, *of_O.shape[1:]))) if missing else of_O.contiguous()

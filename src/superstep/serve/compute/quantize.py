@@ -68,7 +68,7 @@ def to_8_bits(weight_OI: Tensor) -> Quantized:
     """Codes of 8 bits, a scale for each output. Each weight is off by half a scale at most."""
     weight_OI = weight_OI.float()
     # The scale is rounded up to the dtype that kernels take before it is used: then no weight is cut off.
-    scale_O1 = _rounded_up(weight_OI.abs().amax(1, keepdim=True) / MOST_8)
+    scale_O1 = _round_up(weight_OI.abs().amax(1, keepdim=True) / MOST_8)
     return Quantized((weight_OI / scale_O1.float()).round_().clamp_(-MOST_8, MOST_8).to(torch.int8), scale_O1)
 
 
@@ -80,7 +80,7 @@ def to_4_bits(weight_OI: Tensor, group: int) -> Quantized:
     best = (torch.empty_like(w_OGg), torch.empty_like(low).bfloat16(), torch.empty_like(low).bfloat16())
     for clip in CLIPS:
         middle, half = (high + low) / 2, (high - low) / 2 * clip
-        scale = _rounded_up(2 * half / MOST_4)
+        scale = _round_up(2 * half / MOST_4)
         zero = (middle - half + ZERO_4 * scale.float()).bfloat16()
         codes = ((w_OGg - zero.float()[..., None]) / scale.float()[..., None]).round_().add_(ZERO_4).clamp_(0, MOST_4)
         held = (codes - ZERO_4) * scale.float()[..., None] + zero.float()[..., None]
@@ -96,7 +96,7 @@ def to_4_bits(weight_OI: Tensor, group: int) -> Quantized:
     return Quantized(codes.to(torch.uint8).flatten(1), scale, zero)
 
 
-def _rounded_up(scale: Tensor) -> Tensor:
+def _round_up(scale: Tensor) -> Tensor:
     """In bf16, never smaller than given, and never 0."""
     up = (scale.clamp(min=torch.finfo(torch.bfloat16).tiny) * (1 + 2.0**-8)).bfloat16()
     near = scale.bfloat16()
@@ -106,7 +106,7 @@ def _rounded_up(scale: Tensor) -> Tensor:
 def int8_product(held: Quantized, bias_O: Tensor | None) -> Product:
     """Weights of 8 bits times what comes, in its dtype."""
     if held.codes.device.type != "cpu":
-        return _decoded_product(held, bias_O)
+        return _product_by_decoding(held, bias_O)
     codes_OI, scale_O = held.codes, held.scale[:, 0]
 
     def product(x: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ def int8_product(held: Quantized, bias_O: Tensor | None) -> Product:
 def w8a8_product(held: Quantized, bias_O: Tensor | None) -> Product:
     """Each token rounded to 8 bits with a scale of its own; the sum is of integers, and exact."""
     if not is_mkldnn_weight(held.codes):
-        return _decoded_product(held, bias_O)
+        return _product_by_decoding(held, bias_O)
     ordered = torch.ops.onednn.qlinear_prepack(held.codes, None)
     scale_O = held.scale[:, 0].float()
     zero_O = torch.zeros(len(scale_O), dtype=torch.int32)
@@ -152,7 +152,7 @@ def int4_product(held: Quantized, bias_O: Tensor | None) -> Product:
     """Weights of 4 bits in groups times what comes, in its dtype."""
     assert held.zero is not None
     if held.codes.device.type != "cpu":
-        return _decoded_product(held, bias_O)
+        return _product_by_decoding(held, bias_O)
     group = held.codes.shape[1] // held.scale.shape[1]
     ordered = torch._convert_weight_to_int4pack_for_cpu(held.codes.int(), 1)
     pairs_GO2 = torch.stack((held.scale.t(), held.zero.t()), -1).contiguous()
@@ -166,7 +166,7 @@ def int4_product(held: Quantized, bias_O: Tensor | None) -> Product:
     return product
 
 
-def _decoded_product(held: Quantized, bias_O: Tensor | None) -> Product:
+def _product_by_decoding(held: Quantized, bias_O: Tensor | None) -> Product:
     """For devices without a kernel: less memory, and no less time."""
 
     def product(x: Tensor) -> Tensor:

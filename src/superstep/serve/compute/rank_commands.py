@@ -24,7 +24,7 @@ from superstep.errors import Fault, StateError, SuperstepError
 from superstep.serve.compute.agreement import all_true, first_reason
 from superstep.serve.compute.weight_update import PendingWeights, RankMemory
 from superstep.serve.reader import TIMEOUT_S, BackgroundReader
-from superstep.serve.weights import LockedWeights, given, hold, open_source
+from superstep.serve.weights import LockedWeights, hold, open_source, weights_in_memory
 
 FAILURES = (SuperstepError, SafetensorError, OSError, RuntimeError, ValueError, MemoryError)
 """What weights that cannot be read, or have no room, are met with."""
@@ -102,9 +102,9 @@ class WeightReading:
     ) -> None:
         def read(progress: Callable[[], None]) -> Loaded:
             device.make_current()
-            found = opened(source)
+            found = open_weights_source(source)
             try:
-                found.weights = found.weights.watched(progress)
+                found.weights = found.weights.watch(progress)
                 version = found.version() if is_named else ""
                 return Loaded(found, version, memory.read(found.weights))
             except BaseException:
@@ -298,11 +298,11 @@ class CommandChannel:
         self._source = source
 
 
-def opened(source: Path | Tensors | LockedWeights) -> LockedWeights:
+def open_weights_source(source: Path | Tensors | LockedWeights) -> LockedWeights:
     """A path's weights, tensors of this process, or what is open already."""
     if isinstance(source, LockedWeights):
         return source
-    return open_source(source) if isinstance(source, Path) else LockedWeights(given(source))
+    return open_source(source) if isinstance(source, Path) else LockedWeights(weights_in_memory(source))
 
 
 def reason(error: Exception) -> str:

@@ -226,24 +226,24 @@ def draw(
         after = own if drawn.logprob is None else drawn.logprob
         cut = 0 if drawn.finite == len(logits_V) else drawn.finite
         return TokenOutput(token=token, logprob=own, drawn_logprob=after, kept=cut, top=top, version=version)
-    scores_V = changed(logits_V, sampling, seen)
+    scores_V = change_logits(logits_V, sampling, seen)
     if sampling.is_greedy:
         token = int(scores_V.argmax())
         return TokenOutput(token=token, logprob=logprob(logits_V, totals, token), kept=1, top=top, version=version)
-    kept, scores = truncated(scores_V / sampling.temperature, sampling)
+    kept, scores = truncate(scores_V / sampling.temperature, sampling)
     at = int((scores.double() + gumbel(sampling.seed, position, kept)).argmax())
     token = int(kept[at])
     return TokenOutput(
         token=token,
         logprob=logprob(logits_V, totals, token),
-        drawn_logprob=_tempered(scores, at),
+        drawn_logprob=_temper(scores, at),
         kept=0 if len(kept) == len(logits_V) else len(kept),
         top=top,
         version=version,
     )
 
 
-def _tempered(scores: Tensor, at: int) -> float:
+def _temper(scores: Tensor, at: int) -> float:
     return float(scores[at].double() - scores.double().logsumexp(0))
 
 
@@ -264,7 +264,7 @@ def likeliest(logits_V: Tensor, totals: Totals, count: int) -> tuple[tuple[int, 
     return tuple((int(token), _logprob(logit, totals)) for logit, token in rows)
 
 
-def changed(logits_V: Tensor, sampling: Sampling, seen: SamplingContext) -> Tensor:
+def change_logits(logits_V: Tensor, sampling: Sampling, seen: SamplingContext) -> Tensor:
     """The logits after penalties and biases, and without what the answer's form does not allow; a tensor of its own."""
     scores_V = logits_V.clone()
     if sampling.repetition_penalty != 1.0:
@@ -283,7 +283,7 @@ def changed(logits_V: Tensor, sampling: Sampling, seen: SamplingContext) -> Tens
     return scores_V
 
 
-def truncated(scores_V: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+def truncate(scores_V: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     """The tokens that may be drawn, by id, and their scores: top-k first, of those top-p, of those min-p."""
     if sampling.top_k == 0 and sampling.top_p == 1.0 and sampling.min_p == 0.0:
         kept = scores_V.isfinite().nonzero().flatten()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from superstep.serve.compute.flat_batch import RequestRows
-from superstep.serve.compute.kernels.calls import KvCacheArgs, LayerKvArgs, Places, Queries, address, held, pointer
+from superstep.serve.compute.kernels.calls import KvCacheArgs, LayerKvArgs, Places, Queries, address, as_array, pointer
 
 GROUP = 16
 """Places whose keys lie side by side."""
@@ -77,7 +77,7 @@ class PlacedRows:
             told += (row, part.first, part.count, len(pages))
             pages += part.pages
             row += part.count
-        self._parts, self._pages = held(told, "q"), held(pages, "i")
+        self._parts, self._pages = as_array(told, "q"), as_array(pages, "i")
         self.places = Places(address(self._parts), len(parts), address(self._pages), page_tokens, window or 0)
 
 

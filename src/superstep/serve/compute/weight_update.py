@@ -87,7 +87,7 @@ class RankMemory:
         empty = {
             name: replace(held, values=torch.zeros_like(held.values)) for name, held in self._served.params.items()
         }
-        return self._filled(replace(self._served, params=empty), weights)
+        return self._fill(replace(self._served, params=empty), weights)
 
     def switch(self, beside: PendingWeights) -> None:
         """Put weights into place. To be called between two steps."""
@@ -124,7 +124,7 @@ class RankMemory:
             _take(one._store.keys, one._store.values)
 
     @torch.no_grad()
-    def _filled(self, served: ServedUnits, weights: Weights) -> PendingWeights:
+    def _fill(self, served: ServedUnits, weights: Weights) -> PendingWeights:
         _require_shape(served, weights)
         fill(served, weights)
         parts = {name: held.values for name, held in served.params.items()}

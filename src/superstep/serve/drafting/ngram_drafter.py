@@ -64,14 +64,14 @@ class Lookup:
         for _ in range(TRIED):
             if not place or best_size >= LONGEST:
                 break
-            size = _shared(tokens, place)
+            size = _count_shared(tokens, place)
             if size > best_size:
                 best, best_size = place, size
             place = self._before[place]
         return best
 
 
-def _shared(tokens: Sequence[int], place: int) -> int:
+def _count_shared(tokens: Sequence[int], place: int) -> int:
     """How many tokens before a place are those before the text's end."""
     size, end = SHORTEST, len(tokens)
     while size < min(LONGEST, place) and tokens[place - size - 1] == tokens[end - size - 1]:

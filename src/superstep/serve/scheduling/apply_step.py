@@ -37,7 +37,7 @@ def book(
     for number in step.frees:
         one = live[number]
         pages.release(one.pages)
-        one.freed()
+        one.restart()
         running.remove(one)
         waiting.append(one)
     for chunk in step.chunks:
@@ -59,7 +59,7 @@ def book(
     return Changed(len(step.frees), queried, hit)
 
 
-def computed(live: LiveRequest, chunk: PositionRange, pages: Pages, *, end: int, version: str) -> None:
+def book_computed(live: LiveRequest, chunk: PositionRange, pages: Pages, *, end: int, version: str) -> None:
     """The keys up to ``end`` are there: full pages are known by theirs, and pages behind it are given back."""
     live.computed = end
     full = range(chunk.first // pages.page_tokens, end // pages.page_tokens)

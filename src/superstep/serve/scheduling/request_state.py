@@ -98,7 +98,7 @@ class LiveRequest:
         """Under which weights its pages are looked for."""
         self.keys(version)
 
-    def freed(self) -> None:
+    def restart(self) -> None:
         """Its pages were taken back: it begins again, with the tokens that it has."""
         self.computed, self.pages, self.drafts, self.guessed, self.is_mixed = 0, (), 0, (), False
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from superstep.cost.serve import ComputeMode, Work
-from superstep.serve.scheduling.apply_step import book, computed
+from superstep.serve.scheduling.apply_step import book, book_computed
 from superstep.serve.scheduling.kv_pages import Pages
 from superstep.serve.scheduling.request import Request, Sampling
 from superstep.serve.scheduling.request_state import LiveRequest
@@ -179,7 +179,7 @@ class _Clock:
         self.now_s += entry.took_s
         for chunk in entry.step.chunks:
             one = live[chunk.request]
-            computed(one, chunk, self._pages, end=chunk.end, version=VERSION)
+            book_computed(one, chunk, self._pages, end=chunk.end, version=VERSION)
             if chunk.end < one.known:
                 continue
             self._first.setdefault(one.id, self.now_s)
@@ -187,7 +187,7 @@ class _Clock:
                 self._last[one.id] = self.now_s
                 self.running.remove(one)
                 self._pages.release(one.pages)
-                one.freed()
+                one.restart()
 
     def served(self) -> Iterator[SimulatedRequest]:
         """What became of each."""

@@ -157,7 +157,7 @@ class Grammars:
         if len(constraint.text) > MOST_CHARS:
             raise ConfigError(f"{constraint.kind} has {len(constraint.text)} characters; give at most {MOST_CHARS}.")
         core = llguidance.LLMatcher(self._tokenizer, _grammar(constraint), log_level=0, limits=LIMITS)
-        error = core.get_error() or _tried(core)
+        error = core.get_error() or _try_grammar(core)
         if error:
             raise ConfigError(f"{constraint.kind} cannot be used: {_line(error)}.")
         return core
@@ -214,7 +214,7 @@ def _library_tokenizer(tokenizer: Tokenizer, vocab: int, stops: list[int]) -> ll
     return llguidance.LLTokenizer(llguidance.TokenizerWrapper(spelled), eos_token=stops)
 
 
-def _tried(core: llguidance.LLMatcher) -> str:
+def _try_grammar(core: llguidance.LLMatcher) -> str:
     """The error that the first tokens of an answer end with: expressions are unfolded where they are used."""
     core = core.deep_copy()
     for _ in range(TRIED):

@@ -183,7 +183,7 @@ def steps(
     makers: list[Callable[[], IncrementalDecoder]] = []
     is_fused = False
     for part in _parts(decoder):
-        maker = _fused(part) if is_fused else _single(part)
+        maker = _fuse(part) if is_fused else _single(part)
         if maker is None:
             return lambda: [DecodeAtEnd(decode_all)]
         if part["type"] in ("Fuse", "ByteLevel"):
@@ -217,7 +217,7 @@ def _single(part: Mapping[str, Any]) -> Callable[[], IncrementalDecoder] | None:
     return None
 
 
-def _fused(part: Mapping[str, Any]) -> Callable[[], IncrementalDecoder] | None:
+def _fuse(part: Mapping[str, Any]) -> Callable[[], IncrementalDecoder] | None:
     """A step that sees pieces of one text, wherever they are cut."""
     match part:
         case {"type": "Fuse"}:

@@ -98,7 +98,7 @@ class ChatProcess:
         assert child is not None
         assert child.stdin is not None
         assert child.stdout is not None
-        with _watched(child) as was_stopped:
+        with _watch(child) as was_stopped:
             try:
                 child.stdin.write(line + "\n")
                 child.stdin.flush()
@@ -131,7 +131,7 @@ class ChatProcess:
 
 
 @contextmanager
-def _watched(child: subprocess.Popen[str]) -> Iterator[Event]:
+def _watch(child: subprocess.Popen[str]) -> Iterator[Event]:
     """Within the block a child that a signal has stopped is killed, and the event set. It uses none of its time up."""
     is_over, was_stopped, pulse = Event(), Event(), Pulse()
 

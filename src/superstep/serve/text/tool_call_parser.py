@@ -100,16 +100,16 @@ class CallParser:
         """What more text makes certain."""
         for char in text:
             self._see(char)
-        return self._told()
+        return self._flush()
 
     def end(self) -> Delta:
         """What still waited when no text follows. A call that is whole but for its closing mark counts."""
         if self._state == "close":
             self._take()
         self._release()
-        return self._told()
+        return self._flush()
 
-    def _told(self) -> Delta:
+    def _flush(self) -> Delta:
         delta = Delta("".join(self._out), tuple(self._done))
         self._out, self._done = [], []
         return delta

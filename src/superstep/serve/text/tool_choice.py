@@ -61,7 +61,7 @@ def tool_constraint(
     if choice == "required":
         wanted = names
     elif isinstance(choice, Mapping):
-        wanted = (_wanted(choice, names),)
+        wanted = (_chosen_name(choice, names),)
     else:
         raise ConfigError(f"tool_choice = {choice!r} must be none, auto, required, or an object that names a function.")
     if not wanted:
@@ -89,7 +89,7 @@ def _name(tool: Mapping[str, Any], where: str) -> str:
     return name
 
 
-def _wanted(choice: Mapping[str, Any], names: Sequence[str]) -> str:
+def _chosen_name(choice: Mapping[str, Any], names: Sequence[str]) -> str:
     function = choice.get("function")
     name = function.get("name") if isinstance(function, Mapping) else None
     if choice.get("type") != "function" or not isinstance(name, str):
@@ -130,7 +130,7 @@ def _call_schema(functions: Sequence[Mapping[str, Any]], field: str) -> dict[str
     defs = {}
     calls = []
     for k, function in enumerate(functions):
-        defs[f"tool{k}"] = _moved(function.get("parameters") or {"type": "object"}, f"#/$defs/tool{k}")
+        defs[f"tool{k}"] = _move_references(function.get("parameters") or {"type": "object"}, f"#/$defs/tool{k}")
         calls.append(
             {
                 "type": "object",
@@ -142,16 +142,16 @@ def _call_schema(functions: Sequence[Mapping[str, Any]], field: str) -> dict[str
     return {"anyOf": calls, "$defs": defs}
 
 
-def _moved(schema: Any, root: str) -> Any:  # noqa: ANN401 - any JSON
+def _move_references(schema: Any, root: str) -> Any:  # noqa: ANN401 - any JSON
     """A schema whose references to itself lead to its new place."""
     if isinstance(schema, Mapping):
-        return {key: _moved_reference(key, value, root) for key, value in schema.items()}
+        return {key: _move_reference(key, value, root) for key, value in schema.items()}
     if isinstance(schema, list):
-        return [_moved(inner, root) for inner in schema]
+        return [_move_references(inner, root) for inner in schema]
     return schema
 
 
-def _moved_reference(key: str, value: Any, root: str) -> Any:  # noqa: ANN401
+def _move_reference(key: str, value: Any, root: str) -> Any:  # noqa: ANN401
     if key == "$ref" and isinstance(value, str) and value.startswith("#"):
         return root + value[1:]
-    return _moved(value, root)
+    return _move_references(value, root)

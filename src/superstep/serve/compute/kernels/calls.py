@@ -140,7 +140,7 @@ class StepArgs(ctypes.Structure):
     ]
 
 
-def held(numbers: Sequence[int], kind: str) -> array[int]:
+def as_array(numbers: Sequence[int], kind: str) -> array[int]:
     """Numbers in memory, of a kind as ``array`` calls them: q is int64, i is int32."""
     return array(kind, numbers)
 
