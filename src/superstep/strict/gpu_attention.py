@@ -9,12 +9,16 @@ those of the efficient one of ``attention.cu``, ``attention_backward.cu`` and
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from superstep.strict.build import MODULE
 
 aten = torch.ops.aten
 
@@ -49,15 +53,15 @@ def require_shared_heads(query_heads: int, heads: int) -> None:
     require(query_heads % heads == 0, f"{heads} heads of keys and values must divide {query_heads} of queries")
 
 
-def require_flash_of_one(q: Tensor, k: Tensor, v: Tensor, *grads: Tensor) -> None:
-    """Of tensors of sequences [B, H, S, N]."""
-    require_flash(q, k, v, *grads)
+def require_flash_of_one(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Of tensors of sequences [B, H, S, N]. Gradients are made contiguous (``_flash_attention_backward``)."""
+    require_flash(q, k, v)
     require_shared_heads(q.shape[1], k.shape[1])
 
 
-def require_flash_of_many(q: Tensor, k: Tensor, v: Tensor, starts_q: Tensor, starts_k: Tensor, *grads: Tensor) -> None:
+def require_flash_of_many(q: Tensor, k: Tensor, v: Tensor, starts_q: Tensor, starts_k: Tensor) -> None:
     """Of sequences that lie one after the other [T, H, N], which begin where int32 numbers say."""
-    require_flash(q, k, v, *grads)
+    require_flash(q, k, v)
     require_shared_heads(q.shape[1], k.shape[1])
     for name, starts in (("cu_seqlens_q", starts_q), ("cu_seqlens_k", starts_k)):
         require(starts.dtype == torch.int32, f"{name} must have dtype int32, not {starts.dtype}")
@@ -116,32 +120,99 @@ def flash_mask(q: Tensor, k: Tensor, *, is_causal: bool) -> dict[str, Any]:
     return {"bias": torch.zeros(1, 1, queries, keys).masked_fill_(~is_seen, -torch.inf), "is_causal": False}
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, *, bias: Tensor | None, is_causal: bool, scale: float | None):  # noqa: ANN201
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """What changes the weights of attention.
+
+    Attributes:
+        bias: added to the scores.
+        is_causal: whether the first query sees the first key alone.
+        scale: of the scores; 1 / sqrt(N) where there is none.
+        dropout: the share of weights that become zero; the others are divided by the rest.
+        seed: of which these are.
+    """
+
+    bias: Tensor | None
+    is_causal: bool
+    scale: float | None
+    dropout: float = 0.0
+    seed: int = 0
+
+    def kept(self, q: Tensor, k: Tensor) -> Tensor:
+        """By what dropout multiplies each weight [B, H, S, T]."""
+        generator = torch.Generator().manual_seed(self.seed)
+        shape = (*q.shape[:-1], k.shape[-2])
+        return torch.empty(shape).bernoulli_(1 - self.dropout, generator=generator) / (1 - self.dropout)
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        """Before the softmax [B, H, S, T]."""
+        scores = q @ k.mT * self.scale_of(q)
+        if self.is_causal:
+            scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
+        return scores if self.bias is None else scores + self.bias.float()
+
+    def scale_of(self, q: Tensor) -> float:
+        """The scale."""
+        return q.shape[-1] ** -0.5 if self.scale is None else self.scale
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
     """The CPU's attention in fp32: its output and the logarithms of its sums [B, H, S]."""
-    mask = None if bias is None else bias.float()
     wide = (q.float(), widen_heads(k, q).float(), widen_heads(v, q).float())
-    return aten._scaled_dot_product_flash_attention_for_cpu(*wide, 0.0, is_causal, attn_mask=mask, scale=scale)
+    if not mask.dropout:
+        bias = None if mask.bias is None else mask.bias.float()
+        cpus = aten._scaled_dot_product_flash_attention_for_cpu
+        found: tuple[Tensor, Tensor] = cpus(*wide, 0.0, mask.is_causal, attn_mask=bias, scale=mask.scale)
+        return found
+    scores = mask.scores(*wide[:2])
+    lse = scores.logsumexp(-1)
+    return ((scores - lse[..., None]).exp().nan_to_num(0.0) * mask.kept(*wide[:2])) @ wide[2], lse
 
 
-def attend_back(grad, q, k, v, out, lse, *, bias, is_causal, scale):  # noqa: ANN001, ANN201, PLR0913 - as the operator
+def attend_back(grad, q, k, v, out, lse, mask):  # noqa: ANN001, ANN201 - as the operator
     """The gradients of queries, keys and values, in their dtypes."""
-    mask = None if bias is None else bias.float()
     wide = (grad.float(), q.float(), widen_heads(k, q).float(), widen_heads(v, q).float(), out.float())
-    back = aten._scaled_dot_product_flash_attention_for_cpu_backward
-    dq, dk, dv = back(*wide, lse, 0.0, is_causal, attn_mask=mask, scale=scale)
+    if mask.dropout:
+        dq, dk, dv, _ = attend_whole_back(*wide, lse, mask)
+    else:
+        bias = None if mask.bias is None else mask.bias.float()
+        back = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        dq, dk, dv = back(*wide, lse, 0.0, mask.is_causal, attn_mask=bias, scale=mask.scale)
     return dq.to(q.dtype), narrow_heads(dk, k.shape[1]).to(k.dtype), narrow_heads(dv, v.shape[1]).to(v.dtype)
+
+
+def attend_whole_back(grad, q, k, v, out, lse, mask):  # noqa: ANN001, ANN201 - as the operator
+    """The same of fp32 by whole scores, and their gradient, which is that of a bias too."""
+    weights = (mask.scores(q, k) - lse[..., None]).exp().nan_to_num(0.0)
+    kept = mask.kept(q, k)
+    of_scores = weights * (grad @ v.mT * kept - (grad * out).sum(-1, keepdim=True))
+    scale = mask.scale_of(q)
+    return of_scores @ k * scale, of_scores.mT @ q * scale, (weights * kept).mT @ grad, of_scores
 
 
 def flash(q, k, v, dropout=0.0, is_causal=False, return_debug_mask=False, *, scale=None):  # noqa: ANN001, ANN201
     """``_scaled_dot_product_flash_attention``."""
-    out, lse = attend(q, k, v, **flash_mask(q, k, is_causal=is_causal), scale=scale)
-    none, seed = torch.empty(0), torch.zeros((), dtype=torch.int64)
-    return out.to(q.dtype), lse, none, none, q.shape[2], k.shape[2], seed, seed, none
+    drawn = task_seed()
+    out, lse = attend(q, k, v, Mask(**flash_mask(q, k, is_causal=is_causal), scale=scale, dropout=dropout, seed=drawn))
+    none, seed = torch.empty(0), torch.tensor(drawn)
+    return out.to(q.dtype), lse, none, none, q.shape[2], k.shape[2], seed, torch.zeros_like(seed), none
 
 
 def flash_back(grad, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, dropout, is_causal, seed, offset, *, scale=None):  # noqa: ANN001, ANN201, PLR0913
     """``_scaled_dot_product_flash_attention_backward``."""
-    return attend_back(grad, q, k, v, out, lse, **flash_mask(q, k, is_causal=is_causal), scale=scale)
+    mask = Mask(**flash_mask(q, k, is_causal=is_causal), scale=scale, dropout=dropout, seed=seed_in(seed))
+    return attend_back(grad, q, k, v, out, lse, mask)
+
+
+def task_seed() -> int:
+    """What the kernel that runs draws by."""
+    seed: int = sys.modules[MODULE].task_seed()
+    return seed
+
+
+def seed_in(drawn: Tensor) -> int:
+    """What the forward pass drew by; it is kept once or twice."""
+    return int(drawn.flatten()[0].item())
 
 
 def parts(starts_q: Tensor, starts_k: Tensor) -> Iterator[tuple[slice, slice]]:
@@ -157,14 +228,15 @@ def apart(x_TNH: Tensor, part: slice) -> Tensor:
 
 def flash_parts(q, k, v, starts_q, starts_k, max_q, max_k, dropout, is_causal, debug, *, scale=None):  # noqa: ANN001, ANN201, PLR0913
     """``_flash_attention_forward`` of many sequences."""
-    out, lse = torch.empty_like(q), torch.empty(q.shape[1], q.shape[0])
+    out, lse, drawn = torch.empty_like(q), torch.empty(q.shape[1], q.shape[0]), task_seed()
     for of_q, of_k in parts(starts_q, starts_k):
         given = apart(q, of_q), apart(k, of_k), apart(v, of_k)
         mask = flash_mask(*given[:2], is_causal=is_causal)
-        mixed, lse[None, :, of_q] = attend(*given, **mask, scale=scale)
+        seed = drawn + of_q.start
+        mixed, lse[None, :, of_q] = attend(*given, Mask(**mask, scale=scale, dropout=dropout, seed=seed))
         apart(out, of_q).copy_(mixed)
-    seed = torch.zeros((), dtype=torch.uint64)
-    return out, lse, seed.expand(2), seed, torch.empty(0, dtype=q.dtype)
+    seed = torch.tensor(drawn).to(torch.uint64)
+    return out, lse, seed.expand(2), torch.zeros_like(seed), torch.empty(0, dtype=q.dtype)
 
 
 def flash_parts_back(  # noqa: ANN201, PLR0913
@@ -180,12 +252,13 @@ def flash_parts_back(  # noqa: ANN201, PLR0913
     scale: float | None = None,
 ):
     """``_flash_attention_backward`` of many sequences."""
-    _, _, _, is_causal, *_ = more
+    _, _, dropout, is_causal, drawn, *_ = more
     found = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     for of_q, of_k in parts(starts_q, starts_k):
         given = apart(grad, of_q), apart(q, of_q), apart(k, of_k), apart(v, of_k), apart(out, of_q)
-        mask = flash_mask(*given[1:3], is_causal=is_causal)
-        back = attend_back(*given, lse[None, :, of_q].contiguous(), **mask, scale=scale)
+        masked = flash_mask(*given[1:3], is_causal=is_causal)
+        mask = Mask(**masked, scale=scale, dropout=dropout, seed=seed_in(drawn) + of_q.start if dropout else 0)
+        back = attend_back(*given, lse[None, :, of_q].contiguous(), mask)
         for whole, part, of in zip(found, back, (of_q, of_k, of_k), strict=True):
             apart(whole, of).copy_(part)
     return found
@@ -193,16 +266,20 @@ def flash_parts_back(  # noqa: ANN201, PLR0913
 
 def efficient(q, k, v, bias, compute_log_sumexp, dropout=0.0, is_causal=False, *, scale=None):  # noqa: ANN001, ANN201, PLR0913
     """``_scaled_dot_product_efficient_attention``; its sums, where they are wanted, are of whole ``SUMS_QUERIES``."""
-    out, lse = attend(q, k, v, bias=bias, is_causal=is_causal, scale=scale)
+    drawn = task_seed()
+    out, lse = attend(q, k, v, Mask(bias, is_causal, scale, dropout, drawn))
     lse = lse if compute_log_sumexp else lse[..., :0]
-    seed = torch.zeros((), dtype=torch.int64)
-    return out.to(q.dtype), torch.nn.functional.pad(lse, (0, -lse.shape[2] % SUMS_QUERIES), value=torch.inf), seed, seed
+    padded, seed = torch.nn.functional.pad(lse, (0, -lse.shape[2] % SUMS_QUERIES), value=torch.inf), torch.tensor(drawn)
+    return out.to(q.dtype), padded, seed, torch.zeros_like(seed)
 
 
 def efficient_back(grad, q, k, v, bias, out, lse, seed, offset, dropout, wanted, is_causal=False, *, scale=None):  # noqa: ANN001, ANN201, PLR0913
-    """``_scaled_dot_product_efficient_attention_backward``; a mask has no gradient."""
-    sums = lse[..., : q.shape[2]].contiguous()
-    return (*attend_back(grad, q, k, v, out, sums, bias=bias, is_causal=is_causal, scale=scale), None)
+    """``_scaled_dot_product_efficient_attention_backward``; a bias has the sum of what its broadcast numbers have."""
+    sums, mask = lse[..., : q.shape[2]].contiguous(), Mask(bias, is_causal, scale, dropout, seed_in(seed))
+    if bias is None or not wanted[3]:
+        return (*attend_back(grad, q, k, v, out, sums, mask), None)
+    dq, dk, dv, of_scores = attend_whole_back(grad.float(), q.float(), k.float(), v.float(), out.float(), sums, mask)
+    return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), of_scores.sum_to_size(bias.shape).to(bias.dtype)
 
 
 OF_CPU = {
@@ -217,12 +294,12 @@ OF_CPU = {
 
 RULES = {
     "_scaled_dot_product_flash_attention": lambda q, k, v, *_: require_flash_of_one(q, k, v),
-    "_scaled_dot_product_flash_attention_backward": lambda grad, q, k, v, *_: require_flash_of_one(q, k, v, grad),
+    "_scaled_dot_product_flash_attention_backward": lambda grad, q, k, v, *_: require_flash_of_one(q, k, v),
     "_flash_attention_forward": lambda q, k, v, starts_q, starts_k, *_: require_flash_of_many(
         q, k, v, starts_q, starts_k
     ),
     "_flash_attention_backward": lambda grad, q, k, v, out, lse, starts_q, starts_k, *_: require_flash_of_many(
-        q, k, v, starts_q, starts_k, grad
+        q, k, v, starts_q, starts_k
     ),
     "_scaled_dot_product_efficient_attention": lambda q, k, v, bias, *_: require_efficient(q, k, v, bias),
     "_scaled_dot_product_efficient_attention_backward": lambda grad, q, k, v, bias, out, lse, *_: (

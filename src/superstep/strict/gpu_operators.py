@@ -6,13 +6,16 @@ grouped products are in ``gpu_grouped``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from superstep.strict import gpu_attention, gpu_grouped
+from superstep.strict import gpu_attention, gpu_grouped, gpu_recurrent
 from superstep.strict.gpu_attention import HALVES, require
+
+aten = torch.ops.aten
 
 
 def rms_norm_back(
@@ -29,6 +32,8 @@ def rms_norm_back(
 
 def require_wide_mm(left: Tensor, right: Tensor, out: Tensor) -> None:
     """What a product takes whose result is of another dtype than its factors (``_mm_dtype_out_cuda``)."""
+    is_whole = left.shape[-1] == right.shape[-2] and out.shape == (*left.shape[:-1], right.shape[-1])
+    require(is_whole, f"shapes {tuple(left.shape)}, {tuple(right.shape)} cannot be multiplied to {tuple(out.shape)}")
     require(left.dtype == right.dtype, f"input dtypes must be the same, not {left.dtype} and {right.dtype}")
     is_wider = out.dtype == torch.float32 and left.dtype in HALVES
     why = f"out_dtype must be the same as input dtype or fp32 for fp16/bf16 inputs, not {out.dtype} for {left.dtype}"
@@ -42,16 +47,33 @@ def require_wide_addmm(total: Tensor, left: Tensor, right: Tensor, out: Tensor) 
     require(total.dtype in (out.dtype, left.dtype), why)
 
 
-def addmm_into(total, left, right, out_dtype, *, beta=1, alpha=1, out):  # noqa: ANN001, ANN201
-    """``addmm`` whose result is wider than its factors, which cuBLAS alone has."""
+def added_into(total, left, right, out_dtype, *, beta=1, alpha=1, out):  # noqa: ANN001, ANN201
+    """``addmm`` and ``baddbmm`` whose result is wider than their factors, which cuBLAS alone has."""
     require(out.dtype == out_dtype, f"out_dtype {out_dtype} must be that of the out tensor, which is {out.dtype}")
     return out.copy_(beta * total.to(out_dtype) + alpha * (left.to(out_dtype) @ right.to(out_dtype)))
 
 
-def mm_into(left, right, out_dtype, *, out):  # noqa: ANN001, ANN201
-    """``mm`` whose result is wider than its factors."""
+def product_into(left, right, out_dtype, *, out):  # noqa: ANN001, ANN201
+    """``mm`` and ``bmm`` whose result is wider than their factors."""
     require(out.dtype == out_dtype, f"out_dtype {out_dtype} must be that of the out tensor, which is {out.dtype}")
     return out.copy_(left.to(out_dtype) @ right.to(out_dtype))
+
+
+def fresh(left: Tensor, right: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """What a product is written to."""
+    return left.new_empty((*left.shape[:-1], right.shape[-1]), dtype=out_dtype)
+
+
+def making(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A product that makes its result."""
+    return lambda left, right, out_dtype: product(left, right, out_dtype, out=fresh(left, right, out_dtype))
+
+
+def making_sum(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A product and a sum that make their result."""
+    return lambda total, left, right, out_dtype, **factors: product(
+        total, left, right, out_dtype, **factors, out=fresh(left, right, out_dtype)
+    )
 
 
 def native_dropout(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
@@ -64,14 +86,32 @@ def native_dropout(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Ten
 
 OF_CPU = gpu_attention.OF_CPU | {
     "_fused_rms_norm_backward": rms_norm_back,
-    "addmm.dtype_out": addmm_into,
-    "mm.dtype_out": mm_into,
+    "addmm.dtype_out": added_into,
+    "baddbmm.dtype_out": added_into,
+    "mm.dtype_out": product_into,
+    "bmm.dtype_out": product_into,
 }
 """What tasks call, on the kernels' views, which are the CPU's."""
 
+OF_GPU = gpu_recurrent.OF_GPU | {
+    "native_dropout": native_dropout,
+    "mm.dtype": making(aten.mm.dtype_out),
+    "bmm.dtype": making(aten.bmm.dtype_out),
+    "addmm.dtype": making_sum(aten.addmm.dtype_out),
+    "baddbmm.dtype": making_sum(aten.baddbmm.dtype_out),
+}
+"""What is made of other operators of the device."""
+
+OTHER_LOSSES = ("_use_cudnn_ctc_loss", "_use_miopen_ctc_loss")
+"""Whether a library's kernel computes it; torch 2.11 does not have the second."""
+
 RULES = gpu_attention.RULES | {
     "addmm.dtype_out": lambda total, left, right, dtype, beta, alpha, out: require_wide_addmm(total, left, right, out),
+    "baddbmm.dtype_out": lambda total, left, right, dtype, beta, alpha, out: require_wide_addmm(
+        total, left, right, out
+    ),
     "mm.dtype_out": lambda left, right, dtype, out: require_wide_mm(left, right, out),
+    "bmm.dtype_out": lambda left, right, dtype, out: require_wide_mm(left, right, out),
 }
 """What is refused at the call, as a GPU's kernels do it."""
 
@@ -88,5 +128,9 @@ def install(device: ModuleType) -> None:
         device.add_rule(name, rule)
     for name, function in OF_CPU.items():
         LIBRARY.impl(name, function, "CPU")
-    LIBRARY.impl("native_dropout", native_dropout, "CUDA")
+    for name, function in OF_GPU.items():
+        LIBRARY.impl(name, function, "CUDA")
+    for name in OTHER_LOSSES:
+        for overload in getattr(aten, name).overloads() if hasattr(aten, name) else ():
+            LIBRARY.impl(f"{name}.{overload}".removesuffix(".default"), lambda *_: False, "CUDA")
     LIBRARY.impl("_grouped_mm", gpu_grouped.on(device), "CUDA")

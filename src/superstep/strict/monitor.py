@@ -80,14 +80,14 @@ class Monitor:
         torch.cuda.synchronize(self._index)
         device.take_host_waits()
         before, self._launches = self._launches, device.launches()
-        _, peak_bytes, _, device_bytes = device.memory(self._index)
+        peak_bytes = device.statistics(self._index)["allocated_bytes"]["peak"]
         device.reset_peak(self._index)
         return Report(
             races=Counter(device.take_races()),
             host_waits=host_waits,
             launches=self._launches - before,
             peak_bytes=peak_bytes,
-            device_bytes=device_bytes,
+            device_bytes=device.device_bytes(),
             contexts=frozenset(device.contexts()),
             context_lines=device.context_lines(),
             trace=tuple(TraceEvent(*each) for each in device.take_trace()),

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from superstep.strict import gpu_refused
 from superstep.strict.build import MODULE
 from superstep.strict.cudart import CudaError, Cudart
+from superstep.strict.gpu_memory import CAPABILITY, MemoryCalls
 
 DeviceLike = torch.device | int | str | None
 Run = Callable[[list[Tensor], list[Tensor]], None]
 """A kernel, given what it sees of the tensors that it reads and writes."""
 CUDA_TYPE = 1
 """Of ``c10::DeviceType``."""
-
-CAPABILITY = (9, 0)
-SHARED_MEMORY_BYTES = 232_448
-"""Of a block on sm_90 (CUDA C++ programming guide, table of technical specifications)."""
 
 
 def index_of(device: DeviceLike = None) -> int:
@@ -43,7 +40,7 @@ class Stream(torch.Stream):
 
     def record_event(self, event: torch.Event | None = None) -> torch.Event:
         """An event that is over once all that was issued to this stream so far is."""
-        event = new_event() if event is None else event
+        event = Event() if event is None else event
         event.record(self)
         return event
 
@@ -53,9 +50,29 @@ def known_stream(number: int, device: int) -> Stream:
     return Stream(stream_id=number, device_index=device, device_type=CUDA_TYPE)
 
 
-def new_event(*, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> torch.Event:
-    """``torch.cuda.Event``: torch's own class, since ``elapsed_time`` takes no subclass of it."""
-    return torch.Event(device="cuda", enable_timing=enable_timing, blocking=blocking, interprocess=interprocess)
+class Event(torch.Event):
+    """``torch.cuda.Event``."""
+
+    is_timed: bool
+
+    def __new__(
+        cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
+    ) -> Event:
+        """An event that nothing has recorded yet."""
+        event = super().__new__(
+            cls, device="cuda", enable_timing=enable_timing, blocking=blocking, interprocess=interprocess
+        )
+        event.is_timed = enable_timing
+        return event
+
+    def elapsed_time(self, other: Event) -> float:
+        """Milliseconds from this event to a later one. Torch's own takes no subclass of its events."""
+        if not (self.is_timed and other.is_timed):
+            raise ValueError("Both events must be created with argument 'enable_timing=True'.")
+        if not (self.event_id and other.event_id):
+            raise ValueError("Both events must be recorded before calculating elapsed time.")
+        milliseconds: float = sys.modules[MODULE].elapsed_ms(self.event_id, other.event_id)
+        return milliseconds
 
 
 def current_stream(device: DeviceLike = None) -> Stream:
@@ -99,46 +116,13 @@ class StreamContext:
             set_device(self._device)
 
 
-@contextlib.contextmanager
-def current_device(device: DeviceLike) -> Iterator[None]:
-    """``torch.cuda.device``."""
+def exchange_device(index: int) -> int:
+    """Make a device current, and give which one was; a negative one changes nothing."""
+    if index < 0:
+        return -1
     before = torch.accelerator.current_device_index()
-    torch.accelerator.set_device_index(index_of(device))
-    try:
-        yield
-    finally:
-        torch.accelerator.set_device_index(before)
-
-
-@dataclass(frozen=True, slots=True)
-class Statistics:
-    """What ``torch.cuda`` tells of memory, in bytes."""
-
-    device: ModuleType
-
-    def of(self, device: DeviceLike) -> tuple[int, int, int, int]:
-        """Allocated now and at most, reserved, and in all."""
-        allocated, peak, reserved, total = self.device.memory(index_of(device))
-        return allocated, peak, reserved, total
-
-    def names(self) -> dict[str, Callable[..., Any]]:
-        """By name in ``torch.cuda``."""
-        return {
-            "memory_allocated": lambda device=None: self.of(device)[0],
-            "max_memory_allocated": lambda device=None: self.of(device)[1],
-            "memory_reserved": lambda device=None: self.of(device)[2],
-            "mem_get_info": lambda device=None: (self.of(device)[3] - self.of(device)[2], self.of(device)[3]),
-            "reset_peak_memory_stats": lambda device=None: self.device.reset_peak(index_of(device)),
-            "empty_cache": self.device.empty_cache,
-            "get_device_properties": lambda device=None: SimpleNamespace(
-                name="strict",
-                total_memory=self.of(device)[3],
-                major=CAPABILITY[0],
-                minor=CAPABILITY[1],
-                multi_processor_count=132,
-                shared_memory_per_block_optin=SHARED_MEMORY_BYTES,
-            ),
-        }
+    torch.accelerator.set_device_index(index)
+    return before
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,24 +144,33 @@ def install(device: ModuleType) -> None:
     Args:
         device: the compiled module.
     """
+    memory = MemoryCalls(device)
+    memory.install()
     names: dict[str, object] = {
         "Stream": Stream,
-        "Event": new_event,
+        "Event": Event,
+        "StreamContext": StreamContext,
         "stream": StreamContext,
-        "device": current_device,
+        "_exchange_device": exchange_device,
+        "_maybe_exchange_device": exchange_device,
         "current_stream": current_stream,
-        "default_stream": lambda which=None: known_stream(0, index_of(which)),
+        "default_stream": lambda device=None: known_stream(0, index_of(device)),
         "set_stream": torch.accelerator.set_stream,
-        "synchronize": lambda which=None: torch.accelerator.synchronize(torch.device("cuda", index_of(which))),
+        "synchronize": lambda device=None: torch.accelerator.synchronize(torch.device("cuda", index_of(device))),
         "set_device": set_device,
         "current_device": torch.accelerator.current_device_index,
         "device_count": device.devices,
+        "can_device_access_peer": lambda device, peer_device: index_of(device) != index_of(peer_device),
         "is_available": lambda: True,
         "is_initialized": lambda: bool(device.contexts()),
-        "is_bf16_supported": lambda *_: True,
+        "is_bf16_supported": lambda including_emulation=True: True,
+        "is_tf32_supported": lambda: True,
         "is_current_stream_capturing": lambda: False,
-        "get_device_capability": lambda which=None: CAPABILITY,
-        "get_device_name": lambda which=None: "strict",
+        "get_arch_list": lambda: [f"sm_{CAPABILITY[0]}{CAPABILITY[1]}"],
+        "get_device_capability": lambda device=None: CAPABILITY,
+        "get_device_name": lambda device=None: "strict",
+        "get_device_properties": lambda device=None: memory.properties(index_of(device)),
+        "mem_get_info": lambda device=None: memory.free_and_total(index_of(device)),
         "_initialized": True,  # torch.utils.checkpoint asks, before it keeps the state of random numbers
         "init": lambda: None,
         "_lazy_init": lambda: None,
@@ -186,13 +179,21 @@ def install(device: ModuleType) -> None:
         "default_generators": DefaultGenerators(device),
         "cudart": Cudart(device).itself,
         "CudaError": CudaError,
-        **Statistics(device).names(),
     }
-    for name, value in names.items():
-        for module in (torch.cuda, torch.cuda.random):  # which has taken some of them
+    for module in (torch.cuda, torch.cuda.memory, torch.cuda.random):  # the two have taken some of the names
+        for name, value in names.items():
             if module is torch.cuda or hasattr(module, name):
                 setattr(module, name, value)
+    torch.cuda.nvtx._nvtx = NoMarks()
+    gpu_refused.install()
     torch.UntypedStorage.resize_ = _resize_by(device, torch.UntypedStorage.resize_)
+
+
+class NoMarks:
+    """NVTX where nobody profiles: marks and ranges go nowhere."""
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        return lambda *_: 0
 
 
 def _resize_by(device: ModuleType, of_cpu: Callable[..., Any]) -> Callable[..., Any]:

@@ -71,7 +71,7 @@ inline void release(void* context) {
   Lock lock(state.lock);
   bool is_pinned = block->device == HOST;
   Region& region = is_pinned ? state.regions.back() : state.regions[block->device];
-  region.allocated -= block->bytes;
+  region.allocated_bytes.take(block->bytes), region.allocations.take(1);
   block->is_live = false;
   if (is_pinned) {
     region.pending.push_back({block, last_tasks(*block)});
@@ -90,7 +90,7 @@ inline void release(void* context) {
 inline void release_cached_blocks(Region& region) {
   for (auto& [key, cached] : region.cached)
     for (Block* block : cached) {
-      region.reserved -= block->bytes;
+      region.reserved_bytes.take(block->bytes), region.segments.take(1);
       state.blocks.erase(block->begin);  // its addresses are never used again
       delete block;
     }
@@ -100,6 +100,7 @@ inline void release_cached_blocks(Region& region) {
 // Where memory runs out torch waits for the blocks that other streams hold by record_stream, and gives back what it has
 // cached (release_cached_blocks in c10/cuda/CUDACachingAllocator.cpp).
 inline void make_room(Region& region, Lock& lock) {
+  region.retries++;
   host_waits_until(lock, [&] {
     reclaim(region);
     return region.pending.empty() || state.failure;
@@ -108,15 +109,17 @@ inline void make_room(Region& region, Lock& lock) {
 }
 
 inline Block* new_block(Region& region, Lock& lock, size_t bytes, int device, int stream) {
-  if (device != HOST && region.reserved + bytes > state.settings.device_bytes) make_room(region, lock);
-  TORCH_CHECK_WITH(OutOfMemoryError, device == HOST || region.reserved + bytes <= state.settings.device_bytes,
-                   "CUDA out of memory. Tried to allocate ", bytes, " bytes on cuda:", device, " (strict device), of which ",
-                   region.allocated, " of ", state.settings.device_bytes, " are allocated and ", region.reserved, " reserved.");
+  auto is_full = [&] { return device != HOST && region.reserved_bytes.current + bytes > state.settings.device_bytes; };
+  if (is_full()) make_room(region, lock);
+  region.ooms += is_full();
+  TORCH_CHECK_WITH(OutOfMemoryError, !is_full(), "CUDA out of memory. Tried to allocate ", bytes, " bytes on cuda:", device,
+                   " (strict device), of which ", region.allocated_bytes.current, " of ", state.settings.device_bytes, " are allocated and ",
+                   region.reserved_bytes.current, " reserved.");
   TORCH_CHECK(region.next + bytes + PAGE_BYTES <= REGION_BYTES, "strict device: no addresses are left");
   auto* block = new Block{region.base + region.next, bytes, device, stream};
   block->protection = READ_WRITE;
   region.next += round_up(bytes, PAGE_BYTES) + PAGE_BYTES;  // what runs over the end of a block is in none
-  region.reserved += bytes;
+  region.reserved_bytes.add(bytes), region.segments.add(1);
   state.blocks[block->begin] = block;
   return block;
 }
@@ -154,8 +157,7 @@ struct Memory final : public c10::Allocator {
       block->is_live = true;
       block->recorded.clear();
     }
-    region.allocated += bytes;
-    region.peak = std::max(region.peak, region.allocated);
+    region.allocated_bytes.add(bytes), region.allocations.add(1);
     // Pinned memory belongs to a context that is there (getDeviceIndexWithPrimaryContext in
     // aten/src/ATen/cuda/CachingHostAllocator.cpp), and makes one only where there is none.
     bool opens = is_pinned ? state.contexts.empty() : !state.contexts.count(device);

@@ -33,13 +33,21 @@ inline bool takes_efficient(const sdp::sdp_params& call) {
          sdp::check_batch_size_and_num_heads_dense<false>(call, false);
 }
 
+// select_sdp_backend
 inline int64_t choose_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& mask, double dropout,
                                 bool is_causal, std::optional<double>, bool enable_gqa) {
   sdp::sdp_params call{q, k, v, mask, dropout, is_causal, enable_gqa};
+  auto& context = at::globalContext();
   bool is_dense = sdp::check_tensor_shapes(call, false);
-  auto chosen = is_dense && takes_flash(call) ? at::SDPBackend::flash_attention : is_dense && takes_efficient(call) ? at::SDPBackend::efficient_attention
-                                                                                                                     : at::SDPBackend::math;
-  return static_cast<int64_t>(chosen);
+  for (auto backend : context.sDPPriorityOrder()) {
+    bool is_taken = backend == at::SDPBackend::flash_attention       ? is_dense && takes_flash(call)
+                    : backend == at::SDPBackend::efficient_attention ? is_dense && takes_efficient(call)
+                                                                     : backend == at::SDPBackend::math && context.userEnabledMathSDP();
+    if (is_taken) return static_cast<int64_t>(backend);
+  }
+  bool is_any = context.userEnabledFlashSDP() || context.userEnabledMemEfficientSDP() || context.userEnabledCuDNNSDP();
+  TORCH_CHECK(!is_any, "No available kernel. Aborting execution. (strict device, which has no attention by cuDNN)");
+  return static_cast<int64_t>(at::SDPBackend::error);
 }
 
 }  // namespace strict

@@ -17,6 +17,7 @@
 
 namespace py = pybind11;
 using namespace strict;
+using namespace pybind11::literals;
 
 C10_REGISTER_GUARD_IMPL(CUDA, strict::Guard);
 namespace at {
@@ -25,6 +26,8 @@ REGISTER_CUDA_HOOKS(CUDAHooks);
 }
 
 TORCH_LIBRARY_IMPL(_, CUDA, library) { library.fallback(torch::CppFunction::makeFromBoxedFunction<&strict::fallback>()); }
+TORCH_LIBRARY_IMPL(_, SparseCUDA, library) { library.fallback(torch::CppFunction::makeFromBoxedFunction<&strict::refuse_sparse>()); }
+TORCH_LIBRARY_IMPL(_, SparseCsrCUDA, library) { library.fallback(torch::CppFunction::makeFromBoxedFunction<&strict::refuse_sparse>()); }
 
 TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("empty.memory_format", &strict::empty);
@@ -39,12 +42,14 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("as_strided", &strict::as_strided);
   library.impl("view", &strict::view);
   library.impl("_reshape_alias", &strict::reshape_alias);
+  library.impl("_embedding_bag", torch::CppFunction::makeFromBoxedFunction<&strict::embedding_bag>());
+  library.impl("_embedding_bag_forward_only", torch::CppFunction::makeFromBoxedFunction<&strict::embedding_bag>());
   library.impl("unfold", &at::native::unfold);
   library.impl("view_as_real", &at::native::view_as_real);
   library.impl("view_as_complex", &at::native::view_as_complex);
   // CUDA has kernels of its own, where others are given operators that make more or keep more (what has both in
   // aten/src/ATen/native/native_functions.yaml); and for many tensors by one factor, which ask for it on their device.
-  for (const char* name : {"_fused_rms_norm", "addr", "mish_backward", "native_group_norm", "native_layer_norm", "silu_backward", "_foreach_add.Tensor", "_foreach_add_.Tensor",
+  for (const char* name : {"_fused_rms_norm", "addr", "convolution", "convolution_backward", "mish_backward", "native_group_norm", "native_layer_norm", "silu_backward", "_foreach_add.Tensor", "_foreach_add_.Tensor",
                            "_foreach_mul.Tensor", "_foreach_mul_.Tensor", "_foreach_div.Tensor", "_foreach_div_.Tensor"})
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&strict::fallback>());
 }
@@ -85,6 +90,27 @@ static void mark_over(const std::vector<at::Tensor>& tensors, int64_t event) {
   for (auto& tensor : tensors)
     if (Block* block = block_at(storage_address(tensor)))
       for (auto& access : block->accesses) access.is_released |= known.covers(access.stream, access.task);
+}
+
+static py::dict statistics(int device) {
+  start();
+  Lock lock(state.lock);
+  Region region = state.regions.at(device);
+  lock.unlock();
+  auto numbers = [](const Count& count) {
+    return py::dict("current"_a = count.current, "peak"_a = count.peak, "allocated"_a = count.allocated, "freed"_a = count.freed);
+  };
+  return py::dict("allocated_bytes"_a = numbers(region.allocated_bytes), "reserved_bytes"_a = numbers(region.reserved_bytes),
+                  "allocations"_a = numbers(region.allocations), "segments"_a = numbers(region.segments), "retries"_a = region.retries,
+                  "ooms"_a = region.ooms);
+}
+
+template <class Function>
+static void for_each_count(int device, Function change) {
+  start();
+  Lock lock(state.lock);
+  Region& region = state.regions.at(device);
+  for (Count* count : {&region.allocated_bytes, &region.reserved_bytes, &region.allocations, &region.segments}) change(*count);
 }
 
 static std::vector<std::string> under_way() {
@@ -143,16 +169,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     Lock lock = lock_as_owner();
     return state.launches;
   });
-  module.def("memory", [](int device) {
-    start();
+  module.def("device_bytes", [] { return state.settings.device_bytes; });
+  module.def("statistics", &statistics);
+  module.def("reset_peak", [](int device) { for_each_count(device, [](Count& count) { count.peak = count.current; }); });
+  module.def("reset_accumulated", [](int device) {
+    for_each_count(device, [](Count& count) { count.allocated = count.freed = 0; });
     Lock lock(state.lock);
-    auto& region = state.regions.at(device);
-    return std::make_tuple(region.allocated, region.peak, region.reserved, state.settings.device_bytes);
-  });
-  module.def("reset_peak", [](int device) {
-    start();
-    Lock lock(state.lock);
-    state.regions.at(device).peak = state.regions.at(device).allocated;
+    state.regions.at(device).retries = state.regions.at(device).ooms = 0;
   });
   module.def("empty_cache", [] {
     start();
@@ -163,6 +186,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("resize_storage", [](const at::Tensor& tensor, size_t bytes) { resize_storage(storage_of(tensor), bytes); });
   module.def("launch", &launch);
   module.def("mark_over", &mark_over);
+  module.def("elapsed_ms", [](int64_t begin, int64_t end) {
+    return Guard().elapsedTime(reinterpret_cast<void*>(begin), reinterpret_cast<void*>(end), 0);
+  });
+  module.def("task_seed", [] { return task_seed; });
   module.def("add_rule", [](std::string name, py::function rule) {
     auto* held = new py::function(std::move(rule));  // never released: operators outlive the interpreter
     rules["aten::" + name] = [held](const std::vector<c10::IValue>& arguments) {

@@ -76,6 +76,16 @@ inline uint64_t next_seed(const at::Generator& generator) {
   return mixed(mixed(from->from_seed) ^ (from->at_offset / STRIDE));
 }
 
+// Of the task that runs, where its operator draws and has no generator for it.
+inline thread_local int64_t task_seed = 0;
+
+// Attention that drops: its backward pass is given what its forward pass drew.
+inline int64_t seed_of_dropout(const c10::FunctionSchema& schema, int device, const std::vector<c10::IValue>& arguments) {
+  auto at = schema.argumentIndexWithName("dropout_p");
+  bool draws = at && arguments[*at].isDouble() && arguments[*at].toDouble() > 0 && schema.name().find("backward") == std::string::npos;
+  return draws ? int64_t(next_seed(default_generator(device)) >> 1) : 0;
+}
+
 // Gives a call that draws a CPU's generator for what is next of its own generator, or of its device's.
 inline void give_generator(const c10::FunctionSchema& schema, int device, std::vector<c10::IValue>& arguments) {
   for (size_t i = 0; i < arguments.size(); i++) {

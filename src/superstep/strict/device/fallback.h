@@ -193,15 +193,18 @@ inline Stack compute_later(Operation& call, const Stack& metas) {
   // Made before the outputs of an operator were resized, their views would be of the old bytes.
   auto stack = std::make_shared<Stack>(kernel_arguments(call));
   auto handle = call.handle;
-  auto run = [handle, stack, into] {
+  int64_t seed = seed_of_dropout(call.schema(), call.device, call.arguments);
+  auto run = [handle, stack, into, seed] {
     at::AutoDispatchBelowADInplaceOrView below;
+    task_seed = seed;
     handle.callBoxed(*stack);
     size_t next = 0;
     for (size_t i = 0; i < stack->size(); i++)
       if (!handle.schema().returns()[i].alias_info())
         map_tensors((*stack)[i], [&](const at::Tensor& each) {
           auto& result = into[next++];
-          if (result.defined() && each.defined()) result.copy_(each);
+          bool is_of_both = result.defined() && each.defined() && result.numel() && each.numel();  // and not CUDA's or the CPU's alone
+          if (is_of_both) result.copy_(each);
           return each;
         });
     stack->clear();
@@ -214,12 +217,22 @@ inline Stack compute_later(Operation& call, const Stack& metas) {
 using Rule = std::function<void(const std::vector<c10::IValue>&)>;
 inline auto& rules = *new std::map<std::string, Rule>;
 
+inline void require_kernel(const Operation& call) {
+  TORCH_CHECK_NOT_IMPLEMENTED(call.handle.hasComputedKernelForDispatchKey(c10::DispatchKey::CPU), call.name,
+                              ": the emulated GPU has no kernel for it, and the CPU has none that stands in (", caller(), ")");
+}
+
+inline void refuse_sparse(const c10::OperatorHandle& handle, c10::DispatchKeySet, Stack*) {
+  TORCH_CHECK_NOT_IMPLEMENTED(false, handle.schema().operator_name(), ": the emulated GPU has no sparse tensors (", caller(), ")");
+}
+
 inline void fallback(const c10::OperatorHandle& handle, c10::DispatchKeySet, Stack* stack) {
   TORCH_CHECK(last_error.empty(), "CUDA error: ", std::exchange(last_error, {}));
   Operation call = read_operation(handle, *stack);
   c10::OptionalDeviceGuard guard(call.place());
   at::AutoDispatchBelowADInplaceOrView below;
   if (auto rule = rules.find(call.name); rule != rules.end()) rule->second(call.arguments);
+  require_kernel(call);
   require_dtype(call.schema(), call.arguments);
   give_generator(call.schema(), call.device, call.arguments);
   if (call.brings_indices) wait_for(issue(current_stream(call.device), {.what = call.name}), call.name);
@@ -227,6 +240,17 @@ inline void fallback(const c10::OperatorHandle& handle, c10::DispatchKeySet, Sta
   Stack results = metas ? compute_later(call, *metas) : compute_now(call);
   torch::jit::drop(*stack, handle.schema().arguments().size());
   for (auto& result : results) stack->push_back(result);
+}
+
+// The bag of each index, which the CPU's kernel leaves out of what it gives where it has no use for it, and CUDA's does
+// not (aten/src/ATen/native/cuda/EmbeddingBag.cu).
+inline void embedding_bag(const c10::OperatorHandle& handle, c10::DispatchKeySet keys, Stack* stack) {
+  constexpr size_t INDICES = 1, OFFSETS = 2, RESULTS = 4;
+  auto given = torch::jit::last(*stack, handle.schema().arguments().size()).vec();
+  fallback(handle, keys, stack);
+  auto indices = given[INDICES].toTensor(), offsets = given[OFFSETS].toTensor();
+  auto bags = at::searchsorted(offsets, at::arange(indices.size(0), offsets.options()), offsets.scalar_type() == at::kInt, /*right=*/true);
+  (*stack)[stack->size() - RESULTS + 1] = bags.sub_(1);
 }
 
 }  // namespace strict

@@ -97,11 +97,22 @@ struct StreamState {
   std::thread thread;  // of a communicator
 };
 
+// As c10/core/CachingDeviceAllocator.h counts.
+struct Count {
+  size_t current = 0, peak = 0, allocated = 0, freed = 0;
+  void add(size_t amount) {
+    current += amount, allocated += amount;
+    peak = std::max(peak, current);
+  }
+  void take(size_t amount) { current -= amount, freed += amount; }
+};
+
 // Addresses of one device, or of pinned memory, mapped twice: tensors hold addresses from ``base``, kernels use those from ``kernel_base``.
 struct Region {
   char *base = nullptr, *kernel_base = nullptr;
   size_t next = 0;
-  size_t allocated = 0, peak = 0, reserved = 0;
+  Count allocated_bytes, reserved_bytes, allocations, segments;
+  size_t retries = 0, ooms = 0;
   std::map<std::pair<int, size_t>, std::vector<Block*>> cached;  // by stream and bytes
   std::vector<std::pair<Block*, std::map<int, uint64_t>>> pending;  // free once these tasks are over
 };
