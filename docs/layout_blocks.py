@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import statistics
 from collections.abc import Callable, Iterator
@@ -12,7 +13,9 @@ from superstep.plan.mesh import MeshShape
 from superstep.plan.resolve import resolve
 from superstep.plan.sharding.sequence import blocks, positions
 
-RESULTS = Path(__file__).parents[1] / "bench" / "results"
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "bench" / "results"
+PACKAGE = ROOT / "src" / "superstep"
 
 
 def table(head: tuple[str, ...], rows: Iterator[tuple[str, ...]] | list[tuple[str, ...]]) -> str:
@@ -24,6 +27,36 @@ def table(head: tuple[str, ...], rows: Iterator[tuple[str, ...]] | list[tuple[st
 def fenced(text: str) -> str:
     """A block of plain text."""
     return f"```text\n{text.rstrip()}\n```"
+
+
+def about(folder: str) -> str:
+    """What a folder of the package says of itself in its first line.
+
+    Args:
+        folder: below the package: ``serve/text``.
+    """
+    text = ast.get_docstring(ast.parse((PACKAGE / folder / "__init__.py").read_text(encoding="utf-8"))) or ""
+    return text.partition("\n")[0].replace("``", "`")
+
+
+def order() -> list[str]:
+    """The parts in the order of their imports, as ``tests/test_layers.py`` holds it, without ``errors``."""
+    tree = ast.parse((ROOT / "tests" / "test_layers.py").read_text(encoding="utf-8"))
+    (value,) = (
+        node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "ORDER"
+    )
+    return [part for part in ast.literal_eval(value) if part != "errors"]
+
+
+def _parts() -> str:
+    return table(("part", "what is inside"), [(f"`{part}`", about(part)) for part in order()])
+
+
+def _rooms() -> str:
+    folders = sorted(
+        str(path.parent.relative_to(PACKAGE)) for part in order() for path in (PACKAGE / part).glob("*/**/__init__.py")
+    )
+    return table(("folder", "what is inside"), [(f"`{folder}`", about(folder)) for folder in folders])
 
 
 def _replicas() -> str:
@@ -160,6 +193,8 @@ def _beside_gloo(found: list[dict], names: list[str]) -> str:
 
 
 LAYOUT_BLOCKS: dict[str, Callable[[], str]] = {
+    "parts": _parts,
+    "rooms": _rooms,
     "peers": _peers,
     "served": _served,
     "collectives": _collectives,

@@ -1,0 +1,1 @@
+"""Devices, the mesh of ranks, process groups and collectives. Here torch.distributed is used."""

@@ -1,0 +1,1 @@
+"""Seconds and bytes of a step before it runs: FLOPs, traffic, memory of each rank, the simulator."""

@@ -1,0 +1,4 @@
+"""The executor of a program and what it drives: forward, backward, the optimizer, collectives beside them.
+
+``executor.py`` has one case for each instruction, ``engine.py`` puts the parts together, ``adamw.py`` is the optimizer.
+"""

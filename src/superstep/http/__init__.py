@@ -1,1 +1,1 @@
-"""HTTP servers: what they share, whatever they answer."""
+"""What every HTTP server shares: limits, keys, the Host header, errors as JSON, server-sent events, draining."""

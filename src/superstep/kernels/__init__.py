@@ -1,0 +1,1 @@
+"""Kernels in C++ and Triton beside what they compute in plain torch; compiled where they run."""

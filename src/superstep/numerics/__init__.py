@@ -1,0 +1,1 @@
+"""Losses and numbers: loss functions, policy losses (PPO, DPO, ...), tolerances, exact sums, random numbers."""

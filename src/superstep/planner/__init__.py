@@ -1,0 +1,1 @@
+"""The search for the best layout on a cluster: candidates, their price, calibration, goodput under failures."""

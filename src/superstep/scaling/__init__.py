@@ -1,0 +1,1 @@
+"""Scaling laws: fits of the loss over runs, and the best model size for a budget."""

@@ -1,0 +1,1 @@
+"""The training loop and the session that it drives: batches, learning rate schedule, saving, resuming."""

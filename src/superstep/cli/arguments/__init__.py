@@ -1,0 +1,1 @@
+"""Arguments of each verb that needs torch, read without it."""

@@ -1,0 +1,1 @@
+"""``superstep doctor``: why a run hangs or is slow."""

@@ -1,0 +1,1 @@
+"""``superstep grade``: graders tried, attacked and served."""

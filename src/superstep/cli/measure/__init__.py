@@ -1,0 +1,1 @@
+"""``superstep measure``: what this machine can do, and its roofline."""

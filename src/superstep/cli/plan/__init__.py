@@ -1,0 +1,1 @@
+"""``superstep plan``: the best layouts of a model on a cluster, or of a server."""

@@ -1,0 +1,1 @@
+"""``superstep prove``: a layout against one process, injected faults, emulated GPUs."""

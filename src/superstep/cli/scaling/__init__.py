@@ -1,0 +1,1 @@
+"""``superstep scaling``: laws fitted to runs."""

@@ -1,0 +1,1 @@
+"""``superstep tune``: sft, dpo, rl, merge and serve."""

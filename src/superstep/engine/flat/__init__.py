@@ -1,0 +1,1 @@
+"""Flat buffers: how parameters, gradients and moments lie in them and are sharded (ZeRO); their snapshots."""

@@ -1,0 +1,1 @@
+"""C++ of the CPU kernels: attention, norms, gates, loss, matrix products."""

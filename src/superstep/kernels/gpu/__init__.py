@@ -1,0 +1,1 @@
+"""Triton kernels for GPUs: attention, norms, gates, loss, optimizer."""

@@ -1,0 +1,1 @@
+"""Several hosts: membership and heartbeat, the coordinator, its secure channel, copies of state between hosts."""

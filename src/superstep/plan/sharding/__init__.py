@@ -1,0 +1,1 @@
+"""What can be cut and what cannot: parameters, sequences, pipeline stages, divisibility."""

@@ -1,1 +1,1 @@
-"""The HTTP face of an engine: OpenAI's endpoints, the native ones, limits, metrics and a chat page."""
+"""The HTTP endpoints of an engine: generation, tokenization, admin, health, metrics, the chat page."""

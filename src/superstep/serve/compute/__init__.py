@@ -1,0 +1,1 @@
+"""A step of inference in torch: paged attention, the sampler, quantization, LoRA, tensor-parallel ranks."""

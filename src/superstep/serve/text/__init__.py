@@ -1,1 +1,1 @@
-"""Words: what lies between an engine's token ids and the text that people send and read."""
+"""Between token ids and text: detokenization, stop strings, chat templates, tool calls, structured output."""

@@ -1,0 +1,1 @@
+"""Policies of a step: spike detection, rollback, silent corruption, gradients computed again."""

@@ -1,0 +1,1 @@
+"""An iteration of reinforcement learning as a value: compiled, checked, simulated, its memory, its text."""

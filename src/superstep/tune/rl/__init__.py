@@ -1,0 +1,1 @@
+"""Reinforcement learning from rewards: rollout workers, advantages, weight updates, colocated or disaggregated."""

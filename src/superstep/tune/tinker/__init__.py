@@ -1,3 +1,1 @@
-"""Tinker's verbs over HTTP: a client somewhere else writes the loop, and the model, its gradients and its answers are
-here.
-"""
+"""Tinker over HTTP: a remote client writes the loop; model, gradients and samples are here."""

@@ -1,1 +1,1 @@
-"""OpenAI's endpoints, as its official client speaks to them."""
+"""OpenAI's endpoints (chat and text completions, models), as its official client speaks to them."""

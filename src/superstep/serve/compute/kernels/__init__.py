@@ -1,0 +1,1 @@
+"""C++ of the compiled decoder: products of few rows, quantized weights, attention over KV pages."""
