@@ -142,7 +142,7 @@ NUMBERS = (
 UNENDED = """
 import os, sys
 from superstep.cli.main import main
-from superstep.grade import json_line_process as lines
+from superstep.launch import line_process as lines
 lines.GONE_S = 1.0
 os.kill = os.killpg = lambda process, number: None
 sys.exit(main(sys.argv[1:]))

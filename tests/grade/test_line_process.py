@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from superstep.grade import json_line_process
 from superstep.grade.config import GradeConfig
-from superstep.grade.json_line_process import LineProcess
 from superstep.grade.pool import Pool
 from superstep.grade.sandbox import cgroup
 from superstep.grade.sandbox.cgroup import V2, CgroupParent, remove_left_groups
 from superstep.grade.task import answered
+from superstep.launch import line_process
+from superstep.launch.line_process import LineProcess
 
 TASKS = Path(__file__).with_name("trying_tasks.py")
 LEAVES = """
@@ -59,7 +59,7 @@ def test_who_asks_a_process_that_is_killed_is_told_so_though_its_pipes_are_held_
     asks = threading.Thread(target=lambda: told.append(process.ask({}, 600.0)), daemon=True)
     asks.start()
     try:
-        while process._patience is None:
+        while process._deadline is None:
             time.sleep(0.01)
         process.kill()
         assert is_over(asks)
@@ -80,13 +80,13 @@ def test_what_a_process_has_left_in_its_session_is_ended_with_it():
 
 def test_processes_that_the_kernel_does_not_end_are_waited_for_together_and_not_for_ever(monkeypatch):
     """As one does that hangs in the kernel: no signal is sent, and none that is sent would end it."""
-    monkeypatch.setattr(json_line_process, "GONE_S", 1.5)
+    monkeypatch.setattr(line_process, "GONE_S", 1.5)
     pool = Pool(TASKS, GradeConfig(sandbox="none", workers=3, timeout_s=2, grader_timeout_s=600))
     with monkeypatch.context() as patched:
         for name in ("kill", "killpg"):
             patched.setattr(os, name, lambda process, number: None)
         asked = [pool.submit(0, 0, answered("sleep")) for _ in range(2)]
-        while any(worker._process is None or worker._process._patience is None for worker in pool._all[1:]):
+        while any(worker._process is None or worker._process._deadline is None for worker in pool._all[1:]):
             time.sleep(0.01)
         waited, wait = [], subprocess.Popen.wait
         patched.setattr(

@@ -19,7 +19,6 @@ import pytest
 
 from boxed import command_lines, needs_bubblewrap
 from superstep.errors import ConfigError, Fault
-from superstep.grade.active_deadline import ActiveDeadline
 from superstep.grade.config import GradeConfig, checked
 from superstep.grade.sandbox import sandbox as room
 from superstep.grade.sandbox.bubblewrap import VisiblePaths, command
@@ -37,6 +36,7 @@ from superstep.grade.sandbox.seccomp import (
     filter_bytes,
     filter_program,
 )
+from superstep.monitor.deadline import ActiveDeadline
 
 HEADERS = {
     X86_64.arch: Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"),

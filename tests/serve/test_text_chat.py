@@ -270,7 +270,7 @@ def test_a_process_that_was_stopped_is_started_again(monkeypatch):
         assert moody.render(Chat(messages=PLAIN[:1])) == PLAIN[0]["content"]
     child = moody._processes["default"]._child
     moody.close()
-    assert child.poll() is not None
+    assert not child.is_there
 
 
 def test_no_module_of_ours_is_in_the_rendering_process():
@@ -362,7 +362,7 @@ def test_private_characters_of_a_client_stay():
 
 
 def test_a_process_that_a_signal_has_stopped_keeps_nobody_waiting():
-    process = template_process.ChatProcess("{{ said }}")
+    process = template_process.TemplateProcess("{{ said }}")
     assert process.render({"said": "a"}) == "a"
     os.kill(process._child.pid, signal.SIGSTOP)
     assert process.render({"said": "b" * 200_000}) == "b" * 200_000  # more than its pipe holds

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from superstep.errors import ConfigError, Fault
-from superstep.grade.json_line_process import LineProcess, unanswered
 from superstep.grade.pool import COMMAND, START_S, makes_task
 from superstep.grade.task import Done, Message, Observation, Task
+from superstep.launch.line_process import LineProcess, unanswered
 
 RESTARTS = 2
 """How often the process is started again for one question."""

@@ -27,10 +27,10 @@ from superstep.grade.config import GradeConfig
 from superstep.grade.environment import Environment, describe_error, load_environment
 from superstep.grade.graders.check import Check, Tools
 from superstep.grade.graders.maths_process import MathsProcess
-from superstep.grade.json_line_process import NUMBER
 from superstep.grade.sandbox.sandbox import open_sandbox
 from superstep.grade.task import Done, Message, Rollout, Task
 from superstep.grade.verdict import Verdict, grader_error, verdict_of
+from superstep.launch.line_process import NUMBER
 
 PR_SET_PDEATHSIG = 1
 

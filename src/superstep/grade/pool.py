@@ -23,11 +23,11 @@ from typing import Any
 
 from superstep.errors import ConfigError, Fault
 from superstep.grade.config import GradeConfig, checked
-from superstep.grade.json_line_process import LineProcess, unanswered
 from superstep.grade.sandbox.cgroup import remove_left_groups
 from superstep.grade.sandbox.sandbox import MemoryBound, open_sandbox
 from superstep.grade.task import Rollout
 from superstep.grade.verdict import Verdict, from_told, grader_error, violation
+from superstep.launch.line_process import LineProcess, unanswered
 
 START_S = 120.0
 """How long an environment's file may take to be loaded."""

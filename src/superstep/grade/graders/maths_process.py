@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from superstep.errors import ConfigError, Fault
-from superstep.grade.json_line_process import LineProcess, unanswered
+from superstep.launch.line_process import LineProcess, unanswered
 
 CHILD = Path(__file__).with_name("maths_child.py")
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from superstep.grade.active_deadline import ActiveDeadline
 from superstep.grade.sandbox.cgroup import Cgroup
 from superstep.grade.sandbox.memory import boxed_bytes, resident_bytes
+from superstep.monitor.deadline import ActiveDeadline
 from superstep.monitor.stopped_process import Pulse, is_stopped
 
 Limit = Literal["timeout", "memory", "output"]
@@ -129,7 +129,7 @@ class _Watched:
         self.stdout, self.stderr = bytearray(), bytearray()
         self._child, self._bounds = child, bounds
         self._given = memoryview(given)
-        self._patience = ActiveDeadline(bounds.seconds)
+        self._deadline = ActiveDeadline(bounds.seconds)
         self._pulse = Pulse()
         self._inside = inside
         self._looked_at = [] if inside is None else [child.pid]
@@ -150,7 +150,7 @@ class _Watched:
         while not self._has_ended():
             self._move(LOOK_S)
             now = time.monotonic()
-            if self._patience.left() <= 0:
+            if self._deadline.left() <= 0:
                 self._require_going(any(map(is_stopped, self._looked_at)))
                 return "timeout"
             if max(len(self.stdout), len(self.stderr)) > self._bounds.output_bytes:
@@ -180,9 +180,9 @@ class _Watched:
         """Ends what is left, reads what was written, and waits until nobody can write to its pipes: all is gone."""
         with suppress(ProcessLookupError):
             os.killpg(self._child.pid, signal.SIGKILL)  # not yet waited for, so that the number is still its own
-        patience = ActiveDeadline(GONE_S)
+        deadline = ActiveDeadline(GONE_S)
         try:
-            while (self._reading() or not self._has_ended()) and patience.left() > 0:
+            while (self._reading() or not self._has_ended()) and deadline.left() > 0:
                 self._move(LOOK_S)
             is_gone = not self._reading() and self._has_ended()
             if is_gone:

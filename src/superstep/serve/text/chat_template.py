@@ -18,7 +18,7 @@ from typing import Any
 from superstep.errors import ConfigError
 from superstep.serve.text.chat_messages import check_value, plain_messages
 from superstep.serve.text.control_token_guard import Marks, marks_for
-from superstep.serve.text.template_process import ChatProcess
+from superstep.serve.text.template_process import TemplateProcess
 
 DEFAULT = (
     "{% for message in messages %}"
@@ -82,7 +82,7 @@ class ChatTemplate:
         self.sources = dict(sources)
         self.stops = stops
         self.special = dict(special or {})
-        self._processes = {name: ChatProcess(source) for name, source in self.sources.items()}
+        self._processes = {name: TemplateProcess(source) for name, source in self.sources.items()}
 
     def source(self, *, has_tools: bool = False) -> str:
         """The Jinja text that is used."""

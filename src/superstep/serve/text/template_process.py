@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
+import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from threading import Event, Lock, Thread
+from threading import Lock
 from typing import Any
 
 from superstep.errors import ConfigError, Fault
-from superstep.monitor.stopped_process import LOOK_S, Pulse
+from superstep.launch.line_process import LineProcess
 
 SECONDS = 2.0
 """Of the processor, for one text. Templates take a few milliseconds."""
@@ -26,7 +24,7 @@ MOST_CHARS = 8_000_000
 CHILD = Path(__file__).with_name("template_worker.py")
 
 
-class ChatProcess:
+class TemplateProcess:
     """Renders one template. May be shared by threads, which take turns.
 
     The process starts with the first text and is started anew after one that ended it. It ends with its input: when
@@ -36,7 +34,7 @@ class ChatProcess:
     def __init__(self, source: str) -> None:
         self._source = source
         self._lock = Lock()
-        self._child: subprocess.Popen[str] | None = None
+        self._child: LineProcess | None = None
 
     def render(self, variables: Mapping[str, Any]) -> str:
         """The text of a template.
@@ -52,14 +50,14 @@ class ChatProcess:
         Raises:
             Fault: its process was stopped, and another one as well.
         """
-        line = json.dumps(every)
+        request = {"variables": list(every)}
         with self._lock:
             try:
                 self._start()
-                return self._ask(line)
+                return self._ask(request)
             except Fault:  # a text is a function of what is given: another process says the same
                 self._start()
-                return self._ask(line)
+                return self._ask(request)
 
     def check(self) -> None:
         """Sees that the template can be read at all.
@@ -79,78 +77,30 @@ class ChatProcess:
         self._end()
 
     def _start(self) -> None:
-        if self._child is not None and self._child.poll() is None:
+        if self._child is not None and self._child.is_there:
             return
         self._end()
-        self._child = subprocess.Popen(
-            [sys.executable, "-P", str(CHILD)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            encoding="utf-8",
-            start_new_session=True,  # a Ctrl-C on the terminal is the server's to handle
-        )
-        self._ask(json.dumps({"source": self._source, "seconds": SECONDS, "bytes": BYTES, "chars": MOST_CHARS}))
+        self._child = LineProcess([sys.executable, "-P", str(CHILD)], is_heard=False)
+        self._ask({"source": self._source, "seconds": SECONDS, "bytes": BYTES, "chars": MOST_CHARS})
 
-    def _ask(self, line: str) -> list[str]:
+    def _ask(self, request: dict[str, Any]) -> list[str]:
         child = self._child
         assert child is not None
-        assert child.stdin is not None
-        assert child.stdout is not None
-        with _watch(child) as was_stopped:
-            try:
-                child.stdin.write(line + "\n")
-                child.stdin.flush()
-                said = child.stdout.readline()
-            except BrokenPipeError:
-                said = ""
-        if not said:
+        reply = child.ask(request, math.inf)  # the system ends it once its time is used up
+        if reply is None:
             self._end()
-            if was_stopped.is_set():
+            if child.was_stopped:
                 raise Fault(
                     f"process {child.pid}, which renders chats, was stopped (SIGSTOP) and did not go on: killed."
                 )
             raise ConfigError(
                 f"chat template was stopped: it needs more than {SECONDS:g} s or {BYTES >> 20} MiB; mend it."
             )
-        told = json.loads(said)
-        if "error" in told:
-            raise ConfigError(f"chat template cannot be rendered: {told['error']}.")
-        return [str(text) for text in told["texts"]]
+        if "error" in reply:
+            raise ConfigError(f"chat template cannot be rendered: {reply['error']}.")
+        return [str(text) for text in reply["texts"]]
 
     def _end(self) -> None:
         child, self._child = self._child, None
-        if child is None:
-            return
-        child.kill()
-        child.wait()
-        for pipe in (child.stdin, child.stdout):
-            if pipe is not None:
-                _close(pipe)
-
-
-@contextmanager
-def _watch(child: subprocess.Popen[str]) -> Iterator[Event]:
-    """Within the block a child that a signal has stopped is killed, and the event set. It uses none of its time up."""
-    is_over, was_stopped, pulse = Event(), Event(), Pulse()
-
-    def watch() -> None:
-        while not is_over.wait(LOOK_S):
-            if pulse.look([child.pid]) is not None:
-                was_stopped.set()
-                child.kill()
-                return
-
-    Thread(target=watch, daemon=True).start()
-    try:
-        yield was_stopped
-    finally:
-        is_over.set()
-
-
-def _close(pipe: Any) -> None:  # noqa: ANN401 - a text pipe, which typeshed does not name
-    try:
-        pipe.close()
-    except BrokenPipeError:
-        return  # what was never read is of no use to anyone
+        if child is not None:
+            child.end()

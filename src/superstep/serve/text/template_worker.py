@@ -4,8 +4,9 @@ out.
 A template comes with a model from anywhere, and Jinja's sandbox keeps it from attributes, not from work without end. So
 this process has little time for each text and little memory, both kept by the system, and no module of ours.
 
-The first line is ``{"source", "seconds", "bytes", "chars"}``, each later one a list of the variables of some texts. An
-answer is ``{"texts"}`` or ``{"error"}``. Where the time for one text runs out, the process ends without an answer.
+The first line is ``{"source", "seconds", "bytes", "chars"}``, each later one ``{"variables"}``, a list: those of some
+texts. An answer is ``{"texts"}`` or ``{"error"}``, with the line's ``number``. Where the time for one text runs out,
+the process ends without an answer.
 """
 
 from __future__ import annotations
@@ -121,8 +122,8 @@ def allow(seconds: float) -> None:
     signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
-def answer(told: Mapping[str, object]) -> None:
-    sys.stdout.write(json.dumps(told) + "\n")
+def answer(request: Mapping[str, object], told: Mapping[str, object]) -> None:
+    sys.stdout.write(json.dumps({**told, "number": request["number"]}) + "\n")
     sys.stdout.flush()
 
 
@@ -135,14 +136,15 @@ def serve() -> None:
     try:
         template = environment().from_string(task["source"])
     except Exception as error:  # noqa: BLE001 - whatever a template raises is its own fault
-        answer({"error": reason(error)})
+        answer(task, {"error": reason(error)})
         return
-    answer({"texts": []})
+    answer(task, {"texts": []})
     allow(0)
     for line in sys.stdin:
         texts: list[str] = []
         told: dict[str, object] = {"texts": texts}
-        for variables in json.loads(line):
+        request = json.loads(line)
+        for variables in request["variables"]:
             allow(task["seconds"])
             try:
                 texts.append(render(template, variables, task["chars"] - sum(map(len, texts))))
@@ -150,7 +152,7 @@ def serve() -> None:
                 told = {"error": reason(error)}
                 break
         allow(0)
-        answer(told)
+        answer(request, told)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from superstep.grade.active_deadline import ActiveDeadline
+from superstep.monitor.deadline import ActiveDeadline
 from superstep.monitor.stopped_process import Pulse, is_stopped
 
 PIECE_BYTES = 1 << 16
@@ -52,7 +52,7 @@ class LineProcess:
         )
         assert self._child.stdin is not None
         os.set_blocking(self._child.stdin.fileno(), False)
-        self._patience: ActiveDeadline | None = None
+        self._deadline: ActiveDeadline | None = None
         self._pulse = Pulse()
         self._killing = threading.Lock()
         self._killed_s: float | None = None
@@ -64,7 +64,7 @@ class LineProcess:
     @property
     def was_late(self) -> bool:
         """Whether the last question was given up for its time."""
-        return self._patience is not None and self._patience.is_over
+        return self._deadline is not None and self._deadline.is_over
 
     @property
     def pid(self) -> int:
@@ -83,12 +83,12 @@ class LineProcess:
 
     def ask(self, asked: dict[str, Any], seconds: float) -> dict[str, Any] | None:
         """What it answers; None where it does not, or not in time. Then it is of no more use, and to be ended."""
-        self._patience = patience = ActiveDeadline(seconds)
+        self._deadline = deadline = ActiveDeadline(seconds)
         self._pulse, self.was_stopped, self.has_ended = Pulse(), False, False
         number = secrets.token_hex(8)
-        if not self._write(json.dumps(asked | {NUMBER: number}).encode() + b"\n", patience):
+        if not self._write(json.dumps(asked | {NUMBER: number}).encode() + b"\n", deadline):
             return None
-        line = self._read(patience)
+        line = self._read(deadline)
         try:
             told = None if line is None else json.loads(line)
         except (ValueError, RecursionError):
@@ -117,9 +117,9 @@ class LineProcess:
                 with suppress(BrokenPipeError):
                     pipe.close()
 
-    def _ready(self, patience: ActiveDeadline, *, reads: Sequence[int] = (), writes: Sequence[int] = ()) -> bool:
+    def _ready(self, deadline: ActiveDeadline, *, reads: Sequence[int] = (), writes: Sequence[int] = ()) -> bool:
         """Wait for a pipe; False where it is given up. A process that keeps nobody waiting is not looked at."""
-        while self._killed_s is None and (wait := patience.step()):
+        while self._killed_s is None and (wait := deadline.step()):
             if any(select.select(reads, writes, (), wait)):
                 return True
             if self._pulse.look([self.pid]) is not None:
@@ -128,11 +128,11 @@ class LineProcess:
         self.was_stopped = is_stopped(self.pid)
         return False
 
-    def _write(self, data: bytes, patience: ActiveDeadline) -> bool:
+    def _write(self, data: bytes, deadline: ActiveDeadline) -> bool:
         assert self._child.stdin is not None
         fd, left = self._child.stdin.fileno(), memoryview(data)
         while left:
-            if not self._ready(patience, writes=[fd]):
+            if not self._ready(deadline, writes=[fd]):
                 return False
             try:
                 left = left[os.write(fd, left[:PIECE_BYTES]) :]
@@ -143,11 +143,11 @@ class LineProcess:
                 return False
         return True
 
-    def _read(self, patience: ActiveDeadline) -> bytes | None:
+    def _read(self, deadline: ActiveDeadline) -> bytes | None:
         assert self._child.stdout is not None
         fd, line = self._child.stdout.fileno(), bytearray()
         while not line.endswith(b"\n"):
-            if not self._ready(patience, reads=[fd]):
+            if not self._ready(deadline, reads=[fd]):
                 return None
             piece = os.read(fd, PIECE_BYTES)
             if not piece:

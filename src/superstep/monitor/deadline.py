@@ -1,4 +1,4 @@
-"""Patience: a deadline that counts only the time in which this process could have acted on it.
+"""A deadline that counts only the time in which this process could have acted on it.
 
 A laptop that sleeps, a virtual machine that is moved, and a process that is stopped all see the clock jump. What it
 jumps by is no fault of a candidate, and a timeout would be a wrong grade. So who waits looks at the clock every STEP_S,
