@@ -152,7 +152,20 @@ def test_sequences_that_follow_the_model_are_told(tmp_path, monkeypatch, capsys)
     said = capsys.readouterr().out
     assert "data.sequence_tokens = 512 (not 1024): the model was made for no more.\n" in said
     assert "a step of 16 sequences goes over the " in said
-    assert main(["tune", "sft", "--state.existing", "resume", *flags, "--train.steps", "2"]) == 0
+    resume = ["tune", "sft", "--state.existing", "resume", "--train.steps"]
+    assert main([*resume, "2", *flags[:4], "--plan.dp", "1"]) == 0
+    # Recipes once had the usual length written into them, and runs of such a model the model's.
+    recipe = tmp_path / "runs" / "tuned" / "recipe.toml"
+    assert "sequence_tokens" not in recipe.read_text()
+    recipe.write_text(recipe.read_text().replace("[data]\n", "[data]\nsequence_tokens = 1024\n"))
+    capsys.readouterr()
+    assert main([*resume, "3"]) == 2
+    assert capsys.readouterr().err == (
+        "superstep: data.sequence_tokens = 1024 is longer than model.name = 'base/config.json' was made for; set "
+        "data.sequence_tokens to 512 or less.\n"
+    )
+    assert main([*resume, "3", "--data.sequence-tokens", "512"]) == 0
+    assert main([*resume, "3"]) == 0, "and its recipe has the run's length from then on"
 
 
 @pytest.mark.parametrize(("kind", "usual"), [("sft", 1024), ("dpo", 1024), ("rl", 512)])
