@@ -10,8 +10,11 @@ import torch
 
 import saved
 from failing_disk import FailingDisk
-from superstep.errors import Fault
+from superstep.cli.train import elastic
+from superstep.comm.device import Device
+from superstep.errors import DiskFault, Fault
 from superstep.kernels.checksum import checksum
+from superstep.launch.ranks import World
 from superstep.state import background_checkpoint
 from superstep.state.background_checkpoint import Flusher
 from superstep.state.checkpoint import load
@@ -28,6 +31,7 @@ from superstep.state.memory_snapshot import (
     WHOLE,
     WRITING,
     DamagedSnapshot,
+    Handles,
     common,
     described,
     made,
@@ -35,6 +39,8 @@ from superstep.state.memory_snapshot import (
     pieces_of,
 )
 from superstep.state.verify import SingleProcess
+from superstep.train.folder_watch import FolderWatch
+from superstep.train.run_paths import RunFolder
 
 SHAPES = saved.SHAPES
 
@@ -295,3 +301,46 @@ def test_a_disk_that_fills_is_told_and_older_checkpoints_stay(memories, tmp_path
         assert memory.get(slot, "disk") == FAILED
         assert "step-000004.partial cannot be written: No space left on device; make room" in memory.note(slot)
     assert {path: path.read_bytes() for path in (tmp_path / "checkpoints").rglob("*") if path.is_file()} == before
+
+
+def _write_parts(memories, root, monkeypatch, displaced=None):
+    """As the launcher of the only host that is left has them written."""
+    monkeypatch.setattr(elastic, "RankPeers", lambda rank, size: SingleProcess())
+    handles = Handles(owner=os.getpid(), numbers=tuple(memory.handle for memory in memories))
+    parts = elastic.Parts(handles=(handles,), state=(4, 0), folder=RunFolder(root=root), keep=1, displaced=displaced)
+    elastic.write_parts(World(0, 1, Device("cpu")), parts)
+
+
+def test_what_a_host_has_is_written_where_the_run_directory_is_now(memories, tmp_path, monkeypatch):
+    _copied(memories, 4)
+    run, moved = tmp_path / "run", tmp_path / "moved"
+    run.mkdir()
+    with FolderWatch(RunFolder(root=run), {"run.toml": "seed = 1"}) as watch:
+        assert watch.look() is None
+        run.rename(moved)
+        run.mkdir()  # somebody's
+        with pytest.raises(Fault, match=r"was moved to .*/moved; the state is saved there") as fault:
+            _write_parts(memories, run, monkeypatch, watch.look())
+    assert fault.value.saved_in == str(moved)
+    assert not any(run.iterdir())
+    (place,) = checkpoints(moved / "checkpoints")
+    assert load(place, saved.pieces(saved.zeros), SingleProcess()).step == 4
+
+
+def test_a_folder_that_takes_the_name_while_a_host_writes_gets_nothing(memories, tmp_path, monkeypatch):
+    _copied(memories, 4)
+    run, inner = tmp_path / "run", background_checkpoint.pieces_of
+
+    def after_another_has_its_name(memory, slot):
+        if not (tmp_path / "moved").exists():
+            run.rename(tmp_path / "moved")
+            run.mkdir()
+        return inner(memory, slot)
+
+    run.mkdir()
+    monkeypatch.setattr(background_checkpoint, "pieces_of", after_another_has_its_name)
+    with pytest.raises(Fault, match="is another folder now, and nothing is written there"):
+        _write_parts(memories, run, monkeypatch)
+    assert checkpoints(run / "checkpoints") == []
+    with pytest.raises(DiskFault, match="see that the folder is there"):
+        _write_parts(memories, tmp_path / "nowhere", monkeypatch)

@@ -18,6 +18,7 @@ from superstep.errors import Fault, SuperstepError
 from superstep.launch.ranks import World, launch_on, launch_parties
 from superstep.observe.jsonl import last_line, read
 from superstep.state.checkpoint_dirs import checkpoints, step_of
+from superstep.train import publish_weights
 from superstep.tune.rl.disaggregated import parties_of, sample_apart, train_apart
 from superstep.tune.rl.job import RlJob, reinforce
 from superstep.tune.rl.rollout_log import NAME
@@ -117,6 +118,37 @@ def test_the_state_is_saved_before_the_run_ends(
     assert [each.name for each in checkpoints(tmp_path / name / "checkpoints")] == ["step-000001"]
     assert not job.folder.root.exists()
     assert (tmp_path / name / (NAME if name == "moved" else "run.toml")).is_file()
+
+
+def _train_and_publish(world: World, job: RlJob, change: Change, at: str) -> bool:
+    """The run directory changes while the second version is published: before a call of that."""
+    inner, published = getattr(publish_weights, at), []
+
+    def changed(*args, **rest):
+        published.append(args)
+        if world.rank == 0 and len(published) == 2:
+            change(job.folder.root)
+        return inner(*args, **rest)
+
+    setattr(publish_weights, at, changed)
+    return train_apart(world, job, lambda learnt: None)
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize(
+    ("change", "name", "at"), [(_move, "moved", "save"), (shutil.rmtree, "run.rescued", "give_name")]
+)
+def test_the_state_is_saved_where_the_directory_goes_while_weights_are_published(
+    change, name, at, start, tmp_path, tmp_path_factory, monkeypatch
+):
+    monkeypatch.setenv("TMPDIR", str(tmp_path_factory.mktemp("t")))  # a socket's path has to be short
+    job = reinforced.job(tmp_path / "run", start, rollout={"placement": "apart"})
+    job = replace(job, files={"run.toml": ""})
+    with pytest.raises(Fault, match=r"was (moved|removed)") as fault:
+        launch_parties("cpu", parties_of(job, partial(_train_and_publish, change=change, at=at), sample_apart))
+    assert fault.value.saved_in == str(tmp_path / name)
+    assert [each.name for each in checkpoints(tmp_path / name / "checkpoints")] == ["step-000001"]
+    assert not job.folder.root.exists()
 
 
 def _sample_late(world: World, job: RlJob, number: int) -> None:

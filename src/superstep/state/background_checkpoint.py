@@ -98,7 +98,7 @@ class Flusher:
         parts = list(zip(self._memories, snapshot.slots, strict=True))
         try:
             size, problems = write_down(
-                parts, folder_of(self._memories[0]), self._keep, SingleProcess(), require=self._require_root
+                parts, folder_of(self._memories[0]), self._keep, SingleProcess(), require=self._root.refuse_another
             )
             outcome = ON_DISK
         except (SuperstepError, OSError) as error:
@@ -116,10 +116,6 @@ class Flusher:
             memory.put_note(slot, " ".join(problems))
             memory.put(slot, "disk", outcome)
         return 0.0
-
-    def _require_root(self) -> None:
-        if self._root.path.exists() and not self._root.is_there():
-            raise Fault(f"'{self._root.path}' is another folder now, and nothing is written there.")
 
     def _pause_s(self, snapshot: WantedSnapshot) -> float | None:
         """How long to wait before a snapshot that could not be written is tried again; None where it is not."""

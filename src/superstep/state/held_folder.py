@@ -7,6 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
+from superstep.errors import Fault
+
 
 class HeldFolder:
     """A descriptor of a folder.
@@ -35,6 +37,15 @@ class HeldFolder:
             return False
         except OSError:  # the disk fails, which is told elsewhere
             return True
+
+    def refuse_another(self) -> None:
+        """See that no other folder has taken its name.
+
+        Raises:
+            Fault: one has, and nothing is to be written there.
+        """
+        if self.path.exists() and not self.is_there():
+            raise Fault(f"'{self.path}' is another folder now, and nothing is written there.")
 
     def new_name(self) -> Path | None:
         """None where there is none, or the system does not tell it."""

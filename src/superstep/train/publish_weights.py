@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from superstep.engine.engine import Engine
-from superstep.errors import Fault
+from superstep.errors import Fault, disk_fault
 from superstep.model.hf import open_weights
 from superstep.serve.weights import KEEP, PublishedWeights, clean, give_name, unfinished
 from superstep.state.all_or_none import Peers, together
@@ -43,11 +43,11 @@ def publish(
         keep: newest snapshots that stay in any case.
 
     Raises:
-        Fault: it cannot be written: on every rank the same.
+        Fault: it cannot be written: on every rank the same; a DiskFault where that is the disk's.
     """
 
     def unwritable(error: Exception) -> Fault:
-        return Fault(f"a snapshot cannot be written below {root}: {error}.")
+        return disk_fault(error, root)
 
     with ExitStack() as stack:
 

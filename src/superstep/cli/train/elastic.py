@@ -8,7 +8,7 @@ from pathlib import Path
 from superstep.comm.device import Device, choose
 from superstep.cost.closed.memory import COMMUNICATOR_BYTES, CONTEXT_BYTES, USABLE
 from superstep.cost.program.snapshot_memory import snapshot_bytes
-from superstep.errors import ConfigError
+from superstep.errors import ConfigError, disk_fault
 from superstep.hardware.catalogue import of_device
 from superstep.hardware.cpu_core import cores
 from superstep.hardware.network import usual_cluster
@@ -16,7 +16,9 @@ from superstep.launch.ranks import World
 from superstep.plan.resolve import Resolved
 from superstep.planner.elastic import Smaller, smaller_plan
 from superstep.state.background_checkpoint import write_down
+from superstep.state.held_folder import HeldFolder
 from superstep.state.memory_snapshot import Handles, State
+from superstep.train.folder_watch import Displaced
 from superstep.train.rank_peers import RankPeers
 from superstep.train.run_lock import sharing
 from superstep.train.run_paths import RunFolder
@@ -88,17 +90,33 @@ class Parts:
         state: which.
         folder: of the run.
         keep: how many checkpoints stay.
+        displaced: where the run directory is now, if it is not where the run began: as this host's launcher has it.
     """
 
     handles: tuple[Handles, ...]
     state: State
     folder: RunFolder
     keep: int
+    displaced: Displaced | None = None
 
 
 def write_parts(world: World, parts: Parts) -> None:
-    """One host's part in writing a state down, from which any plan goes on."""
+    """One host's part in writing a state down, from which any plan goes on.
+
+    Raises:
+        Fault: the run directory was moved or removed, and the state is written where it is now, or beside; or another
+            folder has taken its name meanwhile.
+    """
+    peers = RankPeers(world.rank, world.size)
+    displaced = peers.gather(parts.displaced)[0]
+    folder = parts.folder if displaced is None else RunFolder(root=displaced.now)
     memories = [handles.of(handles.first + at) for handles in parts.handles for at in range(len(handles.numbers))]
     slots = [(memory, memory.states()[parts.state]) for memory in memories]
-    with sharing(parts.folder):
-        write_down(slots, parts.folder.checkpoints, parts.keep, RankPeers(world.rank, world.size))
+    try:
+        held = HeldFolder(folder.root)
+    except OSError as error:
+        raise disk_fault(error, folder.root) from error
+    with sharing(folder), held:
+        write_down(slots, folder.checkpoints, parts.keep, peers, require=held.refuse_another)
+    if displaced is not None:
+        raise displaced.fault(parts.state[0])

@@ -260,6 +260,11 @@ def rank_of_torchrun(world: World, job: TrainJob | None) -> int:
     return STOPPED if is_stopped else 0
 
 
+def watch_of(job: TrainJob) -> FolderWatch:
+    """A watch of the run directory, which knows what a folder in its place needs to be gone on with."""
+    return FolderWatch(job.folder, {job.folder.config.name: write_config((job.asked or job.run).config), **job.files})
+
+
 def rank(world: World, job: TrainJob) -> bool:
     """One rank, from assembly to the last step; whether it was asked to stop before that, and has.
 
@@ -293,8 +298,7 @@ def _train(world: World, job: TrainJob) -> bool:
             for name, text in job.files.items():
                 write_whole(job.folder.root / name, text)
             session.describe()
-            texts = {job.folder.config.name: write_config((job.asked or job.run).config), **job.files}
-            session.watch = stack.enter_context(FolderWatch(job.folder, texts))
+            session.watch = stack.enter_context(watch_of(job))
             sink = ToldBeside(world.heart, _sink(job, stack, peak, trackers))
             manifest = open_corpus(job.corpus).manifest
             if machine is not None:

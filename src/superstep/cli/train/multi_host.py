@@ -24,7 +24,7 @@ from superstep.cli.plan_line import plan_text
 from superstep.cli.train.display import restore
 from superstep.cli.train.elastic import Parts, plans_of, write_parts
 from superstep.cli.train.exit_messages import ended, stopped
-from superstep.cli.train.job import Tokens, TrainJob, prepared_job, rank
+from superstep.cli.train.job import Tokens, TrainJob, prepared_job, rank, watch_of
 from superstep.cli.train.recovering import Recovered
 from superstep.comm.device import choose
 from superstep.errors import ConfigError, SuperstepError, UserError
@@ -48,6 +48,7 @@ from superstep.plan.resolve import Resolved
 from superstep.state.checkpoint import read_position
 from superstep.state.memory_snapshot import Handles
 from superstep.state.verify import newest
+from superstep.train.folder_watch import FolderWatch
 from superstep.train.model import flops_per_token, operations
 from superstep.train.run_paths import RunFolder
 
@@ -106,6 +107,7 @@ class _Here:
         self.plans = plans_of(run, hosts.count)
         self.name = f"{hosts.number} ({os.uname().nodename})"
         self.job: TrainJob | None = None
+        self._watch: FolderWatch | None = None
         self.is_stopped = False
         meet = f"{hosts.meet[0]}:{hosts.meet[1]}"
         self.verb = f"train --hosts {hosts.count} --host {hosts.number} --meet {meet}"
@@ -143,6 +145,8 @@ class _Here:
         """Start its ranks, and wait for them; whether all have come to their end."""
         if self.job is None:
             self.job = replace(_job(self.resolved, given.facts), verb=self.verb)
+        if self._watch is None and self.job.folder.root.is_dir():
+            self._watch = watch_of(self.job)
         crew = given.go.crew(self.hosts.count)
         at = crew.index(self.hosts.number)
         if given.go.sources:
@@ -171,7 +175,16 @@ class _Here:
         assert go.state is not None
         of = [host for host, source in zip(go.cut.crew(self.hosts.count), go.sources, strict=True) if source == number]
         kept = [self.keeper.own] * (number in of) + [self.keeper.copies] * any(host != number for host in of)
-        parts = Parts(handles=tuple(kept), state=go.state, folder=job.folder, keep=job.run.config.state.keep)
+        displaced = None if self._watch is None else self._watch.look()
+        if self._watch is not None and displaced is not None and at == 0:
+            self._watch.make(displaced)
+        parts = Parts(
+            handles=tuple(kept),
+            state=go.state,
+            folder=job.folder,
+            keep=job.run.config.state.keep,
+            displaced=displaced,
+        )
         return RankWorld(size=1, worker=write_parts, args=(parts,), meeting=self._meeting(given, at, 1))
 
     def _planned(self, job: TrainJob, hosts: int) -> TrainJob:

@@ -86,7 +86,7 @@ class Iterate:
                 case Take(version):
                     taken = self._record.published.get(version) or self._learner.weights()
                 case Publish(version):
-                    place = None if hands_over else self._learner.publish(version, self._record.snapshots)
+                    place = None if hands_over else self._training.publish(version, self._record.snapshots)
                     self._record.publish(version, place)
                 case Retire(version):
                     self._record.retire(version)

@@ -95,7 +95,7 @@ class TrainerLane:
                     raise AssertionError("the trainer does none of these")
 
     def _publish(self, version: int) -> None:
-        write = partial(self._learner.publish, version, self._snapshots)
+        write = partial(self._training.publish, version, self._snapshots)
         if self._exchange is None:
             write()
         else:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from superstep.engine.engine import StepResult
+from superstep.errors import DiskFault, StateError
 from superstep.grade.verdict import Verdict
 from superstep.numerics.objective import Streams
 from superstep.numerics.policy import PolicyLoss
@@ -128,6 +130,20 @@ class Training:
             self._tell_save(Warned(step=step, text=problem))
         if displaced is not None:
             raise displaced.fault(step)
+
+    def publish(self, version: int, root: Path) -> Path:
+        """Write the weights, of which this is the version, as a snapshot. Every rank calls this together.
+
+        Raises:
+            Fault: it cannot be written; or the run directory was moved or removed meanwhile, and the state is saved
+                where it is now, or beside.
+            StateError: what was written is not there any more.
+        """
+        try:
+            return self._learner.publish(version, root)
+        except (DiskFault, StateError):
+            self.require_folder()
+            raise
 
     def require_folder(self) -> None:
         """See that the run directory is where the run began. Every rank calls this together.
