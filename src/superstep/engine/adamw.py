@@ -135,7 +135,7 @@ class AdamW:
                 self._update_all(updates, lr, norm)
                 self.watcher.after_update(unit.buffers)
         for unit in self._units:
-            if unit.buffers.zero == 0:
+            if not unit.buffers.shards_optimizer:
                 unit.buffers.refresh()
 
     def _update_all(self, updates: tuple[Update, Update], lr: float, norm: float) -> None:

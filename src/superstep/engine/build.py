@@ -152,7 +152,7 @@ def _loss(
     plan = run.plan
     if exact is not None and head is not None:
         return build_exact_loss(head, spec, exact, run.shape.vocab)
-    is_straight = plan.zero < 2 or mesh.sharers["dense"].shards == 1
+    is_straight = not plan.shards_gradients or mesh.sharers["dense"].shards == 1
     tp = mesh.tp if has_cut_output(run.outline, plan.rules) else None
     vocab = columns_of(run.outline, plan.rules)
     loss = build_loss(

@@ -368,7 +368,7 @@ class Engine(RankState):
         """
         self.optimizer.steps = steps
         for _, b in self._each():
-            if b.zero == 0:
+            if not b.shards_optimizer:
                 b.refresh()
 
 

@@ -21,10 +21,11 @@ from superstep.plan.sharding.parameters import check_decoder, check_split, paddi
 from superstep.plan.sharding.stages import place, stages_of
 from superstep.plan.sharding.unit_flops import forward_flops_per_token
 from superstep.plan.skip_and_rollback import check_recompute, check_rollback, left_out
+from superstep.plan.zero import ZeroStage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Plan(ZeroStage):
     """A layout with nothing left open: what the program is compiled from.
 
     Attributes:

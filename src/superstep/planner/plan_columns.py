@@ -79,7 +79,7 @@ class Plans:
             # The engine keeps the optimizer's state on its device.
             offload=np.zeros(1),
             group=np.where(self.schedule == SCHEDULES.index("gpipe"), self.microbatches, self.microbatch_group),
-            gathers=np.where(self.zero == 3, 2 * self.microbatches / runs_kept, 1.0),
+            gathers=np.where(self.zero >= 3, 2 * self.microbatches / runs_kept, 1.0),
             reductions=np.where(self.zero >= 2, self.microbatches / run, 1.0),
             is_ulysses=self.context,
         )

@@ -106,8 +106,8 @@ def instructions_of(run: Resolved) -> int:
     """About how many instructions a step has, all pipeline ranks together."""
     plan = run.plan
     passes = 2 + (plan.recompute == "full") + plan.schedule.startswith("zb")
-    fetched = 4 if plan.zero == 3 and plan.mesh.data > 1 else 0
-    summed = 2 if plan.zero >= 2 and plan.mesh.data > 1 else 0
+    fetched = 4 if plan.shards_parameters and plan.mesh.data > 1 else 0
+    summed = 2 if plan.shards_gradients and plan.mesh.data > 1 else 0
     return plan.microbatches * (len(plan.units) * (passes + fetched + summed) + 4 * len(plan.stages))
 
 
@@ -135,7 +135,7 @@ def simulate_plan(run: Resolved, program: Program, layout: Layout, pricing: Pric
     exposed = spent[rank].exposed_s
     waited_s = exposed["fetch"] + exposed["reduce"]
     # What runs beside compute slows it down, as the closed form has it.
-    hidden = pricing.stack.overlap_shards if run.plan.zero == 3 else pricing.stack.overlap_data
+    hidden = pricing.stack.overlap_shards if run.plan.shards_parameters else pricing.stack.overlap_data
     slowed_s = (1 - float(hidden)) * max(beside_s - waited_s, 0.0)
     values = {
         "compute_s": of_kind["compute"],

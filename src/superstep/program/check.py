@@ -71,7 +71,7 @@ class _Rank:
         self.held = set(program.held_by(number))
         self.has_transfers = "transfers" in program.passes
         # Who reduces for ZeRO has shards, and must fetch: the only fetch may be the instruction that is missing.
-        is_cut = program.zero > 0 and Reduce in kinds
+        is_cut = program.shards_optimizer and Reduce in kinds
         self.is_fetched = Fetch in kinds or (is_cut and "fetch" in program.passes)
         self.is_reduced = Reduce in kinds
         self.is_replicated = ReduceReplicas in kinds
@@ -132,7 +132,7 @@ class _Rank:
         yield from (f"u{u} has no backward-weight for m{m}" for u, m in sorted(self.deferred))
         if self.has_transfers:
             yield from (f"{w} u{u} m{m} is computed or received and never used" for w, u, m in sorted(self.values))
-        if self.program.zero == 3:
+        if self.program.shards_parameters:
             yield from (f"u{u} is fetched and never freed" for u in sorted(self.resident))
         yield from (f"u{u} is reduced and never settled" for u in sorted(self.reducing))
         if "reductions" in passes and self.is_reduced:
@@ -166,7 +166,7 @@ class _Rank:
     def _unit(self, unit: int, m: int) -> str:
         if broken := self._known(unit, m):
             return broken
-        read = self.program.params[unit] if self.program.zero == 3 else self.program.trained(unit)
+        read = self.program.params[unit] if self.program.shards_parameters else self.program.trained(unit)
         if self.is_fetched and not set(read) <= self.resident:
             return "the unit's parameters are not resident"
         return ""
@@ -270,7 +270,7 @@ class _Rank:
         if unit not in self.reducing:
             return "the unit is not being reduced"
         self.reducing.discard(unit)
-        if self.program.zero < 2:
+        if not self.program.shards_gradients:
             self.final.add(unit)
         return ""
 

@@ -23,6 +23,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from superstep.plan.zero import ZeroStage
+
 Keep = Literal["all", "selective", "input", "nothing"]
 Wire = Literal["act", "grad"]
 Lane = Literal["compute", "fetch", "reduce", "act", "grad", "snapshot"]
@@ -174,7 +176,7 @@ Instruction: TypeAlias = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Program:
+class Program(ZeroStage):
     """One step, for every pipeline rank.
 
     Attributes:

@@ -166,12 +166,12 @@ def add_reductions(program: Program, *, dp: int, tp: int, replicas: int = 1) -> 
         waiting: list[int] = []
         for at, i in enumerate(instructions):
             added = program.trained(i.unit) if isinstance(i, Backward | BackwardWeight) else ()
-            if program.zero >= 2 and set(added) & set(waiting):
+            if program.shards_gradients and set(added) & set(waiting):
                 yield from (Settle(w) for w in waiting)
                 waiting.clear()
             yield i
             final = finals.get(at, []) if dp > 1 else []
-            if program.zero >= 2 and final:
+            if program.shards_gradients and final:
                 yield from (Settle(w) for w in waiting)
                 waiting.clear()
             yield from (Reduce(u) for u in final)
@@ -211,7 +211,7 @@ def _finals(program: Program, instructions: tuple[Instruction, ...]) -> dict[int
         run += now != before
         before = now
         for unit in program.trained(i.unit):
-            if program.zero >= 2 and run_of.get(unit, run) != run:
+            if program.shards_gradients and run_of.get(unit, run) != run:
                 finals.setdefault(last[unit], []).append(unit)
             last[unit], run_of[unit] = at, run
     for unit, at in last.items():
@@ -226,9 +226,9 @@ def add_fetch(program: Program, *, dp: int, prefetch: int) -> Program:
     fetched once, all of them issued at the start in the order of use; what is frozen is never stale. ZeRO 3 fetches
     the next ``prefetch`` units ahead of their use, and frees a unit when its next use lies further off.
     """
-    if dp == 1 or program.zero == 0:
+    if dp == 1 or not program.shards_optimizer:
         return _with_pass(program, "fetch", list(program.ranks))
-    if program.zero < 3:
+    if not program.shards_parameters:
         return _with_pass(program, "fetch", [(*_fetch_all(program, r), *r) for r in program.ranks])
     return _with_pass(program, "fetch", [tuple(_fetch_ahead(program, r, prefetch)) for r in program.ranks])
 

@@ -160,8 +160,8 @@ class _Held:
     def __init__(self, program: Program, rank: int, sizes: Sequence[UnitBytes]) -> None:
         self.program = program
         self.sizes = sizes
-        self.are_params_transient = program.zero == 3
-        self.are_gradients_transient = program.zero >= 2 and Reduce in map(type, program.ranks[rank])
+        self.are_params_transient = program.shards_parameters
+        self.are_gradients_transient = program.shards_gradients and Reduce in map(type, program.ranks[rank])
         self.items: dict[tuple[Category, *tuple[Hashable, ...]], int] = {}
         self.bytes: dict[Category, int] = {"params": 0, "gradient": 0, "kept": 0, "boundary": 0}
 

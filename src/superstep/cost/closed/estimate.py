@@ -200,7 +200,7 @@ def _data(
     # Where a shard is spread over fewer ranks than there are, its sum goes over the copies besides.
     across = np.where(data > layout.shards, all_reduce_s(reduce_bytes / layout.shards, copies, rates.links), 0.0)
     layers = np.ceil(model.layers / layout.pp)
-    sharded = layout.zero == 3
+    sharded = layout.shards_parameters
     m = layout.microbatches
     pieces = np.where(sharded, layers, np.ceil(gather_bytes / stack.bucket_bytes))
     gather = pieces * gather_s(gather_bytes / pieces, group, rates.links)
@@ -211,10 +211,10 @@ def _data(
     for_experts = np.where(
         model.moe_layers > 0, 2 * gather_s(stack.gradient_bytes * experts, expert_copies, rates.links), 0.0
     )
-    share = np.where(layout.zero > 0, layout.shards, 1.0)
-    comes_last = (layout.reductions > 0) & (layout.zero > 0)
+    share = np.where(layout.shards_optimizer, layout.shards, 1.0)
+    comes_last = (layout.reductions > 0) & layout.shards_optimizer
     last = np.where(comes_last, across, 0.0)
-    total = np.where(layout.zero == 0, plain, reduce + gather + across - last) + for_experts
+    total = np.where(layout.shards_optimizer, reduce + gather + across - last, plain) + for_experts
     of_twins = np.where(comes_last, _twins_s(layout, rates, stack, experts, expert_copies), 0.0)
     last, total = last + of_twins, np.maximum(total - of_twins, 0.0)
     total = np.where(data > 1, total, 0.0)
@@ -234,7 +234,7 @@ def _data(
     # The embedding's gradient is the last to be final: no compute is left to hide its sum.
     tail = total * model.vocab_part(layout.tp) * model.width / (dense + experts)
     data_s = np.where(repeats, exposed_three, np.maximum(total - hidden, np.minimum(tail, total)) + last)
-    held = (dense / share) + experts / np.where(layout.zero > 0, expert_copies.ranks, 1.0)
+    held = (dense / share) + experts / np.where(layout.shards_optimizer, expert_copies.ranks, 1.0)
     update = 30.0 * held / rates.memory_bytes_per_s
     off = 30.0 * held / rates.host_bytes_per_s
     return data_s, np.where(layout.offload > 0, off, update)

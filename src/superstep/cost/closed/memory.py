@@ -250,10 +250,10 @@ def _stage_bytes(
 
     def weights(numbers: Array, ranks: Array) -> Array:
         # A lone shard has nobody to share with: it is whole.
-        lone = (layout.zero < 3) | (ranks == 1)
+        lone = ~layout.shards_parameters | (ranks == 1)
         return np.where(lone, keeping.element_bytes, keeping.weight_shard_bytes / ranks) * numbers
 
-    sharded = np.where((layout.zero == 3) & (layout.shards > 1), 1.0, 0.0)
+    sharded = np.where(layout.shards_parameters & (layout.shards > 1), 1.0, 0.0)
     on_chip = np.where(layout.offload > 0, 0.0, 1.0)
     update, listed = (on_chip * at(1, each) for each in (keeping.update_bytes, keeping.listed_bytes))
     activations, transient = _activations(model, layout, stack, keeping, core, stage)
@@ -268,7 +268,9 @@ def _stage_bytes(
     gathered = sharded * keeping.element_bytes * (block + np.maximum(block, table))
     grown = block * np.where(layout.chunks > 1, stage.layers / layout.chunks, 1.0) + table
     grown = np.maximum(grown, stage.tables * table)
-    whole = np.where((layout.zero >= 2) & (layout.shards > 1), stack.gradient_bytes * grown + keeping.bucket_bytes, 0.0)
+    whole = np.where(
+        layout.shards_gradients & (layout.shards > 1), stack.gradient_bytes * grown + keeping.bucket_bytes, 0.0
+    )
     boundary = core.dims.t * model.width * keeping.element_bytes
     passing = np.where(layout.pp > 1, 2.0, 0.0) * boundary
     trains = 1 - model.frozen
@@ -363,7 +365,7 @@ def _head(
     # Gathered logits are there twice in 16 bits, and so are their gradients: whole and in parts.
     copies = keeping.logit_bytes + np.where(gathers, 2 * e, 0.0)
     # A loss in chunks makes its weight's gradient in the forward pass.
-    early = np.where(has_chunks & (layout.zero >= 2), stack.gradient_bytes * core.rows * model.width, 0.0)
+    early = np.where(has_chunks & layout.shards_gradients, stack.gradient_bytes * core.rows * model.width, 0.0)
     kept = (d.t + d.G) * d.D * e + FP32 * numbers + early
     return heads * kept + (copies - FP32) * numbers + waiting * (e * numbers + early)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from superstep.hardware.units import Array
 
@@ -57,6 +58,21 @@ class Layout:
     gathers: Array = field(default_factory=lambda: np.zeros(()))
     reductions: Array = field(default_factory=lambda: np.zeros(()))
     is_ulysses: Array = field(default_factory=lambda: np.zeros(()))
+
+    @property
+    def shards_optimizer(self) -> NDArray[np.bool_]:
+        """Where ZeRO shards master weights and moments: stage 1 and above."""
+        return np.asarray(self.zero >= 1)
+
+    @property
+    def shards_gradients(self) -> NDArray[np.bool_]:
+        """Where it shards gradients too: stage 2 and above."""
+        return np.asarray(self.zero >= 2)
+
+    @property
+    def shards_parameters(self) -> NDArray[np.bool_]:
+        """Where it shards parameters too: stage 3."""
+        return np.asarray(self.zero >= 3)
 
     @property
     def world(self) -> Array:

@@ -255,13 +255,13 @@ def _vectors(run: Resolved, d: LocalDims) -> int:
 
 def _head_products(run: Resolved, d: LocalDims, e: int) -> tuple[int, int]:
     if has_fused_loss(run):
-        return 0, d.D * FP32 + (d.D * d.V * FP32 if zero_stage(run) >= 2 else 0)
+        return 0, d.D * FP32 + (d.D * d.V * FP32 if zero_stage(run).shards_gradients else 0)
     return d.T * d.D * e + d.T * d.V * e, d.t * d.D * FP32 if run.kept.exact_products else d.D * EXACT
 
 
 def _head(run: Resolved, d: LocalDims, e: int) -> int:
     stream = d.t * d.D * e + d.t * FP32 + d.Tv * d.D * e
     if has_fused_loss(run):
-        is_summed = zero_stage(run) >= 2 and run.plan.trains("dense")
+        is_summed = zero_stage(run).shards_gradients and run.plan.trains("dense")
         return stream + (d.D * d.V * FP32 if is_summed else 0)
     return stream + d.T * d.V * e

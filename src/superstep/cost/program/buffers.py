@@ -11,6 +11,7 @@ from superstep.plan.config import Dtype
 from superstep.plan.mesh import FAMILIES, Family
 from superstep.plan.resolve import Resolved
 from superstep.plan.sharding.padding import padded
+from superstep.plan.zero import Sharding
 
 ELEMENT_BYTES: dict[Dtype, int] = {"fp32": 4, "bf16": 2}
 FP32 = ELEMENT_BYTES["fp32"]
@@ -56,17 +57,17 @@ def share_numel(run: Resolved, unit: UnitParameters, families: Sequence[Family] 
 
 def held_numel(run: Resolved, unit: UnitParameters, family: Family) -> int:
     """Elements of a unit's buffer of one family that are this rank's."""
-    shards = run.plan.mesh.shards(family) if zero_stage(run, family) else 1
+    shards = run.plan.mesh.shards(family) if zero_stage(run, family).shards_optimizer else 1
     return family_numel(run, unit, family) // shards
 
 
-def zero_stage(run: Resolved, family: Family | None = None) -> int:
+def zero_stage(run: Resolved, family: Family | None = None) -> Sharding:
     """The ZeRO stage in effect, of gradients where no family is named: a lone shard has nobody to share with, and what
     is frozen is cut by the third stage alone.
     """
     family = family or trained_families(run)[0]
     zero = run.plan.zero if run.plan.mesh.shards(family) > 1 else 0
-    return zero if run.plan.trains(family) or zero == 3 else 0
+    return Sharding(zero if run.plan.trains(family) or run.plan.shards_parameters else 0)
 
 
 def has_fused_loss(run: Resolved) -> bool:

@@ -94,14 +94,14 @@ def _unit(run: Resolved, program: Program, source: InstructionPrices, unit: int,
         if not run.plan.trains(family):
             continue
         reduce_s += source.collective_s(
-            "reduce-scatter" if zero_stage(run, family) else "all-reduce", gradients, shards
+            "reduce-scatter" if zero_stage(run, family).shards_optimizer else "all-reduce", gradients, shards
         )
         replicas_s += source.collective_s("all-reduce", gradients / shards.count, copies)
     return replace(
         source.passes(unit),
         fetch_s=fetch_s,
         reduce_s=reduce_s,
-        settle_s=source.settle_s(FP32 * share) if zero_stage(run) else 0.0,
+        settle_s=source.settle_s(FP32 * share) if zero_stage(run).shards_optimizer else 0.0,
         replicas_s=replicas_s,
         tie_s=source.collective_s("all-reduce", source.gradient_bytes * share, holders),
         # Three buffers are read and written: as many passes over memory as the settling of twice one.

@@ -68,14 +68,14 @@ def weights_bytes(run: Resolved, program: Program) -> tuple[int, ...]:
     """What each pipeline rank holds of a model of the same layout that is not trained: its weights, without adapters'
     factors. Beside adapters they are the trainer's own, where each rank has these whole.
     """
-    if run.config.lora is not None and zero_stage(run, "dense") < 3:
+    if run.config.lora is not None and not zero_stage(run, "dense").shards_parameters:
         return (0,) * program.pp
     owned, e = rank_parameters(run), ELEMENT_BYTES[run.config.numerics.compute]
     parts = []
     for rank in range(program.pp):
         numel = 0
         for family in run.plan.families:
-            ways = run.plan.mesh.shards(family) if run.plan.zero == 3 else 1
+            ways = run.plan.mesh.shards(family) if run.plan.shards_parameters else 1
             if family != "adapters":
                 numel += sum(family_numel(run, owned[u], family) // ways for u in program.held_by(rank))
         parts.append(e * numel)
@@ -86,17 +86,18 @@ def _rank(run: Resolved, held: list[UnitParameters], peak: Peak) -> RankBytes:
     params = gradients = optimizer = 0
     compute = run.config.numerics.compute
     for family in run.plan.families:
-        zero = zero_stage(run, family)
+        sharding = zero_stage(run, family)
         whole = sum(family_numel(run, unit, family) for unit in held)
         share = sum(held_numel(run, unit, family) for unit in held)
         if not run.plan.trains(family):
-            params += ELEMENT_BYTES[compute] * (share if zero == 3 else whole)
+            params += ELEMENT_BYTES[compute] * (share if sharding.shards_parameters else whole)
             continue
         # Master weights of their own: wherever the compute dtype is not theirs. With ZeRO 3 in fp32 they are all there
         # is.
         master = FP32 * share if compute != "fp32" else 0
-        kept = 0 if zero == 3 else ELEMENT_BYTES[compute] * whole
-        params += FP32 * share if zero == 3 and compute == "fp32" else kept
-        gradients += gradient_bytes(run) * (share if zero >= 2 else whole) + (FP32 * share if is_exact(run) else 0)
+        kept = 0 if sharding.shards_parameters else ELEMENT_BYTES[compute] * whole
+        params += FP32 * share if sharding.shards_parameters and compute == "fp32" else kept
+        gradients += gradient_bytes(run) * (share if sharding.shards_gradients else whole)
+        gradients += FP32 * share if is_exact(run) else 0
         optimizer += 2 * FP32 * share + master
     return RankBytes(params=params, gradients=gradients, optimizer=optimizer, peak=peak, batch=step_bytes(run))

@@ -188,7 +188,7 @@ class Operated:
         run, machine, operations = self.run, self.machine, self.operations[unit]
         ranks = _ranks(run)
         # With ZeRO 2 and 3 a gradient buffer comes for each run of microbatches, and is written with zeros.
-        is_new = zero_stage(run) >= 2
+        is_new = zero_stage(run).shards_gradients
         cleared = gradient_bytes(run) * gradient_numel(run, rank_parameters(run)[unit])
         cleared_s = machine.pass_s("write", cleared) if is_new else 0.0
         forward_s = seconds(operations.forward, machine, ranks)
@@ -216,10 +216,12 @@ class Operated:
         run, machine = self.run, self.machine
         shares = [FP32 * share_numel(run, unit) for unit in units]
         update_s = machine.pass_s("update", 7 * sum(shares)) + sum(machine.pass_s("read", size) for size in shares)
-        if zero_stage(run) == 0 and run.config.numerics.compute != "fp32":
+        if not zero_stage(run).shards_optimizer and run.config.numerics.compute != "fp32":
             update_s += machine.pass_s("copy", 1.5 * sum(shares))
         cleared = (
-            shares if zero_stage(run) >= 2 else [self.gradient_bytes * gradient_numel(run, unit) for unit in units]
+            shares
+            if zero_stage(run).shards_gradients
+            else [self.gradient_bytes * gradient_numel(run, unit) for unit in units]
         )
         return update_s + sum(machine.pass_s("write", size) for size in cleared)
 

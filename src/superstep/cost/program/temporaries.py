@@ -55,7 +55,7 @@ def head_workspace(run: Resolved) -> tuple[int, int]:
     in_fp32 = (FP32 if e == FP32 else 2 * FP32) if run.kept.wide_logits else 0
     rounded = d.D * d.V * e if e < FP32 and is_trained and run.kept.rounded_products else 0
     forward = rows * d.V * (e + in_fp32) + (rows + d.Tv) * d.D * e + rounded
-    of_weight = d.D * d.V * FP32 if is_trained and zero_stage(run) >= 2 else 0
+    of_weight = d.D * d.V * FP32 if is_trained and zero_stage(run).shards_gradients else 0
     backward = d.Tv * d.D * (FP32 if e == FP32 else 2 * FP32) - d.t * d.D * e
     return forward, backward + of_weight
 

@@ -81,7 +81,7 @@ def _carried_bytes(
         case ReducePartial():
             held = [rank_parameters(run)[unit] for unit in program.held_by(rank)]
             # Of a sharded gradient each rank sums its own part: the mean over them.
-            ways = run.plan.mesh.shards("dense") if zero_stage(run) else 1
+            ways = run.plan.mesh.shards("dense") if zero_stage(run).shards_optimizer else 1
             yield Carried("tp", FP32 * partial_elements(run, held) // ways)
         case _:
             pass
@@ -95,5 +95,5 @@ def _over_shards(run: Resolved, unit: int, *, is_fetch: bool) -> Iterator[Carrie
     owned = rank_parameters(run)[unit]
     element = ELEMENT_BYTES[run.config.numerics.compute] if is_fetch else FP32
     for family in run.plan.families if is_fetch else trained_families(run):
-        if run.plan.mesh.shards(family) > 1 and (zero_stage(run, family) or not is_fetch):
+        if run.plan.mesh.shards(family) > 1 and (zero_stage(run, family).shards_optimizer or not is_fetch):
             yield Carried("shards", element * family_numel(run, owned, family))

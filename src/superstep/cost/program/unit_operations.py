@@ -220,7 +220,7 @@ def _head(run: Resolved) -> UnitOperations:
     entered = enter if run.plan.sequence_parallel else ()
     if has_fused_loss(run):
         # The gradient is made in the forward; where it cannot stay in its buffer, the backward adds it there.
-        scaled, copied = (2 * matrix, 3 * matrix) if zero_stage(run) >= 2 else (0, 0)
+        scaled, copied = (2 * matrix, 3 * matrix) if zero_stage(run).shards_gradients else (0, 0)
         sums = tuple(_over_vocabulary(d.T, CHUNK_TOKENS)) if is_cut else ()
         return UnitOperations(
             forward=(*entered, logits, *back, moved(norm + loss + 2 * matrix), *sums),

@@ -28,6 +28,7 @@ from superstep.comm.device import Device
 from superstep.engine.flat.layout import BufferLayout, Slot
 from superstep.model.unit import initial
 from superstep.numerics.fixed_point import PARAMETER
+from superstep.plan.zero import ZeroStage
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class Bytes:
     transient: int
 
 
-class UnitBuffers:
+class UnitBuffers(ZeroStage):
     """The memory of one flat buffer on one rank.
 
     Args:
@@ -85,14 +86,14 @@ class UnitBuffers:
         self._is_exact = is_exact
         summed = torch.int64 if is_exact else torch.float32
         self.gradient = torch.zeros(0 if is_frozen else layout.padded, dtype=summed, device=device.torch)
-        self.gradient_shard = self._beside_master(summed) if self.zero >= 2 else self._part(self.gradient)
+        self.gradient_shard = self._beside_master(summed) if self.shards_gradients else self._part(self.gradient)
         self.reduced = self._beside_master() if is_exact else self.gradient_shard
         self.params = {slot.local: self._parameter(slot) for slot in layout.slots}
         self.sinks = {} if is_frozen else {slot.local: self._sink(slot) for slot in layout.slots}
         self._is_gradient_there = True
-        if self.zero >= 2:
+        if self.shards_gradients:
             self.drop_gradient()
-        if self.zero == 3:
+        if self.shards_parameters:
             self.drop_full()
 
     def _beside_master(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -102,7 +103,7 @@ class UnitBuffers:
     def _first_master(self, seed: int) -> Tensor:
         if self.full.dtype == torch.float32 or self.is_frozen:
             part = self._part(self.full)
-            return part.clone() if self.zero == 3 else part
+            return part.clone() if self.shards_parameters else part
         master = torch.zeros(self._share, dtype=torch.float32, device=self.full.device)
         for slot in self.layout.slots:
             low, high = max(slot.start, self.start), min(slot.held, self.stop)
@@ -144,12 +145,12 @@ class UnitBuffers:
 
     def restore_full(self) -> None:
         """Give the parameters their memory back, before they are fetched (ZeRO 3)."""
-        if self.zero == 3:
+        if self.shards_parameters:
             self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
 
     def drop_full(self) -> None:
         """Let go of the gathered parameters (ZeRO 3)."""
-        if self.zero == 3:
+        if self.shards_parameters:
             self.full.untyped_storage().resize_(0)
 
     def ready_gradient(self) -> None:
@@ -166,13 +167,13 @@ class UnitBuffers:
 
     def settle(self) -> None:
         """Add the reduced part of the gradient to the shard, and let go of the rest."""
-        if self.zero >= 2:
+        if self.shards_gradients:
             self.gradient_shard.add_(self._part(self.gradient))
             self.drop_gradient()
 
     def zero_gradient(self) -> None:
         """Start a step."""
-        if self.zero >= 2:
+        if self.shards_gradients:
             self.gradient_shard.zero_()
         else:
             self.gradient.zero_()
@@ -208,10 +209,10 @@ class UnitBuffers:
         gradient = self.gradient.untyped_storage().nbytes()
         beside = self.reduced.untyped_storage().nbytes() if self._is_exact else 0
         moments = self.exp_avg.untyped_storage().nbytes() + self.exp_avg_sq.untyped_storage().nbytes()
-        is_weight = self.zero == 3 and (self.full.dtype == torch.float32 or self.is_frozen)
+        is_weight = self.shards_parameters and (self.full.dtype == torch.float32 or self.is_frozen)
         return Bytes(
-            params=master if is_weight else (0 if self.zero == 3 else full),
-            gradients=beside + (self.gradient_shard.untyped_storage().nbytes() if self.zero >= 2 else gradient),
+            params=master if is_weight else (0 if self.shards_parameters else full),
+            gradients=beside + (self.gradient_shard.untyped_storage().nbytes() if self.shards_gradients else gradient),
             optimizer=moments + (0 if is_weight else master),
-            transient=(full if self.zero == 3 else 0) + (gradient if self.zero >= 2 else 0),
+            transient=(full if self.shards_parameters else 0) + (gradient if self.shards_gradients else 0),
         )

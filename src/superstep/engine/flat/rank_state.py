@@ -73,7 +73,11 @@ class RankState:
     def _owned_ranges(self, unit: int, b: UnitBuffers) -> Iterator[tuple[int, int]]:
         """The ranges of a shard that no other rank counts: whole where cut, else on the first place."""
         at, sharers = self.mesh.at, self.mesh.sharers[b.layout.family]
-        if at.pp != min(self.step_program.holders(unit)) or sharers.replica > 0 or (b.zero == 0 and sharers.shard > 0):
+        if (
+            at.pp != min(self.step_program.holders(unit))
+            or sharers.replica > 0
+            or (not b.shards_optimizer and sharers.shard > 0)
+        ):
             return
         for slot, low, high in b.held():
             if at.tp == 0 or b.layout.family == "experts" or not slot.is_replicated:
@@ -108,7 +112,7 @@ class RankState:
     @property
     def is_cut(self) -> bool:
         """Whether other ranks hold parts of the weights that this one computes with."""
-        return any(b.zero == 3 for _, b in self._each())
+        return any(b.shards_parameters for _, b in self._each())
 
     def share_frozen(self, other: RankState) -> None:
         """Take the memory of another holding of the same model for what is not trained."""
