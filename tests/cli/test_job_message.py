@@ -8,6 +8,7 @@ import pytest
 
 from superstep.cli.train.job import TrainJob
 from superstep.cli.train.job_message import decode, encode
+from superstep.comm.codec import VERSION
 from superstep.plan.config import DataConfig, LoraConfig, ModelConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.train.model import flops_per_token, operations, resolved
 from superstep.train.run_paths import RunFolder
@@ -49,7 +50,7 @@ def test_a_job_arrives_as_it_was_sent(config):
     assert decode(encode(None)) is None
 
 
-@pytest.mark.parametrize("message", [b"", b"\x80\x04N.", msgspec.msgpack.encode({"config": "x"})])
+@pytest.mark.parametrize("message", [b"", b"\x80\x04N.", bytes([VERSION]) + msgspec.msgpack.encode({"config": "x"})])
 def test_other_bytes_are_no_job(message):
     with pytest.raises(msgspec.DecodeError):
         decode(message)

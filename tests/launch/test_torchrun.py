@@ -14,13 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from superstep.comm.codec import VERSION
 from superstep.errors import ConfigError, Fault, UserError
-from superstep.launch.torchrun import PREPARED, Codec, _from_rank_0
+from superstep.launch.torchrun import PREPARED, StoredForm, _from_rank_0
 
 pytestmark = pytest.mark.multiproc
 
 
-NUMBER = Codec(msgspec.msgpack.encode, msgspec.msgpack.Decoder(int).decode)
+NUMBER = StoredForm(msgspec.msgpack.encode, msgspec.msgpack.Decoder(int).decode)
 
 
 @contextmanager
@@ -70,6 +71,7 @@ import os, signal, sys
 sys.path.insert(0, {tests!r})
 import test_torchrun
 from superstep.errors import SuperstepError
+from superstep.comm.codec import VERSION
 from superstep.launch.torchrun import join
 
 def terminate(number, frame):
@@ -164,7 +166,10 @@ class _Harm:
 
 def test_bytes_of_the_store_are_never_unpickled(tmp_path):
     store = dist.HashStore()
-    for planted in (pickle.dumps((_Harm(tmp_path / "harmed"), None)), msgspec.msgpack.encode({"type": "Else"})):
+    for planted in (
+        pickle.dumps((_Harm(tmp_path / "harmed"), None)),
+        bytes([VERSION]) + msgspec.msgpack.encode({"type": "Else"}),
+    ):
         store.set(PREPARED, planted)
         with pytest.raises(Fault, match="what rank 0 did not write"):
             _from_rank_0(store, 1, None, NUMBER)

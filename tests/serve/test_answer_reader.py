@@ -35,6 +35,8 @@ from superstep.serve.build_engine import load_rank, open_both
 from superstep.serve.compute import lora as adapters_module
 from superstep.serve.compute.model_runner import follow
 from superstep.serve.engine_messages import (
+    ORDERS,
+    REPORTS,
     ChangeWeights,
     Do,
     EndEngine,
@@ -44,8 +46,6 @@ from superstep.serve.engine_messages import (
     Resume,
     Sleep,
     Wake,
-    decode_report,
-    encode,
 )
 from superstep.serve.reader import BackgroundReader
 from superstep.serve.scheduling.request import Info, Request, Sampling
@@ -314,15 +314,15 @@ def test_who_asks_while_weights_to_wake_with_never_come_is_answered(folder):
 
     def said():
         assert mine.poll(60), "nothing is said"
-        done = decode_report(mine.recv_bytes())
+        done = REPORTS.decode(mine.recv_bytes())
         return done.number, done.standing.state, done.why
 
-    mine.send_bytes(encode(Do(1, Sleep())))
+    mine.send_bytes(ORDERS.encode(Do(1, Sleep())))
     assert said() == (1, "asleep", "")
     for number, deed in enumerate((Wake(str(folder / "hangs")), Resume(), Pause()), 2):
-        mine.send_bytes(encode(Do(number, deed)))
+        mine.send_bytes(ORDERS.encode(Do(number, deed)))
     assert said() == (3, "asleep", "resume: the engine is asleep; wake it first.")
     assert said() == (4, "asleep", "")
-    mine.send_bytes(encode(EndEngine()))
+    mine.send_bytes(ORDERS.encode(EndEngine()))
     ended.join(60)
     assert not ended.is_alive()

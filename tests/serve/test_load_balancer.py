@@ -12,7 +12,7 @@ from superstep.errors import ConfigError
 from superstep.serve.api.backend import Away, Health
 from superstep.serve.config import ServeConfig
 from superstep.serve.engine_client import Host
-from superstep.serve.engine_messages import EndEngine, Ready, StepOutput, decode_order, encode
+from superstep.serve.engine_messages import ORDERS, REPORTS, EndEngine, Ready, StepOutput
 from superstep.serve.load_balancer import LoadBalancer
 from superstep.serve.scheduling.request import Counters, Info, Sampling
 
@@ -156,9 +156,9 @@ def test_a_host_that_is_told_to_end_while_it_starts_ends(tmp_path, monkeypatch):
         starting.set()
         leaving.wait(10)
         with Client(address) as pipe:
-            pipe.send_bytes(encode(Ready(INFO)))
+            pipe.send_bytes(REPORTS.encode(Ready(INFO)))
             if pipe.poll(10):
-                orders.append(decode_order(pipe.recv_bytes()))
+                orders.append(ORDERS.decode(pipe.recv_bytes()))
 
     starting, leaving = threading.Event(), threading.Event()
     monkeypatch.setattr("superstep.serve.engine_client.launch_from", ranks)

@@ -11,14 +11,14 @@ from superstep.errors import ConfigError
 from superstep.serve.config import ServeConfig
 from superstep.serve.engine_client import Host
 from superstep.serve.engine_messages import (
+    ORDERS,
+    REPORTS,
     AbortRequests,
     AddRequest,
     EndEngine,
     Ready,
     RequestRefused,
     StepOutput,
-    decode_order,
-    encode,
 )
 from superstep.serve.output_queue import Ear, Mailbox
 from superstep.serve.scheduling.request import Counters, Info, RequestUpdate, Sampling, TokenOutput
@@ -32,12 +32,12 @@ def ranks(taken_back):
 
     def run(first, kind, world, worker, folder, serve, address, *rest):
         with Client(address) as pipe:
-            pipe.send_bytes(encode(Ready(INFO)))
+            pipe.send_bytes(REPORTS.encode(Ready(INFO)))
             asked = []
             while True:
-                match decode_order(pipe.recv_bytes()):
+                match ORDERS.decode(pipe.recv_bytes()):
                     case AddRequest(request) if len(request.prompt) > 1:
-                        pipe.send_bytes(encode(RequestRefused(request.id, "prompt is too long.")))
+                        pipe.send_bytes(REPORTS.encode(RequestRefused(request.id, "prompt is too long.")))
                     case AddRequest(request):
                         asked.append(request.id)
                     case AbortRequests(requests):
@@ -52,7 +52,7 @@ def ranks(taken_back):
                         RequestUpdate(request=n, tokens=(TokenOutput(token=step, logprob=0.0),), finish=finish)
                         for n in asked
                     ]
-                    pipe.send_bytes(encode(StepOutput(tuple(told), Counters())))
+                    pipe.send_bytes(REPORTS.encode(StepOutput(tuple(told), Counters())))
                     time.sleep(0.002)
                 asked = []
 

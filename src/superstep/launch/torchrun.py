@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 import msgspec
 import torch.distributed as dist
 
+from superstep.comm.codec import Codec
 from superstep.comm.device import pick
 from superstep.errors import Fault, SuperstepError, UserError
 from superstep.launch.failure import is_echo
@@ -32,7 +33,7 @@ PREPARED = "superstep/prepared"
 
 
 @dataclass(frozen=True, slots=True)
-class Codec(Generic[T]):
+class StoredForm(Generic[T]):
     """How a value goes through the store. Whoever reaches its port can write to it, so no bytes of it are unpickled.
 
     Attributes:
@@ -57,13 +58,13 @@ class FailureNotice(msgspec.Struct, frozen=True, tag=True):
     exit_status: int
 
 
-_answer = msgspec.msgpack.Decoder(Value | FailureNotice)
+ANSWERS: Codec[Value | FailureNotice] = Codec(Value | FailureNotice)
 
 
 def join(
     prepare: Callable[[int], AbstractContextManager[T]],
     worker: Callable[[World, T], R],
-    codec: Codec[T],
+    form: StoredForm[T],
     wanted: Callable[[T], DeviceKind | None] = lambda _: None,
 ) -> R:
     """Run ``worker`` as the one rank that torchrun's environment says this process is.
@@ -72,7 +73,7 @@ def join(
         prepare: given the number of ranks, makes on rank 0 what every rank's worker is given; the others wait, as
             long as it takes.
         worker: what a rank does.
-        codec: how what was made goes to the others.
+        form: how what was made goes to the others.
         wanted: which device what was made asks for.
 
     Returns:
@@ -88,7 +89,7 @@ def join(
     with PeerWatch(store, stop):
         try:
             with ExitStack() as stack:
-                value = _from_rank_0(store, rank, lambda: stack.enter_context(prepare(size)), codec)
+                value = _from_rank_0(store, rank, lambda: stack.enter_context(prepare(size)), form)
                 # srun, unlike torchrun, does not say how the ranks of a host are numbered.
                 device = pick(dist.get_node_local_rank(fallback_rank=rank), wanted(value))
                 own = dist.PrefixStore("ranks", store)  # type: ignore[attr-defined]
@@ -114,7 +115,7 @@ def _from_rank_0(
     store: dist.Store,  # type: ignore[name-defined]
     rank: int,
     make: Callable[[], T],
-    codec: Codec[T],
+    form: StoredForm[T],
 ) -> T:
     """What rank 0 makes, on every rank; so too the error, if it cannot.
 
@@ -126,16 +127,16 @@ def _from_rank_0(
             value = make()
         except (SuperstepError, SystemExit) as error:
             words = str(error) if isinstance(error, SuperstepError) else None
-            store.set(PREPARED, msgspec.msgpack.encode(FailureNotice(words, status_of(error))))
+            store.set(PREPARED, ANSWERS.encode(FailureNotice(words, status_of(error))))
             raise
-        store.set(PREPARED, msgspec.msgpack.encode(Value(codec.encode(value))))
+        store.set(PREPARED, ANSWERS.encode(Value(form.encode(value))))
         return value
     while not store.check([PREPARED]):
         time.sleep(POLL_S)
     try:
-        answer = _answer.decode(store.get(PREPARED))
+        answer = ANSWERS.decode(store.get(PREPARED))
         if isinstance(answer, Value):
-            return codec.decode(answer.encoded)
+            return form.decode(answer.encoded)
     except msgspec.DecodeError as error:
         raise Fault(
             f"the store at MASTER_ADDR holds under {PREPARED} what rank 0 did not write ({error}); start all ranks "

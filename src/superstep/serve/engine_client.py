@@ -28,6 +28,8 @@ from superstep.serve.admin_commands import NOBODY, Deeds
 from superstep.serve.api.backend import Away, Health
 from superstep.serve.config import ServeConfig
 from superstep.serve.engine_messages import (
+    ORDERS,
+    REPORTS,
     AbortRequests,
     AddRequest,
     CommandDone,
@@ -39,8 +41,6 @@ from superstep.serve.engine_messages import (
     Report,
     RequestRefused,
     StepOutput,
-    decode_report,
-    encode,
 )
 from superstep.serve.output_queue import Ear, Mail, Mailbox
 from superstep.serve.scheduling.request import Counters, Info, Request, RequestUpdate, Sampling
@@ -258,7 +258,7 @@ class Host:
         with suppress(EOFError, OSError), listener.accept() as pipe:
             self._pipe = pipe
             while True:
-                self._hear(decode_report(pipe.recv_bytes()))
+                self._hear(REPORTS.decode(pipe.recv_bytes()))
         self._fail_all()
 
     def _hear(self, report: Report) -> None:
@@ -312,4 +312,4 @@ class Host:
             pipe = self._pipe
             if pipe is not None:
                 with suppress(OSError):
-                    pipe.send_bytes(encode(order))
+                    pipe.send_bytes(ORDERS.encode(order))

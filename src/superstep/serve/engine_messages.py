@@ -1,7 +1,4 @@
-"""What the process of the HTTP interface and rank 0 of the engine say to each other, as MessagePack.
-
-No pickle: a message of one can do nothing to the other but be one of these.
-"""
+"""What the process of the HTTP interface and rank 0 of the engine say to each other."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from superstep.comm.codec import Codec
 from superstep.serve.scheduling.request import AdapterInfo, Counters, Info, Request, RequestUpdate
 
 Requests = Literal["recompute", "keep", "wait", "abort"]
@@ -141,6 +139,5 @@ class CommandDone(msgspec.Struct, frozen=True, tag=True):
 Order = AddRequest | AbortRequests | EndEngine | Do
 Report = Ready | StepOutput | RequestRefused | CommandDone
 
-encode = msgspec.msgpack.Encoder().encode
-decode_order = msgspec.msgpack.Decoder(Order).decode
-decode_report = msgspec.msgpack.Decoder(Report).decode
+ORDERS: Codec[Order] = Codec(Order)
+REPORTS: Codec[Report] = Codec(Report)

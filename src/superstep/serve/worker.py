@@ -17,6 +17,8 @@ from superstep.serve.drafting.grammar_protocol import Matcher
 from superstep.serve.engine import InferenceEngine
 from superstep.serve.engine_control import Steward
 from superstep.serve.engine_messages import (
+    ORDERS,
+    REPORTS,
     AbortRequests,
     AddRequest,
     Do,
@@ -24,8 +26,6 @@ from superstep.serve.engine_messages import (
     Ready,
     RequestRefused,
     StepOutput,
-    decode_order,
-    encode,
 )
 from superstep.serve.scheduling.request import Request
 
@@ -61,7 +61,7 @@ def serve_rank(
         matchers = None if forms is None else forms(folder, run.shape.vocab)
         engine, steward = open_both(folder, serve, tp=mesh.tp, device=world.device, matchers=matchers, known=known)
         with Client(address) as pipe:
-            pipe.send_bytes(encode(Ready(engine.info, engine.adapters.all)))
+            pipe.send_bytes(REPORTS.encode(Ready(engine.info, engine.adapters.all)))
             _obey(engine, steward, pipe)
     finally:
         mesh.destroy()
@@ -72,7 +72,7 @@ def _obey(engine: InferenceEngine, steward: Steward, pipe: Connection) -> None:
     while True:
         while pipe.poll(WAIT_S if engine.is_idle and not steward.is_busy else 0):
             try:
-                order = decode_order(pipe.recv_bytes())
+                order = ORDERS.decode(pipe.recv_bytes())
             except EOFError:
                 order = EndEngine()
             match order:
@@ -80,7 +80,7 @@ def _obey(engine: InferenceEngine, steward: Steward, pipe: Connection) -> None:
                     try:
                         engine.add(request)
                     except ConfigError as error:
-                        pipe.send_bytes(encode(RequestRefused(request.id, str(error))))
+                        pipe.send_bytes(REPORTS.encode(RequestRefused(request.id, str(error))))
                 case AbortRequests(requests):
                     for number in requests:
                         engine.abort(number)
@@ -90,10 +90,10 @@ def _obey(engine: InferenceEngine, steward: Steward, pipe: Connection) -> None:
                     engine.end()
                     return
         for done in steward.tick():
-            pipe.send_bytes(encode(done))
+            pipe.send_bytes(REPORTS.encode(done))
         if engine.is_idle:
             engine.wait()
             steward.rest()
             continue
         progress = engine.step()
-        pipe.send_bytes(encode(StepOutput(tuple(progress), engine.counters)))
+        pipe.send_bytes(REPORTS.encode(StepOutput(tuple(progress), engine.counters)))

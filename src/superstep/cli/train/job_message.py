@@ -10,7 +10,8 @@ from pathlib import Path
 import msgspec
 
 from superstep.cli.train.job import TrainJob
-from superstep.launch.torchrun import Codec
+from superstep.comm.codec import Codec
+from superstep.launch.torchrun import StoredForm
 from superstep.plan.config import RunConfig
 from superstep.plan.config_io import parse_config, write_config
 from superstep.train.model import flops_per_token, operations, resolved
@@ -35,12 +36,12 @@ class JobMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     earlier_s: float
 
 
-_decoder = msgspec.msgpack.Decoder(JobMessage | None)
+MESSAGES: Codec[JobMessage | None] = Codec(JobMessage | None)
 
 
 def encode(job: TrainJob | None) -> bytes:
     """The bytes of a job, or of none where there is nothing left to do."""
-    return msgspec.msgpack.encode(None if job is None else _message_of(job))
+    return MESSAGES.encode(None if job is None else _message_of(job))
 
 
 def decode(message: bytes) -> TrainJob | None:
@@ -50,11 +51,11 @@ def decode(message: bytes) -> TrainJob | None:
         msgspec.DecodeError: they are not the bytes of one.
         ConfigError: its configuration cannot be resolved here.
     """
-    found = _decoder.decode(message)
+    found = MESSAGES.decode(message)
     return None if found is None else _job_of(found)
 
 
-JOB: Codec[TrainJob | None] = Codec(encode, decode)
+JOB: StoredForm[TrainJob | None] = StoredForm(encode, decode)
 
 
 def _message_of(job: TrainJob) -> JobMessage:

@@ -1,18 +1,14 @@
-"""Adapters come and go on the ranks that share a model: rank 0 says so between two steps, and all do it, or none.
-
-[READ, ms, path ...] begin to read a folder, beside the steps; it is given up after so many ms
-[IS_READ]            say whether that is over
-[HOLD, number]       hold the adapter where all have read the same; else let go of what was read
-[DROP, number]       let go of one
-"""
+"""Adapters come and go on the ranks that share a model: rank 0 says so between two steps, and all do it, or none."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import torch
 
+from superstep.comm.codec import Codec
 from superstep.comm.collectives import from_first, stack_ranks
 from superstep.comm.device import Device
 from superstep.comm.mesh import Group
@@ -21,8 +17,35 @@ from superstep.model.peft_adapter import Adapter
 from superstep.serve.compute.agreement import all_true, first_reason
 from superstep.serve.compute.lora import Adapters
 
-READ, IS_READ, HOLD, DROP = FIRST = (-2, -3, -4, -5)
-"""What an order begins with."""
+ADAPTER_ORDER = -2
+"""Begins an order among the rows of numbers that rank 0 sends."""
+
+
+class ReadAdapter(msgspec.Struct, frozen=True, tag=True):
+    """Begin to read a folder, beside the steps; it is given up after so long."""
+
+    folder: str
+    timeout_s: float
+
+
+class IsAdapterRead(msgspec.Struct, frozen=True, tag=True):
+    """Say whether that is over."""
+
+
+class HoldAdapter(msgspec.Struct, frozen=True, tag=True):
+    """Hold the adapter where all have read the same; else let go of what was read."""
+
+    number: int
+
+
+class DropAdapter(msgspec.Struct, frozen=True, tag=True):
+    """Let go of one."""
+
+    number: int
+
+
+Order = ReadAdapter | IsAdapterRead | HoldAdapter | DropAdapter
+ORDERS: Codec[Order] = Codec(Order)
 
 
 def read(adapters: Adapters, folder: Path, group: Group | None, device: Device, timeout_s: float) -> None:
@@ -33,7 +56,7 @@ def read(adapters: Adapters, folder: Path, group: Group | None, device: Device, 
     """
     if adapters.refusal:
         raise ConfigError(adapters.refusal)
-    _tell([READ, round(timeout_s * 1000), *str(folder).encode()], group, device)
+    _send(ReadAdapter(str(folder), timeout_s), group, device)
     adapters.read(folder, timeout_s)
 
 
@@ -41,7 +64,7 @@ def is_read(adapters: Adapters, group: Group | None, device: Device, most_s: flo
     """Whether every rank has read, or cannot; waits for this rank's own for so long. For rank 0."""
     if not adapters.reader.wait(most_s):
         return False
-    _tell([IS_READ], group, device)
+    _send(IsAdapterRead(), group, device)
     return all_true(adapters.reader.is_over, group, device)
 
 
@@ -51,29 +74,29 @@ def hold(adapters: Adapters, number: int, group: Group | None, device: Device) -
     Raises:
         UserError: it cannot be used, or is not the same on every rank. No rank holds it then.
     """
-    _tell([HOLD, number], group, device)
+    _send(HoldAdapter(number), group, device)
     return _hold(adapters, number, group, device).version
 
 
 def drop(adapters: Adapters, number: int, group: Group | None, device: Device) -> None:
     """Let go of an adapter, on every rank. For rank 0."""
-    _tell([DROP, number], group, device)
+    _send(DropAdapter(number), group, device)
     adapters.drop(number)
 
 
 def obey(numbers: Sequence[int], adapters: Adapters, group: Group, device: Device) -> None:
-    """Do what rank 0 says, an order that begins with one of ``FIRST``. For the other ranks."""
-    match numbers:
-        case [n, timeout_ms, *path] if n == READ:
-            adapters.read(Path(bytes(path).decode()), timeout_ms / 1000)
-        case [n] if n == IS_READ:
+    """Do what rank 0 says, in the numbers behind ``ADAPTER_ORDER``. For the other ranks."""
+    match ORDERS.from_numbers(numbers):
+        case ReadAdapter(folder, timeout_s):
+            adapters.read(Path(folder), timeout_s)
+        case IsAdapterRead():
             all_true(adapters.reader.is_over, group, device)
-        case [n, number] if n == HOLD:
+        case HoldAdapter(number):
             try:
                 _hold(adapters, number, group, device)
             except UserError:  # rank 0 says so
                 return
-        case [_, number]:
+        case DropAdapter(number):
             adapters.drop(number)
 
 
@@ -103,6 +126,6 @@ def _is_same(adapter: Adapter, group: Group | None, device: Device) -> bool:
     return min(found) == max(found)
 
 
-def _tell(numbers: list[int], group: Group | None, device: Device) -> None:
+def _send(order: Order, group: Group | None, device: Device) -> None:
     if group is not None:
-        from_first(numbers, group, device.torch)
+        from_first([ADAPTER_ORDER, *ORDERS.to_numbers(order)], group, device.torch)

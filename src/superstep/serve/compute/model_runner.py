@@ -1,8 +1,9 @@
 """The model on the ranks that share it: rank 0 says what is computed, all compute it.
 
-[]                       the end
-[changes, rows ...]      a step, made for the weights after so many changes
-[ORDER, bytes ...]       something to be done between two steps; of adapters says ``adapter_orders``
+[]                          the end
+[changes, rows ...]         a step, made for the weights after so many changes
+[ORDER, bytes ...]          something to be done between two steps
+[ADAPTER_ORDER, bytes ...]  the same, of adapters
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from superstep.serve.compute import lora_broadcast
 from superstep.serve.compute.flat_batch import Rows, from_numbers, to_numbers
 from superstep.serve.compute.lora import Adapters
 from superstep.serve.compute.rank_commands import (
+    ORDERS,
     CommandChannel,
     Forget,
     IsRead,
@@ -32,8 +34,6 @@ from superstep.serve.compute.rank_commands import (
     Switch,
     Tensors,
     WakeRanks,
-    order_of,
-    order_to_numbers,
 )
 from superstep.serve.compute.sampler import columns
 from superstep.serve.reader import TIMEOUT_S
@@ -214,7 +214,7 @@ class ModelRunner:
             self._party.check(self._changes)
 
     def _order(self, order: Order) -> None:
-        self._tell([ORDER, *order_to_numbers(order)])
+        self._tell([ORDER, *ORDERS.to_numbers(order)])
 
     def _tell(self, numbers: list[int]) -> None:
         if self._group is not None:
@@ -236,10 +236,10 @@ def follow(
         first, *rest = numbers
         if first == ORDER:
             assert party is not None, "the model was opened to be changed"
-            party.obey(order_of(rest))
+            party.obey(ORDERS.from_numbers(rest))
             continue
-        if first in lora_broadcast.FIRST:
-            lora_broadcast.obey(numbers, forward.adapters, group, device)
+        if first == lora_broadcast.ADAPTER_ORDER:
+            lora_broadcast.obey(rest, forward.adapters, group, device)
             continue
         rows = from_numbers(rest)
         if rows.tokens:

@@ -18,6 +18,7 @@ import msgspec
 from safetensors import SafetensorError
 from torch import Tensor
 
+from superstep.comm.codec import Codec
 from superstep.comm.device import Device
 from superstep.comm.mesh import Group
 from superstep.errors import Fault, StateError, SuperstepError
@@ -61,8 +62,7 @@ class WakeRanks(msgspec.Struct, frozen=True, tag=True):
 
 
 Order = Read | IsRead | Switch | Forget | SleepRanks | WakeRanks
-encode = msgspec.msgpack.Encoder().encode
-decode = msgspec.msgpack.Decoder(Order).decode
+ORDERS: Codec[Order] = Codec(Order)
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,14 +308,3 @@ def open_weights_source(source: Path | Tensors | LockedWeights) -> LockedWeights
 def reason(error: Exception) -> str:
     """What is told of weights that cannot be served."""
     return str(error) if isinstance(error, SuperstepError) else f"the weights cannot be read: {error!r}."
-
-
-def order_to_numbers(order: Order) -> list[int]:
-    """An order as ranks send it to each other."""
-    return list(encode(order))
-
-
-def order_of(numbers: list[int]) -> Order:
-    """The order that ``order_to_numbers`` wrote."""
-    order: Order = decode(bytes(numbers))
-    return order
