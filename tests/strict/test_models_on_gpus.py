@@ -1,11 +1,15 @@
 """Mixtures of experts, adapters and documents on emulated GPUs: the CPU's numbers, and its digits in exact mode."""
 
 from dataclasses import replace
+from datetime import timedelta
+from unittest import mock
 
 import pytest
 
 import small
+from pool import RankError
 from strict_ranks import prove_bits_on_gpus, prove_on_gpus
+from superstep.comm.backend import Transport
 from superstep.comm.device import Device
 from superstep.kernels import attention, cpu_library
 from superstep.kernels.compile_cpp import Built
@@ -14,6 +18,7 @@ from superstep.model.unit import initial
 from superstep.plan.config import LoraConfig
 from superstep.plan.resolve import resolve
 from superstep.train.model import units_of
+from superstep.train.proof import prove_tolerance
 from superstep.train.proof.prove_exact import Relay, write_bits
 from superstep.train.proof.prove_tolerance import write_reference
 
@@ -74,6 +79,7 @@ LAYOUTS = {
     "ep tp bf16": {"router": "dropless", "tp": 2, "ep": 2, "compute": "bf16", "recompute": "selective"},
     "ep cp": {"router": "top2", "cp": 2, "ep": 2, "zero": 2},
     "ep cp bf16": {"router": "noisy-topk", "cp": 2, "ep": 2, "context": "ulysses", "compute": "bf16"},
+    "experts tp": {"router": "dropless", "tp": 2, "zero": 3},
     "experts pp": {"router": "noisy-topk", "pp": 2, "schedule": "zb-h1", "recompute": "selective"},
     "ep pp dp": {"router": "dropless", "pp": 2, "dp": 2, "ep": 2, "zero": 2, "schedule": "zb-v", "chunks": 2},
     "lora": {"lora": True, "recompute": "selective"},
@@ -105,6 +111,21 @@ def test_a_layout_gives_the_cpus_losses(pool, tmp_path, name):
     write_reference(model, run.config.train, batches(run), tmp_path)
     found = pool.run(run.plan.mesh.world, prove_here, run, tmp_path, timeout_s=60)
     assert_sound(found)
+
+
+def prove_unconnected(rank, world, run, folder):
+    """Channels of the pipeline are connected by what a step sends first."""
+    no_channel = mock.patch.object(Transport, "connect_channel", return_value=None)
+    with no_channel, mock.patch.object(prove_tolerance, "TIMEOUT", timedelta(seconds=3)):
+        return prove_here(rank, world, run, folder)
+
+
+def test_first_uses_of_channels_within_a_step_cross_where_hosts_wait_for_experts(pool, tmp_path):
+    run = resolve(config(router="dropless", pp=2, schedule="gpipe"))
+    write_reference(run.shape, run.config.train, batches(run), tmp_path)
+    first = r"ranks \[\d\] of it have not come to 'use 0, the first transfer from \d to \d'"
+    with pytest.raises(RankError, match=first):
+        pool.run(2, prove_unconnected, run, tmp_path, timeout_s=60)
 
 
 EXACT = {

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from strict_ranks import SETTINGS, begin_nccl, device_module, gpu_of, run_to_the_end, wait_for_text
 from superstep.comm.shared_memory.group_base import gather_single, scatter_single
 from superstep.launch.failure import trouble_of
+from superstep.strict import stall
 from superstep.strict.load import configure
 
 pytestmark = pytest.mark.strict
@@ -431,7 +432,7 @@ def wait_for_each_other(rank, what):
 def test_a_group_that_one_rank_does_not_make_says_which(pool):
     found, _ = pool.run(2, leave_out_a_group, timeout_s=TIME_S)
     assert re.search(
-        r"ranks \[1\] of it have not come to 'split 1' within 1 s; every rank has to make each group", found[0]
+        r"ranks \[1\] of it have not come to 'split 1' .* within 1 s; every rank has to make each group", found[0]
     ), found
 
 
@@ -455,11 +456,18 @@ def test_a_barrier_of_a_group_that_is_bound_to_no_gpu_guesses_one_by_rank(tmp_pa
 # How calls are ordered.
 
 
+def connect(gpu, *groups):
+    """Use groups once, as the first call over each keeps the host; what the calls come to is not waited for."""
+    for group in groups:
+        dist.all_reduce(ones(gpu, 1), group=group)
+
+
 def wait_on_the_device(rank, world):
     """Rank 1 calls only once rank 0 has come back from ``wait``."""
     with gpu_of(rank, world) as (device, report):
         store = dist.distributed_c10d._get_default_store()
         x = ones(device.torch, 4)
+        connect(device.torch, None)
         if rank == 1:
             store.wait(["rank 0 went on"], timedelta(seconds=TIME_S))
         work = dist.all_reduce(x, async_op=True)
@@ -480,6 +488,7 @@ def abort_one(rank, world):
     """Rank 0 has a call under way that rank 1 never makes, and another one behind it over another group."""
     with gpu_of(rank, world) as (device, _):
         hangs, goes_on = dist.new_group([0, 1]), dist.new_group([0, 1])
+        connect(device.torch, hangs, goes_on)
         x, y = ones(device.torch, 4), ones(device.torch, 4)
         if rank == 0:
             dist.all_reduce(x, group=hangs, async_op=True)
@@ -511,6 +520,7 @@ def call_crosswise(rank, world, folder, blocks):
     gpu = begin_nccl(rank, world, folder, 3)
     limit = timedelta(seconds=3)
     groups = [narrow_group(blocks, limit) if blocks else dist.new_group([0, 1], timeout=limit) for _ in range(2)]
+    connect(gpu, *groups)
     x, y = ones(gpu, 4), ones(gpu, 4)
     torch.cuda.synchronize()
     dist.all_reduce(x, group=groups[rank], async_op=True)  # the first of two
@@ -534,6 +544,8 @@ def test_a_hang_of_communicators_that_have_no_room_beside_each_other_is_named(tm
 def send_both(rank, world, folder):
     """Each sends first, outside of a group of calls."""
     gpu = begin_nccl(rank, world, folder, 2)
+    for source in range(world):  # the first transfers keep their hosts
+        dist.send(ones(gpu, 1), 1 - rank) if rank == source else dist.recv(ones(gpu, 1), source)
     dist.send(ones(gpu, 4), 1 - rank)  # before its recv
     dist.recv(ones(gpu, 4), 1 - rank)
     torch.cuda.synchronize()
@@ -556,6 +568,40 @@ HANGS = {"send and send": (send_both, "# before its recv"), "left out": (leave_o
 def test_a_hang_is_named_by_the_watchdog(tmp_path, name):
     job, line = HANGS[name]
     require_hang(run_to_the_end(2, job, tmp_path), line)
+
+
+def collect_crosswise(gpu, rank):
+    """Over two groups, neither of which has been used."""
+    groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
+    dist.all_reduce(ones(gpu, 4), group=groups[rank])  # over one of two
+
+
+def send_crosswise(gpu, rank):
+    """To a rank that sends as well, before it receives."""
+    dist.isend(ones(gpu, 4), 1 - rank)  # both ways
+
+
+CROSSED = {
+    "collectives": (collect_crosswise, "# over one of two", "the first collective"),
+    "transfers": (send_crosswise, "# both ways", "the first transfer from (0 to 1|1 to 0)"),
+}
+
+
+def cross(rank, world, folder, name):
+    gpu = begin_nccl(rank, world, folder, 600)
+    connect(gpu, None)
+    stall.STALL_S = 1.0
+    CROSSED[name][0](gpu, rank)
+
+
+@pytest.mark.parametrize("name", CROSSED)
+def test_hosts_whose_first_uses_cross_are_named(tmp_path, name):
+    _, line, first = CROSSED[name]
+    wanted = rf"have not come to 'use 0, {first}' \(\S*test_nccl.py:{line_number(line)}"
+    hung = [text for status, text in run_to_the_end(2, cross, tmp_path, name) if status == -6]
+    assert hung
+    for text in hung:
+        assert re.search(rf"no rank moves any more: communicator \d+: ranks \[[01]\] of it {wanted}", text), text
 
 
 def require_hang(ends, line):

@@ -93,10 +93,10 @@ def wait_for_text(path, text):
         time.sleep(0.05)
 
 
-def prove_on_gpus(rank, world, run, batches, folder, specs=None, settings=None):
+def prove_on_gpus(rank, world, run, batches, folder, specs=None, settings=None, *, reruns=False):
     """The first value of a run that is not the reference's, in words, and what was observed on the GPU."""
     with gpu_of(rank, world, settings) as (device, report):
-        verdict = prove(World(rank, world, device), run, batches, folder, reruns=False, specs=specs)
+        verdict = prove(World(rank, world, device), run, batches, folder, reruns=reruns, specs=specs)
         observed = report()
     return verdict.first and verdict.first.describe(), observed
 

@@ -1,7 +1,8 @@
 """A communicator of the emulated NCCL: how its members come together, and how a call is issued.
 
 It is a queue: its calls run in their order, one at a time, and ``wait`` orders streams only. Its first use, or its
-making where it is bound to a GPU, keeps the host until all members have come.
+making where it is bound to a GPU, keeps the host until all members have come; so do its first collective, and its first
+transfer between two of them.
 
 Source of the rules: torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from types import ModuleType, SimpleNamespace
@@ -29,6 +30,9 @@ from superstep.strict.works import PendingCall, StreamWork
 
 WATCHDOG_FIRST = timedelta(minutes=1)
 """A message may take so much longer than a call: what hangs is the watchdog's to name."""
+
+LOOK_S = 1.0
+"""After which a host that waits for others looks who they are."""
 
 Run = Callable[[GlooTransport, Views, Views], None]
 
@@ -65,6 +69,7 @@ class Communicator(dist.ProcessGroup):
         self._coalesced: list[Call] | None = None
         self._is_aborted = False
         self._transports: dict[int, tuple[int, GlooTransport]] = {}
+        self._first_uses: set[str] = set()
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -133,17 +138,39 @@ class Communicator(dist.ProcessGroup):
         self._rendezvous(f"split {next(self._splits)}", limit)
 
     def _rendezvous(self, what: str, limit: timedelta) -> None:
-        self._store.set(f"{what} {self.rank()}", "yes")
-        if self._store.add(f"{what} came", 1) == self.size():
-            self._store.set(f"{what} met", "yes")
-        try:
-            self._store.wait([f"{what} met"], limit)
-        except RuntimeError as late:
-            missing = [rank for rank in range(self.size()) if not self._store.check([f"{what} {rank}"])]
-            raise dist.DistBackendError(
-                f"communicator {self._name}: ranks {missing} of it have not come to '{what}' within "
-                f"{limit.total_seconds():g} s; every rank has to make each group (new_group), in one order"
-            ) from late
+        self._meet({what: range(self.size())}, limit)
+
+    def _meet(self, uses: Mapping[str, Iterable[int]], limit: timedelta) -> None:
+        """Keep the host until members have come.
+
+        Args:
+            uses: by what this member comes to at once, those who have to come to it as well.
+            limit: how long that may take.
+        """
+        for use in uses:
+            self._store.set(f"{use}: {self.rank()}", "came")
+        awaited = {f"{use}: {member}": (use, member) for use, members in uses.items() for member in members}
+        deadline_s = time.monotonic() + limit.total_seconds()
+        with self.watchdog.waiting_host() as wait:
+            while True:
+                left_s = deadline_s - time.monotonic()
+                try:
+                    # No time at all would be endless (kNoTimeout in torch/csrc/distributed/c10d/Store.hpp).
+                    self._store.wait(list(awaited), timedelta(seconds=min(max(left_s, 0.01), LOOK_S)))
+                    return
+                except RuntimeError as late:
+                    missing = [awaited[key] for key in awaited if not self._store.check([key])]
+                    if not missing:
+                        return
+                    use = missing[0][0]
+                    ranks = [self.ranks[member] for other, member in missing if other == use]
+                    line = self.device.caller()
+                    wait.why = f"communicator {self._name}: ranks {ranks} of it have not come to '{use}' ({line})"
+                    if left_s <= 0 or self._is_aborted:
+                        raise dist.DistBackendError(
+                            f"{wait.why} within {limit.total_seconds():g} s; every rank has to make each group "
+                            "(new_group) and to use it first in one order"
+                        ) from late
 
     def _connect(self, index: int) -> tuple[int, GlooTransport]:
         """The queue of the communicator on a GPU, which is made at its first use; members wait for each other."""
@@ -166,6 +193,25 @@ class Communicator(dist.ProcessGroup):
             processes = [psutil.Process(int(self._store.get(f"process of {rank}"))) for rank in range(self.size())]
             self.watchdog.add_members(queue, Members(transport, processes))
         return self._transports[index]
+
+    def _meet_first(self, index: int, calls: Sequence[Call]) -> None:
+        """NCCL connects members as they are first used, for which their hosts wait: those of a transfer, in each
+        direction, and of a collective all; of calls of one group together (ncclP2PPreconnectFunc and
+        ncclCollPreconnectFunc in src/group.cc, ncclTransportP2pSetup in src/transport.cc, since NCCL 2.22).
+        """
+        made = f"use {list(self._transports).index(index)}"
+        me, uses = self.rank(), dict[str, Iterable[int]]()
+        for call in calls:
+            if call.peer is None:
+                uses[f"{made}, the first collective"] = range(self.size())
+            else:
+                source, target = (me, call.peer) if call.name == "send" else (call.peer, me)
+                first = f"{made}, the first transfer from {self.ranks[source]} to {self.ranks[target]}"
+                uses[first] = [call.peer]
+        new = {use: members for use, members in uses.items() if use not in self._first_uses}
+        if new:
+            self._meet(new, self.options._timeout)
+            self._first_uses |= new.keys()
 
     def abort(self) -> None:
         """End what is under way and what waits."""
@@ -215,6 +261,7 @@ class Communicator(dist.ProcessGroup):
         writes = [tensor for call in calls for tensor in call.writes]
         (index,) = {tensor.device.index for tensor in (*reads, *writes)}
         queue, transport = self._connect(index)
+        self._meet_first(index, calls)
         stream = known_stream(queue, index)
         stream.wait_event(torch.cuda.current_stream(index).record_event())
 

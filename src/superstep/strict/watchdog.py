@@ -8,7 +8,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -58,6 +59,17 @@ class _Watched:
         return not self.call.end.query() or (bool(self.call.tensors) and self.work() is not None)
 
 
+@dataclass(slots=True, eq=False)
+class HostWait:
+    """A host that waits for other ranks to come.
+
+    Attributes:
+        why: who has not come to what, once it has waited for some time.
+    """
+
+    why: str = ""
+
+
 class Watchdog:
     """Ends the process where a call does not end in time, or no rank moves any more; says what is under way.
 
@@ -71,6 +83,7 @@ class Watchdog:
         self._watched: list[_Watched] = []
         self._over: list[PendingCall] = []
         self._members: dict[int, Members] = {}
+        self._hosts: list[HostWait] = []
         self._stall = StallDetector()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -79,14 +92,31 @@ class Watchdog:
     def watch(self, work: StreamWork) -> None:
         """Hold on to a call until it is over, and let go of those of its communicator that are."""
         with self._lock:
-            if self._owner != os.getpid():  # a fork has none of its parent's threads
-                self._owner, self._watched, self._over = os.getpid(), [], []
-                self._thread = threading.Thread(target=self._run, name="strict watchdog", daemon=True)
-                self._thread.start()
+            self._begin()
             released = [call for call in self._over if call.queue == work.call.queue]
             self._over = [call for call in self._over if call.queue != work.call.queue]
             self._watched.append(_Watched(work.call, weakref.ref(work)))
         self._release(released)
+
+    @contextmanager
+    def waiting_host(self) -> Iterator[HostWait]:
+        """Within the block this thread waits for other ranks."""
+        wait = HostWait()
+        with self._lock:
+            self._begin()
+            self._hosts.append(wait)
+        try:
+            yield wait
+        finally:
+            with self._lock:
+                self._hosts.remove(wait)
+
+    def _begin(self) -> None:
+        """Look from now on, in a thread of this process. The lock is held."""
+        if self._owner != os.getpid():  # a fork has none of its parent's threads
+            self._owner, self._watched, self._over, self._hosts = os.getpid(), [], [], []
+            self._thread = threading.Thread(target=self._run, name="strict watchdog", daemon=True)
+            self._thread.start()
 
     def add_members(self, queue: int, members: Members) -> None:
         """Those of a communicator."""
@@ -114,13 +144,14 @@ class Watchdog:
             with self._lock:
                 self._sort()
                 pending = [each.call for each in self._watched if not each.call.end.query()]
+                hosts = [wait.why for wait in self._hosts if wait.why]
             late = next((call for call in pending if time.monotonic() > call.deadline_s), None)
             if late is not None:
                 self._end(f"{late.what} has not ended in its time")
-            if not pending:
+            if not pending and not hosts:
                 self._stall.reset()
-            elif next(looks) % POLLS_PER_LOOK == 0:
-                self._end_if_stalled(pending)
+            elif next(looks) % POLLS_PER_LOOK == 0 and self._is_stalled():
+                self._end(f"no rank moves any more: {hosts[0] if hosts else self._cause(pending)}")
 
     def _sort(self) -> None:
         """Calls that are over go to those that are released. The lock is held."""
@@ -131,19 +162,22 @@ class Watchdog:
             elif each.call.tensors:
                 self._over.append(each.call)
 
-    def _end_if_stalled(self, pending: Sequence[PendingCall]) -> None:
+    def _is_stalled(self) -> bool:
         with self._lock:
-            members = dict(self._members)
-        processes = {process for each in members.values() for process in each.processes}
+            processes = {process for each in self._members.values() for process in each.processes}
         # Where some rank is in no communicator of this one, what it does is not known.
         world = dist.group.WORLD
-        if world is None or len(processes) < world.size() or not self._stall.is_stalled(list(processes)):
-            return
+        return world is not None and len(processes) >= world.size() and self._stall.is_stalled(list(processes))
+
+    def _cause(self, pending: Sequence[PendingCall]) -> str:
+        """Which call hangs, and who is missing there, where one is."""
+        with self._lock:
+            members = dict(self._members)
         for call in pending:
             missing = members[call.queue].missing() if call.queue in members else ""
             if missing:
-                self._end(f"no rank moves any more: {call.what} waits for {missing}")
-        self._end(f"no rank moves any more, and {pending[0].what} has not ended")
+                return f"{call.what} waits for {missing}"
+        return f"{pending[0].what} has not ended"
 
     def _end(self, why: str) -> None:
         under_way = "; ".join(self._device.under_way())
