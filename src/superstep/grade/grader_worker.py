@@ -74,7 +74,7 @@ def main() -> None:
 
 def _tools(fields: dict[str, Any]) -> Tools:
     config = GradeConfig(**fields)
-    return Tools(config, open_sandbox(config, probe=False), MathsProcess(config.timeout_s))
+    return Tools(config, open_sandbox(config, probe=False, adopts=True), MathsProcess(config.timeout_s))
 
 
 class _Desk:

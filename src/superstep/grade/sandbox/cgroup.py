@@ -20,6 +20,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from superstep.grade.sandbox.orphans import kill_each
+
 PREFIX = "superstep-grade-"
 
 EXTRA_BYTES = 16 << 20
@@ -93,6 +95,13 @@ class Cgroup:
         """
         lines = (line.split() for line in (self.folders[0] / self._files.events).read_text().splitlines())
         return next((int(count) for name, count in lines if name == "oom_kill"), 0)
+
+    def kill(self) -> set[int]:
+        """Ends what is in the group; which processes that was."""
+        told = " ".join((folder / "cgroup.procs").read_text() for folder in self.folders)
+        left = set(map(int, told.split())) - {0}  # so one is called that cannot be seen from here
+        kill_each(left)
+        return left
 
 
 def make_group(memory_bytes: int, processes: int, uid: int | None) -> Cgroup | None:

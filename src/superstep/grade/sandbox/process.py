@@ -15,6 +15,7 @@ from typing import IO, Any, Literal
 
 from superstep.grade.sandbox.cgroup import Cgroup
 from superstep.grade.sandbox.memory import boxed_bytes, resident_bytes
+from superstep.grade.sandbox.orphans import children, end_each
 from superstep.monitor.deadline import ActiveDeadline
 from superstep.monitor.stopped_process import Pulse, is_stopped
 
@@ -25,6 +26,9 @@ LOOK_S = 0.025
 
 GONE_S = 10.0
 """How long the kernel may take to end all of it: milliseconds, more where it has much memory to give back."""
+
+LEFT_S = 0.002
+"""Between looks at what has been told to end."""
 
 STDERR_BYTES = 4096
 """What is kept of what it complains of."""
@@ -38,12 +42,14 @@ class Bounds:
 
     Attributes:
         group: in which the kernel counts its memory; without one it is looked at every LOOK_S alone.
+        adopts: this process does nothing but run such commands, and has what they leave for its children.
     """
 
     seconds: float
     memory_bytes: int
     output_bytes: int
     group: Cgroup | None = None
+    adopts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +105,7 @@ def run_bounded(
         StillThereError: it was killed, and is not gone.
         OSError: it cannot be started.
     """
+    others = children() if bounds.adopts else None
     child = subprocess.Popen(
         argv,
         stdin=subprocess.PIPE,
@@ -113,7 +120,7 @@ def run_bounded(
         start_new_session=True,
         preexec_fn=None if bounds.group is None else bounds.group.join,
     )
-    watched = _Watched(child, given, bounds, inside)
+    watched = _Watched(child, given, bounds, inside, others)
     limit: Limit | None = None
     try:
         limit = watched.follow()
@@ -125,13 +132,16 @@ def run_bounded(
 class _Watched:
     """A process and its pipes, followed to the end."""
 
-    def __init__(self, child: subprocess.Popen[bytes], given: bytes, bounds: Bounds, inside: str | None) -> None:
+    def __init__(
+        self, child: subprocess.Popen[bytes], given: bytes, bounds: Bounds, inside: str | None, others: set[int] | None
+    ) -> None:
         self.stdout, self.stderr = bytearray(), bytearray()
         self._child, self._bounds = child, bounds
         self._given = memoryview(given)
         self._deadline = ActiveDeadline(bounds.seconds)
         self._pulse = Pulse()
         self._inside = inside
+        self._others = others
         self._looked_at = [] if inside is None else [child.pid]
         self._kills = 0 if bounds.group is None else bounds.group.kills()
         self._select = selectors.DefaultSelector()
@@ -177,7 +187,7 @@ class _Watched:
             raise StoppedError(f"process {self._child.pid} was stopped (SIGSTOP) and did not go on")
 
     def end(self) -> None:
-        """Ends what is left, reads what was written, and waits until nobody can write to its pipes: all is gone."""
+        """Ends what is left, reads what was written, and waits until all is gone: first who can write to its pipes."""
         with suppress(ProcessLookupError):
             os.killpg(self._child.pid, signal.SIGKILL)  # not yet waited for, so that the number is still its own
         deadline = ActiveDeadline(GONE_S)
@@ -187,6 +197,9 @@ class _Watched:
             is_gone = not self._reading() and self._has_ended()
             if is_gone:
                 self._child.wait()
+                while (left := self._left()) and deadline.left() > 0:
+                    time.sleep(LEFT_S)
+                is_gone = not left
         finally:
             self._select.close()
             for pipe in (self._child.stdin, self._child.stdout, self._child.stderr):
@@ -195,6 +208,11 @@ class _Watched:
                         pipe.close()
         if not is_gone:
             raise StillThereError(f"process {self._child.pid} was killed and is still there after {GONE_S:g} s")
+
+    def _left(self) -> set[int]:
+        """What holds none of its pipes and has not ended, though it is told to: its memory would be the next one's."""
+        left = set() if self._bounds.group is None else self._bounds.group.kill()
+        return left if self._others is None else left | end_each(children() - self._others)
 
     def _has_ended(self) -> bool:
         return os.waitid(os.P_PID, self._child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None

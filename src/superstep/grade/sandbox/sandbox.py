@@ -20,6 +20,7 @@ from superstep.errors import ConfigError, Fault
 from superstep.grade.config import GradeConfig
 from superstep.grade.sandbox.bubblewrap import FOLDER, PACKAGES, PYTHON_FLAGS, UID, VisiblePaths, command
 from superstep.grade.sandbox.cgroup import Cgroup, make_group
+from superstep.grade.sandbox.orphans import adopt_orphans
 from superstep.grade.sandbox.process import Bounds, Ended, StillThereError, StoppedError, run_bounded
 from superstep.grade.sandbox.seccomp import MACHINES, filter_bytes
 from superstep.grade.verdict import line
@@ -90,16 +91,24 @@ class Sandbox(Protocol):
         ...
 
 
-def open_sandbox(config: GradeConfig, *, probe: bool = True) -> Sandbox:
-    """The sandbox that is asked for; with ``probe``, once it is seen to work.
+def open_sandbox(config: GradeConfig, *, probe: bool = True, adopts: bool = False) -> Sandbox:
+    """The sandbox that is asked for.
+
+    Args:
+        config: what programs may take, and how they are kept.
+        probe: see that it works.
+        adopts: what programs leave become children of this process, which does nothing but grade.
 
     Raises:
         ConfigError: bubblewrap is not there, or cannot work here.
     """
     packages = _packages(config)
+    if adopts:
+        adopt_orphans()
     if config.sandbox == "none":
         python = Path(config.python) if config.python else Path(sys.executable)
-        return Sandboxed(config, None, python, group=make_group(config.memory_bytes, config.processes, None))
+        group = make_group(config.memory_bytes, config.processes, None)
+        return Sandboxed(config, None, python, group=group, adopts=adopts)
     bwrap = shutil.which("bwrap", path="/usr/local/bin:/usr/bin:/bin")
     if bwrap is None:
         raise ConfigError(
@@ -111,7 +120,7 @@ def open_sandbox(config: GradeConfig, *, probe: bool = True) -> Sandbox:
     calls = None if machine is None else filter_bytes(machine)
     paths = VisiblePaths(bwrap=Path(bwrap), python=python, prefix=prefix, packages=packages)
     group = make_group(config.memory_bytes + config.disk_bytes, config.processes, _uid())
-    kept = Sandboxed(config, paths, python, calls, group)
+    kept = Sandboxed(config, paths, python, calls, group, adopts)
     if probe:
         kept.probe()
     return kept
@@ -127,6 +136,7 @@ class Sandboxed:
         python: their interpreter.
         filter: of system calls; None where this kind of processor has no list of them.
         group: that the kernel holds to its memory; None where none can be made.
+        adopts: see ``Bounds``.
     """
 
     config: GradeConfig
@@ -134,6 +144,7 @@ class Sandboxed:
     python: Path
     filter: bytes | None = None
     group: Cgroup | None = None
+    adopts: bool = False
 
     @property
     def memory_bound(self) -> MemoryBound:
@@ -181,7 +192,7 @@ class Sandboxed:
             "limits": self._limits(),
         }
         given = json.dumps(job).encode()
-        bounds = Bounds(config.timeout_s, config.memory_bytes, config.output_bytes, self.group)
+        bounds = Bounds(config.timeout_s, config.memory_bytes, config.output_bytes, self.group, self.adopts)
         for pause_s in (*PAUSES_S, None):
             ended = self._ended(given, bounds)
             if ended.stdout.startswith(READY) or pause_s is None:
