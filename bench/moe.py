@@ -31,9 +31,9 @@ from superstep.observe.router_balance import busiest, dropped_share, entropy
 from superstep.plan.config import ModelConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.resolve import resolve
 from superstep.state.manifest import Position
+from superstep.train.corpus_trainer import CorpusTrainer
 from superstep.train.loop import evaluate, routers, steps
 from superstep.train.run_paths import RunFolder
-from superstep.train.session import Session
 
 DENSE = ModelConfig(name="demo")
 SWITCH = replace(DENSE, experts=8, router="switch")
@@ -71,20 +71,20 @@ def measure(name: str, model: ModelConfig, seed: int, load: Load, corpus: Path) 
     run = resolve(config)
     validation, reports, wall, cpu = [], [], [], []
     with tempfile.TemporaryDirectory() as folder:
-        session = Session(World(0, 1, Device("cpu")), run, RunFolder(root=Path(folder)), corpus, None)
+        trainer = CorpusTrainer(World(0, 1, Device("cpu")), run, RunFolder(root=Path(folder)), corpus, None)
         position = Position()
-        validation.append({"step": 0, "loss": evaluate(session, position).loss})
+        validation.append({"step": 0, "loss": evaluate(trainer, position).loss})
         began_cpu = time.process_time()
-        for done in steps(session, position):
+        for done in steps(trainer, position):
             cpu.append(time.process_time() - began_cpu)
             wall.append(done.event.step_s)
             step = done.position.step
-            if session.has_routers and step % STRETCH == 0:
-                reports.append(_report(session, done.position))
+            if trainer.has_routers and step % STRETCH == 0:
+                reports.append(_report(trainer, done.position))
             if step % load.eval_every == 0:
-                validation.append({"step": step, "loss": evaluate(session, done.position).loss})
+                validation.append({"step": step, "loss": evaluate(trainer, done.position).loss})
             began_cpu = time.process_time()
-        session.close()
+        trainer.close()
     return {
         "name": name,
         "seed": seed,
@@ -98,9 +98,9 @@ def measure(name: str, model: ModelConfig, seed: int, load: Load, corpus: Path) 
     }
 
 
-def _report(session: Session, position: Position) -> dict:
+def _report(trainer: CorpusTrainer, position: Position) -> dict:
     """The load of each layer over the last steps."""
-    seen = routers(session, position)
+    seen = routers(trainer, position)
     return {
         "step": seen.step,
         "steps": seen.steps,

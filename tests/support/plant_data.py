@@ -11,18 +11,17 @@ from superstep.data import prefetch
 from superstep.data import token_stream as stream_module
 from superstep.engine.engine import Engine
 from superstep.engine.executor import Executor
-from superstep.train import loop
-from superstep.train import session as session_module
-from superstep.train.session import Session
+from superstep.train import corpus_trainer, loop, trainer
+from superstep.train.corpus_trainer import CorpusTrainer
 
 
 def loaded(change):
-    inner = Session.load
+    inner = CorpusTrainer.load
 
     def load(self, checkpoint):
         return change(self, inner(self, checkpoint))
 
-    return mock.patch.object(Session, "load", load)
+    return mock.patch.object(CorpusTrainer, "load", load)
 
 
 def not_loaded(kind):
@@ -57,14 +56,14 @@ def prefetch_skips():
 
 
 def loop_reads_other_rows():
-    inner = session_module.rows
+    inner = corpus_trainer.rows
 
     def rows(plan, mesh):
         found = inner(plan, mesh)
         size = found.stop - found.start
         return slice(0, size) if found.start else slice(size, 2 * size)
 
-    return mock.patch.object(session_module, "rows", rows)
+    return mock.patch.object(corpus_trainer, "rows", rows)
 
 
 def own_order():
@@ -77,7 +76,7 @@ def own_order():
 
 
 def new_order_after_a_restart():
-    inner = session_module.stream_of
+    inner = corpus_trainer.stream_of
     made = []
 
     def stream_of(config, corpus, split):
@@ -85,12 +84,12 @@ def new_order_after_a_restart():
         later = replace(config, train=replace(config.train, seed=config.train.seed + made.count("train") - 1))
         return inner(later, corpus, split)
 
-    return mock.patch.object(session_module, "stream_of", stream_of)
+    return mock.patch.object(corpus_trainer, "stream_of", stream_of)
 
 
 def rate_of_the_next_step():
-    inner = Session.learning_rate
-    return mock.patch.object(Session, "learning_rate", lambda self, step: inner(self, step + 1))
+    inner = CorpusTrainer.learning_rate
+    return mock.patch.object(CorpusTrainer, "learning_rate", lambda self, step: inner(self, step + 1))
 
 
 def updates_not_counted():
@@ -102,13 +101,13 @@ def updates_not_counted():
 
 
 def saved_in_bf16():
-    inner = session_module.save
+    inner = trainer.save
 
     def save(place, pieces, *args, **rest):
         rounded = [replace(p, values=p.values.bfloat16().float()) if p.kind == "weight" else p for p in pieces]
         return inner(place, rounded, *args, **rest)
 
-    return mock.patch.object(session_module, "save", save)
+    return mock.patch.object(trainer, "save", save)
 
 
 def parameters_not_refreshed():

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from superstep.data import token_stream as stream_module
 from superstep.serve.compute import sampler as draw_module
 from superstep.serve.compute import torch_forward as forward_module
-from superstep.train import session as session_module
+from superstep.train import corpus_trainer
 from superstep.train.batches import microbatches_of
+from superstep.train.corpus_trainer import CorpusTrainer
 from superstep.train.proof import prove_tolerance
 from superstep.train.proof import stream as proof_stream
-from superstep.train.session import Session
 
 
 def padding_counted():
@@ -35,7 +35,7 @@ def rotated_rows():
         return slice(first, first + size)
 
     with ExitStack() as stack:
-        for module in (prove_tolerance, session_module, proof_stream):
+        for module in (prove_tolerance, corpus_trainer, proof_stream):
             stack.enter_context(mock.patch.object(module, "rows", rows))
         yield
 
@@ -94,7 +94,7 @@ def last_batch_skipped():
         found = list(_validated(self, range(self.run.config.train.eval_batches - 1)))
         return sum(loss for loss, _ in found) / sum(tokens for _, tokens in found)
 
-    return mock.patch.object(Session, "validation_loss", validation_loss)
+    return mock.patch.object(CorpusTrainer, "validation_loss", validation_loss)
 
 
 def mean_of_means():
@@ -102,26 +102,26 @@ def mean_of_means():
         found = [loss / tokens for loss, tokens in _validated(self, range(self.run.config.train.eval_batches))]
         return sum(found) / len(found)
 
-    return mock.patch.object(Session, "validation_loss", validation_loss)
+    return mock.patch.object(CorpusTrainer, "validation_loss", validation_loss)
 
 
 def validated_on_training():
-    inner = session_module.stream_of
-    return mock.patch.object(session_module, "stream_of", lambda config, corpus, split: inner(config, corpus, "train"))
+    inner = corpus_trainer.stream_of
+    return mock.patch.object(corpus_trainer, "stream_of", lambda config, corpus, split: inner(config, corpus, "train"))
 
 
 def own_rows_validated():
-    inner = Session.validation_loss
+    inner = CorpusTrainer.validation_loss
 
     def validation_loss(self):
         def rows(plan, mesh):
             count = plan.microbatches * plan.microbatch
             return slice(0, count)
 
-        with mock.patch.object(session_module, "rows", rows):
+        with mock.patch.object(corpus_trainer, "rows", rows):
             return inner(self)
 
-    return mock.patch.object(Session, "validation_loss", validation_loss)
+    return mock.patch.object(CorpusTrainer, "validation_loss", validation_loss)
 
 
 def top_p_keeps_one_less():

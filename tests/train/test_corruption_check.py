@@ -20,10 +20,10 @@ from superstep.state.fingerprint import BLOCK, Element, TensorPart, bit_sums, di
 from superstep.state.manifest import Position
 from superstep.state.memory_snapshot import SnapshotMemory
 from superstep.state.tensor_piece import TensorPiece
+from superstep.train.corpus_trainer import CorpusTrainer
 from superstep.train.loop import steps
 from superstep.train.policy.gradient_recheck import wrong_places
 from superstep.train.run_paths import RunFolder
-from superstep.train.session import Session
 from superstep.train.throughput import PeakRate
 
 STEPS = 9
@@ -74,8 +74,8 @@ def _go(rank, world, run, root, corpus, flip=None):
     or just before or after the update of one.
     """
     unknown = PeakRate(flops_per_token=None, peak_flops=None)
-    session = Session(World(rank, world, Device("cpu")), run, RunFolder(root=Path(root)), Path(corpus), unknown)
-    session.keep_snapshots(SnapshotMemory(os.memfd_create(f"rank-{rank}")), None)
+    trainer = CorpusTrainer(World(rank, world, Device("cpu")), run, RunFolder(root=Path(root)), Path(corpus), unknown)
+    trainer.keep_snapshots(SnapshotMemory(os.memfd_create(f"rank-{rank}")), None)
     told, losses = [], {}
     update, done_before = AdamW.step, []
 
@@ -83,7 +83,7 @@ def _go(rank, world, run, root, corpus, flip=None):
         if flip and flip["when"] == when and not done_before and step == flip["step"]:
             done_before.append(None)
             if rank == flip["rank"]:
-                _flip(session, flip)
+                _flip(trainer, flip)
 
     def flipping(self, lr, norm):
         flips("before the update", self.steps + 1)
@@ -92,19 +92,19 @@ def _go(rank, world, run, root, corpus, flip=None):
 
     AdamW.step = flipping
     try:
-        for done in steps(session, Position(), told=told.append):
+        for done in steps(trainer, Position(), told=told.append):
             losses[done.position.step] = (done.event.loss, done.event.grad_norm)
             flips("between steps", done.position.step)
     except Fault as fault:
         told.append(str(fault))
     finally:
         AdamW.step = update
-        session.close()
+        trainer.close()
     return losses, told
 
 
-def _flip(session, flip):
-    pieces = [piece for piece in session.pieces((flip["kind"],)) if piece.values.numel()]
+def _flip(trainer, flip):
+    pieces = [piece for piece in trainer.pieces((flip["kind"],)) if piece.values.numel()]
     values = pieces[flip["piece"] % len(pieces)].values
     values.view(torch.int32)[flip["element"] % len(values)] ^= 2 ** flip["bit"]
 
@@ -237,17 +237,17 @@ def _computing_wrongly(rank, world, run, root, corpus, wrong):
             found.view(-1)[0] *= 2  # what is the same whatever the rows are would not be seen
         return found
 
-    step = Session.step
+    step = CorpusTrainer.step
 
     def noting(self, *args, **rest):
         steps_of.append(rest["step"] - 1)
         return step(self, *args, **rest)
 
-    Grid.put_, Session.step = broken, noting
+    Grid.put_, CorpusTrainer.step = broken, noting
     try:
         return _go(rank, world, run, root, corpus)
     finally:
-        Grid.put_, Session.step = put, step
+        Grid.put_, CorpusTrainer.step = put, step
 
 
 @pytest.mark.multiproc

@@ -28,10 +28,10 @@ from superstep.state.manifest import Position
 from superstep.state.verify import SingleProcess
 from superstep.train.after_checkpoint import Written, write_trace
 from superstep.train.folder_watch import FolderWatch
-from superstep.train.loop import _tell_flushed, save
 from superstep.train.run_paths import RunFolder, write_whole
 from superstep.train.save_schedule import Saves
-from superstep.train.session import Session
+from superstep.train.saving import report_flushed, save
+from superstep.train.trainer import Trainer
 from superstep.tune.rl.rollout_log import NAME, SNAPSHOTS, RolloutLog
 
 
@@ -131,29 +131,29 @@ def profiled(folder):
 
 def test_a_checkpoint_from_a_snapshot_is_told_of_where_it_is(tmp_path):
     old, new = (RunFolder(root=tmp_path / name) for name in ("run", "moved"))
-    session = SimpleNamespace(saves=Saves(1, 3), folder=new, _began_in=old)
-    session.flushed_to = partial(Session.flushed_to, session)
+    trainer = SimpleNamespace(saves=Saves(1, 3), folder=new, _began_in=old)
+    trainer.flushed_to = partial(Trainer.flushed_to, trainer)
     told = []
     flushed = Flushed(step=3, bytes=1, seconds=1.0, is_on_disk=True, problems="")
-    _tell_flushed(session, told.append, flushed)
+    report_flushed(trainer, told.append, flushed)
     assert isinstance(told[-1], Warned), "it went with the folder that was removed"
     for folder in (old, new):
         folder.root.mkdir()
         saved.write(folder.checkpoints, 3)
-        _tell_flushed(session, told.append, flushed)
+        report_flushed(trainer, told.append, flushed)
         assert told[-1].path == str(folder.checkpoints / "step-000003")
 
 
 def test_a_run_whose_snapshots_do_not_come_to_the_disk_ends_once_the_newest_checkpoint_is_too_old(tmp_path):
     folder = RunFolder(root=tmp_path / "run")
-    session = SimpleNamespace(saves=Saves(2, 3), folder=folder, _began_in=folder)
-    session.flushed_to = partial(Session.flushed_to, session)
+    trainer = SimpleNamespace(saves=Saves(2, 3), folder=folder, _began_in=folder)
+    trainer.flushed_to = partial(Trainer.flushed_to, trainer)
     folder.root.mkdir()
     told = []
 
     def tell(step, problems, **how):
         flushed = Flushed(step=step, bytes=1, seconds=1.0, is_on_disk=not problems, problems=problems)
-        _tell_flushed(session, told.append, flushed, **how)
+        report_flushed(trainer, told.append, flushed, **how)
 
     full = "run/checkpoints cannot be written: No space left on device."
     tell(2, full)
@@ -173,19 +173,21 @@ def test_each_try_of_a_save_looks_where_the_folder_is(tmp_path, monkeypatch):
     old = RunFolder(root=tmp_path / "run")
     old.root.mkdir()
     monkeypatch.setattr("superstep.train.save_schedule.PAUSES_S", (0.0,))
-    session = SimpleNamespace(saves=Saves(1, 3), folder=old, _peers=SingleProcess(), heart=Unwatched())
-    session.follow_folder = partial(Session.follow_folder, session)
+    trainer = SimpleNamespace(
+        saves=Saves(1, 3), folder=old, peers=SingleProcess(), heart=Unwatched(), retry_step_s=lambda: None
+    )
+    trainer.follow_folder = partial(Trainer.follow_folder, trainer)
 
     def write(position):
         if not (tmp_path / "moved").exists():
             old.root.rename(tmp_path / "moved")
             old.root.mkdir()
             raise DiskFault("the disk is full.")
-        return Written(saved.write(session.folder.checkpoints, position.step), 1, ())
+        return Written(saved.write(trainer.folder.checkpoints, position.step), 1, ())
 
-    session.save, told = write, []
-    with FolderWatch(old, {}) as session.watch, pytest.raises(Fault, match="was moved to"):
-        save(session, Position(step=3), told.append, is_last=True)
+    trainer.save, told = write, []
+    with FolderWatch(old, {}) as trainer.watch, pytest.raises(Fault, match="was moved to"):
+        save(trainer, Position(step=3), told.append, is_last=True)
     assert not any(old.root.iterdir())
     assert [path.name for path in checkpoints(tmp_path / "moved" / "checkpoints")] == ["step-000003"]
 

@@ -29,7 +29,7 @@ from superstep.train.proof import prove_exact as module
 from superstep.train.proof.all_layouts import layouts
 from superstep.train.proof.prove_exact import Relay, prove_exact, write_bits
 from superstep.train.proof.prove_tolerance import prove, write_reference
-from superstep.train.session import RankPeers
+from superstep.train.rank_peers import RankPeers
 
 pytestmark = pytest.mark.multiproc
 

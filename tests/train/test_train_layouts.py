@@ -16,9 +16,9 @@ from superstep.plan.resolve import resolve
 from superstep.state.checkpoint import read_position
 from superstep.state.checkpoint_dirs import checkpoint_at
 from superstep.state.manifest import Position
+from superstep.train.corpus_trainer import CorpusTrainer
 from superstep.train.loop import train
 from superstep.train.run_paths import RunFolder
-from superstep.train.session import Session
 from superstep.train.throughput import PeakRate
 
 pytestmark = pytest.mark.multiproc
@@ -62,14 +62,14 @@ class _Losses:
 def _go(rank, world, run, root, corpus, start):
     """Train to the run's last step, from a checkpoint if any, which is written again first, as it was loaded."""
     unknown = PeakRate(flops_per_token=None, peak_flops=None)
-    session = Session(World(rank, world, Device("cpu")), run, RunFolder(root=Path(root)), Path(corpus), unknown)
+    trainer = CorpusTrainer(World(rank, world, Device("cpu")), run, RunFolder(root=Path(root)), Path(corpus), unknown)
     position = Position()
     if start is not None:
-        position = session.load(Path(start))
-        session.save(position)
+        position = trainer.load(Path(start))
+        trainer.save(position)
     losses = _Losses()
-    train(session, position, losses)
-    session.close()
+    train(trainer, position, losses)
+    trainer.close()
     return losses.seen
 
 

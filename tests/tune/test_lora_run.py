@@ -37,11 +37,11 @@ from superstep.state.tensor_file import digest
 from superstep.state.tensor_piece import STATE
 from superstep.train.base_file import BASE
 from superstep.train.batches import microbatches_of
+from superstep.train.corpus_trainer import CorpusTrainer
 from superstep.train.lora_base import begin_base
 from superstep.train.model import units_of
 from superstep.train.rank_peers import RankPeers
 from superstep.train.run_paths import RunFolder
-from superstep.train.session import Session
 from superstep.train.throughput import PeakRate
 
 ALONE = RankPeers(0, 1)
@@ -244,7 +244,7 @@ def test_what_is_published_is_an_adapter_that_servers_load(tuned, tmp_path):
     with inside(tuned):
         run = resolve(read_config(tuned / "tuned/run.toml"))
         world = World(0, 1, Device("cpu"))
-        session = Session(
+        session = CorpusTrainer(
             world, run, RunFolder(root=tmp_path), tuned / "tuned/data", PeakRate(flops_per_token=None, peak_flops=None)
         )
         position = session.load(tuned / "tuned/checkpoints/step-000006")

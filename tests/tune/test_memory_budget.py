@@ -19,7 +19,7 @@ from superstep.serve.build_engine import open_both
 from superstep.tune.rl import disaggregated
 from superstep.tune.rl.job import RlJob, beside, serve_of, with_room
 from superstep.tune.rl.memory_budget import pages_apart, pages_for, sizes_of
-from superstep.tune.rl.trainer import Learner
+from superstep.tune.rl.policy_trainer import PolicyTrainer
 
 
 @pytest.fixture(scope="module")
@@ -29,16 +29,16 @@ def start(tmp_path_factory):
 
 def held(rank: int, size: int, job: RlJob) -> tuple[int, int, int, int]:
     """Bytes of the tensors that a rank has: its trainer's, its sampler's weights and keys; and of a snapshot."""
-    learner = Learner(World(rank, size, Device("cpu")), job.run, job.folder, beside(job))
-    learner.begin(None, job.start)
-    ours = learner._engine.bytes()
+    trainer = PolicyTrainer(World(rank, size, Device("cpu")), job.run, job.folder, beside(job))
+    trainer.start(None, job.start)
+    ours = trainer._engine.bytes()
     trained = ours.params + ours.gradients + ours.optimizer
     if job.rl.kl_coef:
-        learner.keep_reference(job.start)
-        beside_it = learner._reference.bytes()
+        trainer.keep_reference(job.start)
+        beside_it = trainer._reference.bytes()
         assert (beside_it.gradients, beside_it.optimizer) == (0, 0), "it takes no step"
         trained += 0 if job.run.config.lora else beside_it.params  # which it shares
-    folder = learner.publish(0, job.folder.root / "weights")
+    folder = trainer.publish_version(0, job.folder.root / "weights")
     _, steward = open_both(
         job.start if job.run.config.lora else folder, replace(serve_of(job.run, job.rollout), tp=1, dp=1)
     )
@@ -49,7 +49,7 @@ def held(rank: int, size: int, job: RlJob) -> tuple[int, int, int, int]:
     snapshot = sum(tensors[name][:].nbytes for tensors in written for name in tensors)
     if job.run.config.lora:  # as they were written
         weights += snapshot
-    learner.close()
+    trainer.close()
     return trained, weights, keys, snapshot
 
 

@@ -12,7 +12,7 @@ from superstep.errors import Lost
 from superstep.launch.ranks import World, launch_on
 from superstep.state.checkpoint_dirs import checkpoints
 from superstep.tune.rl.job import RlJob, reinforce
-from superstep.tune.rl.trainer import Learner
+from superstep.tune.rl.policy_trainer import PolicyTrainer
 
 HANGS_S = 1_000
 
@@ -20,14 +20,14 @@ HANGS_S = 1_000
 def _hanging(world: World, job: RlJob) -> bool:
     """Rank 1 keeps Python's lock in C for good when it should train for the second time."""
     if world.rank == 1:
-        step = Learner.step
+        step = PolicyTrainer.step
 
-        def hang(self: Learner, *args: object, **kwargs: object) -> object:
+        def hang(self: PolicyTrainer, *args: object, **kwargs: object) -> object:
             if self.position.step == 1:
                 ctypes.PyDLL(None).sleep(HANGS_S)
             return step(self, *args, **kwargs)  # type: ignore[arg-type]
 
-        Learner.step = hang  # type: ignore[method-assign, assignment]
+        PolicyTrainer.step = hang  # type: ignore[method-assign, assignment]
     return reinforce(world, job)
 
 

@@ -9,11 +9,13 @@ from types import SimpleNamespace
 import pytest
 
 from superstep.errors import DiskFault
+from superstep.monitor.status_page import Unwatched
 from superstep.observe.events import Saved, Warned
 from superstep.plan.config import RunConfig, StateConfig
 from superstep.state.manifest import Position
 from superstep.train import save_schedule
 from superstep.train.after_checkpoint import Written
+from superstep.train.save_schedule import Saves
 from superstep.tune.rl.config import RlConfig, RolloutConfig
 from superstep.tune.rl.rl_step import Training
 
@@ -21,24 +23,29 @@ STEPS = 10
 
 
 class Disk:
-    """A learner that can do nothing but save, some times in vain."""
+    """A trainer that can do nothing but save, some times in vain."""
 
     def __init__(self, failures: int) -> None:
         config = RunConfig(state=StateConfig(dir="run", save_every=2, save_patience=2))
         config = replace(config, data=replace(config.data, sequence_tokens=8))
         self.run = SimpleNamespace(config=config)
         self.position = Position(step=0)
+        self.saves = Saves(2, 2)
+        self.heart = Unwatched()
         self.failures = failures
         self.told: list[Saved | Warned] = []
 
     def follow_folder(self) -> None:
         """The run directory is where it was."""
 
-    def save(self) -> Written:
+    def retry_step_s(self) -> None:
+        """By the clock nothing is due: the program says when."""
+
+    def save(self, position: Position) -> Written:
         if self.failures:
             self.failures -= 1
             raise DiskFault("run/checkpoints cannot be written: No space left on device.")
-        return Written(Path(f"step-{self.position.step:06}"), 1, ())
+        return Written(Path(f"step-{position.step:06}"), 1, ())
 
     def training(self) -> Training:
         rl = RlConfig(environment="tasks.py")

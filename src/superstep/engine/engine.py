@@ -83,6 +83,7 @@ class Engine(RankState):
 
     Attributes:
         routers: counts of the training steps; None without experts.
+        newest_program: of the newest training step, which depends on its number of microbatches.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class Engine(RankState):
         if mesh.device.kind == "cpu":
             keep_what_is_freed()
         super().__init__(run, specs, mesh, learns=learns)
+        self.newest_program = self.step_program
         self.optimizer = AdamW(
             [Owned(b, tuple(self._owned_ranges(unit, b))) for unit, b in self._each() if not b.is_frozen],
             Hyper(
@@ -206,9 +208,11 @@ class Engine(RankState):
             if not b.is_frozen:
                 b.zero_gradient()
         scale = 1.0 / self._divisor
-        program, _ = self._programs(len(microbatches))
+        self.newest_program, _ = self._programs(len(microbatches))
         number = self.optimizer.steps + 1
-        self._executor.run(program, microbatches, scale=scale, watch=self._watch, record=record, number=number)
+        self._executor.run(
+            self.newest_program, microbatches, scale=scale, watch=self._watch, record=record, number=number
+        )
         if self.routers is not None:
             told = self._exchange.told()
             if not self._refused:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 RENAMED = {
     "superstep.runtime": "superstep.comm, superstep.launch, superstep.monitor or superstep.engine",
+    "superstep.train.session": "superstep.train.corpus_trainer",
+    "superstep.tune.rl.trainer": "superstep.tune.rl.policy_trainer",
     "superstep.model.any": "superstep.model.units_from_modules",
     "superstep.model.exchange": "superstep.model.expert_dispatch",
     "superstep.model.source": "superstep.model.user_model",

@@ -1,1 +1,1 @@
-"""The training loop and the session that it drives: batches, learning rate schedule, saving, resuming."""
+"""The trainer of every run and the loop that drives it: batches, learning rate schedule, saving, resuming."""

@@ -31,8 +31,13 @@ def stream_of(config: RunConfig, corpus: Corpus, split: SplitName) -> TokenStrea
 
 def rows(plan: Plan, mesh: Mesh) -> slice:
     """The rows of the global batch that this rank's data-parallel place trains on."""
+    return rows_at(plan, mesh.at.dp)
+
+
+def rows_at(plan: Plan, place: int) -> slice:
+    """The rows of the global batch that a data-parallel place trains on."""
     count = plan.microbatches * plan.microbatch
-    return slice(mesh.at.dp * count, (mesh.at.dp + 1) * count)
+    return slice(place * count, (place + 1) * count)
 
 
 def microbatches(

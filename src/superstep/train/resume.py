@@ -11,7 +11,7 @@ from superstep.state.all_or_none import together
 from superstep.state.checkpoint_dirs import checkpoints, set_aside
 from superstep.state.manifest import Position
 from superstep.state.verify import nothing_whole
-from superstep.train.session import Session
+from superstep.train.trainer import Trainer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ def _aside(folder: Path, why: str) -> str:
     return f"{why}; it is now {set_aside(folder).name}"
 
 
-def resume(session: Session, root: Path) -> Start:
+def resume(trainer: Trainer, root: Path) -> Start:
     """Load the newest checkpoint under a folder that is whole. Every rank calls this together.
 
     Raises:
@@ -59,11 +59,11 @@ def resume(session: Session, root: Path) -> Start:
         return StateError(f"{root} cannot be read ({error}); mend that, then resume.")
 
     # One rank looks: what another sees of a network file system may be older.
-    found = together(session.peers, lambda: [] if session.peers.rank else checkpoints(root), unreadable)[0]
+    found = together(trainer.peers, lambda: [] if trainer.peers.rank else checkpoints(root), unreadable)[0]
     damaged: dict[Path, str] = {}
     for folder in reversed(found):
         try:
-            position = session.load(folder)
+            position = trainer.load(folder)
         except Damaged as error:
             damaged[folder] = error.why
         else:

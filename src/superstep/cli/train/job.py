@@ -54,6 +54,7 @@ from superstep.state.verify import newest, verify
 from superstep.train import run_directory
 from superstep.train.batches import stream_of
 from superstep.train.checkpoint_store import store_of
+from superstep.train.corpus_trainer import CorpusTrainer
 from superstep.train.failure_report import leaving_words
 from superstep.train.folder_watch import FolderWatch
 from superstep.train.identity import identity_of, require_same_run
@@ -65,7 +66,6 @@ from superstep.train.report_status import ToldBeside
 from superstep.train.resume import resume
 from superstep.train.run_lock import hold, sharing
 from superstep.train.run_paths import RunFolder, write_whole
-from superstep.train.session import Session
 from superstep.train.throughput import PeakRate
 
 Tokens = Callable[[Resolved, RunFolder, Path | None], Path]
@@ -284,9 +284,9 @@ def _train(world: World, job: TrainJob) -> bool:
     machine = None if job.operations is None else measure_here(job.run, job.operations, world)
     peak = peak_of(job.run, world.device, machine)
     rate = PeakRate(flops_per_token=job.flops_per_token, peak_flops=peak)
-    session = Session(world, job.run, job.folder, job.corpus, rate, lesson=job.lesson)
-    position, resumed = _begun(session, world, job)
-    session.recall(position)
+    trainer = CorpusTrainer(world, job.run, job.folder, job.corpus, rate, lesson=job.lesson)
+    position, resumed = _begun(trainer, world, job)
+    trainer.recall(position)
     predicted_step_s = None
     with ExitStack() as stack:
         sink: Sink = Fanout(())
@@ -297,14 +297,14 @@ def _train(world: World, job: TrainJob) -> bool:
             run_directory.write(job.asked or job.run, job.folder)
             for name, text in job.files.items():
                 write_whole(job.folder.root / name, text)
-            session.describe()
-            session.watch = stack.enter_context(watch_of(job))
+            trainer.describe()
+            trainer.watch = stack.enter_context(watch_of(job))
             sink = ToldBeside(world.heart, _sink(job, stack, peak, trackers))
             manifest = open_corpus(job.corpus).manifest
             if machine is not None:
                 _keep_predicted_from(job, machine)
-            started = _started(job, world, session.transport, manifest, machine, position.step)
-            started = replace(started, snapshots_unpinned=session.unpinned)
+            started = _started(job, world, trainer.transport, manifest, machine, position.step)
+            started = replace(started, snapshots_unpinned=trainer.unpinned)
             predicted_step_s = started.predicted_step_s
             sink.write(started)
             if resumed is not None:
@@ -315,13 +315,13 @@ def _train(world: World, job: TrainJob) -> bool:
                 sink.write(Warned(step=position.step, text=text))
         # Whoever may be taken to hang, before it has done the step once, is given a multiple of that.
         world.heart.expect(gather(predicted_step_s)[0] or 0.0)
-        position = train(session, position, sink)
+        position = train(trainer, position, sink)
     # Only here: after a failure the process ends, and to wait for ranks that are gone would hide why.
-    session.close()
+    trainer.close()
     return position.step < job.run.config.train.steps
 
 
-def _begun(session: Session, world: World, job: TrainJob) -> tuple[Position, Resumed | None]:
+def _begun(trainer: CorpusTrainer, world: World, job: TrainJob) -> tuple[Position, Resumed | None]:
     """Where training stands: at the start, after the newest checkpoint, or after a snapshot; and what is told of it."""
     memory = None if job.snapshots is None else job.snapshots.of(world.rank)
     lost = job.recovered
@@ -331,10 +331,10 @@ def _begun(session: Session, world: World, job: TrainJob) -> tuple[Position, Res
     start = None
     position = Position()
     if step is None or not is_all_there:
-        start = None if job.checkpoint is None else resume(session, job.checkpoint.parent)
-        position = session.begin() if start is None else start.position
+        start = None if job.checkpoint is None else resume(trainer, job.checkpoint.parent)
+        position = trainer.start() if start is None else start.position
     if memory is not None:
-        position = session.keep_snapshots(memory, step, epoch=job.epoch) or position
+        position = trainer.keep_snapshots(memory, step, epoch=job.epoch) or position
     told = Resumed(step=position.step, path="")
     if lost is not None:
         told = replace(told, joined=lost.lost) if lost.is_gain else replace(told, lost=lost.lost)

@@ -1,7 +1,7 @@
 """A step's gradient, computed by other ranks: what one rank alone computes, held against what another does.
 
     place of dp     0    1    2        rows of the batch
-    rehearsed       x1   x2   x0       each computes those of the next
+    recomputed      x1   x2   x0       each computes those of the next
     the step        x0   x1   x2       its own
 
 In exact mode the sums over places have the same bits whoever computes which rows, so that a difference is an error of a
@@ -13,71 +13,77 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
-from superstep.data.token_stream import BatchSource
+import torch
+
+from superstep.data.token_stream import Batch
 from superstep.engine.engine import Engine
 from superstep.numerics.loss import IGNORE
-from superstep.plan.resolve import Resolved
+from superstep.numerics.objective import Objective
+from superstep.plan.resolve import Plan
 from superstep.train.batches import microbatches_of
 from superstep.train.policy.corruption_check import Corruption, Integrity
 
 Compute = Callable[[int, int], str]
 """The fingerprint of the gradient of one place's rows, computed by another: (whose rows, who computes)."""
 
+RowsOf = Callable[[int], Batch]
+"""The rows of the global batch that a data-parallel place trains on, given the place."""
+
 MOST_VOTES = 3
 
-REHEARSED, DIFFERS = "rehearsed", "its gradient is not what other ranks compute"
+RECOMPUTED, DIFFERS = "recomputed", "its gradient is not what other ranks compute"
 """Why a step is not taken."""
 
 
-class Rehearsal:
+class GradientRecheck:
     """One rank's.
 
     Args:
-        run: the resolved run.
+        every: steps between two that are computed twice; None computes none.
+        plan: of the run.
         engine: computes.
-        stream: what the batches are from.
         integrity: reads the gradient.
     """
 
-    def __init__(self, run: Resolved, engine: Engine, stream: BatchSource, integrity: Integrity) -> None:
-        self._every = run.config.state.recompute_every
-        self._plan = run.plan
+    def __init__(self, every: int | None, plan: Plan, engine: Engine, integrity: Integrity) -> None:
+        self._every = every
+        self._plan = plan
         self._engine = engine
-        self._stream = stream
         self._integrity = integrity
 
     def is_due(self, step: int) -> bool:
         """Whether the gradient of a step is computed twice."""
         return self._every is not None and step % self._every == 0
 
-    def gradient(self, sample: int, *, shift: int, only: int | None = None) -> str:
+    def gradient(self, rows_of: RowsOf, objective: Objective | None, *, shift: int, only: int | None = None) -> str:
         """The fingerprint of a global batch's gradient, where each place of dp computes the rows of another; of one
         place's rows only, if that is asked for. The state stays as it is. Every rank calls this together.
         """
-        plan, mesh = self._plan, self._engine.mesh
+        mesh = self._engine.mesh
         place = (mesh.at.dp + shift) % mesh.shape.dp
-        count = plan.microbatches * plan.microbatch
-        batch = self._stream.batch(sample, slice(place * count, (place + 1) * count))
+        batch = rows_of(place)
         if only not in (None, place):
-            batch.targets_BS.fill_(IGNORE)
+            batch = replace(batch, targets_BS=torch.full_like(batch.targets_BS, IGNORE))
         result = self._engine.train_step(
-            microbatches_of(batch, plan, mesh),
+            microbatches_of(batch, self._plan, mesh),
             valid_tokens=batch.valid_tokens,
             divisor=batch.divisor,
             lr=0.0,
-            judge=lambda *_: REHEARSED,
+            objective=objective,
+            judge=lambda *_: RECOMPUTED,
         )
-        return self._integrity.gradient() if result.refused == REHEARSED else result.refused
+        return self._integrity.gradient() if result.refused == RECOMPUTED else result.refused
 
-    def blame(self, sample: int, step: int) -> Corruption:
+    def blame(self, rows_of: RowsOf, objective: Objective | None, step: int) -> Corruption:
         """Which ranks compute a step's gradient otherwise than others do; all, where that cannot be told. Every rank
         calls this together.
         """
         shape = self._engine.mesh.shape
 
         def compute(rows: int, place: int) -> str:
-            return self.gradient(sample, shift=(rows - place) % shape.dp, only=rows)
+            return self.gradient(rows_of, objective, shift=(rows - place) % shape.dp, only=rows)
 
         wrong = wrong_places(compute, shape.dp) or tuple(range(shape.dp))
         ranks = tuple(rank for rank in range(shape.world) if shape.at(rank).dp in wrong)

@@ -16,22 +16,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from superstep.errors import Damaged, Fault, disk_fault
-from superstep.observe.events import Corrupted, Event, RolledBack
+from superstep.observe.events import Corrupted, Event, Fingerprinted, RolledBack
 from superstep.state.all_or_none import together
 from superstep.state.checkpoint_dirs import checkpoints, set_aside, step_of
 from superstep.state.manifest import Position
 from superstep.train.policy.corruption_check import Corruption, How, ranks_text
 from superstep.train.policy.spike_detector import SkippedStep
-from superstep.train.session import Session
+from superstep.train.trainer import Trainer
 
 MEMORY = "memory"
 
 
-def go_back(session: Session, position: Position, refused: SkippedStep, told: Callable[[Event], None]) -> Position:
+def go_back(trainer: Trainer, position: Position, refused: SkippedStep, told: Callable[[Event], None]) -> Position:
     """Where the run goes on from. Every rank calls this together.
 
     Args:
-        session: with its state as the step found it, or as it was found corrupt.
+        trainer: with its state as the step found it, or as it was found corrupt.
         position: where training stands by that state.
         refused: the step that does not stand.
         told: of what is done.
@@ -40,33 +40,33 @@ def go_back(session: Session, position: Position, refused: SkippedStep, told: Ca
         Fault: it has gone back often enough, or there is no state to go back to.
     """
     if refused.corruption is not None:
-        return _replay(session, position, refused, refused.corruption, told)
-    rules = session.course.rules
+        return _replay(trainer, position, refused, refused.corruption, told)
+    rules = trainer.policy.spikes.rules
     assert rules is not None
-    if session.course.is_hopeless(refused):
+    if trainer.policy.spikes.is_hopeless(refused):
         raise Fault(
             f"{refused.why}, and the run has gone back {rules.repeats} times without getting further: training has "
             "diverged. Lower train.lr or raise train.warmup_steps, and resume from the last checkpoint.",
-            rank=session.peers.rank,
+            rank=trainer.peers.rank,
             step=refused.step,
         )
     source = RollbackPoint(position)
     if rules.back_steps:
         aim = refused.step - 1 - rules.back_steps
-        old_enough, others = _states(session, position, aim)
-        source = _taken(session, old_enough or others[::-1])
-        _void(session, (source.position or position).step)
+        old_enough, others = _states(trainer, position, aim)
+        source = _taken(trainer, old_enough or others[::-1])
+        _void(trainer, (source.position or position).step)
     found = source.position or position
-    skip = session.course.go_back(found.step, refused)
+    skip = trainer.policy.spikes.go_back(found.step, refused)
     told(_event(found, refused, source, skip))
     return found
 
 
 def _replay(
-    session: Session, position: Position, refused: SkippedStep, corruption: Corruption, told: Callable[[Event], None]
+    trainer: Trainer, position: Position, refused: SkippedStep, corruption: Corruption, told: Callable[[Event], None]
 ) -> Position:
     """Back to before something was found corrupt: from there the steps are done again."""
-    integrity = session.integrity
+    integrity = trainer.policy.integrity
     if not integrity.note(corruption):
         raise Fault(
             f"{refused.why}; that is the fourth time that state is found corrupt. Take "
@@ -76,10 +76,10 @@ def _replay(
         )
     if corruption.how == "recomputed":  # the update was not made, and the state is what it was
         told(_event(position, refused, RollbackPoint(position), ""))
-        tell(session, corruption, corruption.how, position.step, told)
+        tell(trainer, corruption, corruption.how, position.step, told)
         return position
-    old_enough, _ = _states(session, position, integrity.aim)
-    source = _taken(session, old_enough)
+    old_enough, _ = _states(trainer, position, integrity.aim)
+    source = _taken(trainer, old_enough)
     found = source.position
     if found is None:
         raise Fault(
@@ -88,39 +88,66 @@ def _replay(
             rank=corruption.ranks[0],
             step=refused.step,
         )
-    _void(session, found.step)
-    session.course.forget_after(found.step)
+    _void(trainer, found.step)
+    trainer.policy.spikes.forget_after(found.step)
     integrity.begin(found.step)
     told(_event(found, refused, source, ""))
     if corruption.how is not None:
-        tell(session, corruption, corruption.how, found.step, told)
+        tell(trainer, corruption, corruption.how, found.step, told)
     return found
 
 
-def tell(session: Session, corruption: Corruption, how: How, step: int, told: Callable[[Event], None]) -> None:
+def check_state(
+    trainer: Trainer, step: int, told: Callable[[Event], None], *, is_saved: bool, loss: float, grad_norm: float
+) -> SkippedStep | None:
+    """What is wrong with the state after a step, as far as that is looked at. Every rank calls this together.
+
+    Args:
+        trainer: that has taken the step.
+        step: its number.
+        told: of fingerprints, and of who was wrong earlier.
+        is_saved: whether a checkpoint follows.
+        loss: of the step.
+        grad_norm: of the step.
+    """
+    integrity = trainer.policy.integrity
+    if not integrity.is_due(step, is_saved=is_saved):
+        return None
+    if (earlier := integrity.resolved(step)) is not None:
+        tell(trainer, earlier, "replay", step, told)
+    prints, wrong = integrity.check(step)
+    if wrong is not None:
+        who = "differs on" if wrong.how is None else "is wrong on"
+        return SkippedStep(step, f"{wrong.what} {who} {ranks_text(wrong.ranks)}", loss, grad_norm, wrong)
+    weights, exp_avg, exp_avg_sq, gradients = prints.values()
+    told(Fingerprinted(step=step, weights=weights, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, gradients=gradients))
+    return None
+
+
+def tell(trainer: Trainer, corruption: Corruption, how: How, step: int, told: Callable[[Event], None]) -> None:
     """Say which ranks were wrong. Every rank calls this together."""
     told(
         Corrupted(
             step=step,
             found=corruption.step,
             ranks=corruption.ranks,
-            hosts=session.integrity.hosts(corruption.ranks),
+            hosts=trainer.policy.integrity.hosts(corruption.ranks),
             what=corruption.what,
             how=how,
         )
     )
 
 
-def tell_refused(session: Session, step: int, told: Callable[[Event], None]) -> None:
+def tell_refused(trainer: Trainer, step: int, told: Callable[[Event], None]) -> None:
     """Say which rank's snapshot was damaged, so that the disk did not get it. Every rank calls this together."""
-    refused = session.peers.gather(session.copies.take_refused())[0]
+    refused = trainer.peers.gather(trainer.copies.take_refused())[0]
     if refused is not None:
         told(
             Corrupted(
                 step=step,
                 found=refused.step,
                 ranks=(refused.rank,),
-                hosts=session.integrity.hosts((refused.rank,)),
+                hosts=trainer.policy.integrity.hosts((refused.rank,)),
                 what="the copy in memory",
                 how="checksum",
             )
@@ -159,31 +186,31 @@ State = tuple[int, Path | None]
 """The step of a state, and the checkpoint that it is in; None: it is in memory."""
 
 
-def _states(session: Session, position: Position, aim: int) -> tuple[list[State], list[State]]:
+def _states(trainer: Trainer, position: Position, aim: int) -> tuple[list[State], list[State]]:
     """The states that are no younger than step ``aim``, newest first, and the others; the one in place not among them.
     What is on its way to the disk is there before, so that it cannot come to be seen later.
     """
-    session.copies.drain()
-    peers = session.peers
-    in_memory: list[State] = [(step, None) for step in set.intersection(*peers.gather(session.copies.steps()))]
+    trainer.copies.drain()
+    peers = trainer.peers
+    in_memory: list[State] = [(step, None) for step in set.intersection(*peers.gather(trainer.copies.steps()))]
 
     def unreadable(error: Exception) -> Fault:
-        return disk_fault(error, session.folder.checkpoints, what="read")
+        return disk_fault(error, trainer.folder.checkpoints, what="read")
 
     # One rank looks: what another sees of a network file system may be older.
-    on_disk = together(peers, lambda: [] if peers.rank else checkpoints(session.folder.checkpoints), unreadable)[0]
+    on_disk = together(peers, lambda: [] if peers.rank else checkpoints(trainer.folder.checkpoints), unreadable)[0]
     found = in_memory + [(step_of(path), path) for path in on_disk]
     # Of one step, memory comes first.
     found = sorted((s for s in found if s[0] < position.step), key=lambda s: (s[0], s[1] is None), reverse=True)
     return [s for s in found if s[0] <= aim], [s for s in found if s[0] > aim]
 
 
-def _taken(session: Session, states: list[State]) -> RollbackPoint:
+def _taken(trainer: Trainer, states: list[State]) -> RollbackPoint:
     """The first of them that is whole."""
     passed_over: tuple[str, ...] = ()
     for step, path in states:
         try:
-            position = session.restore(step) if path is None else session.load(path)
+            position = trainer.restore(step) if path is None else trainer.load(path)
         except Damaged as error:
             passed_over += (error.why,)
         else:
@@ -191,16 +218,16 @@ def _taken(session: Session, states: list[State]) -> RollbackPoint:
     return RollbackPoint(None, passed_over=passed_over)
 
 
-def _void(session: Session, step: int) -> None:
+def _void(trainer: Trainer, step: int) -> None:
     """See that nothing goes on from a later state."""
-    session.copies.forget_after(step)
+    trainer.copies.forget_after(step)
 
     def move() -> None:
-        for path in checkpoints(session.folder.checkpoints):
+        for path in checkpoints(trainer.folder.checkpoints):
             if step_of(path) > step:
                 set_aside(path, "rolled-back")
 
     def unmovable(error: Exception) -> Fault:
-        return disk_fault(error, session.folder.checkpoints, what="changed")
+        return disk_fault(error, trainer.folder.checkpoints, what="changed")
 
-    together(session.peers, lambda: None if session.peers.rank else move(), unmovable)
+    together(trainer.peers, lambda: None if trainer.peers.rank else move(), unmovable)

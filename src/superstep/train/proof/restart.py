@@ -1,8 +1,8 @@
 """A second run: the same steps once more, through the training loop itself, stopped and resumed on the way.
 
     first run     the proof's own batches        step 0   step 1    compared with the reference, hashed
-    second run    Session, Stream, Prefetcher    step 0   step 1    the same hashes; saved between the two
-                  a new Session, loaded                   step 1    the same hashes
+    second run    trainer, stream, prefetch     step 0   step 1    the same hashes; saved between the two
+                  a new trainer, loaded                  step 1    the same hashes
 
 Before its first step the second run validates; what it has saved is served. So the data cursor, the checkpoint, the
 count of steps behind the learning rate, and what each rank consumes are in the proof.
@@ -29,12 +29,12 @@ from superstep.plan.resolve import Resolved
 from superstep.state.checkpoint_dirs import checkpoint_at
 from superstep.state.manifest import Position
 from superstep.state.tensor_piece import STATE, TensorPiece
+from superstep.train.corpus_trainer import CorpusTrainer
 from superstep.train.loop import evaluate, steps
 from superstep.train.proof.ignored_targets import Ragged
 from superstep.train.proof.sampler import PROMPTS, can_serve, served_fault
 from superstep.train.proof.stream import plain_split
 from superstep.train.run_paths import RunFolder
-from superstep.train.session import Session
 from superstep.train.throughput import PeakRate
 
 Bits = dict[tuple[int, str], str]
@@ -179,22 +179,22 @@ def _loop(
     """
     gc.collect()  # an engine is a ring of references: else the one before it would still be held
     rate = PeakRate(flops_per_token=None, peak_flops=None)
-    session = Session(world, run, RunFolder(root=folder), corpus, rate, through=Ragged)
+    trainer = CorpusTrainer(world, run, RunFolder(root=folder), corpus, rate, through=Ragged)
     found: Bits = {}
     try:
-        position = session.load(checkpoint_at(session.folder.checkpoints, stop)) if wanted.start else Position()
-        validation = None if wanted.start else evaluate(session, position).loss
+        position = trainer.load(checkpoint_at(trainer.folder.checkpoints, stop)) if wanted.start else Position()
+        validation = None if wanted.start else evaluate(trainer, position).loss
         seen: list[Batch] = []
-        running = steps(session, position, seen.append)
+        running = steps(trainer, position, seen.append)
         for step, done in zip(wanted, islice(running, len(wanted)), strict=False):
             batch, event = seen[-1], done.event
             found[step, DATA] = data_bits(batch)
             found[step, "loss"], found[step, "norm"] = repr(event.loss), repr(event.grad_norm)
-            found |= {(step, piece_bits(piece)): hashed(piece.values) for piece in session.pieces(STATE)}
+            found |= {(step, piece_bits(piece)): hashed(piece.values) for piece in trainer.pieces(STATE)}
             found[step, POSITION] = repr(done.position)
             if not wanted.start and step + 1 == stop:
-                session.save(done.position)
+                trainer.save(done.position)
         running.close()
     finally:
-        session.close()
+        trainer.close()
     return found, validation

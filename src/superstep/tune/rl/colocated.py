@@ -19,11 +19,11 @@ from superstep.serve.compute.rank_commands import Tensors
 from superstep.tune.program.instructions import Grade, Iterations, Publish, Retire, Sample, Save, Swap, Take, Train
 from superstep.tune.rl.from_rank0 import WaitLimit, from_first
 from superstep.tune.rl.grading import Grading
+from superstep.tune.rl.policy_trainer import PolicyTrainer
 from superstep.tune.rl.rl_step import Training
 from superstep.tune.rl.rollout_log import RolloutLog
 from superstep.tune.rl.rollout_worker import RolloutWorker
 from superstep.tune.rl.sampling import TaskGroup
-from superstep.tune.rl.trainer import Learner
 
 
 class Iterate:
@@ -32,7 +32,7 @@ class Iterate:
     Args:
         seed: of the tasks.
         timeout_s: how long grades may be waited for.
-        learner: this rank's weights.
+        trainer: this rank's weights.
         training: its part in training.
         seat: its part in sampling.
         environment: of the tasks.
@@ -44,7 +44,7 @@ class Iterate:
         self,
         seed: int,
         timeout_s: float,
-        learner: Learner,
+        trainer: PolicyTrainer,
         training: Training,
         seat: RolloutWorker,
         environment: Tasks,
@@ -53,7 +53,7 @@ class Iterate:
     ) -> None:
         self._seed = seed
         self._timeout_s = timeout_s
-        self._learner = learner
+        self._trainer = trainer
         self._training = training
         self._seat = seat
         self._environment = environment
@@ -84,7 +84,7 @@ class Iterate:
                     at += len(batch)
                     continue
                 case Take(version):
-                    taken = self._record.published.get(version) or self._learner.weights()
+                    taken = self._record.published.get(version) or self._trainer.weights()
                 case Publish(version):
                     place = None if hands_over else self._training.publish(version, self._record.snapshots)
                     self._record.publish(version, place)
@@ -92,7 +92,7 @@ class Iterate:
                     self._record.retire(version)
                 case Swap(to):
                     # The sampler takes its memory with a version, and gives it back behind the last of its groups.
-                    self._learner.sleep() if to == "sample" else self._learner.wake()
+                    self._trainer.sleep() if to == "sample" else self._trainer.wake()
                 case Train(step):
                     self._train(program.asked.groups_of(step), step)
                 case Save():
@@ -106,7 +106,7 @@ class Iterate:
         has it whole, as its sampler wants it.
         """
         asked = program.asked
-        return asked.placement == "shared" and self._seat.is_alone and self._learner.weights() is not None
+        return asked.placement == "shared" and self._seat.is_alone and self._trainer.weights() is not None
 
     def _sample(self, numbers: Sequence[int], version: int, source: Path | Tensors) -> None:
         begin_s = time.perf_counter()
@@ -114,9 +114,9 @@ class Iterate:
         mine = []
         for group in self._seat.sample(source, version, tasks):
             mine.append(group)
-            if self._learner.peers.size == 1:
+            if self._trainer.peers.size == 1:
                 self._keep(group)
-        if self._learner.peers.size > 1:
+        if self._trainer.peers.size > 1:
             for group in sorted((g for part in gather(mine) for g in part), key=lambda g: g.number):
                 self._keep(group)
         self._sampling_s += time.perf_counter() - begin_s
@@ -128,7 +128,7 @@ class Iterate:
     def _train(self, numbers: range, step: int) -> None:
         patience = WaitLimit(self._timeout_s)
         verdicts = from_first(
-            self._learner.peers.rank,
+            self._trainer.peers.rank,
             lambda beat_s: self._grading.graded(numbers, beat_s, patience),
             self._training.require_folder,
         )

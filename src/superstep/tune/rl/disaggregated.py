@@ -36,12 +36,12 @@ from superstep.tune.rl.hub_connection import Line
 from superstep.tune.rl.hub_messages import Here, Retired, SampledGroup
 from superstep.tune.rl.job import PROGRAM, RlJob, beside, own_ranks, seated_of, serve_of
 from superstep.tune.rl.memory_budget import beside_communicators, pages_for, sampler_plan, sizes_of
+from superstep.tune.rl.policy_trainer import PolicyTrainer
 from superstep.tune.rl.rl_step import Stopped, Tell, TellSave, Training, tell_nobody
 from superstep.tune.rl.rollout_hub import Lesson, RolloutHub, Window
 from superstep.tune.rl.rollout_log import NAME, SNAPSHOTS, RolloutLog
 from superstep.tune.rl.rollout_worker import RolloutWorker, TrainerLeft
 from superstep.tune.rl.sampling import words_of
-from superstep.tune.rl.trainer import Learner
 
 SOCKET = "samplers"
 """Where samplers and the trainer meet, in the folder of their launch."""
@@ -59,7 +59,7 @@ class TrainerLane:
     """One rank of those that train.
 
     Args:
-        learner: this rank's weights.
+        trainer: this rank's weights.
         training: its part in training.
         exchange: rank 0's; None on the others.
         snapshots: where they are written.
@@ -67,9 +67,9 @@ class TrainerLane:
     """
 
     def __init__(
-        self, learner: Learner, training: Training, exchange: RolloutHub | None, snapshots: Path, timeout_s: float
+        self, trainer: PolicyTrainer, training: Training, exchange: RolloutHub | None, snapshots: Path, timeout_s: float
     ) -> None:
-        self._learner = learner
+        self._trainer = trainer
         self._training = training
         self._exchange = exchange
         self._snapshots = snapshots
@@ -109,7 +109,7 @@ class TrainerLane:
             assert self._exchange is not None, "rank 0 has it"
             return self._exchange.wait(numbers, beat_s, patience)
 
-        groups, verdicts = from_first(self._learner.peers.rank, found, self._training.require_folder)
+        groups, verdicts = from_first(self._trainer.peers.rank, found, self._training.require_folder)
         self._training.train(step, groups, verdicts, sampling_s=time.perf_counter() - begin_s)
         if self._exchange is not None:
             self._exchange.forget(numbers)
@@ -209,18 +209,18 @@ def train_apart(
     """One rank of those that train, from assembly to the last step; whether it was asked to stop before that."""
     _require_own_room(world, job, "trainer")
     texts = beside(job) if world.rank == 0 else {}
-    learner = Learner(world, job.run, job.folder, texts, temperature=job.rollout.temperature)
-    learner.begin(job.checkpoint, job.start)
+    trainer = PolicyTrainer(world, job.run, job.folder, texts, temperature=job.rollout.temperature)
+    trainer.start(job.checkpoint, job.start)
     if job.rl.kl_coef:
-        learner.keep_reference(job.start)
+        trainer.keep_reference(job.start)
     timeout_s = job.rollout.timeout_s
-    training = Training(job.rl, job.rollout, job.program.asked.steps, learner, tell, tell_save)
+    training = Training(job.rl, job.rollout, job.program.asked.steps, trainer, tell, tell_save)
     with ExitStack() as stack:
         exchange = None
         if world.rank == 0:
             exchange = _opened(world, job, stack, retried)
-            learner.watch = stack.enter_context(FolderWatch(job.folder, job.files))
-        lane = TrainerLane(learner, training, exchange, job.folder.root / SNAPSHOTS, timeout_s)
+            trainer.watch = stack.enter_context(FolderWatch(job.folder, job.files))
+        lane = TrainerLane(trainer, training, exchange, job.folder.root / SNAPSHOTS, timeout_s)
         is_stopped = False
         try:
             lane.run(job.program)
@@ -228,7 +228,7 @@ def train_apart(
             is_stopped = True
         if exchange is not None:
             exchange.finish()
-    learner.close()
+    trainer.close()
     return is_stopped
 
 

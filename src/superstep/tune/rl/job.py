@@ -36,11 +36,11 @@ from superstep.tune.rl.memory_budget import (
     sampler_plan,
     sizes_of,
 )
+from superstep.tune.rl.policy_trainer import PolicyTrainer
 from superstep.tune.rl.rl_step import Stopped, Tell, TellSave, Training, tell_nobody
 from superstep.tune.rl.rollout_log import NAME, RolloutLog
 from superstep.tune.rl.rollout_worker import RolloutWorker, Seated
 from superstep.tune.rl.sampling import words_of
-from superstep.tune.rl.trainer import Learner
 
 PROGRAM = "iterations.txt"
 """What is left of the run, as a text."""
@@ -236,10 +236,10 @@ def reinforce(
         rollout = with_room(job.run, job.rl, job.rollout, job.program, free_bytes, gives_back=True)
         job = replace(job, rollout=replace(rollout, pages=min(pages for pages in gather(rollout.pages) if pages)))
     texts = beside(job) if world.rank == 0 else {}
-    learner = Learner(world, job.run, job.folder, texts, temperature=job.rollout.temperature)
-    learner.begin(job.checkpoint, job.start)
+    trainer = PolicyTrainer(world, job.run, job.folder, texts, temperature=job.rollout.temperature)
+    trainer.start(job.checkpoint, job.start)
     if job.rl.kl_coef:
-        learner.keep_reference(job.start)
+        trainer.keep_reference(job.start)
     config = job.run.config
     serve = serve_of(job.run, job.rollout, job.kernels)
     seat = RolloutWorker(world, seated_of(job, serve), words, environment)
@@ -251,16 +251,16 @@ def reinforce(
         if world.rank == 0:
             graders = stack.enter_context(Pool(job.rl.environment, job.grade, retried=retried))
             write_whole(job.folder.root / PROGRAM, write_iterations(job.program))
-            learner.watch = stack.enter_context(FolderWatch(job.folder, job.files))
-        training = Training(job.rl, job.rollout, config.train.steps, learner, tell, tell_save)
+            trainer.watch = stack.enter_context(FolderWatch(job.folder, job.files))
+        training = Training(job.rl, job.rollout, config.train.steps, trainer, tell, tell_save)
         grading = Grading(record, graders, config.train.seed)
         timeout_s = job.rollout.timeout_s
-        iterate = Iterate(config.train.seed, timeout_s, learner, training, seat, environment, record, grading)
+        iterate = Iterate(config.train.seed, timeout_s, trainer, training, seat, environment, record, grading)
         is_stopped = False
         try:
             iterate.run(job.program)
         except Stopped:
             is_stopped = True
     seat.close()
-    learner.close()
+    trainer.close()
     return is_stopped

@@ -16,16 +16,13 @@ from superstep.grade.verdict import Verdict
 from superstep.numerics.objective import Streams
 from superstep.numerics.policy import PolicyLoss
 from superstep.numerics.sequence_losses import sequence_policy
-from superstep.observe.events import Saved, Warned
-from superstep.train.after_checkpoint import Written
-from superstep.train.folder_watch import Displaced
-from superstep.train.lr_schedule import rate
-from superstep.train.save_schedule import Saves, attempt
+from superstep.observe.events import Event
+from superstep.train.saving import save
 from superstep.tune.rl.config import RlConfig, RolloutConfig
 from superstep.tune.rl.pack_rollouts import Lessons, lessons_of, require_same_bits
+from superstep.tune.rl.policy_trainer import Differs, PolicyTrainer
 from superstep.tune.rl.sampling import TaskGroup
 from superstep.tune.rl.step_rewards import Alike, AllCut, Learnt, learnt_of, shares_of
-from superstep.tune.rl.trainer import Differs, Learner
 
 
 class Stopped(Exception):
@@ -33,10 +30,10 @@ class Stopped(Exception):
 
 
 Tell = Callable[[Learnt], None]
-TellSave = Callable[[Saved | Warned], None]
+TellSave = Callable[[Event], None]
 
 
-def tell_nobody(event: Saved | Warned) -> None:
+def tell_nobody(event: Event) -> None:
     """A ``TellSave`` that does nothing."""
 
 
@@ -47,7 +44,7 @@ class Training:
         rl: what is learnt.
         how: answers are sampled.
         steps: of the whole run.
-        learner: this rank's part in training.
+        trainer: this rank's part in training.
         tell: told of each step.
         tell_save: told of each checkpoint, and of what went wrong with one.
     """
@@ -57,21 +54,19 @@ class Training:
         rl: RlConfig,
         how: RolloutConfig,
         steps: int,
-        learner: Learner,
+        trainer: PolicyTrainer,
         tell: Tell,
         tell_save: TellSave = tell_nobody,
     ) -> None:
         self._rl = rl
         self._how = how
         self._steps = steps
-        self._learner = learner
+        self._trainer = trainer
         self._tell = tell
         self._tell_save = tell_save
-        state = learner.run.config.state
-        self._saves = Saves(state.save_every, state.save_patience)
-        self._saves.note_saved(learner.position.step)
+        trainer.saves.note_saved(trainer.position.step)
         self._alike = Alike()
-        self._all_cut = AllCut(rl, how, learner.run.config.data.sequence_tokens, steps)
+        self._all_cut = AllCut(rl, how, trainer.run.config.data.sequence_tokens, steps)
         self._since_s = time.perf_counter()
 
     def train(
@@ -92,12 +87,12 @@ class Training:
         self._all_cut.see(groups)
         self._alike.see(step, verdicts)
         shares, divisor = shares_of(self._rl, self._how, groups, verdicts)
-        config, rl = self._learner.run.config, self._rl
+        config, rl = self._trainer.run.config, self._rl
         lessons = lessons_of(
             groups,
             shares,
             divisor=divisor or 1.0,
-            multiple=self._learner.multiple,
+            multiple=self._trainer.multiple,
             tokens=config.data.sequence_tokens,
             is_masked=config.data.is_masked,
             keeps_all=config.numerics.exact or bool(rl.kl_coef) or rl.ratio == "sequence",
@@ -105,7 +100,7 @@ class Training:
         result = self._step(lessons, version=min(group.version for group in groups), step=step)
         now_s = time.perf_counter()
         seconds, self._since_s = now_s - self._since_s, now_s
-        lr = rate(config.train, step)
+        lr = self._trainer.learning_rate(step)
         learnt = learnt_of(groups, verdicts, result, step=step, lr=lr, seconds=seconds, sampling_s=sampling_s)
         self._tell(learnt)
         if result.is_stop_asked and step + 1 < self._steps:
@@ -118,18 +113,9 @@ class Training:
         Raises:
             Fault: the run directory was moved or removed; the state is saved where it is now, or beside.
         """
-        begin_s, step = time.perf_counter(), self._learner.position.step
-        is_last = is_last or step == self._steps or self._learner.follow_folder() is not None
-        saved = attempt(self._saves, step, self._write, self._tell_save, is_last=is_last)
-        if saved is None:
-            return
-        written, displaced = saved
-        seconds = time.perf_counter() - begin_s
-        self._tell_save(Saved(step=step, path=str(written.path), seconds=seconds, bytes=written.bytes))
-        for problem in written.problems:
-            self._tell_save(Warned(step=step, text=problem))
-        if displaced is not None:
-            raise displaced.fault(step)
+        position = self._trainer.position
+        is_last = is_last or position.step == self._steps or self._trainer.follow_folder() is not None
+        save(self._trainer, position, self._tell_save, is_last=is_last)
 
     def publish(self, version: int, root: Path) -> Path:
         """Write the weights, of which this is the version, as a snapshot. Every rank calls this together.
@@ -140,7 +126,7 @@ class Training:
             StateError: what was written is not there any more.
         """
         try:
-            return self._learner.publish(version, root)
+            return self._trainer.publish_version(version, root)
         except (DiskFault, StateError):
             self.require_folder()
             raise
@@ -151,17 +137,12 @@ class Training:
         Raises:
             Fault: it was moved or removed; the state is saved where it is now, or beside.
         """
-        if self._learner.follow_folder() is not None:
+        if self._trainer.follow_folder() is not None:
             self.save()
-
-    def _write(self) -> tuple[Written, Displaced | None]:
-        """Write a checkpoint where the run directory is by now, which may be another place at each try."""
-        displaced = self._learner.follow_folder()
-        return self._learner.save(), displaced
 
     def _step(self, lessons: Lessons, *, version: int, step: int) -> StepResult:
         batch, streams = lessons.batch, dict(lessons.batch.streams)
-        is_exact, is_fresh = self._learner.run.plan.grain is not None, version == step
+        is_exact, is_fresh = self._trainer.run.plan.grain is not None, version == step
         policy = PolicyLoss(
             clip_low=self._rl.clip_low,
             clip_high=self._rl.clip_high,
@@ -171,20 +152,20 @@ class Training:
             is_fresh=is_fresh and not is_exact,
         )
         if self._rl.kl_coef:
-            streams["reference"] = self._learner.reference(batch)
+            streams["reference"] = self._trainer.reference(batch)
         is_whole = self._rl.ratio == "sequence"
         # In exact mode the sampler's are the trainer's. Else the trainer's own, where it still has these weights.
         if not policy.is_fresh:
             streams["old"] = streams["sampled"]
         if is_whole:
-            logprobs = self._learner.logprobs(batch)
+            logprobs = self._trainer.logprobs_of(batch)
             if is_exact and is_fresh:
                 require_same_bits(lessons, logprobs, version)
             return self._step_of_answers(lessons, policy, logprobs, streams)
         try:
-            return self._learner.step(replace(batch, streams=streams), policy, is_checked=is_exact and is_fresh)
+            return self._trainer.step(replace(batch, streams=streams), policy, is_checked=is_exact and is_fresh)
         except Differs:
-            require_same_bits(lessons, self._learner.logprobs(batch), version)
+            require_same_bits(lessons, self._trainer.logprobs_of(batch), version)
             raise AssertionError("a difference was seen in the step, and none behind it") from None
 
     def _step_of_answers(
@@ -193,8 +174,7 @@ class Training:
         """A step whose loss looks at whole answers: their weights are found, then trained with."""
         answer_BS, gains = lessons.answers()
         if not len(gains):
-            return self._learner.step(replace(lessons.batch, streams={"weights": torch.zeros_like(logprobs_BS)}))
+            return self._trainer.step(replace(lessons.batch, streams={"weights": torch.zeros_like(logprobs_BS)}))
         weighed = sequence_policy(policy, logprobs_BS, streams, answer_BS, gains)
         batch = replace(lessons.batch, streams={"weights": weighed.weights}, divisor=float(len(gains)))
-        result = self._learner.step(batch)
-        return replace(result, loss=weighed.loss / len(gains), measures=weighed.measures)
+        return self._trainer.step(batch, weighed=weighed)

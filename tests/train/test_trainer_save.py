@@ -1,4 +1,4 @@
-"""What a session saves: parameters without dims too; and what breaks around a checkpoint on one rank stops all."""
+"""What a trainer saves: parameters without dims too; and what breaks around a checkpoint on one rank stops all."""
 
 import os
 from contextlib import ExitStack
@@ -20,9 +20,9 @@ from superstep.state import checkpoint_dirs
 from superstep.state.checkpoint_dirs import checkpoint_at, checkpoints
 from superstep.state.manifest import Position
 from superstep.state.tensor_piece import STATE
+from superstep.train.corpus_trainer import CorpusTrainer
 from superstep.train.model import resolved
 from superstep.train.run_paths import RunFolder
-from superstep.train.session import Session
 from superstep.train.throughput import PeakRate
 
 SOURCE = """
@@ -82,24 +82,24 @@ FAILURES = {
 
 def _save(rank, world, run, root, corpus):
     unknown = PeakRate(flops_per_token=None, peak_flops=None)
-    session = Session(World(rank, world, Device("cpu")), run, RunFolder(root=Path(root)), Path(corpus), unknown)
-    session.save(Position(step=10, samples=40))
+    trainer = CorpusTrainer(World(rank, world, Device("cpu")), run, RunFolder(root=Path(root)), Path(corpus), unknown)
+    trainer.save(Position(step=10, samples=40))
     heard = []
     for number, (failing, (where, name, wrong), _) in enumerate(FAILURES.values()):
         with ExitStack() as stack:
             if rank == failing:
                 stack.enter_context(mock.patch.object(where, name, wrong))
             try:
-                (said,) = session.save(Position(step=11 + number)).problems
+                (said,) = trainer.save(Position(step=11 + number)).problems
             except Fault as fault:
                 said = str(fault)
         heard.append(said)
-    before = [piece.values.clone() for piece in session._engine.pieces(STATE)]
-    for piece in session._engine.pieces(STATE):
+    before = [piece.values.clone() for piece in trainer._engine.pieces(STATE)]
+    for piece in trainer._engine.pieces(STATE):
         piece.values.zero_()
-    assert session.load(checkpoint_at(Path(root) / "checkpoints", 10)) == Position(step=10, samples=40)
-    assert all((a == p.values).all() for a, p in zip(before, session._engine.pieces(STATE), strict=True))
-    session.close()
+    assert trainer.load(checkpoint_at(Path(root) / "checkpoints", 10)) == Position(step=10, samples=40)
+    assert all((a == p.values).all() for a, p in zip(before, trainer._engine.pieces(STATE), strict=True))
+    trainer.close()
     return heard
 
 

@@ -1,0 +1,197 @@
+"""Training on a corpus: what the loop of train, sft and dpo drives. Batches of tokens, validation, traces of steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from superstep.data.prefetch import Prefetcher
+from superstep.data.token_files import SplitName, open_corpus
+from superstep.data.token_stream import Batch, BatchSource
+from superstep.engine.engine import StepResult
+from superstep.engine.instruction_timer import Recorder, recorder_for
+from superstep.engine.router_counts import Routed
+from superstep.engine.torch_profiler import Profiler
+from superstep.errors import StateError
+from superstep.launch.ranks import World
+from superstep.observe.jsonl import read
+from superstep.plan.resolve import Resolved
+from superstep.state.checkpoint_dirs import checkpoints, step_of
+from superstep.state.manifest import Position
+from superstep.train.after_checkpoint import Written, trace_of, write_trace
+from superstep.train.batches import microbatches_of, rows, rows_at, stream_of
+from superstep.train.hf_files import hf_files
+from superstep.train.identity import FILE as IDENTITY
+from superstep.train.identity import identity_of, identity_text
+from superstep.train.lora_base import drawn_base
+from superstep.train.policy.sequence_loss import Epochs, SequenceLoss, weigh
+from superstep.train.run_paths import RunFolder
+from superstep.train.throughput import Meter, PeakRate
+from superstep.train.trainer import Trainer, open_engine
+
+
+class CorpusTrainer(Trainer):
+    """A trainer on the tokens of a corpus.
+
+    Args:
+        world: the launched ranks.
+        run: the resolved run.
+        folder: the run directory, prepared.
+        corpus: the folder of token files, prepared.
+        rate: what MFU is measured by, where it is known.
+        through: what the batches of the training stream go through before they are read ahead.
+        lesson: what is learnt of a batch, where that is not each of its targets.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        run: Resolved,
+        folder: RunFolder,
+        corpus: Path,
+        rate: PeakRate,
+        *,
+        through: Callable[[BatchSource], BatchSource] = lambda stream: stream,
+        lesson: SequenceLoss | None = None,
+    ) -> None:
+        self.meter = Meter(world.device, rate, world.size)
+        identity = identity_of(run, corpus)
+        super().__init__(world, run, open_engine(world, run), folder=folder, identity=identity, files={})
+        self._corpus = open_corpus(corpus)
+        if (self._corpus.manifest.kind == "pairs") != (lesson is not None):
+            verb = {"text": "train", "answers": "tune sft", "pairs": "tune dpo"}[self._corpus.manifest.kind]
+            raise StateError(f"the tokens in {corpus} are those of superstep {verb}; go on with the run by that.")
+        if world.rank == 0:  # made before the first step, as they may fail
+            self._files |= hf_files(run.config, run.decoder, corpus / "tokenizer.json")
+            self._files["corpus.json"] = (corpus / "corpus.json").read_text(encoding="utf-8")
+            self._files[IDENTITY] = identity_text(identity)
+        if run.config.lora is not None:
+            self._train_beside(drawn_base(run))
+        self.bytes_per_token = self._corpus.manifest.bytes_per_token
+        self._lesson = lesson
+        self._train = through(self._stream("train"))
+        self._validation = self._stream("validation")
+        mine = self._engine.step_program.ranks[self._mesh.at.pp]
+        self._profiler = Profiler(run.config.observe.profile, folder.profiles, world.rank, world.device, mine)
+
+    def _stream(self, split: SplitName) -> Epochs:
+        stream = stream_of(self.run.config, self._corpus, split)
+        return stream if self._lesson is None else self._lesson.stream(stream, self._corpus.folder, split)
+
+    @property
+    def transport(self) -> str:
+        """How the ranks reach each other; empty where there is one."""
+        return self._mesh.transport.describe() if self._mesh.shape.world > 1 else ""
+
+    @property
+    def rows(self) -> slice:
+        """The rows of a global batch that this rank reads."""
+        return rows(self.run.plan, self._mesh)
+
+    @property
+    def corpus(self) -> Path:
+        """The folder of token files."""
+        return self._corpus.folder
+
+    def start(self) -> Position:
+        """Start with the weights that ``model.weights`` names, where it names any. Every rank calls this together.
+
+        Raises:
+            StateError: there are none, or they are not this model's.
+        """
+        named = self.run.config.model.weights
+        self.begin(None if named is None else Path(named))
+        if self._lesson is not None:
+            self._lesson.remember(self)
+        return Position()
+
+    def load(self, checkpoint: Path) -> Position:
+        """Go on from a checkpoint; with adapters, beside the weights that it was trained beside."""
+        if self._lesson is not None and not self._lesson.is_remembered(self):
+            self.start()
+        return super().load(checkpoint)
+
+    def recall(self, position: Position) -> None:
+        """Remember what this run has told of its steps before, and saved. Every rank calls this together."""
+        spikes = self.policy.spikes
+        known = list(read(self.folder.metrics)) if not self.peers.rank and self.folder.metrics.exists() else []
+        taken = [line for line in known if line.get("event") == "step" and line["step"] <= position.step]
+        wanted = [line for line in known if line.get("event") == "rolled_back"] + taken[-spikes.window_steps :]
+        found = [] if self.peers.rank else checkpoints(self.folder.checkpoints)
+        lines, newest = self.peers.gather((wanted, step_of(found[-1]) if found else 0))[0]
+        spikes.recall(lines, position.step)
+        self.saves.note_saved(newest)
+
+    @contextmanager
+    def batches(self, sample: int, steps: int) -> Iterator[Prefetcher]:
+        """This rank's rows of the next global batches from a cursor on, read ahead."""
+        depth = self.run.config.data.prefetch_steps
+        mine = rows(self.run.plan, self._mesh)
+        with Prefetcher(self._train, start_sample=sample, rows=mine, depth=depth, steps=steps) as found:
+            yield found
+
+    def step(self, batch: Batch, lr: float, *, step: int, sample: int | None = None) -> StepResult:
+        """One training step, the ``step``-th. Where the cursor of its batch is given, its gradient may be held against
+        what other ranks compute.
+        """
+        if self._lesson is not None:
+            batch, weighed = weigh(self._lesson, self, batch)
+            return self.take_step(batch, lr, step=step, weighed=weighed)
+        rows_of = None if sample is None else partial(self._rows_of, sample)
+        return self.take_step(batch, lr, step=step, rows_of=rows_of)
+
+    def _rows_of(self, sample: int, place: int) -> Batch:
+        return self._train.batch(sample, rows_at(self.run.plan, place))
+
+    @contextmanager
+    def _recording(self, step: int) -> Iterator[Recorder]:
+        self._record = recorder_for(self._device, is_kept=self.is_saved(step))
+        with self._profiler.watching(step, self._record) as record:
+            yield record
+
+    @property
+    def has_routers(self) -> bool:
+        """Whether the model has experts."""
+        return self._engine.routers is not None
+
+    def routed(self) -> Routed:
+        """What the routers of all ranks did since this was last asked. Every rank calls this together."""
+        assert self._engine.routers is not None
+        return self._engine.routers.take()
+
+    def validation_loss(self) -> float:
+        """Nats per valid token over the first batches of the held-out text."""
+        size = self.run.config.train.batch_sequences
+        count = max(1, min(self.run.config.train.eval_batches, self._validation.sequences // size))
+        total, tokens = 0.0, 0.0
+        for number in range(count):
+            batch = self._validation.batch(number * size, rows(self.run.plan, self._mesh))
+            if self._lesson is not None:
+                loss = self._lesson.weigh(batch, self.logprobs(batch)).loss
+                valid = batch.divisor or batch.valid_tokens
+            else:
+                loss, valid = self._engine.evaluate(microbatches_of(batch, self.run.plan, self._mesh))
+            total, tokens = total + loss, tokens + valid
+        self.meter.ask_memory()
+        return total / tokens
+
+    def save(self, position: Position) -> Written:
+        """Write a checkpoint, and the trace of the last step beside it; then drop checkpoints that are too old. Every
+        rank calls this together.
+
+        Raises:
+            DiskFault: the disk does not take the checkpoint: on every rank the same.
+        """
+        written = super().save(position)
+        return Written(written.path, written.bytes, written.problems + self.write_trace(position.step))
+
+    def write_trace(self, step: int) -> tuple[str, ...]:
+        """Write the trace of the last step; why it could not be, if so. Every rank calls this together."""
+        trace = trace_of(self._record, step, mesh=self._mesh, device=self._device)
+        return write_trace(self.peers, self.folder, trace)
+
+    def retry_step_s(self) -> float | None:
+        """What a step takes. Every rank calls this together."""
+        return self.peers.gather(self.meter.typical_step_s())[0]

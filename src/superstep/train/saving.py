@@ -1,0 +1,66 @@
+"""Saving the state after a step: by the ranks, or by who writes checkpoints from their snapshots."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from superstep.engine.flat.snapshots import Flushed
+from superstep.errors import DiskFault
+from superstep.monitor.status_page import beside
+from superstep.observe.doctor.observations import CHECKPOINT
+from superstep.observe.events import Event, Saved, Warned
+from superstep.state.manifest import Position
+from superstep.train.after_checkpoint import Written
+from superstep.train.folder_watch import Displaced
+from superstep.train.save_schedule import attempt
+from superstep.train.trainer import Trainer
+
+
+def save(trainer: Trainer, position: Position, told: Callable[[Event], None], *, is_last: bool) -> None:
+    """Write a checkpoint of where training stands; where the disk does not take it, have one due again soon.
+
+    Raises:
+        Fault: the run directory was moved or removed; the state is saved where it is now, or beside.
+        DiskFault: the disk does not take it, and the run cannot go on without.
+    """
+    start_s = time.perf_counter()
+
+    def write() -> tuple[Written, Displaced | None]:
+        displaced = trainer.follow_folder()  # at each try: it may be moved between two
+        return trainer.save(position), displaced
+
+    with beside(trainer.heart, CHECKPOINT):
+        found = attempt(trainer.saves, position.step, write, told, is_last=is_last, step_s=trainer.retry_step_s)
+    if found is None:
+        return
+    written, displaced = found
+    seconds = time.perf_counter() - start_s
+    told(Saved(step=position.step, path=str(written.path), seconds=seconds, bytes=written.bytes))
+    warn(written.problems, position, told)
+    if displaced is not None:
+        raise displaced.fault(position.step)
+
+
+def report_flushed(trainer: Trainer, told: Callable[[Event], None], flushed: Flushed, *, is_over: bool = False) -> None:
+    """Tell of a checkpoint that was, or could not be, written from a snapshot; a run that is over has one to come.
+
+    Raises:
+        DiskFault: it could not, and the newest checkpoint is too old to go on.
+    """
+    if flushed.is_on_disk:
+        trainer.saves.note_saved(flushed.step)
+        if (path := trainer.flushed_to(flushed.step)) is None:
+            told(Warned(step=flushed.step, text="its checkpoint was written, and is not there any more."))
+        else:
+            told(Saved(step=flushed.step, path=str(path), seconds=flushed.seconds, bytes=flushed.bytes))
+    elif not is_over and trainer.saves.is_too_old(flushed.step):
+        raise DiskFault(flushed.problems, step=flushed.step)
+    if flushed.problems:
+        told(Warned(step=flushed.step, text=flushed.problems))
+
+
+def warn(problems: Sequence[str], position: Position, told: Callable[[Event], None]) -> None:
+    """Tell of what went wrong beside a checkpoint."""
+    for problem in problems:
+        told(Warned(step=position.step, text=problem))

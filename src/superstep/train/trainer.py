@@ -1,0 +1,376 @@
+"""The trainer: one rank's engine, what a step is held to, the state on disk and in memory, the weights for servers.
+
+    pretraining, sft, dpo     CorpusTrainer    batches of a corpus, validation
+    rewards                   PolicyTrainer    batches of rollouts, a reference, versions of the weights
+    Tinker                    AdapterTrainer   gradients and updates as a client asks for them
+
+What differs between them is where a batch comes from and what its loss is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+from torch import Tensor
+
+from superstep.comm.mesh import Mesh, build_mesh
+from superstep.data.token_stream import Batch
+from superstep.engine.engine import Engine, StepResult
+from superstep.engine.instruction_timer import HostRecorder, Recorder
+from superstep.engine.offload import Sleeping
+from superstep.errors import Damaged, Fault, StateError
+from superstep.launch.ranks import World
+from superstep.numerics.objective import Objective
+from superstep.numerics.sequence_losses import Weighed
+from superstep.plan.resolve import Resolved
+from superstep.program.text import describe, write_program
+from superstep.serve.weights import KEEP, PublishedWeights
+from superstep.state.all_or_none import together
+from superstep.state.checkpoint import load, save
+from superstep.state.checkpoint_dirs import checkpoint_at
+from superstep.state.load_weights import fill
+from superstep.state.manifest import Position
+from superstep.state.memory_snapshot import HOSTS_SLOTS, SLOTS, SnapshotMemory, damaged_text
+from superstep.state.tensor_piece import STATE, Kind, TensorPiece
+from superstep.state.verify import drop_old, is_there, verify_weights
+from superstep.train.after_checkpoint import Written
+from superstep.train.base_file import Base
+from superstep.train.batches import microbatches_of
+from superstep.train.folder_watch import Displaced, FolderWatch, follow
+from superstep.train.identity import require_same_run
+from superstep.train.lora_base import begin_base, files_of, resume_base
+from superstep.train.lr_schedule import rate
+from superstep.train.model import units_of
+from superstep.train.policy.corruption_check import ranks_text
+from superstep.train.policy.gradient_recheck import RowsOf
+from superstep.train.policy.step_policy import StepPolicy
+from superstep.train.publish_weights import publish
+from superstep.train.rank_peers import RankPeers, tensor_shapes
+from superstep.train.run_paths import RunFolder, write_whole
+from superstep.train.save_schedule import Saves
+from superstep.train.snapshot_schedule import Copies
+from superstep.train.weights_folder import weights_of
+
+MESH_TIMEOUT = timedelta(minutes=10)
+
+
+def open_mesh(world: World, run: Resolved) -> Mesh:
+    """The process groups of a run's ranks. Every rank calls this together."""
+    return build_mesh(run.plan, world.rank, world.device, timeout=MESH_TIMEOUT)
+
+
+def open_engine(world: World, run: Resolved, *, temperature: float = 1.0) -> Engine:
+    """The engine of a run on this rank. Every rank calls this together."""
+    return Engine(run, units_of(run), open_mesh(world, run), heart=world.heart, temperature=temperature)
+
+
+class Trainer:
+    """One rank's part of a model that is trained.
+
+    Args:
+        world: the launched ranks.
+        run: the resolved run.
+        engine: of this rank.
+        folder: the run directory.
+        identity: what a checkpoint says of its run.
+        files: texts of a checkpoint and of published weights, by name; rank 0's count.
+
+    Attributes:
+        peers: the ranks.
+        policy: what a step is held to.
+        copies: the state in memory that outlives this rank, where there is such.
+        saves: when checkpoints are due.
+        watch: of the run directory; None but on rank 0.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        run: Resolved,
+        engine: Engine,
+        *,
+        folder: RunFolder,
+        identity: Mapping[str, str],
+        files: Mapping[str, str],
+    ) -> None:
+        self.run = run
+        self.folder = self._began_in = folder
+        self.heart = world.heart
+        self.peers = RankPeers(world.rank, world.size)
+        self.policy = StepPolicy(run, engine, self.peers)
+        self.copies = Copies(run.config.state.snapshot_every)
+        self.saves = Saves(run.config.state.save_every, run.config.state.save_patience)
+        self.watch: FolderWatch | None = None
+        self._device = world.device
+        self._stop = world.stop
+        self._engine = engine
+        self._mesh = engine.mesh
+        self._shapes = tensor_shapes(engine)
+        self._identity = identity
+        self._files = dict(files)
+        self._record: Recorder = HostRecorder()
+
+    @property
+    def unpinned(self) -> str:
+        """Why a GPU cannot copy straight into the memory of snapshots; empty where it can, or there are none."""
+        return "" if self.copies.snapshots is None else self.copies.snapshots.unpinned
+
+    def describe(self) -> None:
+        """Write the program that runs into the run directory."""
+        write_whole(self.folder.program, write_program(self._engine.step_program))
+
+    def begin(self, folder: Path | None) -> None:
+        """Start with the weights of a folder, or of a run's newest checkpoint, where one is named. Adapters are trained
+        beside them. Every rank calls this together.
+
+        Raises:
+            StateError: there are none, or they are not this model's.
+        """
+        if folder is None:
+            return
+
+        def unreadable(error: Exception) -> StateError:
+            return StateError(f"model.weights = '{folder}' cannot be read ({error}).")
+
+        # One rank says which: another run may be writing the next checkpoint.
+        found = together(self.peers, lambda: weights_of(folder) if not self.peers.rank else None, unreadable)[0]
+        assert found is not None
+        verify_weights(found, self.peers)
+        if self.run.config.lora is not None:
+            self._train_beside(begin_base(self.run, self._engine, self.peers, found))
+        else:
+            fill(found, self._engine.pieces(("weight",)), self._shapes, self.peers)
+        self._engine.loaded(0)
+
+    def _train_beside(self, base: Base) -> None:
+        """Note the weights that adapters are trained beside."""
+        if self.peers.rank == 0:
+            self._files |= files_of(self.run, base)
+
+    def load(self, checkpoint: Path) -> Position:
+        """Go on from a checkpoint; with adapters, beside the weights that it was trained beside."""
+        self.policy.integrity.forget()
+        require_same_run(checkpoint, self._identity)
+        position = load(checkpoint, self._engine.pieces(STATE), self.peers)
+        if self.run.config.lora is not None:
+            self._train_beside(resume_base(self.run, self._engine, self.peers, checkpoint))
+        self._engine.loaded(position.step)
+        return position
+
+    def keep_snapshots(self, memory: SnapshotMemory, recovered: int | None, *, epoch: int = 0) -> Position | None:
+        """Copy the state into a memory that outlives this rank, from here on.
+
+        Args:
+            memory: of this rank.
+            recovered: the step whose state is in it and shall be gone on from, if any.
+            epoch: how often launchers of several hosts have started ranks: none of them has all memories, and ranks
+                write checkpoints. 0 where one launcher does.
+
+        Returns:
+            Where training stands, if that.
+        """
+        self.copies.snapshots = snapshots = self._engine.keep_snapshots(memory)
+        self.copies.is_flushed = epoch == 0
+        snapshots.turn = epoch << 32
+        slots = HOSTS_SLOTS if epoch else SLOTS
+        if recovered is None:
+            snapshots.lay_out(self._engine.pieces(STATE), self._shapes, self._files, self.folder.checkpoints, slots)
+            return None
+        position = snapshots.restore(recovered)
+        self._engine.loaded(position.step)
+        return position
+
+    def restore(self, step: int) -> Position:
+        """Go back to the state of a step that is whole in memory, on every rank. Every rank calls this together.
+
+        Raises:
+            Damaged: some rank's has other bits than were copied; on every rank the same, before anything is changed.
+        """
+        assert self.copies.snapshots is not None
+        is_damaged = self.peers.gather(self.copies.snapshots.is_damaged(step))
+        if any(is_damaged):
+            raise Damaged(f"{ranks_text([r for r, each in enumerate(is_damaged) if each])}: {damaged_text(step)}")
+        self.policy.integrity.forget()
+        position = self.copies.snapshots.fill(step)
+        self._engine.loaded(step)
+        return position
+
+    def pieces(self, kinds: Sequence[Kind]) -> Iterator[TensorPiece]:
+        """What this rank holds of the state."""
+        return self._engine.pieces(kinds)
+
+    def learning_rate(self, step: int) -> float:
+        """The rate of the update that follows ``step`` finished steps."""
+        return rate(self.run.config.train, step)
+
+    def is_saved(self, step: int) -> bool:
+        """Whether a checkpoint follows the step."""
+        return self.saves.is_due(step) or step == self.run.config.train.steps
+
+    def take_step(
+        self,
+        batch: Batch,
+        lr: float,
+        *,
+        step: int,
+        objective: Objective | None = None,
+        weighed: Weighed | None = None,
+        inspect: Callable[[], None] | None = None,
+        rows_of: RowsOf | None = None,
+    ) -> StepResult:
+        """One training step, the ``step``-th. Every rank calls this together.
+
+        Args:
+            batch: the rows of this rank.
+            lr: the learning rate.
+            step: its number.
+            objective: what is made of the batch's streams; None means what ``train.loss`` says.
+            weighed: the loss of whole answers, where the batch's weights were found by it.
+            inspect: called when the gradients are final, before the update.
+            rows_of: the rows of any data-parallel place: then the gradient may be held against what other ranks make
+                of it.
+
+        Raises:
+            Fault: what torch raised, with the instruction that it was raised in; or the policy refuses the step, and
+                there are no rules to go back by.
+        """
+        divisor = batch.divisor or batch.valid_tokens
+        loss = None if weighed is None else weighed.loss / divisor
+        try:
+            judge = self.policy.judge_of(
+                step, is_saved=self.is_saved(step), loss=loss, rows_of=rows_of, objective=objective
+            )
+            with self._recording(step) as record:
+                result = self._engine.train_step(
+                    microbatches_of(batch, self.run.plan, self._mesh),
+                    valid_tokens=batch.valid_tokens,
+                    divisor=batch.divisor,
+                    lr=lr,
+                    objective=objective,
+                    inspect=inspect,
+                    judge=judge,
+                    record=record,
+                    stop=self._stop,
+                )
+            self.policy.explain(result, step, rows_of, objective)
+        except RuntimeError as error:
+            raise self._fault(error, step) from error
+        if weighed is None or loss is None:
+            return result
+        return replace(result, loss=loss, measures={**result.measures, **weighed.measures})
+
+    @contextmanager
+    def _recording(self, step: int) -> Iterator[Recorder]:
+        """Note when each instruction of a step runs."""
+        del step
+        self._record = HostRecorder()
+        yield self._record
+
+    def _fault(self, error: RuntimeError, step: int) -> Fault:
+        instructions = self._engine.newest_program.ranks[self._mesh.at.pp]
+        # What is on record has been issued; the next one was not.
+        at = self._record.issued
+        return Fault(
+            str(error).partition("\n")[0],
+            rank=self.peers.rank,
+            step=step,
+            instruction=describe(instructions[at]) if at < len(instructions) else "",
+        )
+
+    def require_finite(self, result: StepResult, step: int) -> None:
+        """Stop before a broken state is saved.
+
+        Raises:
+            Fault: the loss or the gradient norm is not a number.
+        """
+        if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
+            raise Fault(
+                f"loss {result.loss}, gradient norm {result.grad_norm}: training has diverged. Lower train.lr or "
+                "raise train.warmup_steps, and resume from the last checkpoint.",
+                rank=self.peers.rank,
+                step=step,
+            )
+
+    def logprobs(self, batch: Batch) -> Tensor:
+        """The log-probability of each target of a whole global batch, on every rank. Every rank calls this together.
+
+        Args:
+            batch: the rows of this rank.
+        """
+        return self._engine.logprobs(microbatches_of(batch, self.run.plan, self._mesh))
+
+    def save(self, position: Position) -> Written:
+        """Write a checkpoint, unless it is there; then drop checkpoints that are too old. Every rank calls this
+        together.
+
+        Raises:
+            DiskFault: the disk does not take the checkpoint: on every rank the same.
+        """
+        place = checkpoint_at(self.folder.checkpoints, position.step)
+        if is_there(self.peers, place):
+            return Written(place, 0, ())
+        size = save(
+            place,
+            self._engine.pieces(STATE),
+            position,
+            self.peers,
+            tensors=dict.fromkeys(STATE, self._shapes),
+            beside=self._files,
+        )
+        return Written(place, size, drop_old(place, self.run.config.state.keep, self.peers))
+
+    def retry_step_s(self) -> float | None:
+        """What a step takes, by which a checkpoint that failed is due again; None: with the next regular one. Every
+        rank calls this together.
+        """
+        return None
+
+    def look_at_folder(self) -> None:
+        """Ask for a stop after the step where the run directory is no longer where it was."""
+        if self.watch is not None and self.watch.look():
+            self._stop.ask()
+
+    def follow_folder(self) -> Displaced | None:
+        """Save where the run directory is now; None where it is where it was. Every rank calls this together."""
+        found = follow(self.watch, self.peers, self.folder)
+        if found is not None:
+            self.folder = RunFolder(root=found.now)
+        return found
+
+    def flushed_to(self, step: int) -> Path | None:
+        """Where the checkpoint is that was written from a snapshot; None where it went with a run directory that was
+        removed.
+        """
+        place, old_place = (checkpoint_at(each.checkpoints, step) for each in (self.folder, self._began_in))
+        if place == old_place:
+            return place
+        return next((each for each in (place, old_place) if each.exists()), None)
+
+    def publish(self, root: Path, position: Position, *, keep: int = KEEP) -> PublishedWeights:
+        """Write the weights as a snapshot for servers. Every rank calls this together, between two steps.
+
+        Args:
+            root: the folder of snapshots, such as one in /dev/shm; all ranks see it.
+            position: where training stands.
+            keep: newest snapshots that stay in any case.
+        """
+        return publish(
+            self._engine, root, self.peers, shapes=self._shapes, position=position, beside=self._files, keep=keep
+        )
+
+    def offload(self, folder: Path | None = None) -> Sleeping:
+        """Give the memory of training back until the returned value's ``wake``, as while the same ranks serve.
+
+        Args:
+            folder: for a file with what was held; None keeps that in the host's memory.
+        """
+        return self._engine.sleep(folder)
+
+    def close(self) -> None:
+        """Give the process groups back."""
+        self._mesh.destroy()

@@ -1,0 +1,183 @@
+"""The trainer of an iteration, on one rank: batches of rollouts, a reference, and versions of the weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+from torch import Tensor
+
+from superstep.data.token_stream import Batch
+from superstep.engine.engine import Engine, StepResult
+from superstep.engine.offload import Sleeping
+from superstep.launch.ranks import World
+from superstep.numerics.objective import CROSS_ENTROPY, Objective
+from superstep.numerics.sequence_losses import Weighed
+from superstep.plan.resolve import Resolved
+from superstep.state.load_weights import fill
+from superstep.state.manifest import Position
+from superstep.train.batches import microbatches_of
+from superstep.train.identity import FILE as IDENTITY
+from superstep.train.identity import identity_of, identity_text
+from superstep.train.model import model_alone, shapes_of, units_of
+from superstep.train.run_paths import RunFolder
+from superstep.train.trainer import Trainer, open_engine
+
+KEEP_ALL = 1 << 30
+"""Published versions that stay: the program retires them, and nothing is cleaned away behind its back."""
+
+
+class Differs(Exception):
+    """A log-probability is not the one that is known from before."""
+
+
+class PolicyTrainer(Trainer):
+    """What shared ranks, or a trainer's own, do of an iteration.
+
+    Args:
+        world: the launched ranks.
+        run: the resolved run.
+        folder: the run directory.
+        files: texts of a checkpoint and of a snapshot; rank 0's count.
+        temperature: that answers are sampled with; it divides the logits of the trainer and of the reference, too.
+
+    Attributes:
+        position: where training stands.
+    """
+
+    def __init__(
+        self, world: World, run: Resolved, folder: RunFolder, files: Mapping[str, str], *, temperature: float = 1.0
+    ) -> None:
+        identity = identity_of(run)
+        files = {**files, IDENTITY: identity_text(identity)}
+        engine = open_engine(world, run, temperature=temperature)
+        super().__init__(world, run, engine, folder=folder, identity=identity, files=files)
+        self.position = Position()
+        self._temperature = temperature
+        self._asleep: list[Sleeping] = []
+        self._reference: Engine | None = None
+
+    def start(self, checkpoint: Path | None, start: Path | None) -> None:
+        """Go on from a checkpoint, or begin with the weights of a folder; adapters stand beside these."""
+        if checkpoint is None:
+            self.begin(start)
+        else:
+            self.position = self.load(checkpoint)
+        if self.peers.rank == 0:
+            self.describe()
+
+    def keep_reference(self, start: Path) -> None:
+        """Keep the weights of a folder beside those that are trained, to say what they say. Adapters leave these as
+        they are: then both have the same memory, where each rank has them whole.
+        """
+        run = model_alone(self.run)
+        self._reference = Engine(
+            run, units_of(run), self._mesh, learns=False, heart=self.heart, temperature=self._temperature
+        )
+        if self.run.config.lora is not None and not self._reference.is_cut:
+            self._reference.share_frozen(self._engine)
+        else:
+            fill(start, self._reference.frozen_pieces(), shapes_of(run), self.peers)
+        self._reference.loaded(0)
+
+    def reference(self, batch: Batch) -> Tensor:
+        """``logprobs_of`` the weights that are kept."""
+        assert self._reference is not None, "a reference was asked for"
+        return self._reference.logprobs(microbatches_of(self._mine(batch), self.run.plan, self._mesh)).cpu()
+
+    def logprobs_of(self, batch: Batch) -> Tensor:
+        """The log-probability of each target of a global batch, with the weights as they are: fp32 [B, S], whole."""
+        return self.logprobs(self._mine(batch)).cpu()
+
+    @property
+    def multiple(self) -> int:
+        """Of which the rows of a global batch are one: each place has whole microbatches, and where they pass several
+        stages as many as the plan says, or that several times.
+        """
+        plan = self.run.plan
+        each = plan.microbatch * (1 if plan.mesh.pp == 1 else plan.microbatches)
+        return plan.mesh.dp * each
+
+    def _rows_of(self, batch: Batch, place: int) -> Batch:
+        """The rows of a global batch that a data-parallel place trains on."""
+        count = len(batch.tokens_BS) // self.run.plan.mesh.dp
+        return batch.rows(slice(place * count, (place + 1) * count))
+
+    def _mine(self, batch: Batch) -> Batch:
+        return self._rows_of(batch, self._mesh.at.dp)
+
+    def step(
+        self,
+        batch: Batch,
+        objective: Objective = CROSS_ENTROPY,
+        *,
+        is_checked: bool = False,
+        weighed: Weighed | None = None,
+    ) -> StepResult:
+        """One step on a global batch.
+
+        Args:
+            batch: whole; each rank takes its rows.
+            objective: what is made of its streams.
+            is_checked: whether each log-probability must be the one that is known from before, to the bit.
+            weighed: the loss of whole answers, by which the batch's weights were found.
+
+        Raises:
+            Differs: one is not. The weights are as they were.
+            Fault: the loss or the gradient's norm is no number.
+        """
+        step = self.position.step + 1
+
+        def inspect() -> None:
+            if is_checked and self._engine.measures["max_dlogp"] != 0.0:
+                raise Differs
+
+        result = self.take_step(
+            self._mine(batch),
+            self.learning_rate(self.position.step),
+            step=step,
+            objective=objective,
+            weighed=weighed,
+            inspect=inspect,
+            rows_of=partial(self._rows_of, batch),
+        )
+        if result.refused:
+            return result
+        self.require_finite(result, step)
+        self.position = Position(
+            step=step,
+            samples=self.position.samples + len(batch.tokens_BS),
+            tokens=self.position.tokens + result.tokens,
+        )
+        return result
+
+    def weights(self) -> dict[str, Tensor] | None:
+        """The weights whole, by name: the memory that is trained. None where this rank has a part of them, or gives its
+        memory back to who samples; and of adapters, which are handed over in a folder.
+        """
+        if self._device.kind != "cpu" or self.run.config.lora is not None:
+            return None
+        pieces = list(self.pieces(("weight",)))
+        if {piece.name for piece in pieces} != self._shapes.keys():
+            return None
+        if any(piece.values.numel() != math.prod(piece.shape) for piece in pieces):
+            return None
+        return {piece.name: piece.values.view(piece.shape) for piece in pieces}
+
+    def publish_version(self, version: int, root: Path) -> Path:
+        """Write the weights, of which this is the version, as a snapshot. Every rank calls this together."""
+        assert version == self.position.step, "the program says when"
+        return self.publish(root, self.position, keep=KEEP_ALL).path
+
+    def sleep(self) -> None:
+        """Give the memory of training back while shared ranks sample. On a CPU it would go from memory to memory."""
+        if self._device.kind != "cpu":
+            self._asleep = [engine.sleep() for engine in (self._engine, self._reference) if engine is not None]
+
+    def wake(self) -> None:
+        """Take it again."""
+        for held in self._asleep:
+            held.wake()
+        self._asleep = []
