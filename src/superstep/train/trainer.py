@@ -154,13 +154,31 @@ class Trainer:
 
     def load(self, checkpoint: Path) -> Position:
         """Go on from a checkpoint; with adapters, beside the weights that it was trained beside."""
-        self.policy.integrity.forget()
         require_same_run(checkpoint, self._identity)
-        position = load(checkpoint, self._engine.pieces(STATE), self.peers)
+        position = self.read(checkpoint)
         if self.run.config.lora is not None:
             self._train_beside(resume_base(self.run, self._engine, self.peers, checkpoint))
+        return position
+
+    def read(self, place: Path, kinds: Sequence[Kind] = STATE) -> Position:
+        """Fill the state, or some kinds of it, from a checkpoint. Every rank calls this together.
+
+        Raises:
+            StateError: it is damaged, or of another model: on every rank the same. Nothing has changed.
+        """
+        self.policy.integrity.forget()
+        position = load(place, self._engine.pieces(kinds), self.peers)
         self._engine.loaded(position.step)
         return position
+
+    def write(self, place: Path, position: Position) -> int:
+        """Write the state as a checkpoint; how many bytes. Every rank calls this together.
+
+        Raises:
+            DiskFault: the disk does not take it: on every rank the same.
+        """
+        shapes = dict.fromkeys(STATE, self._shapes)
+        return save(place, self._engine.pieces(STATE), position, self.peers, tensors=shapes, beside=self._files)
 
     def keep_snapshots(self, memory: SnapshotMemory, recovered: int | None, *, epoch: int = 0) -> Position | None:
         """Copy the state into a memory that outlives this rank, from here on.
@@ -314,14 +332,7 @@ class Trainer:
         place = checkpoint_at(self.folder.checkpoints, position.step)
         if is_there(self.peers, place):
             return Written(place, 0, ())
-        size = save(
-            place,
-            self._engine.pieces(STATE),
-            position,
-            self.peers,
-            tensors=dict.fromkeys(STATE, self._shapes),
-            beside=self._files,
-        )
+        size = self.write(place, position)
         return Written(place, size, drop_old(place, self.run.config.state.keep, self.peers))
 
     def retry_step_s(self) -> float | None:

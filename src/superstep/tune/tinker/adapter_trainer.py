@@ -1,54 +1,42 @@
-"""A created model: an adapter beside the base's frozen weights, its gradients and its moments."""
+"""The trainer of a created model: an adapter beside the base's frozen weights, its gradients and its moments."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 
 from superstep.comm.device import Device
-from superstep.comm.mesh import build_mesh
 from superstep.engine.incremental import PassResult, PiecemealEngine
 from superstep.engine.microbatch import Microbatch
 from superstep.errors import DataError, Fault, StateError
+from superstep.launch.ranks import World
 from superstep.model.peft_adapter import A, Adapter, B, LoraFactors, write_adapter
 from superstep.numerics.loss import IGNORE
 from superstep.numerics.objective import Objective
 from superstep.plan.lora import PREFIX
-from superstep.state.checkpoint import load, save
 from superstep.state.checkpoint_dirs import checkpoints
 from superstep.state.load_weights import fill
 from superstep.state.manifest import Position
 from superstep.state.tensor_piece import STATE
 from superstep.train.model import units_of
+from superstep.train.run_paths import RunFolder
+from superstep.train.trainer import Trainer, open_mesh
 from superstep.tune.tinker.config import TinkerConfig
 from superstep.tune.tinker.losses import TrainingSequence, find_loss, lesson
 from superstep.tune.tinker.model_request import Adam, ModelRequest, run_of
 from superstep.tune.tinker.proto_messages import ForwardBackward, Numbers, write_output
 from superstep.tune.tinker.saved_models import ABOUT, About
 
-T = TypeVar("T")
 STEP = "step-000000"
 ROUND_TOKENS = 16
 """Rows are padded to multiples of so many tokens, so that few lengths come up."""
 
 
-class SingleRank:
-    """The one rank, as ``state`` wants it."""
-
-    rank, size = 0, 1
-
-    def gather(self, value: T) -> list[T]:
-        """The value."""
-        return [value]
-
-
-class TrainedModel:
+class AdapterTrainer(Trainer):
     """A created model, on this process's device.
 
     Args:
@@ -72,20 +60,20 @@ class TrainedModel:
         wanted: ModelRequest,
         version: str,
         device: Device,
-        beside: TrainedModel | None = None,
+        beside: AdapterTrainer | None = None,
     ) -> None:
         self.wanted = wanted if wanted.seed is not None else replace(wanted, seed=secrets.randbits(31))
         self._config = config
         self._version = version
-        self._run = run_of(config, self.wanted)
-        mesh = build_mesh(self._run.plan, 0, device, timeout=timedelta(minutes=1))
-        self.engine = PiecemealEngine(self._run, units_of(self._run), mesh)
+        run, world = run_of(config, self.wanted), World(0, 1, device)
+        self._incremental = PiecemealEngine(run, units_of(run), open_mesh(world, run))
+        super().__init__(world, run, self._incremental, folder=RunFolder(root=config.root), identity={}, files={})
         if beside is None:
-            shapes = {piece.name: piece.shape for piece in self.engine.frozen_pieces()}
-            fill(config.folder, self.engine.frozen_pieces(), shapes, SingleRank())
+            shapes = {piece.name: piece.shape for piece in self._engine.frozen_pieces()}
+            fill(config.folder, self._engine.frozen_pieces(), shapes, self.peers)
         else:
-            self.engine.share_frozen(beside.engine)
-        self.engine.loaded(0)
+            self._engine.share_frozen(beside._engine)
+        self._engine.loaded(0)
 
     @property
     def about(self) -> About:
@@ -101,7 +89,7 @@ class TrainedModel:
             train_attn=wanted.train_attn,
             train_unembed=wanted.train_unembed,
             seed=wanted.seed,
-            step=self.engine.optimizer.steps,
+            step=self._engine.optimizer.steps,
         )
 
     def forward_backward(self, request: ForwardBackward) -> bytes:
@@ -114,11 +102,11 @@ class TrainedModel:
         if not request.data:
             raise DataError("data is empty; give at least one sequence.")
         _, objective = find_loss(request.loss_fn, request.config)
-        vocab, most = self._run.shape.vocab, self._run.config.data.sequence_tokens
+        vocab, most = self.run.shape.vocab, self.run.config.data.sequence_tokens
         lessons = [
             lesson(datum, at, request.loss_fn, vocab=vocab, most_tokens=most) for at, datum in enumerate(request.data)
         ]
-        work = self.engine.look if request.forward_only else self.engine.add
+        work = self._incremental.look if request.forward_only else self._incremental.add
         loss, tokens = 0.0, 0
         logprobs: dict[int, Numbers] = {}
         told: dict[str, float] = {}
@@ -141,7 +129,7 @@ class TrainedModel:
         said = str(error).partition("\n")[0]
         if request.forward_only:
             return Fault(said)
-        self.engine.drop_gradients()
+        self._incremental.drop_gradients()
         return Fault(f"{said} The gradients since the last update are gone; give the sequences again.")
 
     def _groups(self, lessons: Sequence[TrainingSequence]) -> Iterator[list[int]]:
@@ -155,11 +143,11 @@ class TrainedModel:
         yield group
 
     def _padded(self, one: TrainingSequence) -> int:
-        most = self._run.config.data.sequence_tokens
+        most = self.run.config.data.sequence_tokens
         return min(-(-len(one.tokens) // ROUND_TOKENS) * ROUND_TOKENS, most)
 
     def _microbatch(self, lessons: Sequence[TrainingSequence]) -> Microbatch:
-        length, device = max(self._padded(one) for one in lessons), self.engine.mesh.device.torch
+        length, device = max(self._padded(one) for one in lessons), self._engine.mesh.device.torch
 
         def rows(get: Callable[[TrainingSequence], object], dtype: torch.dtype, rest: float) -> torch.Tensor:
             made = torch.full((len(lessons), length), rest, dtype=dtype)
@@ -185,13 +173,13 @@ class TrainedModel:
             ConfigError: a setting is out of range.
             Fault: a gradient is no number.
         """
-        norm = self.engine.update(adam.learning_rate, adam.hyper)
+        norm = self._incremental.update(adam.learning_rate, adam.hyper)
         return {"unclipped_grad_l2:mean": norm}
 
     def adapter(self) -> Adapter:
         """The adapter as it is."""
         factors: dict[str, dict[str, torch.Tensor]] = {}
-        for piece in self.engine.pieces(("weight",)):
+        for piece in self.pieces(("weight",)):
             name = piece.name.removeprefix(PREFIX)
             end = A if name.endswith(A) else B
             factors.setdefault(name.removesuffix(end), {})[end] = piece.values.view(piece.shape)
@@ -204,19 +192,16 @@ class TrainedModel:
         write_adapter(folder, self.adapter(), base=str(self._config.folder))
         (folder / ABOUT).write_text(self.about.text, encoding="utf-8")
 
-    def save(self, folder: Path) -> None:
+    def save_model(self, folder: Path) -> None:
         """Write what training goes on from.
 
         Raises:
             Fault: it cannot be written.
         """
-        shapes = {piece.name: piece.shape for piece in self.engine.pieces(("weight",))}
-        place = folder / STEP
-        position = Position(step=self.engine.optimizer.steps)
-        save(place, self.engine.pieces(STATE), position, SingleRank(), tensors=dict.fromkeys(STATE, shapes), beside={})
+        self.write(folder / STEP, Position(step=self._engine.optimizer.steps))
         (folder / ABOUT).write_text(self.about.text, encoding="utf-8")
 
-    def load(self, folder: Path, about: About, *, optimizer: bool) -> None:
+    def load_model(self, folder: Path, about: About, *, optimizer: bool) -> None:
         """Go on from what was saved; gradients are forgotten.
 
         Args:
@@ -231,12 +216,12 @@ class TrainedModel:
         found = checkpoints(folder)
         if not found:
             raise StateError(f"'{folder}' holds no checkpoint; save it again.")
-        position = load(found[-1], self.engine.pieces(STATE if optimizer else ("weight",)), SingleRank())
+        self.read(found[-1], STATE if optimizer else ("weight",))
         if not optimizer:
-            for piece in self.engine.pieces(("exp_avg", "exp_avg_sq")):
+            for piece in self.pieces(("exp_avg", "exp_avg_sq")):
                 piece.values.zero_()
-        self.engine.drop_gradients()
-        self.engine.loaded(position.step if optimizer else 0)
+            self._engine.loaded(0)
+        self._incremental.drop_gradients()
 
 
 def require_base(about: About, version: str, name: str) -> None:

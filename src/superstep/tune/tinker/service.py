@@ -13,7 +13,7 @@ from typing import Any
 from superstep.comm.device import Device
 from superstep.errors import ConfigError, StateError, UserError, did_you_mean
 from superstep.tune.tinker import request_schema
-from superstep.tune.tinker.adapter_trainer import TrainedModel
+from superstep.tune.tinker.adapter_trainer import AdapterTrainer
 from superstep.tune.tinker.config import TinkerConfig
 from superstep.tune.tinker.futures import Desk, Full, Job, Reply, Result, failed
 from superstep.tune.tinker.model_request import Adam, ModelRequest
@@ -69,7 +69,7 @@ class TinkerService:
         self._sampler = sampler
         self._device = device
         self._sessions: dict[str, ClientSession] = {}
-        self._models: dict[str, TrainedModel] = {}
+        self._models: dict[str, AdapterTrainer] = {}
         self._unnamed = 0
 
     @property
@@ -142,10 +142,10 @@ class TinkerService:
 
         return self._submit(f"{name}:0", job)
 
-    def _make(self, name: str, wanted: ModelRequest) -> TrainedModel:
+    def _make(self, name: str, wanted: ModelRequest) -> AdapterTrainer:
         self._make_room()
         beside = next(iter(self._models.values()), None)
-        made = TrainedModel(self.config, wanted, self._sampler.engine.info.version, self._device, beside)
+        made = AdapterTrainer(self.config, wanted, self._sampler.engine.info.version, self._device, beside)
         self._models[name] = made
         return made
 
@@ -160,7 +160,7 @@ class TinkerService:
                 "start the server with more --models."
             )
 
-    def _model(self, name: str) -> TrainedModel:
+    def _model(self, name: str) -> AdapterTrainer:
         if name not in self._models:
             raise StateError(f"model_id = '{name}' is not here; its session has ended, or it was never made.")
         return self._models[name]
@@ -216,7 +216,7 @@ class TinkerService:
             model = self._model(asked.model_id)
             place = SavedPath(asked.model_id, "weights", asked.path or f"step-{model.about.step:06d}")
             with self.store.saving(place, overwrite=asked.overwrite) as folder:
-                model.save(folder)
+                model.save_model(folder)
             reply(_json({"type": "save_weights", "path": place.path}))
 
         return self._submit(self._numbered(asked.model_id, asked.seq_id), job)
@@ -265,7 +265,7 @@ class TinkerService:
             else:
                 model = self._model(name)
             try:
-                model.load(folder, about, optimizer=asked.optimizer)
+                model.load_model(folder, about, optimizer=asked.optimizer)
             except BaseException:
                 if is_new:
                     del self._models[name]
