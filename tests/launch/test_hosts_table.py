@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from superstep.launch.hosts.coordinator_state import ECHO_S, MOST_TRIES, CoordinatorState, Phase, after
+from superstep.launch.hosts.coordinator_state import ECHO_S, CoordinatorState, Phase, after
 from superstep.launch.hosts.copy_schedule import CopySchedule, HostProgress, steer
 from superstep.launch.hosts.events import (
     AbortAll,
@@ -21,6 +21,7 @@ from superstep.launch.hosts.events import (
     Troubled,
 )
 from superstep.launch.hosts.membership import CopyPlacement, HeldStates, largest, newest
+from superstep.launch.retry import MOST_TRIES
 
 LOST = Cause("rank 1 was killed", is_lost=True)
 ECHO = Cause("a connection broke", order=3)

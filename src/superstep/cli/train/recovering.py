@@ -9,11 +9,9 @@ from dataclasses import dataclass
 
 from superstep.cli.train.display import restore
 from superstep.errors import Lost
+from superstep.launch.retry import next_try
 from superstep.state.damage import newest_undamaged
 from superstep.state.memory_snapshot import SnapshotMemory
-
-MOST_TRIES = 3
-"""How often a run is recovered after one and the same step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +54,10 @@ def recovering(
             return launch(recovered)
         except Lost as lost:
             step, passed_over = newest_undamaged(memories, idle)
-            tries = tries + 1 if recovered is not None and recovered.step == step else 1
-            if (step is None and not passed_over) or tries > MOST_TRIES:
+            following = next_try(tries, is_same_state=recovered is not None and recovered.step == step)
+            if (step is None and not passed_over) or following is None:
                 raise
+            tries = following
             if step is None:
                 for memory in memories:
                     memory.forget_after(-1)

@@ -37,10 +37,8 @@ from superstep.launch.hosts.events import (
     Troubled,
 )
 from superstep.launch.hosts.membership import ALL, CopyPlacement, HeldStates, largest, neighbour, newest, sources
+from superstep.launch.retry import next_try
 from superstep.state.memory_snapshot import State
-
-MOST_TRIES = 3
-"""How often a run is recovered after one and the same state, where ranks are lost."""
 
 ECHO_S = 4.0
 """Where all that is known are broken connections, how long the silence of a host may still come to be the cause."""
@@ -278,8 +276,8 @@ def _crew(table: CoordinatorState, now_s: float) -> tuple[int, ...]:
 def _start_ranks(table: CoordinatorState, go: Go, state: State | None, now_s: float) -> Next:
     """Ranks start, where that is not in vain; ``state`` is what they go on from, in memory or written down."""
     is_same = table.state == state and (go.cut == table.cut or bool(go.sources))
-    tries = table.tries + 1 if table.epoch and is_same and table.lost is not None else 1
-    if tries > MOST_TRIES:
+    tries = next_try(table.tries, is_same_state=bool(table.epoch) and is_same and table.lost is not None)
+    if tries is None:
         return Next(replace(table, phase=Phase.OVER), (Over(table.lost),))
     if go.state is not None and go.lost is None:
         go = replace(go, lost=Cause("host 0: its launcher was started again", is_lost=True, at_s=now_s))
