@@ -6,7 +6,7 @@ unit's backward is final for its parameters and its gradients can leave at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -47,6 +47,8 @@ from superstep.program.instructions import (
     Tie,
     Wire,
 )
+from superstep.program.issue_order import Value
+from superstep.program.received import received_by
 
 Key = tuple[int, int]
 
@@ -94,10 +96,10 @@ class _Flight:
     gradients: dict[Key, Tensor] = field(default_factory=dict)
     kept: dict[Key, tuple[Tensor, GradientEdge | None]] = field(default_factory=dict)
     put_off: dict[Key, list[Sum]] = field(default_factory=dict)
-    arriving: dict[tuple[Wire, int, int], Pending] = field(default_factory=dict)
+    arriving: dict[Value, Pending] = field(default_factory=dict)
     fetching: dict[int, Pending] = field(default_factory=dict)
     reducing: dict[int, Pending] = field(default_factory=dict)
-    leaving: list[tuple[Pending, Tensor]] = field(default_factory=list)
+    leaving: dict[Value, tuple[Pending, Tensor]] = field(default_factory=dict)
     copying: dict[int, Pending] = field(default_factory=dict)
 
 
@@ -123,6 +125,8 @@ class Executor:
         self._step = step
         self._snapshot = snapshot
         self._flight = _Flight()
+        self._program: Program | None = None
+        self._received: Mapping[int, Sequence[Value]] = {}
         self._microbatches: Sequence[Microbatch] = ()
         self._sights: Sequence[Sight] = ()
         self._scale = 1.0
@@ -159,6 +163,8 @@ class Executor:
         self._holders = program.holders
         self._reads, self._trained = program.params, program.trained
         instructions = program.ranks[self._machine.mesh.at.pp]
+        if program is not self._program:
+            self._program, self._received = program, received_by(program, self._machine.mesh.at.pp)
         self._heart.begin(instructions, step=number)
         try:
             self._follow(instructions, record)
@@ -170,6 +176,7 @@ class Executor:
         for index, instruction in enumerate(instructions):
             self._heart.waits(index)
             self._ready(instruction)
+            self._release(self._received.get(index, ()))
             self._heart.works(index)
             if record is not None:
                 record.begin()
@@ -177,7 +184,12 @@ class Executor:
             if record is not None:
                 record.end(instruction, self._under_way(instruction))
         self._heart.waits()
-        for pending, _ in self._flight.leaving:
+        self._release(tuple(self._flight.leaving))
+
+    def _release(self, sent: Iterable[Value]) -> None:
+        """Give back the memory of what was sent: now, or on a GPU once it has left. All but the last of a step has."""
+        for value in sent:
+            pending, _ = self._flight.leaving.pop(value)
             pending.wait()
 
     def _ready(self, instruction: Instruction) -> None:
@@ -253,8 +265,8 @@ class Executor:
                 return self._flight.reducing[unit]
             case Snapshot(unit):
                 return self._flight.copying[unit]
-            case Send():
-                return self._flight.leaving[-1][0]
+            case Send(wire, unit, m):
+                return self._flight.leaving[wire, unit, m][0]
             case Recv(wire, unit, m):
                 return self._flight.arriving[wire, unit, m]
             case _:
@@ -337,9 +349,7 @@ class Executor:
     def _send(self, wire: Wire, unit: int, m: int, peer: int) -> None:
         tensor = self._values(wire).pop((unit, m)).contiguous()
         group, target = self._channel(self._machine.mesh.at.pp, peer, wire, peer)
-        # What has left needs its memory no more.
-        self._flight.leaving = [leaving for leaving in self._flight.leaving if not leaving[0].is_done()]
-        self._flight.leaving.append((send(tensor, group, target, self._tag(wire, unit, m)), tensor))
+        self._flight.leaving[wire, unit, m] = send(tensor, group, target, self._tag(wire, unit, m)), tensor
 
     def _recv(self, wire: Wire, unit: int, m: int, peer: int) -> None:
         passed = self._machine.boundaries[unit]

@@ -96,6 +96,17 @@ def issue_order(program: Program, *, made: Collection[Channel] | None = None) ->
         raise InvalidProgram("deadlock: " + "; ".join(waits))
 
 
+def needed_by(i: Instruction) -> Value | None:
+    """What the instruction computes with, where another rank may have sent it."""
+    match i:
+        case Forward(unit, m):
+            return "act", unit, m
+        case Backward(unit, m) | BackwardInput(unit, m):
+            return "grad", unit + 1, m
+        case _:
+            return None
+
+
 def _members(program: Program, number: int, i: Instruction) -> tuple[int, ...]:
     """The ranks that run the instruction together."""
     match i:
@@ -158,11 +169,5 @@ class _Channels:
         """What the instruction computes with that was posted and has not arrived."""
         if not (awaited := self.awaited.get(number)):
             return None
-        match i:
-            case Forward(unit, m):
-                needed: Value = ("act", unit, m)
-            case Backward(unit, m) | BackwardInput(unit, m):
-                needed = ("grad", unit + 1, m)
-            case _:
-                return None
+        needed = needed_by(i)
         return needed if needed in awaited else None

@@ -4,8 +4,8 @@ What stays from step to step are the flat buffers of the units that a rank holds
 the peak of ``program.peak_memory``: of what is kept while each instruction runs (``activations``) and of what that
 instruction makes and drops (``workspace``), the most together. A step has its batch throughout.
 
-Not counted: a collective's own buffers; what was sent until it has left; the batch read ahead; torch itself; rows and
-columns of zeros that exact mode puts beside few.
+Not counted: a collective's own buffers; what was sent until the peer answers, one to three messages at a peak of two
+ranks; the batch read ahead; torch itself; rows and columns of zeros that exact mode puts beside few.
 """
 
 from __future__ import annotations

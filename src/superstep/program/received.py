@@ -1,0 +1,54 @@
+"""What a rank has sent and knows to have been received: its peer has answered since it used that.
+
+On a GPU the host may be a whole step ahead of what runs. When the memory of what was sent comes free follows from this,
+and so from the program alone.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+
+from superstep.program.instructions import Program, Send
+from superstep.program.issue_order import Value, needed_by
+
+
+def received_by(program: Program, rank: int) -> dict[int, tuple[Value, ...]]:
+    """By the place of an instruction, what the rank has sent that is received before this one runs.
+
+    What nothing answers is not among it.
+    """
+    uses = {peer: _uses(program, peer) for peer in {rank, *(i.peer for i in _sends(program, rank).values())}}
+    answers = {peer: _answers(program, peer, rank, uses[rank]) for peer in uses if peer != rank}
+    found: dict[int, list[Value]] = defaultdict(list)
+    for i in _sends(program, rank).values():
+        value = (i.wire, i.unit, i.microbatch)
+        places, known_at = answers[i.peer]
+        answer = bisect_right(places, uses[i.peer][value])
+        if answer < len(places):
+            found[known_at[answer]].append(value)
+    return {place: tuple(values) for place, values in found.items()}
+
+
+def _sends(program: Program, rank: int) -> dict[int, Send]:
+    return {place: i for place, i in enumerate(program.ranks[rank]) if isinstance(i, Send)}
+
+
+def _uses(program: Program, rank: int) -> dict[Value, int]:
+    """Where a rank first waits for a value."""
+    found: dict[Value, int] = {}
+    for place, i in enumerate(program.ranks[rank]):
+        value = needed_by(i)
+        if value is not None:
+            found.setdefault(value, place)
+    return found
+
+
+def _answers(program: Program, peer: int, rank: int, uses: dict[Value, int]) -> tuple[list[int], list[int]]:
+    """The places of what the peer sends to the rank, and where the rank first waits for each or a later one."""
+    sends = {place: i for place, i in _sends(program, peer).items() if i.peer == rank}
+    first, known_at = len(program.ranks[rank]), []
+    for i in reversed(sends.values()):
+        first = min(first, uses[i.wire, i.unit, i.microbatch])
+        known_at.append(first)
+    return list(sends), known_at[::-1]
