@@ -117,10 +117,10 @@ def remembered_rehearsals() -> Iterator[None]:
 def little_is_measured() -> Iterator[None]:
     """The ranks of a run, here or launched, measure little before they begin."""
     import measured_little
-    from superstep.cli.train import job
+    from superstep.run import launch_ranks
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(job, "rank", measured_little.rank)
+        patch.setattr(launch_ranks, "rank", measured_little.rank)
         yield
 
 

@@ -36,6 +36,7 @@ ORDER = (
     "train",
     "grade",
     "tune",
+    "run",
     "cli",
 )
 # Planning, checking and simulating run anywhere, at once: without torch.

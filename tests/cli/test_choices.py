@@ -11,12 +11,13 @@ import tuned
 from model_folder import write_folder
 from superstep.cli import choices
 from superstep.cli.arguments import train
-from superstep.cli.choices import changed_layout, idle_places, passes_of_a_step
+from superstep.cli.choices import changed_layout, idle_places
 from superstep.cli.main import main
 from superstep.cli.train import train as train_verb
 from superstep.plan.config import RunConfig
 from superstep.plan.model.lookup import shape_of
 from superstep.plan.resolve import resolve
+from superstep.run.job import passes_of_a_step
 from superstep.tune.config import TuneConfig
 from superstep.tune.initial_model import started
 from superstep.tune.rl.config import RlConfig, RlRecipe
@@ -68,7 +69,7 @@ class Enough(Exception):
     ],
 )
 def test_train_says_which_layout_it_has_chosen_before_it_prepares_anything(flags, said, tmp_path, monkeypatch, capsys):
-    def stop(run, tokens):
+    def stop(run, tokens, console, launcher):
         raise Enough
 
     monkeypatch.chdir(tmp_path)

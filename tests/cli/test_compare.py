@@ -10,12 +10,12 @@ import pytest
 
 import told_runs
 from superstep.cli.main import main
-from superstep.cli.report import ReportAtEnd, leave_report
 from superstep.observe.doctor.failure_file import write_box
 from superstep.observe.events import RunFinished
 from superstep.observe.page.bundle_html import unpack
 from superstep.plan.config import ModelConfig, RunConfig
 from superstep.plan.config_io import write_config
+from superstep.run.report import ReportAtEnd, leave_report
 from superstep.train.run_paths import RunFolder
 
 CONFIG = RunConfig(model=ModelConfig(name="tiny"))

@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from reported import ROUTERS, STARTED, STEP
-from superstep.cli.number_format import bytes_text, count_text, duration_text, seconds_text, sparkline
 from superstep.cli.train.display import LiveDisplay, PlainDisplay, open_display
 from superstep.cli.train.downsample import Curve
 from superstep.cli.train.progress import Progress, frame
 from superstep.observe.events import Evaluated, Resumed, RunFinished, Saved
+from superstep.observe.number_format import bytes_text, count_text, duration_text, seconds_text, sparkline
 
 CONVENTION = "6N + attention model FLOPs a token, causal attention counted half"
 RUN = replace(STARTED, steps=60, unigram_entropy=6.5, predicted_step_s=0.5, predicted_memory_bytes=3 << 30)

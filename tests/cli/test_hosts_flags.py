@@ -10,12 +10,12 @@ import runs
 from superstep.cli.arguments.hosts import PORT
 from superstep.cli.arguments.train import read
 from superstep.cli.main import main
-from superstep.cli.train import elastic
 from superstep.cost.closed.memory import CONTEXT_BYTES, USABLE
 from superstep.errors import UserError
 from superstep.hardware.catalogue import CHIPS
 from superstep.plan.config import PlanConfig, RunConfig, TrainConfig
 from superstep.plan.resolve import resolve
+from superstep.run import elastic
 
 ELASTIC = ["--train.elastic", "true", "--state.snapshot-every", "1"]
 TWO = ["--hosts", "2", "--host", "1", "--meet", "10.0.0.1:29400"]

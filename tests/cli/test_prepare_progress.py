@@ -9,11 +9,11 @@ from pyarrow import parquet
 import runs
 from superstep.cli.main import main
 from superstep.cli.prepare_progress import LOG_S, REDRAW_S, ProgressLine, prepared
-from superstep.cli.train.exit_messages import how_to_go_on
 from superstep.data import prepare as module
 from superstep.data.prepare import PrepareProgress
 from superstep.errors import Fault
 from superstep.plan.config import DataConfig
+from superstep.run.exit_messages import how_to_go_on
 from superstep.train.run_paths import RunFolder
 
 
@@ -136,16 +136,12 @@ def test_a_preparation_that_is_ended_says_so(error, status, said, tmp_path, monk
     assert capsys.readouterr().err == wanted
 
 
-def test_a_run_of_torchrun_goes_on_with_its_own_command(tmp_path, monkeypatch):
+def test_a_run_of_torchrun_goes_on_with_its_own_command(tmp_path):
     runs.make_files(tmp_path)
     folder = RunFolder(root=tmp_path)
     folder.config.touch()
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
     assert "begin again with: superstep train --state.dir" in how_to_go_on(folder)
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    said = how_to_go_on(folder)
+    said = how_to_go_on(folder, is_of_torchrun=True)
     assert said.endswith("; start the same command again with --state.existing resume.")
 
 

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 import small
 from plans import examples, plan_of, plans
-from superstep.cli.train.memory_fit import require_fit
 from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
 from superstep.cost.closed.memory import COMMUNICATOR_BYTES
@@ -18,6 +17,7 @@ from superstep.cost.program.communicators import MANY_BYTES, PAIR_BYTES, PEER_BY
 from superstep.cost.program.memory_fit import by_category, memory_of, with_communicators
 from superstep.errors import ConfigError
 from superstep.plan.resolve import resolve
+from superstep.run.memory_check import require_fit
 from superstep.train.model import operations
 
 GPU = Device("cuda", 0)

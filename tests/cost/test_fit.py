@@ -9,7 +9,6 @@ import pytest
 import runs
 import small
 from superstep.cli.main import main
-from superstep.cli.train.memory_fit import require_fit
 from superstep.comm.device import Device
 from superstep.cost.program.activations import unit_bytes
 from superstep.cost.program.memory_fit import by_category, memory_of, overflow, with_communicators
@@ -19,6 +18,7 @@ from superstep.plan.resolve import resolve
 from superstep.program.compile import compile_step
 from superstep.program.instructions import Backward
 from superstep.program.peak_memory import course
+from superstep.run.memory_check import require_fit
 from superstep.train.model import operations
 
 

@@ -9,12 +9,12 @@ import runs
 import small
 from longer import many_ranks
 from superstep.cli.main import main
-from superstep.cli.plan_line import plan_text
 from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
 from superstep.engine.engine import Engine
 from superstep.model.axes import units
 from superstep.plan.resolve import resolve
+from superstep.run.plan_line import plan_text
 from superstep.train.batches import microbatches, rows
 
 LAYOUTS = {

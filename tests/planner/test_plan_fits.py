@@ -9,10 +9,10 @@ import pytest
 from planning import problem_of
 from superstep.cli.plan.plan import PlanRequest, checked_sides, first_answer, refined
 from superstep.cli.plan.problem import memory_of
-from superstep.cli.train.memory_fit import require_fit
 from superstep.comm.device import Device
 from superstep.cost.closed.memory import COMMUNICATOR_BYTES, CONTEXT_BYTES, USABLE
 from superstep.planner.calibrate_observation import guide
+from superstep.run.memory_check import require_fit
 
 GPU = Device("cuda", 0)
 GIB = 2**30

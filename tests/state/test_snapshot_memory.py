@@ -10,11 +10,11 @@ import torch
 
 import saved
 from failing_disk import FailingDisk
-from superstep.cli.train import elastic
 from superstep.comm.device import Device
 from superstep.errors import DiskFault, Fault
 from superstep.kernels.checksum import checksum
 from superstep.launch.ranks import World
+from superstep.run import elastic
 from superstep.state import background_checkpoint
 from superstep.state.background_checkpoint import Flusher
 from superstep.state.checkpoint import load

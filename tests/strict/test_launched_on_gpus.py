@@ -11,8 +11,8 @@ import tuned
 from hurting import resumed
 from superstep.cli.main import main
 from superstep.cli.measure import measure
-from superstep.cli.train import job
 from superstep.hardware.cluster_file import read_cluster
+from superstep.run import launch_ranks
 
 pytestmark = pytest.mark.strict
 
@@ -24,7 +24,7 @@ def place(tmp_path, monkeypatch):
     tuned.make_files(tmp_path)
     tuned.write_records(tmp_path / "pairs.jsonl", tuned.preferences(40))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(job, "rank", strict_runs.rank)
+    monkeypatch.setattr(launch_ranks, "rank", strict_runs.rank)
     return tmp_path
 
 
@@ -41,13 +41,13 @@ TRAIN = ["train", "run.toml", "--plan.dp", "2", "--plan.zero", "3", "--state.sna
 def test_a_run_has_the_cpus_losses_and_each_rank_its_own_gpu(place, monkeypatch):
     assert run(*TRAIN, "--state.dir", "gpus") == 0
     assert strict_runs.reports(place / "gpus", 2) == strict_runs.clean(2)
-    monkeypatch.setattr(job, "rank", strict_runs.measured_little.rank)
+    monkeypatch.setattr(launch_ranks, "rank", strict_runs.measured_little.rank)
     assert run(*TRAIN, "--state.dir", "cpu", device="cpu") == 0
     strict_runs.assert_near(place / "gpus", place / "cpu")
 
 
 def test_copies_of_the_state_in_a_thread_without_a_gpu_of_its_own_are_seen(place, monkeypatch):
-    monkeypatch.setattr(job, "rank", strict_runs.rank_whose_copies_choose_no_gpu)
+    monkeypatch.setattr(launch_ranks, "rank", strict_runs.rank_whose_copies_choose_no_gpu)
     assert run(*TRAIN, "--train.steps", "2") == 0
     assert strict_runs.reports(place / "run", 2) == [({}, [0]), ({}, [0, 1])]
 
@@ -59,7 +59,7 @@ LAYOUTS = {"zero 3": ["--plan.dp", "2", "--plan.zero", "3"], "pp": ["--plan.pp",
 def test_a_rank_that_is_killed_within_a_step_changes_no_bit(place, monkeypatch, name):
     argv = ["train", "run.toml", *LAYOUTS[name], "--state.snapshot-every", "1"]
     assert run(*argv, "--state.dir", "whole") == 0
-    monkeypatch.setattr(job, "rank", strict_runs.rank_that_dies)
+    monkeypatch.setattr(launch_ranks, "rank", strict_runs.rank_that_dies)
     assert run(*argv, "--state.dir", "hurt") == 0
     (lost,) = resumed(place / "hurt")
     assert re.match(r"rank 1, host \S+, step \d.*: the process was killed by SIGKILL", lost["lost"])
@@ -77,7 +77,7 @@ def test_preferences_are_learnt_as_on_the_cpu(place, monkeypatch, layout):
     argv, ranks = [*DPO, "--train.steps", "3"], 2 if layout else 1
     assert run(*argv, *layout, "--state.dir", "gpus") == 0
     assert strict_runs.reports(place / "gpus", ranks) == strict_runs.clean(ranks)
-    monkeypatch.setattr(job, "rank", strict_runs.measured_little.rank)
+    monkeypatch.setattr(launch_ranks, "rank", strict_runs.measured_little.rank)
     assert run(*argv, "--state.dir", "cpu", device="cpu") == 0
     strict_runs.assert_near(place / "gpus", place / "cpu")
 

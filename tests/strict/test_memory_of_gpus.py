@@ -8,7 +8,6 @@ import torch
 
 import small
 from strict_ranks import SETTINGS, device_module, gpu_of
-from superstep.cli.train.memory_fit import require_fit
 from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
 from superstep.cost.program.memory import rank_bytes
@@ -18,6 +17,7 @@ from superstep.engine.saved_activations import with_kept
 from superstep.errors import ConfigError
 from superstep.plan.resolve import resolve
 from superstep.program.compile import compile_step
+from superstep.run.memory_check import require_fit
 from superstep.train.batches import microbatches_of, rows
 from superstep.train.model import units_of
 from superstep.train.proof.prove_tolerance import TIMEOUT

@@ -11,10 +11,11 @@ from contextlib import contextmanager
 from functools import partial
 from unittest import mock
 
-from superstep.cli.train.job import TrainJob
-from superstep.cli.train.job import rank as whole
 from superstep.engine.measure import probe_collectives, probe_kernels, probe_machine
 from superstep.launch.ranks import World
+from superstep.run.console import Console
+from superstep.run.job import TrainJob
+from superstep.run.rank import rank as whole
 
 
 @contextmanager
@@ -34,7 +35,7 @@ def measuring_little() -> Iterator[None]:
         yield
 
 
-def rank(world: World, job: TrainJob) -> bool:
-    """As ``superstep.cli.train.job.rank``."""
+def rank(world: World, job: TrainJob, console: Console) -> bool:
+    """As ``superstep.run.rank.rank``."""
     with measuring_little():
-        return whole(world, job)
+        return whole(world, job, console)

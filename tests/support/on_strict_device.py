@@ -16,7 +16,7 @@ for module in (
     "pytest",
     "superstep.train.proof.proof_inputs",
     "superstep.train.proof.prove_exact",
-    "superstep.cli.train.job",
+    "superstep.run.rank",
 ):
     importlib.import_module(module)
 begin("superstep.train.proof.proof_inputs", is_unused=True)

@@ -36,7 +36,7 @@ IMPORTED = [
     "pytest",
     "superstep.train.proof.proof_inputs",
     "superstep.train.proof.prove_exact",
-    "superstep.cli.train.job",
+    "superstep.run.rank",
 ]
 """What a process imports once, of which each rank is then a fork: none waits for torch, and they share its memory."""
 

@@ -8,9 +8,9 @@ def _small(verb, argv):
     """``superstep.cli.preload_torch`` as ever; then another rank in the place of the one that launchers know."""
     _begin(verb, argv)
     from measured_little import rank
-    from superstep.cli.train import job, multi_host
+    from superstep.run import launch_ranks, multi_host
 
-    multi_host.rank = job.rank = rank
+    multi_host.rank = launch_ranks.rank = rank
 
 
 if __name__ == "__main__":

@@ -32,28 +32,28 @@ DIES_AFTER = 3
 """Steps that ``rank_that_dies`` has done."""
 
 
-def rank(world, job):
-    """As ``superstep.cli.train.job.rank``, and leaves in the run's folder what was observed on the rank's GPU."""
+def rank(world, job, console):
+    """As ``superstep.run.rank.rank``, and leaves in the run's folder what was observed on the rank's GPU."""
     configure(device_module(), SETTINGS)
     monitor = Monitor(world.device.index)
-    is_stopped = measured_little.rank(world, job)
+    is_stopped = measured_little.rank(world, job, console)
     report = monitor.report()
     told = {"races": dict(report.races), "contexts": sorted(report.contexts)}
     (job.folder.root / f"gpu-{world.rank}.json").write_text(json.dumps(told))
     return is_stopped
 
 
-def rank_whose_copies_choose_no_gpu(world, job):
+def rank_whose_copies_choose_no_gpu(world, job, console):
     """The thread that copies the state keeps the GPU that a thread begins with."""
 
     def unchosen(threads, name, initializer):
         return ThreadPoolExecutor(threads, name)
 
     with mock.patch.object(snapshots, "ThreadPoolExecutor", unchosen):
-        return rank(world, job)
+        return rank(world, job, console)
 
 
-def rank_that_dies(world, job):
+def rank_that_dies(world, job, console):
     """Rank 1 is killed within its fourth step, while the others wait for what it should send. Once."""
     update = Engine._update
 
@@ -64,7 +64,7 @@ def rank_that_dies(world, job):
 
     if world.rank == 1 and job.recovered is None:
         Engine._update = dies
-    return rank(world, job)
+    return rank(world, job, console)
 
 
 def measured(world, *args):

@@ -12,10 +12,10 @@ import runs
 import small
 from longer import first_few
 from superstep.cli.main import main
-from superstep.cli.number_format import seconds_text
 from superstep.comm.device import Device
 from superstep.errors import ConfigError
 from superstep.launch.ranks import World
+from superstep.observe.number_format import seconds_text
 from superstep.plan.config import ModelConfig, PlanConfig
 from superstep.train.model import resolved, units_of
 from superstep.train.proof.all_layouts import layouts

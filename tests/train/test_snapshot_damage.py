@@ -12,8 +12,8 @@ import pytest
 import hurting
 import runs
 from superstep.cli.main import main
-from superstep.cli.train import job
 from superstep.errors import Lost
+from superstep.run import launch_ranks
 from superstep.state import background_checkpoint
 from superstep.state.checkpoint_dirs import checkpoints, step_of
 from superstep.state.verify import verify
@@ -87,13 +87,13 @@ def test_a_damaged_copy_is_refused_by_name_and_the_next_best_state_is_gone_on_fr
     """
     plan = [("rank 0", {3, 6, 7}, {7}), ("rank 1", {9, 12, 13}, {9, 12, 13})]
     limits, written_to = iter((0, 6, 18)), [0]
-    wanted, recovering = background_checkpoint.oldest_wanted, job.recovering
+    wanted, recovering = background_checkpoint.oldest_wanted, launch_ranks.recovering
 
     def wanting(memories):
         found = wanted(memories)
         return found if found is not None and found.position.step <= written_to[-1] else None
 
-    def recovers(launch, memories, idle):
+    def recovers(launch, memories, idle, restore):
         def launched(lost):
             written_to.append(next(limits))
             if not plan:
@@ -109,10 +109,10 @@ def test_a_damaged_copy_is_refused_by_name_and_the_next_best_state_is_gone_on_fr
                     _flip(memories[1], memories[1].whole()[step])
                 raise
 
-        return recovering(launched, memories, idle)
+        return recovering(launched, memories, idle, restore)
 
     monkeypatch.setattr(background_checkpoint, "oldest_wanted", wanting)
-    monkeypatch.setattr(job, "recovering", recovers)
+    monkeypatch.setattr(launch_ranks, "recovering", recovers)
     flags = [*FLAGS, "--state.save-every", "3", "--state.snapshot-every", "1", "--state.dir", "hurt"]
     assert main(["train", *flags]) == 0
     said = capfd.readouterr().out

@@ -10,8 +10,9 @@ import pytest
 import hurting
 import runs
 from superstep.cli.main import main
-from superstep.cli.train import fault_in_rank, job
+from superstep.cli.train import fault_in_rank
 from superstep.observe.doctor.failure_file import read_box
+from superstep.run import launch_ranks
 from superstep.state.checkpoint import read_position
 from superstep.state.checkpoint_dirs import checkpoints
 from superstep.state.verify import verify
@@ -41,7 +42,7 @@ def test_ranks_that_are_killed_stopped_or_hung_are_recovered_bit_by_bit(tmp_path
     """And checkpoints come from memory meanwhile, as validation runs."""
     runs.make_files(tmp_path)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(job, "rank", fault_in_rank.rank)
+    monkeypatch.setattr(launch_ranks, "rank", fault_in_rank.rank)
     assert main(["train", *FLAGS, *LAYOUT, "--state.dir", "whole"]) == 0
     before = set(multiprocessing.active_children())
     hurter = hurting.Hurter(tmp_path / "hurt", HURTS)

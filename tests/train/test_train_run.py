@@ -14,7 +14,6 @@ import pytest
 
 import runs
 from superstep.cli.main import main
-from superstep.cli.train import sinks
 from superstep.data.token_stream import TokenStream
 from superstep.engine.executor import Executor
 from superstep.errors import Fault
@@ -23,6 +22,7 @@ from superstep.plan.config_io import read_config, write_config
 from superstep.plan.resolve import resolve
 from superstep.program.compile import compile_step
 from superstep.program.text import read_program
+from superstep.run import sinks
 from superstep.state.checkpoint import read_position
 from superstep.state.checkpoint_dirs import checkpoints
 from superstep.train import save_schedule

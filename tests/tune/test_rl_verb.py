@@ -21,9 +21,9 @@ import reinforced
 from ranks import ranks_below
 from superstep.cli.arguments.reinforce import read
 from superstep.cli.main import main
-from superstep.cli.report import run_told
 from superstep.cli.tune.rl import _prepared
 from superstep.observe.page.report import run_value
+from superstep.run.report import run_told
 from superstep.state.checkpoint_dirs import checkpoints
 from superstep.train.run_paths import RunFolder
 from superstep.tune.recipe import write

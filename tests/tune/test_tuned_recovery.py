@@ -6,7 +6,8 @@ import hurting
 import runs
 import tuned
 from superstep.cli.main import main
-from superstep.cli.train import fault_in_rank, job
+from superstep.cli.train import fault_in_rank
+from superstep.run import launch_ranks
 
 pytestmark = pytest.mark.multiproc
 
@@ -23,7 +24,7 @@ def _losses(run):
 def test_sft_goes_on_bit_by_bit_without_a_rank_that_is_stopped_or_hangs(tmp_path, monkeypatch):
     tuned.make_files(tmp_path)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(job, "rank", fault_in_rank.rank)
+    monkeypatch.setattr(launch_ranks, "rank", fault_in_rank.rank)
     assert main(["tune", "sft", *FLAGS, "--state.dir", "whole"]) == 0
     hurter = hurting.Hurter(tmp_path / "hurt", HURTS)
     hurter.start()

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from superstep.cli.arguments.checkpoint import CheckpointArgs, CopyOptions, read
-from superstep.cli.number_format import bytes_text
 from superstep.errors import Damaged, StateError
+from superstep.observe.number_format import bytes_text
 from superstep.state.checkpoint_dirs import checkpoints, leftovers
 from superstep.state.export import export
 from superstep.state.manifest import MANIFEST, Manifest

@@ -69,14 +69,3 @@ def shorter_sequences(proposed: ProposedRun, run: RunConfig, usual_tokens: int) 
     if proposed.data.sequence_tokens is not None or tokens == usual_tokens:
         return None
     return f"data.sequence_tokens = {tokens} (not {usual_tokens}): the model was made for no more."
-
-
-def passes_of_a_step(batch_sequences: int, sequences: int) -> str | None:
-    """That a step goes over the data more than once; None where it does not."""
-    if batch_sequences <= sequences:
-        return None
-    times = f"{batch_sequences / sequences:,.1f}".removesuffix(".0")
-    return (
-        f"a step of {batch_sequences:,} sequences goes over the {sequences:,} of the data {times} times; "
-        f"with train.batch_sequences = {sequences} it goes over them once."
-    )

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from superstep.cli.arguments.compare import read
-from superstep.cli.report import run_told, say_damage, settings_of
+from superstep.cli.damage import say_damage
 from superstep.observe.page.compare import Comparison, compared
 from superstep.observe.page.report import report_page
+from superstep.run.report import run_told, settings_of
 from superstep.train.run_paths import RunFolder, write_whole
 
 

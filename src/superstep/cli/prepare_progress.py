@@ -9,10 +9,10 @@ from typing import TextIO
 
 from rich.console import Console
 
-from superstep.cli.number_format import bytes_text, count_text
 from superstep.data.prepare import PrepareProgress, Report, prepare, refuse_others
 from superstep.data.token_files import Corpus, CorpusManifest
 from superstep.errors import Fault
+from superstep.observe.number_format import bytes_text, count_text
 from superstep.plan.config import DataConfig
 
 LOG_S = 10.0

@@ -10,14 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from superstep.cli.arguments import prove, serve, train, tune, tune_merge, tune_serve
+from superstep.cli.launcher import launcher
 from superstep.cli.options import settled
 from superstep.cli.resolve_model import find_model
 from superstep.cli.serve_settings import serve_config
-from superstep.cli.train.launch_rules import SEVERAL_HOSTS, check_launch, require_alone
 from superstep.cli.train.live_report import require_token
 from superstep.errors import ConfigError
 from superstep.plan.config import RunConfig
 from superstep.plan.resolve import check_ranges, resolve
+from superstep.run.launch_rules import SEVERAL_HOSTS, check_launch, require_alone
 from superstep.serve.config import NGRAM, check_served, check_vocab, fast, plan_of
 from superstep.serve.lora_registry import check_names
 from superstep.train import run_directory
@@ -39,7 +40,7 @@ def check_train(asked: train.TrainArgs) -> None:
         require_alone(config, asked.web_port, SEVERAL_HOSTS)
     if asked.web_port is not None:
         require_token()
-    check_launch(config, 1 if hosts is None else hosts.count)
+    check_launch(config, 1 if hosts is None else hosts.count, launcher())
     if config.model.source is not None:
         _check_own(config)
     elif hosts is None:
@@ -52,7 +53,7 @@ def check_tune(kind: tune.Kind, config: TuneConfig) -> None:
     """Refuse a recipe of conversations or preferences that cannot be followed; raises as ``check_train``."""
     check_recipe(kind, config)
     run = run_of(config)
-    check_launch(run, 1)
+    check_launch(run, 1, launcher())
     run_directory.choose(resolve(run))
 
 
@@ -60,7 +61,7 @@ def check_rewards(recipe: RlRecipe) -> None:
     """Refuse a recipe of rewards that cannot be followed; raises as ``check_train``."""
     config, _ = with_start(recipe, recipe.rl, recipe.start)
     check_run(config, recipe.rl, recipe.rollout)
-    check_launch(config, 1)
+    check_launch(config, 1, launcher())
     _, folder, _ = run_directory.choose(resolve(config))
     check_same(recipe, folder)
 

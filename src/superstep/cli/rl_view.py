@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
-from superstep.cli.number_format import seconds_text
 from superstep.errors import StateError
 from superstep.observe.drawing.lanes import Clock, Lane, LaneItem, draw_lanes, length, merged
+from superstep.observe.number_format import seconds_text
 from superstep.train.run_paths import RunFolder
 from superstep.tune.recipe import RECIPE
 from superstep.tune.rl.config import RlRecipe, read_rl

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from superstep.cli.number_format import bytes_text, count_text, seconds_text
 from superstep.cost.fit_serving import fit
 from superstep.cost.serve import bounds, seconds
 from superstep.observe.drawing.curve import PlottedCurve, draw_courses
+from superstep.observe.number_format import bytes_text, count_text, seconds_text
 from superstep.serve.scheduling.step_log import Replay, prompt_rows, read_log, samples, work_of
 
 LEAST = 40

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from superstep.cli.arguments.trace import read
-from superstep.cli.number_format import seconds_text
 from superstep.errors import StateError
 from superstep.observe.doctor.observations import RunSeen
 from superstep.observe.multi_step_trace import newest_step, perfetto_steps, trace_of_step
+from superstep.observe.number_format import seconds_text
 from superstep.train.inspect_run import left, live, require_run
 from superstep.train.run_paths import RunFolder, write_whole
 

@@ -13,9 +13,8 @@ from pathlib import Path
 
 from superstep.cli.arguments.view import DESCRIPTION
 from superstep.cli.arguments.view import read as read_arguments
-from superstep.cli.number_format import bytes_text, seconds_text
+from superstep.cli.damage import say_damage
 from superstep.cli.options import DEMO, flags, read_run, settled
-from superstep.cli.report import recorded, run_told, say_damage
 from superstep.cli.rl_view import is_rolled, rolled
 from superstep.cli.serve_log_view import replayed
 from superstep.cli.step_page import StepView, page_path, write_page, write_svg, write_trace
@@ -30,6 +29,7 @@ from superstep.errors import ConfigError, Fault, StateError, UserError
 from superstep.observe.drawing.memory import draw_memory
 from superstep.observe.drawing.timeline import GUTTER, draw_text
 from superstep.observe.jsonl import read
+from superstep.observe.number_format import bytes_text, seconds_text
 from superstep.observe.page.report import report_page
 from superstep.observe.router import ASCII, COLOURS, SHADES, draw_routers, reports
 from superstep.observe.trace import Recorded, load_trace
@@ -39,6 +39,7 @@ from superstep.program.compile import compile_step
 from superstep.program.peak_memory import course
 from superstep.program.text import write_program
 from superstep.program.timeline import Timeline
+from superstep.run.report import recorded, run_told
 from superstep.serve.scheduling.step_log import is_log
 from superstep.train.inspect_run import program_of, require_run
 from superstep.train.model import operations, resolved

@@ -24,7 +24,7 @@ from superstep.monitor.activity import Doing
 from superstep.monitor.page_layout import GPU
 
 
-class Event(Protocol):
+class GpuEvent(Protocol):
     """An event of a stream, as ``torch.cuda.Event`` has it."""
 
     def record(self) -> None:
@@ -90,10 +90,10 @@ class StreamMarks:
             GPU 0, and what it asks of CUDA would take memory there.
     """
 
-    def __init__(self, new_event: Callable[[], Event], enter_thread: Callable[[], None]) -> None:
+    def __init__(self, new_event: Callable[[], GpuEvent], enter_thread: Callable[[], None]) -> None:
         self._new_event, self._enter_thread = new_event, enter_thread
-        self._ahead: deque[tuple[Event, Mark]] = deque()
-        self._spare: list[Event] = []
+        self._ahead: deque[tuple[GpuEvent, Mark]] = deque()
+        self._spare: list[GpuEvent] = []
         self._issued = self._passed = 0
         self._last: Mark | None = None
         self._since_ns = 0
@@ -129,7 +129,7 @@ class StreamMarks:
                 last.line, longest_ns, self._since_ns, self._passed, last.text,
             )  # fmt: skip
 
-    def _is_passed(self, event: Event) -> bool:
+    def _is_passed(self, event: GpuEvent) -> bool:
         if self._has_failed:
             return False
         try:

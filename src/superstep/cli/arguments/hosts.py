@@ -12,6 +12,7 @@ from pathlib import Path
 
 from superstep.errors import ConfigError, UserError
 from superstep.plan.config import RunConfig
+from superstep.run.hosts import Hosts
 
 SECRET = "SUPERSTEP_SECRET"
 FEWEST_BYTES = 16
@@ -59,27 +60,6 @@ def web_port_of(options: HostsOptions) -> int | None:
             raise ConfigError(f"--web-port = {options.web_port} needs --web.")
         return None
     return options.web_port
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hosts:
-    """The hosts of a run, seen from one of them.
-
-    Attributes:
-        number: of this one.
-        count: how many there are.
-        meet: where host 0 is asked.
-        secret: of the run.
-        patience_s: how long a host is waited for.
-        without_s: how long a lost one is, before an elastic run goes on without it.
-    """
-
-    number: int
-    count: int
-    meet: tuple[str, int]
-    secret: bytes
-    patience_s: float
-    without_s: float
 
 
 def hosts_of(options: HostsOptions, environment: Mapping[str, str] = os.environ) -> Hosts | None:

@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from superstep.cli.arguments.hosts import Hosts, HostsOptions, hosts_of, web_port_of
+from superstep.cli.arguments.hosts import HostsOptions, hosts_of, web_port_of
 from superstep.cli.options import COMMON, DEMO, named_in, read_flags, read_run, sections_of, settled
 from superstep.plan.config import RunConfig
 from superstep.plan.config_io import read_config
 from superstep.plan.resolve import Resolved
+from superstep.run.hosts import Hosts
 
 DESCRIPTION = "Train a model. Without a run.toml: a demo, two ranks on the source text of Python's own library."
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from superstep.cli.arguments.doctor import read
+from superstep.cli.damage import say_damage
 from superstep.cli.doctor.doctor_text import page
-from superstep.cli.report import say_damage
 from superstep.errors import StateError
 from superstep.observe.doctor.diagnose import Diagnosis, diagnose
 from superstep.observe.doctor.observations import RunSeen

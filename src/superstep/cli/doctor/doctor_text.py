@@ -5,11 +5,11 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator
 
-from superstep.cli.number_format import bytes_text, seconds_text
 from superstep.observe.doctor.diagnose import Diagnosis, Finding
 from superstep.observe.doctor.observations import CHECKPOINT, DATA, REPORT, VALIDATION, RankSeen, RunSeen
 from superstep.observe.doctor.stragglers import TimeSpent
 from superstep.observe.doctor.wait_graph import RankWait
+from superstep.observe.number_format import bytes_text, seconds_text
 
 CALLS = 3
 """How many calls of a stack are shown, from the innermost on."""

@@ -14,7 +14,6 @@ from superstep.cli.arguments.measure import read as read_arguments
 from superstep.cli.arguments.measure import run_of
 from superstep.cli.measure.roofline import Roof, RooflinePoint, draw_svg, draw_text
 from superstep.cli.new_file import write_new_file
-from superstep.cli.number_format import bytes_text, rate_text, seconds_text
 from superstep.cli.serve_settings import kernels_folder
 from superstep.comm.device import choose, cores, gpus
 from superstep.cost.program.op_prices import Measured, seconds
@@ -36,6 +35,7 @@ from superstep.errors import ConfigError
 from superstep.hardware.cluster_file import write_cluster
 from superstep.hardware.serving_rate import ServingRate
 from superstep.launch.ranks import World, launch_on
+from superstep.observe.number_format import bytes_text, rate_text, seconds_text
 from superstep.plan.resolve import Resolved
 from superstep.serve.benchmark_steps import USUAL, calibrate
 from superstep.serve.config import ServeConfig

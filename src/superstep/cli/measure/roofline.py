@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from superstep.cli.number_format import rate_text, seconds_text
+from superstep.observe.number_format import rate_text, seconds_text
 
 WIDTH, HEIGHT = 720, 420
 MARGIN = 90

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from superstep.cli.number_format import bytes_text, count_text, seconds_text
+from superstep.observe.number_format import bytes_text, count_text, seconds_text
 from superstep.serve.capacity_forecast import Crowd, First, Room
 from superstep.serve.drafting.speculation_forecast import Guess
 

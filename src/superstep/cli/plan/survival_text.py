@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from superstep.cli.number_format import bytes_text, seconds_text
+from superstep.observe.number_format import bytes_text, seconds_text
 from superstep.planner.failure_cost import Survival
 
 

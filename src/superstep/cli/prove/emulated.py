@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from superstep.cli.number_format import bytes_text
 from superstep.comm.objects import gather
 from superstep.cost.program.memory_fit import memory_of
 from superstep.launch.ranks import World
+from superstep.observe.number_format import bytes_text
 from superstep.plan.resolve import Resolved
 from superstep.strict.monitor import Monitor, Report
 from superstep.train.proof.proof_inputs import ProofCase, prove_case

@@ -10,11 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from superstep.cli.options import sections_of
-from superstep.cli.plan_line import layout_text
 from superstep.cli.prove.fault_injection import KINDS, SIGNALS, Hurt, HurtRun, Kind, begun, compared, hurt
 from superstep.errors import ConfigError, Fault
 from superstep.plan.config import RunConfig, StateConfig
 from superstep.plan.resolve import Resolved
+from superstep.run.plan_line import layout_text
 
 SAVE_EVERY = 3
 BETWEEN = 4

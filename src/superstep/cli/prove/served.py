@@ -11,12 +11,12 @@ from typing import TypeVar
 
 import torch
 
-from superstep.cli.plan_line import layout_text
 from superstep.cli.serve_settings import kernels_folder
 from superstep.comm.mesh import build_mesh
 from superstep.data.token_stream import BatchSource
 from superstep.launch.ranks import World, launch_on
 from superstep.plan.resolve import Resolved
+from superstep.run.plan_line import layout_text
 from superstep.serve.build_engine import load_rank, open_engine
 from superstep.serve.compute.model_runner import follow
 from superstep.serve.config import ServeConfig, plan_of

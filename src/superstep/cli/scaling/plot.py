@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from superstep.cli.number_format import count_text
+from superstep.observe.number_format import count_text
 from superstep.scaling.budget import Best, best_of_flops
 from superstep.scaling.laws import FLOPS_PER_PARAMETER_AND_TOKEN, Hoffmann
 from superstep.scaling.runs import table

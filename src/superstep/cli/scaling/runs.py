@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from superstep.cli.report import say_damage
+from superstep.cli.damage import say_damage
 from superstep.errors import ConfigError, StateError
 from superstep.observe.jsonl import read
 from superstep.plan.config_io import read_config

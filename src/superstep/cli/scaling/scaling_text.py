@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from superstep.cli.number_format import count_text
+from superstep.observe.number_format import count_text
 from superstep.plan.model.shape import ModelShape
 from superstep.scaling.budget import Best, BudgetChoice
 from superstep.scaling.fit import HUBER_DELTA, residuals

@@ -1,1 +1,1 @@
-"""``superstep train``: the run's display, its launch on ranks and hosts, its exit status."""
+"""``superstep train``: the verb, the display of a run on a terminal, its live report."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Protocol, Self, TextIO
+from typing import Self, TextIO
 
 from rich.console import Console, ConsoleRenderable, Group
 from rich.control import Control
@@ -19,19 +19,8 @@ from rich.text import Text
 
 from superstep.cli.train.progress import Progress, frame, lines
 from superstep.errors import Fault
-from superstep.observe.events import Event, LossTold, Sink, StepDone
-
-
-class Display(Sink, Protocol):
-    """A sink that shows events while its ``with`` block runs."""
-
-    def __enter__(self) -> Self:
-        """Take the terminal."""
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Give it back, by whatever way the block ends."""
+from superstep.observe.events import Event, LossTold, StepDone
+from superstep.run.console import Display
 
 
 def open_display(stream: TextIO, *, mfu_convention: str, log_every: int) -> Display:

@@ -7,11 +7,15 @@ import os
 import signal
 from pathlib import Path
 
+from superstep.cli.launcher import launcher
 from superstep.cli.prove.fault_injection import HANG, ranks_of
-from superstep.cli.train import job as jobs
-from superstep.cli.train.job import TrainJob, launched, prepared_job
+from superstep.cli.train.terminal import Terminal
 from superstep.launch.ranks import World
 from superstep.plan.config_io import read_config
+from superstep.run import rank as ranks
+from superstep.run.console import Console
+from superstep.run.job import TrainJob, prepared_job
+from superstep.run.launch_ranks import launch
 from superstep.train.model import resolved
 
 HANGS_S = 100_000
@@ -21,14 +25,14 @@ def train(path: Path) -> int:
     """Train, or go on; the exit status."""
     run = resolved(read_config(path))
     assert run.config.data.cache is not None
-    with prepared_job(run, lambda *_: Path(run.config.data.cache or "")) as job:
-        return 0 if job is None else launched(job, rank) or 0
+    with prepared_job(run, lambda *_: Path(run.config.data.cache or ""), Terminal(), launcher=launcher()) as job:
+        return 0 if job is None else launch(job, Terminal(), rank) or 0
 
 
-def rank(world: World, job: TrainJob) -> bool:
-    """``jobs.rank``; when it is told to, its main thread sleeps in C and keeps Python's lock."""
+def rank(world: World, job: TrainJob, console: Console) -> bool:
+    """``ranks.rank``; when it is told to, its main thread sleeps in C and keeps Python's lock."""
     signal.signal(HANG, lambda *_: ctypes.PyDLL(None).sleep(HANGS_S))
     place = ranks_of(job.folder)
     place.mkdir(parents=True, exist_ok=True)
     (place / str(world.rank)).write_text(str(os.getpid()))
-    return jobs.rank(world, job)
+    return ranks.rank(world, job, console)

@@ -7,12 +7,12 @@ import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from superstep.cli.report import facts, recorded
 from superstep.errors import ConfigError
 from superstep.observe.page.live_server import LiveServer, Shown
 from superstep.observe.page.report import RunTold, packed_runs, report_page
 from superstep.observe.prometheus import exposition
 from superstep.observe.tail_jsonl import Growing
+from superstep.run.report import facts, recorded
 from superstep.train.run_paths import RunFolder
 
 TOKEN = "SUPERSTEP_WEB_TOKEN"

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 from rich.text import Text
 
-from superstep.cli.number_format import bytes_text, count_text, duration_text, seconds_text, sparkline
 from superstep.cli.train.downsample import Curve
 from superstep.cli.train.rollback_text import headway, setback
 from superstep.observe.events import (
@@ -31,6 +30,7 @@ from superstep.observe.events import (
     StepDone,
     Warned,
 )
+from superstep.observe.number_format import bytes_text, count_text, duration_text, seconds_text, sparkline
 from superstep.observe.router_balance import busiest, dropped_share
 
 WIDEST = 100

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from superstep.cli.number_format import seconds_text
 from superstep.observe.events import Corrupted, Goodput, Resumed, RolledBack
+from superstep.observe.number_format import seconds_text
 
 
 def setback(event: Resumed | RolledBack | Corrupted) -> list[str]:

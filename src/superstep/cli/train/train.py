@@ -11,23 +11,30 @@ from functools import partial
 from pathlib import Path
 
 from superstep.cli import sample
+from superstep.cli.arguments.hosts import TORCHRUN
 from superstep.cli.arguments.sample import SampleOptions
 from superstep.cli.arguments.train import TrainArgs, read
 from superstep.cli.choices import changed_layout, idle_places, places_of
+from superstep.cli.launcher import is_of_torchrun, launcher
 from superstep.cli.options import asks_for_hosts
 from superstep.cli.prepare_progress import prepared
 from superstep.cli.prove import prove
-from superstep.cli.train.exit_messages import ended
-from superstep.cli.train.job import TrainJob, asked_device, launched, prepared_job, rank_of_torchrun
-from superstep.cli.train.job_message import JOB
-from superstep.cli.train.launch_rules import SEVERAL_HOSTS, require_alone
 from superstep.cli.train.live_report import web
-from superstep.cli.train.multi_host import on_hosts
+from superstep.cli.train.terminal import Terminal
 from superstep.comm.device import gpus
 from superstep.data.prepare import is_prepared, prepare
 from superstep.data.token_files import is_whole
+from superstep.launch.hosts.network_interface import interface_of
 from superstep.launch.torchrun import join
 from superstep.plan.resolve import Resolved
+from superstep.run.exit_messages import ended
+from superstep.run.hosts import Hosts
+from superstep.run.job import TrainJob, asked_device, prepared_job
+from superstep.run.job_message import JOB
+from superstep.run.launch_ranks import launch
+from superstep.run.launch_rules import SEVERAL_HOSTS, require_alone
+from superstep.run.multi_host import on_hosts, own_address, share_out
+from superstep.run.rank import rank_of_torchrun
 from superstep.train import run_directory
 from superstep.train.model import resolved, vocab_of
 from superstep.train.run_lock import note_preparing
@@ -41,19 +48,20 @@ def main(argv: Sequence[str]) -> int:
         if asked.hosts is not None:
             run = _run(asked)
             require_alone(run.config, asked.web_port, SEVERAL_HOSTS)
-            return on_hosts(run, asked.hosts, _tokens)
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        return join(lambda ranks: _job_of_torchrun(read(argv), ranks), rank_of_torchrun, JOB, asked_device)
+            return _on_hosts(run, asked.hosts)
+    if is_of_torchrun():
+        worker = partial(rank_of_torchrun, console=Terminal())
+        return join(lambda ranks: _job_of_torchrun(read(argv), ranks), worker, JOB, asked_device)
     asked = read(argv)
     run = _run(asked)
     if asked.is_demo:
         run = _demo_on_few_gpus(run)
     _say_choices(asked, run)
-    with web(asked.web_port) as shown, prepared_job(run, _tokens) as job:
+    with web(asked.web_port) as shown, prepared_job(run, _tokens, Terminal(), launcher=launcher()) as job:
         if job is None:
             return 0
         shown(job.folder)
-        if (status := launched(job)) is not None:
+        if (status := launch(job, Terminal())) is not None:
             return status
     if asked.is_demo and not job.was_complete:
         return _after_demo(job)
@@ -66,7 +74,19 @@ def main(argv: Sequence[str]) -> int:
 def _job_of_torchrun(asked: TrainArgs, ranks: int) -> AbstractContextManager[TrainJob | None]:
     run = _run(asked, ranks)
     require_alone(run.config, asked.web_port, "torchrun and srun")
-    return prepared_job(run, _tokens)
+    return prepared_job(run, _tokens, Terminal(), launcher=launcher())
+
+
+def _on_hosts(run: Resolved, hosts: Hosts) -> int:
+    """This host's part of a run on several; its ranks use the network interface that reaches the others."""
+    run = share_out(run, hosts)
+    address = own_address(hosts)
+    for name in (*TORCHRUN, "LOCAL_RANK", "LOCAL_WORLD_SIZE"):  # these launchers are what is launched by torchrun
+        os.environ.pop(name, None)
+    if (interface := interface_of(address)) is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # this one, and not all that begin so
+    return on_hosts(run, hosts, _tokens, address, Terminal())
 
 
 def _run(asked: TrainArgs, ranks: int | None = None) -> Resolved:
@@ -125,7 +145,7 @@ def _tokens(run: Resolved, folder: RunFolder, checkpoint: Path | None) -> Path:
                     note=partial(note_preparing, folder),
                 )
             except (KeyboardInterrupt, SystemExit) as error:
-                if (status := ended(error, folder)) is not None:
+                if (status := ended(error, folder, Terminal(), is_of_torchrun=is_of_torchrun())) is not None:
                     raise SystemExit(status) from None
                 raise
     if checkpoint is not None:

@@ -11,14 +11,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 from superstep.cli.choices import shorter_sequences
-from superstep.cli.plan_line import plan_text
-from superstep.cli.report import leave_report
 from superstep.cli.serve_settings import kernels_folder
-from superstep.cli.train.disk_fit import require_disk
-from superstep.cli.train.display import open_display, restore
-from superstep.cli.train.exit_messages import ended, stopped
-from superstep.cli.train.memory_fit import require_fit
-from superstep.cli.train.sinks import open_trackers, require_trackers, sinks
+from superstep.cli.train.display import open_display
+from superstep.cli.train.terminal import Terminal
 from superstep.comm.device import Device, choose
 from superstep.engine.choose_attention import kernel_of
 from superstep.errors import ConfigError, Fault
@@ -37,6 +32,12 @@ from superstep.observe.events import (
     StepDone,
 )
 from superstep.plan.config_io import write_config
+from superstep.run.disk_check import require_disk
+from superstep.run.exit_messages import ended, stopped
+from superstep.run.memory_check import require_fit
+from superstep.run.plan_line import plan_text
+from superstep.run.report import leave_report
+from superstep.run.sinks import open_trackers, require_trackers, sinks
 from superstep.state.checkpoint import read_position
 from superstep.state.verify import verify
 from superstep.train import run_directory
@@ -65,14 +66,14 @@ def run(recipe: RlRecipe) -> int:
         try:
             is_stopped = _launched(job)
         except BaseException as error:
-            restore(sys.stdout)
+            Terminal().restore()
             leave_report(job.folder)
-            if (status := ended(error, job.folder, "tune rl")) is not None:
+            if (status := ended(error, job.folder, Terminal(), "tune rl")) is not None:
                 return status
             raise
         if is_stopped:
             leave_report(job.folder)
-            return stopped(job.folder, "tune rl")
+            return stopped(job.folder, Terminal(), "tune rl")
     print(f"\nResults: {job.folder.root}", flush=True)
     return 0
 
@@ -178,7 +179,7 @@ class _Teller:
             )
         )
         trackers = open_trackers(self._job.run.config, folder)
-        sink = Fanout(sinks(observe, folder, display, trackers))
+        sink = Fanout(sinks(observe, folder, display, trackers, Terminal().warn))
         stack.callback(sink.close)
         sink.write(
             RunStarted(

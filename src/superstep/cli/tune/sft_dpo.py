@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from superstep.cli.choices import idle_places, places_of, shorter_sequences
+from superstep.cli.launcher import is_of_torchrun, launcher
 from superstep.cli.prepare_progress import show
-from superstep.cli.train.exit_messages import ended
-from superstep.cli.train.job import TrainJob, asked_device, launched, prepared_job, rank_of_torchrun
-from superstep.cli.train.job_message import JOB
+from superstep.cli.train.terminal import Terminal
 from superstep.data.token_files import Corpus, is_whole
 from superstep.launch.torchrun import join
 from superstep.plan.resolve import Resolved
+from superstep.run.exit_messages import ended
+from superstep.run.job import RunKind, TrainJob, asked_device, prepared_job
+from superstep.run.job_message import JOB
+from superstep.run.launch_ranks import launch
+from superstep.run.rank import rank_of_torchrun
 from superstep.train import run_directory
 from superstep.train.model import resolved, vocab_of
 from superstep.train.run_paths import RunFolder
@@ -34,12 +38,13 @@ def run(read: Callable[[], tuple[Kind, TuneConfig]]) -> int:
     Args:
         read: what is to be done, and the recipe; under torchrun rank 0 alone is asked.
     """
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        return join(lambda ranks: _prepared(*read(), ranks), rank_of_torchrun, JOB, asked_device)
+    if is_of_torchrun():
+        worker = partial(rank_of_torchrun, console=Terminal())
+        return join(lambda ranks: _prepared(*read(), ranks), worker, JOB, asked_device)
     with _prepared(*read()) as job:
         if job is None:
             return 0
-        if (status := launched(job)) is not None:
+        if (status := launch(job, Terminal())) is not None:
             return status
     print(f"\nResults: {job.folder.root}", flush=True)
     return 0
@@ -57,7 +62,11 @@ def _prepared(kind: Kind, config: TuneConfig, ranks: int | None = None) -> Abstr
         return _tokens(Conversations(run.config, config.sft, vocab_of(run), kind), folder, checkpoint, verb)
 
     return prepared_job(
-        run, tokens, verb=verb, files={RECIPE: write(recipe)}, lesson=lesson, length=length_of(config.sft.epochs)
+        run,
+        tokens,
+        Terminal(),
+        launcher=launcher(),
+        kind=RunKind(verb=verb, files={RECIPE: write(recipe)}, lesson=lesson, length=length_of(config.sft.epochs)),
     )
 
 
@@ -77,7 +86,7 @@ def _tokens(wanted: Conversations, folder: RunFolder, checkpoint: Path | None, v
         try:
             _prepare(wanted, kept, is_shared=bool(cache))
         except (KeyboardInterrupt, SystemExit) as error:
-            if (status := ended(error, folder, verb)) is not None:
+            if (status := ended(error, folder, Terminal(), verb, is_of_torchrun=is_of_torchrun())) is not None:
                 raise SystemExit(status) from None
             raise
     if checkpoint is not None:

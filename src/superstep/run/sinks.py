@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from superstep.cli.report import ReportAtEnd, flat
 from superstep.errors import ConfigError
 from superstep.observe.events import Sink
 from superstep.observe.jsonl import JsonLines
 from superstep.observe.tensorboard import TensorBoard
 from superstep.observe.trackers import Mlflow, Tracked, TrackedRun, Tracker, Trackio, Wandb
 from superstep.plan.config import ObserveConfig, RunConfig
+from superstep.run.report import ReportAtEnd, flat
 from superstep.train.run_paths import RunFolder, write_whole
 
 WAITING_BYTES = 2**22
@@ -72,16 +71,22 @@ def open_trackers(config: RunConfig, folder: RunFolder) -> dict[str, Tracker]:
     return found
 
 
-def sinks(observe: ObserveConfig, folder: RunFolder, display: Sink, trackers: dict[str, Tracker]) -> Sequence[Sink]:
-    """The sinks of a run whose folder has been written. The last one makes the page of what the others have told."""
-    found: list[Sink] = [JsonLines(folder.metrics, most_waiting_bytes=WAITING_BYTES, warn=_warn), display]
+def sinks(
+    observe: ObserveConfig, folder: RunFolder, display: Sink, trackers: dict[str, Tracker], warn: Callable[[str], None]
+) -> Sequence[Sink]:
+    """The sinks of a run whose folder has been written. The last one makes the page of what the others have told.
+
+    Args:
+        observe: what the run asks for.
+        folder: of the run.
+        display: shows events to whoever started it.
+        trackers: that are open.
+        warn: is told in one line what could not be written.
+    """
+    found: list[Sink] = [JsonLines(folder.metrics, most_waiting_bytes=WAITING_BYTES, warn=warn), display]
     if observe.tensorboard:
         found.append(TensorBoard(folder.tensorboard, most_waiting_bytes=WAITING_BYTES))
     if trackers:
         write_whole(folder.trackers, json.dumps({name: tracker.run for name, tracker in trackers.items()}))
-    found += [Tracked(name, tracker, _warn) for name, tracker in trackers.items()]
+    found += [Tracked(name, tracker, warn) for name, tracker in trackers.items()]
     return [*found, ReportAtEnd(folder)]
-
-
-def _warn(text: str) -> None:
-    print(f"superstep: {text}", file=sys.stderr, flush=True)

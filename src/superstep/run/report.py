@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
-import sys
 from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 from superstep.errors import StateError, SuperstepError, UserError
 from superstep.observe.doctor.failure_file import read_box
@@ -80,12 +78,6 @@ def run_told(folder: RunFolder, *, ran: Timeline | None = None) -> RunTold:
         damage=damage(folder.metrics),
         facts=facts(),
     )
-
-
-def say_damage(path: Path) -> None:
-    """Say which lines of a metrics.jsonl cannot be read, where some cannot."""
-    if path.is_file() and (text := damage(path)):
-        print(f"superstep: {text}", file=sys.stderr, flush=True)
 
 
 def _fault(folder: RunFolder) -> str:

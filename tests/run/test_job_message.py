@@ -6,10 +6,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from superstep.cli.train.job import TrainJob
-from superstep.cli.train.job_message import decode, encode
 from superstep.comm.codec import VERSION
 from superstep.plan.config import DataConfig, LoraConfig, ModelConfig, PlanConfig, RunConfig, TrainConfig
+from superstep.run.job import TrainJob
+from superstep.run.job_message import decode, encode
 from superstep.train.model import flops_per_token, operations, resolved
 from superstep.train.run_paths import RunFolder
 from superstep.tune.dpo import Dpo

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from superstep.cli.number_format import bytes_text
 from superstep.comm.device import Device
 from superstep.cost.program.memory import RankBytes, rank_bytes
 from superstep.cost.program.memory_fit import Overflow, memory_of, overflow, with_communicators
@@ -12,6 +11,7 @@ from superstep.cost.program.operation import UnitOperations
 from superstep.cost.program.predict import sizes_of
 from superstep.cost.program.snapshot_memory import snapshot_bytes
 from superstep.errors import ConfigError
+from superstep.observe.number_format import bytes_text
 from superstep.plan.config import RunConfig
 from superstep.plan.resolve import Resolved
 from superstep.program.compile import compile_step

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import msgspec
 
-from superstep.cli.train.job import TrainJob
 from superstep.comm.codec import Codec
 from superstep.launch.torchrun import StoredForm
 from superstep.plan.config import RunConfig
 from superstep.plan.config_io import parse_config, write_config
+from superstep.run.job import TrainJob
 from superstep.train.model import flops_per_token, operations, resolved
 from superstep.train.run_paths import RunFolder
 from superstep.tune.config import DpoConfig

@@ -1,4 +1,4 @@
-"""superstep train on several hosts: a launcher on each, of which host 0's leads and prepares, and all others follow.
+"""A run on several hosts: a launcher on each, of which host 0's leads and prepares, and all others follow.
 
 host 0      the run directory, the tokens ─ Lead ─┐
                                                   ├─ attend: ranks of this host, again and again, until it is over
@@ -19,13 +19,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import superstep
-from superstep.cli.arguments.hosts import TORCHRUN, Hosts
-from superstep.cli.plan_line import plan_text
-from superstep.cli.train.display import restore
-from superstep.cli.train.elastic import Parts, plans_of, write_parts
-from superstep.cli.train.exit_messages import ended, stopped
-from superstep.cli.train.job import Tokens, TrainJob, prepared_job, rank, watch_of
-from superstep.cli.train.recovering import Recovered
 from superstep.comm.device import choose
 from superstep.errors import ConfigError, SuperstepError, UserError
 from superstep.launch.failure import Trouble
@@ -38,13 +31,21 @@ from superstep.launch.hosts.listener import Door
 from superstep.launch.hosts.member import Member
 from superstep.launch.hosts.membership import HeldStates
 from superstep.launch.hosts.messages import Address, Fetching, Hello, Message, Orders
-from superstep.launch.hosts.network_interface import address_to, interface_of
+from superstep.launch.hosts.network_interface import address_to
 from superstep.launch.hosts.replica_store import Keeper
 from superstep.launch.hosts.tcp_store import TcpStore
 from superstep.launch.ranks import RankWorld, launch_here
 from superstep.launch.rendezvous import Meeting
 from superstep.plan.config_io import write_config
 from superstep.plan.resolve import Resolved
+from superstep.run.console import Console
+from superstep.run.elastic import Parts, plans_of, write_parts
+from superstep.run.exit_messages import ended, stopped
+from superstep.run.hosts import Hosts
+from superstep.run.job import Tokens, TrainJob, prepared_job, watch_of
+from superstep.run.plan_line import plan_text
+from superstep.run.rank import rank
+from superstep.run.recover import Recovered
 from superstep.state.checkpoint import read_position
 from superstep.state.memory_snapshot import Handles
 from superstep.state.verify import newest
@@ -53,32 +54,45 @@ from superstep.train.model import flops_per_token, operations
 from superstep.train.run_paths import RunFolder
 
 
-def on_hosts(run: Resolved, hosts: Hosts, tokens: Tokens) -> int:
-    """Train on the ranks of several hosts; the exit status of this one's launcher.
+def own_address(hosts: Hosts) -> str:
+    """The address of this host that reaches where the hosts meet.
 
     Raises:
-        ConfigError: the ranks cannot be shared out to so many hosts.
-        SuperstepError: why the run has ended before its last step.
+        UserError: none does.
     """
-    run = _settled(run, hosts)
     try:
-        address = address_to(hosts.meet)
+        return address_to(hosts.meet)
     except OSError as error:
         raise UserError(f"--meet = {hosts.meet[0]}:{hosts.meet[1]} cannot be reached ({error}).") from error
-    for name in (*TORCHRUN, "LOCAL_RANK", "LOCAL_WORLD_SIZE"):  # these launchers are what is launched by torchrun
-        os.environ.pop(name, None)
-    if (interface := interface_of(address)) is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # this one, and not all that begin so
-    _say(f"host {hosts.number} of {hosts.count}, {address}; host 0 is asked at {hosts.meet[0]}:{hosts.meet[1]}")
-    here = _Here(run, hosts, address)
+
+
+def on_hosts(run: Resolved, hosts: Hosts, tokens: Tokens, address: str, console: Console) -> int:
+    """Train on the ranks of several hosts; the exit status of this one's launcher.
+
+    Args:
+        run: that is trained, as ``share_out`` gives it.
+        hosts: that share its ranks.
+        tokens: makes them, or finds them, on host 0.
+        address: of this host.
+        console: shows the run.
+
+    Raises:
+        SuperstepError: why the run has ended before its last step.
+    """
+    console.say(f"host {hosts.number} of {hosts.count}, {address}; host 0 is asked at {hosts.meet[0]}:{hosts.meet[1]}")
+    here = _Here(run, hosts, address, console)
     if hosts.number == 0:
         for count in sorted(here.plans, reverse=True)[1:]:
-            _say(f"on {count} host{'s' * (count > 1)}: {plan_text(here.plans[count])}")
+            console.say(f"on {count} host{'s' * (count > 1)}: {plan_text(here.plans[count])}")
     return _led(here, tokens) if hosts.number == 0 else _followed(here)
 
 
-def _settled(run: Resolved, hosts: Hosts) -> Resolved:
+def share_out(run: Resolved, hosts: Hosts) -> Resolved:
+    """The run with what is automatic on several hosts filled in.
+
+    Raises:
+        ConfigError: the ranks cannot be shared out to so many hosts.
+    """
     world = run.plan.mesh.world
     if world % hosts.count:
         fits = [count for count in range(2, world + 1) if world % count == 0]
@@ -101,8 +115,8 @@ def _settled(run: Resolved, hosts: Hosts) -> Resolved:
 class _Here:
     """This host of the run: its part of the ranks, and the memory that outlives them."""
 
-    def __init__(self, run: Resolved, hosts: Hosts, address: str) -> None:
-        self.resolved, self.hosts, self.address = run, hosts, address
+    def __init__(self, run: Resolved, hosts: Hosts, address: str, console: Console) -> None:
+        self.resolved, self.hosts, self.address, self.console = run, hosts, address, console
         self.size = run.plan.mesh.world // hosts.count
         self.plans = plans_of(run, hosts.count)
         self.name = f"{hosts.number} ({os.uname().nodename})"
@@ -114,7 +128,7 @@ class _Here:
         state = run.config.state
         kept = 0 if state.snapshot_every is None else self.size
         peers, rate = state.peers or 0, state.peer_bytes_per_s
-        self.keeper = Keeper(kept, hosts.secret, peers=peers, bytes_per_s=rate, say=_say)
+        self.keeper = Keeper(kept, hosts.secret, peers=peers, bytes_per_s=rate, say=console.say)
 
     def hello(self, port: int) -> Hello:
         """Who it is, for other launchers."""
@@ -155,12 +169,14 @@ class _Here:
         kind = choose(job.run.config.plan.device, self.size)
         self.keeper.begin(given)
         told = replace(self._told(job, given), snapshots=self._snapshots(at))
-        party = RankWorld(size=self.size, worker=rank, args=(told,), meeting=self._meeting(given, at, self.size))
+        party = RankWorld(
+            size=self.size, worker=rank, args=(told, self.console), meeting=self._meeting(given, at, self.size)
+        )
         try:
             value, is_done = launch_here(kind, party, cut, troubled)
         finally:
             self.keeper.rest()
-            restore(sys.stdout)
+            self.console.restore()
         self.is_stopped = bool(value)
         return is_done
 
@@ -242,7 +258,7 @@ def _job(run: Resolved, facts: Message) -> TrainJob:
 
 def _led(here: _Here, tokens: Tokens) -> int:
     """Host 0: it can be asked before it has prepared, which may take its time."""
-    hosts, config = here.hosts, here.resolved.config
+    hosts, config, console = here.hosts, here.resolved.config, here.console
     stores: list[TcpStore] = []
 
     def prepare(go: Go) -> tuple[Address, Message]:
@@ -267,7 +283,7 @@ def _led(here: _Here, tokens: Tokens) -> int:
             table=table,
             prepare=prepare,
             copies=(here.keeper, Steer(config.state.snapshot_every or 1)),
-            tell=_say,
+            tell=console.say,
         )
     except OSError as error:
         raise UserError(
@@ -276,17 +292,17 @@ def _led(here: _Here, tokens: Tokens) -> int:
         ) from error
     last: Over | None = None
     try:
-        with prepared_job(here.resolved, tokens, hosts=hosts.count) as job:
+        with prepared_job(here.resolved, tokens, console, hosts=hosts.count) as job:
             if job is None:
                 last = Over()
                 return 0
             here.job = job = replace(job, verb=here.verb)
             lead.begin()
             try:
-                last = attend(0, here.name, lead.orders, lead.told, here, _say)
+                last = attend(0, here.name, lead.orders, lead.told, here, console.say)
             except BaseException as error:
                 last = _left(error)  # before it says how this host goes on
-                if (status := ended(error, job.folder, job.verb)) is not None:
+                if (status := ended(error, job.folder, console, job.verb)) is not None:
                     return status
                 raise
             return _ending(last, here)
@@ -306,30 +322,30 @@ def _left(error: BaseException) -> Over:
 def _followed(here: _Here) -> int:
     """Any other host."""
     hosts = here.hosts
-    door = Door((here.address, 0), hosts.secret, here.keeper.enters, _say)
+    door = Door((here.address, 0), hosts.secret, here.keeper.enters, here.console.say)
     member = Member(
         hosts.meet,
         hosts.secret,
         mine=here.hello(door.address[1]),
         patience_s=hosts.patience_s,
         copies=here.keeper,
-        is_complete=lambda: _is_complete(here.resolved),
+        is_complete=lambda: _is_complete(here.resolved, here.console),
     )
     try:
-        return _ending(attend(hosts.number, here.name, member.orders, member.told, here, _say), here)
+        return _ending(attend(hosts.number, here.name, member.orders, member.told, here, here.console.say), here)
     finally:
         member.close()
         door.close()
 
 
-def _is_complete(run: Resolved) -> bool:
+def _is_complete(run: Resolved, console: Console) -> bool:
     """Whether there is nothing left to do, as the run's directory has it; where it cannot be told, there is."""
     folder = RunFolder(root=Path(run.config.state.dir))
     with suppress(SuperstepError, OSError):
         if run.config.state.existing == "resume" and (found := newest(folder.checkpoints)) is not None:
             step = read_position(found).step
             if step >= run.config.train.steps:
-                _say(f"The run in {folder.root} is complete at step {step}: host 0 has left.")
+                console.say(f"The run in {folder.root} is complete at step {step}: host 0 has left.")
                 return True
     return False
 
@@ -339,14 +355,10 @@ def _ending(over: Over, here: _Here) -> int:
     if over.cause is not None:
         error = raised(over.cause)
         if here.job is not None:
-            ended(error, here.job.folder, here.job.verb)
+            ended(error, here.job.folder, here.console, here.job.verb)
         raise error
     if here.is_stopped and here.job is not None:
-        return stopped(here.job.folder, here.job.verb)
+        return stopped(here.job.folder, here.console, here.job.verb)
     if here.job is not None:
-        _say(f"\nResults: {here.job.folder.root}")
+        here.console.say(f"\nResults: {here.job.folder.root}")
     return 0
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)

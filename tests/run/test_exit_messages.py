@@ -10,13 +10,14 @@ import pytest
 import runs
 import saved
 from superstep.cli.main import main, reported
-from superstep.cli.train import exit_messages, job, multi_host
 from superstep.cli.tune import rl
 from superstep.errors import Fault, UserError
 from superstep.launch.failure import trouble_of
 from superstep.launch.hosts.events import Cause, Over
 from superstep.launch.hosts.follow_orders import cause_of
 from superstep.launch.hosts.messages import order_message, order_of
+from superstep.run import exit_messages, launch_ranks, multi_host
+from superstep.run.console import Silent
 from superstep.state import checkpoint
 from superstep.train.folder_watch import Displaced
 from superstep.train.run_paths import RunFolder
@@ -40,7 +41,7 @@ def place(tmp_path, monkeypatch):
 def test_a_fault_names_the_newest_checkpoint_and_the_command_that_goes_on(monkeypatch, capsys):
     assert main(FLAGS) == 0
     capsys.readouterr()
-    monkeypatch.setattr(job, "launch_on", _breaks)
+    monkeypatch.setattr(launch_ranks, "launch_on", _breaks)
     assert main([*FLAGS, "--state.existing", "resume", "--train.steps", "6"]) == 1
     said = capsys.readouterr().err
     assert said == (
@@ -52,14 +53,14 @@ def test_a_fault_names_the_newest_checkpoint_and_the_command_that_goes_on(monkey
 def test_a_fault_before_a_checkpoint_and_one_before_the_run_had_begun(place):
     folder = RunFolder(root=place / "run")
     fault = Fault("it broke")
-    assert exit_messages.ended(fault, folder) is None
+    assert exit_messages.ended(fault, folder, Silent()) is None
     assert str(fault) == "it broke", "the run had not begun"
     folder.root.mkdir()
     folder.config.touch()
-    exit_messages.ended(fault, folder)
+    exit_messages.ended(fault, folder, Silent())
     assert "it broke. The run has no checkpoint yet; begin again with: superstep train --state.dir " in str(fault)
     mistake = UserError("no such field")
-    exit_messages.ended(mistake, folder)
+    exit_messages.ended(mistake, folder, Silent())
     assert str(mistake) == "no such field"
 
 
@@ -97,7 +98,7 @@ def test_each_host_is_told_its_own_command_where_the_folder_was_moved(place):
     told = order_of(json.loads(json.dumps(order_message(Over(cause)))))
     for host in range(2):
         verb = f"train --hosts 2 --host {host} --meet 10.0.0.1:29400"
-        here = SimpleNamespace(job=SimpleNamespace(folder=RunFolder(root=place / "run"), verb=verb))
+        here = SimpleNamespace(job=SimpleNamespace(folder=RunFolder(root=place / "run"), verb=verb), console=Silent())
         with pytest.raises(Fault) as ended:
             multi_host._ending(told, here)
         assert str(ended.value).endswith(
@@ -145,6 +146,7 @@ def test_other_hosts_are_not_told_the_command_of_host_0(is_raised, place, monkey
         keeper=None,
         verb="train --hosts 2 --host 0",
         name="0 (first)",
+        console=Silent(),
     )
     monkeypatch.setattr(multi_host, "Lead", Lead)
     monkeypatch.setattr(multi_host, "prepared_job", lambda *args, **rest: nullcontext(Held(folder)))

@@ -2,28 +2,54 @@
 
 from __future__ import annotations
 
-import os
 import sys
+from dataclasses import dataclass
 
-from superstep.cli.train.sinks import require_trackers
 from superstep.errors import ConfigError
 from superstep.plan.config import RunConfig
+from superstep.run.sinks import require_trackers
 
 SEVERAL_HOSTS = "a launcher on each of several hosts"
 
 
-def check_launch(config: RunConfig, hosts: int) -> None:
+@dataclass(frozen=True, slots=True)
+class Launcher:
+    """Who launches the ranks of a run.
+
+    Attributes:
+        is_own: superstep does, and not torchrun or srun.
+        local_ranks: the ranks on this host, as another launcher says; None where it does not.
+    """
+
+    is_own: bool = True
+    local_ranks: int | None = None
+
+    def ranks_here(self, ranks: int) -> int:
+        """The ranks on this host.
+
+        Args:
+            ranks: how many it has where superstep launches them.
+        """
+        return self.local_ranks or (ranks if self.is_own else 1)
+
+
+OWN = Launcher()
+"""Superstep's own launcher."""
+
+
+def check_launch(config: RunConfig, hosts: int, launcher: Launcher) -> None:
     """See that the launcher of a run can do what is asked of it.
 
     Args:
         config: of the run.
         hosts: that share its ranks, each with a launcher.
+        launcher: of its ranks.
 
     Raises:
         ConfigError: it cannot.
     """
     state = config.state
-    if state.snapshot_every is not None and ("RANK" in os.environ or sys.platform != "linux"):
+    if state.snapshot_every is not None and (not launcher.is_own or sys.platform != "linux"):
         raise ConfigError(
             f"state.snapshot_every = {state.snapshot_every} needs ranks that superstep launches itself, on Linux; "
             "leave it out, or start the run without torchrun and srun."

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from superstep.cli.number_format import bytes_text
 from superstep.errors import ConfigError
+from superstep.observe.number_format import bytes_text
 from superstep.plan.resolve import Resolved
 from superstep.planner.goodput import STATE_BYTES
 from superstep.state.checkpoint_dirs import checkpoints

@@ -17,8 +17,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from superstep.cli.report import leave_report
 from superstep.observe.jsonl import read
+from superstep.run.report import leave_report
 from superstep.state.checkpoint_dirs import checkpoints, step_of
 from superstep.train.run_paths import RunFolder
 
@@ -90,8 +90,7 @@ class _Samples:
     def _sample(self, step: int) -> None:
         words = ["sample", str(self._folder.root), self._prompt, "--step", str(step), "--tokens", str(TOKENS)]
         process = subprocess.Popen(
-            [sys.executable, "-m", "superstep", *words],
-            env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+            ["env", "CUDA_VISIBLE_DEVICES=", "OMP_NUM_THREADS=1", sys.executable, "-m", "superstep", *words],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

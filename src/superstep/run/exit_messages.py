@@ -2,50 +2,58 @@
 
 from __future__ import annotations
 
-import os
 import shlex
-import sys
 from pathlib import Path
 
 from superstep.errors import Fault
 from superstep.launch.stop_request import STOPPED
+from superstep.run.console import Console
 from superstep.state.checkpoint_dirs import checkpoints
 from superstep.train.run_paths import RunFolder
 
 INTERRUPTED = 130
 
 
-def ended(error: BaseException, folder: RunFolder, verb: str = "train") -> int | None:
+def ended(
+    error: BaseException, folder: RunFolder, console: Console, verb: str = "train", *, is_of_torchrun: bool = False
+) -> int | None:
     """The exit status after Ctrl-C or a SIGTERM that was not waited for, told in one line; None after anything else. A
     fault of a run that has begun says how to go on, wherever it is told.
+
+    Args:
+        error: that ended the run.
+        folder: of the run.
+        console: is told.
+        verb: the words after superstep that go on with the run.
+        is_of_torchrun: whether torchrun or srun launched it, whose flags are not known here.
     """
     match error:
         case KeyboardInterrupt():
-            return _told("interrupted", folder, INTERRUPTED, verb)
+            status, what = INTERRUPTED, "interrupted"
         case SystemExit(code=code) if code == STOPPED:
             has_begun = folder.config.is_file()
-            return _told(f"ended by SIGTERM{', before the step was done' if has_begun else ''}", folder, STOPPED, verb)
+            status, what = STOPPED, f"ended by SIGTERM{', before the step was done' if has_begun else ''}"
         case Fault(saved_in=place) if place:
-            error.adding(how_to_go_on(RunFolder(root=Path(place)), verb, is_moved=True))
+            error.adding(how_to_go_on(RunFolder(root=Path(place)), verb, is_moved=True, is_of_torchrun=is_of_torchrun))
             return None
         case Fault() if folder.config.is_file():
-            error.adding(how_to_go_on(folder, verb))
+            error.adding(how_to_go_on(folder, verb, is_of_torchrun=is_of_torchrun))
             return None
         case _:
             return None
-
-
-def stopped(folder: RunFolder, verb: str = "train") -> int:
-    """The exit status after a SIGTERM that the run has come to an end for, told in one line."""
-    return _told("stopped by SIGTERM", folder, STOPPED, verb)
-
-
-def _told(what: str, folder: RunFolder, status: int, verb: str) -> int:
-    print(f"superstep: {what}. {how_to_go_on(folder, verb)}", file=sys.stderr, flush=True)
+    console.warn(f"{what}. {how_to_go_on(folder, verb, is_of_torchrun=is_of_torchrun)}")
     return status
 
 
-def how_to_go_on(folder: RunFolder, verb: str = "train", *, is_moved: bool = False) -> str:
+def stopped(folder: RunFolder, console: Console, verb: str = "train", *, is_of_torchrun: bool = False) -> int:
+    """The exit status after a SIGTERM that the run has come to an end for, told in one line."""
+    console.warn(f"stopped by SIGTERM. {how_to_go_on(folder, verb, is_of_torchrun=is_of_torchrun)}")
+    return STOPPED
+
+
+def how_to_go_on(
+    folder: RunFolder, verb: str = "train", *, is_moved: bool = False, is_of_torchrun: bool = False
+) -> str:
     """The newest checkpoint and the command that goes on from it, as far as there are any; ``is_moved`` where the run
     began in another folder.
     """
@@ -55,7 +63,7 @@ def how_to_go_on(folder: RunFolder, verb: str = "train", *, is_moved: bool = Fal
     place = f"--state.dir {shlex.quote(str(folder.root))} "
     command = f"superstep {verb} {place}--state.existing resume"
     found = checkpoints(folder.checkpoints)
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:  # by torchrun or srun, whose flags are not known here
+    if is_of_torchrun:
         newest = f"The newest checkpoint is {found[-1]}" if found else "The run has no checkpoint yet"
         return f"{newest}; start the same command again with {place if is_moved else ''}--state.existing resume."
     if not found:

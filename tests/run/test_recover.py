@@ -6,8 +6,8 @@ from unittest import mock
 import pytest
 
 from superstep.cli.main import main
-from superstep.cli.train import job, recovering
 from superstep.errors import Fault, Lost
+from superstep.run import launch_rules, recover
 
 
 def _run(steps, ending, passed_over=()):
@@ -21,8 +21,8 @@ def _run(steps, ending, passed_over=()):
         raise Lost("killed", rank=1)
 
     found = [(step, passed_over) for step in steps]
-    with mock.patch.object(recovering, "newest_undamaged", side_effect=found):
-        return recovering.recovering(launch, [], threading.Lock()), told
+    with mock.patch.object(recover, "newest_undamaged", side_effect=found):
+        return recover.recovering(launch, [], threading.Lock(), lambda: None), told
 
 
 def test_a_run_goes_on_as_long_as_it_gets_further():
@@ -50,7 +50,7 @@ def test_a_rank_that_raised_itself_would_do_so_again():
 
 def test_ranks_of_others_have_nobody_who_outlives_them(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(job.sys, "platform", "darwin")
+    monkeypatch.setattr(launch_rules.sys, "platform", "darwin")
     assert main(["train", "--state.snapshot-every", "2", "--plan.dp", "1"]) == 2
     assert "state.snapshot_every = 2 needs ranks that superstep launches itself, on Linux" in capsys.readouterr().err
     assert main(["train", "--state.snapshot-every", "0"]) == 2

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-from superstep.cli.train.display import restore
 from superstep.errors import Lost
 from superstep.launch.retry import next_try
 from superstep.state.damage import newest_undamaged
@@ -34,7 +32,10 @@ class Recovered:
 
 
 def recovering(
-    launch: Callable[[Recovered | None], bool], memories: Sequence[SnapshotMemory], idle: AbstractContextManager[object]
+    launch: Callable[[Recovered | None], bool],
+    memories: Sequence[SnapshotMemory],
+    idle: AbstractContextManager[object],
+    restore: Callable[[], None],
 ) -> bool:
     """What ``launch`` returns, called again where a rank was lost: with the newest snapshot that all ranks have, or
     without one where all are damaged.
@@ -43,6 +44,7 @@ def recovering(
         launch: trains.
         memories: of all ranks.
         idle: within it nobody else reads them.
+        restore: gives back a terminal that the lost ranks had.
 
     Raises:
         Lost: there is none, or ranks are lost again and again after the same step.
@@ -61,5 +63,5 @@ def recovering(
             if step is None:
                 for memory in memories:
                     memory.forget_after(-1)
-            restore(sys.stdout)
+            restore()
             recovered = Recovered(step, str(lost), lost.at_s, passed_over=passed_over)

@@ -1,0 +1,76 @@
+"""Ranks of a run on this host: launched, and launched again where some were lost and there are snapshots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+
+from superstep.comm.device import choose
+from superstep.launch.ranks import World, launch_apart, launch_on
+from superstep.run.console import Console
+from superstep.run.exit_messages import ended, stopped
+from superstep.run.job import TrainJob, asked_device
+from superstep.run.rank import rank
+from superstep.run.recover import Recovered, recovering
+from superstep.run.report import leave_report
+from superstep.run.samples import sampling
+from superstep.state.background_checkpoint import Flusher
+from superstep.state.memory_snapshot import Handles, made
+from superstep.state.verify import newest
+from superstep.train.failure_report import leaving_words
+
+Worker = Callable[[World, TrainJob, Console], bool]
+"""What each rank does; whether it was asked to stop before the last step, and has."""
+
+
+def launch(job: TrainJob, console: Console, worker: Worker | None = None) -> int | None:
+    """Train on ranks of this host; the exit status where that was not to the last step.
+
+    Args:
+        job: what every rank is told.
+        console: shows the run.
+        worker: what each of them does; None means ``rank``.
+    """
+    try:
+        with sampling(job.folder, job.run.config.observe.sample) as finish:
+            is_stopped = _launch(job, worker or rank, console)
+            if not is_stopped:
+                finish()
+    except BaseException as error:
+        console.restore()
+        leave_report(job.folder)
+        if (status := ended(error, job.folder, console, job.verb)) is not None:
+            return status
+        raise
+    return stopped(job.folder, console, job.verb) if is_stopped else None
+
+
+def _launch(job: TrainJob, worker: Worker, console: Console) -> bool:
+    """Whether the run was asked to stop; where ranks are lost and there are snapshots, it is gone on with."""
+    world, state = job.run.plan.mesh.world, job.run.config.state
+    with suppress(OSError):  # of a launch before this one
+        job.folder.fault.unlink()
+    if state.snapshot_every is None:
+        return leaving_words(job.folder, lambda: launch_on(asked_device(job), world, worker, job, console))
+    kind = choose(asked_device(job), world)
+    handles, memories = made(world)
+    try:
+        with Flusher(memories, job.folder.root, keep=state.keep) as flusher:
+            return recovering(
+                lambda lost: leaving_words(
+                    job.folder, lambda: launch_apart(kind, world, worker, _again(job, handles, lost), console)
+                ),
+                memories,
+                flusher.idle,
+                console.restore,
+            )
+    finally:
+        for memory in memories:
+            memory.close()
+
+
+def _again(job: TrainJob, handles: Handles, lost: Recovered | None) -> TrainJob:
+    """What ranks are told that start with memories, for the first time or after some were lost."""
+    told = replace(job, snapshots=handles, recovered=lost)
+    return told if lost is None or lost.step is not None else replace(told, checkpoint=newest(job.folder.checkpoints))
