@@ -23,6 +23,7 @@ from superstep.cost.program.memory import rank_bytes
 from superstep.engine.build_modules import build_loss, build_module, on_part, selective
 from superstep.engine.flat.buffers import UnitBuffers
 from superstep.engine.flat.layout import lay_out
+from superstep.engine.layer_table import LayerContext
 from superstep.engine.layers.grad_accumulation import Sums, input_gradient
 from superstep.model.expert_dispatch import DispatchContext, LocalDispatch
 from superstep.numerics.dtypes import DTYPES
@@ -197,16 +198,15 @@ def built(run, unit, *, group=None, is_selective=False):
     shared = {slot.spec.name: b.params[slot.local] for b in made for slot in b.layout.slots}
     params = {local: shared[param.name] for local, param in spec.params.items()}
     sums = Sums()
-    module = build_module(
-        spec,
-        params,
-        group,
-        run.plan.rules,
+    context = LayerContext(
+        tp=group,
+        rules=run.plan.rules,
         sums=sums,
         sequence_parallel=run.plan.sequence_parallel,
         is_first=unit == 0,
         is_compiled=run.config.numerics.compile,
     )
+    module, _ = build_module(spec, params, context)
     exchange = LocalDispatch(DispatchContext(sequences=tuple(range(run.plan.microbatch)), step=0))
     given = {"exchange": exchange} if "exchange" in spec.takes else {}
     is_cut = run.plan.rules.cut("vocab") is not None
@@ -216,7 +216,6 @@ def built(run, unit, *, group=None, is_selective=False):
         group if is_cut else None,
         is_straight=is_straight,
         vocab=run.shape.vocab,
-        sequence_parallel=run.plan.sequence_parallel,
     )
     if group is not None and not is_cut and run.plan.sequence_parallel:
         loss = on_part(loss, group)

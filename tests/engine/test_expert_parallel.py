@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from longer import many_ranks
-from superstep.engine.parallel.expert import ExpertParallel, SequenceParts, split_tokens
+from superstep.engine.layers.implementation import install
+from superstep.engine.parallel.expert import ExpertParallel, SequenceParts, splitting_tokens
 from superstep.model.expert_dispatch import DispatchContext, LocalDispatch
 from superstep.model.moe import MixtureOfExperts
 from superstep.plan.config import ModelConfig
@@ -114,7 +115,7 @@ def laid_out(rank, world, case):
     mine = positions(case)[rank % case.parts]
     x, grad = (t[rows] for t in inputs(case))
     if case.is_whole:
-        split_tokens(block, sequence)
+        install(block, (), splitting_tokens(sequence))
     else:
         x, grad = (t[:, mine].contiguous() for t in (x, grad))
     x.requires_grad_()

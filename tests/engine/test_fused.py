@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from superstep.engine.build_modules import selective
-from superstep.engine.layers.fused import FusedRotary, fuse
+from superstep.engine.layers.fused import FusedRotary, fused_layers
+from superstep.engine.layers.implementation import install
 from superstep.kernels import cpu_library
 from superstep.model.decoder import Block, Head
 from superstep.model.rope import Rope
@@ -49,7 +50,7 @@ def block(dtype, *, is_fused, **changes):
             torch.nn.init.normal_(parameter, 1.0, 0.1)
     module = module.to(dtype)
     if is_fused:
-        fuse(module)
+        install(module, fused_layers())
     return module
 
 

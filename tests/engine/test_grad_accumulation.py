@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from superstep.engine.layers.grad_accumulation import Sums, accumulate_straight, input_gradient
+from superstep.engine.layers.grad_accumulation import Sums, accumulating_straight, input_gradient
+from superstep.engine.layers.implementation import install
 from superstep.model.norm import RMSNorm
 
 
@@ -49,7 +50,7 @@ def test_two_halves_give_the_bits_of_a_whole_backward(of_tokens, dtype):
     results = []
     for is_in_two in (False, True):
         module, sums = model(of_tokens=of_tokens, dtype=dtype), Sums()
-        accumulate_straight(module, sums)
+        install(module, accumulating_straight(sums))
         start = x if of_tokens else x.clone().requires_grad_()
         edge = get_gradient_edge(module(start))
         parameters = tuple(module.parameters())
@@ -130,7 +131,7 @@ def test_layers_of_every_kind_have_the_gradient_that_torch_gives(name):
     buffers = {key: torch.zeros(p.shape) for key, p in layer.named_parameters()}
     for key, param in layer.named_parameters():
         param.grad = buffers[key]
-    accumulate_straight(layer, Sums())
+    install(layer, accumulating_straight(Sums()))
     layer(x).backward(gradient)
     for key, buffer in buffers.items():
         torch.testing.assert_close(buffer, wanted[key])

@@ -14,6 +14,7 @@ from superstep.engine.choose_attention import Sight, build_sight
 from superstep.engine.exact.modules import ExactLayers, build_exact_loss, grid_of
 from superstep.engine.executor import RankUnits
 from superstep.engine.flat.buffers import UnitBuffers
+from superstep.engine.layer_table import LayerContext
 from superstep.engine.layers.fused import is_fused
 from superstep.engine.layers.grad_accumulation import Adder, GradientSink, Sums
 from superstep.model.expert_dispatch import ExpertDispatch
@@ -56,21 +57,24 @@ def assemble(
     shared = _parameters(buffers)
     here = [unit for stage, units in enumerate(plan.stages) if plan.placement[stage] == mesh.at.pp for unit in units]
     # Of a compiled model the blocks are: embedding and head are faster with gradients that go straight into place.
-    modules = {
+    built = {
         unit: build_module(
             specs[unit],
             {local: shared[p.name] for local, p in specs[unit].params.items()},
-            mesh.tp,
-            plan.rules,
-            sums=sums,
-            sequence_parallel=plan.sequence_parallel,
-            is_first=unit == 0,
-            is_compiled=numerics.compile and plan.recomputed[unit],
-            is_fused=is_fused(run, mesh.device),
-            exact=exact,
+            LayerContext(
+                tp=mesh.tp,
+                rules=plan.rules,
+                sums=sums,
+                sequence_parallel=plan.sequence_parallel,
+                is_first=unit == 0,
+                is_compiled=numerics.compile and plan.recomputed[unit],
+                is_fused=is_fused(run, mesh.device),
+                exact=exact,
+            ),
         )
         for unit in here
     }
+    modules = {unit: module for unit, (module, _) in built.items()}
     for unit, module in modules.items():
         fill_buffers(module, specs[unit], mesh.device.torch, compute_dtype)
     compute = {unit: _computed(module, specs[unit], exchange) for unit, module in modules.items()}
@@ -79,6 +83,7 @@ def assemble(
         buffers=buffers,
         trained={unit: tuple(b for b in every if not b.is_frozen) for unit, every in buffers.items()},
         compute=compute,
+        chosen={unit: chosen for unit, (_, chosen) in built.items()},
         parameters={unit: tuple(_adders(module, exact)) for unit, module in modules.items()},
         sums=sums,
         selective={unit: selective(way, is_exact=exact is not None) for unit, way in compute.items()},
@@ -160,7 +165,6 @@ def _loss(
         tp,
         is_straight=is_straight,
         vocab=vocab,
-        sequence_parallel=plan.sequence_parallel,
         is_fused=is_fused(run, mesh.device),
         given=spec.loss,
     )

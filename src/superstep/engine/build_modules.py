@@ -19,71 +19,35 @@ import superstep.engine.document_attention
 import superstep.engine.parallel.ring  # noqa: F401
 from superstep.comm.mesh import Group
 from superstep.engine.choose_attention import Sight
-from superstep.engine.exact.modules import ExactLayers, make_exact
-from superstep.engine.layers.fused import fuse
-from superstep.engine.layers.grad_accumulation import Sums, accumulate_after, accumulate_straight
-from superstep.engine.layers.lora import adapt_straight
-from superstep.engine.parallel.expert import split_tokens
+from superstep.engine.layer_table import LayerContext, install_layers
+from superstep.engine.layers.implementation import Choice
 from superstep.engine.parallel.sequence_parallel import part
-from superstep.engine.parallel.tensor import EXACT_OVER_TP, OVER_TP, enter_of, own_part, split
+from superstep.engine.parallel.tensor import own_part
 from superstep.kernels.cross_entropy import apply_temperature
 from superstep.model.decoder import Head
 from superstep.model.meta import on_meta
-from superstep.model.moe import MixtureOfExperts
 from superstep.model.unit import UnitSpec
 from superstep.numerics.loss import IGNORE, cross_entropy_sum, cut_cross_entropy_sum, linear_cross_entropy_sum
 from superstep.numerics.objective import Aim, objective_sum
-from superstep.plan.rules import Rules
 
 Compute = Callable[[Tensor, Sight], Tensor]
 Loss = Callable[[Tensor, Aim, float], Tensor]
 UnitLoss = Callable[[Tensor, Tensor], Tensor]
 
 
-def build_module(  # noqa: PLR0913
-    spec: UnitSpec,
-    params: Mapping[str, nn.Parameter],
-    tp: Group | None,
-    rules: Rules,
-    *,
-    sums: Sums,
-    sequence_parallel: bool,
-    is_first: bool,
-    is_compiled: bool,
-    is_fused: bool = False,
-    exact: ExactLayers | None = None,
-) -> nn.Module:
-    """The unit's module with the given parameters in place, wrapped for exact mode and tensor parallelism.
-
-    What its layers add to gradient buffers goes through ``sums``. ``is_fused`` has what lies between products computed
-    by ``superstep.kernels``.
-    """
+def build_module(
+    spec: UnitSpec, params: Mapping[str, nn.Parameter], context: LayerContext
+) -> tuple[nn.Module, tuple[Choice, ...]]:
+    """The unit's module with the given parameters in place, and what its layers compute with."""
     with on_meta():
         module = spec.build()
     for local in spec.params:
         path, _, leaf = local.rpartition(".")
         setattr(module.get_submodule(path), leaf, params[local])
-    if exact is not None:
-        make_exact(module, spec, exact)
-    elif is_compiled:
-        accumulate_after(module)
-    else:
-        accumulate_straight(module, sums)
-        adapt_straight(module, sums)
-        if is_fused:
-            fuse(module)
-    if tp is not None:
-        seams = OVER_TP if exact is None else EXACT_OVER_TP
-        split(module, spec, tp, rules, seams, sequence_parallel=sequence_parallel, is_first=is_first)
-    for layer in module.modules():
-        if isinstance(layer, MixtureOfExperts):
-            if tp is not None and not sequence_parallel:
-                split_tokens(layer, tp)
-            if is_compiled:  # how many rows an expert has is known when it runs
-                layer.forward = torch.compiler.disable(layer.forward)  # type: ignore[method-assign]
-    if is_compiled:
+    chosen = install_layers(module, spec, context)
+    if context.is_compiled:
         module.compile(dynamic=False)
-    return module
+    return module, chosen
 
 
 def fill_buffers(module: nn.Module, spec: UnitSpec, device: torch.device, compute: torch.dtype) -> None:
@@ -142,7 +106,6 @@ def build_loss(
     *,
     is_straight: bool,
     vocab: int,
-    sequence_parallel: bool = False,
     is_fused: bool = False,
     given: UnitLoss | None = None,
 ) -> Loss:
@@ -157,7 +120,6 @@ def build_loss(
         tp: the group over which its output is cut; None where it is whole.
         is_straight: see above.
         vocab: columns of the whole output, without padding.
-        sequence_parallel: whether what goes into a head that is cut is a part of the sequence.
         is_fused: whether ``kernels.cross_entropy`` computes it.
         given: a loss of the unit's own, of its whole output.
     """
@@ -173,12 +135,8 @@ def build_loss(
             return _scaled(cut_cross_entropy_sum(logits, aim.targets, columns, aim.token_terms), scale)
 
         return plain
-    linear, columns = head.lm_head, None
-    linear.forward = _same  # type: ignore[method-assign,assignment]
-    if tp is not None:
-        columns = own_part(len(linear.weight), vocab, tp)
-        enter = enter_of(sequence_parallel=sequence_parallel)
-        linear.forward = lambda h: enter(h, tp)  # type: ignore[method-assign,assignment]
+    linear = head.lm_head
+    columns = None if tp is None else own_part(len(linear.weight), vocab, tp)
 
     def fused(h: Tensor, aim: Aim, scale: float) -> Tensor:
         # Either way the scale goes in before gradients are rounded to bf16, so that ZeRO stages give the same bits.
@@ -217,10 +175,6 @@ def on_part(loss: Loss, tp: Group) -> Loss:
         return loss(out, aim.cut(lambda whole: part(whole, tp)), scale)
 
     return compute
-
-
-def _same(x: Tensor) -> Tensor:
-    return x
 
 
 class _Scale(torch.autograd.Function):

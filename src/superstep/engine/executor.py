@@ -21,6 +21,7 @@ from superstep.engine.flat.buffers import UnitBuffers
 from superstep.engine.flat.sync import fetch, reduce, reduce_partial, reduce_replicas, tie
 from superstep.engine.instruction_timer import Recorder
 from superstep.engine.layers.grad_accumulation import Adder, Sum, Sums, input_gradient
+from superstep.engine.layers.implementation import Choice
 from superstep.engine.microbatch import Microbatch
 from superstep.engine.token_metrics import TokenMetrics
 from superstep.model.inspect import Passed
@@ -62,6 +63,7 @@ class RankUnits:
         buffers: of every unit this rank holds, one for each family of its parameters.
         trained: those of them that have gradients.
         compute: unit number to its module, for the units this rank computes.
+        chosen: what their layers compute with.
         parameters: of each of these modules, and what adds to the gradient of each.
         sums: where their layers leave what is added to gradient buffers.
         selective: the same, keeping less for the backward pass.
@@ -77,6 +79,7 @@ class RankUnits:
     buffers: Mapping[int, tuple[UnitBuffers, ...]]
     trained: Mapping[int, tuple[UnitBuffers, ...]]
     compute: Mapping[int, Compute]
+    chosen: Mapping[int, tuple[Choice, ...]]
     parameters: Mapping[int, Sequence[tuple[nn.Parameter, Adder]]]
     sums: Sums
     selective: Mapping[int, Compute]

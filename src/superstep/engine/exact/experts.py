@@ -20,12 +20,13 @@ from torch import Tensor
 
 from superstep.engine.exact.linear import ReductionCut, linear
 from superstep.engine.layers.grad_accumulation import GradientSink
+from superstep.engine.layers.implementation import Forward
 from superstep.model.experts import GroupedLinear, in_order
 from superstep.model.moe import Gate
 from superstep.numerics.invariant_matmul import product
 
 
-def exact_grouped_linear(layer: GroupedLinear, sink: GradientSink) -> Any:  # noqa: ANN401
+def exact_grouped_linear(layer: GroupedLinear, sink: GradientSink) -> Forward:
     """The layer's new forward; its weight's gradient goes to ``sink``."""
 
     def forward(x_RI: Tensor, rows_E: Tensor, part_R: Tensor | None = None) -> Tensor:
@@ -88,7 +89,7 @@ def _by_part(rows_E: Tensor, part_R: Tensor) -> tuple[Tensor, Tensor]:
     return key_R.argsort(stable=True), torch.cat((rows.new_zeros(1), rows.cumsum(0)))
 
 
-def exact_gate(layer: Gate, sinks: Mapping[str, GradientSink], parts: int) -> Any:  # noqa: ANN401
+def exact_gate(layer: Gate, sinks: Mapping[str, GradientSink], parts: int) -> Forward:
     """The router's new forward: its logits are fp32; the gradient of its matrices sums over ``parts`` of a sequence."""
     cut = ReductionCut(cells_in=1, cells_out=1, is_cut_in=False, is_cut_out=False, chunks=parts, group=None)
 

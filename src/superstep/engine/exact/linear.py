@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from superstep.comm.collectives import stack_ranks
 from superstep.comm.mesh import Group
 from superstep.engine.layers.grad_accumulation import GradientSink
+from superstep.engine.layers.implementation import Forward
 from superstep.kernels import cpu_library, norm
 from superstep.numerics.invariant_matmul import product, tree_sum
 
@@ -83,7 +84,9 @@ def add_weight_gradient(sink: GradientSink, grad_BSO: Tensor, x_BSI: Tensor, chu
         sink.grid.add(sink.into, product(grad.flatten(0, -2).t(), x.flatten(0, -2)))
 
 
-def exact_linear(layer: nn.Linear, sink: GradientSink | None, cut: ReductionCut, bias_sink: GradientSink | None) -> Any:  # noqa: ANN401
+def exact_linear(
+    layer: nn.Linear, sink: GradientSink | None, cut: ReductionCut, bias_sink: GradientSink | None
+) -> Forward:
     """The layer's new forward; the gradients of its weight and of its bias, if it has one, go to the sinks. What is
     frozen has none.
     """
@@ -140,7 +143,7 @@ def _add_rows(sink: GradientSink, tokens: Tensor, grad: Tensor) -> None:
     sink.into.index_add_(0, tokens, sink.grid.put_(grad.to(torch.float32, copy=True)))
 
 
-def exact_embedding(layer: nn.Embedding, sink: GradientSink) -> Any:  # noqa: ANN401
+def exact_embedding(layer: nn.Embedding, sink: GradientSink) -> Forward:
     """The layer's new forward; the table's gradient goes to ``sink``."""
 
     def forward(tokens: Tensor) -> Tensor:
@@ -202,7 +205,7 @@ def _normalise(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return (wide * r * weight.float()).to(x.dtype), r
 
 
-def exact_norm(weight: Tensor, sink: GradientSink | None, eps: float) -> Any:  # noqa: ANN401
+def exact_norm(weight: Tensor, sink: GradientSink | None, eps: float) -> Forward:
     """The new forward of an RMSNorm; its weight's gradient goes to ``sink``, if there is one."""
 
     def forward(x: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from superstep.engine.exact.linear import ReductionCut, add_weight_gradient, forward_product
 from superstep.engine.layers.grad_accumulation import GradientSink
+from superstep.engine.layers.implementation import Forward
 from superstep.model.lora import AdaptedLinear
 from superstep.numerics.invariant_matmul import product
 
@@ -37,7 +38,7 @@ def exact_adapted(
     layer: AdaptedLinear,
     cuts: tuple[ReductionCut, ReductionCut, ReductionCut],
     sinks: tuple[GradientSink, GradientSink],
-) -> Any:  # noqa: ANN401
+) -> Forward:
     """The layer's new forward.
 
     Args:

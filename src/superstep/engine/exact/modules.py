@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,8 @@ from superstep.engine.exact.lora import exact_adapted
 from superstep.engine.exact.loss import exact_loss
 from superstep.engine.exact.swiglu import exact_gate_of, exact_silu
 from superstep.engine.layers.fused import gated
-from superstep.engine.layers.grad_accumulation import GradientSink, hands_to, replace_forward
+from superstep.engine.layers.grad_accumulation import GradientSink, hands_to
+from superstep.engine.layers.implementation import Forward, Implementation
 from superstep.errors import ConfigError
 from superstep.model.decoder import Head
 from superstep.model.experts import Experts, GroupedLinear
@@ -117,67 +118,88 @@ def grid_of(spec: ParamSpec, grain: Grain, shape: ModelShape, excess: Excess) ->
     return PARAMETER.of(terms, f"the gradient of {spec.name}", excess)
 
 
-def make_exact(module: nn.Module, spec: UnitSpec, exact: ExactLayers) -> None:
-    """Change the forward of the module's layers. Parameters of layers that are not known here are added as autograd
-    gives them: the same bits for any split of the batch, not of a tensor.
+def exact_layers(spec: UnitSpec, exact: ExactLayers) -> tuple[Implementation, ...]:
+    """The layers whose sums have an order of their own here. Parameters of layers that are not known are added as
+    autograd gives them: the same bits for any split of the batch, not of a tensor.
     """
-    linears = {layer: cast(nn.Linear, layer) for layer in module.modules() if is_plain_linear(layer)}
-    for local, param in spec.params.items():
-        layer = module.get_submodule(local.rpartition(".")[0])
-        weight = module.get_parameter(local)
-        if param.factor is not None:
-            continue  # its linear computes with it
-        if isinstance(layer, AdaptedLinear):
-            if weight is layer.weight:
-                _adapt(layer, local, spec, exact)
-        elif layer in linears and weight is layer.weight:
-            linear = linears[layer]
-            bias_sink = None if linear.bias is None else exact.sinks.get(linear.bias)
-            replace_forward(linear, exact_linear(linear, exact.sinks.get(weight), exact.cut(param), bias_sink))
-        elif isinstance(layer, RMSNorm):
-            replace_forward(layer, exact_norm(weight, exact.sinks.get(weight), layer.eps))
-        elif layer in linears:
-            assert exact.rules.cut(param.axes[0]) == "tp", "a bias of what is summed over tp is added once, not here"
-        elif weight in exact.sinks:  # what is frozen and has no sum of ours is computed as it is
-            _sum_into(layer, weight, exact)
-    _make_parts_exact(module)
+    sinks = exact.sinks
 
+    def param(path: str) -> ParamSpec:
+        return spec.params[f"{path}.weight" if path else "weight"]
 
-def _make_parts_exact(module: nn.Module) -> None:
-    """Change what has no parameters of its own, and the head's product."""
-    for layer in module.modules():
-        if isinstance(layer, nn.SiLU):
-            replace_forward(layer, exact_silu)
-        elif isinstance(layer, FeedForward | Experts):
-            replace_forward(layer, gated(layer, exact_gate_of))
-        elif isinstance(layer, MixtureOfExperts):
-            layer.combine = exact_combine  # type: ignore[method-assign]
-    if isinstance(module, Head):
-        # The loss multiplies; what enters a cut head still enters here.
-        replace_forward(module.lm_head, _same)
+    def is_trained(layer: nn.Module) -> bool:
+        return any(parameter in sinks for parameter in layer.parameters(recurse=False))
 
+    def row(
+        name: str,
+        applies: Callable[[nn.Module], bool],
+        build: Callable[[str, Any, Forward], Forward],
+        *,
+        is_whole: bool = False,
+    ) -> Implementation:
+        return Implementation(name, "numerics.exact", lambda path, layer: applies(layer), build, is_whole)
 
-def _sum_into(layer: nn.Module, weight: nn.Parameter, exact: ExactLayers) -> None:
-    """Have the gradient of a parameter that is neither a linear's nor a norm's go to its sink."""
-    sink = exact.sinks[weight]
-    if is_plain_embedding(layer):
-        replace_forward(layer, exact_embedding(cast(nn.Embedding, layer), sink))
-    elif isinstance(layer, GroupedLinear):
-        replace_forward(layer, exact_grouped_linear(layer, sink))
-    elif isinstance(layer, Gate):
-        sinks = {name: exact.sinks[parameter] for name, parameter in layer.named_parameters()}
-        replace_forward(layer, exact_gate(layer, sinks, exact.parts))
-    else:
-        weight.register_post_accumulate_grad_hook(hands_to(partial(sink.grid.add, sink.into)))
+    def of_linear(path: str, layer: nn.Linear, inner: Forward) -> Forward:
+        own = dict(layer.named_parameters())
+        is_cut = exact.rules.cut(param(path).axes[0]) == "tp"
+        assert "bias" not in own or is_cut, "a bias of what is summed over tp is added once, not here"
+        bias_sink = sinks.get(own["bias"]) if "bias" in own else None
+        return exact_linear(layer, sinks.get(own["weight"]), exact.cut(param(path)), bias_sink)
 
+    def of_adapted(path: str, layer: AdaptedLinear, inner: Forward) -> Forward:
+        a, b = (exact.cut(spec.params[f"{path}{end}"]) for end in (ENDS["a"], ENDS["b"]))
+        own = dict(layer.named_parameters())
+        to = sinks[own["lora_A.weight"]], sinks[own["lora_B.weight"]]
+        return exact_adapted(layer, (exact.cut(param(path)), a, b), to)
 
-def _adapt(layer: AdaptedLinear, local: str, spec: UnitSpec, exact: ExactLayers) -> None:
-    path = local.removesuffix(".weight")
-    a, b = f"{path}{ENDS['a']}", f"{path}{ENDS['b']}"
-    params = dict(layer.named_parameters())
-    sinks = exact.sinks[params["lora_A.weight"]], exact.sinks[params["lora_B.weight"]]
-    cuts = exact.cut(spec.params[local]), exact.cut(spec.params[a]), exact.cut(spec.params[b])
-    replace_forward(layer, exact_adapted(layer, cuts, sinks))
+    def of_gate(path: str, layer: Gate, inner: Forward) -> Forward:
+        own = {name: sinks[parameter] for name, parameter in layer.named_parameters()}
+        return exact_gate(layer, own, exact.parts)
+
+    def of_experts(path: str, layer: MixtureOfExperts, inner: Forward) -> Forward:
+        layer.combine = exact_combine  # type: ignore[method-assign]
+        return inner
+
+    def hooked(path: str, layer: nn.Module, inner: Forward) -> Forward:
+        for parameter in layer.parameters(recurse=False):
+            if parameter in sinks:
+                sink = sinks[parameter]
+                parameter.register_post_accumulate_grad_hook(hands_to(partial(sink.grid.add, sink.into)))
+        return inner
+
+    return (
+        row("exact sums", is_plain_linear, of_linear),
+        row(
+            "exact sums of linear and factors",
+            lambda layer: isinstance(layer, AdaptedLinear),
+            of_adapted,
+            is_whole=True,
+        ),
+        row(
+            "exact sums",
+            lambda layer: isinstance(layer, RMSNorm),
+            lambda path, layer, inner: exact_norm(layer.weight, sinks.get(layer.weight), layer.eps),
+        ),
+        row(
+            "exact sums",
+            lambda layer: is_plain_embedding(layer) and is_trained(layer),
+            lambda path, layer, inner: exact_embedding(layer, sinks[layer.weight]),
+        ),
+        row(
+            "exact sums",
+            lambda layer: isinstance(layer, GroupedLinear) and is_trained(layer),
+            lambda path, layer, inner: exact_grouped_linear(layer, sinks[layer.weight]),
+        ),
+        row("exact sums", lambda layer: isinstance(layer, Gate) and is_trained(layer), of_gate),
+        row("exact gate", lambda layer: isinstance(layer, nn.SiLU), lambda path, layer, inner: exact_silu),
+        row(
+            "exact gate",
+            lambda layer: isinstance(layer, FeedForward | Experts),
+            lambda path, layer, inner: gated(layer, exact_gate_of),
+        ),
+        row("exact sum over experts", lambda layer: isinstance(layer, MixtureOfExperts), of_experts),
+        row("autograd's gradient, added on the grid", is_trained, hooked),
+    )
 
 
 def build_exact_loss(
@@ -192,7 +214,3 @@ def build_exact_loss(
         return exact_loss(h, weight, aim, scale, sink, cut, vocab)
 
     return loss
-
-
-def _same(x: Tensor) -> Tensor:
-    return x

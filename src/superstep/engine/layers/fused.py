@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from superstep.comm.device import Device
-from superstep.engine.layers.grad_accumulation import Forward, replace_forward
+from superstep.engine.layers.implementation import Forward, Implementation
 from superstep.kernels import cpu_library, norm, rope, swiglu
 from superstep.model.decoder import Attention
 from superstep.model.experts import Experts
@@ -38,15 +39,27 @@ def is_fused(run: Resolved, device: Device) -> bool:
     return wants_kernels(run, device) and cpu_library.is_compiled()
 
 
-def fuse(module: nn.Module) -> None:
-    """Change the forward of the module's layers so."""
-    for layer in module.modules():
-        if type(layer) is RMSNorm:
-            replace_forward(layer, _norm(layer))
-        elif isinstance(layer, FeedForward | Experts):
-            replace_forward(layer, gated(layer, swiglu.swiglu))
-        elif type(layer) is Attention:
-            layer.rope = FusedRotary(layer.rope)  # type: ignore[assignment]
+def fused_layers() -> tuple[Implementation, ...]:
+    """Norms, gates and the rotary embedding of attention."""
+
+    def row(kernel: str, kinds: tuple[type, ...], build: Callable[[Any, Forward], Forward]) -> Implementation:
+        return Implementation(
+            f"{kernel} by the kernel",
+            "numerics.kernels",
+            lambda path, layer: type(layer) in kinds,
+            lambda path, layer, inner: build(layer, inner),
+        )
+
+    return (
+        row("norm", (RMSNorm,), _norm),
+        row("gate", (FeedForward, Experts), lambda layer, inner: gated(layer, swiglu.swiglu)),
+        row("rotary embedding", (Attention,), _with_fused_rotary),
+    )
+
+
+def _with_fused_rotary(layer: Attention, inner: Forward) -> Forward:
+    layer.rope = FusedRotary(layer.rope)  # type: ignore[assignment]
+    return inner
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +74,7 @@ class FusedRotary:
         return rope.turn(x_BSNH, cos, sin) if rope.takes(x_BSNH, cos, sin) else self.rope(x_BSNH, positions)
 
 
-def _norm(layer: RMSNorm) -> Forward:
-    own = layer.forward
-
+def _norm(layer: RMSNorm, own: Forward) -> Forward:
     def forward(x: Tensor) -> Tensor:
         return norm.rms_norm(x, layer.weight, layer.eps) if norm.takes(x, layer.weight) else own(x)
 

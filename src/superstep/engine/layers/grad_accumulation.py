@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
+from superstep.engine.layers.implementation import Forward, Implementation
 from superstep.kernels.product import linear, product
 from superstep.model.experts import GroupedLinear, add_outer_products, grouped_linear
 from superstep.model.is_plain import is_plain_embedding, is_plain_linear
@@ -28,9 +29,6 @@ from superstep.numerics.fixed_point import Grid
 
 Sum = Callable[[], object]
 """Adds to a gradient buffer."""
-
-Forward = Callable[..., Tensor]
-"""What a module is called for."""
 
 Adder = Callable[[Tensor], object]
 """Adds what it is given to a gradient buffer."""
@@ -131,16 +129,26 @@ def _add_rows(into: Tensor, tokens: Tensor, grad: Tensor) -> None:
         into.index_add_(0, tokens, rows)
 
 
-def accumulate_after(module: nn.Module) -> None:
-    """For a module whose own code makes the gradients: take each as it comes and add it to the buffer.
+def accumulating_after() -> tuple[Implementation, ...]:
+    """For layers whose own code makes the gradients, as of a compiled module: each is added to the buffer as it comes.
 
     Left to itself, autograd would first turn a bf16 gradient into an fp32 one, and then add that.
     """
-    for param in module.parameters():
-        if param.dtype != torch.float32 and param.grad is not None:
-            param.register_post_accumulate_grad_hook(hands_to(param.grad.add_))
-            param.grad = None
-            param.grad_dtype = param.dtype
+
+    def build(path: str, layer: nn.Module, inner: Forward) -> Forward:
+        for param in layer.parameters(recurse=False):
+            if param.dtype != torch.float32 and param.grad is not None:
+                param.register_post_accumulate_grad_hook(hands_to(param.grad.add_))
+                param.grad = None
+                param.grad_dtype = param.dtype
+        return inner
+
+    return (Implementation("autograd's gradient, added when whole", "numerics.compile", has_own_parameters, build),)
+
+
+def has_own_parameters(path: str, layer: nn.Module) -> bool:
+    """Whether a layer has parameters itself, not only in layers inside it."""
+    return any(parameter is not None for parameter in layer._parameters.values())
 
 
 def hands_to(add: Adder) -> Callable[[Tensor], None]:
@@ -154,25 +162,30 @@ def hands_to(add: Adder) -> Callable[[Tensor], None]:
     return hand_over
 
 
-def accumulate_straight(module: nn.Module, sums: Sums) -> None:
-    """Change the forward of the module's plain linears and embeddings so; layers with a forward, hooks or options of
-    their own keep autograd's gradient. Their weights' ``.grad`` must be there; what is not trained stays as it is.
+def accumulating_straight(sums: Sums) -> tuple[Implementation, ...]:
+    """The module's plain linears and embeddings. Layers with a forward, hooks or options of their own keep autograd's
+    gradient. The weights' ``.grad`` must be there; what is not trained stays as it is.
     """
-    for layer in module.modules():
-        weight = layer._parameters.get("weight")
-        if weight is not None and not weight.requires_grad:
-            continue
-        if is_plain_linear(layer):
-            replace_forward(layer, _linear(cast(nn.Linear, layer), sums))
-        elif is_plain_embedding(layer):
-            replace_forward(layer, _embedding(cast(nn.Embedding, layer), sums))
-        elif type(layer) is GroupedLinear:
-            replace_forward(layer, _grouped(layer, sums))
 
+    def trained(is_kind: Callable[[nn.Module], bool]) -> Callable[[str, nn.Module], bool]:
+        def applies(path: str, layer: nn.Module) -> bool:
+            return is_kind(layer) and layer.get_parameter("weight").requires_grad
 
-def replace_forward(layer: nn.Module, forward: Any) -> None:  # noqa: ANN401
-    """Give one layer another forward. An attribute of the instance is found before the class's method, which stays."""
-    layer.forward = forward
+        return applies
+
+    def row(is_kind: Callable[[nn.Module], bool], make: Callable[[Any, Sums], Forward]) -> Implementation:
+        return Implementation(
+            "gradient straight into the buffer",
+            "fast mode",
+            trained(is_kind),
+            lambda path, layer, inner: make(layer, sums),
+        )
+
+    return (
+        row(is_plain_linear, _linear),
+        row(is_plain_embedding, _embedding),
+        row(lambda layer: type(layer) is GroupedLinear, _grouped),
+    )
 
 
 def _linear(layer: nn.Linear, sums: Sums) -> Any:  # noqa: ANN401

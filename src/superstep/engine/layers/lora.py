@@ -10,21 +10,28 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from superstep.engine.layers.grad_accumulation import Sums, replace_forward
+from superstep.engine.layers.grad_accumulation import Sums
+from superstep.engine.layers.implementation import Forward, Implementation
 from superstep.model.lora import AdaptedLinear
 from superstep.numerics.accumulate_product import add_product
 
 
-def adapt_straight(module: nn.Module, sums: Sums) -> None:
-    """Change the forward of the module's adapted linears so. Their factors' ``.grad`` must be there."""
-    for layer in module.modules():
-        if type(layer) is AdaptedLinear:
-            replace_forward(layer, _forward(layer, sums))
+def adapting_straight(sums: Sums) -> tuple[Implementation, ...]:
+    """The module's adapted linears. Their factors' ``.grad`` must be there."""
+    return (
+        Implementation(
+            "linear and factors, gradients straight into the buffer",
+            "lora",
+            lambda path, layer: type(layer) is AdaptedLinear,
+            lambda path, layer, inner: _forward(layer, sums),
+            is_whole=True,
+        ),
+    )
 
 
-def _forward(layer: AdaptedLinear, sums: Sums) -> Any:  # noqa: ANN401
+def _forward(layer: AdaptedLinear, sums: Sums) -> Forward:
     def forward(x: Tensor) -> Tensor:
         a, b = layer.lora_A.weight, layer.lora_B.weight
         if not torch.is_grad_enabled():

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from superstep.engine.layers.grad_accumulation import Forward, Sum, Sums, accumulate_straight, replace_forward
+from superstep.engine.layers.grad_accumulation import Sum, Sums, accumulating_straight
+from superstep.engine.layers.implementation import Forward, install, replace_forward
 from superstep.engine.measure.probe_kernels import Gauge, Sweep
 from superstep.model.decoder import Block
 from superstep.model.rope import Rope
@@ -90,7 +91,7 @@ def launch_s(gauge: Gauge) -> float:
     for parameter in block.parameters():
         parameter.grad = torch.zeros_like(parameter)
     sums = _Sums()
-    accumulate_straight(block, sums)
+    install(block, accumulating_straight(sums))
 
     def there_and_back() -> None:
         block(x).backward(gradient)

@@ -19,7 +19,6 @@ partial over every axis that splits tokens, tp among them. An expert's gradient 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -29,9 +28,11 @@ from torch import Tensor, nn
 
 from superstep.comm.collectives import gather_sequence
 from superstep.comm.mesh import Group, Mesh
+from superstep.engine.layers.implementation import Forward, Implementation
 from superstep.engine.parallel.sequence_parallel import GatherWhole, KeepOwn
 from superstep.model.expert_dispatch import DispatchContext, ExpertDispatch, LocalDispatch
 from superstep.model.experts import Experts, sort_by_expert, spread, unsort
+from superstep.model.moe import MixtureOfExperts
 from superstep.plan.resolve import Resolved
 from superstep.plan.sharding.sequence import positions
 
@@ -178,12 +179,18 @@ class _Whole(torch.autograd.Function):
         return grad_BSE.index_select(1, ctx.mine), None
 
 
-def split_tokens(block: nn.Module, tp: Group) -> None:
-    """Change the forward of a mixture of experts whose input is whole on every tp rank: each works on its share."""
-    inner: Callable[..., Tensor] = block.forward
+def splitting_tokens(tp: Group) -> tuple[Implementation, ...]:
+    """A mixture of experts whose input is whole on every tp rank: each works on its share."""
 
-    def forward(x_BSD: Tensor, *, exchange: ExpertDispatch) -> Tensor:
-        y_BSD: Tensor = GatherWhole.apply(inner(KeepOwn.apply(x_BSD, tp), exchange=exchange), tp)  # type: ignore[no-untyped-call]
-        return y_BSD
+    def build(path: str, block: nn.Module, inner: Forward) -> Forward:
+        def forward(x_BSD: Tensor, *, exchange: ExpertDispatch) -> Tensor:
+            y_BSD: Tensor = GatherWhole.apply(inner(KeepOwn.apply(x_BSD, tp), exchange=exchange), tp)  # type: ignore[no-untyped-call]
+            return y_BSD
 
-    block.forward = forward
+        return forward
+
+    return (
+        Implementation(
+            "tokens split over tp", "plan.tp", lambda path, layer: isinstance(layer, MixtureOfExperts), build
+        ),
+    )

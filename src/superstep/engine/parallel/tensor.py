@@ -32,7 +32,7 @@ from torch.autograd.function import FunctionCtx
 from superstep.comm.collectives import scatter_sequence
 from superstep.comm.mesh import Group
 from superstep.engine.flat.layout import is_cut
-from superstep.engine.layers.grad_accumulation import Forward, replace_forward
+from superstep.engine.layers.implementation import Forward, Implementation
 from superstep.engine.parallel.sequence_parallel import GatherWhole, KeepOwn, part
 from superstep.model.unit import UnitSpec
 from superstep.numerics.loss import Columns, own_columns
@@ -145,7 +145,7 @@ class _Entrance:
         self._last = None
 
 
-def split(
+def splitting(
     module: nn.Module,
     spec: UnitSpec,
     group: Group,
@@ -154,27 +154,49 @@ def split(
     *,
     sequence_parallel: bool,
     is_first: bool,
-) -> None:
-    """Change the forward of the module's layers, by the unit's table of axes. The weights are cut already."""
+) -> tuple[Implementation, ...]:
+    """What goes round the module's layers, by the unit's table of axes. The weights are cut already."""
     is_whole = is_first and not _is_lookup(spec, rules)
     is_split = sequence_parallel and not is_whole
     seam = seams.split if is_split else seams.whole
     entrance = _Entrance(seam.enter, group)
+    cut = _cut_layers(spec, rules)
     regions = _regions(module, spec, rules) if is_split else {}
-    for path, cut in _cut_layers(spec, rules).items():
-        layer = module.get_submodule(path)
-        if isinstance(layer, nn.Embedding):
-            replace_forward(layer, _vocabulary_lookup(layer, group, seam.leave_lookup))
-        elif isinstance(layer, nn.Linear) and cut == 1:
-            replace_forward(layer, _rows(layer, group, seam.leave))
-        elif isinstance(layer, nn.Linear) and path not in regions:
-            replace_forward(layer, _entering(layer.forward, entrance))
-    for path in sorted(set(regions.values())):
-        region = module.get_submodule(path)
-        replace_forward(region, _entering(region.forward, entrance))
-    replace_forward(module, _closing(module.forward, entrance))
-    if sequence_parallel and is_whole:
-        replace_forward(module, _then(module.forward, seams.end if is_cut(spec, rules) else part, group))
+    entered = {path for path, dim in cut.items() if dim == 0 and path not in regions} | set(regions.values())
+    end = seams.end if is_cut(spec, rules) else part
+
+    def row(
+        name: str, applies: Callable[[str, nn.Module], bool], build: Callable[[Any, Forward], Forward]
+    ) -> Implementation:
+        return Implementation(name, "plan.tp", applies, lambda path, layer, inner: build(layer, inner))
+
+    return (
+        row(
+            "lookup of this rank's rows, summed over tp",
+            lambda path, layer: path in cut and isinstance(layer, nn.Embedding),
+            lambda layer, inner: _vocabulary_lookup(layer, inner, group, seam.leave_lookup),
+        ),
+        row(
+            "product summed over tp",
+            lambda path, layer: cut.get(path) == 1 and isinstance(layer, nn.Linear),
+            lambda layer, inner: _rows(layer, inner, group, seam.leave),
+        ),
+        row(
+            "input gathered over tp" if is_split else "input enters tp",
+            lambda path, layer: path in entered and (path not in cut or isinstance(layer, nn.Linear)),
+            lambda layer, inner: _entering(inner, entrance),
+        ),
+        row("lets go of what entered", _is_unit, lambda layer, inner: _closing(inner, entrance)),
+        row(
+            "output split over the sequence",
+            lambda path, layer: _is_unit(path, layer) and sequence_parallel and is_whole,
+            lambda layer, inner: _then(inner, end, group),
+        ),
+    )
+
+
+def _is_unit(path: str, layer: nn.Module) -> bool:
+    return not path
 
 
 def _cut_layers(spec: UnitSpec, rules: Rules) -> dict[str, int]:
@@ -235,9 +257,9 @@ def _entering(inner: Callable[..., Tensor], entrance: _Entrance) -> Forward:
     return forward
 
 
-def _rows(layer: nn.Linear, group: Group, leave: Callable[[Tensor, Group], Tensor]) -> Forward:
+def _rows(layer: nn.Linear, inner: Forward, group: Group, leave: Callable[[Tensor, Group], Tensor]) -> Forward:
     # Without its bias the layer gives the product alone; every rank adds the whole bias to the whole sum.
-    inner, bias = layer.forward, layer.bias
+    bias = layer.bias
     layer.register_parameter("bias", None)
     layer.register_parameter("bias_of_sum", bias)
 
@@ -248,9 +270,9 @@ def _rows(layer: nn.Linear, group: Group, leave: Callable[[Tensor, Group], Tenso
     return forward
 
 
-def _vocabulary_lookup(layer: nn.Embedding, group: Group, leave: Callable[[Tensor, Group], Tensor]) -> Forward:
-    inner = layer.forward
-
+def _vocabulary_lookup(
+    layer: nn.Embedding, inner: Forward, group: Group, leave: Callable[[Tensor, Group], Tensor]
+) -> Forward:
     def forward(tokens_BS: Tensor) -> Tensor:
         rows = layer.weight.shape[0]
         local_BS = tokens_BS - group.rank() * rows
@@ -259,11 +281,6 @@ def _vocabulary_lookup(layer: nn.Embedding, group: Group, leave: Callable[[Tenso
         return leave(h_BSD, group)
 
     return forward
-
-
-def enter_of(*, sequence_parallel: bool) -> Callable[[Tensor, Group], Tensor]:
-    """How a tensor of the residual stream enters what is cut, in fast mode."""
-    return (OVER_TP.split if sequence_parallel else OVER_TP.whole).enter
 
 
 def own_part(columns: int, vocab: int, group: Group) -> Columns:

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from superstep.comm.mesh import Group
 from superstep.engine.flat.layout import cut, partial_names
-from superstep.engine.parallel.tensor import Seam, Seams, split
+from superstep.engine.layers.implementation import install
+from superstep.engine.parallel.tensor import Seam, Seams, splitting
 from superstep.errors import ConfigError
 from superstep.model.decoder import flash
 from superstep.model.inspect import Passed, build, run
@@ -98,7 +99,10 @@ def _cut_module(spec: UnitSpec, resolved: Resolved, *, is_first: bool, where: st
         part = whole[cut(param, tuple(whole.shape), plan.mesh, Coordinate(pp=0, dp=0, cp=0, tp=0), plan.rules)]
         setattr(module.get_submodule(path), leaf, nn.Parameter(part.detach().clone()))
     group = cast(Group, _Alone(plan.mesh.tp))
-    split(module, spec, group, plan.rules, _SHAPES, sequence_parallel=plan.sequence_parallel, is_first=is_first)
+    around = splitting(
+        module, spec, group, plan.rules, _SHAPES, sequence_parallel=plan.sequence_parallel, is_first=is_first
+    )
+    install(module, (), around)
     return module
 
 

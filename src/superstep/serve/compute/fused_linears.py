@@ -18,7 +18,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from superstep.engine.layers.grad_accumulation import replace_forward
+from superstep.engine.layers.implementation import replace_forward
 from superstep.model.decoder import Attention, Head
 from superstep.model.feedforward import FeedForward
 from superstep.model.is_plain import is_plain_linear

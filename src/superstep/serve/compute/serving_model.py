@@ -10,10 +10,12 @@ from torch import Tensor, nn
 
 from superstep.comm.device import Device
 from superstep.comm.mesh import Group
-from superstep.engine.exact.modules import ExactLayers, make_exact
+from superstep.engine.exact.modules import ExactLayers, exact_layers
 from superstep.engine.flat.layout import lay_out
+from superstep.engine.layer_table import left_to_loss
 from superstep.engine.layers.grad_accumulation import GradientSink, Sums
-from superstep.engine.parallel.tensor import EXACT_OVER_TP, OVER_TP, split
+from superstep.engine.layers.implementation import Implementation, install
+from superstep.engine.parallel.tensor import EXACT_OVER_TP, OVER_TP, splitting
 from superstep.errors import StateError
 from superstep.model.axes import units
 from superstep.model.decoder import Head
@@ -105,14 +107,18 @@ def _unit(
         path, _, leaf = local.rpartition(".")
         setattr(module.get_submodule(path), leaf, shared[param.name])
     grain, rules = run.plan.grain, run.plan.rules
+    computing: tuple[Implementation, ...] = ()
     if grain is not None:
         # Nothing is summed here that would go to a gradient.
         nowhere = GradientSink(torch.empty(0), PARAMETER, Sums())
         sinks = dict.fromkeys(module.parameters(), nowhere)
-        make_exact(module, spec, ExactLayers(grain=grain, rules=rules, chunks=1, parts=1, group=tp, sinks=sinks))
+        exact = ExactLayers(grain=grain, rules=rules, chunks=1, parts=1, group=tp, sinks=sinks)
+        computing = left_to_loss(module, spec) + exact_layers(spec, exact)
+    around: tuple[Implementation, ...] = ()
     if tp is not None:
         seams = OVER_TP if grain is None else EXACT_OVER_TP
-        split(module, spec, tp, rules, seams, sequence_parallel=False, is_first=is_first)
+        around = splitting(module, spec, tp, rules, seams, sequence_parallel=False, is_first=is_first)
+    install(module, computing, around)
     return module.eval()
 
 

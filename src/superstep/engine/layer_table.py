@@ -1,0 +1,127 @@
+"""What each layer of a unit computes with: the one place where it is decided, and in which order.
+
+In the place of the layer, the first that applies:
+
+    the loss        the head's product, which the loss multiplies by itself, a chunk of tokens at a time
+    exact mode      sums of one order                                              numerics.exact
+    compiled        torch.compile's code; gradients are added when whole           numerics.compile
+    fast mode       kernels for norms, gates and the rotary embedding              numerics.kernels
+                    adapted linears, then linears, embeddings and experts, whose gradients go straight into the buffer
+
+Round it, inner ones first, all that apply:
+
+    tensor parallel     a lookup or a product is summed, an input enters, the unit's output is split
+    experts             each tp rank has its share of the tokens
+    compiled            experts stay out of torch.compile
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from superstep.comm.mesh import Group
+from superstep.engine.exact.modules import ExactLayers, exact_layers
+from superstep.engine.layers.fused import fused_layers
+from superstep.engine.layers.grad_accumulation import Sums, accumulating_after, accumulating_straight
+from superstep.engine.layers.implementation import Choice, Forward, Implementation, install
+from superstep.engine.layers.lora import adapting_straight
+from superstep.engine.parallel.expert import splitting_tokens
+from superstep.engine.parallel.tensor import EXACT_OVER_TP, OVER_TP, splitting
+from superstep.model.decoder import Head
+from superstep.model.moe import MixtureOfExperts
+from superstep.model.unit import UnitSpec
+from superstep.plan.rules import Rules
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerContext:
+    """What the choice of a unit's layers depends on.
+
+    Attributes:
+        tp: the ranks that tensors are cut over; None where they are whole.
+        rules: what is cut.
+        sums: where layers leave what they add to gradient buffers.
+        sequence_parallel: the stream is split over the sequence.
+        is_first: the unit takes the input, whose sequences are whole.
+        is_compiled: torch.compile makes its code.
+        is_fused: kernels of ``superstep.kernels`` compute what lies between products.
+        exact: of exact mode; None in fast mode.
+    """
+
+    tp: Group | None
+    rules: Rules
+    sums: Sums
+    sequence_parallel: bool
+    is_first: bool
+    is_compiled: bool
+    is_fused: bool = False
+    exact: ExactLayers | None = None
+
+
+def install_layers(module: nn.Module, spec: UnitSpec, context: LayerContext) -> tuple[Choice, ...]:
+    """Give each layer of a unit's module its forward; what was chosen."""
+    return install(module, _computing(module, spec, context), _around(module, spec, context))
+
+
+def _computing(module: nn.Module, spec: UnitSpec, context: LayerContext) -> tuple[Implementation, ...]:
+    to_loss = left_to_loss(module, spec)
+    if context.exact is not None:
+        return to_loss + exact_layers(spec, context.exact)
+    if context.is_compiled:
+        return to_loss + accumulating_after()
+    fused = fused_layers() if context.is_fused else ()
+    return to_loss + fused + adapting_straight(context.sums) + accumulating_straight(context.sums)
+
+
+def _around(module: nn.Module, spec: UnitSpec, context: LayerContext) -> tuple[Implementation, ...]:
+    found: tuple[Implementation, ...] = ()
+    if context.tp is not None:
+        found += splitting(
+            module,
+            spec,
+            context.tp,
+            context.rules,
+            OVER_TP if context.exact is None else EXACT_OVER_TP,
+            sequence_parallel=context.sequence_parallel,
+            is_first=context.is_first,
+        )
+        if not context.sequence_parallel:
+            found += splitting_tokens(context.tp)
+    return found + _NOT_COMPILED if context.is_compiled else found
+
+
+def left_to_loss(module: nn.Module, spec: UnitSpec) -> tuple[Implementation, ...]:
+    """The head of a decoder, unless the unit has a loss of its own. What enters a cut head still enters there."""
+    if not isinstance(module, Head) or spec.loss is not None:
+        return ()
+    head = module.lm_head
+    return (
+        Implementation(
+            "product left to the loss",
+            "its logits",
+            lambda path, layer: layer is head,
+            lambda path, layer, inner: _same,
+        ),
+    )
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+def _outside_compile(path: str, layer: nn.Module, inner: Forward) -> Forward:
+    forward: Forward = torch.compiler.disable(inner)
+    return forward
+
+
+_NOT_COMPILED = (
+    Implementation(
+        "outside torch.compile",  # how many rows an expert has is known when it runs
+        "numerics.compile",
+        lambda path, layer: isinstance(layer, MixtureOfExperts),
+        _outside_compile,
+    ),
+)
