@@ -12,6 +12,7 @@ import sys
 from types import ModuleType
 
 from superstep.strict.build import MODULE, build_library, torch_folder
+from superstep.strict.import_hook import ImportHook
 from superstep.strict.settings import Settings
 
 LIBRARIES = ("c10", "torch_cpu", "torch", "torch_python")
@@ -43,8 +44,21 @@ def load(settings: Settings) -> ModuleType:
     importlib.import_module("superstep.strict.torch_cuda").install(device)
     importlib.import_module("superstep.strict.gpu_operators").install(device)
     importlib.import_module("superstep.strict.nccl").install(device)
+    sys.meta_path.insert(0, _triton_hook(device))
     atexit.register(device.stop)
     return torch
+
+
+def _triton_hook(device: ModuleType) -> ImportHook:
+    """Triton is imported when a kernel is first wanted: it is to run kernels as Python, as tasks of the device."""
+
+    def interpret(knobs: ModuleType) -> None:
+        knobs.runtime.interpret = True
+
+    def launch(_: ModuleType) -> None:
+        importlib.import_module("superstep.strict.triton_launch").install(device)
+
+    return ImportHook({"triton.knobs": interpret, "triton.runtime.interpreter": launch})
 
 
 def configure(device: ModuleType, settings: Settings) -> None:

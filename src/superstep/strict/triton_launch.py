@@ -1,6 +1,6 @@
 """Kernels in Triton on the strict device: its interpreter, run as a task of the stream that they are launched on.
 
-Triton must interpret (TRITON_INTERPRET=1 when it is imported). By itself its interpreter has the host wait, and copies
+Triton must interpret from its import on (``load`` sees to it). By itself its interpreter has the host wait, and copies
 all arguments to it and back; so no launch would be late, and none could meet another stream's.
 """
 
@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 from triton.runtime import interpreter
+from triton.runtime.errors import InterpreterError
 
 from superstep.strict.torch_cuda import launch_on_current
+from superstep.strict.triton_stores import parameter_use
 
 
 def install(device: ModuleType) -> None:
     """Launch what has tensors of the device so.
-
-    What a kernel writes is not known before it runs: each of its tensors counts as written.
 
     Args:
         device: the compiled module.
@@ -31,17 +31,24 @@ def install(device: ModuleType) -> None:
             of_triton(executor, *args, **kwargs)
 
     def launch(executor: interpreter.GridExecutor, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
-        given = [*args, *kwargs.values()]
-        tensors = [one for one in given if isinstance(one, torch.Tensor)]
-        if not any(one.is_cuda for one in tensors):
+        given = [*zip(executor.arg_names, args, strict=False), *kwargs.items()]
+        tensors = [(name, one) for name, one in given if isinstance(one, torch.Tensor)]
+        if not any(one.is_cuda for _, one in tensors):
             interpret(executor, *args, **kwargs)
             return
+        stored = parameter_use(executor.fn).stored
+        read = {name: one for name, one in tensors if name not in stored}
+        written = {name: one for name, one in tensors if name in stored}
+        others = {name: one for name, one in given if not isinstance(one, torch.Tensor)}
+        kernel, line = executor.fn.__name__, device.caller()
 
-        def run(_: list[torch.Tensor], views: list[torch.Tensor]) -> None:
-            remaining = iter(views)
-            replaced = [next(remaining) if isinstance(one, torch.Tensor) else one for one in given]
-            interpret(executor, *replaced[: len(args)], **dict(zip(kwargs, replaced[len(args) :], strict=True)))
+        def run(read_views: list[torch.Tensor], written_views: list[torch.Tensor]) -> None:
+            views = dict(zip([*read, *written], [*read_views, *written_views], strict=True))
+            try:
+                interpret(executor, **others, **views)
+            except InterpreterError as error:
+                raise RuntimeError(f"{kernel} ({line}): {error}") from error
 
-        launch_on_current(device, [], tensors, run, executor.fn.__name__)
+        launch_on_current(device, [*read.values()], [*written.values()], run, kernel)
 
     interpreter.GridExecutor.__call__ = launch
