@@ -31,6 +31,31 @@ def test_a_wait_orders_no_task_that_another_thread_issued_behind_it(device):  # 
     device.close(number)
 
 
+@pytest.mark.parametrize("waits", [False, True])
+def test_what_one_thread_has_waited_for_counts_for_all(device, waits):  # noqa: F811
+    """The limit that docs/howto/emulate-gpus.md states: where the thread has waited, the race is not named."""
+    x, side = torch.zeros(1000, device=GPU), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    is_over = []
+
+    def fill():
+        with torch.cuda.stream(side):
+            x.add_(1)
+        if waits:
+            side.synchronize()
+        is_over.append(True)
+
+    threading.Thread(target=fill).start()
+    while not is_over:  # it is later, and nothing but chance says so
+        pass
+    if waits:
+        assert (x + 1).tolist() == [2.0] * 1000
+    else:
+        with pytest.raises(RuntimeError, match=r"race: aten::add\..* reads .* writes on"):
+            x + 1
+    torch.cuda.synchronize()
+
+
 def use_on_two_streams(is_ordered):
     """Memory that two streams use and that is recorded on the second one alone, freed."""
     one, other = torch.cuda.Stream(), torch.cuda.Stream()
