@@ -23,24 +23,24 @@ def main(argv: Sequence[str]) -> int:
     Returns:
         The exit status: 1 where a checkpoint was verified and is damaged.
     """
-    asked = read(argv)
-    if is_url(asked.name):
-        return _in_store(asked)
-    match asked.word:
+    arguments = read(argv)
+    if is_url(arguments.name):
+        return _in_store(arguments)
+    match arguments.word:
         case "list":
-            _told(asked.path, glance)
+            _told(arguments.path, glance)
             return 0
         case "verify":
-            return 0 if _told(asked.path, verify) else 1
+            return 0 if _told(arguments.path, verify) else 1
         case "export":
-            return _exported(asked.path, asked.options)
+            return _exported(arguments.path, arguments.options)
 
 
 def _told(path: Path, look: Callable[[Path], Manifest]) -> bool:
     """Say what ``look`` finds of each checkpoint; whether all are whole."""
-    root, found = _found(path)
+    root, folders = _found(path)
     are_whole = True
-    for folder in found:
+    for folder in folders:
         try:
             manifest = look(folder)
         except StateError as error:
@@ -56,31 +56,31 @@ def _told(path: Path, look: Callable[[Path], Manifest]) -> bool:
 def _say_whole(name: str, manifest: Manifest, *, is_read: bool) -> None:
     size = sum(file.bytes for file in manifest.files.values())
     at = manifest.position
-    seen = "whole" if is_read else "whole at a glance"
+    state = "whole" if is_read else "whole at a glance"
     files = f"{len(manifest.tensors)} tensors, {bytes_text(size)}"
-    print(f"{name}  {seen}  step {at.step}, {at.tokens} tokens seen; {files}", flush=True)
+    print(f"{name}  {state}  step {at.step}, {at.tokens} tokens seen; {files}", flush=True)
 
 
-def _in_store(asked: CheckpointArgs) -> int:
+def _in_store(arguments: CheckpointArgs) -> int:
     """The same of a store."""
-    store = CheckpointStore(asked.name)
+    store = CheckpointStore(arguments.name)
     steps = store.steps()
     if not steps:
-        raise StateError(f"'{asked.name}' holds no checkpoint; name the state.store of a run that has saved one.")
-    if asked.word == "export":
+        raise StateError(f"'{arguments.name}' holds no checkpoint; name the state.store of a run that has saved one.")
+    if arguments.word == "export":
         with tempfile.TemporaryDirectory(prefix="superstep-export-") as folder:
             fetched = store.fetch(steps[-1], Path(folder))
-            return _written(fetched, store.named(steps[-1]), asked.options)
+            return _written(fetched, store.named(steps[-1]), arguments.options)
     are_whole = True
     for step in steps:
         try:
-            manifest = store.verify(step) if asked.word == "verify" else store.manifest(step)
+            manifest = store.verify(step) if arguments.word == "verify" else store.manifest(step)
         except Damaged as error:
             print(f"{store.named(step)}  {error.why}", flush=True)
             are_whole = False
         else:
-            _say_whole(store.named(step), manifest, is_read=asked.word == "verify")
-    return 0 if are_whole or asked.word == "list" else 1
+            _say_whole(store.named(step), manifest, is_read=arguments.word == "verify")
+    return 0 if are_whole or arguments.word == "list" else 1
 
 
 def _why_left(folder: Path) -> str:

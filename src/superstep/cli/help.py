@@ -96,7 +96,7 @@ def _value(hint: object) -> str:
 
 def field_docs(cls: type) -> dict[str, str]:
     """The docstring below each field of a dataclass and of those that it is made from."""
-    found: dict[str, str] = {}
+    docs: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if is_dataclass(base):
             (tree,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
@@ -104,5 +104,5 @@ def field_docs(cls: type) -> dict[str, str]:
             for node, below in zip(tree.body, tree.body[1:], strict=False):
                 match node, below:
                     case ast.AnnAssign(ast.Name(name)), ast.Expr(ast.Constant(str(doc))):
-                        found[name] = doc
-    return found
+                        docs[name] = doc
+    return docs

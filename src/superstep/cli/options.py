@@ -212,8 +212,8 @@ def _value(flag: str, words: list[str], hint: object) -> object:
     if len(words) > 1 and not is_list:
         raise _stray(words[1])
     for option in options:
-        found, value = _convert(words, option)
-        if found:
+        is_read, value = _convert(words, option)
+        if is_read:
             return value
     raise ConfigError(f"--{flag} = '{' '.join(words)}' is not valid; it must be {describe_type(hint)}.")
 
@@ -231,7 +231,7 @@ def _convert(words: Sequence[str], option: Any) -> tuple[bool, object]:  # noqa:
     if typing.get_origin(option) is tuple:
         words = _listed(words)
         items = [_convert([word], typing.get_args(option)[0]) for word in words]
-        return all(found for found, _ in items), tuple(value for _, value in items)
+        return all(is_read for is_read, _ in items), tuple(value for _, value in items)
     (word,) = words
     if typing.get_origin(option) is Literal:
         return word in typing.get_args(option), word

@@ -26,9 +26,9 @@ def begin(verb: str, argv: Sequence[str]) -> None:
     """
     is_of_torchrun = "RANK" in os.environ and not asks_for_hosts(argv)
     if verb == "train" and not is_of_torchrun:
-        asked = train.read(argv)
-        check_train(asked)
-        if asked.hosts is not None or ranks_of(asked.config.plan) > 1:
+        arguments = train.read(argv)
+        check_train(arguments)
+        if arguments.hosts is not None or ranks_of(arguments.config.plan) > 1:
             fork_server.begin("superstep.cli.train.train")
     elif verb == "tune" and argv and argv[0] in tune.APART:
         check_apart(argv[0], argv[1:])

@@ -33,28 +33,28 @@ def rolled(folder: RunFolder, *, width: int, has_signs: bool) -> str:
     if not recipe_path.is_file():
         raise StateError(f"'{folder.root}' lacks {RECIPE}, which says what its groups are; name a run of tune rl.")
     recipe = read_rl(recipe_path)
-    found = read_history(folder.root / NAME, folder.metrics, recipe.rl.groups)
-    drawn = draw_lanes(_lanes(found), width=width, seconds=seconds_text, has_signs=has_signs)
-    return f"{_title(folder, recipe, found)}\n\n{drawn}\n\n{_spent(found)}\n\n{_table(recipe, found)}\n"
+    history = read_history(folder.root / NAME, folder.metrics, recipe.rl.groups)
+    drawn = draw_lanes(_lanes(history), width=width, seconds=seconds_text, has_signs=has_signs)
+    return f"{_title(folder, recipe, history)}\n\n{drawn}\n\n{_spent(history)}\n\n{_table(recipe, history)}\n"
 
 
-def _title(folder: RunFolder, recipe: RlRecipe, found: History) -> str:
+def _title(folder: RunFolder, recipe: RlRecipe, history: History) -> str:
     rl = recipe.rl
     return (
-        f"{folder.root}: {len(found.trained)} of {recipe.train.steps} steps, each on {rl.groups} groups of {rl.group} "
-        f"answers, lag {rl.lag}, placement {recipe.rollout.placement}; {len(found.drawn)} groups drawn by "
-        f"{len({each.version for each in found.drawn.values()})} versions"
+        f"{folder.root}: {len(history.trained)} of {recipe.train.steps} steps, each on {rl.groups} groups of "
+        f"{rl.group} answers, lag {rl.lag}, placement {recipe.rollout.placement}; {len(history.drawn)} groups drawn by "
+        f"{len({each.version for each in history.drawn.values()})} versions"
     )
 
 
-def _lanes(found: History) -> list[Lane]:
-    drawn = sorted(found.drawn.values(), key=lambda each: each.span)
+def _lanes(history: History) -> list[Lane]:
+    drawn = sorted(history.drawn.values(), key=lambda each: each.span)
     lanes = [
-        Lane("publish", [LaneItem((at_s, at_s), "") for at_s in sorted(found.published.values())], ("▲", "^")),
+        Lane("publish", [LaneItem((at_s, at_s), "") for at_s in sorted(history.published.values())], ("▲", "^")),
         Lane("sample", [piece for each in _by_version(drawn) for piece in each], ("▒", ":")),
-        Lane("grade", [LaneItem(span) for span in merged(found.graded.values())], ("░", ".")),
-        Lane("train", [LaneItem(each.span, str(each.step)) for each in found.trained], ("▓", "#")),
-        Lane("save", [LaneItem(span) for span in found.saved], ("█", "=")),
+        Lane("grade", [LaneItem(span) for span in merged(history.graded.values())], ("░", ".")),
+        Lane("train", [LaneItem(each.span, str(each.step)) for each in history.trained], ("▓", "#")),
+        Lane("save", [LaneItem(span) for span in history.saved], ("█", "=")),
     ]
     return [lane for lane in lanes if lane.pieces]
 
@@ -65,39 +65,39 @@ def _by_version(drawn: Sequence[AnsweredGroup]) -> Iterable[list[LaneItem]]:
         yield [LaneItem(span, f"v{version}") for span in merged(one.span for one in each)]
 
 
-def _spent(found: History) -> str:
+def _spent(history: History) -> str:
     """Where the time went."""
-    sampling = [each.span for each in found.drawn.values()]
-    training, grading = [each.span for each in found.trained], list(found.graded.values())
-    published = [(at_s, at_s) for at_s in found.published.values()]
-    whole_s = Clock([*sampling, *training, *grading, *found.saved, *published]).seconds or 1.0
+    sampling = [each.span for each in history.drawn.values()]
+    training, grading = [each.span for each in history.trained], list(history.graded.values())
+    published = [(at_s, at_s) for at_s in history.published.values()]
+    whole_s = Clock([*sampling, *training, *grading, *history.saved, *published]).seconds or 1.0
     beside_s = length(grading) + length([*sampling, *training]) - length([*grading, *sampling, *training])
-    parts = (("sampling", sampling), ("training", training), ("saving", found.saved), ("grading", grading))
-    told = ", ".join(f"{name} {length(spans) / whole_s:.0%}" for name, spans in parts if spans)
+    parts = (("sampling", sampling), ("training", training), ("saving", history.saved), ("grading", grading))
+    shares = ", ".join(f"{name} {length(spans) / whole_s:.0%}" for name, spans in parts if spans)
     alone_s = length(grading) - beside_s
     waited = f", {seconds_text(alone_s)} of it while nothing else ran" if alone_s >= 0.01 * whole_s else ""
-    lines = [f"{seconds_text(whole_s)}: {told}{waited}"]
-    if found.retried:
-        lines.append(f"{len(found.retried)} graded again; the last because {found.retried[-1]}")
+    lines = [f"{seconds_text(whole_s)}: {shares}{waited}"]
+    if history.retried:
+        lines.append(f"{len(history.retried)} graded again; the last because {history.retried[-1]}")
     return "\n".join(lines)
 
 
-def _table(recipe: RlRecipe, found: History) -> str:
-    if not found.trained:
+def _table(recipe: RlRecipe, history: History) -> str:
+    if not history.trained:
         return "no step is done yet"
-    shown = found.trained[-LAST:]
+    shown = history.trained[-LAST:]
     head = ("step", "version", "lag", "answers", "reward", "loss", "sampled", "graded", "trained")
-    rows = [head, *(_row(recipe, found, each) for each in shown)]
+    rows = [head, *(_row(recipe, history, each) for each in shown)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(f"{cell:>{wide}}" for cell, wide in zip(row, widths, strict=True)).rstrip() for row in rows]
-    if len(shown) < len(found.trained):
-        lines.insert(1, f"  ... {len(found.trained) - len(shown)} steps before these")
+    if len(shown) < len(history.trained):
+        lines.insert(1, f"  ... {len(history.trained) - len(shown)} steps before these")
     return "\n".join(lines)
 
 
-def _row(recipe: RlRecipe, found: History, trained: Trained) -> tuple[str, ...]:
-    mine = found.tasks_of(trained.step, recipe.rl.groups)
-    drawn = [found.drawn[group] for group in mine if group in found.drawn]
+def _row(recipe: RlRecipe, history: History, trained: Trained) -> tuple[str, ...]:
+    mine = history.tasks_of(trained.step, recipe.rl.groups)
+    drawn = [history.drawn[group] for group in mine if group in history.drawn]
     versions = sorted({each.version for each in drawn})
     return (
         str(trained.step),
@@ -107,7 +107,7 @@ def _row(recipe: RlRecipe, found: History, trained: Trained) -> tuple[str, ...]:
         "-" if trained.reward is None else f"{trained.reward:.4f}",
         "-" if trained.loss is None else f"{trained.loss:.4f}",
         _took(each.span for each in drawn),
-        _took(found.graded[group] for group in mine if group in found.graded),
+        _took(history.graded[group] for group in mine if group in history.graded),
         seconds_text(trained.span[1] - trained.span[0]),
     )
 

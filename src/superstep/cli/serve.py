@@ -74,30 +74,30 @@ def _admin(model: ServedModel, options: ServerOptions, host: Host | LoadBalancer
     )
 
 
-def admin_key(asked: str | None, found: str | None) -> str | None:
+def admin_key(given: str | None, in_environment: str | None) -> str | None:
     """The key of the paths under /admin.
 
     Args:
-        asked: on the command line: a key, or @FILE that holds it.
-        found: in the environment.
+        given: on the command line: a key, or @FILE that holds it.
+        in_environment: in the environment.
 
     Raises:
         ConfigError: it is none that a header can carry.
     """
-    told = found if asked is None else asked
-    if told is None:
+    key = in_environment if given is None else given
+    if key is None:
         return None
-    where = KEY if asked is None else "serve.admin_key"
-    if asked is not None and asked.startswith("@"):
+    where = KEY if given is None else "serve.admin_key"
+    if given is not None and given.startswith("@"):
         try:
-            told = Path(asked[1:]).read_text(encoding="utf-8").strip()
+            key = Path(given[1:]).read_text(encoding="utf-8").strip()
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"serve.admin_key = '{asked}' cannot be read ({error}); name a file of one line."
+                f"serve.admin_key = '{given}' cannot be read ({error}); name a file of one line."
             ) from None
-    if not re.fullmatch(r"[!-~]+", told):
+    if not re.fullmatch(r"[!-~]+", key):
         raise ConfigError(f"{where} must be one word of printable ASCII characters, as a header carries it.")
-    return told
+    return key
 
 
 def _say(text: str) -> None:

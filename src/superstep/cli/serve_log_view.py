@@ -57,20 +57,20 @@ def _drawn(replay: Replay, width: int, *, has_signs: bool) -> str:
 def _spent(replay: Replay) -> str:
     """Where the time went; what the steps themselves say of the machine."""
     setting, entries = replay.setting, replay.entries
-    found = samples(setting, entries)
+    measured = samples(setting, entries)
     busy_s = sum(entry.took_s for entry in entries)
     whole_s = entries[-1].at_s + entries[-1].took_s
-    tokens = sum(sample.work.drawn for sample in found)
+    tokens = sum(sample.work.drawn for sample in measured)
     lines = [
         f"{tokens:,} tokens drawn in {seconds_text(whole_s)}: {count_text(tokens / whole_s)} tokens/s; "
         f"steps took {busy_s / whole_s:.0%} of it"
     ]
     if len(entries) >= LEAST:
-        rate = fit(found, setting.way)
-        held = bounds(rate, setting.model, [sample.work for sample in found])
+        rate = fit(measured, setting.way)
+        held = bounds(rate, setting.model, [sample.work for sample in measured])
         words = ", ".join(f"{name} {share:.0%}" for name, share in held.items() if share >= 0.005)
-        slow = max(found, key=lambda sample: sample.seconds - seconds(rate, setting.model, sample.work))
-        at = found.index(slow)
+        slow = max(measured, key=lambda sample: sample.seconds - seconds(rate, setting.model, sample.work))
+        at = measured.index(slow)
         lines.append(f"held back by {words} (fitted to these steps, within {rate.spread:.0%} in the median)")
         lines.append(
             f"slowest for its work: step {at + 1} at {seconds_text(entries[at].at_s)}, {slow.work.rows:,} rows in "

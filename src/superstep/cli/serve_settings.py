@@ -26,37 +26,39 @@ class ServeSettings(Protocol):
 
 def serve_config(run: RunConfig | None, options: ServeSettings) -> ServeConfig:
     """How a model is served, what was not asked for taken from its run, if it has one."""
-    asked = options.serve
-    context = run.data.sequence_tokens if run is not None and asked.context_tokens is None else asked.context_tokens
+    settings = options.serve
+    context = (
+        run.data.sequence_tokens if run is not None and settings.context_tokens is None else settings.context_tokens
+    )
     exact = run.numerics.exact if run is not None and options.numerics.exact is None else options.numerics.exact
     return ServeConfig(
         context_tokens=context,
-        page_tokens=asked.page_tokens,
-        pages=asked.pages,
-        step_tokens=asked.step_tokens,
-        requests=asked.requests,
+        page_tokens=settings.page_tokens,
+        pages=settings.pages,
+        step_tokens=settings.step_tokens,
+        requests=settings.requests,
         compute=options.numerics.compute or ("bf16" if run is None else run.numerics.compute),
         exact=bool(exact),
         tp=options.plan.tp,
         dp=options.plan.dp,
-        quantize=asked.quantize or "",
-        kernels=kernels_folder(asked.kernels),
-        adapters=folders_of(asked.adapters or ""),
-        speculate=_guesser(asked.speculate),
-        draft_tokens=asked.draft_tokens,
-        read_timeout_s=asked.read_timeout_s,
-        replay=None if asked.replay is None else Path(asked.replay),
+        quantize=settings.quantize or "",
+        kernels=kernels_folder(settings.kernels),
+        adapters=folders_of(settings.adapters or ""),
+        speculate=_guesser(settings.speculate),
+        draft_tokens=settings.draft_tokens,
+        read_timeout_s=settings.read_timeout_s,
+        replay=None if settings.replay is None else Path(settings.replay),
     )
 
 
-def _guesser(asked: str | None) -> str:
+def _guesser(guesser: str | None) -> str:
     """Who guesses: ``ngram``, the folder of a small model's weights, or nobody."""
-    return asked if asked == NGRAM else str(find_model(Path(asked)).folder) if asked else ""
+    return guesser if guesser == NGRAM else str(find_model(Path(guesser)).folder) if guesser else ""
 
 
-def kernels_folder(asked: str | None) -> Path | None:
+def kernels_folder(folder: str | None) -> Path | None:
     """The folder for compiled operations."""
-    if asked is None:
+    if folder is None:
         cache = os.environ.get("XDG_CACHE_HOME")
         return (Path(cache) if cache else Path.home() / ".cache") / "superstep" / "kernels"
-    return None if asked == "off" else Path(asked)
+    return None if folder == "off" else Path(folder)

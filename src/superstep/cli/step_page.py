@@ -63,20 +63,20 @@ Rehearse = Callable[[Resolved], tuple[UnitOperations, ...] | None]
 Resolve = Callable[..., Resolved]
 
 
-def write_page(title: str, about: str, seen: StepView, *, resolve: Resolve, rehearse: Rehearse) -> str:
+def write_page(title: str, about: str, view: StepView, *, resolve: Resolve, rehearse: Rehearse) -> str:
     """The page of a step, with the same model under other schedules and ZeRO stages beside it."""
-    choices = list(_choices(seen, resolve, rehearse))
-    plan = seen.run.plan
+    choices = list(_choices(view, resolve, rehearse))
+    plan = view.run.plan
     chosen = next(n for n, one in enumerate(choices) if (one.schedule, one.zero) == (plan.schedule, plan.zero))
     return moving_page(title, about, choices, chosen)
 
 
-def write_svg(name: str, seen: StepView) -> str:
+def write_svg(name: str, view: StepView) -> str:
     """The step as SVG; a run's above its prediction."""
-    steps = [(f"{name}, predicted", seen.prediction.timeline)]
-    if seen.ran is not None:
-        steps.insert(0, (f"{name}, step {seen.ran.step} as it ran", seen.ran.timeline))
-    plan = seen.run.plan
+    steps = [(f"{name}, predicted", view.prediction.timeline)]
+    if view.ran is not None:
+        steps.insert(0, (f"{name}, step {view.ran.step} as it ran", view.ran.timeline))
+    plan = view.run.plan
     return draw_svg(
         (
             caption_of(
@@ -91,41 +91,41 @@ def write_svg(name: str, seen: StepView) -> str:
     )
 
 
-def write_trace(name: str, seen: StepView) -> str:
+def write_trace(name: str, view: StepView) -> str:
     """The step for Perfetto; a run's, and its prediction behind it."""
-    drawn = seen.drawn()
-    timeline = seen.prediction.timeline
+    drawn = view.drawn()
+    timeline = view.prediction.timeline
     courses = [course(timeline.program, rank, drawn.sizes) for rank in range(timeline.program.pp)]
-    if seen.ran is None:
+    if view.ran is None:
         return chrome_trace(timeline, name=f"{name}, predicted", courses=courses)
-    return chrome_trace(seen.ran.timeline, name=name, courses=courses, predicted=timeline)
+    return chrome_trace(view.ran.timeline, name=name, courses=courses, predicted=timeline)
 
 
-def _choices(seen: StepView, resolve: Resolve, rehearse: Rehearse) -> Iterator[ChooserEntry]:
+def _choices(view: StepView, resolve: Resolve, rehearse: Rehearse) -> Iterator[ChooserEntry]:
     """Every schedule at every ZeRO stage, as far as they differ on this mesh; those that differ from the plan in one of
     the two are the first to have room.
     """
-    plan = seen.run.plan
+    plan = view.run.plan
     schedules = get_args(Schedule) if plan.mesh.pp > 1 else (plan.schedule,)
     zeros = range(4) if plan.mesh.data > 1 else (plan.zero,)
     wanted = [(schedule, zero) for schedule in schedules for zero in zeros]
-    room = MOST_INSTRUCTIONS - _instructions(seen.prediction)
-    found: dict[tuple[Schedule, int], ChooserEntry] = {}
-    rehearsed = {plan.zero: seen.operations}
+    room = MOST_INSTRUCTIONS - _instructions(view.prediction)
+    entries: dict[tuple[Schedule, int], ChooserEntry] = {}
+    rehearsed = {plan.zero: view.operations}
     for schedule, zero in sorted(wanted, key=lambda one: (one[0] != plan.schedule) + (one[1] != plan.zero)):
         if (schedule, zero) == (plan.schedule, plan.zero):
-            found[schedule, zero] = ChooserEntry(schedule=schedule, zero=zero, drawn=seen.drawn())
-        elif room < _instructions(seen.prediction):
+            entries[schedule, zero] = ChooserEntry(schedule=schedule, zero=zero, drawn=view.drawn())
+        elif room < _instructions(view.prediction):
             why = f"left out to keep the page small; --plan.schedule {schedule} --plan.zero {zero} shows it"
-            found[schedule, zero] = ChooserEntry(schedule=schedule, zero=zero, drawn=None, why=why)
+            entries[schedule, zero] = ChooserEntry(schedule=schedule, zero=zero, drawn=None, why=why)
         else:
-            found[schedule, zero] = one = _other(seen, schedule, zero, rehearsed, (resolve, rehearse))
+            entries[schedule, zero] = one = _other(view, schedule, zero, rehearsed, (resolve, rehearse))
             room -= _instructions(one.drawn) if one.drawn else 0
-    return iter(found[one] for one in wanted)
+    return iter(entries[one] for one in wanted)
 
 
 def _other(
-    seen: StepView,
+    view: StepView,
     schedule: Schedule,
     zero: int,
     rehearsed: dict[int, tuple[UnitOperations, ...]],
@@ -134,13 +134,13 @@ def _other(
     """The same model, mesh and batch under another schedule or ZeRO stage; of one that cannot be, why."""
     resolve, rehearse = means
     try:
-        run = resolve(replace(seen.run.config, plan=_changed(seen.run.config.plan, schedule, zero)))
+        run = resolve(replace(view.run.config, plan=_changed(view.run.config.plan, schedule, zero)))
         if zero not in rehearsed:
-            rehearsed[zero] = rehearse(run) or seen.operations
-        prediction = predict(run, seen.machine, rehearsed[zero])
+            rehearsed[zero] = rehearse(run) or view.operations
+        prediction = predict(run, view.machine, rehearsed[zero])
     except UserError as error:
         return ChooserEntry(schedule=schedule, zero=zero, drawn=None, why=str(error))
-    other = replace(seen, run=run, operations=rehearsed[zero], prediction=prediction, ran=None)
+    other = replace(view, run=run, operations=rehearsed[zero], prediction=prediction, ran=None)
     return ChooserEntry(schedule=schedule, zero=zero, drawn=other.drawn())
 
 

@@ -39,10 +39,10 @@ def seen(folder: RunFolder) -> RunSeen:
         StateError: it is neither there nor has it failed.
     """
     with live(folder) as run:
-        found = left(folder) if run is None else run.seen()
-    if found is None:
+        observed = left(folder) if run is None else run.seen()
+    if observed is None:
         raise StateError(
             f"'{folder.root}' does not train now on this host, and has left nothing of a fault: ask while it runs. "
             "superstep view draws the step before its newest checkpoint."
         )
-    return found
+    return observed

@@ -58,8 +58,8 @@ async def read_body(request: Request, limits: BodyLimits) -> bytes:
     """The body, refused as soon as it is too large or too slow, or where it is compressed."""
     if request.headers.get("content-encoding", "identity") != "identity":
         raise RequestError("compressed bodies are not read here; send them as they are.", status=415)
-    said = request.headers.get("content-length", "")
-    if said.isdigit() and int(said) > limits.body_bytes:
+    length = request.headers.get("content-length", "")
+    if length.isdigit() and int(length) > limits.body_bytes:
         raise _too_large(limits)
     chunks, size = request.stream(), 0
     parts: list[bytes] = []
@@ -107,15 +107,15 @@ def parse(body: bytes, limits: BodyLimits) -> dict[str, Any]:
             f"body has more than {limits.json_values} values; send fewer at a time.", code="body_too_large"
         )
     try:
-        found = msgspec.json.decode(body)
+        value = msgspec.json.decode(body)
     except RecursionError:
         raise _too_deep(limits) from None
     except (msgspec.DecodeError, UnicodeDecodeError):
-        found = _read_slowly(body, limits)
-    if not isinstance(found, dict):
+        value = _read_slowly(body, limits)
+    if not isinstance(value, dict):
         raise RequestError("body is no JSON object; send one, such as {}.", code="invalid_json")
-    _check_depth(found, limits)
-    return found
+    _check_depth(value, limits)
+    return value
 
 
 def separators(body: bytes) -> int:
@@ -126,7 +126,7 @@ def separators(body: bytes) -> int:
 def _read_slowly(body: bytes, limits: BodyLimits) -> object:
     """Names the field where the quick reader gave up."""
     try:
-        found = json.loads(body)
+        value = json.loads(body)
     except RecursionError:
         raise _too_deep(limits) from None
     except UnicodeDecodeError as error:
@@ -136,7 +136,7 @@ def _read_slowly(body: bytes, limits: BodyLimits) -> object:
     except ValueError as error:
         reason = re.split(r"[\n;]", str(error))[0]  # behind it Python says which of its own settings would let it pass
         raise RequestError(f"body is no JSON ({reason}); send one object.", code="invalid_json") from None
-    _check_values(found, "", limits.json_depth)
+    _check_values(value, "", limits.json_depth)
     raise RequestError("body is no JSON that can be read; send one object.", code="invalid_json")
 
 
@@ -161,8 +161,8 @@ def _check_values(value: object, path: str, depth: int) -> None:
                 _check_values(inner, f"{name}[{place}]", depth - 1)
 
 
-def _check_depth(found: object, limits: BodyLimits) -> None:
-    layer = [found]
+def _check_depth(body: object, limits: BodyLimits) -> None:
+    layer = [body]
     for _ in range(limits.json_depth + 1):
         if not layer:
             return

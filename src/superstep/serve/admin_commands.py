@@ -86,29 +86,29 @@ class Deeds:
 
     # From the event loop.
 
-    async def do(self, deed: Deed, state_of: Callable[[], str]) -> EngineStatus:
+    async def do(self, command: Deed, state_of: Callable[[], str]) -> EngineStatus:
         """Ask for something, and wait for its end; see ``api.steered.Steered``.
 
         Args:
-            deed: what to do.
+            command: what to do.
             state_of: says ``ready`` where the ranks are there.
         """
         self._number += 1
         number = self._number
         answer: asyncio.Future[EngineStatus] = asyncio.get_running_loop().create_future()
         # There before the state is looked at: who is lost from now on is told by ``lost``.
-        self._asked[number] = (deed, answer)
+        self._asked[number] = (command, answer)
         state = state_of()
         if state != "ready":
             self._asked.pop(number, None)
             raise Away(f"the engine is {state}; ask again.", rank=0)
-        self._send(Do(number, deed))
+        self._send(Do(number, command))
         return await answer
 
-    def back(self, deed: Deed) -> list[Deed]:
+    def back(self, command: Deed) -> list[Deed]:
         """What brings the engine back to how it stands now, once a deed is done."""
         now = str(self.newest or self._path)
-        match deed:
+        match command:
             case ChangeWeights(_, requests):
                 # Who was taken back cannot be taken back again; who has come since is not to suffer for it.
                 return [ChangeWeights(now, "recompute" if requests == "abort" else requests)]
@@ -128,16 +128,16 @@ class Deeds:
     def hear(self, done: CommandDone) -> None:
         """A deed has ended."""
         self.standing = done.standing
-        asked = self._asked.pop(done.number, None)
-        if asked is None:
+        waiting = self._asked.pop(done.number, None)
+        if waiting is None:
             return
-        deed, answer = asked
+        command, answer = waiting
         if not done.why:
-            self._note(deed)
+            self._note(command)
         why: SuperstepError | None = None
         if done.why:
             # What is wrong with files is said of their path; all else of what was asked for.
-            of_files = isinstance(deed, ChangeWeights | Wake | LoadAdapter)
+            of_files = isinstance(command, ChangeWeights | Wake | LoadAdapter)
             why = StateError(done.why) if of_files else ConfigError(done.why)
         _settle(answer, done.standing if why is None else why)
 
@@ -169,14 +169,14 @@ class Deeds:
         """Let go of the weights."""
         self._lock.give_up()
 
-    def _note(self, deed: Deed) -> None:
-        match deed:
+    def _note(self, command: Deed) -> None:
+        match command:
             case Pause():
-                self._paused = deed
+                self._paused = command
             case Resume():
                 self._paused = None
             case Sleep():
-                self._asleep = deed
+                self._asleep = command
             case ChangeWeights(path):
                 self._keep_newest(Path(path))
             case LoadAdapter(name, path):

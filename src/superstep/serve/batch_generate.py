@@ -29,7 +29,7 @@ class PromptResult:
     @property
     def ids(self) -> list[int]:
         """The drawn tokens."""
-        return [told.token for told in self.tokens]
+        return [output.token for output in self.tokens]
 
 
 def generate(
@@ -71,12 +71,12 @@ def generate(
             engine.abort(request.id)
         engine.step()
         raise
-    found = [PromptResult(tokens=(), prompt=(), finish="abort", cached_tokens=0)] * len(requests)
+    results = [PromptResult(tokens=(), prompt=(), finish="abort", cached_tokens=0)] * len(requests)
     done = 0
     while not engine.is_idle:
         for news in engine.step():
-            before = found[news.request]
-            found[news.request] = replace(
+            before = results[news.request]
+            results[news.request] = replace(
                 before,
                 tokens=(*before.tokens, *news.tokens),
                 prompt=(*before.prompt, *news.prompt),
@@ -86,4 +86,4 @@ def generate(
             done += news.finish is not None
         if tell is not None:
             tell(done, len(requests))
-    return found
+    return results

@@ -104,13 +104,13 @@ def calibrate(shape: ModelShape, serve: ServeConfig, device: DeviceKind, timing:
         folders = [Path(scratch) / str(number) for number in range(len(models))]
         for each, folder in zip(models, folders, strict=True):
             save_random(each, folder)
-        seen = launch_apart(device, serve.tp, _calibrate_rank, folders, serve, timing or Timing())
-    largest = seen[-1]
+        measured = launch_apart(device, serve.tp, _calibrate_rank, folders, serve, timing or Timing())
+    largest = measured[-1]
     held = max(0.1, largest.linear_bytes / largest.linears)
-    found = [sample for one in seen for sample in one.samples]
+    samples_of_ranks = [sample for one in measured for sample in one.samples]
     # Of the first one's process, for what it takes once and for all is taken then.
-    beside = max(0.0, seen[0].other_bytes - held * seen[0].linears)
-    return fit(found, largest.way, held_bytes=round(held, 3), beside_bytes=beside)
+    beside = max(0.0, measured[0].other_bytes - held * measured[0].linears)
+    return fit(samples_of_ranks, largest.way, held_bytes=round(held, 3), beside_bytes=beside)
 
 
 def shapes(shape: ModelShape, tp: int) -> tuple[ModelShape, ...]:
@@ -214,8 +214,8 @@ def _own_bytes(world: World) -> int:
     """Memory that is this process's alone: a file that is read from the system's cache is not."""
     if world.device.kind == "cuda":
         return int(torch.cuda.memory_allocated(world.device.torch))
-    told = psutil.Process().memory_info()
-    return int(told.rss - getattr(told, "shared", 0))
+    usage = psutil.Process().memory_info()
+    return int(usage.rss - getattr(usage, "shared", 0))
 
 
 def _ask(engine: InferenceEngine, batches: Sequence[int], *, is_greedy: bool, salt: str) -> None:

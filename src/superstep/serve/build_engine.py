@@ -47,9 +47,9 @@ def ends_of_text(folder: Path) -> tuple[int, ...]:
     """The tokens with which a folder's model ends an answer."""
     for name in ("generation_config.json", "config.json"):
         path = folder / name
-        told = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
-        if told is not None:
-            return tuple(told) if isinstance(told, list) else (told,)
+        ids = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
+        if ids is not None:
+            return tuple(ids) if isinstance(ids, list) else (ids,)
     return ()
 
 
@@ -131,7 +131,7 @@ def load_rank(
     free_bytes = device.free_bytes(serve.tp * serve.dp)
     pages = serve.pages or usual_pages(least, serve.requests, free_bytes, page_bytes)
     require_pages(pages, page_bytes, free_bytes, serve.page_tokens)
-    asked = ComputeSettings(
+    settings = ComputeSettings(
         pages=pages,
         page_tokens=serve.page_tokens,
         quantize=serve.quantize,
@@ -139,10 +139,10 @@ def load_rank(
         threads=threads,
         has_adapters=bool(serve.adapters),
     )
-    forward, memory = choose(served, asked, tp, device)
+    forward, memory = choose(served, settings, tp, device)
     guessing = None
     if small is not None:
-        guessing, beside = choose(small, asked, tp, device)
+        guessing, beside = choose(small, settings, tp, device)
         memory.sleep_with(beside)
     give_back()
     party, is_paged = CommandChannel(memory, weights, tp, device, serve.read_timeout_s), memory.is_paged

@@ -159,12 +159,12 @@ def rooms(server: ServerSetup) -> list[Room]:
 
 def firsts(server: ServerSetup) -> list[First]:
     """Prompts that come alone."""
-    found = []
+    times = []
     for prompt in [size for size in PROMPTS if size < server.context_tokens]:
         alone = server.simulate([Arrival(prompt_tokens=prompt, answer_tokens=1)])
         held = bounds(server.rate, server.model, alone.works)
-        found.append(First(prompt_tokens=prompt, first_token_s=alone.served[0].first_token_s, bounds=held))
-    return found
+        times.append(First(prompt_tokens=prompt, first_token_s=alone.served[0].first_token_s, bounds=held))
+    return times
 
 
 def crowds(server: ServerSetup, *, prompt_tokens: int, answer_tokens: int, replicas: int = 1) -> list[Crowd]:
@@ -177,14 +177,14 @@ def crowds(server: ServerSetup, *, prompt_tokens: int, answer_tokens: int, repli
 def _crowd(server: ServerSetup, arrival: Arrival, count: int, replicas: int) -> Crowd:
     # The replica with the most of them ends last.
     share = -(-count // replicas)
-    told = server.simulate([arrival] * share)
+    served = server.simulate([arrival] * share)
     tokens = count * arrival.answer_tokens
-    between = [(one.last_s - one.first_s) / max(1, one.tokens - 1) for one in told.served]
+    between = [(one.last_s - one.first_s) / max(1, one.tokens - 1) for one in served.served]
     return Crowd(
         streams=count,
-        tokens_per_s=tokens / told.seconds,
-        first_token_s=median(one.first_token_s for one in told.served),
+        tokens_per_s=tokens / served.seconds,
+        first_token_s=median(one.first_token_s for one in served.served),
         token_s=median(between),
-        preemptions=told.preemptions,
-        bounds=bounds(server.rate, server.model, told.works),
+        preemptions=served.preemptions,
+        bounds=bounds(server.rate, server.model, served.works),
     )

@@ -249,9 +249,11 @@ class InferenceEngine:
         self.speculation.guess(step, live, self._matcher)
         rows, wanted = _rows(step, live)
         logits_RV = self._model(rows)
-        asked = self._rows_to_draw(step, live, wanted)
-        told = read_wanted(rows.wanted, asked, logits_RV, self._model.totals, vocab=self.info.vocab)
-        news += [self._update_request(live[chunk.request], chunk, wanted[chunk.request], told) for chunk in step.chunks]
+        samplings = self._rows_to_draw(step, live, wanted)
+        outputs = read_wanted(rows.wanted, samplings, logits_RV, self._model.totals, vocab=self.info.vocab)
+        news += [
+            self._update_request(live[chunk.request], chunk, wanted[chunk.request], outputs) for chunk in step.chunks
+        ]
         self._watch.end()
         return news
 
@@ -274,15 +276,15 @@ class InferenceEngine:
         live: LiveRequest,
         chunk: PositionRange,
         wanted: Sequence[int],
-        told: Mapping[int, Row],
+        outputs: Mapping[int, Row],
     ) -> RequestUpdate:
         """Book what was computed of a request, and draw its next tokens where all it has is computed."""
-        prompt, cached = self._of_prompt(live, chunk, wanted, told), live.cached_tokens
+        prompt, cached = self._of_prompt(live, chunk, wanted, outputs), live.cached_tokens
         if chunk.end < live.known:
             book_computed(live, chunk, self.pages, end=chunk.end, version=self.info.version)
             return RequestUpdate(request=live.id, prompt=prompt, cached_tokens=cached)
         # The last known token, and each guess behind it, has a row whose logits say what follows.
-        drawn, finish = self._draw_rows(live, [told[row] for row in wanted[live.known - chunk.end - 1 :]])
+        drawn, finish = self._draw_rows(live, [outputs[row] for row in wanted[live.known - chunk.end - 1 :]])
         self.speculation.judge(live, [token.token for token in drawn])
         # The token drawn last has no key yet. What was guessed instead of it has one, which is written over.
         book_computed(live, chunk, self.pages, end=live.known - bool(drawn), version=self.info.version)
@@ -318,15 +320,15 @@ class InferenceEngine:
         """By row, how it is drawn from and the position of the token, where nothing but a temperature changes the
         logits: most of a busy engine's draws.
         """
-        asked: dict[int, tuple[Sampling, int]] = {}
+        samplings: dict[int, tuple[Sampling, int]] = {}
         for chunk in step.chunks:
             one, own = live[chunk.request], wanted[chunk.request]
             how = one.request.sampling
             if chunk.end >= one.known and own and how.is_plain and not how.is_greedy and one.id not in self._matcher:
                 # The last known token has a row, and so has each guess behind it.
                 for nth, row in enumerate(own[one.known - chunk.end - 1 :]):
-                    asked[row] = (how, one.known + nth)
-        return asked
+                    samplings[row] = (how, one.known + nth)
+        return samplings
 
     def _draw(self, live: LiveRequest, row: Row) -> TokenOutput | None:
         """The next token; None where there is none: logits that are no numbers, or a form that became too costly."""
@@ -338,31 +340,33 @@ class InferenceEngine:
             allowed = None if matcher is None else matcher.allowed()
         except ConfigError:
             return None
-        seen = SamplingContext(live.request.prompt, live.drawn, allowed)
+        context = SamplingContext(live.request.prompt, live.drawn, allowed)
         version = live.adapter.version_with(self.info.version)
-        return draw(logits_V, totals, live.request.sampling, seen, live.known, drawn=drawn, version=version)
+        return draw(logits_V, totals, live.request.sampling, context, live.known, drawn=drawn, version=version)
 
     def _of_prompt(
         self,
         live: LiveRequest,
         chunk: PositionRange,
         wanted: Sequence[int],
-        told: Mapping[int, Row],
+        outputs: Mapping[int, Row],
     ) -> tuple[TokenOutput, ...]:
         """What is told of the prompt's tokens that follow the chunk's positions."""
         if not live.request.sampling.prompt_logprobs or live.drawn:
             return ()
-        found = []
+        logprobs = []
         for place, row in zip(range(chunk.first, min(chunk.end, live.known - 1)), wanted, strict=False):
             if place + 1 < live.prompt_told:  # before its pages were taken back
                 continue
             live.prompt_told = place + 2
-            logits_V, totals, _ = told[row]
+            logits_V, totals, _ = outputs[row]
             token = live.tokens[place + 1]
             top = likeliest(logits_V, totals, live.request.sampling.top_logprobs)
             version = live.adapter.version_with(self.info.version)
-            found.append(TokenOutput(token=token, logprob=logprob(logits_V, totals, token), top=top, version=version))
-        return tuple(found)
+            logprobs.append(
+                TokenOutput(token=token, logprob=logprob(logits_V, totals, token), top=top, version=version)
+            )
+        return tuple(logprobs)
 
     def _leave(self, live: LiveRequest) -> None:
         self.pages.release(live.pages)

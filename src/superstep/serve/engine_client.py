@@ -206,13 +206,13 @@ class Host:
         """Whether its ranks can be told anything."""
         return self._state == "ready"
 
-    def back(self, deed: Deed) -> Sequence[Deed]:
+    def back(self, command: Deed) -> Sequence[Deed]:
         """What undoes a deed; see ``api.steered.Steered``."""
-        return self._deeds.back(deed)
+        return self._deeds.back(command)
 
-    async def do(self, deed: Deed) -> EngineStatus:
+    async def do(self, command: Deed) -> EngineStatus:
         """Do something to the engine; see ``api.steered.Steered``."""
-        return await self._deeds.do(deed, lambda: self._state)
+        return await self._deeds.do(command, lambda: self._state)
 
     def counters(self) -> Counters:
         """As the engine last told them."""

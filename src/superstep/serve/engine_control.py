@@ -89,17 +89,17 @@ class Steward:
         """Whether ``tick`` has something to do, or to wait for."""
         return bool(self._line or self._adapter_line or self._done or self._draining is not None)
 
-    def ask(self, number: int, deed: Deed) -> None:
+    def ask(self, number: int, command: Deed) -> None:
         """Take something on; ``tick`` says when it is done."""
-        match deed:
+        match command:
             case Pause():
-                self._pause(number, deed)
+                self._pause(number, command)
             case Resume():
                 self._resume(number)
             case LoadAdapter() | UnloadAdapter():
-                self._adapter_line.append((number, deed))
+                self._adapter_line.append((number, command))
             case _:
-                self._line.append((number, deed))
+                self._line.append((number, command))
 
     def tick(self) -> list[CommandDone]:
         """Do what can be done before the next step; what has been done since the last time."""
@@ -175,12 +175,12 @@ class Steward:
 
     # One deed at a time.
 
-    def _try(self, number: int, deed: ChangeWeights | Sleep | Wake) -> bool:
+    def _try(self, number: int, command: ChangeWeights | Sleep | Wake) -> bool:
         """Whether a deed is over."""
         try:
-            match deed:
+            match command:
                 case ChangeWeights(path, requests):
-                    if not self._may_switch(deed):
+                    if not self._may_switch(command):
                         return False
                     self._switch(Path(path), requests)
                 case Sleep(keeps_weights):
@@ -198,21 +198,21 @@ class Steward:
             self._say(number)
         return True
 
-    def _may_switch(self, deed: ChangeWeights) -> bool:
+    def _may_switch(self, command: ChangeWeights) -> bool:
         """Whether weights are read, and nobody has to be waited for."""
         reading = self._model.party.reading
         if reading is None:
             self._require_weights()
-            if deed.requests == "wait" and self._paused is not None and self._paused.mode == "keep":
+            if command.requests == "wait" and self._paused is not None and self._paused.mode == "keep":
                 raise ConfigError(
                     "requests = 'wait' while the engine is paused: those under way are not computed; resume first, or "
                     "use one of recompute, keep, abort."
                 )
-            self._model.read(Path(deed.path))
+            self._model.read(Path(command.path))
             return False
         if not self._model.is_read():
             return False
-        if deed.requests == "wait" and not reading.why:
+        if command.requests == "wait" and not reading.why:
             before = self._barriers.setdefault("change", self._engine.arrivals)
             self._hold()
             return not self._engine.has_before(before)
@@ -257,14 +257,14 @@ class Steward:
         self._is_asleep = False
         self._hold()
 
-    def _pause(self, number: int, deed: Pause) -> None:
+    def _pause(self, number: int, command: Pause) -> None:
         self._answer_drain()
-        self._paused = deed
-        if deed.mode == "abort":
+        self._paused = command
+        if command.mode == "abort":
             self._engine.abort_all()
-        self._barriers["pause"] = self._engine.arrivals if deed.mode == "wait" else 0
+        self._barriers["pause"] = self._engine.arrivals if command.mode == "wait" else 0
         self._hold()
-        if deed.mode == "wait":
+        if command.mode == "wait":
             self._draining = number
         else:
             self._say(number)
@@ -279,11 +279,11 @@ class Steward:
         self._answer_drain()
         self._say(number)
 
-    def _try_adapter(self, number: int, deed: LoadAdapter | UnloadAdapter) -> bool:
+    def _try_adapter(self, number: int, command: LoadAdapter | UnloadAdapter) -> bool:
         """Whether an adapter has come or gone, or was refused."""
         adapters = self._engine.adapters
         try:
-            match deed:
+            match command:
                 case LoadAdapter(name, path):
                     if not adapters.is_reading:
                         adapters.read(name, Path(path))

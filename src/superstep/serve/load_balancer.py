@@ -100,8 +100,8 @@ class LoadBalancer:
     ) -> AsyncGenerator[RequestUpdate, None]:
         """The news of one request, from the replica that has the least to do; see ``Backend``."""
         with self._assign(prompt, sampling, adapter, salt) as (member, came):
-            asked = member.stream(prompt, sampling, priority=priority, adapter=adapter, salt=salt)
-            async with aclosing(asked) as news:
+            stream = member.stream(prompt, sampling, priority=priority, adapter=adapter, salt=salt)
+            async with aclosing(stream) as news:
                 async for one in news:
                     came(one)
                     yield one
@@ -158,27 +158,27 @@ class LoadBalancer:
 
     def health(self) -> Health:
         """Ready while one is; the state says how many are, and where their weights are not the same."""
-        told = [member.health() for member in self._members]
-        ready = sum(one.is_ready for one in told)
-        if ready == len(told):
+        states = [member.health() for member in self._members]
+        ready = sum(one.is_ready for one in states)
+        if ready == len(states):
             versions = [member.info.version for member in self._members]
-            return told[0] if len(set(versions)) == 1 else replace(told[0], state=f"ready, weights {versions}")
-        state = next(one.state for one in told if not one.is_ready)
-        return Health(is_ready=ready > 0, state=f"{ready} of {len(told)} ready, others {state}" if ready else state)
+            return states[0] if len(set(versions)) == 1 else replace(states[0], state=f"ready, weights {versions}")
+        state = next(one.state for one in states if not one.is_ready)
+        return Health(is_ready=ready > 0, state=f"{ready} of {len(states)} ready, others {state}" if ready else state)
 
     def counters(self) -> Counters:
         """Of all together."""
-        told = [member.counters() for member in self._members]
-        return Counters(**{field.name: sum(getattr(one, field.name) for one in told) for field in fields(Counters)})
+        counts = [member.counters() for member in self._members]
+        return Counters(**{field.name: sum(getattr(one, field.name) for one in counts) for field in fields(Counters)})
 
     @property
     def standing(self) -> EngineStatus:
         """Of all together; see ``Several``."""
         return self._together.standing
 
-    async def do(self, deed: Deed) -> EngineStatus:
+    async def do(self, command: Deed) -> EngineStatus:
         """Do something to all or to none; see ``Several``."""
-        return await self._together.do(deed)
+        return await self._together.do(command)
 
     def _choose(self, keys: Sequence[tuple[int, bytes]]) -> tuple[int, int]:
         """The replica with the least to do, and how much of the prompt it may have."""
@@ -197,8 +197,8 @@ def _keys(prompt: tuple[int, ...], adapter: str, salt: str) -> Iterator[tuple[in
     """The beginnings of a prompt, the longest first."""
     for depth in DEPTHS:
         if len(prompt) > depth:
-            told = f"{len(adapter)} {adapter} {len(salt)} {salt} ".encode() + array("q", prompt[:depth]).tobytes()
-            yield depth, hashlib.sha256(told).digest()
+            text = f"{len(adapter)} {adapter} {len(salt)} {salt} ".encode() + array("q", prompt[:depth]).tobytes()
+            yield depth, hashlib.sha256(text).digest()
 
 
 def replicas_of(

@@ -176,7 +176,7 @@ def folders_of(text: str) -> tuple[tuple[str, Path], ...]:
     Raises:
         ConfigError: a folder is not there or holds no adapter, or a name comes twice.
     """
-    found: list[tuple[str, Path]] = []
+    folders: list[tuple[str, Path]] = []
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, equals, place = part.rpartition("=")
         folder = Path(place).expanduser()
@@ -186,11 +186,11 @@ def folders_of(text: str) -> tuple[tuple[str, Path], ...]:
                 f"serve.adapters names '{part}', and '{folder}' holds no {CONFIG}; name an adapter as peft writes it, "
                 "NAME=FOLDER, or a folder of such folders."
             )
-        found += [(name or one.resolve().name, one.resolve()) for one in inner]
-    twice = [name for name, count in Counter(name for name, _ in found).items() if count > 1]
+        folders += [(name or one.resolve().name, one.resolve()) for one in inner]
+    twice = [name for name, count in Counter(name for name, _ in folders).items() if count > 1]
     if twice:
         raise ConfigError(f"serve.adapters has two adapters called '{twice[0]}'; give one another name: NAME=FOLDER.")
-    return tuple(found)
+    return tuple(folders)
 
 
 def check_names(model: str, names: Sequence[str]) -> None:

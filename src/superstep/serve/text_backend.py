@@ -142,11 +142,11 @@ class ToolReader:
         return self._read(self._parser.end() if self._parser else Delta())
 
     def _read(self, delta: Delta) -> Sequence[Said]:
-        said = [Said(content=delta.text)] if delta.text else []
+        pieces = [Said(content=delta.text)] if delta.text else []
         for call in delta.calls:
-            said.append(Said(call=self._calls, name=call.name, arguments=call.arguments))
+            pieces.append(Said(call=self._calls, name=call.name, arguments=call.arguments))
             self._calls += 1
-        return said
+        return pieces
 
 
 class AnswerForm:

@@ -81,12 +81,12 @@ class LockedWeights:
         Raises:
             StateError: a tensor is not what was written; names it.
         """
-        found = digests(self.weights)
+        hashes = digests(self.weights)
         for name, claimed in self.claims.items():
-            if found.get(name) != claimed:
-                what = "is missing" if name not in found else "has other bits than were written"
+            if hashes.get(name) != claimed:
+                what = "is missing" if name not in hashes else "has other bits than were written"
                 raise StateError(f"{self.weights.path} is damaged: {name} {what}; publish it again.")
-        return version_of(self.weights, found)
+        return version_of(self.weights, hashes)
 
     def close(self) -> None:
         """Let go of the lock."""
@@ -192,19 +192,19 @@ def digests(weights: Mapping[str, HfTensor]) -> dict[str, str]:
         BackgroundReader("the weights", lambda progress: {name: one(name) for name in left}, timeout_s=math.inf)
         for _ in range(min(8, cores()))
     ]
-    found = {name: digest for reader in readers for name, digest in reader.result().items()}
-    return {name: found[name] for name in weights}
+    hashes = {name: digest for reader in readers for name, digest in reader.result().items()}
+    return {name: hashes[name] for name in weights}
 
 
-def version_of(weights: Mapping[str, HfTensor], found: Mapping[str, str] | None = None) -> str:
+def version_of(weights: Mapping[str, HfTensor], hashes: Mapping[str, str] | None = None) -> str:
     """What weights are called: a digest of their content, the same in whatever files they lie.
 
     Args:
         weights: by global name.
-        found: the digest of each, where it is known.
+        hashes: the digest of each, where it is known.
     """
-    found = digests(weights) if found is None else found
-    lines = [f"{name} {_dtype(weights[name])} {weights[name].get_shape()} {found[name]}\n" for name in sorted(weights)]
+    hashes = digests(weights) if hashes is None else hashes
+    lines = [f"{name} {_dtype(weights[name])} {weights[name].get_shape()} {hashes[name]}\n" for name in sorted(weights)]
     return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
 
 
@@ -251,17 +251,17 @@ def unfinished(root: Path) -> Iterator[Path]:
         shutil.rmtree(outer, ignore_errors=True)
 
 
-def give_name(root: Path, folder: Path, weights: Weights, found: Mapping[str, str]) -> PublishedWeights:
+def give_name(root: Path, folder: Path, weights: Weights, hashes: Mapping[str, str]) -> PublishedWeights:
     """Make a folder that holds weights a snapshot, under its name.
 
     Args:
         root: of the snapshots.
         folder: of the weights, within ``unfinished``.
         weights: that lie there.
-        found: the digest of each.
+        hashes: the digest of each.
     """
-    version = version_of(weights, found)
-    write_text(folder / MARK, json.dumps({"version": version, "tensors": dict(found)}, indent=1) + "\n")
+    version = version_of(weights, hashes)
+    write_text(folder / MARK, json.dumps({"version": version, "tensors": dict(hashes)}, indent=1) + "\n")
     for file in folder.iterdir():
         sync(file)
     sync(folder)
@@ -278,11 +278,11 @@ def give_name(root: Path, folder: Path, weights: Weights, found: Mapping[str, st
 
 def snapshots(root: Path) -> list[Path]:
     """The snapshots under a folder, the oldest first."""
-    found = []
+    folders = []
     for path in root.glob(f"{PREFIX}*"):
         with suppress(OSError):  # somebody else may be cleaning
-            found.append(((path / MARK).stat().st_mtime_ns, path.name, path))
-    return [path for _, _, path in sorted(found)]
+            folders.append(((path / MARK).stat().st_mtime_ns, path.name, path))
+    return [path for _, _, path in sorted(folders)]
 
 
 def clean(root: Path, keep: int = KEEP) -> None:
@@ -301,8 +301,8 @@ def _claims(path: Path) -> Mapping[str, str]:
     """The digests that a writer of ours left beside the tensors."""
     if (path / MARK).is_file():
         try:
-            told = json.loads((path / MARK).read_text(encoding="utf-8"))["tensors"]
-            return {str(name): str(value) for name, value in told.items()}
+            tensors = json.loads((path / MARK).read_text(encoding="utf-8"))["tensors"]
+            return {str(name): str(value) for name, value in tensors.items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise StateError(f"{path} is damaged: {MARK} cannot be read ({error!r}); publish it again.") from error
     if (path / MANIFEST).is_file():

@@ -36,8 +36,8 @@ def read_base(checkpoint: Path) -> Base:
         StateError: it does not say so.
     """
     try:
-        told = json.loads((checkpoint / BASE).read_text(encoding="utf-8"))
-        return Base(None if told["weights"] is None else Path(told["weights"]), str(told["version"]))
+        raw = json.loads((checkpoint / BASE).read_text(encoding="utf-8"))
+        return Base(None if raw["weights"] is None else Path(raw["weights"]), str(raw["version"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise StateError(
             f"'{checkpoint}' does not say which weights it adds to ({error!r}); it needs {BASE}."

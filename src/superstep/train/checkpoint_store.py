@@ -23,9 +23,9 @@ def store_of(run: Resolved, checkpoint: Path | None) -> CheckpointStore | None:
     if state.store is None:
         return None
     store = CheckpointStore(state.store)
-    if checkpoint is None and state.existing != "resume" and (found := store.steps()):
+    if checkpoint is None and state.existing != "resume" and (steps := store.steps()):
         raise StateError(
-            f"state.store = '{state.store}' already holds a run, up to step {found[-1]}. Go on with it by "
+            f"state.store = '{state.store}' already holds a run, up to step {steps[-1]}. Go on with it by "
             "--state.existing resume, or name another --state.store."
         )
     return store

@@ -103,9 +103,9 @@ def follow(watch: FolderWatch | None, peers: Peers, folder: RunFolder) -> Displa
     """
 
     def look() -> Displaced | None:
-        found = None if watch is None else watch.look()
-        if watch is not None and found is not None:
-            watch.make(found)
-        return found
+        change = None if watch is None else watch.look()
+        if watch is not None and change is not None:
+            watch.make(change)
+        return change
 
     return together(peers, look, lambda error: disk_fault(error, folder.root))[0]

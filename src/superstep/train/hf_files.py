@@ -38,26 +38,26 @@ def hf_files(config: RunConfig, shape: ModelShape | None, tokenizer: Path) -> di
     """
     loaded, chat = load_tokenizer(tokenizer), _object(tokenizer.with_name("chat.json"))
     names = _tokenizer_config(config, shape, loaded.core.id_to_token(loaded.end_of_text))
-    found = {"tokenizer.json": tokenizer.read_text(encoding="utf-8")}
+    files = {"tokenizer.json": tokenizer.read_text(encoding="utf-8")}
     if chat:
         names = {**chat["special"], **names, "chat_template": _listed(chat["sources"])}
         if set(chat["sources"]) == {"default"}:
-            found["chat_template.jinja"] = names.pop("chat_template")[0]["template"]
-    found["tokenizer_config.json"] = _text(names)
+            files["chat_template.jinja"] = names.pop("chat_template")[0]["template"]
+    files["tokenizer_config.json"] = _text(names)
     if shape is None or config.lora is not None:  # a folder of an adapter is no model's
-        return found
+        return files
     # With a tokenizer of its own, trained on the corpus, a foreign shape's ids would be any words.
     is_foreign = config.data.tokenizer is not None and config.model.name.endswith(".json")
     foreign = Path(config.model.name) if is_foreign else None
-    told = _object(foreign)
+    settings = _object(foreign)
     generation = _object(foreign and foreign.with_name("generation_config.json"))
-    ends = _ends(told)
+    ends = _ends(settings)
     for more in (_ends(generation), [loaded.end_of_text], chat.get("ends", [])):
         ends = _with(ends, more)
-    ids = {name: told.get(name) for name in TOKEN_IDS} | {"eos_token_id": ends[0] if len(ends) == 1 else ends}
+    ids = {name: settings.get(name) for name in TOKEN_IDS} | {"eos_token_id": ends[0] if len(ends) == 1 else ends}
     # generate pads the rows of a batch that ended before others.
     padding = {"pad_token_id": loaded.end_of_text} if ids["pad_token_id"] is None else {}
-    return found | {
+    return files | {
         "config.json": _text({**to_hf_config(shape), **ids}),
         "generation_config.json": _text({**_said(ids), **padding, **generation, "eos_token_id": ids["eos_token_id"]}),
     }

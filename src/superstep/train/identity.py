@@ -29,9 +29,9 @@ _ELSEWHERE = ("weights", "source")
 def identity_of(run: Resolved, corpus: Path | None = None) -> dict[str, str]:
     """What a run's checkpoints say of it, by the names of fields; of its tokens where their folder is given."""
     model = asdict(run.config.model)
-    found = {"train.seed": str(run.config.train.seed)}
-    found |= {f"model.{k}": str(v) for k, v in model.items() if v is not None and k not in _ELSEWHERE}
-    return found if corpus is None else found | {TOKENS: _sampled(corpus / "train.tokens")}
+    identity = {"train.seed": str(run.config.train.seed)}
+    identity |= {f"model.{k}": str(v) for k, v in model.items() if v is not None and k not in _ELSEWHERE}
+    return identity if corpus is None else identity | {TOKENS: _sampled(corpus / "train.tokens")}
 
 
 def identity_text(identity: Mapping[str, str]) -> str:
@@ -47,13 +47,13 @@ def require_same_run(checkpoint: Path, identity: Mapping[str, str]) -> None:
         StateError: it is of another.
     """
     try:
-        found = json.loads((checkpoint / FILE).read_text(encoding="utf-8"))
+        saved = json.loads((checkpoint / FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return
     for name, mine in identity.items():
-        if isinstance(found, dict) and found.get(name, mine) != mine:
+        if isinstance(saved, dict) and saved.get(name, mine) != mine:
             raise StateError(
-                f"{checkpoint} is of another run: there {name} = {found[name]}, and here {mine}. Move it away and "
+                f"{checkpoint} is of another run: there {name} = {saved[name]}, and here {mine}. Move it away and "
                 "resume, or begin a new run with its weights by --model.weights and --state.existing new."
             )
 

@@ -51,12 +51,12 @@ class LiveRun:
         wake who sleeps within a call of the system.
         """
         places = self.looker.stacks()
-        said = ask({rank.process: places.get(rank.process, 0) for rank in run.ranks if rank.state not in STOPPED})
+        stacks = ask({rank.process: places.get(rank.process, 0) for rank in run.ranks if rank.state not in STOPPED})
         spy = shutil.which("py-spy")
         for rank in run.ranks:
-            if spy is not None and rank.state and not said.get(rank.process):
-                said[rank.process] = ask_spy(spy, rank.process)
-        return replace(run, ranks=tuple(replace(r, stacks=threads_of(said.get(r.process, ""))) for r in run.ranks))
+            if spy is not None and rank.state and not stacks.get(rank.process):
+                stacks[rank.process] = ask_spy(spy, rank.process)
+        return replace(run, ranks=tuple(replace(r, stacks=threads_of(stacks.get(r.process, ""))) for r in run.ranks))
 
 
 @contextmanager

@@ -53,24 +53,24 @@ def resume_base(run: Resolved, engine: Engine, peers: Peers, checkpoint: Path) -
         return base, base.folder if is_there or named is None else weights_of(Path(named))
 
     # One rank says which: another run may be writing the next checkpoint.
-    said = together(peers, lambda: None if peers.rank else find(), _unreadable(checkpoint / BASE))[0]
-    assert said is not None
-    base, folder = said
-    found = drawn_base(run) if folder is None else begin_base(run, engine, peers, folder)
-    require_same(base, found, checkpoint)
-    return found
+    paths = together(peers, lambda: None if peers.rank else find(), _unreadable(checkpoint / BASE))[0]
+    assert paths is not None
+    base, folder = paths
+    resumed = drawn_base(run) if folder is None else begin_base(run, engine, peers, folder)
+    require_same(base, resumed, checkpoint)
+    return resumed
 
 
-def require_same(base: Base, found: Base, adapter: Path) -> None:
+def require_same(base: Base, current: Base, adapter: Path) -> None:
     """See that weights are those that an adapter was trained beside.
 
     Raises:
         StateError: they are not.
     """
-    if found.version != base.version:
+    if current.version != base.version:
         raise StateError(
-            f"'{adapter}' adds to weights of digest {base.version}, and those of '{found.folder or 'the run'}' have "
-            f"{found.version}; put those that training began with back."
+            f"'{adapter}' adds to weights of digest {base.version}, and those of '{current.folder or 'the run'}' have "
+            f"{current.version}; put those that training began with back."
         )
 
 
@@ -80,10 +80,10 @@ def files_of(run: Resolved, base: Base) -> dict[str, str]:
     assert lora is not None
     strengths = dict.fromkeys(targets_of(run.outline, lora), (lora.rank, lora.alpha))
     folder = None if base.folder is None else str(base.folder)
-    told = {"weights": folder, "version": base.version}
+    about = {"weights": folder, "version": base.version}
     return {
         CONFIG: config_text(strengths, is_stabilized=False, base=folder),
-        BASE: json.dumps(told, indent=1) + "\n",
+        BASE: json.dumps(about, indent=1) + "\n",
     }
 
 
@@ -95,7 +95,7 @@ def _version(folder: Path, peers: Peers) -> str:
         return digests({name: weights[name] for name in sorted(weights)[peers.rank :: peers.size]})
 
     parts = together(peers, mine, _unreadable(folder))
-    return version_of(open_weights(folder), {name: found for part in parts for name, found in part.items()})
+    return version_of(open_weights(folder), {name: digest for part in parts for name, digest in part.items()})
 
 
 def _unreadable(path: Path) -> Callable[[Exception], SuperstepError]:

@@ -98,15 +98,15 @@ def model_alone(run: Resolved) -> Resolved:
 
 def shapes_of(run: Resolved) -> dict[str, torch.Size]:
     """The shape of every global tensor of the model, in its order, without those of adapters."""
-    found: dict[str, torch.Size] = {}
+    shapes: dict[str, torch.Size] = {}
     for unit in units_of(run):
         with on_meta():
             module = unit.build()
         for local, spec in unit.params.items():
             if spec.factor is not None:
                 continue
-            found |= {name: view.shape for name, view in spec.views(module.get_parameter(local))}
-    return found
+            shapes |= {name: view.shape for name, view in spec.views(module.get_parameter(local))}
+    return shapes
 
 
 def operations(run: Resolved) -> tuple[UnitOperations, ...] | None:
@@ -120,7 +120,7 @@ def operations(run: Resolved) -> tuple[UnitOperations, ...] | None:
         return None
 
 
-def flops_per_token(run: Resolved, seen: Sequence[UnitOperations] | None) -> float | None:
+def flops_per_token(run: Resolved, traced: Sequence[UnitOperations] | None) -> float | None:
     """Operations that training on one token needs, as ``cost.program.flops.MFU_CONVENTION`` has them; of units of
     the user's own as they were seen to do it, None where they were not.
     """
@@ -129,13 +129,13 @@ def flops_per_token(run: Resolved, seen: Sequence[UnitOperations] | None) -> flo
         return lora.flops_per_token(run)
     if run.decoder is not None:
         return model_flops_per_token(run.decoder, tokens)
-    if seen is not None and mesh.tp * mesh.cp > 1:
+    if traced is not None and mesh.tp * mesh.cp > 1:
         # What is not cut every rank does, and it must not count twice.
         whole = replace(run.plan, mesh=MeshShape(), placement=(0,) * len(run.plan.stages), sequence_parallel=False)
-        seen = operations(replace(run, plan=whole))
-    if seen is None:
+        traced = operations(replace(run, plan=whole))
+    if traced is None:
         return None
-    return sum(flops(unit.forward) + flops(unit.backward) for unit in seen) / (run.plan.microbatch * tokens)
+    return sum(flops(unit.forward) + flops(unit.backward) for unit in traced) / (run.plan.microbatch * tokens)
 
 
 def vocab_of(run: Resolved) -> int:

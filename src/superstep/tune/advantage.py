@@ -105,11 +105,11 @@ class Advantage:
             ConfigError: a group has one answer, which nothing can be held against.
             DataError: a reward is no number, or an answer has no token.
         """
-        found = [self._group(number, group) for number, group in enumerate(groups)]
+        of_groups = [self._group(number, group) for number, group in enumerate(groups)]
         # In float, as the order of these sums is that of nothing but whole numbers.
-        counted = sum(share.weight > 0 for shares in found if shares is not None for share in shares)
+        counted = sum(share.weight > 0 for shares in of_groups if shares is not None for share in shares)
         each = self.max_tokens if self.estimator == "dr-grpo" else 1
-        return Advantages(groups=tuple(found), divisor=float(counted * each))
+        return Advantages(groups=tuple(of_groups), divisor=float(counted * each))
 
     def _group(self, number: int, group: Sequence[Answer]) -> tuple[Share, ...] | None:
         if len(group) < 2:

@@ -33,8 +33,8 @@ def template_of(folder: Path, tokenizer: Tokenizer, named: str | None) -> ChatTe
     """
     if find_spec("jinja2") is None:
         raise ConfigError("conversations are shown by jinja2, which is not installed: pip install 'superstep[serve]'.")
-    found = load_chat_template(folder)
-    sources = found.sources if found.source() != DEFAULT else {"default": PLAIN}
+    template = load_chat_template(folder)
+    sources = template.sources if template.source() != DEFAULT else {"default": PLAIN}
     if named is not None:
         try:
             sources = {"default": Path(named).read_text(encoding="utf-8")}
@@ -43,6 +43,6 @@ def template_of(folder: Path, tokenizer: Tokenizer, named: str | None) -> ChatTe
                 f"sft.template = '{named}' cannot be read ({error}); name a Jinja file in UTF-8."
             ) from None
     end = tokenizer.core.id_to_token(tokenizer.end_of_text)
-    made = ChatTemplate(sources, {"eos_token": end or "", **found.special})
+    made = ChatTemplate(sources, {"eos_token": end or "", **template.special})
     made.check()
     return made

@@ -129,12 +129,12 @@ class Dpo:
 
         def look() -> bool:
             try:
-                told = json.loads((pupil.corpus / MARK).read_text(encoding="utf-8"))
+                mark = json.loads((pupil.corpus / MARK).read_text(encoding="utf-8"))
             except (OSError, ValueError):
                 return False
             wanted = _mark(pupil)
             # A run that goes on does not need the weights that it began with.
-            return bool({**wanted, "weights": wanted["weights"] or told.get("weights")} == told)
+            return bool({**wanted, "weights": wanted["weights"] or mark.get("weights")} == mark)
 
         return together(pupil.peers, lambda: look() if pupil.peers.rank == 0 else False, _unreadable)[0]
 

@@ -156,16 +156,16 @@ class Masker:
             parts += [(ids[:end], True), (ids[end:], False)]
         return _sample(parts, answer_bytes)
 
-    def _end_of_turn(self, record: Conversation, number: int, found: list[Part]) -> int:
+    def _end_of_turn(self, record: Conversation, number: int, parts: list[Part]) -> int:
         """How many ids of an answer there are up to the one that ends it."""
-        sizes = list(accumulate(len(ids) for ids, _ in found))
+        sizes = list(accumulate(len(ids) for ids, _ in parts))
         # What a message spells like a control token is encoded as its characters, and ends nothing.
-        for (ids, _), size in zip(reversed(found), reversed(sizes), strict=True):
+        for (ids, _), size in zip(reversed(parts), reversed(sizes), strict=True):
             for k in range(len(ids) - 1, -1, -1):
                 if ids[k] in self._known_ends:
                     end = size - len(ids) + k + 1
-                    said = [id_ for part, _ in found for id_ in part][: end - 1]
-                    if not self._tokenizer.decode(said).strip():
+                    before = [id_ for part, _ in parts for id_ in part][: end - 1]
+                    if not self._tokenizer.decode(before).strip():
                         raise refused(
                             record.where,
                             f"has an empty answer, messages[{number}]",

@@ -66,12 +66,12 @@ def merge(adapter: Path, out: Path, base: Path | None = None) -> Merged:
     config = base / "config.json"
     if not config.is_file():
         raise StateError(f"'{base}' has no config.json; name the folder of a model with --base.")
-    found = read_adapter(adapter, linears_of(shape_of(ModelConfig(name=str(config)))))
+    adapted = read_adapter(adapter, linears_of(shape_of(ModelConfig(name=str(config)))))
     unfinished = out.with_name(f"{out.name}.unfinished")
     try:
         unfinished.mkdir(parents=True, exist_ok=True)
         for name in _files(base):
-            _write(base / name, unfinished / name, found)
+            _write(base / name, unfinished / name, adapted)
         for file in _beside(base, adapter):
             shutil.copyfile(file, unfinished / file.name)
         unfinished.rename(out)
@@ -79,7 +79,7 @@ def merge(adapter: Path, out: Path, base: Path | None = None) -> Merged:
         raise StateError(f"'{out}' cannot be written: {error.strerror or error}.") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-    return Merged(base=base, linears=len(found.parts))
+    return Merged(base=base, linears=len(adapted.parts))
 
 
 def _base_of(adapter: Path, named: Path | None) -> Path:
@@ -93,12 +93,12 @@ def _base_of(adapter: Path, named: Path | None) -> Path:
     if named is not None:
         return named
     try:
-        told = json.loads((adapter / CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
+        base_name = json.loads((adapter / CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
     except (OSError, ValueError, AttributeError) as error:
         raise StateError(f"'{adapter}' holds no adapter ({error!r}); name a run that trained one.") from error
-    if not told or not Path(told).is_dir():
-        raise StateError(f"'{adapter}' adds to {told!r}, which is no folder here; name its folder with --base.")
-    return Path(told)
+    if not base_name or not Path(base_name).is_dir():
+        raise StateError(f"'{adapter}' adds to {base_name!r}, which is no folder here; name its folder with --base.")
+    return Path(base_name)
 
 
 def _files(base: Path) -> list[str]:

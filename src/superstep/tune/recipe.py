@@ -41,9 +41,9 @@ def read(kind: type[R], usual: Usual, path: Path) -> R:
         ConfigError: the file cannot be read, is not TOML, or has an unknown key or a value of the wrong type.
     """
     raw = read_tables(path)
-    for section, said in usual.items():
+    for section, defaults in usual.items():
         if isinstance(raw.get(section), dict):
-            raw[section] = {**said, **raw[section]}
+            raw[section] = {**defaults, **raw[section]}
     return build(kind, raw)
 
 

@@ -52,14 +52,14 @@ def read(argv: Sequence[str]) -> tuple[Path, GradeServeOptions | CheckOptions]:
     if not words and asks_for_help(argv):
         print(usage())
         raise SystemExit(0)
-    deed = words[0] if words else ""
-    if deed not in DEEDS:
-        hint = did_you_mean(deed, DEEDS) if deed else "."
-        raise ConfigError(f"grade does not know '{deed}': write superstep grade serve FILE, or check FILE{hint}")
-    options = GradeServeOptions() if deed == "serve" else CheckOptions()
-    missing = f"name the file that has the tasks: superstep grade {deed} tasks.py."
+    verb = words[0] if words else ""
+    if verb not in DEEDS:
+        hint = did_you_mean(verb, DEEDS) if verb else "."
+        raise ConfigError(f"grade does not know '{verb}': write superstep grade serve FILE, or check FILE{hint}")
+    options = GradeServeOptions() if verb == "serve" else CheckOptions()
+    missing = f"name the file that has the tasks: superstep grade {verb} tasks.py."
     file, options = read_model(
-        options, argv[1:], missing, prog=f"superstep grade {deed} FILE", description=DEEDS[deed], common=COMMON
+        options, argv[1:], missing, prog=f"superstep grade {verb} FILE", description=DEEDS[verb], common=COMMON
     )
     checked(options.grade)
     match options:
@@ -74,8 +74,8 @@ def usage() -> str:
     """The page that names what can be done, as wide as the terminal."""
     columns = max(24, min(shutil.get_terminal_size().columns, 100))
     lines = [
-        textwrap.fill(what, columns, initial_indent=f"  {deed:8}", subsequent_indent=" " * 10)
-        for deed, what in DEEDS.items()
+        textwrap.fill(what, columns, initial_indent=f"  {verb:8}", subsequent_indent=" " * 10)
+        for verb, what in DEEDS.items()
     ]
     last = textwrap.fill(f"superstep grade {' or '.join(DEEDS)} --help says more.", columns)
     return "\n".join(["usage: superstep grade DEED FILE ...", "", *lines, "", last])

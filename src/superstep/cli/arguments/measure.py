@@ -24,18 +24,18 @@ def read(argv: Sequence[str]) -> argparse.Namespace:
         ConfigError: one of them is wrong.
         SystemExit: help was asked for, and has been given.
     """
-    asked = _parser().parse_args(argv)
-    for flag, path in (("--out", asked.out), ("--plot", asked.plot)):
+    options = _parser().parse_args(argv)
+    for flag, path in (("--out", options.out), ("--plot", options.plot)):
         if path is not None:
             require_new_file(flag, path)
-    for way in asked.serve:
+    for way in options.serve:
         check_way(way)
-    if asked.serve_tp < 1:
-        raise ConfigError(f"--serve-tp {asked.serve_tp} must be at least 1.")
-    if asked.ranks is not None and asked.ranks < 1:
-        raise ConfigError(f"--ranks {asked.ranks} must be at least 1.")
-    run_of(asked.model, asked.dtype)
-    return asked
+    if options.serve_tp < 1:
+        raise ConfigError(f"--serve-tp {options.serve_tp} must be at least 1.")
+    if options.ranks is not None and options.ranks < 1:
+        raise ConfigError(f"--ranks {options.ranks} must be at least 1.")
+    run_of(options.model, options.dtype)
+    return options
 
 
 def run_of(model: str, dtype: Dtype) -> Resolved:

@@ -109,9 +109,9 @@ class ChatHistory:
 
     def _ask(self, text: str) -> None:
         before = [] if self._system is None else [{"role": "system", "content": self._system}]
-        asked = {"role": "user", "content": text}
+        message = {"role": "user", "content": text}
         pieces: list[str] = []
-        answer = self._talker.answer([*before, *self._said, asked])
+        answer = self._talker.answer([*before, *self._said, message])
         try:
             with closing(cast("Generated", answer)):
                 for piece in answer:
@@ -125,7 +125,7 @@ class ChatHistory:
             if pieces:
                 print(flush=True)
         # A stopped answer has been read as far as it goes, and can be spoken of.
-        self._said += [asked, {"role": "assistant", "content": "".join(pieces)}]
+        self._said += [message, {"role": "assistant", "content": "".join(pieces)}]
 
 
 class Generated(Protocol):

@@ -75,21 +75,21 @@ class LocalModel:
         self._number += 1
         self._engine.add(Request(id=self._number, prompt=prompt, sampling=sampling))
         try:
-            with _asked_to_stop() as asked:
-                yield from self._pieces(self._words.reader(self._words.chat_stops), asked)
+            with _asked_to_stop() as stops:
+                yield from self._pieces(self._words.reader(self._words.chat_stops), stops)
         finally:
             self._engine.abort(self._number)
             while not self._engine.is_idle:
                 self._engine.step()
 
-    def _pieces(self, reader: AnswerTextReader, asked: list[int]) -> Iterator[str]:
+    def _pieces(self, reader: AnswerTextReader, stops: list[int]) -> Iterator[str]:
         while not self._engine.is_idle:
             for news in self._engine.step():
-                for told in news.tokens:
-                    yield reader.push(told.token)
+                for output in news.tokens:
+                    yield reader.push(output.token)
                     if reader.stop is not None:
                         return
-            if asked:
+            if stops:
                 raise KeyboardInterrupt
         yield reader.end()
 
@@ -97,18 +97,18 @@ class LocalModel:
 @contextmanager
 def _asked_to_stop() -> Iterator[list[int]]:
     """Filled by Ctrl-C, which must not tear a step of the engine apart; a second one ends the program."""
-    asked: list[int] = []
+    stops: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
-        if asked:
+        if stops:
             raise KeyboardInterrupt
-        asked.append(number)
+        stops.append(number)
 
     if current_thread() is not main_thread():
-        yield asked
+        yield stops
         return
     before = signal.signal(signal.SIGINT, note)
     try:
-        yield asked
+        yield stops
     finally:
         signal.signal(signal.SIGINT, before)

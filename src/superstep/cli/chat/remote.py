@@ -74,10 +74,10 @@ class Remote:
                     continue
                 if data.strip() == "[DONE]":
                     return
-                told = json.loads(data)
-                if "error" in told:
-                    raise UserError(f"{self._url}: {told['error'].get('message', told['error'])}")
-                for choice in told.get("choices", ()):
+                event = json.loads(data)
+                if "error" in event:
+                    raise UserError(f"{self._url}: {event['error'].get('message', event['error'])}")
+                for choice in event.get("choices", ()):
                     yield choice.get("delta", {}).get("content") or ""
         except (OSError, ValueError, http.client.HTTPException) as error:
             raise UserError(f"{self._url} went away in the middle of an answer ({error}); ask again.") from error

@@ -37,32 +37,34 @@ def main(argv: Sequence[str]) -> int:
     """Print the page; 0 where nothing is wrong, 1 where something is."""
     path, options = read(argv)
     folder = RunFolder(root=path)
-    if (told := preparing(folder)) is not None:
+    if (prepared := preparing(folder)) is not None:
         if options.json:
             print(
-                json.dumps({"run": str(folder.root), "is_live": True, "is_healthy": True, "preparing": told}, indent=1)
+                json.dumps(
+                    {"run": str(folder.root), "is_live": True, "is_healthy": True, "preparing": prepared}, indent=1
+                )
             )
         else:
-            print(f"{folder.root}: {told}.")
+            print(f"{folder.root}: {prepared}.")
         return 0
     require_run(folder)
     say_damage(folder.metrics)
-    found = examined(folder)
-    if found is None:
+    examined_run = examined(folder)
+    if examined_run is None:
         if options.json:
             nothing = Diagnosis(findings=(), waits=(), spent={}, stands=False, step_s=0.0)
             print(json.dumps(as_json(folder, over(folder), nothing), indent=1))
             return 0
         print(f"{folder.root}: the run came to an end of its own, and nothing is left to say of it.")
         return 0
-    run, verdict = found
+    run, verdict = examined_run
     if options.json:
         print(json.dumps(as_json(folder, run, verdict), indent=1))
     else:
         print(page(str(folder.root), run, verdict, width=shutil.get_terminal_size().columns, is_whole=options.stacks))
     if options.page or options.open:
-        said = page(str(folder.root), run, verdict, width=PAGE_COLUMNS, is_whole=True)
-        write_whole(folder.doctor, doctor_page(str(folder.root), run, verdict, said))
+        text = page(str(folder.root), run, verdict, width=PAGE_COLUMNS, is_whole=True)
+        write_whole(folder.doctor, doctor_page(str(folder.root), run, verdict, text))
     if options.open:
         webbrowser.open(folder.doctor.resolve().as_uri())
     return 1 if verdict.findings else 0
@@ -74,26 +76,26 @@ def examined(folder: RunFolder) -> tuple[RunSeen, Diagnosis] | None:
     Raises:
         StateError: it does not train here, and has left nothing.
     """
-    found = None
+    diagnosis = None
     with live(folder) as run:
         if run is not None:
-            found = look(run)
-            if not any(each.kind == "gone" for each in found[1].findings) or not _has_ended(folder):
-                return found
+            diagnosis = look(run)
+            if not any(each.kind == "gone" for each in diagnosis[1].findings) or not _has_ended(folder):
+                return diagnosis
     event = last_line(folder.metrics).get("event")
     if event in OVER:
         return None
-    seen = left(folder)
-    if seen is None and found is not None:
-        return found
-    seen = seen or over(folder)
-    verdict = diagnose(seen)
-    if not seen.ranks and not verdict.findings:  # a full disk has no room for a fault either
+    observed = left(folder)
+    if observed is None and diagnosis is not None:
+        return diagnosis
+    observed = observed or over(folder)
+    verdict = diagnose(observed)
+    if not observed.ranks and not verdict.findings:  # a full disk has no room for a fault either
         raise StateError(
             f"'{folder.root}' does not train now on this host, and has left nothing of a fault: ask on the host of its "
             "ranks, while they run."
         )
-    return seen, verdict
+    return observed, verdict
 
 
 def _has_ended(folder: RunFolder) -> bool:
@@ -114,12 +116,12 @@ def look(run: LiveRun) -> tuple[RunSeen, Diagnosis]:
         # A launcher ends a run of which a rank is stopped within a second.
         if looked_s < LEAST_S and not any(rank.state in GONE for rank in run.looker.look()):
             continue
-        seen = run.seen()
-        verdict = diagnose(seen)
+        observed = run.seen()
+        verdict = diagnose(observed)
         if verdict.findings or not verdict.stands or looked_s >= MOST_S:
             break
-    seen = run.asked(seen)
-    return seen, diagnose(seen)  # again: with the stacks it is known whose code a rank is in
+    observed = run.asked(observed)
+    return observed, diagnose(observed)  # again: with the stacks it is known whose code a rank is in
 
 
 def as_json(folder: RunFolder, run: RunSeen, verdict: Diagnosis) -> dict[str, object]:

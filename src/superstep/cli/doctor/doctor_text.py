@@ -46,13 +46,13 @@ def _head(name: str, run: RunSeen, verdict: Diagnosis, width: int) -> Iterator[s
     yield f"{name}: {len(run.ranks)} rank{'s' if len(run.ranks) > 1 else ''} on {run.host}, {when}{going}"
     if not verdict.findings:
         yield "nothing is wrong, as far as can be seen"
-    for number, found in enumerate(verdict.findings, start=1):
-        yield from _finding(number, found, width)
+    for number, finding in enumerate(verdict.findings, start=1):
+        yield from _finding(number, finding, width)
 
 
-def _finding(number: int, found: Finding, width: int) -> Iterator[str]:
-    yield from textwrap.wrap(found.what, width, initial_indent=f"{number}. ", subsequent_indent="   ")
-    for line in found.evidence:
+def _finding(number: int, finding: Finding, width: int) -> Iterator[str]:
+    yield from textwrap.wrap(finding.what, width, initial_indent=f"{number}. ", subsequent_indent="   ")
+    for line in finding.evidence:
         yield from textwrap.wrap(line, width, initial_indent="   - ", subsequent_indent="     ")
 
 
@@ -61,10 +61,10 @@ def _waits(run: RunSeen, verdict: Diagnosis) -> Iterator[str]:
     if not verdict.findings and not waits:
         return
     yield "who waits for whom"
-    seen = {rank.rank: rank for rank in run.ranks}
+    ranks = {rank.rank: rank for rank in run.ranks}
     for rank in run.ranks:
         wait = waits.get(rank.rank)
-        yield f"  rank {rank.rank:<3} {_doing(rank)}{'' if wait is None else f': {_wait(wait, seen)}'}"
+        yield f"  rank {rank.rank:<3} {_doing(rank)}{'' if wait is None else f': {_wait(wait, ranks)}'}"
 
 
 def _doing(rank: RankSeen) -> str:
@@ -75,10 +75,10 @@ def _doing(rank: RankSeen) -> str:
     return f"waits in {at}{since}" if rank.doing == "waits" else f"works on {at}{since}"
 
 
-def _wait(wait: RankWait, seen: dict[int, RankSeen]) -> str:
+def _wait(wait: RankWait, ranks: dict[int, RankSeen]) -> str:
     if wait.past:
         return f"{wait.what}, which rank {', '.join(map(str, wait.past))} is past"
-    others = (f"rank {rank}, which {_briefly(seen[rank])}" for rank in wait.missing)
+    others = (f"rank {rank}, which {_briefly(ranks[rank])}" for rank in wait.missing)
     return f"{wait.what} from {'; '.join(others)}"
 
 

@@ -29,20 +29,20 @@ MOST = 20
 
 def report_lines(path: Path, report: AttackReport) -> Iterator[str]:
     """Lines for each weakness, with what was answered, and a line for the whole."""
-    found = sorted(report.weaknesses, key=lambda weakness: WORST_FIRST.index(weakness.flaw))
-    for weakness in found[:MOST]:
+    weaknesses = sorted(report.weaknesses, key=lambda weakness: WORST_FIRST.index(weakness.flaw))
+    for weakness in weaknesses[:MOST]:
         yield f"WEAK  {_told(weakness, report.tasks)}"
         yield f"      task {weakness.index}, answered {weakness.answer}"
         if weakness.told.why:
             yield f"      {weakness.told.why}"
-    if found[MOST:]:
-        yield f"      ... and {len(found) - MOST} more"
+    if weaknesses[MOST:]:
+        yield f"      ... and {len(weaknesses) - MOST} more"
     if not report.has_solutions:
         yield "No task has a solution, so it was not seen whether right answers score; give Task(solution=...)."
     yield f"The memory of programs is bounded {BOUNDS[report.memory_bound]}."
     tried = f"{report.attacks} attacks on {report.tasks} tasks, {report.graded} grades"
-    if found:
-        yield f"{path} is WEAK: {_counted(len(found))}, {tried}."
+    if weaknesses:
+        yield f"{path} is WEAK: {_counted(len(weaknesses))}, {tried}."
     else:
         yield f"{path} held: {tried}, none of them paid."
 

@@ -53,32 +53,34 @@ LENGTHS = (128, 512, 2048)
 
 def main(argv: Sequence[str]) -> int:
     """Measure, print, write."""
-    asked = read_arguments(argv)
-    place = asked.out.parent if asked.out else Path(tempfile.gettempdir())
+    options = read_arguments(argv)
+    place = options.out.parent if options.out else Path(tempfile.gettempdir())
     _require_room(place)
-    most = max(2, cores()) if choose(asked.device) == "cpu" else gpus()
-    ranks = most if asked.ranks is None else asked.ranks
-    run = run_of(asked.model, asked.dtype)
-    seen = operations(run)
-    assert seen is not None, "our own decoder always can be seen"
-    grid = [] if asked.quick else list(_grid())
+    most = max(2, cores()) if choose(options.device) == "cpu" else gpus()
+    ranks = most if options.ranks is None else options.ranks
+    run = run_of(options.model, options.dtype)
+    units = operations(run)
+    assert units is not None, "our own decoder always can be seen"
+    grid = [] if options.quick else list(_grid())
     start_s = time.perf_counter()
-    found = launch_on(asked.device, ranks, _rank, run, (*distinct(seen), *grid), 0.005 if asked.quick else 0.02)
+    measurement = launch_on(
+        options.device, ranks, _rank, run, (*distinct(units), *grid), 0.005 if options.quick else 0.02
+    )
     with tempfile.TemporaryDirectory(dir=place) as folder:
         read, write = disk_rates(Path(folder))
-    cluster = replace(found.cluster, disk_read_bytes_per_s=read, disk_write_bytes_per_s=write)
-    ways = [serving_rate(run, way, asked) for way in asked.serve]
+    cluster = replace(measurement.cluster, disk_read_bytes_per_s=read, disk_write_bytes_per_s=write)
+    ways = [serving_rate(run, way, options) for way in options.serve]
     cluster = replace(cluster, chip=replace(cluster.chip, serving=tuple(ways)))
-    found = replace(found, cluster=cluster)
-    points, roof = list(_points(run, seen, found)), _roof(found)
-    _say("\n".join([*_table(found), "", *draw_text(roof, points)]))
+    measurement = replace(measurement, cluster=cluster)
+    points, roof = list(_points(run, units, measurement)), _roof(measurement)
+    _say("\n".join([*_table(measurement), "", *draw_text(roof, points)]))
     _say(f"\nmeasured in {seconds_text(time.perf_counter() - start_s)}, on {ranks} ranks at once")
-    if asked.plot:
-        write_new_file(asked.plot, draw_svg(roof, points))
-        _say(f"picture in {asked.plot}")
-    if asked.out:
-        write_new_file(asked.out, write_cluster(cluster))
-        _say(f"cluster file in {asked.out}")
+    if options.plot:
+        write_new_file(options.plot, draw_svg(roof, points))
+        _say(f"picture in {options.plot}")
+    if options.out:
+        write_new_file(options.out, write_cluster(cluster))
+        _say(f"cluster file in {options.out}")
     return 0
 
 
@@ -96,7 +98,7 @@ def _require_room(folder: Path) -> None:
         )
 
 
-def serving_rate(run: Resolved, way: str, asked: argparse.Namespace) -> ServingRate:
+def serving_rate(run: Resolved, way: str, options: argparse.Namespace) -> ServingRate:
     """What the steps of a server take here, in one way of computing them."""
     if run.decoder is None:
         raise ConfigError("--serve measures servers of the decoder; leave --model to a named size.")
@@ -105,11 +107,11 @@ def serving_rate(run: Resolved, way: str, asked: argparse.Namespace) -> ServingR
         compute="bf16" if dtype == "bf16" else "fp32",
         exact=special == "exact",
         quantize="" if special == "exact" else special,
-        tp=asked.serve_tp,
+        tp=options.serve_tp,
         kernels=kernels_folder(None),
     )
     # The demo's weights stay in a cache; what is kept for other models is measured on larger ones.
-    return calibrate(USUAL if asked.model == "demo" else run.decoder, serve, choose(asked.device, asked.serve_tp))
+    return calibrate(USUAL if options.model == "demo" else run.decoder, serve, choose(options.device, options.serve_tp))
 
 
 def _grid() -> Iterator[Operation]:
@@ -137,8 +139,8 @@ def _rank(world: World, run: Resolved, wanted: tuple[Operation, ...], budget_s: 
     return measured(world.device, world.size, dtype, launch_s(gauge), (products, copies, rates))
 
 
-def _table(found: Measured) -> Iterator[str]:
-    cluster, chip = found.cluster, found.cluster.chip
+def _table(measurement: Measured) -> Iterator[str]:
+    cluster, chip = measurement.cluster, measurement.cluster.chip
     yield f"{chip.name}, {chip.cores} cores, {bytes_text(chip.memory_bytes)}"
     products = sorted((p for p in chip.products if p.kernel == "product"), key=lambda p: p.flops_per_s)
     for name, product in (("slowest product", products[0]), ("fastest product", products[-1])):
@@ -163,32 +165,32 @@ def _table(found: Measured) -> Iterator[str]:
         yield f"{'disk':18}{read:.3g} GB/s read, {write:.3g} GB/s written"
 
 
-def _roof(found: Measured) -> Roof:
+def _roof(measurement: Measured) -> Roof:
     """The fastest product, and the fastest way over memory of what is larger than a cache."""
-    large = [c.bytes_per_s for c in found.cluster.chip.copies if c.bytes >= LARGE]
+    large = [c.bytes_per_s for c in measurement.cluster.chip.copies if c.bytes >= LARGE]
     return Roof(
-        flops_per_s=max(p.flops_per_s for p in found.cluster.chip.products),
-        bytes_per_s=max(large, default=found.memory_bytes_per_s),
+        flops_per_s=max(p.flops_per_s for p in measurement.cluster.chip.products),
+        bytes_per_s=max(large, default=measurement.memory_bytes_per_s),
     )
 
 
-def _points(run: Resolved, seen: Sequence[UnitOperations], found: Measured) -> Iterator[RooflinePoint]:
+def _points(run: Resolved, units: Sequence[UnitOperations], measurement: Measured) -> Iterator[RooflinePoint]:
     """The units of the model: embedding, a block's two ways, its attention, the head, and the optimizer."""
-    block = seen[1]
+    block = units[1]
     ways: list[tuple[str, Operations]] = [
-        ("embedding", seen[0].forward),
+        ("embedding", units[0].forward),
         ("block forward", block.forward),
         ("block backward", block.backward),
         ("attention", tuple(o for o in block.forward if isinstance(o, AttentionOperation))),
-        ("head", seen[-1].forward),
+        ("head", units[-1].forward),
     ]
     for name, way in ways:
-        size, taken_s = sum(map(_bytes, way)), seconds(way, found, lambda axis: 1)
+        size, taken_s = sum(map(_bytes, way)), seconds(way, measurement, lambda axis: 1)
         yield RooflinePoint(name=name, flops=flops(way), bytes=size, seconds=taken_s)
     # AdamW: about 12 operations and 28 bytes for each parameter.
     numel = run.outline.numel
     yield RooflinePoint(
-        name="optimizer", flops=12 * numel, bytes=28 * numel, seconds=found.pass_s("update", 28 * numel)
+        name="optimizer", flops=12 * numel, bytes=28 * numel, seconds=measurement.pass_s("update", 28 * numel)
     )
 
 

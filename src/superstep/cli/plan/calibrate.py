@@ -34,13 +34,13 @@ def calibrated_on(path: Path, cluster: Cluster, known: Guide) -> tuple[Guide, st
     if path.suffix == ".toml":
         after = _after_machine(path, cluster, known)
         return after, measured_text(str(path), known, after)
-    run, found = calibration_of(path, cluster, known)
-    text = calibration_text(found, str(path))
-    if not found.is_believed:
+    run, calibration = calibration_of(path, cluster, known)
+    text = calibration_text(calibration, str(path))
+    if not calibration.is_believed:
         return known, text
     # Its instructions told which constants were off; that they were seen narrows as one step does.
-    slopes = step_slopes(run, cluster, found.efficiency)
-    return known.after_step(slopes, 0.0).with_values(found.efficiency), text
+    slopes = step_slopes(run, cluster, calibration.efficiency)
+    return known.after_step(slopes, 0.0).with_values(calibration.efficiency), text
 
 
 def calibration_of(root: Path, cluster: Cluster, known: Guide) -> tuple[Resolved, Calibration]:

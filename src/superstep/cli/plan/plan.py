@@ -107,16 +107,16 @@ def main(argv: Sequence[str]) -> int:
     )
     _check(options, has_model=has_model)
     _check_files(options)
-    found = problems(argv[0], options.cluster, options)
+    problems_of_formats = problems(argv[0], options.cluster, options)
     known = guide()
     for each in options.calibrate:
-        known, said = calibrated_on(Path(each), found[0].cluster, known)
-        _say(said)
-    found = [replace(problem, efficiency=known.efficiency) for problem in found]
-    sides = checked_sides(found)
+        known, text = calibrated_on(Path(each), problems_of_formats[0].cluster, known)
+        _say(text)
+    problems_of_formats = [replace(problem, efficiency=known.efficiency) for problem in problems_of_formats]
+    sides = checked_sides(problems_of_formats)
     answer, plans = first_answer(sides, options)
     shown = of_kinds((simplest(plans), *plans))[: options.top]
-    _say(header(found[0], answer))
+    _say(header(problems_of_formats[0], answer))
     _say(table(shown, _figures(shown, options, known)))
     ranked = refined(sides, (answer, plans), options, known)
     if [each.run.plan for each in ranked.plans] != [each.run.plan for each in shown]:
@@ -125,7 +125,7 @@ def main(argv: Sequence[str]) -> int:
         _say(narrowed_text(_narrowed(ranked.plans[0], known)))
     if ranked.neighbours:
         _say(alternatives_text(ranked.neighbours))
-    _say(survival_text(_survival(ranked, options), found[0].cluster.chip.name))
+    _say(survival_text(_survival(ranked, options), problems_of_formats[0].cluster.chip.name))
     if options.explain:
         _say(explanation(ranked.plans[0]))
     if options.jitter is not None or options.slow_share:
@@ -144,10 +144,10 @@ def _serving(argv: Sequence[str]) -> int:
     return status
 
 
-def checked_sides(found: Sequence[SearchProblem]) -> list[Side]:
+def checked_sides(problems_of_formats: Sequence[SearchProblem]) -> list[Side]:
     """The problem in each format with its prices; raises ConfigError where no layout divides it."""
-    check_problem(found[0])
-    return [Side(problem=problem, pricing=pricing_of(problem)) for problem in found]
+    check_problem(problems_of_formats[0])
+    return [Side(problem=problem, pricing=pricing_of(problem)) for problem in problems_of_formats]
 
 
 def refined(
@@ -195,10 +195,10 @@ def first_answer(sides: Sequence[Side], options: PlanRequest) -> tuple[SearchRes
         ConfigError: there is no plan; it says what would have one.
     """
     # More than are shown: their programs may rank otherwise than the closed form.
-    found = search_fitting(sides, keep=3 * options.top)
-    if found is None:
+    answer = search_fitting(sides, keep=3 * options.top)
+    if answer is None:
         raise _too_large(sides, options)
-    return found
+    return answer
 
 
 def _too_large(sides: Sequence[Side], options: PlanRequest) -> ConfigError:
@@ -256,9 +256,9 @@ def _write(ranked: Ranked, options: PlanRequest) -> None:
         Path(options.out).write_text(write_config(run_of(ranked.plans[0], options.tokens)), encoding="utf-8")
         _say(f"written: {options.out}; train it with: superstep train {options.out}")
     if options.json is not None:
-        told: dict[str, Any] = record(ranked.answer, ranked.plans, ranked.figures, ranked.neighbours)
-        told["failures"] = survival_record(_survival(ranked, options))
-        Path(options.json).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+        written: dict[str, Any] = record(ranked.answer, ranked.plans, ranked.figures, ranked.neighbours)
+        written["failures"] = survival_record(_survival(ranked, options))
+        Path(options.json).write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
 
 
 def _survival(ranked: Ranked, options: PlanRequest) -> Survival | None:

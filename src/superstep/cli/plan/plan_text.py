@@ -41,11 +41,11 @@ def header(problem: SearchProblem, answer: SearchResult) -> str:
     )
 
 
-def table(plans: Sequence[Verified], found: Sequence[Figures]) -> str:
+def table(plans: Sequence[Verified], figures: Sequence[Figures]) -> str:
     """The best plans, a line for each and one below it that says what holds it back."""
-    has_run = found[0].run_s is not None
+    has_run = figures[0].run_s is not None
     lines = [f"{'':3}{'step':>9}{'tokens/s':>10}{'MFU':>7}{'memory':>11}{'headroom':>11}  plan"]
-    for number, (plan, each) in enumerate(zip(plans, found, strict=True), 1):
+    for number, (plan, each) in enumerate(zip(plans, figures, strict=True), 1):
         lines.append(
             f"{number:<3}{seconds_text(each.step_s):>9}{count_text(each.tokens_per_s):>10}{each.mfu:>7.1%}"
             f"{bytes_text(each.memory_bytes):>11}{bytes_text(each.headroom_bytes):>11}  {_layout(plan)}"
@@ -116,10 +116,10 @@ def _ties_text(plans: Sequence[Verified]) -> list[str]:
     return [f"Ties: {others} within {TIE:.0%} of 1, which no formula tells apart; of these 1 is the simplest."]
 
 
-def alternatives_text(found: Sequence[Neighbour]) -> str:
+def alternatives_text(neighbours: Sequence[Neighbour]) -> str:
     """What each axis is worth."""
     lines = ["Nearest alternatives to the first, best of each kind:"]
-    for each in sorted(found, key=lambda n: n.slower):
+    for each in sorted(neighbours, key=lambda n: n.slower):
         memory = "the same memory"
         if abs(each.spared_bytes) >= 1:
             amount = bytes_text(abs(each.spared_bytes))
@@ -130,19 +130,19 @@ def alternatives_text(found: Sequence[Neighbour]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def calibration_text(found: Calibration, source: str) -> str:
+def calibration_text(calibration: Calibration, source: str) -> str:
     """What a recorded step changed."""
     lines = [
-        f"Calibrated on {source}: an instruction is predicted within {found.error_after:.0%} in the median, "
-        f"{found.error_before:.0%} before"
+        f"Calibrated on {source}: an instruction is predicted within {calibration.error_after:.0%} in the median, "
+        f"{calibration.error_before:.0%} before"
     ]
-    lines += [f"  {each.name:26}{each.before:>10.3g} -> {each.after:.3g}" for each in found.changes]
-    if found.foreign:
-        names = " and ".join(each.name for each in found.foreign)
+    lines += [f"  {each.name:26}{each.before:>10.3g} -> {each.after:.3g}" for each in calibration.changes]
+    if calibration.foreign:
+        names = " and ".join(each.name for each in calibration.foreign)
         lines.append(
             f"Not used: {names} would change beyond belief; the run did not run on such chips, or not alone on them."
         )
-    elif not found.is_believed:
+    elif not calibration.is_believed:
         lines.append("Not used: the constants as they were come as near.")
     return "\n".join(lines) + "\n"
 
@@ -218,10 +218,10 @@ def _bars(values: dict[str, float], text: Any) -> list[str]:  # noqa: ANN401
     return lines
 
 
-def fallback_text(found: Sequence[Fallback]) -> str:
+def fallback_text(fallbacks: Sequence[Fallback]) -> str:
     """Plans for what is left when nodes are lost."""
     lines = ["When nodes are lost, with the same global batch; each resolved, compiled and simulated:"]
-    for each in found:
+    for each in fallbacks:
         if each.verified is None:
             lines.append(f"  -{each.lost}: no plan fits on what is left")
         else:
@@ -232,12 +232,12 @@ def fallback_text(found: Sequence[Fallback]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def jitter_text(found: Straggled | None, jitter: Jitter) -> str:
+def jitter_text(straggled: Straggled | None, jitter: Jitter) -> str:
     """How late steps come when chips are not all alike."""
-    if found is None:
+    if straggled is None:
         return "The best plan's program is too long to sample its stragglers.\n"
     # Rounding may leave a hair less than the clean step; no step is faster than that.
-    mean, late = (max(each / found.clean_s - 1, 0.0) for each in (found.mean_s, found.late_s))
+    mean, late = (max(each / straggled.clean_s - 1, 0.0) for each in (straggled.mean_s, straggled.late_s))
     slow = f", {jitter.slow_share:.1%} of the chips a tenth slower" if jitter.slow_share else ""
     return (
         f"With operations spread by {jitter.spread:.1%}{slow}: the step of the first takes {mean:.1%} longer in the "
@@ -246,7 +246,7 @@ def jitter_text(found: Straggled | None, jitter: Jitter) -> str:
 
 
 def record(
-    answer: SearchResult, plans: Sequence[Verified], found: Sequence[Figures], beside: Sequence[Neighbour]
+    answer: SearchResult, plans: Sequence[Verified], figures: Sequence[Figures], beside: Sequence[Neighbour]
 ) -> dict[str, Any]:
     """The problem, the best plans and their alternatives as JSON has them, in base units."""
     problem = plans[0].found.side.problem
@@ -269,7 +269,7 @@ def record(
                 "figures": asdict(each),
                 "shares": shares(plan),
             }
-            for plan, each in zip(plans, found, strict=True)
+            for plan, each in zip(plans, figures, strict=True)
         ],
         "alternatives": [
             {

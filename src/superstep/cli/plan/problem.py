@@ -37,26 +37,29 @@ class ProblemOptions(Protocol):
     def fix(self) -> tuple[str, ...]: ...
 
 
-def problems(model: str, cluster: str, asked: ProblemOptions) -> list[SearchProblem]:
+def problems(model: str, cluster: str, options: ProblemOptions) -> list[SearchProblem]:
     """The problem in each format that the chip multiplies in, the faster first.
 
     Raises:
         ConfigError: the model, the cluster or a number cannot be used.
     """
-    found = cluster_of(cluster)
-    base = _base(model, found, asked)
-    rules, only = _fixed(asked.fix)
+    known_cluster = cluster_of(cluster)
+    base = _base(model, known_cluster, options)
+    rules, only = _fixed(options.fix)
     if base.numerics.compile:
         rules = (*rules, *(Rule("schedule", name, is_wanted=False) for name in ("zb-h1", "zb-v")))
-    formats: list[Dtype] = [each for each in ("bf16", "fp32") if found.chip.peak(each) and only in (None, each)]
+    formats: list[Dtype] = [each for each in ("bf16", "fp32") if known_cluster.chip.peak(each) and only in (None, each)]
     if not formats:
-        known = ", ".join(each for each, _ in found.chip.flops_per_s)
+        known = ", ".join(each for each, _ in known_cluster.chip.flops_per_s)
         raise ConfigError(
-            f"{found.chip.name} multiplies in {known}, and a plan in {only or 'bf16 or fp32'}; choose another chip"
-            f"{'' if only is None else ', or leave numerics.compute open'}."
+            f"{known_cluster.chip.name} multiplies in {known}, and a plan in {only or 'bf16 or fp32'}; choose another "
+            f"chip{'' if only is None else ', or leave numerics.compute open'}."
         )
-    memory = memory_of(found, asked.memory)
-    return [SearchProblem(base=base, cluster=found, compute=each, memory_bytes=memory, rules=rules) for each in formats]
+    memory = memory_of(known_cluster, options.memory)
+    return [
+        SearchProblem(base=base, cluster=known_cluster, compute=each, memory_bytes=memory, rules=rules)
+        for each in formats
+    ]
 
 
 def memory_of(cluster: Cluster, gib: float | None) -> float:
@@ -82,7 +85,7 @@ def own_bytes(cluster: Cluster, share: float = USABLE) -> float:
     return share * cluster.chip.memory_bytes - beside
 
 
-def _base(model: str, cluster: Cluster, asked: ProblemOptions) -> RunConfig:
+def _base(model: str, cluster: Cluster, options: ProblemOptions) -> RunConfig:
     """The run without its layout."""
     is_run = model.endswith(".toml")
     config = read_config(Path(model)) if is_run else RunConfig(model=ModelConfig(name=model))
@@ -98,8 +101,8 @@ def _base(model: str, cluster: Cluster, asked: ProblemOptions) -> RunConfig:
     if config.plan.rules:
         raise ConfigError(f"plan.rules = {dict(config.plan.rules)}: other cuts are not predicted; leave them out.")
     shape = shape_of(config.model, is_priced=True)
-    sequence = asked.sequence or (config.data.sequence_tokens if is_run else min(shape.max_tokens, USUAL_SEQUENCE))
-    batch = asked.global_batch or (config.train.batch_sequences if is_run else _usual_batch(cluster.chips, sequence))
+    sequence = options.sequence or (config.data.sequence_tokens if is_run else min(shape.max_tokens, USUAL_SEQUENCE))
+    batch = options.global_batch or (config.train.batch_sequences if is_run else _usual_batch(cluster.chips, sequence))
     state = config.state if is_run else StateConfig(dir=f"runs/{Path(model).stem}")
     base = replace(
         config,

@@ -122,10 +122,10 @@ def main(argv: Sequence[str]) -> int:
         print("Measuring this machine, for about half a minute.", flush=True)
     priced = _priced(run, small_run, config, cluster, options)
     free = _free_bytes(cluster, priced, run, config, options)
-    found = foresee(name, run, config, priced, free, options)
-    print(told(found))
+    forecast = foresee(name, run, config, priced, free, options)
+    print(told(forecast))
     if options.json is not None:
-        Path(options.json).write_text(json.dumps(asdict(found), indent=1) + "\n", encoding="utf-8")
+        Path(options.json).write_text(json.dumps(asdict(forecast), indent=1) + "\n", encoding="utf-8")
     return 0
 
 
@@ -134,13 +134,13 @@ def _model(name: str) -> tuple[str, RunConfig | None]:
     if name in SHAPES or name.endswith(".json"):
         return name, None
     try:
-        found = find_model(Path(name))
+        model = find_model(Path(name))
     except StateError as error:
         raise StateError(f"{str(error).removesuffix('.')}; or a named size: llama3-8b, say.") from error
-    config = found.folder / "config.json"
+    config = model.folder / "config.json"
     if not config.is_file():
-        raise StateError(f"'{found.folder}' holds no config.json; name a run, a checkpoint or a Hugging Face folder.")
-    return str(config), found.run
+        raise StateError(f"'{model.folder}' holds no config.json; name a run, a checkpoint or a Hugging Face folder.")
+    return str(config), model.run
 
 
 def _small_run(run: Resolved, config: ServeConfig, guesser: str) -> Resolved | None:
@@ -148,9 +148,9 @@ def _small_run(run: Resolved, config: ServeConfig, guesser: str) -> Resolved | N
     if guesser in ("", NGRAM):
         return None
     model, _ = _model(guesser)
-    found = plan_named(model, fast(config))
-    check_vocab(found, run, guesser)
-    return found
+    small = plan_named(model, fast(config))
+    check_vocab(small, run, guesser)
+    return small
 
 
 def _check(run: Resolved, config: ServeConfig, options: ForecastOptions) -> None:

@@ -57,65 +57,67 @@ class ForecastNumbers(Protocol):
     def guesses(self) -> tuple[Guess, ...]: ...
 
 
-def told(found: ForecastNumbers) -> str:
+def told(forecast: ForecastNumbers) -> str:
     """The page."""
-    ranks = f"{found.tp} {'rank' if found.tp == 1 else 'ranks'}"
-    ranks += f" x {found.dp} replicas" if found.dp > 1 else ""
+    ranks = f"{forecast.tp} {'rank' if forecast.tp == 1 else 'ranks'}"
+    ranks += f" x {forecast.dp} replicas" if forecast.dp > 1 else ""
     basis = (
         "published peaks, the host assumed"
-        if found.spread is None
-        else f"a step is predicted within {found.spread:.0%} in the median"
+        if forecast.spread is None
+        else f"a step is predicted within {forecast.spread:.0%} in the median"
     )
     lines = [
-        f"{found.model} ({count_text(found.parameters)} parameters), {found.way}, on {found.where}, {ranks}; {basis}",
+        f"{forecast.model} ({count_text(forecast.parameters)} parameters), {forecast.way}, on {forecast.where}, "
+        f"{ranks}; {basis}",
         "",
-        f"weights   {bytes_text(found.weight_bytes):>10} a rank",
-        *_small(found),
-        f"keys      {bytes_text(found.key_bytes):>10} a rank: {found.pages:,} pages of {found.page_tokens} tokens, "
-        f"{bytes_text(found.page_bytes)} each",
+        f"weights   {bytes_text(forecast.weight_bytes):>10} a rank",
+        *_small(forecast),
+        f"keys      {bytes_text(forecast.key_bytes):>10} a rank: {forecast.pages:,} pages of {forecast.page_tokens} "
+        f"tokens, {bytes_text(forecast.page_bytes)} each",
     ]
-    if found.beside_bytes:
+    if forecast.beside_bytes:
         lines.append(
-            f"beside    {bytes_text(found.beside_bytes):>10} a rank: the process, and what a step makes and drops"
+            f"beside    {bytes_text(forecast.beside_bytes):>10} a rank: the process, and what a step makes and drops"
         )
     lines += ["", f"{'context':>8}{'streams':>9}   that run at once"]
-    lines += [f"{room.context_tokens:>8,}{room.streams * found.dp:>9,}" for room in found.rooms]
+    lines += [f"{room.context_tokens:>8,}{room.streams * forecast.dp:>9,}" for room in forecast.rooms]
     lines += ["", f"{'prompt':>8}{'first token':>13}   alone; held back by"]
     lines += [
-        f"{one.prompt_tokens:>8,}{seconds_text(one.first_token_s):>13}   {_bounds(one.bounds)}" for one in found.firsts
+        f"{one.prompt_tokens:>8,}{seconds_text(one.first_token_s):>13}   {_bounds(one.bounds)}"
+        for one in forecast.firsts
     ]
     lines += [
         "",
         f"{'streams':>8}{'tokens/s':>10}{'first token':>13}{'each token':>12}   "
-        f"{found.prompt_tokens} tokens in, {found.answer_tokens} out, all at once; held back by",
+        f"{forecast.prompt_tokens} tokens in, {forecast.answer_tokens} out, all at once; held back by",
     ]
-    for crowd in found.crowds:
+    for crowd in forecast.crowds:
         lost = f"; pages run out, {crowd.preemptions} begin again" if crowd.preemptions else ""
         lines.append(
             f"{crowd.streams:>8,}{count_text(crowd.tokens_per_s):>10}{seconds_text(crowd.first_token_s):>13}"
             f"{seconds_text(crowd.token_s):>12}   {_bounds(crowd.bounds)}{lost}"
         )
-    if found.guesses:
-        lines += _guesses(found)
+    if forecast.guesses:
+        lines += _guesses(forecast)
     lines += ["", "These are the engine's own; HTTP takes a few percent more."]
     return "\n".join(lines)
 
 
-def _small(found: ForecastNumbers) -> list[str]:
-    if not found.small_weight_bytes:
+def _small(forecast: ForecastNumbers) -> list[str]:
+    if not forecast.small_weight_bytes:
         return []
-    small = bytes_text(found.small_weight_bytes)
-    return [f"small     {small:>10} a rank: {found.speculate}, whose keys lie in the same pages"]
+    small = bytes_text(forecast.small_weight_bytes)
+    return [f"small     {small:>10} a rank: {forecast.speculate}, whose keys lie in the same pages"]
 
 
-def _guesses(found: ForecastNumbers) -> list[str]:
+def _guesses(forecast: ForecastNumbers) -> list[str]:
     """What guessing takes, and when it pays."""
     lines = [
         "",
         f"{'streams':>8}{'a step':>11}{'guessing':>11}{'judging':>11}{'if all stand':>14}   tokens guessed by "
-        f"{found.speculate}, which no line above counts; pays where",
+        f"{forecast.speculate}, which no line above counts; pays where",
     ]
-    for one in found.guesses:
+    for one in forecast.guesses:
         pays = "never" if one.pays_from >= one.tokens else f"{one.pays_from:.1f} or more stand"
         lines.append(
             f"{one.streams:>8,}{seconds_text(one.plain_s):>11}{seconds_text(one.guess_s):>11}"

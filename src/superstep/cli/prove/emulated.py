@@ -73,18 +73,18 @@ def emulated_lines(run: Resolved, ranks: Sequence[RankReport]) -> Iterator[str]:
 
 def _total(counts: Iterable[Mapping[str, int]]) -> Counter[str]:
     """By what is the same on every rank and in every step: without the numbers of streams and of calls."""
-    found = Counter[str]()
+    total = Counter[str]()
     for count in counts:
         for text, times in count.items():
-            found[re.sub(r"call \d+ of communicator \S+: |aten::| o[fn] stream \d+", "", text)] += times
-    return found
+            total[re.sub(r"call \d+ of communicator \S+: |aten::| o[fn] stream \d+", "", text)] += times
+    return total
 
 
-def _counted(found: Counter[str]) -> Iterator[str]:
-    for text, count in found.most_common(MOST_SHOWN):
+def _counted(counts: Counter[str]) -> Iterator[str]:
+    for text, count in counts.most_common(MOST_SHOWN):
         yield f"    {count:,}x {text}"
-    if len(found) > MOST_SHOWN:
-        yield f"    and {len(found) - MOST_SHOWN} more"
+    if len(counts) > MOST_SHOWN:
+        yield f"    and {len(counts) - MOST_SHOWN} more"
 
 
 def _foreign_contexts(ranks: Sequence[RankReport]) -> Iterator[tuple[int, int, str]]:

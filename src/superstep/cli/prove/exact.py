@@ -36,16 +36,16 @@ def prove_bits(cases: Sequence[ExactCase]) -> int:
     the last one's: the number of ranks changes in mid-run.
     """
     references = {case.reference: case for case in cases}
-    asked = cases[0].run.config.plan.device
+    device = cases[0].run.config.plan.device
     with tempfile.TemporaryDirectory(prefix="superstep-prove-") as folder:
         ones = {reference: replace_run(case, _alone(case.run)) for reference, case in references.items()}
         for reference, one in ones.items():
             _written(reference)
-            launch_on(asked, 1, write_bits, one.run, one.batches, reference, stop=STOP)
+            launch_on(device, 1, write_bits, one.run, one.batches, reference, stop=STOP)
         _say(f"  {'layout':82}{'numbers':>12}{'other bits':>12}{'resumed':>10}")
-        verdicts = launch_on(asked, cases[0].run.plan.mesh.world, _ranks, tuple(cases), Path(folder))
+        verdicts = launch_on(device, cases[0].run.plan.mesh.world, _ranks, tuple(cases), Path(folder))
         verdicts += [
-            launch_on(asked, 1, _one, one, Path(folder) / last)
+            launch_on(device, 1, _one, one, Path(folder) / last)
             for reference, one in ones.items()
             for last in [_left(number) for number, case in enumerate(cases) if case.reference == reference][-1:]
         ]
@@ -80,18 +80,18 @@ def _left(number: int) -> str:
 
 
 def _ranks(world: World, cases: tuple[ExactCase, ...], folder: Path) -> list[ExactVerdict]:
-    found = []
+    results = []
     left: dict[Path, Path] = {}
     for number, case in enumerate(cases):
         take = left.get(case.reference, case.reference / "checkpoint")
         relay = Relay(take=take, leave=folder / _left(number), step=STOP)
-        found.append(prove_exact(world, case.run, case.batches, case.reference, relay))
+        results.append(prove_exact(world, case.run, case.batches, case.reference, relay))
         left[case.reference] = folder / _left(number)
         if world.rank == 0:
-            _row(layout_text(case.run), found[-1])
+            _row(layout_text(case.run), results[-1])
             if take.parent == folder:
                 shutil.rmtree(take, ignore_errors=True)
-    return found
+    return results
 
 
 def _one(world: World, case: ExactCase, take: Path) -> ExactVerdict:

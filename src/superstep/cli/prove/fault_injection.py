@@ -118,9 +118,9 @@ class HurtRun:
         config = replace(self._config, state=replace(self._config.state, existing="resume" if is_there else "refuse"))
         path.write_text(write_config(config), encoding="utf-8")
         command = [sys.executable, "-m", COMMAND, str(path)]
-        with self._said.open("wb") as said:
+        with self._said.open("wb") as output:
             self._process = subprocess.Popen(
-                command, stdout=said, stderr=said, env=os.environ | {"TMPDIR": str(self._temporary)}
+                command, stdout=output, stderr=output, env=os.environ | {"TMPDIR": str(self._temporary)}
             )
 
     def steps(self) -> list[dict[str, Any]]:
@@ -149,11 +149,11 @@ class HurtRun:
                 lines = file.read().split(b"\n")
         except OSError:
             return []
-        found = []
+        newest = []
         for line in lines:
             with suppress(ValueError):
-                found.append(json.loads(line))
-        return found
+                newest.append(json.loads(line))
+        return newest
 
     def wait_for(self, is_there: Callable[[], bool], what: str, *, patience_s: float = PATIENCE_S) -> None:
         """Return once something is there.
@@ -180,12 +180,12 @@ class HurtRun:
 
     def ranks(self) -> dict[int, int]:
         """The processes of its ranks, those that live."""
-        found = {}
+        ranks = {}
         for path in ranks_of(self.folder).glob("*"):
             with suppress(ValueError, FileNotFoundError):
                 if psutil.pid_exists(number := int(path.read_text(encoding="utf-8"))):
-                    found[int(path.name)] = number
-        return found
+                    ranks[int(path.name)] = number
+        return ranks
 
     def know_all(self) -> None:
         """Note the processes that are there, so that it can be told whether any is left."""
@@ -286,7 +286,7 @@ def _hurt_rank(run: HurtRun, kind: Kind, draw: random.Random) -> Hurt:
 
 def _trains_again(run: HurtRun, after: _Before) -> tuple[float, dict[str, Any]]:
     """Seconds until it had done more steps than before, and what it said of where it went on."""
-    found: dict[str, Any] = {}
+    metrics: dict[str, Any] = {}
 
     def has_gone_on() -> bool:
         if run.file() == after.file:  # who goes on writes the file anew, without the steps that are done again
@@ -295,11 +295,11 @@ def _trains_again(run: HurtRun, after: _Before) -> tuple[float, dict[str, Any]]:
         at = max((number for number, line in enumerate(lines) if line.get("event") == "resumed"), default=None)
         if at is None:
             return False
-        found.update(lines[at])
+        metrics.update(lines[at])
         return any(line.get("event") == "step" and line["step"] > after.step for line in lines[at:])
 
     run.wait_for(has_gone_on, "the next step")
-    return time.time() - after.at_s, found
+    return time.time() - after.at_s, metrics
 
 
 def _flip(run: HurtRun, draw: random.Random) -> Path:
@@ -344,12 +344,12 @@ def _fill_disk(run: HurtRun) -> Hurt:
 def compared(hurt: HurtRun, whole: HurtRun) -> tuple[int, str]:
     """How many steps of a hurt run have been held against those of one that nobody hurt, and the first that differs."""
     wanted = {line["step"]: line for line in whole.steps() if line["event"] == "step"}
-    found = [line for line in hurt.steps() if line["event"] == "step"]
-    if [line["step"] for line in found] != list(range(1, len(found) + 1)):
-        return len(found), "steps are missing, or told of twice"
-    for line in found:
+    steps = [line for line in hurt.steps() if line["event"] == "step"]
+    if [line["step"] for line in steps] != list(range(1, len(steps) + 1)):
+        return len(steps), "steps are missing, or told of twice"
+    for line in steps:
         for name in ("loss", "grad_norm", "lr"):
             if line[name] != wanted.get(line["step"], {}).get(name):
                 other = wanted.get(line["step"], {}).get(name)
-                return len(found), f"step {line['step']}: {name} {line[name]}, and {other} undisturbed"
-    return len(found), ""
+                return len(steps), f"step {line['step']}: {name} {line[name]}, and {other} undisturbed"
+    return len(steps), ""

@@ -99,14 +99,14 @@ def hurt_config(config: RunConfig, corpus: Path, folder: Path, *, is_hurt: bool 
 def _next(run: HurtRun, kind: Kind, draw: random.Random) -> Hurt:
     _go_on(run, BETWEEN)
     try:
-        found = hurt(run, kind, draw)
+        result = hurt(run, kind, draw)
     except Fault as fault:
         raise Fault(f"{DESCRIBED[kind]}: {fault.message}") from fault
-    seen = "" if found.seen_s is None else f"{found.seen_s:.2f} s"
-    again = f"{found.again_s:.2f} s"
-    mark = "✗" if found.wrong else " "
-    _say(f"{mark} {DESCRIBED[kind]:34}{seen:>12}{again:>14}{found.redone:>8}  {found.what}")
-    return found
+    seen_text = "" if result.seen_s is None else f"{result.seen_s:.2f} s"
+    again = f"{result.again_s:.2f} s"
+    mark = "✗" if result.wrong else " "
+    _say(f"{mark} {DESCRIBED[kind]:34}{seen_text:>12}{again:>14}{result.redone:>8}  {result.what}")
+    return result
 
 
 def _go_on(run: HurtRun, steps: int) -> None:

@@ -156,12 +156,12 @@ def _ask_for_one_order() -> None:
 
 
 def _rank(world: World, cases: tuple[ProofCase, ...]) -> list[ProofVerdict]:
-    found = []
+    verdicts = []
     for case in cases:
-        found.append(prove_case(world, case))
+        verdicts.append(prove_case(world, case))
         if world.rank == 0 and len(cases) > 1:
-            _say(sweep_row(case, found[-1]))
-    return found
+            _say(sweep_row(case, verdicts[-1]))
+    return verdicts
 
 
 @contextmanager

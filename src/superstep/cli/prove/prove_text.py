@@ -62,9 +62,9 @@ def sweep_lines(cases: Sequence[ProofCase], verdicts: Sequence[ProofVerdict]) ->
     for case, verdict in failed:
         yield f"  {layout_text(case.run)}:"
         yield from _wrong(verdict)
-    told = next(((case, verdict) for case, verdict in pairs if has_same_roundings(case.run)), pairs[0])
+    shown = next(((case, verdict) for case, verdict in pairs if has_same_roundings(case.run)), pairs[0])
     yield "Compared:"
-    yield from (f"  - {line}" for line in seen(*told))
+    yield from (f"  - {line}" for line in seen(*shown))
     yield "Not seen by this:"
     # Whatever one of the layouts leaves unseen.
     yield from dict.fromkeys(f"  - {line}" for case in cases if case.reruns for line in unseen(case))
@@ -78,14 +78,14 @@ def sweep_lines(cases: Sequence[ProofCase], verdicts: Sequence[ProofVerdict]) ->
     )
 
 
-def _beside(found: str | None) -> str:
-    return "not asked" if found is None else "WRONG" if found else "as plain code has it"
+def _beside(text: str | None) -> str:
+    return "not asked" if text is None else "WRONG" if text else "as plain code has it"
 
 
-def _validated(found: Difference | None) -> str:
-    if found is None:
+def _validated(difference: Difference | None) -> str:
+    if difference is None:
         return "not asked"
-    return f"{'WRONG: ' if found.is_wrong else ''}{found.relative:.1e} of {found.allowed:.0e}"
+    return f"{'WRONG: ' if difference.is_wrong else ''}{difference.relative:.1e} of {difference.allowed:.0e}"
 
 
 def _wrong(verdict: ProofVerdict) -> Iterator[str]:

@@ -57,30 +57,30 @@ def prove_served(run: Resolved, root: Path, source: BatchSource, *, steps: int, 
         StateError: the run has no checkpoint.
     """
     checkpoint = newest_checkpoint(root)
-    tokens, asked = run.config.data.sequence_tokens, run.config.plan.device
+    tokens, device = run.config.data.sequence_tokens, run.config.plan.device
     serve = ServeConfig(
         context_tokens=tokens, compute=run.config.numerics.compute, exact=True, tp=tp, kernels=kernels_folder(None)
     )
     prompts = _prompts(source, steps, tokens, logprobs)
-    texts: Texts = launch_on(asked, tp, _draw, checkpoint, serve, prompts, tokens)
+    texts: Texts = launch_on(device, tp, _draw, checkpoint, serve, prompts, tokens)
     size = source.batch_sequences
     batches = [batch_of(texts[at : at + size]) for at in range(0, len(texts), size)]
-    losses = launch_on(asked, run.plan.mesh.world, trained_losses, run, checkpoint, batches)
+    losses = launch_on(device, run.plan.mesh.world, trained_losses, run, checkpoint, batches)
     _say(f"  {f'{layout_text(run)}, served on tp={tp}':60}{'log-probs':>12}{'other bits':>12}{'largest':>10}")
-    found = launch_on(asked, tp, _tell, checkpoint, serve, texts, prompts)
-    compared = [compare(way.name, torch.cat(losses), row.told) for way, row in zip(ways(tokens), found, strict=True)]
+    results = launch_on(device, tp, _tell, checkpoint, serve, texts, prompts)
+    compared = [compare(way.name, torch.cat(losses), row.told) for way, row in zip(ways(tokens), results, strict=True)]
     with tempfile.TemporaryDirectory(prefix="superstep-adapters-") as folder:
         write_adapters(Path(folder), run.shape)
         # What adapters add in exact mode is torch's to compute.
         by_torch = replace(serve, kernels=None)
-        (beside,) = launch_on(asked, tp, _adapted, checkpoint, by_torch, texts, Path(folder))
+        (beside,) = launch_on(device, tp, _adapted, checkpoint, by_torch, texts, Path(folder))
     compared += [
         compare("without an adapter, beside adapters", torch.cat(losses), beside.plain),
         compare("with an adapter, beside others, against alone", losses_of(beside.alone), beside.adapted),
     ]
     for way in compared:
         _say(f"  {way.way:60}{way.compared:>12,}{way.differing:>12,}{way.largest:>10.1e}")
-    _say(f"Of {sum(row.guessed for row in found):,} guesses {sum(row.stood for row in found):,} stood.")
+    _say(f"Of {sum(row.guessed for row in results):,} guesses {sum(row.stood for row in results):,} stood.")
     first = next((way for way in compared if way.first is not None), None)
     _say(
         f"{'PROVEN' if first is None else 'NOT PROVEN'}: {sum(way.compared for way in compared)} log-probabilities of "
@@ -114,7 +114,7 @@ class ServingResult:
 def _draw(world: World, folder: Path, serve: ServeConfig, prompts: Texts, tokens: int) -> Texts:
     way = ServingPath(name="all together")
     drawn = _each(world, folder, serve, [way], lambda opened, way: answers(opened(), way, prompts, tokens))
-    return [[*p, *answer.ids] for found in drawn for p, answer in zip(prompts, found, strict=True)]
+    return [[*p, *answer.ids] for of_adapter in drawn for p, answer in zip(prompts, of_adapter, strict=True)]
 
 
 def _tell(world: World, folder: Path, serve: ServeConfig, texts: Texts, prompts: Texts) -> list[ServingResult]:
@@ -127,9 +127,9 @@ def _tell(world: World, folder: Path, serve: ServeConfig, texts: Texts, prompts:
                 engines[-1].speculation = Speculation(KnownTexts(texts), serve.draft_tokens)
             return engines[-1]
 
-        told = told_of(opening, way, texts, prompts)
+        logprobs = told_of(opening, way, texts, prompts)
         now = engines[-1].counters
-        return ServingResult(told, now.drafted_tokens, now.accepted_tokens)
+        return ServingResult(logprobs, now.drafted_tokens, now.accepted_tokens)
 
     return _each(world, folder, serve, ways(len(texts[0])), ask)
 
@@ -149,7 +149,7 @@ def _each(
 ) -> list[T]:
     """What engines of each way say, on rank 0; the other ranks compute with it."""
     mesh = build_mesh(plan_of(folder, serve).plan, world.rank, world.device, timeout=timedelta(seconds=300))
-    found: list[T] = []
+    results: list[T] = []
     try:
         for way in ways:
             changed = way.of(serve)
@@ -165,11 +165,11 @@ def _each(
                 opened.append(open_engine(folder, changed, tp=mesh.tp, device=world.device))
                 return opened[-1]
 
-            found.append(ask(open_one, way))
+            results.append(ask(open_one, way))
             opened[-1].end()
     finally:
         mesh.destroy()
-    return found
+    return results
 
 
 def _say(text: str) -> None:

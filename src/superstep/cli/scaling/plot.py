@@ -38,13 +38,13 @@ class PlotAxes:
         return LEFT + across * (WIDTH - LEFT - RIGHT), TOP + down * (HEIGHT - TOP - BOTTOM)
 
 
-def plot_svg(found: Study, best: Best | None) -> str:
+def plot_svg(summary: Study, best: Best | None) -> str:
     """The whole picture."""
-    points = table(found.runs)
+    points = table(summary.runs)
     frame = _frame(points.flops.tolist(), points.loss.tolist(), best)
-    sizes = sorted({run.params for run in found.runs})
+    sizes = sorted({run.params for run in summary.runs})
     shown = sizes[:: -(-len(sizes) // MOST_LEGENDS)]
-    law = found.hoffmann.law if found.hoffmann else None
+    law = summary.hoffmann.law if summary.hoffmann else None
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" '
         'font-size="13" fill="#333">',
@@ -71,11 +71,11 @@ def plot_svg(found: Study, best: Best | None) -> str:
 
 def _frame(flops: Sequence[float], losses: Sequence[float], best: Best | None) -> PlotAxes:
     at = [*flops, *([best.flops] if best else [])]
-    seen = [*losses, *([best.loss] if best and best.loss is not None else [])]
-    margin = 0.06 * (max(seen) - min(seen)) or 0.1
+    heights = [*losses, *([best.loss] if best and best.loss is not None else [])]
+    margin = 0.06 * (max(heights) - min(heights)) or 0.1
     return PlotAxes(
         flops=(math.log10(min(at)) - 0.1, math.log10(max(at)) + 0.1),
-        losses=(max(0.0, min(seen) - 2 * margin), max(seen) + margin),
+        losses=(max(0.0, min(heights) - 2 * margin), max(heights) + margin),
     )
 
 

@@ -23,16 +23,16 @@ def read_runs(paths: Sequence[Path]) -> list[TrainingRun]:
         StateError: a path is not there, or a directory holds no run, or one that has not finished.
         ConfigError: a file is no table of runs, or the model of a directory has no one size.
     """
-    found: dict[Path, list[TrainingRun]] = {}
+    by_path: dict[Path, list[TrainingRun]] = {}
     for path in paths:
         if not path.exists():
             raise StateError(f"'{path}' is not there; name a CSV file of runs, or directories that train wrote.")
-        if path in found:
+        if path in by_path:
             raise ConfigError(f"'{path}' is named twice; a run counts once.")
-        found[path] = [_of_directory(path)] if path.is_dir() else read_csv(path)
-    if len(found) == 1:
-        return next(iter(found.values()))
-    return [replace(run, name=f"{path}: {run.name}") for path, runs in found.items() for run in runs]
+        by_path[path] = [_of_directory(path)] if path.is_dir() else read_csv(path)
+    if len(by_path) == 1:
+        return next(iter(by_path.values()))
+    return [replace(run, name=f"{path}: {run.name}") for path, runs in by_path.items() for run in runs]
 
 
 def _of_directory(path: Path) -> TrainingRun:

@@ -72,13 +72,13 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError("name the runs first, then any flags: superstep scaling runs.csv --budget-flops 1e21.")
     _check(options)
     budget = device_budget(options.budget, options.mfu) if options.budget else None
-    found = study(read_runs(paths), points=options.points, resamples=options.resamples, seed=options.seed)
-    asked = _asked(found, options, budget)
-    print(as_text(found, asked, [budget.rests_on] if budget else []), end="")
+    summary = study(read_runs(paths), points=options.points, resamples=options.resamples, seed=options.seed)
+    answers = _asked(summary, options, budget)
+    print(as_text(summary, answers, [budget.rests_on] if budget else []), end="")
     if options.json:
-        _write(Path(options.json), json.dumps(as_json(found, asked), indent=1) + "\n")
+        _write(Path(options.json), json.dumps(as_json(summary, answers), indent=1) + "\n")
     if options.plot:
-        _write(Path(options.plot), plot_svg(found, asked.best))
+        _write(Path(options.plot), plot_svg(summary, answers.best))
     return 0
 
 
@@ -110,16 +110,16 @@ def device_budget(text: str, mfu: float) -> DeviceBudget:
         ConfigError: it is in other units, of an unknown chip, or not above 0.
     """
     form = "write HOURSxCHIP-hours, as 10000xH100-hours, or give FLOPs by --budget-flops."
-    found = re.fullmatch(r"\s*(?P<hours>[0-9.,_]+(?:e\+?[0-9]+)?)\s*[x ]\s*(?P<chip>.+?)[- ]hours?\s*", text)
-    if found is None:
+    match = re.fullmatch(r"\s*(?P<hours>[0-9.,_]+(?:e\+?[0-9]+)?)\s*[x ]\s*(?P<chip>.+?)[- ]hours?\s*", text)
+    if match is None:
         raise ConfigError(f"--budget = '{text}' is not in hours of a chip; {form}")
     try:
-        hours = float(found["hours"].replace(",", ""))
+        hours = float(match["hours"].replace(",", ""))
     except ValueError:
-        raise ConfigError(f"--budget = '{text}': {found['hours']} is no number; {form}") from None
+        raise ConfigError(f"--budget = '{text}': {match['hours']} is no number; {form}") from None
     if not 0 < hours < math.inf:
-        raise ConfigError(f"--budget = '{text}': {found['hours']} hours must be above 0; {form}")
-    device = chip(found["chip"], field="--budget")
+        raise ConfigError(f"--budget = '{text}': {match['hours']} hours must be above 0; {form}")
+    device = chip(match["chip"], field="--budget")
     peak_flops_per_s = device.peak("bf16") or device.peak("fp16") or device.peak("fp32")
     if peak_flops_per_s is None:
         raise ConfigError(f"--budget = '{text}': the peak of {device.name} is not known; {form}")
@@ -132,11 +132,11 @@ def device_budget(text: str, mfu: float) -> DeviceBudget:
     )
 
 
-def _asked(found: Study, options: ScalingOptions, budget: DeviceBudget | None) -> FitSummary:
-    asked = FitSummary()
+def _asked(summary: Study, options: ScalingOptions, budget: DeviceBudget | None) -> FitSummary:
+    answers = FitSummary()
     if options.params is not None and options.tokens is not None:
-        asked = replace(asked, at=(options.params, options.tokens), predicted=_predicted(found, options))
-    best_fit = found.hoffmann or found.isoflop or found.envelope
+        answers = replace(answers, at=(options.params, options.tokens), predicted=_predicted(summary, options))
+    best_fit = summary.hoffmann or summary.isoflop or summary.envelope
     assert best_fit is not None, "a study has one of the three"
     if budget is not None:
         best = best_for(best_fit.law, budget.device_s, budget.throughput)
@@ -146,23 +146,23 @@ def _asked(found: Study, options: ScalingOptions, budget: DeviceBudget | None) -
         best = best_of_flops(best_fit.law, options.budget_flops)
         words = f"{best.flops:.3g} FLOPs"
     else:
-        return asked
+        return answers
     return replace(
-        asked,
+        answers,
         budget=words,
         best=best,
-        choices=choices(found, best.flops),
+        choices=choices(summary, best.flops),
         shape=shape_of(max(best.params, LEAST_SHAPE)),
     )
 
 
-def _predicted(found: Study, options: ScalingOptions) -> dict[str, FittedNumber]:
-    if found.hoffmann is None or found.kaplan is None:
-        raise ConfigError(f"--params asks for a loss, and no law of it can be fitted: {found.missing['hoffmann']}")
+def _predicted(summary: Study, options: ScalingOptions) -> dict[str, FittedNumber]:
+    if summary.hoffmann is None or summary.kaplan is None:
+        raise ConfigError(f"--params asks for a loss, and no law of it can be fitted: {summary.missing['hoffmann']}")
     params, tokens = float(options.params or 0), float(options.tokens or 0)
     return {
-        "hoffmann": estimate(found.hoffmann, lambda law: law.loss(params, tokens)),
-        "kaplan": estimate(found.kaplan, lambda law: law.loss(params, tokens)),
+        "hoffmann": estimate(summary.hoffmann, lambda law: law.loss(params, tokens)),
+        "kaplan": estimate(summary.kaplan, lambda law: law.loss(params, tokens)),
     }
 
 

@@ -52,33 +52,33 @@ class FitSummary:
     predicted: Mapping[str, FittedNumber] = dataclasses.field(default_factory=dict)
 
 
-def as_text(found: Study, asked: FitSummary, rests_on: Sequence[str]) -> str:
+def as_text(summary: Study, answers: FitSummary, rests_on: Sequence[str]) -> str:
     """Every table, with its lines."""
-    parts = [_runs(found), *_frontiers(found), *_laws(found), *_missing(found)]
-    parts += [*_predicted(asked), *_answer(asked)]
-    parts += ["", "rests on", *(f"  {line}" for line in (*_ground(found), *rests_on))]
-    return "\n".join([*parts, *(f"warning: {line}" for line in warnings(found, asked))]) + "\n"
+    parts = [_runs(summary), *_frontiers(summary), *_laws(summary), *_missing(summary)]
+    parts += [*_predicted(answers), *_answer(answers)]
+    parts += ["", "rests on", *(f"  {line}" for line in (*_ground(summary), *rests_on))]
+    return "\n".join([*parts, *(f"warning: {line}" for line in warnings(summary, answers))]) + "\n"
 
 
-def warnings(found: Study, asked: FitSummary) -> list[str]:
+def warnings(summary: Study, answers: FitSummary) -> list[str]:
     """What makes the answers doubtful."""
     lines = []
-    ratio = float(np.median([run.final.flops / (_by_rule(run.params, run.final.tokens)) for run in found.runs]))
+    ratio = float(np.median([run.final.flops / (_by_rule(run.params, run.final.tokens)) for run in summary.runs]))
     if not 0.8 < ratio < 1.25:
         lines.append(
             f"the runs' flops are {ratio:.2f} times 6 N D: the parabolas and the envelope go by those flops, the laws "
             "of the loss by 6 N D."
         )
-    leading = next(fit for fit in (found.hoffmann, found.isoflop, found.envelope) if fit is not None)
+    leading = next(fit for fit in (summary.hoffmann, summary.isoflop, summary.envelope) if fit is not None)
     interval = constants(leading)["a"].interval
     if interval and interval[1] - interval[0] > WIDE:
         lines.append(
             f"the runs leave a, the exponent of the best size, anywhere from {interval[0]:.2f} to {interval[1]:.2f}; "
             "add runs of other sizes and budgets before you rely on the answer."
         )
-    asked_of = [(asked.best.params, asked.best.tokens)] if asked.best else []
-    for params, tokens in [*asked_of, *([asked.at] if asked.at else [])]:
-        far = [f"{_times(factor)} its {name}" for name, factor in beyond(found.runs, params, tokens).items()]
+    asked_of = [(answers.best.params, answers.best.tokens)] if answers.best else []
+    for params, tokens in [*asked_of, *([answers.at] if answers.at else [])]:
+        far = [f"{_times(factor)} its {name}" for name, factor in beyond(summary.runs, params, tokens).items()]
         if far:
             lines.append(
                 f"{count_text(params)} parameters and {count_text(tokens)} tokens lie beyond the largest run, at "
@@ -95,8 +95,8 @@ def _by_rule(params: float, tokens: float) -> float:
     return FLOPS_PER_PARAMETER_AND_TOKEN * params * tokens
 
 
-def _runs(found: Study) -> str:
-    runs = found.runs
+def _runs(summary: Study) -> str:
+    runs = summary.runs
     sizes = sorted({run.params for run in runs})
     points = sum(len(run.points) for run in runs)
     tokens, flops = [run.final.tokens for run in runs], [run.final.flops for run in runs]
@@ -109,19 +109,19 @@ def _runs(found: Study) -> str:
     )
 
 
-def _frontiers(found: Study) -> Iterator[str]:
+def _frontiers(summary: Study) -> Iterator[str]:
     yield from ("", _row("best use of C FLOPs", "N_opt ~ C^a, a", "D_opt ~ C^b, b", "error of the losses"))
     for name in ("envelope", "isoflop", "hoffmann", "kaplan"):
-        fit = getattr(found, name)
+        fit = getattr(summary, name)
         if fit is not None:
             of = constants(fit)
-            error = f"{error_of(found, fit.law):.2%}" if name in LAWS else ""
+            error = f"{error_of(summary, fit.law):.2%}" if name in LAWS else ""
             yield _row(TITLES[name], _cell(of["a"], _thousandths), _cell(of["b"], _thousandths), error)
 
 
-def error_of(found: Study, law: Law) -> float:
+def error_of(summary: Study, law: Law) -> float:
     """The root mean square of log L over the law's, as a share of the loss."""
-    return float(np.sqrt(np.mean(residuals(law, taken(found.runs, found.points)) ** 2)))
+    return float(np.sqrt(np.mean(residuals(law, taken(summary.runs, summary.points)) ** 2)))
 
 
 _ROWS: tuple[tuple[str, Mapping[str, str]], ...] = (
@@ -133,66 +133,66 @@ _ROWS: tuple[tuple[str, Mapping[str, str]], ...] = (
 )
 
 
-def _laws(found: Study) -> Iterator[str]:
+def _laws(summary: Study) -> Iterator[str]:
     columns = (("hoffmann",), ("kaplan",), ("size", "tokens"))
-    if not (found.hoffmann or found.kaplan):
+    if not (summary.hoffmann or summary.kaplan):
         return
     yield from ("", _row("constants", TITLES["hoffmann"], TITLES["kaplan"], "Kaplan, L(N) and L(D)"))
     for title, names in _ROWS:
-        yield _row(title, *(_constant(found, names, column) for column in columns))
+        yield _row(title, *(_constant(summary, names, column) for column in columns))
 
 
-def _constant(found: Study, names: Mapping[str, str], column: Sequence[str]) -> str:
+def _constant(summary: Study, names: Mapping[str, str], column: Sequence[str]) -> str:
     for fit_name in column:
-        fit = getattr(found, fit_name)
+        fit = getattr(summary, fit_name)
         if fit is not None and fit_name in names:
             return _cell(constants(fit)[names[fit_name]], _figure)
     return ""
 
 
-def _missing(found: Study) -> Iterator[str]:
-    reasons = dict.fromkeys(found.missing.values())
+def _missing(summary: Study) -> Iterator[str]:
+    reasons = dict.fromkeys(summary.missing.values())
     if reasons:
         yield ""
     for reason in reasons:
-        names = " nor ".join(TITLES[name] for name, why in found.missing.items() if why == reason)
+        names = " nor ".join(TITLES[name] for name, why in summary.missing.items() if why == reason)
         yield f"no {names}: {reason}"
 
 
-def _predicted(asked: FitSummary) -> Iterator[str]:
-    if asked.at is None:
+def _predicted(answers: FitSummary) -> Iterator[str]:
+    if answers.at is None:
         return
-    params, tokens = asked.at
+    params, tokens = answers.at
     yield from ("", f"loss of {count_text(params)} parameters after {count_text(tokens)} tokens")
-    for name, loss in asked.predicted.items():
+    for name, loss in answers.predicted.items():
         yield _row(f"  {TITLES[name]}", _cell(loss, _thousandths))
 
 
-def _answer(asked: FitSummary) -> Iterator[str]:
-    if asked.best is None:
+def _answer(answers: FitSummary) -> Iterator[str]:
+    if answers.best is None:
         return
-    yield from ("", f"best for {asked.budget}")
+    yield from ("", f"best for {answers.budget}")
     yield _row("", "parameters", "tokens", "loss")
-    for name, choice in asked.choices.items():
+    for name, choice in answers.choices.items():
         loss = _cell(choice.loss, _thousandths) if choice.loss else ""
         yield _row(f"  {TITLES[name]}", _cell(choice.params, _count), _cell(choice.tokens, _count), loss)
-    best = asked.best
+    best = answers.best
     end = f", to a loss of {best.loss:.3f}" if best.loss is not None else ""
     yield f"so {count_text(best.params)} parameters on {count_text(best.tokens)} tokens{end}."
-    if asked.shape:
-        shape = asked.shape
+    if answers.shape:
+        shape = answers.shape
         yield (
             f"As a decoder: {shape.layers} layers, width {shape.width:,}, {shape.heads} heads of {shape.head_dim}, "
             f"{shape.kv_heads} for keys and values, ffn {shape.ffn:,}."
         )
 
 
-def _ground(found: Study) -> Iterator[str]:
+def _ground(summary: Study) -> Iterator[str]:
     yield "C = 6 N D FLOPs; N as the runs count it (of run directories: without embedding and head); L in nats a token"
-    which = "every point" if found.points == "all" else "the final loss of each run"
+    which = "every point" if summary.points == "all" else "the final loss of each run"
     yield f"laws: {which}, Huber loss of log L (delta {HUBER_DELTA:g}), L-BFGS; exponents: powers of least squares"
-    if found.resamples:
-        drawn = f"{found.resamples} resamples of the runs, seed {found.seed}"
+    if summary.resamples:
+        drawn = f"{summary.resamples} resamples of the runs, seed {summary.seed}"
         yield f"{LEVEL:.0%} intervals: {drawn}; [-] where most of them could not be fitted"
 
 
@@ -221,34 +221,34 @@ def _count(number: float) -> str:
     return count_text(number) if number < 999.5e12 else _figure(number)
 
 
-def as_json(found: Study, asked: FitSummary) -> dict[str, Any]:
+def as_json(summary: Study, answers: FitSummary) -> dict[str, Any]:
     """Every number, in base units: parameters, tokens, FLOPs, nats per token."""
-    fits = {name: getattr(found, name) for name in TITLES}
+    fits = {name: getattr(summary, name) for name in TITLES}
     return {
-        "runs": [dataclasses.asdict(run) for run in found.runs],
-        "points": found.points,
-        "resamples": found.resamples,
-        "seed": found.seed,
+        "runs": [dataclasses.asdict(run) for run in summary.runs],
+        "points": summary.points,
+        "resamples": summary.resamples,
+        "seed": summary.seed,
         "level": LEVEL,
-        "fits": {name: _fit_json(found, name, fit) for name, fit in fits.items() if fit is not None},
-        "not_fitted": dict(found.missing),
-        "budget": asked.budget,
-        "best": dataclasses.asdict(asked.best) if asked.best else None,
-        "choices": {name: dataclasses.asdict(choice) for name, choice in asked.choices.items()},
-        "shape": dataclasses.asdict(asked.shape) if asked.shape else None,
+        "fits": {name: _fit_json(summary, name, fit) for name, fit in fits.items() if fit is not None},
+        "not_fitted": dict(summary.missing),
+        "budget": answers.budget,
+        "best": dataclasses.asdict(answers.best) if answers.best else None,
+        "choices": {name: dataclasses.asdict(choice) for name, choice in answers.choices.items()},
+        "shape": dataclasses.asdict(answers.shape) if answers.shape else None,
         "predicted": {
-            name: {"params": asked.at[0], "tokens": asked.at[1], **dataclasses.asdict(loss)}
-            for name, loss in asked.predicted.items()
-            if asked.at
+            name: {"params": answers.at[0], "tokens": answers.at[1], **dataclasses.asdict(loss)}
+            for name, loss in answers.predicted.items()
+            if answers.at
         },
-        "warnings": warnings(found, asked),
+        "warnings": warnings(summary, answers),
     }
 
 
-def _fit_json(found: Study, name: str, fit: Fit[Any]) -> dict[str, Any]:
+def _fit_json(summary: Study, name: str, fit: Fit[Any]) -> dict[str, Any]:
     return {
         "title": TITLES[name],
         "constants": {key: dataclasses.asdict(value) for key, value in constants(fit).items()},
-        "error": error_of(found, fit.law) if name in LAWS else None,
+        "error": error_of(summary, fit.law) if name in LAWS else None,
         "resampled": len(fit.resampled),
     }

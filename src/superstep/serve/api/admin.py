@@ -242,9 +242,9 @@ def _choices(request: Request, known: Mapping[str, Sequence[str]]) -> Mapping[st
     return request.query_params
 
 
-async def _do(deed: Deed, service: AppState) -> Response:
+async def _do(command: Deed, service: AppState) -> Response:
     try:
-        return _told(await admin_of(service).engine.do(deed))
+        return _told(await admin_of(service).engine.do(command))
     except StateError as error:
         raise RequestError(str(error), param="path", code="invalid_weights") from None
 

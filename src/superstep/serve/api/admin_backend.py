@@ -25,7 +25,7 @@ class Steered(Protocol):
         """How it stands."""
         ...
 
-    async def do(self, deed: Deed) -> EngineStatus:
+    async def do(self, command: Deed) -> EngineStatus:
         """Do something; how it stands then.
 
         Raises:
@@ -43,7 +43,7 @@ class OneOfSeveral(Steered, Protocol):
         """Whether it can be told anything now."""
         ...
 
-    def back(self, deed: Deed) -> Sequence[Deed]:
+    def back(self, command: Deed) -> Sequence[Deed]:
         """What brings it back to how it stands now, once a deed is done."""
         ...
 
@@ -84,30 +84,30 @@ class Several:
         shared = tuple(one for one in shown.adapters if all(one in other.adapters for other in every))
         return msgspec.structs.replace(shown, adapters=shared)
 
-    async def do(self, deed: Deed) -> EngineStatus:
+    async def do(self, command: Deed) -> EngineStatus:
         """Do something to all; see ``Steered``. Where one cannot, the others go back to how they stood.
 
         Deeds follow each other, so that none is done between another one and its end. Pauses alone come at any time:
         what is under way may wait for their end.
         """
-        async with nullcontext() if isinstance(deed, Pause | Resume) else self._turn:
+        async with nullcontext() if isinstance(command, Pause | Resume) else self._turn:
             for number, engine in enumerate(self._engines):
                 if not engine.is_there:
                     raise Away(f"{self._named(number)} is not there, and nothing was changed; ask again.")
-            ways_back = [engine.back(deed) for engine in self._engines]
-            found = await asyncio.gather(*(engine.do(deed) for engine in self._engines), return_exceptions=True)
-            failed = {number: one for number, one in enumerate(found) if isinstance(one, BaseException)}
+            ways_back = [engine.back(command) for engine in self._engines]
+            results = await asyncio.gather(*(engine.do(command) for engine in self._engines), return_exceptions=True)
+            failed = {number: one for number, one in enumerate(results) if isinstance(one, BaseException)}
             if not failed:
                 return self.standing
-            done = [number for number in range(len(found)) if number not in failed]
-            told = await asyncio.gather(*(self._go_back(number, ways_back[number]) for number in done))
-            raise self._failure(failed, [one for one in told if one])
+            done = [number for number in range(len(results)) if number not in failed]
+            answers = await asyncio.gather(*(self._go_back(number, ways_back[number]) for number in done))
+            raise self._failure(failed, [one for one in answers if one])
 
     async def _go_back(self, number: int, deeds: Sequence[Deed]) -> str:
         """Undo what one has done; why it could not, if so."""
         try:
-            for deed in deeds:
-                await self._engines[number].do(deed)
+            for command in deeds:
+                await self._engines[number].do(command)
         except SuperstepError as error:
             return f"replica {number} could not go back: {error}"
         return ""

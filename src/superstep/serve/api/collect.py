@@ -92,11 +92,11 @@ async def collect(asks: Sequence[AnswerRequest], service: AppState, usage: Usage
         service: who is asked.
         usage: mutated.
     """
-    found = [Whole() for _ in asks]
+    answers = [Whole() for _ in asks]
 
     def keep(news: AnswerUpdate) -> None:
         usage.add(news)
-        found[news.index].add(news)
+        answers[news.index].add(news)
 
     with service.queue.place(len(asks)):
         tasks = [asyncio.ensure_future(hear(ask, service, keep)) for ask in asks]
@@ -106,4 +106,4 @@ async def collect(asks: Sequence[AnswerRequest], service: AppState, usage: Usage
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-    return found
+    return answers

@@ -95,13 +95,13 @@ class GenerateRequest:
 
 async def generate(request: Request, service: AppState) -> Response:
     """Answers the request, as a stream or whole."""
-    asked = await read_request(await read_json(request, service.limits), service)
+    generation = await read_request(await read_json(request, service.limits), service)
     form: Form = "sse" if "text/event-stream" in request.headers.get("accept", "") else "lines"
-    if asked.fields.stream:
-        response = await streamed(request, stream(asked, service, form), refused_by_backend, form)
+    if generation.fields.stream:
+        response = await streamed(request, stream(generation, service, form), refused_by_backend, form)
     else:
-        response = answered(await until_gone(request, whole(asked, service)))
-    return warn_of_cut(response, asked.fields.sampling.max_tokens, asked.asks)
+        response = answered(await until_gone(request, whole(generation, service)))
+    return warn_of_cut(response, generation.fields.sampling.max_tokens, generation.asks)
 
 
 async def read_request(body: dict[str, Any], service: AppState) -> GenerateRequest:
@@ -187,41 +187,41 @@ def sampling_of(fields: SamplingFields, seed: int, service: AppState) -> Samplin
 def columns(tokens: Sequence[TokenOutput]) -> dict[str, Any]:
     """What is told of some tokens: log-probs in nats, of the model's own distribution and of the one drawn from."""
     return {
-        "tokens": [told.token for told in tokens],
-        "logprobs": [finite(told.logprob) for told in tokens],
-        "drawn_logprobs": [finite(told.drawn_logprob) for told in tokens],
-        "kept": [told.kept for told in tokens],
-        "versions": [told.version for told in tokens],
-        "top": [[[token, finite(logprob)] for token, logprob in told.top] for told in tokens],
+        "tokens": [output.token for output in tokens],
+        "logprobs": [finite(output.logprob) for output in tokens],
+        "drawn_logprobs": [finite(output.drawn_logprob) for output in tokens],
+        "kept": [output.kept for output in tokens],
+        "versions": [output.version for output in tokens],
+        "top": [[[token, finite(logprob)] for token, logprob in output.top] for output in tokens],
     }
 
 
 def told(news: AnswerUpdate, ask: AnswerRequest, *, is_first: bool) -> dict[str, Any]:
     """A piece of an answer."""
-    found = {"index": ask.index} | columns(news.tokens) | {"finish": news.finish, "stop": news.stop}
+    piece = {"index": ask.index} | columns(news.tokens) | {"finish": news.finish, "stop": news.stop}
     if is_first:
-        found["prompt_tokens"] = len(ask.prompt)
-        found["cached_tokens"] = news.cached_tokens
+        piece["prompt_tokens"] = len(ask.prompt)
+        piece["cached_tokens"] = news.cached_tokens
         if ask.sampling.prompt_logprobs:
-            found["prompt"] = columns(news.prompt)
-    return found
+            piece["prompt"] = columns(news.prompt)
+    return piece
 
 
-async def whole(asked: GenerateRequest, service: AppState) -> dict[str, Any]:
+async def whole(generation: GenerateRequest, service: AppState) -> dict[str, Any]:
     """The response, once all answers have ended."""
-    usage = Usage(asked.asks, asked.fields.n)
-    found = await collect(asked.asks, service, usage)
-    told_of = [told(one.news(ask.index), ask, is_first=True) for ask, one in zip(asked.asks, found, strict=True)]
-    return {"answers": told_of, "seed": asked.seed, "usage": usage.told()}
+    usage = Usage(generation.asks, generation.fields.n)
+    wholes = await collect(generation.asks, service, usage)
+    told_of = [told(one.news(ask.index), ask, is_first=True) for ask, one in zip(generation.asks, wholes, strict=True)]
+    return {"answers": told_of, "seed": generation.seed, "usage": usage.told()}
 
 
-async def stream(asked: GenerateRequest, service: AppState, form: Form) -> AsyncGenerator[bytes, None]:
+async def stream(generation: GenerateRequest, service: AppState, form: Form) -> AsyncGenerator[bytes, None]:
     """A piece of news each; the last line has the sums."""
-    usage = Usage(asked.asks, asked.fields.n)
-    silent = {ask.index for ask in asked.asks}
-    async with aclosing(answers(asked.asks, service)) as pieces:
+    usage = Usage(generation.asks, generation.fields.n)
+    silent = {ask.index for ask in generation.asks}
+    async with aclosing(answers(generation.asks, service)) as pieces:
         async for news in pieces:
             usage.add(news)
-            yield event(told(news, asked.asks[news.index], is_first=news.index in silent), form)
+            yield event(told(news, generation.asks[news.index], is_first=news.index in silent), form)
             silent.discard(news.index)
-    yield event({"seed": asked.seed, "usage": usage.told()}, form)
+    yield event({"seed": generation.seed, "usage": usage.told()}, form)

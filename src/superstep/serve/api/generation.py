@@ -111,15 +111,17 @@ def choices_of(first: AnswerRequest, count: int, prompts: int, service: AppState
     check_choices(count, prompts, service)
     request = Request(id=0, prompt=first.prompt, sampling=first.sampling)
     check_request(request, vocab=info.vocab, context_tokens=info.context_tokens)
-    asked = first.sampling
+    sampling = first.sampling
     fitting = replace(
-        asked,
-        max_tokens=min(asked.max_tokens, info.context_tokens - len(first.prompt)),
-        top_k=asked.top_k if asked.top_k < info.vocab else 0,
-        top_logprobs=min(asked.top_logprobs, info.vocab),
+        sampling,
+        max_tokens=min(sampling.max_tokens, info.context_tokens - len(first.prompt)),
+        top_k=sampling.top_k if sampling.top_k < info.vocab else 0,
+        top_logprobs=min(sampling.top_logprobs, info.vocab),
     )
     return [
-        replace(first, index=first.index + choice, sampling=replace(fitting, seed=seed_of_choice(asked.seed, choice)))
+        replace(
+            first, index=first.index + choice, sampling=replace(fitting, seed=seed_of_choice(sampling.seed, choice))
+        )
         for choice in range(count)
     ]
 
@@ -266,12 +268,12 @@ def read(
     text: list[str] = []
     last = len(progress.tokens) - 1
     taken = 0
-    for place, told in enumerate(progress.tokens):
+    for place, output in enumerate(progress.tokens):
         taken += 1
-        if place == last and finish == "stop" and told.token in ends:
-            stop = told.token if told.token in named else None
+        if place == last and finish == "stop" and output.token in ends:
+            stop = output.token if output.token in named else None
             break
-        text.append(reader.push(told.token))
+        text.append(reader.push(output.token))
         if reader.stop is not None:
             break
     if finish is not None and reader.stop is None:

@@ -46,10 +46,10 @@ async def tokenize(request: Request, service: AppState) -> Response:
         tokens = await encode_chat(fields.messages, tools, service)
     else:
         tokens = await encode(fields.prompt or "", service)
-    found = {"tokens": tokens, "count": len(tokens), "max_model_len": service.backend.info.context_tokens}
+    body = {"tokens": tokens, "count": len(tokens), "max_model_len": service.backend.info.context_tokens}
     if fields.return_token_strs:
-        found["token_strs"] = [token_text(token, service.words) for token in tokens]
-    return answered(found)
+        body["token_strs"] = [token_text(token, service.words) for token in tokens]
+    return answered(body)
 
 
 async def detokenize(request: Request, service: AppState) -> Response:

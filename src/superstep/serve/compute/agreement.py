@@ -23,9 +23,9 @@ def first_reason(mine: str, group: Group | None, device: Device) -> str:
     """The reason of the first rank that has one, on every rank; empty where none has."""
     if group is None:
         return mine
-    said = torch.zeros(REASON_BYTES, dtype=torch.uint8)
+    encoded = torch.zeros(REASON_BYTES, dtype=torch.uint8)
     text = mine.encode()[:REASON_BYTES]
-    said[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-    rows = stack_ranks(said.to(device.torch), group).cpu()
+    encoded[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+    rows = stack_ranks(encoded.to(device.torch), group).cpu()
     reasons = (bytes(row.tolist()).rstrip(b"\0").decode(errors="ignore") for row in rows)
     return next((one for one in reasons if one), "")

@@ -43,12 +43,14 @@ class ComputeSettings:
     has_adapters: bool = False
 
 
-def choose(served: ServedUnits, asked: ComputeSettings, tp: Group | None, device: Device) -> tuple[Compute, RankMemory]:
+def choose(
+    served: ServedUnits, settings: ComputeSettings, tp: Group | None, device: Device
+) -> tuple[Compute, RankMemory]:
     """What computes the model of a rank, and the memory of its weights and keys.
 
     Args:
         served: the units, with their weights.
-        asked: how.
+        settings: how.
         tp: the ranks that share the model; None where there is one.
         device: where it computes.
     """
@@ -56,21 +58,25 @@ def choose(served: ServedUnits, asked: ComputeSettings, tp: Group | None, device
     dtype = next(iter(served.params.values())).values.dtype
     ranks = 1 if tp is None else tp.size()
     heads, kv_heads, head_dim = shape.heads // ranks, shape.kv_heads // ranks, shape.head_dim
-    room = {"layers": shape.layers, "pages": asked.pages, "page_tokens": asked.page_tokens}
+    room = {"layers": shape.layers, "pages": settings.pages, "page_tokens": settings.page_tokens}
     room |= {"kv_heads": kv_heads, "head_dim": head_dim}
-    takes = can_tile(heads=heads, kv_heads=kv_heads, head_dim=head_dim, page_tokens=asked.page_tokens, dtype=dtype)
-    built = build(asked.kernels) if asked.kernels is not None and device.torch.type == "cpu" and takes else Built(None)
+    takes = can_tile(heads=heads, kv_heads=kv_heads, head_dim=head_dim, page_tokens=settings.page_tokens, dtype=dtype)
+    built = (
+        build(settings.kernels)
+        if settings.kernels is not None and device.torch.type == "cpu" and takes
+        else Built(None)
+    )
 
     if is_exact:
         # What adapters add in exact mode is defined by torch's products, and not yet made in the compiled decoder.
-        if built.library is not None and tp is None and not asked.has_adapters:
+        if built.library is not None and tp is None and not settings.has_adapters:
             tiled = TiledStore(**room)
-            found = compile_exactly(built.library, served, tiled, asked.threads)
-            if found is not None:
-                return found.compute, RankMemory(served, tiled, found.products)
+            compute = compile_exactly(built.library, served, tiled, settings.threads)
+            if compute is not None:
+                return compute.compute, RankMemory(served, tiled, compute.products)
         linears = None
     else:
-        linears = make_fast(served.modules, built, quantize=asked.quantize or None)
+        linears = make_fast(served.modules, built, quantize=settings.quantize or None)
     if built.library is None or linears is None:
         store = KeyStore(**room, dtype=dtype, device=device.torch)
         attending = PagedAttention(store, window=shape.window, is_exact=is_exact)

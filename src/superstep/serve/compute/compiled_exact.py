@@ -92,8 +92,8 @@ class ExactProducts:
 
     def product(self, layer: nn.Module) -> Product | None:
         """What computes a layer, together with those of the same input."""
-        found = zip(self._rows, self._products, strict=True)
-        return next((product for (layers, _), product in found if layer in layers), None)
+        pairs = zip(self._rows, self._products, strict=True)
+        return next((product for (layers, _), product in pairs if layer in layers), None)
 
     def _make(self, layers: tuple[nn.Linear, ...], cells: int, value_of: ValueOf) -> Product | None:
         weight_OI, bias_O = join(layers, value_of)
@@ -181,5 +181,5 @@ def _rows(served: ServedUnits) -> list[tuple[tuple[nn.Linear, ...], int]]:
     def cells(layer: nn.Linear) -> int:
         return grain.cells if rules.cut(axes[layer.weight.data_ptr()][1]) == "tp" else 1
 
-    found = (row for module in served.modules for row in rows_of(module, lambda layer: isinstance(layer, nn.Linear)))
-    return [(layers, cells(layers[0])) for layers, _ in found]
+    rows = (row for module in served.modules for row in rows_of(module, lambda layer: isinstance(layer, nn.Linear)))
+    return [(layers, cells(layers[0])) for layers, _ in rows]

@@ -49,18 +49,18 @@ class AdaptedRows:
         numbers = sorted(self._adapters.numbers)
         self._places = {number: place for place, number in enumerate(numbers)}
         self._kept = []
-        found = []
+        runs = []
         for layer in self._linears:
             factors = self._adapters.factors(layer)
             for number in numbers:
                 if number not in factors:
-                    found.append(LoraArgs(None, None, 0, 0.0))
+                    runs.append(LoraArgs(None, None, 0, 0.0))
                     continue
                 held = factors[number]
                 b_RO = held.b.t().contiguous()
                 self._kept += [held.a, b_RO]
-                found.append(LoraArgs(pointer(held.a), pointer(b_RO), len(held.a), held.scale))
-        self._parts = (LoraArgs * len(found))(*found)
+                runs.append(LoraArgs(pointer(held.a), pointer(b_RO), len(held.a), held.scale))
+        self._parts = (LoraArgs * len(runs))(*runs)
         self._changes = self._adapters.changes
 
 

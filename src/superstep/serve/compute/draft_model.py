@@ -65,10 +65,10 @@ class _Run:
         if not math.isfinite(largest):
             self.form = None
             return 0  # it costs a row, as any bad guess
-        seen = SamplingContext(self.live.request.prompt, [*self.live.drawn, *self.guesses], allowed)
+        context = SamplingContext(self.live.request.prompt, [*self.live.drawn, *self.guesses], allowed)
         sampling = replace(self.live.request.sampling, top_logprobs=0)
         totals = Totals(largest, 0.0, likeliest)  # nobody asks for its log-probabilities
-        return draw(logits_V, totals, sampling, seen, self.live.known + len(self.guesses)).token
+        return draw(logits_V, totals, sampling, context, self.live.known + len(self.guesses)).token
 
 
 class SmallModel:
@@ -91,11 +91,11 @@ class SmallModel:
         """As many as may be."""
         return most
 
-    def guess(self, asked: DraftBudget) -> Mapping[int, Sequence[int]]:
+    def guess(self, budget: DraftBudget) -> Mapping[int, Sequence[int]]:
         """A step of this model for each guess, of all requests together."""
         runs = [
-            _Run(asked.live[chunk.request], chunk, asked.counts.get(chunk.request, 0), _fork(asked, chunk.request))
-            for chunk in asked.step.chunks
+            _Run(budget.live[chunk.request], chunk, budget.counts.get(chunk.request, 0), _fork(budget, chunk.request))
+            for chunk in budget.step.chunks
         ]
         self._go_on(runs, [self._feed(run) for run in runs])
         for place in range(1, max((run.count for run in runs), default=0) + 1):
@@ -156,6 +156,6 @@ class _Fed:
     tokens: tuple[int, ...]
 
 
-def _fork(asked: DraftBudget, request: int) -> Matcher | None:
-    matcher = asked.matchers.get(request) if request in asked.counts else None
+def _fork(budget: DraftBudget, request: int) -> Matcher | None:
+    matcher = budget.matchers.get(request) if request in budget.counts else None
     return None if matcher is None else matcher.fork()

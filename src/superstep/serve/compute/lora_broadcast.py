@@ -106,11 +106,11 @@ def _hold(adapters: Adapters, number: int, group: Group | None, device: Device) 
         adapter, why = adapters.take_read(), None
     except UserError as error:
         adapter, why = None, error
-    told = first_reason("" if why is None else str(why), group, device)
+    reason = first_reason("" if why is None else str(why), group, device)
     if why is not None:
         raise why
-    if told or adapter is None:
-        raise ConfigError(told)
+    if reason or adapter is None:
+        raise ConfigError(reason)
     if not _is_same(adapter, group, device):
         raise ConfigError(f"adapter '{folder}' is not the same on every rank; leave it alone while it is read.")
     adapters.put(number, adapter)
@@ -122,8 +122,8 @@ def _is_same(adapter: Adapter, group: Group | None, device: Device) -> bool:
     if group is None:
         return True
     mine = torch.tensor([int(adapter.version[:15], 16)], device=device.torch)
-    found: list[int] = stack_ranks(mine, group).flatten().tolist()
-    return min(found) == max(found)
+    numbers: list[int] = stack_ranks(mine, group).flatten().tolist()
+    return min(numbers) == max(numbers)
 
 
 def _send(order: Order, group: Group | None, device: Device) -> None:

@@ -58,17 +58,17 @@ class AdapterBatch:
 
 def runs_of(parts: Sequence[RequestRows]) -> tuple[AdapterRows, ...]:
     """The rows that have an adapter, neighbours of the same one together."""
-    found: list[AdapterRows] = []
+    runs: list[AdapterRows] = []
     at = 0
     for part in parts:
         end = at + part.count
         if part.adapter:
-            if found and found[-1].slot == part.adapter and found[-1].rows.stop == at:
-                found[-1] = AdapterRows(part.adapter, slice(found[-1].rows.start, end))
+            if runs and runs[-1].slot == part.adapter and runs[-1].rows.stop == at:
+                runs[-1] = AdapterRows(part.adapter, slice(runs[-1].rows.start, end))
             else:
-                found.append(AdapterRows(part.adapter, slice(at, end)))
+                runs.append(AdapterRows(part.adapter, slice(at, end)))
         at = end
-    return tuple(found)
+    return tuple(runs)
 
 
 def now_of(parts: Sequence[RequestRows], device: torch.device) -> AdapterBatch | None:

@@ -204,9 +204,9 @@ class ModelRunner:
             StateError: the weights cannot be served; all ranks sleep on.
         """
         self._order(WakeRanks())
-        found = self.party.wake()
+        woken = self.party.wake()
         self._changes = self.party.memory.changes
-        return found
+        return woken
 
     def _begin(self, rows: Rows) -> None:
         self._tell([self._changes, *to_numbers(rows)])

@@ -224,10 +224,10 @@ def format_named(name: str) -> Format:
     Raises:
         ConfigError: there is none of that name.
     """
-    found = next((row for row in FORMATS if row.name == name), None)
-    if found is None:
+    row_format = next((row for row in FORMATS if row.name == name), None)
+    if row_format is None:
         raise ConfigError(f"serve.quantize = '{name}' is no format; use one of {', '.join(r.name for r in FORMATS)}.")
-    return found
+    return row_format
 
 
 def quantize_linears(modules: Iterable[nn.Module], name: str) -> Linears:

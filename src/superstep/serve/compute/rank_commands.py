@@ -102,18 +102,18 @@ class WeightReading:
     ) -> None:
         def read(progress: Callable[[], None]) -> Loaded:
             device.make_current()
-            found = open_weights_source(source)
+            weights = open_weights_source(source)
             try:
-                found.weights = found.weights.watch(progress)
-                version = found.version() if is_named else ""
-                return Loaded(found, version, memory.read(found.weights))
+                weights.weights = weights.weights.watch(progress)
+                version = weights.version() if is_named else ""
+                return Loaded(weights, version, memory.read(weights.weights))
             except BaseException:
-                drop(found)
+                drop(weights)
                 raise
 
-        def drop(found: LockedWeights) -> None:
-            if found is not source:  # else somebody else holds it
-                found.close()
+        def drop(weights: LockedWeights) -> None:
+            if weights is not source:  # else somebody else holds it
+                weights.close()
 
         path = (
             source

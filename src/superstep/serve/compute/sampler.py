@@ -140,64 +140,66 @@ class Draws(NamedTuple):
     totals: Tensor
 
 
-def draw_rows(logits_DV: Tensor, asked: Sequence[tuple[Sampling, int]], totals: TotalsOf = totals_of) -> Draws:
+def draw_rows(logits_DV: Tensor, samplings: Sequence[tuple[Sampling, int]], totals: TotalsOf = totals_of) -> Draws:
     """Draw from many rows whose logits are taken as they are, but for a temperature above zero: of each row the same as
     if it were alone.
 
     Args:
         logits_DV: fp32.
-        asked: of each row, how to draw and the position of the token.
+        samplings: of each row, how to draw and the position of the token.
         totals: of rows after the temperature; in exact mode those with the bits of training.
     """
     rows = max(1, MOST_NOISE // logits_DV.shape[1])
     pieces = [
-        _draw_piece(logits_DV[first : first + rows], asked[first : first + rows], totals)
-        for first in range(0, len(asked), rows)
+        _draw_piece(logits_DV[first : first + rows], samplings[first : first + rows], totals)
+        for first in range(0, len(samplings), rows)
     ]
     return Draws(*map(torch.cat, zip(*pieces, strict=True)))
 
 
-def _draw_piece(logits_DV: Tensor, asked: Sequence[tuple[Sampling, int]], totals: TotalsOf) -> Draws:
+def _draw_piece(logits_DV: Tensor, samplings: Sequence[tuple[Sampling, int]], totals: TotalsOf) -> Draws:
     device = logits_DV.device
-    scores_DV = logits_DV / send(torch.tensor([[how.temperature] for how, _ in asked]), device)
-    keys_D1 = send(torch.tensor([[_key(how.seed, position)] for how, position in asked]), device)
+    scores_DV = logits_DV / send(torch.tensor([[how.temperature] for how, _ in samplings]), device)
+    keys_D1 = send(torch.tensor([[_key(how.seed, position)] for how, position in samplings]), device)
     noise_DV = _noise(keys_D1, torch.arange(logits_DV.shape[1], device=device))
     tokens_D1 = (scores_DV.double() + noise_DV).argmax(-1, keepdim=True)
     own_D, score_D = (each.gather(1, tokens_D1).flatten() for each in (logits_DV, scores_DV))
     tokens = columns(tokens_D1.flatten(), scores_DV.isfinite().sum(-1), own_D, score_D)
-    warm = [row for row, (how, _) in enumerate(asked) if how.temperature != 1.0]
+    warm = [row for row, (how, _) in enumerate(samplings) if how.temperature != 1.0]
     if not warm:
         return Draws(tokens, tokens.new_empty(0, len(Totals._fields)))
     return Draws(tokens, totals(scores_DV[send(torch.tensor(warm), device)]))
 
 
-def read_draws(parts: Sequence[Sequence[Sequence[float]]], asked: Sequence[tuple[Sampling, int]]) -> list[SampledToken]:
+def read_draws(
+    parts: Sequence[Sequence[Sequence[float]]], samplings: Sequence[tuple[Sampling, int]]
+) -> list[SampledToken]:
     """What was drawn.
 
     Args:
         parts: of ``Draws``, as ``read_rows`` gives them.
-        asked: as they were drawn.
+        samplings: as they were drawn.
     """
     tokens, totals = parts
     warm = iter(read_totals(totals))
     return [
         SampledToken(int(token), int(finite), logit, None if how.temperature == 1.0 else _logprob(score, next(warm)))
-        for (token, finite, logit, score), (how, _) in zip(tokens, asked, strict=True)
+        for (token, finite, logit, score), (how, _) in zip(tokens, samplings, strict=True)
     ]
 
 
 def draw_plain(
-    logits_DV: Tensor, asked: Sequence[tuple[Sampling, int]], totals: TotalsOf = totals_of
+    logits_DV: Tensor, samplings: Sequence[tuple[Sampling, int]], totals: TotalsOf = totals_of
 ) -> list[SampledToken]:
     """``draw_rows``, read at once."""
-    return read_draws(read_rows(*draw_rows(logits_DV, asked, totals)), asked)
+    return read_draws(read_rows(*draw_rows(logits_DV, samplings, totals)), samplings)
 
 
 def draw(
     logits_V: Tensor,
     totals: Totals,
     sampling: Sampling,
-    seen: SamplingContext,
+    context: SamplingContext,
     position: int,
     *,
     drawn: SampledToken | None = None,
@@ -209,13 +211,13 @@ def draw(
         logits_V: the model's, fp32.
         totals: of the model's own distribution.
         sampling: how to draw.
-        seen: what was drawn before.
+        context: what was drawn before.
         position: of the token.
         drawn: what ``draw_plain`` has drawn here already.
         version: of the weights.
     """
     top = likeliest(logits_V, totals, sampling.top_logprobs)
-    if sampling.is_plain and seen.allowed is None:
+    if sampling.is_plain and context.allowed is None:
         if sampling.is_greedy:
             own = _logprob(totals.largest, totals)
             return TokenOutput(token=totals.likeliest, logprob=own, kept=1, top=top, version=version)
@@ -226,7 +228,7 @@ def draw(
         after = own if drawn.logprob is None else drawn.logprob
         cut = 0 if drawn.finite == len(logits_V) else drawn.finite
         return TokenOutput(token=token, logprob=own, drawn_logprob=after, kept=cut, top=top, version=version)
-    scores_V = change_logits(logits_V, sampling, seen)
+    scores_V = change_logits(logits_V, sampling, context)
     if sampling.is_greedy:
         token = int(scores_V.argmax())
         return TokenOutput(token=token, logprob=logprob(logits_V, totals, token), kept=1, top=top, version=version)
@@ -264,22 +266,22 @@ def likeliest(logits_V: Tensor, totals: Totals, count: int) -> tuple[tuple[int, 
     return tuple((int(token), _logprob(logit, totals)) for logit, token in rows)
 
 
-def change_logits(logits_V: Tensor, sampling: Sampling, seen: SamplingContext) -> Tensor:
+def change_logits(logits_V: Tensor, sampling: Sampling, context: SamplingContext) -> Tensor:
     """The logits after penalties and biases, and without what the answer's form does not allow; a tensor of its own."""
     scores_V = logits_V.clone()
     if sampling.repetition_penalty != 1.0:
-        tokens = send(torch.tensor(sorted({*seen.prompt, *seen.drawn})), scores_V.device)
+        tokens = send(torch.tensor(sorted({*context.prompt, *context.drawn})), scores_V.device)
         old, by = scores_V[tokens], sampling.repetition_penalty
         scores_V[tokens] = torch.where(old > 0, old / by, old * by)
-    if seen.drawn and (sampling.presence_penalty or sampling.frequency_penalty):
-        counts = Counter(seen.drawn)
+    if context.drawn and (sampling.presence_penalty or sampling.frequency_penalty):
+        counts = Counter(context.drawn)
         tokens = send(torch.tensor(list(counts)), scores_V.device)
         times = send(torch.tensor(list(counts.values()), dtype=scores_V.dtype), scores_V.device)
         scores_V[tokens] -= sampling.presence_penalty + sampling.frequency_penalty * times
     for token, bias in sampling.logit_bias:
         scores_V[token] += bias
-    if seen.allowed is not None:
-        scores_V.masked_fill_(send(~seen.allowed, scores_V.device), float("-inf"))
+    if context.allowed is not None:
+        scores_V.masked_fill_(send(~context.allowed, scores_V.device), float("-inf"))
     return scores_V
 
 

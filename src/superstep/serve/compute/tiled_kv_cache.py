@@ -70,14 +70,14 @@ class PlacedRows:
     """
 
     def __init__(self, parts: Sequence[RequestRows], page_tokens: int, window: int | None) -> None:
-        told: list[int] = []
+        numbers: list[int] = []
         pages: list[int] = []
         row = 0
         for part in parts:
-            told += (row, part.first, part.count, len(pages))
+            numbers += (row, part.first, part.count, len(pages))
             pages += part.pages
             row += part.count
-        self._parts, self._pages = as_array(told, "q"), as_array(pages, "i")
+        self._parts, self._pages = as_array(numbers, "q"), as_array(pages, "i")
         self.places = Places(address(self._parts), len(parts), address(self._pages), page_tokens, window or 0)
 
 

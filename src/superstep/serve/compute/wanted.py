@@ -34,7 +34,7 @@ class Row(NamedTuple):
 
 def read_wanted(
     wanted: Sequence[int],
-    asked: Mapping[int, tuple[Sampling, int]],
+    samplings: Mapping[int, tuple[Sampling, int]],
     logits_RV: Tensor,
     totals: TotalsOf,
     *,
@@ -44,20 +44,20 @@ def read_wanted(
 
     Args:
         wanted: their numbers.
-        asked: of those that are drawn from as they are, but for a temperature: how, and the position of the token.
+        samplings: of those that are drawn from as they are, but for a temperature: how, and the position of the token.
         logits_RV: fp32.
         totals: of rows, with the bits of the mode that is served in.
         vocab: columns; what stands behind them, so that ranks or cells share them evenly, cannot be drawn.
     """
     if not wanted:
         return {}
-    totals_R3, ways = totals(logits_RV), list(asked.values())
+    totals_R3, ways = totals(logits_RV), list(samplings.values())
     drawn: dict[int, SampledToken] = {}
-    if asked:
+    if samplings:
         place = {row: at for at, row in enumerate(wanted)}
-        at_D = send(torch.tensor([place[row] for row in asked]), logits_RV.device)
+        at_D = send(torch.tensor([place[row] for row in samplings]), logits_RV.device)
         rows, *draws = read_rows(totals_R3, *draw_rows(logits_RV[at_D], ways, totals))
-        drawn = dict(zip(asked, read_draws(draws, ways), strict=True))
+        drawn = dict(zip(samplings, read_draws(draws, ways), strict=True))
     else:
         (rows,) = read_rows(totals_R3)
     known = zip(wanted, logits_RV[:, :vocab], read_totals(rows), strict=True)

@@ -143,11 +143,11 @@ def _require_shape(served: ServedUnits, weights: Weights) -> None:
     config = weights.path / "config.json"
     if not config.is_file():
         return
-    found, wanted = from_hf_config(config), served.run.shape
+    shape, wanted = from_hf_config(config), served.run.shape
     for name in wanted.__dataclass_fields__:
-        if getattr(found, name) != getattr(wanted, name):
+        if getattr(shape, name) != getattr(wanted, name):
             raise StateError(
-                f"{config}: {name} = {getattr(found, name)}, and the model that is served has {getattr(wanted, name)}; "
+                f"{config}: {name} = {getattr(shape, name)}, and the model that is served has {getattr(wanted, name)}; "
                 "start a server of its own for another model."
             )
 

@@ -48,7 +48,7 @@ class Guesser(Protocol):
     def offer(self, live: LiveRequest, most: int, matcher: Matcher | None) -> int:
         """How many tokens it would guess behind the known ones of a request, before the step is made."""
 
-    def guess(self, asked: DraftBudget) -> Mapping[int, Sequence[int]]:
+    def guess(self, budget: DraftBudget) -> Mapping[int, Sequence[int]]:
         """As many tokens as are asked for of each request. Called for every step, before it is computed."""
 
     def judged(self, request: int, guessed: int, stood: int) -> None:
@@ -67,15 +67,15 @@ class FromText:
 
     def offer(self, live: LiveRequest, most: int, matcher: Matcher | None) -> int:
         """As many as were found, up to the first that the answer's form does not allow."""
-        found = self._lookups.setdefault(live.id, Lookup()).guess(live.tokens, most)
-        if matcher is not None and found:
-            found = found[: matcher.legal(found)]
-        self._found[live.id] = found
-        return len(found)
+        draft = self._lookups.setdefault(live.id, Lookup()).guess(live.tokens, most)
+        if matcher is not None and draft:
+            draft = draft[: matcher.legal(draft)]
+        self._found[live.id] = draft
+        return len(draft)
 
-    def guess(self, asked: DraftBudget) -> Mapping[int, Sequence[int]]:
+    def guess(self, budget: DraftBudget) -> Mapping[int, Sequence[int]]:
         """What was found, as far as there is room."""
-        return {request: self._found[request][:count] for request, count in asked.counts.items()}
+        return {request: self._found[request][:count] for request, count in budget.counts.items()}
 
     def judged(self, request: int, guessed: int, stood: int) -> None:
         """The text says the same whatever became of it."""

@@ -50,8 +50,8 @@ def guesses(server: ServerSetup, *, draft_tokens: int, known: int, replicas: int
         replicas: that share the requests.
     """
     counts = [count for count in STREAMS if count <= server.budget.requests * replicas]
-    found = [(count, -(-count // replicas)) for count in counts]
-    room = [(count, share, min(draft_tokens, server.budget.tokens // share - 1)) for count, share in found]
+    rounds = [(count, -(-count // replicas)) for count in counts]
+    room = [(count, share, min(draft_tokens, server.budget.tokens // share - 1)) for count, share in rounds]
     return [_guess(server, count, share, tokens, known) for count, share, tokens in room if tokens > 0]
 
 

@@ -80,16 +80,16 @@ class _Plan:
     def begin(self, request: WaitingRequest) -> bool:
         """Begin with a waiting request, with as many positions as the step has room for."""
         # What this step gave to somebody who writes to it is not to be found any more.
-        found = list(takewhile(lambda page: page not in self._taken, self._pages.found(request.page_keys())))
-        first = len(found) * self._pages.page_tokens
+        cached = list(takewhile(lambda page: page not in self._taken, self._pages.found(request.page_keys())))
+        first = len(cached) * self._pages.page_tokens
         count = min(request.known - first, self.left_tokens)
-        claimed = {page for page in found if self._pages.is_free(page) and page not in self._claimed}
+        claimed = {page for page in cached if self._pages.is_free(page) and page not in self._claimed}
         self._claimed |= claimed
-        fresh = self._fresh(self._missing(first + count, len(found)))
+        fresh = self._fresh(self._missing(first + count, len(cached)))
         if fresh is None:
             self._claimed -= claimed
             return False
-        self._add(request, first, count, (*found, *fresh), shared=len(found))
+        self._add(request, first, count, (*cached, *fresh), shared=len(cached))
         return True
 
     def draft(self, requests: Mapping[int, RunningRequest]) -> None:
@@ -119,17 +119,17 @@ class _Plan:
         """Free pages that the step has not given away; None where there are too few."""
         if count <= 0:
             return []
-        found = list(islice(self._pages.next_free(without=self._claimed), count))
-        if len(found) < count:
+        pages = list(islice(self._pages.next_free(without=self._claimed), count))
+        if len(pages) < count:
             # Pages of a freed request, which nobody else uses, come last: they may be found again.
             givers = Counter(self._released)
             spare = [p for p in reversed(givers) if p not in self._claimed and self._pages.users(p) == givers[p]]
-            found += spare[: count - len(found)]
-        if len(found) < count:
+            pages += spare[: count - len(pages)]
+        if len(pages) < count:
             return None
-        self._claimed.update(found)
-        self._taken.update(found)
-        return found
+        self._claimed.update(pages)
+        self._taken.update(pages)
+        return pages
 
     def _add(self, request: RunningRequest, first: int, count: int, table: tuple[int, ...], *, shared: int) -> None:
         self.chunks.append(PositionRange(request=request.id, first=first, count=count, pages=table, shared=shared))

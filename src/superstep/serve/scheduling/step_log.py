@@ -170,8 +170,8 @@ def work_of(entry: Entry, way: ComputeMode, window: int | None = None) -> Work:
         is_alone = chunk.count > 1
         kind = (chunk.count, blocks, number if is_alone else None)
         # In their pages, rows see the keys up to their own: half of those of the chunk on average.
-        seen = chunk.first + (chunk.count + 1) // 2 if way.is_paged else blocks * way.block_keys
-        keys = min(seen, window) if way.is_paged and window else seen
+        key_count = chunk.first + (chunk.count + 1) // 2 if way.is_paged else blocks * way.block_keys
+        keys = min(key_count, window) if way.is_paged and window else key_count
         texts = groups[kind].texts + 1 if kind in groups else 1
         groups[kind] = AttentionGroup(texts=texts, rows=chunk.count, keys=keys)
     return Work(
@@ -198,7 +198,7 @@ def samples(setting: Setting, entries: Iterable[Entry]) -> list[MeasuredStep]:
 
 def header(setting: Setting) -> str:
     """The first line of a log."""
-    told = {
+    settings = {
         "model": asdict(setting.model),
         "page_tokens": setting.page_tokens,
         "pages": setting.pages,
@@ -206,7 +206,7 @@ def header(setting: Setting) -> str:
         "requests": setting.budget.requests,
         "way": asdict(setting.way),
     }
-    return json.dumps(told)
+    return json.dumps(settings)
 
 
 class Lines:
@@ -225,7 +225,7 @@ class Lines:
             new = list(chunk.pages[held:])
             chunks.append([chunk.request, chunk.first, chunk.count, chunk.shared, fact.known, fact.marks, new])
             self._pages[chunk.request] = len(chunk.pages)
-        told = {
+        entry_line = {
             "at": round(entry.at_s, 6),
             "took": round(entry.took_s, 6),
             "version": entry.step.version,
@@ -233,7 +233,7 @@ class Lines:
             "frees": entry.step.frees,
             "left": entry.left,
         }
-        return json.dumps(told, separators=(",", ":"))
+        return json.dumps(entry_line, separators=(",", ":"))
 
 
 @dataclass(slots=True)
@@ -264,16 +264,16 @@ class Replay:
     used_pages: list[int] = field(default_factory=list)
     tables: dict[int, LoggedRequest] = field(default_factory=dict)
 
-    def add(self, told: Mapping[str, Any]) -> None:
+    def add(self, line: Mapping[str, Any]) -> None:
         """The step of a line.
 
         Raises:
             InvalidStep: it breaks a rule.
         """
-        for request in told["left"]:
+        for request in line["left"]:
             self.tables.pop(request, None)
         facts, chunks = {}, []
-        for request, first, count, shared, known, marks, new in told["chunks"]:
+        for request, first, count, shared, known, marks, new in line["chunks"]:
             table = self.tables.setdefault(request, LoggedRequest(request))
             chunk = PositionRange(request=request, first=first, count=count, pages=(*table.pages, *new), shared=shared)
             if table.guessed and table.computed - table.guessed <= first <= table.computed:
@@ -281,7 +281,7 @@ class Replay:
             table.known, table.drafts, table.guessed = known, max(0, chunk.end - known), max(0, chunk.end - known)
             facts[request] = Fact(known, marks)
             chunks.append(chunk)
-        step = ScheduledStep(chunks=tuple(chunks), frees=tuple(told["frees"]), version=told["version"])
+        step = ScheduledStep(chunks=tuple(chunks), frees=tuple(line["frees"]), version=line["version"])
         page_tokens, budget = self.setting.page_tokens, self.setting.budget
         check(step, self.tables, budget, page_tokens=page_tokens, version=step.version)
         for request in step.frees:
@@ -289,8 +289,8 @@ class Replay:
         for chunk in chunks:
             self.tables[chunk.request].computed, self.tables[chunk.request].pages = chunk.end, chunk.pages
         self.used_pages.append(len({page for table in self.tables.values() for page in table.pages}))
-        left = tuple(told["left"])
-        self.entries.append(Entry(at_s=told["at"], took_s=told["took"], step=step, facts=facts, left=left))
+        left = tuple(line["left"])
+        self.entries.append(Entry(at_s=line["at"], took_s=line["took"], step=step, facts=facts, left=left))
 
 
 def is_log(path: Path) -> bool:
@@ -314,12 +314,12 @@ def read_log(path: Path) -> Replay:
         replay = Replay(_setting(json.loads(lines[0])))
         for number, line in enumerate(lines[1:], 2):
             try:
-                told = json.loads(line)
+                raw = json.loads(line)
             except ValueError:
                 if number == len(lines):
                     break
                 raise
-            replay.add(told)
+            replay.add(raw)
     except InvalidStep as error:
         raise StateError(f"{path}, line {number}: {error}") from error
     except (ValueError, KeyError, TypeError, IndexError) as error:
@@ -329,13 +329,13 @@ def read_log(path: Path) -> Replay:
     return replay
 
 
-def _setting(told: Mapping[str, Any]) -> Setting:
+def _setting(raw: Mapping[str, Any]) -> Setting:
     return Setting(
-        model=RankModelSize(**told["model"]),
-        page_tokens=told["page_tokens"],
-        pages=told["pages"],
-        budget=Budget(tokens=told["tokens"], requests=told["requests"]),
-        way=ComputeMode(**told["way"]),
+        model=RankModelSize(**raw["model"]),
+        page_tokens=raw["page_tokens"],
+        pages=raw["pages"],
+        budget=Budget(tokens=raw["tokens"], requests=raw["requests"]),
+        way=ComputeMode(**raw["way"]),
     )
 
 

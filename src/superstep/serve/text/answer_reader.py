@@ -68,9 +68,9 @@ class AnswerReader:
         self._waiting += piece.tokens
         if not piece.text:
             return TextUpdate()
-        found = self._finder.push(piece.text)
-        self._stop = found.stop
-        if not found.text and found.stop is None:
+        match = self._finder.push(piece.text)
+        self._stop = match.stop
+        if not match.text and match.stop is None:
             return TextUpdate()
         tokens, self._waiting = self._waiting, 0
-        return TextUpdate(found.text, tokens, found.stop)
+        return TextUpdate(match.text, tokens, match.stop)

@@ -71,17 +71,17 @@ def _plain(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     role = message.get("role")
     if role not in ROLES:
         raise ConfigError(f"{where}.role = {_short(role)} is no role{did_you_mean(str(role)[:40], ROLES)}")
-    said = {field: value for field, value in message.items() if value is not None}
-    for field in said:
-        if field in WITHOUT_EFFECT and not said[field]:
+    fields = {field: value for field, value in message.items() if value is not None}
+    for field in fields:
+        if field in WITHOUT_EFFECT and not fields[field]:
             continue
         if field not in FIELDS[role]:
             raise ConfigError(
                 f"{where}.{field} is no field of a message of role {role}{did_you_mean(field[:40], FIELDS[role])}"
             )
-    check_value(said, where)
-    plain = {field: value for field, value in said.items() if field not in WITHOUT_EFFECT}
-    plain["content"] = _text(said.get("content"), f"{where}.content", is_needed=not said.get("tool_calls"))
+    check_value(fields, where)
+    plain = {field: value for field, value in fields.items() if field not in WITHOUT_EFFECT}
+    plain["content"] = _text(fields.get("content"), f"{where}.content", is_needed=not fields.get("tool_calls"))
     if role == "assistant":
         _plain_assistant(plain, where)
     for field in ("name", "tool_call_id", "reasoning_content"):
@@ -137,13 +137,13 @@ def _short(value: object) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _arguments(told: object, where: str) -> dict[str, Any]:
-    arguments = told
-    if isinstance(told, str):
+def _arguments(raw: object, where: str) -> dict[str, Any]:
+    arguments = raw
+    if isinstance(raw, str):
         try:
-            arguments = json.loads(told or "{}")
+            arguments = json.loads(raw or "{}")
         except (ValueError, RecursionError):
-            raise ConfigError(f"{where} = {_short(told)} is no JSON; give an object as JSON text.") from None
+            raise ConfigError(f"{where} = {_short(raw)} is no JSON; give an object as JSON text.") from None
         check_value(arguments, where)
     if arguments is None:
         return {}

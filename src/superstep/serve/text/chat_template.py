@@ -138,22 +138,22 @@ class ChatTemplate:
         return _cut(self._processes[name].render(marked), marks.end), marks
 
     def render_many(
-        self, asked: Sequence[tuple[Chat, Sequence[ChatPrefix]]], control: Sequence[str], plain: Sequence[str] = ()
+        self, chats: Sequence[tuple[Chat, Sequence[ChatPrefix]]], control: Sequence[str], plain: Sequence[str] = ()
     ) -> list[tuple[list[str], Marks]]:
         """Of each chat the texts of its beginnings, all with the same marks; a template is asked for all at once.
 
         Args:
-            asked: chats, whole; whether one opens or continues an answer is not looked at. The turns of each text.
+            chats: chats, whole; whether one opens or continues an answer is not looked at. The turns of each text.
             control: spellings of control tokens.
             plain: of added tokens that are control tokens only where the template spells them.
 
         Raises:
             ConfigError: as ``render``, for one of the chats.
         """
-        found: list[list[str]] = [[] for _ in asked]
+        rendered: list[list[str]] = [[] for _ in chats]
         every: list[Marks] = []
         wanted: dict[str, list[tuple[int, dict[str, Any]]]] = {}
-        for number, (chat, turns) in enumerate(asked):
+        for number, (chat, turns) in enumerate(chats):
             name = self._name(has_tools=bool(chat.tools))
             variables = self._variables(chat, self.sources[name])
             every.append(marks_for(variables, control, self.sources[name], plain))
@@ -164,8 +164,8 @@ class ChatTemplate:
         for name, each in wanted.items():
             texts = self._processes[name].render_all([variables for _, variables in each])
             for (number, _), text in zip(each, texts, strict=True):
-                found[number].append(text)
-        return list(zip(found, every, strict=True))
+                rendered[number].append(text)
+        return list(zip(rendered, every, strict=True))
 
     def _name(self, *, has_tools: bool) -> str:
         return "tool_use" if has_tools and "tool_use" in self.sources else "default"

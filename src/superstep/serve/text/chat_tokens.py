@@ -86,9 +86,9 @@ class ChatEncoder:
         parts = self._encoded(rest, is_amid=bool(before))
         return PromptPiece(shown[len(before) :], tuple(id_ for ids, _ in parts for id_ in ids))
 
-    def turns(self, asked: Sequence[tuple[Chat, Sequence[ChatPrefix]]]) -> list[tuple[list[str], Marks]]:
+    def turns(self, chats: Sequence[tuple[Chat, Sequence[ChatPrefix]]]) -> list[tuple[list[str], Marks]]:
         """Of each chat the texts of its beginnings, all with the same marks; raises as ``tokens`` does."""
-        return self.template.render_many(asked, self._control, self._added)
+        return self.template.render_many(chats, self._control, self._added)
 
     def parts(self, texts: Sequence[str], marks: Marks) -> list[list[Part]]:
         """The ids of texts that follow each other, as if the model had been given each before the next one was there.
@@ -96,19 +96,19 @@ class ChatEncoder:
         Returns:
             Of each text its parts: their ids, and whether the client wrote them like a control token.
         """
-        found: list[list[Part]] = []
+        parts: list[list[Part]] = []
         is_amid = False
         for text in texts:
-            found.append(list(self._parts(text, marks, is_amid=is_amid)))
-            is_amid = is_amid or bool(found[-1])
-        return found
+            parts.append(list(self._parts(text, marks, is_amid=is_amid)))
+            is_amid = is_amid or bool(parts[-1])
+        return parts
 
     def plain(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of texts that follow each other and that no template made."""
-        found: list[list[int]] = []
+        ids: list[list[int]] = []
         for text in texts:
-            found.append((self._encode_amid if any(found) else self._encode)(text, is_plain=True))
-        return found
+            ids.append((self._encode_amid if any(ids) else self._encode)(text, is_plain=True))
+        return ids
 
     def _parts(self, text: str, marks: Marks, *, is_amid: bool) -> Iterator[Part]:
         return self._encoded(marks.split(text), is_amid=is_amid)

@@ -53,10 +53,10 @@ class Marks:
         """A marked text in parts, each with whether it is a marked one. Marks without their partner are left out."""
         marked = re.compile(f"{self.begin}([^{self.begin}{self.close}]*){self.close}|[{self.begin}{self.close}]")
         place = 0
-        for found in marked.finditer(text):
-            yield text[place : found.start()], False
-            yield found[1] or "", True
-            place = found.end()
+        for match in marked.finditer(text):
+            yield text[place : match.start()], False
+            yield match[1] or "", True
+            place = match.end()
         yield text[place:], False
 
     def _mark(self, value: Any, pattern: re.Pattern[str] | None) -> Any:  # noqa: ANN401 - any JSON

@@ -242,9 +242,9 @@ def _grammar(constraint: Constraint) -> str:
 
 
 def _schema(schema: dict[str, object] | bool) -> str:
-    told = schema if isinstance(schema, dict) else ({} if schema else {"not": {}})
+    wanted = schema if isinstance(schema, dict) else ({} if schema else {"not": {}})
     try:
-        return llguidance.LLMatcher.grammar_from_json_schema(told, overrides={"whitespace_pattern": SPACES})
+        return llguidance.LLMatcher.grammar_from_json_schema(wanted, overrides={"whitespace_pattern": SPACES})
     except ValueError as error:
         raise ConfigError(f"json_schema cannot be used: {_line(str(error))}.") from None
 

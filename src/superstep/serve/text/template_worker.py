@@ -113,8 +113,8 @@ def reason(error: Exception) -> str:
     if isinstance(error, RecursionError):
         return "it calls itself without end"
     line = f" (line {error.lineno})" if isinstance(error, jinja2.TemplateSyntaxError) else ""
-    said = str(error).partition("\n")[0][:300] or type(error).__name__
-    return said + line
+    text = str(error).partition("\n")[0][:300] or type(error).__name__
+    return text + line
 
 
 def allow(seconds: float) -> None:
@@ -122,8 +122,8 @@ def allow(seconds: float) -> None:
     signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
-def answer(request: Mapping[str, object], told: Mapping[str, object]) -> None:
-    sys.stdout.write(json.dumps({**told, "number": request["number"]}) + "\n")
+def answer(request: Mapping[str, object], reply: Mapping[str, object]) -> None:
+    sys.stdout.write(json.dumps({**reply, "number": request["number"]}) + "\n")
     sys.stdout.flush()
 
 
@@ -142,17 +142,17 @@ def serve() -> None:
     allow(0)
     for line in sys.stdin:
         texts: list[str] = []
-        told: dict[str, object] = {"texts": texts}
+        reply: dict[str, object] = {"texts": texts}
         request = json.loads(line)
         for variables in request["variables"]:
             allow(task["seconds"])
             try:
                 texts.append(render(template, variables, task["chars"] - sum(map(len, texts))))
             except Exception as error:  # noqa: BLE001
-                told = {"error": reason(error)}
+                reply = {"error": reason(error)}
                 break
         allow(0)
-        answer(request, told)
+        answer(request, reply)
 
 
 if __name__ == "__main__":

@@ -150,19 +150,19 @@ class CallParser:
         if not self._body and char in SPACE:
             self._held.append(char)
             return
-        seen = "broken"
+        state = "broken"
         if self._body or char == ("[" if self._form == "mistral" else "{"):
-            seen = self._scan.see(char)
+            state = self._scan.see(char)
         if char == ":" and not self._has_key:
             self._has_key = True
-            seen = seen if BEGIN.match("".join(self._body) + char) else "broken"
-        if seen == "broken" or len(self._body) == MOST_CALL:
+            state = state if BEGIN.match("".join(self._body) + char) else "broken"
+        if state == "broken" or len(self._body) == MOST_CALL:
             self._give_up()
             self._see(char)
             return
         self._held.append(char)
         self._body.append(char)
-        if seen == "end":
+        if state == "end":
             self._end_body()
 
     def _give_up(self) -> None:
@@ -231,8 +231,8 @@ def read_calls(text: str, form: Form, names: frozenset[str]) -> tuple[ToolCall, 
         value = json.loads(text)
     except (ValueError, RecursionError):
         return ()
-    told = value if form == "mistral" and isinstance(value, list) else [value]
-    calls = [_read_call(one, form, names) for one in told]
+    values = value if form == "mistral" and isinstance(value, list) else [value]
+    calls = [_read_call(one, form, names) for one in values]
     good = tuple(call for call in calls if call is not None)
     return good if len(good) == len(calls) else ()
 

@@ -190,11 +190,11 @@ class Integrity:
         """
         if self._sums is None or not self._sums.are_known:
             return ""
-        found = self._changed(step + 1, self._sums.changed(bit_sums(self._state)))
-        if found is None:
+        corruption = self._changed(step + 1, self._sums.changed(bit_sums(self._state)))
+        if corruption is None:
             return ""
-        self._found = found
-        return f"{found.what} changed in the memory of {ranks_text(found.ranks)} since step {step}"
+        self._found = corruption
+        return f"{corruption.what} changed in the memory of {ranks_text(corruption.ranks)} since step {step}"
 
     def _changed(self, step: int, changed: torch.Tensor) -> Corruption | None:
         """Which ranks' state something else than an update has changed, up to or in a step. Every rank calls this
@@ -231,8 +231,8 @@ class Integrity:
 
     def take(self) -> Corruption | None:
         """What ``at_rest`` has found; once."""
-        found, self._found = self._found, None
-        return found
+        corruption, self._found = self._found, None
+        return corruption
 
     def hosts(self, ranks: Sequence[int]) -> tuple[str, ...]:
         """The hosts of ranks. Every rank calls this together."""
@@ -258,7 +258,7 @@ class Integrity:
         held = {part: piece for piece in pieces if (part := part_of(piece)) in set(self._shared)}
         sums = self._peers.gather({part: block_sums(piece.values) for part, piece in held.items()})
         blocks = {part: differing({rank: sums[rank][part] for rank in self._holders[part]}) for part in self._shared}
-        wanted = [(part, block) for part, found in blocks.items() for block in found][:MOST_ELEMENTS]
+        wanted = [(part, block) for part, changed in blocks.items() for block in changed][:MOST_ELEMENTS]
         bits = self._peers.gather({each: bits_of(held[each[0]].values, each[1]) for each in wanted if each[0] in held})
         elements: list[Element] = []
         for part, block in wanted:

@@ -97,9 +97,9 @@ def wrong_places(compute: Compute, places: int) -> tuple[int, ...]:
         who = [(rows - shift) % places for shift in range(min(MOST_VOTES, places))]
         # Of two, each computes twice: what does not agree with itself is wrong.
         times = 1 if places >= MOST_VOTES else 2
-        found = {place: [compute(rows, place) for _ in range(times)] for place in who}
-        wrong |= {place for place, prints in found.items() if len(set(prints)) > 1}
-        (most, votes), *_ = Counter(prints[0] for prints in found.values()).most_common()
+        gradients = {place: [compute(rows, place) for _ in range(times)] for place in who}
+        wrong |= {place for place, prints in gradients.items() if len(set(prints)) > 1}
+        (most, votes), *_ = Counter(prints[0] for prints in gradients.values()).most_common()
         if 2 * votes > len(who):
-            wrong |= {place for place, prints in found.items() if prints[0] != most}
+            wrong |= {place for place, prints in gradients.items() if prints[0] != most}
     return tuple(sorted(wrong))

@@ -27,20 +27,20 @@ from superstep.train.trainer import Trainer
 MEMORY = "memory"
 
 
-def go_back(trainer: Trainer, position: Position, refused: SkippedStep, told: Callable[[Event], None]) -> Position:
+def go_back(trainer: Trainer, position: Position, refused: SkippedStep, report: Callable[[Event], None]) -> Position:
     """Where the run goes on from. Every rank calls this together.
 
     Args:
         trainer: with its state as the step found it, or as it was found corrupt.
         position: where training stands by that state.
         refused: the step that does not stand.
-        told: of what is done.
+        report: of what is done.
 
     Raises:
         Fault: it has gone back often enough, or there is no state to go back to.
     """
     if refused.corruption is not None:
-        return _replay(trainer, position, refused, refused.corruption, told)
+        return _replay(trainer, position, refused, refused.corruption, report)
     rules = trainer.policy.spikes.rules
     assert rules is not None
     if trainer.policy.spikes.is_hopeless(refused):
@@ -56,14 +56,14 @@ def go_back(trainer: Trainer, position: Position, refused: SkippedStep, told: Ca
         old_enough, others = _states(trainer, position, aim)
         source = _taken(trainer, old_enough or others[::-1])
         _void(trainer, (source.position or position).step)
-    found = source.position or position
-    skip = trainer.policy.spikes.go_back(found.step, refused)
-    told(_event(found, refused, source, skip))
-    return found
+    position_of_source = source.position or position
+    skip = trainer.policy.spikes.go_back(position_of_source.step, refused)
+    report(_event(position_of_source, refused, source, skip))
+    return position_of_source
 
 
 def _replay(
-    trainer: Trainer, position: Position, refused: SkippedStep, corruption: Corruption, told: Callable[[Event], None]
+    trainer: Trainer, position: Position, refused: SkippedStep, corruption: Corruption, report: Callable[[Event], None]
 ) -> Position:
     """Back to before something was found corrupt: from there the steps are done again."""
     integrity = trainer.policy.integrity
@@ -75,26 +75,26 @@ def _replay(
             step=refused.step,
         )
     if corruption.how == "recomputed":  # the update was not made, and the state is what it was
-        told(_event(position, refused, RollbackPoint(position), ""))
-        tell(trainer, corruption, corruption.how, position.step, told)
+        report(_event(position, refused, RollbackPoint(position), ""))
+        tell(trainer, corruption, corruption.how, position.step, report)
         return position
     old_enough, _ = _states(trainer, position, integrity.aim)
     source = _taken(trainer, old_enough)
-    found = source.position
-    if found is None:
+    position_of_source = source.position
+    if position_of_source is None:
         raise Fault(
             f"{refused.why}, and there is neither a snapshot nor a checkpoint of step {integrity.aim} or before to go "
             "back to. Set state.snapshot_every, and resume from the last checkpoint.",
             rank=corruption.ranks[0],
             step=refused.step,
         )
-    _void(trainer, found.step)
-    trainer.policy.spikes.forget_after(found.step)
-    integrity.begin(found.step)
-    told(_event(found, refused, source, ""))
+    _void(trainer, position_of_source.step)
+    trainer.policy.spikes.forget_after(position_of_source.step)
+    integrity.begin(position_of_source.step)
+    report(_event(position_of_source, refused, source, ""))
     if corruption.how is not None:
-        tell(trainer, corruption, corruption.how, found.step, told)
-    return found
+        tell(trainer, corruption, corruption.how, position_of_source.step, report)
+    return position_of_source
 
 
 def check_state(
@@ -124,9 +124,9 @@ def check_state(
     return None
 
 
-def tell(trainer: Trainer, corruption: Corruption, how: How, step: int, told: Callable[[Event], None]) -> None:
+def tell(trainer: Trainer, corruption: Corruption, how: How, step: int, report: Callable[[Event], None]) -> None:
     """Say which ranks were wrong. Every rank calls this together."""
-    told(
+    report(
         Corrupted(
             step=step,
             found=corruption.step,
@@ -138,11 +138,11 @@ def tell(trainer: Trainer, corruption: Corruption, how: How, step: int, told: Ca
     )
 
 
-def tell_refused(trainer: Trainer, step: int, told: Callable[[Event], None]) -> None:
+def tell_refused(trainer: Trainer, step: int, report: Callable[[Event], None]) -> None:
     """Say which rank's snapshot was damaged, so that the disk did not get it. Every rank calls this together."""
     refused = trainer.peers.gather(trainer.copies.take_refused())[0]
     if refused is not None:
-        told(
+        report(
             Corrupted(
                 step=step,
                 found=refused.step,
@@ -154,9 +154,9 @@ def tell_refused(trainer: Trainer, step: int, told: Callable[[Event], None]) -> 
         )
 
 
-def _event(found: Position, refused: SkippedStep, source: RollbackPoint, skip: str) -> RolledBack:
+def _event(position: Position, refused: SkippedStep, source: RollbackPoint, skip: str) -> RolledBack:
     return RolledBack(
-        step=found.step,
+        step=position.step,
         refused=refused.step,
         why=refused.why,
         loss=refused.loss,
@@ -199,10 +199,10 @@ def _states(trainer: Trainer, position: Position, aim: int) -> tuple[list[State]
 
     # One rank looks: what another sees of a network file system may be older.
     on_disk = together(peers, lambda: [] if peers.rank else checkpoints(trainer.folder.checkpoints), unreadable)[0]
-    found = in_memory + [(step_of(path), path) for path in on_disk]
+    states = in_memory + [(step_of(path), path) for path in on_disk]
     # Of one step, memory comes first.
-    found = sorted((s for s in found if s[0] < position.step), key=lambda s: (s[0], s[1] is None), reverse=True)
-    return [s for s in found if s[0] <= aim], [s for s in found if s[0] > aim]
+    states = sorted((s for s in states if s[0] < position.step), key=lambda s: (s[0], s[1] is None), reverse=True)
+    return [s for s in states if s[0] <= aim], [s for s in states if s[0] > aim]
 
 
 def _taken(trainer: Trainer, states: list[State]) -> RollbackPoint:

@@ -75,8 +75,8 @@ class SequenceLoss(Protocol):
         ...
 
 
-def weigh(lesson: SequenceLoss, pupil: Pupil, batch: Batch) -> tuple[Batch, Weighed]:
+def weigh(loss: SequenceLoss, pupil: Pupil, batch: Batch) -> tuple[Batch, Weighed]:
     """A batch with the weights that its targets have now, and what the lesson's loss comes to."""
-    weighed = lesson.weigh(batch, pupil.logprobs(batch))
+    weighed = loss.weigh(batch, pupil.logprobs(batch))
     mine = weighed.weights[pupil.rows].to(batch.tokens_BS.device)
     return replace(batch, streams={**batch.streams, "weights": mine}), weighed

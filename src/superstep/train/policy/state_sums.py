@@ -60,8 +60,8 @@ class StateSums:
         Args:
             sums: of the pieces as they are now.
         """
-        found = torch.zeros_like(sums, dtype=torch.bool) if self._has_changed is None else self._has_changed
-        return found if self._sums is None else found | (sums != self._sums)
+        changed = torch.zeros_like(sums, dtype=torch.bool) if self._has_changed is None else self._has_changed
+        return changed if self._sums is None else changed | (sums != self._sums)
 
     def before_update(self, buffers: UnitBuffers) -> None:
         """An update is about to read a unit."""

@@ -117,25 +117,25 @@ class Compare:
 
     def step(self, result: StepResult) -> list[Difference]:
         """The loss and the norm."""
-        found = []
+        differences = []
         for yard in self._yardsticks:
             with safe_open(yard.folder / f"{self._step}.safetensors", framework="pt") as file:
                 loss, norm = float(file.get_tensor("loss")), float(file.get_tensor("grad_norm"))
             for kind, ours, theirs in (("loss", result.loss, loss), ("norm", result.grad_norm, norm)):
                 relative = abs(ours - theirs) / (abs(theirs) or 1e-30)
-                found.append(
+                differences.append(
                     self._difference(yard, kind, "", relative, yard.allowed.of(kind, is_first=self._step == 0))
                 )
-        return found
+        return differences
 
     def pieces(self, pieces: Iterator[TensorPiece], take: Callable[[TensorPiece, Tensor], None]) -> list[Difference]:
         """Each piece, which ``take`` is given as well, on the CPU."""
-        found = []
+        differences = []
         for piece in pieces:
             values = piece.values.detach().cpu().contiguous()
             take(piece, values)
-            found += [self._piece(yard, piece, values) for yard in self._yardsticks]
-        return found
+            differences += [self._piece(yard, piece, values) for yard in self._yardsticks]
+        return differences
 
     def _piece(self, yard: Yardstick, piece: TensorPiece, values: Tensor) -> Difference:
         whole, ours = self._read(yard.folder, piece), values.double()

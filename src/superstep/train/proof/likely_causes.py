@@ -42,10 +42,10 @@ def hints(
     elif first.kind == "scale":
         count = len({d.name for d in differences if (d.step, d.kind) == (first.step, "gradient")})
         yield f"all {count} gradients, ratio {first.ratio:.3f}"
-    found = list(dict.fromkeys(describe(i) for i in _producers(first, wrong, {d.name for d in same}, program, specs)))
-    if found:
-        more = f" and {len(found) - MOST} more" if len(found) > MOST else ""
-        yield f"made by: {', '.join(found[:MOST])}{more}"
+    causes = list(dict.fromkeys(describe(i) for i in _producers(first, wrong, {d.name for d in same}, program, specs)))
+    if causes:
+        more = f" and {len(causes) - MOST} more" if len(causes) > MOST else ""
+        yield f"made by: {', '.join(causes[:MOST])}{more}"
 
 
 def _scale(same: Sequence[Difference], wrong: set[str], first: Difference) -> str:

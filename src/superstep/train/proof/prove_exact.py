@@ -106,13 +106,13 @@ def write_bits(world: World, run: Resolved, batches: Sequence[Batch], folder: Pa
     try:
         engine = Engine(run, units_of(run), mesh)
         for step, batch in enumerate(batches):
-            found: dict[str, Tensor] = {}
-            result = _step(engine, mesh, run, batch, step, found)
-            found["loss"] = torch.tensor(result.loss, dtype=torch.float64)
-            found["grad_norm"] = torch.tensor(result.grad_norm, dtype=torch.float64)
+            bits: dict[str, Tensor] = {}
+            result = _step(engine, mesh, run, batch, step, bits)
+            bits["loss"] = torch.tensor(result.loss, dtype=torch.float64)
+            bits["grad_norm"] = torch.tensor(result.grad_norm, dtype=torch.float64)
             for piece in engine.pieces(["weight"]):
-                found[f"weight/{piece.name}"] = piece.values.detach().cpu().view(piece.shape).clone()
-            save_file(found, folder / f"{step}.safetensors")
+                bits[f"weight/{piece.name}"] = piece.values.detach().cpu().view(piece.shape).clone()
+            save_file(bits, folder / f"{step}.safetensors")
             if step + 1 == stop:
                 _save(engine, world, checkpoint, stop)
     finally:
@@ -136,14 +136,14 @@ def prove_exact(world: World, run: Resolved, batches: Sequence[Batch], folder: P
     """
     mesh = _mesh(world, run)
     try:
-        compared, found = _follow(Engine(run, units_of(run), mesh), mesh, run, batches, folder, 0, world, relay)
+        compared, different = _follow(Engine(run, units_of(run), mesh), mesh, run, batches, folder, 0, world, relay)
         resumed = Engine(run, units_of(run), mesh)
         position = load(relay.take, resumed.pieces(STATE), RankPeers(world.rank, world.size))
         resumed.loaded(position.step)
         again, found_again = _follow(resumed, mesh, run, batches, folder, relay.step, world, None)
     finally:
         mesh.destroy()
-    straight, after = ([d for part in gather(differences) for d in part] for differences in (found, found_again))
+    straight, after = ([d for part in gather(differences) for d in part] for differences in (different, found_again))
     return ExactVerdict(
         compared=sum(gather(compared + again)),
         differing=sum(d.differing for d in (*straight, *after)),
@@ -168,7 +168,7 @@ def _follow(  # noqa: PLR0913
     relay: Relay | None,
 ) -> tuple[int, list[BitDifference]]:
     """The steps from ``start`` on: how many numbers were compared, and which values differ."""
-    compared, found = 0, list[BitDifference]()
+    compared, differences = 0, list[BitDifference]()
     for step, batch in enumerate(batches[start:], start):
         bits = _Bits(step, folder / f"{step}.safetensors")
         result = _train_step(engine, mesh, run, batch, step, lambda: bits.compare(engine.pieces(["gradient"])))  # noqa: B023
@@ -176,10 +176,10 @@ def _follow(  # noqa: PLR0913
         bits.number("norm", result.grad_norm)
         bits.compare(engine.pieces(["weight"]))
         compared += bits.compared
-        found += bits.found
+        differences += bits.found
         if relay is not None and relay.leave is not None and step + 1 == relay.step:
             _save(engine, world, relay.leave, relay.step)
-    return compared, found
+    return compared, differences
 
 
 class _Bits:

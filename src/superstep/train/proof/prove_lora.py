@@ -70,17 +70,17 @@ def beside_adapters(engine: InferenceEngine, texts: Sequence[Sequence[int]], roo
     for name in ADAPTERS:
         engine.adapters.load(name, root / name)
     answers = [generate(engine, [text[:-1]], SCORED, adapter=first)[0] for text in texts]
-    alone = [(0, tuple(told.logprob for told in answer.prompt)) for answer in answers]
+    alone = [(0, tuple(output.logprob for output in answer.prompt)) for answer in answers]
     for number, text in enumerate(texts):
         for place, adapter in enumerate((first, "", other)):
             engine.add(Request(id=3 * number + place, prompt=tuple(text[:-1]), sampling=SCORED, adapter=adapter))
-    found: list[tuple[float, ...]] = [()] * (3 * len(texts))
+    logprobs: list[tuple[float, ...]] = [()] * (3 * len(texts))
     while not engine.is_idle:
         for news in engine.step():
-            found[news.request] += tuple(told.logprob for told in news.prompt)
-    return AdapterTexts(alone, [(0, told) for told in found[0::3]], [(0, told) for told in found[1::3]])
+            logprobs[news.request] += tuple(output.logprob for output in news.prompt)
+    return AdapterTexts(alone, [(0, output) for output in logprobs[0::3]], [(0, output) for output in logprobs[1::3]])
 
 
-def losses_of(told: Sequence[Told]) -> Tensor:
+def losses_of(texts: Sequence[Told]) -> Tensor:
     """What is told of whole texts, as training tells it: [B, S]."""
-    return -torch.tensor([logprobs for _, logprobs in told], dtype=torch.float32)
+    return -torch.tensor([logprobs for _, logprobs in texts], dtype=torch.float32)

@@ -46,17 +46,17 @@ def trained_losses(world: World, run: Resolved, checkpoint: Path, batches: Seque
         engine = Trainer(run, units_of(run), mesh)
         position = load(checkpoint, engine.pieces(STATE), RankPeers(world.rank, world.size))
         engine.loaded(position.step)
-        found = []
+        by_batch = []
         for batch in batches:
             mine = batch.rows(rows(run.plan, mesh))
             losses = [-logprobs for logprobs in engine.own_logprobs(microbatches_of(mine, run.plan, mesh))]
             # Where each of them lies in the batch: numbers, cut as the tokens are.
             places = torch.arange(batch.tokens_BS.numel()).view_as(batch.tokens_BS)[rows(run.plan, mesh)]
             held = [part.tokens for part in microbatches(places, places, run.plan, mesh)]
-            found.append(_whole(batch, [(p.cpu(), x.cpu()) for p, x in zip(held, losses, strict=False)]))
+            by_batch.append(_whole(batch, [(p.cpu(), x.cpu()) for p, x in zip(held, losses, strict=False)]))
     finally:
         mesh.destroy()
-    return found
+    return by_batch
 
 
 def batch_of(texts: Sequence[Sequence[int]]) -> Batch:
@@ -163,16 +163,16 @@ class KnownTexts:
         """As many as may be."""
         return most
 
-    def guess(self, asked: DraftBudget) -> Mapping[int, Sequence[int]]:
+    def guess(self, budget: DraftBudget) -> Mapping[int, Sequence[int]]:
         """What comes next, more or less."""
-        found = {}
-        for request, count in asked.counts.items():
-            known = asked.live[request].known
-            found[request] = [
+        drafts = {}
+        for request, count in budget.counts.items():
+            known = budget.live[request].known
+            drafts[request] = [
                 token if place % 3 else max(1, token) - 1
                 for place, token in enumerate(self._texts[request][known : known + count], known)
             ]
-        return found
+        return drafts
 
     def judged(self, request: int, guessed: int, stood: int) -> None:
         """It knows already."""
@@ -199,12 +199,12 @@ def answers(
         prompts: shorter than that.
         tokens: of a text.
     """
-    asked = [_sampling(number, tokens - len(prompt)) for number, prompt in enumerate(prompts)]
+    samplings = [_sampling(number, tokens - len(prompt)) for number, prompt in enumerate(prompts)]
     if way.is_twice:
-        generate(engine, prompts, asked)
+        generate(engine, prompts, samplings)
     if way.is_alone:
-        return [generate(engine, [prompt], [how])[0] for prompt, how in zip(prompts, asked, strict=True)]
-    return generate(engine, prompts, asked)
+        return [generate(engine, [prompt], [how])[0] for prompt, how in zip(prompts, samplings, strict=True)]
+    return generate(engine, prompts, samplings)
 
 
 def _sampling(number: int, tokens: int) -> Sampling:
@@ -220,16 +220,16 @@ def told_of(
     texts, prompts = texts[: way.texts], prompts[: way.texts]
     engine = opened()
     if way.as_prompt:
-        asked = Sampling(max_tokens=1, prompt_logprobs=True, ignore_eos=True, temperature=0.0)
-        found = generate(engine, [text[:-1] for text in texts], asked)
-        return [(0, tuple(told.logprob for told in answer.prompt)) for answer in found]
+        sampling = Sampling(max_tokens=1, prompt_logprobs=True, ignore_eos=True, temperature=0.0)
+        generated = generate(engine, [text[:-1] for text in texts], sampling)
+        return [(0, tuple(output.logprob for output in answer.prompt)) for answer in generated]
     if way.is_restarted:
         again = _restarted(engine, opened, prompts, len(texts[0]))
     else:
         again = [answer.tokens for answer in answers(engine, way, prompts, len(texts[0]))]
     return [
-        (len(prompt) - 1, tuple(one.logprob for one in told) if ids_of(told) == list(text[len(prompt) :]) else ())
-        for prompt, text, told in zip(prompts, texts, again, strict=True)
+        (len(prompt) - 1, tuple(one.logprob for one in output) if ids_of(output) == list(text[len(prompt) :]) else ())
+        for prompt, text, output in zip(prompts, texts, again, strict=True)
     ]
 
 

@@ -153,12 +153,12 @@ class _Lane:
 
 def _left_over(program: Iterations) -> Iterator[str]:
     """The rules that the program as a whole breaks."""
-    asked, cursor = program.asked, program.cursor
+    schedule, cursor = program.asked, program.cursor
     sampled = Counter(i.group for _, i in program if isinstance(i, Sample))
     published = {i.version for _, i in program if isinstance(i, Publish)} | cursor.published
     retired = {i.version for _, i in program if isinstance(i, Retire)}
-    for step in range(cursor.step, asked.steps):
-        for group in asked.groups_of(step):
+    for step in range(cursor.step, schedule.steps):
+        for group in schedule.groups_of(step):
             if group not in cursor.recorded and not sampled[group]:
                 yield f"group {group} is never sampled"
             if sampled[group] > 1:
@@ -167,7 +167,7 @@ def _left_over(program: Iterations) -> Iterator[str]:
                 yield f"group {group} is never graded"
         if Train(step) not in program.places:
             yield f"step {step} is never trained"
-    if cursor.step < asked.steps and Save(asked.steps) not in program.places:
+    if cursor.step < schedule.steps and Save(schedule.steps) not in program.places:
         yield "the last step is never saved"
     yield from (f"version {version} is published and never retired" for version in sorted(published - retired))
     yield from (f"version {version} is retired and was never published" for version in sorted(retired - published))

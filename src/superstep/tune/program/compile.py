@@ -24,23 +24,23 @@ from superstep.tune.program.instructions import (
 START = Cursor()
 
 
-def compile_iterations(asked: RlSchedule, cursor: Cursor = START) -> Iterations:
+def compile_iterations(schedule: RlSchedule, cursor: Cursor = START) -> Iterations:
     """What is left to do from a cursor on, checked.
 
     Groups on record are not sampled again, and a version that samples no other group is not published.
     """
-    steps = range(cursor.step, asked.steps)
-    graded = tuple(Grade(group) for step in steps for group in asked.groups_of(step))
+    steps = range(cursor.step, schedule.steps)
+    graded = tuple(Grade(group) for step in steps for group in schedule.groups_of(step))
     lanes: dict[Lane, tuple[Instruction, ...]]
-    if asked.placement == "shared":
-        lanes = {"ranks": tuple(_shared(asked, cursor)), "grader": graded}
+    if schedule.placement == "shared":
+        lanes = {"ranks": tuple(_shared(schedule, cursor)), "grader": graded}
     else:
         lanes = {
-            "sampler": tuple(_sampler(asked, cursor)),
+            "sampler": tuple(_sampler(schedule, cursor)),
             "grader": graded,
-            "trainer": tuple(_trainer(asked, cursor)),
+            "trainer": tuple(_trainer(schedule, cursor)),
         }
-    return check(Iterations(asked=asked, cursor=cursor, lanes=tuple(lanes.items())))
+    return check(Iterations(asked=schedule, cursor=cursor, lanes=tuple(lanes.items())))
 
 
 def after(program: Iterations, done: Sequence[Instruction]) -> Cursor:
@@ -55,12 +55,12 @@ def after(program: Iterations, done: Sequence[Instruction]) -> Cursor:
     )
 
 
-def _shared(asked: RlSchedule, cursor: Cursor) -> Iterator[Instruction]:
+def _shared(schedule: RlSchedule, cursor: Cursor) -> Iterator[Instruction]:
     """Sampling for all steps of one version, then these steps."""
-    wanted = _wanted(asked, cursor)
+    wanted = _wanted(schedule, cursor)
     yield from (Retire(version) for version in sorted(cursor.published - wanted.keys()))
-    for step in range(cursor.step, asked.steps):
-        version = asked.version_of(asked.groups_of(step)[0])
+    for step in range(cursor.step, schedule.steps):
+        version = schedule.version_of(schedule.groups_of(step)[0])
         groups = wanted.pop(version, [])
         if groups:
             if version not in cursor.published:
@@ -71,11 +71,11 @@ def _shared(asked: RlSchedule, cursor: Cursor) -> Iterator[Instruction]:
             yield Retire(version)
             yield Swap("train")
         yield Train(step)
-        yield from _save(asked, step + 1)
+        yield from _save(schedule, step + 1)
 
 
-def _sampler(asked: RlSchedule, cursor: Cursor) -> Iterator[Instruction]:
-    wanted = _wanted(asked, cursor)
+def _sampler(schedule: RlSchedule, cursor: Cursor) -> Iterator[Instruction]:
+    wanted = _wanted(schedule, cursor)
     yield from (Retire(version) for version in sorted(cursor.published - wanted.keys()))
     for version, groups in wanted.items():
         yield Take(version)
@@ -83,28 +83,28 @@ def _sampler(asked: RlSchedule, cursor: Cursor) -> Iterator[Instruction]:
         yield Retire(version)
 
 
-def _trainer(asked: RlSchedule, cursor: Cursor) -> Iterator[Instruction]:
-    wanted = _wanted(asked, cursor).keys() - cursor.published
+def _trainer(schedule: RlSchedule, cursor: Cursor) -> Iterator[Instruction]:
+    wanted = _wanted(schedule, cursor).keys() - cursor.published
     if cursor.step in wanted:
         yield Publish(cursor.step)
-    for step in range(cursor.step, asked.steps):
+    for step in range(cursor.step, schedule.steps):
         yield Train(step)
         # The sampler waits for the snapshot, and nobody for what is saved.
         if step + 1 in wanted:
             yield Publish(step + 1)
-        yield from _save(asked, step + 1)
+        yield from _save(schedule, step + 1)
 
 
-def _save(asked: RlSchedule, step: int) -> Iterator[Save]:
-    if step % asked.save_every == 0 or step == asked.steps:
+def _save(schedule: RlSchedule, step: int) -> Iterator[Save]:
+    if step % schedule.save_every == 0 or step == schedule.steps:
         yield Save(step)
 
 
-def _wanted(asked: RlSchedule, cursor: Cursor) -> dict[int, list[int]]:
+def _wanted(schedule: RlSchedule, cursor: Cursor) -> dict[int, list[int]]:
     """The groups that are still to be sampled, by version, the oldest first."""
-    found: dict[int, list[int]] = {}
-    for step in range(cursor.step, asked.steps):
-        for group in asked.groups_of(step):
+    groups: dict[int, list[int]] = {}
+    for step in range(cursor.step, schedule.steps):
+        for group in schedule.groups_of(step):
             if group not in cursor.recorded:
-                found.setdefault(asked.version_of(group), []).append(group)
-    return found
+                groups.setdefault(schedule.version_of(group), []).append(group)
+    return groups

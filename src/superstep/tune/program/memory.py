@@ -70,17 +70,17 @@ def memory(program: Iterations, sizes: Sizes) -> list[PeakUse]:
     What the ranks of a lane hold follows from that lane alone. What lies on the host is the most over all orders in
     which the lanes may run.
     """
-    found = [held for lane, all_of in program.lanes for held in _lane(lane, all_of, sizes)]
-    return found + _host(program, sizes)
+    uses = [held for lane, all_of in program.lanes for held in _lane(lane, all_of, sizes)]
+    return uses + _host(program, sizes)
 
 
 def peaks(program: Iterations, sizes: Sizes) -> dict[Where, PeakUse]:
     """For each place the instruction that holds most."""
-    found: dict[Where, PeakUse] = {}
+    peak_uses: dict[Where, PeakUse] = {}
     for held in memory(program, sizes):
-        if held.where not in found or held.bytes > found[held.where].bytes:
-            found[held.where] = held
-    return found
+        if held.where not in peak_uses or held.bytes > peak_uses[held.where].bytes:
+            peak_uses[held.where] = held
+    return peak_uses
 
 
 def require_room(program: Iterations, sizes: Sizes, room: Mapping[Where, int]) -> None:
@@ -121,7 +121,7 @@ def _lane(lane: Lane, instructions: Sequence[Instruction], s: Sizes) -> list[Pea
                 for at, i in enumerate(instructions)
             ]
         case "ranks":
-            found = []
+            uses = []
             now = training
             for at, i in enumerate(instructions):
                 peak = now
@@ -136,8 +136,8 @@ def _lane(lane: Lane, instructions: Sequence[Instruction], s: Sizes) -> list[Pea
                         peak = now + s.taking
                     case _:
                         pass
-                found.append(PeakUse("ranks", (lane, at), peak))
-            return found
+                uses.append(PeakUse("ranks", (lane, at), peak))
+            return uses
 
 
 def _sampling(i: Instruction, s: Sizes) -> int:
@@ -159,7 +159,7 @@ def _host(program: Iterations, sizes: Sizes) -> list[PeakUse]:
         for lane, instructions in program.lanes
         for other, _ in program.lanes
     }
-    found = []
+    uses = []
     for place, i in program:
         if not isinstance(i, Publish | Sample):
             continue
@@ -170,13 +170,13 @@ def _host(program: Iterations, sizes: Sizes) -> list[PeakUse]:
             gone = clock[place].get(lane, 0)
             versions += brings[lane][come][0] - takes[lane][gone][0]
             groups += brings[lane][come][1] - takes[lane][gone][1] * groups_of_a_step
-        found.append(PeakUse("host", place, versions * sizes.snapshot + groups * sizes.group))
-    return found
+        uses.append(PeakUse("host", place, versions * sizes.snapshot + groups * sizes.group))
+    return uses
 
 
 def _counts(instructions: Sequence[Instruction], kinds: tuple[type[Instruction], ...]) -> list[tuple[int, ...]]:
     """How many instructions of each kind there are among the first n, for every n."""
-    found = [(0,) * len(kinds)]
+    counts = [(0,) * len(kinds)]
     for i in instructions:
-        found.append(tuple(n + isinstance(i, kind) for n, kind in zip(found[-1], kinds, strict=True)))
-    return found
+        counts.append(tuple(n + isinstance(i, kind) for n, kind in zip(counts[-1], kinds, strict=True)))
+    return counts

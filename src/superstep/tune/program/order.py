@@ -47,7 +47,7 @@ def clocks(program: Iterations) -> dict[Place, Clock]:
     Of two instructions the one comes before the other in every run if it is within the other's clock; if neither is,
     they may run side by side.
     """
-    found: dict[Place, Clock] = {}
+    clocks_by_place: dict[Place, Clock] = {}
     instructions = dict(program)
     for place in issue_order(program):
         lane, at = place
@@ -56,10 +56,10 @@ def clocks(program: Iterations) -> dict[Place, Clock]:
             behind.append((lane, at - 1))
         clock: dict[Lane, int] = {}
         for other in behind:
-            clock = {name: max(clock.get(name, 0), found[other].get(name, 0)) for name, _ in program.lanes}
+            clock = {name: max(clock.get(name, 0), clocks_by_place[other].get(name, 0)) for name, _ in program.lanes}
         clock[lane] = at + 1
-        found[place] = clock
-    return found
+        clocks_by_place[place] = clock
+    return clocks_by_place
 
 
 def is_before(clock: Mapping[Place, Clock], one: Place, other: Place) -> bool:

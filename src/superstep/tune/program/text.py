@@ -49,10 +49,10 @@ def describe(i: Instruction) -> str:
 
 def write_iterations(program: Iterations) -> str:
     """The whole program as text."""
-    asked, cursor = program.asked, program.cursor
+    schedule, cursor = program.asked, program.cursor
     head = (
-        f"iterations steps={asked.steps} groups={asked.groups} lag={asked.lag} placement={asked.placement} "
-        f"save_every={asked.save_every} from={cursor.step} recorded={_numbers(cursor.recorded)} "
+        f"iterations steps={schedule.steps} groups={schedule.groups} lag={schedule.lag} placement={schedule.placement} "
+        f"save_every={schedule.save_every} from={cursor.step} recorded={_numbers(cursor.recorded)} "
         f"published={_numbers(cursor.published)}"
     )
     lines = [head]
@@ -87,9 +87,9 @@ def read_instruction(text: str) -> Instruction:
         UserError: the text is no instruction.
     """
     for pattern, make in _FORMS:
-        found = re.fullmatch(pattern, text)
-        if found:
-            return make(found)
+        match = re.fullmatch(pattern, text)
+        if match:
+            return make(match)
     raise UserError(f"'{text}' is no instruction of an iteration.")
 
 

@@ -105,8 +105,8 @@ class Iterate:
         """Whether versions go from memory to memory: shared ranks take what they have just published, and every rank
         has it whole, as its sampler wants it.
         """
-        asked = program.asked
-        return asked.placement == "shared" and self._seat.is_alone and self._trainer.weights() is not None
+        schedule = program.asked
+        return schedule.placement == "shared" and self._seat.is_alone and self._trainer.weights() is not None
 
     def _sample(self, numbers: Sequence[int], version: int, source: Path | Tensors) -> None:
         begin_s = time.perf_counter()
@@ -140,9 +140,9 @@ class Iterate:
 
 def samples_from(lane: Sequence[object]) -> list[int]:
     """The groups that a lane samples first: they are drawn together."""
-    found = []
+    versions = []
     for i in lane:
         if not isinstance(i, Sample):
             break
-        found.append(i.group)
-    return found
+        versions.append(i.group)
+    return versions

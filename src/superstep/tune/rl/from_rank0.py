@@ -48,16 +48,16 @@ def from_first(rank: int, find: Callable[[float], T | None], meanwhile: Callable
         SuperstepError: what rank 0 met instead, on every rank.
     """
     while True:
-        found: T | None = None
+        result: T | None = None
         problem: SuperstepError | None = None
         if rank == 0:
             try:
-                found = find(BEAT_S)
+                result = find(BEAT_S)
             except SuperstepError as error:
                 problem = error
-        found, problem = gather((found, problem))[0]
+        result, problem = gather((result, problem))[0]
         if problem is not None:
             raise problem
-        if found is not None:
-            return found
+        if result is not None:
+            return result
         meanwhile()

@@ -58,15 +58,15 @@ class Grading:
         """Have a group graded that is on record. Any thread may call it."""
         if self._graders is not None and place not in self._record.verdicts:
             group = self._record.groups[place]
-            asked = [self._graders.submit(group.number, self._seed, answer.rollout) for answer in group.answers]
-            self._asked[group.number] = asked
-            for one in asked:
+            pending = [self._graders.submit(group.number, self._seed, answer.rollout) for answer in group.answers]
+            self._asked[group.number] = pending
+            for one in pending:
                 one.add_done_callback(lambda _: self.heard())
 
     def is_done(self, place: int) -> bool:
         """Whether a group is on record and nothing of its grades has to be waited for."""
-        asked = self._asked.get(self._record.task(place), [])
-        return place in self._record.groups and all(one.done() for one in asked)
+        pending = self._asked.get(self._record.task(place), [])
+        return place in self._record.groups and all(one.done() for one in pending)
 
     def graded(self, places: Sequence[int], beat_s: float, patience: WaitLimit) -> list[tuple[Verdict, ...]] | None:
         """The grades of some groups on record; None where some are not there after ``beat_s``.
@@ -78,8 +78,8 @@ class Grading:
         until_s = time.monotonic() + beat_s
         for place in places:
             number = self._record.task(place)
-            asked = self._asked.get(number, [])
-            for one in asked:
+            pending = self._asked.get(number, [])
+            for one in pending:
                 try:
                     one.result(min(max(0.0, until_s - time.monotonic()), patience.left_s))
                 except TimeoutError:
@@ -87,8 +87,8 @@ class Grading:
                         return None
                     late = f"the grader has no grades of task {number} after {patience.seconds:g} s."
                     raise Fault(late) from None
-            if asked:
-                self._record.graded(number, tuple(one.result() for one in asked))
+            if pending:
+                self._record.graded(number, tuple(one.result() for one in pending))
                 del self._asked[number]
         return [self._record.verdicts[place] for place in places]
 

@@ -84,22 +84,22 @@ def read_history(rollouts: Path, metrics: Path, groups: int) -> History:
     Raises:
         StateError: a file is damaged, or nothing in it has a time.
     """
-    found = History()
+    history = History()
     if rollouts.is_file():
-        _each(rollouts, lambda told: _of_record(found, told))
+        _each(rollouts, lambda told: _of_record(history, told))
     if metrics.is_file():
         lines = list(jsonl.read(metrics))
         spent = {line["step"]: line for line in lines if line.get("event") == "step"}
         for number, line in enumerate(lines, start=1):
             try:
-                _of_metrics(found, line, spent, groups)
+                _of_metrics(history, line, spent, groups)
             except (KeyError, TypeError, ValueError) as error:
                 raise _damaged(metrics, number, error) from error
-    if not (found.drawn or found.trained):
+    if not (history.drawn or history.trained):
         raise StateError(
             f"'{rollouts.parent}' has nothing on record that has a time; ask again once its first groups have answers."
         )
-    return found
+    return history
 
 
 def _each(path: Path, take: Callable[[dict[str, Any]], None]) -> None:
@@ -116,17 +116,17 @@ def _damaged(path: Path, number: int, error: Exception) -> StateError:
     return StateError(f"{path} is damaged in line {number} ({error!r}); view a copy of the run's folder that is whole.")
 
 
-def _of_record(found: History, told: dict[str, Any]) -> None:
-    match told:
+def _of_record(history: History, line: dict[str, Any]) -> None:
+    match line:
         case {"group": int(group), "version": int(version), "answers": list(answers), "took_s": [begin_s, end_s]}:
             span = float(begin_s), float(end_s)
-            found.drawn[group] = AnsweredGroup(group=group, version=version, answers=len(answers), span=span)
+            history.drawn[group] = AnsweredGroup(group=group, version=version, answers=len(answers), span=span)
         case {"grades": int(group), "took_s": [begin_s, end_s]}:
-            found.graded[group] = float(begin_s), float(end_s)
+            history.graded[group] = float(begin_s), float(end_s)
         case {"published": int(version), "at_s": at_s}:
-            found.published[version] = float(at_s)
+            history.published[version] = float(at_s)
         case {"exchanged": [int(place), int(other)]}:
-            tasks = found.tasks
+            tasks = history.tasks
             tasks[place], tasks[other] = tasks.get(other, other), tasks.get(place, place)
         case {"group": _} | {"grades": _} | {"published": _} | {"retired": _}:
             pass  # of a version that kept no times
@@ -134,15 +134,15 @@ def _of_record(found: History, told: dict[str, Any]) -> None:
             raise ValueError("neither a group, grades nor a snapshot")
 
 
-def _of_metrics(found: History, line: Mapping[str, Any], spent: Mapping[int, Mapping[str, Any]], groups: int) -> None:
+def _of_metrics(history: History, line: Mapping[str, Any], spent: Mapping[int, Mapping[str, Any]], groups: int) -> None:
     match line.get("event"):
         case "rolled" if "at_s" in line:
             step, end_s = int(line["step"]), float(line["at_s"])
-            mine = found.tasks_of(step, groups)
-            before = found.saved[-1:] + [each.span for each in found.trained[-1:]]
-            ready = [found.graded[group] for group in mine if group in found.graded]
+            mine = history.tasks_of(step, groups)
+            before = history.saved[-1:] + [each.span for each in history.trained[-1:]]
+            ready = [history.graded[group] for group in mine if group in history.graded]
             begin_s = max(end_s - float(line["seconds"]), *(end for _, end in (*before, *ready)), 0.0)
-            found.trained.append(
+            history.trained.append(
                 Trained(
                     step=step,
                     span=(min(begin_s, end_s), end_s),
@@ -153,8 +153,8 @@ def _of_metrics(found: History, line: Mapping[str, Any], spent: Mapping[int, Map
                     lag=int(line["lag"]),
                 )
             )
-        case "saved" if found.trained and found.trained[-1].step == line["step"]:
-            begin_s = found.trained[-1].span[1]
-            found.saved.append((begin_s, begin_s + float(line["seconds"])))
+        case "saved" if history.trained and history.trained[-1].step == line["step"]:
+            begin_s = history.trained[-1].span[1]
+            history.saved.append((begin_s, begin_s + float(line["seconds"])))
         case "retried":
-            found.retried.append(str(line["why"]))
+            history.retried.append(str(line["why"]))

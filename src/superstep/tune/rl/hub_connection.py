@@ -87,9 +87,9 @@ class Line:
             self._listen(patience.left_s)
         return self._is_over
 
-    def tell(self, said: SampledGroup | Retired) -> None:
+    def tell(self, message: SampledGroup | Retired) -> None:
         """What was drawn, or that no more will be."""
-        self._say(said)
+        self._say(message)
 
     def close(self) -> None:
         """The lane has come to its end."""
@@ -111,9 +111,9 @@ class Line:
         except msgspec.DecodeError as error:
             raise Fault(f"what came from the trainer is no message of its ({error}).") from error
 
-    def _say(self, said: FromSampler) -> None:
+    def _say(self, message: FromSampler) -> None:
         try:
-            self._pipe.send_bytes(encode(said))
+            self._pipe.send_bytes(encode(message))
         except LOST as error:
             raise _gone() from error
 

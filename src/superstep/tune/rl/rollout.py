@@ -118,16 +118,16 @@ class Episode:
         """What the sampler is asked next."""
         return tuple(self._open.tokens)
 
-    def answer(self, told: Sequence[TokenOutput], finish: Finish) -> Message:
+    def answer(self, outputs: Sequence[TokenOutput], finish: Finish) -> Message:
         """Append a turn of the model's; what it said."""
-        now, ids = self._open, [one.token for one in told]
+        now, ids = self._open, [one.token for one in outputs]
         now.spans.append((len(now.tokens), len(now.tokens) + len(ids)))
         now.tokens += ids
-        now.logprobs += (one.drawn_logprob for one in told)
-        said = self._decoder.decode(ids[:-1] if ids and ids[-1] in self._ends else ids)
-        now.text += said
+        now.logprobs += (one.drawn_logprob for one in outputs)
+        text = self._decoder.decode(ids[:-1] if ids and ids[-1] in self._ends else ids)
+        now.text += text
         self._finish = finish
-        return self._said(Message("assistant", said))
+        return self._said(Message("assistant", text))
 
     def observe(self, messages: Sequence[Message]) -> None:
         """Append what the environment says to the last turn; the model's next turn begins behind it."""
@@ -137,11 +137,11 @@ class Episode:
             self._said(message)
         for content in dict.fromkeys((last.content, last.content.strip())):
             # Some templates put their own space before what is said, which the model has then drawn itself.
-            found = self._encoder.behind(self._chat(len(messages), content), now.text)
-            if found is not None:
-                is_closed = now.tokens[-1] in self._ends and found.ids[:1] == (now.tokens[-1],)
-                now.tokens += found.ids[is_closed:]
-                now.text += found.text
+            ids_behind = self._encoder.behind(self._chat(len(messages), content), now.text)
+            if ids_behind is not None:
+                is_closed = now.tokens[-1] in self._ends and ids_behind.ids[:1] == (now.tokens[-1],)
+                now.tokens += ids_behind.ids[is_closed:]
+                now.text += ids_behind.text
                 return
         self._strands.append(now.closed())
         self._open = self._begin()

@@ -201,12 +201,12 @@ class RolloutHub:
         if self._problem is not None:
             raise self._problem
 
-    def _tell(self, told: FromTrainer) -> None:
+    def _tell(self, message: FromTrainer) -> None:
         with self._news:
-            self._told.append(told)
+            self._told.append(message)
             for line in self._lines:
                 with suppress(OSError):  # one that is lost is found out by who reads
-                    line.send_bytes(encode(told))
+                    line.send_bytes(encode(message))
 
     # A thread for each line, and one that waits for them.
 
@@ -219,9 +219,9 @@ class RolloutHub:
                         line.close()
                         return
                     self._lines.append(line)
-                    for told in self._told:
+                    for message in self._told:
                         with suppress(OSError):
-                            line.send_bytes(encode(told))
+                            line.send_bytes(encode(message))
                 threading.Thread(target=self._read, args=(line,), name="sampler", daemon=True).start()
 
     def _read(self, line: Connection) -> None:

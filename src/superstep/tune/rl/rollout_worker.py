@@ -71,7 +71,7 @@ class RolloutWorker:
 
     Args:
         world: the launched ranks.
-        told: how to sample.
+        settings: how to sample.
         words: of the model.
         environment: that the tasks are of.
         others: samplers in other worlds: this one's number, and how many there are. None where all are in this world.
@@ -80,19 +80,19 @@ class RolloutWorker:
     def __init__(
         self,
         world: World,
-        told: Seated,
+        settings: Seated,
         words: TextCodec,
         environment: Tasks,
         others: tuple[int, int] | None = None,
     ) -> None:
-        if world.size % told.serve.tp:
+        if world.size % settings.serve.tp:
             raise ConfigError(
-                f"rollout.tp = {told.serve.tp} does not divide the {world.size} ranks that sample; choose one of "
+                f"rollout.tp = {settings.serve.tp} does not divide the {world.size} ranks that sample; choose one of "
                 f"{[tp for tp in range(1, world.size + 1) if world.size % tp == 0]}."
             )
-        self._here = world.size // told.serve.tp
-        self.replica, self.replicas = others or (world.rank // told.serve.tp, self._here)
-        self._told = told
+        self._here = world.size // settings.serve.tp
+        self.replica, self.replicas = others or (world.rank // settings.serve.tp, self._here)
+        self._told = settings
         self._world = world
         self._words = words
         self._environment = environment

@@ -143,19 +143,19 @@ class RolloutSampler:
         for _, task in tasks:
             begun = Episode(task.messages, words.encoder, words.decoder, self.engine.info.end_of_text)
             talks += (begun, *(begun.again() for _ in range(self._group - 1)))
-        told: list[list[TokenOutput]] = [[] for _ in parts]
+        outputs: list[list[TokenOutput]] = [[] for _ in parts]
         left = {number: self._group for number, _ in tasks}
         try:
             for at in range(len(parts)):
                 self._ask(at, parts[at], talks[at])
             while not self.engine.is_idle:
-                ended = self._step(told)
+                ended = self._step(outputs)
                 tell()
                 for at, finish in ended:
                     if finish == "abort":
                         raise Fault(f"the sampler's logits of task {parts[at].number} are no numbers.")
-                    talks[at].answer(told[at], finish)
-                    told[at] = []
+                    talks[at].answer(outputs[at], finish)
+                    outputs[at] = []
                     goes_on = self._goes_on(parts[at], talks[at], finish)
                     tell()
                     if goes_on:
@@ -172,10 +172,10 @@ class RolloutSampler:
                 self.engine.abort_all()
                 self.engine.step()
 
-    def _step(self, told: list[list[TokenOutput]]) -> list[tuple[int, Finish]]:
+    def _step(self, outputs: list[list[TokenOutput]]) -> list[tuple[int, Finish]]:
         ended = []
         for news in self.engine.step():
-            told[news.request] += news.tokens
+            outputs[news.request] += news.tokens
             if news.finish is not None:
                 ended.append((news.request, news.finish))
         return ended
@@ -197,11 +197,11 @@ class RolloutSampler:
         turns = sum(message.role == "assistant" for message in talk.turns)
         if turns >= self._how.turns or finish == "length":
             return False
-        said = self._environment.reply(part.task, tuple(talk.turns))
-        if isinstance(said, Done):
-            talk.refuse(said.violation)
+        reply = self._environment.reply(part.task, tuple(talk.turns))
+        if isinstance(reply, Done):
+            talk.refuse(reply.violation)
             return False
-        talk.observe(said.messages)
+        talk.observe(reply.messages)
         return len(talk.prompt) < self.engine.info.context_tokens
 
 

@@ -238,21 +238,21 @@ def require_base(about: About, version: str, name: str) -> None:
 
 
 def _joined(
-    objective: Objective, told: Mapping[str, float], tokens: int, found: PassResult, counted: int
+    objective: Objective, metrics: Mapping[str, float], tokens: int, result: PassResult, counted: int
 ) -> dict[str, float]:
     """Means and maxima of what came before and of another pass together."""
-    if not told:
-        return dict(found.measures)
+    if not metrics:
+        return dict(result.measures)
     both = max(1, tokens + counted)
     joined = {}
-    for name, value in found.measures.items():
+    for name, value in result.measures.items():
         if name in objective.maxima:
-            joined[name] = max(told[name], value)
+            joined[name] = max(metrics[name], value)
         else:
-            joined[name] = (told[name] * tokens + value * counted) / both
+            joined[name] = (metrics[name] * tokens + value * counted) / both
     return joined
 
 
-def _named(objective: Objective, told: Mapping[str, float]) -> dict[str, float]:
+def _named(objective: Objective, metrics: Mapping[str, float]) -> dict[str, float]:
     """Behind each name how Tinker's client joins its numbers of several requests."""
-    return {f"{name}:{'max' if name in objective.maxima else 'mean'}": value for name, value in told.items()}
+    return {f"{name}:{'max' if name in objective.maxima else 'mean'}": value for name, value in metrics.items()}

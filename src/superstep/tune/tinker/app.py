@@ -120,14 +120,14 @@ async def _telemetry(request: Request, service: TinkerService) -> Response:
 async def _capabilities(request: Request, service: TinkerService) -> Response:
     config = service.config
     names = dict.fromkeys((config.name, str(config.folder)))
-    told = {"max_context_length": config.context_tokens, "trainable": True, "sampleable": True}
-    return JSONResponse({"supported_models": [{"model_name": name, **told} for name in names]})
+    model = {"max_context_length": config.context_tokens, "trainable": True, "sampleable": True}
+    return JSONResponse({"supported_models": [{"model_name": name, **model} for name in names]})
 
 
 async def _create_session(request: Request, service: TinkerService) -> Response:
     await _body(request, request_schema.CreateSession)
-    told = {"type": "create_session", "session_id": service.create_session(), "info_message": NO_HEAD}
-    return JSONResponse(told)
+    body = {"type": "create_session", "session_id": service.create_session(), "info_message": NO_HEAD}
+    return JSONResponse(body)
 
 
 async def _heartbeat(request: Request, service: TinkerService) -> Response:
@@ -222,8 +222,8 @@ def _outcome(outcome: Outcome) -> Response:
 
 
 async def _checkpoints(request: Request, service: TinkerService) -> Response:
-    found = await asyncio.to_thread(lambda: list(service.store.told(request.path_params["model"])))
-    return JSONResponse({"checkpoints": found})
+    saved = await asyncio.to_thread(lambda: list(service.store.told(request.path_params["model"])))
+    return JSONResponse({"checkpoints": saved})
 
 
 async def _delete_checkpoint(request: Request, service: TinkerService) -> Response:

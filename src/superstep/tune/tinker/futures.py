@@ -160,14 +160,14 @@ class Desk:
     def _work(self) -> None:
         while True:
             try:
-                found = self._queue.get(timeout=IDLE_S) if self._sampler.is_idle else self._queue.get_nowait()
+                job = self._queue.get(timeout=IDLE_S) if self._sampler.is_idle else self._queue.get_nowait()
             except queue.Empty:
                 if not self._sampler.is_idle:
                     self._sampler.step()
                 continue
-            if found is None:
+            if job is None:
                 return
-            self._do(*found)
+            self._do(*job)
 
     def _do(self, job: Job, reply: Reply) -> None:
         try:

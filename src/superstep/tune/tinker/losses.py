@@ -43,8 +43,8 @@ class NamedLoss:
     settings: Mapping[str, float]
 
 
-def _clip(found: Mapping[str, float]) -> Objective:
-    low, high = found[LOW], found[HIGH]
+def _clip(bounds: Mapping[str, float]) -> Objective:
+    low, high = bounds[LOW], bounds[HIGH]
     if not 0 <= low <= 1 <= high:
         raise DataError(
             f"loss_fn_config has {LOW} = {low:g} and {HIGH} = {high:g}; give one of 0 to 1, one of 1 or more."
@@ -78,8 +78,8 @@ def find_loss(name: str, settings: Settings) -> tuple[NamedLoss, Objective]:
             raise DataError(f"loss_fn_config has '{key}', and loss_fn = '{name}' takes {takes}.")
         if not isinstance(value, float):
             raise DataError(f"loss_fn_config has {key} = '{value}'; give a number.")
-    found = dict(loss.settings) | {key: float(value) for key, value in settings.items()}
-    return loss, loss.make(found)
+    numbers = dict(loss.settings) | {key: float(value) for key, value in settings.items()}
+    return loss, loss.make(numbers)
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,13 +46,13 @@ class ModelRequest:
         Raises:
             ConfigError: nothing is left.
         """
-        found = (*(ATTENTION if self.train_attn else ()), *(FEED_FORWARD if self.train_mlp else ()))
-        if not found:
+        linears = (*(ATTENTION if self.train_attn else ()), *(FEED_FORWARD if self.train_mlp else ()))
+        if not linears:
             raise ConfigError(
                 "lora_config has train_attn = train_mlp = false: the head takes no adapter here; train one of the "
                 "others."
             )
-        return found
+        return linears
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

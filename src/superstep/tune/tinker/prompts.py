@@ -51,18 +51,18 @@ def asked_of(body: request_schema.SampleBody, adapter: Path | None, context_toke
 
 
 def _sampling(body: request_schema.SampleBody, context_tokens: int) -> Sampling:
-    told = body.sampling_params
-    if told.top_k < -1:
-        raise ConfigError(f"sampling_params.top_k = {told.top_k} must be -1, for all tokens, or more.")
-    stops = told.stop if isinstance(told.stop, list) else []
+    params = body.sampling_params
+    if params.top_k < -1:
+        raise ConfigError(f"sampling_params.top_k = {params.top_k} must be -1, for all tokens, or more.")
+    stops = params.stop if isinstance(params.stop, list) else []
     return Sampling(
-        max_tokens=context_tokens if told.max_tokens is None else told.max_tokens,
-        temperature=told.temperature,
-        top_k=max(0, told.top_k),
-        top_p=told.top_p,
-        seed=secrets.randbits(63) if told.seed is None else told.seed,
+        max_tokens=context_tokens if params.max_tokens is None else params.max_tokens,
+        temperature=params.temperature,
+        top_k=max(0, params.top_k),
+        top_p=params.top_p,
+        seed=secrets.randbits(63) if params.seed is None else params.seed,
         stop_tokens=tuple(token for token in stops if isinstance(token, int)),
-        ignore_eos=told.stop == [],
+        ignore_eos=params.stop == [],
         prompt_logprobs=bool(body.prompt_logprobs),
     )
 

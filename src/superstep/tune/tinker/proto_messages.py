@@ -68,22 +68,22 @@ def read_forward_backward(body: bytes) -> ForwardBackward:
     data: list[Datum] = []
     older: dict[str, float | str] = {}
     newer: dict[str, float | str] = {}
-    for found in fields(body):
-        match found.number:
+    for part in fields(body):
+        match part.number:
             case 1:
-                model_id = found.text
+                model_id = part.text
             case 2:
-                seq_id = found.integer
+                seq_id = part.integer
             case 3:
-                data.append(_datum(found.data, len(data)))
+                data.append(_datum(part.data, len(data)))
             case 4:
-                loss_fn = found.text
+                loss_fn = part.text
             case 5:
-                older |= _older(found.data)
+                older |= _older(part.data)
             case 6:
-                forward_only = bool(found.integer)
+                forward_only = bool(part.integer)
             case 7:
-                name, value = entry(found.data)
+                name, value = entry(part.data)
                 newer[name] = _setting(value)
             case _:
                 pass
@@ -99,40 +99,40 @@ def read_forward_backward(body: bytes) -> ForwardBackward:
 
 def _older(body: bytes) -> dict[str, float | str]:
     name, value = "", 0.0
-    for found in fields(body):
-        if found.number == 1:
-            name = found.text
-        elif found.number == 2:
-            value = found.double
+    for part in fields(body):
+        if part.number == 1:
+            name = part.text
+        elif part.number == 2:
+            value = part.double
     return {name: value}
 
 
 def _setting(body: bytes) -> float | str:
     value: float | str = 0.0
-    for found in fields(body):
-        value = found.double if found.number == 1 else found.text
+    for part in fields(body):
+        value = part.double if part.number == 1 else part.text
     return value
 
 
 def _datum(body: bytes, at: int) -> Datum:
     tokens: list[int] = []
     inputs: dict[str, Numbers] = {}
-    for found in fields(body):
-        if found.number == 1:
-            tokens += _chunk(found.data, at)
-        elif found.number == 2:
-            name, value = entry(found.data)
+    for part in fields(body):
+        if part.number == 1:
+            tokens += _chunk(part.data, at)
+        elif part.number == 2:
+            name, value = entry(part.data)
             inputs[name] = _tensor(value, f"data[{at}].loss_fn_inputs['{name}']")
     return Datum(tuple(tokens), inputs)
 
 
 def _chunk(body: bytes, at: int) -> list[int]:
     tokens: list[int] = []
-    for found in fields(body):
-        if found.number != 1:
-            kind = {2: "an image", 3: "audio"}.get(found.number, "of an unknown kind")
+    for part in fields(body):
+        if part.number != 1:
+            kind = {2: "an image", 3: "audio"}.get(part.number, "of an unknown kind")
             raise DataError(f"data[{at}].model_input has a chunk that is {kind}; this model reads tokens alone.")
-        for inner in fields(found.data):
+        for inner in fields(part.data):
             if inner.number == 1:
                 tokens += _numbers(inner.data, INT32, f"data[{at}].model_input").tolist()
     return tokens
@@ -140,16 +140,16 @@ def _chunk(body: bytes, at: int) -> list[int]:
 
 def _tensor(body: bytes, name: str) -> Numbers:
     dense, dtype, shape = b"", 0, []
-    for found in fields(body):
-        match found.number:
+    for part in fields(body):
+        match part.number:
             case 1:
-                dense = found.data
+                dense = part.data
             case 2:
                 raise DataError(f"{name} is sparse; give a dense tensor.")
             case 3:
-                dtype = found.integer
+                dtype = part.integer
             case 4:
-                shape += found.integers
+                shape += part.integers
             case _:
                 pass
     numbers = _numbers(dense, dtype, name)
@@ -179,8 +179,8 @@ def write_output(logprobs: Sequence[NDArray[np.float32]], metrics: Mapping[str, 
     batched = put_bytes(1, rows) + put_bytes(2, ends.tobytes()) + put_integer(3, FLOAT32)
     named = put_bytes(1, "logprobs") + put_bytes(2, batched)
     record = put_bytes(1, "TorchLossReturn") + put_bytes(2, named) + put_integer(3, len(logprobs))
-    told = b"".join(put_bytes(3, put_bytes(1, name) + put_double(2, value)) for name, value in metrics.items())
-    return put_bytes(1, "TorchLossReturn") + put_bytes(2, record) + told
+    numbers = b"".join(put_bytes(3, put_bytes(1, name) + put_double(2, value)) for name, value in metrics.items())
+    return put_bytes(1, "TorchLossReturn") + put_bytes(2, record) + numbers
 
 
 Top = Sequence[Sequence[tuple[int, float]]]
@@ -225,14 +225,14 @@ class Sampled:
     cached_tokens: int = 0
 
 
-def write_sampled(found: Sampled) -> bytes:
+def write_sampled(result: Sampled) -> bytes:
     """A ``SampleResponse``."""
-    out = b"".join(put_bytes(1, _sequence(one)) for one in found.sequences)
-    if found.prompt is not None:
-        out += put_bytes(2, np.asarray(found.prompt, dtype="<f4").tobytes())
-    if found.prompt_top is not None:
-        out += put_bytes(3, _top(found.prompt_top))
-    return out + put_integer(4, found.cached_tokens)
+    out = b"".join(put_bytes(1, _sequence(one)) for one in result.sequences)
+    if result.prompt is not None:
+        out += put_bytes(2, np.asarray(result.prompt, dtype="<f4").tobytes())
+    if result.prompt_top is not None:
+        out += put_bytes(3, _top(result.prompt_top))
+    return out + put_integer(4, result.cached_tokens)
 
 
 def _sequence(one: SampledSequence) -> bytes:

@@ -68,11 +68,11 @@ class ProtoField:
         """Signed varints, packed or one."""
         if isinstance(self.value, int):
             return [self.integer]
-        found, at = [], 0
+        numbers, at = [], 0
         while at < len(self.data):
             number, at = _varint(self.data, at)
-            found.append(ProtoField(self.number, VARINT, number).integer)
-        return found
+            numbers.append(ProtoField(self.number, VARINT, number).integer)
+        return numbers
 
     @property
     def double(self) -> float:

@@ -87,22 +87,22 @@ class PromptSampler:
         """Whether nobody waits for an answer."""
         return not self._orders
 
-    def ask(self, asked: SampleRequest, tell: Tell) -> None:
+    def ask(self, request: SampleRequest, tell: Tell) -> None:
         """Put a prompt in line; ``tell`` is called once, with all of its answers or with what went wrong.
 
         Raises:
             UserError: it cannot be answered.
         """
-        if asked.stops and self._words is None:
+        if request.stops and self._words is None:
             raise ConfigError("sampling_params.stop has texts, and the model has no tokenizer.json; give token ids.")
-        check_stops(asked.stops)
-        adapter = "" if asked.adapter is None else self._hold(asked.adapter)
-        order = _Order(asked, tell, {})
+        check_stops(request.stops)
+        adapter = "" if request.adapter is None else self._hold(request.adapter)
+        order = _Order(request, tell, {})
         try:
-            for at in range(asked.samples):
+            for at in range(request.samples):
                 self._last += 1
-                reader = AnswerReader(self._words, asked.stops) if asked.stops and self._words else None
-                self.engine.add(self._request(asked, at, adapter))
+                reader = AnswerReader(self._words, request.stops) if request.stops and self._words else None
+                self.engine.add(self._request(request, at, adapter))
                 order.answers[self._last] = _Answer(reader=reader)
         except SuperstepError:
             for number in order.answers:
@@ -110,16 +110,16 @@ class PromptSampler:
             raise
         self._orders |= dict.fromkeys(order.answers, order)
 
-    def _request(self, asked: SampleRequest, at: int, adapter: str) -> Request:
-        room = self.engine.info.context_tokens - len(asked.prompt)
+    def _request(self, request: SampleRequest, at: int, adapter: str) -> Request:
+        room = self.engine.info.context_tokens - len(request.prompt)
         sampling = replace(
-            asked.sampling,
-            seed=(asked.sampling.seed + at) % 2**64,
-            max_tokens=min(asked.sampling.max_tokens, max(1, room)),
-            prompt_logprobs=asked.sampling.prompt_logprobs and at == 0,
-            top_logprobs=max(asked.top_sampled, asked.top_prompt),
+            request.sampling,
+            seed=(request.sampling.seed + at) % 2**64,
+            max_tokens=min(request.sampling.max_tokens, max(1, room)),
+            prompt_logprobs=request.sampling.prompt_logprobs and at == 0,
+            top_logprobs=max(request.top_sampled, request.top_prompt),
         )
-        return Request(id=self._last, prompt=asked.prompt, sampling=sampling, adapter=adapter)
+        return Request(id=self._last, prompt=request.prompt, sampling=sampling, adapter=adapter)
 
     def _hold(self, folder: Path) -> str:
         """The name of an adapter that is now there. Answers under way keep those that go."""
@@ -159,12 +159,12 @@ class PromptSampler:
 
     def _take(self, answer: _Answer, tokens: Sequence[TokenOutput]) -> None:
         """Keep tokens up to the one that completes a text which ends the answer."""
-        for told in tokens:
+        for output in tokens:
             if answer.finish is not None:
                 return
-            answer.tokens.append(told)
+            answer.tokens.append(output)
             if answer.reader is not None:
-                answer.reader.push(told.token)
+                answer.reader.push(output.token)
                 if answer.reader.stop is not None:
                     answer.finish = "stop"
 
@@ -172,24 +172,24 @@ class PromptSampler:
         if any(answer.finish == "abort" for answer in order.answers.values()):
             order.tell(Fault("the logits are no numbers; the weights have gone wrong in training."))
             return
-        asked = order.asked
+        request = order.asked
         drawn = [
             SampledSequence(
-                tokens=[told.token for told in answer.tokens],
-                logprobs=[told.drawn_logprob for told in answer.tokens],
+                tokens=[output.token for output in answer.tokens],
+                logprobs=[output.drawn_logprob for output in answer.tokens],
                 is_cut=answer.finish == "length",
-                top=_tops(answer.tokens, asked.top_sampled) if asked.top_sampled else None,
+                top=_tops(answer.tokens, request.top_sampled) if request.top_sampled else None,
             )
             for answer in order.answers.values()
         ]
         prompt, prompt_top = None, None
-        if asked.sampling.prompt_logprobs:
-            scored = len(order.prompt) if asked.last is None else asked.last
+        if request.sampling.prompt_logprobs:
+            scored = len(order.prompt) if request.last is None else request.last
             hidden = 1 + len(order.prompt) - scored
-            told = order.prompt[hidden - 1 :]
-            prompt = [math.nan] * hidden + [one.logprob for one in told]
-            if asked.top_prompt:
-                prompt_top = [()] * hidden + _tops(told, asked.top_prompt)
+            output = order.prompt[hidden - 1 :]
+            prompt = [math.nan] * hidden + [one.logprob for one in output]
+            if request.top_prompt:
+                prompt_top = [()] * hidden + _tops(output, request.top_prompt)
         order.tell(Sampled(sequences=drawn, prompt=prompt, prompt_top=prompt_top, cached_tokens=order.cached_tokens))
 
     def _fail(self, error: SuperstepError) -> None:
@@ -202,4 +202,4 @@ class PromptSampler:
 
 
 def _tops(tokens: Sequence[TokenOutput], most: int) -> list[tuple[tuple[int, float], ...]]:
-    return [told.top[:most] for told in tokens]
+    return [output.top[:most] for output in tokens]

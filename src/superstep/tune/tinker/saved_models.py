@@ -111,8 +111,8 @@ class SavedModels:
         if not folder.is_dir():
             raise StateError(f"path = '{path}' is not there; save it again, or name another.")
         try:
-            told = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
-            return folder, About(**told)
+            about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
+            return folder, About(**about)
         except (OSError, ValueError, TypeError) as error:
             raise StateError(f"path = '{path}' is damaged: {ABOUT} cannot be read ({error!r}).") from error
 
@@ -148,13 +148,13 @@ class SavedModels:
 
     def told(self, model: str) -> Iterator[dict[str, Any]]:
         """What clients are told of what was saved of a model, the oldest first."""
-        found = [
+        saved = [
             ((path / ABOUT).stat().st_mtime, SavedPath(model, kind, path.name), path)
             for kind in KINDS
             for path in (self._root / model / kind).glob("[!.]*")
             if NAME.fullmatch(model) and (path / ABOUT).is_file()
         ]
-        for written_s, place, path in sorted(found, key=lambda one: one[0]):
+        for written_s, place, path in sorted(saved, key=lambda one: one[0]):
             yield {
                 "checkpoint_id": f"{place.kind}/{place.name}",
                 "checkpoint_type": "training" if place.kind == "weights" else "sampler",

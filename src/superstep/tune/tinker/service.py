@@ -119,15 +119,15 @@ class TinkerService:
 
     # Models
 
-    def create_model(self, asked: request_schema.CreateModel) -> str:
+    def create_model(self, body: request_schema.CreateModel) -> str:
         """Put the making of a model in line; the request's number."""
-        self.hear(asked.session_id)
-        name = f"{asked.session_id}:train:{asked.model_seq_id}"
+        self.hear(body.session_id)
+        name = f"{body.session_id}:train:{body.model_seq_id}"
 
         def job(reply: Reply) -> None:
-            self._require_base(asked.base_model)
-            _require_adam("optimizer_config.type", asked.optimizer_config.type)
-            lora = asked.lora_config
+            self._require_base(body.base_model)
+            _require_adam("optimizer_config.type", body.optimizer_config.type)
+            lora = body.lora_config
             if lora is None:
                 raise ConfigError("lora_config is missing: adapters alone are trained here; give one.")
             wanted = ModelRequest(
@@ -190,69 +190,69 @@ class TinkerService:
 
     # Training
 
-    def forward_backward(self, asked: ForwardBackward, size_bytes: int) -> str:
+    def forward_backward(self, body: ForwardBackward, size_bytes: int) -> str:
         """Put sequences in line, which came in a body of so many bytes; the request's number."""
         return self._submit(
-            f"{asked.model_id}:{asked.seq_id}",
-            lambda reply: reply(Result(self._model(asked.model_id).forward_backward(asked), is_proto=True)),
+            f"{body.model_id}:{body.seq_id}",
+            lambda reply: reply(Result(self._model(body.model_id).forward_backward(body), is_proto=True)),
             size_bytes,
         )
 
-    def optim_step(self, asked: request_schema.OptimStep) -> str:
+    def optim_step(self, body: request_schema.OptimStep) -> str:
         """Put an update in line; the request's number."""
 
         def job(reply: Reply) -> None:
-            if asked.adam_params is None:
+            if body.adam_params is None:
                 raise ConfigError("adam_params is missing: AdamW is the one optimizer here; give an update AdamParams.")
-            adam = Adam(**asked.adam_params.model_dump())
-            reply(_json({"metrics": self._model(asked.model_id).optim_step(adam)}))
+            adam = Adam(**body.adam_params.model_dump())
+            reply(_json({"metrics": self._model(body.model_id).optim_step(adam)}))
 
-        return self._submit(self._numbered(asked.model_id, asked.seq_id), job)
+        return self._submit(self._numbered(body.model_id, body.seq_id), job)
 
-    def save_weights(self, asked: request_schema.SaveWeights) -> str:
+    def save_weights(self, body: request_schema.SaveWeights) -> str:
         """Put a save in line; the request's number."""
 
         def job(reply: Reply) -> None:
-            model = self._model(asked.model_id)
-            place = SavedPath(asked.model_id, "weights", asked.path or f"step-{model.about.step:06d}")
-            with self.store.saving(place, overwrite=asked.overwrite) as folder:
+            model = self._model(body.model_id)
+            place = SavedPath(body.model_id, "weights", body.path or f"step-{model.about.step:06d}")
+            with self.store.saving(place, overwrite=body.overwrite) as folder:
                 model.save_model(folder)
             reply(_json({"type": "save_weights", "path": place.path}))
 
-        return self._submit(self._numbered(asked.model_id, asked.seq_id), job)
+        return self._submit(self._numbered(body.model_id, body.seq_id), job)
 
-    def save_for_sampler(self, asked: request_schema.SaveForSampler) -> str:
+    def save_for_sampler(self, body: request_schema.SaveForSampler) -> str:
         """Put a save for the sampler in line; the request's number. Without a name it comes with a sampling session."""
 
         def job(reply: Reply) -> None:
-            if asked.kind != "snapshot":
+            if body.kind != "snapshot":
                 raise ConfigError(
-                    f"kind = '{asked.kind}' is not here: an answer has the weights that it began with; use snapshot."
+                    f"kind = '{body.kind}' is not here: an answer has the weights that it began with; use snapshot."
                 )
-            model, session = self._model(asked.model_id), asked.model_id.partition(":")[0]
-            self._unnamed += asked.path is None
-            place = SavedPath(asked.model_id, "sampler_weights", asked.path or f"unnamed-{self._unnamed}")
-            with self.store.saving(place, overwrite=asked.path is None) as folder:
+            model, session = self._model(body.model_id), body.model_id.partition(":")[0]
+            self._unnamed += body.path is None
+            place = SavedPath(body.model_id, "sampler_weights", body.path or f"unnamed-{self._unnamed}")
+            with self.store.saving(place, overwrite=body.path is None) as folder:
                 model.write_sampler(folder)
-            told: dict[str, Any] = {"type": "save_weights_for_sampler", "path": place.path}
-            if asked.sampling_session_seq_id is not None:
-                told["sampling_session_id"] = self._add_sampler(session, asked.sampling_session_seq_id, place.path)
-            reply(_json(told))
+            result: dict[str, Any] = {"type": "save_weights_for_sampler", "path": place.path}
+            if body.sampling_session_seq_id is not None:
+                result["sampling_session_id"] = self._add_sampler(session, body.sampling_session_seq_id, place.path)
+            reply(_json(result))
 
-        return self._submit(self._numbered(asked.model_id, asked.seq_id), job)
+        return self._submit(self._numbered(body.model_id, body.seq_id), job)
 
-    def load_weights(self, asked: request_schema.LoadWeights) -> str:
+    def load_weights(self, body: request_schema.LoadWeights) -> str:
         """Put a load in line, onto a model or as a new one; the request's number."""
-        is_new = asked.session_id is not None
+        is_new = body.session_id is not None
         if is_new:
-            self.hear(asked.session_id or "")
-        name = f"{asked.session_id}:train:{asked.model_seq_id}" if is_new else asked.model_id or ""
+            self.hear(body.session_id or "")
+        name = f"{body.session_id}:train:{body.model_seq_id}" if is_new else body.model_id or ""
 
         def job(reply: Reply) -> None:
-            if asked.base_model is not None:
-                self._require_base(asked.base_model)
-            _require_adam("optimizer_config.type", asked.optimizer_config.type if asked.optimizer_config else "adamw")
-            folder, about = self.store.find(asked.path, "weights")
+            if body.base_model is not None:
+                self._require_base(body.base_model)
+            _require_adam("optimizer_config.type", body.optimizer_config.type if body.optimizer_config else "adamw")
+            folder, about = self.store.find(body.path, "weights")
             if is_new:
                 wanted = ModelRequest(
                     rank=about.rank,
@@ -265,29 +265,29 @@ class TinkerService:
             else:
                 model = self._model(name)
             try:
-                model.load_model(folder, about, optimizer=asked.optimizer)
+                model.load_model(folder, about, optimizer=body.optimizer)
             except BaseException:
                 if is_new:
                     del self._models[name]
                 raise
-            reply(_json({"type": "load_weights", "path": asked.path, "model_id": name}))
+            reply(_json({"type": "load_weights", "path": body.path, "model_id": name}))
 
-        return self._submit(f"{name}:0" if is_new else self._numbered(name, asked.seq_id), job)
+        return self._submit(f"{name}:0" if is_new else self._numbered(name, body.seq_id), job)
 
     # Sampling
 
-    def create_sampling(self, asked: request_schema.CreateSampling) -> str:
+    def create_sampling(self, body: request_schema.CreateSampling) -> str:
         """A sampling session of saved weights, or of the base.
 
         Raises:
             UserError: there are no such weights.
         """
-        self.hear(asked.session_id)
-        if asked.model_path is None or asked.base_model is not None:
-            self._require_base(asked.base_model)
-        if asked.model_path is not None:
-            self.store.find(asked.model_path, "sampler_weights")
-        return self._add_sampler(asked.session_id, asked.sampling_session_seq_id, asked.model_path)
+        self.hear(body.session_id)
+        if body.model_path is None or body.base_model is not None:
+            self._require_base(body.base_model)
+        if body.model_path is not None:
+            self.store.find(body.model_path, "sampler_weights")
+        return self._add_sampler(body.session_id, body.sampling_session_seq_id, body.model_path)
 
     def _add_sampler(self, session: str, number: int | None, path: str | None) -> str:
         """A sampling session's name, the same for one that is asked for again."""
@@ -319,31 +319,31 @@ class TinkerService:
         """
         return {"sampler_id": name, "base_model": str(self.config.folder), "model_path": self._weights_of(name)}
 
-    def sample(self, asked: request_schema.SampleBody, size_bytes: int) -> tuple[str, list[str]]:
+    def sample(self, body: request_schema.SampleBody, size_bytes: int) -> tuple[str, list[str]]:
         """Put a prompt in line, which came in a body of so many bytes; the request's number, and one of each answer."""
-        path = asked.model_path
-        if asked.sampling_session_id is not None:
-            path = self._weights_of(asked.sampling_session_id)
+        path = body.model_path
+        if body.sampling_session_id is not None:
+            path = self._weights_of(body.sampling_session_id)
         elif path is None:
-            self._require_base(asked.base_model)
-        if not 1 <= asked.num_samples <= MOST_SAMPLES:
-            raise ConfigError(f"num_samples = {asked.num_samples} must be from 1 to {MOST_SAMPLES}.")
+            self._require_base(body.base_model)
+        if not 1 <= body.num_samples <= MOST_SAMPLES:
+            raise ConfigError(f"num_samples = {body.num_samples} must be from 1 to {MOST_SAMPLES}.")
         # Without a session two clients may give the same number, so that no request is one that comes again.
-        has_session = asked.sampling_session_id is not None
-        name = self._numbered(asked.sampling_session_id or "sample", asked.seq_id if has_session else None)
+        has_session = body.sampling_session_id is not None
+        name = self._numbered(body.sampling_session_id or "sample", body.seq_id if has_session else None)
 
-        def tell(reply: Reply, found: Sampled | Exception) -> None:
-            reply(Result(write_sampled(found), is_proto=True) if isinstance(found, Sampled) else failed(found))
+        def tell(reply: Reply, result: Sampled | Exception) -> None:
+            reply(Result(write_sampled(result), is_proto=True) if isinstance(result, Sampled) else failed(result))
 
         def job(reply: Reply) -> None:
             adapter: Path | None = None
             if path is not None:
                 adapter, _ = self.store.find(path, "sampler_weights")
             context = self._sampler.engine.info.context_tokens
-            self._sampler.ask(asked_of(asked, adapter, context), lambda found: tell(reply, found))
+            self._sampler.ask(asked_of(body, adapter, context), lambda found: tell(reply, found))
 
         self._submit(name, job, size_bytes)
-        return name, [f"{name}:{at}" for at in range(asked.num_samples)]
+        return name, [f"{name}:{at}" for at in range(body.num_samples)]
 
     def _submit(self, name: str, job: Job, size_bytes: int = 0) -> str:
         self.desk.submit(name, job, size_bytes)
@@ -363,5 +363,5 @@ def _require_adam(name: str, kind: str) -> None:
         raise ConfigError(f"{name} = '{kind}' is not here; adamw is.")
 
 
-def _json(told: Mapping[str, Any]) -> Result:
-    return Result(json.dumps(told).encode())
+def _json(fields: Mapping[str, Any]) -> Result:
+    return Result(json.dumps(fields).encode())

@@ -47,12 +47,12 @@ class ChatRequest:
 
 async def chat_completions(request: Request, service: AppState) -> Response:
     """Answers the request, as a stream or whole."""
-    asked = await read_request(await read_json(request, service.limits), service)
-    if asked.fields.stream:
-        response = await streamed(request, stream(asked, service), refused_by_backend)
+    chat = await read_request(await read_json(request, service.limits), service)
+    if chat.fields.stream:
+        response = await streamed(request, stream(chat, service), refused_by_backend)
     else:
-        response = answered(await until_gone(request, whole(asked, service)))
-    return warn_of_cut(response, given(asked.fields.max_completion_tokens, asked.fields.max_tokens), asked.asks)
+        response = answered(await until_gone(request, whole(chat, service)))
+    return warn_of_cut(response, given(chat.fields.max_completion_tokens, chat.fields.max_tokens), chat.asks)
 
 
 async def read_request(body: dict[str, Any], service: AppState) -> ChatRequest:
@@ -86,15 +86,15 @@ async def read_request(body: dict[str, Any], service: AppState) -> ChatRequest:
 
 
 async def _constraint(fields: ChatFields, use: ToolUse | None, service: AppState) -> Constraint | None:
-    param, asked = constraint_of(fields)
-    if use is not None and asked is not None:
+    param, constraint = constraint_of(fields)
+    if use is not None and constraint is not None:
         raise RequestError(
             "tools cannot be called in an answer whose form is given; leave out the form, or set tool_choice to none.",
             param="tools",
         )
     if use is None:
-        await check_constraint(asked, service, param=param)
-        return asked
+        await check_constraint(constraint, service, param=param)
+        return constraint
     forced = await aside(lambda: service.words.tool_constraint(use), param="tools")
     await check_constraint(forced, service, param="tools")
     return forced
@@ -114,31 +114,31 @@ def _max_tokens(fields: ChatFields, service: AppState) -> int:
 class ChatChoice:
     """Tells one answer in OpenAI's form, in as many pieces as come."""
 
-    def __init__(self, ask: AnswerRequest, asked: ChatRequest, service: AppState) -> None:
-        self._ask, self._fields, self._words = ask, asked.fields, service.words
-        self._tools: ToolCallReader | None = service.words.tool_reader(asked.use) if asked.use else None
+    def __init__(self, ask: AnswerRequest, chat: ChatRequest, service: AppState) -> None:
+        self._ask, self._fields, self._words = ask, chat.fields, service.words
+        self._tools: ToolCallReader | None = service.words.tool_reader(chat.use) if chat.use else None
         self.calls: list[dict[str, Any]] = []
 
     def read(self, news: AnswerUpdate) -> tuple[str, list[dict[str, Any]]]:
         """The words to the reader, and the pieces of calls, that are in the next news."""
         if self._tools is None:
             return news.text, []
-        said = list(self._tools.push(news.text)) if news.text else []
+        pieces = list(self._tools.push(news.text)) if news.text else []
         if news.finish is not None:
-            said += self._tools.end()
-        return "".join(one.content for one in said), [self._call(one) for one in said if one.call is not None]
+            pieces += self._tools.end()
+        return "".join(one.content for one in pieces), [self._call(one) for one in pieces if one.call is not None]
 
-    def _call(self, said: Said) -> dict[str, Any]:
+    def _call(self, piece: Said) -> dict[str, Any]:
         """A piece of a call as a delta; it is also added to the call that it belongs to."""
-        assert said.call is not None
-        if said.call == len(self.calls):
-            name = {"name": said.name, "arguments": ""}
+        assert piece.call is not None
+        if piece.call == len(self.calls):
+            name = {"name": piece.name, "arguments": ""}
             self.calls.append({"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": name})
-            first = self.calls[said.call]
-            delta = first | {"index": said.call, "function": {"name": said.name, "arguments": said.arguments}}
+            first = self.calls[piece.call]
+            delta = first | {"index": piece.call, "function": {"name": piece.name, "arguments": piece.arguments}}
         else:
-            delta = {"index": said.call, "function": {"arguments": said.arguments}}
-        self.calls[said.call]["function"]["arguments"] += said.arguments
+            delta = {"index": piece.call, "function": {"arguments": piece.arguments}}
+        self.calls[piece.call]["function"]["arguments"] += piece.arguments
         return delta
 
     def finish(self, news: AnswerUpdate) -> str | None:
@@ -149,17 +149,17 @@ class ChatChoice:
         """What is told beside the text."""
         fields = self._fields
         top = given(fields.top_logprobs, 0)
-        told: dict[str, Any] = {
+        choice: dict[str, Any] = {
             "index": self._ask.index,
             "logprobs": chat_logprobs(news.tokens, top, self._words) if fields.logprobs else None,
             "finish_reason": self.finish(news),
             "stop_reason": news.stop,
         }
         if fields.return_token_ids:
-            told["token_ids"] = ids(news.tokens)
+            choice["token_ids"] = ids(news.tokens)
         if fields.prompt_top is not None and is_first:
-            told["prompt_logprobs"] = prompt_logprobs(news.prompt, fields.prompt_top, self._words)
-        return told
+            choice["prompt_logprobs"] = prompt_logprobs(news.prompt, fields.prompt_top, self._words)
+        return choice
 
     def whole(self, one: Whole) -> dict[str, Any]:
         """All of it."""
@@ -171,35 +171,35 @@ class ChatChoice:
         return {"message": message} | self.rest(news, is_first=True)
 
 
-async def whole(asked: ChatRequest, service: AppState) -> dict[str, Any]:
+async def whole(chat: ChatRequest, service: AppState) -> dict[str, Any]:
     """The response, once all answers have ended."""
-    usage = Usage(asked.asks, len(asked.asks))
-    found = await collect(asked.asks, service, usage)
-    choices = [ChatChoice(ask, asked, service).whole(one) for ask, one in zip(asked.asks, found, strict=True)]
-    return _head(asked) | {"choices": choices, "usage": usage.told()}
+    usage = Usage(chat.asks, len(chat.asks))
+    wholes = await collect(chat.asks, service, usage)
+    choices = [ChatChoice(ask, chat, service).whole(one) for ask, one in zip(chat.asks, wholes, strict=True)]
+    return _head(chat) | {"choices": choices, "usage": usage.told()}
 
 
-def _head(asked: ChatRequest) -> dict[str, Any]:
-    if not asked.fields.return_token_ids:
-        return asked.head
-    return asked.head | {"prompt_token_ids": list(asked.asks[0].prompt)}
+def _head(chat: ChatRequest) -> dict[str, Any]:
+    if not chat.fields.return_token_ids:
+        return chat.head
+    return chat.head | {"prompt_token_ids": list(chat.asks[0].prompt)}
 
 
-async def stream(asked: ChatRequest, service: AppState) -> AsyncGenerator[bytes, None]:
+async def stream(chat: ChatRequest, service: AppState) -> AsyncGenerator[bytes, None]:
     """The events. The first of an answer says who speaks; the last, why it ended."""
-    usage = Usage(asked.asks, len(asked.asks))
-    choices = [ChatChoice(ask, asked, service) for ask in asked.asks]
-    kind = {"object": "chat.completion.chunk"} | ({"usage": None} if asked.fields.has_usage else {})
+    usage = Usage(chat.asks, len(chat.asks))
+    choices = [ChatChoice(ask, chat, service) for ask in chat.asks]
+    kind = {"object": "chat.completion.chunk"} | ({"usage": None} if chat.fields.has_usage else {})
     silent = set(range(len(choices)))
-    async with aclosing(answers(asked.asks, service)) as pieces:
+    async with aclosing(answers(chat.asks, service)) as pieces:
         async for news in pieces:
             usage.add(news)
-            head = (_head(asked) if len(silent) == len(choices) else asked.head) | kind
+            head = (_head(chat) if len(silent) == len(choices) else chat.head) | kind
             for chunk in _chunks(choices[news.index], news, is_first=news.index in silent):
                 yield event(head | {"choices": [chunk]})
             silent.discard(news.index)
-    if asked.fields.has_usage:
-        yield event(asked.head | kind | {"choices": [], "usage": usage.told()})
+    if chat.fields.has_usage:
+        yield event(chat.head | kind | {"choices": [], "usage": usage.told()})
     yield DONE
 
 

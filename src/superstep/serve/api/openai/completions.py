@@ -75,12 +75,12 @@ class CompletionRequest:
 
 async def completions(request: Request, service: AppState) -> Response:
     """Answers the request, as a stream or whole."""
-    asked = await read_request(await read_json(request, service.limits), service)
-    if asked.fields.stream:
-        response = await streamed(request, stream(asked, service), refused_by_backend)
+    completion = await read_request(await read_json(request, service.limits), service)
+    if completion.fields.stream:
+        response = await streamed(request, stream(completion, service), refused_by_backend)
     else:
-        response = answered(await until_gone(request, whole(asked, service)))
-    return warn_of_cut(response, asked.fields.max_tokens, asked.asks)
+        response = answered(await until_gone(request, whole(completion, service)))
+    return warn_of_cut(response, completion.fields.max_tokens, completion.asks)
 
 
 async def read_request(body: dict[str, Any], service: AppState) -> CompletionRequest:
@@ -170,10 +170,10 @@ def _echoes(fields: CompletionFields, prompts: list[tuple[int, ...]], service: A
 class CompletionChoice:
     """Tells one answer in OpenAI's form, in as many pieces as come."""
 
-    def __init__(self, ask: AnswerRequest, asked: CompletionRequest, service: AppState) -> None:
-        self._ask, self._fields, self._silent, self._words = ask, asked.fields, asked.is_silent, service.words
-        self._echo = asked.texts[ask.index // asked.choices]
-        top = asked.fields.logprobs
+    def __init__(self, ask: AnswerRequest, completion: CompletionRequest, service: AppState) -> None:
+        self._ask, self._fields, self._silent, self._words = ask, completion.fields, completion.is_silent, service.words
+        self._echo = completion.texts[ask.index // completion.choices]
+        top = completion.fields.logprobs
         self._logprobs = None if top is None else PlainLogprobs(top, service.words)
         self._is_first = True
 
@@ -208,30 +208,30 @@ class CompletionChoice:
         return self._logprobs.told(tokens)
 
 
-async def whole(asked: CompletionRequest, service: AppState) -> dict[str, Any]:
+async def whole(completion: CompletionRequest, service: AppState) -> dict[str, Any]:
     """The response, once all answers have ended."""
-    usage = Usage(asked.asks, asked.choices)
-    found = await collect(asked.asks, service, usage)
-    if asked.is_silent:
+    usage = Usage(completion.asks, completion.choices)
+    wholes = await collect(completion.asks, service, usage)
+    if completion.is_silent:
         usage.completion = 0
     choices = [
-        CompletionChoice(ask, asked, service).told(one.news(ask.index))
-        for ask, one in zip(asked.asks, found, strict=True)
+        CompletionChoice(ask, completion, service).told(one.news(ask.index))
+        for ask, one in zip(completion.asks, wholes, strict=True)
     ]
-    return asked.head | {"choices": choices, "usage": usage.told()}
+    return completion.head | {"choices": choices, "usage": usage.told()}
 
 
-async def stream(asked: CompletionRequest, service: AppState) -> AsyncGenerator[bytes, None]:
+async def stream(completion: CompletionRequest, service: AppState) -> AsyncGenerator[bytes, None]:
     """The events, one for each piece of news."""
-    usage = Usage(asked.asks, asked.choices)
-    choices = [CompletionChoice(ask, asked, service) for ask in asked.asks]
-    head = asked.head | ({"usage": None} if asked.fields.has_usage else {})
-    async with aclosing(answers(asked.asks, service)) as pieces:
+    usage = Usage(completion.asks, completion.choices)
+    choices = [CompletionChoice(ask, completion, service) for ask in completion.asks]
+    head = completion.head | ({"usage": None} if completion.fields.has_usage else {})
+    async with aclosing(answers(completion.asks, service)) as pieces:
         async for news in pieces:
             usage.add(news)
             yield event(head | {"choices": [choices[news.index].told(news)]})
-    if asked.is_silent:
+    if completion.is_silent:
         usage.completion = 0
-    if asked.fields.has_usage:
-        yield event(asked.head | {"choices": [], "usage": usage.told()})
+    if completion.fields.has_usage:
+        yield event(completion.head | {"choices": [], "usage": usage.told()})
     yield DONE

@@ -132,26 +132,26 @@ def constraint_of(fields: Common) -> tuple[str, Constraint | None]:
     Raises:
         RequestError: two forms are asked for at once, or a schema is missing.
     """
-    found: dict[str, Constraint] = {}
-    asked = fields.response_format
-    if asked is not None and asked.type == "json_object":
-        found["response_format"] = Constraint(kind="json_object")
-    if asked is not None and asked.type == "json_schema":
-        if asked.json_schema is None:
+    constraints: dict[str, Constraint] = {}
+    form = fields.response_format
+    if form is not None and form.type == "json_object":
+        constraints["response_format"] = Constraint(kind="json_object")
+    if form is not None and form.type == "json_schema":
+        if form.json_schema is None:
             raise RequestError(
                 "response_format.json_schema is missing; give it, or set response_format.type to json_object.",
                 param="response_format.json_schema",
             )
-        schema = msgspec.json.encode(asked.json_schema.json_schema).decode()
-        found["response_format"] = Constraint(kind="json_schema", text=schema)
+        schema = msgspec.json.encode(form.json_schema.json_schema).decode()
+        constraints["response_format"] = Constraint(kind="json_schema", text=schema)
     if fields.regex is not None:
-        found["regex"] = Constraint(kind="regex", text=fields.regex)
+        constraints["regex"] = Constraint(kind="regex", text=fields.regex)
     if fields.grammar is not None:
-        found["grammar"] = Constraint(kind="lark", text=fields.grammar)
-    if len(found) > 1:
-        first, second = list(found)[:2]
+        constraints["grammar"] = Constraint(kind="lark", text=fields.grammar)
+    if len(constraints) > 1:
+        first, second = list(constraints)[:2]
         raise RequestError(f"{second} and {first} both say what form the answer has; give one of them.", param=second)
-    return next(iter(found.items()), ("response_format", None))
+    return next(iter(constraints.items()), ("response_format", None))
 
 
 def seed_of(fields: Common) -> int:

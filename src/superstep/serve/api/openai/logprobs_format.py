@@ -26,8 +26,8 @@ def chat_logprobs(tokens: Sequence[TokenOutput], top: int, words: TextProtocol) 
 
     return {
         "content": [
-            one(told.token, told.logprob) | {"top_logprobs": [one(*likely) for likely in told.top[:top]]}
-            for told in tokens
+            one(output.token, output.logprob) | {"top_logprobs": [one(*likely) for likely in output.top[:top]]}
+            for output in tokens
         ],
         "refusal": None,
     }
@@ -48,20 +48,20 @@ class PlainLogprobs:
             first: a token that goes before them, of which there is nothing to tell: a prompt's first.
         """
         rows: list[tuple[int, TokenOutput | None]] = [] if first is None else [(first, None)]
-        rows += [(told.token, told) for told in tokens]
+        rows += [(output.token, output) for output in tokens]
         return {
             "tokens": [token_text(token, self._words) for token, _ in rows],
-            "token_logprobs": [None if told is None else finite(told.logprob) for _, told in rows],
-            "top_logprobs": [None if told is None else self._likeliest(told) for _, told in rows],
+            "token_logprobs": [None if output is None else finite(output.logprob) for _, output in rows],
+            "top_logprobs": [None if output is None else self._likeliest(output) for _, output in rows],
             "text_offset": [self._place(token) for token, _ in rows],
         }
 
-    def _likeliest(self, told: TokenOutput) -> dict[str, float]:
+    def _likeliest(self, output: TokenOutput) -> dict[str, float]:
         """By text; of tokens that have the same, the likeliest. The drawn one is among them."""
-        found: dict[str, float] = {}
-        for token, logprob in (*told.top[: self._top], (told.token, told.logprob)):
-            found.setdefault(token_text(token, self._words), finite(logprob))
-        return found
+        likeliest: dict[str, float] = {}
+        for token, logprob in (*output.top[: self._top], (output.token, output.logprob)):
+            likeliest.setdefault(token_text(token, self._words), finite(logprob))
+        return likeliest
 
     def _place(self, token: int) -> int:
         """Where the token's first character begins: characters are counted by their first bytes."""
@@ -75,17 +75,17 @@ class PlainLogprobs:
 def prompt_logprobs(tokens: Sequence[TokenOutput], top: int, words: TextProtocol) -> list[dict[str, Any] | None]:
     """Of each token of the prompt, as vLLM tells it: nothing of the first; of others, by the id of the token."""
     rows: list[dict[str, Any] | None] = [None]
-    for told in tokens:
+    for output in tokens:
         row = {
             str(token): {"logprob": finite(logprob), "rank": rank, "decoded_token": token_text(token, words)}
-            for rank, (token, logprob) in enumerate(told.top[:top], start=1)
+            for rank, (token, logprob) in enumerate(output.top[:top], start=1)
         }
-        own = {"logprob": finite(told.logprob), "decoded_token": token_text(told.token, words)}
-        row.setdefault(str(told.token), own)
+        own = {"logprob": finite(output.logprob), "decoded_token": token_text(output.token, words)}
+        row.setdefault(str(output.token), own)
         rows.append(row)
     return rows
 
 
 def ids(tokens: Sequence[TokenOutput]) -> list[int]:
     """The ids of some tokens."""
-    return [told.token for told in tokens]
+    return [output.token for output in tokens]
