@@ -175,10 +175,10 @@ def same_share_of_the_loss():
 def other_targets():
     inner = Executor.run
 
-    def run(self, program, microbatches, **rest):
+    def run(self, context):
         if self._machine.mesh.at.pp == self._machine.mesh.shape.pp - 1:
-            microbatches = list(microbatches)[::-1]
-        return inner(self, program, microbatches, **rest)
+            context = replace(context, microbatches=context.microbatches[::-1])
+        return inner(self, context)
 
     return mock.patch.object(Executor, "run", run)
 

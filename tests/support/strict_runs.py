@@ -57,10 +57,10 @@ def rank_that_dies(world, job, console):
     """Rank 1 is killed within its fourth step, while the others wait for what it should send. Once."""
     update = Engine._update
 
-    def dies(engine):
+    def dies(engine, *args):
         if engine.optimizer.steps == DIES_AFTER:
             os.kill(os.getpid(), signal.SIGKILL)
-        update(engine)
+        return update(engine, *args)
 
     if world.rank == 1 and job.recovered is None:
         Engine._update = dies

@@ -193,10 +193,11 @@ def test_a_resumed_run_is_the_run_that_never_stopped(place):
 def test_a_run_that_died_before_its_first_checkpoint_begins_again(place, capsys):
     inner = Executor.run
 
-    def dying(self, program, *args, **rest):
-        inner(self, program, *args, **rest)
+    def dying(self, context):
+        result = inner(self, context)
         if len(runs.events(place / "run", "step")) == 2:
             raise RuntimeError("planted")
+        return result
 
     with mock.patch.object(Executor, "run", dying):
         assert _train() == 1

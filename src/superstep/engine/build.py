@@ -17,6 +17,7 @@ from superstep.engine.flat.buffers import UnitBuffers
 from superstep.engine.layer_table import LayerContext
 from superstep.engine.layers.fused import is_fused
 from superstep.engine.layers.grad_accumulation import Adder, GradientSink, Sums
+from superstep.engine.step_context import StepContext
 from superstep.model.expert_dispatch import ExpertDispatch
 from superstep.model.inspect import Passed, passed
 from superstep.model.unit import UnitSpec
@@ -35,7 +36,7 @@ def assemble(
     mesh: Mesh,
     buffers: Buffers,
     exchange: ExpertDispatch,
-    begin: Callable[[int], None],
+    begin: Callable[[StepContext, int], None],
     example: torch.Tensor | None,
 ) -> RankUnits:
     """What one rank runs.
@@ -46,7 +47,7 @@ def assemble(
         mesh: the launched ranks.
         buffers: of every unit whose parameters this rank holds.
         exchange: of mixtures of experts.
-        begin: told the number of a microbatch before any computation with it.
+        begin: called with the number of a microbatch before any computation with it.
         example: one row of input, where it is no row of tokens.
     """
     plan, numerics = run.plan, run.config.numerics

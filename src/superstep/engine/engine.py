@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 
@@ -22,6 +22,7 @@ from superstep.engine.malloc_tuning import keep_what_is_freed
 from superstep.engine.microbatch import Microbatch
 from superstep.engine.parallel.expert import build_exchange
 from superstep.engine.router_counts import RouterCounts
+from superstep.engine.step_context import Judge, StepContext, StepResult, UpdateArguments
 from superstep.engine.token_metrics import WEIGHTS_MEND, TokenMetrics, require_divisor
 from superstep.errors import ConfigError, Fault
 from superstep.launch.stop_request import Stop
@@ -40,32 +41,7 @@ from superstep.program.instructions import Program, Step
 from superstep.program.text import describe
 from superstep.state.memory_snapshot import SnapshotMemory
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult:
-    """One training step, seen from all ranks.
-
-    Attributes:
-        loss: of the global batch, over its divisor: nats per valid token, unless said otherwise.
-        grad_norm: the global gradient norm before clipping.
-        tokens: valid tokens of the global batch.
-        is_stop_asked: whether any rank was asked to stop before the step's sums were taken.
-        is_copy_refused: whether a snapshot was damaged that the disk was to have.
-        measures: what the objective tells of the tokens that count, by name.
-        refused: why the update was not made; empty where it was.
-    """
-
-    loss: float
-    grad_norm: float
-    tokens: int
-    is_stop_asked: bool = False
-    is_copy_refused: bool = False
-    measures: Mapping[str, float] = field(default_factory=dict)
-    refused: str = ""
-
-
-Judge = Callable[[float, float], str]
-"""Why a step of this loss and gradient norm is not to be taken; empty where it is."""
+__all__ = ["Engine", "Judge", "StepResult"]
 
 
 class Engine(RankState):
@@ -124,23 +100,13 @@ class Engine(RankState):
         self._temperature = temperature
         loss = config.train.loss
         self._objective: Objective = CROSS_ENTROPY if loss is None else OwnLoss(load_loss(loss))
-        self._is_training = False
-        self._count = plan.microbatches
         machine = assemble(run, self.specs, mesh, self.buffers, self._exchange, self._begin, example)
         self._excess = machine.excess
         self.snapshots: Snapshots | None = None
         """What copies the state, where anything does."""
         self._heart = heart or Unwatched()
         self._executor = Executor(machine, self._update, self._snapshot, self._heart)
-        self._lr = 0.0
-        self._divisor = 1.0
-        self._result = (0.0, 0.0)
         self._measures: Mapping[str, float] = {}
-        self._stop = Stop()
-        self._flags = [False, False]
-        self._inspect: Callable[[], None] | None = None
-        self._judge: Judge | None = None
-        self._refused = ""
 
     def _snapshot(self, unit: int) -> Pending:
         return DONE if self.snapshots is None else self.snapshots.copy(unit)
@@ -156,15 +122,15 @@ class Engine(RankState):
         self.snapshots = Snapshots(memory, trained, self.mesh.device)
         return self.snapshots
 
-    def _begin(self, m: int) -> None:
+    def _begin(self, context: StepContext, m: int) -> None:
         """Tell the exchange which sequences come next."""
-        plan, train = self.run.plan, self.run.config.train
-        first = (self.mesh.at.dp * self._count + m) * plan.microbatch
+        plan, train, count = self.run.plan, self.run.config.train, len(context.microbatches)
+        first = (self.mesh.at.dp * count + m) * plan.microbatch
         self._exchange.now = DispatchContext(
             sequences=tuple(range(first, first + plan.microbatch)),
-            batch_sequences=self._count * plan.microbatch * self.mesh.shape.dp,
+            batch_sequences=count * plan.microbatch * self.mesh.shape.dp,
             seed=train.seed,
-            step=self.optimizer.steps if self._is_training else None,
+            step=self.optimizer.steps if context.is_training else None,
         )
 
     def train_step(  # noqa: PLR0913
@@ -200,37 +166,33 @@ class Engine(RankState):
             DataError: the divisor divides nothing, or a stream is missing or of another shape than the targets.
             ConfigError: the last unit has a loss of its own, which knows nothing of streams and objectives.
         """
-        self._stop = stop or Stop()
-        self._lr, self._inspect, self._judge, self._is_training = lr, inspect, judge, True
-        self._divisor = require_divisor(float(valid_tokens) if divisor is None else divisor)
-        self._watch = self._watching(objective or self._objective, microbatches)
-        for _, b in self._each():
-            if not b.is_frozen:
-                b.zero_gradient()
-        scale = 1.0 / self._divisor
+        divisor = require_divisor(float(valid_tokens) if divisor is None else divisor)
         self.newest_program, _ = self._programs(len(microbatches))
-        number = self.optimizer.steps + 1
-        self._executor.run(
-            self.newest_program, microbatches, scale=scale, watch=self._watch, record=record, number=number
+        context = StepContext(
+            program=self.newest_program,
+            microbatches=microbatches,
+            metrics=self._watching(objective or self._objective, microbatches),
+            scale=1.0 / divisor,
+            number=self.optimizer.steps + 1,
+            is_training=True,
+            update=UpdateArguments(
+                valid_tokens=valid_tokens, lr=lr, divisor=divisor, inspect=inspect, judge=judge, stop=stop or Stop()
+            ),
+            record=record,
         )
+        for b in self.trained_buffers():
+            b.zero_gradient()
+        result = self._executor.run(context).step
+        assert result is not None, "a step program has a Step"
         if self.routers is not None:
-            told = self._exchange.told()
-            if not self._refused:
-                self.routers.add(told)
-        loss, norm = self._result
-        return StepResult(
-            loss=loss,
-            grad_norm=norm,
-            tokens=valid_tokens,
-            is_stop_asked=self._flags[0],
-            is_copy_refused=self._flags[1],
-            measures=self._measures,
-            refused=self._refused,
-        )
+            counts = self._exchange.told()
+            if not result.refused:
+                self.routers.add(counts)
+        return result
 
     def _programs(self, count: int) -> tuple[Program, Program]:
         """A step and an evaluation of so many microbatches on a rank."""
-        plan, self._count = self.run.plan, count
+        plan = self.run.plan
         if count == plan.microbatches:
             return self.step_program, self.evaluation_program
         if count not in self._others:
@@ -253,31 +215,48 @@ class Engine(RankState):
             )
         return watch
 
-    def _update(self) -> None:
-        self._refused = ""
+    def _update(self, context: StepContext, loss: torch.Tensor) -> StepResult:
+        """Make the update of a step whose gradients are complete, or say why it is refused.
+
+        Args:
+            context: of the step.
+            loss: summed over this rank's tokens.
+        """
+        arguments = context.update
+        assert arguments is not None, "a program with a Step is given its arguments"
+        flags: Sequence[bool] = (False, False)
+        self._measures = {}
         try:
-            mine = self._told()
+            mine = self._told(context.metrics, loss)
             self._heart.waits()
             is_copy_refused = self.snapshots is not None and self.snapshots.refused is not None
-            flags = self._stop.is_asked, is_copy_refused
-            square, told, self._flags = self.optimizer.sums(mine, self._excess, flags)
+            own_flags = arguments.stop.is_asked, is_copy_refused
+            square, told, flags = self.optimizer.sums(mine, self._excess, own_flags)
             self._heart.works()
-            self._measures = self._measured(told[1:])
+            self._measures = self._measured(context.metrics, told[1:])
+            loss_value, norm, refused = told[0] / arguments.divisor, math.sqrt(square), ""
         except OutOfRange as error:
-            if self._judge is not None:
-                self._excess.found = ""
-                self._result, self._refused = (math.nan, math.nan), str(error)
-                return
-            step = self.optimizer.steps + 1
-            mend = "" if self._watch.is_plain else f" {WEIGHTS_MEND}"
-            raise Fault(f"{error}{mend}", rank=self.mesh.rank, step=step, instruction=describe(Step())) from error
-        self._result = (told[0] / self._divisor, math.sqrt(square))
-        if self._judge is not None and (refused := self._judge(*self._result)):
-            self._refused = refused
-            return
-        if self._inspect is not None:
-            self._inspect()
-        self.optimizer.step(self._lr, self._result[1])
+            if arguments.judge is None:
+                mend = "" if context.metrics.is_plain else f" {WEIGHTS_MEND}"
+                step, place = context.number, describe(Step())
+                raise Fault(f"{error}{mend}", rank=self.mesh.rank, step=step, instruction=place) from error
+            self._excess.found = ""
+            loss_value, norm, refused = math.nan, math.nan, str(error)
+        if not refused and arguments.judge is not None:
+            refused = arguments.judge(loss_value, norm)
+        if not refused:
+            if arguments.inspect is not None:
+                arguments.inspect()
+            self.optimizer.step(arguments.lr, norm)
+        return StepResult(
+            loss=loss_value,
+            grad_norm=norm,
+            tokens=arguments.valid_tokens,
+            is_stop_asked=flags[0],
+            is_copy_refused=flags[1],
+            measures=self._measures,
+            refused=refused,
+        )
 
     @property
     def measures(self) -> Mapping[str, float]:
@@ -289,17 +268,17 @@ class Engine(RankState):
         """Whether each tp rank sees a part of the tokens of its own."""
         return sees_part(self.run.plan, self.run.outline)
 
-    def _told(self) -> torch.Tensor:
+    def _told(self, metrics: TokenMetrics, loss: torch.Tensor) -> torch.Tensor:
         """What is to be summed over all ranks after a run: the loss, and what was seen of the tokens, fp64."""
         # Where every tp rank computed the same loss, one of them counts it.
         is_counted = self.mesh.at.tp == 0 or self._sees_part
-        loss = (self._executor.loss * is_counted).double().view(1)
-        return loss if not self._watch.sees else torch.cat((loss, self._watch.numbers(is_counted=is_counted)))
+        loss = (loss * is_counted).double().view(1)
+        return loss if not metrics.sees else torch.cat((loss, metrics.numbers(is_counted=is_counted)))
 
-    def _measured(self, summed: Sequence[float]) -> Mapping[str, float]:
-        if not self._watch.sees:
+    def _measured(self, metrics: TokenMetrics, summed: Sequence[float]) -> Mapping[str, float]:
+        if not metrics.sees:
             return {}
-        measures, size = self._watch.told(summed)
+        measures, size = metrics.told(summed)
         if self.run.plan.grain is not None:
             require_exact_loss(size)  # losses of both signs may leave the range together and sum to little
         return measures
@@ -310,18 +289,22 @@ class Engine(RankState):
         """The loss summed over the tokens of one global batch, and how many have a target, on all ranks; with a stream
         ``weights``, the sizes of their weights together.
         """
-        self._evaluate(self._watching(objective, microbatches), microbatches)
+        metrics = self._watching(objective, microbatches)
+        own_loss = self._evaluate(metrics, microbatches)
         weighed = [_weight_sum(m) for m in microbatches]
         is_counted = self.mesh.at.tp == 0 and self.mesh.at.pp == self.run.plan.placement[-1]
-        told = torch.cat((self._told()[:1], torch.stack(weighed).sum().view(1) * is_counted))
+        told = torch.cat((self._told(metrics, own_loss)[:1], torch.stack(weighed).sum().view(1) * is_counted))
         loss, weight = sum_over(told, self.mesh.world).tolist()
         return loss, weight
 
-    def _evaluate(self, watch: TokenMetrics, microbatches: Sequence[Microbatch]) -> None:
-        self._is_training, self._watch = False, watch
+    def _evaluate(self, metrics: TokenMetrics, microbatches: Sequence[Microbatch]) -> torch.Tensor:
+        """Run the evaluation program; the loss, summed over this rank's tokens."""
         _, program = self._programs(len(microbatches))
-        self._executor.run(program, microbatches, scale=1.0, watch=watch, number=self.optimizer.steps)
+        number = self.optimizer.steps
+        context = StepContext(program=program, microbatches=microbatches, metrics=metrics, number=number)
+        loss = self._executor.run(context).loss
         self._exchange.told()  # of training alone is kept count
+        return loss
 
     def own_logprobs(self, microbatches: Sequence[Microbatch]) -> list[torch.Tensor]:
         """The log-probability of each target of this rank's microbatches, fp32, in their order and of the targets'

@@ -19,11 +19,9 @@ from superstep.engine.build_modules import Compute, Loss
 from superstep.engine.choose_attention import Sight
 from superstep.engine.flat.buffers import UnitBuffers
 from superstep.engine.flat.sync import fetch, reduce, reduce_partial, reduce_replicas, tie
-from superstep.engine.instruction_timer import Recorder
 from superstep.engine.layers.grad_accumulation import Adder, Sum, Sums, input_gradient
 from superstep.engine.layers.implementation import Choice
-from superstep.engine.microbatch import Microbatch
-from superstep.engine.token_metrics import TokenMetrics
+from superstep.engine.step_context import StepContext, StepResult
 from superstep.model.inspect import Passed
 from superstep.monitor.status_page import Beats, Unwatched
 from superstep.numerics.fixed_point import Excess
@@ -70,7 +68,7 @@ class RankUnits:
         loss: of the last unit's output; only its holder uses it.
         loss_dtype: of its result.
         boundaries: shape and dtype of each unit's input.
-        begin: told the number of a microbatch before any computation with it.
+        begin: called with the number of a microbatch before any computation with it.
         excess: where exact sums note what they have no room for.
         sight: attention and positions of a microbatch, by where its documents start.
     """
@@ -86,15 +84,32 @@ class RankUnits:
     loss: Loss
     loss_dtype: torch.dtype
     boundaries: Sequence[Passed]
-    begin: Callable[[int], None]
+    begin: Callable[[StepContext, int], None]
     excess: Excess
     sight: Callable[[Tensor | None], Sight]
 
 
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """What a run of a program gives.
+
+    Attributes:
+        loss: summed over this rank's tokens, fp64; zero where the rank has no head.
+        step: of the program's ``Step``, where it has one.
+    """
+
+    loss: Tensor
+    step: StepResult | None
+
+
 @dataclass
 class _Flight:
-    """What is under way within one run of a program."""
+    """One run of a program, and what is under way within it."""
 
+    context: StepContext
+    sights: Sequence[Sight]
+    loss: Tensor
+    step: StepResult | None = None
     inputs: dict[Key, Tensor] = field(default_factory=dict)
     gradients: dict[Key, Tensor] = field(default_factory=dict)
     kept: dict[Key, tuple[Tensor, GradientEdge | None]] = field(default_factory=dict)
@@ -111,15 +126,18 @@ class Executor:
 
     Args:
         machine: what to drive.
-        step: the optimizer's update, called by the Step instruction.
+        step: the optimizer's update, called by the Step instruction with the loss summed so far.
         snapshot: starts copying the state of a unit, where a snapshot is due.
         heart: told where it is.
     """
 
+    _flight: _Flight
+    """The run that is under way: there is one within ``run`` alone."""
+
     def __init__(
         self,
         machine: RankUnits,
-        step: Callable[[], None],
+        step: Callable[[StepContext, Tensor], StepResult],
         snapshot: Callable[[int], Pending] = lambda _: DONE,
         heart: Beats | None = None,
     ) -> None:
@@ -127,55 +145,33 @@ class Executor:
         self._heart = heart or Unwatched()
         self._step = step
         self._snapshot = snapshot
-        self._flight = _Flight()
         self._program: Program | None = None
         self._received: Mapping[int, Sequence[Value]] = {}
-        self._microbatches: Sequence[Microbatch] = ()
-        self._sights: Sequence[Sight] = ()
-        self._scale = 1.0
-        # fp64 whatever the unit's own dtype: microbatches may be many.
-        self.loss = torch.zeros((), dtype=torch.float64, device=machine.mesh.device.torch)
         self._one = torch.ones((), dtype=machine.loss_dtype, device=machine.mesh.device.torch)
 
-    def run(
-        self,
-        program: Program,
-        microbatches: Sequence[Microbatch],
-        *,
-        scale: float,
-        watch: TokenMetrics,
-        record: Recorder | None = None,
-        number: int = 0,
-    ) -> None:
-        """Interpret this rank's list. ``loss`` is then the sum of the loss over this rank's tokens, and zero where the
-        rank has no head.
-
-        Args:
-            program: what to run.
-            microbatches: of this data-parallel rank.
-            scale: what the loss's gradient is multiplied with: one over the divisor of the whole step.
-            watch: what the loss is, and what sees the tokens.
-            record: what notes when each instruction ran, if anything.
-            number: of the step that it is part of, or follows.
-        """
-        self._microbatches, self._scale, self._watch = microbatches, scale, watch
-        self._sights = [self._machine.sight(microbatch.starts) for microbatch in microbatches]
-        self.loss = torch.zeros_like(self.loss)
-        self._flight = _Flight()
-        self._last_unit = len(program.units) - 1
-        self._holders = program.holders
-        self._reads, self._trained = program.params, program.trained
-        instructions = program.ranks[self._machine.mesh.at.pp]
+    def run(self, context: StepContext) -> RunResult:
+        """Interpret this rank's list."""
+        device = self._machine.mesh.device.torch
+        flight = self._flight = _Flight(
+            context,
+            [self._machine.sight(microbatch.starts) for microbatch in context.microbatches],
+            # fp64 whatever the unit's own dtype: microbatches may be many.
+            torch.zeros((), dtype=torch.float64, device=device),
+        )
+        program, place = context.program, self._machine.mesh.at.pp
         if program is not self._program:
-            self._program, self._received = program, received_by(program, self._machine.mesh.at.pp)
-        self._heart.begin(instructions, step=number)
+            self._program, self._received = program, received_by(program, place)
+        instructions = program.ranks[place]
+        self._heart.begin(instructions, step=context.number)
         try:
-            self._follow(instructions, record)
+            self._follow(instructions)
         finally:
             self._heart.rests()
-        self._sights = ()  # with them go the tables of their positions
+            del self._flight  # with its sights go the tables of their positions
+        return RunResult(flight.loss, flight.step)
 
-    def _follow(self, instructions: Sequence[Instruction], record: Recorder | None) -> None:
+    def _follow(self, instructions: Sequence[Instruction]) -> None:
+        record = self._flight.context.record
         for index, instruction in enumerate(instructions):
             self._heart.waits(index)
             self._ready(instruction)
@@ -250,14 +246,14 @@ class Executor:
                 for buffers in self._machine.trained[unit]:
                     buffers.settle()
             case Tie(unit):
-                tie(self._machine.trained[unit], self._machine.mesh.ties[self._holders(unit)])
+                tie(self._machine.trained[unit], self._machine.mesh.ties[self._flight.context.program.holders(unit)])
             case ReducePartial():
                 assert self._machine.mesh.tp is not None
                 reduce_partial((b for unit in self._machine.trained.values() for b in unit), self._machine.mesh.tp)
             case Snapshot(unit):
                 self._flight.copying[unit] = self._snapshot(unit)
             case Step():
-                self._step()
+                self._flight.step = self._step(self._flight.context, self._flight.loss)
 
     def _under_way(self, instruction: Instruction) -> Pending | None:
         """What the instruction has just started beside the compute."""
@@ -281,27 +277,28 @@ class Executor:
         y = self._compute(unit, m, x, keeps_graph=keeps_graph, is_selective=is_selective)
         flight.kept[unit, m] = (x, _edge(y) if keeps_graph else None)
         if unit == self._last_unit:
-            self.loss += y.detach()
+            flight.loss += y.detach()
         else:
             flight.inputs[unit + 1, m] = y.detach()
 
     def _input(self, m: int) -> Tensor:
         # A tensor of its own, because what is computed from it may be asked for its gradient.
-        return self._microbatches[m].tokens.detach().to(self._machine.boundaries[0].dtype)
+        return self._flight.context.microbatches[m].tokens.detach().to(self._machine.boundaries[0].dtype)
 
     def _compute(
         self, unit: int, m: int, x: Tensor, *, keeps_graph: bool, is_selective: bool, is_again: bool = False
     ) -> Tensor:
-        self._machine.begin(m)
+        flight, context = self._flight, self._flight.context
+        self._machine.begin(context, m)
         module = (self._machine.selective if is_selective else self._machine.compute)[unit]
         with torch.set_grad_enabled(keeps_graph):
             # The first unit's input has no use for a gradient, but for a graph where there is no parameter.
             if keeps_graph and x.is_floating_point() and (unit > 0 or not self._machine.buffers[unit]):
                 x.requires_grad_()
-            y = module(x, self._sights[m])
+            y = module(x, flight.sights[m])
             if unit == self._last_unit:
-                aim = self._watch.aim(self._microbatches[m], m, is_seen=not is_again)
-                y = self._machine.loss(y, aim, self._scale)
+                aim = context.metrics.aim(context.microbatches[m], m, is_seen=not is_again)
+                y = self._machine.loss(y, aim, context.scale)
         return y
 
     def _recompute(self, unit: int, m: int) -> None:
@@ -335,16 +332,20 @@ class Executor:
                 add()
 
     def _ready_gradients(self, unit: int) -> None:
-        for read in self._trained(unit):
+        for read in self._flight.context.program.trained(unit):
             for buffers in self._machine.trained[read]:
                 buffers.ready_gradient()
 
     def _going_back(self, unit: int, m: int) -> tuple[Tensor, GradientEdge | None, Tensor]:
         """The unit's input, where its graph ends if anything in it has a gradient, and the gradient there."""
-        self._machine.begin(m)
+        self._machine.begin(self._flight.context, m)
         x, edge = self._flight.kept.pop((unit, m))
         gradient = self._one if unit == self._last_unit else self._flight.gradients.pop((unit + 1, m))
         return x, edge, gradient
+
+    @property
+    def _last_unit(self) -> int:
+        return len(self._flight.context.program.units) - 1
 
     def _values(self, wire: Wire) -> dict[Key, Tensor]:
         return self._flight.inputs if wire == "act" else self._flight.gradients
@@ -370,11 +371,11 @@ class Executor:
         return group, torch.distributed.get_group_rank(group, mesh.peer(peer))
 
     def _tag(self, wire: Wire, unit: int, m: int) -> int:
-        return (unit * len(self._microbatches) + m) * 2 + (wire == "grad")
+        return (unit * len(self._flight.context.microbatches) + m) * 2 + (wire == "grad")
 
     def _arrived(self, unit: int) -> None:
         """Wait for the parameters that the unit reads."""
-        for read in self._reads[unit]:
+        for read in self._flight.context.program.params[unit]:
             self._flight.fetching.pop(read, DONE).wait()
 
 

@@ -21,6 +21,8 @@ from superstep.comm.mesh import Mesh
 from superstep.engine.adamw import Hyper
 from superstep.engine.engine import Engine
 from superstep.engine.microbatch import Microbatch
+from superstep.engine.step_context import StepContext
+from superstep.engine.token_metrics import TokenMetrics
 from superstep.errors import ConfigError, Fault
 from superstep.model.unit import UnitSpec
 from superstep.numerics.fixed_point import OutOfRange
@@ -75,20 +77,25 @@ class PiecemealEngine(Engine):
         Raises:
             DataError: a stream is missing, or of another shape than the targets.
         """
-        self._is_training = True
-        self._watch = self._watching(objective, [microbatch], keeps=True)
-        self._executor.run(self._gradient_program, [microbatch], scale=self._scale, watch=self._watch)
-        return self._found(microbatch)
+        metrics = self._watching(objective, [microbatch], keeps=True)
+        context = StepContext(
+            program=self._gradient_program,
+            microbatches=[microbatch],
+            metrics=metrics,
+            scale=self._scale,
+            is_training=True,
+        )
+        return self._found(microbatch, metrics, self._executor.run(context).loss)
 
     def look(self, microbatch: Microbatch, objective: Objective) -> PassResult:
         """The same without a gradient."""
-        self._evaluate(self._watching(objective, [microbatch], keeps=True), [microbatch])
-        return self._found(microbatch)
+        metrics = self._watching(objective, [microbatch], keeps=True)
+        return self._found(microbatch, metrics, self._evaluate(metrics, [microbatch]))
 
-    def _found(self, microbatch: Microbatch) -> PassResult:
-        measures = self._measured(self._told()[1:].tolist())
-        logp = self._watch.kept(0).view(microbatch.targets.shape)
-        return PassResult(logp=logp, loss=float(self._executor.loss), measures=measures)
+    def _found(self, microbatch: Microbatch, metrics: TokenMetrics, loss: Tensor) -> PassResult:
+        measures = self._measured(metrics, self._told(metrics, loss)[1:].tolist())
+        logp = metrics.kept(0).view(microbatch.targets.shape)
+        return PassResult(logp=logp, loss=float(loss), measures=measures)
 
     def update(self, lr: float, hyper: Hyper) -> float:
         """Make the update that the gradients ask for, and begin anew; the gradients' norm before clipping.

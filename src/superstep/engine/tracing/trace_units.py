@@ -141,7 +141,7 @@ def _machine(
     # What a compiler would make of a unit is not seen: its operations are those of eager mode.
     config = replace(run.config, numerics=replace(run.config.numerics, compile=False))
     run = replace(run, plan=alone, config=config)
-    machine = assemble(run, specs, mesh, buffers, exchange, lambda m: None, None)
+    machine = assemble(run, specs, mesh, buffers, exchange, lambda *_: None, None)
     return machine, exchange
 
 
