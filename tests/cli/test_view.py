@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -391,3 +392,30 @@ def test_waits_that_a_rank_records_as_compute_are_found(tmp_path_factory, plan):
 def test_a_missing_trace_is_a_state_error(tmp_path):
     with pytest.raises(StateError, match="cannot be read: No such file"):
         load_trace(tmp_path / "trace.json", compile_step(plan_of()))
+
+
+def kernels(capsys, *flags):
+    """Layer and implementations, from the table that is printed; of the blocks all alike."""
+    assert main(["view", "--kernels", *flags]) == 0
+    rows = [re.split("  +", line) for line in capsys.readouterr().out.splitlines()[1:]]
+    return [(row[1], row[-2]) for row in rows if len(row) == 5]
+
+
+def test_what_each_layer_computes_with_is_listed(capsys):
+    found = kernels(capsys, "--plan.dp=1", "--plan.tp=2", "--plan.sequence-parallel=true", "--numerics.kernels=torch")
+    assert ("embed_tokens", "looks up its own rows, output leaves tp") in found
+    down = [name for layer, name in found if layer == "mlp.down_proj"]
+    assert down == ["gradient straight into the buffer", "output leaves tp"]
+    assert not any("by the kernel" in name for _, name in found)
+    assert [name for layer, name in found if layer == "lm_head"] == ["product left to the loss", "input enters tp"]
+
+
+def test_exact_mode_is_listed(capsys):
+    found = kernels(capsys, "--numerics.exact=true", "--plan.dp=1", "--plan.tp=2")
+    assert ("self_attn.q_proj", "exact sums") in found
+    assert not any(name == "gradient straight into the buffer" for _, name in found)
+
+
+def test_kernels_of_a_runs_folder_are_those_of_its_plan(run_folder, capsys):
+    assert main(["view", str(run_folder), "--kernels"]) == 2
+    assert "run.toml --kernels" in capsys.readouterr().err

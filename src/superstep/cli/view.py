@@ -14,6 +14,7 @@ from pathlib import Path
 from superstep.cli.arguments.view import DESCRIPTION
 from superstep.cli.arguments.view import read as read_arguments
 from superstep.cli.damage import say_damage
+from superstep.cli.kernel_table import kernel_table
 from superstep.cli.options import DEMO, flags, read_run, settled
 from superstep.cli.rl_view import is_rolled, rolled
 from superstep.cli.serve_log_view import replayed
@@ -85,8 +86,9 @@ def main(argv: Sequence[str]) -> int:
             "--router shows where a run's tokens went; name the folder of a run: superstep view RUN --router."
         )
     if target is not None and is_run:
-        if options.memory:
-            raise UserError(f"--memory draws a plan's memory: superstep view {target}/run.toml --memory.")
+        for name in ("memory", "kernels"):
+            if getattr(options, name):
+                raise UserError(f"--{name} shows a plan's {name}: superstep view {target}/run.toml --{name}.")
         if rest:
             raise UserError(f"{rest[0]}: a run's step is shown as it ran; change the plan of {target}/run.toml.")
         _of_run(RunFolder(root=Path(target)), options, picture)
@@ -95,6 +97,8 @@ def main(argv: Sequence[str]) -> int:
     run = resolved(config) if target else settled(config, rest, resolved)
     if options.program:
         _say(write_program(compile_step(run.plan)))
+    elif options.kernels:
+        _say(kernel_table(run))
     else:
         _predicted(run, target, options, picture)
     return 0

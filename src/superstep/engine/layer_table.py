@@ -101,7 +101,7 @@ def left_to_loss(module: nn.Module, spec: UnitSpec) -> tuple[Implementation, ...
     return (
         Implementation(
             "product left to the loss",
-            "its logits",
+            "decoder",
             lambda path, layer: layer is head,
             lambda path, layer, inner: _same,
         ),

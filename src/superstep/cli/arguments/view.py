@@ -32,7 +32,7 @@ def read(argv: Sequence[str]) -> tuple[str | None, argparse.Namespace, list[str]
     if options.width is not None and options.width < 1:
         raise ConfigError(f"--width = {options.width} must be at least 1.")
     if options.out is not None or options.open:
-        for name in ("text", "program", "memory", "router"):
+        for name in ("text", "program", "memory", "kernels", "router"):
             if getattr(options, name):
                 raise ConfigError(f"--{name} prints and writes no file; leave it out, or --out and --open.")
     if options.out is not None and Path(options.out).suffix not in ENDS:
@@ -52,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     form.add_argument("--text", action="store_true", help="draw the step as text alone, and write no page")
     form.add_argument("--program", action="store_true", help="print the instructions of each pipeline rank")
     form.add_argument("--memory", action="store_true", help="draw what each pipeline rank holds over the step as well")
+    form.add_argument("--kernels", action="store_true", help="print what each layer computes with, and why")
     form.add_argument("--router", action="store_true", help="of a run with experts: where tokens went in training")
     parser.add_argument("--layer", type=int, metavar="N", help="with --router: this layer alone, from 0 on")
     parser.add_argument(

@@ -172,31 +172,31 @@ def splitting(
 
     return (
         row(
-            "lookup of this rank's rows, summed over tp",
+            "looks up its own rows, output leaves tp",
             lambda path, layer: path in cut and isinstance(layer, nn.Embedding),
             lambda layer, inner: _vocabulary_lookup(layer, inner, group, seam.leave_lookup),
         ),
         row(
-            "product summed over tp",
+            "output leaves tp",
             lambda path, layer: cut.get(path) == 1 and isinstance(layer, nn.Linear),
             lambda layer, inner: _rows(layer, inner, group, seam.leave),
         ),
         row(
-            "input gathered over tp" if is_split else "input enters tp",
+            "input enters tp",
             lambda path, layer: path in entered and (path not in cut or isinstance(layer, nn.Linear)),
             lambda layer, inner: _entering(inner, entrance),
         ),
-        row("lets go of what entered", _is_unit, lambda layer, inner: _closing(inner, entrance)),
+        row(
+            "lets go of what entered",
+            lambda path, layer: not path and bool(entered),
+            lambda layer, inner: _closing(inner, entrance),
+        ),
         row(
             "output split over the sequence",
-            lambda path, layer: _is_unit(path, layer) and sequence_parallel and is_whole,
+            lambda path, layer: not path and sequence_parallel and is_whole,
             lambda layer, inner: _then(inner, end, group),
         ),
     )
-
-
-def _is_unit(path: str, layer: nn.Module) -> bool:
-    return not path
 
 
 def _cut_layers(spec: UnitSpec, rules: Rules) -> dict[str, int]:

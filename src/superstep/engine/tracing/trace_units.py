@@ -28,6 +28,7 @@ from superstep.engine.executor import RankUnits
 from superstep.engine.flat.buffers import UnitBuffers
 from superstep.engine.flat.layout import lay_out
 from superstep.engine.layers.grad_accumulation import input_gradient
+from superstep.engine.layers.implementation import Choice
 from superstep.engine.parallel.expert import ExpertParallel, build_exchange
 from superstep.engine.tracing.operation_trace import Noted, OperationRecorder
 from superstep.model.expert_dispatch import DispatchContext
@@ -46,10 +47,11 @@ def operations_of(run: Resolved, specs: Sequence[UnitSpec]) -> tuple[UnitOperati
     Blocks of our own decoder are all alike, so that one of them speaks for all. Exact mode is seen as fast mode: its
     sums ask for values, which are not there. No process group may be there yet.
     """
-    run = replace(run, plan=replace(run.plan, grain=None))
-    last = len(specs) - 1
-    seen = range(last + 1) if run.decoder is None else sorted({0, min(1, last), last})
-    with _alone(run) as mesh, FakeTensorMode(allow_non_fake_inputs=True):
+    # What a compiler would make of a unit is not seen either: its operations are those of eager mode.
+    config = replace(run.config, numerics=replace(run.config.numerics, compile=False))
+    run = replace(run, plan=replace(run.plan, grain=None), config=config)
+    last, seen = len(specs) - 1, _speaking(run, specs)
+    with _alone(run, Device("cpu")) as mesh, FakeTensorMode(allow_non_fake_inputs=True):
         machine, exchange = _machine(run, specs, mesh, seen)
         recorder = OperationRecorder(_axes(mesh))
         exchange.now = DispatchContext(sequences=tuple(range(run.plan.microbatch)), step=0)
@@ -57,8 +59,23 @@ def operations_of(run: Resolved, specs: Sequence[UnitSpec]) -> tuple[UnitOperati
     return tuple(found[unit] if unit in found else found[1] for unit in range(last + 1))
 
 
+def layers_of(run: Resolved, specs: Sequence[UnitSpec], device: Device) -> dict[int, tuple[Choice, ...]]:
+    """What the layers of each unit compute with, on the first rank; of our own decoder's blocks, those of the first.
+    No process group may be there yet.
+    """
+    with _alone(run, device) as mesh, FakeTensorMode(allow_non_fake_inputs=True):
+        machine, _ = _machine(run, specs, mesh, _speaking(run, specs))
+    return dict(machine.chosen)
+
+
+def _speaking(run: Resolved, specs: Sequence[UnitSpec]) -> Sequence[int]:
+    """The units that speak for all: of our own decoder embedding, first block and head."""
+    last = len(specs) - 1
+    return range(last + 1) if run.decoder is None else sorted({0, min(1, last), last})
+
+
 @contextmanager
-def _alone(run: Resolved) -> Iterator[Mesh]:
+def _alone(run: Resolved, device: Device) -> Iterator[Mesh]:
     """The mesh of the first rank; only groups that a unit sends over, and they send nothing."""
     shape, has_experts = run.plan.mesh, "experts" in run.plan.families
     sequence = shape.cp * shape.tp
@@ -72,7 +89,7 @@ def _alone(run: Resolved) -> Iterator[Mesh]:
             shape=shape,
             rank=0,
             at=FIRST,
-            device=Device("cpu"),
+            device=device,
             transport=GLOO,
             world=None,
             sharers={f: _sharers(shape.shards(f)) for f in run.plan.families},
@@ -138,10 +155,7 @@ def _machine(
         for unit in needed
     }
     exchange = build_exchange(run, mesh)
-    # What a compiler would make of a unit is not seen: its operations are those of eager mode.
-    config = replace(run.config, numerics=replace(run.config.numerics, compile=False))
-    run = replace(run, plan=alone, config=config)
-    machine = assemble(run, specs, mesh, buffers, exchange, lambda *_: None, None)
+    machine = assemble(replace(run, plan=alone), specs, mesh, buffers, exchange, lambda *_: None, None)
     return machine, exchange
 
 
