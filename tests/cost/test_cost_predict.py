@@ -77,7 +77,7 @@ def test_a_loss_of_whole_answers_takes_a_forward_pass_more(layout):
 def test_full_recomputation_adds_the_blocks_forward():
     run = run_of(recompute="full")
     blocks = unit_work(run.shape, tokens=64, sequence_tokens=64)[1:-1]
-    again_s = 16 * sum(block.recompute_flops for block in blocks) / ONLY_PRODUCTS.gemm_flops_per_s
+    again_s = 16 * sum(block.forward_flops for block in blocks) / ONLY_PRODUCTS.gemm_flops_per_s
     assert predict(run, ONLY_PRODUCTS).step_s == pytest.approx(ideal_s(run, ONLY_PRODUCTS) + again_s)
 
 

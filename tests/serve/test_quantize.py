@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from superstep.errors import ConfigError
 from superstep.model.decoder import Decoder
 from superstep.plan.model.shape import SHAPES
-from superstep.serve.compute.quantize import FORMATS, GROUP_4, format_named, quantize_linears, to_4_bits, to_8_bits
+from superstep.serve.compute.fused_linears import Linears
+from superstep.serve.compute.quantize import FORMATS, GROUP_4, format_named, to_4_bits, to_8_bits
 
 BF16 = torch.finfo(torch.bfloat16).eps
 
@@ -119,7 +120,8 @@ def trained():
         served = Decoder(shape).bfloat16().requires_grad_(False)
         served.load_state_dict(state)
         if name is not None:
-            assert len(quantize_linears([served], name)) == 2 * 7 + 1
+            row = format_named(name)
+            assert len(Linears([served], row.pack, format_named(row.head).pack)) == 2 * 7 + 1
         tokens = text(64, 10**6)
         logits = served(tokens[:, :-1]).float()
         return math.exp(F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()))

@@ -96,11 +96,6 @@ class UnitWork:
         """Each product has two in the backward pass: one for its input's gradient, one for its weight's."""
         return 2 * self.forward_flops
 
-    @property
-    def recompute_flops(self) -> int:
-        """Full recomputation is the forward pass again."""
-        return self.forward_flops
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalDims:

@@ -13,16 +13,16 @@ would go through every layer. The head of a 4-bit format has 8 bits: its errors 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from superstep.errors import ConfigError
-from superstep.serve.compute.fused_linears import Linears, Product
+from superstep.serve.compute.fused_linears import Product
 from superstep.serve.compute.onednn_linear import is_mkldnn_weight, packed
 
 MOST_8 = 127
@@ -228,13 +228,3 @@ def format_named(name: str) -> Format:
     if row_format is None:
         raise ConfigError(f"serve.quantize = '{name}' is no format; use one of {', '.join(r.name for r in FORMATS)}.")
     return row_format
-
-
-def quantize_linears(modules: Iterable[nn.Module], name: str) -> Linears:
-    """Quantize the plain linears of some modules.
-
-    Raises:
-        ConfigError: there is no format of that name.
-    """
-    row = format_named(name)
-    return Linears(modules, row.pack, format_named(row.head).pack)
