@@ -1,3 +1,41 @@
-"""Superstep: a training engine for foundation models."""
+"""Superstep: a training engine for foundation models.
+
+``train``, ``tune_sft``, ``tune_dpo`` and ``prove`` do from Python what the commands of these names do
+(``superstep.run.api``). Nothing of them is imported before one is called: this module brings no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+from typing import Any
 
 __version__ = "0.1.0"
+
+FUNCTIONS = {
+    "train": "superstep.run.api",
+    "tune_sft": "superstep.run.api",
+    "tune_dpo": "superstep.run.api",
+    "prove": "superstep.run.api",
+}
+"""The module of each function."""
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401 - functions of several types
+    """A function of the package, imported when it is first asked for."""
+    if name not in FUNCTIONS:
+        raise AttributeError(f"module 'superstep' has no attribute '{name}'")
+    return getattr(importlib.import_module(FUNCTIONS[name]), name)
+
+
+class _CallablePart(ModuleType):
+    """A part of the package that has the name of a function: called, it is the function."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        return __getattr__(self.__name__.rpartition(".")[2])(*args, **kwargs)
+
+
+# Importing anything of this part makes it an attribute here, in the place of the function.
+importlib.import_module("superstep.train")
+sys.modules["superstep.train"].__class__ = _CallablePart

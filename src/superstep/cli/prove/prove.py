@@ -23,10 +23,11 @@ from superstep.cli.prove.served import prove_served
 from superstep.comm.device import choose
 from superstep.data.prepare import is_prepared, prepare
 from superstep.data.token_files import open_corpus
-from superstep.errors import ConfigError, StateError
+from superstep.errors import ConfigError
 from superstep.launch.ranks import World, launch_on
 from superstep.plan.config import RunConfig
 from superstep.plan.resolve import Resolved
+from superstep.run.prove_layout import disk_named, proof_case, prove_layout
 from superstep.strict.timeline import timeline_text
 from superstep.train.batches import stream_of
 from superstep.train.model import resolved, vocab_of
@@ -108,8 +109,9 @@ def _corpus(config: RunConfig, vocab: int) -> Iterator[Path]:
 
 def run_one(run: Resolved, corpus: Path, *, steps: int) -> int:
     """Prove one layout and print what was found."""
-    with _case(run, corpus, steps) as case:
-        verdict = launch_on(run.config.plan.device, run.plan.mesh.world, _rank, (case,))[0]
+    _ask_for_one_order()
+    with proof_case(run, corpus, steps=steps) as case:
+        verdict = prove_layout(case)
     for line in verdict_lines(case, verdict):
         _say(line)
     return 0 if verdict.is_proven else 1
@@ -117,7 +119,8 @@ def run_one(run: Resolved, corpus: Path, *, steps: int) -> int:
 
 def _run_emulated(run: Resolved, corpus: Path, options: ProveOptions) -> int:
     """The same on emulated GPUs, and what was observed there."""
-    with _case(run, corpus, options.steps) as case:
+    _ask_for_one_order()
+    with proof_case(run, corpus, steps=options.steps) as case:
         verdict, reports = launch_on("cuda", run.plan.mesh.world, prove_emulated, case)
     for line in (*verdict_lines(case, verdict), *emulated_lines(run, reports)):
         _say(line)
@@ -127,20 +130,12 @@ def _run_emulated(run: Resolved, corpus: Path, options: ProveOptions) -> int:
     return 0 if verdict.is_proven and is_clean(reports) else 1
 
 
-@contextmanager
-def _case(run: Resolved, corpus: Path, steps: int) -> Iterator[ProofCase]:
-    """What one layout is proven on, as long as its files are there."""
-    _ask_for_one_order()
-    with tempfile.TemporaryDirectory(prefix="superstep-prove-") as folder, _room_in(Path(folder)):
-        yield Cases(Path(folder), corpus, steps=steps).case(run, reruns=True)
-
-
 def _sweep(config: RunConfig, world: int, corpus: Path, *, steps: int) -> int:
     runs = list(layouts(config, world))
     if not runs:
         raise ConfigError(f"no layout of this model and batch fits {world} ranks; raise train.batch_sequences.")
     _ask_for_one_order()
-    with tempfile.TemporaryDirectory(prefix="superstep-prove-") as folder, _room_in(Path(folder)):
+    with tempfile.TemporaryDirectory(prefix="superstep-prove-") as folder, disk_named(Path(folder)):
         made = Cases(Path(folder), corpus, steps=steps)
         cases = [made.case(run, reruns=number % 4 == 0) for number, run in enumerate(runs)]
         _say(sweep_head())
@@ -162,15 +157,6 @@ def _rank(world: World, cases: tuple[ProofCase, ...]) -> list[ProofVerdict]:
         if world.rank == 0 and len(cases) > 1:
             _say(sweep_row(case, verdicts[-1]))
     return verdicts
-
-
-@contextmanager
-def _room_in(folder: Path) -> Iterator[None]:
-    """Within the block a disk that is full is told as what it is."""
-    try:
-        yield
-    except OSError as error:
-        raise StateError(f"{folder} cannot hold the reference: {error.strerror}; free space there.") from error
 
 
 def _say(text: str) -> None:

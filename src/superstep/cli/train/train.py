@@ -23,7 +23,6 @@ from superstep.cli.train.live_report import web
 from superstep.cli.train.terminal import Terminal
 from superstep.comm.device import gpus
 from superstep.data.prepare import is_prepared, prepare
-from superstep.data.token_files import is_whole
 from superstep.launch.hosts.network_interface import interface_of
 from superstep.launch.torchrun import join
 from superstep.plan.resolve import Resolved
@@ -35,7 +34,7 @@ from superstep.run.launch_ranks import launch
 from superstep.run.launch_rules import SEVERAL_HOSTS, require_alone
 from superstep.run.multi_host import on_hosts, own_address, share_out
 from superstep.run.rank import rank_of_torchrun
-from superstep.train import run_directory
+from superstep.run.tokens import tokens_in
 from superstep.train.model import resolved, vocab_of
 from superstep.train.run_lock import note_preparing
 from superstep.train.run_paths import RunFolder
@@ -128,29 +127,28 @@ def _after_demo(job: TrainJob) -> int:
 
 
 def _tokens(run: Resolved, folder: RunFolder, checkpoint: Path | None) -> Path:
-    """The folder of token files, made where need be. A run goes on with those that it was started with."""
+    return tokens_in(run, folder, checkpoint, partial(_make_tokens, run, folder))
+
+
+def _make_tokens(run: Resolved, folder: RunFolder, kept: Path) -> None:
+    """Make the token files of a run, and say how far that is."""
     data = run.config.data
-    kept = Path(data.cache) if data.cache else folder.root / "data"
-    if checkpoint is None or not is_whole(kept):
-        if is_prepared(data, vocab_of(run), kept):
-            prepare(data, vocab_of(run), kept)
-        else:
-            try:
-                prepared(
-                    data,
-                    vocab_of(run),
-                    kept,
-                    sys.stdout,
-                    is_shared=bool(data.cache),
-                    note=partial(note_preparing, folder),
-                )
-            except (KeyboardInterrupt, SystemExit) as error:
-                if (status := ended(error, folder, Terminal(), is_of_torchrun=is_of_torchrun())) is not None:
-                    raise SystemExit(status) from None
-                raise
-    if checkpoint is not None:
-        run_directory.check_tokens(checkpoint, kept)
-    return kept
+    if is_prepared(data, vocab_of(run), kept):
+        prepare(data, vocab_of(run), kept)
+        return
+    try:
+        prepared(
+            data,
+            vocab_of(run),
+            kept,
+            sys.stdout,
+            is_shared=bool(data.cache),
+            note=partial(note_preparing, folder),
+        )
+    except (KeyboardInterrupt, SystemExit) as error:
+        if (status := ended(error, folder, Terminal(), is_of_torchrun=is_of_torchrun())) is not None:
+            raise SystemExit(status) from None
+        raise
 
 
 def _say(text: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -13,23 +12,18 @@ from superstep.cli.choices import idle_places, places_of, shorter_sequences
 from superstep.cli.launcher import is_of_torchrun, launcher
 from superstep.cli.prepare_progress import show
 from superstep.cli.train.terminal import Terminal
-from superstep.data.token_files import Corpus, is_whole
+from superstep.data.token_files import Corpus
 from superstep.launch.torchrun import join
 from superstep.plan.resolve import Resolved
 from superstep.run.exit_messages import ended
-from superstep.run.job import RunKind, TrainJob, asked_device, prepared_job
+from superstep.run.job import TrainJob, asked_device
 from superstep.run.job_message import JOB
 from superstep.run.launch_ranks import launch
 from superstep.run.rank import rank_of_torchrun
-from superstep.train import run_directory
-from superstep.train.model import resolved, vocab_of
+from superstep.run.tune_job import prepared_tune_job, resolved_recipe
 from superstep.train.run_paths import RunFolder
-from superstep.tune.config import USUAL_TOKENS, TuneConfig, check_recipe
-from superstep.tune.dpo import lesson_of
-from superstep.tune.epochs import length_of
-from superstep.tune.initial_model import run_of
+from superstep.tune.config import USUAL_TOKENS, TuneConfig
 from superstep.tune.prepare_conversations import Conversations, Kind
-from superstep.tune.recipe import RECIPE, write
 
 
 def run(read: Callable[[], tuple[Kind, TuneConfig]]) -> int:
@@ -51,23 +45,10 @@ def run(read: Callable[[], tuple[Kind, TuneConfig]]) -> int:
 
 
 def _prepared(kind: Kind, config: TuneConfig, ranks: int | None = None) -> AbstractContextManager[TrainJob | None]:
-    verb, lesson = f"tune {kind}", lesson_of(config.dpo) if kind == "dpo" else None
-    check_recipe(kind, config)
-    run = resolved(run_of(config), ranks)
+    run = resolved_recipe(kind, config, ranks)
     if ranks is None:
         _say_choices(config, run)
-    recipe = replace(config, **{name: getattr(run.config, name) for name in ("plan", "numerics")})
-
-    def tokens(run: Resolved, folder: RunFolder, checkpoint: Path | None) -> Path:
-        return _tokens(Conversations(run.config, config.sft, vocab_of(run), kind), folder, checkpoint, verb)
-
-    return prepared_job(
-        run,
-        tokens,
-        Terminal(),
-        launcher=launcher(),
-        kind=RunKind(verb=verb, files={RECIPE: write(recipe)}, lesson=lesson, length=length_of(config.sft.epochs)),
-    )
+    return prepared_tune_job(run, kind, config, partial(_make, verb=f"tune {kind}"), Terminal(), launcher=launcher())
 
 
 def _say_choices(config: TuneConfig, run: Resolved) -> None:
@@ -78,20 +59,14 @@ def _say_choices(config: TuneConfig, run: Resolved) -> None:
             print(line, flush=True)
 
 
-def _tokens(wanted: Conversations, folder: RunFolder, checkpoint: Path | None, verb: str) -> Path:
-    """The folder of tokens, made where need be. A run goes on with those that it was started with."""
-    cache = wanted.run.data.cache
-    kept = Path(cache) if cache else folder.root / "data"
-    if checkpoint is None or not is_whole(kept):
-        try:
-            _prepare(wanted, kept, is_shared=bool(cache))
-        except (KeyboardInterrupt, SystemExit) as error:
-            if (status := ended(error, folder, Terminal(), verb, is_of_torchrun=is_of_torchrun())) is not None:
-                raise SystemExit(status) from None
-            raise
-    if checkpoint is not None:
-        run_directory.check_tokens(checkpoint, kept)
-    return kept
+def _make(wanted: Conversations, kept: Path, folder: RunFolder, *, verb: str) -> None:
+    """Make the token files of a run, and say how far that is."""
+    try:
+        _prepare(wanted, kept, is_shared=bool(wanted.run.data.cache))
+    except (KeyboardInterrupt, SystemExit) as error:
+        if (status := ended(error, folder, Terminal(), verb, is_of_torchrun=is_of_torchrun())) is not None:
+            raise SystemExit(status) from None
+        raise
 
 
 def _prepare(wanted: Conversations, folder: Path, *, is_shared: bool) -> Corpus:

@@ -1,0 +1,160 @@
+"""Superstep from Python: what its commands do, as functions that return values. None of them prints or exits.
+
+Raises, all of them: ``UserError`` (``ConfigError``, ``StateError``, ...) for what cannot work, with the line that the
+command prints; ``Fault`` where a run breaks off; ``KeyboardInterrupt`` for Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from superstep.comm.device import choose
+from superstep.data.prepare import is_prepared, prepare
+from superstep.errors import ConfigError
+from superstep.observe.jsonl import read
+from superstep.plan.config import RunConfig
+from superstep.plan.resolve import Resolved
+from superstep.run.console import Console, Silent
+from superstep.run.exit_messages import INTERRUPTED
+from superstep.run.job import TrainJob, prepared_job
+from superstep.run.launch_ranks import launch
+from superstep.run.prove_layout import proof_case, prove_layout
+from superstep.run.tokens import tokens_in
+from superstep.run.tune_job import prepared_tune_job, resolved_recipe
+from superstep.state.checkpoint_dirs import checkpoints
+from superstep.train.model import resolved, vocab_of
+from superstep.train.proof.prove_tolerance import ProofVerdict
+from superstep.train.run_paths import RunFolder
+from superstep.tune.config import TuneConfig
+from superstep.tune.prepare_conversations import Conversations, Kind
+
+SILENT = Silent()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainResult:
+    """What training left.
+
+    Attributes:
+        run_dir: its directory.
+        steps: finished, of all launches of the run.
+        last_loss: of the last of them, in nats a token; None where none is finished.
+        checkpoint: the newest one; None where there is none.
+        is_complete: whether the last step is done; not so where SIGTERM asked the run to stop before.
+    """
+
+    run_dir: Path
+    steps: int
+    last_loss: float | None
+    checkpoint: Path | None
+    is_complete: bool
+
+
+def train(config: RunConfig, *, console: Console = SILENT) -> TrainResult:
+    """Train, as ``superstep train`` does.
+
+    Args:
+        config: the run, as ``run.toml`` has it.
+        console: shows the run; by default nothing is shown.
+    """
+    run = resolved(config)
+    with prepared_job(run, _tokens, console) as job:
+        return _launched(run, job, console)
+
+
+def tune_sft(config: TuneConfig, *, console: Console = SILENT) -> TrainResult:
+    """Learn the answers of conversations, as ``superstep tune sft`` does.
+
+    Args:
+        config: the recipe.
+        console: shows the run; by default nothing is shown.
+    """
+    return _tune("sft", config, console)
+
+
+def tune_dpo(config: TuneConfig, *, console: Console = SILENT) -> TrainResult:
+    """Learn preferences, as ``superstep tune dpo`` does.
+
+    Args:
+        config: the recipe.
+        console: shows the run; by default nothing is shown.
+    """
+    return _tune("dpo", config, console)
+
+
+def prove(config: RunConfig, *, steps: int = 2) -> ProofVerdict:
+    """Compare a layout with one process in fp32, tensor by tensor, as ``superstep prove`` does.
+
+    On GPUs set CUBLAS_WORKSPACE_CONFIG=:4096:8 before, as the command does: it decides the order of cuBLAS's sums.
+
+    Args:
+        config: the run whose layout is proven.
+        steps: to compare.
+    """
+    if steps < 1:
+        raise ConfigError(f"--steps = {steps} must be at least 1.")
+    run = resolved(config)
+    choose(config.plan.device, run.plan.mesh.world)  # refused before the reference has run for minutes
+    with _proof_tokens(run) as corpus, proof_case(run, corpus, steps=steps) as case:
+        return prove_layout(case)
+
+
+def _tune(kind: Kind, config: TuneConfig, console: Console) -> TrainResult:
+    run = resolved_recipe(kind, config)
+    with prepared_tune_job(run, kind, config, _make_conversations, console) as job:
+        return _launched(run, job, console)
+
+
+def _launched(run: Resolved, job: TrainJob | None, console: Console) -> TrainResult:
+    """What the run leaves, once its ranks are done; where there is no job it is complete already."""
+    if job is None:
+        return _result(RunFolder(root=Path(run.config.state.dir)), is_complete=True)
+    status = launch(job, console)
+    if status == INTERRUPTED:
+        raise KeyboardInterrupt
+    return _result(job.folder, is_complete=status is None)
+
+
+def _result(folder: RunFolder, *, is_complete: bool) -> TrainResult:
+    steps, last_loss = 0, None
+    for line in read(folder.metrics) if folder.metrics.is_file() else ():
+        if line["event"] == "step":
+            steps, last_loss = line["step"], line["loss"]
+    saved = checkpoints(folder.checkpoints)
+    return TrainResult(
+        run_dir=folder.root,
+        steps=steps,
+        last_loss=last_loss,
+        checkpoint=saved[-1] if saved else None,
+        is_complete=is_complete,
+    )
+
+
+def _tokens(run: Resolved, folder: RunFolder, checkpoint: Path | None) -> Path:
+    data = run.config.data
+    make = partial(prepare, data, vocab_of(run), is_shared=bool(data.cache))
+    return tokens_in(run, folder, checkpoint, make)
+
+
+def _make_conversations(wanted: Conversations, kept: Path, folder: RunFolder) -> None:
+    del folder
+    wanted.prepare(kept, is_shared=bool(wanted.run.data.cache))
+
+
+@contextmanager
+def _proof_tokens(run: Resolved) -> Iterator[Path]:
+    """The folder of tokens: where the run keeps them, else one made for now."""
+    data = run.config.data
+    kept = Path(data.cache) if data.cache else Path(run.config.state.dir) / "data"
+    if is_prepared(data, vocab_of(run), kept):
+        prepare(data, vocab_of(run), kept)
+        yield kept
+        return
+    with tempfile.TemporaryDirectory(prefix="superstep-prove-") as folder:
+        prepare(data, vocab_of(run), Path(folder))
+        yield Path(folder)

@@ -1,0 +1,73 @@
+"""The job of superstep tune sft and dpo: what it begins with and learns from; its loop is that of train."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+
+from superstep.plan.resolve import Resolved
+from superstep.run.console import Console
+from superstep.run.job import RunKind, TrainJob, prepared_job
+from superstep.run.launch_rules import OWN, Launcher
+from superstep.run.tokens import tokens_in
+from superstep.train.model import resolved, vocab_of
+from superstep.train.run_paths import RunFolder
+from superstep.tune.config import TuneConfig, check_recipe
+from superstep.tune.dpo import lesson_of
+from superstep.tune.epochs import length_of
+from superstep.tune.initial_model import run_of
+from superstep.tune.prepare_conversations import Conversations, Kind
+from superstep.tune.recipe import RECIPE, write
+
+Make = Callable[[Conversations, Path, RunFolder], object]
+"""Makes the token files of conversations in a folder, for a run."""
+
+
+def resolved_recipe(kind: Kind, config: TuneConfig, ranks: int | None = None) -> Resolved:
+    """The run of a recipe.
+
+    Args:
+        kind: of tuning.
+        config: the recipe.
+        ranks: that another launcher has; None where superstep launches them.
+
+    Raises:
+        ConfigError: it cannot work.
+    """
+    check_recipe(kind, config)
+    return resolved(run_of(config), ranks)
+
+
+def prepared_tune_job(
+    run: Resolved, kind: Kind, config: TuneConfig, make: Make, console: Console, *, launcher: Launcher = OWN
+) -> AbstractContextManager[TrainJob | None]:
+    """The job of a recipe's run; as ``prepared_job`` gives it.
+
+    Args:
+        run: of the recipe.
+        kind: of tuning.
+        config: the recipe.
+        make: makes the token files.
+        console: shows what there is to say before the first step.
+        launcher: of the ranks.
+    """
+    recipe = replace(config, **{name: getattr(run.config, name) for name in ("plan", "numerics")})
+
+    def tokens(run: Resolved, folder: RunFolder, checkpoint: Path | None) -> Path:
+        wanted = Conversations(run.config, config.sft, vocab_of(run), kind)
+        return tokens_in(run, folder, checkpoint, lambda kept: make(wanted, kept, folder))
+
+    return prepared_job(
+        run,
+        tokens,
+        console,
+        launcher=launcher,
+        kind=RunKind(
+            verb=f"tune {kind}",
+            files={RECIPE: write(recipe)},
+            lesson=lesson_of(config.dpo) if kind == "dpo" else None,
+            length=length_of(config.sft.epochs),
+        ),
+    )
