@@ -1,14 +1,17 @@
 """Where the host waits for an emulated GPU within a training step: on a GPU nothing is issued meanwhile."""
 
+import math
 import re
 from collections import Counter
 
 import pytest
+import torch
 from test_models_on_gpus import batches, config
 
 from strict_ranks import device_module, gpu_of
 from superstep.comm.mesh import build_mesh
 from superstep.engine.engine import Engine
+from superstep.numerics.fixed_point import PARAMETER, Excess
 from superstep.plan.resolve import resolve
 from superstep.train.batches import microbatches_of, rows
 from superstep.train.model import units_of
@@ -100,6 +103,24 @@ def test_the_host_waits_for_the_rows_of_exact_experts(pool):
     ((before, _, races),) = pool.run(1, waits_of_a_step, run, timeout_s=60)
     assert by_file(before)["superstep/engine/exact/experts.py"] == 9 * BLOCKS, before
     assert races == {}
+
+
+@pytest.mark.parametrize("term", [1.0, math.inf, math.nan])
+def test_a_term_without_room_is_found_at_the_end_of_a_step(term):
+    excess, gpu = Excess(), torch.device("cuda", 0)
+    grid = PARAMETER.of(4, "the gradient of w", excess)
+    large = torch.full((3,), term * grid.limit).to(gpu)
+    device_module().take_host_waits()
+    grid.put_(torch.ones(4, device=gpu))
+    is_found_before = excess.is_found(gpu)
+    grid.put_(large)
+    grid.put_(torch.ones(4, device=gpu))
+    is_found = excess.is_found(gpu)
+    assert device_module().take_host_waits() == {}
+    assert (is_found_before.item(), is_found.item()) == (False, True)
+    assert excess.message().startswith("the gradient of w has a term of ")
+    excess.clear()
+    assert (excess.is_found(gpu).item(), excess.message()) == (False, "")
 
 
 def waits_of_a_check(rank, world, run):

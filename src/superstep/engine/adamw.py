@@ -101,15 +101,17 @@ class AdamW:
         parts = [unit.buffers.reduced[low:high] for unit in self._units for low, high in unit.ranges]
         if self._is_exact:
             squares = torch.zeros(4 + len(flags), dtype=torch.int64, device=told.device)
-            squares[3:] = send(torch.tensor([bool(excess.found), *flags]), told.device)
+            squares[3] = excess.is_found(told.device)
+            squares[4:] = send(torch.tensor(flags, dtype=torch.int64), told.device)
             for part in parts:
                 squares[:3] += square_sum(part)
-            summed = sum_over(squares, self._world)
-            if int(summed[3]):
-                raise OutOfRange(next(found for found in gather(excess.found) if found))
+            summed: list[int] = sum_over(squares, self._world).tolist()
+            if summed[3]:
+                raise OutOfRange(next(found for found in gather(excess.message()) if found))
+            excess.clear()
             everything: list[float] = sum_over(told, self._world).tolist()
             require_exact_loss(everything[0])
-            return from_square_sum(summed[:3]), everything, summed[4:].bool().tolist()
+            return from_square_sum(summed[:3]), everything, [bool(flag) for flag in summed[4:]]
         square = torch.zeros((), dtype=torch.float64, device=told.device)
         for part in parts:
             square += _square(part)

@@ -240,7 +240,7 @@ class Engine(RankState):
                 mend = "" if context.metrics.is_plain else f" {WEIGHTS_MEND}"
                 step, place = context.number, describe(Step())
                 raise Fault(f"{error}{mend}", rank=self.mesh.rank, step=step, instruction=place) from error
-            self._excess.found = ""
+            self._excess.clear()
             loss_value, norm, refused = math.nan, math.nan, str(error)
         if not refused and arguments.judge is not None:
             refused = arguments.judge(loss_value, norm)

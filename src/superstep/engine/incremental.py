@@ -124,7 +124,7 @@ class PiecemealEngine(Engine):
 
     def drop_gradients(self) -> None:
         """Forget what was added."""
-        self._excess.found = ""
+        self._excess.clear()
         for _, b in self._each():
             if not b.is_frozen:
                 b.zero_gradient()

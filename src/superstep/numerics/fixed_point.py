@@ -16,12 +16,14 @@ terms as can meet, which the run's batch says and no layout changes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from superstep.kernels import fixed_point_sum as kernel
+from superstep.numerics.sending import send
 
 BLOCK = 2**16
 """Elements put on the grid at once: they stay in the cache between the passes (1 ns an element, 5 in one go)."""
@@ -47,10 +49,33 @@ class Excess:
 
     def __init__(self) -> None:
         self.found = ""
+        self._largest: dict[Grid, Tensor] = {}
 
     def note(self, what: str) -> None:
         """Keep ``what``, if nothing is there yet."""
         self.found = self.found or what
+
+    def watch(self, grid: Grid, largest: Tensor) -> None:
+        """Look later whether the largest term of a sum has room: it is on a GPU, which is not waited for here."""
+        before = self._largest.get(grid)
+        self._largest[grid] = largest if before is None else torch.maximum(before, largest)  # of no number none
+
+    def is_found(self, device: torch.device) -> Tensor:
+        """Whether something is noted, or has no room of what is watched: on the device."""
+        are_beyond = [~(largest < grid.limit) for grid, largest in self._largest.items()]
+        return torch.stack([send(torch.tensor(bool(self.found)), device), *are_beyond]).any()
+
+    def message(self) -> str:
+        """What is noted, in words; waits for what is watched."""
+        for grid, largest in self._largest.items():
+            if not float(largest) < grid.limit:
+                self.note(grid.message_of(float(largest)))
+        return self.found
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self.found = ""
+        self._largest.clear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +163,9 @@ class Grid:
             OutOfRange: a value is too large or is no number, and nobody is there to note it.
         """
         wide = values.float()
+        if self.excess is not None and wide.is_cuda and wide.numel():
+            self.excess.watch(self, torch.linalg.vector_norm(wide, torch.inf))
+            return wide.mul_(self.scale).to(torch.int64)
         # No number is larger than the norm of all, which is ten times quicker to find than the largest.
         if not float(torch.linalg.vector_norm(wide)) < self.limit and not bool((wide.abs() < self.limit).all()):
             self.refuse(float(wide.abs().max()))
@@ -145,11 +173,14 @@ class Grid:
 
     def refuse(self, largest: float) -> None:
         """Note, or raise, that a term of this size has no room."""
-        room = f"room for {self.terms} terms below {self.limit:g} in size"
-        message = f"{self.name} has a term of {largest:.3g}, and its exact sum has {room}{MEND}"
         if self.excess is None:
-            raise OutOfRange(message)
-        self.excess.note(message)
+            raise OutOfRange(self.message_of(largest))
+        self.excess.note(self.message_of(largest))
+
+    def message_of(self, largest: float) -> str:
+        """What is said of a term of this size."""
+        room = f"room for {self.terms} terms below {self.limit:g} in size"
+        return f"{self.name} has a term of {largest:.3g}, and its exact sum has {room}{MEND}"
 
     def take(self, total: Tensor) -> Tensor:
         """A sum as fp32, rounded once."""
@@ -190,13 +221,13 @@ def square_sum(values: Tensor) -> Tensor:
     return torch.stack((coarse, fine, rough))
 
 
-def from_square_sum(parts: Tensor) -> float:
-    """The number that sums of ``square_sum``, themselves added over ranks, mean.
+def from_square_sum(parts: Sequence[int]) -> float:
+    """The number that three sums of ``square_sum``, themselves added over ranks, mean.
 
     Raises:
         OutOfRange: it is too large to be known exactly; on every layout alike.
     """
-    coarse, fine, rough = parts.tolist()
+    coarse, fine, rough = parts
     units = coarse * 2**30 + fine
     # The rough sum is right to a unit a block. Where it is far above, the exact one may have wrapped around.
     if rough >= 1.5 * LARGEST_SQUARE or units >= LARGEST_SQUARE * 2**60:
