@@ -16,6 +16,7 @@ A broken internal rule is an ``assert``: that is our bug, never the user's.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import errno
 from collections.abc import Iterable
@@ -92,14 +93,14 @@ class Fault(SuperstepError):
 
     def on(self, rank: int) -> Fault:
         """The same fault, with the rank that it happened on."""
-        found = type(self)(self.message, rank=rank, host=self.host, step=self.step, instruction=self.instruction)
-        found.saved_in = self.saved_in
+        found = copy.copy(self)
+        Fault.__init__(found, self.message, rank=rank, host=self.host, step=self.step, instruction=self.instruction)
         return found
 
     def of(self, party: str) -> Fault:
         """The same fault, with the party of ranks that it happened in."""
-        found = Fault(f"{party}, {self}")
-        found.saved_in = self.saved_in
+        found = copy.copy(self)
+        Fault.__init__(found, f"{party}, {self}")
         return found
 
     def adding(self, words: str) -> Fault:

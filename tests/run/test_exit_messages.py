@@ -70,7 +70,7 @@ def test_reinforcement_learning_says_the_same(place, monkeypatch, capsys):
     folder.config.touch()
     saved.write(folder.checkpoints, 3)
     monkeypatch.setattr(rl, "_prepared", lambda recipe: nullcontext(SimpleNamespace(folder=folder)))
-    monkeypatch.setattr(rl, "_launched", _breaks)
+    monkeypatch.setattr(rl, "launch_rl", _breaks)
     assert reported(lambda: rl.run(None)) == 1
     said = capsys.readouterr().err
     assert (

@@ -13,9 +13,11 @@ from superstep.monitor.status_page import Unwatched
 from superstep.observe.events import Saved, Warned
 from superstep.plan.config import RunConfig, StateConfig
 from superstep.state.manifest import Position
+from superstep.state.verify import SingleProcess
 from superstep.train import save_schedule
 from superstep.train.after_checkpoint import Written
 from superstep.train.save_schedule import Saves
+from superstep.train.snapshot_schedule import Copies
 from superstep.tune.rl.config import RlConfig, RolloutConfig
 from superstep.tune.rl.rl_step import Training
 
@@ -32,6 +34,8 @@ class Disk:
         self.position = Position(step=0)
         self.saves = Saves(2, 2)
         self.heart = Unwatched()
+        self.copies = Copies(None)
+        self.peers = SingleProcess()
         self.failures = failures
         self.told: list[Saved | Warned] = []
 

@@ -16,9 +16,7 @@ from superstep.engine.router_counts import Routed
 from superstep.engine.torch_profiler import Profiler
 from superstep.errors import StateError
 from superstep.launch.ranks import World
-from superstep.observe.jsonl import read
 from superstep.plan.resolve import Resolved
-from superstep.state.checkpoint_dirs import checkpoints, step_of
 from superstep.state.manifest import Position
 from superstep.train.after_checkpoint import Written, trace_of, write_trace
 from superstep.train.batches import microbatches_of, rows, rows_at, stream_of
@@ -112,17 +110,6 @@ class CorpusTrainer(Trainer):
         if self._lesson is not None and not self._lesson.is_remembered(self):
             self.start()
         return super().load(checkpoint)
-
-    def recall(self, position: Position) -> None:
-        """Remember what this run has told of its steps before, and saved. Every rank calls this together."""
-        spikes = self.policy.spikes
-        known = list(read(self.folder.metrics)) if not self.peers.rank and self.folder.metrics.exists() else []
-        taken = [line for line in known if line.get("event") == "step" and line["step"] <= position.step]
-        wanted = [line for line in known if line.get("event") == "rolled_back"] + taken[-spikes.window_steps :]
-        found = [] if self.peers.rank else checkpoints(self.folder.checkpoints)
-        lines, newest = self.peers.gather((wanted, step_of(found[-1]) if found else 0))[0]
-        spikes.recall(lines, position.step)
-        self.saves.note_saved(newest)
 
     @contextmanager
     def batches(self, sample: int, steps: int) -> Iterator[Prefetcher]:

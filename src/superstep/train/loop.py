@@ -143,8 +143,7 @@ def _stretch(
             trainer.look_at_folder()
             result = trainer.step(batch, lr, step=position.step + 1, sample=cursor)
             if result.refused:
-                found = trainer.policy.integrity.take()
-                yield SkippedStep(position.step + 1, result.refused, result.loss, result.grad_norm, found)
+                yield trainer.policy.skipped(result, position.step + 1)
                 return
             cursor += size
             position = Position(step=position.step + 1, samples=cursor, tokens=position.tokens + result.tokens)

@@ -27,12 +27,13 @@ from superstep.errors import Damaged, Fault, StateError
 from superstep.launch.ranks import World
 from superstep.numerics.objective import Objective
 from superstep.numerics.sequence_losses import Weighed
+from superstep.observe.jsonl import read
 from superstep.plan.resolve import Resolved
 from superstep.program.text import describe, write_program
 from superstep.serve.weights import KEEP, PublishedWeights
 from superstep.state.all_or_none import together
 from superstep.state.checkpoint import load, save
-from superstep.state.checkpoint_dirs import checkpoint_at
+from superstep.state.checkpoint_dirs import checkpoint_at, checkpoints, step_of
 from superstep.state.load_weights import fill
 from superstep.state.manifest import Position
 from superstep.state.memory_snapshot import HOSTS_SLOTS, SLOTS, SnapshotMemory, damaged_text
@@ -217,6 +218,17 @@ class Trainer:
         position = self.copies.snapshots.fill(step)
         self._engine.loaded(step)
         return position
+
+    def recall(self, position: Position) -> None:
+        """Remember what this run has told of its steps before, and saved. Every rank calls this together."""
+        spikes = self.policy.spikes
+        known = list(read(self.folder.metrics)) if not self.peers.rank and self.folder.metrics.exists() else []
+        taken = [line for line in known if line.get("event") == "step" and line["step"] <= position.step]
+        wanted = [line for line in known if line.get("event") == "rolled_back"] + taken[-spikes.window_steps :]
+        found = [] if self.peers.rank else checkpoints(self.folder.checkpoints)
+        lines, newest = self.peers.gather((wanted, step_of(found[-1]) if found else 0))[0]
+        spikes.recall(lines, position.step)
+        self.saves.note_saved(newest)
 
     def pieces(self, kinds: Sequence[Kind]) -> Iterator[TensorPiece]:
         """What this rank holds of the state."""

@@ -18,7 +18,7 @@ from superstep.comm.device import Device, choose
 from superstep.engine.choose_attention import kernel_of
 from superstep.errors import ConfigError, Fault
 from superstep.grade.verdict import Verdict
-from superstep.launch.ranks import World, launch_on, launch_parties
+from superstep.launch.ranks import World, launch_apart, launch_on, launch_parties
 from superstep.launch.stop_request import listening
 from superstep.observe.events import (
     Event,
@@ -34,13 +34,16 @@ from superstep.observe.events import (
 from superstep.plan.config_io import write_config
 from superstep.run.disk_check import require_disk
 from superstep.run.exit_messages import ended, stopped
+from superstep.run.launch_rl import launch_rl
 from superstep.run.memory_check import require_fit
 from superstep.run.plan_line import plan_text
 from superstep.run.report import leave_report
 from superstep.run.sinks import open_trackers, require_trackers, sinks
 from superstep.state.checkpoint import read_position
-from superstep.state.verify import verify
+from superstep.state.store_sync import fetch_newest, mirrored
+from superstep.state.verify import newest, verify
 from superstep.train import run_directory
+from superstep.train.checkpoint_store import store_of
 from superstep.train.model import operations, resolved
 from superstep.train.resume import pass_over
 from superstep.train.run_lock import hold
@@ -64,7 +67,7 @@ def run(recipe: RlRecipe) -> int:
         if job is None:
             return 0
         try:
-            is_stopped = _launched(job)
+            is_stopped = launch_rl(job, _launch, Terminal().restore)
         except BaseException as error:
             Terminal().restore()
             leave_report(job.folder)
@@ -88,9 +91,14 @@ def _prepared(recipe: RlRecipe) -> Iterator[RlJob | None]:
     check_tokenizer(recipe.start, config)
     choice, folder, checkpoint = run_directory.choose(resolved(config), verify)
     check_same(recipe, folder)
+    store = store_of(choice, checkpoint)
     if choose(choice.config.plan.device, choice.plan.mesh.world) == "cpu":
         require_fit(choice, Device("cpu"), operations(choice), ranks=choice.plan.mesh.world)
-    with hold(folder):
+    with hold(folder), mirrored(folder.checkpoints, store, choice.config.state.keep):
+        if store is not None and choice.config.state.existing == "resume":
+            for told in fetch_newest(store, folder.checkpoints):
+                print(told, flush=True)
+            checkpoint = newest(folder.checkpoints, verify)
         step = 0 if checkpoint is None else read_position(checkpoint).step
         if step >= choice.config.train.steps:
             print(f"The run in {folder.root} is complete; raise --train.steps to go on with it.", flush=True)
@@ -121,13 +129,15 @@ def _prepared(recipe: RlRecipe) -> Iterator[RlJob | None]:
         yield replace(job, files=files)
 
 
-def _launched(job: RlJob) -> bool:
+def _launch(job: RlJob) -> bool:
     """Launch the ranks; whether they were asked to stop before the last step, and have."""
     asked, trainers = job.run.config.plan.device, job.run.plan.mesh.world
-    if job.rollout.placement == "shared":
+    if job.rollout.placement == "apart":
+        kind = choose(asked, trainers + own_ranks(job.rollout))
+        return bool(launch_parties(kind, parties_of(job, _rank, _sampler)))
+    if job.snapshots is None:
         return launch_on(asked, trainers, _rank, job)
-    kind = choose(asked, trainers + own_ranks(job.rollout))
-    return bool(launch_parties(kind, parties_of(job, _rank, _sampler)))
+    return launch_apart(choose(asked, trainers), trainers, _rank, job)  # what outlives a rank needs ranks apart
 
 
 def _rank(world: World, job: RlJob) -> bool:
@@ -163,8 +173,7 @@ class _Teller:
         self._job = job
         self._start_s = time.perf_counter()
         self._device = world.device
-        self._tokens = 0 if job.checkpoint is None else read_position(job.checkpoint).tokens
-        self._step = job.program.cursor.step
+        self._step, self._tokens = job.program.cursor.step, 0
         self._sink: Sink = Fanout(())
         self._lock = threading.Lock()
         if world.rank == 0:
@@ -193,15 +202,16 @@ class _Teller:
                 memory="resident" if world.device.kind == "cpu" else "allocated",
             )
         )
-        if is_resumed:
+        if self._job.resumed is not None:
+            sink.write(self._job.resumed)
+        elif is_resumed:
             sink.write(Resumed(step=self._step, path=str(self._job.checkpoint or "")))
         return sink
 
     def learnt(self, learnt: Learnt) -> None:
         """A step."""
         result = learnt.result
-        self._tokens += result.tokens
-        self._step = learnt.step
+        self._step, self._tokens = learnt.step, learnt.tokens_seen
         self.write(
             StepDone(
                 step=learnt.step,
@@ -215,7 +225,7 @@ class _Teller:
                 mfu=None,
                 memory_bytes=self._device.memory_bytes(),
                 elapsed_s=time.perf_counter() - self._start_s,
-                tokens_seen=self._tokens,
+                tokens_seen=learnt.tokens_seen,
             )
         )
         self.write(

@@ -12,7 +12,7 @@ from superstep.numerics.objective import Objective
 from superstep.plan.resolve import Resolved
 from superstep.train.policy.corruption_check import Integrity
 from superstep.train.policy.gradient_recheck import DIFFERS, GradientRecheck, RowsOf
-from superstep.train.policy.spike_detector import SpikeDetector
+from superstep.train.policy.spike_detector import SkippedStep, SpikeDetector
 from superstep.train.rank_peers import RankPeers
 
 
@@ -77,3 +77,7 @@ class StepPolicy:
             self.integrity.note_recomputed(self._recheck.blame(rows_of, objective, step))
         if result.refused and self.spikes.rules is None and not self.integrity.has_found:
             raise Fault(result.refused, rank=self._rank, step=step)
+
+    def skipped(self, result: StepResult, step: int) -> SkippedStep:
+        """A step that was refused."""
+        return SkippedStep(step, result.refused, result.loss, result.grad_norm, self.integrity.take())

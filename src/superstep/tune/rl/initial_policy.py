@@ -69,25 +69,21 @@ def check_run(config: RunConfig, rl: RlConfig, rollout: RolloutConfig) -> None:
         )
     if config.data.sequence_tokens < 2 * rollout.turns:
         raise ConfigError(f"data.sequence_tokens = {config.data.sequence_tokens} has no room for an answer.")
-    if config.state.snapshot_every is not None:
-        raise ConfigError("state.snapshot_every is of superstep train, sft and dpo; leave it out of a run of rl.")
-    if config.observe.sample is not None:
-        raise ConfigError(
-            "observe.sample is of superstep train, sft and dpo; leave it out of rl, whose rollouts.jsonl has its texts."
-        )
     if config.train.elastic:
         raise ConfigError("train.elastic = true is of superstep train on several hosts; set it to false for tune rl.")
     if config.state.peers:
         raise ConfigError(
             f"state.peers = {config.state.peers} is of superstep train on several hosts; set it to 0 for tune rl."
         )
-    if config.state.store is not None:
-        raise ConfigError("state.store is of superstep train, tune sft and tune dpo; leave it out of a run of rl.")
-    state = config.state
-    if config.rollback is not None or config.train.skip or state.fingerprint_every or state.recompute_every:
+    if config.state.store is not None and rl.lag:
         raise ConfigError(
-            "[rollback], train.skip, state.fingerprint_every and state.recompute_every are of superstep train, sft and "
-            "dpo; leave them out of a run of rl."
+            f"state.store with rl.lag = {rl.lag}: what weights before a checkpoint have sampled is in rollouts.jsonl, "
+            "which no store has, and it cannot be sampled again; set rl.lag = 0, or leave state.store out."
+        )
+    if config.rollback is not None or config.train.skip:
+        raise ConfigError(
+            "[rollback] and train.skip are of superstep train, sft and dpo: they leave batches of a corpus out, and rl "
+            "learns from what it samples; leave them out of a run of rl."
         )
 
 

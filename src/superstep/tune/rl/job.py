@@ -14,9 +14,12 @@ from superstep.grade.config import GradeConfig
 from superstep.grade.environment_process import EnvironmentProcess
 from superstep.grade.pool import Pool
 from superstep.launch.ranks import World
+from superstep.observe.events import Resumed
 from superstep.plan.resolve import Resolved
 from superstep.serve.config import ServeConfig
 from superstep.state.checkpoint import read_position
+from superstep.state.memory_snapshot import Handles, SnapshotMemory
+from superstep.state.verify import newest
 from superstep.train.folder_watch import FolderWatch
 from superstep.train.hf_files import hf_files
 from superstep.train.run_paths import RunFolder, write_whole
@@ -77,6 +80,17 @@ class RlJob:
     tasks: Mapping[int, int] = field(default_factory=dict)
     kernels: Path | None = None
     files: Mapping[str, str] = field(default_factory=dict)
+    snapshots: Handles | None = None
+    """The memories of the ranks that train, which outlive them, where there are any."""
+    recovered: int | None = None
+    """The step whose snapshot the run goes on from; None: it is the checkpoint."""
+
+    resumed: Resumed | None = None
+    """How it goes on after ranks were lost, if they were."""
+
+    def memory(self, rank: int) -> SnapshotMemory | None:
+        """That a rank's state is copied into, if it is."""
+        return None if self.snapshots is None else self.snapshots.of(rank)
 
 
 def job_of(  # noqa: PLR0913
@@ -99,22 +113,8 @@ def job_of(  # noqa: PLR0913
     check_run(run.config, rl, rollout)
     with EnvironmentProcess(rl.environment, rollout.reply_timeout_s) as environment:
         require_pure(environment, run.config.train.seed)
-    asked = RlSchedule(
-        steps=run.config.train.steps,
-        groups=rl.groups,
-        lag=rl.lag,
-        placement=rollout.placement,
-        save_every=run.config.state.save_every,
-    )
     step = 0 if checkpoint is None else read_position(checkpoint).step
-    record = RolloutLog(folder.root / NAME, is_kept=False)
-    for group in record.groups.values():
-        if len(group.answers) != rl.group:
-            raise StateError(
-                f"{folder.root / NAME} holds groups of {len(group.answers)} answers, and rl.group = {rl.group}; set it "
-                "back, or begin a new run (--state.existing new)."
-            )
-    program = compile_iterations(asked, record.cursor(asked, step))
+    program, tasks = left_of(run, rl, rollout, folder, step)
     require_snapshot_room(program, run, folder.root)
     world = run.plan.mesh.world
     # What a GPU has left its rank alone can tell.
@@ -134,9 +134,50 @@ def job_of(  # noqa: PLR0913
         start=start,
         checkpoint=checkpoint,
         program=program,
-        tasks=record.tasks,
+        tasks=tasks,
         kernels=kernels,
     )
+
+
+def left_of(
+    run: Resolved, rl: RlConfig, rollout: RolloutConfig, folder: RunFolder, step: int
+) -> tuple[Iterations, Mapping[int, int]]:
+    """What is left to do after a step, by what is on record; and the tasks of places that have exchanged theirs.
+
+    Raises:
+        StateError: what is on record is of another recipe.
+    """
+    asked = RlSchedule(
+        steps=run.config.train.steps,
+        groups=rl.groups,
+        lag=rl.lag,
+        placement=rollout.placement,
+        save_every=run.config.state.save_every,
+    )
+    record = RolloutLog(folder.root / NAME, is_kept=False)
+    for group in record.groups.values():
+        if len(group.answers) != rl.group:
+            raise StateError(
+                f"{folder.root / NAME} holds groups of {len(group.answers)} answers, and rl.group = {rl.group}; set it "
+                "back, or begin a new run (--state.existing new)."
+            )
+    return compile_iterations(asked, record.cursor(asked, step)), record.tasks
+
+
+def relaunched(job: RlJob, recovered: int | None) -> RlJob:
+    """What ranks are told that are launched again: after a snapshot's step, or after the newest checkpoint."""
+    checkpoint = newest(job.folder.checkpoints)
+    saved = 0 if checkpoint is None else read_position(checkpoint).step
+    step = saved if recovered is None else recovered
+    program, tasks = left_of(job.run, job.rl, job.rollout, job.folder, step)
+    return replace(job, checkpoint=checkpoint, recovered=recovered, program=program, tasks=tasks)
+
+
+def note_rollback(folder: RunFolder, step: int) -> None:
+    """Note on record that the run has gone back to a step."""
+    record = RolloutLog(folder.root / NAME)
+    record.go_back(step)
+    record.close()
 
 
 def own_ranks(rollout: RolloutConfig) -> int:
@@ -237,7 +278,7 @@ def reinforce(
         job = replace(job, rollout=replace(rollout, pages=min(pages for pages in gather(rollout.pages) if pages)))
     texts = beside(job) if world.rank == 0 else {}
     trainer = PolicyTrainer(world, job.run, job.folder, texts, temperature=job.rollout.temperature)
-    trainer.start(job.checkpoint, job.start)
+    trainer.start(job.checkpoint, job.start, job.memory(world.rank), job.recovered)
     if job.rl.kl_coef:
         trainer.keep_reference(job.start)
     config = job.run.config

@@ -18,6 +18,7 @@ from superstep.numerics.sequence_losses import Weighed
 from superstep.plan.resolve import Resolved
 from superstep.state.load_weights import fill
 from superstep.state.manifest import Position
+from superstep.state.memory_snapshot import SnapshotMemory
 from superstep.train.batches import microbatches_of
 from superstep.train.identity import FILE as IDENTITY
 from superstep.train.identity import identity_of, identity_text
@@ -59,12 +60,29 @@ class PolicyTrainer(Trainer):
         self._asleep: list[Sleeping] = []
         self._reference: Engine | None = None
 
-    def start(self, checkpoint: Path | None, start: Path | None) -> None:
-        """Go on from a checkpoint, or begin with the weights of a folder; adapters stand beside these."""
+    def start(
+        self,
+        checkpoint: Path | None,
+        start: Path | None,
+        memory: SnapshotMemory | None = None,
+        recovered: int | None = None,
+    ) -> None:
+        """Go on from a checkpoint, or begin with the weights of a folder; adapters stand beside these.
+
+        Args:
+            checkpoint: None at the run's beginning.
+            start: the folder that it began with.
+            memory: for snapshots of this rank's state; None keeps none.
+            recovered: the step whose snapshot the run goes on from; None: it is the checkpoint.
+        """
         if checkpoint is None:
             self.begin(start)
         else:
             self.position = self.load(checkpoint)
+        if memory is not None:
+            self.position = self.keep_snapshots(memory, recovered) or self.position
+        self.recall(self.position)
+        self.policy.integrity.begin(self.position.step)
         if self.peers.rank == 0:
             self.describe()
 

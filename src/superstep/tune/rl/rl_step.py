@@ -5,19 +5,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from superstep.engine.engine import StepResult
-from superstep.errors import DiskFault, StateError
+from superstep.engine.flat.snapshots import Flushed
+from superstep.errors import DiskFault, Fault, StateError
 from superstep.grade.verdict import Verdict
 from superstep.numerics.objective import Streams
 from superstep.numerics.policy import PolicyLoss
 from superstep.numerics.sequence_losses import sequence_policy
 from superstep.observe.events import Event
-from superstep.train.saving import save
+from superstep.train.policy.rollback import check_state, go_back, tell_refused
+from superstep.train.policy.spike_detector import SkippedStep
+from superstep.train.saving import report_flushed, save
 from superstep.tune.rl.config import RlConfig, RolloutConfig
 from superstep.tune.rl.pack_rollouts import Lessons, lessons_of, require_same_bits
 from superstep.tune.rl.policy_trainer import Differs, PolicyTrainer
@@ -27,6 +31,13 @@ from superstep.tune.rl.step_rewards import Alike, AllCut, Learnt, learnt_of, sha
 
 class Stopped(Exception):
     """The run has come to an end before its last step, and what was done is saved."""
+
+
+class WentBack(Fault):
+    """The run goes on from an earlier state: the ranks end, and their launcher starts them again with what is left."""
+
+    to_step: int = 0
+    """After which it goes on."""
 
 
 Tell = Callable[[Learnt], None]
@@ -64,7 +75,6 @@ class Training:
         self._trainer = trainer
         self._tell = tell
         self._tell_save = tell_save
-        trainer.saves.note_saved(trainer.position.step)
         self._alike = Alike()
         self._all_cut = AllCut(rl, how, trainer.run.config.data.sequence_tokens, steps)
         self._since_s = time.perf_counter()
@@ -97,15 +107,49 @@ class Training:
             is_masked=config.data.is_masked,
             keeps_all=config.numerics.exact or bool(rl.kl_coef) or rl.ratio == "sequence",
         )
-        result = self._step(lessons, version=min(group.version for group in groups), step=step)
+        result = self._take(lessons, version=min(group.version for group in groups), step=step)
         now_s = time.perf_counter()
         seconds, self._since_s = now_s - self._since_s, now_s
         lr = self._trainer.learning_rate(step)
-        learnt = learnt_of(groups, verdicts, result, step=step, lr=lr, seconds=seconds, sampling_s=sampling_s)
+        learnt = learnt_of(
+            groups, verdicts, result, position=self._trainer.position, lr=lr, seconds=seconds, sampling_s=sampling_s
+        )
         self._tell(learnt)
+        self._trainer.copies.tell(self._report_flushed)
         if result.is_stop_asked and step + 1 < self._steps:
             self.save(is_last=True)
             raise Stopped
+        if result.is_copy_refused:
+            tell_refused(self._trainer, step + 1, self._tell_save)
+            save(self._trainer, self._trainer.position, self._tell_save, is_last=False)
+
+    def _take(self, lessons: Lessons, *, version: int, step: int) -> StepResult:
+        """A step that stands: its update was made, and the state after it is what was computed.
+
+        Raises:
+            WentBack: to an earlier state, where it does not.
+        """
+        trainer, policy, before = self._trainer, self._trainer.policy, self._trainer.position
+        while True:
+            trainer.copies.begin(before, self._report_flushed)
+            result = self._step(lessons, version=version, step=step)
+            skipped = policy.skipped(result, step + 1) if result.refused else self._check(result, step + 1)
+            if skipped is None:
+                policy.spikes.took(step + 1, result.loss, result.grad_norm)
+                return result
+            found = go_back(trainer, before, skipped, self._tell_save)
+            if found.step != step:
+                back = WentBack(f"{skipped.why}; the run goes back to step {found.step}", step=step + 1)
+                back.to_step = found.step
+                raise back
+
+    def _check(self, result: StepResult, step: int) -> SkippedStep | None:
+        is_saved = result.is_stop_asked or result.is_copy_refused or self._trainer.is_saved(step)
+        loss, norm = result.loss, result.grad_norm
+        return check_state(self._trainer, step, self._tell_save, is_saved=is_saved, loss=loss, grad_norm=norm)
+
+    def _report_flushed(self, flushed: Flushed, *, is_over: bool = False) -> None:
+        report_flushed(self._trainer, self._tell_save, flushed, is_over=is_over)
 
     def save(self, *, is_last: bool = False) -> None:
         """Write a checkpoint; where the disk does not take it, the next one may, unless the run ends with this one.
@@ -113,9 +157,15 @@ class Training:
         Raises:
             Fault: the run directory was moved or removed; the state is saved where it is now, or beside.
         """
-        position = self._trainer.position
-        is_last = is_last or position.step == self._steps or self._trainer.follow_folder() is not None
-        save(self._trainer, position, self._tell_save, is_last=is_last)
+        trainer, position = self._trainer, self._trainer.position
+        is_last = is_last or position.step == self._steps or trainer.follow_folder() is not None
+        if is_last:
+            trainer.copies.drain()
+            tell_refused(trainer, position.step, self._tell_save)
+            trainer.copies.tell(partial(self._report_flushed, is_over=True))
+        elif trainer.copies.want(position):
+            return
+        save(trainer, position, self._tell_save, is_last=is_last)
 
     def publish(self, version: int, root: Path) -> Path:
         """Write the weights, of which this is the version, as a snapshot. Every rank calls this together.

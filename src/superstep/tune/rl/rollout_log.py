@@ -3,6 +3,7 @@
     rollouts.jsonl     {"group": 3, "version": 2, "answers": [...], "took_s": [1789.5, 1791.0]}
                        {"grades": 3, "verdicts": [...], "took_s": [1791.0, 1791.1]}
                        {"published": 3, "name": "...", "at_s": 1789.2}   {"retired": 2}   {"exchanged": [3, 5]}
+                       {"rolled_back": 1}
 
 A killed run has lost nothing of it but the line that it was writing. What stands here is not sampled again. Times are
 seconds since 1970, for people to look at: nothing that a run does depends on them.
@@ -99,6 +100,10 @@ class RolloutLog:
         """Give two places each other's tasks, with what is known of them."""
         self._keep({"exchanged": [place, other]})
 
+    def go_back(self, step: int) -> None:
+        """Have nothing on record that weights of a later step than this have sampled: they will be others."""
+        self._keep({"rolled_back": step})
+
     def task(self, place: int) -> int:
         """The number of the task in a place."""
         return self.tasks.get(place, place)
@@ -152,6 +157,10 @@ class RolloutLog:
                 self.verdicts[self.place(number)] = tuple(from_told(each) for each in verdicts)
             case {"exchanged": [int(place), int(other)]}:
                 self._exchange(place, other)
+            case {"rolled_back": int(step)}:
+                self.published = {version: path for version, path in self.published.items() if version <= step}
+                for place in [place for place, group in self.groups.items() if group.version > step]:
+                    self.forget(range(place, place + 1))
             case {"published": int(version), "name": str(name)}:
                 self.published[version] = self.snapshots / name
             case {"published": int()}:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from superstep.engine.engine import StepResult
 from superstep.errors import DataError, Fault
 from superstep.grade.verdict import Verdict
+from superstep.state.manifest import Position
 from superstep.tune.advantage import Advantage, Answer, Share
 from superstep.tune.rl.config import RlConfig, RolloutConfig
 from superstep.tune.rl.sampling import TaskGroup
@@ -35,6 +36,7 @@ class Learnt:
         seconds: since the step before.
         sampling_s: of them, those in which was sampled.
         lr: the learning rate.
+        tokens_seen: with a target, since the run began.
     """
 
     step: int
@@ -49,6 +51,7 @@ class Learnt:
     seconds: float
     sampling_s: float
     lr: float
+    tokens_seen: int
 
 
 def shares_of(
@@ -91,28 +94,29 @@ def learnt_of(
     verdicts: Sequence[Sequence[Verdict]],
     result: StepResult,
     *,
-    step: int,
+    position: Position,
     lr: float,
     seconds: float,
     sampling_s: float,
 ) -> Learnt:
-    """What is told of a step, whose number is that of the steps before it."""
+    """What is told of a step, after which training stands at a position."""
     rewards = [[one.reward for one in each if one.is_decided] for each in verdicts]
     flat = [reward for each in rewards for reward in each]
     answers = [answer for group in groups for answer in group.answers]
     return Learnt(
-        step=step + 1,
+        step=position.step,
         result=result,
         reward=sum(flat) / len(flat),
         answers=len(flat),
         lost=len(answers) - len(flat),
         cut=sum(answer.rollout.finish == "length" for answer in answers),
         uniform=sum(len(set(each)) < 2 for each in rewards),
-        lag=max(step - group.version for group in groups),
+        lag=max(position.step - 1 - group.version for group in groups),
         drawn_tokens=sum(answer.drawn_tokens for answer in answers),
         seconds=seconds,
         sampling_s=sampling_s,
         lr=lr,
+        tokens_seen=position.tokens,
     )
 
 
