@@ -24,7 +24,7 @@ from superstep.engine.flat.snapshots import Flushed, Snapshots
 from superstep.state.background_checkpoint import Flusher
 from superstep.state.checkpoint_dirs import checkpoints
 from superstep.state.manifest import Position
-from superstep.state.memory_snapshot import Field, SnapshotMemory, common, described, made, pieces_of
+from superstep.state.memory_snapshot import Field, SnapshotMemory, common, describe_pieces, made, pieces_of
 from superstep.state.tensor_piece import STATE, TensorPiece
 
 
@@ -132,7 +132,7 @@ def _lay_out(memory: SnapshotMemory, rank: int, size: int, root: Path) -> None:
         placed.append((piece, at))
         at += 4 * piece.values.numel()
     shapes = {name: list(shape) for name, shape in SHAPES.items()}
-    memory.lay_out({"pieces": described(placed), "shapes": shapes, "beside": {}, "folder": str(root)}, at)
+    memory.lay_out({"pieces": describe_pieces(placed), "shapes": shapes, "beside": {}, "folder": str(root)}, at)
 
 
 def _by_unit(rank: int, size: int) -> list[TensorPiece]:

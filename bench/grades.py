@@ -17,7 +17,7 @@ from bench.machine import write_result
 from superstep.grade.config import GradeConfig
 from superstep.grade.environment import load_environment
 from superstep.grade.pool import Pool
-from superstep.grade.task import answered
+from superstep.grade.task import answer_rollout
 
 ROOT = Path(__file__).parents[1]
 TASKS = ROOT / "recipes" / "graded_tasks.py"
@@ -39,7 +39,9 @@ class Side:
         indices = [3 * k + self._kind for k in range(count)]
         solutions = [self._environment.task(index, 0).solution or "" for index in indices]
         began = time.perf_counter()
-        asked = [self.pool.submit(index, 0, answered(text)) for index, text in zip(indices, solutions, strict=True)]
+        asked = [
+            self.pool.submit(index, 0, answer_rollout(text)) for index, text in zip(indices, solutions, strict=True)
+        ]
         verdicts = [future.result() for future in asked]
         seconds = time.perf_counter() - began
         assert all(verdict.score == 1.0 for verdict in verdicts), verdicts

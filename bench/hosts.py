@@ -27,10 +27,10 @@ from typing import Any
 from bench.machine import write_result
 from bench.several import Several, told, why_not
 from superstep.cli.options import DEMO
-from superstep.cli.prepare_progress import prepared
+from superstep.cli.prepare_progress import prepare_with_progress
 from superstep.plan.config import PlanConfig, RunConfig, StateConfig
 from superstep.plan.config_io import write_config
-from superstep.train.model import resolved, vocab_of
+from superstep.train.model import resolve_config, vocab_of
 
 RESULT = Path(__file__).parent / "results" / "hosts.json"
 STEPS = 100_000
@@ -71,7 +71,7 @@ def config(folder: Path, *, is_elastic: bool = False) -> RunConfig:
 def measure(folder: Path, repeats: int) -> None:
     """Have each fault happen so many times; after each round the figures are written."""
     run = config(folder)
-    prepared(run.data, vocab_of(resolved(run)), folder / "tokens", sys.stdout)
+    prepare_with_progress(run.data, vocab_of(resolve_config(run)), folder / "tokens", sys.stdout)
     (folder / "run.toml").write_text(write_config(run), encoding="utf-8")
     found: dict[str, dict[str, list[float]]] = {name: {"named": [], "training": [], "steps": []} for name in FAULTS}
     with Several(folder, []) as hosts:
@@ -91,7 +91,7 @@ def measure(folder: Path, repeats: int) -> None:
 def measure_elastic(folder: Path, repeats: int) -> None:
     """Have host 1 lost and come back so many times, of a run that goes on meanwhile."""
     run = config(folder, is_elastic=True)
-    prepared(run.data, vocab_of(resolved(run)), folder / "tokens", sys.stdout)
+    prepare_with_progress(run.data, vocab_of(resolve_config(run)), folder / "tokens", sys.stdout)
     (folder / "run.toml").write_text(write_config(run), encoding="utf-8")
     found: dict[str, dict[str, list[float]]] = {"goes on without it": {}, "goes on with it": {}}
     with Several(folder, ["--without-after", "0"]) as hosts:

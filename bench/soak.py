@@ -26,11 +26,11 @@ from typing import Any
 
 from bench.machine import write_result
 from superstep.cli.options import DEMO
-from superstep.cli.prepare_progress import prepared
-from superstep.cli.prove.fault_injection import KINDS, SIGNALS, Hurt, HurtRun, Kind, begun, compared, hurt
+from superstep.cli.prepare_progress import prepare_with_progress
+from superstep.cli.prove.fault_injection import KINDS, SIGNALS, Hurt, HurtRun, Kind, begin, compare_steps, hurt
 from superstep.cli.prove.faults import hurt_config
 from superstep.plan.config import ModelConfig, PlanConfig, RunConfig
-from superstep.train.model import resolved, vocab_of
+from superstep.train.model import resolve_config, vocab_of
 
 RESULT = Path(__file__).parent / "results" / "soak.json"
 EVERY_S = 15.0
@@ -51,7 +51,7 @@ def tokens(config: RunConfig, folder: Path) -> tuple[RunConfig, Path]:
         text.write_text(TEXT, encoding="utf-8")
         config = replace(config, data=replace(config.data, corpus=(str(text),)))
     place = folder / "data"
-    prepared(config.data, vocab_of(resolved(config)), place, sys.stdout)
+    prepare_with_progress(config.data, vocab_of(resolve_config(config)), place, sys.stdout)
     return config, place
 
 
@@ -84,7 +84,7 @@ def recoveries(config: RunConfig, corpus: Path, folder: Path, *, rounds: int, se
     draw, place = random.Random(seed), folder / "rounds"
     place.mkdir()
     hurts = []
-    with begun(hurt_config(config, corpus, place / "hurt"), place) as run:
+    with begin(hurt_config(config, corpus, place / "hurt"), place) as run:
         for _ in range(rounds):
             for kind in SIGNALS:
                 _go_on(run, 4)
@@ -109,7 +109,7 @@ def soak(
     place.mkdir()
     hurts: list[Hurt] = []
     until_s = time.monotonic() + seconds
-    with begun(hurt_config(config, corpus, place / "hurt"), place) as run:
+    with begin(hurt_config(config, corpus, place / "hurt"), place) as run:
         _go_on(run, 4)
         while time.monotonic() < until_s:
             turn = draw.sample(kinds, len(kinds))
@@ -122,10 +122,10 @@ def soak(
         _go_on(run, 4)
         run.end()
         steps, left = run.step(), run.left()
-    with begun(hurt_config(config, corpus, place / "whole", is_hurt=False), place) as whole:
+    with begin(hurt_config(config, corpus, place / "whole", is_hurt=False), place) as whole:
         whole.wait_for(lambda: whole.step() >= steps, f"step {steps}", patience_s=seconds + 600.0)
         whole.end()
-    count, differs = compared(run, whole)
+    count, differs = compare_steps(run, whole)
     return {"seconds": seconds, **_told(hurts), "compared_steps": count, "differs": differs, "left": left}
 
 
@@ -148,7 +148,7 @@ def calm(config: RunConfig, corpus: Path, folder: Path, *, seconds: float) -> di
     config = replace(
         config, train=replace(config.train, eval_every=20), state=replace(config.state, save_every=15, keep=2)
     )
-    with _busy(), begun(config, place) as run:
+    with _busy(), begin(config, place) as run:
         _go_on(run, 1)
         until_s = time.monotonic() + seconds
         run.wait_for(lambda: time.monotonic() > until_s, "the end", patience_s=seconds + 60.0)

@@ -56,7 +56,7 @@ from superstep.state.checkpoint_dirs import MARK
 from superstep.state.manifest import MANIFEST
 from superstep.state.tensor_file import FILES
 from superstep.train import run_directory
-from superstep.train.model import resolved
+from superstep.train.model import resolve_config
 from superstep.train.run_paths import RunFolder
 from superstep.tune.config import read_recipe
 from superstep.tune.recipe import RECIPE
@@ -233,13 +233,13 @@ def call(place, monkeypatch):
     monkeypatch.setattr(cli_begin, "load", lambda settings: None)  # emulated GPUs come before torch, which is here
     monkeypatch.setattr(prove, "choose", lambda asked, ranks: "cpu")
     monkeypatch.setattr(prove, "prepare", begin)
-    monkeypatch.setattr(prove, "prepared", begin)
+    monkeypatch.setattr(prove, "prepare_with_progress", begin)
     monkeypatch.setattr(sample, "text", begin)
     monkeypatch.setattr(serve, "find_model", begin)
     monkeypatch.setattr(checkpoint, "checkpoints", begin)
     monkeypatch.setattr(compare, "run_told", begin)
-    monkeypatch.setattr(doctor, "examined", begin)
-    monkeypatch.setattr(trace, "seen", begin)
+    monkeypatch.setattr(doctor, "examine", begin)
+    monkeypatch.setattr(trace, "observe_run", begin)
     monkeypatch.setattr(tune_merge, "weights_of", begin)
     monkeypatch.setattr(tune_serve, "find_model", begin)
     monkeypatch.setattr(measure, "launch_on", begin)
@@ -255,7 +255,7 @@ def call(place, monkeypatch):
     # A plan is searched. The programs of large models, which take a minute, keep their closed form here, and what lies
     # beside the best plan, which no argument changes and most of the seconds went into, is not searched again.
     monkeypatch.setattr(simulate_best, "MOST_INSTRUCTIONS", 1_000)
-    monkeypatch.setattr(plan_verb, "improved", lambda best, plans, **_: (best, ()))
+    monkeypatch.setattr(plan_verb, "improve", lambda best, plans, **_: (best, ()))
 
     def called(argv):
         try:
@@ -329,7 +329,11 @@ def test_toml_on_a_page_resolves(page, tmp_path, monkeypatch):
         path = tmp_path / f"{number}.toml"
         path.write_text(block, encoding="utf-8")
         # A cluster file says how many chips there are; a run does not.
-        read = read_cluster if re.search("^chips = ", block, re.MULTILINE) else lambda run: resolved(read_config(run))
+        read = (
+            read_cluster
+            if re.search("^chips = ", block, re.MULTILINE)
+            else lambda run: resolve_config(read_config(run))
+        )
         read = read_recipe if re.search("^start = ", block, re.MULTILINE) else read
         # A published step is a run with what it took.
         read = (lambda row: after_published(row, CLUSTER, guide())) if is_published(path) else read

@@ -14,7 +14,7 @@ from superstep.plan.resolve import resolve
 from superstep.program.compile import compile_evaluation, compile_step
 from superstep.program.instructions import Backward, Fetch, Forward, Step
 from superstep.program.text import read_program, write_program
-from superstep.train.model import resolved
+from superstep.train.model import resolve_config
 
 FOLDER = Path(__file__).parents[1] / "recipes"
 RECIPES = sorted(FOLDER.glob("*.toml"))
@@ -42,7 +42,7 @@ def _root(monkeypatch):
 
 
 def recipe(name):
-    return resolved(read_config(FOLDER / f"{name}.toml"))
+    return resolve_config(read_config(FOLDER / f"{name}.toml"))
 
 
 def test_every_recipe_has_its_number_of_ranks():
@@ -51,7 +51,7 @@ def test_every_recipe_has_its_number_of_ranks():
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_compiles_and_gives_every_rank_work(path):
-    run = resolved(read_config(path))
+    run = resolve_config(read_config(path))
     program = compile_step(run.plan)
     assert program.pp == run.plan.mesh.pp
     for instructions in program.ranks:
@@ -66,7 +66,7 @@ def test_a_recipe_compiles_and_gives_every_rank_work(path):
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_survives_being_written_as_a_run_writes_it(path, tmp_path):
-    config = resolved(read_config(path)).config
+    config = resolve_config(read_config(path)).config
     (tmp_path / "run.toml").write_text(write_config(config), encoding="utf-8")
     assert read_config(tmp_path / "run.toml") == config
 

@@ -15,7 +15,7 @@ import trl
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-from superstep.grade.task import answered
+from superstep.grade.task import answer_rollout
 
 
 class Clock(TrainerCallback):
@@ -48,7 +48,9 @@ def main() -> None:
     rows = Dataset.from_dict({"prompt": prompts, "index": list(range(len(tasks)))})
 
     def reward(completions: list[str], index: list[int], **more: object) -> list[float]:
-        return [float(environment.grade(tasks[i], answered(text))) for i, text in zip(index, completions, strict=True)]
+        return [
+            float(environment.grade(tasks[i], answer_rollout(text))) for i, text in zip(index, completions, strict=True)
+        ]
 
     model = AutoModelForCausalLM.from_pretrained(asked["folder"], dtype=torch.float32, attn_implementation="sdpa")
     tokenizer = AutoTokenizer.from_pretrained(asked["folder"])

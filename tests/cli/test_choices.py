@@ -11,7 +11,7 @@ import tuned
 from model_folder import write_folder
 from superstep.cli import choices
 from superstep.cli.arguments import train
-from superstep.cli.choices import changed_layout, idle_places
+from superstep.cli.choices import describe_changed_layout, idle_places
 from superstep.cli.main import main
 from superstep.cli.train import train as train_verb
 from superstep.plan.config import RunConfig
@@ -19,7 +19,7 @@ from superstep.plan.model.lookup import shape_of
 from superstep.plan.resolve import resolve
 from superstep.run.job import passes_of_a_step
 from superstep.tune.config import TuneConfig
-from superstep.tune.initial_model import started
+from superstep.tune.initial_model import start_from
 from superstep.tune.rl.config import RlConfig, RlRecipe
 from superstep.tune.rl.initial_policy import with_start
 
@@ -50,7 +50,7 @@ def write_base(folder, max_tokens):
 def test_a_layout_that_makes_way_for_a_flag_is_told(flags, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     asked = train.read(shlex.split(flags))
-    assert changed_layout(asked.config, asked.resolved(resolve), resolve) == words
+    assert describe_changed_layout(asked.config, asked.resolved(resolve), resolve) == words
 
 
 class Enough(Exception):
@@ -135,11 +135,11 @@ def test_a_recipes_sequences_are_no_longer_than_its_model_was_made_for(tmp_path,
     monkeypatch.chdir(tmp_path)
     write_base(tmp_path / "base", max_tokens)
     start = str(tmp_path / "base")
-    run = started(TuneConfig(start=start))
+    run = start_from(TuneConfig(start=start))
     assert shape_of(run.model).max_tokens == max_tokens
     assert run.data.sequence_tokens == tokens
     named = replace(TuneConfig(start=start), data=replace(run.data, sequence_tokens=96))
-    assert started(named).data.sequence_tokens == 96
+    assert start_from(named).data.sequence_tokens == 96
     config, _ = with_start(RlRecipe(), RlConfig(environment="tasks.py"), start)
     assert config.data.sequence_tokens == min(max_tokens, 512)
 

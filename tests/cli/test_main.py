@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import superstep
-from superstep.cli.main import VERBS, main, reported
+from superstep.cli.main import VERBS, main, report
 
 QUICK = [
     [],
@@ -79,6 +79,6 @@ def test_an_error_of_the_system_names_path_and_fix(capsys):
     def full():
         raise OSError(errno.ENOSPC, "No space left on device", "/runs/a")
 
-    assert reported(full) == 1
+    assert report(full) == 1
     said = capsys.readouterr().err
     assert said == "superstep: fault: /runs/a cannot be used: No space left on device; make room on its disk.\n"

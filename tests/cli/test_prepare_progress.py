@@ -8,7 +8,7 @@ from pyarrow import parquet
 
 import runs
 from superstep.cli.main import main
-from superstep.cli.prepare_progress import LOG_S, REDRAW_S, ProgressLine, prepared
+from superstep.cli.prepare_progress import LOG_S, REDRAW_S, ProgressLine, prepare_with_progress
 from superstep.data import prepare as module
 from superstep.data.prepare import PrepareProgress
 from superstep.errors import Fault
@@ -66,7 +66,7 @@ def test_a_report_counts_what_was_passed_over(tmp_path):
     parquet.write_table(pyarrow.table({"text": [text, None, text]}), tmp_path / "a.parquet")
     data = DataConfig(corpus=(str(tmp_path / "a.parquet"),), sequence_tokens=8, validation_fraction=0.2)
     stream = io.StringIO()
-    manifest = prepared(data, 300, tmp_path / "data", stream).manifest
+    manifest = prepare_with_progress(data, 300, tmp_path / "data", stream).manifest
     assert manifest.null_records == 1
     first, *_, last = stream.getvalue().splitlines()
     assert first == f"Preparing the text of {tmp_path}/a.parquet in {tmp_path}/data ..."
@@ -100,7 +100,7 @@ def test_output_that_nobody_reads_is_one_fault_and_leaves_nothing(tmp_path, monk
     path.write_text("the cat sat on the mat.\n" * 40)
     data = DataConfig(corpus=(str(path),), sequence_tokens=8, validation_fraction=0.2)
     with pytest.raises(Fault, match=r"^standard output cannot be written: its reader has left\."):
-        prepared(data, 300, tmp_path / "data", Closed())
+        prepare_with_progress(data, 300, tmp_path / "data", Closed())
     assert not (tmp_path / "data").exists()
 
 

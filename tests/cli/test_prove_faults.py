@@ -7,11 +7,11 @@ import pytest
 import runs
 from superstep.cli.main import main
 from superstep.cli.prove import fault_injection, faults
-from superstep.cli.prove.fault_injection import KINDS, Hurt, HurtRun, compared
+from superstep.cli.prove.fault_injection import KINDS, Hurt, HurtRun, compare_steps
 from superstep.cli.prove.faults import hurt_config, prove_faults, verdict
 from superstep.data.prepare import prepare
 from superstep.plan.config_io import read_config
-from superstep.train.model import resolved
+from superstep.train.model import resolve_config
 
 pytestmark = pytest.mark.skipif(not hasattr(fault_injection.resource, "prlimit"), reason="needs Linux")
 
@@ -32,7 +32,7 @@ def test_a_hung_rank_a_full_disk_and_a_damaged_checkpoint_leave_every_bit(tmp_pa
     """And a launcher that was killed; ranks that are killed or stopped are those of ``test_snapshot_recovery``."""
     runs.make_files(tmp_path)
     monkeypatch.chdir(tmp_path)
-    run = resolved(runs.config(plan={"dp": 2, "zero": 1}))
+    run = resolve_config(runs.config(plan={"dp": 2, "zero": 1}))
     kinds = ("hung", "full disk", "damaged")
     prepare(run.config.data, run.config.model.vocab, tmp_path / "tokens")
     assert prove_faults(run, tmp_path / "tokens", kinds=kinds) == 0
@@ -70,11 +70,11 @@ def _told(tmp_path, name, losses, first=1):
 def test_a_bit_a_step_or_a_word_that_is_wrong_is_no_proof(tmp_path):
     runs.make_files(tmp_path)
     whole = _told(tmp_path, "whole", [3.0, 2.0, 1.0])
-    assert compared(_told(tmp_path, "same", [3.0, 2.0]), whole) == (2, "")
-    count, differs = compared(_told(tmp_path, "other", [3.0, 2.0000000000000004]), whole)
+    assert compare_steps(_told(tmp_path, "same", [3.0, 2.0]), whole) == (2, "")
+    count, differs = compare_steps(_told(tmp_path, "other", [3.0, 2.0000000000000004]), whole)
     assert (count, differs) == (2, "step 2: loss 2.0000000000000004, and 2.0 undisturbed")
-    assert "told of twice" in compared(_told(tmp_path, "late", [2.0, 1.0], first=2), whole)[1]
-    assert "undisturbed" in compared(_told(tmp_path, "longer", [3.0, 2.0, 1.0, 0.5]), whole)[1]
+    assert "told of twice" in compare_steps(_told(tmp_path, "late", [2.0, 1.0], first=2), whole)[1]
+    assert "undisturbed" in compare_steps(_told(tmp_path, "longer", [3.0, 2.0, 1.0, 0.5]), whole)[1]
     lost = Hurt(kind="killed", what="rank 1", step=7, seen_s=0.1, again_s=2.0, redone=1)
     assert verdict([lost], 9, []).startswith("PROVEN: 1 faults within 9 steps")
     assert "a lost rank cost 1 step at most" in verdict([lost], 9, [])

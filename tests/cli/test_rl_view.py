@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from superstep.cli.main import main
-from superstep.grade.task import answered
+from superstep.grade.task import answer_rollout
 from superstep.grade.verdict import Verdict
-from superstep.observe.drawing.lanes import PAUSE_S, Clock, Lane, LaneItem, draw_lanes, length, merged
+from superstep.observe.drawing.lanes import PAUSE_S, Clock, Lane, LaneItem, draw_lanes, length, merge
 from superstep.observe.events import Retried, Rolled, Saved, StepDone
 from superstep.observe.jsonl import JsonLines
 from superstep.tune.recipe import write
@@ -36,12 +36,12 @@ def run(tmp_path, monkeypatch):
     recipe = RlRecipe(rl=RlConfig(environment="tasks.py", group=2, groups=2, lag=1))
     (root / "recipe.toml").write_text(write(recipe))
     record, metrics = RolloutLog(root / NAME), JsonLines(root / "metrics.jsonl")
-    answer = Answered(strands=(Strand(tokens=(1, 2), spans=((1, 2),), logprobs=(-1.0,)),), rollout=answered("a"))
+    answer = Answered(strands=(Strand(tokens=(1, 2), spans=((1, 2),), logprobs=(-1.0,)),), rollout=answer_rollout("a"))
 
     def sampled(group, version, begin_s, end_s, graded_s):
         answers = (answer, answer)
         span = (T + begin_s, T + end_s)
-        record.sampled(TaskGroup(number=group, version=version, answers=answers, drawn_s=span))
+        record.keep_answers(TaskGroup(number=group, version=version, answers=answers, drawn_s=span))
         took = (T + end_s, T + graded_s)
         record.graded(group, (Verdict("ok", 0.5, "", took), Verdict("wrong", 0.0, "", took)))
 
@@ -156,13 +156,13 @@ SPANS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 9)).map(lambda s: 
 def test_a_clock_leaves_out_pauses_and_nothing_else(spans):
     covered = {tick for begin, end in spans for tick in range(int(begin), int(end))}
     assert length(spans) == len(covered)
-    assert merged(merged(spans)) == merged(spans)
+    assert merge(merge(spans)) == merge(spans)
     clock = Clock(spans)
     seen = [clock.at(at) for at in sorted({at for span in spans for at in span})]
     assert seen == sorted(seen)
     assert all(0.0 <= at <= clock.seconds for at in seen)
-    assert all(clock.at(end) - clock.at(begin) == end - begin for begin, end in merged(spans))
-    gaps = [later - end for (_, end), (later, _) in zip(merged(spans), merged(spans)[1:], strict=False)]
+    assert all(clock.at(end) - clock.at(begin) == end - begin for begin, end in merge(spans))
+    gaps = [later - end for (_, end), (later, _) in zip(merge(spans), merge(spans)[1:], strict=False)]
     longest_s = max(PAUSE_S, 0.1 * len(covered))
     assert len(clock.cuts) == sum(gap > longest_s for gap in gaps)
     assert clock.seconds == len(covered) + sum(gap for gap in gaps if gap <= longest_s)

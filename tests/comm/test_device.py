@@ -183,7 +183,7 @@ def test_a_gpus_memory_is_its_own(host):
     assert gpu.capacity_bytes() == 80 * GIB
     rates = probe_machine.measure_operations((), "fp32", probe_machine.Gauge(device=Device("cpu"), budget_s=0.0))[1]
     product = probe_machine.ProductRate(rate="fp32", rows=1, width=1, inner=1, flops_per_s=1.0)
-    found = probe_machine.measured(gpu, 1, "fp32", 1e-6, ((product,), rates, ()))
+    found = probe_machine.measure_cluster(gpu, 1, "fp32", 1e-6, ((product,), rates, ()))
     assert found.cluster.chip.memory_bytes == 80 * GIB
     assert found.cluster.chip.name == "Test GPU"
 

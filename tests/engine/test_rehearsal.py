@@ -16,7 +16,7 @@ from superstep.cost.program.activations import unit_bytes
 from superstep.cost.program.buffers import has_fused_loss
 from superstep.cost.program.flops import rank_flops
 from superstep.cost.program.lora import adapted_linears
-from superstep.cost.program.operation import AttentionOperation, CollectiveOperation, Pass, Product, collected, flops
+from superstep.cost.program.operation import AttentionOperation, CollectiveOperation, Pass, Product, collect, flops
 from superstep.cost.program.unit_operations import decoder_operations
 from superstep.engine.saved_activations import with_kept
 from superstep.engine.tracing.trace_units import operations_of
@@ -192,7 +192,7 @@ def test_attention_counts_as_torch_does():
 def test_equal_operations_are_counted_together():
     product, view = Product(rows=2, width=3, inner=4), Pass(kernel="view", bytes=0)
     send = CollectiveOperation(collective="send", axis="cp", bytes=8)
-    found = collected([product, view, replace(product, count=2), send, view])
+    found = collect([product, view, replace(product, count=2), send, view])
     assert found == (replace(product, count=3), replace(view, count=2), send)
     assert flops(found) == 3 * 2 * 2 * 3 * 4
 

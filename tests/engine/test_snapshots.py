@@ -56,7 +56,7 @@ def _steps(world, compute):
         engine.train_step(parts, valid_tokens=batch.valid_tokens, lr=1e-2, record=record)
     other = Engine(run, units(run.shape), mesh)
     position = other.keep_snapshots(memory).restore(2)
-    other.loaded(position.step)
+    other.note_loaded(position.step)
     parameters = [b.full.clone() for each in other.buffers.values() for b in each]
     held = {slot: {(p.kind, p.name): p.values.clone() for p in pieces_of(memory, slot)} for slot in range(2)}
     ran = list(zip(engine.step_program.ranks[0], record.ran(), strict=True))

@@ -17,7 +17,7 @@ from superstep.errors import ConfigError, Fault
 from superstep.grade.config import GradeConfig
 from superstep.grade.graders.check import Check, Tools
 from superstep.grade.graders.code import Case, CodeTests, Run
-from superstep.grade.graders.final_answer import fenced, final
+from superstep.grade.graders.final_answer import final, last_fence
 from superstep.grade.graders.literals import decode, same
 from superstep.grade.graders.maths import Maths
 from superstep.grade.graders.maths_process import MathsProcess
@@ -49,8 +49,8 @@ def test_the_final_answer_stands_in_one_place():
     assert final("the final answer is: 3") == "3"
     assert final("  7\n") == "7"
     assert final("\\boxed{" * 5000) == "\\boxed{" * 5000
-    assert fenced("a\n```python\nx = 1\n```\nb\n```\ny = 2\n```") == "y = 2\n"
-    assert fenced("x = 1") == "x = 1"
+    assert last_fence("a\n```python\nx = 1\n```\nb\n```\ny = 2\n```") == "y = 2\n"
+    assert last_fence("x = 1") == "x = 1"
 
 
 @pytest.mark.parametrize(

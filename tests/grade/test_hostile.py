@@ -15,7 +15,7 @@ from superstep.grade.config import GradeConfig
 from superstep.grade.pool import Pool
 from superstep.grade.sandbox.memory import tree
 from superstep.grade.sandbox.sandbox import FunctionCall, open_sandbox
-from superstep.grade.task import answered
+from superstep.grade.task import answer_rollout
 
 TASKS = Path(__file__).with_name("hidden_tasks.py")
 
@@ -83,12 +83,12 @@ def graded(host):
     os.environ["SUPERSTEP_TEST_SECRET"] = host["HOSTSECRET"]
     try:
         with Pool(TASKS, CONFIG) as pool:
-            right = pool.grade(0, 0, answered("def double(number):\n    return 2 * number"))
+            right = pool.grade(0, 0, answer_rollout("def double(number):\n    return 2 * number"))
             asked = {}
             for name, source in PROGRAMS.items():
-                asked[name] = pool.submit(0, 0, answered(filled(source, host)))
+                asked[name] = pool.submit(0, 0, answer_rollout(filled(source, host)))
             verdicts = {name: future.result() for name, future in asked.items()}
-            again = pool.grade(0, 0, answered("def double(number):\n    return 2 * number"))
+            again = pool.grade(0, 0, answer_rollout("def double(number):\n    return 2 * number"))
             left = [pid for pid in tree(os.getpid()) if pid not in before["processes"]]
     finally:
         del os.environ["SUPERSTEP_TEST_SECRET"]

@@ -16,7 +16,7 @@ from superstep.grade.config import GradeConfig
 from superstep.grade.pool import Pool
 from superstep.grade.sandbox import cgroup
 from superstep.grade.sandbox.cgroup import V2, CgroupParent, remove_left_groups
-from superstep.grade.task import answered
+from superstep.grade.task import answer_rollout
 from superstep.launch import line_process
 from superstep.launch.line_process import LineProcess
 
@@ -85,7 +85,7 @@ def test_processes_that_the_kernel_does_not_end_are_waited_for_together_and_not_
     with monkeypatch.context() as patched:
         for name in ("kill", "killpg"):
             patched.setattr(os, name, lambda process, number: None)
-        asked = [pool.submit(0, 0, answered("sleep")) for _ in range(2)]
+        asked = [pool.submit(0, 0, answer_rollout("sleep")) for _ in range(2)]
         while any(worker._process is None or worker._process._deadline is None for worker in pool._all[1:]):
             time.sleep(0.01)
         waited, wait = [], subprocess.Popen.wait

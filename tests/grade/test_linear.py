@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from superstep.grade import graders
 from superstep.grade.graders.code import Case, CodeTests
-from superstep.grade.graders.final_answer import fenced, final
+from superstep.grade.graders.final_answer import final, last_fence
 from superstep.grade.graders.llm_judge import JudgeError, read_score
 from superstep.grade.graders.maths import Maths
 from superstep.grade.graders.schema import Json
@@ -113,7 +113,7 @@ def stopped(answer):
 
 READERS = {
     "final": final,
-    "fenced": fenced,
+    "fenced": last_fence,
     "Exact": judged(lambda answer: Exact(answer, "x")),
     "Number": judged(lambda answer: Number(answer, 7)),
     "Maths": judged(lambda answer: Maths(answer, "7")),
@@ -219,4 +219,4 @@ BLOCK = re.compile(r"^[ \t]*```[ \t]*[\w+-]*[^\n`]*\n(.*?)^[ \t]*```[ \t]*$", re
 def test_the_fenced_block_is_that_of_the_pattern(parts):
     answer = "".join(parts)
     blocks = BLOCK.findall(answer)
-    assert fenced(answer) == (blocks[-1] if blocks else answer)
+    assert last_fence(answer) == (blocks[-1] if blocks else answer)

@@ -19,7 +19,7 @@ import pytest
 
 from boxed import command_lines, needs_bubblewrap
 from superstep.errors import ConfigError, Fault
-from superstep.grade.config import GradeConfig, checked
+from superstep.grade.config import GradeConfig, check_config
 from superstep.grade.sandbox import sandbox as room
 from superstep.grade.sandbox.bubblewrap import VisiblePaths, command
 from superstep.grade.sandbox.memory import resident_bytes
@@ -159,7 +159,7 @@ def test_a_bubblewrap_that_cannot_work_is_refused_with_its_words(monkeypatch, tm
 )
 def test_numbers_that_cannot_work_are_refused(config, named):
     with pytest.raises(ConfigError, match=re.escape(named)):
-        checked(config)
+        check_config(config)
 
 
 def test_the_page_has_every_limit_and_its_default():

@@ -22,7 +22,7 @@ def _plainly(values, first=0):
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("first", [0, 5, 2**33 + 1])
 def test_the_kernel_and_torch_agree_with_the_formula(size, first):
-    assert module.compiled().library is not None, module.compiled().why
+    assert module.compile_library().library is not None, module.compile_library().why
     values = torch.randn(size, generator=torch.Generator().manual_seed(size))
     into = torch.full_like(values, float("nan"))
     found = int(checksum(values, first)), int(reference(values, first)), int(copy_summed(into, values, first))
@@ -34,7 +34,7 @@ def test_the_kernel_and_torch_agree_with_the_formula(size, first):
 def test_without_a_compiler_the_sums_are_the_same(monkeypatch):
     values = torch.randn(BLOCK + 9, generator=torch.Generator().manual_seed(0))
     by_kernel = int(checksum(values, 3))
-    monkeypatch.setattr(module, "compiled", lambda: compile_cpp.Built(None, "there is no compiler"))
+    monkeypatch.setattr(module, "compile_library", lambda: compile_cpp.Built(None, "there is no compiler"))
     into = torch.empty_like(values)
     assert int(word_sum(values)) == int(values.view(torch.int32).long().sum())
     assert int(checksum(values, 3)) == int(copy_summed(into, values, 3)) == by_kernel

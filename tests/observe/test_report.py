@@ -11,7 +11,7 @@ import pytest
 
 import step_pages
 import told_runs
-from superstep.observe.page.compare import LEAST_STEPS, compared, mean_and_error
+from superstep.observe.page.compare import LEAST_STEPS, compare, mean_and_error
 from superstep.observe.page.report import COLUMNS, MOST_POINTS, RunTold, report_page, run_value, spent_parts, thin_steps
 
 
@@ -129,22 +129,22 @@ def told(*, seed=1, worse=0.0, steps=600):
 
 
 def test_runs_are_compared_step_by_step():
-    same = compared(("a", "b"), ({}, {}), (told(), told()))
+    same = compare(("a", "b"), ({}, {}), (told(), told()))
     assert (same.difference, same.is_noise) == (0, True)
     assert "the same losses to the bit" in same.verdict()
-    noise = compared(("a", "b"), ({}, {}), (told(), told(seed=2)))
+    noise = compare(("a", "b"), ({}, {}), (told(), told(seed=2)))
     assert noise.is_noise
     # What is the same in both drops out: 0.002 is seen under noise of 0.06.
-    worse = compared(("a", "b"), ({}, {}), (told(), {s: x + 0.002 + 1e-4 * (s % 3) for s, x in told().items()}))
+    worse = compare(("a", "b"), ({}, {}), (told(), {s: x + 0.002 + 1e-4 * (s % 3) for s, x in told().items()}))
     assert worse.is_noise is False
     assert worse.difference == pytest.approx(0.0021, abs=1e-4)
     assert worse.steps == (301, 600)
     assert "more than noise" in worse.verdict()
-    assert not compared(("a", "b"), ({}, {}), (told(), told(seed=2, worse=0.05))).is_noise
+    assert not compare(("a", "b"), ({}, {}), (told(), told(seed=2, worse=0.05))).is_noise
 
 
 def test_too_few_steps_are_not_judged():
-    few = compared(("a", "b"), ({}, {}), (told(steps=2 * LEAST_STEPS - 2), told(seed=2, worse=1)))
+    few = compare(("a", "b"), ({}, {}), (told(steps=2 * LEAST_STEPS - 2), told(seed=2, worse=1)))
     assert (few.difference, few.is_noise, few.steps) == (None, None, None)
     assert f"fewer than {LEAST_STEPS} steps" in few.verdict()
 
@@ -163,7 +163,7 @@ def test_an_interval_has_the_mean_nineteen_times_in_twenty_though_neighbours_han
 
 def test_settings_that_differ_are_named():
     one, other = {"train.lr": 3e-3, "plan.dp": 2, "a": 1}, {"train.lr": 1e-3, "plan.dp": 2, "b": 2}
-    found = compared(("a", "b"), (one, other), ({}, {}))
+    found = compare(("a", "b"), (one, other), ({}, {}))
     assert found.settings == (("train.lr", 3e-3, 1e-3), ("a", 1, None), ("b", None, 2))
 
 

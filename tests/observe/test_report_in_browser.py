@@ -14,7 +14,7 @@ from seen_pages import READY, Seen
 from superstep.observe.doctor.diagnose import Diagnosis, Finding
 from superstep.observe.doctor.observations import RankSeen, RunSeen
 from superstep.observe.doctor.wait_graph import RankWait
-from superstep.observe.page.compare import compared
+from superstep.observe.page.compare import compare
 from superstep.observe.page.doctor import doctor_page
 from superstep.observe.page.report import RunTold, report_page, spent_parts
 from superstep.plan.resolve import resolve
@@ -173,7 +173,7 @@ def test_who_waits_for_whom_is_a_picture_that_all_can_read(seen):
 def test_runs_lie_over_one_another(seen):
     runs = [RunTold(name=f"made-up {n}", lines=list(told_runs.lines(seed=n, worse=0.1 * n))) for n in range(2)]
     losses = tuple({line["step"]: line["loss"] for line in run.lines if line["event"] == "step"} for run in runs)
-    found = compared(("made-up 0", "made-up 1"), ({"train.lr": 3e-3}, {"train.lr": 1e-3}), losses)
+    found = compare(("made-up 0", "made-up 1"), ({"train.lr": 3e-3}, {"train.lr": 1e-3}), losses)
     seen.open(report_page(runs, [found]), dark=True)
     labels = seen("superstep.R.plots[0].series.slice(1).map((one) => one.label)")
     assert {"made-up 0, training", "made-up 1, training", "made-up 0, validation"} <= set(labels)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from planning import problem_of
-from superstep.cli.plan.plan import PlanRequest, checked_sides, first_answer, refined
+from superstep.cli.plan.plan import PlanRequest, check_sides, first_answer, refine
 from superstep.cli.plan.problem import memory_of
 from superstep.comm.device import Device
 from superstep.cost.closed.memory import COMMUNICATOR_BYTES, CONTEXT_BYTES, USABLE
@@ -37,9 +37,9 @@ def test_a_gpu_has_room_for_every_plan_that_is_proposed(model, chips, gib, asked
     free_bytes = gib * GIB + COMMUNICATOR_BYTES
     chip = replace(problem.cluster.chip, memory_bytes=(free_bytes + CONTEXT_BYTES) / USABLE + 1)
     cluster = replace(problem.cluster, chip=chip)
-    sides = checked_sides([replace(problem, cluster=cluster, memory_bytes=memory_of(cluster, gib))])
+    sides = check_sides([replace(problem, cluster=cluster, memory_bytes=memory_of(cluster, gib))])
     options = PlanRequest()
-    ranked = refined(sides, first_answer(sides, options), options, guide())
+    ranked = refine(sides, first_answer(sides, options), options, guide())
     proposed = [*ranked.plans, *(each.plan for each in ranked.neighbours)]
     assert proposed
     for each in proposed:

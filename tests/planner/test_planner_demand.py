@@ -13,7 +13,7 @@ from superstep.planner.feasibility import check_problem, nearest_batch, smallest
 from superstep.planner.plan_summary import figures, limits, shares
 from superstep.planner.search import search
 from superstep.planner.search_problem import Rule
-from superstep.planner.sensitivity import fallbacks, improved, neighbours, simplicity_of
+from superstep.planner.sensitivity import fallbacks, improve, neighbours, simplicity_of
 from superstep.planner.simulate_best import verified
 from superstep.planner.tie_break import TIE
 
@@ -71,7 +71,7 @@ def best():
 
 
 def test_neighbours_differ_in_their_field_and_none_improves_the_improved(best):
-    first, beside = improved(best)
+    first, beside = improve(best)
     assert first.step_s <= best.step_s * (1 + TIE)
     assert {each.field for each in beside} >= {"tp", "zero"}
     for each in beside:

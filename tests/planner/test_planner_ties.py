@@ -5,17 +5,17 @@ from __future__ import annotations
 from planning import problem_of, side_of
 from superstep.planner import shortlist as candidates_module
 from superstep.planner.search import search
-from superstep.planner.sensitivity import improved, of_kinds, simplicity_of
+from superstep.planner.sensitivity import improve, of_kinds, simplicity_of
 from superstep.planner.shortlist import candidates, kind_of
 from superstep.planner.simulate_best import instructions_of, verified
-from superstep.planner.tie_break import TIE, first_of, simplicity, tied
+from superstep.planner.tie_break import TIE, first_of, simplicity, tie_places
 
 PLAIN, SPLIT, AGAIN = (simplicity(*each) for each in (((1, 1), 0, 0.9), ((2, 4), 0, 0.3), ((1, 1), 2, 0.3)))
 
 
 def test_the_simplest_of_those_tied_is_taken_and_of_equals_the_faster():
     seconds = [1.0, 1.0 + TIE / 2, 1.0 + TIE * 1.1]
-    assert tied(seconds) == [0, 1]
+    assert tie_places(seconds) == [0, 1]
     assert first_of(seconds, [SPLIT, PLAIN, PLAIN]) == 1
     assert first_of(seconds, [SPLIT, SPLIT, PLAIN]) == 0
     # Fewer axes before less recomputation, that before memory.
@@ -27,7 +27,7 @@ def test_the_simplest_of_those_tied_is_taken_and_of_equals_the_faster():
 def test_the_planner_takes_the_simplest_of_the_fastest():
     side = side_of(problem_of("llama3.2-1b", chips=16, batch=64, sequence=2048))
     plans = sorted((verified(each) for each in search([side], keep=6).best), key=lambda plan: plan.step_s)
-    first, beside = improved(plans[0], plans)
+    first, beside = improve(plans[0], plans)
     near = [plans[0], *plans, *(each.plan for each in beside)]
     least = min(each.step_s for each in near)
     assert first.step_s <= least * (1 + TIE)

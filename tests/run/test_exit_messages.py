@@ -9,7 +9,7 @@ import pytest
 
 import runs
 import saved
-from superstep.cli.main import main, reported
+from superstep.cli.main import main, report
 from superstep.cli.tune import rl
 from superstep.errors import Fault, UserError
 from superstep.launch.failure import trouble_of
@@ -71,7 +71,7 @@ def test_reinforcement_learning_says_the_same(place, monkeypatch, capsys):
     saved.write(folder.checkpoints, 3)
     monkeypatch.setattr(rl, "_prepared", lambda recipe: nullcontext(SimpleNamespace(folder=folder)))
     monkeypatch.setattr(rl, "launch_rl", _breaks)
-    assert reported(lambda: rl.run(None)) == 1
+    assert report(lambda: rl.run(None)) == 1
     said = capsys.readouterr().err
     assert (
         f"The newest checkpoint is {folder.checkpoints}/step-000003; go on with: superstep tune rl --state.dir" in said

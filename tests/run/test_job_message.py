@@ -10,7 +10,7 @@ from superstep.comm.codec import VERSION
 from superstep.plan.config import DataConfig, LoraConfig, ModelConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.run.job import TrainJob
 from superstep.run.job_message import decode, encode
-from superstep.train.model import flops_per_token, operations, resolved
+from superstep.train.model import flops_per_token, operations, resolve_config
 from superstep.train.run_paths import RunFolder
 from superstep.tune.dpo import Dpo
 
@@ -23,7 +23,7 @@ CONFIG = RunConfig(
 
 
 def job(config, **changed):
-    run = resolved(config, 2)
+    run = resolve_config(config, 2)
     done = operations(run)
     return TrainJob(
         run=run,

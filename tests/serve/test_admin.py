@@ -22,7 +22,7 @@ from superstep.http.request_error import RequestError
 from superstep.model.hf import FILE
 from superstep.model.peft_adapter import linears_of, write_adapter
 from superstep.plan.model.hf_config import from_hf_config
-from superstep.serve.api.admin import ADMIN_ROUTES, allowed
+from superstep.serve.api.admin import ADMIN_ROUTES, allow_path
 from superstep.serve.api.admin_backend import Admin
 from superstep.serve.api.app import make_app
 from superstep.serve.api.backend import Away
@@ -196,9 +196,9 @@ def test_what_cannot_be_meant_is_refused_by_name(engine, folder, path, given, st
 def test_a_path_is_looked_for_in_each_folder(folder):
     (folder.parent / "other").mkdir()
     folders = [folder.parent / "other", folder]
-    assert allowed("new", folders) == allowed(str(folder / "new"), folders) == folder / "new"
+    assert allow_path("new", folders) == allow_path(str(folder / "new"), folders) == folder / "new"
     with pytest.raises(RequestError, match="is not there"):
-        allowed("way-out", folders)
+        allow_path("way-out", folders)
 
 
 @pytest.mark.parametrize(

@@ -280,7 +280,7 @@ def test_health_is_answered_while_a_path_is_looked_for(tmp_path, monkeypatch):
             end.wait()
         return tmp_path
 
-    monkeypatch.setattr(admin_module, "allowed", allowed)
+    monkeypatch.setattr(admin_module, "allow_path", allowed)
     tokenizer = small_tokenizer()
     info = Info(name="m", vocab=300, context_tokens=9, version="v1", end_of_text=(tokenizer.end_of_text,))
     key = Admin(key="key", folders=[tmp_path], engine=Engine(), timeout_s=1.0)

@@ -18,7 +18,15 @@ from superstep.serve.compute.model_runner import follow
 from superstep.serve.config import ServeConfig
 from superstep.serve.drafting.speculate import Speculation
 from superstep.train.proof.prove_exact import write_bits
-from superstep.train.proof.prove_serving import KnownTexts, answers, batch_of, compare, told_of, trained_losses, ways
+from superstep.train.proof.prove_serving import (
+    KnownTexts,
+    answers,
+    batch_of,
+    compare,
+    losses_in_training,
+    told_of,
+    ways,
+)
 
 pytestmark = pytest.mark.multiproc
 
@@ -110,7 +118,7 @@ def _serve(rank, world, folder, compute, names, texts, small=""):
 
 def _train(rank, world, run, folder, texts):
     batch = batch_of(texts)
-    return trained_losses(World(rank, world, Device("cpu")), run, Path(folder), [batch])[0]
+    return losses_in_training(World(rank, world, Device("cpu")), run, Path(folder), [batch])[0]
 
 
 ALL = tuple(way.name for way in ways(TOKENS))

@@ -606,7 +606,7 @@ def test_what_dead_writers_left_is_removed_and_what_is_being_written_is_not(tmp_
     left = tmp_path / ".unfinished-dead"
     left.mkdir()
     (left / "writer").touch()
-    with weights_module.unfinished(tmp_path) as writing:
+    with weights_module.open_unfinished(tmp_path) as writing:
         publish(tmp_path, tensors_of(1)[0])
         assert not left.exists()
         assert writing.exists()

@@ -33,7 +33,7 @@ from superstep.state.memory_snapshot import (
     DamagedSnapshot,
     Handles,
     common,
-    described,
+    describe_pieces,
     made,
     oldest_wanted,
     pieces_of,
@@ -61,7 +61,12 @@ def memories(tmp_path):
             placed.append((piece, at))
             at += 4 * piece.values.numel()
         shapes = {name: list(shape) for name, shape in SHAPES.items()}
-        table = {"pieces": described(placed), "shapes": shapes, "beside": {}, "folder": str(tmp_path / "checkpoints")}
+        table = {
+            "pieces": describe_pieces(placed),
+            "shapes": shapes,
+            "beside": {},
+            "folder": str(tmp_path / "checkpoints"),
+        }
         assert not memory.is_laid_out
         memory.lay_out(table, at)
     yield found

@@ -79,7 +79,7 @@ def keep_copies(rank, world, run, settings):
             kept[step] = same(held(pieces_of(memory, slot)), before[step])
         other = Engine(run, units_of(run), mesh)
         position = other.keep_snapshots(memory).restore(STEPS - 1)
-        other.loaded(position.step)
+        other.note_loaded(position.step)
         is_restored = same(held(other.pieces(STATE)), before[STEPS - 1])
         goes_on = train(other, run, batches[-1:])
         is_same = same(held(other.pieces(STATE)), held(engine.pieces(STATE)))
@@ -114,7 +114,7 @@ def stop_and_go_on(rank, world, run, folder):
         shapes = dict.fromkeys(STATE, tensor_shapes(first))
         save(folder, first.pieces(STATE), Position(step=2), peers, tensors=shapes, beside={})
         second = Engine(run, units_of(run), mesh)
-        second.loaded(load(folder, second.pieces(STATE), peers).step)
+        second.note_loaded(load(folder, second.pieces(STATE), peers).step)
         went += train(second, run, batches[2:])
         texts = [microbatches_of(b.rows(rows(run.plan, mesh)), run.plan, mesh) for b in batches[:1]]
         said = [engine.evaluate(texts[0]) for engine in (whole, second)]

@@ -87,6 +87,6 @@ class _File(io.FileIO):
         return super().readall()
 
     def close(self):
-        if not self.closed:
+        if not self.close:
             super().close()
             self._disk.count("close")

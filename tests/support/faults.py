@@ -240,7 +240,9 @@ FAULTS: dict[str, Fault] = {
         first="restart",
     ),
     "the cursor at the start after a restart": Fault(
-        plant=lambda: plant_data.loaded(lambda _, at: replace(at, samples=0)), plan={"pp": 2, **PIPES}, first="restart"
+        plant=lambda: plant_data.loaded(lambda _, at: replace(at, samples=0)),
+        plan={"pp": 2, **PIPES},
+        first="restart",
     ),
     "the cursor one sample on with each step": Fault(
         plant=plant_data.cursor_of_each_step, plan={"dp": 2}, first="loop"

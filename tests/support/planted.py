@@ -28,7 +28,7 @@ from superstep.plan.config_io import write_config
 from superstep.program.instructions import Reduce
 from superstep.program.text import write_program
 from superstep.train.batches import microbatches, rows
-from superstep.train.report_status import awaited
+from superstep.train.report_status import report_waits
 from superstep.train.run_paths import RunFolder
 
 RANK = 1
@@ -128,7 +128,7 @@ def train(rank, world, run, place):
     written.write_text(str(os.getpid()))
     written.rename(folder.root / f"rank-{rank}")
     threading.Thread(target=_leave, args=(folder.root,), daemon=True).start()
-    for each in awaited(heart, planted.batches(parts)):
+    for each in report_waits(heart, planted.batches(parts)):
         planted.now = gather((folder.root / "now").read_text() if rank == 0 else "")[0]
         engine.train_step(each, valid_tokens=batch.valid_tokens, lr=1e-3)
 

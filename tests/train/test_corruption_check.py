@@ -16,7 +16,7 @@ from superstep.errors import Fault
 from superstep.launch.ranks import World
 from superstep.numerics.fixed_point import Grid
 from superstep.plan.resolve import resolve
-from superstep.state.fingerprint import BLOCK, Element, TensorPart, bit_sums, differing, farthest, outvoted, salts
+from superstep.state.fingerprint import BLOCK, Element, TensorPart, bit_sums, differing, farthest, outvote, salts
 from superstep.state.manifest import Position
 from superstep.state.memory_snapshot import SnapshotMemory
 from superstep.state.tensor_piece import TensorPiece
@@ -51,8 +51,8 @@ def test_a_flip_of_any_bit_changes_the_sum_and_an_order_does_not():
 def test_most_copies_are_right_and_of_two_the_nearer():
     part = TensorPart("weight", "w", ((0, 4),), 0, 4)
     one, other = (int(torch.tensor(x).view(torch.int32)) for x in (1.0, 1.5))
-    assert outvoted([Element(part, 0, {0: one, 1: other, 2: one})]) == (1,)
-    assert outvoted([Element(part, 0, {0: one, 1: other})]) is None
+    assert outvote([Element(part, 0, {0: one, 1: other, 2: one})]) == (1,)
+    assert outvote([Element(part, 0, {0: one, 1: other})]) is None
     pair = [Element(part, 0, {0: one, 3: other})]
     assert farthest(pair, [1.01]) == (3,)
     assert farthest(pair, [1.49]) == (0,)

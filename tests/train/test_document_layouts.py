@@ -25,7 +25,7 @@ from superstep.numerics.tolerance import TOLERANCE
 from superstep.plan.config import ModelConfig, PlanConfig
 from superstep.plan.resolve import resolve
 from superstep.train.batches import microbatches
-from superstep.train.model import resolved, units_of
+from superstep.train.model import resolve_config, units_of
 from superstep.train.proof.prove_exact import Relay, prove_exact, write_bits
 from superstep.train.proof.prove_tolerance import prove, write_reference
 
@@ -123,7 +123,7 @@ def reference(tmp_path_factory):
 @pytest.mark.parametrize("world", many_ranks(LAYOUTS))
 def test_layouts_compute_what_one_device_does(pool, reference, world):
     runs = [resolve(config(**layout)) for layout in LAYOUTS[world]]
-    runs += [resolved(own(**layout)) for layout in OWN_LAYOUTS.get(world, [])]
+    runs += [resolve_config(own(**layout)) for layout in OWN_LAYOUTS.get(world, [])]
     assert_proven(pool, reference, world, runs)
 
 
@@ -304,7 +304,7 @@ def _close_with(rank, world, cases):
 
 
 def test_a_planted_fault_is_caught(pool, reference):
-    runs = [resolved(config) for _, config in FAULTS]
+    runs = [resolve_config(config) for _, config in FAULTS]
     cases = [(fault, run, reference(run)) for (fault, _), run in zip(FAULTS, runs, strict=True)]
     for (fault, run, _), verdict in zip(cases, pool.run(2, _close_with, cases, timeout_s=100)[0], strict=True):
         assert verdict.first is not None, (fault.__name__, run.config.plan)

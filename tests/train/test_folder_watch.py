@@ -22,7 +22,7 @@ from superstep.monitor.status_page import Unwatched
 from superstep.observe.events import Saved, Warned
 from superstep.observe.jsonl import JsonLines, last_line, read
 from superstep.observe.tensorboard import TensorBoard
-from superstep.serve.weights import unfinished
+from superstep.serve.weights import open_unfinished
 from superstep.state.checkpoint_dirs import checkpoints, step_of
 from superstep.state.manifest import Position
 from superstep.state.verify import SingleProcess
@@ -119,7 +119,7 @@ def test_nothing_that_writes_makes_a_folder_under_the_old_name(tmp_path):
         with pytest.raises(DiskFault, match="see that the folder is there"):
             write()
         assert not folder.root.exists(), what
-    with pytest.raises(FileNotFoundError), unfinished(folder.root / SNAPSHOTS):
+    with pytest.raises(FileNotFoundError), open_unfinished(folder.root / SNAPSHOTS):
         pass
     assert not folder.root.exists()
 

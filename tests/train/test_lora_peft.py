@@ -69,7 +69,7 @@ def test_the_same_loss_gradients_and_update(tmp_path, model):
     begin_base(run, engine, ALONE, base)
     before = {name: values.clone() for name, values in frozen.items()}
     fill(adapter / "adapter_model.safetensors", engine.pieces(("weight",)), shapes_of(engine), ALONE)
-    engine.loaded(0)
+    engine.note_loaded(0)
     ours = {}
 
     def keep():

@@ -38,7 +38,7 @@ def test_one_expert_trains_as_the_dense_model_does(mixture):
     for p in mixed.pieces(("weight",)):
         if not p.name.endswith("mlp.gate.weight"):  # of one expert any router is sure
             p.values.copy_(weights[p.name.replace(".experts.0", "")])
-    mixed.loaded(0)
+    mixed.note_loaded(0)
     for batch in small.batches(steps=4):
         both = [
             engine.train_step(

@@ -14,7 +14,7 @@ from superstep.errors import ConfigError
 from superstep.launch.ranks import World
 from superstep.numerics.own_loss import OwnLoss, load_loss
 from superstep.plan.resolve import resolve
-from superstep.train.model import resolved
+from superstep.train.model import resolve_config
 from superstep.train.proof.proof_inputs import Cases, prove_case
 from superstep.train.proof.prove_exact import Relay, prove_exact, write_bits
 from superstep.tune.recipe import refuse_own_loss
@@ -109,7 +109,7 @@ def test_what_is_no_loss_of_a_token_is_refused_by_file_and_line(tmp_path, text):
     assert "\n" not in str(raised.value)
     config = small.config()
     with pytest.raises(ConfigError, match=re.escape(str(path))):
-        resolved(replace(config, train=replace(config.train, loss=str(path))))
+        resolve_config(replace(config, train=replace(config.train, loss=str(path))))
 
 
 def test_other_places_of_a_loss_are_refused(tmp_path):

@@ -17,7 +17,7 @@ from superstep.errors import ConfigError
 from superstep.launch.ranks import World
 from superstep.observe.number_format import seconds_text
 from superstep.plan.config import ModelConfig, PlanConfig
-from superstep.train.model import resolved, units_of
+from superstep.train.model import resolve_config, units_of
 from superstep.train.proof.all_layouts import layouts
 from superstep.train.proof.prove_tolerance import prove, write_reference
 
@@ -61,7 +61,7 @@ def _prove_all(rank, world, cases, folder):
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
     folder = tmp_path_factory.mktemp("reference")
-    run = resolved(config(dp=1))
+    run = resolve_config(config(dp=1))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     write_reference(units_of(run), run.config.train, small.batches(packed=False), folder)
@@ -72,7 +72,7 @@ def reference(tmp_path_factory):
 @pytest.mark.multiproc
 @pytest.mark.parametrize(("world", "part"), first_few(LAYOUTS, {2: 5}))
 def test_every_layout_computes_what_the_units_in_a_row_do(pool, reference, world, part):
-    cases = [resolved(config(**plan)) for plan in LAYOUTS[world][part]]
+    cases = [resolve_config(config(**plan)) for plan in LAYOUTS[world][part]]
     verdicts = pool.run(world, _prove_all, cases, reference, timeout_s=120)[0]
     for run, verdict in zip(cases, verdicts, strict=True):
         assert verdict.is_proven, (run.config.plan, verdict.first and verdict.first.describe())
@@ -88,7 +88,7 @@ def test_a_cut_that_mixes_queries_and_keys_is_seen(pool, reference, tmp_path):
     assert wrong != text
     path = tmp_path / "mixed.py"
     path.write_text(wrong, encoding="utf-8")
-    one, two = resolved(config(path, dp=1)), resolved(config(path, tp=2))
+    one, two = resolve_config(config(path, dp=1)), resolve_config(config(path, tp=2))
     write_reference(units_of(one), one.config.train, small.batches(packed=False), tmp_path)
     (verdict,) = pool.run(2, _prove_all, [two], str(tmp_path), timeout_s=60)[0]
     assert not verdict.is_proven
@@ -114,7 +114,7 @@ def test_a_model_of_ones_own_is_trained_resumed_viewed_and_sampled(tmp_path, mon
     assert started["predicted_step_s"] > 0
     assert started["predicted_memory_bytes"] > 0
     assert steps[-1]["mfu"] > 0
-    specs = units_of(resolved(config("mine.py", vocab=300, dp=1)))
+    specs = units_of(resolve_config(config("mine.py", vocab=300, dp=1)))
     assert len(specs) == 5
     checkpoint = sorted(Path("run/checkpoints").iterdir())[-1]
     assert not (checkpoint / "config.json").exists()
@@ -355,12 +355,12 @@ def test_a_file_that_cannot_keep_documents_apart_is_refused(takes, and_so, words
     path.write_text(HEAD + ATTENDS.format(takes=takes, and_so=and_so), encoding="utf-8")
     wanted = config(path, rules=(), dp=1)
     wanted = replace(wanted, data=replace(wanted.data, packed=True))
-    resolved(wanted)
+    resolve_config(wanted)
     with pytest.raises(ConfigError) as caught:
-        resolved(replace(wanted, data=replace(wanted.data, document_mask=True)))
+        resolve_config(replace(wanted, data=replace(wanted.data, document_mask=True)))
     assert [word for word in [*words, str(path)] if word not in str(caught.value)] == []
     # Where no sequence has two documents there is nothing to keep apart.
-    resolved(replace(wanted, data=replace(wanted.data, document_mask=True, packed=False)))
+    resolve_config(replace(wanted, data=replace(wanted.data, document_mask=True, packed=False)))
 
 
 @pytest.mark.parametrize(("body", "plan", "words"), FILES, ids=lambda value: None)
@@ -368,7 +368,7 @@ def test_a_file_is_refused_in_one_line(body, plan, words, tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(HEAD + textwrap.dedent(body), encoding="utf-8")
     with pytest.raises(ConfigError) as caught:
-        resolved(config(path, **{"rules": (), "dp": 1} | plan))
+        resolve_config(config(path, **{"rules": (), "dp": 1} | plan))
     message = str(caught.value)
     assert [word for word in [*words, str(path)] if word not in message and word != str(path)] == []
     assert "\n" not in message
@@ -377,8 +377,8 @@ def test_a_file_is_refused_in_one_line(body, plan, words, tmp_path):
 def test_a_shared_table_that_units_see_different_tokens_of_is_refused():
     rules = (("attention", "tp"), ("hidden", "tp"), ("places", "tp"))
     with pytest.raises(ConfigError, match=r"words\.weight is whole and shared.*set plan\.sequence_parallel to false"):
-        resolved(config(tp=2, rules=rules))
-    resolved(config(tp=2, rules=rules, sequence_parallel=False))
+        resolve_config(config(tp=2, rules=rules))
+    resolve_config(config(tp=2, rules=rules, sequence_parallel=False))
 
 
 def test_the_sweep_keeps_the_rules_of_the_model():
@@ -390,4 +390,4 @@ def test_the_sweep_keeps_the_rules_of_the_model():
 def test_a_file_that_is_not_there_is_refused(tmp_path):
     for name in (tmp_path / "none.py", tmp_path):
         with pytest.raises(ConfigError, match=r"model\.source = '.*' is no Python file; name one"):
-            resolved(config(name, dp=1))
+            resolve_config(config(name, dp=1))

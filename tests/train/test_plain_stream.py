@@ -8,7 +8,7 @@ from corpus import write_corpus
 from superstep.data.shuffle import permute
 from superstep.data.token_files import open_corpus
 from superstep.numerics.loss import IGNORE
-from superstep.train.proof.plain_stream import shuffled
+from superstep.train.proof.plain_stream import shuffle
 from superstep.train.proof.sampler import draw_fault
 from superstep.train.proof.stream import plain_split
 
@@ -16,7 +16,7 @@ from superstep.train.proof.stream import plain_split
 @pytest.mark.parametrize("count", [1, 2, 4, 5, 63, 64, 65, 300])
 def test_an_epoch_has_each_row_once_in_the_order_of_the_stream(count):
     for seed, epoch in ((0, 0), (1, 0), (1, 3), (2**70 + 5, 1)):
-        plain = [shuffled(place, count, seed, epoch) for place in range(count)]
+        plain = [shuffle(place, count, seed, epoch) for place in range(count)]
         assert sorted(plain) == list(range(count))
         assert plain == permute(np.arange(count), count, seed=seed, epoch=epoch).tolist()
 

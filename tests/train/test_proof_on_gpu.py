@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from superstep.cli.prove import prove as verb
 from superstep.comm.device import Device
 from superstep.launch.ranks import World
 from superstep.plan.resolve import resolve
+from superstep.run import prove_layout as proof
 from superstep.train.proof import prove_tolerance
 from superstep.train.proof.prove_tolerance import Difference, prove
 
@@ -62,14 +64,15 @@ def test_ranks_are_launched_with_what_cublas_needs(given, kept, monkeypatch, tmp
     if given is None:
         monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     monkeypatch.setattr(verb.Cases, "__init__", lambda *args, **kwargs: None)
-    monkeypatch.setattr(verb.Cases, "case", lambda *args, **kwargs: None)
+    monkeypatch.setattr(verb.Cases, "case", lambda *args, **kwargs: SimpleNamespace(run=resolve(small.config())))
     seen = []
 
     def launched(*args):
         seen.append(os.environ["CUBLAS_WORKSPACE_CONFIG"])
         raise EOFError
 
-    monkeypatch.setattr(verb, "launch_on", launched)
+    for module in (verb, proof):
+        monkeypatch.setattr(module, "launch_on", launched)
     with suppress(EOFError):
         verb.run_one(resolve(small.config()), tmp_path, steps=1)
     with suppress(EOFError):

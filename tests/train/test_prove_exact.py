@@ -168,7 +168,7 @@ def _go_on(rank, world, run, folder, take):
     here = World(rank, world, Device("cpu"))
     mesh = build_mesh(run.plan, rank, here.device, timeout=timedelta(seconds=60))
     engine = Engine(run, units(run.shape), mesh)
-    engine.loaded(load(Path(take), engine.pieces(STATE), RankPeers(rank, world)).step)
+    engine.note_loaded(load(Path(take), engine.pieces(STATE), RankPeers(rank, world)).step)
     compared, found = module._follow(engine, mesh, run, _batches(), Path(folder), 1, here, None)
     mesh.destroy()
     return compared, found

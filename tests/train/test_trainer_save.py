@@ -21,7 +21,7 @@ from superstep.state.checkpoint_dirs import checkpoint_at, checkpoints
 from superstep.state.manifest import Position
 from superstep.state.tensor_piece import STATE
 from superstep.train.corpus_trainer import CorpusTrainer
-from superstep.train.model import resolved
+from superstep.train.model import resolve_config
 from superstep.train.run_paths import RunFolder
 from superstep.train.throughput import PeakRate
 
@@ -111,7 +111,7 @@ def test_a_save_with_a_scalar_and_what_breaks_around_it(pool, tmp_path):
     config = replace(runs.config(plan={"dp": 2, "zero": 3}), model=model)
     config = replace(config, state=replace(config.state, keep=2))
     prepare(replace(config.data, corpus=(str(tmp_path / "good.txt"),)), 300, tmp_path / "data")
-    heard = pool.run(2, _save, resolved(config), str(tmp_path), str(tmp_path / "data"), timeout_s=60)
+    heard = pool.run(2, _save, resolve_config(config), str(tmp_path), str(tmp_path / "data"), timeout_s=60)
     assert heard[0] == heard[1]
     for said, (_, _, expected) in zip(heard[0], FAILURES.values(), strict=True):
         assert said.startswith(expected.format(root=tmp_path))

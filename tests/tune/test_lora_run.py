@@ -177,7 +177,7 @@ def trainer_logprobs(tuned, **numerics):
     engine = Engine(run, units_of(run), mesh)
     begin_base(run, engine, ALONE, tuned / MODEL)
     load(tuned / "tuned/checkpoints/step-000006", engine.pieces(STATE), ALONE)
-    engine.loaded(6)
+    engine.note_loaded(6)
     tokens = torch.tensor(TEXTS)
     batch = Batch(tokens, tokens.roll(-1, 1), tokens.numel(), None)
     return engine.logprobs(microbatches_of(batch, run.plan, mesh))[:, :-1]

@@ -68,7 +68,7 @@ def test_ids_trained_are_ids_sampled_for_any_text_and_turns(encoders, template, 
         assert message.content == tokens.decode(ids[:-1] if ids[-1] == end else ids)
         if turn + 1 < turns:
             now.observe([Message("user", data.draw(words))])
-    answered = now.answered()
+    answered = now.with_answer()
     trained = [
         (strand.tokens[:first], strand.tokens[first:last])
         for strand in answered.strands
@@ -93,15 +93,15 @@ def test_history_that_is_shown_as_it_was_goes_on_in_one_strand(encoders):
     now.answer(told([*drawn, end]), "stop")
     now.observe([Message("tool", "<|im_end|>"), Message("user", "more")])
     now.answer(told(tokens.encode("b")), "length")
-    (strand,) = now.answered().strands
+    (strand,) = now.with_answer().strands
     assert tokens.decode(list(strand.tokens)) == (
         "<|im_start|>user\nadd<|im_end|>\n<|im_start|>assistant\nthe cat<|im_end|>\n<|im_start|>tool\n<|im_end|>"
         "<|im_end|>\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\nb"
     )
     # The end that the model drew is the template's; what the tool spelled is no control token.
     assert strand.tokens.count(end) == 4
-    assert [turn.role for turn in now.answered().rollout.turns] == ["assistant", "tool", "user", "assistant"]
-    assert now.answered().rollout.finish == "length"
+    assert [turn.role for turn in now.with_answer().rollout.turns] == ["assistant", "tool", "user", "assistant"]
+    assert now.with_answer().rollout.finish == "length"
 
 
 def test_an_answer_that_was_cut_off_is_closed_by_the_template(encoders):
@@ -124,7 +124,7 @@ def test_a_template_that_rewrites_history_starts_a_new_strand(encoders):
     now.answer(told([*tokens.encode("a"), end]), "stop")
     now.observe([Message("user", "more")])
     now.answer(told([*tokens.encode("c"), end]), "stop")
-    first, second = now.answered().strands
+    first, second = now.with_answer().strands
     assert tokens.decode(list(first.tokens)).endswith("assistant\nb</think>a<|im_end|>")
     assert tokens.decode(list(second.tokens)).startswith(
         "<|im_start|>user\nadd<|im_end|>\n<|im_start|>assistant\na<|im"
@@ -138,7 +138,7 @@ def test_the_space_that_a_template_puts_is_the_models_own(encoders):
     now = Episode((Message("user", "add"),), encoders["default", "byte level"], tokens, [tokens.end_of_text])
     now.answer(told([*tokens.encode(" the cat"), tokens.end_of_text]), "stop")
     now.observe([Message("user", "more")])
-    assert not now.answered().strands[1:]
+    assert not now.with_answer().strands[1:]
     assert tokens.decode(list(now.prompt)) == (
         "User: add\n\nAssistant: the cat<|endoftext|>\n\nUser: more\n\nAssistant:"
     )
@@ -152,7 +152,7 @@ def test_attempts_at_a_task_share_its_prompt_and_nothing_else(encoders):
         now.answer(told([*tokens.encode(said), end]), "stop")
         now.observe([Message("user", f"more than {said}")])
         now.answer(told(tokens.encode("b")), "length")
-        return now.answered()
+        return now.with_answer()
 
     first = Episode((Message("user", "add"),), encoders["plain", "byte level"], tokens, [end])
     second = first.again()

@@ -92,7 +92,7 @@ def test_a_group_is_the_same_whatever_it_is_sampled_beside(sampler, environment,
     together[1] = replace(one, answers=(violating, *one.answers[1:]))
     record = RolloutLog(tmp_path / NAME)
     for group in together.values():
-        record.sampled(group)
+        record.keep_answers(group)
     record.graded(0, (ok(0.5), wrong("no"), grader_error("?")))
     for name in ("weights-0", "weights-unnoted", ".unfinished-x"):
         (tmp_path / "weights" / name).mkdir(parents=True)
@@ -117,7 +117,7 @@ def test_turns_that_are_a_violation_are_the_last(sampler, environment, words):
     talk = Episode(messages, words.encoder, words.decoder, ())
     talk.answer([TokenOutput(token=5, drawn_logprob=-1.0, logprob=-1.0)], "stop")
     assert not sampler._goes_on(_Part(0, 0, environment.task(2, 5)), talk, "stop")
-    assert talk.answered().rollout.violation == "it ends the process"
+    assert talk.with_answer().rollout.violation == "it ends the process"
 
 
 def test_a_record_whose_last_line_is_torn_has_the_others(tmp_path):

@@ -26,7 +26,7 @@ from superstep.state.checkpoint_dirs import checkpoints
 from superstep.train.batches import stream_of
 from superstep.tune.chat_template import PLAIN
 from superstep.tune.config import read_recipe
-from superstep.tune.initial_model import started
+from superstep.tune.initial_model import start_from
 from superstep.tune.prepare_conversations import Conversations
 from superstep.tune.recipe import write
 
@@ -60,7 +60,7 @@ def error(capsys):
 def wanted(*, data=None, sft=None):
     config = read_recipe(Path("recipe.toml"))
     config = replace(config, data=replace(config.data, **(data or {})), sft=replace(config.sft, **(sft or {})))
-    run = started(config)
+    run = start_from(config)
     return Conversations(run, config.sft, resolve(run).shape.vocab)
 
 

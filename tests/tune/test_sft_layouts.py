@@ -24,7 +24,7 @@ from superstep.state.load_weights import fill
 from superstep.train.batches import microbatches, rows, stream_of
 from superstep.train.rank_peers import RankPeers, tensor_shapes
 from superstep.tune.config import read_recipe
-from superstep.tune.initial_model import started
+from superstep.tune.initial_model import start_from
 from superstep.tune.prepare_conversations import Conversations
 
 LAYOUTS = ({"dp": 2, "zero": 2}, {"tp": 2}, {"pp": 2}, {"cp": 2})
@@ -58,7 +58,7 @@ def stepped(rank, world, folder, configs):
         mesh = build_mesh(run.plan, rank, Device("cpu"), timeout=timedelta(minutes=1))
         engine = Engine(run, units(run.shape), mesh)
         fill(folder / config.model.weights, engine.pieces(("weight",)), tensor_shapes(engine), RankPeers(rank, world))
-        engine.loaded(0)
+        engine.note_loaded(0)
         batch = stream_of(config, open_corpus(corpus), "train").batch(0, rows(run.plan, mesh))
         parts = microbatches(batch.tokens_BS, batch.targets_BS, run.plan, mesh, batch.starts_BS, batch.streams)
         result = engine.train_step(parts, valid_tokens=batch.valid_tokens, lr=0.0)
@@ -75,7 +75,7 @@ def test_a_packed_sequence_costs_what_its_conversations_cost_alone(pool, tmp_pat
         text = tuned.RECIPE.replace("[data]", f"[data]\npacked = {packed}")
         Path("recipe.toml").write_text(text, encoding="utf-8")
         recipe = read_recipe(Path("recipe.toml"))
-        run = started(recipe)
+        run = start_from(recipe)
         corpus = Conversations(run, recipe.sft, resolve(run).shape.vocab).prepare(tmp_path / packed)
         batch = stream_of(run, corpus, "train").batch(0, slice(0, 4))
         if packed == "true":

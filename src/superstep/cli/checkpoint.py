@@ -28,17 +28,17 @@ def main(argv: Sequence[str]) -> int:
         return _in_store(arguments)
     match arguments.word:
         case "list":
-            _told(arguments.path, glance)
+            _report(arguments.path, glance)
             return 0
         case "verify":
-            return 0 if _told(arguments.path, verify) else 1
+            return 0 if _report(arguments.path, verify) else 1
         case "export":
-            return _exported(arguments.path, arguments.options)
+            return _export(arguments.path, arguments.options)
 
 
-def _told(path: Path, look: Callable[[Path], Manifest]) -> bool:
+def _report(path: Path, look: Callable[[Path], Manifest]) -> bool:
     """Say what ``look`` finds of each checkpoint; whether all are whole."""
-    root, folders = _found(path)
+    root, folders = _find_checkpoints(path)
     are_whole = True
     for folder in folders:
         try:
@@ -70,7 +70,7 @@ def _in_store(arguments: CheckpointArgs) -> int:
     if arguments.word == "export":
         with tempfile.TemporaryDirectory(prefix="superstep-export-") as folder:
             fetched = store.fetch(steps[-1], Path(folder))
-            return _written(fetched, store.named(steps[-1]), arguments.options)
+            return _write_export(fetched, store.named(steps[-1]), arguments.options)
     are_whole = True
     for step in steps:
         try:
@@ -94,7 +94,7 @@ def _why_left(folder: Path) -> str:
     return known.get(ending, "being deleted; the next save removes it")
 
 
-def _found(path: Path) -> tuple[Path | None, list[Path]]:
+def _find_checkpoints(path: Path) -> tuple[Path | None, list[Path]]:
     """The folder of a run's checkpoints, and these; of a single checkpoint that alone.
 
     Raises:
@@ -113,14 +113,14 @@ def _found(path: Path) -> tuple[Path | None, list[Path]]:
     return root, found
 
 
-def _exported(path: Path, options: CopyOptions) -> int:
-    root, found = _found(path)
+def _export(path: Path, options: CopyOptions) -> int:
+    root, found = _find_checkpoints(path)
     checkpoint = found[-1] if root is None else newest(root)
     assert checkpoint is not None, "a run without any has been refused"
-    return _written(checkpoint, str(checkpoint), options)
+    return _write_export(checkpoint, str(checkpoint), options)
 
 
-def _written(checkpoint: Path, name: str, options: CopyOptions) -> int:
+def _write_export(checkpoint: Path, name: str, options: CopyOptions) -> int:
     out = Path(options.out)
     done = export(checkpoint, out, dtype=options.dtype, shard_bytes=int(options.shard_gib * 2**30))
     files = done.files[0] if len(done.files) == 1 else f"{len(done.files)} files"

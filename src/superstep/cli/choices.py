@@ -11,7 +11,7 @@ from superstep.plan.config import ProposedRun, RunConfig
 from superstep.plan.resolve import Resolved, divisors
 
 
-def changed_layout(proposed: RunConfig, run: Resolved, resolve: Callable[[RunConfig], Resolved]) -> str | None:
+def describe_changed_layout(proposed: RunConfig, run: Resolved, resolve: Callable[[RunConfig], Resolved]) -> str | None:
     """Which fields of a demo, or of a run that goes on, have made way for flags, and why; None where the layout is
     what was proposed, but for the size of a microbatch.
 

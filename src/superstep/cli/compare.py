@@ -9,7 +9,7 @@ from typing import Any
 
 from superstep.cli.arguments.compare import read
 from superstep.cli.damage import say_damage
-from superstep.observe.page.compare import Comparison, compared
+from superstep.observe.page.compare import Comparison, compare
 from superstep.observe.page.report import report_page
 from superstep.run.report import run_told, settings_of
 from superstep.train.run_paths import RunFolder, write_whole
@@ -23,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
     for folder in folders:
         say_damage(folder.metrics)
     comparisons = [
-        compared(
+        compare(
             (runs[0].name, run.name),
             (settings_of(folders[0]), settings_of(folder)),
             (losses(runs[0].lines), losses(run.lines)),

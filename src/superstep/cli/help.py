@@ -30,8 +30,8 @@ def write_help(base: object, *, usage: str, description: str, common: Sequence[s
     groups = [("Asked for most", {name: every.pop(name) for name in common})]
     groups += [(title, {name: each for name, each in entries.items() if name in every}) for title, entries in sections]
     blocks = [
-        _wrapped(f"usage: {usage}", width, later=7),
-        _wrapped(description, width),
+        _wrap(f"usage: {usage}", width, later=7),
+        _wrap(description, width),
         *("\n".join(_group(title, entries, width)) for title, entries in groups if entries),
     ]
     return "\n\n".join(blocks) + "\n"
@@ -58,15 +58,15 @@ def _sections(base: Any, prefix: str) -> Iterator[tuple[str, dict[str, tuple[str
 
 
 def _group(title: str, entries: dict[str, tuple[str, str]], width: int) -> Iterator[str]:
-    yield _wrapped(title, width)
+    yield _wrap(title, width)
     for name, (value, meaning) in entries.items():
         flag = f"--{name.replace('_', '-')}"
-        yield _wrapped(f"{flag} {value}", width, first=INDENT, later=3 * INDENT)
+        yield _wrap(f"{flag} {value}", width, first=INDENT, later=3 * INDENT)
         if meaning:
-            yield _wrapped(meaning, width, first=3 * INDENT, later=3 * INDENT)
+            yield _wrap(meaning, width, first=3 * INDENT, later=3 * INDENT)
 
 
-def _wrapped(text: str, width: int, *, first: int = 0, later: int = 0) -> str:
+def _wrap(text: str, width: int, *, first: int = 0, later: int = 0) -> str:
     return textwrap.fill(text, width, initial_indent=" " * first, subsequent_indent=" " * later, break_on_hyphens=False)
 
 

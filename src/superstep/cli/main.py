@@ -133,7 +133,7 @@ def main(argv: Sequence[str]) -> int:
         The exit status: 0 done, 1 a fault or a proof that failed, 2 a user's mistake, 130 interrupted, 143 told to end.
     """
     try:
-        return reported(lambda: _run(argv))
+        return report(lambda: _run(argv))
     finally:
         try:
             sys.stdout.flush()
@@ -155,11 +155,11 @@ def _run(argv: Sequence[str]) -> int:
         importlib.import_module(verb.arguments).read(rest)  # what is wrong is refused before the verb brings torch
     if verb.launches:
         importlib.import_module("superstep.cli.preload_torch").begin(argv[0], rest)
-    status: int = _imported(argv[0], verb).main(rest)
+    status: int = _import_verb(argv[0], verb).main(rest)
     return status
 
 
-def _imported(name: str, verb: Verb) -> Any:  # noqa: ANN401 - modules have no type that says what is in them
+def _import_verb(name: str, verb: Verb) -> Any:  # noqa: ANN401 - modules have no type that says what is in them
     """The module of a verb.
 
     Raises:
@@ -175,7 +175,7 @@ def _imported(name: str, verb: Verb) -> Any:  # noqa: ANN401 - modules have no t
         ) from error
 
 
-def reported(call: Callable[[], int]) -> int:
+def report(call: Callable[[], int]) -> int:
     """The exit status; where what is called cannot do its work, one line says why."""
     try:
         return call()

@@ -77,7 +77,7 @@ def ranks_of(plan: PlanConfig) -> int:
     return math.prod(getattr(plan, axis) or 1 for axis in AXES)
 
 
-def settled(config: RunConfig, argv: Sequence[str], resolve: Callable[[RunConfig], Resolved]) -> Resolved:
+def settle(config: RunConfig, argv: Sequence[str], resolve: Callable[[RunConfig], Resolved]) -> Resolved:
     """A run whose settings the flags in ``argv`` change, and the user has not written himself, resolved.
 
     As few of the ``YIELDING`` fields as possible become automatic again, of those that no flag names.
@@ -136,7 +136,7 @@ def read_flags(base: T, argv: Sequence[str], *, prog: str, description: str, com
         name = flag.replace("-", "_")
         table, _, key = name.rpartition(".")
         if (entry := table_entry(hints.get(table))) is not None:
-            base = _with(base, table.split("."), _entered(base, table, key, _value(flag, words, entry)))
+            base = _with(base, table.split("."), _enter(base, table, key, _value(flag, words, entry)))
             continue
         if name not in hints:
             raise ConfigError(f"unknown flag --{flag}{_nearest(name, list(hints), prog)}")
@@ -218,7 +218,7 @@ def _value(flag: str, words: list[str], hint: object) -> object:
     raise ConfigError(f"--{flag} = '{' '.join(words)}' is not valid; it must be {describe_type(hint)}.")
 
 
-def _listed(words: Sequence[str]) -> Sequence[str]:
+def _split_list(words: Sequence[str]) -> Sequence[str]:
     """The items of a list, which may also be written as a run.toml has it: [1, 3]."""
     whole = " ".join(words)
     if not (whole.startswith("[") and whole.endswith("]")):
@@ -229,7 +229,7 @@ def _listed(words: Sequence[str]) -> Sequence[str]:
 def _convert(words: Sequence[str], option: Any) -> tuple[bool, object]:  # noqa: ANN401
     """Whether the words are a value of the type, and the value."""
     if typing.get_origin(option) is tuple:
-        words = _listed(words)
+        words = _split_list(words)
         items = [_convert([word], typing.get_args(option)[0]) for word in words]
         return all(is_read for is_read, _ in items), tuple(value for _, value in items)
     (word,) = words
@@ -245,7 +245,7 @@ def _convert(words: Sequence[str], option: Any) -> tuple[bool, object]:  # noqa:
         return False, None
 
 
-def _entered(base: Any, table: str, key: str, value: object) -> tuple[tuple[str, object], ...]:  # noqa: ANN401
+def _enter(base: Any, table: str, key: str, value: object) -> tuple[tuple[str, object], ...]:  # noqa: ANN401
     """The table with one entry more, or another."""
     for name in table.split("."):
         base = getattr(base, name)

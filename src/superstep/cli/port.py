@@ -48,7 +48,7 @@ class Port:
 
 
 @contextmanager
-def opened(options: PortOptions) -> Iterator[Port]:
+def open_port(options: PortOptions) -> Iterator[Port]:
     """Listen within the block.
 
     Raises:

@@ -33,7 +33,7 @@ def begin(verb: str, argv: Sequence[str]) -> None:
     elif verb == "tune" and argv and argv[0] in tune.APART:
         check_apart(argv[0], argv[1:])
     elif verb == "tune" and "RANK" not in os.environ:
-        if ranks_of(_checked_recipe(argv)) > 1:
+        if ranks_of(_check_recipe(argv)) > 1:
             fork_server.begin("superstep.cli.tune.tune")
     elif verb == "prove":
         options, yields_to = prove.read(argv)
@@ -49,7 +49,7 @@ def begin(verb: str, argv: Sequence[str]) -> None:
         fork_server.begin("superstep.serve.worker")
 
 
-def _checked_recipe(argv: Sequence[str]) -> PlanConfig:
+def _check_recipe(argv: Sequence[str]) -> PlanConfig:
     """The layout that a recipe asks for."""
     match post_training.read(argv):
         case RlRecipe() as recipe:

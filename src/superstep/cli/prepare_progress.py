@@ -22,7 +22,7 @@ REDRAW_S = 0.2
 """Seconds between two drawings of the one line of a terminal."""
 
 
-def prepared(
+def prepare_with_progress(
     data: DataConfig,
     vocab: int,
     folder: Path,

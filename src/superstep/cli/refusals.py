@@ -11,7 +11,7 @@ from pathlib import Path
 
 from superstep.cli.arguments import prove, serve, train, tune, tune_merge, tune_serve
 from superstep.cli.launcher import launcher
-from superstep.cli.options import settled
+from superstep.cli.options import settle
 from superstep.cli.resolve_model import find_model
 from superstep.cli.serve_settings import serve_config
 from superstep.cli.train.live_report import require_token
@@ -82,7 +82,7 @@ def check_prove(options: prove.ProveOptions, yields_to: tuple[str, ...] | None) 
     else:
         if options.exact or options.serve or options.faults:
             options = replace(options, numerics=replace(options.numerics, exact=True))
-        run = resolve(options) if yields_to is None else settled(options, yields_to, resolve)
+        run = resolve(options) if yields_to is None else settle(options, yields_to, resolve)
         plan = run.config.plan
     if options.device is not None:
         prove.require_gpus(options, plan)

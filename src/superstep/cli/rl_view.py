@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 from superstep.errors import StateError
-from superstep.observe.drawing.lanes import Clock, Lane, LaneItem, draw_lanes, length, merged
+from superstep.observe.drawing.lanes import Clock, Lane, LaneItem, draw_lanes, length, merge
 from superstep.observe.number_format import seconds_text
 from superstep.train.run_paths import RunFolder
 from superstep.tune.recipe import RECIPE
@@ -23,7 +23,7 @@ def is_rolled(folder: RunFolder) -> bool:
     return (folder.root / NAME).is_file()
 
 
-def rolled(folder: RunFolder, *, width: int, has_signs: bool) -> str:
+def draw_rl(folder: RunFolder, *, width: int, has_signs: bool) -> str:
     """The picture of a run.
 
     Raises:
@@ -35,7 +35,7 @@ def rolled(folder: RunFolder, *, width: int, has_signs: bool) -> str:
     recipe = read_rl(recipe_path)
     history = read_history(folder.root / NAME, folder.metrics, recipe.rl.groups)
     drawn = draw_lanes(_lanes(history), width=width, seconds=seconds_text, has_signs=has_signs)
-    return f"{_title(folder, recipe, history)}\n\n{drawn}\n\n{_spent(history)}\n\n{_table(recipe, history)}\n"
+    return f"{_title(folder, recipe, history)}\n\n{drawn}\n\n{_time_lines(history)}\n\n{_table(recipe, history)}\n"
 
 
 def _title(folder: RunFolder, recipe: RlRecipe, history: History) -> str:
@@ -52,7 +52,7 @@ def _lanes(history: History) -> list[Lane]:
     lanes = [
         Lane("publish", [LaneItem((at_s, at_s), "") for at_s in sorted(history.published.values())], ("▲", "^")),
         Lane("sample", [piece for each in _by_version(drawn) for piece in each], ("▒", ":")),
-        Lane("grade", [LaneItem(span) for span in merged(history.graded.values())], ("░", ".")),
+        Lane("grade", [LaneItem(span) for span in merge(history.graded.values())], ("░", ".")),
         Lane("train", [LaneItem(each.span, str(each.step)) for each in history.trained], ("▓", "#")),
         Lane("save", [LaneItem(span) for span in history.saved], ("█", "=")),
     ]
@@ -62,10 +62,10 @@ def _lanes(history: History) -> list[Lane]:
 def _by_version(drawn: Sequence[AnsweredGroup]) -> Iterable[list[LaneItem]]:
     """What was drawn with one version and without a break is one piece."""
     for version, each in groupby(drawn, key=lambda one: one.version):
-        yield [LaneItem(span, f"v{version}") for span in merged(one.span for one in each)]
+        yield [LaneItem(span, f"v{version}") for span in merge(one.span for one in each)]
 
 
-def _spent(history: History) -> str:
+def _time_lines(history: History) -> str:
     """Where the time went."""
     sampling = [each.span for each in history.drawn.values()]
     training, grading = [each.span for each in history.trained], list(history.graded.values())

@@ -42,13 +42,13 @@ def text(run: Path, prompt: str, options: SampleOptions) -> str:
         StateError: there is no such run, or it has no such checkpoint.
         ConfigError: the prompt is longer than a sequence of the run.
     """
-    config, checkpoint = _found(run, options.step)
+    config, checkpoint = _find_checkpoint(run, options.step)
     verify_weights(checkpoint)
     tokenizer = load_tokenizer(checkpoint / "tokenizer.json")
     ids = tokenizer.encode(prompt)
     if config.model.source is None:
         sampling = Sampling(max_tokens=options.tokens, temperature=options.temperature, seed=options.seed)
-        drawn = _drawn(config, checkpoint, ids, sampling, tokenizer)
+        drawn = _generate_text(config, checkpoint, ids, sampling, tokenizer)
     else:
         drawn = list(
             generate_own(
@@ -64,7 +64,7 @@ def text(run: Path, prompt: str, options: SampleOptions) -> str:
     return tokenizer.decode(ids + drawn)
 
 
-def _found(run: Path, step: int | None) -> tuple[RunConfig, Path]:
+def _find_checkpoint(run: Path, step: int | None) -> tuple[RunConfig, Path]:
     """A run's configuration, and its checkpoint of a step, or the newest."""
     folder = RunFolder(root=run)
     if not folder.config.is_file():
@@ -80,7 +80,7 @@ def _found(run: Path, step: int | None) -> tuple[RunConfig, Path]:
     return config, kept[step]
 
 
-def _drawn(
+def _generate_text(
     config: RunConfig, checkpoint: Path, prompt: list[int], sampling: Sampling, tokenizer: Tokenizer
 ) -> list[int]:
     """What the engine answers, without the end of text. Prompt and answer are at most a sequence of the run."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from superstep.cli.arguments.serve import ServerOptions, read
-from superstep.cli.port import Port, opened
+from superstep.cli.port import Port, open_port
 from superstep.cli.resolve_model import ServedModel, find_model
 from superstep.cli.serve_settings import serve_config
 from superstep.comm.device import choose
@@ -29,7 +29,7 @@ KEY = "SUPERSTEP_ADMIN_KEY"
 def main(argv: Sequence[str]) -> int:
     """Answer until Ctrl-C or SIGTERM."""
     path, options = read(argv)
-    with opened(options) as port:
+    with open_port(options) as port:
         return _serve(path, options, port)
 
 

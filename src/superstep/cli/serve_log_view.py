@@ -14,7 +14,7 @@ LEAST = 40
 """Steps from which on their seconds are worth to be told apart by what they were spent on."""
 
 
-def replayed(path: Path, *, width: int, has_signs: bool) -> str:
+def draw_replay(path: Path, *, width: int, has_signs: bool) -> str:
     """The picture of a log.
 
     Raises:
@@ -23,7 +23,7 @@ def replayed(path: Path, *, width: int, has_signs: bool) -> str:
     replay = read_log(path)
     if not replay.entries:
         return f"{path}: no step was computed yet.\n"
-    return f"{_title(path, replay)}\n\n{_drawn(replay, width, has_signs=has_signs)}\n\n{_spent(replay)}\n"
+    return f"{_title(path, replay)}\n\n{_draw_steps(replay, width, has_signs=has_signs)}\n\n{_time_lines(replay)}\n"
 
 
 def _title(path: Path, replay: Replay) -> str:
@@ -39,7 +39,7 @@ def _title(path: Path, replay: Replay) -> str:
     )
 
 
-def _drawn(replay: Replay, width: int, *, has_signs: bool) -> str:
+def _draw_steps(replay: Replay, width: int, *, has_signs: bool) -> str:
     entries = replay.entries
     prompts = [sum(prompt_rows(entry)) for entry in entries]
     drawn = [work_of(entry, replay.setting.way).drawn for entry in entries]
@@ -54,7 +54,7 @@ def _drawn(replay: Replay, width: int, *, has_signs: bool) -> str:
     return draw_courses(spans, courses, width=width, seconds=seconds_text, has_signs=has_signs)
 
 
-def _spent(replay: Replay) -> str:
+def _time_lines(replay: Replay) -> str:
     """Where the time went; what the steps themselves say of the machine."""
     setting, entries = replay.setting, replay.entries
     measured = samples(setting, entries)

@@ -134,7 +134,7 @@ def _other(
     """The same model, mesh and batch under another schedule or ZeRO stage; of one that cannot be, why."""
     resolve, rehearse = means
     try:
-        run = resolve(replace(view.run.config, plan=_changed(view.run.config.plan, schedule, zero)))
+        run = resolve(replace(view.run.config, plan=_free_schedule(view.run.config.plan, schedule, zero)))
         if zero not in rehearsed:
             rehearsed[zero] = rehearse(run) or view.operations
         prediction = predict(run, view.machine, rehearsed[zero])
@@ -144,7 +144,7 @@ def _other(
     return ChooserEntry(schedule=schedule, zero=zero, drawn=other.drawn())
 
 
-def _changed(plan: PlanConfig, schedule: Schedule, zero: int) -> PlanConfig:
+def _free_schedule(plan: PlanConfig, schedule: Schedule, zero: int) -> PlanConfig:
     """What hangs on the schedule or the stage becomes automatic again."""
     chunks = (plan.chunks if plan.chunks > 1 and schedule != "zb-v" else 2) if schedule in LOOPED else 1
     other = replace(plan, schedule=schedule, zero=zero, chunks=chunks, replicas=plan.replicas if zero else 1)

@@ -10,7 +10,7 @@ from superstep.errors import StateError
 from superstep.observe.doctor.observations import RunSeen
 from superstep.observe.multi_step_trace import newest_step, perfetto_steps, trace_of_step
 from superstep.observe.number_format import seconds_text
-from superstep.train.inspect_run import left, live, require_run
+from superstep.train.inspect_run import live, read_failure, require_run
 from superstep.train.run_paths import RunFolder, write_whole
 
 
@@ -19,7 +19,7 @@ def main(argv: Sequence[str]) -> int:
     path, options = read(argv)
     folder = RunFolder(root=path)
     require_run(folder)
-    run = seen(folder)
+    run = observe_run(folder)
     out = Path(options.out) if options.out else folder.steps
     write_whole(out, perfetto_steps(run, name=str(folder.root), steps=options.steps), makes_folder=bool(options.out))
     when = "now" if run.is_live else "when it failed"
@@ -32,14 +32,14 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def seen(folder: RunFolder) -> RunSeen:
+def observe_run(folder: RunFolder) -> RunSeen:
     """The run as it is now, or as it was when it failed.
 
     Raises:
         StateError: it is neither there nor has it failed.
     """
     with live(folder) as run:
-        observed = left(folder) if run is None else run.seen()
+        observed = read_failure(folder) if run is None else run.seen()
     if observed is None:
         raise StateError(
             f"'{folder.root}' does not train now on this host, and has left nothing of a fault: ask while it runs. "

@@ -15,9 +15,9 @@ from superstep.cli.arguments.view import DESCRIPTION
 from superstep.cli.arguments.view import read as read_arguments
 from superstep.cli.damage import say_damage
 from superstep.cli.kernel_table import kernel_table
-from superstep.cli.options import DEMO, flags, read_run, settled
-from superstep.cli.rl_view import is_rolled, rolled
-from superstep.cli.serve_log_view import replayed
+from superstep.cli.options import DEMO, flags, read_run, settle
+from superstep.cli.rl_view import draw_rl, is_rolled
+from superstep.cli.serve_log_view import draw_replay
 from superstep.cli.step_page import StepView, page_path, write_page, write_svg, write_trace
 from superstep.comm.device import pick
 from superstep.cost.program.activations import unit_bytes
@@ -40,10 +40,10 @@ from superstep.program.compile import compile_step
 from superstep.program.peak_memory import course
 from superstep.program.text import write_program
 from superstep.program.timeline import Timeline
-from superstep.run.report import recorded, run_told
+from superstep.run.report import read_recorded, run_told
 from superstep.serve.scheduling.step_log import is_log
 from superstep.train.inspect_run import program_of, require_run
-from superstep.train.model import operations, resolved
+from superstep.train.model import operations, resolve_config
 from superstep.train.run_paths import RunFolder, write_whole
 
 
@@ -76,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
             f"'{target}' is not there; name a run.toml or the folder of a run, or leave it out to see the demo's plan."
         )
     if target is not None and is_log(Path(target)):
-        _say(replayed(Path(target), width=picture.width, has_signs=not is_plain))
+        _say(draw_replay(Path(target), width=picture.width, has_signs=not is_plain))
         return 0
     is_run = target is not None and Path(target).is_dir()
     if options.layer is not None and not options.router:
@@ -94,13 +94,13 @@ def main(argv: Sequence[str]) -> int:
         _of_run(RunFolder(root=Path(target)), options, picture)
         return 0
     config = flags("view", read_run(Path(target)) if target else DEMO, rest, description=DESCRIPTION)
-    run = resolved(config) if target else settled(config, rest, resolved)
+    run = resolve_config(config) if target else settle(config, rest, resolve_config)
     if options.program:
         _say(write_program(compile_step(run.plan)))
     elif options.kernels:
         _say(kernel_table(run))
     else:
-        _predicted(run, target, options, picture)
+        _view_predicted(run, target, options, picture)
     return 0
 
 
@@ -113,15 +113,15 @@ def _of_run(folder: RunFolder, options: argparse.Namespace, picture: Picture) ->
     elif is_rolled(folder):
         if options.out or options.open:
             raise UserError(f"{folder.root} is a run of tune rl, which is drawn as text; leave out --out and --open.")
-        _say(rolled(folder, width=picture.width, has_signs=not picture.is_plain))
+        _say(draw_rl(folder, width=picture.width, has_signs=not picture.is_plain))
         if not options.text:
             _say("\n")
-            _report(folder, recorded(folder))
+            _report(folder, read_recorded(folder))
     else:
-        _recorded(folder, options, picture)
+        _view_recorded(folder, options, picture)
 
 
-def _predicted(run: Resolved, target: str | None, options: argparse.Namespace, picture: Picture) -> None:
+def _view_predicted(run: Resolved, target: str | None, options: argparse.Namespace, picture: Picture) -> None:
     seen = operations(run)
     if seen is None:
         raise ConfigError(
@@ -152,7 +152,7 @@ def _write(step: StepView, target: str | None, options: argparse.Namespace, abou
             kind, text = "a trace, for ui.perfetto.dev or chrome://tracing", write_trace(name, step)
         case _:
             kind = "a page that moves"
-            text = write_page(f"{name}: a step", about, step, resolve=resolved, rehearse=operations)
+            text = write_page(f"{name}: a step", about, step, resolve=resolve_config, rehearse=operations)
     try:
         write_whole(path, text, makes_folder=bool(options.out))
     except Fault:
@@ -182,7 +182,7 @@ def _memory(run: Resolved, prediction: Prediction, picture: Picture, seen: Seque
     return f"{lasting}\n\n{drawn}"
 
 
-def _recorded(folder: RunFolder, options: argparse.Namespace, picture: Picture) -> None:
+def _view_recorded(folder: RunFolder, options: argparse.Namespace, picture: Picture) -> None:
     """Both steps on one scale."""
     program = program_of(folder)
     has_report = options.out is None and not options.text
@@ -195,7 +195,7 @@ def _recorded(folder: RunFolder, options: argparse.Namespace, picture: Picture) 
             "the predicted step."
         )
     ran = load_trace(folder.trace, program)
-    step = _predicted_before(folder, ran)
+    step = _read_prediction(folder, ran)
     if step is None:
         if options.out or options.open:
             raise StateError(
@@ -222,14 +222,14 @@ def _recorded(folder: RunFolder, options: argparse.Namespace, picture: Picture) 
         _report(folder, ran.timeline)
 
 
-def _predicted_before(folder: RunFolder, ran: Recorded) -> StepView | None:
+def _read_prediction(folder: RunFolder, ran: Recorded) -> StepView | None:
     """The recorded step with the prediction that the run made of it; None where it made none: of a model whose work
     depends on data, say.
     """
     if not folder.prediction.is_file():
         return None
     given = read_predicted_from(folder.prediction)
-    run = resolved(replace(read_config(folder.config), plan=given.plan))
+    run = resolve_config(replace(read_config(folder.config), plan=given.plan))
     seen = operations(run)
     if seen is None:
         return None
@@ -250,7 +250,7 @@ def _report(folder: RunFolder, ran: Timeline | None = None) -> None:
 
 def _routers(folder: RunFolder, layer: int | None, picture: Picture) -> str:
     require_run(folder)
-    run = resolved(read_config(folder.config))
+    run = resolve_config(read_config(folder.config))
     if run.decoder is None or run.decoder.moe is None:
         raise StateError(
             f"'{folder.root}' has no experts, so no router: name a run that has, "

@@ -10,9 +10,9 @@
     pairs     FLOPs of their attention
     rows_N    weights that N rows are multiplied with; between two N the seconds of a weight lie on a line
 
-A machine's seconds are fitted to measured steps (``serve_fit``) or taken from a chip's published peaks (``published``).
-Where the memory has to be read for a weight, few rows cost as much as one; so what one row costs is memory traffic, and
-what more rows cost beyond it is compute.
+A machine's seconds are fitted to measured steps (``serve_fit``) or taken from a chip's published peaks
+(``published_rate``). Where the memory has to be read for a weight, few rows cost as much as one; so what one row costs
+is memory traffic, and what more rows cost beyond it is compute.
 """
 
 from __future__ import annotations
@@ -281,7 +281,7 @@ STREAMED = 0.8
 MULTIPLIED = 0.6
 
 
-def published(cluster: Cluster, way: ComputeMode, *, number_bytes: int, weight_bytes: float) -> ServingRate:
+def published_rate(cluster: Cluster, way: ComputeMode, *, number_bytes: int, weight_bytes: float) -> ServingRate:
     """Seconds from a chip's published peaks, and an assumed host: nobody measured them."""
     chip, tp = cluster.chip, way.tp
     peak = chip.peak("bf16" if number_bytes == 2 else "fp32") or max(rate for _, rate in chip.flops_per_s)

@@ -124,15 +124,15 @@ def build_loss(
         given: a loss of the unit's own, of its whole output.
     """
     if given is not None:
-        return partial(_given_loss, given)
+        return partial(_user_loss, given)
     if not isinstance(head, Head):
 
         def plain(logits: Tensor, aim: Aim, scale: float) -> Tensor:
             logits = apply_temperature(logits, aim.temperature)
             if tp is None:
-                return _scaled(_whole_loss(logits, aim), scale)
+                return _scale_loss(_whole_loss(logits, aim), scale)
             columns = own_part(logits.shape[-1], vocab, tp)
-            return _scaled(cut_cross_entropy_sum(logits, aim.targets, columns, aim.token_terms), scale)
+            return _scale_loss(cut_cross_entropy_sum(logits, aim.targets, columns, aim.token_terms), scale)
 
         return plain
     linear = head.lm_head
@@ -164,8 +164,8 @@ def _whole_loss(logits: Tensor, aim: Aim) -> Tensor:
     return objective_sum(-F.cross_entropy(logits_TV, targets_T, ignore_index=IGNORE, reduction="none"), aim)
 
 
-def _given_loss(of: UnitLoss, out: Tensor, aim: Aim, scale: float) -> Tensor:
-    return _scaled(of(out, aim.targets).float(), scale)
+def _user_loss(of: UnitLoss, out: Tensor, aim: Aim, scale: float) -> Tensor:
+    return _scale_loss(of(out, aim.targets).float(), scale)
 
 
 def on_part(loss: Loss, tp: Group) -> Loss:
@@ -190,6 +190,6 @@ class _Scale(torch.autograd.Function):
         return grad * ctx.scale, None  # type: ignore[attr-defined]
 
 
-def _scaled(loss: Tensor, scale: float) -> Tensor:
+def _scale_loss(loss: Tensor, scale: float) -> Tensor:
     out: Tensor = _Scale.apply(loss, scale)  # type: ignore[no-untyped-call]
     return out

@@ -227,13 +227,13 @@ class Engine(RankState):
         flags: Sequence[bool] = (False, False)
         self._measures = {}
         try:
-            mine = self._told(context.metrics, loss)
+            mine = self._to_sum(context.metrics, loss)
             self._heart.waits()
             is_copy_refused = self.snapshots is not None and self.snapshots.refused is not None
             own_flags = arguments.stop.is_asked, is_copy_refused
             square, told, flags = self.optimizer.sums(mine, self._excess, own_flags)
             self._heart.works()
-            self._measures = self._measured(context.metrics, told[1:])
+            self._measures = self._mean_measures(context.metrics, told[1:])
             loss_value, norm, refused = told[0] / arguments.divisor, math.sqrt(square), ""
         except OutOfRange as error:
             if arguments.judge is None:
@@ -268,14 +268,14 @@ class Engine(RankState):
         """Whether each tp rank sees a part of the tokens of its own."""
         return sees_part(self.run.plan, self.run.outline)
 
-    def _told(self, metrics: TokenMetrics, loss: torch.Tensor) -> torch.Tensor:
+    def _to_sum(self, metrics: TokenMetrics, loss: torch.Tensor) -> torch.Tensor:
         """What is to be summed over all ranks after a run: the loss, and what was seen of the tokens, fp64."""
         # Where every tp rank computed the same loss, one of them counts it.
         is_counted = self.mesh.at.tp == 0 or self._sees_part
         loss = (loss * is_counted).double().view(1)
         return loss if not metrics.sees else torch.cat((loss, metrics.numbers(is_counted=is_counted)))
 
-    def _measured(self, metrics: TokenMetrics, summed: Sequence[float]) -> Mapping[str, float]:
+    def _mean_measures(self, metrics: TokenMetrics, summed: Sequence[float]) -> Mapping[str, float]:
         if not metrics.sees:
             return {}
         measures, size = metrics.told(summed)
@@ -293,7 +293,7 @@ class Engine(RankState):
         own_loss = self._evaluate(metrics, microbatches)
         weighed = [_weight_sum(m) for m in microbatches]
         is_counted = self.mesh.at.tp == 0 and self.mesh.at.pp == self.run.plan.placement[-1]
-        told = torch.cat((self._told(metrics, own_loss)[:1], torch.stack(weighed).sum().view(1) * is_counted))
+        told = torch.cat((self._to_sum(metrics, own_loss)[:1], torch.stack(weighed).sum().view(1) * is_counted))
         loss, weight = sum_over(told, self.mesh.world).tolist()
         return loss, weight
 
@@ -347,7 +347,7 @@ class Engine(RankState):
                 rows.copy_(mine)
         return sum_over(whole, self.mesh.world)
 
-    def loaded(self, steps: int) -> None:
+    def note_loaded(self, steps: int) -> None:
         """To be called after the state was written to from outside: parameters follow the master weights.
 
         Args:

@@ -196,12 +196,12 @@ class Executor:
         flight = self._flight
         match instruction:
             case Forward(unit, m):
-                self._arrived(unit)
+                self._await_parameters(unit)
                 flight.arriving.pop(("act", unit, m), DONE).wait()
             case Recompute(unit, _):
-                self._arrived(unit)
+                self._await_parameters(unit)
             case Backward(unit, m) | BackwardInput(unit, m):
-                self._arrived(unit)
+                self._await_parameters(unit)
                 flight.arriving.pop(("grad", unit + 1, m), DONE).wait()
             case Settle(unit):
                 flight.reducing.pop(unit).wait()
@@ -373,7 +373,7 @@ class Executor:
     def _tag(self, wire: Wire, unit: int, m: int) -> int:
         return (unit * len(self._flight.context.microbatches) + m) * 2 + (wire == "grad")
 
-    def _arrived(self, unit: int) -> None:
+    def _await_parameters(self, unit: int) -> None:
         """Wait for the parameters that the unit reads."""
         for read in self._flight.context.program.params[unit]:
             self._flight.fetching.pop(read, DONE).wait()

@@ -85,15 +85,15 @@ class PiecemealEngine(Engine):
             scale=self._scale,
             is_training=True,
         )
-        return self._found(microbatch, metrics, self._executor.run(context).loss)
+        return self._result(microbatch, metrics, self._executor.run(context).loss)
 
     def look(self, microbatch: Microbatch, objective: Objective) -> PassResult:
         """The same without a gradient."""
         metrics = self._watching(objective, [microbatch], keeps=True)
-        return self._found(microbatch, metrics, self._evaluate(metrics, [microbatch]))
+        return self._result(microbatch, metrics, self._evaluate(metrics, [microbatch]))
 
-    def _found(self, microbatch: Microbatch, metrics: TokenMetrics, loss: Tensor) -> PassResult:
-        measures = self._measured(metrics, self._told(metrics, loss)[1:].tolist())
+    def _result(self, microbatch: Microbatch, metrics: TokenMetrics, loss: Tensor) -> PassResult:
+        measures = self._mean_measures(metrics, self._to_sum(metrics, loss)[1:].tolist())
         logp = metrics.kept(0).view(microbatch.targets.shape)
         return PassResult(logp=logp, loss=float(loss), measures=measures)
 

@@ -42,7 +42,7 @@ class GradeConfig:
     """How often an answer is graded again after a grader_error."""
 
 
-def checked(config: GradeConfig) -> GradeConfig:
+def check_config(config: GradeConfig) -> GradeConfig:
     """The same, once its numbers are seen to work.
 
     Raises:

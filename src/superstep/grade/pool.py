@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from superstep.errors import ConfigError, Fault
-from superstep.grade.config import GradeConfig, checked
+from superstep.grade.config import GradeConfig, check_config
 from superstep.grade.sandbox.cgroup import remove_left_groups
 from superstep.grade.sandbox.sandbox import MemoryBound, open_sandbox
 from superstep.grade.task import Rollout
@@ -66,7 +66,7 @@ class Pool:
         Raises:
             ConfigError: the file or the sandbox cannot be used.
         """
-        self.config = checked(config)
+        self.config = check_config(config)
         self.memory_bound: MemoryBound = open_sandbox(config).memory_bound
         self._retried = retried or (lambda verdict: None)
         self.workers = config.workers or len(os.sched_getaffinity(0))

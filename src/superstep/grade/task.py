@@ -60,7 +60,7 @@ class Rollout:
         return next((turn.content for turn in reversed(self.turns) if turn.role == "assistant"), "")
 
 
-def answered(text: str, finish: Finish = "stop") -> Rollout:
+def answer_rollout(text: str, finish: Finish = "stop") -> Rollout:
     """A rollout of one turn."""
     return Rollout((Message("assistant", text),), finish)
 

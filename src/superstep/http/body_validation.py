@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
 from superstep.errors import did_you_mean
-from superstep.http.request_error import RequestError, shown
+from superstep.http.request_error import RequestError, show
 
 T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
@@ -38,7 +38,7 @@ def read_model(form: type[M], body: Mapping[str, Any]) -> M:
         raise refused_by_model(error, known) from None
 
 
-def given(value: T | None, default: T) -> T:
+def value_or(value: T | None, default: T) -> T:
     """The value, where there is one."""
     return default if value is None else value
 
@@ -76,7 +76,7 @@ def _of_detail(detail: ErrorDetails, known: Iterable[str]) -> RequestError:
         case _:
             rule = re.sub(r"^(Input|Value|String|List|Dictionary) should ", "must ", detail["msg"])
             rule = re.sub(r"a valid dictionary( or instance of \w+)?", "an object", rule)  # as JSON calls it
-            return RequestError(f"{path or 'body'} = {shown(value)}: {rule}.", param=path or None, code="invalid_value")
+            return RequestError(f"{path or 'body'} = {show(value)}: {rule}.", param=path or None, code="invalid_value")
 
 
 BRANCH = re.compile(r"[\[(-]|^(str|int|float|bool|[A-Z]\w*)$")

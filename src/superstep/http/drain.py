@@ -49,7 +49,7 @@ class Drain:
         headers = CLOSE | {"Retry-After": str(wait_s)}
         return RequestError("the server is shutting down; ask again.", status=503, code="draining", headers=headers)
 
-    async def begun(self) -> None:
+    async def wait_begun(self) -> None:
         """Wait for ``begin``."""
         await self._begun.wait()
 

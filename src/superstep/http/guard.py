@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from superstep.http.drain import Drain, Draining, Refuse
 from superstep.http.limits import CLOSE, BodyLimits, read_body
-from superstep.http.request_error import RequestError, shown
+from superstep.http.request_error import RequestError, show
 from superstep.observe.http_access import LOCALHOST, HostNames
 
 JSON = "application/json"
@@ -89,7 +89,7 @@ class Guard:
         given = request.headers.getlist("host")
         if not self._hosts.accept(given):
             raise RequestError(
-                f"host = {shown(', '.join(given))} is not a name of this server; use {LOCALHOST}, or start it with "
+                f"host = {show(', '.join(given))} is not a name of this server; use {LOCALHOST}, or start it with "
                 "--allowed-hosts.",
                 status=421,
                 param="host",
@@ -106,7 +106,7 @@ class Guard:
         if kind not in self._media:
             await read_body(request, self._limits)  # a connection that is closed over what was sent loses the answer
             raise RequestError(
-                f"content-type is {shown(kind)}; send {' or '.join(self._media)}.", status=415, param="content-type"
+                f"content-type is {show(kind)}; send {' or '.join(self._media)}.", status=415, param="content-type"
             )
 
 

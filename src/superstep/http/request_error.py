@@ -57,7 +57,7 @@ class RequestError(Exception):
         return JSONResponse(self.body, status_code=self.status, headers=self.headers)
 
 
-def shown(value: object) -> str:
+def show(value: object) -> str:
     """A value as it is told back to who sent it: short, and safe in any encoding."""
     text = ascii(value)
     return text if len(text) <= SHOWN_CHARS else text[:SHOWN_CHARS] + "..."

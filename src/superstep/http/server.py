@@ -140,7 +140,7 @@ class _Ending:
 async def _serve(server: HttpServer, listening: socket.socket, ending: _Ending) -> int:
     with _signals(ending.hear):
         serving = asyncio.ensure_future(server.serve(sockets=[listening]))
-        begun = asyncio.ensure_future(ending.drain.begun())
+        begun = asyncio.ensure_future(ending.drain.wait_begun())
         await asyncio.wait({serving, begun}, return_when=asyncio.FIRST_COMPLETED)
         begun.cancel()
         unfinished = await ending.drain.finish()

@@ -35,7 +35,7 @@ def event(value: object, form: Form = "sse") -> bytes:
     return b"data: " + body + b"\n\n" if form == "sse" else body + b"\n"
 
 
-def answered(value: dict[str, Any]) -> Response:
+def respond(value: dict[str, Any]) -> Response:
     """A value as a whole response."""
     return Response(msgspec.json.encode(value), media_type="application/json")
 
@@ -53,7 +53,7 @@ async def until_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
     return task.result()
 
 
-async def streamed(
+async def stream_response(
     request: Request, events: AsyncGenerator[bytes, None], convert: Convert, form: Form = "sse"
 ) -> Response:
     """A response that sends events as they come.
@@ -104,7 +104,7 @@ class Events(Response):
 
 async def _first_of(task: asyncio.Future[Any], receive: Receive) -> None:
     """Waits for some work or for the client's end, whichever comes first, and leaves nothing running."""
-    gone = asyncio.ensure_future(_gone(receive))
+    gone = asyncio.ensure_future(_wait_gone(receive))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -113,6 +113,6 @@ async def _first_of(task: asyncio.Future[Any], receive: Receive) -> None:
         await asyncio.gather(task, gone, return_exceptions=True)
 
 
-async def _gone(receive: Receive) -> None:
+async def _wait_gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -30,7 +30,7 @@ BLOCK = 1 << 20
 
 
 @cache
-def compiled() -> Built:
+def compile_library() -> Built:
     """The library. A process asks once."""
     return compile_cpp.build(SOURCES, FLAGS, compile_cpp.folder_of(SOURCES[0]))
 
@@ -42,7 +42,7 @@ def checksum(values: Tensor, first: int = 0) -> Tensor:
         values: contiguous, of 32-bit numbers.
         first: the place of its first word.
     """
-    library = compiled().library
+    library = compile_library().library
     if library is None or values.device.type != "cpu":
         return reference(values, first)
     return _sum_tensors(library.superstep_checksum, [values], values.numel(), first)
@@ -54,7 +54,7 @@ def word_sum(values: Tensor) -> Tensor:
     Args:
         values: contiguous, of 32-bit numbers.
     """
-    library = compiled().library
+    library = compile_library().library
     if library is None or values.device.type != "cpu":
         return values.detach().view(torch.int32).sum(dtype=torch.int64)
     return _sum_tensors(library.superstep_word_sum, [values], values.numel())
@@ -68,7 +68,7 @@ def copy_summed(into: Tensor, values: Tensor, first: int = 0) -> Tensor:
         values: as ``checksum`` takes it.
         first: likewise.
     """
-    library = compiled().library
+    library = compile_library().library
     if library is None or values.device.type != "cpu":
         into.copy_(values, non_blocking=True)
         return reference(values, first)

@@ -23,12 +23,12 @@ BLOCK = PIECE
 """Keys of a block: the inner dim of one product."""
 
 
-def padded_keys(x_bPH: Tensor) -> Tensor:
+def pad_keys(x_bPH: Tensor) -> Tensor:
     """With as many zeros behind them as fill the last block."""
     return F.pad(x_bPH, (0, 0, 0, -x_bPH.shape[1] % BLOCK))
 
 
-def padded_rows(x_RX: Tensor) -> Tensor:
+def pad_rows(x_RX: Tensor) -> Tensor:
     """With zeros below them until they are ``ROWS``: what they see or give counts for nothing."""
     return F.pad(x_RX, (0, 0, 0, max(0, ROWS - x_RX.shape[-2])))
 
@@ -43,7 +43,7 @@ def attend_rows(rows_bRH: Tensor, keys_bPH: Tensor, values_bPH: Tensor, hidden: 
         hidden: which keys a row does not see: [R, P] or [b, R, P]. Each row sees one at least.
     """
     rows = rows_bRH.shape[1]
-    rows_bRH, hidden = padded_rows(rows_bRH), padded_rows(hidden)
+    rows_bRH, hidden = pad_rows(rows_bRH), pad_rows(hidden)
     weights_bRP, total_bR1 = _weights(rows_bRH, keys_bPH, hidden)
     out = torch.bmm(weights_bRP[..., :BLOCK], values_bPH[:, :BLOCK])
     for at in range(BLOCK, keys_bPH.shape[1], BLOCK):

@@ -7,19 +7,19 @@ from collections.abc import Sequence
 
 def count_text(number: float) -> str:
     """Three digits and a decimal unit: 950, 12.3k, 7.11M, 8.03B."""
-    return _scaled(number, (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)), "")
+    return _scale(number, (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)), "")
 
 
 def rate_text(flops_per_s: float) -> str:
     """Three digits and a decimal unit: 173 GFLOP/s, 0.99 PFLOP/s."""
-    return _scaled(
+    return _scale(
         flops_per_s, ((" PFLOP/s", 1e15), (" TFLOP/s", 1e12), (" GFLOP/s", 1e9), (" MFLOP/s", 1e6)), " FLOP/s"
     )
 
 
 def bytes_text(size: float) -> str:
     """Three digits and a binary unit: 61.4 MiB, 1.25 GiB."""
-    return _scaled(size, ((" TiB", 2.0**40), (" GiB", 2.0**30), (" MiB", 2.0**20), (" KiB", 2.0**10)), " B")
+    return _scale(size, ((" TiB", 2.0**40), (" GiB", 2.0**30), (" MiB", 2.0**20), (" KiB", 2.0**10)), " B")
 
 
 def seconds_text(seconds: float) -> str:
@@ -53,7 +53,7 @@ def sparkline(values: Sequence[float], *, is_ascii: bool = False) -> str:
     return "".join(marks[round((min(value, high) - low) / (high - low) * (len(marks) - 1))] for value in values)
 
 
-def _scaled(number: float, units: tuple[tuple[str, float], ...], unit: str) -> str:
+def _scale(number: float, units: tuple[tuple[str, float], ...], unit: str) -> str:
     for larger, scale in units:
         if number >= scale:
             return _digits(number / scale) + larger

@@ -20,7 +20,7 @@ from superstep.plan.sharding.divisibility import check_context, check_experts, c
 from superstep.plan.sharding.parameters import check_decoder, check_split, padding_of, rules_of
 from superstep.plan.sharding.stages import place, stages_of
 from superstep.plan.sharding.unit_flops import forward_flops_per_token
-from superstep.plan.skip_and_rollback import check_recompute, check_rollback, left_out
+from superstep.plan.skip_and_rollback import batches_left_out, check_recompute, check_rollback
 from superstep.plan.zero import ZeroStage
 
 
@@ -283,7 +283,7 @@ def check_ranges(config: RunConfig) -> None:
             raise ConfigError(f"{name} = {value} must be at least 0 and below 1.")
     if not 0 <= config.train.min_lr_ratio <= 1:
         raise ConfigError(f"train.min_lr_ratio = {config.train.min_lr_ratio} must lie between 0 and 1.")
-    left_out(config.train.skip)
+    batches_left_out(config.train.skip)
     for step in config.observe.profile:
         if not 1 <= step <= config.train.steps:
             raise ConfigError(

@@ -9,7 +9,7 @@ from superstep.errors import ConfigError
 from superstep.plan.config import RollbackConfig, RunConfig
 
 
-def left_out(skip: Iterable[str]) -> dict[int, int]:
+def batches_left_out(skip: Iterable[str]) -> dict[int, int]:
     """How many batches are left out after each step, of ``STEP:BATCHES`` each; those of one step add up.
 
     Raises:

@@ -71,7 +71,7 @@ def figures(
     run_s = None if tokens is None else tokens / tokens_per_s
     power_w = cluster.chip.power_w
     interval = step_interval(plan, narrowed=narrowed)
-    of_run = None if run_s is None else scaled(interval, run_s / plan.step_s)
+    of_run = None if run_s is None else scale_interval(interval, run_s / plan.step_s)
     price = price_per_chip_hour if price_per_chip_hour is not None else cluster.price_per_chip_hour
     return Figures(
         step_s=plan.step_s,
@@ -85,7 +85,9 @@ def figures(
         energy_j=None if run_s is None or power_w is None else run_s * power_w * cluster.chips,
         price=None if run_s is None or price is None else run_s / 3600 * price * cluster.chips,
         run_interval_s=of_run,
-        price_interval=None if of_run is None or price is None else scaled(of_run, price * cluster.chips / 3600),
+        price_interval=None
+        if of_run is None or price is None
+        else scale_interval(of_run, price * cluster.chips / 3600),
     )
 
 
@@ -97,7 +99,7 @@ def step_interval(plan: Verified, *, narrowed: float = 1.0) -> tuple[float, floa
     return around(plan.step_s, traffic=traffic, is_mixture=is_mixture, narrowed=narrowed)
 
 
-def scaled(interval: tuple[float, float], factor: float) -> tuple[float, float]:
+def scale_interval(interval: tuple[float, float], factor: float) -> tuple[float, float]:
     """Both ends times a factor."""
     return interval[0] * factor, interval[1] * factor
 

@@ -98,7 +98,7 @@ def neighbours(
             )
 
 
-def improved(
+def improve(
     best: Verified, known: Sequence[Verified] = (), *, rounds: int = 4, tell: Callable[[str], None] = lambda _: None
 ) -> tuple[Verified, tuple[Neighbour, ...]]:
     """The best plan, or one that a few steps from neighbour to better neighbour lead to; and its neighbours.

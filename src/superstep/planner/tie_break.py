@@ -20,7 +20,7 @@ Simplicity = tuple[int, int, int]
 """Axes of a mesh beside dp that are cut, what is computed again (0 to 2), steps of memory: less is simpler."""
 
 
-def tied(seconds: Sequence[float]) -> list[int]:
+def tie_places(seconds: Sequence[float]) -> list[int]:
     """The places of all that are within a tie of the fastest."""
     least = min(seconds)
     return [place for place, each in enumerate(seconds) if each <= least * (1 + TIE)]
@@ -28,7 +28,7 @@ def tied(seconds: Sequence[float]) -> list[int]:
 
 def first_of(seconds: Sequence[float], simplicity: Sequence[Simplicity]) -> int:
     """The place of the plan to take: the simplest of those tied with the fastest, of equals the faster."""
-    return min(tied(seconds), key=lambda place: (simplicity[place], seconds[place]))
+    return min(tie_places(seconds), key=lambda place: (simplicity[place], seconds[place]))
 
 
 def simplicity(degrees: Sequence[float], recompute: int, memory_share: float) -> Simplicity:

@@ -27,7 +27,7 @@ from superstep.run.prove_layout import proof_case, prove_layout
 from superstep.run.tokens import tokens_in
 from superstep.run.tune_job import prepared_tune_job, resolved_recipe
 from superstep.state.checkpoint_dirs import checkpoints
-from superstep.train.model import resolved, vocab_of
+from superstep.train.model import resolve_config, vocab_of
 from superstep.train.proof.prove_tolerance import ProofVerdict
 from superstep.train.run_paths import RunFolder
 from superstep.tune.config import TuneConfig
@@ -62,7 +62,7 @@ def train(config: RunConfig, *, console: Console = SILENT) -> TrainResult:
         config: the run, as ``run.toml`` has it.
         console: shows the run; by default nothing is shown.
     """
-    run = resolved(config)
+    run = resolve_config(config)
     with prepared_job(run, _tokens, console) as job:
         return _launched(run, job, console)
 
@@ -98,7 +98,7 @@ def prove(config: RunConfig, *, steps: int = 2) -> ProofVerdict:
     """
     if steps < 1:
         raise ConfigError(f"--steps = {steps} must be at least 1.")
-    run = resolved(config)
+    run = resolve_config(config)
     choose(config.plan.device, run.plan.mesh.world)  # refused before the reference has run for minutes
     with _proof_tokens(run) as corpus, proof_case(run, corpus, steps=steps) as case:
         return prove_layout(case)

@@ -14,7 +14,7 @@ from superstep.launch.torchrun import StoredForm
 from superstep.plan.config import RunConfig
 from superstep.plan.config_io import parse_config, write_config
 from superstep.run.job import TrainJob
-from superstep.train.model import flops_per_token, operations, resolved
+from superstep.train.model import flops_per_token, operations, resolve_config
 from superstep.train.run_paths import RunFolder
 from superstep.tune.config import DpoConfig
 from superstep.tune.dpo import Dpo, lesson_of
@@ -80,7 +80,7 @@ def _message_of(job: TrainJob) -> JobMessage:
 
 def _job_of(message: JobMessage) -> TrainJob:
     config: RunConfig = parse_config(message.config)
-    run = resolved(config, message.ranks)
+    run = resolve_config(config, message.ranks)
     done = operations(run)
     return TrainJob(
         run=run,

@@ -15,7 +15,7 @@ from superstep.observe.number_format import bytes_text
 from superstep.plan.config import RunConfig
 from superstep.plan.resolve import Resolved
 from superstep.program.compile import compile_step
-from superstep.train.model import operations, resolved
+from superstep.train.model import operations, resolve_config
 
 
 def require_fit(
@@ -45,7 +45,7 @@ def require_fit(
         limit = _beside_snapshots(run, limit)
 
     def memory(config: RunConfig) -> tuple[RankBytes, ...]:
-        other = run if config is run.config else resolved(config)
+        other = run if config is run.config else resolve_config(config)
         ranks = _memory(other, run, seen)
         return ranks if device.kind == "cpu" else with_communicators(ranks, other.plan)
 

@@ -52,7 +52,7 @@ def leave_report(folder: RunFolder) -> None:
 
 
 def _write_report(folder: RunFolder) -> None:
-    write_whole(folder.report, report_page([run_told(folder, ran=recorded(folder))]))
+    write_whole(folder.report, report_page([run_told(folder, ran=read_recorded(folder))]))
 
 
 def run_told(folder: RunFolder, *, ran: Timeline | None = None) -> RunTold:
@@ -120,7 +120,7 @@ def flat(prefix: str, value: dict[str, object]) -> dict[str, object]:
     return found
 
 
-def recorded(folder: RunFolder) -> Timeline | None:
+def read_recorded(folder: RunFolder) -> Timeline | None:
     """The step that a run recorded, where it did; a page without it is a page all the same."""
     try:
         if folder.trace.stat().st_size > MOST_BYTES:

@@ -12,7 +12,7 @@ from superstep.run.console import Console
 from superstep.run.job import RunKind, TrainJob, prepared_job
 from superstep.run.launch_rules import OWN, Launcher
 from superstep.run.tokens import tokens_in
-from superstep.train.model import resolved, vocab_of
+from superstep.train.model import resolve_config, vocab_of
 from superstep.train.run_paths import RunFolder
 from superstep.tune.config import TuneConfig, check_recipe
 from superstep.tune.dpo import lesson_of
@@ -37,7 +37,7 @@ def resolved_recipe(kind: Kind, config: TuneConfig, ranks: int | None = None) ->
         ConfigError: it cannot work.
     """
     check_recipe(kind, config)
-    return resolved(run_of(config), ranks)
+    return resolve_config(run_of(config), ranks)
 
 
 def prepared_tune_job(

@@ -101,8 +101,8 @@ def study(runs: Sequence[TrainingRun], *, points: Points = "final", resamples: i
         points=points,
         resamples=resamples,
         seed=seed,
-        hoffmann=made("hoffmann", lambda some, start: fit(HOFFMANN, taken(some, points), start)),
-        kaplan=made("kaplan", lambda some, start: fit(KAPLAN, taken(some, points), start)),
+        hoffmann=made("hoffmann", lambda some, start: fit(HOFFMANN, take_points(some, points), start)),
+        kaplan=made("kaplan", lambda some, start: fit(KAPLAN, take_points(some, points), start)),
         envelope=made("envelope", lambda some, _: fit_envelope(some)),
         isoflop=made("isoflop", lambda some, _: fit_isoflop(some)),
         size=made("size", lambda some, _: fit_size(some)),
@@ -114,7 +114,7 @@ def study(runs: Sequence[TrainingRun], *, points: Points = "final", resamples: i
     return summary
 
 
-def taken(runs: Sequence[TrainingRun], points: Points) -> Sequence[TrainingRun]:
+def take_points(runs: Sequence[TrainingRun], points: Points) -> Sequence[TrainingRun]:
     """The runs with the points that the laws of the loss are fitted to."""
     return runs if points == "all" else ended(runs)
 

@@ -220,7 +220,7 @@ def publish(
         beside: files to copy beside the tensors, such as a config.json; a server holds its model against that.
     """
     make_folder(root)
-    with unfinished(root) as folder:
+    with open_unfinished(root) as folder:
         save_file({name: x.detach().cpu().contiguous() for name, x in tensors.items()}, folder / FILE, {"format": "pt"})
         for file in beside:
             shutil.copyfile(file, folder / file.name)
@@ -231,7 +231,7 @@ def publish(
 
 
 @contextmanager
-def unfinished(root: Path) -> Iterator[Path]:
+def open_unfinished(root: Path) -> Iterator[Path]:
     """A folder to write a snapshot into; what is left of it at the end goes away.
 
     Args:
@@ -256,7 +256,7 @@ def give_name(root: Path, folder: Path, weights: Weights, hashes: Mapping[str, s
 
     Args:
         root: of the snapshots.
-        folder: of the weights, within ``unfinished``.
+        folder: of the weights, within ``open_unfinished``.
         weights: that lie there.
         hashes: the digest of each.
     """

@@ -61,7 +61,7 @@ def salts(pieces: Sequence[TensorPiece]) -> Tensor:
     return torch.tensor([_sign(each) for each in numbers], dtype=torch.int64)
 
 
-def written(total: int) -> str:
+def fingerprint_text(total: int) -> str:
     """A fingerprint as text."""
     return f"{total % _WORD:016x}"
 
@@ -104,7 +104,7 @@ def bits_of(values: Tensor, block: int) -> list[int]:
     return words
 
 
-def outvoted(elements: Sequence[Element]) -> tuple[int, ...] | None:
+def outvote(elements: Sequence[Element]) -> tuple[int, ...] | None:
     """The ranks that most others contradict; None where they are not a minority everywhere."""
     wrong: set[int] = set()
     for element in elements:

@@ -315,7 +315,7 @@ def damaged_text(step: int) -> str:
     return f"the copy of step {step} in memory has other bits than were copied"
 
 
-def described(pieces: Iterable[tuple[TensorPiece, int]]) -> list[dict[str, Any]]:
+def describe_pieces(pieces: Iterable[tuple[TensorPiece, int]]) -> list[dict[str, Any]]:
     """Pieces, each with its byte in a slot, as a table has them."""
     return [
         {

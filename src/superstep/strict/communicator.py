@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from superstep.errors import CollectiveError
-from superstep.strict.torch_cuda import known_stream
+from superstep.strict.torch_cuda import find_stream
 from superstep.strict.transport import Call, GlooTransport, Views
 from superstep.strict.watchdog import Members, Watchdog
 from superstep.strict.works import PendingCall, StreamWork
@@ -262,7 +262,7 @@ class Communicator(dist.ProcessGroup):
         (index,) = {tensor.device.index for tensor in (*reads, *writes)}
         queue, transport = self._connect(index)
         self._meet_first(index, calls)
-        stream = known_stream(queue, index)
+        stream = find_stream(queue, index)
         stream.wait_event(torch.cuda.current_stream(index).record_event())
 
         # Kernels under way keep no memory: it is the work that does, until wait().

@@ -30,11 +30,11 @@ class Nccl(Communicator):
 
     def allreduce(self, tensors: Any, opts: Any = None) -> StreamWork:  # noqa: ANN401
         """A reduction, in place."""
-        return self.allreduce_coalesced(listed(tensors), opts)
+        return self.allreduce_coalesced(as_list(tensors), opts)
 
     def broadcast(self, tensors: Any, opts: Any = None) -> StreamWork:  # noqa: ANN401
         """The numbers of one member, on all."""
-        own = listed(tensors)
+        own = as_list(tensors)
         what = f"{in_words(*own)} from {opts.rootRank}"
         reads, writes = (own, []) if opts.rootRank == self.rank() else ([], own)
         return self._call(
@@ -47,7 +47,7 @@ class Nccl(Communicator):
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> StreamWork:  # noqa: ANN401
         """Each member's numbers, in a tensor for each."""
-        own, of_each = listed(inputs), outputs[0]
+        own, of_each = as_list(inputs), outputs[0]
         what = in_words(*of_each)
         self._require_part(own[0], of_each, self.rank(), "all_gather", what)
         return self._call("all_gather", what, own, of_each, lambda transport, at, to: transport.gather(to, at[0]))
@@ -62,7 +62,7 @@ class Nccl(Communicator):
 
     def reduce(self, tensors: Any, opts: Any) -> StreamWork:  # noqa: ANN401
         """A reduction, on one member alone; the tensors of the others keep their numbers."""
-        rule, own, root = Reduction.of(opts), listed(tensors), opts.rootRank
+        rule, own, root = Reduction.of(opts), as_list(tensors), opts.rootRank
 
         def run(transport: GlooTransport, at: Views, to: Views) -> None:
             total = (*to, *at)[0].clone()
@@ -75,7 +75,7 @@ class Nccl(Communicator):
 
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> StreamWork:  # noqa: ANN401
         """Each member's numbers, on one of them alone."""
-        own, root = listed(inputs), opts.rootRank
+        own, root = as_list(inputs), opts.rootRank
         of_each = list(outputs[0]) if outputs else []
         if of_each:
             self._require_part(own[0], of_each, root, "gather", in_words(*of_each))
@@ -87,7 +87,7 @@ class Nccl(Communicator):
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> StreamWork:  # noqa: ANN401
         """To each member its tensor out of those of one."""
-        own, root = listed(outputs), opts.rootRank
+        own, root = as_list(outputs), opts.rootRank
         for_each = list(inputs[0]) if inputs else []
         if for_each:
             self._require_part(own[0], for_each, root, "scatter", in_words(*for_each))
@@ -101,7 +101,7 @@ class Nccl(Communicator):
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> StreamWork:  # noqa: ANN401
         """A reduction of a tensor for each member."""
-        own, for_each, rule = listed(outputs), list(inputs[0]), Reduction.of(opts)
+        own, for_each, rule = as_list(outputs), list(inputs[0]), Reduction.of(opts)
         what = f"{rule} of {in_words(*for_each)}"
         self._require_part(own[0], for_each, self.rank(), "reduce_scatter", what)
 
@@ -245,7 +245,7 @@ class Nccl(Communicator):
     alltoall_base = all_to_all_single
 
 
-def listed(tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
+def as_list(tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
     """Tensors, of which torch gives one or a list."""
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 

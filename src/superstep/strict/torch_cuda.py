@@ -45,7 +45,7 @@ class Stream(torch.Stream):
         return event
 
 
-def known_stream(number: int, device: int) -> Stream:
+def find_stream(number: int, device: int) -> Stream:
     """A stream that exists, by its number."""
     return Stream(stream_id=number, device_index=device, device_type=CUDA_TYPE)
 
@@ -78,7 +78,7 @@ class Event(torch.Event):
 def current_stream(device: DeviceLike = None) -> Stream:
     """The stream that this thread issues to."""
     stream = torch.accelerator.current_stream(torch.device("cuda", index_of(device)))
-    return known_stream(stream.stream_id, stream.device_index)
+    return find_stream(stream.stream_id, stream.device_index)
 
 
 def launch_on_current(device: ModuleType, reads: list[Tensor], writes: list[Tensor], run: Run, what: str) -> None:
@@ -154,7 +154,7 @@ def install(device: ModuleType) -> None:
         "_exchange_device": exchange_device,
         "_maybe_exchange_device": exchange_device,
         "current_stream": current_stream,
-        "default_stream": lambda device=None: known_stream(0, index_of(device)),
+        "default_stream": lambda device=None: find_stream(0, index_of(device)),
         "set_stream": torch.accelerator.set_stream,
         "synchronize": lambda device=None: torch.accelerator.synchronize(torch.device("cuda", index_of(device))),
         "set_device": set_device,

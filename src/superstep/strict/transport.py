@@ -60,7 +60,7 @@ class Call:
         return torch.frombuffer(bytearray(data[:SIGNATURE_BYTES].ljust(SIGNATURE_BYTES, b"\0")), dtype=torch.uint8)
 
 
-def described(signature: Tensor) -> str:
+def describe(signature: Tensor) -> str:
     """The words of a signature."""
     return bytes(signature.tolist())[DIGEST_BYTES:].rstrip(b"\0").decode(errors="replace")
 
@@ -227,11 +227,11 @@ class GlooTransport:
         return "" if fits(call.signature(), came) else self._both(call, call.peer, came)
 
     def _both(self, call: Call, member: int, other: Tensor) -> str:
-        return f"rank {self.ranks[self.rank]} {call}, rank {self.ranks[member]} {described(other)}"
+        return f"rank {self.ranks[self.rank]} {call}, rank {self.ranks[member]} {describe(other)}"
 
     def _receive(self, rank: int, signature: Tensor, message: dist.Work) -> None:
         """Wait for what another member calls."""
         self.awaited.add(rank)
         message.wait(self.limit)
         self.awaited.clear()
-        self.last[rank] = described(signature)
+        self.last[rank] = describe(signature)

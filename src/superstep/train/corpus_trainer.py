@@ -23,7 +23,7 @@ from superstep.train.batches import microbatches_of, rows, rows_at, stream_of
 from superstep.train.hf_files import hf_files
 from superstep.train.identity import FILE as IDENTITY
 from superstep.train.identity import identity_of, identity_text
-from superstep.train.lora_base import drawn_base
+from superstep.train.lora_base import draw_base
 from superstep.train.policy.sequence_loss import Epochs, SequenceLoss, weigh
 from superstep.train.run_paths import RunFolder
 from superstep.train.throughput import Meter, PeakRate
@@ -66,7 +66,7 @@ class CorpusTrainer(Trainer):
             self._files["corpus.json"] = (corpus / "corpus.json").read_text(encoding="utf-8")
             self._files[IDENTITY] = identity_text(identity)
         if run.config.lora is not None:
-            self._train_beside(drawn_base(run))
+            self._train_beside(draw_base(run))
         self.bytes_per_token = self._corpus.manifest.bytes_per_token
         self._lesson = lesson
         self._train = through(self._stream("train"))

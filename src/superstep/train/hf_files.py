@@ -40,7 +40,7 @@ def hf_files(config: RunConfig, shape: ModelShape | None, tokenizer: Path) -> di
     names = _tokenizer_config(config, shape, loaded.core.id_to_token(loaded.end_of_text))
     files = {"tokenizer.json": tokenizer.read_text(encoding="utf-8")}
     if chat:
-        names = {**chat["special"], **names, "chat_template": _listed(chat["sources"])}
+        names = {**chat["special"], **names, "chat_template": _template_list(chat["sources"])}
         if set(chat["sources"]) == {"default"}:
             files["chat_template.jinja"] = names.pop("chat_template")[0]["template"]
     files["tokenizer_config.json"] = _text(names)
@@ -59,7 +59,9 @@ def hf_files(config: RunConfig, shape: ModelShape | None, tokenizer: Path) -> di
     padding = {"pad_token_id": loaded.end_of_text} if ids["pad_token_id"] is None else {}
     return files | {
         "config.json": _text({**to_hf_config(shape), **ids}),
-        "generation_config.json": _text({**_said(ids), **padding, **generation, "eos_token_id": ids["eos_token_id"]}),
+        "generation_config.json": _text(
+            {**_known_ids(ids), **padding, **generation, "eos_token_id": ids["eos_token_id"]}
+        ),
     }
 
 
@@ -75,7 +77,7 @@ def _tokenizer_config(config: RunConfig, shape: ModelShape | None, end: str | No
     return ours | _object(beside)
 
 
-def _listed(sources: dict[str, str]) -> list[dict[str, str]]:
+def _template_list(sources: dict[str, str]) -> list[dict[str, str]]:
     return [{"name": name, "template": source} for name, source in sources.items()]
 
 
@@ -88,7 +90,7 @@ def _with(ends: list[int], more: list[int]) -> list[int]:
     return ends + [each for each in more if each not in ends]
 
 
-def _said(ids: dict[str, Any]) -> dict[str, Any]:
+def _known_ids(ids: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in ids.items() if value is not None}
 
 

@@ -31,7 +31,7 @@ def identity_of(run: Resolved, corpus: Path | None = None) -> dict[str, str]:
     model = asdict(run.config.model)
     identity = {"train.seed": str(run.config.train.seed)}
     identity |= {f"model.{k}": str(v) for k, v in model.items() if v is not None and k not in _ELSEWHERE}
-    return identity if corpus is None else identity | {TOKENS: _sampled(corpus / "train.tokens")}
+    return identity if corpus is None else identity | {TOKENS: _sample_digest(corpus / "train.tokens")}
 
 
 def identity_text(identity: Mapping[str, str]) -> str:
@@ -58,7 +58,7 @@ def require_same_run(checkpoint: Path, identity: Mapping[str, str]) -> None:
             )
 
 
-def _sampled(path: Path) -> str:
+def _sample_digest(path: Path) -> str:
     with path.open("rb") as file:
         size = file.seek(0, 2)
         file.seek(0)

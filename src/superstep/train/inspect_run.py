@@ -73,7 +73,7 @@ def live(folder: RunFolder, make: Callable[[Mapping[int, mmap.mmap]], Looker] = 
             view.close()
 
 
-def left(folder: RunFolder) -> RunSeen | None:
+def read_failure(folder: RunFolder) -> RunSeen | None:
     """The run as it was when it failed last; None where it has left nothing.
 
     Raises:

@@ -25,7 +25,7 @@ from superstep.state.manifest import Position
 from superstep.train.corpus_trainer import CorpusTrainer
 from superstep.train.policy.rollback import check_state, go_back, tell_refused
 from superstep.train.policy.spike_detector import SkippedStep
-from superstep.train.report_status import awaited
+from superstep.train.report_status import report_waits
 from superstep.train.saving import report_flushed, save, warn
 
 
@@ -132,9 +132,9 @@ def _stretch(
 ) -> Generator[FinishedStep | SkippedStep, None, None]:
     """The steps between two places where data is left out, or to the first that is not taken."""
     size = trainer.run.config.train.batch_sequences
-    cursor = position.samples + size * trainer.policy.spikes.left_out_after(position.step)
+    cursor = position.samples + size * trainer.policy.spikes.batches_left_out_after(position.step)
     with trainer.batches(cursor, last - position.step) as batches:
-        for batch, data_s in awaited(trainer.heart, batches):
+        for batch, data_s in report_waits(trainer.heart, batches):
             if seen is not None:
                 seen(batch)
             start_s = time.perf_counter() - data_s

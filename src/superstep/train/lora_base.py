@@ -25,7 +25,7 @@ from superstep.train.model import shapes_of
 from superstep.train.weights_folder import weights_of
 
 
-def drawn_base(run: Resolved) -> Base:
+def draw_base(run: Resolved) -> Base:
     """The weights that a run has which was given none."""
     return Base(None, f"train.seed = {run.config.train.seed}")
 
@@ -56,7 +56,7 @@ def resume_base(run: Resolved, engine: Engine, peers: Peers, checkpoint: Path) -
     paths = together(peers, lambda: None if peers.rank else find(), _unreadable(checkpoint / BASE))[0]
     assert paths is not None
     base, folder = paths
-    resumed = drawn_base(run) if folder is None else begin_base(run, engine, peers, folder)
+    resumed = draw_base(run) if folder is None else begin_base(run, engine, peers, folder)
     require_same(base, resumed, checkpoint)
     return resumed
 

@@ -27,7 +27,7 @@ from superstep.plan.mesh import MeshShape
 from superstep.plan.resolve import Resolved, resolve
 
 
-def resolved(config: RunConfig, world: int | None = None) -> Resolved:
+def resolve_config(config: RunConfig, world: int | None = None) -> Resolved:
     """``resolve``, for a decoder of ours and for the model of ``model.source`` alike.
 
     Raises:
@@ -93,7 +93,7 @@ def units_of(run: Resolved) -> Sequence[UnitSpec]:
 
 def model_alone(run: Resolved) -> Resolved:
     """The same run of the model alone."""
-    return run if run.config.lora is None else resolved(replace(run.config, lora=None))
+    return run if run.config.lora is None else resolve_config(replace(run.config, lora=None))
 
 
 def shapes_of(run: Resolved) -> dict[str, torch.Size]:

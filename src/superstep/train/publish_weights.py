@@ -14,7 +14,7 @@ from pathlib import Path
 from superstep.engine.engine import Engine
 from superstep.errors import Fault, disk_fault
 from superstep.model.hf import open_weights
-from superstep.serve.weights import KEEP, PublishedWeights, clean, give_name, unfinished
+from superstep.serve.weights import KEEP, PublishedWeights, clean, give_name, open_unfinished
 from superstep.state.all_or_none import Peers, together
 from superstep.state.checkpoint import save
 from superstep.state.manifest import Position, read_manifest
@@ -52,7 +52,7 @@ def publish(
     with ExitStack() as stack:
 
         def begin() -> Path | None:
-            return stack.enter_context(unfinished(root)).with_name("checkpoint") if peers.rank == 0 else None
+            return stack.enter_context(open_unfinished(root)).with_name("checkpoint") if peers.rank == 0 else None
 
         folder = together(peers, begin, unwritable)[0]
         assert folder is not None

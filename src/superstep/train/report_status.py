@@ -12,7 +12,7 @@ from superstep.observe.events import Event, Sink
 T = TypeVar("T")
 
 
-def awaited(heart: Beats, batches: Iterable[T]) -> Iterator[T]:
+def report_waits(heart: Beats, batches: Iterable[T]) -> Iterator[T]:
     """The batches; while one is waited for, the rank says so."""
     each = iter(batches)
     while True:

@@ -43,7 +43,7 @@ def hold(folder: RunFolder) -> Iterator[None]:
         folder.root.mkdir(parents=True, exist_ok=True)
         handle = os.open(folder.root, os.O_RDONLY)
     except OSError as error:
-        raise _refused(folder, error, "made") from error
+        raise _lock_error(folder, error, "made") from error
     is_ours = False
     try:
         _lock(handle, folder)
@@ -149,10 +149,10 @@ def _lock(handle: int, folder: RunFolder) -> None:
         _wait_for_ranks(folder)
         folder.lock.write_text(json.dumps(_self()) + "\n", encoding="utf-8")
     except OSError as error:
-        raise _refused(folder, error, "written") from error
+        raise _lock_error(folder, error, "written") from error
 
 
-def _refused(folder: RunFolder, error: OSError, what: str) -> Fault | StateError:
+def _lock_error(folder: RunFolder, error: OSError, what: str) -> Fault | StateError:
     """A full disk is a fault, and any other reason the user's to mend."""
     told = f"state.dir = '{folder.root}' cannot be {what}: {error.strerror or error}; {disk_fix(error)}"
     return DiskFault(f"{told}.") if is_full(error) else StateError(f"{told}, or name another --state.dir.")

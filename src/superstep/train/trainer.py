@@ -146,7 +146,7 @@ class Trainer:
             self._train_beside(begin_base(self.run, self._engine, self.peers, found))
         else:
             fill(found, self._engine.pieces(("weight",)), self._shapes, self.peers)
-        self._engine.loaded(0)
+        self._engine.note_loaded(0)
 
     def _train_beside(self, base: Base) -> None:
         """Note the weights that adapters are trained beside."""
@@ -169,7 +169,7 @@ class Trainer:
         """
         self.policy.integrity.forget()
         position = load(place, self._engine.pieces(kinds), self.peers)
-        self._engine.loaded(position.step)
+        self._engine.note_loaded(position.step)
         return position
 
     def write(self, place: Path, position: Position) -> int:
@@ -201,7 +201,7 @@ class Trainer:
             snapshots.lay_out(self._engine.pieces(STATE), self._shapes, self._files, self.folder.checkpoints, slots)
             return None
         position = snapshots.restore(recovered)
-        self._engine.loaded(position.step)
+        self._engine.note_loaded(position.step)
         return position
 
     def restore(self, step: int) -> Position:
@@ -216,7 +216,7 @@ class Trainer:
             raise Damaged(f"{ranks_text([r for r, each in enumerate(is_damaged) if each])}: {damaged_text(step)}")
         self.policy.integrity.forget()
         position = self.copies.snapshots.fill(step)
-        self._engine.loaded(step)
+        self._engine.note_loaded(step)
         return position
 
     def recall(self, position: Position) -> None:

@@ -71,12 +71,12 @@ def preferences(paths: tuple[str, ...]) -> Iterator[tuple[Record, Record, int]]:
     for fields in objects(paths):
         for name in ("chosen", "rejected"):
             if fields.values.get(name) is None:
-                raise refused(fields.where, f"has no {name}", "give it as text or as messages, beside its prompt")
-        chosen, rejected = (_preferred(fields, name) for name in ("chosen", "rejected"))
+                raise record_error(fields.where, f"has no {name}", "give it as text or as messages, beside its prompt")
+        chosen, rejected = (_read_preferred(fields, name) for name in ("chosen", "rejected"))
         yield chosen, rejected, fields.read_bytes
 
 
-def refused(where: str, rule: str, mend: str) -> DataError:
+def record_error(where: str, rule: str, mend: str) -> DataError:
     """One line about a record."""
     return refusal(f"'{where}'", rule, mend)
 
@@ -93,39 +93,41 @@ def record_of(fields: RecordFields) -> Record:
         return _conversation(where, messages, _are_answers(messages), values)
     if "prompt" not in values or "completion" not in values:
         has = ", ".join(values) or "none"
-        raise refused(
+        raise record_error(
             where, f"has no messages, and no prompt with a completion (its fields: {has})", "give one of them"
         )
-    return _completed(where, values["prompt"], "completion", values)
+    return _read_completed(where, values["prompt"], "completion", values)
 
 
-def _preferred(fields: RecordFields, name: str) -> Record:
+def _read_preferred(fields: RecordFields, name: str) -> Record:
     """One answer of a preference. Without a prompt of its own, it is the last message."""
     values = {key: value for key, value in fields.values.items() if value is not None}
     is_whole = isinstance(values[name], list) and isinstance(values.get("prompt", ""), str)
     if not is_whole:
         if "prompt" not in values:
-            raise refused(fields.where, f"has a {name} answer and no prompt", "give the prompt, or whole messages")
-        return _completed(fields.where, values["prompt"], name, values)
+            raise record_error(fields.where, f"has a {name} answer and no prompt", "give the prompt, or whole messages")
+        return _read_completed(fields.where, values["prompt"], name, values)
     # Whole conversations, whose last message is the answer; a prompt that is text says its first one again.
     messages = _messages(values[name], name, fields.where)
     if not messages or messages[-1].get("role") != "assistant":
-        raise refused(fields.where, f"has {name} messages that do not end with an answer", "end them with one")
+        raise record_error(fields.where, f"has {name} messages that do not end with an answer", "end them with one")
     learnt = (*(False,) * (len(messages) - 1), True)
     return _conversation(fields.where, messages, learnt, values)
 
 
-def _completed(where: str, prompt: object, name: str, values: Mapping[str, Any]) -> Record:
+def _read_completed(where: str, prompt: object, name: str, values: Mapping[str, Any]) -> Record:
     completion = values[name]
     if isinstance(prompt, str) and isinstance(completion, str):
         if not completion:
-            raise refused(where, f"has an empty {name}", "leave the record out")
+            raise record_error(where, f"has an empty {name}", "leave the record out")
         for key, text in (("prompt", prompt), (name, completion)):
             if any("\ud800" <= char <= "\udfff" for char in text):
-                raise refused(where, f"holds half of a surrogate pair in its {key}", "mend it")
+                raise record_error(where, f"holds half of a surrogate pair in its {key}", "mend it")
         return Completion(where=where, prompt=prompt, completion=completion)
     if isinstance(prompt, str) != isinstance(completion, str):
-        raise refused(where, f"has text and messages in prompt and {name}", "give both as text, or both as messages")
+        raise record_error(
+            where, f"has text and messages in prompt and {name}", "give both as text, or both as messages"
+        )
     before, after = _messages(prompt, "prompt", where), _messages(completion, name, where)
     return _conversation(where, before + after, (False,) * len(before) + _are_answers(after), values)
 
@@ -134,21 +136,21 @@ def _conversation(
     where: str, messages: tuple[Message, ...], learnt: tuple[bool, ...], values: Mapping[str, Any]
 ) -> Conversation:
     if not any(learnt):
-        raise refused(where, "has no assistant turn to learn", "give one, or leave the record out")
+        raise record_error(where, "has no assistant turn to learn", "give one, or leave the record out")
     plain = tuple({key: value for key, value in message.items() if key != "weight"} for message in messages)
-    tools = _parsed(values.get("tools", ()), "tools", where)
+    tools = _parse_value(values.get("tools", ()), "tools", where)
     if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise refused(where, f"has tools that are {kind(tools)}", "give a list of objects")
+        raise record_error(where, f"has tools that are {kind(tools)}", "give a list of objects")
     return Conversation(where=where, messages=plain, tools=tuple(tools), learnt=learnt)
 
 
 def _messages(value: object, name: str, where: str) -> tuple[Message, ...]:
-    value = _parsed(value, name, where)
+    value = _parse_value(value, name, where)
     if not isinstance(value, list) or not all(isinstance(message, Mapping) for message in value):
-        raise refused(where, f"has {name} that are {kind(value)}", "give a list of objects with role and content")
+        raise record_error(where, f"has {name} that are {kind(value)}", "give a list of objects with role and content")
     for message in value:
         if message.get("weight", 0) not in (0, 1):
-            raise refused(where, f"has a message of weight {message['weight']}", "a weight is 0 or 1")
+            raise record_error(where, f"has a message of weight {message['weight']}", "a weight is 0 or 1")
     # Columns of parquet have every key of every message, null where it says nothing.
     return tuple({key: inner for key, inner in message.items() if inner is not None} for message in value)
 
@@ -157,11 +159,11 @@ def _are_answers(messages: Sequence[Message]) -> tuple[bool, ...]:
     return tuple(message.get("role") == "assistant" and message.get("weight", 1) == 1 for message in messages)
 
 
-def _parsed(value: object, name: str, where: str) -> Any:  # noqa: ANN401 - any JSON
+def _parse_value(value: object, name: str, where: str) -> Any:  # noqa: ANN401 - any JSON
     """A list, which a column of parquet may hold as its JSON."""
     if not isinstance(value, str):
         return value
     try:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
-        raise refused(where, f"has {name} that are no JSON ({error})", "give a list of objects") from None
+        raise record_error(where, f"has {name} that are no JSON ({error})", "give a list of objects") from None

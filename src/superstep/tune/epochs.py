@@ -10,7 +10,7 @@ from pathlib import Path
 from superstep.data.token_files import open_corpus
 from superstep.plan.resolve import Resolved
 from superstep.train.batches import stream_of
-from superstep.train.model import resolved
+from superstep.train.model import resolve_config
 
 
 def length_of(epochs: float | None) -> Callable[[Resolved, Path], Resolved] | None:
@@ -21,6 +21,6 @@ def length_of(epochs: float | None) -> Callable[[Resolved, Path], Resolved] | No
         sequences = stream_of(run.config, open_corpus(corpus), "train").sequences
         # What rounding adds to a product is no step of its own.
         steps = max(1, math.ceil(epochs * sequences / run.config.train.batch_sequences - 1e-9))
-        return resolved(replace(run.config, train=replace(run.config.train, steps=steps)))
+        return resolve_config(replace(run.config, train=replace(run.config.train, steps=steps)))
 
     return None if epochs is None else lengthened

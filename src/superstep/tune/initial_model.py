@@ -23,7 +23,7 @@ def run_of(config: TuneConfig) -> RunConfig:
     folder = RunFolder(root=Path(config.state.dir))
     saved = folder.root / RECIPE
     if config.state.existing != "resume" or not folder.config.is_file():
-        return started(config)
+        return start_from(config)
     if not saved.is_file():
         raise ConfigError(
             f"state.dir = '{folder.root}' holds a run that is no tuned one; go on with it by superstep train, or name "
@@ -41,7 +41,7 @@ def run_of(config: TuneConfig) -> RunConfig:
     return run_with(config, run.model, config.data.tokenizer or run.data.tokenizer, USUAL_TOKENS)
 
 
-def started(config: TuneConfig) -> RunConfig:
+def start_from(config: TuneConfig) -> RunConfig:
     """The run that a recipe describes, with the model of ``start``.
 
     Raises:

@@ -24,7 +24,7 @@ from superstep.serve.text.chat_template import Chat, ChatPrefix, ChatTemplate
 from superstep.serve.text.chat_tokens import ChatEncoder, Part
 from superstep.serve.text.control_token_guard import Marks
 from superstep.tune.config import History
-from superstep.tune.conversation_records import Completion, Conversation, Record, refused
+from superstep.tune.conversation_records import Completion, Conversation, Record, record_error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,12 +71,12 @@ class Masker:
             DataError: the template cannot show it, rewrites it, or leaves nothing to learn; names the record's line.
         """
         if isinstance(record, Completion):
-            return [self._completed(record)]
+            return [self._mask_completion(record)]
         try:
-            (shown,) = self._encoder.turns([self._asked(record)])
+            (shown,) = self._encoder.turns([self._template_input(record)])
         except ConfigError as error:
-            raise refused(record.where, f"cannot be shown: {str(error).rstrip('.')}", "mend the record") from None
-        return self._conversed(record, *shown)
+            raise record_error(record.where, f"cannot be shown: {str(error).rstrip('.')}", "mend the record") from None
+        return self._mask_conversation(record, *shown)
 
     def many(self, several: Sequence[Record]) -> list[list[TokenizedConversation]]:
         """``samples`` of each record; the template is asked for all of them at once.
@@ -86,15 +86,17 @@ class Masker:
         """
         chats = [record for record in several if isinstance(record, Conversation)]
         try:
-            shown = dict(zip(map(id, chats), self._encoder.turns(list(map(self._asked, chats))), strict=True))
+            shown = dict(zip(map(id, chats), self._encoder.turns(list(map(self._template_input, chats))), strict=True))
         except (ConfigError, DataError):  # of one of them, or of all together: who it is shows one by one
             return [self.samples(record) for record in several]
         return [
-            [self._completed(record)] if isinstance(record, Completion) else self._conversed(record, *shown[id(record)])
+            [self._mask_completion(record)]
+            if isinstance(record, Completion)
+            else self._mask_conversation(record, *shown[id(record)])
             for record in several
         ]
 
-    def _completed(self, record: Completion) -> TokenizedConversation:
+    def _mask_completion(self, record: Completion) -> TokenizedConversation:
         told, said = self._encoder.plain([record.prompt, record.completion])
         end = self._tokenizer.end_of_text
         self.ends.add(end)
@@ -102,29 +104,31 @@ class Masker:
             told = [end]
         return _sample([(told, False), ([*said, end], True)], len(record.completion.encode()))
 
-    def _asked(self, record: Conversation) -> tuple[Chat, list[ChatPrefix]]:
+    def _template_input(self, record: Conversation) -> tuple[Chat, list[ChatPrefix]]:
         """What the template is to show of a record."""
         self._check_shown(record)
         answers = _answers(record)
         if answers[0] == 0:
-            raise refused(record.where, "begins with an answer, to nothing", "put a message of the user before it")
+            raise record_error(record.where, "begins with an answer, to nothing", "put a message of the user before it")
         turns = [turn for k in answers for turn in (ChatPrefix(k, is_open=True), ChatPrefix(k + 1, is_open=False))]
         return Chat(messages=record.messages, tools=record.tools), turns
 
-    def _conversed(self, record: Conversation, texts: Sequence[str], marks: Marks) -> list[TokenizedConversation]:
+    def _mask_conversation(
+        self, record: Conversation, texts: Sequence[str], marks: Marks
+    ) -> list[TokenizedConversation]:
         answers = _answers(record)
         chains: list[list[tuple[int, str, bool]]] = []
         before = ""
         for number, prompt, whole in zip(answers, texts[::2], texts[1::2], strict=True):
             if not whole.startswith(prompt):
-                raise refused(
+                raise record_error(
                     record.where,
                     f"has an answer, messages[{number}], that the chat template does not show as it begins one",
                     "give a template that does (sft.template)",
                 )
             if not chains or not prompt.startswith(before):
                 if chains and self._history == "refuse":
-                    raise refused(
+                    raise record_error(
                         record.where,
                         f"has turns before messages[{number}] that the chat template then shows otherwise: it rewrites "
                         "history",
@@ -136,11 +140,12 @@ class Masker:
             chains[-1].append((number, whole[len(prompt) :], record.learnt[number]))
             before = whole
         made = [
-            self._chained(record, chain, self._encoder.parts([text for _, text, _ in chain], marks)) for chain in chains
+            self._mask_chain(record, chain, self._encoder.parts([text for _, text, _ in chain], marks))
+            for chain in chains
         ]
         return [sample for sample in made if any(sample.is_answer)]
 
-    def _chained(
+    def _mask_chain(
         self, record: Conversation, chain: list[tuple[int, str, bool]], encoded: list[list[Part]]
     ) -> TokenizedConversation:
         parts: list[tuple[list[int], bool]] = []
@@ -166,7 +171,7 @@ class Masker:
                     end = size - len(ids) + k + 1
                     before = [id_ for part, _ in parts for id_ in part][: end - 1]
                     if not self._tokenizer.decode(before).strip():
-                        raise refused(
+                        raise record_error(
                             record.where,
                             f"has an empty answer, messages[{number}]",
                             "leave it out, or give it weight 0",
@@ -177,7 +182,7 @@ class Masker:
             else:
                 continue
             break
-        raise refused(
+        raise record_error(
             record.where,
             f"has an answer, messages[{number}], that the chat template does not end with a token: a model would not "
             "learn to stop",
@@ -190,7 +195,7 @@ class Masker:
         calls = any(message.get("tool_calls") for message in record.messages)
         for word, is_there in (("tools", bool(record.tools)), ("tool_calls", calls)):
             if is_there and word not in source:
-                raise refused(
+                raise record_error(
                     record.where,
                     f"has {word}, which the chat template does not show",
                     "give one that does (sft.template)",

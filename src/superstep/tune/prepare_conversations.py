@@ -24,7 +24,7 @@ from superstep.serve.build_engine import ends_of_text
 from superstep.serve.text.chat_template import ChatTemplate
 from superstep.tune.chat_template import template_of
 from superstep.tune.config import SftConfig
-from superstep.tune.conversation_records import preferences, records, refused
+from superstep.tune.conversation_records import preferences, record_error, records
 from superstep.tune.loss_mask import Masker, TokenizedConversation
 
 T = TypeVar("T")
@@ -203,7 +203,7 @@ class Conversations:
             for (chosen, _, read_bytes), one, other in zip(pairs, each[::2], each[1::2], strict=True):
                 pair = [one[-1], other[-1]]
                 if pair[0].ids == pair[1].ids:
-                    raise refused(chosen.where, "prefers an answer to itself", "leave the record out")
+                    raise record_error(chosen.where, "prefers an answer to itself", "leave the record out")
                 yield chosen.where, [pair], read_bytes
 
     def _fitting(
@@ -215,7 +215,7 @@ class Conversations:
             return item
         if self.sft.too_long == "refuse":
             what = f"{len(item[0].ids)} tokens" if len(item) == 1 else f"two answers of {needed} tokens together"
-            raise refused(
+            raise record_error(
                 where,
                 f"has {what}, and data.sequence_tokens = {room} has no room for them",
                 f'set data.sequence_tokens to {needed} or more, or sft.too_long to "drop"'

@@ -12,7 +12,7 @@ from superstep.cli.arguments.port import PortOptions, check_port
 from superstep.cli.arguments.serve import read_model
 from superstep.cli.options import asks_for_help
 from superstep.errors import ConfigError, did_you_mean
-from superstep.grade.config import GradeConfig, checked
+from superstep.grade.config import GradeConfig, check_config
 
 DEEDS = {
     "serve": "Grade rollouts over HTTP: POST /grade, POST /grade/batch, GET /health, GET /metrics. FILE has the tasks.",
@@ -61,7 +61,7 @@ def read(argv: Sequence[str]) -> tuple[Path, GradeServeOptions | CheckOptions]:
     file, options = read_model(
         options, argv[1:], missing, prog=f"superstep grade {verb} FILE", description=DEEDS[verb], common=COMMON
     )
-    checked(options.grade)
+    check_config(options.grade)
     match options:
         case GradeServeOptions():
             check_port(options)

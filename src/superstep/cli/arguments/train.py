@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from superstep.cli.arguments.hosts import HostsOptions, hosts_of, web_port_of
-from superstep.cli.options import COMMON, DEMO, named_in, read_flags, read_run, sections_of, settled
+from superstep.cli.options import COMMON, DEMO, named_in, read_flags, read_run, sections_of, settle
 from superstep.plan.config import RunConfig
 from superstep.plan.config_io import read_config
 from superstep.plan.resolve import Resolved
@@ -43,7 +43,7 @@ class TrainArgs:
 
     def resolved(self, resolve: Callable[[RunConfig], Resolved]) -> Resolved:
         """The run, with what nobody asked for out of the way of what was; raises as ``resolve`` does."""
-        return resolve(self.config) if self.yields_to is None else settled(self.config, self.yields_to, resolve)
+        return resolve(self.config) if self.yields_to is None else settle(self.config, self.yields_to, resolve)
 
 
 def read(argv: Sequence[str]) -> TrainArgs:

@@ -17,7 +17,7 @@ from superstep.observe.doctor.diagnose import Diagnosis, diagnose
 from superstep.observe.doctor.observations import RunSeen
 from superstep.observe.jsonl import last_line
 from superstep.observe.page.doctor import doctor_page
-from superstep.train.inspect_run import LiveRun, left, live, over, require_run
+from superstep.train.inspect_run import LiveRun, live, over, read_failure, require_run
 from superstep.train.run_lock import owner, preparing
 from superstep.train.run_paths import RunFolder, write_whole
 
@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     require_run(folder)
     say_damage(folder.metrics)
-    examined_run = examined(folder)
+    examined_run = examine(folder)
     if examined_run is None:
         if options.json:
             nothing = Diagnosis(findings=(), waits=(), spent={}, stands=False, step_s=0.0)
@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
     return 1 if verdict.findings else 0
 
 
-def examined(folder: RunFolder) -> tuple[RunSeen, Diagnosis] | None:
+def examine(folder: RunFolder) -> tuple[RunSeen, Diagnosis] | None:
     """The run, and what is wrong with it; None where it has ended as it should.
 
     Raises:
@@ -85,7 +85,7 @@ def examined(folder: RunFolder) -> tuple[RunSeen, Diagnosis] | None:
     event = last_line(folder.metrics).get("event")
     if event in OVER:
         return None
-    observed = left(folder)
+    observed = read_failure(folder)
     if observed is None and diagnosis is not None:
         return diagnosis
     observed = observed or over(folder)

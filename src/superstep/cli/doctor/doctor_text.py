@@ -31,7 +31,7 @@ def page(name: str, run: RunSeen, verdict: Diagnosis, *, width: int, is_whole: b
         is_whole: whether stacks are shown whole, and of every thread.
     """
     width = max(60, min(width, 120))
-    parts = [list(_head(name, run, verdict, width)), list(_waits(run, verdict)), list(_spent(verdict))]
+    parts = [list(_head(name, run, verdict, width)), list(_waits(run, verdict)), list(_time_lines(verdict))]
     parts += [list(_processes(run))]
     if verdict.findings or is_whole:
         parts += [list(_stacks(run, is_whole=is_whole))]
@@ -89,7 +89,7 @@ def _briefly(rank: RankSeen) -> str:
     return verb.replace("is in", f"is {since}in") + f" {what}"
 
 
-def _spent(verdict: Diagnosis) -> Iterator[str]:
+def _time_lines(verdict: Diagnosis) -> Iterator[str]:
     if not verdict.spent:
         return
     steps = max(each.steps for each in verdict.spent.values())

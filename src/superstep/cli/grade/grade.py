@@ -8,7 +8,7 @@ from pathlib import Path
 
 from superstep.cli.arguments.grade import CheckOptions, GradeServeOptions, read
 from superstep.cli.grade.grade_text import BOUNDS, report_lines
-from superstep.cli.port import opened
+from superstep.cli.port import open_port
 from superstep.grade.api.app import make_app
 from superstep.grade.api.metrics import GradeMetrics
 from superstep.grade.attacks.attack_grader import check
@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _serve(path: Path, options: GradeServeOptions) -> int:
     metrics = GradeMetrics()
-    with opened(options) as port:
+    with open_port(options) as port:
         load_environment(path).task(0, 0)  # a file that has no tasks is refused before anybody asks for one
         with Pool(path, options.grade, retried=metrics.retried) as pool:
             kept = "in bubblewrap" if pool.config.sandbox == "bubblewrap" else "WITHOUT A SANDBOX, as this user"

@@ -31,7 +31,7 @@ def report_lines(path: Path, report: AttackReport) -> Iterator[str]:
     """Lines for each weakness, with what was answered, and a line for the whole."""
     weaknesses = sorted(report.weaknesses, key=lambda weakness: WORST_FIRST.index(weakness.flaw))
     for weakness in weaknesses[:MOST]:
-        yield f"WEAK  {_told(weakness, report.tasks)}"
+        yield f"WEAK  {_describe_weakness(weakness, report.tasks)}"
         yield f"      task {weakness.index}, answered {weakness.answer}"
         if weakness.told.why:
             yield f"      {weakness.told.why}"
@@ -42,16 +42,16 @@ def report_lines(path: Path, report: AttackReport) -> Iterator[str]:
     yield f"The memory of programs is bounded {BOUNDS[report.memory_bound]}."
     tried = f"{report.attacks} attacks on {report.tasks} tasks, {report.graded} grades"
     if weaknesses:
-        yield f"{path} is WEAK: {_counted(len(weaknesses))}, {tried}."
+        yield f"{path} is WEAK: {_count_text(len(weaknesses))}, {tried}."
     else:
         yield f"{path} held: {tried}, none of them paid."
 
 
-def _told(weakness: Weakness, tasks: int) -> str:
+def _describe_weakness(weakness: Weakness, tasks: int) -> str:
     meant = MEANT[weakness.flaw].format(score=weakness.told.score)
     where = f", on {weakness.tasks} of {tasks} tasks" if weakness.tasks > 1 else ""
     return f"{weakness.attack}: {meant}{where}"
 
 
-def _counted(number: int) -> str:
+def _count_text(number: int) -> str:
     return "1 weakness" if number == 1 else f"{number} weaknesses"

@@ -30,7 +30,7 @@ from superstep.engine.measure.disk import SIZE, disk_rates
 from superstep.engine.measure.launch_cost import launch_s
 from superstep.engine.measure.probe_collectives import measure_collectives
 from superstep.engine.measure.probe_kernels import Gauge, measure_operations
-from superstep.engine.measure.probe_machine import as_run, distinct, measured
+from superstep.engine.measure.probe_machine import as_run, distinct, measure_cluster
 from superstep.errors import ConfigError
 from superstep.hardware.cluster_file import write_cluster
 from superstep.hardware.serving_rate import ServingRate
@@ -136,7 +136,7 @@ def _rank(world: World, run: Resolved, wanted: tuple[Operation, ...], budget_s: 
     products, copies = measure_operations(wanted, dtype, gauge)
     degrees = [n for n in range(2, world.size + 1) if world.size % n == 0]
     rates = measure_collectives(world, degrees, gauge) if degrees else ()
-    return measured(world.device, world.size, dtype, launch_s(gauge), (products, copies, rates))
+    return measure_cluster(world.device, world.size, dtype, launch_s(gauge), (products, copies, rates))
 
 
 def _table(measurement: Measured) -> Iterator[str]:

@@ -20,7 +20,7 @@ from superstep.program.text import read_program
 from superstep.train.run_paths import RunFolder
 
 
-def calibrated_on(path: Path, cluster: Cluster, known: Guide) -> tuple[Guide, str]:
+def calibrate_on(path: Path, cluster: Cluster, known: Guide) -> tuple[Guide, str]:
     """What is known once a run, a published step or a measured machine was seen, and that in words.
 
     Raises:

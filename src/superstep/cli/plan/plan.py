@@ -13,7 +13,7 @@ from typing import Any
 from superstep.cli.arguments.plan_serve import read
 from superstep.cli.new_file import require_new_file
 from superstep.cli.options import read_flags
-from superstep.cli.plan.calibrate import calibrated_on
+from superstep.cli.plan.calibrate import calibrate_on
 from superstep.cli.plan.plan_text import (
     alternatives_text,
     explanation,
@@ -38,7 +38,7 @@ from superstep.planner.price import pricing_of
 from superstep.planner.published_row import step_slopes
 from superstep.planner.search import SearchResult, Side
 from superstep.planner.search_problem import SearchProblem
-from superstep.planner.sensitivity import Fallback, Neighbour, fallbacks, improved, of_kinds, simplest
+from superstep.planner.sensitivity import Fallback, Neighbour, fallbacks, improve, of_kinds, simplest
 from superstep.planner.shortlist import fitting, search_fitting
 from superstep.planner.simulate_best import Verified, straggled, verified
 
@@ -110,19 +110,19 @@ def main(argv: Sequence[str]) -> int:
     problems_of_formats = problems(argv[0], options.cluster, options)
     known = guide()
     for each in options.calibrate:
-        known, text = calibrated_on(Path(each), problems_of_formats[0].cluster, known)
+        known, text = calibrate_on(Path(each), problems_of_formats[0].cluster, known)
         _say(text)
     problems_of_formats = [replace(problem, efficiency=known.efficiency) for problem in problems_of_formats]
-    sides = checked_sides(problems_of_formats)
+    sides = check_sides(problems_of_formats)
     answer, plans = first_answer(sides, options)
     shown = of_kinds((simplest(plans), *plans))[: options.top]
     _say(header(problems_of_formats[0], answer))
     _say(table(shown, _figures(shown, options, known)))
-    ranked = refined(sides, (answer, plans), options, known)
+    ranked = refine(sides, (answer, plans), options, known)
     if [each.run.plan for each in ranked.plans] != [each.run.plan for each in shown]:
         _say(f"Refined:\n{table(ranked.plans, ranked.figures)}")
     if options.calibrate:
-        _say(narrowed_text(_narrowed(ranked.plans[0], known)))
+        _say(narrowed_text(_narrowing(ranked.plans[0], known)))
     if ranked.neighbours:
         _say(alternatives_text(ranked.neighbours))
     _say(survival_text(_survival(ranked, options), problems_of_formats[0].cluster.chip.name))
@@ -144,13 +144,13 @@ def _serving(argv: Sequence[str]) -> int:
     return status
 
 
-def checked_sides(problems_of_formats: Sequence[SearchProblem]) -> list[Side]:
+def check_sides(problems_of_formats: Sequence[SearchProblem]) -> list[Side]:
     """The problem in each format with its prices; raises ConfigError where no layout divides it."""
     check_problem(problems_of_formats[0])
     return [Side(problem=problem, pricing=pricing_of(problem)) for problem in problems_of_formats]
 
 
-def refined(
+def refine(
     sides: Sequence[Side], first: tuple[SearchResult, Sequence[Verified]], options: PlanRequest, known: Guide
 ) -> Ranked:
     """The programs of all that the search found, and of neighbours; ``known`` tells how far prices may be off."""
@@ -163,7 +163,7 @@ def refined(
     left = [each for each in near if each.plan.plan_config(0, each.side.problem) not in done]
     more = [verified(each) for each in left]
     priced = sorted((*plans, *fitting(more)), key=lambda plan: plan.step_s)
-    best, beside = improved(priced[0], priced, tell=lambda name: print(f" {name}", end="", flush=True))
+    best, beside = improve(priced[0], priced, tell=lambda name: print(f" {name}", end="", flush=True))
     print("\n")
     shown = of_kinds((best, *priced))[: options.top]
     return Ranked(
@@ -176,10 +176,10 @@ def refined(
 
 
 def _figures(plans: Sequence[Verified], options: PlanRequest, known: Guide) -> tuple[Figures, ...]:
-    return tuple(figures(plan, options.tokens, options.price, narrowed=_narrowed(plan, known)) for plan in plans)
+    return tuple(figures(plan, options.tokens, options.price, narrowed=_narrowing(plan, known)) for plan in plans)
 
 
-def _narrowed(plan: Verified, known: Guide) -> float:
+def _narrowing(plan: Verified, known: Guide) -> float:
     """What calibration leaves of the width of a plan's interval."""
     if known.covariance is known.before:
         return 1.0

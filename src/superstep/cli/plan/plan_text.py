@@ -14,12 +14,12 @@ from superstep.cost.program.stragglers import Jitter, Straggled
 from superstep.observe.number_format import bytes_text, count_text, seconds_text
 from superstep.planner.calibrate import Calibration
 from superstep.planner.calibrate_observation import Guide
-from superstep.planner.plan_summary import Figures, carried_by, limits, scaled, shares
+from superstep.planner.plan_summary import Figures, carried_by, limits, scale_interval, shares
 from superstep.planner.search import SearchResult
 from superstep.planner.search_problem import SearchProblem
 from superstep.planner.sensitivity import Fallback, Neighbour
 from superstep.planner.simulate_best import Verified
-from superstep.planner.tie_break import TIE, tied
+from superstep.planner.tie_break import TIE, tie_places
 from superstep.run.plan_line import plan_text
 
 BAR = 40
@@ -98,7 +98,7 @@ def _near(each: Figures) -> str:
 def _run_text(each: Figures) -> str:
     assert each.run_s is not None
     assert each.run_interval_s is not None
-    low, high = scaled(each.run_interval_s, 1 / 86400)
+    low, high = scale_interval(each.run_interval_s, 1 / 86400)
     words = [f"{each.run_s / 86400:.3g} days ({low:.3g} to {high:.3g})"]
     words += [f"{each.energy_j / 3.6e9:.3g} MWh"] if each.energy_j is not None else []
     if each.price is not None and each.price_interval is not None:
@@ -108,7 +108,7 @@ def _run_text(each: Figures) -> str:
 
 def _ties_text(plans: Sequence[Verified]) -> list[str]:
     """Which of the plans shown no formula tells from the first."""
-    near = tied([each.step_s for each in plans])
+    near = tie_places([each.step_s for each in plans])
     if 0 not in near or len(near) == 1:
         return []
     others = ", ".join(str(place + 1) for place in near if place)
@@ -152,15 +152,15 @@ def published_text(source: str, before: Guide, after: Guide, ratio: float, *, is
     off = f"{abs(ratio - 1):.0%} {'longer' if ratio > 1 else 'shorter'}"
     if not is_used:
         return f"Not used: {source}, whose step was predicted {off} than it was; see whether its plan is right.\n"
-    return f"Calibrated on {source}: its step was predicted {off} than it was\n{_moved(before, after)}"
+    return f"Calibrated on {source}: its step was predicted {off} than it was\n{_moves_text(before, after)}"
 
 
 def measured_text(source: str, before: Guide, after: Guide) -> str:
     """What a measured machine changed."""
-    return f"Calibrated on {source}, a measured machine\n{_moved(before, after)}"
+    return f"Calibrated on {source}, a measured machine\n{_moves_text(before, after)}"
 
 
-def _moved(before: Guide, after: Guide) -> str:
+def _moves_text(before: Guide, after: Guide) -> str:
     """The constants that moved, the furthest first."""
     moves = [(name, before.efficiency[name], value) for name, value in after.efficiency.values.items()]
     far = sorted((move for move in moves if abs(move[2] / move[1] - 1) > SHOWN), key=lambda m: -abs(m[2] / m[1] - 1))

@@ -45,7 +45,7 @@ def problems(model: str, cluster: str, options: ProblemOptions) -> list[SearchPr
     """
     known_cluster = cluster_of(cluster)
     base = _base(model, known_cluster, options)
-    rules, only = _fixed(options.fix)
+    rules, only = _read_fixed(options.fix)
     if base.numerics.compile:
         rules = (*rules, *(Rule("schedule", name, is_wanted=False) for name in ("zb-h1", "zb-v")))
     formats: list[Dtype] = [each for each in ("bf16", "fp32") if known_cluster.chip.peak(each) and only in (None, each)]
@@ -121,7 +121,7 @@ def _usual_batch(chips: int, sequence_tokens: int) -> int:
     return odd * int(2 ** max(round(math.log2(USUAL_TOKENS / sequence_tokens / odd)), 0))
 
 
-def _fixed(fix: Sequence[str]) -> tuple[tuple[Rule, ...], Dtype | None]:
+def _read_fixed(fix: Sequence[str]) -> tuple[tuple[Rule, ...], Dtype | None]:
     """The rules, and the one format if one is asked for."""
     rules: list[Rule] = []
     compute: Dtype | None = None

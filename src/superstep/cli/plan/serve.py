@@ -9,11 +9,11 @@ from pathlib import Path
 
 from superstep.cli.arguments.plan_serve import ForecastOptions, read
 from superstep.cli.plan.problem import own_bytes
-from superstep.cli.plan.serve_text import told
+from superstep.cli.plan.serve_text import serve_text
 from superstep.cli.resolve_model import find_model
 from superstep.cli.serve_settings import serve_config
 from superstep.comm.device import choose, pick
-from superstep.cost.serve import ComputeMode, published
+from superstep.cost.serve import ComputeMode, published_rate
 from superstep.errors import ConfigError, StateError
 from superstep.hardware.cluster import Cluster
 from superstep.hardware.cluster_file import cluster as cluster_of
@@ -120,10 +120,10 @@ def main(argv: Sequence[str]) -> int:
     cluster = None if options.cluster is None else cluster_of(options.cluster)
     if cluster is None:
         print("Measuring this machine, for about half a minute.", flush=True)
-    priced = _priced(run, small_run, config, cluster, options)
+    priced = _price(run, small_run, config, cluster, options)
     free = _free_bytes(cluster, priced, run, config, options)
     forecast = foresee(name, run, config, priced, free, options)
-    print(told(forecast))
+    print(serve_text(forecast))
     if options.json is not None:
         Path(options.json).write_text(json.dumps(asdict(forecast), indent=1) + "\n", encoding="utf-8")
     return 0
@@ -172,7 +172,7 @@ def _check(run: Resolved, config: ServeConfig, options: ForecastOptions) -> None
         )
 
 
-def _priced(
+def _price(
     run: Resolved, small: Resolved | None, config: ServeConfig, cluster: Cluster | None, options: ForecastOptions
 ) -> Priced:
     rate, is_measured = _rate(run, config, cluster, options)
@@ -202,7 +202,7 @@ def _rate(
     number_bytes = 4 if config.compute == "fp32" else 2
     held = float(number_bytes) if not config.quantize else format_named(config.quantize).bytes_per_weight
     way = ComputeMode(name=name, tp=config.tp, block_keys=FAST_BLOCK, is_paged=False)
-    return published(cluster, way, number_bytes=number_bytes, weight_bytes=held), False
+    return published_rate(cluster, way, number_bytes=number_bytes, weight_bytes=held), False
 
 
 def _free_bytes(

@@ -57,7 +57,7 @@ class ForecastNumbers(Protocol):
     def guesses(self) -> tuple[Guess, ...]: ...
 
 
-def told(forecast: ForecastNumbers) -> str:
+def serve_text(forecast: ForecastNumbers) -> str:
     """The page."""
     ranks = f"{forecast.tp} {'rank' if forecast.tp == 1 else 'ranks'}"
     ranks += f" x {forecast.dp} replicas" if forecast.dp > 1 else ""

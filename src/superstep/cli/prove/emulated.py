@@ -57,9 +57,9 @@ def emulated_lines(run: Resolved, ranks: Sequence[RankReport]) -> Iterator[str]:
     yield f"On {len(ranks)} emulated GPU{'s' * (len(ranks) > 1)} with {bytes_text(fullest.device_bytes)}:"
     yield f"  {'peak':12}{bytes_text(fullest.peak_bytes)} in a step, on the fullest GPU{predicted}"
     yield f"  {'host waits':12}{waits.total():,} in a step, on all ranks together"
-    yield from _counted(waits)
+    yield from _count_lines(waits)
     yield f"  {'races':12}{len(races) or 'none'} in {issued:,} kernels, copies and collectives"
-    yield from _counted(races)
+    yield from _count_lines(races)
     foreign = list(_foreign_contexts(ranks))
     for number, other, line in foreign:
         yield f"  {'context':12}rank {number} uses cuda:{other} too, first in {line}; its own GPU is cuda:{number}"
@@ -80,7 +80,7 @@ def _total(counts: Iterable[Mapping[str, int]]) -> Counter[str]:
     return total
 
 
-def _counted(counts: Counter[str]) -> Iterator[str]:
+def _count_lines(counts: Counter[str]) -> Iterator[str]:
     for text, count in counts.most_common(MOST_SHOWN):
         yield f"    {count:,}x {text}"
     if len(counts) > MOST_SHOWN:

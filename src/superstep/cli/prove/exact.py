@@ -40,14 +40,14 @@ def prove_bits(cases: Sequence[ExactCase]) -> int:
     with tempfile.TemporaryDirectory(prefix="superstep-prove-") as folder:
         ones = {reference: replace_run(case, _alone(case.run)) for reference, case in references.items()}
         for reference, one in ones.items():
-            _written(reference)
+            _wait_written(reference)
             launch_on(device, 1, write_bits, one.run, one.batches, reference, stop=STOP)
         _say(f"  {'layout':82}{'numbers':>12}{'other bits':>12}{'resumed':>10}")
         verdicts = launch_on(device, cases[0].run.plan.mesh.world, _ranks, tuple(cases), Path(folder))
         verdicts += [
             launch_on(device, 1, _one, one, Path(folder) / last)
             for reference, one in ones.items()
-            for last in [_left(number) for number, case in enumerate(cases) if case.reference == reference][-1:]
+            for last in [_left_name(number) for number, case in enumerate(cases) if case.reference == reference][-1:]
         ]
     wrong = [verdict for verdict in verdicts if not verdict.is_proven]
     _say(
@@ -68,14 +68,14 @@ def _alone(run: Resolved) -> Resolved:
     return resolve(replace(run.config, plan=PlanConfig(microbatch=run.plan.microbatch)))
 
 
-def _written(folder: Path) -> None:
+def _wait_written(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StateError(f"{folder} cannot hold the reference: {error.strerror}; free space there.") from error
 
 
-def _left(number: int) -> str:
+def _left_name(number: int) -> str:
     return f"left-{number}"
 
 
@@ -84,9 +84,9 @@ def _ranks(world: World, cases: tuple[ExactCase, ...], folder: Path) -> list[Exa
     left: dict[Path, Path] = {}
     for number, case in enumerate(cases):
         take = left.get(case.reference, case.reference / "checkpoint")
-        relay = Relay(take=take, leave=folder / _left(number), step=STOP)
+        relay = Relay(take=take, leave=folder / _left_name(number), step=STOP)
         results.append(prove_exact(world, case.run, case.batches, case.reference, relay))
-        left[case.reference] = folder / _left(number)
+        left[case.reference] = folder / _left_name(number)
         if world.rank == 0:
             _row(layout_text(case.run), results[-1])
             if take.parent == folder:

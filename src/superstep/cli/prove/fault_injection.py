@@ -174,7 +174,7 @@ class HurtRun:
         lines = self._said.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         return lines[-1] if lines else ""
 
-    def said_bytes(self) -> int:
+    def printed_bytes(self) -> int:
         """How much it has printed."""
         return self._said.stat().st_size
 
@@ -230,7 +230,7 @@ class HurtRun:
 
 
 @contextmanager
-def begun(config: RunConfig, place: Path) -> Iterator[HurtRun]:
+def begin(config: RunConfig, place: Path) -> Iterator[HurtRun]:
     """A run; nothing of it runs on when the block ends."""
     run = HurtRun(config, place)
     run.begin()
@@ -320,7 +320,7 @@ def _fill_disk(run: HurtRun) -> Hurt:
         return any(line.get("event") == event and line["step"] > after for line in run.tail())
 
     limits = resource.prlimit(run.process.pid, resource.RLIMIT_FSIZE)
-    resource.prlimit(run.process.pid, resource.RLIMIT_FSIZE, (run.said_bytes() + FULL_BYTES, limits[1]))
+    resource.prlimit(run.process.pid, resource.RLIMIT_FSIZE, (run.printed_bytes() + FULL_BYTES, limits[1]))
     run.wait_for(lambda: has_told("warning"), "a warning that a checkpoint cannot be written")
     seen_s, wrong = time.time() - before.at_s, ""
     for place in [place for place in checkpoints(run.folder.checkpoints) if place in saved]:
@@ -341,7 +341,7 @@ def _fill_disk(run: HurtRun) -> Hurt:
     )
 
 
-def compared(hurt: HurtRun, whole: HurtRun) -> tuple[int, str]:
+def compare_steps(hurt: HurtRun, whole: HurtRun) -> tuple[int, str]:
     """How many steps of a hurt run have been held against those of one that nobody hurt, and the first that differs."""
     wanted = {line["step"]: line for line in whole.steps() if line["event"] == "step"}
     steps = [line for line in hurt.steps() if line["event"] == "step"]

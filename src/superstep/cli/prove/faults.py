@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from superstep.cli.options import sections_of
-from superstep.cli.prove.fault_injection import KINDS, SIGNALS, Hurt, HurtRun, Kind, begun, compared, hurt
+from superstep.cli.prove.fault_injection import KINDS, SIGNALS, Hurt, HurtRun, Kind, begin, compare_steps, hurt
 from superstep.errors import ConfigError, Fault
 from superstep.plan.config import RunConfig, StateConfig
 from superstep.plan.resolve import Resolved
@@ -50,15 +50,15 @@ def prove_faults(run: Resolved, corpus: Path, *, kinds: Sequence[Kind] = KINDS, 
         place = Path(name)
         _say(f"  {layout_text(run)}, snapshots each step")
         _say(f"  {'fault':34}{'seen after':>12}{'trains after':>14}{'redone':>8}  of")
-        with begun(hurt_config(run.config, corpus, place / "hurt"), place) as victim:
+        with begin(hurt_config(run.config, corpus, place / "hurt"), place) as victim:
             hurts = [_next(victim, kind, draw) for kind in draw.sample(kinds, len(kinds))]
             _go_on(victim, BETWEEN)
             status, steps = victim.end(), victim.step()
             left = victim.left()
-        with begun(hurt_config(run.config, corpus, place / "whole", is_hurt=False), place) as whole:
+        with begin(hurt_config(run.config, corpus, place / "whole", is_hurt=False), place) as whole:
             whole.wait_for(lambda: whole.step() >= steps, f"step {steps}")
             whole.end()
-        count, differs = compared(victim, whole)
+        count, differs = compare_steps(victim, whole)
     wrong = [f"{DESCRIBED[each.kind]}: {each.wrong}" for each in hurts if each.wrong]
     wrong += [f"left behind: {', '.join(left)}"] if left else []
     wrong += [differs] if differs else []

@@ -11,10 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from superstep.cli.arguments.prove import ProveOptions, read
-from superstep.cli.choices import changed_layout
+from superstep.cli.choices import describe_changed_layout
 from superstep.cli.new_file import write_new_file
-from superstep.cli.options import settled
-from superstep.cli.prepare_progress import prepared
+from superstep.cli.options import settle
+from superstep.cli.prepare_progress import prepare_with_progress
 from superstep.cli.prove.emulated import emulated_lines, is_clean, prove_emulated
 from superstep.cli.prove.exact import ExactCase, prove_bits
 from superstep.cli.prove.faults import prove_faults
@@ -30,7 +30,7 @@ from superstep.plan.resolve import Resolved
 from superstep.run.prove_layout import disk_named, proof_case, prove_layout
 from superstep.strict.timeline import timeline_text
 from superstep.train.batches import stream_of
-from superstep.train.model import resolved, vocab_of
+from superstep.train.model import resolve_config, vocab_of
 from superstep.train.proof.all_layouts import layouts
 from superstep.train.proof.ignored_targets import ragged_batches
 from superstep.train.proof.proof_inputs import Cases, ProofCase, prove_case
@@ -42,8 +42,8 @@ def main(argv: Sequence[str]) -> int:
     options, yields_to = read(argv)
     if options.exact or options.serve or options.faults:
         options = replace(options, numerics=replace(options.numerics, exact=True))
-    run = resolved(options) if yields_to is None else settled(options, yields_to, resolved)
-    if (changed := changed_layout(options, run, resolved)) is not None:
+    run = resolve_config(options) if yields_to is None else settle(options, yields_to, resolve_config)
+    if (changed := describe_changed_layout(options, run, resolve_config)) is not None:
         _say(changed)
     # Refused before the reference has run for minutes.
     choose(options.plan.device, options.world or run.plan.mesh.world)
@@ -103,7 +103,7 @@ def _corpus(config: RunConfig, vocab: int) -> Iterator[Path]:
         yield kept
         return
     with tempfile.TemporaryDirectory(prefix="superstep-prove-") as folder:
-        prepared(config.data, vocab, Path(folder), sys.stdout)
+        prepare_with_progress(config.data, vocab, Path(folder), sys.stdout)
         yield Path(folder)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from superstep.run.plan_line import layout_text
 from superstep.train.proof.compare import KINDS, Difference
-from superstep.train.proof.proof_inputs import ProofCase, seen, unseen
+from superstep.train.proof.proof_inputs import ProofCase, compared_lines, unseen
 from superstep.train.proof.prove_tolerance import ProofVerdict, has_same_roundings
 
 HELD = {True: "the same bits", False: "OTHER BITS", None: "not asked"}
@@ -27,11 +27,11 @@ def verdict_lines(case: ProofCase, verdict: ProofVerdict) -> Iterator[str]:
     yield f"  {'rerun':12}{HELD[again.is_rerun_same]}"
     yield f"  {'restart':12}{HELD[again.is_restart_same]}"
     yield f"  {'stream':12}{_beside(verdict.stream)}"
-    yield f"  {'validation':12}{_validated(verdict.validation)}"
+    yield f"  {'validation':12}{_validation_line(verdict.validation)}"
     yield f"  {'sampler':12}{_beside(verdict.sampler)}"
     yield from _wrong(verdict)
     yield "Compared:"
-    yield from (f"  - {line}" for line in seen(case, verdict))
+    yield from (f"  - {line}" for line in compared_lines(case, verdict))
     yield "Not seen by this:"
     yield from (f"  - {line}" for line in unseen(case))
     yield (
@@ -64,7 +64,7 @@ def sweep_lines(cases: Sequence[ProofCase], verdicts: Sequence[ProofVerdict]) ->
         yield from _wrong(verdict)
     shown = next(((case, verdict) for case, verdict in pairs if has_same_roundings(case.run)), pairs[0])
     yield "Compared:"
-    yield from (f"  - {line}" for line in seen(*shown))
+    yield from (f"  - {line}" for line in compared_lines(*shown))
     yield "Not seen by this:"
     # Whatever one of the layouts leaves unseen.
     yield from dict.fromkeys(f"  - {line}" for case in cases if case.reruns for line in unseen(case))
@@ -82,7 +82,7 @@ def _beside(text: str | None) -> str:
     return "not asked" if text is None else "WRONG" if text else "as plain code has it"
 
 
-def _validated(difference: Difference | None) -> str:
+def _validation_line(difference: Difference | None) -> str:
     if difference is None:
         return "not asked"
     return f"{'WRONG: ' if difference.is_wrong else ''}{difference.relative:.1e} of {difference.allowed:.0e}"

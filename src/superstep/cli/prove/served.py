@@ -32,8 +32,8 @@ from superstep.train.proof.prove_serving import (
     batch_of,
     compare,
     logprobs_of,
+    losses_in_training,
     told_of,
-    trained_losses,
     ways,
 )
 from superstep.train.weights_folder import newest_checkpoint
@@ -65,7 +65,7 @@ def prove_served(run: Resolved, root: Path, source: BatchSource, *, steps: int, 
     texts: Texts = launch_on(device, tp, _draw, checkpoint, serve, prompts, tokens)
     size = source.batch_sequences
     batches = [batch_of(texts[at : at + size]) for at in range(0, len(texts), size)]
-    losses = launch_on(device, run.plan.mesh.world, trained_losses, run, checkpoint, batches)
+    losses = launch_on(device, run.plan.mesh.world, losses_in_training, run, checkpoint, batches)
     _say(f"  {f'{layout_text(run)}, served on tp={tp}':60}{'log-probs':>12}{'other bits':>12}{'largest':>10}")
     results = launch_on(device, tp, _tell, checkpoint, serve, texts, prompts)
     compared = [compare(way.name, torch.cat(losses), row.told) for way, row in zip(ways(tokens), results, strict=True)]
@@ -73,7 +73,7 @@ def prove_served(run: Resolved, root: Path, source: BatchSource, *, steps: int, 
         write_adapters(Path(folder), run.shape)
         # What adapters add in exact mode is torch's to compute.
         by_torch = replace(serve, kernels=None)
-        (beside,) = launch_on(device, tp, _adapted, checkpoint, by_torch, texts, Path(folder))
+        (beside,) = launch_on(device, tp, _measure_adapted, checkpoint, by_torch, texts, Path(folder))
     compared += [
         compare("without an adapter, beside adapters", torch.cat(losses), beside.plain),
         compare("with an adapter, beside others, against alone", losses_of(beside.alone), beside.adapted),
@@ -134,7 +134,9 @@ def _tell(world: World, folder: Path, serve: ServeConfig, texts: Texts, prompts:
     return _each(world, folder, serve, ways(len(texts[0])), ask)
 
 
-def _adapted(world: World, folder: Path, serve: ServeConfig, texts: Texts, adapters: Path) -> list[AdapterTexts]:
+def _measure_adapted(
+    world: World, folder: Path, serve: ServeConfig, texts: Texts, adapters: Path
+) -> list[AdapterTexts]:
     return _each(
         world,
         folder,

@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
     _check(options)
     budget = device_budget(options.budget, options.mfu) if options.budget else None
     summary = study(read_runs(paths), points=options.points, resamples=options.resamples, seed=options.seed)
-    answers = _asked(summary, options, budget)
+    answers = _with_answers(summary, options, budget)
     print(as_text(summary, answers, [budget.rests_on] if budget else []), end="")
     if options.json:
         _write(Path(options.json), json.dumps(as_json(summary, answers), indent=1) + "\n")
@@ -132,10 +132,10 @@ def device_budget(text: str, mfu: float) -> DeviceBudget:
     )
 
 
-def _asked(summary: Study, options: ScalingOptions, budget: DeviceBudget | None) -> FitSummary:
+def _with_answers(summary: Study, options: ScalingOptions, budget: DeviceBudget | None) -> FitSummary:
     answers = FitSummary()
     if options.params is not None and options.tokens is not None:
-        answers = replace(answers, at=(options.params, options.tokens), predicted=_predicted(summary, options))
+        answers = replace(answers, at=(options.params, options.tokens), predicted=_predict(summary, options))
     best_fit = summary.hoffmann or summary.isoflop or summary.envelope
     assert best_fit is not None, "a study has one of the three"
     if budget is not None:
@@ -156,7 +156,7 @@ def _asked(summary: Study, options: ScalingOptions, budget: DeviceBudget | None)
     )
 
 
-def _predicted(summary: Study, options: ScalingOptions) -> dict[str, FittedNumber]:
+def _predict(summary: Study, options: ScalingOptions) -> dict[str, FittedNumber]:
     if summary.hoffmann is None or summary.kaplan is None:
         raise ConfigError(f"--params asks for a loss, and no law of it can be fitted: {summary.missing['hoffmann']}")
     params, tokens = float(options.params or 0), float(options.tokens or 0)

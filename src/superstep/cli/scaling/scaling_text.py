@@ -14,7 +14,7 @@ from superstep.plan.model.shape import ModelShape
 from superstep.scaling.budget import Best, BudgetChoice
 from superstep.scaling.fit import HUBER_DELTA, residuals
 from superstep.scaling.laws import FLOPS_PER_PARAMETER_AND_TOKEN, Law
-from superstep.scaling.summary import LEVEL, TRUSTED_FACTOR, Fit, FittedNumber, Study, beyond, constants, taken
+from superstep.scaling.summary import LEVEL, TRUSTED_FACTOR, Fit, FittedNumber, Study, beyond, constants, take_points
 
 TITLES = {
     "hoffmann": "Hoffmann, L(N, D)",
@@ -55,7 +55,7 @@ class FitSummary:
 def as_text(summary: Study, answers: FitSummary, rests_on: Sequence[str]) -> str:
     """Every table, with its lines."""
     parts = [_runs(summary), *_frontiers(summary), *_laws(summary), *_missing(summary)]
-    parts += [*_predicted(answers), *_answer(answers)]
+    parts += [*_prediction_lines(answers), *_answer(answers)]
     parts += ["", "rests on", *(f"  {line}" for line in (*_ground(summary), *rests_on))]
     return "\n".join([*parts, *(f"warning: {line}" for line in warnings(summary, answers))]) + "\n"
 
@@ -121,7 +121,7 @@ def _frontiers(summary: Study) -> Iterator[str]:
 
 def error_of(summary: Study, law: Law) -> float:
     """The root mean square of log L over the law's, as a share of the loss."""
-    return float(np.sqrt(np.mean(residuals(law, taken(summary.runs, summary.points)) ** 2)))
+    return float(np.sqrt(np.mean(residuals(law, take_points(summary.runs, summary.points)) ** 2)))
 
 
 _ROWS: tuple[tuple[str, Mapping[str, str]], ...] = (
@@ -159,7 +159,7 @@ def _missing(summary: Study) -> Iterator[str]:
         yield f"no {names}: {reason}"
 
 
-def _predicted(answers: FitSummary) -> Iterator[str]:
+def _prediction_lines(answers: FitSummary) -> Iterator[str]:
     if answers.at is None:
         return
     params, tokens = answers.at

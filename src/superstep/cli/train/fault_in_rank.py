@@ -16,14 +16,14 @@ from superstep.run import rank as ranks
 from superstep.run.console import Console
 from superstep.run.job import TrainJob, prepared_job
 from superstep.run.launch_ranks import launch
-from superstep.train.model import resolved
+from superstep.train.model import resolve_config
 
 HANGS_S = 100_000
 
 
 def train(path: Path) -> int:
     """Train, or go on; the exit status."""
-    run = resolved(read_config(path))
+    run = resolve_config(read_config(path))
     assert run.config.data.cache is not None
     with prepared_job(run, lambda *_: Path(run.config.data.cache or ""), Terminal(), launcher=launcher()) as job:
         return 0 if job is None else launch(job, Terminal(), rank) or 0

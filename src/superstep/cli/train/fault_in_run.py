@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from superstep.cli.main import reported, settle
+from superstep.cli.main import report, settle
 from superstep.launch import fork_server
 
 RANK = "superstep.cli.train.fault_in_rank"
@@ -25,7 +25,7 @@ def main(argv: Sequence[str]) -> int:
         status: int = importlib.import_module(RANK).train(Path(argv[0]))
         return status
 
-    return reported(train)
+    return report(train)
 
 
 if __name__ == "__main__":

@@ -9,10 +9,10 @@ from contextlib import contextmanager, suppress
 
 from superstep.errors import ConfigError
 from superstep.observe.page.live_server import LiveServer, Shown
-from superstep.observe.page.report import RunTold, packed_runs, report_page
+from superstep.observe.page.report import RunTold, pack_runs, report_page
 from superstep.observe.prometheus import exposition
 from superstep.observe.tail_jsonl import Growing
-from superstep.run.report import facts, recorded
+from superstep.run.report import facts, read_recorded
 from superstep.train.run_paths import RunFolder
 
 TOKEN = "SUPERSTEP_WEB_TOKEN"
@@ -86,7 +86,7 @@ class LiveReport:
         return Shown(
             page=lambda: report_page([self._told()], is_live=True),
             stamp=self._stamp,
-            update=lambda: packed_runs([self._told()]),
+            update=lambda: pack_runs([self._told()]),
             metrics=self._metrics,
         )
 
@@ -97,7 +97,7 @@ class LiveReport:
             lines=self._growing.read(),
             samples=self._samples.read(),
             settings=settings,
-            ran=recorded(self._folder),
+            ran=read_recorded(self._folder),
             damage=self._growing.damage(),
             facts=facts(),
         )

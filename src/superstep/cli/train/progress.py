@@ -162,7 +162,7 @@ def lines(event: Event, progress: Progress, now: float) -> list[str]:
         case RunFinished():
             tokens = count_text(event.tokens_seen)
             said = f"finished step {event.step} in {duration_text(event.elapsed_s)}, {tokens} tokens seen"
-            return [said, *_compared(progress)]
+            return [said, *_comparison_lines(progress)]
         case RunStopped():
             return [f"stopped after step {event.step} of {progress.steps}, as it was asked to"]
     return ["  ".join([_place(event.step, progress), *parts])]
@@ -309,14 +309,14 @@ def _of_disk(event: Saved | Warned) -> list[str]:
 def _of_tuning(event: LossTold | Rolled | Retried) -> list[str]:
     match event:
         case LossTold():
-            return _told(event)
+            return _measure_words(event)
         case Rolled():
-            return _rolled(event)
+            return _rollout_words(event)
         case Retried():
             return [f"graded again: {event.why}"]
 
 
-def _told(told: LossTold) -> list[str]:
+def _measure_words(told: LossTold) -> list[str]:
     return [f"{name.replace('_', ' ')} {value:.4g}" for name, value in zip(told.names, told.values, strict=True)]
 
 
@@ -324,7 +324,7 @@ SMALLEST_KL = 1e-6
 """Nats; less is the rounding of two ways to compute the same."""
 
 
-def _rolled(rolled: Rolled) -> list[str]:
+def _rollout_words(rolled: Rolled) -> list[str]:
     """What a step learnt from, the unusual only where there is some."""
     told = [f"reward {rolled.reward:.4f}", f"{rolled.answers} answers"]
     counts = ((rolled.cut, "cut off"), (rolled.lost, "without a grade"), (rolled.uniform, "groups all alike"))
@@ -360,7 +360,7 @@ def _notes(progress: Progress) -> list[str]:
     if run and run.snapshot_bytes:
         pinned = f", which cannot be pinned ({run.snapshots_unpinned})" if run.snapshots_unpinned else ""
         predicted.append(f"snapshots of up to {bytes_text(run.snapshot_bytes)} in its host's memory{pinned}")
-    notes = _compared(progress) or ([f"predicted: {', '.join(predicted)}"] if predicted else [])
+    notes = _comparison_lines(progress) or ([f"predicted: {', '.join(predicted)}"] if predicted else [])
     if warned := progress.warned:
         notes.append(f"last warning, after step {warned.step}: {warned.text}")
     if again := progress.retried:
@@ -368,7 +368,7 @@ def _notes(progress: Progress) -> list[str]:
     return [*notes, f"MFU: {progress.mfu_convention}"]
 
 
-def _compared(progress: Progress) -> list[str]:
+def _comparison_lines(progress: Progress) -> list[str]:
     """What was predicted beside what was measured, once a run is over."""
     run, done = progress.started, progress.finished
     if run is None or done is None:

@@ -10,21 +10,21 @@ def setback(event: Resumed | RolledBack | Corrupted) -> list[str]:
     """The lines of an event."""
     match event:
         case Resumed():
-            return _resumed(event)
+            return _resumed_lines(event)
         case Corrupted():
-            return [_corrupted(event)]
+            return [_corruption_text(event)]
         case RolledBack():
             _, _, batches = event.skip.partition(":")
             after = f"; {batches} batches are left out after step {event.skip.partition(':')[0]}" if event.skip else ""
             where = "" if event.step == event.refused - 1 and event.source == "memory" else f" from {event.source}"
             return [
                 f"step {event.refused} does not stand: {event.why}",
-                *_passed_over(event.passed_over),
+                *_passed_over_lines(event.passed_over),
                 f"rolled back to after step {event.step}{where}{after}",
             ]
 
 
-def _corrupted(event: Corrupted) -> str:
+def _corruption_text(event: Corrupted) -> str:
     where = ", ".join(f"rank {rank} on {host}" for rank, host in zip(event.ranks, event.hosts, strict=True))
     known = {
         "majority": "other copies outvote it",
@@ -36,12 +36,12 @@ def _corrupted(event: Corrupted) -> str:
     return f"corrupt: {event.what} of {where}, step {event.found} ({known[event.how]})"
 
 
-def _passed_over(why: tuple[str, ...]) -> list[str]:
+def _passed_over_lines(why: tuple[str, ...]) -> list[str]:
     return [f"passed over: {each}" for each in why]
 
 
-def _resumed(event: Resumed) -> list[str]:
-    passed = _passed_over(event.passed_over)
+def _resumed_lines(event: Resumed) -> list[str]:
+    passed = _passed_over_lines(event.passed_over)
     if event.joined:
         return [f"{event.joined} has joined", *passed, f"goes on after step {event.step}, from {event.path}"]
     if event.lost:

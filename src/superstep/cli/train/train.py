@@ -14,10 +14,10 @@ from superstep.cli import sample
 from superstep.cli.arguments.hosts import TORCHRUN
 from superstep.cli.arguments.sample import SampleOptions
 from superstep.cli.arguments.train import TrainArgs, read
-from superstep.cli.choices import changed_layout, idle_places, places_of
+from superstep.cli.choices import describe_changed_layout, idle_places, places_of
 from superstep.cli.launcher import is_of_torchrun, launcher
 from superstep.cli.options import asks_for_hosts
-from superstep.cli.prepare_progress import prepared
+from superstep.cli.prepare_progress import prepare_with_progress
 from superstep.cli.prove import prove
 from superstep.cli.train.live_report import web
 from superstep.cli.train.terminal import Terminal
@@ -35,7 +35,7 @@ from superstep.run.launch_rules import SEVERAL_HOSTS, require_alone
 from superstep.run.multi_host import on_hosts, own_address, share_out
 from superstep.run.rank import rank_of_torchrun
 from superstep.run.tokens import tokens_in
-from superstep.train.model import resolved, vocab_of
+from superstep.train.model import resolve_config, vocab_of
 from superstep.train.run_lock import note_preparing
 from superstep.train.run_paths import RunFolder
 
@@ -89,12 +89,12 @@ def _on_hosts(run: Resolved, hosts: Hosts) -> int:
 
 
 def _run(asked: TrainArgs, ranks: int | None = None) -> Resolved:
-    return asked.resolved(lambda config: resolved(config, ranks))
+    return asked.resolved(lambda config: resolve_config(config, ranks))
 
 
 def _say_choices(asked: TrainArgs, run: Resolved) -> None:
     """What was chosen for the user and is perhaps not what he would have chosen."""
-    changed = changed_layout(asked.config, run, resolved)
+    changed = describe_changed_layout(asked.config, run, resolve_config)
     if changed is not None:
         _say(changed)
     elif asked.has_no_dp and (idle := idle_places(run, *places_of(run))) is not None:
@@ -137,7 +137,7 @@ def _make_tokens(run: Resolved, folder: RunFolder, kept: Path) -> None:
         prepare(data, vocab_of(run), kept)
         return
     try:
-        prepared(
+        prepare_with_progress(
             data,
             vocab_of(run),
             kept,

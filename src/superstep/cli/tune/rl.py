@@ -44,7 +44,7 @@ from superstep.state.store_sync import fetch_newest, mirrored
 from superstep.state.verify import newest, verify
 from superstep.train import run_directory
 from superstep.train.checkpoint_store import store_of
-from superstep.train.model import operations, resolved
+from superstep.train.model import operations, resolve_config
 from superstep.train.resume import pass_over
 from superstep.train.run_lock import hold
 from superstep.train.run_paths import write_whole
@@ -89,7 +89,7 @@ def _prepared(recipe: RlRecipe) -> Iterator[RlJob | None]:
         print(shorter, flush=True)
     require_trackers(config.observe)
     check_tokenizer(recipe.start, config)
-    choice, folder, checkpoint = run_directory.choose(resolved(config), verify)
+    choice, folder, checkpoint = run_directory.choose(resolve_config(config), verify)
     check_same(recipe, folder)
     store = store_of(choice, checkpoint)
     if choose(choice.config.plan.device, choice.plan.mesh.world) == "cpu":

@@ -130,7 +130,7 @@ class UnitOperations:
     between_bytes: int = 0
 
 
-def collected(operations: Iterable[Operation]) -> Operations:
+def collect(operations: Iterable[Operation]) -> Operations:
     """Equal operations as one with their number, in the order of their first."""
     counts: dict[Operation, int] = {}
     for operation in operations:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from superstep.kernels import exact_attention as kernel
 from superstep.numerics.fixed_point import ACTIVATION, Grid
-from superstep.numerics.invariant_attention import BLOCK, attend_rows, padded_keys, padded_rows, probabilities
+from superstep.numerics.invariant_attention import BLOCK, attend_rows, pad_keys, pad_rows, probabilities
 
 
 class KeyExchange(Protocol):
@@ -109,7 +109,7 @@ class _Attend(torch.autograd.Function):
         keys, values = (how.exchange.gather(x.contiguous()).float() for x in (k, v))
         if not kernel.takes(q):
             ctx.save_for_backward(q, keys, values)
-            return _attended(how, q, keys, values)
+            return _attend_rows(how, q, keys, values)
         out, lse_BNS = torch.empty_like(q), q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
         for parts, (rows, places) in _stretches(how, q):
             here, seen = (rows, places), (rows, slice(parts[0].start, parts[-1].end))
@@ -133,15 +133,15 @@ class _Attend(torch.autograd.Function):
         return to[0], dk, dv, None
 
 
-def _attended(how: ExactAttend, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+def _attend_rows(how: ExactAttend, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """The mixed values by torch's operations, a chunk's queries at a time."""
     out = torch.empty_like(q)
     for part, here in _parts(how, q):
         seen, heads = slice(part.start, part.end), q.shape[2] // keys.shape[2]
         mixed = attend_rows(
             _rows(q[here], keys.shape[2]),
-            padded_keys(_by_head(keys[part.sequences, seen])),
-            padded_keys(_by_head(values[part.sequences, seen])),
+            pad_keys(_by_head(keys[part.sequences, seen])),
+            pad_keys(_by_head(values[part.sequences, seen])),
             part.hidden(q.device).repeat(heads, 1),
         )
         out[here] = _unrows(mixed, q[here]).to(q.dtype)
@@ -182,9 +182,9 @@ def _by_torch(how: ExactAttend, of: tuple[Tensor, Tensor, Tensor, Tensor], to: t
         seen = slice(part.start, part.end)
         count = part.end - part.start
         own_keys, own_values = (_by_head(x[part.sequences, seen]) for x in (keys, values))
-        rows, drows = (padded_rows(_rows(x[here], kv_heads)) for x in (q, grad))
-        hidden = padded_rows(part.hidden(q.device).repeat(q.shape[2] // kv_heads, 1))
-        p = probabilities(rows, padded_keys(own_keys), hidden)[..., :count]
+        rows, drows = (pad_rows(_rows(x[here], kv_heads)) for x in (q, grad))
+        hidden = pad_rows(part.hidden(q.device).repeat(q.shape[2] // kv_heads, 1))
+        p = probabilities(rows, pad_keys(own_keys), hidden)[..., :count]
         dp = torch.bmm(drows, own_values.transpose(1, 2))
         dvalues[part.sequences, seen] += _by_token(how.grid.put_(torch.bmm(p.transpose(1, 2), drows)), kv_heads)
         ds = (dp - (p * dp).sum(-1, keepdim=True)).mul_(p).mul_(q.shape[-1] ** -0.5)

@@ -22,7 +22,7 @@ from superstep.comm.collectives import DONE, Pending
 from superstep.comm.device import Device
 from superstep.engine.flat.buffers import UnitBuffers
 from superstep.errors import Fault
-from superstep.kernels.checksum import checksum, compiled, copy_summed
+from superstep.kernels.checksum import checksum, compile_library, copy_summed
 from superstep.state.manifest import Position
 from superstep.state.memory_snapshot import (
     FAILED,
@@ -35,7 +35,7 @@ from superstep.state.memory_snapshot import (
     DamagedSnapshot,
     SnapshotMemory,
     damaged_text,
-    described,
+    describe_pieces,
 )
 from superstep.state.tensor_piece import TensorPiece
 
@@ -97,7 +97,7 @@ class Snapshots:
                 self._tensors[unit].append((tensor, self.bytes))
                 self.bytes += tensor.numel() * tensor.element_size()
         self._thread = ThreadPoolExecutor(1, "superstep-snapshot", device.make_current)
-        compiled()  # beside nothing: the first copy is not to wait for a compiler
+        compile_library()  # beside nothing: the first copy is not to wait for a compiler
         self._slot: int | None = None
         self._checksum = 0
         self._taken: DamagedSnapshot | None = None
@@ -120,7 +120,7 @@ class Snapshots:
         placed = [(piece, self._offset(piece.values)) for piece in pieces if piece.values.numel()]
         self._memory.lay_out(
             {
-                "pieces": described(placed),
+                "pieces": describe_pieces(placed),
                 "shapes": {name: list(shape) for name, shape in shapes.items()},
                 "beside": dict(beside),
                 "folder": str(folder.resolve()),
@@ -162,7 +162,7 @@ class Snapshots:
         """
         slot = self._memory.whole()[step]
         found = 0
-        for tensor, offset in self._placed():
+        for tensor, offset in self._places():
             tensor.copy_(self._memory.values(slot, offset, tensor.numel()))
             found += int(checksum(tensor, offset // 4))
         if not self._memory.is_sealed(slot, found):
@@ -235,7 +235,7 @@ class Snapshots:
             for tensor, offset in self._tensors[unit]
         ]
 
-    def _placed(self) -> Iterator[tuple[Tensor, int]]:
+    def _places(self) -> Iterator[tuple[Tensor, int]]:
         """Each buffer, and its byte in a slot."""
         for each in self._tensors.values():
             yield from each

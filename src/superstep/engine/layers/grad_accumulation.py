@@ -184,7 +184,7 @@ def accumulating_straight(sums: Sums) -> tuple[Implementation, ...]:
     return (
         row(is_plain_linear, _linear),
         row(is_plain_embedding, _embedding),
-        row(lambda layer: type(layer) is GroupedLinear, _grouped),
+        row(lambda layer: type(layer) is GroupedLinear, _group_forward),
     )
 
 
@@ -198,7 +198,7 @@ def _linear(layer: nn.Linear, sums: Sums) -> Any:  # noqa: ANN401
     return forward
 
 
-def _grouped(layer: GroupedLinear, sums: Sums) -> Any:  # noqa: ANN401
+def _group_forward(layer: GroupedLinear, sums: Sums) -> Any:  # noqa: ANN401
     def forward(x: Tensor, rows_E: Tensor, part_R: Tensor | None = None) -> Tensor:
         into = layer.weight.grad
         assert into is not None

@@ -133,7 +133,7 @@ def measure_operations(
     kernels |= dict.fromkeys(("read", "write", "update"))
     sizes = SIZES[gauge.device.kind]
     # One memory for all: where each had its own, finding its pages took longer than measuring.
-    memory = _filled((2, KEPT_BYTES[gauge.device.kind] // 8), "fp32", gauge)
+    memory = _fill((2, KEPT_BYTES[gauge.device.kind] // 8), "fp32", gauge)
     copies = [_copy(kernel, size, gauge, memory) for kernel in kernels if kernel in _PARTS for size in sizes]
     return tuple(products.values()), tuple(copies)
 
@@ -159,7 +159,7 @@ def _product(product: Product, dtype: Dtype, gauge: Gauge) -> ProductRate:
 
 
 def _product_s(product: Product, dtype: Dtype, gauge: Gauge) -> float:
-    weight = _filled((product.width, product.inner), dtype, gauge)
+    weight = _fill((product.width, product.inner), dtype, gauge)
     inputs = _inputs((product.rows, product.inner), dtype, gauge)
     outs = _inputs((product.rows, product.width), dtype, gauge)
 
@@ -193,7 +193,7 @@ def _gradient_s(product: Product, dtype: Dtype, gauge: Gauge) -> float:
 
     if dtype == "fp32" or gauge.is_exact:
         return gauge.seconds(multiply)
-    like = _filled((product.rows, product.width), dtype, gauge)
+    like = _fill((product.rows, product.width), dtype, gauge)
     sum_s = gauge.seconds(lambda: next(totals).add_(like))
     whole_s = gauge.seconds(multiply)
     return max(whole_s - sum_s, whole_s / 10)
@@ -202,11 +202,11 @@ def _gradient_s(product: Product, dtype: Dtype, gauge: Gauge) -> float:
 def _attention(attention: AttentionOperation, dtype: Dtype, gauge: Gauge) -> ProductRate:
     shape = (1, attention.heads, attention.queries, attention.head_dim)
     keys = (1, attention.heads, attention.keys, attention.head_dim)
-    q, k, v = (_filled(dims, dtype, gauge).requires_grad_(attention.is_backward) for dims in (shape, keys, keys))
+    q, k, v = (_fill(dims, dtype, gauge).requires_grad_(attention.is_backward) for dims in (shape, keys, keys))
     is_causal = attention.queries == attention.keys
 
     if gauge.is_compiled and attend.takes(q, k, v):
-        return _rate(attention, dtype, _compiled_s((q.detach(), k.detach(), v.detach()), attention, gauge))
+        return _rate(attention, dtype, _compiled_seconds((q.detach(), k.detach(), v.detach()), attention, gauge))
 
     def forward() -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
@@ -220,17 +220,17 @@ def _attention(attention: AttentionOperation, dtype: Dtype, gauge: Gauge) -> Pro
     return _rate(attention, dtype, taken_s)
 
 
-def _compiled_s(qkv: attend.Qkv, attention: AttentionOperation, gauge: Gauge) -> float:
+def _compiled_seconds(qkv: attend.Qkv, attention: AttentionOperation, gauge: Gauge) -> float:
     is_causal = attention.queries == attention.keys
     if is_causal and gauge.device.kind == "cpu":
-        return _called_s(qkv, attention, gauge)
+        return _called_seconds(qkv, attention, gauge)
     out, lse = attend.attend(*qkv, is_causal=is_causal)
     if attention.is_backward:
         return gauge.seconds(lambda: attend.attend_backward(out, qkv, out, lse, is_causal=is_causal))
     return gauge.seconds(lambda: attend.attend(*qkv, is_causal=is_causal))
 
 
-def _called_s(qkv: attend.Qkv, attention: AttentionOperation, gauge: Gauge) -> float:
+def _called_seconds(qkv: attend.Qkv, attention: AttentionOperation, gauge: Gauge) -> float:
     """As a block calls it: an operator of Python's, which lays out what the kernel makes."""
     call = DocumentAttend(None, is_compiled=True)
     q, k, v = (x.transpose(1, 2).contiguous().requires_grad_() for x in qkv)
@@ -324,12 +324,12 @@ _OURS = {"norm": (2, _norm), "gate": (3, _gate), "loss": (1, _loss)}
 _PARTS = {kernel: parts for kernel, (parts, _) in (_PASSES | _OURS).items()}
 
 
-def _filled(shape: tuple[int, ...], dtype: Dtype, gauge: Gauge) -> Tensor:
+def _fill(shape: tuple[int, ...], dtype: Dtype, gauge: Gauge) -> Tensor:
     return torch.full(shape, 0.5, dtype=DTYPES[dtype], device=gauge.device.torch)
 
 
 def _inputs(shape: tuple[int, ...], dtype: Dtype, gauge: Gauge) -> Iterator[Tensor]:
     """Tensors of one shape, in turn."""
-    first = _filled(shape, dtype, gauge)
+    first = _fill(shape, dtype, gauge)
     count = max(1, min(MOST, KEPT_BYTES[gauge.device.kind] // 2 // first.nbytes))
     return cycle([first, *(first.clone() for _ in range(count - 1))])

@@ -51,8 +51,8 @@ def measure_here(
     products, copies = measure_operations(distinct(operations), dtype, alone)
     mesh = run.plan.mesh
     degrees = {mesh.tp, mesh.cp, mesh.ep, mesh.pp, mesh.data, mesh.shards("dense")}
-    rates = measure_collectives(world, degrees, gauge, _needed(run)) if world.size > 1 else ()
-    return measured(world.device, world.size, dtype, launch_s(alone), (products, copies, rates))
+    rates = measure_collectives(world, degrees, gauge, _collectives_of(run)) if world.size > 1 else ()
+    return measure_cluster(world.device, world.size, dtype, launch_s(alone), (products, copies, rates))
 
 
 def measure(run: Resolved, device: Device, operations: Sequence[UnitOperations]) -> Measured:
@@ -61,7 +61,7 @@ def measure(run: Resolved, device: Device, operations: Sequence[UnitOperations])
     gauge = as_run(run, Gauge(device=device))
     with _threads(1 if run.plan.mesh.world > 1 else torch.get_num_threads()):
         products, copies = measure_operations(distinct(operations), dtype, gauge)
-        return measured(device, run.plan.mesh.world, dtype, launch_s(gauge), (products, copies, ()))
+        return measure_cluster(device, run.plan.mesh.world, dtype, launch_s(gauge), (products, copies, ()))
 
 
 def as_run(run: Resolved, gauge: Gauge) -> Gauge:
@@ -80,7 +80,7 @@ def _threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _needed(run: Resolved) -> tuple[Collective, ...]:
+def _collectives_of(run: Resolved) -> tuple[Collective, ...]:
     """Collectives that a step of the run may have."""
     mesh = run.plan.mesh
     used: dict[Collective, bool] = {
@@ -93,7 +93,7 @@ def _needed(run: Resolved) -> tuple[Collective, ...]:
     return tuple(name for name in COLLECTIVES if used[name])
 
 
-def measured(
+def measure_cluster(
     device: Device,
     ranks: int,
     dtype: Dtype,

@@ -101,13 +101,13 @@ class ExpertParallel(LocalDispatch):
         expert_A = torch.arange(experts.held, device=x_TD.device).repeat(group.size())
         expert_A = expert_A.repeat_interleave(coming_PE.flatten(), output_size=len(x_AD))
         order_A, held_E = sort_by_expert(expert_A[:, None], experts.held)
-        part_A = self._arrived(self._part(order_R, expert_Tk), going, coming, group)
+        part_A = self._origins(self._part(order_R, expert_Tk), going, coming, group)
         part_A = None if part_A is None else part_A[order_A]
         y_AD = unsort(experts(spread(x_AD, order_A, 1), held_E, part_A), order_A)
         y_RD = _travel(y_AD, coming, going, len(x_RD), group)
         return unsort(y_RD, order_R).view(*expert_Tk.shape, -1)
 
-    def _arrived(self, part_R: Tensor | None, going: list[int], coming: list[int], group: Group) -> Tensor | None:
+    def _origins(self, part_R: Tensor | None, going: list[int], coming: list[int], group: Group) -> Tensor | None:
         """Which part of which rank's sequences each row is of that came."""
         if part_R is None or self._parts is None:
             return None

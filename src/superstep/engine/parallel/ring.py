@@ -143,7 +143,7 @@ def _rectangles(block: AttentionBlock, tokens: int, documents: _Documents | None
         yield _Rectangle(slice(None), block.queries(tokens), block.keys(tokens))
 
 
-def _named(group: str) -> Group:
+def _group_by_name(group: str) -> Group:
     # An operator's arguments are tensors, numbers and strings; torch's own collectives go by this name, too.
     return _resolve_process_group(group)  # type: ignore[arg-type]
 
@@ -160,7 +160,7 @@ def ring_attention(
         is_compiled: likewise.
         group: the name of a process group.
     """
-    ring = _named(group)
+    ring = _group_by_name(group)
     documents = _Documents.of(starts, ring)
     q_BNSH = q.transpose(1, 2)
     out_BNSH: Tensor | None = None
@@ -199,14 +199,14 @@ def _ring_attention_backward(  # noqa: PLR0913
     group: str,
 ) -> tuple[Tensor, Tensor]:
     """The gradients of q, and of k and v stacked."""
-    ring = _named(group)
+    ring = _group_by_name(group)
     documents = _Documents.of(starts, ring)
     grad_BNSH, q_BNSH, out_BNSH = (x.transpose(1, 2) for x in (grad, q, out))
     hop: _Hop | None = None
     for block, kv in _round(torch.stack((k, v)), ring):
         if hop is None:  # the own keys come first, whole
             dq_BNSH, dk, dv = _own_backward(grad_BNSH, q_BNSH, kv, out_BNSH, lse, documents, is_compiled=is_compiled)
-            dq_BNSH, dkv = dq_BNSH.float(), _stacked(dk, dv)
+            dq_BNSH, dkv = dq_BNSH.float(), _stack_gradients(dk, dv)
         else:
             dkv = hop.finish()
             for at in _rectangles(block, q.shape[1], documents):
@@ -217,7 +217,7 @@ def _ring_attention_backward(  # noqa: PLR0913
                     at.asking(grad_BNSH), inputs, *whole, is_causal=False, is_compiled=is_compiled
                 )
                 at.asking(dq_BNSH).add_(dq)
-                at.answering(dkv).add_(_stacked(dk, dv))
+                at.answering(dkv).add_(_stack_gradients(dk, dv))
         hop = _Hop.start(dkv, ring, _GRADIENTS_TAG)
     assert hop is not None
     return dq_BNSH.transpose(1, 2).to(q.dtype).contiguous(), hop.finish().to(k.dtype)
@@ -243,7 +243,7 @@ def _own_backward(
     return attend_parts_backward(grad, inputs, out, lse, documents.cuts)
 
 
-def _stacked(dk_BKTH: Tensor, dv_BKTH: Tensor) -> Tensor:
+def _stack_gradients(dk_BKTH: Tensor, dv_BKTH: Tensor) -> Tensor:
     """Gradients as they travel: [2, B, T, K, H], fp32."""
     return torch.stack((dk_BKTH.transpose(1, 2), dv_BKTH.transpose(1, 2))).float()
 

@@ -25,7 +25,7 @@ from superstep.cost.program.operation import (
     Operations,
     Pass,
     Product,
-    collected,
+    collect,
 )
 from superstep.hardware.cluster import Collective
 from superstep.plan.sharding.sequence import blocks
@@ -114,7 +114,7 @@ class Noted:
     @property
     def operations(self) -> Operations:
         """Equal ones together."""
-        return collected(self.each)
+        return collect(self.each)
 
 
 class OperationRecorder(TorchDispatchMode):

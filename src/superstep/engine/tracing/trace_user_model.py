@@ -115,15 +115,15 @@ def _same(x: Tensor, group: Group) -> Tensor:
     return x.view_as(x)
 
 
-def _gathered(x: Tensor, group: Group) -> Tensor:
+def _gather_dim(x: Tensor, group: Group) -> Tensor:
     return torch.cat([x] * group.size(), 1)
 
 
-def _scattered(x: Tensor, group: Group) -> Tensor:
+def _scatter_dim(x: Tensor, group: Group) -> Tensor:
     return x.chunk(group.size(), 1)[0]
 
 
-_SHAPES = Seams(whole=Seam(_same, _same, _same), split=Seam(_gathered, _scattered, _scattered), end=_scattered)
+_SHAPES = Seams(whole=Seam(_same, _same, _same), split=Seam(_gather_dim, _scatter_dim, _scatter_dim), end=_scatter_dim)
 
 
 def _how(resolved: Resolved) -> str:

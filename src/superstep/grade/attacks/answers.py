@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from superstep.grade.attacks.protocol import Attack, always, asked
+from superstep.grade.attacks.protocol import Attack, always, prompt_text
 from superstep.grade.task import Task
 
 EMPTY = {
@@ -102,8 +102,8 @@ def answers() -> Iterator[Attack]:
         yield always(f"no number: {text}", text)
     for text in (*GUESSES, *FORMS):
         yield always(f"constant: {text}", text, is_a_guess=True)
-    yield Attack("prompt copied", asked)
-    yield Attack("prompt copied, twice", lambda task: f"{asked(task)}\n{asked(task)}")
+    yield Attack("prompt copied", prompt_text)
+    yield Attack("prompt copied, twice", lambda task: f"{prompt_text(task)}\n{prompt_text(task)}")
     yield Attack("every option", _options)
     yield Attack("every option, boxed", lambda task: " ".join(f"\\boxed{{{each}}}" for each in _options(task).split()))
     yield Attack("every option, as a list", lambda task: "[" + ", ".join(_options(task).split()) + "]")
@@ -115,11 +115,11 @@ NUMBERS = " ".join(map(str, range(-200, 2000)))
 
 def _options(task: Task) -> str:
     """Each word of the prompt, and each number that an answer may well be."""
-    words = sorted(set(re.findall(r"\w+", asked(task))))
+    words = sorted(set(re.findall(r"\w+", prompt_text(task))))
     return " ".join([*words, "yes no true false A B C D", NUMBERS])
 
 
 def _letters(task: Task) -> str:
     """Every pair of letters that the prompt has, and each of its words backwards: a reader of parts finds its own."""
-    words = sorted(set(re.findall(r"\w+", asked(task))))
-    return " ".join([*words, *(word[::-1] for word in words), asked(task)[::-1]])
+    words = sorted(set(re.findall(r"\w+", prompt_text(task))))
+    return " ".join([*words, *(word[::-1] for word in words), prompt_text(task)[::-1]])

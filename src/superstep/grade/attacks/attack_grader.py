@@ -19,7 +19,7 @@ from superstep.grade.attacks.protocol import Attack
 from superstep.grade.environment import Environment
 from superstep.grade.pool import Pool
 from superstep.grade.sandbox.sandbox import MemoryBound
-from superstep.grade.task import Task, answered
+from superstep.grade.task import Task, answer_rollout
 from superstep.grade.verdict import Verdict
 
 Flaw = Literal["scores", "breaks", "refuses", "varies"]
@@ -83,14 +83,14 @@ def check(
     Raises:
         ConfigError: a task cannot be made, or is not the same when it is made again.
     """
-    made = [_made(environment, index, seed) for index in range(tasks)]
+    made = [_make_task(environment, index, seed) for index in range(tasks)]
     attacks = [*_answers_and_programs(made), *_of_others(made)]
     verdicts: dict[str, list[tuple[int, str, Verdict]]] = {attack.name: [] for attack in attacks}
     graded = 0
     for index, task in enumerate(made):
         tried = [attack for attack in attacks if not _is_settled(attack, verdicts[attack.name])]
         pending = [(attack, answer) for attack in tried if (answer := attack.answer(task)) is not None]
-        pending_verdicts = [pool.submit(index, seed, answered(answer)) for _, answer in pending]
+        pending_verdicts = [pool.submit(index, seed, answer_rollout(answer)) for _, answer in pending]
         for (attack, answer), future in zip(pending, pending_verdicts, strict=True):
             verdicts[attack.name].append((index, answer, future.result()))
             graded += 1
@@ -107,7 +107,7 @@ def check(
     )
 
 
-def _made(environment: Environment, index: int, seed: int) -> Task:
+def _make_task(environment: Environment, index: int, seed: int) -> Task:
     task, again = environment.task(index, seed), environment.task(index, seed)
     if repr(task) != repr(again):
         raise ConfigError(
@@ -145,13 +145,13 @@ def _weaknesses(attack: Attack, verdicts: Sequence[tuple[int, str, Verdict]], ta
     paid = [(index, answer, verdict) for index, answer, verdict in verdicts if verdict.score > 0]
     if broken:
         index, answer, verdict = broken[0]
-        yield Weakness(attack.name, "breaks", index, shortened(answer), verdict, len(broken))
+        yield Weakness(attack.name, "breaks", index, shorten(answer), verdict, len(broken))
     earned = (
         sum(verdict.score for _, _, verdict in paid) / tasks
     )  # those with nothing to try too: on few, a guess is right by chance
     if paid and (earned > CHANCE or not attack.is_a_guess):
         index, answer, verdict = paid[0]
-        yield Weakness(attack.name, "scores", index, shortened(answer), verdict, len(paid))
+        yield Weakness(attack.name, "scores", index, shorten(answer), verdict, len(paid))
 
 
 def _of_solutions(made: Sequence[Task], pool: Pool, seed: int) -> Iterator[Weakness]:
@@ -159,17 +159,17 @@ def _of_solutions(made: Sequence[Task], pool: Pool, seed: int) -> Iterator[Weakn
     pending: list[tuple[int, str, Future[Verdict], Future[Verdict]]] = []
     for index, task in enumerate(made):
         if task.solution is not None:
-            rollout = answered(task.solution)
+            rollout = answer_rollout(task.solution)
             pending.append((index, task.solution, pool.submit(index, seed, rollout), pool.submit(index, seed, rollout)))
     for index, solution, future, other in pending:
         verdict, again = future.result(), other.result()
         if verdict.score < 1.0:
-            yield Weakness("the task's own solution", "refuses", index, shortened(solution), verdict, 1)
+            yield Weakness("the task's own solution", "refuses", index, shorten(solution), verdict, 1)
         elif again.score != verdict.score:
-            yield Weakness("the task's own solution", "varies", index, shortened(solution), again, 1)
+            yield Weakness("the task's own solution", "varies", index, shorten(solution), again, 1)
 
 
-def shortened(answer: str) -> str:
+def shorten(answer: str) -> str:
     """An answer as one short line of ASCII."""
     text = ascii(answer)
     return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}... ({len(answer)} characters)"

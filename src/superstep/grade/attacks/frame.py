@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 
 from superstep.grade.attacks.protocol import Attack
-from superstep.grade.graders.final_answer import FENCE, fenced, final
+from superstep.grade.graders.final_answer import FENCE, final, last_fence
 from superstep.grade.task import Task
 
 PROGRAM = re.compile(r"```(?!json\b)\w|^\s*(?:def |class |import |from \w+ import|print\()", re.MULTILINE)
@@ -50,7 +50,7 @@ def find_frame(task: Task) -> AnswerFrame | None:
 
 def _around_program(solution: str) -> tuple[str, str]:
     """The last fence, and the text around it where that has no other program."""
-    program = fenced(solution)
+    program = last_fence(solution)
     begin = solution.rfind(program)
     before, after = solution[:begin], solution[begin + len(program) :]
     if not before:

@@ -9,8 +9,8 @@ import ast
 import re
 from collections.abc import Iterator
 
-from superstep.grade.attacks.protocol import Attack, asked
-from superstep.grade.graders.final_answer import fenced
+from superstep.grade.attacks.protocol import Attack, prompt_text
+from superstep.grade.graders.final_answer import last_fence
 from superstep.grade.task import Task
 
 ORDINARY = ("solution", "solve", "main", "f")
@@ -158,7 +158,7 @@ class _Named:
         self._source = source
 
     def __call__(self, task: Task) -> str:
-        prompt = asked(task)
+        prompt = prompt_text(task)
         functions, methods = _entries(task)
         first, *others = list(dict.fromkeys([*functions, *function_names(prompt)]))[:MOST_NAMES]
         source = self._source.replace("NAME", first)
@@ -175,10 +175,10 @@ METHOD = "    def {method}(self, *args, **kwargs):\n        return {function}(*a
 def _entries(task: Task) -> tuple[list[str], dict[str, list[str]]]:
     """The functions that a task's solution defines, the likeliest to be called first, and its classes' methods."""
     try:
-        defined = ast.parse(fenced(task.solution or "")).body
+        defined = ast.parse(last_fence(task.solution or "")).body
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         return [], {}
-    prompt = asked(task)
+    prompt = prompt_text(task)
     functions = [each.name for each in reversed(defined) if isinstance(each, FUNCTION)]
     methods = {
         each.name: [method.name for method in each.body if isinstance(method, FUNCTION) and method.name[:2] != "__"]

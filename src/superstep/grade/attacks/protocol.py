@@ -28,6 +28,6 @@ def always(name: str, text: str, *, is_a_guess: bool = False) -> Attack:
     return Attack(name, lambda task: text, is_a_guess)
 
 
-def asked(task: Task) -> str:
+def prompt_text(task: Task) -> str:
     """The prompt as one text."""
     return "\n".join(message.content for message in task.messages)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from superstep.grade.graders.check import Tools
-from superstep.grade.graders.final_answer import fenced
+from superstep.grade.graders.final_answer import last_fence
 from superstep.grade.graders.literals import decode, same
 from superstep.grade.sandbox.sandbox import Answers, FunctionCall
 from superstep.grade.verdict import Kind, Verdict, ok, wrong
@@ -54,7 +54,7 @@ class CodeTests:
         """See ``Check``."""
         if not self.tests:
             raise ValueError("CodeTests has no test, so that every program passes")
-        source = fenced(self.answer)
+        source = last_fence(self.answer)
         calls = [FunctionCall(test.name, tuple(test.args)) for test in self.tests if isinstance(test, Case)]
         given = [test.given for test in self.tests if isinstance(test, Run)]
         if calls and given:

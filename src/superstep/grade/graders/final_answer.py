@@ -40,7 +40,7 @@ def _boxes(answer: str) -> Iterator[str]:
         at = answer.find(BOXED, k)
 
 
-def fenced(answer: str) -> str:
+def last_fence(answer: str) -> str:
     """The inside of the last fenced block that is closed; the whole answer where there is none."""
     lines = answer.split("\n")
     block: list[str] | None = None

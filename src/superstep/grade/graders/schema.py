@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from superstep.errors import ConfigError
 from superstep.grade.graders.check import Tools
-from superstep.grade.graders.final_answer import fenced
+from superstep.grade.graders.final_answer import last_fence
 from superstep.grade.graders.literals import decode, same
 from superstep.grade.sandbox.child import plain
 from superstep.grade.verdict import Verdict, ok, wrong
@@ -37,7 +37,7 @@ class Json:
         """See ``Check``."""
         keeper = _keeper(self.schema)
         try:
-            value = strict(fenced(self.answer))
+            value = strict(last_fence(self.answer))
             broken = next(keeper.iter_errors(value), None)
         except (ValueError, RecursionError) as error:
             return wrong(f"no JSON: {error}")

@@ -73,7 +73,7 @@ def command(paths: VisiblePaths, *, disk_bytes: int, filter_fd: int | None, run:
     words += ["--die-with-parent", "--new-session", "--cap-drop", "ALL", "--clearenv"]
     for name, value in ENVIRONMENT.items():
         words += ["--setenv", name, value]
-    words += ["--ro-bind", "/usr", "/usr", *_merged(Path("/"))]
+    words += ["--ro-bind", "/usr", "/usr", *_merge_links(Path("/"))]
     words += ["--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"]
     for folder, inside in ((paths.prefix, str(paths.prefix)), (paths.packages, PACKAGES)):
         if folder is not None:
@@ -89,7 +89,7 @@ def command(paths: VisiblePaths, *, disk_bytes: int, filter_fd: int | None, run:
     return [*words, "--", str(paths.python), *PYTHON_FLAGS, *run]
 
 
-def _merged(root: Path) -> list[str]:
+def _merge_links(root: Path) -> list[str]:
     words: list[str] = []
     for name in MERGED:
         path = root / name

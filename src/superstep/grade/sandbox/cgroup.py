@@ -116,7 +116,7 @@ def make_group(memory_bytes: int, processes: int, uid: int | None) -> Cgroup | N
     if place is None:
         return None
     try:
-        group = _made(place, memory_bytes + EXTRA_BYTES, processes + EXTRA_PROCESSES)
+        group = _make_cgroup(place, memory_bytes + EXTRA_BYTES, processes + EXTRA_PROCESSES)
         # The names may be right and the kernel refuse: where processes may not be moved, say.
         subprocess.run(["/bin/sh", "-c", ":"], user=uid, group=uid, preexec_fn=group.join, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -131,7 +131,7 @@ def remove_left_groups() -> None:
         return
     until_s = time.monotonic() + GONE_S
     while True:
-        with suppress(OSError), _held(place.folders[0], fcntl.LOCK_EX | fcntl.LOCK_NB):
+        with suppress(OSError), _hold(place.folders[0], fcntl.LOCK_EX | fcntl.LOCK_NB):
             _sweep(place)
             return
         if time.monotonic() >= until_s:
@@ -187,7 +187,7 @@ def _mounts(proc: Path) -> Iterator[tuple[str, tuple[str, Path]]]:
             yield from ((name, (root, Path(mounted))) for name in options.split(","))
 
 
-def _made(place: CgroupParent, memory_bytes: int, processes: int) -> Cgroup:
+def _make_cgroup(place: CgroupParent, memory_bytes: int, processes: int) -> Cgroup:
     """A new group, which is locked before any other process may remove it.
 
     Raises:
@@ -196,13 +196,13 @@ def _made(place: CgroupParent, memory_bytes: int, processes: int) -> Cgroup:
     name = f"{PREFIX}{secrets.token_hex(8)}"
     folders: list[Path] = []
     locks: list[int] = []
-    with _held(place.folders[0]):
+    with _hold(place.folders[0]):
         _sweep(place)
         try:
             for base in place.folders:
                 (base / name).mkdir()
                 folders.append(base / name)
-                locks.append(_locked(base / name, fcntl.LOCK_SH))
+                locks.append(_open_locked(base / name, fcntl.LOCK_SH))
             (folders[0] / place.files.memory).write_text(str(memory_bytes))
             others = place.files.swap(memory_bytes) | {"pids.max": processes}
             for path in (folder / file for folder in folders for file in others):
@@ -219,7 +219,7 @@ def _sweep(place: CgroupParent) -> None:
     for base in place.folders:
         for folder in base.glob(f"{PREFIX}*"):
             with suppress(OSError):
-                _remove([folder], [_locked(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)])
+                _remove([folder], [_open_locked(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)])
 
 
 def _remove_own(owner: int, folders: Sequence[Path], fds: Sequence[int]) -> None:
@@ -242,16 +242,16 @@ def _remove(folders: Sequence[Path], fds: Sequence[int]) -> None:
 
 
 @contextmanager
-def _held(folder: Path, how: int = fcntl.LOCK_EX) -> Iterator[None]:
+def _hold(folder: Path, how: int = fcntl.LOCK_EX) -> Iterator[None]:
     """While no other process makes or removes groups below a folder."""
-    fd = _locked(folder, how)
+    fd = _open_locked(folder, how)
     try:
         yield
     finally:
         os.close(fd)
 
 
-def _locked(folder: Path, how: int) -> int:
+def _open_locked(folder: Path, how: int) -> int:
     """An open folder with a lock on it.
 
     Raises:

@@ -55,7 +55,7 @@ def plain(value: object) -> Any:  # noqa: ANN401 - any data
     raise TypeError(f"a {kind.__name__} is no data; give numbers, texts, lists, tuples, sets and dicts")
 
 
-def said(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Its kind and first line. What tells of itself by failing is told of by kind alone."""
     try:
         first = str(error).partition("\n")[0][:200]
@@ -71,7 +71,7 @@ def calls(job: dict[str, Any], out: int) -> None:
         exec(compile(job["source"], "candidate.py", "exec"), names)
         broken = None
     except BaseException as error:  # noqa: BLE001 - also SystemExit: to leave is no answer
-        broken = said(error)
+        broken = error_text(error)
     for call in job["calls"]:
         try:
             if broken is not None:
@@ -79,7 +79,7 @@ def calls(job: dict[str, Any], out: int) -> None:
             reply = {"value": plain(names[call["name"]](*call["args"], **call["kwargs"]))}
             text = json.dumps(reply)
         except BaseException as error:  # noqa: BLE001
-            text = json.dumps({"raised": broken or said(error)})
+            text = json.dumps({"raised": broken or error_text(error)})
         put(out, text)
 
 
@@ -159,7 +159,7 @@ def main() -> None:
         try:
             programs(job, out)
         except SyntaxError as error:
-            put(out, json.dumps({"raised": said(error)}))
+            put(out, json.dumps({"raised": error_text(error)}))
     os._exit(0)
 
 

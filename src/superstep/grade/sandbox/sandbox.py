@@ -194,13 +194,13 @@ class Sandboxed:
         given = json.dumps(job).encode()
         bounds = Bounds(config.timeout_s, config.memory_bytes, config.output_bytes, self.group, self.adopts)
         for pause_s in (*PAUSES_S, None):
-            ended = self._ended(given, bounds)
+            ended = self._run_to_end(given, bounds)
             if ended.stdout.startswith(READY) or pause_s is None:
                 break
             time.sleep(pause_s)
         return read_answers(ended, config)
 
-    def _ended(self, given: bytes, bounds: Bounds) -> Ended:
+    def _run_to_end(self, given: bytes, bounds: Bounds) -> Ended:
         try:
             return self._in_bubblewrap(given, bounds) if self.seen is not None else self._beside(given, bounds)
         except (StillThereError, StoppedError) as error:
@@ -223,7 +223,7 @@ class Sandboxed:
 
     def _in_bubblewrap(self, given: bytes, bounds: Bounds) -> Ended:
         assert self.seen is not None
-        fd = None if self.filter is None else _held(self.filter)
+        fd = None if self.filter is None else _memory_file(self.filter)
         run = ("-c", INSIDE.read_text(encoding="utf-8"))
         argv = command(self.seen, disk_bytes=self.config.disk_bytes, filter_fd=fd, run=run)
         try:
@@ -255,7 +255,7 @@ def read_answers(ended: Ended, config: GradeConfig) -> Answers:
     if not ended.stdout.startswith(READY):
         raise Fault(f"the sandbox did not begin: {complaint or ended.limit or f'status {ended.status}'}.")
     if ended.limit is not None:
-        return Answers(*_limited(ended.limit, config))
+        return Answers(*_limit_verdict(ended.limit, config))
     if ended.status in (-SIGSYS, SHELL_SIGNAL + SIGSYS):
         return Answers("violation", (), "a system call that is not allowed")
     try:
@@ -271,7 +271,7 @@ def read_answers(ended: Ended, config: GradeConfig) -> Answers:
     return Answers("done", replies, complaint)
 
 
-def _limited(limit: Literal["timeout", "memory", "output"], config: GradeConfig) -> tuple[How, tuple[()], str]:
+def _limit_verdict(limit: Literal["timeout", "memory", "output"], config: GradeConfig) -> tuple[How, tuple[()], str]:
     match limit:
         case "timeout":
             return "timeout", (), f"longer than {config.timeout_s:g} s"
@@ -286,7 +286,7 @@ def _uid() -> int | None:
     return UID if os.geteuid() == 0 else None
 
 
-def _held(data: bytes) -> int:
+def _memory_file(data: bytes) -> int:
     """An open file with some bytes, which nobody else sees."""
     fd = os.memfd_create("filter", 0)
     os.write(fd, data)

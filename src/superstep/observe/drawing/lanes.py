@@ -90,7 +90,7 @@ class Clock:
     """
 
     def __init__(self, spans: Iterable[Span]) -> None:
-        busy = merged(spans)
+        busy = merge(spans)
         whole_s = length(busy)
         self._begins: list[float] = []
         self._shifts: list[float] = []
@@ -110,7 +110,7 @@ class Clock:
         return at_s - self._shifts[nth] if self._shifts else 0.0
 
 
-def merged(spans: Iterable[Span]) -> list[Span]:
+def merge(spans: Iterable[Span]) -> list[Span]:
     """The time that some spans cover together, in order and without overlap."""
     joined: list[Span] = []
     for begin_s, end_s in sorted(spans):
@@ -123,4 +123,4 @@ def merged(spans: Iterable[Span]) -> list[Span]:
 
 def length(spans: Iterable[Span]) -> float:
     """Seconds that some spans cover together."""
-    return sum(end_s - begin_s for begin_s, end_s in merged(spans))
+    return sum(end_s - begin_s for begin_s, end_s in merge(spans))

@@ -66,7 +66,7 @@ class Comparison:
         }
 
 
-def compared(
+def compare(
     names: tuple[str, str],
     settings: tuple[Mapping[str, object], Mapping[str, object]],
     losses: tuple[Mapping[int, float], Mapping[int, float]],

@@ -51,7 +51,7 @@ class RunTold:
 
 def report_page(runs: Sequence[RunTold], comparisons: Sequence[Comparison] = (), *, is_live: bool = False) -> str:
     """The page; of several runs each is compared with the first. One that is live asks its server for more, which
-    answers with what ``packed_runs`` makes.
+    answers with what ``pack_runs`` makes.
     """
     title = runs[0].name if len(runs) == 1 else "Compared: " + ", ".join(run.name for run in runs)
     return assemble(
@@ -62,14 +62,14 @@ def report_page(runs: Sequence[RunTold], comparisons: Sequence[Comparison] = (),
         title=title,
         data={
             "format": 1,
-            "runs": packed_runs(runs),
+            "runs": pack_runs(runs),
             "comparisons": [one.value() for one in comparisons],
             "is_live": is_live,
         },
     )
 
 
-def packed_runs(runs: Sequence[RunTold]) -> str:
+def pack_runs(runs: Sequence[RunTold]) -> str:
     """What the page shows, on one line."""
     return pack({"runs": [run_value(run) for run in runs]})
 

@@ -30,8 +30,8 @@ from superstep.errors import StateError, did_you_mean
 from superstep.http.app import KeyScheme, Routes, read_bearer, with_key
 from superstep.http.body_validation import Strict, read_model
 from superstep.http.limits import read_json
-from superstep.http.request_error import RequestError, shown
-from superstep.http.sse import answered
+from superstep.http.request_error import RequestError, show
+from superstep.http.sse import respond
 from superstep.serve.api.admin_backend import Admin
 from superstep.serve.api.app_state import AppState
 from superstep.serve.engine_messages import (
@@ -96,7 +96,7 @@ def admin_of(service: AppState) -> Admin:
 async def weights(request: Request, service: AppState) -> Response:
     """How the engine stands."""
     _choices(request, {})
-    return _told(admin_of(service).engine.standing)
+    return _status_response(admin_of(service).engine.standing)
 
 
 async def change_weights(request: Request, service: AppState) -> Response:
@@ -135,13 +135,13 @@ async def wake(request: Request, service: AppState) -> Response:
 async def abort(request: Request, service: AppState) -> Response:
     """All requests are taken back."""
     _choices(request, {})
-    return answered({"aborted": service.backend.abort()})
+    return respond({"aborted": service.backend.abort()})
 
 
 async def adapters(request: Request, service: AppState) -> Response:
     """Those that can be asked for."""
     _choices(request, {})
-    return _told_adapters(admin_of(service).engine.standing)
+    return _adapters_response(admin_of(service).engine.standing)
 
 
 async def load_adapter(request: Request, service: AppState) -> Response:
@@ -149,13 +149,13 @@ async def load_adapter(request: Request, service: AppState) -> Response:
     fields = read_model(AdapterFields, await read_json(request, service.limits))
     if fields.name == service.backend.info.name:
         raise RequestError(
-            f"name = {shown(fields.name)} is the model's own; give the adapter another.",
+            f"name = {show(fields.name)} is the model's own; give the adapter another.",
             param="name",
             code="invalid_value",
         )
     path = await look_up(fields.path, admin_of(service))
     try:
-        return _told_adapters(await admin_of(service).engine.do(LoadAdapter(fields.name, str(path))))
+        return _adapters_response(await admin_of(service).engine.do(LoadAdapter(fields.name, str(path))))
     except StateError as error:
         raise RequestError(str(error), param="path", code="invalid_adapter") from None
 
@@ -165,12 +165,12 @@ async def unload_adapter(request: Request, service: AppState) -> Response:
     name = str(request.path_params["name"])
     if name not in service.backend.adapters:
         raise RequestError(
-            f"adapter = {shown(name)} is not loaded{did_you_mean(name, service.backend.adapters or ('none',))}",
+            f"adapter = {show(name)} is not loaded{did_you_mean(name, service.backend.adapters or ('none',))}",
             status=404,
             param="name",
             code="model_not_found",
         )
-    return _told_adapters(await admin_of(service).engine.do(UnloadAdapter(name)))
+    return _adapters_response(await admin_of(service).engine.do(UnloadAdapter(name)))
 
 
 ADMIN_ROUTES: Routes[AppState] = (
@@ -188,20 +188,20 @@ ADMIN_ROUTES: Routes[AppState] = (
 
 
 async def look_up(path: str, admin: Admin) -> Path:
-    """As ``allowed``, while the event loop goes on: a mount that does not answer keeps nobody else.
+    """As ``allow_path``, while the event loop goes on: a mount that does not answer keeps nobody else.
 
     Raises:
         RequestError: as there; 400 where no answer came in time.
     """
     try:
         return await BackgroundReader(
-            path, lambda progress: allowed(path, admin.folders), timeout_s=admin.timeout_s
+            path, lambda progress: allow_path(path, admin.folders), timeout_s=admin.timeout_s
         ).answer()
     except StateError as error:
         raise RequestError(str(error), param="path", code="invalid_value") from None
 
 
-def allowed(path: str, folders: Sequence[Path]) -> Path:
+def allow_path(path: str, folders: Sequence[Path]) -> Path:
     """Where a path leads, if that is within one of the folders; one that is not absolute, from the first that has it.
 
     Raises:
@@ -214,17 +214,17 @@ def allowed(path: str, folders: Sequence[Path]) -> Path:
         inside = [one for one in leads if any(one.is_relative_to(folder.resolve()) for folder in folders)]
         there = [one for one in inside if one.exists()]
     except (OSError, RuntimeError):  # too long, or a link that leads to itself
-        raise RequestError(f"path = {shown(path)} leads nowhere.", param="path", code="invalid_value") from None
+        raise RequestError(f"path = {show(path)} leads nowhere.", param="path", code="invalid_value") from None
     if not inside:
         raise RequestError(
-            f"path = {shown(path)} lies outside of the folders that this server takes weights from: "
+            f"path = {show(path)} lies outside of the folders that this server takes weights from: "
             f"{', '.join(map(str, folders))}; put them there, or start the server with --serve.weights.",
             status=403,
             param="path",
             code="path_not_allowed",
         )
     if not there:
-        raise RequestError(f"path = {shown(path)} is not there.", param="path", code="invalid_value")
+        raise RequestError(f"path = {show(path)} is not there.", param="path", code="invalid_value")
     return there[0]
 
 
@@ -237,21 +237,21 @@ def _choices(request: Request, known: Mapping[str, Sequence[str]]) -> Mapping[st
             )
         if value not in known[name]:
             raise RequestError(
-                f"{name} = {shown(value)} must be one of {', '.join(known[name])}.", param=name, code="invalid_value"
+                f"{name} = {show(value)} must be one of {', '.join(known[name])}.", param=name, code="invalid_value"
             )
     return request.query_params
 
 
 async def _do(command: Deed, service: AppState) -> Response:
     try:
-        return _told(await admin_of(service).engine.do(command))
+        return _status_response(await admin_of(service).engine.do(command))
     except StateError as error:
         raise RequestError(str(error), param="path", code="invalid_weights") from None
 
 
-def _told_adapters(standing: EngineStatus) -> Response:
-    return answered({"adapters": msgspec.to_builtins(standing.adapters)})
+def _adapters_response(standing: EngineStatus) -> Response:
+    return respond({"adapters": msgspec.to_builtins(standing.adapters)})
 
 
-def _told(standing: EngineStatus) -> Response:
-    return answered(msgspec.to_builtins(standing))
+def _status_response(standing: EngineStatus) -> Response:
+    return respond(msgspec.to_builtins(standing))

@@ -93,7 +93,7 @@ class Several:
         async with nullcontext() if isinstance(command, Pause | Resume) else self._turn:
             for number, engine in enumerate(self._engines):
                 if not engine.is_there:
-                    raise Away(f"{self._named(number)} is not there, and nothing was changed; ask again.")
+                    raise Away(f"{self._name(number)} is not there, and nothing was changed; ask again.")
             ways_back = [engine.back(command) for engine in self._engines]
             results = await asyncio.gather(*(engine.do(command) for engine in self._engines), return_exceptions=True)
             failed = {number: one for number, one in enumerate(results) if isinstance(one, BaseException)}
@@ -118,7 +118,7 @@ class Several:
         if len(failed) == len(self._engines) or not isinstance(error, SuperstepError):
             return error
         others = "; ".join(stuck) or "the others stay as they were"
-        return type(error)(f"{error} ({self._named(number)}; {others})")
+        return type(error)(f"{error} ({self._name(number)}; {others})")
 
-    def _named(self, number: int) -> str:
+    def _name(self, number: int) -> str:
         return f"replica {number} of {len(self._engines)}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from superstep.errors import did_you_mean
 from superstep.http.drain import Drain
 from superstep.http.limits import Queue
-from superstep.http.request_error import RequestError, shown
+from superstep.http.request_error import RequestError, show
 from superstep.serve.api.admin_backend import Admin
 from superstep.serve.api.backend import Backend, Health
 from superstep.serve.api.limits import Limits
@@ -61,7 +61,7 @@ class AppState:
             return model
         known = [name, *self.backend.adapters]
         raise RequestError(
-            f"model = {shown(model)} is not served here{did_you_mean(model, known)}",
+            f"model = {show(model)} is not served here{did_you_mean(model, known)}",
             status=404,
             param="model",
             code="model_not_found",

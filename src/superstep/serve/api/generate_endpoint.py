@@ -17,10 +17,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from superstep.errors import ConfigError
-from superstep.http.body_validation import Strict, given, read_model
+from superstep.http.body_validation import Strict, read_model, value_or
 from superstep.http.limits import read_json
-from superstep.http.request_error import RequestError, shown
-from superstep.http.sse import Form, answered, event, streamed, until_gone
+from superstep.http.request_error import RequestError, show
+from superstep.http.sse import Form, event, respond, stream_response, until_gone
 from superstep.serve.api.app_state import AppState
 from superstep.serve.api.backend_errors import refused_by_backend
 from superstep.serve.api.collect import Usage, collect
@@ -98,9 +98,9 @@ async def generate(request: Request, service: AppState) -> Response:
     generation = await read_request(await read_json(request, service.limits), service)
     form: Form = "sse" if "text/event-stream" in request.headers.get("accept", "") else "lines"
     if generation.fields.stream:
-        response = await streamed(request, stream(generation, service, form), refused_by_backend, form)
+        response = await stream_response(request, stream(generation, service, form), refused_by_backend, form)
     else:
-        response = answered(await until_gone(request, whole(generation, service)))
+        response = respond(await until_gone(request, whole(generation, service)))
     return warn_of_cut(response, generation.fields.sampling.max_tokens, generation.asks)
 
 
@@ -113,7 +113,7 @@ async def read_request(body: dict[str, Any], service: AppState) -> GenerateReque
     fields = read_model(GenerateFields, body)
     adapter = _adapter(fields, service)
     prompts = prompts_of(fields.prompt)
-    seed = given(fields.sampling.seed, drawn_seed())
+    seed = value_or(fields.sampling.seed, drawn_seed())
     sampling = sampling_of(fields.sampling, seed, service)
     await check_constraint(sampling.constraint, service, param="sampling.constraint")
     asks: list[AnswerRequest] = []
@@ -152,7 +152,7 @@ def prompts_of(prompt: object) -> list[tuple[int, ...]]:
             return [tuple(one) for one in prompt]
         case _:
             raise RequestError(
-                f"prompt = {shown(prompt)}: must be a list of token ids, or a list of such lists.",
+                f"prompt = {show(prompt)}: must be a list of token ids, or a list of such lists.",
                 param="prompt",
                 code="invalid_value",
             )
@@ -163,7 +163,7 @@ def _adapter(fields: GenerateFields, service: AppState) -> str:
     if name and name not in service.backend.adapters:
         known = ", ".join(service.backend.adapters) or "none"
         raise RequestError(
-            f"adapter = {shown(name)} is not loaded; choose one of: {known}.",
+            f"adapter = {show(name)} is not loaded; choose one of: {known}.",
             status=404,
             param="adapter",
             code="model_not_found",

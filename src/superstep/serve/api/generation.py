@@ -147,12 +147,12 @@ async def answers(asks: Sequence[AnswerRequest], service: AppState) -> AsyncGene
                 async for news in only:
                     yield news
         else:
-            async with aclosing(_merged(asks, service)) as all_of_them:
+            async with aclosing(_merge(asks, service)) as all_of_them:
                 async for news in all_of_them:
                     yield news
 
 
-async def _merged(asks: Sequence[AnswerRequest], service: AppState) -> AsyncGenerator[AnswerUpdate, None]:
+async def _merge(asks: Sequence[AnswerRequest], service: AppState) -> AsyncGenerator[AnswerUpdate, None]:
     came: asyncio.Queue[AnswerUpdate | asyncio.Task[None]] = asyncio.Queue()  # as long as the answers at most
 
     async def pump(ask: AnswerRequest) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from superstep.http.limits import BodyLimits
-from superstep.http.request_error import RequestError, shown
+from superstep.http.request_error import RequestError, show
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,5 +38,5 @@ def biases_of(biases: Mapping[str, float], most: int, *, param: str = "logit_bia
         raise RequestError(f"{param} has {len(biases)} tokens; give at most {most}.", param=param)
     for token in biases:
         if not (token.isascii() and token.isdecimal() and len(token) < 10):
-            raise RequestError(f"{param} has the key {shown(token)}; its keys are token ids.", param=param)
+            raise RequestError(f"{param} has the key {show(token)}; its keys are token ids.", param=param)
     return tuple((int(token), bias) for token, bias in biases.items())

@@ -8,10 +8,10 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from superstep.http.body_validation import Strict, given, read_model
+from superstep.http.body_validation import Strict, read_model, value_or
 from superstep.http.limits import read_json
 from superstep.http.request_error import RequestError
-from superstep.http.sse import answered
+from superstep.http.sse import respond
 from superstep.serve.api.app_state import AppState
 from superstep.serve.api.in_thread import encode, encode_chat
 from superstep.serve.api.openai.chat_fields import Tool
@@ -42,14 +42,14 @@ async def tokenize(request: Request, service: AppState) -> Response:
     if (fields.prompt is None) == (fields.messages is None):
         raise RequestError("prompt or messages is what is to be tokens; give one of them.", param="prompt")
     if fields.messages is not None:
-        tools = [tool.model_dump(exclude_none=True) for tool in given(fields.tools, [])]
+        tools = [tool.model_dump(exclude_none=True) for tool in value_or(fields.tools, [])]
         tokens = await encode_chat(fields.messages, tools, service)
     else:
         tokens = await encode(fields.prompt or "", service)
     body = {"tokens": tokens, "count": len(tokens), "max_model_len": service.backend.info.context_tokens}
     if fields.return_token_strs:
         body["token_strs"] = [token_text(token, service.words) for token in tokens]
-    return answered(body)
+    return respond(body)
 
 
 async def detokenize(request: Request, service: AppState) -> Response:
@@ -64,4 +64,4 @@ async def detokenize(request: Request, service: AppState) -> Response:
             param="tokens",
             code="invalid_value",
         )
-    return answered({"prompt": service.words.decode(fields.tokens)})
+    return respond({"prompt": service.words.decode(fields.tokens)})

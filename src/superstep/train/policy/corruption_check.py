@@ -35,10 +35,10 @@ from superstep.state.fingerprint import (
     block_sums,
     differing,
     farthest,
-    outvoted,
+    fingerprint_text,
+    outvote,
     part_of,
     salts,
-    written,
 )
 from superstep.state.tensor_piece import STATE, Kind, TensorPiece
 from superstep.train.policy.state_sums import StateSums
@@ -160,9 +160,9 @@ class Integrity:
             of_kind = sent(n for n, piece in enumerate(pieces) if piece.kind == kind and piece.is_owner)
             vector[len(place) + number] = salted[of_kind].sum()
         summed = sum_over(vector, self._engine.mesh.world)
-        prints = dict(zip(KINDS, map(written, summed[len(place) :].tolist()), strict=True))
+        prints = dict(zip(KINDS, map(fingerprint_text, summed[len(place) :].tolist()), strict=True))
         state = sums[: len(self._state)]
-        wrong = self._changed(step, self._own.changed(state))
+        wrong = self._find_changed(step, self._own.changed(state))
         if wrong is not None:
             return prints, wrong
         # Copies that are all alike sum to a multiple of each; 64 bits wrap around for both sides alike.
@@ -178,7 +178,7 @@ class Integrity:
         owned = [piece for piece in self._look() if piece.kind == "gradient" and piece.is_owner]
         device = self._engine.mesh.device.torch
         total = (bit_sums(owned).to(device) * salts(owned).to(device)).sum().view(1)
-        return written(int(sum_over(total, self._engine.mesh.world)))
+        return fingerprint_text(int(sum_over(total, self._engine.mesh.world)))
 
     def note_recomputed(self, corruption: Corruption) -> None:
         """That the gradient of the step to come is not what other ranks make of it."""
@@ -190,13 +190,13 @@ class Integrity:
         """
         if self._sums is None or not self._sums.are_known:
             return ""
-        corruption = self._changed(step + 1, self._sums.changed(bit_sums(self._state)))
+        corruption = self._find_changed(step + 1, self._sums.changed(bit_sums(self._state)))
         if corruption is None:
             return ""
         self._found = corruption
         return f"{corruption.what} changed in the memory of {ranks_text(corruption.ranks)} since step {step}"
 
-    def _changed(self, step: int, changed: torch.Tensor) -> Corruption | None:
+    def _find_changed(self, step: int, changed: torch.Tensor) -> Corruption | None:
         """Which ranks' state something else than an update has changed, up to or in a step. Every rank calls this
         together.
 
@@ -211,7 +211,7 @@ class Integrity:
             return None
         pieces = zip(self._state, changed.tolist(), strict=True)
         named = [f"{piece.kind} of {piece.name}" for piece, is_so in pieces if is_so]
-        what = _listed([name for names in self._peers.gather(named) for name in names])
+        what = _list_names([name for names in self._peers.gather(named) for name in names])
         self._own.forget()
         return Corruption(step=step, what=what, ranks=ranks, how="at rest")
 
@@ -268,11 +268,11 @@ class Integrity:
                 for at in differing(of_ranks)
             )
         elements = elements[:MOST_ELEMENTS]
-        wrong = outvoted(elements)
+        wrong = outvote(elements)
         ranks = tuple(sorted({rank for element in elements for rank in element.bits}))
         return Corruption(
             step=step,
-            what=_listed([element.describe() for element in elements]),
+            what=_list_names([element.describe() for element in elements]),
             ranks=ranks if wrong is None else wrong,
             how=None if wrong is None else "majority",
             elements=tuple(elements),
@@ -284,7 +284,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def _listed(names: Sequence[str]) -> str:
+def _list_names(names: Sequence[str]) -> str:
     """The first of some names, and how many others there are."""
     first, *others = dict.fromkeys(names)
     return f"{first} and {len(others)} other tensors" if others else first

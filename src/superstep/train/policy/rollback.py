@@ -54,7 +54,7 @@ def go_back(trainer: Trainer, position: Position, refused: SkippedStep, report: 
     if rules.back_steps:
         aim = refused.step - 1 - rules.back_steps
         old_enough, others = _states(trainer, position, aim)
-        source = _taken(trainer, old_enough or others[::-1])
+        source = _take_first(trainer, old_enough or others[::-1])
         _void(trainer, (source.position or position).step)
     position_of_source = source.position or position
     skip = trainer.policy.spikes.go_back(position_of_source.step, refused)
@@ -79,7 +79,7 @@ def _replay(
         tell(trainer, corruption, corruption.how, position.step, report)
         return position
     old_enough, _ = _states(trainer, position, integrity.aim)
-    source = _taken(trainer, old_enough)
+    source = _take_first(trainer, old_enough)
     position_of_source = source.position
     if position_of_source is None:
         raise Fault(
@@ -205,7 +205,7 @@ def _states(trainer: Trainer, position: Position, aim: int) -> tuple[list[State]
     return [s for s in states if s[0] <= aim], [s for s in states if s[0] > aim]
 
 
-def _taken(trainer: Trainer, states: list[State]) -> RollbackPoint:
+def _take_first(trainer: Trainer, states: list[State]) -> RollbackPoint:
     """The first of them that is whole."""
     passed_over: tuple[str, ...] = ()
     for step, path in states:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from superstep.plan.config import RollbackConfig
-from superstep.plan.skip_and_rollback import left_out
+from superstep.plan.skip_and_rollback import batches_left_out
 from superstep.train.policy.corruption_check import Corruption
 
 LEAST_SPREAD = 1e-6
@@ -52,7 +52,7 @@ class SpikeDetector:
 
     def __init__(self, rules: RollbackConfig | None, skip: Iterable[str]) -> None:
         self.rules = rules
-        self._left_out = left_out(skip)
+        self._left_out = batches_left_out(skip)
         self.window_steps = rules.window_steps if rules else 0
         self._window: deque[tuple[int, float, float]] = deque(maxlen=self.window_steps)
         self._repeats = 0
@@ -82,7 +82,7 @@ class SpikeDetector:
         """Note a step that was taken."""
         self._window.append((step, loss, grad_norm))
 
-    def left_out_after(self, step: int) -> int:
+    def batches_left_out_after(self, step: int) -> int:
         """How many batches are left out after a step."""
         return self._left_out.get(step, 0)
 
@@ -131,5 +131,5 @@ class SpikeDetector:
                     self.took(line["step"], line["loss"], line["grad_norm"])
                 case "rolled_back":
                     self._count(line["refused"])
-                    for after, batches in left_out([line["skip"]] if line["skip"] else []).items():
+                    for after, batches in batches_left_out([line["skip"]] if line["skip"] else []).items():
                         self._leave_out(after, batches)

@@ -17,7 +17,7 @@ from superstep.plan.config import Context, PlanConfig, Recompute, Rule, RunConfi
 from superstep.plan.mesh import MeshShape
 from superstep.plan.model.lookup import shape_of
 from superstep.plan.resolve import Resolved, divisors
-from superstep.train.model import resolved
+from superstep.train.model import resolve_config
 
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 CONTEXT: tuple[Context, ...] = ("ring", "ulysses")
@@ -119,7 +119,7 @@ def _first(config: RunConfig, plan: PlanConfig, mesh: MeshShape, number: int, wo
     tries: tuple[tuple[Context, int], ...] = ((plan.context, plan.ep), ("ring", plan.ep), ("ring", 1))
     for context, ep in dict.fromkeys(tries):
         for microbatch in _microbatches(config, mesh, number):
-            run = _resolved(config, replace(plan, context=context, ep=ep, microbatch=microbatch), number, world)
+            run = _resolve_layout(config, replace(plan, context=context, ep=ep, microbatch=microbatch), number, world)
             if run is not None:
                 return run
     return None
@@ -135,7 +135,7 @@ def _microbatches(config: RunConfig, mesh: MeshShape, number: int) -> list[int]:
     return sorted(fits, key=lambda size: abs(share // size - wanted))
 
 
-def _resolved(config: RunConfig, plan: PlanConfig, number: int, world: int) -> Resolved | None:
+def _resolve_layout(config: RunConfig, plan: PlanConfig, number: int, world: int) -> Resolved | None:
     varied = replace(
         config,
         plan=plan,
@@ -143,6 +143,6 @@ def _resolved(config: RunConfig, plan: PlanConfig, number: int, world: int) -> R
         data=replace(config.data, packed=number % 3 != 1),
     )
     try:
-        return resolved(varied, world)
+        return resolve_config(varied, world)
     except ConfigError:
         return None

@@ -62,12 +62,12 @@ class PlainSplit:
         rows = self.count
         for place in range(sample, sample + count):
             epoch, position = divmod(place, rows)
-            yield position if self.seed is None else shuffled(position, rows, self.seed, epoch)
+            yield position if self.seed is None else shuffle(position, rows, self.seed, epoch)
 
     def _row(self, number: int) -> Row:
-        return self._packed(number) if self.data.packed else self._padded(number)
+        return self._pack(number) if self.data.packed else self._pad(number)
 
-    def _packed(self, number: int) -> Row:
+    def _pack(self, number: int) -> Row:
         size = self.data.sequence_tokens
         first, bounds = number * size, self.split.bounds
         begins = set(bounds[(bounds >= first) & (bounds <= first + size)].tolist())
@@ -80,7 +80,7 @@ class PlainSplit:
                 targets[place] = IGNORE
         return ids[:-1], targets, starts
 
-    def _padded(self, number: int) -> Row:
+    def _pad(self, number: int) -> Row:
         size, pieces = self.data.sequence_tokens, self._pieces()
         document = int(np.repeat(np.arange(len(pieces)), pieces)[number])
         begin, end = self.split.bounds[document : document + 2].tolist()
@@ -94,7 +94,7 @@ class PlainSplit:
         return np.ceil((np.diff(self.split.bounds) - 1) / self.data.sequence_tokens).astype(np.int64)
 
 
-def shuffled(position: int, count: int, seed: int, epoch: int) -> int:
+def shuffle(position: int, count: int, seed: int, epoch: int) -> int:
     """Where an epoch's order has a position: a Feistel network of ``ROUNDS`` rounds over the smallest domain of 4^h
     that holds ``count``, gone through again while it leaves that (Luby and Rackoff 1988; Black and Rogaway 2002).
     """
@@ -102,18 +102,18 @@ def shuffled(position: int, count: int, seed: int, epoch: int) -> int:
     while 4**half < count:
         half += 1
     low = 2**half - 1
-    key = _mixed(_mixed(seed & MASK_64) ^ (epoch & MASK_64))
-    keys = [_mixed(key ^ number) for number in range(ROUNDS)]
+    key = _mix(_mix(seed & MASK_64) ^ (epoch & MASK_64))
+    keys = [_mix(key ^ number) for number in range(ROUNDS)]
     while True:
         left, right = position >> half, position & low
         for each in keys:
-            left, right = right, left ^ (_mixed(right ^ each) >> (64 - half))
+            left, right = right, left ^ (_mix(right ^ each) >> (64 - half))
         position = left << half | right
         if position < count:
             return position
 
 
-def _mixed(word: int) -> int:
+def _mix(word: int) -> int:
     """SplitMix64's output function (Steele, Lea and Flood 2014)."""
     word = (word + 0x9E3779B97F4A7C15) & MASK_64
     word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & MASK_64

@@ -13,7 +13,7 @@ from superstep.numerics.loss import IGNORE
 from superstep.plan.config import PlanConfig, RunConfig, TrainConfig
 from superstep.plan.resolve import Resolved
 from superstep.train.batches import stream_of
-from superstep.train.model import resolved, units_of
+from superstep.train.model import resolve_config, units_of
 from superstep.train.proof.ignored_targets import documents_begun, ragged_batches
 from superstep.train.proof.prove_tolerance import (
     ProofVerdict,
@@ -91,7 +91,7 @@ class Cases:
             clipped = write_reference(model, train, batches, folder, clips=True)
             self._known[folder] = (
                 clipped.clip_norm,
-                reference_validation(model, train.seed, self._held_out(config, train)),
+                reference_validation(model, train.seed, self._validation_batches(config, train)),
             )
         clip_norm, validation = self._known[folder]
         train = replace(train, clip_norm=clip_norm)
@@ -107,7 +107,7 @@ class Cases:
             validation=validation,
         )
 
-    def _held_out(self, config: RunConfig, train: TrainConfig) -> tuple[Batch, ...]:
+    def _validation_batches(self, config: RunConfig, train: TrainConfig) -> tuple[Batch, ...]:
         """What a validation goes over: as many global batches as are asked for, or as there are."""
         plain, size = plain_split(config, open_corpus(self._corpus), "validation"), train.batch_sequences
         return plain.batches(size, max(1, min(train.eval_batches, plain.count // size)))
@@ -119,7 +119,7 @@ class Cases:
         folder = beside / f"one rank, microbatch={run.plan.microbatch}"
         if not folder.exists():
             folder.mkdir()
-            alone = resolved(replace(run.config, plan=PlanConfig(microbatch=run.plan.microbatch)))
+            alone = resolve_config(replace(run.config, plan=PlanConfig(microbatch=run.plan.microbatch)))
             launch_on(run.config.plan.device, 1, write_one_rank, alone, batches, folder)
         return folder
 
@@ -138,7 +138,7 @@ def prove_case(world: World, case: ProofCase) -> ProofVerdict:
     )
 
 
-def seen(case: ProofCase, verdict: ProofVerdict) -> Iterator[str]:
+def compared_lines(case: ProofCase, verdict: ProofVerdict) -> Iterator[str]:
     """What was compared, a line each."""
     steps, train = len(case.batches), case.run.config.train
     yield (

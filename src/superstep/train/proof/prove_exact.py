@@ -139,7 +139,7 @@ def prove_exact(world: World, run: Resolved, batches: Sequence[Batch], folder: P
         compared, different = _follow(Engine(run, units_of(run), mesh), mesh, run, batches, folder, 0, world, relay)
         resumed = Engine(run, units_of(run), mesh)
         position = load(relay.take, resumed.pieces(STATE), RankPeers(world.rank, world.size))
-        resumed.loaded(position.step)
+        resumed.note_loaded(position.step)
         again, found_again = _follow(resumed, mesh, run, batches, folder, relay.step, world, None)
     finally:
         mesh.destroy()

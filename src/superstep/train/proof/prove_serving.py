@@ -37,7 +37,7 @@ from superstep.train.model import units_of
 from superstep.train.rank_peers import RankPeers
 
 
-def trained_losses(world: World, run: Resolved, checkpoint: Path, batches: Sequence[Batch]) -> list[Tensor]:
+def losses_in_training(world: World, run: Resolved, checkpoint: Path, batches: Sequence[Batch]) -> list[Tensor]:
     """The loss of every token of each batch, on the run's own layout, with a checkpoint's weights: fp32 [B, S], whole
     on every rank. Targets that are ignored have 0.
     """
@@ -45,7 +45,7 @@ def trained_losses(world: World, run: Resolved, checkpoint: Path, batches: Seque
     try:
         engine = Trainer(run, units_of(run), mesh)
         position = load(checkpoint, engine.pieces(STATE), RankPeers(world.rank, world.size))
-        engine.loaded(position.step)
+        engine.note_loaded(position.step)
         by_batch = []
         for batch in batches:
             mine = batch.rows(rows(run.plan, mesh))
@@ -224,7 +224,7 @@ def told_of(
         generated = generate(engine, [text[:-1] for text in texts], sampling)
         return [(0, tuple(output.logprob for output in answer.prompt)) for answer in generated]
     if way.is_restarted:
-        again = _restarted(engine, opened, prompts, len(texts[0]))
+        again = _restart(engine, opened, prompts, len(texts[0]))
     else:
         again = [answer.tokens for answer in answers(engine, way, prompts, len(texts[0]))]
     return [
@@ -238,7 +238,7 @@ def ids_of(told: Sequence[Token]) -> list[int]:
     return [one.token for one in told]
 
 
-def _restarted(
+def _restart(
     engine: InferenceEngine, opened: Open, prompts: Sequence[Sequence[int]], tokens: int
 ) -> list[tuple[Token, ...]]:
     """Half of each answer, and the rest by another engine, which is given the first half as a part of the prompt."""

@@ -31,7 +31,7 @@ from superstep.train.model import units_of
 from superstep.train.proof.compare import KINDS, Compare, Difference, Yardstick, scales
 from superstep.train.proof.likely_causes import hints
 from superstep.train.proof.reference import reference_steps, unit_steps
-from superstep.train.proof.restart import DATA, POSITION, Again, Bits, data_bits, go_again, hashed, piece_bits
+from superstep.train.proof.restart import DATA, POSITION, Again, Bits, data_bits, go_again, hash_tensor, piece_bits
 from superstep.train.proof.sampler import draw_fault
 from superstep.train.proof.stream import stream_fault
 
@@ -163,11 +163,11 @@ def prove(  # noqa: PLR0913
     yardsticks = list(_yardsticks(run, folder, one_rank))
     with world.device.deterministic() if has_order else nullcontext():
         beside = _beside(world, run, corpus) if reruns and corpus is not None else (None, None)
-        verdict = _judged(world, run, specs, batches, yardsticks, reruns and has_order, corpus)
+        verdict = _judge_runs(world, run, specs, batches, yardsticks, reruns and has_order, corpus)
     stream, drawn = beside
     sampler = drawn if verdict.again.served is None else drawn or verdict.again.served
     return replace(
-        verdict, stream=stream, sampler=sampler, validation=_validated(verdict.again, validation, yardsticks)
+        verdict, stream=stream, sampler=sampler, validation=_check_validation(verdict.again, validation, yardsticks)
     )
 
 
@@ -181,7 +181,7 @@ def _beside(world: World, run: Resolved, corpus: Path) -> tuple[str, str]:
     return next(filter(None, gather(mine)), ""), gather(draw_fault() if world.rank == 0 else "")[0]
 
 
-def _validated(again: Again, wanted: float | None, yardsticks: Sequence[Yardstick]) -> Difference | None:
+def _check_validation(again: Again, wanted: float | None, yardsticks: Sequence[Yardstick]) -> Difference | None:
     """The validation loss beside the reference's."""
     if again.validation is None or wanted is None:
         return None
@@ -195,7 +195,7 @@ def _has_order(world: World, run: Resolved) -> bool:
     return world.device.kind == "cpu" or run.decoder is not None
 
 
-def _judged(
+def _judge_runs(
     world: World,
     run: Resolved,
     specs: Sequence[UnitSpec],
@@ -317,7 +317,7 @@ def _step(engine: Engine, batch: Batch, step: int, compare: Compare, bits: Bits,
     tensors: dict[str, Tensor] = {}
 
     def take(piece: TensorPiece, values: Tensor) -> None:
-        bits[step, piece_bits(piece)] = hashed(values)
+        bits[step, piece_bits(piece)] = hash_tensor(values)
         if keep is not None:
             tensors[f"{piece.kind}/{piece.name}"] = values.view(piece.shape).clone()
 

@@ -32,7 +32,7 @@ from superstep.state.tensor_piece import STATE, TensorPiece
 from superstep.train.corpus_trainer import CorpusTrainer
 from superstep.train.loop import evaluate, steps
 from superstep.train.proof.ignored_targets import Ragged
-from superstep.train.proof.sampler import PROMPTS, can_serve, served_fault
+from superstep.train.proof.sampler import PROMPTS, can_serve, find_served_fault
 from superstep.train.proof.stream import plain_split
 from superstep.train.run_paths import RunFolder
 from superstep.train.throughput import PeakRate
@@ -85,7 +85,7 @@ def piece_bits(piece: TensorPiece) -> str:
     return f"{piece.kind} of {piece.name}" + (f" from element {piece.low} on" if piece.low else "")
 
 
-def hashed(values: Tensor) -> str:
+def hash_tensor(values: Tensor) -> str:
     """A hash of a tensor's bits."""
     return hashlib.blake2b(values.detach().cpu().contiguous().numpy().tobytes(), digest_size=16).hexdigest()
 
@@ -115,13 +115,13 @@ def go_again(
     try:
         stop = (count + 1) // 2
         found, validation = _loop(world, run, folder, corpus, range(count), stop)
-        rerun = _first(_differing(found, before, _shown(before, 0)))
+        rerun = _first(_differing(found, before, _shown_steps(before, 0)))
         resumed = ""
         if not rerun and stop < count:
             found, _ = _loop(world, run, folder, corpus, range(stop, count), stop)
-            resumed = _first(_differing(found, before, _shown(before, stop)))
+            resumed = _first(_differing(found, before, _shown_steps(before, stop)))
         if not rerun and not resumed:
-            served = _served(world, run, checkpoint_at(RunFolder(root=folder).checkpoints, stop), corpus)
+            served = _check_served(world, run, checkpoint_at(RunFolder(root=folder).checkpoints, stop), corpus)
             restart = True if stop < count else None
             return Again(is_rerun_same=True, is_restart_same=restart, validation=validation, served=served)
         # Was it a race, or does the training loop do something else than the proof's own steps?
@@ -136,7 +136,7 @@ def go_again(
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _shown(before: Bits, start: int) -> list[tuple[int, str]]:
+def _shown_steps(before: Bits, start: int) -> list[tuple[int, str]]:
     """What the training loop shows of the steps from there on: not the gradients."""
     return [(step, what) for step, what in before if step >= start and not what.startswith("gradient")]
 
@@ -160,14 +160,14 @@ def _first(mine: list[tuple[int, int, str]]) -> str:
     return min((part[0] for part in gather(mine[:1]) if part), default=(0, 0, ""))[2]
 
 
-def _served(world: World, run: Resolved, checkpoint: Path, corpus: Path) -> str | None:
+def _check_served(world: World, run: Resolved, checkpoint: Path, corpus: Path) -> str | None:
     """What rank 0's server of a checkpoint tells wrongly, on every rank; None where it cannot be asked."""
     if not can_serve(run):
         return None
     fault = ""
     if world.rank == 0:
         plain = plain_split(run.config, open_corpus(corpus), "validation")
-        fault = served_fault(run, checkpoint, [tokens for tokens, _, _ in plain.rows(0, PROMPTS)])
+        fault = find_served_fault(run, checkpoint, [tokens for tokens, _, _ in plain.rows(0, PROMPTS)])
     return gather(fault)[0]
 
 
@@ -190,7 +190,7 @@ def _loop(
             batch, event = seen[-1], done.event
             found[step, DATA] = data_bits(batch)
             found[step, "loss"], found[step, "norm"] = repr(event.loss), repr(event.grad_norm)
-            found |= {(step, piece_bits(piece)): hashed(piece.values) for piece in trainer.pieces(STATE)}
+            found |= {(step, piece_bits(piece)): hash_tensor(piece.values) for piece in trainer.pieces(STATE)}
             found[step, POSITION] = repr(done.position)
             if not wanted.start and step + 1 == stop:
                 trainer.save(done.position)

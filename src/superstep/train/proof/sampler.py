@@ -125,7 +125,7 @@ def can_serve(run: Resolved) -> bool:
     return run.decoder is not None and run.decoder.moe is None and run.config.lora is None
 
 
-def served_fault(run: Resolved, checkpoint: Path, texts: Sequence[Sequence[int]]) -> str:
+def find_served_fault(run: Resolved, checkpoint: Path, texts: Sequence[Sequence[int]]) -> str:
     """What a server of a checkpoint tells otherwise than a plain decoder, in words; empty where nothing is.
 
     Args:

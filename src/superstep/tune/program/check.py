@@ -55,7 +55,7 @@ def check(program: Iterations) -> Iterations:
                 raise InvalidIterations(f"{lane}, instruction {at} ({describe(i)}): {broken}")
         if state.role == "sample":
             raise InvalidIterations(f"{lane}, at the end: the ranks are left to the sampler")
-    for broken in _left_over(program):
+    for broken in _leftovers(program):
         raise InvalidIterations(broken)
     for broken in _too_early(program):
         raise InvalidIterations(broken)
@@ -95,7 +95,7 @@ class _Lane:
             case Save(step):
                 return self._away("train") or self._save(step)
             case Grade(group):
-                return self._known(group)
+                return self._check_known(group)
             case Swap(to):
                 return self._swap(to)
             case Retire():
@@ -105,13 +105,13 @@ class _Lane:
         """What is wrong where the ranks have given the memory for this back."""
         return f"the ranks' memory is the other's; swap to '{role}' first" if self.role not in (None, role) else ""
 
-    def _known(self, group: int) -> str:
+    def _check_known(self, group: int) -> str:
         first, last = self.program.cursor.step, self.asked.steps
         is_left = first <= self.asked.step_of(group) < last
         return "" if is_left else f"the steps {first} to {last - 1} that are left have no such group"
 
     def _sample(self, group: int, version: int) -> str:
-        if broken := self._known(group):
+        if broken := self._check_known(group):
             return broken
         if group in self.program.cursor.recorded:
             return "the group's answers are on record; it would be sampled twice"
@@ -151,7 +151,7 @@ class _Lane:
         return ""
 
 
-def _left_over(program: Iterations) -> Iterator[str]:
+def _leftovers(program: Iterations) -> Iterator[str]:
     """The rules that the program as a whole breaks."""
     schedule, cursor = program.asked, program.cursor
     sampled = Counter(i.group for _, i in program if isinstance(i, Sample))

@@ -33,7 +33,7 @@ def compile_iterations(schedule: RlSchedule, cursor: Cursor = START) -> Iteratio
     graded = tuple(Grade(group) for step in steps for group in schedule.groups_of(step))
     lanes: dict[Lane, tuple[Instruction, ...]]
     if schedule.placement == "shared":
-        lanes = {"ranks": tuple(_shared(schedule, cursor)), "grader": graded}
+        lanes = {"ranks": tuple(_share_version(schedule, cursor)), "grader": graded}
     else:
         lanes = {
             "sampler": tuple(_sampler(schedule, cursor)),
@@ -55,9 +55,9 @@ def after(program: Iterations, done: Sequence[Instruction]) -> Cursor:
     )
 
 
-def _shared(schedule: RlSchedule, cursor: Cursor) -> Iterator[Instruction]:
+def _share_version(schedule: RlSchedule, cursor: Cursor) -> Iterator[Instruction]:
     """Sampling for all steps of one version, then these steps."""
-    wanted = _wanted(schedule, cursor)
+    wanted = _wanted_groups(schedule, cursor)
     yield from (Retire(version) for version in sorted(cursor.published - wanted.keys()))
     for step in range(cursor.step, schedule.steps):
         version = schedule.version_of(schedule.groups_of(step)[0])
@@ -75,7 +75,7 @@ def _shared(schedule: RlSchedule, cursor: Cursor) -> Iterator[Instruction]:
 
 
 def _sampler(schedule: RlSchedule, cursor: Cursor) -> Iterator[Instruction]:
-    wanted = _wanted(schedule, cursor)
+    wanted = _wanted_groups(schedule, cursor)
     yield from (Retire(version) for version in sorted(cursor.published - wanted.keys()))
     for version, groups in wanted.items():
         yield Take(version)
@@ -84,7 +84,7 @@ def _sampler(schedule: RlSchedule, cursor: Cursor) -> Iterator[Instruction]:
 
 
 def _trainer(schedule: RlSchedule, cursor: Cursor) -> Iterator[Instruction]:
-    wanted = _wanted(schedule, cursor).keys() - cursor.published
+    wanted = _wanted_groups(schedule, cursor).keys() - cursor.published
     if cursor.step in wanted:
         yield Publish(cursor.step)
     for step in range(cursor.step, schedule.steps):
@@ -100,7 +100,7 @@ def _save(schedule: RlSchedule, step: int) -> Iterator[Save]:
         yield Save(step)
 
 
-def _wanted(schedule: RlSchedule, cursor: Cursor) -> dict[int, list[int]]:
+def _wanted_groups(schedule: RlSchedule, cursor: Cursor) -> dict[int, list[int]]:
     """The groups that are still to be sampled, by version, the oldest first."""
     groups: dict[int, list[int]] = {}
     for step in range(cursor.step, schedule.steps):

@@ -122,7 +122,7 @@ class Iterate:
         self._sampling_s += time.perf_counter() - begin_s
 
     def _keep(self, group: TaskGroup) -> None:
-        self._record.sampled(group)
+        self._record.keep_answers(group)
         self._grading.submit(group.number)
 
     def _train(self, numbers: range, step: int) -> None:

@@ -34,7 +34,7 @@ from superstep.tune.rl.from_rank0 import WaitLimit, from_first
 from superstep.tune.rl.grading import Grading, Retried, nothing_retried
 from superstep.tune.rl.hub_connection import Line
 from superstep.tune.rl.hub_messages import Here, Retired, SampledGroup
-from superstep.tune.rl.job import PROGRAM, RlJob, beside, own_ranks, seated_of, serve_of
+from superstep.tune.rl.job import PROGRAM, RlJob, beside, own_ranks, serve_of, worker_settings
 from superstep.tune.rl.memory_budget import beside_communicators, pages_for, sampler_plan, sizes_of
 from superstep.tune.rl.policy_trainer import PolicyTrainer
 from superstep.tune.rl.rl_step import Stopped, Tell, TellSave, Training, tell_nobody
@@ -218,7 +218,7 @@ def train_apart(
     with ExitStack() as stack:
         exchange = None
         if world.rank == 0:
-            exchange = _opened(world, job, stack, retried)
+            exchange = _open_hub(world, job, stack, retried)
             trainer.watch = stack.enter_context(FolderWatch(job.folder, job.files))
         lane = TrainerLane(trainer, training, exchange, job.folder.root / SNAPSHOTS, timeout_s)
         is_stopped = False
@@ -232,7 +232,7 @@ def train_apart(
     return is_stopped
 
 
-def _opened(world: World, job: RlJob, stack: ExitStack, retried: Retried) -> RolloutHub:
+def _open_hub(world: World, job: RlJob, stack: ExitStack, retried: Retried) -> RolloutHub:
     """What rank 0 has besides: the record, graders, and the ends of all lines."""
     assert world.folder is not None, "the ranks were launched"
     record = RolloutLog(job.folder.root / NAME)
@@ -273,7 +273,7 @@ def sample_apart(world: World, job: RlJob, number: int) -> None:
     with ExitStack() as stack:
         stack.callback(environment.close)
         stack.callback(words.template.close)
-        seat = RolloutWorker(world, seated_of(job, serve), words, environment, others=(number, samplers_of(job)))
+        seat = RolloutWorker(world, worker_settings(job, serve), words, environment, others=(number, samplers_of(job)))
         line = Line(world.folder / SOCKET, Here(number, world.rank), job.rollout.timeout_s)
         SamplerLane(seat, line, environment, job.run.config.train.seed, job.tasks).run(job.program)
         line.close()

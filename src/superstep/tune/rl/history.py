@@ -94,7 +94,7 @@ def read_history(rollouts: Path, metrics: Path, groups: int) -> History:
             try:
                 _of_metrics(history, line, spent, groups)
             except (KeyError, TypeError, ValueError) as error:
-                raise _damaged(metrics, number, error) from error
+                raise _damage_error(metrics, number, error) from error
     if not (history.drawn or history.trained):
         raise StateError(
             f"'{rollouts.parent}' has nothing on record that has a time; ask again once its first groups have answers."
@@ -109,10 +109,10 @@ def _each(path: Path, take: Callable[[dict[str, Any]], None]) -> None:
         try:
             take(json.loads(line))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise _damaged(path, number, error) from error
+            raise _damage_error(path, number, error) from error
 
 
-def _damaged(path: Path, number: int, error: Exception) -> StateError:
+def _damage_error(path: Path, number: int, error: Exception) -> StateError:
     return StateError(f"{path} is damaged in line {number} ({error!r}); view a copy of the run's folder that is whole.")
 
 

@@ -53,7 +53,7 @@ class Line:
         self._timeout_s = timeout_s
         self._versions: dict[int, Path] = {}
         self._is_over = False
-        self._pipe = _connected(address, WaitLimit(timeout_s))
+        self._pipe = _connect(address, WaitLimit(timeout_s))
         self._say(here)
 
     @property
@@ -107,7 +107,7 @@ class Line:
                         self._is_over = True
                 seconds = 0.0
         except LOST as error:
-            raise _gone() from error
+            raise _gone_fault() from error
         except msgspec.DecodeError as error:
             raise Fault(f"what came from the trainer is no message of its ({error}).") from error
 
@@ -115,14 +115,14 @@ class Line:
         try:
             self._pipe.send_bytes(encode(message))
         except LOST as error:
-            raise _gone() from error
+            raise _gone_fault() from error
 
 
-def _gone() -> Fault:
+def _gone_fault() -> Fault:
     return Fault("the trainer has gone.")
 
 
-def _connected(address: Path, patience: WaitLimit) -> Connection:
+def _connect(address: Path, patience: WaitLimit) -> Connection:
     while True:
         try:
             return Client(str(address), "AF_UNIX")

@@ -200,7 +200,7 @@ def serve_of(run: Resolved, rollout: RolloutConfig, kernels: Path | None = None)
     )
 
 
-def seated_of(job: RlJob, serve: ServeConfig) -> Seated:
+def worker_settings(job: RlJob, serve: ServeConfig) -> Seated:
     """What a sampler is told once."""
     config = job.run.config
     return Seated(
@@ -283,7 +283,7 @@ def reinforce(
         trainer.keep_reference(job.start)
     config = job.run.config
     serve = serve_of(job.run, job.rollout, job.kernels)
-    seat = RolloutWorker(world, seated_of(job, serve), words, environment)
+    seat = RolloutWorker(world, worker_settings(job, serve), words, environment)
     with ExitStack() as stack:
         stack.callback(environment.close)
         stack.callback(words.template.close)

@@ -98,7 +98,7 @@ class PolicyTrainer(Trainer):
             self._reference.share_frozen(self._engine)
         else:
             fill(start, self._reference.frozen_pieces(), shapes_of(run), self.peers)
-        self._reference.loaded(0)
+        self._reference.note_loaded(0)
 
     def reference(self, batch: Batch) -> Tensor:
         """``logprobs_of`` the weights that are kept."""

@@ -78,7 +78,7 @@ class _Open:
     spans: list[tuple[int, int]] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
 
-    def closed(self) -> Strand:
+    def close(self) -> Strand:
         return Strand(tokens=tuple(self.tokens), spans=tuple(self.spans), logprobs=tuple(self.logprobs))
 
 
@@ -127,14 +127,14 @@ class Episode:
         text = self._decoder.decode(ids[:-1] if ids and ids[-1] in self._ends else ids)
         now.text += text
         self._finish = finish
-        return self._said(Message("assistant", text))
+        return self._check_said(Message("assistant", text))
 
     def observe(self, messages: Sequence[Message]) -> None:
         """Append what the environment says to the last turn; the model's next turn begins behind it."""
         now, last = self._open, self._messages[-1]
         assert last.role == "assistant", "an environment replies to a turn"
         for message in messages:
-            self._said(message)
+            self._check_said(message)
         for content in dict.fromkeys((last.content, last.content.strip())):
             # Some templates put their own space before what is said, which the model has then drawn itself.
             ids_behind = self._encoder.behind(self._chat(len(messages), content), now.text)
@@ -143,19 +143,19 @@ class Episode:
                 now.tokens += ids_behind.ids[is_closed:]
                 now.text += ids_behind.text
                 return
-        self._strands.append(now.closed())
+        self._strands.append(now.close())
         self._open = self._begin()
 
     def refuse(self, violation: str) -> None:
         """Have the last turn of the model's be a violation, and the last of all."""
         self._violation = violation
 
-    def answered(self) -> Answered:
+    def with_answer(self) -> Answered:
         """All of it, behind a turn of the model's."""
         rollout = Rollout(tuple(self.turns), self._finish, self._violation)
-        return Answered(strands=(*self._strands, self._open.closed()), rollout=rollout)
+        return Answered(strands=(*self._strands, self._open.close()), rollout=rollout)
 
-    def _said(self, message: Message) -> Message:
+    def _check_said(self, message: Message) -> Message:
         self.turns.append(message)
         self._messages.append(message)
         return message

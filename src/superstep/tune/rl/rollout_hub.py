@@ -233,7 +233,7 @@ class RolloutHub:
                         name = f"sampler {sampler}, rank {rank}"
                     case SampledGroup(group):
                         with self._news:  # who finds it on record finds its grades asked for
-                            self._record.sampled(group)
+                            self._record.keep_answers(group)
                             self._grading.submit(self._record.place(group.number))
                     case Retired(version):
                         self._retire(version)

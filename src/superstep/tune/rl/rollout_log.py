@@ -86,7 +86,7 @@ class RolloutLog:
             published=frozenset(version for version, path in self.published.items() if path.is_dir()),
         )
 
-    def sampled(self, group: TaskGroup) -> None:
+    def keep_answers(self, group: TaskGroup) -> None:
         """Keep a group's answers."""
         self._keep(_group_told(group))
 

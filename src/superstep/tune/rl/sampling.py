@@ -165,7 +165,7 @@ class RolloutSampler:
                     left[number] -= 1
                     if left[number] == 0:
                         first = next(n for n, part in enumerate(parts) if part.number == number)
-                        answers = tuple(talk.answered() for talk in talks[first : first + self._group])
+                        answers = tuple(talk.with_answer() for talk in talks[first : first + self._group])
                         yield TaskGroup(number=number, version=version, answers=answers, drawn_s=(begin_s, time.time()))
         finally:
             if not self.engine.is_idle:  # somebody has left on the way

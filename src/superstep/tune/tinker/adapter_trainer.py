@@ -73,7 +73,7 @@ class AdapterTrainer(Trainer):
             fill(config.folder, self._engine.frozen_pieces(), shapes, self.peers)
         else:
             self._engine.share_frozen(beside._engine)
-        self._engine.loaded(0)
+        self._engine.note_loaded(0)
 
     @property
     def about(self) -> About:
@@ -220,7 +220,7 @@ class AdapterTrainer(Trainer):
         if not optimizer:
             for piece in self.pieces(("exp_avg", "exp_avg_sq")):
                 piece.values.zero_()
-            self._engine.loaded(0)
+            self._engine.note_loaded(0)
         self._incremental.drop_gradients()
 
 

@@ -100,7 +100,7 @@ async def _body(request: Request, form: type[M]) -> M:
     return read_model(form, await read_json(request, LIMITS))
 
 
-def _promised(number: str, **more: Any) -> Response:  # noqa: ANN401
+def _promise(number: str, **more: Any) -> Response:  # noqa: ANN401
     return JSONResponse({"request_id": number, **more})
 
 
@@ -142,7 +142,7 @@ async def _finish(request: Request, service: TinkerService) -> Response:
 
 
 async def _create_model(request: Request, service: TinkerService) -> Response:
-    return _promised(service.create_model(await _body(request, request_schema.CreateModel)))
+    return _promise(service.create_model(await _body(request, request_schema.CreateModel)))
 
 
 async def _get_info(request: Request, service: TinkerService) -> Response:
@@ -154,23 +154,23 @@ async def _forward_backward(request: Request, service: TinkerService) -> Respons
     if kind != PROTOBUF:
         raise RequestError(f"Content-Type = '{kind}' is not {PROTOBUF}; use the SDK 0.25 or newer.", status=415)
     data = await read_body(request, LIMITS)
-    return _promised(service.forward_backward(await asyncio.to_thread(read_forward_backward, data), len(data)))
+    return _promise(service.forward_backward(await asyncio.to_thread(read_forward_backward, data), len(data)))
 
 
 async def _optim_step(request: Request, service: TinkerService) -> Response:
-    return _promised(service.optim_step(await _body(request, request_schema.OptimStep)))
+    return _promise(service.optim_step(await _body(request, request_schema.OptimStep)))
 
 
 async def _save_weights(request: Request, service: TinkerService) -> Response:
-    return _promised(service.save_weights(await _body(request, request_schema.SaveWeights)))
+    return _promise(service.save_weights(await _body(request, request_schema.SaveWeights)))
 
 
 async def _save_for_sampler(request: Request, service: TinkerService) -> Response:
-    return _promised(service.save_for_sampler(await _body(request, request_schema.SaveForSampler)))
+    return _promise(service.save_for_sampler(await _body(request, request_schema.SaveForSampler)))
 
 
 async def _load_weights(request: Request, service: TinkerService) -> Response:
-    return _promised(service.load_weights(await _body(request, request_schema.LoadWeights)))
+    return _promise(service.load_weights(await _body(request, request_schema.LoadWeights)))
 
 
 async def _weights_info(request: Request, service: TinkerService) -> Response:
@@ -200,7 +200,7 @@ async def _get_sampler(request: Request, service: TinkerService) -> Response:
 async def _asample(request: Request, service: TinkerService) -> Response:
     data = await read_body(request, LIMITS)
     number, answers = service.sample(read_model(request_schema.SampleBody, parse(data, LIMITS)), len(data))
-    return _promised(number, sample_sequence_ids=answers)
+    return _promise(number, sample_sequence_ids=answers)
 
 
 async def _retrieve(request: Request, service: TinkerService) -> Response:

@@ -70,7 +70,7 @@ Job = Callable[[Reply], None]
 """Does the work; the reply comes once, now or in a later step of the sampler."""
 
 
-def failed(error: BaseException) -> Failed:
+def error_of(error: BaseException) -> Failed:
     """What a client is told of an error."""
     if isinstance(error, SuperstepError):
         return Failed(str(error), isinstance(error, UserError))
@@ -173,7 +173,7 @@ class Desk:
         try:
             job(reply)
         except SuperstepError as error:
-            reply(failed(error))
+            reply(error_of(error))
         except Exception as error:  # noqa: BLE001 - whatever it is, the next request is to be served
             self._tell("".join(traceback.format_exception(error)))
-            reply(failed(error))
+            reply(error_of(error))

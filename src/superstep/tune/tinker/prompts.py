@@ -11,7 +11,7 @@ from superstep.tune.tinker import request_schema
 from superstep.tune.tinker.sampler import SampleRequest
 
 
-def asked_of(body: request_schema.SampleBody, adapter: Path | None, context_tokens: int) -> SampleRequest:
+def sample_request(body: request_schema.SampleBody, adapter: Path | None, context_tokens: int) -> SampleRequest:
     """What a body asks of the sampler.
 
     Raises:

@@ -15,9 +15,9 @@ from superstep.errors import ConfigError, StateError, UserError, did_you_mean
 from superstep.tune.tinker import request_schema
 from superstep.tune.tinker.adapter_trainer import AdapterTrainer
 from superstep.tune.tinker.config import TinkerConfig
-from superstep.tune.tinker.futures import Desk, Full, Job, Reply, Result, failed
+from superstep.tune.tinker.futures import Desk, Full, Job, Reply, Result, error_of
 from superstep.tune.tinker.model_request import Adam, ModelRequest
-from superstep.tune.tinker.prompts import asked_of
+from superstep.tune.tinker.prompts import sample_request
 from superstep.tune.tinker.proto_messages import ForwardBackward, Sampled, write_sampled
 from superstep.tune.tinker.sampler import PromptSampler
 from superstep.tune.tinker.saved_models import SavedModels, SavedPath
@@ -207,7 +207,7 @@ class TinkerService:
             adam = Adam(**body.adam_params.model_dump())
             reply(_json({"metrics": self._model(body.model_id).optim_step(adam)}))
 
-        return self._submit(self._numbered(body.model_id, body.seq_id), job)
+        return self._submit(self._name_request(body.model_id, body.seq_id), job)
 
     def save_weights(self, body: request_schema.SaveWeights) -> str:
         """Put a save in line; the request's number."""
@@ -219,7 +219,7 @@ class TinkerService:
                 model.save_model(folder)
             reply(_json({"type": "save_weights", "path": place.path}))
 
-        return self._submit(self._numbered(body.model_id, body.seq_id), job)
+        return self._submit(self._name_request(body.model_id, body.seq_id), job)
 
     def save_for_sampler(self, body: request_schema.SaveForSampler) -> str:
         """Put a save for the sampler in line; the request's number. Without a name it comes with a sampling session."""
@@ -239,7 +239,7 @@ class TinkerService:
                 result["sampling_session_id"] = self._add_sampler(session, body.sampling_session_seq_id, place.path)
             reply(_json(result))
 
-        return self._submit(self._numbered(body.model_id, body.seq_id), job)
+        return self._submit(self._name_request(body.model_id, body.seq_id), job)
 
     def load_weights(self, body: request_schema.LoadWeights) -> str:
         """Put a load in line, onto a model or as a new one; the request's number."""
@@ -272,7 +272,7 @@ class TinkerService:
                 raise
             reply(_json({"type": "load_weights", "path": body.path, "model_id": name}))
 
-        return self._submit(f"{name}:0" if is_new else self._numbered(name, body.seq_id), job)
+        return self._submit(f"{name}:0" if is_new else self._name_request(name, body.seq_id), job)
 
     # Sampling
 
@@ -330,17 +330,17 @@ class TinkerService:
             raise ConfigError(f"num_samples = {body.num_samples} must be from 1 to {MOST_SAMPLES}.")
         # Without a session two clients may give the same number, so that no request is one that comes again.
         has_session = body.sampling_session_id is not None
-        name = self._numbered(body.sampling_session_id or "sample", body.seq_id if has_session else None)
+        name = self._name_request(body.sampling_session_id or "sample", body.seq_id if has_session else None)
 
         def tell(reply: Reply, result: Sampled | Exception) -> None:
-            reply(Result(write_sampled(result), is_proto=True) if isinstance(result, Sampled) else failed(result))
+            reply(Result(write_sampled(result), is_proto=True) if isinstance(result, Sampled) else error_of(result))
 
         def job(reply: Reply) -> None:
             adapter: Path | None = None
             if path is not None:
                 adapter, _ = self.store.find(path, "sampler_weights")
             context = self._sampler.engine.info.context_tokens
-            self._sampler.ask(asked_of(body, adapter, context), lambda found: tell(reply, found))
+            self._sampler.ask(sample_request(body, adapter, context), lambda found: tell(reply, found))
 
         self._submit(name, job, size_bytes)
         return name, [f"{name}:{at}" for at in range(body.num_samples)]
@@ -349,7 +349,7 @@ class TinkerService:
         self.desk.submit(name, job, size_bytes)
         return name
 
-    def _numbered(self, of: str, number: int | None) -> str:
+    def _name_request(self, of: str, number: int | None) -> str:
         """A request's name: the same for one that comes again."""
         return f"{of}:{uuid.uuid4().hex if number is None else number}"
 

@@ -11,10 +11,10 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from superstep.http.body_validation import given, read_model
+from superstep.http.body_validation import read_model, value_or
 from superstep.http.limits import read_json
 from superstep.http.request_error import RequestError
-from superstep.http.sse import DONE, answered, event, streamed, until_gone
+from superstep.http.sse import DONE, event, respond, stream_response, until_gone
 from superstep.serve.api.app_state import AppState
 from superstep.serve.api.backend_errors import refused_by_backend
 from superstep.serve.api.collect import Usage, Whole, collect
@@ -49,10 +49,10 @@ async def chat_completions(request: Request, service: AppState) -> Response:
     """Answers the request, as a stream or whole."""
     chat = await read_request(await read_json(request, service.limits), service)
     if chat.fields.stream:
-        response = await streamed(request, stream(chat, service), refused_by_backend)
+        response = await stream_response(request, stream(chat, service), refused_by_backend)
     else:
-        response = answered(await until_gone(request, whole(chat, service)))
-    return warn_of_cut(response, given(chat.fields.max_completion_tokens, chat.fields.max_tokens), chat.asks)
+        response = respond(await until_gone(request, whole(chat, service)))
+    return warn_of_cut(response, value_or(chat.fields.max_completion_tokens, chat.fields.max_tokens), chat.asks)
 
 
 async def read_request(body: dict[str, Any], service: AppState) -> ChatRequest:
@@ -73,7 +73,7 @@ async def read_request(body: dict[str, Any], service: AppState) -> ChatRequest:
         fields,
         seed=seed_of(fields),
         max_tokens=_max_tokens(fields, service),
-        top_logprobs=given(fields.top_logprobs, 0),
+        top_logprobs=value_or(fields.top_logprobs, 0),
         limits=service.limits,
         constraint=constraint,
     )
@@ -108,7 +108,7 @@ def _max_tokens(fields: ChatFields, service: AppState) -> int:
             f"max_tokens = {old} and max_completion_tokens = {new} say the same of an answer; give one of them.",
             param="max_tokens",
         )
-    return given(new, given(old, service.backend.info.context_tokens))
+    return value_or(new, value_or(old, service.backend.info.context_tokens))
 
 
 class ChatChoice:
@@ -148,7 +148,7 @@ class ChatChoice:
     def rest(self, news: AnswerUpdate, *, is_first: bool) -> dict[str, Any]:
         """What is told beside the text."""
         fields = self._fields
-        top = given(fields.top_logprobs, 0)
+        top = value_or(fields.top_logprobs, 0)
         choice: dict[str, Any] = {
             "index": self._ask.index,
             "logprobs": chat_logprobs(news.tokens, top, self._words) if fields.logprobs else None,

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from superstep.http.body_validation import Strict
-from superstep.http.request_error import RequestError, shown
+from superstep.http.request_error import RequestError, show
 from superstep.serve.api.openai.fields import Common
 from superstep.serve.api.text_protocol import ToolUse
 from superstep.serve.scheduling.request import MOST_TOP
@@ -75,11 +75,11 @@ def tool_use(fields: ChatFields) -> ToolUse | None:
     names = [tool.function.name for tool in tools]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise RequestError(f"tools has two functions of the name {shown(twice)}; rename one.", param="tools")
+        raise RequestError(f"tools has two functions of the name {show(twice)}; rename one.", param="tools")
     only = choice.function.name if isinstance(choice, ChosenTool) else ""
     if only and only not in names:
         raise RequestError(
-            f"tool_choice.function.name = {shown(only)} is none of tools; choose one of {', '.join(names)}.",
+            f"tool_choice.function.name = {show(only)} is none of tools; choose one of {', '.join(names)}.",
             param="tool_choice.function.name",
         )
     return ToolUse(

@@ -11,10 +11,10 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from superstep.http.body_validation import given, read_model
+from superstep.http.body_validation import read_model, value_or
 from superstep.http.limits import read_json
-from superstep.http.request_error import RequestError, shown
-from superstep.http.sse import DONE, answered, event, streamed, until_gone
+from superstep.http.request_error import RequestError, show
+from superstep.http.sse import DONE, event, respond, stream_response, until_gone
 from superstep.serve.api.app_state import AppState
 from superstep.serve.api.backend_errors import refused_by_backend
 from superstep.serve.api.collect import Usage, collect
@@ -65,7 +65,7 @@ class CompletionRequest:
     @property
     def choices(self) -> int:
         """Answers to each prompt."""
-        return given(self.fields.n, 1)
+        return value_or(self.fields.n, 1)
 
     @property
     def is_silent(self) -> bool:
@@ -77,9 +77,9 @@ async def completions(request: Request, service: AppState) -> Response:
     """Answers the request, as a stream or whole."""
     completion = await read_request(await read_json(request, service.limits), service)
     if completion.fields.stream:
-        response = await streamed(request, stream(completion, service), refused_by_backend)
+        response = await stream_response(request, stream(completion, service), refused_by_backend)
     else:
-        response = answered(await until_gone(request, whole(completion, service)))
+        response = respond(await until_gone(request, whole(completion, service)))
     return warn_of_cut(response, completion.fields.max_tokens, completion.asks)
 
 
@@ -100,8 +100,8 @@ async def read_request(body: dict[str, Any], service: AppState) -> CompletionReq
     sampling = sampling_of(
         fields,
         seed=seed_of(fields),
-        max_tokens=1 if silent else given(fields.max_tokens, DEFAULT_TOKENS),
-        top_logprobs=given(fields.logprobs, 0),
+        max_tokens=1 if silent else value_or(fields.max_tokens, DEFAULT_TOKENS),
+        top_logprobs=value_or(fields.logprobs, 0),
         limits=service.limits,
         constraint=constraint,
     )
@@ -119,7 +119,7 @@ def _check(fields: CompletionFields) -> None:
             param="suffix",
             code="unsupported_field",
         )
-    if fields.best_of is not None and fields.best_of != given(fields.n, 1):
+    if fields.best_of is not None and fields.best_of != value_or(fields.n, 1):
         raise RequestError(f"best_of = {fields.best_of} must be n; all answers are given.", param="best_of")
 
 
@@ -145,7 +145,7 @@ async def prompts_of(prompt: object, service: AppState) -> list[tuple[int, ...]]
             return [tuple(one) for one in prompt]
         case _:
             raise RequestError(
-                f"prompt = {shown(prompt)}: must be text, a list of token ids, or a list of either.",
+                f"prompt = {show(prompt)}: must be text, a list of token ids, or a list of either.",
                 param="prompt",
                 code="invalid_value",
             )
@@ -185,7 +185,7 @@ class CompletionChoice:
         choice: dict[str, Any] = {
             "index": self._ask.index,
             "text": self._echo + text if is_first else text,
-            "logprobs": self._told_logprobs(tokens, news.prompt, is_first=is_first),
+            "logprobs": self._logprobs_of(tokens, news.prompt, is_first=is_first),
             "finish_reason": "length" if self._silent and news.finish else news.finish,
             "stop_reason": None if self._silent else news.stop,
         }
@@ -198,7 +198,7 @@ class CompletionChoice:
             choice["prompt_logprobs"] = prompt_logprobs(news.prompt, top, self._words)
         return choice
 
-    def _told_logprobs(
+    def _logprobs_of(
         self, tokens: tuple[TokenOutput, ...], prompt: tuple[TokenOutput, ...], *, is_first: bool
     ) -> dict[str, Any] | None:
         if self._logprobs is None:

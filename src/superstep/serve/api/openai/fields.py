@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import Field
 
-from superstep.http.body_validation import Strict, given
+from superstep.http.body_validation import Strict, value_or
 from superstep.http.request_error import RequestError
 from superstep.serve.api.generation import SEEDS, drawn_seed
 from superstep.serve.api.limits import Limits, biases_of
@@ -115,7 +115,7 @@ def check_common(fields: Common) -> None:
 
 def stops_of(fields: Common, limits: Limits) -> tuple[str, ...]:
     """The texts that end an answer."""
-    stops = [fields.stop] if isinstance(fields.stop, str) else given(fields.stop, [])
+    stops = [fields.stop] if isinstance(fields.stop, str) else value_or(fields.stop, [])
     if len(stops) > limits.stops:
         raise RequestError(f"stop has {len(stops)} texts; give at most {limits.stops}.", param="stop")
     for text in stops:
@@ -175,16 +175,16 @@ def sampling_of(
     prompt_top = fields.prompt_top
     return Sampling(
         max_tokens=max_tokens,
-        temperature=given(fields.temperature, 1.0),
-        top_k=max(0, given(fields.top_k, 0)),  # -1 says all to other servers
-        top_p=given(fields.top_p, 1.0),
-        min_p=given(fields.min_p, 0.0),
+        temperature=value_or(fields.temperature, 1.0),
+        top_k=max(0, value_or(fields.top_k, 0)),  # -1 says all to other servers
+        top_p=value_or(fields.top_p, 1.0),
+        min_p=value_or(fields.min_p, 0.0),
         seed=seed,
-        presence_penalty=given(fields.presence_penalty, 0.0),
-        frequency_penalty=given(fields.frequency_penalty, 0.0),
-        repetition_penalty=given(fields.repetition_penalty, 1.0),
-        logit_bias=biases_of(given(fields.logit_bias, {}), limits.logit_biases),
-        stop_tokens=tuple(given(fields.stop_token_ids, [])),
+        presence_penalty=value_or(fields.presence_penalty, 0.0),
+        frequency_penalty=value_or(fields.frequency_penalty, 0.0),
+        repetition_penalty=value_or(fields.repetition_penalty, 1.0),
+        logit_bias=biases_of(value_or(fields.logit_bias, {}), limits.logit_biases),
+        stop_tokens=tuple(value_or(fields.stop_token_ids, [])),
         ignore_eos=bool(fields.ignore_eos),
         top_logprobs=max(top_logprobs, prompt_top or 0),
         prompt_logprobs=prompt_top is not None,

@@ -7,21 +7,21 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from superstep.http.sse import answered
+from superstep.http.sse import respond
 from superstep.serve.api.app_state import AppState
 
 
 async def models(request: Request, service: AppState) -> Response:
     """The model and its adapters."""
     names = [service.backend.info.name, *service.backend.adapters]
-    return answered({"object": "list", "data": [card(name, service) for name in names]})
+    return respond({"object": "list", "data": [card(name, service) for name in names]})
 
 
 async def model(request: Request, service: AppState) -> Response:
     """One of them."""
     name = str(request.path_params["model"])
     service.adapter_of(name)
-    return answered(card(name, service))
+    return respond(card(name, service))
 
 
 def card(name: str, service: AppState) -> dict[str, Any]:

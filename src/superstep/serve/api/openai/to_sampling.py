@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from superstep.errors import ConfigError
-from superstep.http.body_validation import given
+from superstep.http.body_validation import value_or
 from superstep.serve.api.app_state import AppState
 from superstep.serve.api.backend_errors import refused_by_backend
 from superstep.serve.api.generation import AnswerRequest, choices_of
@@ -40,12 +40,12 @@ def asks_of(
             prompt=prompt,
             sampling=sampling,
             stop=stop,
-            priority=given(fields.priority, 0),
+            priority=value_or(fields.priority, 0),
             adapter=adapter,
-            salt=given(fields.cache_salt, ""),
+            salt=value_or(fields.cache_salt, ""),
         )
         try:
-            asks += choices_of(first, given(fields.n, 1), len(prompts), service)
+            asks += choices_of(first, value_or(fields.n, 1), len(prompts), service)
         except ConfigError as error:
             raise refused_by_backend(error, names=NAMES | dict(names or {})) from None
     return asks
@@ -64,6 +64,6 @@ def head_of(fields: Common, service: AppState, *, prefix: str, kind: str) -> dic
         "id": f"{prefix}-{secrets.token_hex(12)}",
         "object": kind,
         "created": int(time.time()),
-        "model": given(fields.model, service.backend.info.name),
+        "model": value_or(fields.model, service.backend.info.name),
         "system_fingerprint": service.backend.info.version,
     }
