@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import small
 from superstep.comm.device import Device
 from superstep.engine.choose_attention import is_compiled, kernel_of
+from superstep.engine.layers.fused import layer_kernels
 from superstep.kernels import attention, triton_loader
 from superstep.kernels.compile_cpp import Built
 from superstep.plan.resolve import resolve
@@ -47,6 +48,15 @@ def test_a_gpu_with_triton_has_tritons_where_asked_for(capability):
     capability(9, 0)
     assert kernel_of(run(kernels="triton"), GPU) == "in Triton"
     assert is_compiled(run(kernels="triton"), GPU)
+
+
+def test_layers_have_tritons_where_attention_has(capability):
+    capability(9, 0)
+    assert layer_kernels(run(kernels="triton"), GPU) == "triton"
+    assert layer_kernels(run(), GPU) == layer_kernels(run(exact=True), GPU) == "torch"
+    triton_loader.missing.cache_clear()
+    capability(7, 5)
+    assert layer_kernels(run(kernels="triton"), GPU) == "torch"
 
 
 def test_a_gpu_has_torchs_unless_tritons_are_asked_for(monkeypatch):

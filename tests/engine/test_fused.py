@@ -50,7 +50,7 @@ def block(dtype, *, is_fused, **changes):
             torch.nn.init.normal_(parameter, 1.0, 0.1)
     module = module.to(dtype)
     if is_fused:
-        install(module, fused_layers())
+        install(module, fused_layers("c++"))
     return module
 
 

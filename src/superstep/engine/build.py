@@ -15,7 +15,7 @@ from superstep.engine.exact.modules import ExactLayers, build_exact_loss, grid_o
 from superstep.engine.executor import RankUnits
 from superstep.engine.flat.buffers import UnitBuffers
 from superstep.engine.layer_table import LayerContext
-from superstep.engine.layers.fused import is_fused
+from superstep.engine.layers.fused import is_fused, layer_kernels
 from superstep.engine.layers.grad_accumulation import Adder, GradientSink, Sums
 from superstep.engine.step_context import StepContext
 from superstep.model.expert_dispatch import ExpertDispatch
@@ -69,7 +69,7 @@ def assemble(
                 sequence_parallel=plan.sequence_parallel,
                 is_first=unit == 0,
                 is_compiled=numerics.compile and plan.recomputed[unit],
-                is_fused=is_fused(run, mesh.device),
+                kernels=layer_kernels(run, mesh.device),
                 exact=exact,
             ),
         )

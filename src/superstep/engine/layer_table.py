@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from superstep.comm.mesh import Group
 from superstep.engine.exact.modules import ExactLayers, exact_layers
-from superstep.engine.layers.fused import fused_layers
+from superstep.engine.layers.fused import LayerKernels, fused_layers
 from superstep.engine.layers.grad_accumulation import Sums, accumulating_after, accumulating_straight
 from superstep.engine.layers.implementation import Choice, Forward, Implementation, install
 from superstep.engine.layers.lora import adapting_straight
@@ -47,7 +47,7 @@ class LayerContext:
         sequence_parallel: the stream is split over the sequence.
         is_first: the unit takes the input, whose sequences are whole.
         is_compiled: torch.compile makes its code.
-        is_fused: kernels of ``superstep.kernels`` compute what lies between products.
+        kernels: what computes norms, gates and the rotary embedding.
         exact: of exact mode; None in fast mode.
     """
 
@@ -57,7 +57,7 @@ class LayerContext:
     sequence_parallel: bool
     is_first: bool
     is_compiled: bool
-    is_fused: bool = False
+    kernels: LayerKernels = "torch"
     exact: ExactLayers | None = None
 
 
@@ -72,7 +72,7 @@ def _computing(module: nn.Module, spec: UnitSpec, context: LayerContext) -> tupl
         return to_loss + exact_layers(spec, context.exact)
     if context.is_compiled:
         return to_loss + accumulating_after()
-    fused = fused_layers() if context.is_fused else ()
+    fused = fused_layers(context.kernels)
     return to_loss + fused + adapting_straight(context.sums) + accumulating_straight(context.sums)
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from superstep.comm.device import Device
 from superstep.cost.program.gpu_kept import expands_keys
 from superstep.engine.choose_attention import is_compiled
-from superstep.engine.layers.fused import is_fused
+from superstep.engine.layers.fused import is_fused, layer_kernels
 from superstep.kernels import cpu_library, exact_attention
 from superstep.kernels.attention import LANES
 from superstep.plan.resolve import Resolved
@@ -29,7 +29,7 @@ def with_kept(run: Resolved, device: Device) -> Resolved:
     else:
         by_kernel = head_dim % LANES == 0 and is_compiled(run, device)
         kept = SavedActivations(
-            silu=not is_fused(run, device),
+            silu=layer_kernels(run, device) == "torch",
             window_blocks=not by_kernel,
             expanded_keys=device.kind != "cpu" and not by_kernel and expands_keys(run),
             wide_logits=not is_fused(run, device),

@@ -216,7 +216,8 @@ class NumericsConfig:
     kernels: Kernels = "auto"
     """What computes outside of exact mode. auto: on a CPU our own kernels for attention, norms, rotary embedding, gates
     and the loss, compiled when they are first needed, where a C++ compiler is; on a GPU torch's. triton: on a GPU our
-    own attention, where Triton is, which no GPU has measured yet. torch: torch's everywhere."""
+    own for attention, norms, rotary embedding and gates, where Triton is, which no GPU has measured yet. torch: torch's
+    everywhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Which of a module's own steps a kernel takes over: norms, the rotary embedding and gates of a CPU's fast mode.
+"""Which of a module's own steps a kernel takes over: norms, the rotary embedding and gates of fast mode.
 
 The modules stay as they are written; as everywhere in ``engine``, it is their forward that is replaced. What a kernel
 does not take, a head of 24 numbers say, goes the module's own way.
@@ -8,19 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
 from superstep.comm.device import Device
 from superstep.engine.layers.implementation import Forward, Implementation
-from superstep.kernels import cpu_library, norm, rope, swiglu
+from superstep.kernels import cpu_library, norm, rope, swiglu, triton_loader
 from superstep.model.decoder import Attention
 from superstep.model.experts import Experts
 from superstep.model.feedforward import FeedForward
 from superstep.model.norm import RMSNorm
 from superstep.model.rope import Rope
 from superstep.plan.resolve import Resolved
+
+LayerKernels = Literal["torch", "c++", "triton"]
+"""What computes norms, gates and the rotary embedding."""
+
+Takes = Callable[..., bool]
+"""Whether a kernel computes with such tensors."""
 
 
 def wants_kernels(run: Resolved, device: Device) -> bool:
@@ -39,39 +45,78 @@ def is_fused(run: Resolved, device: Device) -> bool:
     return wants_kernels(run, device) and cpu_library.is_compiled()
 
 
-def fused_layers() -> tuple[Implementation, ...]:
-    """Norms, gates and the rotary embedding of attention."""
+def layer_kernels(run: Resolved, device: Device) -> LayerKernels:
+    """What computes norms, gates and the rotary embedding: kernels in C++ for a CPU, in Triton for a GPU where they are
+    asked for by name, or torch.
+    """
+    if device.kind == "cpu":
+        return "c++" if is_fused(run, device) else "torch"
+    by_triton = wants_attention(run, device) and not triton_loader.missing(device.torch)
+    return "triton" if by_triton else "torch"
 
-    def row(kernel: str, kinds: tuple[type, ...], build: Callable[[Any, Forward], Forward]) -> Implementation:
+
+def fused_layers(kernels: LayerKernels) -> tuple[Implementation, ...]:
+    """Norms, gates and the rotary embedding of attention."""
+    match kernels:
+        case "torch":
+            return ()
+        case "c++":
+            return _rows("C++", _norm, gate=(swiglu.swiglu, _takes_gate), turn=(rope.turn, rope.takes))
+        case "triton":  # imported here: nothing that a CPU runs needs Triton
+            by_norm, by_gate, by_rope = map(triton_loader.module, ("norm", "swiglu", "rope"))
+
+            def norm_by_triton(layer: RMSNorm, own: Forward) -> Forward:
+                return lambda x: by_norm.rms_norm(x, layer.weight, layer.eps)
+
+            return _rows("Triton", norm_by_triton, gate=(by_gate.swiglu, _always), turn=(by_rope.rope, _always))
+
+
+def _rows(
+    language: str,
+    norm_by: Callable[[RMSNorm, Forward], Forward],
+    *,
+    gate: tuple[Callable[..., Tensor], Takes],
+    turn: tuple[Callable[..., Tensor], Takes],
+) -> tuple[Implementation, ...]:
+    def row(what: str, kinds: tuple[type, ...], build: Callable[[Any, Forward], Forward]) -> Implementation:
         return Implementation(
-            f"{kernel} by the kernel",
+            f"{what} in {language}",
             "numerics.kernels",
             lambda path, layer: type(layer) in kinds,
             lambda path, layer, inner: build(layer, inner),
         )
 
+    def turned(layer: Attention, inner: Forward) -> Forward:
+        layer.rope = FusedRotary(layer.rope, *turn)  # type: ignore[assignment]
+        return inner
+
     return (
-        row("norm", (RMSNorm,), _norm),
-        row("gate", (FeedForward, Experts), lambda layer, inner: gated(layer, swiglu.swiglu)),
-        row("rotary embedding", (Attention,), _with_fused_rotary),
+        row("norm", (RMSNorm,), norm_by),
+        row("gate", (FeedForward, Experts), lambda layer, inner: gated(layer, *gate)),
+        row("rotary embedding", (Attention,), turned),
     )
 
 
-def _with_fused_rotary(layer: Attention, inner: Forward) -> Forward:
-    layer.rope = FusedRotary(layer.rope)  # type: ignore[assignment]
-    return inner
+def _always(*tensors: Tensor) -> bool:
+    return True
+
+
+def _takes_gate(gate: Tensor, up: Tensor) -> bool:
+    return swiglu.takes(gate, up) and cpu_library.is_compiled()
 
 
 @dataclass(frozen=True, slots=True)
 class FusedRotary:
-    """The rotary embedding by the kernel, from the tables of the model's own."""
+    """The rotary embedding by a kernel where it takes the heads, from the tables of the model's own."""
 
     rope: Rope
+    turn: Callable[..., Tensor]
+    takes: Takes
 
     def __call__(self, x_BSNH: Tensor, positions: Tensor | None = None) -> Tensor:
         """As ``Rope``."""
         cos, sin = self.rope.tables_of(x_BSNH, positions)
-        return rope.turn(x_BSNH, cos, sin) if rope.takes(x_BSNH, cos, sin) else self.rope(x_BSNH, positions)
+        return self.turn(x_BSNH, cos, sin) if self.takes(x_BSNH, cos, sin) else self.rope(x_BSNH, positions)
 
 
 def _norm(layer: RMSNorm, own: Forward) -> Forward:
@@ -81,14 +126,15 @@ def _norm(layer: RMSNorm, own: Forward) -> Forward:
     return forward
 
 
-def gated(layer: FeedForward | Experts, gate_by: Callable[[Tensor, Tensor], Tensor]) -> Forward:
-    """The layer's forward with ``gate_by(gate, up)`` for silu(gate) · up, where the kernel's library takes them."""
+def gated(
+    layer: FeedForward | Experts, gate_by: Callable[[Tensor, Tensor], Tensor], takes: Takes = _takes_gate
+) -> Forward:
+    """The layer's forward with ``gate_by(gate, up)`` for silu(gate) · up, where the kernel ``takes`` them."""
 
     def forward(x: Tensor, *rows: Tensor | None) -> Tensor:
         """Of experts it is told as well which rows are whose."""
         gate, up = layer.gate_proj(x, *rows), layer.up_proj(x, *rows)
-        is_taken = swiglu.takes(gate, up) and cpu_library.is_compiled()
-        inner = gate_by(gate, up) if is_taken else layer.act_fn(gate) * up
+        inner = gate_by(gate, up) if takes(gate, up) else layer.act_fn(gate) * up
         out: Tensor = layer.down_proj(inner, *rows)
         return out
 
