@@ -251,7 +251,7 @@ def call(place, monkeypatch):
     monkeypatch.setattr(chat, "Remote", begin)
     monkeypatch.setattr(scaling, "read_runs", begin)
     monkeypatch.setattr(tune, "prepared_tune_job", begin)
-    monkeypatch.setattr(train, "on_hosts", begin)
+    monkeypatch.setattr(train, "_on_hosts", begin)
     # A plan is searched. The programs of large models, which take a minute, keep their closed form here, and what lies
     # beside the best plan, which no argument changes and most of the seconds went into, is not searched again.
     monkeypatch.setattr(simulate_best, "MOST_INSTRUCTIONS", 1_000)
