@@ -24,6 +24,7 @@ LAYOUTS = {
     "whole vocabulary": ({"tp": 2, "rules": (("vocab", "none"),)}, TEMPERATURE),
     "ring": ({"cp": 2}, 1.0),
     "pp": ({"pp": 2, "schedule": "zb-h1"}, TEMPERATURE),
+    "exact": ({"tp": 2, "exact": True}, 1.0),
 }
 """Each way in which logits become log-probabilities with a temperature, and as many layouts without one."""
 
