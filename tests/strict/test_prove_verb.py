@@ -54,7 +54,7 @@ def test_a_layout_is_proven_and_the_order_of_a_step_is_written(text, tmp_path):
 
 
 def test_the_race_of_the_page_is_found_in_a_model_of_ones_own(text, tmp_path):
-    (function,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    function = re.search(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)[1]
     source = (ROOT / "recipes/own_model.py").read_text(encoding="utf-8")
     planted = source.replace("self.mlp(self.norm_2(h_BSD))", "self.mlp(norm_beside(self.norm_2, h_BSD))")
     assert planted != source
