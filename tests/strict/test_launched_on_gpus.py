@@ -72,7 +72,10 @@ def test_a_rank_that_is_killed_within_a_step_changes_no_bit(place, monkeypatch, 
 DPO = ["tune", "dpo", "recipe.toml", "--data.corpus", "pairs.jsonl", "--train.batch-sequences", "4"]
 
 
-@pytest.mark.parametrize("layout", [[], ["--plan.dp", "2", "--plan.zero", "2"], ["--plan.tp", "2"], ["--plan.pp", "2"]], ids=str)
+DPO_LAYOUTS = [[], ["--plan.dp", "2", "--plan.zero", "2"], ["--plan.tp", "2"], ["--plan.pp", "2"]]
+
+
+@pytest.mark.parametrize("layout", DPO_LAYOUTS, ids=str)
 def test_preferences_are_learnt_as_on_the_cpu(place, monkeypatch, layout):
     argv, ranks = [*DPO, "--train.steps", "3"], 2 if layout else 1
     assert run(*argv, *layout, "--state.dir", "gpus") == 0
