@@ -39,7 +39,7 @@ class Patient:
     """
 
     def __init__(self, pool, place, job=planted.train):
-        self.place, self._job, self._run_to_end = place, job, None
+        self.place, self._job, self._ended = place, job, None
         self._pool = pool
         (place / "now").write_text("healthy")
         run = resolve(small.config(layers=2, microbatch=2, dp=RANKS, zero=2), RANKS)
@@ -50,7 +50,7 @@ class Patient:
         try:
             pool.run(RANKS, self._job, run, str(self.place), timeout_s=240.0)
         except RankError as error:
-            self._run_to_end = str(error)
+            self._ended = str(error)
 
     def processes(self):
         return {rank: int((self.place / f"rank-{rank}").read_text()) for rank in range(RANKS)}
@@ -66,7 +66,7 @@ class Patient:
     def wait(self, is_there, most_s=FIRST_S):
         until_s = time.monotonic() + most_s
         while not is_there():
-            assert self._thread.is_alive(), self._run_to_end
+            assert self._thread.is_alive(), self._ended
             assert time.monotonic() < until_s
             time.sleep(0.01)
 

@@ -55,7 +55,7 @@ def test_an_answer_is_stopped_by_ctrl_c_and_the_conversation_goes_on(monkeypatch
 
     class Endless:
         def __init__(self):
-            self.close, self.asked = 0, []
+            self.closed, self.asked = 0, []
 
         def answer(self, messages):
             self.asked.append([one["content"] for one in messages])
@@ -65,13 +65,13 @@ def test_an_answer_is_stopped_by_ctrl_c_and_the_conversation_goes_on(monkeypatch
                 if len(self.asked) == 1:
                     raise KeyboardInterrupt
             finally:
-                self.close += 1
+                self.closed += 1
 
     lines = iter(["count", "on"])
     monkeypatch.setattr("builtins.input", lambda prompt: next(lines, None) or (_ for _ in ()).throw(EOFError))
     talker = Endless()
     assert ChatHistory(talker, None, prompt="> ").run() == 0
-    assert talker.close == 2
+    assert talker.closed == 2
     assert talker.asked[1] == ["count", "one two", "on"]
     assert capsys.readouterr().out.startswith("one two (stopped)\n")
 

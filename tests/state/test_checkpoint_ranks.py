@@ -41,7 +41,7 @@ class Caches:
         self.folder = folder
         self.hosts = hosts
         self.rank = threading.local()
-        self._feed = {}
+        self._known = {}
         self._pages = {}
         self._dirty = {}
         self._handles = {}
@@ -54,7 +54,7 @@ class Caches:
     def meet(self, rank):
         if rank == 0:
             self._pages.clear()
-            self._feed = {str(path): path.read_bytes() for path in self.folder.glob("*.partial/*.safetensors")}
+            self._known = {str(path): path.read_bytes() for path in self.folder.glob("*.partial/*.safetensors")}
 
     def open(self, path, flags, *rest, **more):
         handle = self._real["open"](path, flags, *rest, **more)
@@ -68,7 +68,7 @@ class Caches:
         with self._lock:
             key = self._handles[handle]
             if key not in self._pages:
-                self._pages[key] = bytearray(self._feed[key[1]])
+                self._pages[key] = bytearray(self._known[key[1]])
             self._pages[key][offset : offset + len(data)] = data
             self._dirty.setdefault(key, set()).update(range(offset // PAGE, (offset + len(data) - 1) // PAGE + 1))
         return len(data)

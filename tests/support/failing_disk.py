@@ -87,6 +87,6 @@ class _File(io.FileIO):
         return super().readall()
 
     def close(self):
-        if not self.close:
+        if not self.closed:
             super().close()
             self._disk.count("close")

@@ -34,7 +34,7 @@ class Hurter(threading.Thread):
             if name in ranks and self.steps() >= step:
                 os.kill(ranks[name], SIGNALS[how])
                 self.done.append((self._hurts.pop(0), time.time()))
-                while self._request("resumed") < len(self.done) and time.monotonic() < deadline_s:
+                while self._count("resumed") < len(self.done) and time.monotonic() < deadline_s:
                     time.sleep(0.005)
                 here = self.steps()
                 while self.steps() <= here and time.monotonic() < deadline_s:
@@ -42,9 +42,9 @@ class Hurter(threading.Thread):
                 self.training.append(time.time())
 
     def steps(self):
-        return self._request("step")
+        return self._count("step")
 
-    def _request(self, event):
+    def _count(self, event):
         try:
             lines = self._metrics.read_text().splitlines()
         except OSError:

@@ -71,8 +71,8 @@ def last_sum_only():
 def half_the_scale():
     inner = Executor.run
 
-    def run(self, *args, scale, **rest):
-        return inner(self, *args, scale=scale / 2, **rest)
+    def run(self, context):
+        return inner(self, replace(context, scale=context.scale / 2))
 
     return mock.patch.object(Executor, "run", run)
 

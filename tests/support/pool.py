@@ -87,7 +87,7 @@ class Pool:
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         self._ranks: list[_Rank] = []
         self._runs = 0
-        self._start = 0
+        self._started = 0
 
     def run(self, world: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 20.0) -> list[Any]:
         """``fn(rank, world, *args)`` on each rank; what they return, by rank.
@@ -132,8 +132,8 @@ class Pool:
         for number in range(world):
             if number < len(self._ranks) and self._ranks[number].process.is_alive():
                 continue
-            self._start += 1
-            rank = _Rank(self._context, self._folder / f"stacks-{self._start}")
+            self._started += 1
+            rank = _Rank(self._context, self._folder / f"stacks-{self._started}")
             self._ranks[number : number + 1] = [rank]
             fresh.append(rank)
         for rank in fresh:

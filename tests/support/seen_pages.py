@@ -20,13 +20,13 @@ class Seen:
     """One tab, and the pages that it opens from files."""
 
     def __init__(self, tab, folder):
-        self.tab, self.folder, self._open = tab, folder, 0
+        self.tab, self.folder, self._opened = tab, folder, 0
         for domain in ("Runtime", "Log", "Network", "Page"):
             tab.call(f"{domain}.enable")
 
     def open(self, page, **look):
-        self._open += 1
-        path = self.folder / f"{self._open}.html"
+        self._opened += 1
+        path = self.folder / f"{self._opened}.html"
         path.write_text(page, encoding="utf-8")
         self.tab.told.clear()
         self.tab.look(**look)

@@ -48,7 +48,7 @@ class Run:
         self.hosts = several.Several(place, [*plan, *COPIED, "--plan.dp", str(ranks)], [small_launcher.__file__])
 
     @contextmanager
-    def wait_begun(self, *flags):
+    def begun(self, *flags):
         """Both train."""
         with self.hosts:
             self.hosts.start(1, *flags)
@@ -80,7 +80,7 @@ class Run:
 @pytest.mark.long
 def test_two_ranks_on_each_host_sum_in_memory_first_and_have_the_bits_of_one(place):
     run = Run(place, steps=60, ranks=4)
-    with run.wait_begun() as hosts:
+    with run.begun() as hosts:
         assert run.ends_as_one() == []
         assert "4 ranks over shared memory and Gloo" in hosts.output()
 
@@ -88,7 +88,7 @@ def test_two_ranks_on_each_host_sum_in_memory_first_and_have_the_bits_of_one(pla
 @pytest.mark.long
 def test_a_rank_and_a_whole_host_are_lost_and_the_run_has_the_bits_of_one_that_was_not(place):
     run = Run(place, steps=240)
-    with run.wait_begun() as hosts:
+    with run.begun() as hosts:
         (rank,) = hosts.ranks(1)
         os.kill(rank, signal.SIGKILL)
         run.until_resumed(1)
@@ -108,7 +108,7 @@ def test_a_rank_and_a_whole_host_are_lost_and_the_run_has_the_bits_of_one_that_w
 @pytest.mark.parametrize("how", ["link down", "blackhole"])
 def test_a_partition_is_named_within_three_seconds_and_the_run_goes_on_when_it_heals(how, place):
     run = Run(place, steps=200)
-    with run.wait_begun() as hosts:
+    with run.begun() as hosts:
         cut_s = time.time()
         hosts.cut(1) if how == "link down" else hosts.blackhole(1)
         hosts.until(lambda: "Waiting for host 1" in hosts.said[1].read_text(), 10)
@@ -128,7 +128,7 @@ def test_a_partition_is_named_within_three_seconds_and_the_run_goes_on_when_it_h
 @pytest.mark.parametrize("how", ["stopped", "its launcher is stopped"])
 def test_what_is_stopped_is_found_wherever_it_is(how, place):
     run = Run(place, steps=200)
-    with run.wait_begun() as hosts:
+    with run.begun() as hosts:
         if how == "stopped":
             os.kill(hosts.ranks(1)[0], signal.SIGSTOP)
         else:
@@ -144,7 +144,7 @@ def test_what_is_stopped_is_found_wherever_it_is(how, place):
 @pytest.mark.slow
 def test_the_lead_is_lost_with_its_memory_and_comes_back(place):
     run = Run(place, steps=200)
-    with run.wait_begun() as hosts:
+    with run.begun() as hosts:
         run.trains()
         hosts.kill(0)
         hosts.start(0)
@@ -158,7 +158,7 @@ def test_the_lead_is_lost_with_its_memory_and_comes_back(place):
 @pytest.mark.slow
 def test_where_both_lose_their_memory_the_newest_checkpoint_is_gone_on_from(place):
     run = Run(place, steps=200)
-    with run.wait_begun() as hosts:
+    with run.begun() as hosts:
         run.until_step(60)
         hosts.kill(0)
         hosts.kill(1)
@@ -171,7 +171,7 @@ def test_where_both_lose_their_memory_the_newest_checkpoint_is_gone_on_from(plac
 @pytest.mark.slow
 def test_where_patience_ends_the_run_ends_with_the_host_s_name_and_nothing_is_left(place):
     run = Run(place, steps=400)
-    with run.wait_begun("--patience", "3") as hosts:
+    with run.begun("--patience", "3") as hosts:
         hosts.kill(1)
         assert hosts.launchers[0].wait(30) == 1
         assert "superstep: fault: host 1 has not come within 3 s; it was lost: host 1 (10.77.0.2)" in hosts.output()
@@ -236,7 +236,7 @@ def test_a_run_goes_on_without_a_lost_host_and_with_it_once_it_is_back_and_has_t
 @pytest.mark.slow
 def test_who_is_asked_to_stop_stops_all_hosts_after_the_step_and_each_says_so_with_its_status(place):
     run = Run(place, steps=4000)
-    with run.wait_begun() as hosts:
+    with run.begun() as hosts:
         hosts.launchers[1].terminate()
         assert hosts.wait() == [143, 143], hosts.output()
         assert hosts.output().count("superstep: stopped by SIGTERM.") == 2
