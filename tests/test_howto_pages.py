@@ -68,6 +68,12 @@ def main():
     assert eager[0].kept_bytes > known[0].kept_bytes, "one microbatch more is in flight"
     assert eager[1].kept_bytes == known[1].kept_bytes
     assert FORMULAS["eager-1f1b"] == FORMULAS["1f1b"]
+    try:
+        resolve(small.config(pp=2, microbatch=1, chunks=2, schedule="eager-1f1b"))
+    except superstep.errors.ConfigError as error:
+        assert "runs one stage on a rank" in str(error)
+    else:
+        raise AssertionError("two stages on a rank are taken")
     folder = Path(sys.argv[2])
     corpus = write_corpus(folder / "corpus", vocab=small.VOCAB)
     case = Cases(folder / "references", corpus, steps=1).case(runs["eager-1f1b"], reruns=False)

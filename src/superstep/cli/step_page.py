@@ -18,13 +18,12 @@ from superstep.observe.page.bubble import FORMULAS
 from superstep.observe.page.step_animation import ChooserEntry, moving_page
 from superstep.observe.page.step_data import StepDrawing, closed_of
 from superstep.observe.trace import Recorded
-from superstep.plan.config import PlanConfig, Schedule
+from superstep.plan.config import LOOPED, PlanConfig, Schedule
 from superstep.plan.resolve import Resolved
 from superstep.program.peak_memory import course
 
 MOST_INSTRUCTIONS = 200_000
 """Of all plans in a page together: what a browser unpacks at once, and a minute of simulating."""
-LOOPED: tuple[Schedule, ...] = ("interleaved", "breadth-first", "zb-v")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +145,7 @@ def _other(
 
 def _free_schedule(plan: PlanConfig, schedule: Schedule, zero: int) -> PlanConfig:
     """What hangs on the schedule or the stage becomes automatic again."""
-    chunks = (plan.chunks if plan.chunks > 1 and schedule != "zb-v" else 2) if schedule in LOOPED else 1
+    chunks = 2 if schedule == "zb-v" else max(plan.chunks, 2) if schedule in LOOPED else 1
     other = replace(plan, schedule=schedule, zero=zero, chunks=chunks, replicas=plan.replicas if zero else 1)
     if schedule != plan.schedule:
         other = replace(other, microbatch_group=None)

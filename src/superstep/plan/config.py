@@ -10,6 +10,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "breadth-first", "zb-h1", "zb-v"]
+LOOPED: tuple[Schedule, ...] = ("interleaved", "breadth-first")
+"""Schedules with several stages on a rank, which microbatches pass in groups. The others have one stage, zb-v two."""
+ZERO_BUBBLE: tuple[Schedule, ...] = ("zb-h1", "zb-v")
+"""Schedules whose backward pass comes in two halves."""
 Recompute = Literal["none", "selective", "full"]
 Context = Literal["ring", "ulysses"]
 Dtype = Literal["fp32", "bf16"]

@@ -6,7 +6,16 @@ import math
 from dataclasses import dataclass, replace
 
 from superstep.errors import ConfigError
-from superstep.plan.config import Context, PlanConfig, Recompute, RunConfig, Schedule, setting_text
+from superstep.plan.config import (
+    LOOPED,
+    ZERO_BUBBLE,
+    Context,
+    PlanConfig,
+    Recompute,
+    RunConfig,
+    Schedule,
+    setting_text,
+)
 from superstep.plan.lora import add_lora, without_adapters
 from superstep.plan.mesh import FAMILIES, Family, MeshShape
 from superstep.plan.model.axes import outline_of
@@ -330,7 +339,7 @@ def _fill(config: RunConfig, outline: Outline, world: int | None, *, is_ours: bo
 
 def _schedule(plan: PlanConfig, layers: int, *, is_compiled: bool) -> Schedule:
     schedule = plan.schedule or ("interleaved" if plan.chunks > 1 else "1f1b")
-    if plan.chunks > 1 and schedule in ("gpipe", "1f1b", "zb-h1"):
+    if plan.chunks > 1 and schedule not in (*LOOPED, "zb-v"):
         raise ConfigError(
             f"plan.schedule = '{schedule}' runs one stage on a rank, and plan.chunks = {plan.chunks}; "
             "set plan.chunks to 1, or plan.schedule to 'interleaved' or 'breadth-first'."
@@ -341,7 +350,7 @@ def _schedule(plan: PlanConfig, layers: int, *, is_compiled: bool) -> Schedule:
             f"model.layers = {layers}; set {'plan.chunks' if plan.chunks != 2 else 'model.layers'} to 2, or "
             "choose another plan.schedule."
         )
-    if is_compiled and schedule in ("zb-h1", "zb-v"):
+    if is_compiled and schedule in ZERO_BUBBLE:
         raise ConfigError(
             f"plan.schedule = '{schedule}' takes the backward pass in two, and a compiled block (numerics.compile = "
             f"true) has it in one; set numerics.compile to false, or plan.schedule to "
@@ -392,7 +401,7 @@ def _group(plan: PlanConfig, batch: int) -> int | None:
     assert plan.dp is not None
     assert plan.microbatch is not None
     m = batch // (plan.dp * plan.microbatch)
-    if plan.schedule not in ("interleaved", "breadth-first"):
+    if plan.schedule not in LOOPED:
         if plan.microbatch_group is not None:
             raise ConfigError(
                 f"plan.microbatch_group = {plan.microbatch_group} has no meaning for plan.schedule = "

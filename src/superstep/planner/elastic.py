@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from superstep.errors import ConfigError
 from superstep.hardware.cluster import Cluster
-from superstep.plan.config import PlanConfig, RunConfig
+from superstep.plan.config import ZERO_BUBBLE, PlanConfig, RunConfig
 from superstep.plan.resolve import Resolved, resolve
 from superstep.planner.price import pricing_of
 from superstep.planner.search import Side, search
@@ -96,4 +96,4 @@ def _kept_rules(config: RunConfig) -> Iterator[Rule]:
     if config.numerics.exact:  # gradients of microbatches are summed in their order
         yield Rule("microbatch", config.plan.microbatch)
     if config.numerics.compile:
-        yield from (Rule("schedule", name, is_wanted=False) for name in ("zb-h1", "zb-v"))
+        yield from (Rule("schedule", name, is_wanted=False) for name in ZERO_BUBBLE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from superstep.plan.config import LOOPED
 from superstep.plan.resolve import Resolved
 
 
@@ -21,7 +22,7 @@ def _parts(run: Resolved) -> Iterator[str]:
     plan, config = run.plan, run.config
     yield from _ranks(run)
     yield from _schedule(run) or [plan.schedule]
-    if plan.schedule in ("interleaved", "breadth-first"):
+    if plan.schedule in LOOPED:
         yield f"group={plan.microbatch_group}"
     if config.plan.stages:
         yield f"stages={','.join(map(str, config.plan.stages))}"

@@ -13,7 +13,7 @@ from superstep.cost.closed.uncertainty import FULL
 from superstep.errors import ConfigError, did_you_mean
 from superstep.hardware.cluster import Cluster
 from superstep.hardware.cluster_file import cluster as cluster_of
-from superstep.plan.config import Dtype, ModelConfig, PlanConfig, RunConfig, StateConfig
+from superstep.plan.config import ZERO_BUBBLE, Dtype, ModelConfig, PlanConfig, RunConfig, StateConfig
 from superstep.plan.config_io import build, read_config
 from superstep.plan.model.lookup import shape_of
 from superstep.plan.resolve import resolve
@@ -47,7 +47,7 @@ def problems(model: str, cluster: str, options: ProblemOptions) -> list[SearchPr
     base = _base(model, known_cluster, options)
     rules, only = _read_fixed(options.fix)
     if base.numerics.compile:
-        rules = (*rules, *(Rule("schedule", name, is_wanted=False) for name in ("zb-h1", "zb-v")))
+        rules = (*rules, *(Rule("schedule", name, is_wanted=False) for name in ZERO_BUBBLE))
     formats: list[Dtype] = [each for each in ("bf16", "fp32") if known_cluster.chip.peak(each) and only in (None, each)]
     if not formats:
         known = ", ".join(each for each, _ in known_cluster.chip.flops_per_s)
