@@ -1,4 +1,4 @@
-"""GradeConfig: what a grade may take, and how candidates are kept."""
+"""GradeConfig: limits of a grade, and how candidates' programs are isolated."""
 
 from __future__ import annotations
 
@@ -10,44 +10,41 @@ from superstep.errors import ConfigError
 Kept = Literal["bubblewrap", "none"]
 
 LEAST_BYTES = 32 << 20
-"""Python itself takes about 20 MiB of addresses, and a program needs some too."""
+"""Python alone takes about 20 MiB of address space, and a program needs some too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradeConfig:
-    """What a grade may take, and how candidates' programs are kept."""
+    """Limits of a grade, and how candidates' programs are isolated."""
 
     sandbox: Kept = "bubblewrap"
-    """bubblewrap keeps each program in namespaces of its own; none runs it as this user, with every right of theirs."""
+    """bubblewrap isolates each program in its own namespaces; none runs it as this user, with all of the user's rights.
+    """
     timeout_s: float = 10.0
-    """How long a candidate's program, or the reading of its answer, may take."""
+    """Seconds that a candidate's program, or reading its answer, may take."""
     grader_timeout_s: float = 60.0
-    """How long a whole grade may take before its grader is killed; more than `timeout_s`."""
+    """Seconds that a whole grade may take before its grader is killed; more than `timeout_s`."""
     memory_bytes: int = 512 << 20
-    """What a program's processes may take together; each of them may address as much."""
+    """Memory of a program's processes together; each of them may address as much."""
     disk_bytes: int = 16 << 20
-    """The room of a program's own folder, which is in memory and ends with it."""
+    """Size of a program's own folder, which is in memory and removed after the run."""
     output_bytes: int = 1 << 20
-    """The most that a program may write to its output."""
+    """The most bytes that a program may write to its output."""
     processes: int = 32
-    """Processes and threads that a program may have at a time."""
+    """The most processes and threads that a program may have at a time."""
     python: str | None = None
-    """The interpreter of candidates; where none is named, this one's, or else the system's."""
+    """Python interpreter for candidates' programs; left out, this interpreter, or else the system's."""
     packages: str | None = None
-    """A folder of packages that programs may import, as `pip install --target` makes one; none gives them the standard
-    library alone."""
+    """Folder of packages that programs may import, made by `pip install --target`; left out, only the standard library.
+    """
     workers: int | None = None
-    """Graders at a time; where none is given, one for each core."""
+    """Graders at a time; left out, one for each core."""
     retries: int = 2
     """How often an answer is graded again after a grader_error."""
 
 
 def check_config(config: GradeConfig) -> GradeConfig:
-    """The same, once its numbers are seen to work.
-
-    Raises:
-        ConfigError: one of them cannot work.
-    """
+    """Return the config after checking that its numbers work; raises ConfigError otherwise."""
     for name, value in (("timeout_s", config.timeout_s), ("grader_timeout_s", config.grader_timeout_s)):
         if not 0 < value <= 86_400:
             raise ConfigError(f"grade.{name} = {value:g} must be above 0 and at most 86400.")

@@ -1,10 +1,10 @@
 """Environment: the tasks of a user's own Python file.
 
-    task(index, seed) -> Task                     pure: the same numbers give the same task on any machine, at any time
+    task(index, seed) -> Task                     pure: the same numbers give the same task on every machine
     grade(task, rollout) -> Verdict | Check | number
-    reply(task, turns) -> Observation | Done      where there is none, a rollout is one turn
+    reply(task, turns) -> Observation | Done      optional; without it a rollout has one turn
 
-The file is run as a module of its own, as that of ``model.source`` is.
+The file is loaded as a module of its own, like the file of ``model.source``.
 """
 
 from __future__ import annotations
@@ -23,23 +23,21 @@ NEEDED = {"task": "task(index, seed)", "grade": "grade(task, rollout)"}
 
 
 class Tasks(Protocol):
-    """What who samples asks of an environment: ``Environment``, or a process that has it."""
+    """What a rollout worker needs of an environment: ``Environment`` itself, or a process that runs it."""
 
     @property
     def path(self) -> Path:
-        """Of the file."""
+        """The environment's file."""
 
     def task(self, index: int, seed: int) -> Task:
         """The task of these numbers."""
 
     def reply(self, task: Task, turns: Sequence[Message]) -> Observation | Done:
-        """What is said to the last turn."""
+        """The environment's reply to the last turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """The functions of an environment's file."""
-
     path: Path
     make: Callable[[int, int], object]
     judge: Callable[[Task, Rollout], object]
@@ -49,7 +47,7 @@ class Environment:
         """The task of these numbers.
 
         Raises:
-            ConfigError: the file's function fails, or gives something else.
+            ConfigError: the file's function fails or returns another type.
         """
         call = f"{self.path}: task({index}, {seed})"
         try:
@@ -67,10 +65,10 @@ class Environment:
         return task
 
     def reply(self, task: Task, turns: Sequence[Message]) -> Observation | Done:
-        """What the environment says to the last turn.
+        """The environment's reply to the last turn.
 
         Raises:
-            ConfigError: the file's function fails, or gives something else.
+            ConfigError: the file's function fails or returns another type.
         """
         if self.answer is None:
             return Done()
@@ -86,7 +84,7 @@ class Environment:
 
 
 def load_environment(source: str | Path) -> Environment:
-    """The environment that a Python file has.
+    """Load an environment from a Python file.
 
     Raises:
         ConfigError: the file cannot be read or run, or lacks a function.
@@ -99,5 +97,4 @@ def load_environment(source: str | Path) -> Environment:
 
 
 def describe_error(error: BaseException) -> str:
-    """The kind of an error and its first line."""
     return line(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}").rstrip(": .")

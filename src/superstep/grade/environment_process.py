@@ -1,10 +1,9 @@
-"""An environment whose functions run in a process of their own, each call before a deadline.
+"""EnvironmentProcess: runs an environment's functions in a separate process, each call with a deadline.
 
-Who samples answers asks the user's file for tasks and for replies to turns. A function that hangs there would keep
-every rank waiting, and one that ends its process would end a rank. So the file runs apart, and is ended where it is
-late. A call that takes its time and comes back is none of that. A process that ends, as the kernel may end it for its
-memory, is started again and asked again. Turns that end it each time are a violation, if the task alone does not end
-it, as answers are in ``grade.pool``.
+A call of the user's file that hangs would block every rank, and one that exits would end a rank. So the file runs in a
+process that is killed when a call exceeds its deadline. A process that ends during a call (the kernel may kill it for
+its memory) is started again and the call is repeated. Turns that end it every time are a violation, unless the task
+alone ends it; ``grade.pool`` treats answers the same way.
 """
 
 from __future__ import annotations
@@ -20,28 +19,27 @@ from superstep.grade.task import Done, Message, Observation, Task
 from superstep.launch.line_process import LineProcess, unanswered
 
 RESTARTS = 2
-"""How often the process is started again for one question."""
+"""How often the process is restarted for one call."""
 
 
 class EndedError(Fault):
-    """The process ended while it was asked."""
+    """The process ended during a call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskedTask(Task):
-    """A task as who samples has it: its messages, and the numbers by which its environment finds the rest."""
+    """A task as the rollout worker has it: messages only, with the numbers by which the environment makes it again."""
 
     index: int
     seed: int
 
 
 class EnvironmentProcess:
-    """The tasks and the replies of an environment's file. One thread at a time may ask.
+    """Tasks and replies of an environment's file. Only one thread at a time may call it.
 
     Args:
-        source: the file.
-        seconds: how long a call of its functions may take.
-        setting: the field that says so.
+        seconds: the deadline of each call.
+        setting: the field that sets the deadline, for error messages.
     """
 
     def __init__(self, source: str | Path, seconds: float, setting: str = "rollout.reply_timeout_s") -> None:
@@ -52,10 +50,10 @@ class EnvironmentProcess:
         self._has_replies: bool | None = None
 
     def open(self) -> None:
-        """See that the file can be loaded.
+        """Start the process and load the file.
 
         Raises:
-            ConfigError: it cannot.
+            ConfigError: the file cannot be loaded.
             Fault: the process does not start.
         """
         if self._has_replies is None:
@@ -66,19 +64,19 @@ class EnvironmentProcess:
         """The task of these numbers.
 
         Raises:
-            ConfigError: the file has none.
-            Fault: it is late, or its process has ended each time that it was asked.
+            ConfigError: the file has no such task.
+            Fault: the call exceeded its deadline, or the process ended at each attempt.
         """
         reply = self._call({"do": "task", "index": index, "seed": seed}, f"task({index}, {seed})")
         return AskedTask(prompt=_messages(reply["prompt"]), index=index, seed=seed)
 
     def is_pure(self, index: int, seed: int) -> bool:
-        """Whether the same numbers give the same task again; raises as ``task`` does."""
+        """Whether the same numbers give the same task again; raises what ``task`` raises."""
         request = {"do": "compare", "index": index, "seed": seed}
         return self._call(request, f"task({index}, {seed})")["same"] is True
 
     def reply(self, task: Task, turns: Sequence[Message]) -> Observation | Done:
-        """What the environment says to the last turn of a task that it gave; raises as ``task`` does."""
+        """The environment's reply to the last turn of its task; raises what ``task`` raises."""
         assert isinstance(task, AskedTask), "the task is one of this process"
         self.open()
         if not self._has_replies:
@@ -102,7 +100,7 @@ class EnvironmentProcess:
         return Done() if messages is None else Observation(_messages(messages))
 
     def close(self) -> None:
-        """Ends the process and what it started."""
+        """End the process and all processes that it started."""
         self._process.end()
 
     def __enter__(self) -> EnvironmentProcess:

@@ -1,13 +1,13 @@
-"""A process of an environment's: run as ``python -P -m superstep.grade.grader_worker``, one JSON line in, one out.
+"""The process of an environment: ``python -P -m superstep.grade.grader_worker``; one JSON line in, one out.
 
-    {"path", "config"}                    first: the file, and what a grade may take where any are asked for
+    {"path", "config"}                    first: the file, and the limits of a grade where grades are requested
     {"index", "seed", "turns", "finish"}  the verdict of a rollout
     {"do": "task", ...}                   the task's messages
-    {"do": "reply", ...}                  what is said to these turns
-    {"do": "compare", ...}                whether the task is the same when it is asked for again
+    {"do": "reply", ...}                  the environment's reply to these turns
+    {"do": "compare", ...}                whether the task is the same when it is made again
 
-The functions of an environment's file are the user's, and may hang or end whatever they run in. So they run here, and
-who asks kills this process when it is late.
+The functions of the user's file may hang or end their process. So they run here, and the parent kills this process when
+a call exceeds its deadline.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from superstep.launch.line_process import NUMBER
 PR_SET_PDEATHSIG = 1
 
 TASKS = 1024
-"""That are kept, so that none is made anew for each turn of it."""
+"""The number of tasks in the cache, so that a task is not made again for each of its turns."""
 
 
 def decide(environment: Environment, task: Task, rollout: Rollout, tools: Tools) -> Verdict:
-    """What the environment's grader says of a rollout. What it raises is a grader_error."""
+    """The verdict of the environment's grader. An exception of the grader is a grader_error."""
     try:
         verdict = environment.judge(task, rollout)
         if isinstance(verdict, Check) and not isinstance(verdict, Verdict):
@@ -52,7 +52,7 @@ def decide(environment: Environment, task: Task, rollout: Rollout, tools: Tools)
 
 
 def main() -> None:
-    """Answers until its input ends."""
+    """Answer requests until the input ends."""
     _die_with_parent()
     given, out = sys.stdin, os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what a grader prints is no answer
@@ -78,15 +78,13 @@ def _tools(fields: dict[str, Any]) -> Tools:
 
 
 class _Desk:
-    """Answers what is asked of one environment."""
-
     def __init__(self, environment: Environment, tools: Tools | None) -> None:
         self.environment = environment
         self._tools = tools
         self._task = lru_cache(TASKS)(environment.task)
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """One answer.
+        """Answer one request.
 
         Raises:
             ConfigError: the file has no such task, or its ``reply`` fails.
@@ -121,7 +119,7 @@ def _put(out: IO[str], request: dict[str, Any], reply: dict[str, Any]) -> None:
 
 
 def _die_with_parent() -> None:
-    """The kernel ends this process with the thread that started it, whatever it is busy with."""
+    """Let the kernel end this process when its parent thread ends, even while it is busy."""
     if sys.platform == "linux":
         parent = os.getppid()
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

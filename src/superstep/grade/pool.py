@@ -1,11 +1,11 @@
-"""Pool: graders in processes of their own, so many at a time, each with a deadline.
+"""Pool: graders in several processes, each grade with a deadline.
 
     pool = Pool("tasks.py", GradeConfig())
-    pool.grade(7, seed=0, rollout)          a Verdict; grader_error is tried again before it is one
+    pool.grade(7, seed=0, rollout)          a Verdict; grader_error is tried again first
     pool.submit(7, seed=0, rollout)         the same, as a Future
 
-A grader that hangs is killed at its deadline, one that a signal has stopped within seconds, and started anew. An answer
-that ends its grader each time is a violation, if the task alone does not: else a model could learn not to be graded.
+A grader that hangs is killed at its deadline, a stopped one within seconds; both are started again. An answer that ends
+its grader every time is a violation, unless the task alone does: else a model could learn not to be graded.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from superstep.grade.verdict import Verdict, from_told, grader_error, violation
 from superstep.launch.line_process import LineProcess, unanswered
 
 START_S = 120.0
-"""How long an environment's file may take to be loaded."""
+"""Seconds to load an environment's file."""
 
 COMMAND = (sys.executable, "-P", "-m", "superstep.grade.grader_worker")
 
 
 def makes_task(process: LineProcess, index: int, seed: int, seconds: float) -> bool:
-    """Whether a process of an environment makes a task: then it was an answer that ended those before it each time."""
+    """Whether a process can make the task: then it was the answer that ended the processes before."""
     return process.ask({"do": "task", "index": index, "seed": seed}, seconds) is not None
 
 
 class Pool:
-    """Graders of one environment. May be used from any thread.
+    """Graders of one environment, for any thread.
 
     Attributes:
-        memory_bound: what holds candidates' programs to their memory.
+        memory_bound: how candidates' programs are held to their memory limit.
     """
 
     def __init__(
@@ -55,13 +55,11 @@ class Pool:
         retried: Callable[[Verdict], None] | None = None,
         is_heard: bool = True,
     ) -> None:
-        """Starts one grader, to see that the file can be loaded; the others start when they are needed.
+        """Start one grader, to check that the file can be loaded; the others start when they are needed.
 
         Args:
-            source: the environment's file.
-            config: what a grade may take.
-            retried: told of each grader_error that is tried again.
-            is_heard: whether what graders print goes to our stderr.
+            retried: called with each grader_error that is tried again.
+            is_heard: whether graders print to this process's stderr.
 
         Raises:
             ConfigError: the file or the sandbox cannot be used.
@@ -82,14 +80,11 @@ class Pool:
             raise
 
     def grade(self, index: int, seed: int, rollout: Rollout) -> Verdict:
-        """The verdict of a rollout of a task; raises as ``submit``'s future does."""
+        """The verdict of a rollout; raises what the future of ``submit`` raises."""
         return self.submit(index, seed, rollout).result()
 
     def submit(self, index: int, seed: int, rollout: Rollout) -> Future[Verdict]:
-        """The verdict, once it is there.
-
-        Its ``result`` raises a ConfigError where the file has no such task.
-        """
+        """A future of the verdict. Its ``result`` raises a ConfigError where the file has no such task."""
         if rollout.violation:
             return self._threads.submit(violation, rollout.violation)
         request = {
@@ -101,7 +96,7 @@ class Pool:
         return self._threads.submit(self._grade, request)
 
     def close(self) -> None:
-        """Ends all graders and what they run."""
+        """End all graders and their programs."""
         for worker in self._all:
             worker.kill()
         self._threads.shutdown(cancel_futures=True)
@@ -136,7 +131,7 @@ class Pool:
 
 
 class _Worker:
-    """One grader's process, as a thread of the pool sees it."""
+    """One thread of the pool with its grader process."""
 
     def __init__(self, source: Path, config: GradeConfig, *, is_heard: bool) -> None:
         self._source, self._config, self._is_heard = source, config, is_heard
@@ -144,10 +139,10 @@ class _Worker:
         self._lock = threading.Lock()
         self._is_closed = False
         self.has_ended = False
-        """Whether the process ended at the last attempt, neither late nor stopped."""
+        """Whether the process ended by itself at the last attempt: neither late nor stopped."""
 
     def started(self) -> LineProcess:
-        """The process, which is started where there is none.
+        """The process, started if necessary.
 
         Raises:
             ConfigError: the environment's file cannot be used.
@@ -170,11 +165,7 @@ class _Worker:
         return process
 
     def ask(self, request: dict[str, Any]) -> Verdict:
-        """One attempt.
-
-        Raises:
-            ConfigError: the file has no such task.
-        """
+        """Make one attempt; raises ConfigError where the file has no such task."""
         seconds = self._config.grader_timeout_s
         self.has_ended = False
         try:
@@ -191,7 +182,7 @@ class _Worker:
         return from_told(reply)
 
     def has_task(self, index: int, seed: int) -> bool:
-        """Whether a process that is given no answer makes the task."""
+        """Whether a process can make the task, without seeing the answer."""
         try:
             is_made = makes_task(self.started(), index, seed, self._config.grader_timeout_s)
         except Fault:
@@ -201,14 +192,14 @@ class _Worker:
         return is_made
 
     def kill(self) -> None:
-        """From any thread: ends the process for good. Who waits for it is told so."""
+        """End the process for good, from any thread; a waiting call returns."""
         with self._lock:
             self._is_closed = True
             if self._process is not None:
                 self._process.kill()
 
     def close(self) -> None:
-        """Ends the process once nobody asks it any more."""
+        """End the process once no call uses it."""
         self.kill()
         self._end()
 

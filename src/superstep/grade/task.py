@@ -1,4 +1,4 @@
-"""Task, Rollout and what is said between: the values that an environment's file deals in."""
+"""Task, Rollout and messages: the values of an environment's file."""
 
 from __future__ import annotations
 
@@ -12,20 +12,18 @@ Finish = Literal["stop", "length"]
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Something said, and by whom."""
-
     role: Role
     content: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """Something to be done, and what its grader knows of it. A function of (index, seed) alone.
+    """A task, and what its grader knows; a function of (index, seed) alone.
 
     Attributes:
-        prompt: what the model is told; a text is one message of the user's.
-        answer: what the grader expects. It is never shown to a model or its programs.
-        solution: an answer that deserves the full score, where one is known: ``grade check`` sees that it gets it.
+        prompt: a text means one message of the user.
+        answer: what the grader expects; never shown to a model or its programs.
+        solution: an answer that deserves the full score, if known: ``grade check`` verifies that it gets it.
         data: anything else that the grader needs.
     """
 
@@ -36,18 +34,18 @@ class Task:
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """The prompt, as messages."""
+        """The prompt as messages."""
         return (Message("user", self.prompt),) if isinstance(self.prompt, str) else self.prompt
 
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """What came of a task: what was said after its prompt, by the model and by the environment.
+    """A sampled answer: the messages after the prompt, of the model and of the environment.
 
     Attributes:
-        turns: in order; those of the model have the role ``assistant``.
-        finish: ``length`` where the last turn was cut off at the most tokens.
-        violation: why it is one and is not graded; empty where it is graded.
+        turns: in order; the model's have the role ``assistant``.
+        finish: ``length`` where the last turn was cut at the token limit.
+        violation: why the rollout is a violation and is not graded; else empty.
     """
 
     turns: tuple[Message, ...]
@@ -56,18 +54,17 @@ class Rollout:
 
     @property
     def answer(self) -> str:
-        """What the model said last; empty where it said nothing."""
+        """The model's last message; empty where there is none."""
         return next((turn.content for turn in reversed(self.turns) if turn.role == "assistant"), "")
 
 
 def answer_rollout(text: str, finish: Finish = "stop") -> Rollout:
-    """A rollout of one turn."""
     return Rollout((Message("assistant", text),), finish)
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What the environment says to a turn of the model; the model goes on."""
+    """The environment's reply to a turn of the model, which continues."""
 
     messages: tuple[Message, ...]
 
@@ -77,7 +74,7 @@ class Done:
     """The rollout ends here.
 
     Attributes:
-        violation: why it is one, where it is: no ``reply`` needs to say that, for whose process it is said.
+        violation: why it is a violation; set by ``EnvironmentProcess``, never by ``reply``.
     """
 
     violation: str = ""

@@ -1,11 +1,11 @@
-"""Verdict: what is decided of an answer, as one frozen value.
+"""Verdict: the grade of an answer, as one frozen value.
 
 ok(score)       the answer earns a score above 0, at most 1
-wrong           it was judged, and earns nothing
-timeout         the candidate's program, or what reads its answer, took too long
-memory          it took too much memory
-violation       it did what the sandbox forbids
-grader_error    nobody knows: the grader failed, so the answer is graded again; never a reward
+wrong           the answer was judged, and earns nothing
+timeout         the candidate's program, or reading its answer, took too long
+memory          the program took too much memory
+violation       the program did what the sandbox forbids
+grader_error    the grader failed, so the answer is graded again; never a reward
 """
 
 from __future__ import annotations
@@ -17,18 +17,17 @@ from typing import Any, Literal, get_args
 Kind = Literal["ok", "wrong", "timeout", "memory", "violation", "grader_error"]
 
 WHY_CHARS = 400
-"""The most that is said of a verdict. Part of it may be the candidate's words."""
+"""The longest reason of a verdict. Part of it may be the candidate's words."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What is decided of an answer.
+    """The grade of an answer.
 
     Attributes:
-        kind: the decision.
-        score: above 0 and at most 1 where it is ok, else 0.
-        why: a line for people. Programs do not read it.
-        graded_s: when a grader took it up, and when it was done, in seconds since 1970. It is no part of the decision.
+        score: above 0 and at most 1 where the kind is ok, else 0.
+        why: a line for people; programs do not read it.
+        graded_s: start and end of the grade, in seconds since 1970; no part of the decision.
     """
 
     kind: Kind
@@ -44,54 +43,48 @@ class Verdict:
 
     @property
     def is_decided(self) -> bool:
-        """Whether it says something of the answer, and not only of the grader."""
+        """Whether it judges the answer: false for a grader_error."""
         return self.kind != "grader_error"
 
     @property
     def reward(self) -> float:
-        """The score, for training. Who has no decision has no reward either, and must look before."""
+        """The score, for training; a grader_error has none, so callers check ``is_decided`` first."""
         assert self.is_decided, f"a grader_error is no reward: {self.why}"
         return self.score
 
     def told(self) -> dict[str, Any]:
-        """As JSON has it. The score of a grader_error is null, so that nobody takes it for a number."""
+        """As JSON. The score of a grader_error is null, so that nobody takes it for a number."""
         return {"verdict": self.kind, "score": self.score if self.is_decided else None, "why": self.why}
 
 
 def ok(score: float = 1.0, why: str = "") -> Verdict:
-    """The answer earns a score."""
     return Verdict("ok", float(score), line(why))
 
 
 def wrong(why: str = "") -> Verdict:
-    """The answer earns nothing."""
     return Verdict("wrong", 0.0, line(why))
 
 
 def timeout(why: str = "") -> Verdict:
-    """It took too long."""
     return Verdict("timeout", 0.0, line(why))
 
 
 def memory(why: str = "") -> Verdict:
-    """It took too much memory."""
     return Verdict("memory", 0.0, line(why))
 
 
 def violation(why: str = "") -> Verdict:
-    """It did what the sandbox forbids."""
     return Verdict("violation", 0.0, line(why))
 
 
 def grader_error(why: str) -> Verdict:
-    """The grader failed; nothing is known of the answer."""
     return Verdict("grader_error", 0.0, line(why))
 
 
 def verdict_of(value: object) -> Verdict:
-    """The verdict that a grader's plain value means: a Verdict, True or False, or a number from 0 to 1.
+    """The verdict for a grader's plain value: a Verdict, True or False, or a number from 0 to 1.
 
-    Anything else is the grader's mistake: a NaN compares false with every bound, and would be the best reward of all.
+    Any other value is a grader_error: a NaN compares false with every bound, and would be the best reward of all.
     """
     if type(value) is Verdict:
         return value
@@ -105,12 +98,12 @@ def verdict_of(value: object) -> Verdict:
 
 
 def from_told(raw: dict[str, Any]) -> Verdict:
-    """The verdict that ``raw`` wrote."""
+    """Read what ``told`` wrote."""
     return Verdict(raw["verdict"], float(raw["score"] or 0.0), str(raw["why"]))
 
 
 def line(text: str) -> str:
-    """A candidate's words, or an error's, as one short line that harms no terminal."""
+    """A candidate's words, or an error's, as one short line without control characters."""
     shown = "".join(c if c.isprintable() else " " for c in text[: 4 * WHY_CHARS])
     shown = " ".join(shown.split())
     return shown if len(shown) <= WHY_CHARS else shown[:WHY_CHARS] + "..."

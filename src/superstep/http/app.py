@@ -1,6 +1,6 @@
-"""An application: which path goes to which handler, and what becomes of what a handler raises.
+"""Application: which path goes to which handler, and how errors of handlers become responses.
 
-make_app(routes, state, ...)    routes are (method, path, handler); a handler is given the request and the state
+make_app(routes, state, ...)    routes are (method, path, handler); a handler receives the request and the state
 with_key(handler, key, scheme)  the handler, for clients that know the key
 """
 
@@ -27,10 +27,9 @@ from superstep.observe.http_access import bearer_key, is_same_key
 S = TypeVar("S")
 Handler = Callable[[Request, S], Awaitable[Response]]
 Routes = Sequence[tuple[str, str, Handler[S]]]
-"""Method, path and handler."""
 
 GONE_STATUS = 499
-"""What is noted of a request whose client went away. Nobody reads it."""
+"""The status in the log for a request whose client went away. Nobody reads it."""
 
 
 def make_app(
@@ -42,15 +41,14 @@ def make_app(
     convert: Convert,
     unknown_path: Callable[[Request, HTTPException], str] | None = None,
 ) -> Starlette:
-    """An application.
+    """Build an application.
 
     Args:
-        routes: what it serves.
-        state: given to each handler.
-        middleware: of ``Entrance``.
-        refuse: makes a refusal a response, and counts it.
-        convert: a handler's error that is no ``RequestError``.
-        unknown_path: the message for a path or a method that is not served; None lists the paths.
+        state: passed to each handler.
+        middleware: made by ``Entrance``.
+        refuse: makes an error response, and counts it.
+        convert: makes a handler's other errors a ``RequestError``.
+        unknown_path: the message for a path or method that is not served; None lists the paths.
     """
 
     def endpoint(handler: Handler[S]) -> Callable[[Request], Awaitable[Response]]:
@@ -88,11 +86,11 @@ def _list_paths(request: Request, error: HTTPException, routes: Routes[S]) -> st
 
 @dataclass(frozen=True, slots=True)
 class KeyScheme:
-    """How a client shows a key.
+    """How clients send a key.
 
     Attributes:
         read: the key in a request; empty where there is none.
-        refuse: what is raised where it is not the server's.
+        refuse: makes the error for a wrong key.
     """
 
     read: Callable[[Request], str]
@@ -100,7 +98,6 @@ class KeyScheme:
 
 
 def read_bearer(request: Request) -> str:
-    """The key of ``Authorization: Bearer KEY``."""
     return bearer_key(request.headers.get("authorization", ""))
 
 
@@ -116,5 +113,5 @@ def with_key(handler: Handler[S], key: str, scheme: KeyScheme) -> Handler[S]:
 
 
 def metrics_response(registry: CollectorRegistry) -> Response:
-    """All numbers, in Prometheus's text form."""
+    """All metrics, in Prometheus's text format."""
     return Response(generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})

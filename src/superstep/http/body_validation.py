@@ -1,6 +1,6 @@
-"""Bodies as values: strict types, no field that is not known.
+"""Request bodies as values: strict types, no unknown fields.
 
-Types are strict: ``"0.5"`` is no number and ``true`` no 1. ``null`` is what a field has that was not given.
+Types are strict: ``"0.5"`` is not a number and ``true`` is not 1. ``null`` means that the field was not given.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ M = TypeVar("M", bound=BaseModel)
 
 
 class Strict(BaseModel):
-    """Takes no field that it does not know, and no value of another type."""
+    """A body without unknown fields and without values of another type."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 def read_model(form: type[M], body: Mapping[str, Any]) -> M:
-    """A body as its endpoint's fields.
+    """Read a body as its endpoint's fields.
 
     Raises:
-        RequestError: naming the field and the rule.
+        RequestError: names the field and the rule.
     """
     try:
         return form.model_validate(body)
@@ -39,16 +39,14 @@ def read_model(form: type[M], body: Mapping[str, Any]) -> M:
 
 
 def value_or(value: T | None, default: T) -> T:
-    """The value, where there is one."""
     return default if value is None else value
 
 
 def refused_by_model(error: ValidationError, known: Iterable[str]) -> RequestError:
-    """What a client is told of a body that does not have the form of its endpoint: the first of its mistakes.
+    """The error for a body that does not fit its endpoint: its first mistake.
 
     Args:
-        error: of pydantic.
-        known: the fields of the body, for a guess at what an unknown one was meant to be.
+        known: the fields of the body, to suggest the right name for an unknown one.
     """
     details = error.errors(include_url=False, include_context=True)
     # Of the errors of a union's branches, the deepest belongs to the branch that was meant.
@@ -83,7 +81,7 @@ BRANCH = re.compile(r"[\[(-]|^(str|int|float|bool|[A-Z]\w*)$")
 
 
 def _places(loc: Sequence[int | str]) -> list[int | str]:
-    """Of a pydantic location, what is a field or an index: the names of a union's branches, types, are not."""
+    """Fields and indices of a pydantic location, without the names of a union's branches."""
     return [part for part in loc if isinstance(part, int) or not BRANCH.search(part)]
 
 

@@ -1,5 +1,6 @@
-"""A connection, held to limits: how long a request's head may take, how many there may be, how long a client may not
-read. uvicorn has a limit for the silence between two requests alone.
+"""Limits of a connection: time for a request's head, their number, and how long a client may not read.
+
+uvicorn limits only the silence between two requests.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from superstep.http.guard import HEAD_BYTES, too_large_a_head
 from superstep.http.request_error import RequestError
 
 FLUSH_S = 1.0
-"""How long a connection that is closed may take to be rid of what was written to it."""
+"""Seconds that a closed connection may take to send what was written to it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionLimits:
-    """What connections may cost.
+    """Limits of connections.
 
     Attributes:
-        count: at once. One more closes the one that has had no request for longest; where all have one, it is refused.
-        head_s: from its begin, or from the first byte after an answer, until a request's head is there.
-        unread_s: how long a client may read nothing of what is sent to it.
+        count: at once. One more closes the one idle for longest; where all are busy, the new one is refused.
+        head_s: until a request's head is complete, from the connection's start or the first byte after an answer.
+        unread_s: how long a client may not read what is sent to it.
     """
 
     count: int = 2048
@@ -36,17 +37,14 @@ class ConnectionLimits:
 
 
 class Connection(HttpToolsProtocol):
-    """One connection."""
-
     limits: ClassVar[ConnectionLimits] = ConnectionLimits()
 
     @property
     def is_idle(self) -> bool:
-        """Whether it has no request that is to be answered."""
+        """Whether it has no request to answer."""
         return self.cycle is None or self.cycle.response_complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client has come."""
         super().connection_made(transport)
         self._head_bytes = 0
         self._is_in_body = self._is_refused = False
@@ -58,13 +56,11 @@ class Connection(HttpToolsProtocol):
             self._make_room()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It has gone."""
         super().connection_lost(exc)
         self._end_wait()
         self.resume_writing()
 
     def data_received(self, data: bytes) -> None:
-        """Some bytes of it."""
         if self._is_refused:
             return
         super().data_received(data)
@@ -78,49 +74,43 @@ class Connection(HttpToolsProtocol):
                 self._refuse(too_large_a_head())
 
     def on_message_begin(self) -> None:
-        """A head begins."""
         self._is_in_body = False
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        """A head is whole."""
         self._end_wait()
         self._is_in_body = True
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        """A body is whole."""
         self._is_in_body = False
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """A request is answered."""
         self._idle_since_s = time.monotonic()
         super().on_response_complete()
 
     def pause_writing(self) -> None:
-        """The client does not read."""
         super().pause_writing()
         self._unread_timer = self.loop.call_later(self.limits.unread_s, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """It does again."""
         super().resume_writing()
         if self._unread_timer is not None:
             self._unread_timer.cancel()
             self._unread_timer = None
 
     def timeout_keep_alive_handler(self) -> None:
-        """Nothing came for long after an answer."""
+        """Close: nothing came for long after an answer."""
         self._close()
 
     def shutdown(self) -> None:
-        """The server ends; it has answered."""
+        """The server ends; requests are answered."""
         super().shutdown()
         self.loop.call_later(FLUSH_S, self.transport.abort)
 
     def send_400_response(self, msg: str) -> None:
-        """What was sent is no HTTP."""
+        """Refuse what is not HTTP."""
         self._refuse(RequestError(f"{msg} Send HTTP/1.1.", code="invalid_http"))
 
     def _await_head(self) -> None:
@@ -149,7 +139,9 @@ class Connection(HttpToolsProtocol):
             self._refuse(RequestError(why, status=503, code="too_many_connections", headers={"Retry-After": "1"}))
 
     def _refuse(self, error: RequestError) -> None:
-        """Answer outside of the application. What still comes is not read, and closes nothing over the answer."""
+        """Answer outside of the application. Later bytes are ignored, so that they cannot close the connection too
+        early.
+        """
         self._is_refused = True
         body = msgspec.json.encode(error.body)
         headers = error.headers | {
@@ -173,5 +165,5 @@ class Connection(HttpToolsProtocol):
 
 
 def connections_within(limits: ConnectionLimits) -> type[Connection]:
-    """Connections that keep to some limits; uvicorn makes them."""
+    """A connection class with limits; uvicorn makes its instances."""
     return type("LimitedConnection", (Connection,), {"limits": limits})

@@ -1,7 +1,8 @@
-"""The end of a server: requests under way are answered, new ones refused, until all are done or the grace is over.
+"""Draining: at a server's end, requests under way are answered and new ones refused, until all are done or time is
+over.
 
-begin ──► new requests: 503, Retry-After; /health: draining ──► all answered, or the grace is over ──► finish
-                                              what is unfinished then ends with 503, a stream with an error event
+begin ──► new requests: 503, Retry-After; /health: draining ──► all answered, or grace is over ──► finish
+                                              unfinished requests then end with 503, streams with an error event
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from superstep.http.sse import MEDIA, Form, event
 FORMS: tuple[Form, ...] = ("sse", "lines")
 
 LAST_S = 2.0
-"""How long the errors of unfinished answers may take to be sent: a client may not be reading."""
+"""Seconds to send the errors of unfinished answers: a client may not be reading."""
 
 Refuse = Callable[[RequestError], Response]
-"""A refusal as a server's clients read it."""
+"""Makes a refusal the response that a server's clients expect."""
 
 
 class Drain:
-    """What one server has under way. All but ``is_begun`` is for its event loop."""
+    """The requests that a server has under way. Only ``is_begun`` may be read outside its event loop."""
 
     def __init__(self) -> None:
         self.under_way: set[asyncio.Task[Any]] = set()
@@ -39,32 +40,30 @@ class Drain:
 
     @property
     def is_begun(self) -> bool:
-        """Whether new requests are refused."""
         return self._begun.is_set()
 
     @property
     def refusal(self) -> RequestError:
-        """What who asks now is told."""
+        """The error for a new request."""
         wait_s = max(1, math.ceil(min(self._ends_s - time.monotonic(), 3600.0)))
         headers = CLOSE | {"Retry-After": str(wait_s)}
         return RequestError("the server is shutting down; ask again.", status=503, code="draining", headers=headers)
 
     async def wait_begun(self) -> None:
-        """Wait for ``begin``."""
         await self._begun.wait()
 
     def begin(self, grace_s: float) -> None:
-        """Refuse new requests; those under way have so many seconds."""
+        """Refuse new requests; those under way have ``grace_s`` seconds."""
         self._ends_s = time.monotonic() + grace_s
         self._begun.set()
 
     def hurry(self) -> None:
-        """The grace is over now."""
+        """End the grace now."""
         self._ends_s = time.monotonic()
         self._hurried.set()
 
     async def finish(self) -> int:
-        """Wait for the requests under way, and end those that the grace does not suffice for; how many these were."""
+        """Wait for the requests under way, cancel those that outlast the grace, and return their number."""
         hurried = asyncio.ensure_future(self._hurried.wait())
         while self.under_way and not hurried.done() and (left_s := self._ends_s - time.monotonic()) > 0:
             await asyncio.wait({*self.under_way, hurried}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
@@ -78,21 +77,18 @@ class Drain:
 
 
 class Draining:
-    """ASGI middleware: notes requests under way, refuses those that come while the server drains, and ends with an
-    error those that are cancelled.
+    """ASGI middleware: counts requests under way, refuses new ones while the server drains, and ends cancelled ones
+    with an error.
 
     Args:
-        app: what answers.
-        drain: of the server.
-        refuse: makes a refusal a response.
-        open_paths: which are answered also while the server drains.
+        refuse: makes an error response.
+        open_paths: paths that are answered also while the server drains.
     """
 
     def __init__(self, app: ASGIApp, *, drain: Drain, refuse: Refuse, open_paths: Collection[str]) -> None:
         self._app, self._drain, self._refuse, self._open_paths = app, drain, refuse, open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
         if self._drain.is_begun and scope["path"] not in self._open_paths:
             await self._refuse(self._drain.refusal)(scope, receive, send)
             return
@@ -119,7 +115,7 @@ class Draining:
 
 
 class _Answer:
-    """A response on its way out: how far it has come."""
+    """A response under way: how much of it was sent."""
 
     def __init__(self, send: Send) -> None:
         self.has_begun = self.is_whole = False
@@ -127,7 +123,6 @@ class _Answer:
         self._send = send
 
     async def send(self, message: Message) -> None:
-        """Hand on a part of it."""
         if message["type"] == "http.response.start":
             self.has_begun = True
             self.media = dict(message["headers"]).get(b"content-type", b"").decode("latin-1")

@@ -1,8 +1,8 @@
-"""What a request must be like before any handler sees it, of every server here.
+"""Checks of a request before any handler, for every server.
 
-Host           a name of this server: a page of somebody else's, whose name is made to lead to this machine (DNS
-               rebinding), has another
-Content-Type   of a body, the one that is read here: a browser asks before it sends that from another origin
+Host           a name of this server: a foreign page under a name that resolves to this machine (DNS rebinding)
+               has another
+Content-Type   the one that the server reads: a browser asks before it sends that from another origin
 size           of path and headers
 """
 
@@ -22,22 +22,20 @@ from superstep.observe.http_access import LOCALHOST, HostNames
 
 JSON = "application/json"
 BODILESS = ("GET", "HEAD", "OPTIONS")
-"""Methods of which no body is read."""
+"""Methods without a body."""
 
 OPEN_PATHS = ("/health", "/metrics")
-"""Answered also while the server drains."""
+"""Paths that are answered also while the server drains."""
 
 HEAD_BYTES = 32 << 10
-"""The most bytes of a path and its headers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entrance:
-    """What stands before a server's handlers.
+    """The checks before a server's handlers.
 
     Attributes:
-        hosts: the names that it answers to.
-        drain: of the server.
+        hosts: the host names that the server accepts.
     """
 
     hosts: HostNames = field(default_factory=HostNames)
@@ -46,13 +44,13 @@ class Entrance:
     def middleware(
         self, refuse: Refuse, limits: BodyLimits, *, media: Collection[str] = (JSON,), open_paths: Collection[str]
     ) -> list[Middleware]:
-        """For Starlette, the outermost first.
+        """The middleware for Starlette, the outermost first.
 
         Args:
-            refuse: makes a refusal a response.
-            limits: of a body that is refused once it was read.
-            media: types of bodies that are read.
-            open_paths: which are answered also while the server drains.
+            refuse: makes an error response.
+            limits: of a body that is read before it is refused.
+            media: content types that are read.
+            open_paths: paths that are answered also while the server drains.
         """
         return [
             Middleware(Draining, drain=self.drain, refuse=refuse, open_paths=open_paths),
@@ -61,12 +59,7 @@ class Entrance:
 
 
 class Guard:
-    """ASGI middleware: lets sound requests through.
-
-    Args:
-        app: what answers.
-        hosts, media, refuse, limits: see ``Entrance``.
-    """
+    """ASGI middleware that passes valid requests on; for the arguments see ``Entrance``."""
 
     def __init__(
         self, app: ASGIApp, *, hosts: HostNames, media: Collection[str], refuse: Refuse, limits: BodyLimits
@@ -74,7 +67,6 @@ class Guard:
         self._app, self._hosts, self._media, self._refuse, self._limits = app, hosts, media, refuse, limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
         request = Request(scope, receive)
         try:
             _check_size(scope)
@@ -117,7 +109,7 @@ def _check_size(scope: Scope) -> None:
 
 
 def too_large_a_head() -> RequestError:
-    """Who sends more than ``HEAD_BYTES`` before a body."""
+    """The error for more than ``HEAD_BYTES`` before a body."""
     return RequestError(
         f"path and headers are over the limit of {HEAD_BYTES} bytes; send less.",
         status=431,

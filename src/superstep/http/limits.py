@@ -1,4 +1,4 @@
-"""What a client may cost before it is answered: bytes, time and depth of a body, and places in the queue."""
+"""Limits of a request: bytes, time and depth of a body, and places in the queue."""
 
 from __future__ import annotations
 
@@ -17,22 +17,21 @@ from starlette.requests import ClientDisconnect, Request
 from superstep.http.request_error import RequestError
 
 ASIDE_BYTES = 1 << 20
-"""Bodies from this size on are read in a thread: 1 MiB of JSON takes some 10 ms, in which nobody else is served."""
+"""Larger bodies are parsed in a thread: 1 MiB of JSON takes about 10 ms, which would block all other requests."""
 
 CLOSE = {"Connection": "close"}
-"""For who is refused while the body is still on its way: the rest is not read."""
+"""For a refusal while the body is still arriving: the rest is not read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BodyLimits:
-    """What a request's body may take.
+    """Limits of a request's body.
 
     Attributes:
-        body_bytes: the largest body.
         stall_s: the longest silence within a body.
-        body_s: the longest that a body may take.
-        json_depth: lists and objects inside of each other.
-        json_values: values in a body: each takes up to a hundred bytes of memory, however few on the wire.
+        body_s: the longest time for a whole body.
+        json_depth: nesting of lists and objects.
+        json_values: values in a body: each takes up to a hundred bytes of memory, however short its text.
     """
 
     body_bytes: int = 32 << 20
@@ -43,7 +42,7 @@ class BodyLimits:
 
 
 async def read_json(request: Request, limits: BodyLimits) -> dict[str, Any]:
-    """The object in a request's body.
+    """The JSON object in a request's body.
 
     Raises:
         RequestError: 413, 408, or 400 with the field that cannot be read.
@@ -55,7 +54,7 @@ async def read_json(request: Request, limits: BodyLimits) -> dict[str, Any]:
 
 
 async def read_body(request: Request, limits: BodyLimits) -> bytes:
-    """The body, refused as soon as it is too large or too slow, or where it is compressed."""
+    """The body; refused as soon as it is too large or too slow, or where it is compressed."""
     if request.headers.get("content-encoding", "identity") != "identity":
         raise RequestError("compressed bodies are not read here; send them as they are.", status=415)
     length = request.headers.get("content-length", "")
@@ -95,10 +94,10 @@ def _too_large(limits: BodyLimits) -> RequestError:
 
 
 def parse(body: bytes, limits: BodyLimits) -> dict[str, Any]:
-    """The object that some JSON is, or what is wrong with it, by field.
+    """Parse a JSON object; the error names the field.
 
-    Python's own reader takes NaN and halves of surrogate pairs, so it is what finds the field that has them; msgspec,
-    which is quicker by far, takes neither.
+    msgspec is much faster and takes neither NaN nor lone surrogates. Python's parser takes both, so it finds their
+    field.
     """
     if separators(body) > limits.json_values and separators(re.sub(rb'"(?:[^"\\]|\\.)*"', b'""', body)) > (
         limits.json_values
@@ -119,12 +118,12 @@ def parse(body: bytes, limits: BodyLimits) -> dict[str, Any]:
 
 
 def separators(body: bytes) -> int:
-    """At least the number of values, where none is within a string."""
+    """At least the number of values, if no string contains a separator."""
     return sum(body.count(mark) for mark in (b",", b"[", b"{"))
 
 
 def _read_slowly(body: bytes, limits: BodyLimits) -> object:
-    """Names the field where the quick reader gave up."""
+    """Parse again to name the field where msgspec gave up."""
     try:
         value = json.loads(body)
     except RecursionError:
@@ -141,7 +140,7 @@ def _read_slowly(body: bytes, limits: BodyLimits) -> object:
 
 
 def _check_values(value: object, path: str, depth: int) -> None:
-    """Refuse, by its path, what has no meaning outside of Python: half a character, a number that is none."""
+    """Refuse, by its path, a value that JSON does not have: a lone surrogate, NaN."""
     name = path or "body"
     match value:
         case str() if not value.isascii() and any("\ud800" <= char <= "\udfff" for char in value):
@@ -182,7 +181,7 @@ def _too_deep(limits: BodyLimits) -> RequestError:
 
 
 class Queue:
-    """Places for answers. Who finds none is told when to come again."""
+    """Places for answers; a request without one is told when to come again."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -191,10 +190,10 @@ class Queue:
 
     @contextmanager
     def place(self, count: int) -> Iterator[None]:
-        """Places for some answers, given back at the end.
+        """Take places for some answers, and give them back at the end.
 
         Raises:
-            RequestError: 429 with Retry-After where all are taken; 400 where there never were so many.
+            RequestError: 429 with Retry-After where all are taken; 400 where there are fewer places in all.
         """
         if count > self.size:
             raise RequestError(
@@ -214,5 +213,5 @@ class Queue:
             self.taken -= count
 
     def note(self, seconds: float) -> None:
-        """How long an answer took: who finds no place is told to wait for about as long."""
+        """Note the seconds of an answer, for the mean that Retry-After reports."""
         self.mean_s += (seconds - self.mean_s) / 16

@@ -1,8 +1,8 @@
-"""A request that is not answered: one exception, and its form on the wire, which is OpenAI's.
+"""RequestError: a request that is refused, in OpenAI's wire format.
 
     {"error": {"message": "n = 0 must be from 1 to 128.", "type": "invalid_request_error", "param": "n", "code": ...}}
 
-A field that cannot be read, an unknown one, and a value that no engine could answer are all 400, as OpenAI's own.
+Unreadable fields, unknown fields and values out of range are all 400, as in OpenAI's API.
 """
 
 from __future__ import annotations
@@ -13,20 +13,19 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 
 KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
-"""The type of an error, by its status; other 4xx are invalid requests, 5xx are the server's."""
+"""The type of an error by its status; other 4xx are invalid requests, 5xx are server errors."""
 
 SHOWN_CHARS = 60
-"""The most of a wrong value that is told back."""
+"""The most characters of a wrong value in an error message."""
 
 
 class RequestError(Exception):
-    """A request that is not answered, with the status and the field that is to blame.
+    """A refused request, with its status and the field at fault.
 
     Attributes:
         message: one line: field, value, rule and what would work.
-        status: of HTTP.
-        param: the field, by its path in the body.
-        code: a word that programs test.
+        param: the field's path in the body.
+        code: a word for programs.
         headers: of the response.
     """
 
@@ -48,16 +47,15 @@ class RequestError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """What goes over the wire, in OpenAI's form."""
+        """The JSON body, in OpenAI's form."""
         kind = KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> Response:
-        """The whole response."""
         return JSONResponse(self.body, status_code=self.status, headers=self.headers)
 
 
 def show(value: object) -> str:
-    """A value as it is told back to who sent it: short, and safe in any encoding."""
+    """A value for an error message: short, and safe in any encoding."""
     text = ascii(value)
     return text if len(text) <= SHOWN_CHARS else text[:SHOWN_CHARS] + "..."

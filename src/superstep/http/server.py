@@ -1,4 +1,4 @@
-"""The server: an application on a port, until it is told to end."""
+"""HttpServer: an application on a port, until it is stopped."""
 
 from __future__ import annotations
 
@@ -23,31 +23,30 @@ from superstep.launch.stop_request import Stop
 
 LOOPBACK = "127.0.0.1"
 KEPT_S = 65
-"""How long a connection without a request is kept: longer than clients keep theirs, who would else send into one that
-is just being closed."""
+"""Seconds that an idle connection is kept: longer than clients keep theirs, else they would send into a connection that
+is just closing.
+"""
 
 CLOSING_S = 5
-"""How long connections may take to close once all requests have been answered."""
+"""Seconds for connections to close once all requests have been answered."""
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn's, whose signals are listened to elsewhere."""
+    """uvicorn's server, without its signal handlers."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Not here."""
+        """Do nothing: ``serve`` handles signals."""
         yield
 
 
 def make_server(app: Starlette, limits: ConnectionLimits | None = None) -> HttpServer:
-    """A server that is not yet run. ``should_exit`` stops it from any thread.
+    """Make a server, not yet running. ``should_exit`` stops it from any thread.
 
     Args:
-        app: what answers.
-        limits: of connections; the ordinary ones where there are none. Half of the files that this process may open
-            are left to others.
+        limits: of connections; the default leaves half of this process's file descriptors to others.
     """
     limits = limits or ConnectionLimits()
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -67,7 +66,7 @@ def make_server(app: Starlette, limits: ConnectionLimits | None = None) -> HttpS
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket on a port; port 0 is any free one. Clients who come before ``serve`` wait for it.
+    """Open a socket on a port; port 0 is any free one. Clients that connect before ``serve`` wait.
 
     Raises:
         ConfigError: the port is taken, or the host is not one of this machine's.
@@ -97,24 +96,22 @@ def serve(
     """Serve until SIGINT, SIGTERM or SIGHUP; then drain. A second signal, a second later or more, ends the grace.
 
     Args:
-        app: of ``make_app``.
-        listening: of ``listen``; closed in the end.
-        drain: the one that the application has.
-        grace_s: how long requests under way may take then.
-        tell: given a line about those.
+        listening: made by ``listen``; closed at the end.
+        drain: the application's.
+        grace_s: seconds for requests under way.
+        tell: called with a line about those.
 
     Returns:
-        The exit status: 0 where every request was answered, else 128 and the signal's number.
+        The exit status: 0 where every request was answered, else 128 plus the signal's number.
     """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(make_server(app), listening, _Ending(drain, grace_s, tell)))
 
 
 class _Ending:
-    """What signals do.
+    """The reaction to signals.
 
     Attributes:
-        drain: of the server.
         number: the first signal's; 0 where none came.
     """
 
@@ -124,7 +121,6 @@ class _Ending:
         self._grace_s, self._tell, self._stop = grace_s, tell, Stop()
 
     def hear(self, number: int) -> None:
-        """A signal has come."""
         if self._stop.ask():
             self.drain.hurry()
         elif not self.number:
@@ -151,7 +147,7 @@ async def _serve(server: HttpServer, listening: socket.socket, ending: _Ending) 
 
 @contextmanager
 def _signals(hear: Callable[[int], None]) -> Iterator[None]:
-    """Within the block signals are heard on the event loop; those that are ignored, as nohup asks for, stay so."""
+    """Handle signals on the event loop within the block; ignored signals stay ignored, as nohup wants."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

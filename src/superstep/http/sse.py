@@ -1,4 +1,4 @@
-"""Answers on the wire: server-sent events and lines, and the client that is no longer there to read them."""
+"""Answers on the wire: server-sent events, lines of JSON, and clients that disconnect."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from superstep.http.request_error import RequestError
 T = TypeVar("T")
 
 Convert = Callable[[SuperstepError], RequestError]
-"""What a server's clients are told of an error that is no ``RequestError``."""
+"""Makes an error that is no ``RequestError`` one for the server's clients."""
 
 Form = Literal["sse", "lines"]
 MEDIA = {"sse": "text/event-stream; charset=utf-8", "lines": "application/x-ndjson"}
@@ -26,25 +26,24 @@ DONE = b"data: [DONE]\n\n"
 
 
 class Gone(Exception):
-    """The client went away; nobody reads what would be said."""
+    """The client disconnected."""
 
 
 def event(value: object, form: Form = "sse") -> bytes:
-    """A value as one event, or one line."""
+    """A value as one event or one line."""
     body = msgspec.json.encode(value)
     return b"data: " + body + b"\n\n" if form == "sse" else body + b"\n"
 
 
 def respond(value: dict[str, Any]) -> Response:
-    """A value as a whole response."""
     return Response(msgspec.json.encode(value), media_type="application/json")
 
 
 async def until_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """What some work returns; it is cancelled as soon as the client goes away.
+    """Await some work; cancel it as soon as the client disconnects.
 
     Raises:
-        Gone: it did.
+        Gone: the client disconnected.
     """
     task = asyncio.ensure_future(work)
     await _first_of(task, request.receive)
@@ -58,13 +57,12 @@ async def stream_response(
 ) -> Response:
     """A response that sends events as they come.
 
-    The first one is awaited before the response begins, so that what is refused at once has a status of its own.
+    The first event is awaited before the response begins, so that an early refusal has a status of its own.
 
     Args:
-        request: where the client is watched.
-        events: closed when the client goes away.
-        convert: an error that ends them.
-        form: what the events are written as.
+        request: watched for the client's disconnection.
+        events: closed when the client disconnects.
+        convert: makes an error that ends the events a ``RequestError``.
     """
     first = await until_gone(request, _first(events))
     return Events(first, events, convert, form)
@@ -75,7 +73,7 @@ async def _first(events: AsyncGenerator[bytes, None]) -> bytes:
 
 
 class Events(Response):
-    """Sends events until they end or the client goes away, and then closes where they come from."""
+    """Sends events until they end or the client disconnects, and then closes their source."""
 
     def __init__(self, first: bytes, events: AsyncGenerator[bytes, None], convert: Convert, form: Form) -> None:
         super().__init__(media_type=MEDIA[form], headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
@@ -83,7 +81,7 @@ class Events(Response):
         self._first, self._events, self._convert, self._form = first, events, convert, form
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends; raises nothing that the client has a part in."""
+        """Send the events; a disconnected client raises nothing."""
         task = asyncio.ensure_future(self._send(send))
         await _first_of(task, receive)
         if not task.cancelled():
@@ -103,7 +101,7 @@ class Events(Response):
 
 
 async def _first_of(task: asyncio.Future[Any], receive: Receive) -> None:
-    """Waits for some work or for the client's end, whichever comes first, and leaves nothing running."""
+    """Wait for the work or for the client's disconnection, whichever is first; cancel the other."""
     gone = asyncio.ensure_future(_wait_gone(receive))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)

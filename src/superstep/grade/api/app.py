@@ -1,11 +1,11 @@
-"""The application: grades of one environment over HTTP.
+"""The HTTP application of a grading server: grades of one environment.
 
     POST /grade          {"index", "seed", "answer"}      ->  {"verdict", "score", "why"}
     POST /grade/batch    {"items": [...]}                 ->  {"verdicts": [...]}, in the order of the items
-    GET  /health         whether grades are given
+    GET  /health         whether the server accepts requests
     GET  /metrics        numbers for Prometheus
 
-What is expected of an answer is never sent: the graders make the task anew from its numbers.
+The expected answer is never sent by the client: graders make the task again from its index and seed.
 """
 
 from __future__ import annotations
@@ -34,13 +34,11 @@ from superstep.http.request_error import RequestError
 from superstep.http.sse import until_gone
 
 QUEUE = 4096
-"""Grades that are under way or wait, of all clients."""
+"""The most grades that run or wait, of all clients together."""
 
 
 @dataclass(frozen=True, slots=True)
 class GradeService:
-    """What the handlers share."""
-
     pool: Pool
     metrics: GradeMetrics
     limits: BodyLimits
@@ -48,7 +46,6 @@ class GradeService:
     drain: Drain
 
     async def verdicts(self, items: list[Item], rollouts: list[Rollout]) -> list[Verdict]:
-        """The verdict of each; all wait for the same graders."""
         with self.queue.place(len(items)), self.metrics.running.track_inprogress():
             asked = [self._verdict(item, rollout) for item, rollout in zip(items, rollouts, strict=True)]
             return list(await asyncio.gather(*asked))
@@ -68,14 +65,12 @@ def make_app(
     queue: int = QUEUE,
     entrance: Entrance | None = None,
 ) -> Starlette:
-    """The application of one pool of graders.
+    """Build the application of one pool of graders.
 
     Args:
-        pool: the graders.
-        metrics: what is counted.
-        limits: of requests; the ordinary ones where there are none.
-        queue: grades that are under way or wait, at most.
-        entrance: what stands before it; None lets loopback names in.
+        limits: of request bodies; None means the defaults.
+        queue: the most grades that run or wait.
+        entrance: checks before the handlers; None accepts loopback host names only.
     """
     limits, entrance = limits or BodyLimits(), entrance or Entrance()
     service = GradeService(pool, metrics, limits, Queue(queue), entrance.drain)
@@ -94,21 +89,19 @@ def make_app(
 
 
 async def grade(request: Request, service: GradeService) -> Response:
-    """One verdict."""
     item = read_model(Item, await read_json(request, service.limits))
     (verdict,) = await until_gone(request, service.verdicts([item], [item.rollout()]))
     return JSONResponse(verdict.told())
 
 
 async def batch(request: Request, service: GradeService) -> Response:
-    """Many verdicts."""
     asked = read_model(GradeBatch, await read_json(request, service.limits))
     verdicts = await until_gone(request, service.verdicts(asked.items, asked.rollouts()))
     return JSONResponse({"verdicts": [verdict.told() for verdict in verdicts]})
 
 
 async def health(request: Request, service: GradeService) -> Response:
-    """200 as long as there is anybody to answer it, but for a server that drains."""
+    """Answer 200, or 503 while the server drains."""
     state = "draining" if service.drain.is_begun else "ready"
     told = {"status": state, "workers": service.pool.workers, "sandbox": service.pool.config.sandbox}
     told["memory_bound"] = service.pool.memory_bound
@@ -116,12 +109,11 @@ async def health(request: Request, service: GradeService) -> Response:
 
 
 async def numbers(request: Request, service: GradeService) -> Response:
-    """All numbers, in Prometheus's text form."""
     return metrics_response(service.metrics.registry)
 
 
 def _of_file(error: SuperstepError) -> RequestError:
-    """The environment has no such task, which is not the client's fault."""
+    """The environment has no such task: the server's fault (5xx), not the client's."""
     is_file = isinstance(error, ConfigError)
     return RequestError(str(error), status=500, code="task_failed" if is_file else "grader_failed")
 

@@ -1,4 +1,4 @@
-"""What a request for grades may ask."""
+"""Fields of a request for grades."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ MOST_BATCH = 1024
 
 
 class TurnBody(Strict):
-    """Something said after the prompt."""
+    """A message after the prompt."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str
 
 
 class Item(Strict):
-    """A rollout of a task: its turns, or, where there is one alone, the answer."""
+    """A rollout of a task: its turns, or its single answer."""
 
     index: int
     seed: int = 0
@@ -29,14 +29,7 @@ class Item(Strict):
     finish: Literal["stop", "length"] = "stop"
 
     def rollout(self, at: str = "") -> Rollout:
-        """The rollout.
-
-        Args:
-            at: where in the body the item stands.
-
-        Raises:
-            RequestError: it has both forms or none, or a number is out of range.
-        """
+        """The rollout of the item at this place of the body; raises RequestError where a field is wrong."""
         for name, value in (("index", self.index), ("seed", self.seed)):
             if not 0 <= value <= MOST_INDEX:
                 raise RequestError(f"{at}{name} = {value} must be from 0 to {MOST_INDEX}.", param=f"{at}{name}")
@@ -48,16 +41,12 @@ class Item(Strict):
 
 
 class GradeBatch(Strict):
-    """Several of them."""
+    """Several rollouts to grade."""
 
     items: list[Item]
 
     def rollouts(self) -> list[Rollout]:
-        """The rollout of each.
-
-        Raises:
-            RequestError: there are none or too many, or one of them is wrong.
-        """
+        """The rollout of each item; raises RequestError where their number or one of them is wrong."""
         if not 1 <= len(self.items) <= MOST_BATCH:
             raise RequestError(f"items has {len(self.items)} entries; give from 1 to {MOST_BATCH}.", param="items")
         return [item.rollout(f"items[{k}].") for k, item in enumerate(self.items)]

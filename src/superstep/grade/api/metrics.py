@@ -1,4 +1,4 @@
-"""Numbers of the graders for Prometheus."""
+"""GradeMetrics: counters of the graders for Prometheus."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.
 
 
 class GradeMetrics:
-    """What is counted, in a registry of its own."""
-
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.verdicts = Counter("superstep:grades", "Grades, by verdict.", ["verdict"], registry=self.registry)
@@ -31,10 +29,8 @@ class GradeMetrics:
             self.verdicts.labels(kind)
 
     def retried(self, verdict: Verdict) -> None:
-        """One attempt more that failed."""
         self.retries.inc()
 
     def graded(self, verdict: Verdict, seconds: float) -> None:
-        """One verdict more."""
         self.verdicts.labels(verdict.kind).inc()
         self.seconds.observe(seconds)

@@ -1,4 +1,4 @@
-"""Attacks by what is said: nothing, everything, what breaks a reader, code for one that evaluates, and praise."""
+"""Attacks on what a grader reads: empty answers, lists of every option, broken input, code to evaluate, praise."""
 
 from __future__ import annotations
 
@@ -91,7 +91,6 @@ EVALUATED = {
 
 
 def answers() -> Iterator[Attack]:
-    """All of them."""
     families = {"empty": EMPTY, "invisible": INVISIBLE, "huge": HUGE, "breaking": BREAKING, "evaluated": EVALUATED}
     for family, texts in families.items():
         for name, text in texts.items():
@@ -114,12 +113,11 @@ NUMBERS = " ".join(map(str, range(-200, 2000)))
 
 
 def _options(task: Task) -> str:
-    """Each word of the prompt, and each number that an answer may well be."""
+    """Each word of the prompt, and each number that is likely as an answer."""
     words = sorted(set(re.findall(r"\w+", prompt_text(task))))
     return " ".join([*words, "yes no true false A B C D", NUMBERS])
 
 
 def _letters(task: Task) -> str:
-    """Every pair of letters that the prompt has, and each of its words backwards: a reader of parts finds its own."""
     words = sorted(set(re.findall(r"\w+", prompt_text(task))))
     return " ".join([*words, *(word[::-1] for word in words), prompt_text(task)[::-1]])

@@ -1,7 +1,7 @@
-"""Check: attacks a grader before training does, and tells where it pays for nothing.
+"""`grade check`: attacks a grader before training does, and reports where it pays for a wrong answer.
 
-An attack that scores, even a little, is what training finds and makes the most of. One that breaks the grader is a
-weakness, too: nobody is paid, but the rollout is lost each time, and a policy can make that happen.
+Training exploits any attack that scores, even a little. An attack that breaks the grader is a weakness too: it earns
+nothing, but the rollout is lost each time, and a policy can learn to cause that.
 """
 
 from __future__ import annotations
@@ -25,22 +25,21 @@ from superstep.grade.verdict import Verdict
 Flaw = Literal["scores", "breaks", "refuses", "varies"]
 
 CHANCE = 0.75
-"""A guess may be right now and then, on yes or no half the time. One that earns more than this is no guess."""
+"""The largest share of tasks on which a guess may be right by chance: on yes or no it is half of them."""
 
 SHOWN_CHARS = 60
 
 
 @dataclass(frozen=True, slots=True)
 class Weakness:
-    """Something that a grader should not do.
+    """A weakness of a grader, with one task that shows it.
 
     Attributes:
-        attack: what was tried.
-        flaw: it scores, it breaks the grader, or a right answer is refused or graded in two ways.
-        index: of a task where it was seen.
-        answer: what was answered there, shortened.
-        told: the verdict there.
-        tasks: of how many it was seen.
+        flaw: an attack scores, it breaks the grader, or a right answer is refused or graded in two ways.
+        index: a task that shows it.
+        answer: the answer to that task, shortened.
+        told: the verdict on that answer.
+        tasks: the number of tasks that show it.
     """
 
     attack: str
@@ -53,7 +52,7 @@ class Weakness:
 
 @dataclass(frozen=True, slots=True)
 class AttackReport:
-    """What was tried, and what was found."""
+    """The result of a check."""
 
     attacks: int
     tasks: int
@@ -71,17 +70,14 @@ def check(
     seed: int,
     tell: Callable[[int, int], None] = lambda done, total: None,
 ) -> AttackReport:
-    """Attacks a grader on some tasks.
+    """Attack a grader on some tasks.
 
     Args:
-        environment: whose tasks they are.
-        pool: of its graders.
-        tasks: how many, from index 0.
-        seed: of the tasks.
-        tell: told how many of all grades are there.
+        tasks: the number of tasks, from index 0.
+        tell: called with the number of finished grades and their total.
 
     Raises:
-        ConfigError: a task cannot be made, or is not the same when it is made again.
+        ConfigError: a task cannot be made, or differs when it is made again.
     """
     made = [_make_task(environment, index, seed) for index in range(tasks)]
     attacks = [*_answers_and_programs(made), *_of_others(made)]
@@ -118,7 +114,6 @@ def _make_task(environment: Environment, index: int, seed: int) -> Task:
 
 
 def _answers_and_programs(made: Sequence[Task]) -> Iterator[Attack]:
-    """What is said and what is run: as it is, and where the tasks ask for it."""
     attacks = [*answers(), *programs()]
     yield from attacks
     yield from map(in_fence, programs())
@@ -127,7 +122,7 @@ def _answers_and_programs(made: Sequence[Task]) -> Iterator[Attack]:
 
 
 def _of_others(made: Sequence[Task]) -> Iterator[Attack]:
-    """The right answer to another task is a guess here."""
+    """The right answer to another task, as a guess."""
     solutions = [task.solution for task in made]
     for solution in dict.fromkeys(solutions):
         if solution is not None and len(set(solutions)) > 1:
@@ -136,7 +131,7 @@ def _of_others(made: Sequence[Task]) -> Iterator[Attack]:
 
 
 def _is_settled(attack: Attack, verdicts: Sequence[tuple[int, str, Verdict]]) -> bool:
-    """Whether the attack need not be tried again: it is known to be one, and may take a minute each time."""
+    """Whether the attack is already known to score or to break the grader: another try may take a minute."""
     return any(not verdict.is_decided or (verdict.score > 0 and not attack.is_a_guess) for _, _, verdict in verdicts)
 
 
@@ -155,7 +150,6 @@ def _weaknesses(attack: Attack, verdicts: Sequence[tuple[int, str, Verdict]], ta
 
 
 def _of_solutions(made: Sequence[Task], pool: Pool, seed: int) -> Iterator[Weakness]:
-    """Right answers must score fully, and each time."""
     pending: list[tuple[int, str, Future[Verdict], Future[Verdict]]] = []
     for index, task in enumerate(made):
         if task.solution is not None:

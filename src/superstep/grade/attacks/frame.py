@@ -1,6 +1,6 @@
-"""Frame: what stands around the answer in a task's own solution: ``Answer: ``, ``<answer>``, or the fence of a program.
+"""The text around the answer in a task's solution: ``Answer: ``, ``<answer>``, or the fence of a program.
 
-A grader that looks behind a mark never reads an attack that lacks it.
+A grader that searches for such a mark never reads an attack without it.
 """
 
 from __future__ import annotations
@@ -15,30 +15,24 @@ from superstep.grade.task import Task
 PROGRAM = re.compile(r"```(?!json\b)\w|^\s*(?:def |class |import |from \w+ import|print\()", re.MULTILINE)
 
 NUMBER = r"(?<![\w^])\d+"
-"""Not those of a unit, such as m2 or m^2."""
+"""A number, but not that of a unit such as m2 or m^2."""
 
 MOST_CHARS = 500
-"""Of a longer solution the frame is its line alone: the rest may be worth something without the answer."""
+"""Of a longer solution only the answer's line is the frame: the rest may earn a score without the answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerFrame:
-    """The text before an answer and the text after it."""
-
     before: str
     after: str
 
 
 def is_program(solution: str) -> bool:
-    """Whether a solution is a program, in a fence or bare."""
     return PROGRAM.search(solution) is not None
 
 
 def find_frame(task: Task) -> AnswerFrame | None:
-    """The frame of a task's solution; None where it has none.
-
-    The answer and all numbers are left out of it, so that its working is worth nothing.
-    """
+    """The frame of a task's solution, without the answer and all numbers; None where the solution has no frame."""
     solution = task.solution
     if solution is None:
         return None
@@ -49,7 +43,7 @@ def find_frame(task: Task) -> AnswerFrame | None:
 
 
 def _around_program(solution: str) -> tuple[str, str]:
-    """The last fence, and the text around it where that has no other program."""
+    """The text before and after the last fence, where that text has no other program."""
     program = last_fence(solution)
     begin = solution.rfind(program)
     before, after = solution[:begin], solution[begin + len(program) :]
@@ -75,7 +69,7 @@ def _around_answer(solution: str, answer: str) -> tuple[str, str]:
 
 
 def in_frame(attack: Attack) -> Attack:
-    """The same attack in the place of the answer, on tasks whose solution has a frame."""
+    """The same attack inside the frame of each task's solution; tasks without a frame are left out."""
 
     def answer(task: Task) -> str | None:
         frame, text = find_frame(task), attack.answer(task)

@@ -1,6 +1,6 @@
-"""Attacks by what is run: programs that pass tests without doing what is asked.
+"""Attacks by programs that pass tests without solving the task.
 
-None of them harms the machine: a grader that is weak enough may run them without a sandbox.
+None of them harms the machine: a weak grader may run them without a sandbox.
 """
 
 from __future__ import annotations
@@ -139,7 +139,6 @@ GUESSES = {"echoes": ECHOES, "knows the examples": KNOWS, "prints the last const
 
 
 def programs() -> Iterator[Attack]:
-    """All of them, bare."""
     for name, source in PROGRAMS.items():
         yield Attack(f"program {name}", _Named(source))
     for name, source in GUESSES.items():
@@ -147,12 +146,12 @@ def programs() -> Iterator[Attack]:
 
 
 def in_fence(attack: Attack) -> Attack:
-    """The same program in a fence, as chat models write."""
+    """The same program in a fence, as chat models write it."""
     return Attack(f"{attack.name}, fenced", lambda task: f"```python\n{attack.answer(task)}\n```", attack.is_a_guess)
 
 
 class _Named:
-    """A program with its function under each name that the task may ask for, and as the methods of its solution."""
+    """A program that defines its function under each name that the task may call, and as methods of classes."""
 
     def __init__(self, source: str) -> None:
         self._source = source
@@ -173,7 +172,7 @@ METHOD = "    def {method}(self, *args, **kwargs):\n        return {function}(*a
 
 
 def _entries(task: Task) -> tuple[list[str], dict[str, list[str]]]:
-    """The functions that a task's solution defines, the likeliest to be called first, and its classes' methods."""
+    """The functions that a task's solution defines, the most likely one first, and the methods of its classes."""
     try:
         defined = ast.parse(last_fence(task.solution or "")).body
     except (ValueError, SyntaxError, MemoryError, RecursionError):
@@ -189,7 +188,6 @@ def _entries(task: Task) -> tuple[list[str], dict[str, list[str]]]:
 
 
 def _classes(methods: dict[str, list[str]], function: str) -> Iterator[str]:
-    """Classes whose methods do what the function does."""
     for name, each in methods.items():
         yield "\n".join(
             [f"class {name}:", *(METHOD.format(method=method, function=function) for method in each), "    pass"]
@@ -197,7 +195,7 @@ def _classes(methods: dict[str, list[str]], function: str) -> Iterator[str]:
 
 
 def function_names(prompt: str) -> list[str]:
-    """What a function may be called that a prompt asks for, the likeliest first."""
+    """Likely names of the function that a prompt describes, the most likely first."""
     matches = re.findall(r"\bdef\s+(\w+)|\b([a-z_]\w*)\(|`(\w+)`|\b(?:named|called|function)\s+(\w+)", prompt)
     names = [name for groups in matches for name in groups if name.isidentifier()]
     return list(dict.fromkeys([*names, *ORDINARY]))[:MOST_NAMES]
@@ -206,14 +204,13 @@ def function_names(prompt: str) -> list[str]:
 EXAMPLE = re.compile(
     r"\b[a-z_]\w*(\([^()\n]{0,200}\))\W{0,4}(?:==|->|=>|=|\u2192|returns|gives|is|\n)\s*(?=([^\n]{1,200}))"
 )
-"""A call and what it gives, as prompts write it: f(3) == 6, f(3) -> 6, ``f(3)`` returns 6. The next call may be on the
-same line."""
+"""An example call in a prompt: f(3) == 6, f(3) -> 6, ``f(3)`` returns 6. The next call may be on the same line."""
 
 CONSTANT = re.compile(r"-?\b\d+(?:\.\d+)?\b|\b(?:True|False|None)\b|'[^'\n]*'|\"[^\"\n]*\"")
 
 
 def examples(prompt: str) -> dict[str, object]:
-    """What the prompt says that calls give, by the calls' arguments as Python writes a tuple."""
+    """Results of the example calls of a prompt, by the calls' arguments (Python's text of a tuple)."""
     by_name: dict[str, object] = {}
     for arguments, behind in EXAMPLE.findall(prompt):
         args = _value(f"{arguments[:-1]},)" if arguments != "()" else "()")
@@ -225,12 +222,11 @@ def examples(prompt: str) -> dict[str, object]:
 
 
 def last_constant(prompt: str) -> str:
-    """The last number, text or truth value that stands in the prompt, as Python writes it."""
+    """The last number, text or truth value of the prompt, in Python's notation."""
     return next(reversed(CONSTANT.findall(prompt)), "None")
 
 
 def _value(source: str) -> object:
-    """The constant that a text is; None where it is none."""
     try:
         return ast.literal_eval(source.strip())
     except (ValueError, SyntaxError, MemoryError, RecursionError):

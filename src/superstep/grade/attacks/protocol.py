@@ -1,4 +1,4 @@
-"""Attack: answers that are not right, and score only where a grader is weak."""
+"""Attack: makes a wrong answer to a task, which only a weak grader pays for."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from superstep.grade.task import Task
 
 @dataclass(frozen=True, slots=True)
 class Attack:
-    """A way to be paid for nothing.
+    """One way to earn a score with a wrong answer.
 
     Attributes:
-        name: short, for the report.
-        answer: what is answered to a task; None where there is nothing to try on it.
-        is_a_guess: whether it may be right by chance, now and then.
+        name: a short name for the report.
+        answer: makes the answer to a task; None where the attack does not apply to the task.
+        is_a_guess: whether the answer may be right by chance.
     """
 
     name: str
@@ -24,10 +24,9 @@ class Attack:
 
 
 def always(name: str, text: str, *, is_a_guess: bool = False) -> Attack:
-    """The same answer to every task."""
+    """An attack that answers every task with the same text."""
     return Attack(name, lambda task: text, is_a_guess)
 
 
 def prompt_text(task: Task) -> str:
-    """The prompt as one text."""
     return "\n".join(message.content for message in task.messages)

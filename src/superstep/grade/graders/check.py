@@ -1,9 +1,9 @@
-"""Check: what a grader asks for, as a value; the worker carries it out with the tools that it was given.
+"""Check: a grader's request as a value; the worker runs it with the tools that it has.
 
     def grade(task, rollout):
         return CodeTests(rollout.answer, tests=task.data["tests"])
 
-So ``grade`` stays a plain function of its arguments, and time, memory and the sandbox are set in one place.
+So ``grade`` stays a pure function of its arguments, and time, memory and the sandbox are set in one place.
 """
 
 from __future__ import annotations
@@ -19,13 +19,7 @@ from superstep.grade.verdict import Verdict
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """What checks are carried out with.
-
-    Attributes:
-        config: what they may take.
-        sandbox: for candidates' programs.
-        maths: a process that reads formulas.
-    """
+    """The tools of a check: limits, a sandbox for programs, a process that reads formulas."""
 
     config: GradeConfig
     sandbox: Sandbox
@@ -34,12 +28,8 @@ class Tools:
 
 @runtime_checkable
 class Check(Protocol):
-    """Something that can be decided."""
+    """A request that the worker can decide."""
 
     def verdict(self, tools: Tools) -> Verdict:
-        """The decision.
-
-        Raises:
-            Exception: the check itself failed, whatever it was: a grader_error.
-        """
+        """Decide. Any exception means that the check itself failed: a grader_error."""
         ...

@@ -1,7 +1,7 @@
-"""Answers that are programs: run on inputs in the sandbox, and judged here by what they gave.
+"""Grades programs: they run on inputs in the sandbox, and their outputs are judged outside.
 
-What is expected never enters the sandbox. A program that knows all inputs, changes its interpreter or writes records of
-its own can only give wrong answers that way.
+The expected outputs never enter the sandbox. So a program that knows all inputs, changes its interpreter or writes
+records of its own can only produce wrong outputs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from superstep.grade.verdict import Kind, Verdict, ok, wrong
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A function of the candidate's, called with data, gives this."""
+    """A call of the candidate's function, and its expected result."""
 
     name: str
     args: tuple[Any, ...]
@@ -28,7 +28,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The candidate's program, given this text, prints that one. White space at the ends of lines does not count."""
+    """A standard input for the candidate's program, and its expected output. White space at line ends is ignored."""
 
     given: str
     expected: str
@@ -39,10 +39,10 @@ class CodeTests:
     """The answer is a program that passes tests.
 
     Attributes:
-        answer: the model's; its last fenced block is the program, or the whole of it.
+        answer: its last fenced block is the program, or the whole text.
         tests: all of one kind.
-        partial: whether some of the tests earn their share; otherwise all must pass.
-        tolerance: for numbers; see ``values.same``.
+        partial: whether each test earns a share of the score; otherwise all must pass.
+        tolerance: for numbers; see ``literals.same``.
     """
 
     answer: str
@@ -51,7 +51,6 @@ class CodeTests:
     tolerance: float = 0.0
 
     def verdict(self, tools: Tools) -> Verdict:
-        """See ``Check``."""
         if not self.tests:
             raise ValueError("CodeTests has no test, so that every program passes")
         source = last_fence(self.answer)

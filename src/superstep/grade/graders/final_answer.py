@@ -1,4 +1,4 @@
-"""Where in an answer the final answer stands: in one place, so that to list every option is no answer."""
+"""Finds the final answer in one place of the text, so that listing every option earns nothing."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator
 
 MARKS = re.compile(r"####|(?:final answer|answer)\s*(?:is\s*)?:", re.IGNORECASE)
-"""Behind the last of these, as GSM8K and many prompts ask for it. No white space may be taken by two parts of the
-pattern, which would try each way to share a long run of it.
+"""The final answer follows the last of these marks, as in GSM8K. No white space may match two parts of the pattern: a
+long run of it would make matching quadratic.
 """
 
 BOXED = "\\boxed{"
@@ -16,7 +16,7 @@ SPACE = " \t"
 
 
 def final(answer: str) -> str:
-    """What is in the last ``\\boxed{}``; or what stands behind the last mark, on its line; or else the whole answer."""
+    """The content of the last ``\\boxed{}``; else the rest of the line after the last mark; else the whole answer."""
     boxed = list(_boxes(answer))
     if boxed:
         return boxed[-1].strip()
@@ -41,7 +41,7 @@ def _boxes(answer: str) -> Iterator[str]:
 
 
 def last_fence(answer: str) -> str:
-    """The inside of the last fenced block that is closed; the whole answer where there is none."""
+    """The content of the last closed fenced block; the whole answer where there is none."""
     lines = answer.split("\n")
     block: list[str] | None = None
     begin: int | None = None
@@ -54,6 +54,6 @@ def last_fence(answer: str) -> str:
 
 
 def _opens(line: str) -> bool:
-    """Whether a block may begin behind this line: a fence and a language, but no text within backticks."""
+    """Whether a block may begin after this line: a fence and a language, but no text within backticks."""
     mark = line.lstrip(SPACE)
     return mark.startswith(FENCE) and "`" not in mark.removeprefix(FENCE)

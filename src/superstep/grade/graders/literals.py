@@ -1,4 +1,4 @@
-"""Values that a candidate gave: read as plain data, and compared by code that is not the candidate's."""
+"""Values from a candidate's program: read as plain data, and compared by trusted code."""
 
 from __future__ import annotations
 
@@ -9,11 +9,7 @@ NUMBERS = (int, float)
 
 
 def decode(value: object) -> Any:  # noqa: ANN401 - any data
-    """The data that ``inside.plain`` wrote.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """Decode what ``child.plain`` encoded; raises ValueError for anything else."""
     match value:
         case None | bool() | int() | float() | str():
             return value
@@ -36,10 +32,10 @@ class _Pairs(list[tuple[Any, Any]]):
 
 
 def same(expected: object, given: object, tolerance: float = 0.0) -> bool:
-    """Whether data that was given is what is expected.
+    """Whether a candidate's value equals the expected one.
 
-    Truth values are no numbers; 3 and 3.0 are the same number. A list and a tuple are the same list. Numbers may differ
-    by ``tolerance``, of their size or of 1, whichever is more. NaN is the same as NaN.
+    Truth values are not numbers; 3 equals 3.0, a list equals a tuple, and NaN equals NaN. Numbers may differ by
+    ``tolerance`` times their size or 1, whichever is more.
     """
     match expected:
         case bool() | None | str():
@@ -74,7 +70,7 @@ def _all_same(expected: list[Any], given: list[Any], tolerance: float) -> bool:
 
 
 def _match_all(expected: list[Any], given: list[Any], tolerance: float) -> bool:
-    """Whether each of the one is the same as one of the other, in any order."""
+    """Whether the lists match one to one, in any order."""
     if len(expected) != len(given):
         return False
     left = list(given)

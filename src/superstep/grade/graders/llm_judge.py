@@ -1,8 +1,8 @@
-"""Answers that another model judges, through any URL that speaks OpenAI's chat interface, ours included.
+"""Grades by a judge model, through any URL that speaks OpenAI's chat API, also that of ``superstep serve``.
 
-The answer is shown between marks that nobody can guess, and only the judge's own words are read: one JSON object. A
-judge that fails, or says anything else, is a grader_error, never a reward. A judge that redirects fails, too: another
-address would be sent the answer and the key.
+The answer is shown between marks that nobody can guess, and only one JSON object of the judge's reply is read. A judge
+that fails or replies anything else is a grader_error, never a reward. So is a redirect: it would send the answer and
+the key to another address.
 """
 
 from __future__ import annotations
@@ -49,16 +49,13 @@ class JudgeError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judge:
-    """The answer, as a model judges it.
+    """A model judges the answer.
 
     Attributes:
-        answer: the model's.
-        question: what it was asked.
-        rubric: what makes an answer good; what is right, where that is known.
-        url: of the interface, such as http://127.0.0.1:8000/v1.
-        model: the judge's name there.
+        rubric: what makes an answer good, and the right answer where it is known.
+        url: of the API, such as http://127.0.0.1:8000/v1.
         key: sent as a bearer token.
-        least: scores below this one are wrong.
+        least: lower scores count as wrong.
         max_tokens: of the judge's reply.
     """
 
@@ -72,14 +69,12 @@ class Judge:
     max_tokens: int = 64
 
     def verdict(self, tools: Tools) -> Verdict:
-        """See ``Check``."""
         if not self.answer.strip() or len(self.answer) > MOST_CHARS:
             return wrong(f"the answer is empty or longer than {MOST_CHARS} characters")
         score = read_score(self._ask(tools.config.timeout_s)) / BEST
         return ok(score) if score > 0 and score >= self.least else wrong(f"the judge gives {score:g}")
 
     def messages(self) -> list[dict[str, str]]:
-        """What the judge is told."""
         mark = secrets.token_hex(16)
         shown = f"Task:\n{self.question}\n\nWhat counts:\n{self.rubric}\n\nAnswer:\n{mark}\n{self.answer}\n{mark}"
         return [{"role": "system", "content": ASKED}, {"role": "user", "content": shown}]
@@ -109,13 +104,13 @@ class Judge:
 
 
 def _opener(url: str) -> urllib.request.OpenerDirector:
-    """What opens a URL and no other: through the system's proxy, if there is one, but for this machine itself."""
+    """An opener without redirects; it uses the system's proxy, except for this machine."""
     is_here = urllib.parse.urlsplit(url).hostname in LOOPBACK
     return urllib.request.build_opener(_NoRedirects, *([urllib.request.ProxyHandler({})] if is_here else []))
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Refuses to ask another address. urllib would send it every header, the key among them, and not the question."""
+    """Refuses redirects: urllib would send every header, the key too, to the new address, without the body."""
 
     def redirect_request(
         self,
@@ -126,16 +121,15 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
         headers: HTTPMessage,
         newurl: str,
     ) -> None:
-        """Raise a JudgeError instead."""
         fp.close()
         raise JudgeError(f"{req.full_url} redirects to {newurl}, which is not followed; name the judge's own address")
 
 
 def read_score(reply: str) -> int:
-    """The score in a judge's reply.
+    """Read the score from a judge's reply.
 
     Raises:
-        JudgeError: it is not one JSON object with a whole number in range.
+        JudgeError: the reply is not one JSON object with a whole number in range.
     """
     try:
         value = strict(reply.strip())

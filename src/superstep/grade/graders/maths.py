@@ -1,4 +1,4 @@
-"""Answers that are formulas: compared by what they mean, not by how they are written."""
+"""Grades formulas by their meaning, not by how they are written."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from superstep.grade.graders.final_answer import final
 from superstep.grade.verdict import Verdict, memory, ok, timeout, wrong
 
 MOST_CHARS = 2000
-"""The longest formula that is read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,15 +16,13 @@ class Maths:
     """The final answer means the same as this formula.
 
     Attributes:
-        answer: the model's.
-        expected: the formula in LaTeX, without dollars.
+        expected: LaTeX, without dollars.
     """
 
     answer: str
     expected: str
 
     def verdict(self, tools: Tools) -> Verdict:
-        """See ``Check``."""
         given = final(self.answer).strip("$ \n")
         if not given or len(given) > MOST_CHARS:
             return wrong(f"the final answer is empty or longer than {MOST_CHARS} characters")

@@ -1,8 +1,8 @@
-"""Formulas, read and compared by math-verify in a process of its own: run as ``python -P maths_child.py``.
+"""Compares formulas with math-verify in a separate process: ``python -P maths_child.py``.
 
-A formula of a page can keep sympy busy for days and fill any memory. So the system ends this process when it takes too
-long, and it has only so many addresses. One JSON line in, ``{"expected", "given", "number"}``, one out: ``{"same"}``,
-or ``{"error"}`` where the expected formula cannot be read, and the number. The first line is ``{"seconds", "bytes"}``.
+A short formula can keep sympy busy for days and fill any memory, so the system limits this process's time and address
+space. Each line is JSON: in ``{"expected", "given", "number"}``, out ``{"same"}``, or ``{"error"}`` where the expected
+formula cannot be read, with the number. The first line is ``{"seconds", "bytes"}``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The process that compares formulas, as graders see it: an answer before a deadline, or an end."""
+"""MathsProcess: the process that compares formulas, with a deadline for each answer."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from superstep.launch.line_process import LineProcess, unanswered
 CHILD = Path(__file__).with_name("maths_child.py")
 
 START_S = 60.0
-"""How long it may take to import sympy: half a second on an idle machine."""
+"""Seconds to import sympy; half a second on an idle machine."""
 
 BYTES = 1 << 30
-"""Its addresses, of which sympy takes 0.2 GB."""
+"""Address space; sympy takes 0.2 GB."""
 
 
 class MathsProcess:
-    """Compares formulas. It starts with the first one, and anew after one that ended it."""
+    """Compares formulas. The process starts with the first one, and again after a formula ended it."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -31,7 +31,7 @@ class MathsProcess:
 
         Raises:
             ConfigError: math-verify is not installed, or the expected formula cannot be read.
-            Fault: the process does not start, or somebody has stopped it, which no formula does.
+            Fault: the process does not start, or was stopped from outside, which no formula does.
         """
         child = self._start()
         reply = child.ask({"expected": expected, "given": given}, self._seconds)
@@ -48,7 +48,7 @@ class MathsProcess:
         return "same" if reply["same"] else "other"
 
     def close(self) -> None:
-        """Ends the process; a later formula starts it again."""
+        """End the process; a later formula starts it again."""
         child, self._child = self._child, None
         if child is not None:
             child.end()

@@ -1,4 +1,4 @@
-"""Answers that are JSON, of a form that a schema says."""
+"""Grades JSON answers by a schema."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ from superstep.grade.verdict import Verdict, ok, wrong
 
 MOST_CHARS = 1 << 20
 ANY = object()
-"""Any value that the schema takes."""
+"""Any value that the schema accepts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Json:
-    """The answer is one JSON value and nothing else, or the last fenced block is.
+    """The answer, or its last fenced block, is one JSON value and nothing else.
 
     Attributes:
-        answer: the model's.
-        schema: a JSON Schema (2020-12) that the value must keep.
-        expected: the value itself; where none is given, each one that keeps the schema is right.
+        schema: a JSON Schema (2020-12).
+        expected: the value itself; without it every value that fits the schema is right.
     """
 
     answer: str
@@ -34,7 +33,6 @@ class Json:
     expected: object = ANY
 
     def verdict(self, tools: Tools) -> Verdict:
-        """See ``Check``."""
         keeper = _keeper(self.schema)
         try:
             value = strict(last_fence(self.answer))
@@ -49,7 +47,7 @@ class Json:
 
 
 def _keeper(schema: Mapping[str, Any]) -> Any:  # noqa: ANN401 - of a package that need not be there
-    """What holds a value against a schema."""
+    """The schema's validator."""
     try:
         import jsonschema
     except ModuleNotFoundError:
@@ -59,10 +57,10 @@ def _keeper(schema: Mapping[str, Any]) -> Any:  # noqa: ANN401 - of a package th
 
 
 def strict(text: str) -> Any:  # noqa: ANN401 - any data
-    """The value of a JSON text.
+    """Parse JSON strictly.
 
     Raises:
-        ValueError: it is none, or has NaN, or an object names a key twice, which readers take in two ways.
+        ValueError: the text is not JSON, has NaN, or an object has a key twice, which parsers read in different ways.
     """
     if len(text) > MOST_CHARS:
         raise ValueError(f"longer than {MOST_CHARS} characters")

@@ -1,4 +1,4 @@
-"""Answers that are compared as texts and as numbers."""
+"""Grades texts and numbers."""
 
 from __future__ import annotations
 
@@ -15,20 +15,18 @@ NUMBER = re.compile(
     r"(?:[eE]([+-]?\d{1,2}))?(?:/(\d{1,60}))?[$]?\.?",
     re.ASCII,
 )
-"""One number and nothing else: 12, -3.5, 1,200, 6e-3, 3/4. Digits are ASCII: others are taken for a disguise."""
+"""One number and nothing else: 12, -3.5, 1,200, 6e-3, 3/4. Only ASCII digits count."""
 
 NUMBER_CHARS = 200
 
 
 @dataclass(frozen=True, slots=True)
 class Exact:
-    """The final answer is this text, but for white space around it.
+    """The final answer is this text; white space around it is ignored.
 
     Attributes:
-        answer: the model's.
-        expected: the text; it is not empty.
-        whole: whether the answer is nothing but the text, without a mark or a box before it.
-        casefold: whether upper and lower case are the same.
+        whole: whether the answer must be only the text, without a mark or a box before it.
+        casefold: whether case is ignored.
     """
 
     answer: str
@@ -37,7 +35,6 @@ class Exact:
     casefold: bool = False
 
     def verdict(self, tools: Tools) -> Verdict:
-        """See ``Check``."""
         if not self.expected.strip():
             raise ValueError("Exact expects an empty text, which every model can say")
         given, expected = self.answer if self.whole else final(self.answer), self.expected
@@ -48,12 +45,11 @@ class Exact:
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """The final answer is this number, and one number alone.
+    """The final answer is this number, and no other.
 
     Attributes:
-        answer: the model's.
-        expected: the number, or one as a text, which is read without rounding.
-        tolerance: how far the answer may be from it.
+        expected: a text is read without rounding.
+        tolerance: the largest absolute difference.
     """
 
     answer: str
@@ -61,7 +57,6 @@ class Number:
     tolerance: float = 0.0
 
     def verdict(self, tools: Tools) -> Verdict:
-        """See ``Check``."""
         expected = number(str(self.expected))
         if expected is None:
             raise ValueError(f"Number expects {self.expected!r}, which is no number")
@@ -72,7 +67,7 @@ class Number:
 
 
 def number(text: str) -> Fraction | None:
-    """The number that a text is, exactly; None where it is none."""
+    """The exact value of a number's text; None for any other text."""
     match = NUMBER.fullmatch(text.strip()) if len(text) <= NUMBER_CHARS else None
     if match is None:
         return None

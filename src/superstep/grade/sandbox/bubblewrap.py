@@ -1,9 +1,8 @@
-"""The command line of bubblewrap: what a candidate's program sees, and what it does not.
+"""The bubblewrap command: which files and devices a candidate's program sees.
 
-It has namespaces of its own (processes, network, IPC, mounts, users, names), no capability, and may make no further
-user namespace. Its files are the system's programs and the interpreter, read-only, and one folder of its own, in
-memory and of limited size. There is no /proc and no /sys, no device but four harmless ones, and no environment but what
-stands here.
+The program has its own namespaces (processes, network, IPC, mounts, users, names), no capability, and may make no
+further user namespace. Its files are the system's programs and the interpreter, read-only, and one folder of its own in
+memory, of limited size. There is no /proc, no /sys, and only four harmless devices.
 """
 
 from __future__ import annotations
@@ -13,18 +12,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 UID = 65534
-"""Who candidates are inside; outside too, where root starts the sandbox: of root the kernel counts no processes."""
+"""The user of candidates, inside and, where root starts the sandbox, outside: the kernel does not limit root's
+processes.
+"""
 
 FOLDER = "/tmp"
 """The program's own folder."""
 
 PACKAGES = "/packages"
-"""Where packages that candidates may import are seen."""
+"""Where programs see the packages that they may import."""
 
 DEVICES = ("null", "full", "random", "urandom")
-"""Not zero: what is mapped of it is memory that processes share, which outlives what is seen of it."""
+"""/dev/zero is left out: shared mappings of it are memory that cannot be counted from outside."""
 MERGED = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
-"""Folders at the root, which most systems have as links into /usr."""
+"""Folders at the root that most systems have as links into /usr."""
 
 DEVICE_BYTES = 1 << 16
 
@@ -39,18 +40,15 @@ ENVIRONMENT = {
 }
 
 PYTHON_FLAGS = ("-s", "-S", "-P", "-B")
-"""No site-packages, no current folder among the paths, no files written beside modules."""
+"""No site-packages, no current folder in the path, no compiled files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisiblePaths:
-    """What of this machine is seen inside.
+    """Paths of this machine that programs need inside.
 
     Attributes:
-        bwrap: the program bubblewrap.
-        python: the interpreter.
         prefix: the interpreter's folder where it is not below /usr.
-        packages: a folder of packages.
     """
 
     bwrap: Path
@@ -63,9 +61,8 @@ def command(paths: VisiblePaths, *, disk_bytes: int, filter_fd: int | None, run:
     """The command that runs ``run`` in a sandbox.
 
     Args:
-        paths: what is seen inside.
-        disk_bytes: the room of the program's folder.
-        filter_fd: an open file with the filter of system calls; None on a machine that has no list of them.
+        disk_bytes: size of the program's folder.
+        filter_fd: an open file with the seccomp filter; None on processors without a list of calls.
         run: arguments of the interpreter.
     """
     words = [str(paths.bwrap), "--unshare-all", "--unshare-user", "--disable-userns"]

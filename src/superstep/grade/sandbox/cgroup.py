@@ -1,10 +1,10 @@
-"""A cgroup for programs of candidates: the kernel counts all memory that they take, in whatever form they hold it.
+"""Cgroups for candidates' programs: the kernel counts all memory of a program.
 
-version 2   a folder below the nearest one, from our own upward, that gives memory to those below and may be written
-version 1   a folder below our own, in the hierarchy of memory and in that of pids
+version 2   a folder below the nearest cgroup, from our own upward, that is writable and delegates memory
+version 1   a folder below our own, in the memory and the pids hierarchies
 
-One is made for each process that runs programs. Its owner holds a lock on it, so that others can tell, and remove, one
-whose owner was killed.
+Each process that runs programs makes one group. It holds a lock on the group, so that others can remove the groups of
+killed owners.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from superstep.grade.sandbox.orphans import kill_each
 PREFIX = "superstep-grade-"
 
 EXTRA_BYTES = 16 << 20
-"""What an honest program needs besides its memory and its files: page tables, and the sandbox's own processes."""
+"""Memory beyond a program's limit and its files: page tables and the sandbox's own processes."""
 
 EXTRA_PROCESSES = 4
-"""The sandbox's own."""
+"""Processes of the sandbox itself."""
 
 GONE_S = 2.0
-"""How long processes that were killed may still be in a group."""
+"""Seconds that killed processes may stay in a group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,9 @@ class CgroupFiles:
     """A version's files of a group.
 
     Attributes:
-        memory: its limit.
-        swap: what is written to bound swap; these files are missing where there is no swap.
-        events: which has the number of processes that the kernel ended for their memory.
+        memory: the memory limit.
+        swap: writes that limit swap; the files are missing where there is no swap.
+        events: holds the number of processes that the kernel killed for memory.
     """
 
     memory: str
@@ -58,8 +58,7 @@ class CgroupParent:
     """Where groups can be made.
 
     Attributes:
-        folders: one for version 2; for version 1 that of memory first.
-        files: of the version.
+        folders: one for version 2; two for version 1, memory first.
     """
 
     folders: tuple[Path, ...]
@@ -67,10 +66,10 @@ class CgroupParent:
 
 
 class Cgroup:
-    """A group with a limit. It is removed when nobody has it any more. One program at a time may run in it.
+    """A group with a limit for one program at a time. It is removed when its owner ends.
 
     Attributes:
-        folders: of the group, that of memory first.
+        folders: the group's folders, memory first.
     """
 
     def __init__(self, folders: Sequence[Path], locks: Sequence[int], files: CgroupFiles) -> None:
@@ -85,19 +84,19 @@ class Cgroup:
         weakref.finalize(self, _remove_own, os.getpid(), self.folders, (*locks, *self._join))
 
     def join(self) -> None:
-        """Takes the process that calls this into the group. It is run between fork and exec, and so does little."""
+        """Move the calling process into the group. It runs between fork and exec, so it does little."""
         for fd in self._join:
             os.write(fd, b"0")
 
     def kills(self) -> int:
-        """How often the kernel ended a process of the group for memory; 0 of a kernel that does not count it (version 1
-        before Linux 4.13): looks alone find it there.
+        """How often the kernel killed a process of the group for memory; always 0 for version 1 before Linux 4.13,
+        where only polling finds it.
         """
         lines = (line.split() for line in (self.folders[0] / self._files.events).read_text().splitlines())
         return next((int(count) for name, count in lines if name == "oom_kill"), 0)
 
     def kill(self) -> set[int]:
-        """Ends what is in the group; which processes that was."""
+        """Kill the processes of the group; returns their ids."""
         told = " ".join((folder / "cgroup.procs").read_text() for folder in self.folders)
         left = set(map(int, told.split())) - {0}  # so one is called that cannot be seen from here
         kill_each(left)
@@ -105,12 +104,12 @@ class Cgroup:
 
 
 def make_group(memory_bytes: int, processes: int, uid: int | None) -> Cgroup | None:
-    """A group with limits; None where this machine has none, or this user may not make one.
+    """Make a group with limits; None where this machine or this user cannot.
 
     Args:
-        memory_bytes: of a program and of its files together.
-        processes: and threads.
-        uid: the user that programs run as, where that is another.
+        memory_bytes: of a program and its files together.
+        processes: processes and threads.
+        uid: the programs' user, where it differs from ours.
     """
     place = find_place()
     if place is None:
@@ -125,7 +124,7 @@ def make_group(memory_bytes: int, processes: int, uid: int | None) -> Cgroup | N
 
 
 def remove_left_groups() -> None:
-    """Removes groups whose owners have ended, unless another process does so, or makes one, for longer than GONE_S."""
+    """Remove groups without owners, unless another process holds the folder's lock for longer than GONE_S."""
     place = find_place()
     if place is None:
         return
@@ -161,7 +160,7 @@ def _may_write(folder: Path) -> bool:
 
 
 def _own_folders(proc: Path) -> dict[str, Path]:
-    """Our own group's folder in each hierarchy, by the hierarchy's controllers; "" is version 2."""
+    """Our own group's folder in each hierarchy, by controller; "" is version 2."""
     mounts = dict(_mounts(proc))
     folders = {}
     for line in (proc / "cgroup").read_text().splitlines():
@@ -176,7 +175,7 @@ def _own_folders(proc: Path) -> dict[str, Path]:
 
 
 def _mounts(proc: Path) -> Iterator[tuple[str, tuple[str, Path]]]:
-    """By controller: which part of a hierarchy is mounted, and where. See proc(5) for the form of the file."""
+    """By controller: the mounted part of its hierarchy, and the mount point. The file's format is in proc(5)."""
     for line in (proc / "mountinfo").read_text().splitlines():
         before, _, after = line.partition(" - ")
         root, mounted = before.split()[3:5]
@@ -188,10 +187,10 @@ def _mounts(proc: Path) -> Iterator[tuple[str, tuple[str, Path]]]:
 
 
 def _make_cgroup(place: CgroupParent, memory_bytes: int, processes: int) -> Cgroup:
-    """A new group, which is locked before any other process may remove it.
+    """Make a group and lock it before another process can remove it.
 
     Raises:
-        OSError: it cannot be made, or has no limit of memory.
+        OSError: it cannot be made, or memory cannot be limited.
     """
     name = f"{PREFIX}{secrets.token_hex(8)}"
     folders: list[Path] = []
@@ -215,7 +214,6 @@ def _make_cgroup(place: CgroupParent, memory_bytes: int, processes: int) -> Cgro
 
 
 def _sweep(place: CgroupParent) -> None:
-    """Removes groups that nobody holds a lock on."""
     for base in place.folders:
         for folder in base.glob(f"{PREFIX}*"):
             with suppress(OSError):
@@ -223,13 +221,13 @@ def _sweep(place: CgroupParent) -> None:
 
 
 def _remove_own(owner: int, folders: Sequence[Path], fds: Sequence[int]) -> None:
-    """Removes a group at the end of the process that made it, but not at that of its forks."""
+    """Remove a group at the end of the process that made it, but not at the end of its forks."""
     if os.getpid() == owner:
         _remove(folders, fds)
 
 
 def _remove(folders: Sequence[Path], fds: Sequence[int]) -> None:
-    """Removes groups once their processes, which were killed, are gone; one that stays is left to the next owner."""
+    """Remove groups once their killed processes are gone; a group that stays is left to the next owner."""
     until_s = time.monotonic() + GONE_S
     for folder in folders:
         while folder.exists() and time.monotonic() < until_s:
@@ -243,7 +241,7 @@ def _remove(folders: Sequence[Path], fds: Sequence[int]) -> None:
 
 @contextmanager
 def _hold(folder: Path, how: int = fcntl.LOCK_EX) -> Iterator[None]:
-    """While no other process makes or removes groups below a folder."""
+    """Lock a folder, so that no other process makes or removes groups below it."""
     fd = _open_locked(folder, how)
     try:
         yield
@@ -252,11 +250,7 @@ def _hold(folder: Path, how: int = fcntl.LOCK_EX) -> Iterator[None]:
 
 
 def _open_locked(folder: Path, how: int) -> int:
-    """An open folder with a lock on it.
-
-    Raises:
-        OSError: somebody else has it.
-    """
+    """Open a folder and lock it; raises OSError where another process holds the lock."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(fd, how)

@@ -1,7 +1,7 @@
-"""What runs in the sandbox: a candidate's program, and nothing that decides of it. No module of ours is imported.
+"""What runs in the sandbox: a candidate's program, and no code that judges it. It imports no module of this package.
 
-It is given to the interpreter with ``-c``, reads one job from its input, and writes a line of JSON for each answer. It
-knows inputs alone: what is expected stays outside, and so whatever the candidate changes here, it can only answer.
+It is passed to the interpreter with ``-c``, reads one job from its input, and writes a line of JSON for each answer.
+Expected values stay outside, so whatever the candidate changes here, it can only give wrong answers.
 
     {"source", "limits", "calls": [{"name", "args", "kwargs"}]}    -> {"value"} or {"raised"} for each call
     {"source", "limits", "inputs": [text]}                         -> {"output", "status"} for each input
@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # not here: it would be a sixth of the time that a small prog
     from typing import Any
 
 READY = "ready"
-"""The first line: from here on, what goes wrong is the candidate's."""
+"""The first line of output: errors after it are the candidate's."""
 
 KINDS = {
     "cpu_s": resource.RLIMIT_CPU,
@@ -44,7 +44,9 @@ def limit(limits: dict[str, int]) -> None:
 
 
 def plain(value: object) -> Any:  # noqa: ANN401 - any data
-    """Data as JSON: lists, tuples, sets and dicts are named, since JSON has fewer kinds. Nothing else is data."""
+    """Encode data as JSON: lists, tuples, sets and dicts carry their kind, as JSON has fewer kinds. Other types are
+    errors.
+    """
     kind = type(value)
     if value is None or kind in (bool, int, float, str):
         return value
@@ -56,7 +58,7 @@ def plain(value: object) -> Any:  # noqa: ANN401 - any data
 
 
 def error_text(error: BaseException) -> str:
-    """Its kind and first line. What tells of itself by failing is told of by kind alone."""
+    """The error's kind and first line; only the kind where its text itself raises."""
     try:
         first = str(error).partition("\n")[0][:200]
     except BaseException:  # noqa: BLE001 - the candidate's own class
@@ -65,7 +67,7 @@ def error_text(error: BaseException) -> str:
 
 
 def calls(job: dict[str, Any], out: int) -> None:
-    """Runs the source once, then each call in turn."""
+    """Run the source once, then each call in turn."""
     names: dict[str, Any] = {"__name__": "candidate", "__builtins__": __builtins__}
     try:
         exec(compile(job["source"], "candidate.py", "exec"), names)
@@ -84,7 +86,7 @@ def calls(job: dict[str, Any], out: int) -> None:
 
 
 def programs(job: dict[str, Any], out: int) -> None:
-    """Runs the source as a program of its own for each input."""
+    """Run the source as a separate program for each input."""
     code = compile(job["source"], "candidate.py", "exec")
     for number, text in enumerate(job["inputs"]):
         given, taken = f"given-{number}", f"taken-{number}"
@@ -104,7 +106,7 @@ def programs(job: dict[str, Any], out: int) -> None:
 
 
 def become(given: str, taken: str, code: CodeType) -> None:
-    """This process runs the program, and ends."""
+    """Turn this process into the program, and exit with it."""
     status = 1
     try:
         for path, flags, to in ((given, os.O_RDONLY, 0), (taken, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 1)):
@@ -128,7 +130,7 @@ def become(given: str, taken: str, code: CodeType) -> None:
 
 
 def stop_others() -> None:
-    """Ends what a program left behind. Here it is only the candidate's, in a namespace of its own."""
+    """Kill the processes that a program left. Only the candidate's are in this namespace."""
     try:
         os.kill(-1, signal.SIGKILL)
     except ProcessLookupError:

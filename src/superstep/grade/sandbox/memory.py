@@ -1,8 +1,8 @@
-"""How much memory a program's processes have taken, as seen from outside.
+"""The memory of a program's processes, measured from outside.
 
-It is what a bound is held to where no cgroup can be made, so nothing that a program can take may be left out. What is
-not seen here is refused by the filter of calls, or small: page tables of what is addressed and not touched, pipes (64
-MiB for all of a user's), and the kernel's records of mappings (16 MiB a process).
+This measure is the limit where no cgroup can be made, so it must count every kind of memory. The rest is refused by the
+seccomp filter or small: page tables of addressed but untouched memory, pipes (64 MiB for each user), and the kernel's
+records of mappings (16 MiB for each process).
 """
 
 from __future__ import annotations
@@ -13,29 +13,29 @@ from contextlib import suppress
 from pathlib import Path
 
 COUNTED = ("RssAnon:", "RssShmem:", "VmSwap:", "VmPTE:")
-"""Of a process, in ``/proc/PID/status``: what it has to itself or shares, what was swapped out, and its page tables."""
+"""Fields of ``/proc/PID/status``: private and shared memory, swap, page tables."""
 
 SOCKET_SYSCTL = Path("/proc/sys/net/core/wmem_default")
-"""Bytes that a socket may have sent and nobody has read."""
+"""Bytes that a socket may hold unread."""
 
 NAME_BYTES = 2048
-"""Of a file without content: its inode, and a name of 255 characters."""
+"""Memory of an empty file: its inode, and a name of 255 characters."""
 
 
 def resident_bytes(pid: int) -> int:
-    """The memory that a process and all below it have to themselves, or share with each other.
+    """Private and shared memory of a process and all below it, in bytes.
 
-    What is shared is counted for each of them: a bound is passed a little early rather than not at all.
+    Shared memory is counted for each process: the limit is reached a little early rather than too late.
     """
     return sum(map(_own_bytes, tree(pid)))
 
 
 def boxed_bytes(pid: int, folder: str) -> int:
-    """The same of the processes of a sandbox, with what its sockets and its files may keep in the kernel.
+    """Memory of a sandbox's processes, its sockets and its files in the kernel, in bytes.
 
     Args:
-        pid: of the process that made the sandbox, and is not in it.
-        folder: that is mounted inside, in memory.
+        pid: the process that made the sandbox, outside of it.
+        folder: mounted inside, in memory.
     """
     pids = list(tree(pid))
     total = sum(map(_own_bytes, pids))
@@ -45,7 +45,7 @@ def boxed_bytes(pid: int, folder: str) -> int:
 
 
 def tree(pid: int) -> Iterator[int]:
-    """A process and all below it, as far as they are there."""
+    """A process and all below it."""
     waiting = [pid]
     while waiting:
         one = waiting.pop()
@@ -56,7 +56,7 @@ def tree(pid: int) -> Iterator[int]:
 
 
 def _own_bytes(pid: int) -> int:
-    """By the first thread that still has the process's memory: the one that began may have ended before the others."""
+    """Read from a thread that still has the process's memory: the main thread may have ended before the others."""
     with suppress(OSError):
         for task in os.listdir(f"/proc/{pid}/task"):
             with suppress(OSError):
@@ -68,7 +68,7 @@ def _own_bytes(pid: int) -> int:
 
 
 def _socket_bytes(pid: int) -> int:
-    """What all sockets of a process's network may hold: twice what each may send, for the last message may go over."""
+    """The most that the sockets of a process's network hold: twice each limit, as the last message may exceed it."""
     with suppress(OSError):
         used = Path(f"/proc/{pid}/net/sockstat").read_text().split()[2]
         return 2 * int(used) * int(SOCKET_SYSCTL.read_text())
@@ -76,7 +76,7 @@ def _socket_bytes(pid: int) -> int:
 
 
 def _name_bytes(pid: int, folder: str) -> int:
-    """What the files of a folder take without their content, once the folder is another one than ours."""
+    """Memory of a folder's files without their content, where the folder is a mount of its own."""
     inside = f"/proc/{pid}/root{folder}"
     with suppress(OSError):
         if os.stat(inside).st_dev != os.stat(folder).st_dev:

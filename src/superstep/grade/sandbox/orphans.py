@@ -1,7 +1,7 @@
-"""Processes that outlive who started them: ended and waited for by the process that grades, who adopts them.
+"""Processes that outlive their parent: the grading process adopts them, ends them and waits for them.
 
-Else that is the machine's first process, which in a container may wait for nobody. Who is not waited for counts against
-the bound of processes of the next program; and who is, has given back its memory.
+Otherwise the machine's first process would adopt them, and in a container that one may wait for nobody. A process that
+nobody waits for counts against the process limit of the next program and keeps its memory.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of all below it whose own parent has ended; on Linux alone."""
+    """Make this process adopt orphans among its descendants; on Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def children() -> set[int]:
-    """The processes that this one waits for, or is to."""
+    """The process ids of this process's children."""
     told = ""
     for path in Path("/proc/self/task").glob("*/children"):
         with suppress(OSError):  # of a thread that has just ended
@@ -33,8 +33,8 @@ def children() -> set[int]:
 
 
 def end_each(pids: Iterable[int]) -> set[int]:
-    """End some children, and wait for those that have ended; which have not yet. The first process of a sandbox ends
-    once all others of it have.
+    """Kill some children and reap those that have ended; returns the others. The first process of a sandbox ends after
+    all others of it.
     """
     left = set(pids)
     kill_each(left)
@@ -46,7 +46,7 @@ def end_each(pids: Iterable[int]) -> set[int]:
 
 
 def kill_each(pids: Iterable[int]) -> None:
-    """SIGKILL to each that is there."""
+    """Send SIGKILL to each process that still exists."""
     for pid in pids:
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)

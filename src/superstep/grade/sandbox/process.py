@@ -1,4 +1,4 @@
-"""A process that is given so much time, memory and output, and is ended with all that it started."""
+"""Runs a command with limits of time, memory and output, and ends it with all processes that it started."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from superstep.monitor.stopped_process import Pulse, is_stopped
 Limit = Literal["timeout", "memory", "output"]
 
 LOOK_S = 0.025
-"""How often its memory is looked at. Two cores fill some 100 MiB in that time."""
+"""Seconds between looks at its memory. Two cores fill about 100 MiB in that time."""
 
 GONE_S = 10.0
-"""How long the kernel may take to end all of it: milliseconds, more where it has much memory to give back."""
+"""Seconds for the kernel to end all processes: milliseconds as a rule, more where much memory is freed."""
 
 LEFT_S = 0.002
-"""Between looks at what has been told to end."""
+"""Seconds between looks at killed processes."""
 
 STDERR_BYTES = 4096
-"""What is kept of what it complains of."""
+"""The bytes of stderr that are kept."""
 
 PIECE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What it may take; see ``GradeConfig``.
+    """Limits of a command; see ``GradeConfig``.
 
     Attributes:
-        group: in which the kernel counts its memory; without one it is looked at every LOOK_S alone.
-        adopts: this process does nothing but run such commands, and has what they leave for its children.
+        group: counts the memory in the kernel; without it memory is polled every LOOK_S.
+        adopts: this process does nothing but run such commands, and adopts the processes that they leave.
     """
 
     seconds: float
@@ -54,11 +54,11 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How it ended.
+    """How a command ended.
 
     Attributes:
-        status: its exit status; below 0 the signal that ended it.
-        limit: what it was ended for, if it was.
+        status: the exit status; negative for a signal.
+        limit: the limit that it exceeded, if any.
         stdout: all of it, or what came before the limit.
         stderr: its beginning.
     """
@@ -70,11 +70,11 @@ class Ended:
 
 
 class StillThereError(Exception):
-    """A process was killed and is still there."""
+    """A killed process still exists."""
 
 
 class StoppedError(Exception):
-    """A process was stopped by a signal that did not come from what runs in it."""
+    """A process was stopped by a signal from outside."""
 
 
 def run_bounded(
@@ -87,22 +87,20 @@ def run_bounded(
     folder: Path | None = None,
     inside: str | None = None,
 ) -> Ended:
-    """Runs a command to its end, in a session of its own and without an environment.
+    """Run a command to its end, in its own session and with an empty environment.
 
     Args:
-        argv: of the command.
-        given: its input.
-        bounds: what it may take.
-        uid: the user and group that it runs as, where that is another.
-        fds: open files that it has besides.
-        folder: where it runs.
-        inside: where the command makes a sandbox, the folder in memory that is mounted in it. What runs there cannot
-            reach the command's own process: a signal that stops this is then none of its doing. Else it may stop
-            itself, and its time passes.
+        given: standard input.
+        uid: user and group to run as, where they differ from ours.
+        fds: open files that the command inherits.
+        folder: the working folder.
+        inside: where the command makes a sandbox, the folder in memory that is mounted in it. Programs inside cannot
+        signal the command's own process, so a stop of that process came from outside. Without a sandbox a program may
+        stop itself, and its time runs on.
 
     Raises:
         StoppedError: the command's own process was stopped.
-        StillThereError: it was killed, and is not gone.
+        StillThereError: it was killed and still exists.
         OSError: it cannot be started.
     """
     others = children() if bounds.adopts else None
@@ -130,7 +128,7 @@ def run_bounded(
 
 
 class _Watched:
-    """A process and its pipes, followed to the end."""
+    """A process and its pipes, watched until they end."""
 
     def __init__(
         self, child: subprocess.Popen[bytes], given: bytes, bounds: Bounds, inside: str | None, others: set[int] | None
@@ -155,7 +153,7 @@ class _Watched:
             self._select.register(pipe, events, into)
 
     def follow(self) -> Limit | None:
-        """Until it has ended by itself or has passed a bound, which is what is returned then."""
+        """Wait until the process ends or exceeds a limit; returns that limit."""
         looked = 0.0
         while not self._has_ended():
             self._move(LOOK_S)
@@ -178,7 +176,7 @@ class _Watched:
         return taken_bytes > self._bounds.memory_bytes or self._was_killed_for_memory()
 
     def _was_killed_for_memory(self) -> bool:
-        """Whether the kernel has ended some of its processes, of which the others may not know."""
+        """Whether the kernel killed some of its processes; the others may not notice."""
         group = self._bounds.group
         return group is not None and group.kills() > self._kills
 
@@ -187,7 +185,7 @@ class _Watched:
             raise StoppedError(f"process {self._child.pid} was stopped (SIGSTOP) and did not go on")
 
     def end(self) -> None:
-        """Ends what is left, reads what was written, and waits until all is gone: first who can write to its pipes."""
+        """End what is left, writers to its pipes first, read the rest of the output, and wait until all is gone."""
         with suppress(ProcessLookupError):
             os.killpg(self._child.pid, signal.SIGKILL)  # not yet waited for, so that the number is still its own
         deadline = ActiveDeadline(GONE_S)
@@ -210,7 +208,7 @@ class _Watched:
             raise StillThereError(f"process {self._child.pid} was killed and is still there after {GONE_S:g} s")
 
     def _left(self) -> set[int]:
-        """What holds none of its pipes and has not ended, though it is told to: its memory would be the next one's."""
+        """Killed processes that still exist, without our pipes: their memory would count for the next program."""
         left = set() if self._bounds.group is None else self._bounds.group.kill()
         return left if self._others is None else left | end_each(children() - self._others)
 
@@ -221,7 +219,7 @@ class _Watched:
         return any(key.data is not None for key in self._select.get_map().values())
 
     def _move(self, seconds: float) -> None:
-        """Moves what can be moved through the pipes, or waits."""
+        """Move bytes through the pipes, or wait."""
         if not self._select.get_map():
             time.sleep(seconds)
             return

@@ -1,4 +1,4 @@
-"""Sandbox: runs candidates' programs on inputs, and gives back their answers as data."""
+"""Sandbox: runs candidates' programs on inputs, and returns their answers as data."""
 
 from __future__ import annotations
 
@@ -27,22 +27,23 @@ from superstep.grade.verdict import line
 
 How = Literal["done", "timeout", "memory", "violation"]
 MemoryBound = Literal["cgroup", "watched"]
-"""The kernel counts what a program takes, or we look at it many times a second."""
+"""The kernel counts a program's memory (cgroup), or we poll it many times a second (watched)."""
 
 INSIDE = Path(__file__).with_name("child.py")
 PAUSES_S = (0.3, 1.0)
-"""Before another try of a sandbox that did not begin, which no program has a part in: a machine may be short of memory
-or of processes for a moment."""
+"""Seconds before each new try of a sandbox that did not start: the machine may be short of memory or processes for a
+moment.
+"""
 
 READY = b"ready\n"
 
 SIGSYS = 31
 SHELL_SIGNAL = 128
-"""As shells and bubblewrap have it, a process that a signal ended has this status, and the signal's number more."""
+"""Shells and bubblewrap report a process that a signal ended as this status plus the signal's number."""
 
 OPEN_FILES = 64
 WAITING_SIGNALS = 256
-"""Each takes memory of the kernel's, and so does each timer."""
+"""Each takes kernel memory, and so does each timer."""
 
 SOURCE_BYTES = 1 << 20
 """The longest program that is run."""
@@ -52,7 +53,7 @@ PROBE_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class FunctionCall:
-    """A function of the candidate's, called with data."""
+    """A call of the candidate's function with data."""
 
     name: str
     args: tuple[Any, ...] = ()
@@ -61,12 +62,13 @@ class FunctionCall:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What came of a candidate's program.
+    """The result of a candidate's program.
 
     Attributes:
         how: whether it came to its end, or what ended it.
-        told: for each call or input a record; fewer where the program ended early. It is the candidate's word.
-        why: where it was ended, what for; or what it complained of.
+        told: a record for each call or input, fewer where the program ended early. Written by the candidate: do not
+            trust.
+        why: why it was ended, or its stderr.
     """
 
     how: How
@@ -75,32 +77,31 @@ class Answers:
 
 
 class Sandbox(Protocol):
-    """Something that runs programs of candidates, one at a time."""
+    """Runs candidates' programs, one at a time."""
 
     @property
     def memory_bound(self) -> MemoryBound:
-        """What holds them to their memory."""
+        """How programs are held to their memory limit."""
         ...
 
     def calls(self, source: str, calls: Sequence[FunctionCall]) -> Answers:
-        """Runs a source and then functions of it; each record is ``{"value"}`` or ``{"raised"}``."""
+        """Run a source and then call its functions; each record is ``{"value"}`` or ``{"raised"}``."""
         ...
 
     def programs(self, source: str, inputs: Sequence[str]) -> Answers:
-        """Runs a source as a program for each input; each record is ``{"output", "status"}``."""
+        """Run a source as a program for each input; each record is ``{"output", "status"}``."""
         ...
 
 
 def open_sandbox(config: GradeConfig, *, probe: bool = True, adopts: bool = False) -> Sandbox:
-    """The sandbox that is asked for.
+    """Open the sandbox that the config names.
 
     Args:
-        config: what programs may take, and how they are kept.
-        probe: see that it works.
-        adopts: what programs leave become children of this process, which does nothing but grade.
+        probe: check that it works.
+        adopts: this process does nothing but grade, and adopts the processes that programs leave.
 
     Raises:
-        ConfigError: bubblewrap is not there, or cannot work here.
+        ConfigError: bubblewrap is not installed, or cannot work here.
     """
     packages = _packages(config)
     if adopts:
@@ -128,14 +129,12 @@ def open_sandbox(config: GradeConfig, *, probe: bool = True, adopts: bool = Fals
 
 @dataclass(frozen=True, slots=True)
 class Sandboxed:
-    """Programs in bubblewrap; where ``seen`` is None, beside us and unprotected.
+    """Programs in bubblewrap; where ``seen`` is None, unprotected in a plain process.
 
     Attributes:
-        config: what they may take.
-        seen: what they see of this machine.
-        python: their interpreter.
-        filter: of system calls; None where this kind of processor has no list of them.
-        group: that the kernel holds to its memory; None where none can be made.
+        seen: the paths that programs see.
+        filter: the seccomp filter; None on processors without a list of calls.
+        group: the cgroup that limits memory; None where none can be made.
         adopts: see ``Bounds``.
     """
 
@@ -148,22 +147,19 @@ class Sandboxed:
 
     @property
     def memory_bound(self) -> MemoryBound:
-        """See ``Sandbox``."""
         return "watched" if self.group is None else "cgroup"
 
     def calls(self, source: str, calls: Sequence[FunctionCall]) -> Answers:
-        """See ``Sandbox``."""
         return self._run(source, {"calls": [asdict(call) for call in calls]})
 
     def programs(self, source: str, inputs: Sequence[str]) -> Answers:
-        """See ``Sandbox``."""
         return self._run(source, {"inputs": list(inputs)})
 
     def probe(self) -> None:
-        """Runs an empty program.
+        """Run an empty program.
 
         Raises:
-            ConfigError: not even that works; says what bubblewrap complained of.
+            ConfigError: it fails; the message has bubblewrap's stderr.
         """
         try:
             answers = self._run("", {"inputs": [""]})
@@ -207,7 +203,7 @@ class Sandboxed:
             raise Fault(f"{error}.") from error
 
     def _limits(self) -> dict[str, int]:
-        """What the kernel holds each process to."""
+        """Kernel limits of each process."""
         limits = {
             "cpu_s": math.ceil(self.config.timeout_s) * (os.cpu_count() or 1) + 1,  # of all its threads
             "memory_bytes": self.config.memory_bytes,
@@ -246,10 +242,10 @@ class Sandboxed:
 
 
 def read_answers(ended: Ended, config: GradeConfig) -> Answers:
-    """What an ended process means.
+    """Read the answers of an ended process.
 
     Raises:
-        Fault: the candidate's program did not begin: that is our failure, not its.
+        Fault: the candidate's program did not start, which is not its fault.
     """
     complaint = line(ended.stderr.decode("utf-8", "replace"))
     if not ended.stdout.startswith(READY):
@@ -282,12 +278,12 @@ def _limit_verdict(limit: Literal["timeout", "memory", "output"], config: GradeC
 
 
 def _uid() -> int | None:
-    """The user that the sandbox is started as, where that is another."""
+    """The user that starts the sandbox, where it differs from ours."""
     return UID if os.geteuid() == 0 else None
 
 
 def _memory_file(data: bytes) -> int:
-    """An open file with some bytes, which nobody else sees."""
+    """An open anonymous file with some bytes."""
     fd = os.memfd_create("filter", 0)
     os.write(fd, data)
     os.lseek(fd, 0, os.SEEK_SET)
@@ -297,10 +293,10 @@ def _memory_file(data: bytes) -> int:
 def interpreter(wanted: str | None) -> tuple[Path, Path | None]:
     """The interpreter of candidates, and its folder where that is not below /usr.
 
-    Ours is taken where candidates' user can reach it, else the system's: inside a home of root's it is out of reach.
+    Ours is used where candidates' user can reach it, else the system's: root's home folder is out of reach.
 
     Raises:
-        ConfigError: there is none that can be reached.
+        ConfigError: no interpreter can be reached.
     """
     if wanted is not None:
         path = Path(wanted)
@@ -326,11 +322,7 @@ def interpreter(wanted: str | None) -> tuple[Path, Path | None]:
 
 
 def _packages(config: GradeConfig) -> Path | None:
-    """The folder of packages that programs may import.
-
-    Raises:
-        ConfigError: it is not there, or candidates cannot reach it.
-    """
+    """The folder of packages; raises ConfigError where it is missing or candidates cannot reach it."""
     if config.packages is None:
         return None
     folder = Path(config.packages).resolve()

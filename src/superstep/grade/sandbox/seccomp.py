@@ -1,11 +1,11 @@
-"""The calls of the system that a candidate may not make, as a program of the kernel's filter (BPF).
+"""System calls that a candidate may not make, as a seccomp filter (BPF).
 
 No library is needed: a filter is a list of 8-byte instructions. ``bwrap --seccomp`` loads it just before it starts the
-interpreter. What only somebody who breaks out calls ends the process (SIGSYS); what a library may try and do
-without fails with an error, and so does what makes memory that cannot be seen from outside
-(``memory.py``). Calls that are newer than this list fail as if the kernel did not have them.
+interpreter. A call that only an attack on the sandbox makes ends the process (SIGSYS). A call that a library may try
+and do without fails with an error, as do calls that make memory invisible from outside (``memory.py``). Newer calls
+than this list fail as if the kernel did not have them.
 
-Numbers are those of Linux's ``unistd.h``; see seccomp(2) for the form.
+Numbers are those of Linux's ``unistd.h``; the format is in seccomp(2).
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ ALLOW = 0x7FFF0000
 EPERM, ENOSYS = 1, 38
 
 LOAD, MASK, EQUAL, ABOVE, AT_LEAST, HAS_BITS, RETURN = 0x20, 0x54, 0x15, 0x25, 0x35, 0x45, 0x06
-"""Load a word, keep some of its bits, jump where it is equal, above, at least, has one of some bits; the verdict."""
+"""Load a word, mask it, jump where it is equal, above, at least, has one of some bits; return the verdict."""
 
 NUMBER, ARCH, FIRST, SECOND, FOURTH = 0, 4, 16, 24, 40
-"""Where in the kernel's ``seccomp_data`` these words are; of an argument, its lower half."""
+"""Offsets in the kernel's ``seccomp_data``; of an argument, its lower half."""
 
 NEW_NAMESPACE = 0x7E020080
 """CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET and NEWTIME."""
 AF_UNIX = 1
 SHARED_ANONYMOUS = 0x21
-"""MAP_SHARED and MAP_ANONYMOUS: memory that stays where no process has it in its tables any more."""
+"""MAP_SHARED and MAP_ANONYMOUS: such memory stays even when no process has it in its page tables."""
 
 TIOCSTI, TIOCLINUX = 0x5412, 0x541C
-"""Type into the terminal of somebody else."""
+"""Calls that type into somebody else's terminal."""
 
 X32 = 0x40000000
-"""From here on numbers are of x86's third ABI, whose calls would go past the list."""
+"""Numbers from here on belong to x86's third ABI, which would bypass the list."""
 
 
 @dataclass(frozen=True, slots=True)
 class SyscallNumbers:
-    """How a kind of processor numbers the calls.
+    """A processor's numbers of the system calls.
 
     Attributes:
-        arch: AUDIT_ARCH of it.
-        last: the newest call that is known here.
+        arch: its AUDIT_ARCH.
+        last: the newest call that this list knows.
         kills: calls that end the process.
         fails: calls that fail.
-        clone, clone3, socketpair, ioctl, mmap: calls whose arguments decide.
+        clone, clone3, socketpair, ioctl, mmap: calls that are judged by their arguments.
     """
 
     arch: int
@@ -234,14 +234,14 @@ AARCH64 = SyscallNumbers(
 )
 
 MACHINES = {"x86_64": X86_64, "aarch64": AARCH64}
-"""By what ``platform.machine()`` calls them."""
+"""By ``platform.machine()``."""
 
 Instruction = tuple[int, int, int, int]
-"""Code, how far to jump where a test holds, how far where it does not, and a number."""
+"""Code, jump where a test holds, jump where it does not, and a number."""
 
 
 def filter_program(machine: SyscallNumbers) -> list[Instruction]:
-    """The filter of a kind of processor."""
+    """The filter for a processor."""
     program = [_load(ARCH), (EQUAL, 1, 0, machine.arch), _return(KILL), _load(NUMBER)]
     if machine is X86_64:
         program += _where(AT_LEAST, X32, KILL)
@@ -268,7 +268,7 @@ def filter_bytes(machine: SyscallNumbers) -> bytes:
 
 
 def decide(program: list[Instruction], *, arch: int, number: int, arguments: tuple[int, ...] = ()) -> int:
-    """What a filter says to one call: the kernel's interpreter in a page, for whoever checks a filter."""
+    """The filter's verdict on one call: the kernel's interpreter in one page, for tests."""
     data = {NUMBER: number, ARCH: arch}
     for k, argument in enumerate(arguments):
         data[FIRST + 8 * k] = argument & 0xFFFFFFFF
@@ -305,6 +305,5 @@ def _unless(value: int, verdict: int) -> list[Instruction]:
 
 
 def _argument(number: int, offset: int, tests: list[Instruction]) -> list[Instruction]:
-    """Tests of an argument of one call. The call is allowed where they say nothing; other calls go past them."""
     body = [_load(offset), *tests, _return(ALLOW)]
     return [(EQUAL, 0, len(body), number), *body]
