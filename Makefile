@@ -6,6 +6,7 @@
 # make check    lint, format, types, import order
 # make house    figures of the package's structure and words
 # make bench    Superstep beside its peers; BENCH=name picks another module of bench/
+# make proto    the Python of Tinker's messages, from their .proto
 # make docs     the pages' tables and drawings, from the code; then the site, into build/docs
 # make pictures the pictures of docs/pictures, as a browser shows the pages; needs chromium
 # make clean    remove the environment and what the tools cached; runs are kept
@@ -17,7 +18,7 @@ WORKERS ?= 2
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup train test test-all strict check house bench docs pictures clean
+.PHONY: setup train test test-all strict check house bench proto docs pictures clean
 
 setup: $(STAMP)
 
@@ -54,6 +55,12 @@ house: setup
 
 bench: setup
 	$(BIN)/python -m bench.$(BENCH) $(ARGS)
+
+# An older protoc than the newest: what it writes runs with its own version of protobuf and every newer one.
+proto:
+	$(PYTHON) -m venv build/protoc
+	build/protoc/bin/pip install -q --disable-pip-version-check grpcio-tools==1.74.0 setuptools
+	build/protoc/bin/python -m grpc_tools.protoc -I src --python_out=src --pyi_out=src src/superstep/tune/tinker/tinker.proto
 
 docs: setup
 	$(BIN)/python docs/make_reference.py

@@ -1,6 +1,4 @@
-"""Tinker's messages that go as protobuf: what is to be learnt from, and what came of it. Numbers of fields are those of
-``tinker_public.proto`` in its SDK.
-"""
+"""Tinker's messages that go as protobuf: what is to be learnt from, and what came of it, as ``tinker.proto`` lists."""
 
 from __future__ import annotations
 
@@ -10,15 +8,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 from superstep.errors import DataError
-from superstep.tune.tinker.protobuf import entry, fields, put_bytes, put_double, put_integer
+from superstep.tune.tinker import tinker_pb2 as pb
 
-FLOAT32, INT64, INT32 = 1, 2, 3
-"""Of ``DType``."""
+DTYPES: Mapping[int, np.dtype[Any]] = {
+    pb.DTYPE_FLOAT32: np.dtype("<f4"),
+    pb.DTYPE_INT64: np.dtype("<i8"),
+    pb.DTYPE_INT32: np.dtype("<i4"),
+}
 
-DTYPES: Mapping[int, np.dtype[Any]] = {FLOAT32: np.dtype("<f4"), INT64: np.dtype("<i8"), INT32: np.dtype("<i4")}
+LOSS_RETURN = "TorchLossReturn"
+"""The type of the outputs of a loss, by which the client reads them."""
 
 Numbers = NDArray[Any]
 """Of fp32, int64 or int32."""
@@ -64,95 +67,44 @@ def read_forward_backward(body: bytes) -> ForwardBackward:
     Raises:
         DataError: it cannot be read, or holds what is not here; names the sequence.
     """
-    model_id, loss_fn, seq_id, forward_only = "", "", 0, False
-    data: list[Datum] = []
-    older: dict[str, float | str] = {}
-    newer: dict[str, float | str] = {}
-    for part in fields(body):
-        match part.number:
-            case 1:
-                model_id = part.text
-            case 2:
-                seq_id = part.integer
-            case 3:
-                data.append(_datum(part.data, len(data)))
-            case 4:
-                loss_fn = part.text
-            case 5:
-                older |= _older(part.data)
-            case 6:
-                forward_only = bool(part.integer)
-            case 7:
-                name, value = entry(part.data)
-                newer[name] = _setting(value)
-            case _:
-                pass
+    message = pb.ForwardBackwardRequest()
+    try:
+        message.ParseFromString(body)
+    except DecodeError as error:
+        reason = str(error).partition("\n")[0]
+        raise DataError(f"the protobuf body is no ForwardBackwardRequest: {reason}.") from None
+    newer = message.loss_fn_config_v2.items()
     return ForwardBackward(
-        model_id=model_id,
-        seq_id=seq_id,
-        data=tuple(data),
-        loss_fn=loss_fn,
-        config=newer or older,
-        forward_only=forward_only,
+        model_id=message.model_id,
+        seq_id=message.seq_id,
+        data=tuple(_datum(datum, f"data[{at}]") for at, datum in enumerate(message.data)),
+        loss_fn=message.loss_fn,
+        config={key: value.text if value.HasField("text") else value.number for key, value in newer}
+        or dict(message.loss_fn_config),
+        forward_only=message.forward_only,
     )
 
 
-def _older(body: bytes) -> dict[str, float | str]:
-    name, value = "", 0.0
-    for part in fields(body):
-        if part.number == 1:
-            name = part.text
-        elif part.number == 2:
-            value = part.double
-    return {name: value}
+def _datum(datum: pb.Datum, name: str) -> Datum:
+    tokens = [token for chunk in datum.model_input for token in _tokens(chunk, f"{name}.model_input")]
+    inputs = datum.loss_fn_inputs.items()
+    return Datum(
+        tuple(tokens), {key: _tensor(value, f"{name}.loss_fn_inputs['{key}']") for key, value in sorted(inputs)}
+    )
 
 
-def _setting(body: bytes) -> float | str:
-    value: float | str = 0.0
-    for part in fields(body):
-        value = part.double if part.number == 1 else part.text
-    return value
+def _tokens(chunk: pb.Chunk, name: str) -> list[int]:
+    kind = chunk.WhichOneof("chunk")
+    if kind != "encoded_text":
+        article = {"image": "an image", "audio": "audio"}.get(kind, "of an unknown kind")
+        raise DataError(f"{name} has a chunk that is {article}; this model reads tokens alone.")
+    return list(_numbers(chunk.encoded_text.tokens, pb.DTYPE_INT32, name).tolist())
 
 
-def _datum(body: bytes, at: int) -> Datum:
-    tokens: list[int] = []
-    inputs: dict[str, Numbers] = {}
-    for part in fields(body):
-        if part.number == 1:
-            tokens += _chunk(part.data, at)
-        elif part.number == 2:
-            name, value = entry(part.data)
-            inputs[name] = _tensor(value, f"data[{at}].loss_fn_inputs['{name}']")
-    return Datum(tuple(tokens), inputs)
-
-
-def _chunk(body: bytes, at: int) -> list[int]:
-    tokens: list[int] = []
-    for part in fields(body):
-        if part.number != 1:
-            kind = {2: "an image", 3: "audio"}.get(part.number, "of an unknown kind")
-            raise DataError(f"data[{at}].model_input has a chunk that is {kind}; this model reads tokens alone.")
-        for inner in fields(part.data):
-            if inner.number == 1:
-                tokens += _numbers(inner.data, INT32, f"data[{at}].model_input").tolist()
-    return tokens
-
-
-def _tensor(body: bytes, name: str) -> Numbers:
-    dense, dtype, shape = b"", 0, []
-    for part in fields(body):
-        match part.number:
-            case 1:
-                dense = part.data
-            case 2:
-                raise DataError(f"{name} is sparse; give a dense tensor.")
-            case 3:
-                dtype = part.integer
-            case 4:
-                shape += part.integers
-            case _:
-                pass
-    numbers = _numbers(dense, dtype, name)
+def _tensor(tensor: pb.Tensor, name: str) -> Numbers:
+    if tensor.HasField("sparse"):
+        raise DataError(f"{name} is sparse; give a dense tensor.")
+    numbers, shape = _numbers(tensor.dense, tensor.dtype, name), list(tensor.shape)
     if shape and (min(shape) < 0 or math.prod(shape) != len(numbers)):
         raise DataError(f"{name} has {len(numbers)} numbers, and its shape is {shape}.")
     return numbers.reshape(shape) if shape else numbers
@@ -174,13 +126,12 @@ def write_output(logprobs: Sequence[NDArray[np.float32]], metrics: Mapping[str, 
         logprobs: of the targets of each.
         metrics: named as Tinker's client combines them: ``loss:sum``.
     """
-    ends = np.cumsum([0, *(4 * len(row) for row in logprobs)], dtype="<i8")
-    rows = b"".join(np.ascontiguousarray(row, dtype="<f4").tobytes() for row in logprobs)
-    batched = put_bytes(1, rows) + put_bytes(2, ends.tobytes()) + put_integer(3, FLOAT32)
-    named = put_bytes(1, "logprobs") + put_bytes(2, batched)
-    record = put_bytes(1, "TorchLossReturn") + put_bytes(2, named) + put_integer(3, len(logprobs))
-    numbers = b"".join(put_bytes(3, put_bytes(1, name) + put_double(2, value)) for name, value in metrics.items())
-    return put_bytes(1, "TorchLossReturn") + put_bytes(2, record) + numbers
+    ends = np.cumsum([0, *(4 * len(row) for row in logprobs)])
+    rows = b"".join(_floats(row) for row in logprobs)
+    batched = pb.BatchedTensor(data=rows, offsets=ends.astype("<i8").tobytes(), dtype=pb.DTYPE_FLOAT32)
+    record = pb.ArrayRecord(type_tag=LOSS_RETURN, fields={"logprobs": batched}, num_datums=len(logprobs))
+    output = pb.ForwardBackwardOutput(loss_fn_output_type=LOSS_RETURN, loss_fn_outputs=[record], metrics=dict(metrics))
+    return bytes(output.SerializeToString())
 
 
 Top = Sequence[Sequence[tuple[int, float]]]
@@ -227,26 +178,33 @@ class Sampled:
 
 def write_sampled(result: Sampled) -> bytes:
     """A ``SampleResponse``."""
-    out = b"".join(put_bytes(1, _sequence(one)) for one in result.sequences)
-    if result.prompt is not None:
-        out += put_bytes(2, np.asarray(result.prompt, dtype="<f4").tobytes())
-    if result.prompt_top is not None:
-        out += put_bytes(3, _top(result.prompt_top))
-    return out + put_integer(4, result.cached_tokens)
+    response = pb.SampleResponse(
+        sequences=[_sequence(one) for one in result.sequences],
+        prompt_logprobs=None if result.prompt is None else _floats(result.prompt),
+        topk_prompt_logprobs=None if result.prompt_top is None else _top(result.prompt_top),
+        prompt_cache_hit_tokens=result.cached_tokens,
+    )
+    return bytes(response.SerializeToString())
 
 
-def _sequence(one: SampledSequence) -> bytes:
-    out = put_integer(1, int(one.is_cut)) + put_bytes(2, np.asarray(one.tokens, dtype="<i4").tobytes())
-    out += put_bytes(3, np.asarray(one.logprobs, dtype="<f4").tobytes())
-    return out if one.top is None else out + put_bytes(4, _top(one.top))
+def _sequence(one: SampledSequence) -> pb.SampledSequence:
+    return pb.SampledSequence(
+        stop_reason=pb.STOP_REASON_LENGTH if one.is_cut else pb.STOP_REASON_STOP,
+        tokens=np.asarray(one.tokens, dtype="<i4").tobytes(),
+        logprobs=_floats(one.logprobs),
+        topk_sampled_logprobs=None if one.top is None else _top(one.top),
+    )
 
 
-def _top(rows: Top) -> bytes:
+def _top(rows: Top) -> pb.TopkLogprobs:
     width = max((len(row) for row in rows), default=0)
     ids = np.full((len(rows), width), NO_TOKEN, dtype="<i4")
     logprobs = np.full((len(rows), width), NO_LOGPROB, dtype="<f4")
     for place, row in enumerate(rows):
         for rank, (token, logprob) in enumerate(row):
             ids[place, rank], logprobs[place, rank] = token, logprob
-    sizes = put_integer(3, width) + put_integer(4, len(rows))
-    return put_bytes(1, ids.tobytes()) + put_bytes(2, logprobs.tobytes()) + sizes
+    return pb.TopkLogprobs(token_ids=ids.tobytes(), logprobs=logprobs.tobytes(), k=width, length=len(rows))
+
+
+def _floats(values: Sequence[float] | NDArray[np.float32]) -> bytes:
+    return np.asarray(values, dtype="<f4").tobytes()
