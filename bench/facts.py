@@ -26,7 +26,7 @@ from superstep.cost.closed.framework_memory import megatron
 from superstep.cost.closed.memory import Footprint, footprint
 from superstep.cost.closed.model_numbers import DecoderNumbers, array
 from superstep.cost.closed.parallel_degrees import RECOMPUTE, SCHEDULES, Layout
-from superstep.cost.program.simulate import PerUnit, UnitSeconds, simulate
+from superstep.cost.program.time.simulate import PerUnit, UnitSeconds, simulate
 from superstep.hardware.catalogue import chip
 from superstep.hardware.network import usual_cluster
 from superstep.plan.config import ModelConfig, PlanConfig, RunConfig, Schedule, TrainConfig

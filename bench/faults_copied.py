@@ -21,10 +21,10 @@ import torch
 from bench.fault_ranks import RANKS, SHAPES, between, forked, pieces, what_is
 from superstep.comm.device import Device
 from superstep.engine.flat.snapshots import Flushed, Snapshots
-from superstep.state.background_checkpoint import Flusher
 from superstep.state.checkpoint_dirs import checkpoints
 from superstep.state.manifest import Position
-from superstep.state.memory_snapshot import Field, SnapshotMemory, common, describe_pieces, made, pieces_of
+from superstep.state.snapshots.background_checkpoint import Flusher
+from superstep.state.snapshots.memory_snapshot import Field, SnapshotMemory, common, describe_pieces, made, pieces_of
 from superstep.state.tensor_piece import STATE, TensorPiece
 
 

@@ -38,7 +38,7 @@ from torch import Tensor
 from bench.machine import write_result
 from superstep.comm.device import Device, gpus, pick
 from superstep.comm.mesh import build_mesh
-from superstep.cost.program.memory import rank_bytes
+from superstep.cost.program.memory.memory import rank_bytes
 from superstep.engine.engine import Engine
 from superstep.engine.instruction_timer import TimedInstruction, recorder_for
 from superstep.engine.measure.probe_kernels import Gauge

@@ -30,7 +30,7 @@ from superstep.cli.options import DEMO
 from superstep.cli.prepare_progress import prepare_with_progress
 from superstep.plan.config import PlanConfig, RunConfig, StateConfig
 from superstep.plan.config_io import write_config
-from superstep.train.model import resolve_config, vocab_of
+from superstep.train.weights.model import resolve_config, vocab_of
 
 RESULT = Path(__file__).parent / "results" / "hosts.json"
 STEPS = 100_000

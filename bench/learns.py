@@ -26,7 +26,7 @@ from superstep.grade.environment import load_environment
 from superstep.serve.build_engine import open_engine
 from superstep.serve.config import ServeConfig
 from superstep.state.checkpoint_dirs import checkpoints
-from superstep.train.weights_folder import weights_of
+from superstep.train.weights.weights_folder import weights_of
 from superstep.tune.rl.config import RolloutConfig
 from superstep.tune.rl.sampling import RolloutSampler, words_of
 

@@ -23,11 +23,11 @@ from bench.machine import write_result
 from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
 from superstep.comm.objects import gather
-from superstep.cost.program.activations import unit_bytes
-from superstep.cost.program.memory import rank_bytes
-from superstep.cost.program.memory_fit import by_category
-from superstep.cost.program.operation import UnitOperations
-from superstep.cost.program.predict import predict
+from superstep.cost.program.memory.activations import unit_bytes
+from superstep.cost.program.memory.memory import rank_bytes
+from superstep.cost.program.memory.memory_fit import by_category
+from superstep.cost.program.time.operation import UnitOperations
+from superstep.cost.program.time.predict import predict
 from superstep.engine.engine import Engine
 from superstep.engine.measure.probe_kernels import Gauge
 from superstep.engine.measure.probe_machine import measure_here

@@ -31,7 +31,7 @@ from bench.machine import machine_facts
 from bench.peers_common import peak_bytes, random_batches, reset_peak
 from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
-from superstep.cost.program.memory import rank_bytes
+from superstep.cost.program.memory.memory import rank_bytes
 from superstep.engine.engine import Engine
 from superstep.engine.microbatch import Microbatch
 from superstep.engine.saved_activations import with_kept

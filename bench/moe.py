@@ -25,7 +25,7 @@ import torch
 from bench.machine import machine_facts
 from superstep.comm.device import Device
 from superstep.cost.program.flops import model_flops_per_token, parameters
-from superstep.data.prepare import prepare
+from superstep.data.preparation.prepare import prepare
 from superstep.launch.ranks import World
 from superstep.observe.router_balance import busiest, dropped_share, entropy
 from superstep.plan.config import ModelConfig, PlanConfig, RunConfig, TrainConfig
@@ -33,7 +33,7 @@ from superstep.plan.resolve import resolve
 from superstep.state.manifest import Position
 from superstep.train.corpus_trainer import CorpusTrainer
 from superstep.train.loop import evaluate, routers, steps
-from superstep.train.run_paths import RunFolder
+from superstep.train.run_folder.run_paths import RunFolder
 
 DENSE = ModelConfig(name="demo")
 SWITCH = replace(DENSE, experts=8, router="switch")

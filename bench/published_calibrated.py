@@ -1,8 +1,8 @@
 """One calibration row: how near other rows of a stack come once one of them was seen, and how much narrower they are.
 
-A row moves the constants as ``planner.calibrate_observation`` says, from the values and the errors that they have
-without its stack. Every other row of one source, software and chip is the one that is seen in turn (*any*); or the one
-whose plan is most alike, as somebody would choose it (*alike*); or one for all, in the middle of their plans
+A row moves the constants as ``planner.calibration.calibrate_observation`` says, from the values and the errors that
+they have without its stack. Every other row of one source, software and chip is the one that is seen in turn (*any*);
+or the one whose plan is most alike, as somebody would choose it (*alike*); or one for all, in the middle of their plans
 (*middle*).
 """
 
@@ -21,7 +21,7 @@ from bench.published_score import Scored, is_judged
 from superstep.cost.closed.constants import CONSTANTS
 from superstep.cost.closed.uncertainty import STEP
 from superstep.hardware.units import Array
-from superstep.planner.calibrate_observation import belief, narrowing, variances_of
+from superstep.planner.calibration.calibrate_observation import belief, narrowing, variances_of
 
 Choice = Literal["any", "middle", "alike"]
 SHARES = np.linspace(-0.5, 1.5, 41)

@@ -19,10 +19,10 @@ from bench.machine import write_result
 from superstep.data.token_files import open_corpus
 from superstep.serve.batch_generate import generate
 from superstep.serve.build_engine import open_engine
-from superstep.serve.compute.quantize import FORMATS
+from superstep.serve.compute.linears.quantize import FORMATS
 from superstep.serve.config import ServeConfig
 from superstep.serve.scheduling.request import Sampling
-from superstep.train.weights_folder import newest_checkpoint
+from superstep.train.weights.weights_folder import newest_checkpoint
 
 RESULT = Path(__file__).parent / "results" / "serve_quantized.json"
 

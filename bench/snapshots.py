@@ -49,10 +49,10 @@ from superstep.model.axes import units
 from superstep.plan.config import DataConfig, ModelConfig, PlanConfig, RunConfig, StateConfig, TrainConfig
 from superstep.plan.resolve import Resolved, resolve
 from superstep.program.instructions import Snapshot
-from superstep.state.background_checkpoint import Flusher
 from superstep.state.checkpoint import load, save
 from superstep.state.manifest import Position
-from superstep.state.memory_snapshot import Handles, made
+from superstep.state.snapshots.background_checkpoint import Flusher
+from superstep.state.snapshots.memory_snapshot import Handles, made
 from superstep.state.tensor_piece import STATE
 from superstep.train.batches import microbatches, rows
 from superstep.train.rank_peers import RankPeers, tensor_shapes

@@ -30,7 +30,7 @@ from superstep.cli.prepare_progress import prepare_with_progress
 from superstep.cli.prove.fault_injection import KINDS, SIGNALS, Hurt, HurtRun, Kind, begin, compare_steps, hurt
 from superstep.cli.prove.faults import hurt_config
 from superstep.plan.config import ModelConfig, PlanConfig, RunConfig
-from superstep.train.model import resolve_config, vocab_of
+from superstep.train.weights.model import resolve_config, vocab_of
 
 RESULT = Path(__file__).parent / "results" / "soak.json"
 EVERY_S = 15.0

@@ -47,7 +47,7 @@ from superstep.plan.config import (
 from superstep.plan.model.lookup import shape_of
 from superstep.plan.resolve import resolve
 from superstep.serve import reader
-from superstep.train.run_paths import RunFolder
+from superstep.train.run_folder.run_paths import RunFolder
 from superstep.tune.program.memory import peaks
 from superstep.tune.rl.config import RlConfig, RolloutConfig
 from superstep.tune.rl.initial_policy import with_start

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from bench.learns import TASKS, superstep, warmed_up
 from bench.machine import write_result
-from superstep.train.weights_folder import weights_of
+from superstep.train.weights.weights_folder import weights_of
 
 ROOT = Path(__file__).resolve().parent.parent
 WARM_UP = 4

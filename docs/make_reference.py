@@ -25,8 +25,8 @@ from layout_blocks import LAYOUT_BLOCKS, fenced, table
 from planner_blocks import PLANNER_BLOCKS
 from superstep.cli.help import field_docs
 from superstep.cost.program.flops import parameters
-from superstep.cost.program.memory import rank_bytes
-from superstep.cost.program.simulate import PerUnit, UnitSeconds, simulate
+from superstep.cost.program.memory.memory import rank_bytes
+from superstep.cost.program.time.simulate import PerUnit, UnitSeconds, simulate
 from superstep.numerics.tolerance import TOLERANCE, tolerance
 from superstep.observe import events
 from superstep.observe.drawing.timeline import draw_text

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from superstep.cli.step_page import StepView
-from superstep.cost.program.predict import MachineRates, predict
-from superstep.cost.program.unit_operations import decoder_operations
+from superstep.cli.view.step_page import StepView
+from superstep.cost.program.time.predict import MachineRates, predict
+from superstep.cost.program.time.unit_operations import decoder_operations
 from superstep.observe.page.step_animation import ChooserEntry, moving_page
 from superstep.plan.config import (
     DataConfig,

@@ -14,7 +14,7 @@ import hypothesis
 import pytest
 
 from pool import Pool
-from superstep.cost.program.operation import UnitOperations
+from superstep.cost.program.time.operation import UnitOperations
 from superstep.plan.resolve import Resolved
 
 # Read where torch is imported, here and in what a test starts: as many workers run as there are cores, and threads that
@@ -94,7 +94,7 @@ def remembered_rehearsals() -> Iterator[None]:
     """What the units of a decoder do is found once for each of its shapes and plans: a few tenths of a second, of which
     many runs of one model here would each take theirs.
     """
-    from superstep.train import model
+    from superstep.train.weights import model
 
     known: dict[str, tuple[UnitOperations, ...]] = {}
     found = model.operations_of

@@ -19,7 +19,7 @@ import pytest
 from longer import longer
 from predicted_runs import keep_predicted_from
 from saved import write as write_checkpoint
-from superstep.cli import checkpoint, compare, sample, serve, step_page, trace, view
+from superstep.cli import checkpoint, compare, sample, trace
 from superstep.cli import preload_torch as cli_begin
 from superstep.cli.chat import chat
 from superstep.cli.doctor import doctor
@@ -31,14 +31,16 @@ from superstep.cli.plan import plan as plan_verb
 from superstep.cli.plan import serve as plan_serve
 from superstep.cli.prove import prove
 from superstep.cli.scaling import scaling
+from superstep.cli.serve import serve
 from superstep.cli.train import train
 from superstep.cli.tune import merge as tune_merge
 from superstep.cli.tune import rl
 from superstep.cli.tune import serve as tune_serve
 from superstep.cli.tune import sft_dpo as tune
+from superstep.cli.view import step_page, view
 from superstep.cost.program.flops import parameters
-from superstep.cost.program.predict import MachineRates, predict
-from superstep.data.prepare_lock import LOCK
+from superstep.cost.program.time.predict import MachineRates, predict
+from superstep.data.preparation.prepare_lock import LOCK
 from superstep.data.token_files import ANSWER_FILES
 from superstep.data.token_files import FILES as TOKEN_FILES
 from superstep.hardware.cluster_file import cluster, read_cluster
@@ -48,16 +50,16 @@ from superstep.plan.model.hf_config import to_hf_config
 from superstep.plan.model.lookup import shape_of
 from superstep.plan.resolve import resolve
 from superstep.planner import simulate_best
-from superstep.planner.calibrate_observation import guide
-from superstep.planner.published_row import after_published, is_published
+from superstep.planner.calibration.calibrate_observation import guide
+from superstep.planner.calibration.published_row import after_published, is_published
 from superstep.program.instructions import Instruction
 from superstep.program.text import read_instruction, read_program, write_program
 from superstep.state.checkpoint_dirs import MARK
 from superstep.state.manifest import MANIFEST
 from superstep.state.tensor_file import FILES
-from superstep.train import run_directory
-from superstep.train.model import resolve_config
-from superstep.train.run_paths import RunFolder
+from superstep.train.run_folder import run_directory
+from superstep.train.run_folder.run_paths import RunFolder
+from superstep.train.weights.model import resolve_config
 from superstep.tune.config import read_recipe
 from superstep.tune.recipe import RECIPE
 

@@ -53,7 +53,7 @@ assert str(superstep.__file__).startswith(sys.argv[1]), superstep.__file__
 
 import small
 from corpus import write_corpus
-from superstep.cost.program.activations import unit_bytes
+from superstep.cost.program.memory.activations import unit_bytes
 from superstep.observe.page.bubble import FORMULAS
 from superstep.plan.resolve import resolve
 from superstep.program.compile import compile_step

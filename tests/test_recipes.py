@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from superstep.cli.options import DEMO
-from superstep.cost.program.memory import rank_bytes
+from superstep.cost.program.memory.memory import rank_bytes
 from superstep.errors import ConfigError
 from superstep.plan.config_io import read_config, write_config
 from superstep.plan.resolve import resolve
 from superstep.program.compile import compile_evaluation, compile_step
 from superstep.program.instructions import Backward, Fetch, Forward, Step
 from superstep.program.text import read_program, write_program
-from superstep.train.model import resolve_config
+from superstep.train.weights.model import resolve_config
 
 FOLDER = Path(__file__).parents[1] / "recipes"
 RECIPES = sorted(FOLDER.glob("*.toml"))

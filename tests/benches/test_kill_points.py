@@ -7,7 +7,7 @@ import pytest
 from bench import faults, faults_copied
 from longer import longer
 from superstep.engine.flat.snapshots import Snapshots
-from superstep.state.memory_snapshot import WHOLE
+from superstep.state.snapshots.memory_snapshot import WHOLE
 
 
 @pytest.mark.long

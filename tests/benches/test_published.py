@@ -36,7 +36,7 @@ from bench.published_steps import Steps
 from superstep.cost.closed import uncertainty
 from superstep.cost.closed.efficiency import FITTED
 from superstep.errors import DataError
-from superstep.planner.calibrate_observation import NOISE, belief, narrowing
+from superstep.planner.calibration.calibrate_observation import NOISE, belief, narrowing
 
 ALL = [row for table in ("runs.csv", "runs_2.csv") for row in read_rows(DATA / table)]
 ROWS, REFUSED = kept(ALL)

@@ -10,8 +10,8 @@ from superstep.plan.config import RunConfig, TrainConfig
 from superstep.plan.config_io import write_config
 from superstep.run import job, launch_ranks
 from superstep.state.manifest import Position
-from superstep.train import run_directory
-from superstep.train.run_paths import RunFolder
+from superstep.train.run_folder import run_directory
+from superstep.train.run_folder.run_paths import RunFolder
 
 
 @pytest.mark.parametrize(

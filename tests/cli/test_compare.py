@@ -15,8 +15,8 @@ from superstep.observe.events import RunFinished
 from superstep.observe.page.bundle_html import unpack
 from superstep.plan.config import ModelConfig, RunConfig
 from superstep.plan.config_io import write_config
-from superstep.run.report import ReportAtEnd, leave_report
-from superstep.train.run_paths import RunFolder
+from superstep.run.reports.report import ReportAtEnd, leave_report
+from superstep.train.run_folder.run_paths import RunFolder
 
 CONFIG = RunConfig(model=ModelConfig(name="tiny"))
 

@@ -14,8 +14,8 @@ import runs
 from superstep.cli.main import main
 from superstep.errors import Fault, disk_fault
 from superstep.observe.append_file import AppendFile
-from superstep.train.run_lock import hold, note_preparing, owner
-from superstep.train.run_paths import RunFolder
+from superstep.train.run_folder.run_lock import hold, note_preparing, owner
+from superstep.train.run_folder.run_paths import RunFolder
 from superstep.train.throughput import Meter
 
 pytestmark = [

@@ -15,7 +15,7 @@ from superstep.errors import UserError
 from superstep.hardware.catalogue import CHIPS
 from superstep.plan.config import PlanConfig, RunConfig, TrainConfig
 from superstep.plan.resolve import resolve
-from superstep.run import elastic
+from superstep.run.hosts import elastic
 
 ELASTIC = ["--train.elastic", "true", "--state.snapshot-every", "1"]
 TWO = ["--hosts", "2", "--host", "1", "--meet", "10.0.0.1:29400"]

@@ -28,7 +28,7 @@ def begun(monkeypatch, tmp_path):
         ("prove", ["--plan.tp", "2"], ["superstep.cli.prove.prove"]),
         ("prove", ["--plan.dp", "1", "--world", "4", "--all"], ["superstep.cli.prove.prove"]),
         ("prove", ["--plan.dp", "1"], []),
-        ("serve", ["start"], ["superstep.serve.worker"]),
+        ("serve", ["start"], ["superstep.serve.processes.worker"]),
     ],
 )
 def test_it_is_begun_where_ranks_will_be(begun, tmp_path, verb, argv, wanted):

@@ -9,12 +9,12 @@ from pyarrow import parquet
 import runs
 from superstep.cli.main import main
 from superstep.cli.prepare_progress import LOG_S, REDRAW_S, ProgressLine, prepare_with_progress
-from superstep.data import prepare as module
-from superstep.data.prepare import PrepareProgress
+from superstep.data.preparation import prepare as module
+from superstep.data.preparation.prepare import PrepareProgress
 from superstep.errors import Fault
 from superstep.plan.config import DataConfig
 from superstep.run.exit_messages import how_to_go_on
-from superstep.train.run_paths import RunFolder
+from superstep.train.run_folder.run_paths import RunFolder
 
 
 class Terminal(io.StringIO):

@@ -9,9 +9,9 @@ from superstep.cli.main import main
 from superstep.cli.prove import fault_injection, faults
 from superstep.cli.prove.fault_injection import KINDS, Hurt, HurtRun, compare_steps
 from superstep.cli.prove.faults import hurt_config, prove_faults, verdict
-from superstep.data.prepare import prepare
+from superstep.data.preparation.prepare import prepare
 from superstep.plan.config_io import read_config
-from superstep.train.model import resolve_config
+from superstep.train.weights.model import resolve_config
 
 pytestmark = pytest.mark.skipif(not hasattr(fault_injection.resource, "prlimit"), reason="needs Linux")
 

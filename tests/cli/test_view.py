@@ -13,11 +13,11 @@ from hypothesis import given, settings
 import told_runs
 from plans import SCHEDULES, plan_of, plans
 from predicted_runs import MEASURED, keep_predicted_from
-from superstep.cli import step_page, view
 from superstep.cli.main import main
-from superstep.cost.program.predict import MachineRates, predict
-from superstep.cost.program.prediction_file import read_predicted_from
-from superstep.cost.program.simulate import PerUnit, UnitSeconds, simulate
+from superstep.cli.view import step_page, view
+from superstep.cost.program.time.predict import MachineRates, predict
+from superstep.cost.program.time.prediction_file import read_predicted_from
+from superstep.cost.program.time.simulate import PerUnit, UnitSeconds, simulate
 from superstep.errors import StateError
 from superstep.observe.number_format import seconds_text
 from superstep.observe.page.bundle_html import unpack
@@ -28,8 +28,8 @@ from superstep.plan.resolve import resolve
 from superstep.program.compile import compile_step
 from superstep.program.instructions import Recv, Send
 from superstep.program.text import read_program, write_program
-from superstep.run.prediction import foretold
-from superstep.train.model import operations
+from superstep.run.reports.prediction import foretold
+from superstep.train.weights.model import operations
 
 MACHINE = MachineRates(gemm_flops_per_s=1e11, memory_bytes_per_s=2e10, link_bytes_per_s=1e9, link_latency_s=1e-4)
 """What a measurement finds now."""

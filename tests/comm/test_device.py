@@ -23,7 +23,7 @@ from superstep.launch.ranks import launch, launch_on
 from superstep.launch.rendezvous import RankSlot
 from superstep.launch.torchrun import ANSWERS, PREPARED, StoredForm, Value, join
 from superstep.plan.resolve import resolve
-from superstep.serve.compute.rank_commands import WeightReading
+from superstep.serve.compute.runner.rank_commands import WeightReading
 
 GIB = 2**30
 

@@ -13,12 +13,18 @@ from plans import examples, plan_of, plans
 from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
 from superstep.cost.closed.memory import COMMUNICATOR_BYTES
-from superstep.cost.program.communicators import MANY_BYTES, PAIR_BYTES, PEER_BYTES, communicator_bytes, group_sizes
-from superstep.cost.program.memory_fit import by_category, memory_of, with_communicators
+from superstep.cost.program.memory.communicators import (
+    MANY_BYTES,
+    PAIR_BYTES,
+    PEER_BYTES,
+    communicator_bytes,
+    group_sizes,
+)
+from superstep.cost.program.memory.memory_fit import by_category, memory_of, with_communicators
 from superstep.errors import ConfigError
 from superstep.plan.resolve import resolve
 from superstep.run.memory_check import require_fit
-from superstep.train.model import operations
+from superstep.train.weights.model import operations
 
 GPU = Device("cuda", 0)
 

@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from superstep.comm.device import Device
-from superstep.cost.program.activations import unit_bytes
-from superstep.cost.program.memory import rank_bytes
+from superstep.cost.program.memory.activations import unit_bytes
+from superstep.cost.program.memory.memory import rank_bytes
 from superstep.engine.build_modules import build_loss, build_module, on_part, selective
 from superstep.engine.flat.buffers import UnitBuffers
 from superstep.engine.flat.layout import lay_out
@@ -43,7 +43,7 @@ from superstep.plan.model.lookup import shape_of
 from superstep.plan.resolve import resolve
 from superstep.program.compile import compile_step
 from superstep.program.peak_memory import high_water
-from superstep.train.model import units_of
+from superstep.train.weights.model import units_of
 
 # Sizes at which no buffer is a multiple of the alignment by itself.
 ODD = ModelConfig(name="tiny", layers=3, width=36, heads=4, kv_heads=2, head_dim=10, ffn=50, vocab=102)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from superstep.comm.device import Device
 from superstep.cost.program.flops import model_flops_per_token, unit_parameters, unit_work
-from superstep.cost.program.predict import MachineRates, durations, predict
+from superstep.cost.program.time.predict import MachineRates, durations, predict
 from superstep.engine.flat.layout import lay_out
 from superstep.engine.measure.probe_machine import measure
 from superstep.engine.tracing.trace_units import operations_of

@@ -15,8 +15,8 @@ from longer import longer
 from superstep.comm import collectives
 from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
-from superstep.cost.program.traffic import traffic
-from superstep.cost.program.unit_operations import decoder_operations
+from superstep.cost.program.time.traffic import traffic
+from superstep.cost.program.time.unit_operations import decoder_operations
 from superstep.engine import executor
 from superstep.engine.engine import Engine
 from superstep.engine.flat import sync
@@ -26,7 +26,7 @@ from superstep.plan.config import LoraConfig
 from superstep.plan.resolve import resolve
 from superstep.program.compile import compile_step
 from superstep.train.batches import microbatches_of, rows
-from superstep.train.model import units_of
+from superstep.train.weights.model import units_of
 
 pytestmark = pytest.mark.multiproc
 

@@ -10,16 +10,16 @@ import runs
 import small
 from superstep.cli.main import main
 from superstep.comm.device import Device
-from superstep.cost.program.activations import unit_bytes
-from superstep.cost.program.memory_fit import by_category, memory_of, overflow, with_communicators
-from superstep.cost.program.temporaries import block_workspace, head_workspace
+from superstep.cost.program.memory.activations import unit_bytes
+from superstep.cost.program.memory.memory_fit import by_category, memory_of, overflow, with_communicators
+from superstep.cost.program.memory.temporaries import block_workspace, head_workspace
 from superstep.errors import ConfigError
 from superstep.plan.resolve import resolve
 from superstep.program.compile import compile_step
 from superstep.program.instructions import Backward
 from superstep.program.peak_memory import course
 from superstep.run.memory_check import require_fit
-from superstep.train.model import operations
+from superstep.train.weights.model import operations
 
 
 def run_of(**layout):

@@ -14,8 +14,8 @@ from superstep.cost.closed.framework import SUPERSTEP, Software, price_of
 from superstep.cost.closed.memory import Footprint, footprint, is_fitting
 from superstep.cost.closed.model_numbers import array, decoder_of
 from superstep.cost.closed.parallel_degrees import RECOMPUTE, SCHEDULES, Layout
-from superstep.cost.program.activations import unit_bytes
-from superstep.cost.program.memory import rank_bytes
+from superstep.cost.program.memory.activations import unit_bytes
+from superstep.cost.program.memory.memory import rank_bytes
 from superstep.errors import ConfigError
 from superstep.hardware.catalogue import chip
 from superstep.hardware.network import usual_cluster

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plans import examples, plan_of, plans
-from superstep.cost.program.simulate import PerUnit, UnitSeconds, simulate
+from superstep.cost.program.time.simulate import PerUnit, UnitSeconds, simulate
 from superstep.observe.drawing.timeline import draw_text
 from superstep.program.check import InvalidProgram, check
 from superstep.program.compile import compile_step

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from superstep.cost.program.simulate import PerUnit, UnitSeconds
-from superstep.cost.program.stragglers import Jitter, _slowest, straggle
+from superstep.cost.program.time.simulate import PerUnit, UnitSeconds
+from superstep.cost.program.time.stragglers import Jitter, _slowest, straggle
 from superstep.errors import ConfigError
 from superstep.plan.config import DataConfig, ModelConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.resolve import resolve

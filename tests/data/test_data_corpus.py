@@ -10,10 +10,10 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from superstep.data import records
-from superstep.data.corpus import CorpusReader, source_files
+from superstep.data.preparation import records
+from superstep.data.preparation.corpus import CorpusReader, source_files
+from superstep.data.preparation.text_files import BLOCK_BYTES
 from superstep.data.split_documents import DocumentPart
-from superstep.data.text_files import BLOCK_BYTES
 from superstep.errors import DataError
 from superstep.plan.config import DataConfig
 

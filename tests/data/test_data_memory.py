@@ -13,7 +13,7 @@ from pyarrow import parquet
 from longer import longer
 from pool import IMPORTED
 from superstep.data.interruptible import run_aside
-from superstep.data.prepare import prepare
+from superstep.data.preparation.prepare import prepare
 from superstep.launch.fork_server import fork_context
 from superstep.plan.config import DataConfig
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from superstep.data import prepare as module
-from superstep.data.prepare import prepare
+from superstep.data.preparation import prepare as module
+from superstep.data.preparation.prepare import prepare
 from superstep.data.split_documents import passages
 from superstep.data.token_files import FILES, CorpusManifest, open_corpus
 from superstep.data.tokenizer import load_tokenizer, train_tokenizer

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 import runs
-from superstep.data.prepare_lock import LOCK, turn
+from superstep.data.preparation.prepare_lock import LOCK, turn
 from superstep.data.token_files import open_corpus
 
 PREPARE = """
 import sys
 from pathlib import Path
 from unittest import mock
-from superstep.data import prepare
+from superstep.data.preparation import prepare
 from superstep.plan.config import DataConfig
 
 built = prepare._Preparation.build

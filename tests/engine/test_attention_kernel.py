@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import small
 from superstep.comm.device import Device
-from superstep.engine.choose_attention import is_compiled, kernel_of
+from superstep.engine.attention.choose_attention import is_compiled, kernel_of
 from superstep.engine.layers.fused import layer_kernels
 from superstep.kernels import attention, triton_loader
 from superstep.kernels.compile_cpp import Built
@@ -97,7 +97,7 @@ def test_a_cpu_has_the_one_in_cpp_where_it_compiles(monkeypatch):
 @pytest.mark.parametrize(("has_tiles", "told"), [(True, "in C++ by AMX"), (False, "in C++")])
 def test_tiles_are_told_of_where_bf16_is_multiplied_by_them(monkeypatch, has_tiles, told):
     monkeypatch.setattr(attention, "compile_library", lambda: Built(SimpleNamespace()))
-    monkeypatch.setattr("superstep.engine.choose_attention.has_tiles", lambda: has_tiles)
+    monkeypatch.setattr("superstep.engine.attention.choose_attention.has_tiles", lambda: has_tiles)
     assert kernel_of(run(compute="bf16"), CPU) == told
     assert kernel_of(run(), CPU) == "in C++"
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from superstep.engine import document_attention
-from superstep.engine.choose_attention import Gathered
-from superstep.engine.document_attention import DocumentAttend, WindowAttend
+from superstep.engine.attention import document_attention
+from superstep.engine.attention.choose_attention import Gathered
+from superstep.engine.attention.document_attention import DocumentAttend, WindowAttend
 from superstep.engine.exact.attention import ExactAttend, WholeSequence
 from superstep.engine.parallel import flash_varlen, ring
 from superstep.engine.parallel.ring import RingAttend

@@ -10,7 +10,7 @@ import small
 from bench.long_context import Work, attempt, saved_bytes
 from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
-from superstep.cost.program.memory import rank_bytes
+from superstep.cost.program.memory.memory import rank_bytes
 from superstep.engine.engine import Engine
 from superstep.engine.saved_activations import with_kept
 from superstep.model.axes import units

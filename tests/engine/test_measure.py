@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from superstep.cli.main import main
 from superstep.comm.device import Device
-from superstep.cost.program.op_prices import LIKE, Measured, nearby, seconds
-from superstep.cost.program.operation import AttentionOperation, CollectiveOperation, Pass, Product
-from superstep.cost.program.predict import predict
+from superstep.cost.program.time.op_prices import LIKE, Measured, nearby, seconds
+from superstep.cost.program.time.operation import AttentionOperation, CollectiveOperation, Pass, Product
+from superstep.cost.program.time.predict import predict
 from superstep.engine.measure import probe_kernels
 from superstep.engine.measure.launch_cost import launch_s
 from superstep.engine.measure.probe_collectives import line

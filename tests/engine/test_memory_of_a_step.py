@@ -11,8 +11,8 @@ from bench.alive import Born, Watch
 from longer import longer
 from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
-from superstep.cost.program.activations import unit_bytes
-from superstep.cost.program.memory import rank_bytes
+from superstep.cost.program.memory.activations import unit_bytes
+from superstep.cost.program.memory.memory import rank_bytes
 from superstep.engine.engine import Engine
 from superstep.engine.saved_activations import with_kept
 from superstep.model.axes import units

@@ -19,8 +19,8 @@ from superstep.monitor.rank_inspector import Looker, views_of, vitals
 from superstep.observe.doctor.stragglers import STEPS, WINDOW_S
 from superstep.plan.resolve import resolve
 from superstep.program.text import describe
-from superstep.train.inspect_run import LiveRun
-from superstep.train.run_paths import RunFolder
+from superstep.train.run_folder.inspect_run import LiveRun
+from superstep.train.run_folder.run_paths import RunFolder
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")]
 

@@ -12,21 +12,21 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 import small
 from longer import longer
 from superstep.comm.device import Device
-from superstep.cost.program.activations import unit_bytes
 from superstep.cost.program.buffers import has_fused_loss
 from superstep.cost.program.flops import rank_flops
 from superstep.cost.program.lora import adapted_linears
-from superstep.cost.program.operation import AttentionOperation, CollectiveOperation, Pass, Product, collect, flops
-from superstep.cost.program.unit_operations import decoder_operations
+from superstep.cost.program.memory.activations import unit_bytes
+from superstep.cost.program.time.operation import AttentionOperation, CollectiveOperation, Pass, Product, collect, flops
+from superstep.cost.program.time.unit_operations import decoder_operations
 from superstep.engine.saved_activations import with_kept
 from superstep.engine.tracing.trace_units import operations_of
 from superstep.kernels import cpu_library
-from superstep.model.inspect import outline_of
-from superstep.model.units_from_modules import as_units
+from superstep.model.custom.inspect import outline_of
+from superstep.model.custom.units_from_modules import as_units
 from superstep.plan.config import LoraConfig, ModelConfig
 from superstep.plan.model.hf_config import to_hf_config
 from superstep.plan.resolve import resolve
-from superstep.train.model import units_of
+from superstep.train.weights.model import units_of
 
 LAYOUTS = [
     {},

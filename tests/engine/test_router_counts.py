@@ -14,7 +14,7 @@ from superstep.comm.mesh import build_mesh
 from superstep.engine.engine import Engine
 from superstep.model.axes import units
 from superstep.plan.resolve import resolve
-from superstep.run.plan_line import plan_text
+from superstep.run.reports.plan_line import plan_text
 from superstep.train.batches import microbatches, rows
 
 LAYOUTS = {

@@ -23,7 +23,7 @@ from superstep.plan.config import StateConfig
 from superstep.plan.resolve import resolve
 from superstep.program.instructions import Snapshot, Step
 from superstep.state.manifest import Position
-from superstep.state.memory_snapshot import ON_DISK, made, pieces_of
+from superstep.state.snapshots.memory_snapshot import ON_DISK, made, pieces_of
 from superstep.state.tensor_piece import STATE
 from superstep.train.batches import microbatches, rows
 

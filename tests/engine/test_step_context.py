@@ -13,7 +13,7 @@ from superstep.engine.microbatch import Microbatch
 from superstep.numerics.fixed_point import OutOfRange
 from superstep.numerics.policy import PolicyLoss
 from superstep.plan.resolve import resolve
-from superstep.train.model import units_of
+from superstep.train.weights.model import units_of
 
 
 def test_a_refused_step_has_no_measures_of_the_step_before():

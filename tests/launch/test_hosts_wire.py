@@ -18,8 +18,8 @@ from superstep.launch.hosts.listener import WAITING, Door, JoinRefused, knock
 from superstep.launch.hosts.messages import SILENT_S, Hello, Silence
 from superstep.launch.hosts.secure_channel import MOST_BYTES, PayloadKind, Stranger, Unlike, answer, ask
 from superstep.launch.hosts.state_transfer import RateLimit, Spoilt, Void, receive, send
-from superstep.state.damage import void_damaged
-from superstep.state.memory_snapshot import WHOLE, WRITING, made
+from superstep.state.snapshots.damage import void_damaged
+from superstep.state.snapshots.memory_snapshot import WHOLE, WRITING, made
 
 SECRET = b"known to both sides"
 HELLO = Hello(purpose="join", host=1, hosts=2, run="abc", version="1", process="x", port=0)

@@ -21,7 +21,7 @@ from superstep.observe import tail_jsonl
 from superstep.observe.page import live_server as served_module
 from superstep.observe.page.bundle_html import unpack
 from superstep.observe.page.live_server import LiveServer, Shown
-from superstep.train.run_paths import RunFolder
+from superstep.train.run_folder.run_paths import RunFolder
 
 TOKEN = "a-token-of-the-test"
 

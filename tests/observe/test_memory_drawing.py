@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from superstep.cost.program.activations import unit_bytes
-from superstep.cost.program.simulate import PerUnit, UnitSeconds, simulate
+from superstep.cost.program.memory.activations import unit_bytes
+from superstep.cost.program.time.simulate import PerUnit, UnitSeconds, simulate
 from superstep.observe.drawing.memory import ASCII, GUTTER, LEVELS, draw_memory
 from superstep.plan.config import DataConfig, ModelConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.resolve import resolve

@@ -13,7 +13,7 @@ from hypothesis import given
 
 import step_pages
 from plans import examples, plan_of, plans
-from superstep.cost.program.simulate import PerUnit, UnitSeconds, simulate
+from superstep.cost.program.time.simulate import PerUnit, UnitSeconds, simulate
 from superstep.observe.chrome_trace import chrome_trace
 from superstep.observe.drawing.step_svg import FORWARD, LEFT, RIGHT, WIDTH, caption_of, draw_svg
 from superstep.program.compile import compile_step

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 
 from plans import SCHEDULES, examples, plan_of, plans
-from superstep.cost.program.activations import unit_bytes
-from superstep.cost.program.memory import rank_bytes
-from superstep.cost.program.simulate import PerUnit, UnitSeconds, simulate
+from superstep.cost.program.memory.activations import unit_bytes
+from superstep.cost.program.memory.memory import rank_bytes
+from superstep.cost.program.time.simulate import PerUnit, UnitSeconds, simulate
 from superstep.observe.page.bubble import PassSeconds, closed_bubble
 from superstep.observe.page.bundle_html import pack, unpack
 from superstep.observe.page.step_animation import ChooserEntry, moving_page

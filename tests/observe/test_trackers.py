@@ -14,7 +14,7 @@ from superstep.cli.main import main
 from superstep.observe.events import Evaluated, Resumed, Saved
 from superstep.observe.metric_names import Scalars
 from superstep.observe.trackers import Mlflow, Tracked, TrackedRun, Trackio, Wandb
-from superstep.run import sinks as sinks_module
+from superstep.run.reports import sinks as sinks_module
 
 ASKED = TrackedRun(project="p", name="n", run=None, settings={"train.lr": 1e-3, "plan.dp": 2}, folder="")
 TOLD = [Scalars(1, {"train/loss": 2.5, "train/lr": 1e-3}), Scalars(2, {"train/loss": 2.25})]

@@ -11,7 +11,7 @@ from superstep.cli.plan.plan import PlanRequest, check_sides, first_answer, refi
 from superstep.cli.plan.problem import memory_of
 from superstep.comm.device import Device
 from superstep.cost.closed.memory import COMMUNICATOR_BYTES, CONTEXT_BYTES, USABLE
-from superstep.planner.calibrate_observation import guide
+from superstep.planner.calibration.calibrate_observation import guide
 from superstep.run.memory_check import require_fit
 
 GPU = Device("cuda", 0)

@@ -12,18 +12,18 @@ from planning import problem_of
 from superstep.cli.main import main
 from superstep.cli.plan.plan_text import calibration_text
 from superstep.cost.closed.efficiency import FITTED
-from superstep.cost.program.instruction_seconds import instruction_seconds
-from superstep.cost.program.simulate import simulate
+from superstep.cost.program.time.instruction_seconds import instruction_seconds
+from superstep.cost.program.time.simulate import simulate
 from superstep.hardware.cluster_file import cluster
 from superstep.plan.config import PlanConfig
 from superstep.plan.config_io import write_config
 from superstep.plan.resolve import resolve
-from superstep.planner.calibrate import calibrated
-from superstep.planner.calibrate_observation import guide
+from superstep.planner.calibration.calibrate import calibrated
+from superstep.planner.calibration.calibrate_observation import guide
+from superstep.planner.calibration.published_row import after_published, step_slopes
 from superstep.planner.closed_form_seconds import catalogue_seconds
 from superstep.planner.plan_columns import plans_of, run_config
 from superstep.planner.price import pricing_of
-from superstep.planner.published_row import after_published, step_slopes
 from superstep.planner.search_problem import SearchProblem
 from superstep.planner.simulate_best import simulate_plan
 from superstep.program.compile import compile_step

@@ -16,11 +16,12 @@ from superstep.launch.failure import trouble_of
 from superstep.launch.hosts.events import Cause, Over
 from superstep.launch.hosts.follow_orders import cause_of
 from superstep.launch.hosts.messages import order_message, order_of
-from superstep.run import exit_messages, launch_ranks, multi_host
+from superstep.run import exit_messages, launch_ranks
 from superstep.run.console import Silent
+from superstep.run.hosts import multi_host
 from superstep.state import checkpoint
-from superstep.train.folder_watch import Displaced
-from superstep.train.run_paths import RunFolder
+from superstep.train.run_folder.folder_watch import Displaced
+from superstep.train.run_folder.run_paths import RunFolder
 
 FLAGS = ["train", "run.toml", "--state.dir", "my run", "--train.steps", "4", "--state.save-every", "2"]
 

@@ -10,8 +10,8 @@ from superstep.comm.codec import VERSION
 from superstep.plan.config import DataConfig, LoraConfig, ModelConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.run.job import TrainJob
 from superstep.run.job_message import decode, encode
-from superstep.train.model import flops_per_token, operations, resolve_config
-from superstep.train.run_paths import RunFolder
+from superstep.train.run_folder.run_paths import RunFolder
+from superstep.train.weights.model import flops_per_token, operations, resolve_config
 from superstep.tune.dpo import Dpo
 
 CONFIG = RunConfig(

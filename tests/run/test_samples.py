@@ -11,8 +11,8 @@ import pytest
 import runs
 from superstep.cli.main import main
 from superstep.observe.page.bundle_html import unpack
-from superstep.run.samples import TOKENS, sampling
-from superstep.train.run_paths import RunFolder
+from superstep.run.reports.samples import TOKENS, sampling
+from superstep.train.run_folder.run_paths import RunFolder
 
 PROMPT = "the quick"
 

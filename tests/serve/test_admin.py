@@ -16,7 +16,7 @@ from plain_words import PlainWords, small_tokenizer
 from ranks import ranks_below
 from scripted import Scripted
 from served import served
-from superstep.cli.serve import admin_key
+from superstep.cli.serve.serve import admin_key
 from superstep.errors import ConfigError, StateError
 from superstep.http.request_error import RequestError
 from superstep.model.hf import FILE
@@ -27,7 +27,6 @@ from superstep.serve.api.admin_backend import Admin
 from superstep.serve.api.app import make_app
 from superstep.serve.api.backend import Away
 from superstep.serve.config import ServeConfig
-from superstep.serve.engine_client import Host
 from superstep.serve.engine_messages import (
     ChangeWeights,
     EngineStatus,
@@ -38,6 +37,7 @@ from superstep.serve.engine_messages import (
     UnloadAdapter,
     Wake,
 )
+from superstep.serve.processes.engine_client import Host
 from superstep.serve.scheduling.request import AdapterInfo, Info
 from superstep.serve.text_backend import load_words
 from superstep.serve.weights import publish

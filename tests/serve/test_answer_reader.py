@@ -26,14 +26,12 @@ from superstep.model import hf
 from superstep.model import peft_adapter as adapter_module
 from superstep.model.hf import save_weights
 from superstep.model.peft_adapter import linears_of, write_adapter
-from superstep.serve import admin_commands as deeds_module
-from superstep.serve.admin_commands import Deeds
 from superstep.serve.api import admin as admin_module
 from superstep.serve.api.admin_backend import Admin
 from superstep.serve.api.app import make_app
 from superstep.serve.build_engine import load_rank, open_both
 from superstep.serve.compute import lora as adapters_module
-from superstep.serve.compute.model_runner import follow
+from superstep.serve.compute.runner.model_runner import follow
 from superstep.serve.engine_messages import (
     ORDERS,
     REPORTS,
@@ -47,9 +45,11 @@ from superstep.serve.engine_messages import (
     Sleep,
     Wake,
 )
+from superstep.serve.processes import admin_commands as deeds_module
+from superstep.serve.processes.admin_commands import Deeds
+from superstep.serve.processes.worker import _obey
 from superstep.serve.reader import BackgroundReader
 from superstep.serve.scheduling.request import Info, Request, Sampling
-from superstep.serve.worker import _obey
 
 SOON_S = 2.0
 """Long enough for a small model on a loaded machine, short enough to wait for."""

@@ -15,7 +15,7 @@ from plain_words import PlainWords, small_tokenizer
 from served import served
 from superstep.serve.api.app import make_app
 from superstep.serve.config import ServeConfig
-from superstep.serve.engine_client import Host
+from superstep.serve.processes.engine_client import Host
 
 pytestmark = pytest.mark.multiproc
 

@@ -10,8 +10,8 @@ from superstep.comm.device import Device
 from superstep.kernels.amx_weight_grad import has_tiles
 from superstep.model.hf import open_weights
 from superstep.serve.build_engine import load_rank
-from superstep.serve.compute import compiled_exact
-from superstep.serve.compute.compiled_decoder import Compiled
+from superstep.serve.compute.compiled import compiled_exact
+from superstep.serve.compute.compiled.compiled_decoder import Compiled
 from superstep.serve.compute.flat_batch import RequestRows, Rows
 from superstep.serve.compute.kernels.build import build
 from superstep.serve.compute.torch_forward import TorchForward

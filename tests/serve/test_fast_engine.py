@@ -64,7 +64,7 @@ def far(one, other):
 
 
 def test_fast_ways_say_what_the_plain_one_says(folder, compiled, monkeypatch):
-    monkeypatch.setattr("superstep.serve.compute.choose_backend.make_fast", lambda *args, **given: None)
+    monkeypatch.setattr("superstep.serve.compute.runner.choose_backend.make_fast", lambda *args, **given: None)
     plain = told(folder)
     monkeypatch.undo()
     for settings, most in (({}, 0.15), ({"kernels": compiled}, 0.15), ({"kernels": compiled, "quantize": "w8a8"}, 0.5)):

@@ -9,8 +9,8 @@ from torch import nn
 
 from superstep.model.decoder import Decoder
 from superstep.plan.model.shape import SHAPES
-from superstep.serve.compute.fused_linears import Linears
-from superstep.serve.compute.onednn_linear import can_pack, packed
+from superstep.serve.compute.linears.fused_linears import Linears
+from superstep.serve.compute.linears.onednn_linear import can_pack, packed
 
 
 def small(dtype, **changes):

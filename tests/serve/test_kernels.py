@@ -10,14 +10,14 @@ import torch.nn.functional as F
 from superstep.kernels.compile_cpp import Built
 from superstep.model.decoder import Decoder, Sliding, flash
 from superstep.plan.model.shape import SHAPES
-from superstep.serve.compute.compiled_decoder import Compiled, can_compile
-from superstep.serve.compute.fast_linears import make_fast
+from superstep.serve.compute.compiled.compiled_decoder import Compiled, can_compile
 from superstep.serve.compute.flat_batch import RequestRows, Rows
-from superstep.serve.compute.fused_linears import Linears
 from superstep.serve.compute.kernels.build import FLAGS, NAMES, SOURCES, build
-from superstep.serve.compute.onednn_linear import packed
-from superstep.serve.compute.panel_weights import LARGE, Panels, in_large_pages, in_panels
-from superstep.serve.compute.quantize import format_named, tokens_to_8_bits
+from superstep.serve.compute.linears.fast_linears import make_fast
+from superstep.serve.compute.linears.fused_linears import Linears
+from superstep.serve.compute.linears.onednn_linear import packed
+from superstep.serve.compute.linears.panel_weights import LARGE, Panels, in_large_pages, in_panels
+from superstep.serve.compute.linears.quantize import format_named, tokens_to_8_bits
 from superstep.serve.compute.sampler import read_rows, read_totals
 from superstep.serve.compute.tiled_kv_cache import TiledAttention, TiledStore, can_tile
 

@@ -11,9 +11,9 @@ from scripted import Scripted
 from superstep.errors import ConfigError
 from superstep.serve.api.backend import Away, Health
 from superstep.serve.config import ServeConfig
-from superstep.serve.engine_client import Host
 from superstep.serve.engine_messages import ORDERS, REPORTS, EndEngine, Ready, StepOutput
-from superstep.serve.load_balancer import LoadBalancer
+from superstep.serve.processes.engine_client import Host
+from superstep.serve.processes.load_balancer import LoadBalancer
 from superstep.serve.scheduling.request import Counters, Info, Sampling
 
 INFO = Info(name="small", vocab=300, context_tokens=4096, version="v", end_of_text=(0,))
@@ -161,7 +161,7 @@ def test_a_host_that_is_told_to_end_while_it_starts_ends(tmp_path, monkeypatch):
                 orders.append(ORDERS.decode(pipe.recv_bytes()))
 
     starting, leaving = threading.Event(), threading.Event()
-    monkeypatch.setattr("superstep.serve.engine_client.launch_from", ranks)
+    monkeypatch.setattr("superstep.serve.processes.engine_client.launch_from", ranks)
     host = Host(tmp_path, ServeConfig())
     opening = threading.Thread(target=host.open)
     opening.start()
@@ -178,7 +178,7 @@ def test_a_host_that_is_told_to_end_while_it_starts_ends(tmp_path, monkeypatch):
 
 def test_an_engine_that_has_requests_and_makes_no_step_is_not_ready(tmp_path, monkeypatch):
     now_s = [1000.0]
-    monkeypatch.setattr("superstep.serve.engine_client.time.monotonic", lambda: now_s[0])
+    monkeypatch.setattr("superstep.serve.processes.engine_client.time.monotonic", lambda: now_s[0])
     host = Host(tmp_path, ServeConfig())
     host._hear(Ready(INFO))
 

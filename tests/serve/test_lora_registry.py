@@ -19,7 +19,7 @@ from superstep.serve.batch_generate import generate
 from superstep.serve.build_engine import load_rank, open_both, open_engine
 from superstep.serve.compute import lora as placing
 from superstep.serve.compute import lora_kernels as computing
-from superstep.serve.compute.model_runner import follow
+from superstep.serve.compute.runner.model_runner import follow
 from superstep.serve.config import ServeConfig
 from superstep.serve.lora_registry import check_names, folders_of
 from superstep.serve.scheduling import request_state

@@ -9,7 +9,6 @@ import pytest
 
 from superstep.errors import ConfigError
 from superstep.serve.config import ServeConfig
-from superstep.serve.engine_client import Host
 from superstep.serve.engine_messages import (
     ORDERS,
     REPORTS,
@@ -20,7 +19,8 @@ from superstep.serve.engine_messages import (
     RequestRefused,
     StepOutput,
 )
-from superstep.serve.output_queue import Ear, Mailbox
+from superstep.serve.processes.engine_client import Host
+from superstep.serve.processes.output_queue import Ear, Mailbox
 from superstep.serve.scheduling.request import Counters, Info, RequestUpdate, Sampling, TokenOutput
 
 INFO = Info(name="small", vocab=300, context_tokens=4096, version="v", end_of_text=(0,))
@@ -62,7 +62,7 @@ def ranks(taken_back):
 @pytest.fixture
 def host(tmp_path, monkeypatch):
     taken_back = []
-    monkeypatch.setattr("superstep.serve.engine_client.launch_from", ranks(taken_back))
+    monkeypatch.setattr("superstep.serve.processes.engine_client.launch_from", ranks(taken_back))
     made = Host(tmp_path, ServeConfig())
     made.taken_back = taken_back
     made.open()

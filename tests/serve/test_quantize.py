@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from superstep.errors import ConfigError
 from superstep.model.decoder import Decoder
 from superstep.plan.model.shape import SHAPES
-from superstep.serve.compute.fused_linears import Linears
-from superstep.serve.compute.quantize import FORMATS, GROUP_4, format_named, to_4_bits, to_8_bits
+from superstep.serve.compute.linears.fused_linears import Linears
+from superstep.serve.compute.linears.quantize import FORMATS, GROUP_4, format_named, to_4_bits, to_8_bits
 
 BF16 = torch.finfo(torch.bfloat16).eps
 

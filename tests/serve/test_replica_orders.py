@@ -30,7 +30,7 @@ from superstep.serve.engine_messages import (
     UnloadAdapter,
     Wake,
 )
-from superstep.serve.load_balancer import replicas_of
+from superstep.serve.processes.load_balancer import replicas_of
 from superstep.serve.scheduling.request import AdapterInfo
 from superstep.serve.text_backend import load_words
 from superstep.serve.weights import publish
@@ -286,7 +286,7 @@ def test_pauses_sleep_and_abort_reach_every_replica(server, made):
 
 @pytest.mark.multiproc
 def test_while_a_replica_is_away_nothing_changes_and_back_it_is_as_the_others(server, made, monkeypatch):
-    monkeypatch.setattr("superstep.serve.engine_client.AGAIN_S", (1.0,))  # away for long enough to be asked
+    monkeypatch.setattr("superstep.serve.processes.engine_client.AGAIN_S", (1.0,))  # away for long enough to be asked
     before = versions(server)
     target = made[0] if before[0] == made[2].version else made[2]
     rank = ranks_below(psutil.Process())[-1]  # those of other tests were started before

@@ -14,7 +14,7 @@ from superstep.launch.ranks import World
 from superstep.plan.model.hf_config import to_hf_config
 from superstep.plan.resolve import resolve
 from superstep.serve.build_engine import load_rank, open_engine
-from superstep.serve.compute.model_runner import follow
+from superstep.serve.compute.runner.model_runner import follow
 from superstep.serve.config import ServeConfig
 from superstep.serve.drafting.speculate import Speculation
 from superstep.train.proof.prove_exact import write_bits

@@ -24,13 +24,13 @@ from superstep.plan.model.lookup import shape_of
 from superstep.serve import weights as weights_module
 from superstep.serve.batch_generate import generate
 from superstep.serve.build_engine import KnownModel, load_rank, open_both, open_engine
-from superstep.serve.compute import model_runner
-from superstep.serve.compute.compiled_decoder import Compiled
+from superstep.serve.compute.compiled.compiled_decoder import Compiled
 from superstep.serve.compute.flat_batch import RequestRows, Rows, to_numbers
-from superstep.serve.compute.fused_linears import Linears
 from superstep.serve.compute.kv_cache import KeyStore
-from superstep.serve.compute.model_runner import follow
-from superstep.serve.compute.weight_update import RankMemory
+from superstep.serve.compute.linears.fused_linears import Linears
+from superstep.serve.compute.runner import model_runner
+from superstep.serve.compute.runner.model_runner import follow
+from superstep.serve.compute.runner.weight_update import RankMemory
 from superstep.serve.config import ServeConfig
 from superstep.serve.engine_messages import ChangeWeights, Pause, Resume, Sleep, Wake
 from superstep.serve.scheduling.kv_pages import root_key

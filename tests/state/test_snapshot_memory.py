@@ -14,13 +14,13 @@ from superstep.comm.device import Device
 from superstep.errors import DiskFault, Fault
 from superstep.kernels.checksum import checksum
 from superstep.launch.ranks import World
-from superstep.run import elastic
-from superstep.state import background_checkpoint
-from superstep.state.background_checkpoint import Flusher
+from superstep.run.hosts import elastic
 from superstep.state.checkpoint import load
 from superstep.state.checkpoint_dirs import checkpoints
-from superstep.state.damage import newest_undamaged
-from superstep.state.memory_snapshot import (
+from superstep.state.snapshots import background_checkpoint
+from superstep.state.snapshots.background_checkpoint import Flusher
+from superstep.state.snapshots.damage import newest_undamaged
+from superstep.state.snapshots.memory_snapshot import (
     FAILED,
     HOSTS_SLOTS,
     KEPT,
@@ -39,8 +39,8 @@ from superstep.state.memory_snapshot import (
     pieces_of,
 )
 from superstep.state.verify import SingleProcess
-from superstep.train.folder_watch import FolderWatch
-from superstep.train.run_paths import RunFolder
+from superstep.train.run_folder.folder_watch import FolderWatch
+from superstep.train.run_folder.run_paths import RunFolder
 
 SHAPES = saved.SHAPES
 

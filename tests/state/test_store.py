@@ -12,8 +12,8 @@ from longer import longer
 from superstep.cli.main import main
 from superstep.errors import Damaged, Fault, StateError
 from superstep.state.checkpoint_dirs import checkpoints
-from superstep.state.store import CheckpointStore
-from superstep.state.store_sync import Mirror, fetch_newest
+from superstep.state.object_store.store import CheckpointStore
+from superstep.state.object_store.store_sync import Mirror, fetch_newest
 
 fsspec = pytest.importorskip("fsspec")
 FLAGS = ["train", "run.toml", "--state.save-every", "2", "--train.min-lr-ratio", "1", "--train.eval-every", "90"]

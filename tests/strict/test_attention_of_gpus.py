@@ -9,8 +9,8 @@ import small
 from operators import SCORES, Operators
 from strict_ranks import device_module
 from superstep.comm.device import Device
-from superstep.cost.program.activations import unit_bytes
-from superstep.engine.document_attention import DocumentAttend
+from superstep.cost.program.memory.activations import unit_bytes
+from superstep.engine.attention.document_attention import DocumentAttend
 from superstep.engine.saved_activations import with_kept
 from superstep.model.decoder import Sliding, attention_of, flash
 from superstep.plan.resolve import resolve

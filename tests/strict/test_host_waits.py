@@ -14,10 +14,10 @@ from superstep.engine.engine import Engine
 from superstep.numerics.fixed_point import PARAMETER, Excess
 from superstep.plan.resolve import resolve
 from superstep.train.batches import microbatches_of, rows
-from superstep.train.model import units_of
 from superstep.train.policy.corruption_check import Integrity
 from superstep.train.proof.prove_tolerance import TIMEOUT
 from superstep.train.rank_peers import RankPeers
+from superstep.train.weights.model import units_of
 
 pytestmark = pytest.mark.strict
 

@@ -12,7 +12,7 @@ from superstep.comm.objects import gather
 from superstep.engine.engine import Engine
 from superstep.model.axes import units
 from superstep.plan.resolve import resolve
-from superstep.strict.works import StreamWork
+from superstep.strict.nccl.works import StreamWork
 from superstep.train.batches import microbatches_of, rows
 from superstep.train.proof.prove_tolerance import TIMEOUT
 

@@ -10,8 +10,8 @@ import small
 from strict_ranks import SETTINGS, device_module, gpu_of
 from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
-from superstep.cost.program.memory import rank_bytes
-from superstep.cost.program.memory_fit import memory_of, with_communicators
+from superstep.cost.program.memory.memory import rank_bytes
+from superstep.cost.program.memory.memory_fit import memory_of, with_communicators
 from superstep.engine.engine import Engine
 from superstep.engine.saved_activations import with_kept
 from superstep.errors import ConfigError
@@ -19,8 +19,8 @@ from superstep.plan.resolve import resolve
 from superstep.program.compile import compile_step
 from superstep.run.memory_check import require_fit
 from superstep.train.batches import microbatches_of, rows
-from superstep.train.model import units_of
 from superstep.train.proof.prove_tolerance import TIMEOUT
+from superstep.train.weights.model import units_of
 
 pytestmark = pytest.mark.strict
 TOKENS, SEQUENCES = 128, 8

@@ -17,10 +17,10 @@ from superstep.launch.ranks import World
 from superstep.model.unit import initial
 from superstep.plan.config import LoraConfig
 from superstep.plan.resolve import resolve
-from superstep.train.model import units_of
 from superstep.train.proof import prove_tolerance
 from superstep.train.proof.prove_exact import Relay, write_bits
 from superstep.train.proof.prove_tolerance import write_reference
+from superstep.train.weights.model import units_of
 
 pytestmark = pytest.mark.strict
 

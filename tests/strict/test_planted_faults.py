@@ -25,7 +25,7 @@ from superstep.model.axes import units
 from superstep.plan.config import StateConfig
 from superstep.plan.resolve import resolve
 from superstep.state.manifest import Position
-from superstep.state.memory_snapshot import made
+from superstep.state.snapshots.memory_snapshot import made
 from superstep.state.tensor_piece import STATE
 from superstep.train.batches import microbatches_of, rows
 

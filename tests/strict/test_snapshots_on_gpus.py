@@ -15,7 +15,7 @@ from superstep.model.axes import units
 from superstep.plan.config import StateConfig
 from superstep.plan.resolve import resolve
 from superstep.state.manifest import Position
-from superstep.state.memory_snapshot import made, pieces_of
+from superstep.state.snapshots.memory_snapshot import made, pieces_of
 from superstep.state.tensor_piece import STATE
 from superstep.train.proof.prove_tolerance import TIMEOUT
 

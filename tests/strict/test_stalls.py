@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from strict_ranks import begin_nccl, run_to_the_end, wait_for_text
-from superstep.strict import stall
+from superstep.strict.nccl import stall
 
 pytestmark = pytest.mark.strict
 

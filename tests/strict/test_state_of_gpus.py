@@ -14,12 +14,12 @@ from superstep.plan.config import StateConfig
 from superstep.plan.resolve import resolve
 from superstep.state.checkpoint import load, save
 from superstep.state.manifest import Position
-from superstep.state.memory_snapshot import made, pieces_of
+from superstep.state.snapshots.memory_snapshot import made, pieces_of
 from superstep.state.tensor_piece import STATE
 from superstep.train.batches import microbatches_of, rows
-from superstep.train.model import units_of
 from superstep.train.proof.prove_tolerance import TIMEOUT
 from superstep.train.rank_peers import RankPeers, tensor_shapes
+from superstep.train.weights.model import units_of
 
 pytestmark = pytest.mark.strict
 

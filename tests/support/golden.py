@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from plans import plan_of
-from superstep.cost.program.simulate import PerUnit, UnitSeconds, simulate
+from superstep.cost.program.time.simulate import PerUnit, UnitSeconds, simulate
 from superstep.observe.drawing.timeline import draw_text
 from superstep.plan.resolve import Plan
 from superstep.program.compile import compile_step

@@ -1,6 +1,6 @@
 """One of each kind of operation that a run measures."""
 
-from superstep.cost.program.operation import AttentionOperation, Pass, Product
+from superstep.cost.program.time.operation import AttentionOperation, Pass, Product
 from superstep.engine.measure.probe_kernels import _PASSES
 
 OPERATIONS = [

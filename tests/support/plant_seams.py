@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 import small
 from superstep.comm import collectives
-from superstep.engine import adamw, build_modules, choose_attention, executor
+from superstep.engine import adamw, build_modules, executor
+from superstep.engine.attention import choose_attention
 from superstep.engine.engine import Engine
 from superstep.engine.executor import Executor
 from superstep.engine.flat import buffers, sync

@@ -28,8 +28,8 @@ from superstep.plan.config_io import write_config
 from superstep.program.instructions import Reduce
 from superstep.program.text import write_program
 from superstep.train.batches import microbatches, rows
-from superstep.train.report_status import report_waits
-from superstep.train.run_paths import RunFolder
+from superstep.train.run_folder.report_status import report_waits
+from superstep.train.run_folder.run_paths import RunFolder
 
 RANK = 1
 """Who is hurt."""

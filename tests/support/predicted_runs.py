@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from superstep.cost.program.op_prices import Measured
-from superstep.cost.program.prediction_file import PredictedFrom, write_predicted_from
+from superstep.cost.program.time.op_prices import Measured
+from superstep.cost.program.time.prediction_file import PredictedFrom, write_predicted_from
 from superstep.hardware.chip import CopyRate, ProductRate
 from superstep.hardware.cluster_file import cluster
-from superstep.train.run_paths import RunFolder
+from superstep.train.run_folder.run_paths import RunFolder
 
 _USUAL = cluster("2xH100")
 _CHIP = replace(

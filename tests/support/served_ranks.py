@@ -4,7 +4,7 @@ from contextlib import contextmanager
 
 from superstep.comm.mesh import build_mesh
 from superstep.serve.build_engine import load_rank, open_both
-from superstep.serve.compute.model_runner import follow
+from superstep.serve.compute.runner.model_runner import follow
 from superstep.serve.config import plan_of
 from superstep.train.proof.prove_tolerance import TIMEOUT
 

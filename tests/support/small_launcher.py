@@ -8,7 +8,8 @@ def _small(verb, argv):
     """``superstep.cli.preload_torch`` as ever; then another rank in the place of the one that launchers know."""
     _begin(verb, argv)
     from measured_little import rank
-    from superstep.run import launch_ranks, multi_host
+    from superstep.run import launch_ranks
+    from superstep.run.hosts import multi_host
 
     multi_host.rank = launch_ranks.rank = rank
 

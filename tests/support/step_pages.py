@@ -6,10 +6,10 @@ import random
 from dataclasses import replace
 from typing import get_args
 
-from superstep.cost.program.activations import unit_bytes
-from superstep.cost.program.predict import MachineRates, durations, predict
-from superstep.cost.program.simulate import simulate
-from superstep.cost.program.unit_operations import decoder_operations
+from superstep.cost.program.memory.activations import unit_bytes
+from superstep.cost.program.time.predict import MachineRates, durations, predict
+from superstep.cost.program.time.simulate import simulate
+from superstep.cost.program.time.unit_operations import decoder_operations
 from superstep.errors import UserError
 from superstep.observe.page.step_animation import ChooserEntry, moving_page
 from superstep.observe.page.step_data import StepDrawing

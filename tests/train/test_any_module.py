@@ -15,9 +15,9 @@ from superstep.comm.device import Device
 from superstep.data.token_stream import Batch
 from superstep.errors import ConfigError
 from superstep.launch.ranks import World
-from superstep.model.inspect import outline_of, passed
+from superstep.model.custom.inspect import outline_of, passed
+from superstep.model.custom.units_from_modules import as_units
 from superstep.model.unit import initial
-from superstep.model.units_from_modules import as_units
 from superstep.plan.config import NumericsConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.resolve import resolve
 from superstep.train.proof.prove_tolerance import prove, write_reference

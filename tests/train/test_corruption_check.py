@@ -10,7 +10,7 @@ import torch
 
 import runs
 from superstep.comm.device import Device
-from superstep.data.prepare import prepare
+from superstep.data.preparation.prepare import prepare
 from superstep.engine.adamw import AdamW
 from superstep.errors import Fault
 from superstep.launch.ranks import World
@@ -18,12 +18,12 @@ from superstep.numerics.fixed_point import Grid
 from superstep.plan.resolve import resolve
 from superstep.state.fingerprint import BLOCK, Element, TensorPart, bit_sums, differing, farthest, outvote, salts
 from superstep.state.manifest import Position
-from superstep.state.memory_snapshot import SnapshotMemory
+from superstep.state.snapshots.memory_snapshot import SnapshotMemory
 from superstep.state.tensor_piece import TensorPiece
 from superstep.train.corpus_trainer import CorpusTrainer
 from superstep.train.loop import steps
 from superstep.train.policy.gradient_recheck import wrong_places
-from superstep.train.run_paths import RunFolder
+from superstep.train.run_folder.run_paths import RunFolder
 from superstep.train.throughput import PeakRate
 
 STEPS = 9

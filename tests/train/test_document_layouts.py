@@ -13,7 +13,7 @@ import small
 from longer import many_ranks
 from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
-from superstep.engine import choose_attention
+from superstep.engine.attention import choose_attention
 from superstep.engine.engine import Engine
 from superstep.engine.parallel import ring
 from superstep.launch.ranks import World
@@ -25,9 +25,9 @@ from superstep.numerics.tolerance import TOLERANCE
 from superstep.plan.config import ModelConfig, PlanConfig
 from superstep.plan.resolve import resolve
 from superstep.train.batches import microbatches
-from superstep.train.model import resolve_config, units_of
 from superstep.train.proof.prove_exact import Relay, prove_exact, write_bits
 from superstep.train.proof.prove_tolerance import prove, write_reference
+from superstep.train.weights.model import resolve_config, units_of
 
 pytestmark = pytest.mark.multiproc
 

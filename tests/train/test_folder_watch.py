@@ -26,9 +26,9 @@ from superstep.serve.weights import open_unfinished
 from superstep.state.checkpoint_dirs import checkpoints, step_of
 from superstep.state.manifest import Position
 from superstep.state.verify import SingleProcess
-from superstep.train.after_checkpoint import Written, write_trace
-from superstep.train.folder_watch import FolderWatch
-from superstep.train.run_paths import RunFolder, write_whole
+from superstep.train.run_folder.after_checkpoint import Written, write_trace
+from superstep.train.run_folder.folder_watch import FolderWatch
+from superstep.train.run_folder.run_paths import RunFolder, write_whole
 from superstep.train.save_schedule import Saves
 from superstep.train.saving import report_flushed, save
 from superstep.train.trainer import Trainer

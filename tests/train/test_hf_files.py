@@ -12,7 +12,7 @@ from superstep.cli.main import main
 from superstep.plan.config import ModelConfig
 from superstep.plan.model.lookup import shape_of
 from superstep.state.checkpoint_dirs import checkpoints
-from superstep.train.hf_files import hf_files
+from superstep.train.weights.hf_files import hf_files
 
 transformers = pytest.importorskip("transformers")
 

@@ -6,8 +6,8 @@ import os
 import pytest
 
 from superstep.errors import DiskFault, StateError
-from superstep.train import run_lock as holding
-from superstep.train.run_paths import RunFolder
+from superstep.train.run_folder import run_lock as holding
+from superstep.train.run_folder.run_paths import RunFolder
 
 
 @pytest.mark.parametrize(

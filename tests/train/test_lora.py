@@ -11,15 +11,15 @@ from longer import first_few, many_ranks
 from superstep.comm.device import Device
 from superstep.comm.objects import gather
 from superstep.launch.ranks import World
-from superstep.model.inspect import outline_of
+from superstep.model.custom.inspect import outline_of
+from superstep.model.custom.units_from_modules import as_units
 from superstep.model.lora import adapt
 from superstep.model.unit import initial
-from superstep.model.units_from_modules import as_units
 from superstep.plan.config import LoraConfig
 from superstep.plan.resolve import resolve
-from superstep.train.model import units_of
 from superstep.train.proof.prove_exact import Relay, prove_exact, write_bits
 from superstep.train.proof.prove_tolerance import prove, write_reference
+from superstep.train.weights.model import units_of
 
 pytestmark = pytest.mark.multiproc
 

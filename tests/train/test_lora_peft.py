@@ -20,9 +20,9 @@ from superstep.plan.config import DataConfig, LoraConfig, ModelConfig, PlanConfi
 from superstep.plan.resolve import resolve
 from superstep.state.load_weights import fill
 from superstep.train.batches import microbatches_of
-from superstep.train.lora_base import begin_base
-from superstep.train.model import units_of
 from superstep.train.rank_peers import RankPeers
+from superstep.train.weights.lora_base import begin_base
+from superstep.train.weights.model import units_of
 
 LR = 1e-3
 ALONE = RankPeers(0, 1)

@@ -17,9 +17,9 @@ from superstep.errors import ConfigError
 from superstep.launch.ranks import World
 from superstep.observe.number_format import seconds_text
 from superstep.plan.config import ModelConfig, PlanConfig
-from superstep.train.model import resolve_config, units_of
 from superstep.train.proof.all_layouts import layouts
 from superstep.train.proof.prove_tolerance import prove, write_reference
+from superstep.train.weights.model import resolve_config, units_of
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "recipes" / "own_model.py"

@@ -10,7 +10,7 @@ import small
 from corpus import write_corpus
 from superstep.comm.device import Device
 from superstep.data.token_files import open_corpus
-from superstep.engine import choose_attention
+from superstep.engine.attention import choose_attention
 from superstep.launch.ranks import World
 from superstep.numerics.loss import IGNORE
 from superstep.plan.resolve import resolve

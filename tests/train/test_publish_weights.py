@@ -19,15 +19,15 @@ from superstep.plan.model.hf_config import to_hf_config
 from superstep.plan.resolve import resolve
 from superstep.serve.batch_generate import generate
 from superstep.serve.build_engine import load_rank, open_both
-from superstep.serve.compute.model_runner import follow
+from superstep.serve.compute.runner.model_runner import follow
 from superstep.serve.config import ServeConfig
 from superstep.serve.scheduling.request import Sampling
 from superstep.serve.weights import MARK, version_of
 from superstep.state.checkpoint import save
 from superstep.state.manifest import Position
 from superstep.train.batches import microbatches
-from superstep.train.publish_weights import publish
 from superstep.train.rank_peers import RankPeers, tensor_shapes
+from superstep.train.weights.publish_weights import publish
 
 CPU = Device("cpu")
 HEAD_OF_RANK_1 = "model.layers.1.self_attn.q_proj.weight"

@@ -17,10 +17,10 @@ from superstep.cli.main import main
 from superstep.errors import StateError
 from superstep.state import verify as verifying
 from superstep.state.checkpoint_dirs import checkpoints
-from superstep.train import run_lock as holding
 from superstep.train import save_schedule
-from superstep.train.run_lock import hold, sharing
-from superstep.train.run_paths import RunFolder
+from superstep.train.run_folder import run_lock as holding
+from superstep.train.run_folder.run_lock import hold, sharing
+from superstep.train.run_folder.run_paths import RunFolder
 
 FLAGS = ["run.toml", "--state.save-every", "2", "--state.keep", "3", "--train.min-lr-ratio", "1"]
 RESUME = [*FLAGS, "--state.existing", "resume", "--train.steps", "8"]
@@ -130,8 +130,8 @@ def test_retention_keeps_the_last_whole_checkpoint(run, monkeypatch, capsys):
 HOLDER = """
 import sys, time
 from pathlib import Path
-from superstep.train.run_lock import hold
-from superstep.train.run_paths import RunFolder
+from superstep.train.run_folder.run_lock import hold
+from superstep.train.run_folder.run_paths import RunFolder
 with hold(RunFolder(root=Path(sys.argv[1]))):
     print("held", flush=True)
     time.sleep(60)

@@ -14,8 +14,8 @@ import runs
 from superstep.cli.main import main
 from superstep.errors import Lost
 from superstep.run import launch_ranks
-from superstep.state import background_checkpoint
 from superstep.state.checkpoint_dirs import checkpoints, step_of
+from superstep.state.snapshots import background_checkpoint
 from superstep.state.verify import verify
 
 pytestmark = pytest.mark.multiproc

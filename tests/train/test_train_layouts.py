@@ -9,7 +9,7 @@ import pytest
 import runs
 from longer import longer
 from superstep.comm.device import Device
-from superstep.data.prepare import prepare
+from superstep.data.preparation.prepare import prepare
 from superstep.launch.ranks import World
 from superstep.numerics.tolerance import TOLERANCE
 from superstep.plan.resolve import resolve
@@ -18,7 +18,7 @@ from superstep.state.checkpoint_dirs import checkpoint_at
 from superstep.state.manifest import Position
 from superstep.train.corpus_trainer import CorpusTrainer
 from superstep.train.loop import train
-from superstep.train.run_paths import RunFolder
+from superstep.train.run_folder.run_paths import RunFolder
 from superstep.train.throughput import PeakRate
 
 pytestmark = pytest.mark.multiproc

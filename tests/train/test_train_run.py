@@ -22,11 +22,11 @@ from superstep.plan.config_io import read_config, write_config
 from superstep.plan.resolve import resolve
 from superstep.program.compile import compile_step
 from superstep.program.text import read_program
-from superstep.run import sinks
+from superstep.run.reports import sinks
 from superstep.state.checkpoint import read_position
 from superstep.state.checkpoint_dirs import checkpoints
 from superstep.train import save_schedule
-from superstep.train.run_paths import write_whole
+from superstep.train.run_folder.run_paths import write_whole
 
 LEARNING = ["--train.steps", "60", "--train.lr", "1e-2", "--state.save-every", "25"]
 

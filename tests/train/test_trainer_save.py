@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 import runs
 from superstep.comm.device import Device
-from superstep.data.prepare import prepare
+from superstep.data.preparation.prepare import prepare
 from superstep.engine.engine import Engine
 from superstep.errors import Fault
 from superstep.launch.ranks import World
@@ -21,9 +21,9 @@ from superstep.state.checkpoint_dirs import checkpoint_at, checkpoints
 from superstep.state.manifest import Position
 from superstep.state.tensor_piece import STATE
 from superstep.train.corpus_trainer import CorpusTrainer
-from superstep.train.model import resolve_config
-from superstep.train.run_paths import RunFolder
+from superstep.train.run_folder.run_paths import RunFolder
 from superstep.train.throughput import PeakRate
+from superstep.train.weights.model import resolve_config
 
 SOURCE = """
 import torch

@@ -18,12 +18,12 @@ from superstep.grade.verdict import Verdict
 from superstep.launch.failure import trouble_of
 from superstep.plan.config import LoraConfig
 from superstep.tune.program.instructions import RlSchedule
+from superstep.tune.rl.disaggregated.hub_connection import Line
+from superstep.tune.rl.disaggregated.hub_messages import Here, Retired, SampledGroup
+from superstep.tune.rl.disaggregated.rollout_hub import RolloutHub, Window
 from superstep.tune.rl.from_rank0 import WaitLimit
 from superstep.tune.rl.grading import Grading
-from superstep.tune.rl.hub_connection import Line
-from superstep.tune.rl.hub_messages import Here, Retired, SampledGroup
 from superstep.tune.rl.rollout import Answered
-from superstep.tune.rl.rollout_hub import RolloutHub, Window
 from superstep.tune.rl.rollout_log import NAME, RolloutLog
 from superstep.tune.rl.sampling import TaskGroup
 

@@ -14,7 +14,7 @@ from superstep.errors import ConfigError, StateError
 from superstep.model.hf import open_weights
 from superstep.plan.config import LoraConfig
 from superstep.state.checkpoint_dirs import checkpoints
-from superstep.train.run_paths import RunFolder
+from superstep.train.run_folder.run_paths import RunFolder
 
 pytestmark = pytest.mark.multiproc
 

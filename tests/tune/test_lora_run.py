@@ -35,14 +35,14 @@ from superstep.state.checkpoint import load
 from superstep.state.manifest import MANIFEST, read_manifest, write_manifest
 from superstep.state.tensor_file import digest
 from superstep.state.tensor_piece import STATE
-from superstep.train.base_file import BASE
 from superstep.train.batches import microbatches_of
 from superstep.train.corpus_trainer import CorpusTrainer
-from superstep.train.lora_base import begin_base
-from superstep.train.model import units_of
 from superstep.train.rank_peers import RankPeers
-from superstep.train.run_paths import RunFolder
+from superstep.train.run_folder.run_paths import RunFolder
 from superstep.train.throughput import PeakRate
+from superstep.train.weights.base_file import BASE
+from superstep.train.weights.lora_base import begin_base
+from superstep.train.weights.model import units_of
 
 ALONE = RankPeers(0, 1)
 MODEL = Path("run/checkpoints/step-000006")

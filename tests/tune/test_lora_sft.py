@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 import runs
 from superstep.cli.main import main
 from superstep.model.peft_adapter import FILE
-from superstep.train.base_file import read_base
+from superstep.train.weights.base_file import read_base
 
 
 @pytest.mark.long

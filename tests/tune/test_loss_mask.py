@@ -9,7 +9,7 @@ from tokenizers import AddedToken
 
 from chats import CHATML, CONTROL, ENDLESS, FORGETFUL, HEADERS
 from spellings import byte_level, gemma, llama
-from superstep.data.records import RecordFields
+from superstep.data.preparation.records import RecordFields
 from superstep.data.tokenizer import END_OF_TEXT, Tokenizer
 from superstep.errors import DataError
 from superstep.serve.text.chat_template import Chat, ChatTemplate

@@ -9,14 +9,14 @@ import pytest
 
 import reinforced
 from superstep.comm.device import Device
-from superstep.cost.program.communicators import PAIR_BYTES, communicator_bytes
+from superstep.cost.program.memory.communicators import PAIR_BYTES, communicator_bytes
 from superstep.errors import ConfigError
 from superstep.launch.ranks import World
 from superstep.model.hf import open_weights
 from superstep.plan.config import LoraConfig
 from superstep.plan.resolve import Resolved
 from superstep.serve.build_engine import open_both
-from superstep.tune.rl import disaggregated
+from superstep.tune.rl.disaggregated import disaggregated
 from superstep.tune.rl.job import RlJob, beside, serve_of, with_room
 from superstep.tune.rl.memory_budget import pages_apart, pages_for, sizes_of
 from superstep.tune.rl.policy_trainer import PolicyTrainer

@@ -21,7 +21,7 @@ from superstep.cli.tune import rl
 from superstep.cli.tune.rl import _rank as rank_of_run
 from superstep.launch.ranks import World
 from superstep.numerics.fixed_point import Grid
-from superstep.state.store import CheckpointStore
+from superstep.state.object_store.store import CheckpointStore
 from superstep.tune.rl.job import RlJob
 from superstep.tune.rl.policy_trainer import PolicyTrainer
 

@@ -15,7 +15,7 @@ from superstep.plan.config import RunConfig, StateConfig
 from superstep.state.manifest import Position
 from superstep.state.verify import SingleProcess
 from superstep.train import save_schedule
-from superstep.train.after_checkpoint import Written
+from superstep.train.run_folder.after_checkpoint import Written
 from superstep.train.save_schedule import Saves
 from superstep.train.snapshot_schedule import Copies
 from superstep.tune.rl.config import RlConfig, RolloutConfig

@@ -23,9 +23,9 @@ from superstep.cli.arguments.reinforce import read
 from superstep.cli.main import main
 from superstep.cli.tune.rl import _prepared
 from superstep.observe.page.report import run_value
-from superstep.run.report import run_told
+from superstep.run.reports.report import run_told
 from superstep.state.checkpoint_dirs import checkpoints
-from superstep.train.run_paths import RunFolder
+from superstep.train.run_folder.run_paths import RunFolder
 from superstep.tune.recipe import write
 from superstep.tune.rl.config import RlRecipe, read_rl
 from superstep.tune.rl.rollout_log import NAME

@@ -12,9 +12,9 @@ from superstep.observe.number_format import bytes_text
 from superstep.state.checkpoint_dirs import checkpoints, leftovers
 from superstep.state.export import export
 from superstep.state.manifest import MANIFEST, Manifest
-from superstep.state.store import CheckpointStore, is_url
+from superstep.state.object_store.store import CheckpointStore, is_url
 from superstep.state.verify import glance, newest, verify
-from superstep.train.run_paths import RunFolder
+from superstep.train.run_folder.run_paths import RunFolder
 
 
 def main(argv: Sequence[str]) -> int:

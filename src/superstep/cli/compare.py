@@ -11,8 +11,8 @@ from superstep.cli.arguments.compare import read
 from superstep.cli.damage import say_damage
 from superstep.observe.page.compare import Comparison, compare
 from superstep.observe.page.report import report_page
-from superstep.run.report import run_told, settings_of
-from superstep.train.run_paths import RunFolder, write_whole
+from superstep.run.reports.report import run_told, settings_of
+from superstep.train.run_folder.run_paths import RunFolder, write_whole
 
 
 def main(argv: Sequence[str]) -> int:

@@ -63,7 +63,7 @@ VERBS = {
     ),
     "view": Verb(
         "show a step as a timeline, from a run.toml or as a run recorded it",
-        "superstep.cli.view",
+        "superstep.cli.view.view",
         "superstep.cli.arguments.view",
     ),
     "doctor": Verb(
@@ -89,7 +89,7 @@ VERBS = {
     "scaling": Verb("fit laws of the loss to your runs; the best model for a budget", "superstep.cli.scaling.scaling"),
     "serve": Verb(
         "answer prompts over HTTP with a trained run or a Hugging Face folder",
-        "superstep.cli.serve",
+        "superstep.cli.serve.serve",
         "superstep.cli.arguments.serve",
         extra="serve",
         launches=True,

@@ -46,7 +46,7 @@ def begin(verb: str, argv: Sequence[str]) -> None:
             fork_server.begin("superstep.cli.prove.prove")
     elif verb == "serve":
         check_serve(*serve.read(argv))
-        fork_server.begin("superstep.serve.worker")
+        fork_server.begin("superstep.serve.processes.worker")
 
 
 def _check_recipe(argv: Sequence[str]) -> PlanConfig:

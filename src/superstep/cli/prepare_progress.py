@@ -9,7 +9,7 @@ from typing import TextIO
 
 from rich.console import Console
 
-from superstep.data.prepare import PrepareProgress, Report, prepare, refuse_others
+from superstep.data.preparation.prepare import PrepareProgress, Report, prepare, refuse_others
 from superstep.data.token_files import Corpus, CorpusManifest
 from superstep.errors import Fault
 from superstep.observe.number_format import bytes_text, count_text

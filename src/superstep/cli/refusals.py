@@ -13,7 +13,7 @@ from superstep.cli.arguments import prove, serve, train, tune, tune_merge, tune_
 from superstep.cli.launcher import launcher
 from superstep.cli.options import settle
 from superstep.cli.resolve_model import find_model
-from superstep.cli.serve_settings import serve_config
+from superstep.cli.serve.serve_settings import serve_config
 from superstep.cli.train.live_report import require_token
 from superstep.errors import ConfigError
 from superstep.plan.config import RunConfig
@@ -21,8 +21,8 @@ from superstep.plan.resolve import check_ranges, resolve
 from superstep.run.launch_rules import SEVERAL_HOSTS, check_launch, require_alone
 from superstep.serve.config import NGRAM, check_served, check_vocab, fast, plan_of
 from superstep.serve.lora_registry import check_names
-from superstep.train import run_directory
-from superstep.train.weights_folder import weights_of
+from superstep.train.run_folder import run_directory
+from superstep.train.weights.weights_folder import weights_of
 from superstep.tune.config import TuneConfig, check_recipe
 from superstep.tune.initial_model import run_of
 from superstep.tune.rl.config import RlRecipe

@@ -9,9 +9,9 @@ from typing import NoReturn
 from superstep.errors import ConfigError, StateError
 from superstep.plan.config import RunConfig
 from superstep.plan.config_io import read_config
-from superstep.train.base_file import read_base
-from superstep.train.run_paths import RunFolder
-from superstep.train.weights_folder import newest_checkpoint
+from superstep.train.run_folder.run_paths import RunFolder
+from superstep.train.weights.base_file import read_base
+from superstep.train.weights.weights_folder import newest_checkpoint
 
 
 @dataclass(frozen=True, slots=True)

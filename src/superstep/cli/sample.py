@@ -10,9 +10,9 @@ from superstep.cli.arguments.sample import SampleOptions, read
 from superstep.cli.resolve_model import refuse_adapter
 from superstep.data.tokenizer import Tokenizer, load_tokenizer
 from superstep.errors import StateError
+from superstep.model.custom.user_model import load_units
 from superstep.model.hf import load_weights
 from superstep.model.unit import UnitSequence
-from superstep.model.user_model import load_units
 from superstep.plan.config import RunConfig
 from superstep.plan.config_io import read_config
 from superstep.serve.batch_generate import generate
@@ -21,10 +21,10 @@ from superstep.serve.config import ServeConfig
 from superstep.serve.scheduling.request import Sampling, cut_text
 from superstep.state.checkpoint_dirs import checkpoints, step_of
 from superstep.state.verify import verify_weights
-from superstep.train.run_paths import RunFolder
+from superstep.train.run_folder.run_paths import RunFolder
 from superstep.train.sample import Model
 from superstep.train.sample import generate as generate_own
-from superstep.train.weights_folder import newest_checkpoint
+from superstep.train.weights.weights_folder import newest_checkpoint
 
 
 def main(argv: Sequence[str]) -> int:

@@ -10,8 +10,8 @@ from superstep.errors import StateError
 from superstep.observe.doctor.observations import RunSeen
 from superstep.observe.multi_step_trace import newest_step, perfetto_steps, trace_of_step
 from superstep.observe.number_format import seconds_text
-from superstep.train.inspect_run import live, read_failure, require_run
-from superstep.train.run_paths import RunFolder, write_whole
+from superstep.train.run_folder.inspect_run import live, read_failure, require_run
+from superstep.train.run_folder.run_paths import RunFolder, write_whole
 
 
 def main(argv: Sequence[str]) -> int:

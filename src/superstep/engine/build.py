@@ -9,8 +9,8 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from superstep.comm.mesh import Mesh
+from superstep.engine.attention.choose_attention import Sight, build_sight
 from superstep.engine.build_modules import Compute, Loss, build_loss, build_module, fill_buffers, on_part, selective
-from superstep.engine.choose_attention import Sight, build_sight
 from superstep.engine.exact.modules import ExactLayers, build_exact_loss, grid_of
 from superstep.engine.executor import RankUnits
 from superstep.engine.flat.buffers import UnitBuffers
@@ -18,8 +18,8 @@ from superstep.engine.layer_table import LayerContext
 from superstep.engine.layers.fused import is_fused, layer_kernels
 from superstep.engine.layers.grad_accumulation import Adder, GradientSink, Sums
 from superstep.engine.step_context import StepContext
+from superstep.model.custom.inspect import Passed, passed
 from superstep.model.expert_dispatch import ExpertDispatch
-from superstep.model.inspect import Passed, passed
 from superstep.model.unit import UnitSpec
 from superstep.numerics.dtypes import DTYPES
 from superstep.numerics.fixed_point import Excess

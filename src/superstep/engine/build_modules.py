@@ -15,10 +15,10 @@ from torch.utils.checkpoint import (
     noop_context_fn,
 )
 
-import superstep.engine.document_attention
+import superstep.engine.attention.document_attention
 import superstep.engine.parallel.ring  # noqa: F401
 from superstep.comm.mesh import Group
-from superstep.engine.choose_attention import Sight
+from superstep.engine.attention.choose_attention import Sight
 from superstep.engine.layer_table import LayerContext, install_layers
 from superstep.engine.layers.implementation import Choice
 from superstep.engine.parallel.sequence_parallel import part

@@ -39,7 +39,7 @@ from superstep.plan.sharding.sequence import positions
 from superstep.program.compile import compile_evaluation, compile_step
 from superstep.program.instructions import Program, Step
 from superstep.program.text import describe
-from superstep.state.memory_snapshot import SnapshotMemory
+from superstep.state.snapshots.memory_snapshot import SnapshotMemory
 
 __all__ = ["Engine", "Judge", "StepResult"]
 

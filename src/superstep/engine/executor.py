@@ -15,14 +15,14 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from superstep.comm.collectives import DONE, Pending, receive, send, together
 from superstep.comm.mesh import Mesh
+from superstep.engine.attention.choose_attention import Sight
 from superstep.engine.build_modules import Compute, Loss
-from superstep.engine.choose_attention import Sight
 from superstep.engine.flat.buffers import UnitBuffers
 from superstep.engine.flat.sync import fetch, reduce, reduce_partial, reduce_replicas, tie
 from superstep.engine.layers.grad_accumulation import Adder, Sum, Sums, input_gradient
 from superstep.engine.layers.implementation import Choice
 from superstep.engine.step_context import StepContext, StepResult
-from superstep.model.inspect import Passed
+from superstep.model.custom.inspect import Passed
 from superstep.monitor.status_page import Beats, Unwatched
 from superstep.numerics.fixed_point import Excess
 from superstep.program.instructions import (

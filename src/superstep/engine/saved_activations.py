@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from superstep.comm.device import Device
-from superstep.cost.program.gpu_kept import expands_keys
-from superstep.engine.choose_attention import is_compiled
+from superstep.cost.program.memory.gpu_kept import expands_keys
+from superstep.engine.attention.choose_attention import is_compiled
 from superstep.engine.layers.fused import is_fused, layer_kernels
 from superstep.kernels import cpu_library, exact_attention
 from superstep.kernels.attention import LANES

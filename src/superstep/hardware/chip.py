@@ -35,7 +35,7 @@ class CopyRate:
     """What the memory was measured at, when an operation reads and writes ``bytes`` together.
 
     Attributes:
-        kernel: "copy", or a kind that goes at a rate of its own: ``cost.program.operation.Pass`` has the same words.
+        kernel: "copy", or a kind with a rate of its own; the words are those of ``cost.program.time.operation.Pass``.
     """
 
     kernel: str = "copy"

@@ -1,8 +1,8 @@
 """What kernels keep for the backward pass, or make and drop, beside what every one of them has to: mechanisms,
 whoever's kernels do so.
 
-The account of memory (``cost.program.memory``) counts by these, and whoever knows what a run computes with says them
-(``engine.saved_activations``).
+The account of memory (``cost.program.memory.memory``) counts by these; ``engine.saved_activations`` says which of them
+a run has.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ from superstep.cost.closed.estimate import embedding_s, head_s
 from superstep.cost.closed.parallel_degrees import Layout
 from superstep.cost.program.buffers import has_fused_loss, share_numel
 from superstep.cost.program.flops import UnitParameters
-from superstep.cost.program.instruction_seconds import CollectiveRanks
-from superstep.cost.program.simulate import UnitSeconds
+from superstep.cost.program.time.instruction_seconds import CollectiveRanks
+from superstep.cost.program.time.simulate import UnitSeconds
 from superstep.hardware.cluster import Collective
 from superstep.hardware.collectives import RankGroup, all_reduce_s, gather_s, send_s
 from superstep.hardware.units import Array

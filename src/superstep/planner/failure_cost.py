@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from superstep.cost.program.snapshot_memory import SLOTS, snapshot_bytes
+from superstep.cost.program.memory.snapshot_memory import SLOTS, snapshot_bytes
 from superstep.planner.goodput import (
     DISK_BYTES_PER_S,
     STATE_BYTES,

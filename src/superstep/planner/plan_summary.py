@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from superstep.cost.closed.uncertainty import around, around_bytes
 from superstep.cost.program.flops import model_flops_per_token
-from superstep.cost.program.operation import Axis
-from superstep.cost.program.traffic import traffic
-from superstep.cost.program.unit_operations import decoder_operations
+from superstep.cost.program.time.operation import Axis
+from superstep.cost.program.time.traffic import traffic
+from superstep.cost.program.time.unit_operations import decoder_operations
 from superstep.plan.mesh import MeshShape
 from superstep.planner.search_problem import SearchProblem
 from superstep.planner.simulate_best import Verified

@@ -13,12 +13,12 @@ import numpy as np
 from superstep.cost.closed.estimate import Estimate
 from superstep.cost.closed.memory import FRAGMENTATION
 from superstep.cost.closed.parallel_degrees import Layout
-from superstep.cost.program.communicators import beyond_reserve
-from superstep.cost.program.gpu_kept import with_gpu_kept
-from superstep.cost.program.instruction_seconds import instruction_seconds
-from superstep.cost.program.memory import RankBytes, rank_bytes
-from superstep.cost.program.simulate import simulate
-from superstep.cost.program.stragglers import Jitter, Straggled, straggle
+from superstep.cost.program.memory.communicators import beyond_reserve
+from superstep.cost.program.memory.gpu_kept import with_gpu_kept
+from superstep.cost.program.memory.memory import RankBytes, rank_bytes
+from superstep.cost.program.time.instruction_seconds import instruction_seconds
+from superstep.cost.program.time.simulate import simulate
+from superstep.cost.program.time.stragglers import Jitter, Straggled, straggle
 from superstep.plan.resolve import Resolved, resolve
 from superstep.planner.closed_form_seconds import KINDS, catalogue_seconds
 from superstep.planner.plan_columns import run_config

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from superstep.comm.device import choose
-from superstep.data.prepare import is_prepared, prepare
+from superstep.data.preparation.prepare import is_prepared, prepare
 from superstep.errors import ConfigError
 from superstep.observe.jsonl import read
 from superstep.plan.config import RunConfig
@@ -27,9 +27,9 @@ from superstep.run.prove_layout import proof_case, prove_layout
 from superstep.run.tokens import tokens_in
 from superstep.run.tune_job import prepared_tune_job, resolved_recipe
 from superstep.state.checkpoint_dirs import checkpoints
-from superstep.train.model import resolve_config, vocab_of
 from superstep.train.proof.prove_tolerance import ProofVerdict
-from superstep.train.run_paths import RunFolder
+from superstep.train.run_folder.run_paths import RunFolder
+from superstep.train.weights.model import resolve_config, vocab_of
 from superstep.tune.config import TuneConfig
 from superstep.tune.prepare_conversations import Conversations, Kind
 

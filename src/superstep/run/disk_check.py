@@ -8,7 +8,7 @@ from superstep.plan.resolve import Resolved
 from superstep.planner.goodput import STATE_BYTES
 from superstep.state.checkpoint_dirs import checkpoints
 from superstep.state.fsync import free_bytes
-from superstep.train.run_paths import RunFolder
+from superstep.train.run_folder.run_paths import RunFolder
 
 
 def require_disk(run: Resolved, folder: RunFolder, step: int) -> None:

@@ -9,7 +9,7 @@ from superstep.errors import Fault
 from superstep.launch.stop_request import STOPPED
 from superstep.run.console import Console
 from superstep.state.checkpoint_dirs import checkpoints
-from superstep.train.run_paths import RunFolder
+from superstep.train.run_folder.run_paths import RunFolder
 
 INTERRUPTED = 130
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from superstep.comm.device import Device, choose
-from superstep.cost.program.operation import UnitOperations
+from superstep.cost.program.time.operation import UnitOperations
 from superstep.data.token_files import open_corpus
 from superstep.observe.goodput import spent_s
 from superstep.plan.config import DeviceKind
@@ -21,19 +21,19 @@ from superstep.run.launch_rules import OWN, Launcher, check_launch
 from superstep.run.memory_check import require_fit
 from superstep.run.recover import Recovered
 from superstep.state.checkpoint import read_position
-from superstep.state.memory_snapshot import Handles
-from superstep.state.store_sync import fetch_newest, mirrored
+from superstep.state.object_store.store_sync import fetch_newest, mirrored
+from superstep.state.snapshots.memory_snapshot import Handles
 from superstep.state.verify import newest, verify
-from superstep.train import run_directory
 from superstep.train.batches import stream_of
-from superstep.train.checkpoint_store import store_of
-from superstep.train.folder_watch import FolderWatch
-from superstep.train.identity import identity_of, require_same_run
-from superstep.train.initial_weights import check_start
-from superstep.train.model import flops_per_token, operations
 from superstep.train.policy.sequence_loss import SequenceLoss
-from superstep.train.run_lock import hold
-from superstep.train.run_paths import RunFolder
+from superstep.train.run_folder import run_directory
+from superstep.train.run_folder.checkpoint_store import store_of
+from superstep.train.run_folder.folder_watch import FolderWatch
+from superstep.train.run_folder.identity import identity_of, require_same_run
+from superstep.train.run_folder.run_lock import hold
+from superstep.train.run_folder.run_paths import RunFolder
+from superstep.train.weights.initial_weights import check_start
+from superstep.train.weights.model import flops_per_token, operations
 
 Tokens = Callable[[Resolved, RunFolder, Path | None], Path]
 """Makes the folder of token files of a run, or finds it; given the checkpoint that it goes on from."""

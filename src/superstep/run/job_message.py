@@ -14,8 +14,8 @@ from superstep.launch.torchrun import StoredForm
 from superstep.plan.config import RunConfig
 from superstep.plan.config_io import parse_config, write_config
 from superstep.run.job import TrainJob
-from superstep.train.model import flops_per_token, operations, resolve_config
-from superstep.train.run_paths import RunFolder
+from superstep.train.run_folder.run_paths import RunFolder
+from superstep.train.weights.model import flops_per_token, operations, resolve_config
 from superstep.tune.config import DpoConfig
 from superstep.tune.dpo import Dpo, lesson_of
 

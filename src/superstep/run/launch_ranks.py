@@ -13,12 +13,12 @@ from superstep.run.exit_messages import ended, stopped
 from superstep.run.job import TrainJob, asked_device
 from superstep.run.rank import rank
 from superstep.run.recover import Recovered, recovering
-from superstep.run.report import leave_report
-from superstep.run.samples import sampling
-from superstep.state.background_checkpoint import Flusher
-from superstep.state.memory_snapshot import Handles, made
+from superstep.run.reports.report import leave_report
+from superstep.run.reports.samples import sampling
+from superstep.state.snapshots.background_checkpoint import Flusher
+from superstep.state.snapshots.memory_snapshot import Handles, made
 from superstep.state.verify import newest
-from superstep.train.failure_report import leaving_words
+from superstep.train.run_folder.failure_report import leaving_words
 
 Worker = Callable[[World, TrainJob, Console], bool]
 """What each rank does; whether it was asked to stop before the last step, and has."""

@@ -10,9 +10,9 @@ from functools import partial
 from superstep.launch.retry import next_try
 from superstep.observe.events import Resumed
 from superstep.run.recover import Recovered, recovering
-from superstep.run.samples import sampling
-from superstep.state.background_checkpoint import Flusher
-from superstep.state.memory_snapshot import SnapshotMemory, common, made
+from superstep.run.reports.samples import sampling
+from superstep.state.snapshots.background_checkpoint import Flusher
+from superstep.state.snapshots.memory_snapshot import SnapshotMemory, common, made
 from superstep.tune.rl.job import RlJob, note_rollback, relaunched
 from superstep.tune.rl.rl_step import WentBack
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from superstep.errors import ConfigError
 from superstep.plan.config import RunConfig
-from superstep.run.sinks import require_trackers
+from superstep.run.reports.sinks import require_trackers
 
 SEVERAL_HOSTS = "a launcher on each of several hosts"
 

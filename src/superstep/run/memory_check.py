@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from superstep.comm.device import Device
-from superstep.cost.program.memory import RankBytes, rank_bytes
-from superstep.cost.program.memory_fit import Overflow, memory_of, overflow, with_communicators
-from superstep.cost.program.operation import UnitOperations
-from superstep.cost.program.predict import sizes_of
-from superstep.cost.program.snapshot_memory import snapshot_bytes
+from superstep.cost.program.memory.memory import RankBytes, rank_bytes
+from superstep.cost.program.memory.memory_fit import Overflow, memory_of, overflow, with_communicators
+from superstep.cost.program.memory.snapshot_memory import snapshot_bytes
+from superstep.cost.program.time.operation import UnitOperations
+from superstep.cost.program.time.predict import sizes_of
 from superstep.errors import ConfigError
 from superstep.observe.number_format import bytes_text
 from superstep.plan.config import RunConfig
 from superstep.plan.resolve import Resolved
 from superstep.program.compile import compile_step
-from superstep.train.model import operations, resolve_config
+from superstep.train.weights.model import operations, resolve_config
 
 
 def require_fit(

@@ -9,12 +9,12 @@ from dataclasses import replace
 from superstep.comm.objects import gather
 from superstep.cost.program import lora
 from superstep.cost.program.flops import MFU_CONVENTION
-from superstep.cost.program.op_prices import Measured
-from superstep.cost.program.predict import predict
-from superstep.cost.program.prediction_file import PredictedFrom, write_predicted_from
-from superstep.cost.program.snapshot_memory import snapshot_bytes
+from superstep.cost.program.memory.snapshot_memory import snapshot_bytes
+from superstep.cost.program.time.op_prices import Measured
+from superstep.cost.program.time.predict import predict
+from superstep.cost.program.time.prediction_file import PredictedFrom, write_predicted_from
 from superstep.data.token_files import CorpusManifest, open_corpus
-from superstep.engine.choose_attention import kernel_of
+from superstep.engine.attention.choose_attention import kernel_of
 from superstep.engine.measure.probe_machine import measure_here
 from superstep.errors import Fault
 from superstep.launch.ranks import World
@@ -28,17 +28,17 @@ from superstep.run.console import Console
 from superstep.run.exit_messages import ended, stopped
 from superstep.run.job import TrainJob, watch_of
 from superstep.run.memory_check import require_fit
-from superstep.run.plan_line import plan_text
-from superstep.run.prediction import foretold, peak_of
-from superstep.run.sinks import open_trackers, sinks
+from superstep.run.reports.plan_line import plan_text
+from superstep.run.reports.prediction import foretold, peak_of
+from superstep.run.reports.sinks import open_trackers, sinks
 from superstep.state.manifest import Position
-from superstep.train import run_directory
 from superstep.train.corpus_trainer import CorpusTrainer
 from superstep.train.loop import train
-from superstep.train.report_status import ToldBeside
 from superstep.train.resume import resume
-from superstep.train.run_lock import sharing
-from superstep.train.run_paths import write_whole
+from superstep.train.run_folder import run_directory
+from superstep.train.run_folder.report_status import ToldBeside
+from superstep.train.run_folder.run_lock import sharing
+from superstep.train.run_folder.run_paths import write_whole
 from superstep.train.throughput import PeakRate
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from superstep.errors import Lost
 from superstep.launch.retry import next_try
-from superstep.state.damage import newest_undamaged
-from superstep.state.memory_snapshot import SnapshotMemory
+from superstep.state.snapshots.damage import newest_undamaged
+from superstep.state.snapshots.memory_snapshot import SnapshotMemory
 
 
 @dataclass(frozen=True, slots=True)

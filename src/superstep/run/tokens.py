@@ -7,8 +7,8 @@ from pathlib import Path
 
 from superstep.data.token_files import is_whole
 from superstep.plan.resolve import Resolved
-from superstep.train import run_directory
-from superstep.train.run_paths import RunFolder
+from superstep.train.run_folder import run_directory
+from superstep.train.run_folder.run_paths import RunFolder
 
 
 def tokens_in(run: Resolved, folder: RunFolder, checkpoint: Path | None, make: Callable[[Path], object]) -> Path:

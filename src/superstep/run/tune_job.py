@@ -12,8 +12,8 @@ from superstep.run.console import Console
 from superstep.run.job import RunKind, TrainJob, prepared_job
 from superstep.run.launch_rules import OWN, Launcher
 from superstep.run.tokens import tokens_in
-from superstep.train.model import resolve_config, vocab_of
-from superstep.train.run_paths import RunFolder
+from superstep.train.run_folder.run_paths import RunFolder
+from superstep.train.weights.model import resolve_config, vocab_of
 from superstep.tune.config import TuneConfig, check_recipe
 from superstep.tune.dpo import lesson_of
 from superstep.tune.epochs import length_of

@@ -30,7 +30,7 @@ from superstep.model.unit import global_tensors, initial, parameters
 from superstep.plan.config import DeviceKind
 from superstep.plan.model.shape import SHAPES, ModelShape
 from superstep.serve.build_engine import give_back, load_rank, open_engine, share_cores
-from superstep.serve.compute.model_runner import follow
+from superstep.serve.compute.runner.model_runner import follow
 from superstep.serve.config import ServeConfig, plan_of
 from superstep.serve.engine import InferenceEngine
 from superstep.serve.scheduling.request import Request, Sampling

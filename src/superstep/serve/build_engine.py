@@ -23,11 +23,11 @@ from superstep.model.hf import open_weights
 from superstep.numerics.dtypes import DTYPES
 from superstep.numerics.invariant_attention import BLOCK
 from superstep.plan.resolve import Resolved
-from superstep.serve.compute.choose_backend import ComputeSettings, choose
 from superstep.serve.compute.draft_model import SmallModel
-from superstep.serve.compute.model_runner import Compute, ModelRunner
 from superstep.serve.compute.paged_attention import FAST_BLOCK
-from superstep.serve.compute.rank_commands import CommandChannel
+from superstep.serve.compute.runner.choose_backend import ComputeSettings, choose
+from superstep.serve.compute.runner.model_runner import Compute, ModelRunner
+from superstep.serve.compute.runner.rank_commands import CommandChannel
 from superstep.serve.compute.serving_model import ServedUnits, build, fill
 from superstep.serve.config import NGRAM, ServeConfig, check_served, check_vocab, fast, plan_of
 from superstep.serve.drafting.grammar_protocol import Matchers

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Literal
 
 from superstep.errors import ConfigError, UserError
-from superstep.serve.compute.model_runner import ModelRunner
-from superstep.serve.compute.rank_commands import Tensors
+from superstep.serve.compute.runner.model_runner import ModelRunner
+from superstep.serve.compute.runner.rank_commands import Tensors
 from superstep.serve.engine import InferenceEngine
 from superstep.serve.engine_messages import (
     ChangeWeights,

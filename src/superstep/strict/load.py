@@ -43,7 +43,7 @@ def load(settings: Settings) -> ModuleType:
     # These import torch, and so cannot be imported before.
     importlib.import_module("superstep.strict.torch_cuda").install(device)
     importlib.import_module("superstep.strict.gpu_operators").install(device)
-    importlib.import_module("superstep.strict.nccl").install(device)
+    importlib.import_module("superstep.strict.nccl.process_group").install(device)
     sys.meta_path.insert(0, _triton_hook(device))
     atexit.register(device.stop)
     return torch

@@ -18,16 +18,16 @@ from superstep.errors import StateError
 from superstep.launch.ranks import World
 from superstep.plan.resolve import Resolved
 from superstep.state.manifest import Position
-from superstep.train.after_checkpoint import Written, trace_of, write_trace
 from superstep.train.batches import microbatches_of, rows, rows_at, stream_of
-from superstep.train.hf_files import hf_files
-from superstep.train.identity import FILE as IDENTITY
-from superstep.train.identity import identity_of, identity_text
-from superstep.train.lora_base import draw_base
 from superstep.train.policy.sequence_loss import Epochs, SequenceLoss, weigh
-from superstep.train.run_paths import RunFolder
+from superstep.train.run_folder.after_checkpoint import Written, trace_of, write_trace
+from superstep.train.run_folder.identity import FILE as IDENTITY
+from superstep.train.run_folder.identity import identity_of, identity_text
+from superstep.train.run_folder.run_paths import RunFolder
 from superstep.train.throughput import Meter, PeakRate
 from superstep.train.trainer import Trainer, open_engine
+from superstep.train.weights.hf_files import hf_files
+from superstep.train.weights.lora_base import draw_base
 
 
 class CorpusTrainer(Trainer):

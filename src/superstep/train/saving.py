@@ -11,8 +11,8 @@ from superstep.monitor.status_page import beside
 from superstep.observe.doctor.observations import CHECKPOINT
 from superstep.observe.events import Event, Saved, Warned
 from superstep.state.manifest import Position
-from superstep.train.after_checkpoint import Written
-from superstep.train.folder_watch import Displaced
+from superstep.train.run_folder.after_checkpoint import Written
+from superstep.train.run_folder.folder_watch import Displaced
 from superstep.train.save_schedule import attempt
 from superstep.train.trainer import Trainer
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from superstep.engine.flat.snapshots import Flushed, Snapshots
 from superstep.state.manifest import Position
-from superstep.state.memory_snapshot import DamagedSnapshot
+from superstep.state.snapshots.memory_snapshot import DamagedSnapshot
 
 POLL_S = 0.01
 

@@ -15,9 +15,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from superstep.data.corpus import objects
-from superstep.data.read_errors import kind, refusal
-from superstep.data.records import RecordFields
+from superstep.data.preparation.corpus import objects
+from superstep.data.preparation.read_errors import kind, refusal
+from superstep.data.preparation.records import RecordFields
 from superstep.errors import DataError
 
 Message = Mapping[str, Any]

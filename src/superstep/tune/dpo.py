@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from superstep.data.prepare import stamp
+from superstep.data.preparation.prepare import stamp
 from superstep.data.token_files import SPLITS, SplitName, open_corpus
 from superstep.data.token_stream import Batch, TokenStream
 from superstep.errors import DataError, Fault

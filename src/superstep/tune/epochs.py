@@ -10,7 +10,7 @@ from pathlib import Path
 from superstep.data.token_files import open_corpus
 from superstep.plan.resolve import Resolved
 from superstep.train.batches import stream_of
-from superstep.train.model import resolve_config
+from superstep.train.weights.model import resolve_config
 
 
 def length_of(epochs: float | None) -> Callable[[Resolved, Path], Resolved] | None:

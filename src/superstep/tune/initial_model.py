@@ -8,7 +8,7 @@ from pathlib import Path
 from superstep.errors import ConfigError
 from superstep.plan.config import ModelConfig, RunConfig
 from superstep.plan.config_io import read_config
-from superstep.train.run_paths import RunFolder
+from superstep.train.run_folder.run_paths import RunFolder
 from superstep.tune.config import USUAL_TOKENS, TuneConfig, read_recipe
 from superstep.tune.recipe import RECIPE, run_with, start_folder
 

@@ -25,8 +25,8 @@ from superstep.model.peft_config import CONFIG
 from superstep.plan.config import ModelConfig
 from superstep.plan.model.lookup import shape_of
 from superstep.serve.weights import version_of
-from superstep.train.base_file import BASE, Base, read_base
-from superstep.train.lora_base import require_same
+from superstep.train.weights.base_file import BASE, Base, read_base
+from superstep.train.weights.lora_base import require_same
 
 BESIDE = (".json", ".txt", ".model", ".jinja")
 """How files end that make a folder of weights a model: its shape, its tokenizer, its template."""

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from superstep.data.answer_writer import AnswerFiles
-from superstep.data.corpus import source_files
-from superstep.data.corpus_checks import refuse_settings
-from superstep.data.prepare import PrepareProgress, Report, source_bytes, stamp, writing
-from superstep.data.prepare_lock import turn, unheard
+from superstep.data.preparation.corpus import source_files
+from superstep.data.preparation.corpus_checks import refuse_settings
+from superstep.data.preparation.prepare import PrepareProgress, Report, source_bytes, stamp, writing
+from superstep.data.preparation.prepare_lock import turn, unheard
 from superstep.data.token_files import FORMAT, Corpus, TokenKind, is_whole, open_corpus
 from superstep.data.tokenizer import Tokenizer, load_tokenizer
 from superstep.errors import ConfigError, DataError

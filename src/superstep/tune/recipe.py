@@ -11,8 +11,8 @@ from superstep.errors import ConfigError, StateError
 from superstep.plan.config import DataConfig, ModelConfig, ProposedRun, RunConfig, TrainConfig
 from superstep.plan.config_io import build, literal, read_config, read_tables, write_fields
 from superstep.plan.model.lookup import shape_of
-from superstep.train.run_paths import RunFolder
-from superstep.train.weights_folder import weights_of
+from superstep.train.run_folder.run_paths import RunFolder
+from superstep.train.weights.weights_folder import weights_of
 
 RECIPE = "recipe.toml"
 """What a recipe is called in the directory of its run."""

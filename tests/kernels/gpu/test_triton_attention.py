@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from longer import longer
-from superstep.engine.document_attention import DocumentAttend
+from superstep.engine.attention.document_attention import DocumentAttend
 from superstep.engine.parallel.flash_partial import attend_block, attend_block_backward, merge
 from superstep.kernels import attention as seam
 from superstep.kernels.gpu import attention as kernel

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from superstep.errors import ConfigError, UserError
 from superstep.plan.config import RunConfig
-from superstep.run.hosts import Hosts
+from superstep.run.hosts.hosts import Hosts
 
 SECRET = "SUPERSTEP_SECRET"
 FEWEST_BYTES = 16

@@ -11,7 +11,7 @@ from superstep.cli.options import COMMON, DEMO, named_in, read_flags, read_run, 
 from superstep.plan.config import RunConfig
 from superstep.plan.config_io import read_config
 from superstep.plan.resolve import Resolved
-from superstep.run.hosts import Hosts
+from superstep.run.hosts.hosts import Hosts
 
 DESCRIPTION = "Train a model. Without a run.toml: a demo, two ranks on the source text of Python's own library."
 

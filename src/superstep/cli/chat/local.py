@@ -12,7 +12,7 @@ from types import FrameType
 
 from superstep.cli.arguments.chat import ChatOptions
 from superstep.cli.resolve_model import find_model
-from superstep.cli.serve_settings import serve_config
+from superstep.cli.serve.serve_settings import serve_config
 from superstep.comm.device import choose, pick
 from superstep.errors import ConfigError
 from superstep.serve.api.text_protocol import AnswerTextReader

@@ -17,9 +17,9 @@ from superstep.observe.doctor.diagnose import Diagnosis, diagnose
 from superstep.observe.doctor.observations import RunSeen
 from superstep.observe.jsonl import last_line
 from superstep.observe.page.doctor import doctor_page
-from superstep.train.inspect_run import LiveRun, live, over, read_failure, require_run
-from superstep.train.run_lock import owner, preparing
-from superstep.train.run_paths import RunFolder, write_whole
+from superstep.train.run_folder.inspect_run import LiveRun, live, over, read_failure, require_run
+from superstep.train.run_folder.run_lock import owner, preparing
+from superstep.train.run_folder.run_paths import RunFolder, write_whole
 
 PAGE_COLUMNS = 120
 POLL_S = 0.2

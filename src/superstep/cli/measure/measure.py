@@ -14,10 +14,10 @@ from superstep.cli.arguments.measure import read as read_arguments
 from superstep.cli.arguments.measure import run_of
 from superstep.cli.measure.roofline import Roof, RooflinePoint, draw_svg, draw_text
 from superstep.cli.new_file import write_new_file
-from superstep.cli.serve_settings import kernels_folder
+from superstep.cli.serve.serve_settings import kernels_folder
 from superstep.comm.device import choose, cores, gpus
-from superstep.cost.program.op_prices import Measured, seconds
-from superstep.cost.program.operation import (
+from superstep.cost.program.time.op_prices import Measured, seconds
+from superstep.cost.program.time.operation import (
     AttentionOperation,
     Operation,
     Operations,
@@ -40,7 +40,7 @@ from superstep.plan.resolve import Resolved
 from superstep.serve.benchmark_steps import USUAL, calibrate
 from superstep.serve.config import ServeConfig
 from superstep.state.fsync import free_bytes
-from superstep.train.model import operations
+from superstep.train.weights.model import operations
 
 SIDES = (64, 256, 1024, 4096)
 """Sides of the products measured; a model's own shapes are measured beside them."""

@@ -13,11 +13,11 @@ from superstep.hardware.cluster_file import read_cluster
 from superstep.observe.trace import load_trace
 from superstep.plan.config_io import read_config
 from superstep.plan.resolve import Resolved, resolve
-from superstep.planner.calibrate import Calibration, calibrated
-from superstep.planner.calibrate_observation import STRANGE, Guide
-from superstep.planner.published_row import after_published, is_published, step_slopes
+from superstep.planner.calibration.calibrate import Calibration, calibrated
+from superstep.planner.calibration.calibrate_observation import STRANGE, Guide
+from superstep.planner.calibration.published_row import after_published, is_published, step_slopes
 from superstep.program.text import read_program
-from superstep.train.run_paths import RunFolder
+from superstep.train.run_folder.run_paths import RunFolder
 
 
 def calibrate_on(path: Path, cluster: Cluster, known: Guide) -> tuple[Guide, str]:

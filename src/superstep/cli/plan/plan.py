@@ -26,16 +26,16 @@ from superstep.cli.plan.plan_text import (
 )
 from superstep.cli.plan.problem import problems
 from superstep.cli.plan.survival_text import survival_record, survival_text
-from superstep.cost.program.stragglers import Jitter
+from superstep.cost.program.time.stragglers import Jitter
 from superstep.errors import ConfigError
 from superstep.plan.config import RunConfig
 from superstep.plan.config_io import write_config
-from superstep.planner.calibrate_observation import Guide, guide
+from superstep.planner.calibration.calibrate_observation import Guide, guide
+from superstep.planner.calibration.published_row import step_slopes
 from superstep.planner.failure_cost import Survival, survival
 from superstep.planner.feasibility import check_problem, smallest, smallest_cluster
 from superstep.planner.plan_summary import Figures, figures
 from superstep.planner.price import pricing_of
-from superstep.planner.published_row import step_slopes
 from superstep.planner.search import SearchResult, Side
 from superstep.planner.search_problem import SearchProblem
 from superstep.planner.sensitivity import Fallback, Neighbour, fallbacks, improve, of_kinds, simplest

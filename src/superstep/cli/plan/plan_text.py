@@ -8,19 +8,19 @@ from typing import Any
 
 from superstep.cost.closed.uncertainty import SHARE, UNSEEN_PEAKS, UNSEEN_STEPS
 from superstep.cost.program.flops import MFU_CONVENTION, parameters
-from superstep.cost.program.memory import RankBytes
-from superstep.cost.program.snapshot_memory import slots_bytes
-from superstep.cost.program.stragglers import Jitter, Straggled
+from superstep.cost.program.memory.memory import RankBytes
+from superstep.cost.program.memory.snapshot_memory import slots_bytes
+from superstep.cost.program.time.stragglers import Jitter, Straggled
 from superstep.observe.number_format import bytes_text, count_text, seconds_text
-from superstep.planner.calibrate import Calibration
-from superstep.planner.calibrate_observation import Guide
+from superstep.planner.calibration.calibrate import Calibration
+from superstep.planner.calibration.calibrate_observation import Guide
 from superstep.planner.plan_summary import Figures, carried_by, limits, scale_interval, shares
 from superstep.planner.search import SearchResult
 from superstep.planner.search_problem import SearchProblem
 from superstep.planner.sensitivity import Fallback, Neighbour
 from superstep.planner.simulate_best import Verified
 from superstep.planner.tie_break import TIE, tie_places
-from superstep.run.plan_line import plan_text
+from superstep.run.reports.plan_line import plan_text
 
 BAR = 40
 """Columns of a whole step."""

@@ -11,7 +11,7 @@ from superstep.cli.arguments.plan_serve import ForecastOptions, read
 from superstep.cli.plan.problem import own_bytes
 from superstep.cli.plan.serve_text import serve_text
 from superstep.cli.resolve_model import find_model
-from superstep.cli.serve_settings import serve_config
+from superstep.cli.serve.serve_settings import serve_config
 from superstep.comm.device import choose, pick
 from superstep.cost.serve import ComputeMode, published_rate
 from superstep.errors import ConfigError, StateError
@@ -34,8 +34,8 @@ from superstep.serve.capacity_forecast import (
     rooms,
     weight_bytes,
 )
+from superstep.serve.compute.linears.quantize import format_named
 from superstep.serve.compute.paged_attention import FAST_BLOCK
-from superstep.serve.compute.quantize import format_named
 from superstep.serve.config import NGRAM, ServeConfig, check_vocab, fast, plan_named
 from superstep.serve.drafting.speculation_forecast import Guess, guesses
 from superstep.serve.scheduling.step import Budget

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from superstep.comm.objects import gather
-from superstep.cost.program.memory_fit import memory_of
+from superstep.cost.program.memory.memory_fit import memory_of
 from superstep.launch.ranks import World
 from superstep.observe.number_format import bytes_text
 from superstep.plan.resolve import Resolved

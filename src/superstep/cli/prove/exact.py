@@ -13,7 +13,7 @@ from superstep.errors import StateError
 from superstep.launch.ranks import World, launch_on
 from superstep.plan.config import PlanConfig
 from superstep.plan.resolve import Resolved, resolve
-from superstep.run.plan_line import layout_text
+from superstep.run.reports.plan_line import layout_text
 from superstep.train.proof.prove_exact import ExactVerdict, Relay, prove_exact, write_bits
 
 STOP = 1

@@ -24,7 +24,7 @@ from superstep.plan.config import RunConfig
 from superstep.plan.config_io import write_config
 from superstep.state.checkpoint_dirs import checkpoints
 from superstep.state.verify import verify
-from superstep.train.run_paths import RunFolder
+from superstep.train.run_folder.run_paths import RunFolder
 
 COMMAND = "superstep.cli.train.fault_in_run"
 """The module that trains, of ranks that can be hurt."""

@@ -14,7 +14,7 @@ from superstep.cli.prove.fault_injection import KINDS, SIGNALS, Hurt, HurtRun, K
 from superstep.errors import ConfigError, Fault
 from superstep.plan.config import RunConfig, StateConfig
 from superstep.plan.resolve import Resolved
-from superstep.run.plan_line import layout_text
+from superstep.run.reports.plan_line import layout_text
 
 SAVE_EVERY = 3
 BETWEEN = 4

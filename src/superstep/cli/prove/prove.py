@@ -21,7 +21,7 @@ from superstep.cli.prove.faults import prove_faults
 from superstep.cli.prove.prove_text import sweep_head, sweep_lines, sweep_row, verdict_lines
 from superstep.cli.prove.served import prove_served
 from superstep.comm.device import choose
-from superstep.data.prepare import is_prepared, prepare
+from superstep.data.preparation.prepare import is_prepared, prepare
 from superstep.data.token_files import open_corpus
 from superstep.errors import ConfigError
 from superstep.launch.ranks import World, launch_on
@@ -30,11 +30,11 @@ from superstep.plan.resolve import Resolved
 from superstep.run.prove_layout import disk_named, proof_case, prove_layout
 from superstep.strict.timeline import timeline_text
 from superstep.train.batches import stream_of
-from superstep.train.model import resolve_config, vocab_of
 from superstep.train.proof.all_layouts import layouts
 from superstep.train.proof.ignored_targets import ragged_batches
 from superstep.train.proof.proof_inputs import Cases, ProofCase, prove_case
 from superstep.train.proof.prove_tolerance import ProofVerdict
+from superstep.train.weights.model import resolve_config, vocab_of
 
 
 def main(argv: Sequence[str]) -> int:

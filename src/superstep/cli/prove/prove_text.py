@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from superstep.run.plan_line import layout_text
+from superstep.run.reports.plan_line import layout_text
 from superstep.train.proof.compare import KINDS, Difference
 from superstep.train.proof.proof_inputs import ProofCase, compared_lines, unseen
 from superstep.train.proof.prove_tolerance import ProofVerdict, has_same_roundings

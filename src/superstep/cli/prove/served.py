@@ -11,14 +11,14 @@ from typing import TypeVar
 
 import torch
 
-from superstep.cli.serve_settings import kernels_folder
+from superstep.cli.serve.serve_settings import kernels_folder
 from superstep.comm.mesh import build_mesh
 from superstep.data.token_stream import BatchSource
 from superstep.launch.ranks import World, launch_on
 from superstep.plan.resolve import Resolved
-from superstep.run.plan_line import layout_text
+from superstep.run.reports.plan_line import layout_text
 from superstep.serve.build_engine import load_rank, open_engine
-from superstep.serve.compute.model_runner import follow
+from superstep.serve.compute.runner.model_runner import follow
 from superstep.serve.config import ServeConfig, plan_of
 from superstep.serve.drafting.speculate import Speculation
 from superstep.serve.engine import InferenceEngine
@@ -36,7 +36,7 @@ from superstep.train.proof.prove_serving import (
     told_of,
     ways,
 )
-from superstep.train.weights_folder import newest_checkpoint
+from superstep.train.weights.weights_folder import newest_checkpoint
 
 Texts = list[list[int]]
 T = TypeVar("T")

@@ -13,7 +13,7 @@ from superstep.plan.config_io import read_config
 from superstep.plan.resolve import resolve
 from superstep.scaling.model_sizes import non_embedding_parameters
 from superstep.scaling.runs import TrainingRun, point_of, read_csv, run_of
-from superstep.train.run_paths import RunFolder
+from superstep.train.run_folder.run_paths import RunFolder
 
 
 def read_runs(paths: Sequence[Path]) -> list[TrainingRun]:

@@ -16,7 +16,7 @@ from superstep.run import rank as ranks
 from superstep.run.console import Console
 from superstep.run.job import TrainJob, prepared_job
 from superstep.run.launch_ranks import launch
-from superstep.train.model import resolve_config
+from superstep.train.weights.model import resolve_config
 
 HANGS_S = 100_000
 

@@ -12,8 +12,8 @@ from superstep.observe.page.live_server import LiveServer, Shown
 from superstep.observe.page.report import RunTold, pack_runs, report_page
 from superstep.observe.prometheus import exposition
 from superstep.observe.tail_jsonl import Growing
-from superstep.run.report import facts, read_recorded
-from superstep.train.run_paths import RunFolder
+from superstep.run.reports.report import facts, read_recorded
+from superstep.train.run_folder.run_paths import RunFolder
 
 TOKEN = "SUPERSTEP_WEB_TOKEN"
 """The variable of the environment that has the token, for who asks for the numbers of run after run."""

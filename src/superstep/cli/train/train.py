@@ -22,22 +22,22 @@ from superstep.cli.prove import prove
 from superstep.cli.train.live_report import web
 from superstep.cli.train.terminal import Terminal
 from superstep.comm.device import gpus
-from superstep.data.prepare import is_prepared, prepare
+from superstep.data.preparation.prepare import is_prepared, prepare
 from superstep.launch.hosts.network_interface import interface_of
 from superstep.launch.torchrun import join
 from superstep.plan.resolve import Resolved
 from superstep.run.exit_messages import ended
-from superstep.run.hosts import Hosts
+from superstep.run.hosts.hosts import Hosts
+from superstep.run.hosts.multi_host import on_hosts, own_address, share_out
 from superstep.run.job import TrainJob, asked_device, prepared_job
 from superstep.run.job_message import JOB
 from superstep.run.launch_ranks import launch
 from superstep.run.launch_rules import SEVERAL_HOSTS, require_alone
-from superstep.run.multi_host import on_hosts, own_address, share_out
 from superstep.run.rank import rank_of_torchrun
 from superstep.run.tokens import tokens_in
-from superstep.train.model import resolve_config, vocab_of
-from superstep.train.run_lock import note_preparing
-from superstep.train.run_paths import RunFolder
+from superstep.train.run_folder.run_lock import note_preparing
+from superstep.train.run_folder.run_paths import RunFolder
+from superstep.train.weights.model import resolve_config, vocab_of
 
 
 def main(argv: Sequence[str]) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from superstep.cli.arguments.tune_merge import read
-from superstep.train.weights_folder import weights_of
+from superstep.train.weights.weights_folder import weights_of
 from superstep.tune.merge import merge
 
 

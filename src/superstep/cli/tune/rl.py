@@ -11,11 +11,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 from superstep.cli.choices import shorter_sequences
-from superstep.cli.serve_settings import kernels_folder
+from superstep.cli.serve.serve_settings import kernels_folder
 from superstep.cli.train.display import open_display
 from superstep.cli.train.terminal import Terminal
 from superstep.comm.device import Device, choose
-from superstep.engine.choose_attention import kernel_of
+from superstep.engine.attention.choose_attention import kernel_of
 from superstep.errors import ConfigError, Fault
 from superstep.grade.verdict import Verdict
 from superstep.launch.ranks import World, launch_apart, launch_on, launch_parties
@@ -36,21 +36,21 @@ from superstep.run.disk_check import require_disk
 from superstep.run.exit_messages import ended, stopped
 from superstep.run.launch_rl import launch_rl
 from superstep.run.memory_check import require_fit
-from superstep.run.plan_line import plan_text
-from superstep.run.report import leave_report
-from superstep.run.sinks import open_trackers, require_trackers, sinks
+from superstep.run.reports.plan_line import plan_text
+from superstep.run.reports.report import leave_report
+from superstep.run.reports.sinks import open_trackers, require_trackers, sinks
 from superstep.state.checkpoint import read_position
-from superstep.state.store_sync import fetch_newest, mirrored
+from superstep.state.object_store.store_sync import fetch_newest, mirrored
 from superstep.state.verify import newest, verify
-from superstep.train import run_directory
-from superstep.train.checkpoint_store import store_of
-from superstep.train.model import operations, resolve_config
 from superstep.train.resume import pass_over
-from superstep.train.run_lock import hold
-from superstep.train.run_paths import write_whole
+from superstep.train.run_folder import run_directory
+from superstep.train.run_folder.checkpoint_store import store_of
+from superstep.train.run_folder.run_lock import hold
+from superstep.train.run_folder.run_paths import write_whole
+from superstep.train.weights.model import operations, resolve_config
 from superstep.tune.recipe import RECIPE, write
 from superstep.tune.rl.config import USUAL_TOKENS, RlRecipe
-from superstep.tune.rl.disaggregated import parties_of, sample_apart, train_apart
+from superstep.tune.rl.disaggregated.disaggregated import parties_of, sample_apart, train_apart
 from superstep.tune.rl.initial_policy import check_same, check_tokenizer, with_start
 from superstep.tune.rl.job import RlJob, job_of, own_ranks, reinforce
 from superstep.tune.rl.step_rewards import Learnt

@@ -11,7 +11,7 @@ from pathlib import Path
 from superstep.cli.arguments.tune_serve import TinkerOptions, read
 from superstep.cli.port import Port, open_port
 from superstep.cli.resolve_model import ServedModel, find_model
-from superstep.cli.serve_settings import kernels_folder
+from superstep.cli.serve.serve_settings import kernels_folder
 from superstep.comm.device import Device, choose
 from superstep.errors import ConfigError
 from superstep.tune.tinker.app import make_app

@@ -21,7 +21,7 @@ from superstep.run.job_message import JOB
 from superstep.run.launch_ranks import launch
 from superstep.run.rank import rank_of_torchrun
 from superstep.run.tune_job import prepared_tune_job, resolved_recipe
-from superstep.train.run_paths import RunFolder
+from superstep.train.run_folder.run_paths import RunFolder
 from superstep.tune.config import USUAL_TOKENS, TuneConfig
 from superstep.tune.prepare_conversations import Conversations, Kind
 

@@ -50,7 +50,7 @@ CONTEXT_BYTES = 0.5 * 2**30
 """The driver's context, libraries and their workspaces, which no allocator counts. Fitted on nvidia-smi's figures."""
 COMMUNICATOR_BYTES = 0.75 * 2**30
 """Buffers of the communicators, where there is more than one rank. Fitted likewise, to what other programs took: less
-than ``cost.program.communicators`` counts for any plan of ours."""
+than ``cost.program.memory.communicators`` counts for any plan of ours."""
 USABLE = 0.99
 """Share of a chip's memory that a process can have: 79.3 of an A100's 80 GiB, 79.6 of an H100's."""
 

@@ -25,10 +25,10 @@ from superstep.engine.layers.fused import gated
 from superstep.engine.layers.grad_accumulation import GradientSink, hands_to
 from superstep.engine.layers.implementation import Forward, Implementation
 from superstep.errors import ConfigError
+from superstep.model.custom.is_plain import is_plain_embedding, is_plain_linear
 from superstep.model.decoder import Head
 from superstep.model.experts import Experts, GroupedLinear
 from superstep.model.feedforward import FeedForward
-from superstep.model.is_plain import is_plain_embedding, is_plain_linear
 from superstep.model.lora import AdaptedLinear
 from superstep.model.moe import Gate, MixtureOfExperts
 from superstep.model.norm import RMSNorm

@@ -11,7 +11,7 @@ import torch
 from superstep.comm.mesh import Mesh
 from superstep.engine.flat.buffers import Bytes, UnitBuffers
 from superstep.engine.flat.layout import Slot, lay_out
-from superstep.engine.offload import Sleeping
+from superstep.engine.flat.offload import Sleeping
 from superstep.model.unit import UnitSpec
 from superstep.numerics.dtypes import DTYPES
 from superstep.plan.resolve import Resolved

@@ -24,7 +24,7 @@ from superstep.engine.flat.buffers import UnitBuffers
 from superstep.errors import Fault
 from superstep.kernels.checksum import checksum, compile_library, copy_summed
 from superstep.state.manifest import Position
-from superstep.state.memory_snapshot import (
+from superstep.state.snapshots.memory_snapshot import (
     FAILED,
     KEPT,
     ON_DISK,

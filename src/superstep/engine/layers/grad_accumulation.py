@@ -22,8 +22,8 @@ from torch.autograd.graph import GradientEdge
 
 from superstep.engine.layers.implementation import Forward, Implementation
 from superstep.kernels.product import linear, product
+from superstep.model.custom.is_plain import is_plain_embedding, is_plain_linear
 from superstep.model.experts import GroupedLinear, add_outer_products, grouped_linear
-from superstep.model.is_plain import is_plain_embedding, is_plain_linear
 from superstep.numerics.accumulate_product import add_product
 from superstep.numerics.fixed_point import Grid
 

@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from superstep.comm.device import Device
-from superstep.cost.program.op_prices import LIKE
-from superstep.cost.program.operation import AttentionOperation, Operation, Pass, Product
-from superstep.engine.document_attention import DocumentAttend
+from superstep.cost.program.time.op_prices import LIKE
+from superstep.cost.program.time.operation import AttentionOperation, Operation, Pass, Product
+from superstep.engine.attention.document_attention import DocumentAttend
 from superstep.hardware.chip import CopyRate, ProductRate
 from superstep.kernels import attention as attend
 from superstep.kernels import cpu_library, cross_entropy, norm, swiglu

@@ -11,9 +11,9 @@ import torch
 
 from superstep.comm.device import Device, cores
 from superstep.comm.objects import barrier
-from superstep.cost.program.op_prices import Measured
-from superstep.cost.program.operation import Operation, UnitOperations
-from superstep.engine.choose_attention import is_compiled
+from superstep.cost.program.time.op_prices import Measured
+from superstep.cost.program.time.operation import Operation, UnitOperations
+from superstep.engine.attention.choose_attention import is_compiled
 from superstep.engine.measure.launch_cost import launch_s
 from superstep.engine.measure.probe_collectives import COLLECTIVES, measure_collectives
 from superstep.engine.measure.probe_kernels import Gauge, measure_operations

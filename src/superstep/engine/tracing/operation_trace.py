@@ -1,4 +1,4 @@
-"""Notes every operation of the dispatcher as ``cost.program.operation`` has it."""
+"""Notes every operation of the dispatcher as ``cost.program.time.operation`` has it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
 
-from superstep.cost.program.operation import (
+from superstep.cost.program.time.operation import (
     AttentionOperation,
     Axis,
     CollectiveOperation,

@@ -22,7 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from superstep.comm.backend import GLOO
 from superstep.comm.device import Device
 from superstep.comm.mesh import Group, Mesh, Sharers
-from superstep.cost.program.operation import Axis, UnitOperations
+from superstep.cost.program.time.operation import Axis, UnitOperations
 from superstep.engine.build import assemble
 from superstep.engine.executor import RankUnits
 from superstep.engine.flat.buffers import UnitBuffers

@@ -18,8 +18,8 @@ from superstep.engine.flat.layout import cut, partial_names
 from superstep.engine.layers.implementation import install
 from superstep.engine.parallel.tensor import Seam, Seams, splitting
 from superstep.errors import ConfigError
+from superstep.model.custom.inspect import Passed, build, run
 from superstep.model.decoder import flash
-from superstep.model.inspect import Passed, build, run
 from superstep.model.unit import GIVEN, UnitSpec
 from superstep.plan.mesh import Coordinate
 from superstep.plan.resolve import Resolved

@@ -38,7 +38,7 @@ from superstep.launch.hosts.events import (
 )
 from superstep.launch.hosts.membership import ALL, CopyPlacement, HeldStates, largest, neighbour, newest, sources
 from superstep.launch.retry import next_try
-from superstep.state.memory_snapshot import State
+from superstep.state.snapshots.memory_snapshot import State
 
 ECHO_S = 4.0
 """Where all that is known are broken connections, how long the silence of a host may still come to be the cause."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from superstep.launch.hosts.membership import ALL, CopyPlacement, HeldStates
-from superstep.state.memory_snapshot import State
+from superstep.state.snapshots.memory_snapshot import State
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from superstep.state.memory_snapshot import State
+from superstep.state.snapshots.memory_snapshot import State
 
 
 @dataclass(frozen=True, slots=True)

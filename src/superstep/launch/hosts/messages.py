@@ -12,7 +12,7 @@ from typing import Any
 
 from superstep.launch.hosts.events import AbortAll, Came, Cause, Event, Go, Holds, Over, RanksDone, Troubled
 from superstep.launch.hosts.membership import ALL, CopyPlacement, HeldStates
-from superstep.state.memory_snapshot import State
+from superstep.state.snapshots.memory_snapshot import State
 
 BEAT_S = 0.25
 """How often each side says that it is there."""

@@ -19,9 +19,9 @@ from superstep.launch.hosts.membership import ALL, CopyPlacement, HeldStates
 from superstep.launch.hosts.messages import BEAT_S, Address, Fetching, Hello, Message, Orders
 from superstep.launch.hosts.secure_channel import SecureChannel
 from superstep.launch.hosts.state_transfer import RateLimit, Spoilt, Void, receive, send
-from superstep.state.background_checkpoint import NICE
-from superstep.state.damage import void_damaged
-from superstep.state.memory_snapshot import SnapshotMemory, State, made
+from superstep.state.snapshots.background_checkpoint import NICE
+from superstep.state.snapshots.damage import void_damaged
+from superstep.state.snapshots.memory_snapshot import SnapshotMemory, State, made
 
 LOOK_S = 0.02
 """How often it is looked whether there is something to send."""

@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from superstep.launch.hosts.secure_channel import MOST_BYTES, PayloadKind, SecureChannel
-from superstep.state.damage import find_damaged
-from superstep.state.memory_snapshot import HOSTS_SLOTS, WHOLE, WRITING, SnapshotMemory, State
+from superstep.state.snapshots.damage import find_damaged
+from superstep.state.snapshots.memory_snapshot import HOSTS_SLOTS, WHOLE, WRITING, SnapshotMemory, State
 
 MOST_TABLE_BYTES = 2**30
 

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from superstep.cost.program.memory import RankBytes
-from superstep.cost.program.operation import Operations, UnitOperations, messages
+from superstep.cost.program.memory.memory import RankBytes
+from superstep.cost.program.time.operation import Operations, UnitOperations, messages
 from superstep.observe.page.bubble import FORMULAS, PassSeconds, closed_bubble
 from superstep.plan.resolve import Plan
 from superstep.program.instructions import (

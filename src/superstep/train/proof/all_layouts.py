@@ -17,7 +17,7 @@ from superstep.plan.config import Context, PlanConfig, Recompute, Rule, RunConfi
 from superstep.plan.mesh import MeshShape
 from superstep.plan.model.lookup import shape_of
 from superstep.plan.resolve import Resolved, divisors
-from superstep.train.model import resolve_config
+from superstep.train.weights.model import resolve_config
 
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 CONTEXT: tuple[Context, ...] = ("ring", "ulysses")

@@ -13,7 +13,6 @@ from superstep.numerics.loss import IGNORE
 from superstep.plan.config import PlanConfig, RunConfig, TrainConfig
 from superstep.plan.resolve import Resolved
 from superstep.train.batches import stream_of
-from superstep.train.model import resolve_config, units_of
 from superstep.train.proof.ignored_targets import documents_begun, ragged_batches
 from superstep.train.proof.prove_tolerance import (
     ProofVerdict,
@@ -25,6 +24,7 @@ from superstep.train.proof.prove_tolerance import (
 )
 from superstep.train.proof.reference import reference_validation
 from superstep.train.proof.stream import plain_split
+from superstep.train.weights.model import resolve_config, units_of
 
 DECAY = 20.0
 """Weight decay while proving: against first weights of 0.02 it makes 0.4 of what Adam makes, where 0.1 would make a

@@ -27,8 +27,8 @@ from superstep.state.manifest import Position
 from superstep.state.tensor_piece import STATE, TensorPiece
 from superstep.train.batches import microbatches_of, rows
 from superstep.train.lr_schedule import rate
-from superstep.train.model import units_of
 from superstep.train.rank_peers import RankPeers, tensor_shapes
+from superstep.train.weights.model import units_of
 
 KINDS = ("loss", "gradient", "norm", "weight")
 """What is compared in each step, in the order in which it is computed."""

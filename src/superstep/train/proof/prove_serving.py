@@ -33,8 +33,8 @@ from superstep.serve.scheduling.request_state import LiveRequest
 from superstep.state.checkpoint import load
 from superstep.state.tensor_piece import STATE
 from superstep.train.batches import microbatches, microbatches_of, rows
-from superstep.train.model import units_of
 from superstep.train.rank_peers import RankPeers
+from superstep.train.weights.model import units_of
 
 
 def losses_in_training(world: World, run: Resolved, checkpoint: Path, batches: Sequence[Batch]) -> list[Tensor]:

@@ -27,13 +27,13 @@ from superstep.state.manifest import Position
 from superstep.state.tensor_piece import STATE, TensorPiece
 from superstep.train.batches import microbatches_of, rows
 from superstep.train.lr_schedule import rate
-from superstep.train.model import units_of
 from superstep.train.proof.compare import KINDS, Compare, Difference, Yardstick, scales
 from superstep.train.proof.likely_causes import hints
 from superstep.train.proof.reference import reference_steps, unit_steps
 from superstep.train.proof.restart import DATA, POSITION, Again, Bits, data_bits, go_again, hash_tensor, piece_bits
 from superstep.train.proof.sampler import draw_fault
 from superstep.train.proof.stream import stream_fault
+from superstep.train.weights.model import units_of
 
 TIMEOUT = timedelta(seconds=120)
 

@@ -34,7 +34,7 @@ from superstep.train.loop import evaluate, steps
 from superstep.train.proof.ignored_targets import Ragged
 from superstep.train.proof.sampler import PROMPTS, can_serve, find_served_fault
 from superstep.train.proof.stream import plain_split
-from superstep.train.run_paths import RunFolder
+from superstep.train.run_folder.run_paths import RunFolder
 from superstep.train.throughput import PeakRate
 
 Bits = dict[tuple[int, str], str]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from superstep.comm.objects import gather
 from superstep.grade.environment import Tasks
-from superstep.serve.compute.rank_commands import Tensors
+from superstep.serve.compute.runner.rank_commands import Tensors
 from superstep.tune.program.instructions import Grade, Iterations, Publish, Retire, Sample, Save, Swap, Take, Train
 from superstep.tune.rl.from_rank0 import WaitLimit, from_first
 from superstep.tune.rl.grading import Grading

@@ -18,11 +18,11 @@ from superstep.observe.events import Resumed
 from superstep.plan.resolve import Resolved
 from superstep.serve.config import ServeConfig
 from superstep.state.checkpoint import read_position
-from superstep.state.memory_snapshot import Handles, SnapshotMemory
+from superstep.state.snapshots.memory_snapshot import Handles, SnapshotMemory
 from superstep.state.verify import newest
-from superstep.train.folder_watch import FolderWatch
-from superstep.train.hf_files import hf_files
-from superstep.train.run_paths import RunFolder, write_whole
+from superstep.train.run_folder.folder_watch import FolderWatch
+from superstep.train.run_folder.run_paths import RunFolder, write_whole
+from superstep.train.weights.hf_files import hf_files
 from superstep.tune.program.compile import compile_iterations
 from superstep.tune.program.instructions import Iterations, RlSchedule
 from superstep.tune.program.text import write_iterations

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from superstep.cost.program.buffers import FP32
-from superstep.cost.program.communicators import communicator_bytes
-from superstep.cost.program.memory import weights_bytes
-from superstep.cost.program.memory_fit import memory_of
-from superstep.cost.program.temporaries import batch_bytes, exact_terms
+from superstep.cost.program.memory.communicators import communicator_bytes
+from superstep.cost.program.memory.memory import weights_bytes
+from superstep.cost.program.memory.memory_fit import memory_of
+from superstep.cost.program.memory.temporaries import batch_bytes, exact_terms
 from superstep.cost.serve import RankModelSize
 from superstep.errors import ConfigError
 from superstep.plan.resolve import Plan, Resolved
@@ -76,7 +76,7 @@ def sizes_of(run: Resolved, serve: ServeConfig, rl: RlConfig, *, pages: int, giv
 
 def _packed_bytes(served: RankModelSize, serve: ServeConfig, *, is_host: bool) -> int:
     """Weights once more, in the order in which a CPU's products read them: in fast mode, and where exact mode's step is
-    compiled (``serve.compute.choose_backend``).
+    compiled (``serve.compute.runner.choose_backend``).
     """
     is_compiled = serve.kernels is not None and serve.compute == "bf16" and serve.tp == 1
     return served.linears * served.bytes if is_host and (is_compiled or not serve.exact) else 0

@@ -11,20 +11,20 @@ from torch import Tensor
 
 from superstep.data.token_stream import Batch
 from superstep.engine.engine import Engine, StepResult
-from superstep.engine.offload import Sleeping
+from superstep.engine.flat.offload import Sleeping
 from superstep.launch.ranks import World
 from superstep.numerics.objective import CROSS_ENTROPY, Objective
 from superstep.numerics.sequence_losses import Weighed
 from superstep.plan.resolve import Resolved
 from superstep.state.load_weights import fill
 from superstep.state.manifest import Position
-from superstep.state.memory_snapshot import SnapshotMemory
+from superstep.state.snapshots.memory_snapshot import SnapshotMemory
 from superstep.train.batches import microbatches_of
-from superstep.train.identity import FILE as IDENTITY
-from superstep.train.identity import identity_of, identity_text
-from superstep.train.model import model_alone, shapes_of, units_of
-from superstep.train.run_paths import RunFolder
+from superstep.train.run_folder.identity import FILE as IDENTITY
+from superstep.train.run_folder.identity import identity_of, identity_text
+from superstep.train.run_folder.run_paths import RunFolder
 from superstep.train.trainer import Trainer, open_engine
+from superstep.train.weights.model import model_alone, shapes_of, units_of
 
 KEEP_ALL = 1 << 30
 """Published versions that stay: the program retires them, and nothing is cleaned away behind its back."""

@@ -5,10 +5,19 @@ sampler   2 of tp=2      0 1 │ 2 3         each answers every second group
 sampler   4 of tp=1      0 │ 1 │ 2 │ 3
 
 Samplers with ranks of their own are a world each.
+
+Replicas finish at different times, and meet until all are done:
+
+    replica 0   sample ── meet ── sample ── meet ─ done ─ meet ─────────── meet
+    replica 1   sample ── meet ── sample ── meet ── sample ── meet ── sample ─ done ─ meet
+
+A collective's time limit is there for what a replica does from one meeting to the next, not for all of its sampling:
+a slow replica is waited for, and one that does not go on ends the run.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -17,7 +26,9 @@ from pathlib import Path
 
 import torch
 
-from superstep.comm.mesh import Mesh, build_mesh
+from superstep.comm.collectives import sum_over
+from superstep.comm.device import Device
+from superstep.comm.mesh import Group, Mesh, build_mesh
 from superstep.comm.objects import world_group
 from superstep.errors import ConfigError
 from superstep.grade.environment import Tasks
@@ -26,14 +37,13 @@ from superstep.launch.ranks import World
 from superstep.plan.config import DataConfig, ModelConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.resolve import resolve
 from superstep.serve.build_engine import KnownModel, Rank, load_rank, open_both
-from superstep.serve.compute.model_runner import follow
-from superstep.serve.compute.rank_commands import Tensors
+from superstep.serve.compute.runner.model_runner import follow
+from superstep.serve.compute.runner.rank_commands import Tensors
 from superstep.serve.config import ServeConfig, plan_of
 from superstep.serve.engine import InferenceEngine
 from superstep.serve.engine_control import Steward
 from superstep.tune.rl.config import RolloutConfig
 from superstep.tune.rl.from_rank0 import BEAT_S
-from superstep.tune.rl.replicas import ReplicaGroup
 from superstep.tune.rl.sampling import RolloutSampler, TaskGroup, TextCodec, require_vocab
 
 MESH_TIMEOUT = timedelta(minutes=10)
@@ -64,6 +74,37 @@ class Seated:
 
 class TrainerLeft(Exception):
     """Who listens to a sampler wants no more."""
+
+
+class ReplicaGroup:
+    """Those of one world that begin to sample together, seen from the first rank of one of them.
+
+    Args:
+        group: the first rank of each; None where there is one replica.
+        device: where this one computes.
+        every_s: how often they meet.
+    """
+
+    def __init__(self, group: Group | None, device: Device, every_s: float) -> None:
+        self._group = group
+        self._device = device
+        self._every_s = every_s
+        self._met_s = time.monotonic()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the next meeting is."""
+        return time.monotonic() - self._met_s >= self._every_s
+
+    def meet(self, *, is_done: bool) -> bool:
+        """Wait for the others, at most for as long as a step of theirs takes; whether all of them are done.
+
+        Args:
+            is_done: whether this one is.
+        """
+        left = sum_over(torch.tensor(int(not is_done), device=self._device.torch), self._group)
+        self._met_s = time.monotonic()
+        return int(left) == 0
 
 
 class RolloutWorker:

@@ -22,9 +22,9 @@ from superstep.state.checkpoint_dirs import checkpoints
 from superstep.state.load_weights import fill
 from superstep.state.manifest import Position
 from superstep.state.tensor_piece import STATE
-from superstep.train.model import units_of
-from superstep.train.run_paths import RunFolder
+from superstep.train.run_folder.run_paths import RunFolder
 from superstep.train.trainer import Trainer, open_mesh
+from superstep.train.weights.model import units_of
 from superstep.tune.tinker.config import TinkerConfig
 from superstep.tune.tinker.losses import TrainingSequence, find_loss, lesson
 from superstep.tune.tinker.model_request import Adam, ModelRequest, run_of

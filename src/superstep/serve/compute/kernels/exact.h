@@ -1,6 +1,6 @@
 // The sums of exact mode, in the trainer's own order: products as numerics/invariant_matmul.py has them, norms and gates
 // as engine/exact/linear.py, with torch's way of summing a row; attention by the trainer's own function, a block of keys
-// at a time (kernels/exact_attention.py). serve/compute/compiled_exact.py asks at every start whether they have the same bits.
+// at a time (kernels/exact_attention.py). serve/compute/compiled/compiled_exact.py asks at every start whether they have the same bits.
 //
 //   T  rows     K  key heads, each of G query heads     H  width of one head     P  places
 

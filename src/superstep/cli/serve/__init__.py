@@ -1,0 +1,1 @@
+"""``superstep serve`` and the settings that it shares with other verbs."""

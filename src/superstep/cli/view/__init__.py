@@ -1,0 +1,1 @@
+"""``superstep view``: the page of a plan's step, and text views of runs and logs."""

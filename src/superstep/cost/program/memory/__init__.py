@@ -1,0 +1,1 @@
+"""The memory of a program: activations, temporaries, communicators, snapshots, and whether it fits."""

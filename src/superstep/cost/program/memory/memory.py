@@ -1,0 +1,103 @@
+"""Memory: the bytes that each rank will hold, by category, from the plan alone.
+
+What stays from step to step are the flat buffers of the units that a rank holds (``buffers``). What comes and goes is
+the peak of ``program.peak_memory``: of what is kept while each instruction runs (``activations``) and of what that
+instruction makes and drops (``workspace``), the most together. A step has its batch throughout.
+
+Not counted: a collective's own buffers; what was sent until the peer answers, one to three messages at a peak of two
+ranks; the batch read ahead; torch itself; rows and columns of zeros that exact mode puts beside few.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from superstep.cost.program.buffers import (
+    ELEMENT_BYTES,
+    FP32,
+    family_numel,
+    gradient_bytes,
+    held_numel,
+    is_exact,
+    zero_stage,
+)
+from superstep.cost.program.flops import UnitParameters, rank_parameters
+from superstep.cost.program.memory.activations import unit_bytes
+from superstep.cost.program.memory.temporaries import step_bytes
+from superstep.plan.resolve import Resolved
+from superstep.program.instructions import Program
+from superstep.program.peak_memory import Peak, UnitBytes, high_water
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankBytes:
+    """What one pipeline rank holds, on each of its dp and tp places.
+
+    Attributes:
+        params: parameters between steps; in fp32 the master weights are among them.
+        gradients: gradient buffers between steps.
+        optimizer: Adam's two moments, and master weights that are a copy.
+        peak: the most that comes and goes within a step.
+        batch: what a step has throughout: its tokens and targets, and the tables of their positions.
+        communicators: what NCCL takes on a GPU, which no allocator counts; 0 on a CPU, and where it is not asked for.
+    """
+
+    params: int
+    gradients: int
+    optimizer: int
+    peak: Peak
+    batch: int = 0
+    communicators: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """The rank's peak, all categories together."""
+        stays = self.communicators + self.params + self.gradients + self.optimizer
+        return stays + self.batch + self.peak.bytes
+
+
+def rank_bytes(run: Resolved, program: Program, sizes: Sequence[UnitBytes] | None = None) -> tuple[RankBytes, ...]:
+    """Each pipeline rank's memory for the step ``program``; without ``sizes``, as the formulas have them."""
+    owned = rank_parameters(run)
+    peaks = high_water(program, unit_bytes(run) if sizes is None else sizes)
+    return tuple(_rank(run, [owned[u] for u in program.held_by(r)], peak) for r, peak in enumerate(peaks))
+
+
+def weights_bytes(run: Resolved, program: Program) -> tuple[int, ...]:
+    """What each pipeline rank holds of a model of the same layout that is not trained: its weights, without adapters'
+    factors. Beside adapters they are the trainer's own, where each rank has these whole.
+    """
+    if run.config.lora is not None and not zero_stage(run, "dense").shards_parameters:
+        return (0,) * program.pp
+    owned, e = rank_parameters(run), ELEMENT_BYTES[run.config.numerics.compute]
+    parts = []
+    for rank in range(program.pp):
+        numel = 0
+        for family in run.plan.families:
+            ways = run.plan.mesh.shards(family) if run.plan.shards_parameters else 1
+            if family != "adapters":
+                numel += sum(family_numel(run, owned[u], family) // ways for u in program.held_by(rank))
+        parts.append(e * numel)
+    return tuple(parts)
+
+
+def _rank(run: Resolved, held: list[UnitParameters], peak: Peak) -> RankBytes:
+    params = gradients = optimizer = 0
+    compute = run.config.numerics.compute
+    for family in run.plan.families:
+        sharding = zero_stage(run, family)
+        whole = sum(family_numel(run, unit, family) for unit in held)
+        share = sum(held_numel(run, unit, family) for unit in held)
+        if not run.plan.trains(family):
+            params += ELEMENT_BYTES[compute] * (share if sharding.shards_parameters else whole)
+            continue
+        # Master weights of their own: wherever the compute dtype is not theirs. With ZeRO 3 in fp32 they are all there
+        # is.
+        master = FP32 * share if compute != "fp32" else 0
+        kept = 0 if sharding.shards_parameters else ELEMENT_BYTES[compute] * whole
+        params += FP32 * share if sharding.shards_parameters and compute == "fp32" else kept
+        gradients += gradient_bytes(run) * (share if sharding.shards_gradients else whole)
+        gradients += FP32 * share if is_exact(run) else 0
+        optimizer += 2 * FP32 * share + master
+    return RankBytes(params=params, gradients=gradients, optimizer=optimizer, peak=peak, batch=step_bytes(run))

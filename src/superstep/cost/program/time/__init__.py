@@ -1,0 +1,1 @@
+"""The time of a program: its operations, their prices, and the simulation of its instructions."""

@@ -1,0 +1,238 @@
+"""predict: what a step of a plan would take on a machine, in seconds and bytes.
+
+A unit takes what its operations take, one after the other: products and attention at the machine's rates for their
+shapes, passes over memory, collectives. What the operations are is read off the unit's own modules
+(``engine.tracing.trace_units``), or where there is no torch, from formulas (``unit_operations``). Beside the
+units there are, in fp32:
+
+    Reduce, Fetch      reduce-scatter or all-reduce of a gradient buffer, gather of parameters, by family
+    gradient buffer    written once where it comes and goes (ZeRO 2 and 3), at the start of the step else
+    Settle             3 passes over the shard
+    Step               the gradient's norm 1, AdamW 7 (28 bytes a parameter), with ZeRO 0 and bf16 the copy 2
+
+Where ranks are processes of a host, what the last unit holds lies in memory that the system first has to find. Ranks
+share the host's cores, and sending takes a core as computing does: no step is shorter than the work of all ranks,
+sending included, over the cores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from superstep.cost.program.buffers import (
+    ELEMENT_BYTES,
+    FP32,
+    buffer_numel,
+    gradient_bytes,
+    gradient_numel,
+    has_fused_loss,
+    share_numel,
+    zero_stage,
+)
+from superstep.cost.program.flops import UnitParameters, rank_parameters
+from superstep.cost.program.memory.memory import RankBytes, rank_bytes
+from superstep.cost.program.time.instruction_seconds import CollectiveRanks, instruction_seconds
+from superstep.cost.program.time.op_prices import MachineRates, Prices, seconds
+from superstep.cost.program.time.operation import Axis, UnitOperations
+from superstep.cost.program.time.simulate import Durations, PerUnit, UnitSeconds, simulate
+from superstep.cost.program.time.unit_operations import decoder_operations
+from superstep.hardware.cluster import Collective
+from superstep.plan.resolve import Resolved
+from superstep.program.compile import compile_evaluation, compile_step
+from superstep.program.instructions import Forward, Program, Recv
+from superstep.program.peak_memory import UnitBytes
+from superstep.program.timeline import Timeline
+
+__all__ = ["MachineRates", "Prediction", "durations", "predict"]
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """A step before it has run.
+
+    Attributes:
+        timeline: what would run when.
+        memory: of each pipeline rank.
+        before_s: of the pass before it, in which a loss of whole answers finds what each token weighs.
+    """
+
+    timeline: Timeline
+    memory: tuple[RankBytes, ...]
+    before_s: float = 0.0
+
+    @property
+    def step_s(self) -> float:
+        """The whole step."""
+        return self.before_s + self.timeline.step_s
+
+    @property
+    def bubble(self) -> float:
+        """Idle over busy time, all ranks together."""
+        return self.timeline.bubble()
+
+    @property
+    def exposed_s(self) -> float:
+        """Communication that no compute hides, mean over the ranks."""
+        spent = self.timeline.spent()
+        return sum(sum(s.exposed_s.values()) for s in spent) / len(spent)
+
+    @property
+    def memory_bytes(self) -> int:
+        """The peak of the fullest rank."""
+        return max(rank.bytes for rank in self.memory)
+
+
+def predict(
+    run: Resolved,
+    machine: Prices,
+    operations: Sequence[UnitOperations] | None = None,
+    *,
+    is_weighed: bool = False,
+) -> Prediction:
+    """The training step of a run on a machine.
+
+    Args:
+        run: what would be trained.
+        machine: what operations take.
+        operations: of each unit as its own modules do them; None means those of the formulas.
+        is_weighed: whether each step asks for the log-probabilities of its batch first.
+
+    Raises:
+        ConfigError: the model is the user's own, and no operations are given.
+    """
+    program = compile_step(run.plan)
+    took = durations(run, program, machine, operations)
+    timeline = _share_cores(run, machine, program, took)
+    before_s = 0.0
+    if is_weighed:
+        before_s = _share_cores(run, machine, compile_evaluation(run.plan), _without_gradients(run, took)).step_s
+    return Prediction(timeline, rank_bytes(run, program, sizes_of(run, operations)), before_s)
+
+
+def _share_cores(run: Resolved, machine: Prices, program: Program, took: Durations) -> Timeline:
+    """A program on a clock, slower where ranks share cores."""
+    timeline = simulate(program, took)
+    if machine.shared_cores is None:
+        return timeline
+    slower = _crowding(timeline, run.plan.mesh.world, machine.shared_cores)
+    return simulate(program, lambda i, rank: slower * took(i, rank)) if slower > 1 else timeline
+
+
+def _without_gradients(run: Resolved, took: Durations) -> Durations:
+    """Where a head finds its gradients in its forward pass, a third of its products are the logits."""
+    last = len(run.plan.units) - 1
+    share = 1 / 3 if run.decoder is not None and has_fused_loss(run) else 1.0
+    return lambda i, rank: took(i, rank) * (share if isinstance(i, Forward) and i.unit == last else 1.0)
+
+
+def sizes_of(run: Resolved, operations: Sequence[UnitOperations] | None) -> tuple[UnitBytes, ...] | None:
+    """What units bring and drop, of a model of the user's own: as its operations were seen to keep it."""
+    if run.decoder is not None or operations is None:
+        return None
+    e = ELEMENT_BYTES[run.config.numerics.compute]
+    outputs = [*(operation.input_bytes for operation in operations[1:]), 0]
+    return tuple(
+        UnitBytes(
+            params=e * buffer_numel(run, unit),
+            gradient=gradient_bytes(run) * gradient_numel(run, unit),
+            kept_all=operation.kept_bytes,
+            kept_selective=operation.kept_bytes,
+            kept_input=operation.input_bytes,
+            product_inputs=operation.between_bytes,
+            product_gradients=0,
+            boundary=operation.input_bytes,
+            forward_workspace=max(
+                operation.input_bytes + operation.peak_bytes - operation.kept_bytes - output_bytes, 0
+            ),
+        )
+        for unit, operation, output_bytes in zip(rank_parameters(run), operations, outputs, strict=True)
+    )
+
+
+def _crowding(timeline: Timeline, world: int, cores: int) -> float:
+    """By how much the step is longer because ranks share cores: all their work over all cores, if that is more."""
+    work_s = sum(e.end_s - e.start_s for e in timeline.events if not isinstance(e.instruction, Recv))
+    alike = world / timeline.program.pp
+    return max(1.0, work_s * alike / cores / timeline.step_s) if timeline.step_s else 1.0
+
+
+def durations(
+    run: Resolved, program: Program, machine: Prices, operations: Sequence[UnitOperations] | None = None
+) -> PerUnit:
+    """Seconds of each instruction of the run's step; raises as ``predict`` does."""
+    units = decoder_operations(run) if operations is None else operations
+    return instruction_seconds(run, program, Operated(run, machine, tuple(units)))
+
+
+@dataclass(frozen=True, slots=True)
+class Operated:
+    """Seconds from the operations of the units, each at a machine's price. A ``Source``."""
+
+    run: Resolved
+    machine: Prices
+    operations: tuple[UnitOperations, ...]
+
+    @property
+    def parameter_bytes(self) -> float:
+        """In the format that the run computes in."""
+        return ELEMENT_BYTES[self.run.config.numerics.compute]
+
+    @property
+    def gradient_bytes(self) -> float:
+        """Gradients are fp32, and integers in exact mode."""
+        return gradient_bytes(self.run)
+
+    def passes(self, unit: int) -> UnitSeconds:
+        """A unit's operations one after the other."""
+        run, machine, operations = self.run, self.machine, self.operations[unit]
+        ranks = _ranks(run)
+        # With ZeRO 2 and 3 a gradient buffer comes for each run of microbatches, and is written with zeros.
+        is_new = zero_stage(run).shards_gradients
+        cleared = gradient_bytes(run) * gradient_numel(run, rank_parameters(run)[unit])
+        cleared_s = machine.pass_s("write", cleared) if is_new else 0.0
+        forward_s = seconds(operations.forward, machine, ranks)
+        return UnitSeconds(
+            forward_s=forward_s,
+            backward_s=seconds(operations.backward, machine, ranks) + cleared_s,
+            weight_s=seconds(operations.weight, machine, ranks) + cleared_s,
+            recompute_s=forward_s,
+        )
+
+    def boundary_bytes(self, unit: int) -> float:
+        """Of the unit's input."""
+        return self.operations[unit].input_bytes
+
+    def collective_s(self, collective: Collective, size: float, over: CollectiveRanks) -> float:
+        """As the machine has it, which knows the number of ranks alone."""
+        return self.machine.collective_s(collective, size, over.count) if size else 0.0
+
+    def settle_s(self, size: float) -> float:
+        """Two reads and a write."""
+        return self.machine.pass_s("copy", 3 * size)
+
+    def update_s(self, units: Sequence[UnitParameters]) -> float:
+        """The gradient's norm, AdamW, the copy for computing, and zeros for the next step."""
+        run, machine = self.run, self.machine
+        shares = [FP32 * share_numel(run, unit) for unit in units]
+        update_s = machine.pass_s("update", 7 * sum(shares)) + sum(machine.pass_s("read", size) for size in shares)
+        if not zero_stage(run).shards_optimizer and run.config.numerics.compute != "fp32":
+            update_s += machine.pass_s("copy", 1.5 * sum(shares))
+        cleared = (
+            shares
+            if zero_stage(run).shards_gradients
+            else [self.gradient_bytes * gradient_numel(run, unit) for unit in units]
+        )
+        return update_s + sum(machine.pass_s("write", size) for size in cleared)
+
+
+def _ranks(run: Resolved) -> Callable[[Axis], int]:
+    mesh = run.plan.mesh
+    known: dict[Axis, int] = {
+        "cp": mesh.cp,
+        "tp": mesh.tp,
+        "ep": mesh.ep,
+        "sequence": mesh.cp * mesh.tp,
+        "world": mesh.world,
+    }
+    return known.__getitem__

@@ -1,0 +1,49 @@
+"""The file that says from what a run's step was predicted: whoever predicts it again comes to the same figure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from superstep.cost.program.time.op_prices import Measured
+from superstep.plan.config import PlanConfig
+from superstep.plan.config_io import build, read_tables, write_fields
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictedFrom:
+    """What ``predict`` is given beside the run's configuration.
+
+    Attributes:
+        is_weighed: whether each step asks for the log-probabilities of its batch first.
+        plan: that the ranks run; the configuration's own may be for more ranks than are left.
+        machine: as the ranks measured it when they began.
+    """
+
+    is_weighed: bool
+    plan: PlanConfig
+    machine: Measured
+
+
+def write_predicted_from(value: PredictedFrom) -> str:
+    """The TOML text that ``read_predicted_from`` reads back as an equal value."""
+    cluster = value.machine.cluster
+    tables = {
+        "plan": value.plan,
+        "machine": value.machine,
+        "machine.cluster": cluster,
+        "machine.cluster.chip": cluster.chip,
+    }
+    lines = write_fields(value)
+    for name, table in tables.items():
+        lines += ["", f"[{name}]", *write_fields(table)]
+    return "\n".join([*lines, ""])
+
+
+def read_predicted_from(path: Path) -> PredictedFrom:
+    """Read such a file.
+
+    Raises:
+        ConfigError: it cannot be read, or a value is missing, unknown or wrong.
+    """
+    return build(PredictedFrom, read_tables(path))

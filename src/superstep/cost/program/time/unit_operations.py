@@ -1,0 +1,246 @@
+"""What the units of our own decoder do, without torch. ``engine.tracing.trace_units`` reads it off modules.
+
+Products and attention are listed one by one and are exact. Everything else is one pass over memory, in eager mode,
+where e is the bytes of a number in the compute dtype and a pass a read or a write of a whole tensor; the backward pass
+takes twice these:
+
+    norm 4, residual sum 3, rotation 7, silu and gate 5, lookup 2, with qk_norm 4 more on queries and keys, with biases
+    2 on queries, keys and values
+    rows of experts: sorted 2, unsorted 2, weighed and added 3
+    cross entropy 5, over fp32 logits
+    and once each, in fp32: gradient of a matrix, added into its buffer 2
+
+Collectives in a unit: a region that is cut over tp is entered and left (Shoeybi 2019, Korthikanti 2022); rows travel to
+their experts and back (Lepikhin 2020); keys and values go round a ring or heads are exchanged (Liu 2023, Jacobs 2023).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from superstep.cost.program.buffers import ELEMENT_BYTES, FP32, INDEX, TOKEN, has_fused_loss, zero_stage
+from superstep.cost.program.flops import LocalDims, local_dims, rank_parameters
+from superstep.cost.program.lora import adapted_linears, kept_outputs
+from superstep.cost.program.memory.temporaries import CHUNK_TOKENS
+from superstep.cost.program.time.operation import (
+    AttentionOperation,
+    CollectiveOperation,
+    Operation,
+    Operations,
+    Pass,
+    Product,
+    UnitOperations,
+)
+from superstep.plan.resolve import Resolved
+
+
+def decoder_operations(run: Resolved) -> tuple[UnitOperations, ...]:
+    """Every unit's operations on one microbatch, on one rank, in model order."""
+    block = _block(run)
+    return _embedding(run), *[block] * run.shape.layers, _head(run)
+
+
+def _embedding(run: Resolved) -> UnitOperations:
+    d, e = local_dims(run), ELEMENT_BYTES[run.config.numerics.compute]
+    stream = 2 * d.T * d.D * e
+    backward = Pass(kernel="gather", bytes=2 * stream)
+    forward: Operations = (Pass(kernel="gather", bytes=stream),)
+    if not run.plan.trains("dense"):
+        cut = run.plan.rules.cut("vocab") is not None and run.plan.mesh.tp > 1
+        leave = _seam(run, d.T * d.D * e)[1] if cut else ()
+        return UnitOperations(forward=(*forward, *leave), backward=(), weight=(), input_bytes=TOKEN * d.T)
+    if run.plan.rules.cut("vocab") is None or run.plan.mesh.tp == 1:
+        return UnitOperations(forward=forward, backward=(backward,), weight=(backward,), input_bytes=TOKEN * d.T)
+    enter, leave = _seam(run, d.T * d.D * e)
+    into = enter if run.plan.sequence_parallel else ()
+    return UnitOperations(
+        forward=(*forward, *leave),
+        backward=(*into, backward),
+        weight=(backward,),
+        input_bytes=TOKEN * d.T,
+    )
+
+
+def _seam(run: Resolved, size: int) -> tuple[Operations, Operations]:
+    """What leads back from the end of a region that is cut over tp, and what ends it going forward."""
+    if run.plan.mesh.tp == 1:
+        return (), ()
+    if not run.plan.sequence_parallel:
+        both = (CollectiveOperation(collective="all-reduce", axis="tp", bytes=size),)
+        return both, both
+    return (
+        (CollectiveOperation(collective="all-gather", axis="tp", bytes=size),),
+        (CollectiveOperation(collective="reduce-scatter", axis="tp", bytes=size),),
+    )
+
+
+def _block(run: Resolved) -> UnitOperations:
+    d, e = local_dims(run), ELEMENT_BYTES[run.config.numerics.compute]
+    linears, factors = tuple(_linears(run, d)), tuple(_factors(run))
+    attention = _attention(run, d)
+    heads = d.T * (d.N + d.K) * d.H
+    moved = 2 * (4 + 3) * d.t * d.D + (7 + (4 if run.shape.qk_norm else 0)) * heads + _inner(run, d)
+    moved += 2 * d.T * (d.N + 2 * d.K) * d.H if run.shape.qkv_bias else 0
+    sent, returned = tuple(_messages(run, d, e, is_backward=False)), tuple(_messages(run, d, e, is_backward=True))
+    owned = rank_parameters(run)[1]
+    matrices = owned.matrices // run.plan.mesh.tp + owned.whole + owned.experts // run.plan.mesh.ep
+    if factors:
+        matrices, moved = owned.adapters_on_rank(run.plan.mesh.tp), moved + 2 * kept_outputs(run)
+    added = Pass(kernel="copy", bytes=2 * FP32 * matrices)
+    plain = Pass(kernel="copy", bytes=e * moved)
+    weight: Operations = (*map(_weight_gradient, factors or linears), added)
+    # Selective recomputation does everything again but the products and attention.
+    again: Operations = (plain, *sent) if run.plan.recompute == "selective" else ()
+    return UnitOperations(
+        forward=(*linears, *factors, attention, plain, *sent),
+        backward=(
+            *again,
+            *map(_input_gradient, (*linears, *factors)),
+            _back(attention),
+            *weight,
+            Pass(kernel="copy", bytes=2 * e * moved),
+            *returned,
+        ),
+        weight=weight,
+        input_bytes=d.t * d.D * e,
+    )
+
+
+def _linears(run: Resolved, d: LocalDims) -> Iterator[Product]:
+    shape = run.shape
+    yield Product(rows=d.T, inner=d.D, width=d.N * d.H)
+    yield Product(rows=d.T, inner=d.D, width=d.K * d.H, count=2)
+    yield Product(rows=d.T, inner=d.N * d.H, width=d.D)
+    if shape.moe is None:
+        yield Product(rows=d.Tf, inner=d.D, width=d.F, count=2)
+        yield Product(rows=d.Tf, inner=d.F, width=d.D)
+        return
+    yield Product(rows=d.m, inner=d.D, width=shape.moe.logits)
+    # Each expert has its even share of the rows that come here.
+    held = shape.moe.experts // run.plan.mesh.ep
+    rows = d.m * shape.moe.experts_per_token
+    share = {"rows": rows // held, "count": held} if rows % held == 0 else {"rows": rows, "count": 1}
+    yield Product(rows=share["rows"], inner=d.D, width=d.F, count=2 * share["count"])
+    yield Product(rows=share["rows"], inner=d.F, width=d.D, count=share["count"])
+    yield Product(rows=d.m, inner=shape.moe.experts_per_token, width=d.D)
+    if shape.moe.shared_experts:
+        inner = shape.moe.shared_experts * d.F
+        yield Product(rows=d.m, inner=d.D, width=inner, count=2)
+        yield Product(rows=d.m, inner=inner, width=d.D)
+
+
+def _factors(run: Resolved) -> Iterator[Product]:
+    for one in adapted_linears(run):
+        yield Product(rows=one.rows, inner=one.inputs, width=one.rank)
+        yield Product(rows=one.rows, inner=one.rank, width=one.outputs)
+
+
+def _attention(run: Resolved, d: LocalDims) -> AttentionOperation:
+    """As if the rank had its share of all heads of whole sequences, which is as much work however cp cuts it, and as if
+    each sequence was one document. In a sliding window a block of queries meets two of keys.
+    """
+    keys = min(d.S, 2 * run.shape.window) if run.shape.window else d.S
+    queries = d.S // run.plan.mesh.cp
+    return AttentionOperation(heads=d.N * (d.T // queries), queries=queries, keys=keys, head_dim=d.H)
+
+
+def _back(attention: AttentionOperation) -> AttentionOperation:
+    return AttentionOperation(
+        heads=attention.heads,
+        queries=attention.queries,
+        keys=attention.keys,
+        head_dim=attention.head_dim,
+        is_backward=True,
+    )
+
+
+def _input_gradient(forward: Product) -> Product:
+    return Product(rows=forward.rows, inner=forward.width, width=forward.inner, count=forward.count)
+
+
+def _weight_gradient(forward: Product) -> Product:
+    return Product(rows=forward.width, inner=forward.rows, width=forward.inner, kernel="gradient", count=forward.count)
+
+
+def _inner(run: Resolved, d: LocalDims) -> int:
+    """Elements that the feed-forward moves beside its products."""
+    moe = run.shape.moe
+    if moe is None:
+        return 5 * d.Tf * d.F
+    rows = d.m * moe.experts_per_token
+    return 5 * (rows + d.m * moe.shared_experts) * d.F + (2 + 2 + 3) * rows * d.D
+
+
+def _messages(run: Resolved, d: LocalDims, e: int, *, is_backward: bool) -> Iterator[Operation]:
+    """Of one way; the other has most of them too, in the other direction."""
+    mesh, shape = run.plan.mesh, run.shape
+    regions = ("heads",) if shape.moe else ("heads", "ffn")
+    for region in regions:
+        if run.plan.rules.cut(region) == "tp" and mesh.tp > 1:
+            size = d.T * d.D * e
+            if run.plan.sequence_parallel:
+                yield CollectiveOperation(collective="all-gather", axis="tp", bytes=size)
+                yield CollectiveOperation(collective="reduce-scatter", axis="tp", bytes=size)
+            else:
+                yield CollectiveOperation(collective="all-reduce", axis="tp", bytes=size)
+    if shape.moe and mesh.ep > 1:
+        rows = d.m * shape.moe.experts_per_token
+        yield CollectiveOperation(collective="all-to-all", axis="ep", bytes=rows * d.D * e, count=2)
+        if not is_backward:  # how many rows go where
+            yield CollectiveOperation(collective="all-to-all", axis="ep", bytes=shape.moe.experts * INDEX)
+    if shape.moe and mesh.cp * mesh.tp > 1 and not is_backward:
+        logits = run.plan.microbatch * d.S * shape.moe.logits
+        yield CollectiveOperation(collective="all-gather", axis="sequence", bytes=FP32 * logits)
+    if shape.moe and mesh.tp > 1 and not run.plan.sequence_parallel:
+        yield CollectiveOperation(collective="all-gather", axis="tp", bytes=d.T * d.D * e)
+    if mesh.cp > 1 and run.plan.context == "ring":
+        hop = 2 * d.T * d.K * d.H
+        yield CollectiveOperation(collective="send", axis="cp", bytes=hop * e, count=mesh.cp - 1)
+        if is_backward:  # their gradients, which make one hop more
+            yield CollectiveOperation(collective="send", axis="cp", bytes=hop * FP32, count=mesh.cp)
+    elif mesh.cp > 1:
+        packed = d.N + 2 * max(d.K, mesh.cp)
+        yield CollectiveOperation(collective="all-to-all", axis="cp", bytes=d.T * packed * d.H * e)
+        yield CollectiveOperation(collective="all-to-all", axis="cp", bytes=d.T * d.N * d.H * e)
+
+
+def _head(run: Resolved) -> UnitOperations:
+    d, e = local_dims(run), ELEMENT_BYTES[run.config.numerics.compute]
+    norm, loss, matrix = 4 * d.t * d.D * e, 5 * FP32 * d.Tv * d.V, FP32 * d.D * d.V
+    logits = Product(rows=d.Tv, inner=d.D, width=d.V)
+    is_trained = run.plan.trains("dense")
+    back = (_input_gradient(logits), *((_weight_gradient(logits),) if is_trained else ()))
+    matrix = matrix if is_trained else 0
+
+    def moved(size: int) -> Pass:
+        return Pass(kernel="copy", bytes=size)
+
+    is_cut = run.plan.mesh.tp > 1 and run.plan.rules.cut("vocab") == "tp"
+    enter, leave = _seam(run, d.T * d.D * e) if is_cut else ((), ())
+    entered = enter if run.plan.sequence_parallel else ()
+    if has_fused_loss(run):
+        # The gradient is made in the forward; where it cannot stay in its buffer, the backward adds it there.
+        scaled, copied = (2 * matrix, 3 * matrix) if zero_stage(run).shards_gradients else (0, 0)
+        sums = tuple(_over_vocabulary(d.T, CHUNK_TOKENS)) if is_cut else ()
+        return UnitOperations(
+            forward=(*entered, logits, *back, moved(norm + loss + 2 * matrix), *sums),
+            backward=(moved(2 * norm + scaled + copied), *leave),
+            weight=(moved(copied),),
+            input_bytes=d.t * d.D * e,
+        )
+    added = moved(2 * matrix)
+    sums = tuple(_over_vocabulary(d.T, d.T)) if is_cut else ()
+    return UnitOperations(
+        forward=(*entered, logits, moved(norm + loss), *sums),
+        backward=(*back, moved(2 * (norm + loss)), added, *leave),
+        weight=(*back[1:], added) if is_trained else (),
+        input_bytes=d.t * d.D * e,
+    )
+
+
+def _over_vocabulary(tokens: int, chunk_tokens: int) -> Iterator[CollectiveOperation]:
+    """Of each chunk the largest of all ranks' sums of a token; their sum, and the target's logit."""
+    for first in range(0, tokens, chunk_tokens):
+        size = FP32 * min(chunk_tokens, tokens - first)
+        yield CollectiveOperation(collective="all-reduce", axis="tp", bytes=size)
+        yield CollectiveOperation(collective="all-reduce", axis="tp", bytes=2 * size)

@@ -1,0 +1,1 @@
+"""From text to token files: reading, checking, and one process at a time."""

@@ -1,0 +1,221 @@
+"""Preparing a corpus: its text read, a tokenizer trained where none is named, every document encoded to files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+from superstep.data.preparation.corpus import CorpusReader, source_files
+from superstep.data.preparation.corpus_checks import refuse_one_document, refuse_settings, refuse_short
+from superstep.data.preparation.prepare_lock import turn, unheard
+from superstep.data.split_documents import PASSAGE_CHARS, DocumentPart, passages
+from superstep.data.token_files import FORMAT, Corpus, is_whole, open_corpus
+from superstep.data.token_writer import PartialFiles, Passage
+from superstep.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from superstep.errors import DataError, disk_fault, is_full
+from superstep.plan.config import DataConfig
+from superstep.state.fsync import free_bytes
+
+BLOCK_CHARS = 1 << 20
+"""Text that is encoded and written at once: nothing interrupts it, and it takes under a second."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareProgress:
+    """How far a corpus is prepared.
+
+    Attributes:
+        stage: reading to train a tokenizer, training it, or encoding.
+        done_bytes: of the files, in this stage.
+        total_bytes: of the files.
+    """
+
+    stage: Literal["reading", "training a tokenizer", "encoding"]
+    done_bytes: int
+    total_bytes: int
+
+
+Report = Callable[[PrepareProgress], None]
+
+
+def _unheard(progress: PrepareProgress) -> None:
+    pass
+
+
+def prepare(
+    config: DataConfig,
+    vocab: int,
+    folder: Path,
+    report: Report = _unheard,
+    *,
+    tell: Callable[[str], None] = unheard,
+    is_shared: bool = False,
+) -> Corpus:
+    """Makes the token files of ``config`` in ``folder``, or opens those that an equal call has made.
+
+    One process at a time prepares a folder; another waits for it and opens what it made. A corpus that the
+    folder holds already stays whole until the new one is; what a killed call left is made again.
+
+    Args:
+        vocab: the model's vocabulary; a tokenizer is trained up to it, a loaded one must fit in it.
+        report: told how far it is, about once for each megabyte.
+        tell: given a line for the user where another process is waited for.
+        is_shared: whether other runs may go on with the tokens that the folder holds, so that they are not replaced.
+
+    Raises:
+        ConfigError, DataError: where the settings, the text or the tokenizer cannot be used, or a shared folder holds
+            tokens of others.
+        Fault: where the folder cannot be written, or the disk is full.
+    """
+    refuse_settings(config)
+    tokenizer = None if config.tokenizer is None else load_tokenizer(Path(config.tokenizer))
+    if tokenizer is not None and tokenizer.vocab > vocab:
+        raise DataError(
+            f"data.tokenizer = '{config.tokenizer}' has {tokenizer.vocab} ids, more than model.vocab = "
+            f"{vocab}; set model.vocab to {tokenizer.vocab} or more."
+        )
+    if not is_prepared(config, vocab, folder):
+        with turn(folder, tell):
+            if not is_prepared(config, vocab, folder):  # nobody has made it meanwhile
+                if is_shared:
+                    refuse_others(config, vocab, folder)
+                _Preparation(config, report).build(tokenizer, vocab, folder)
+    corpus = open_corpus(folder)
+    refuse_short(config, corpus.manifest.train_tokens, corpus.manifest.validation_tokens)
+    refuse_one_document(config, corpus.manifest.train_documents)
+    return corpus
+
+
+def is_prepared(config: DataConfig, vocab: int, folder: Path) -> bool:
+    """Whether the folder holds the tokens that ``prepare`` would make of the same text; raises as it does."""
+    return is_whole(folder) and open_corpus(folder).manifest.fingerprint == _fingerprint(config, vocab)
+
+
+def refuse_others(config: DataConfig, vocab: int, folder: Path) -> None:
+    """See that a folder, where it holds tokens, holds those of these settings: a run may wait to go on with others.
+
+    Raises:
+        DataError: it holds others.
+    """
+    if not is_whole(folder) or is_prepared(config, vocab, folder):
+        return
+    theirs = open_corpus(folder).manifest
+    differs = "the files, the tokenizer, or another setting of their text differs, as data.validation_fraction may"
+    if config.tokenizer is None and _fingerprint(config, theirs.vocab) == theirs.fingerprint:
+        differs = f"model.vocab = {theirs.vocab}, and here {vocab}"
+    raise DataError(
+        f"data.cache = '{folder}' holds the tokens of other settings ({differs}); name another folder, or delete that "
+        "one if no run needs it."
+    )
+
+
+def _fingerprint(config: DataConfig, vocab: int) -> str:
+    tokenizer = vocab if config.tokenizer is None else stamp(Path(config.tokenizer))
+    inputs = [stamp(file.path) for file in source_files(config.corpus)]
+    shaped_by = [FORMAT, config.text_field, config.nulls, config.validation_fraction, tokenizer, inputs]
+    return hashlib.sha256(json.dumps(shaped_by).encode()).hexdigest()
+
+
+def stamp(path: Path) -> tuple[str, int, int]:
+    """Differs when a file does: its path, bytes and time of change in nanoseconds; a broken link has none."""
+    try:
+        status = path.stat()
+    except OSError:
+        return str(path.absolute()), -1, -1
+    return str(path.absolute()), status.st_size, status.st_mtime_ns
+
+
+def source_bytes(config: DataConfig) -> int:
+    """Of all files of a corpus."""
+    return sum(max(stamp(file.path)[1], 0) for file in source_files(config.corpus))
+
+
+class PreparedFiles(Protocol):
+    """Files that are being written."""
+
+    @property
+    def folder(self) -> Path: ...
+
+    def discard(self) -> None:
+        """Delete what was written."""
+        ...
+
+    def expected_bytes(self, source_bytes: int) -> int:
+        """About how large they will be."""
+        ...
+
+
+class _Preparation:
+    """One pass or two over the text of a corpus."""
+
+    def __init__(self, config: DataConfig, report: Report) -> None:
+        self._config = config
+        self._report = report
+        self._total_bytes = source_bytes(config)
+
+    def build(self, tokenizer: Tokenizer | None, vocab: int, folder: Path) -> None:
+        """Writes every file under a partial name, then gives all of them their names."""
+        config = self._config
+        fingerprint = _fingerprint(config, vocab)  # of the files as they are before they are read
+        files = PartialFiles(folder, tokenizer or self._train_tokenizer(vocab))
+        reader = CorpusReader(config)
+        with writing(files, config):
+            with ExitStack() as stack:
+                files.open(stack)
+                for block in _blocks(passages(reader.parts(), PASSAGE_CHARS)):
+                    files.append(block, config.validation_fraction)
+                    self._report(PrepareProgress("encoding", reader.read_bytes, self._total_bytes))
+            files.hold_out_tail(config.validation_fraction)
+            refuse_short(config, files.tokens("train"), files.tokens("validation"))
+            refuse_one_document(config, files.documents("train"))
+            files.finish(fingerprint, reader.nulls)
+            files.publish()
+
+    def _train_tokenizer(self, vocab: int) -> Tokenizer:
+        def texts() -> Iterator[str]:
+            reader = CorpusReader(self._config)
+            for part in passages(reader.parts(), PASSAGE_CHARS):
+                self._report(PrepareProgress("reading", reader.read_bytes, self._total_bytes))
+                yield part.text
+            self._report(PrepareProgress("training a tokenizer", 0, self._total_bytes))
+
+        return train_tokenizer(texts(), vocab)
+
+
+def _blocks(parts: Iterator[DocumentPart]) -> Iterator[list[Passage]]:
+    """The documents as passages, in lists of about ``BLOCK_CHARS`` characters."""
+    block: list[Passage] = []
+    chars = document = 0
+    for part in parts:
+        block.append(Passage(part.text, document, part.is_last))
+        document += part.is_last
+        chars += len(part.text)
+        if chars >= BLOCK_CHARS:
+            yield block
+            block, chars = [], 0
+    if block:
+        yield block
+
+
+@contextmanager
+def writing(files: PreparedFiles, config: DataConfig) -> Iterator[None]:
+    """Discards the partial files after a failure, and turns the system's errors into Faults."""
+    try:
+        yield
+    except OSError as error:
+        files.discard()
+        fault = disk_fault(error, files.folder)
+        if not is_full(error):
+            raise fault.adding("Or set data.cache to another folder.") from None
+        raise fault.adding(
+            f"Or set data.cache to a folder on a larger disk: tokens take about "
+            f"{files.expected_bytes(source_bytes(config))} bytes, {free_bytes(files.folder)} are free here."
+        ) from None
+    except BaseException:
+        files.discard()
+        raise

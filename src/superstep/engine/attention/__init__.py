@@ -1,0 +1,1 @@
+"""Which attention a layer computes with, and attention within documents."""

@@ -1,0 +1,112 @@
+"""Which attention a rank runs, and which positions its tokens have: those of the sequence, or of their documents."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from superstep.comm.device import Device
+from superstep.comm.mesh import Group, Mesh
+from superstep.engine.attention.document_attention import DocumentAttend, WindowAttend
+from superstep.engine.exact.attention import ExactAttend, WholeSequence
+from superstep.engine.layers.fused import wants_attention
+from superstep.engine.parallel.ring import RingAttend
+from superstep.engine.parallel.ulysses import UlyssesAttend
+from superstep.engine.parallel.zigzag import gather_kv, scatter_sum
+from superstep.kernels.attention import has_tiles, missing
+from superstep.model.decoder import Attend, Sliding, attention_of, flash
+from superstep.numerics.fixed_point import ACTIVATION, Excess
+from superstep.numerics.sending import send
+from superstep.plan.resolve import Resolved
+from superstep.plan.sharding.sequence import positions
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """Keys and values of all context-parallel ranks, for exact mode: every rank sees them whole."""
+
+    group: Group
+
+    def gather(self, x_BsKH: Tensor) -> Tensor:
+        """Those of the whole sequence, in its order."""
+        return gather_kv(x_BsKH, self.group)
+
+    def scatter_sum(self, x_BSKH: Tensor) -> Tensor:
+        """The sum over ranks, of this rank's own."""
+        return scatter_sum(x_BSKH, self.group)
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What the units of a rank see of a microbatch's sequences.
+
+    Attributes:
+        attend: the attention of the plan.
+        positions: of this rank's tokens, [S] or [B, S], where they are not 0, 1, 2, ...
+    """
+
+    attend: Attend
+    positions: Tensor | None
+
+
+def build_sight(run: Resolved, mesh: Mesh, excess: Excess) -> Callable[[Tensor | None], Sight]:
+    """The sight of a microbatch, by where the documents of its sequences start: int64 [B, S] on the host, of the whole
+    sequences on every rank; None where attention goes across documents. What exact sums have no room for is noted in
+    ``excess``.
+    """
+    tokens, cp = run.config.data.sequence_tokens, mesh.shape.cp
+    held = torch.tensor(positions(tokens, cp=cp, rank=mesh.at.cp if cp > 1 else 0))
+    across = Sight(_attend(run, mesh, None, excess), None if cp == 1 else held.to(mesh.device.torch))
+
+    def sight(starts: Tensor | None) -> Sight:
+        if starts is None:
+            return across
+        # One tensor for all units: they make the tables of their positions once.
+        return Sight(_attend(run, mesh, starts, excess), send(held - starts[:, held], mesh.device.torch))
+
+    return sight
+
+
+def kernel_of(run: Resolved, device: Device) -> str:
+    """What computes attention, in words."""
+    if run.plan.grain is not None:
+        return "in exact mode"
+    if not wants_attention(run, device):
+        return "by torch"
+    why = missing(device.torch)
+    if why:
+        return f"by torch ({why})"
+    if device.kind != "cpu":
+        return "in Triton"
+    return "in C++ by AMX" if run.config.numerics.compute == "bf16" and has_tiles() else "in C++"
+
+
+def is_compiled(run: Resolved, device: Device) -> bool:
+    """Whether ``kernels.attention`` computes it."""
+    return wants_attention(run, device) and not missing(device.torch)
+
+
+def _attend(run: Resolved, mesh: Mesh, starts: Tensor | None, excess: Excess) -> Attend:
+    grain, group = run.plan.grain, mesh.cp
+    if grain is None:
+        in_kernel = is_compiled(run, mesh.device)
+        if group is not None and run.plan.context == "ring":
+            return RingAttend(group, starts, in_kernel)
+        across = flash if run.decoder is None else attention_of(run.decoder)
+        whole = across
+        if starts is not None and in_kernel:  # once for all units
+            starts = starts.to(mesh.device.torch)
+        if starts is not None or (in_kernel and across is flash):
+            whole = DocumentAttend(starts, in_kernel)
+        elif in_kernel and isinstance(across, Sliding):
+            whole = WindowAttend(across.window)
+        return whole if group is None else UlyssesAttend(group, whole)
+    there = None if starts is None else starts.to(mesh.device.torch)
+    grid = ACTIVATION.of(grain.chunks, "the gradient of a key or a value", excess)
+    if group is not None and run.plan.context == "ring":
+        return ExactAttend(positions(grain.chunks, cp=mesh.shape.cp, rank=mesh.at.cp), Gathered(group), grid, there)
+    whole = ExactAttend(range(grain.chunks), WholeSequence(), grid, there)
+    return whole if group is None else UlyssesAttend(group, whole)

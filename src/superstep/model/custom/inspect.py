@@ -1,0 +1,222 @@
+"""A list of units, looked at without memory: their outline for the plan, the shapes that pass between them, and what
+in them cannot be trained in parallel.
+
+Everything here runs on the meta device, but for a probe of small units. Each refusal is one line that names where the
+units come from, the unit, and the parameter or module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from superstep.errors import ConfigError, did_you_mean
+from superstep.model.custom.batch_dependence import check_rows
+from superstep.model.custom.is_plain import is_plain_embedding, is_plain_linear
+from superstep.model.custom.unsupported_modules import RandomOperations, check_hooks, check_modules, depends_on
+from superstep.model.meta import on_meta
+from superstep.model.unit import GIVEN, ParamSpec, UnitSpec
+from superstep.plan.model.outline import Layer, Outline, Parameter, Unit
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """What passes from one unit to the next."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def outline_of(specs: Sequence[UnitSpec], where: str) -> Outline:
+    """What a plan must know of a list of units.
+
+    Args:
+        specs: the units.
+        where: where they come from, for a refusal: a file, say.
+
+    Raises:
+        ConfigError: the list, a unit, or its table of parameters cannot be right.
+    """
+    if not specs:
+        raise ConfigError(f"{where}: there are no units; list at least one.")
+    units: list[Unit] = []
+    known: dict[str, Parameter] = {}
+    for spec in specs:
+        if not isinstance(spec, UnitSpec):
+            raise ConfigError(f"{where}: {spec!r} is no UnitSpec; list one UnitSpec for each unit.")
+        if any(unit.name == spec.name for unit in units):
+            raise ConfigError(f"{where}: two units have the name '{spec.name}'; give each its own.")
+        for name in spec.takes:
+            if name not in GIVEN:
+                raise ConfigError(f"{where}: unit '{spec.name}' takes '{name}'{did_you_mean(name, GIVEN)}")
+        module = build(spec, where)
+        at = f"{where}: unit '{spec.name}'"
+        check_modules(module, at)
+        check_hooks(module, at)
+        parameters = tuple(_parameters(module, spec, where))
+        for parameter in parameters:
+            before = known.setdefault(parameter.name, parameter)
+            if (before.axes, before.dims) != (parameter.axes, parameter.dims):
+                raise ConfigError(
+                    f"{where}: unit '{spec.name}' has '{parameter.name}' as {list(parameter.dims)} with axes "
+                    f"{parameter.axes}, another unit as {list(before.dims)} with {before.axes}; units that name the "
+                    "same tensor share it, so give it one shape and the same axes, or another name."
+                )
+        units.append(Unit(spec.name, parameters))
+    return Outline(tuple(units))
+
+
+def build(spec: UnitSpec, where: str) -> nn.Module:
+    """A unit's module on the meta device.
+
+    Raises:
+        ConfigError: it cannot be built.
+    """
+    try:
+        with on_meta():
+            module = spec.build()
+    except Exception as error:
+        raise ConfigError(f"{where}: unit '{spec.name}' cannot be built: {_line(error)}") from error
+    if not isinstance(module, nn.Module):
+        raise ConfigError(f"{where}: unit '{spec.name}' builds {type(module).__name__}, no torch.nn.Module.")
+    return module
+
+
+def _parameters(module: nn.Module, spec: UnitSpec, where: str) -> Iterator[Parameter]:
+    named = dict(module.named_parameters())
+    twice = [local for local, _ in module.named_parameters(remove_duplicate=False) if local not in named]
+    if twice:
+        raise ConfigError(
+            f"{where}: unit '{spec.name}' has one parameter in two places, the second '{twice[0]}'; use one module "
+            "twice, or make two units that name the same tensor."
+        )
+    if missing := [local for local in named if local not in spec.params]:
+        raise ConfigError(
+            f"{where}: unit '{spec.name}' has a parameter '{missing[0]}' that its table lacks; add it to params."
+        )
+    for local, param in spec.params.items():
+        if local not in named:
+            raise ConfigError(
+                f"{where}: the table of unit '{spec.name}' has '{local}', which is no parameter of its module"
+                + (did_you_mean(local, named) if named else "; take it out.")
+            )
+        if not isinstance(param, ParamSpec):
+            raise ConfigError(f"{where}: unit '{spec.name}', '{local}': {param!r} is no ParamSpec; make it one.")
+        dims = tuple(named[local].shape)
+        if len(param.axes) != len(dims):
+            raise ConfigError(
+                f"{where}: unit '{spec.name}', '{local}': {len(param.axes)} axes {param.axes} for {len(dims)} dims "
+                f"{list(dims)}; give one for each dim, None where it has no name."
+            )
+        if 0 in dims:
+            raise ConfigError(f"{where}: unit '{spec.name}', '{local}' has no elements: {list(dims)}; take it out.")
+        if not named[local].is_floating_point():
+            raise ConfigError(f"{where}: unit '{spec.name}', '{local}' is {named[local].dtype}; make it a buffer.")
+        if not named[local].requires_grad:
+            raise ConfigError(f"{where}: unit '{spec.name}', '{local}' is not trained; make it a buffer.")
+        _check_bias(local, spec, where)
+        layer = module.get_submodule(local.rpartition(".")[0])
+        is_plain = is_plain_linear(layer) or is_plain_embedding(layer)
+        yield Parameter(name=param.name, axes=param.axes, dims=dims, layer=_layer(layer), is_plain=is_plain)
+
+
+def _check_bias(local: str, spec: UnitSpec, where: str) -> None:
+    path, _, leaf = local.rpartition(".")
+    weight = spec.params.get(f"{path}.weight" if path else "weight")
+    axes = spec.params[local].axes
+    if leaf == "bias" and weight is not None and len(weight.axes) == 2 and axes[0] != weight.axes[0]:
+        raise ConfigError(
+            f"{where}: unit '{spec.name}', '{local}' has the axis {axes[0]!r}, and its weight has {weight.axes[0]!r} "
+            "over the same dim; name them alike."
+        )
+
+
+def _layer(layer: nn.Module) -> Layer:
+    if isinstance(layer, nn.Linear):
+        return "linear"
+    return "embedding" if isinstance(layer, nn.Embedding) else "other"
+
+
+def passed(
+    specs: Sequence[UnitSpec],
+    example: Tensor,
+    compute: torch.dtype,
+    where: str,
+    given: Mapping[str, Any] = GIVEN,
+) -> tuple[Passed, ...]:
+    """The input of each unit in turn, and the output of the last, for an input like ``example``.
+
+    Args:
+        specs: the units.
+        example: of the input's shape and dtype, on any device.
+        compute: the dtype of parameters and activations.
+        where: where the units come from.
+        given: what units take.
+
+    Raises:
+        ConfigError: a unit does not run, gives no tensor, or changes what it must not.
+    """
+    x = torch.empty(example.shape, dtype=compute if example.is_floating_point() else example.dtype, device="meta")
+    inputs = [Passed(x.shape, x.dtype)]
+    for number, spec in enumerate(specs):
+        module = build(spec, where).to(compute)
+        here = {name: given[name] for name in spec.takes}
+        row = x
+        x = run(module, spec, x, here, where, is_first=number == 0)
+        check_rows(spec, row, here, where)
+        inputs.append(Passed(x.shape, x.dtype))
+    return tuple(inputs)
+
+
+def run(
+    module: nn.Module, spec: UnitSpec, x: Tensor, given: Mapping[str, object], where: str, *, is_first: bool
+) -> Tensor:
+    """A unit's output on the meta device; raises as ``passed`` does."""
+    buffers = dict(module.named_buffers())
+    before = {name: buffer._version for name, buffer in buffers.items()}
+    # The first unit's input has no use for a gradient, but for a graph where there is no parameter. And it is no leaf,
+    # so that a change in place is ours to refuse.
+    x = x.detach().requires_grad_(x.is_floating_point() and not (is_first and spec.params)).clone()
+    version, random = x._version, RandomOperations()
+    try:
+        with torch.enable_grad(), random:
+            out = module(x, **given)
+    except Exception as error:
+        raise ConfigError(
+            f"{where}: unit '{spec.name}' does not run on an input {list(x.shape)}: {_line(error)}"
+        ) from error
+    if not isinstance(out, Tensor):
+        raise ConfigError(f"{where}: unit '{spec.name}' gives {type(out).__name__}; let it return one tensor.")
+    if x._version != version:
+        raise ConfigError(f"{where}: unit '{spec.name}' changes its input in place; let it make a new tensor.")
+    _check_randomness(random, spec, where)
+    if not out.requires_grad or (x.requires_grad and not depends_on(out, x)):
+        what = "no gradient" if not out.requires_grad else "no gradient of its input"
+        raise ConfigError(
+            f"{where}: unit '{spec.name}' gives an output that carries {what}, so that nothing before it would learn; "
+            "leave out detach(), no_grad(), or the whole numbers in between."
+        )
+    changed = [name for name, buffer in buffers.items() if buffer._version != before[name]]
+    if changed:
+        raise ConfigError(
+            f"{where}: unit '{spec.name}' changes its buffer '{changed[0]}' as it runs, which ranks would do each for "
+            "themselves; keep no running state."
+        )
+    return out.detach()
+
+
+def _check_randomness(random: RandomOperations, spec: UnitSpec, where: str) -> None:
+    if random.names:
+        raise ConfigError(
+            f"{where}: unit '{spec.name}' draws random numbers as it runs ({random.names[0]}), so that no two layouts "
+            "would compute the same; leave dropout and noise out, or set their share to 0."
+        )
+
+
+def _line(error: Exception) -> str:
+    first = str(error).strip().partition("\n")[0] or type(error).__name__
+    return first if first.endswith((".", "!", "?")) else f"{first}."

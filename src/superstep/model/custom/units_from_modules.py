@@ -1,0 +1,69 @@
+"""as_units: any list of modules as units, with no table of axes.
+
+    as_units([nn.Sequential(stem), block, block, nn.Sequential(pool, classifier)])
+
+Each module becomes a unit that starts with the values the module has. Nothing of it is cut: units like these run under
+data, ZeRO and pipeline parallelism. Build them alike on every rank: from the same seed, or from the same file.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from superstep.model.custom.unsupported_modules import check_hooks, check_modules
+from superstep.model.unit import ParamSpec, UnitSpec
+
+
+def as_units(
+    modules: Sequence[nn.Module], *, loss: Callable[[Tensor, Tensor], Tensor] | None = None
+) -> tuple[UnitSpec, ...]:
+    """The units ``0``, ``1``, ...: parameter ``weight`` of the first is ``0.weight``, as in ``nn.Sequential``.
+
+    Args:
+        modules: each takes one tensor and returns one; the first takes the input, the last gives what the loss is of.
+            A parameter that several modules have is shared by their units.
+        loss: the last output and the targets to the sum of the loss over targets; None means the cross entropy of
+            logits [B, C] and class numbers [B].
+
+    Raises:
+        ConfigError: a module has what cannot be trained in parallel.
+    """
+    names: dict[int, str] = {}
+    units = []
+    for number, module in enumerate(modules):
+        # What a copy would lose or could not take is seen here.
+        check_modules(module, f"unit '{number}'")
+        check_hooks(module, f"unit '{number}'")
+        params = {
+            local: ParamSpec(
+                name=names.setdefault(id(param), f"{number}.{local}"),
+                axes=(None,) * param.ndim,
+                std=None,
+                values=param.detach(),
+            )
+            for local, param in module.named_parameters()
+        }
+        build = partial(_build_copy, module)
+        last = loss if number == len(modules) - 1 else None
+        units.append(UnitSpec(name=str(number), build=build, params=params, loss=last))
+    return tuple(units)
+
+
+def _build_copy(module: nn.Module) -> nn.Module:
+    """A copy on the device of the ``with torch.device(...)`` around it; on the meta device without its values."""
+    device = torch.empty(0).device
+    if device.type != "meta":
+        return copy.deepcopy(module).to(device)
+    # Deep copies of what has no memory cost none.
+    bare = {id(tensor): _bare(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    return copy.deepcopy(module, memo=dict(bare))
+
+
+def _bare(tensor: Tensor) -> Tensor:
+    empty = torch.empty_like(tensor, device="meta")
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty

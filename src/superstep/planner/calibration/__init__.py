@@ -1,0 +1,1 @@
+"""Constants of the cost model that are fitted to measured steps."""

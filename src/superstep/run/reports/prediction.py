@@ -1,0 +1,69 @@
+"""What is known of a run before its first step, for its ledger: seconds by part, bytes by kind and by mesh axis."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from superstep.comm.device import Device
+from superstep.cost.mfu_peak import peak_flops
+from superstep.cost.program.time.op_prices import Measured
+from superstep.cost.program.time.operation import UnitOperations
+from superstep.cost.program.time.predict import Prediction
+from superstep.cost.program.time.traffic import traffic
+from superstep.observe.page.report import spent_parts
+from superstep.plan.resolve import Resolved
+from superstep.program.compile import compile_step
+
+
+@dataclass(frozen=True, slots=True)
+class Foretold:
+    """Parts of a prediction; empty where there is none.
+
+    Attributes:
+        spent_s: of the step, means over the ranks; they add up to ``Prediction.step_s``.
+        bytes: of the peak of the fullest rank.
+        traffic_bytes: of a step's collectives, by mesh axis, on the rank that has most of it.
+    """
+
+    spent_s: Mapping[str, float] = field(default_factory=dict)
+    bytes: Mapping[str, int] = field(default_factory=dict)
+    traffic_bytes: Mapping[str, int] = field(default_factory=dict)
+
+
+def foretold(run: Resolved, operations: Sequence[UnitOperations] | None, prediction: Prediction | None) -> Foretold:
+    """Of a run, as far as it can be told before it begins."""
+    carried: Mapping[str, int] = {}
+    if operations is not None:
+        each = traffic(run, compile_step(run.plan), operations)
+        carried = {str(axis): size for axis, size in max(each, key=lambda rank: sum(rank.values())).items()}
+    if prediction is None:
+        return Foretold(traffic_bytes=carried)
+    fullest = max(prediction.memory, key=lambda rank: rank.bytes)
+    within = {
+        "parameters, gathered": fullest.peak.params_bytes,
+        "gradients, not yet reduced": fullest.peak.gradient_bytes,
+        "activations": fullest.peak.kept_bytes,
+        "between units": fullest.peak.boundary_bytes,
+        "workspace": fullest.peak.workspace_bytes,
+    }
+    staying = {
+        "parameters": fullest.params,
+        "gradients": fullest.gradients,
+        "optimizer": fullest.optimizer,
+        "batch": fullest.batch,
+    }
+    sizes = {name: size for name, size in (staying | within).items() if size}
+    spent_s = spent_parts(prediction.timeline)
+    if prediction.before_s:
+        spent_s["log-probabilities"] = prediction.before_s
+    return Foretold(spent_s, sizes, carried)
+
+
+def peak_of(run: Resolved, device: Device, machine: Measured | None) -> float | None:
+    """FLOP/s that MFU is measured against: what was asked for, the data sheet's figure, on a CPU the measured rate."""
+    if run.config.observe.peak_flops is not None:
+        return run.config.observe.peak_flops
+    if device.kind == "cpu":
+        return None if machine is None else machine.gemm_flops_per_s
+    return peak_flops(device.name, run.config.numerics.compute)

@@ -1,0 +1,121 @@
+"""What a model writes after each checkpoint, for the report of its run.
+
+    ranks      ─ train ─ save 100 ─ train ─────────────────── save 200 ─ ...
+    launcher              └─ superstep sample RUN PROMPT --step 100 ──► RUN/samples.jsonl
+
+A process of its own writes, with one thread, no GPU and little priority, so that training goes on; it reads the
+checkpoint as anybody does. One that comes meanwhile waits, and of several only the newest is taken.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+from superstep.observe.jsonl import read
+from superstep.run.reports.report import leave_report
+from superstep.state.checkpoint_dirs import checkpoints, step_of
+from superstep.train.run_folder.run_paths import RunFolder
+
+TOKENS = 64
+POLL_S = 0.25
+NICE = 10
+
+
+@contextmanager
+def sampling(folder: RunFolder, prompt: str | None) -> Iterator[Callable[[], None]]:
+    """Within the block samples are written. What it gives waits for that of the last checkpoint, and puts all of them
+    into the report; where it is not called, a sample that is under way is given up.
+
+    Args:
+        folder: of the run.
+        prompt: what is gone on from; None writes nothing.
+    """
+    if prompt is None:
+        yield lambda: None
+        return
+    samples = _Samples(folder, prompt)
+    try:
+        yield samples.finish
+    finally:
+        samples.end()
+
+
+class _Samples:
+    def __init__(self, folder: RunFolder, prompt: str) -> None:
+        self._folder, self._prompt = folder, prompt
+        told = {line["step"] for line in read(folder.samples)} if folder.samples.is_file() else set()
+        self._done = {each for each in self._kept() if each[0] in told}
+        self._is_last, self._is_over = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="superstep-samples", daemon=True)
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Wait for the last one, and write the report anew."""
+        self._is_last.set()
+        self._thread.join()
+        leave_report(self._folder)  # where it cannot, the page stays as the ranks have written it
+
+    def end(self) -> None:
+        """Give up what is under way."""
+        self._is_over.set()
+        self._is_last.set()
+        self._thread.join()
+
+    def _kept(self) -> set[tuple[int, int]]:
+        """Checkpoints by their step and folder: a run that goes back makes another one of the same name."""
+        found = set()
+        for place in checkpoints(self._folder.checkpoints):
+            with suppress(OSError):  # it has just been removed
+                found.add((step_of(place), place.stat().st_ino))
+        return found
+
+    def _run(self) -> None:
+        while not self._is_over.is_set():
+            is_last = self._is_last.is_set()
+            newest = max(self._kept(), default=None)
+            if newest is not None and newest not in self._done:
+                self._done.add(newest)
+                self._sample(newest[0])
+            elif is_last:
+                return
+            else:
+                self._is_last.wait(POLL_S)
+
+    def _sample(self, step: int) -> None:
+        words = ["sample", str(self._folder.root), self._prompt, "--step", str(step), "--tokens", str(TOKENS)]
+        process = subprocess.Popen(
+            ["env", "CUDA_VISIBLE_DEVICES=", "OMP_NUM_THREADS=1", sys.executable, "-m", "superstep", *words],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, process.pid, NICE)
+        said = self._said(process)
+        if said is None:
+            return
+        out, errors = (text.decode(errors="replace").rstrip("\n") for text in said)
+        if process.returncode == 0:
+            self._tell({"step": step, "text": out})
+        elif step in dict(self._kept()):  # else it was removed meanwhile, by a newer one
+            self._tell({"step": step, "why": errors.rpartition("\n")[2] or f"exit status {process.returncode}"})
+
+    def _said(self, process: subprocess.Popen[bytes]) -> tuple[bytes, bytes] | None:
+        while True:
+            try:
+                return process.communicate(timeout=POLL_S)
+            except subprocess.TimeoutExpired:
+                if self._is_over.is_set():
+                    process.kill()
+                    process.communicate()
+                    return None
+
+    def _tell(self, line: dict[str, object]) -> None:
+        with suppress(OSError), self._folder.samples.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")

@@ -1,0 +1,37 @@
+"""What fast mode changes of a model's units, from outside: how linears multiply."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from superstep.kernels.compile_cpp import Built
+from superstep.serve.compute.linears.fused_linears import Linears, Pack
+from superstep.serve.compute.linears.onednn_linear import packed
+from superstep.serve.compute.linears.panel_weights import in_panels
+from superstep.serve.compute.linears.quantize import format_named
+
+
+def make_fast(modules: Sequence[nn.Module], built: Built, *, quantize: str | None) -> Linears:
+    """Change the units of a rank. The weights must be there; after new ones, ``lay_out`` of what this gives.
+
+    Args:
+        modules: the units, whose parameters need no gradient.
+        built: the compiled decoder, or why there is none.
+        quantize: a format of ``quantize.FORMATS``; None keeps the weights.
+
+    Raises:
+        ConfigError: there is no format of that name.
+    """
+    if quantize is None:
+        return Linears(modules, packed if built.library is None else in_panels(built.library, packed))
+    row = format_named(quantize)
+    return Linears(modules, _pack(built, row.name), _pack(built, row.head))
+
+
+def _pack(built: Built, name: str) -> Pack:
+    row = format_named(name)
+    if built.library is None or row.activations != 8:
+        return row.pack
+    return in_panels(built.library, row.pack, row)

@@ -1,0 +1,88 @@
+"""How a rank computes a step: as torch does, unit by unit, or in the decoder that is compiled here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from superstep.comm.device import Device
+from superstep.comm.mesh import Group
+from superstep.kernels.compile_cpp import Built
+from superstep.serve.compute.compiled.compiled_decoder import Compiled, can_compile
+from superstep.serve.compute.compiled.compiled_exact import compile_exactly
+from superstep.serve.compute.kernels.build import build
+from superstep.serve.compute.kv_cache import KeyStore
+from superstep.serve.compute.linears.fast_linears import make_fast
+from superstep.serve.compute.lora import Adapters
+from superstep.serve.compute.paged_attention import PagedAttention
+from superstep.serve.compute.runner.model_runner import Compute
+from superstep.serve.compute.runner.weight_update import RankMemory
+from superstep.serve.compute.serving_model import ServedUnits
+from superstep.serve.compute.tiled_kv_cache import TiledAttention, TiledStore, can_tile
+from superstep.serve.compute.torch_forward import TorchForward
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputeSettings:
+    """What a server's settings say of computing.
+
+    Attributes:
+        pages: of keys.
+        page_tokens: positions of a page.
+        quantize: a name of ``quantize.FORMATS``; empty keeps the weights.
+        kernels: the folder for the compiled decoder; None does without.
+        threads: of a step in exact mode, where torch's own operations have one.
+        has_adapters: whether there are adapters from the start.
+    """
+
+    pages: int
+    page_tokens: int
+    quantize: str
+    kernels: Path | None
+    threads: int
+    has_adapters: bool = False
+
+
+def choose(
+    served: ServedUnits, settings: ComputeSettings, tp: Group | None, device: Device
+) -> tuple[Compute, RankMemory]:
+    """What computes the model of a rank, and the memory of its weights and keys.
+
+    Args:
+        served: the units, with their weights.
+        settings: how.
+        tp: the ranks that share the model; None where there is one.
+        device: where it computes.
+    """
+    shape, is_exact = served.run.shape, served.run.plan.grain is not None
+    dtype = next(iter(served.params.values())).values.dtype
+    ranks = 1 if tp is None else tp.size()
+    heads, kv_heads, head_dim = shape.heads // ranks, shape.kv_heads // ranks, shape.head_dim
+    room = {"layers": shape.layers, "pages": settings.pages, "page_tokens": settings.page_tokens}
+    room |= {"kv_heads": kv_heads, "head_dim": head_dim}
+    takes = can_tile(heads=heads, kv_heads=kv_heads, head_dim=head_dim, page_tokens=settings.page_tokens, dtype=dtype)
+    built = (
+        build(settings.kernels)
+        if settings.kernels is not None and device.torch.type == "cpu" and takes
+        else Built(None)
+    )
+
+    if is_exact:
+        # What adapters add in exact mode is defined by torch's products, and not yet made in the compiled decoder.
+        if built.library is not None and tp is None and not settings.has_adapters:
+            tiled = TiledStore(**room)
+            compute = compile_exactly(built.library, served, tiled, settings.threads)
+            if compute is not None:
+                return compute.compute, RankMemory(served, tiled, compute.products)
+        linears = None
+    else:
+        linears = make_fast(served.modules, built, quantize=settings.quantize or None)
+    if built.library is None or linears is None:
+        store = KeyStore(**room, dtype=dtype, device=device.torch)
+        attending = PagedAttention(store, window=shape.window, is_exact=is_exact)
+        return TorchForward(served, attending, tp, device), RankMemory(served, store, linears)
+    tiled = TiledStore(**room)
+    memory = RankMemory(served, tiled, linears)
+    if tp is None and can_compile(shape, served.modules, linears):
+        return Compiled(built.library, shape, served.modules, linears, tiled, Adapters(served, tp)), memory
+    return TorchForward(served, TiledAttention(built.library, tiled, shape.window), tp, device), memory

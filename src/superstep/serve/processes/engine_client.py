@@ -1,0 +1,315 @@
+"""The engine seen from the event loop of the HTTP interface: its ranks are processes of their own.
+
+    handlers ──stream──► Host ──MessagePack, a socket──► rank 0 ──► the other ranks
+                          │ a rank is lost
+                          └── every stream ends at once with ``Away``; the ranks are started again
+
+One thread keeps the ranks alive, one reads what they say and one tells them; none touches what the event loop owns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from multiprocessing.connection import Connection, Listener
+from pathlib import Path
+from typing import Any
+
+from superstep.errors import ConfigError, SuperstepError, UserError
+from superstep.launch.ranks import launch_from
+from superstep.launch.temporary_folders import temporary_folder
+from superstep.plan.config import DeviceKind
+from superstep.serve.api.backend import Away, Health
+from superstep.serve.config import ServeConfig
+from superstep.serve.engine_messages import (
+    ORDERS,
+    REPORTS,
+    AbortRequests,
+    AddRequest,
+    CommandDone,
+    Deed,
+    EndEngine,
+    EngineStatus,
+    Order,
+    Ready,
+    Report,
+    RequestRefused,
+    StepOutput,
+)
+from superstep.serve.processes.admin_commands import NOBODY, Deeds
+from superstep.serve.processes.output_queue import Ear, Mail, Mailbox
+from superstep.serve.processes.worker import Forms, serve_rank
+from superstep.serve.scheduling.request import Counters, Info, Request, RequestUpdate, Sampling
+
+AGAIN_S = (0.0, 1.0, 5.0, 30.0)
+"""How long the ranks stay away after they were lost once, twice, ... within ``CALM_S``."""
+
+CALM_S = 300.0
+
+STALLED_S = 60.0
+"""How long an engine that has requests may compute no step and still be ready."""
+
+
+class Host:
+    """A ``Backend`` whose engine runs in processes of its own.
+
+    Args:
+        folder: of the model.
+        serve: how.
+        device: where its ranks compute.
+        name: that clients call it by.
+        forms: makes what holds answers to their form; a function of a module.
+        tell: given a line when the ranks are lost, and when they are back.
+        first: of its ranks, where others of this host have the GPUs before it.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        serve: ServeConfig,
+        *,
+        device: DeviceKind = "cpu",
+        name: str = "",
+        forms: Forms | None = None,
+        tell: Callable[[str], None] = lambda line: None,
+        first: int = 0,
+    ) -> None:
+        self._first_rank = first
+        self._folder, self._serve, self._device, self._forms = folder, serve, device, forms
+        self._name = name or folder.name
+        self._tell = tell
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._info: Info | None = None
+        self._state = "starting"
+        self._counters = Counters()
+        self._pipe: Connection | None = None
+        self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
+        self._deeds = Deeds(self._send, folder, dict(serve.adapters), serve.read_timeout_s)
+        self._mail: dict[int, Mail] = {}
+        self._moved_s = time.monotonic()
+        self._number = 0
+        self._is_leaving = False
+        self._first = threading.Event()
+        self._failure: SuperstepError | None = None
+        self._keeper = threading.Thread(target=self._keep, name="engine", daemon=True)
+
+    # From the thread that opens and closes it.
+
+    def open(self) -> Info:
+        """Start the ranks and wait until they answer.
+
+        Raises:
+            ConfigError: the model cannot be served so.
+            Fault: a rank failed.
+        """
+        threading.Thread(target=self._write, name="orders", daemon=True).start()
+        self._keeper.start()
+        self._first.wait()
+        if self._failure is not None:
+            raise self._failure
+        assert self._info is not None
+        return self._info
+
+    def close(self) -> None:
+        """End the ranks."""
+        self._is_leaving = True
+        self._send(EndEngine())
+        self._keeper.join()
+        self._orders.put(None)
+        self._deeds.close()
+
+    # From the event loop.
+
+    @property
+    def info(self) -> Info:
+        """Of the model."""
+        assert self._info is not None, "the host is open"
+        return replace(self._info, version=self._deeds.standing.version)
+
+    @property
+    def adapters(self) -> Sequence[str]:
+        """The names of those that can be asked for."""
+        return tuple(adapter.name for adapter in self._deeds.standing.adapters)
+
+    async def stream(
+        self, prompt: tuple[int, ...], sampling: Sampling, *, priority: int = 0, adapter: str = "", salt: str = ""
+    ) -> AsyncGenerator[RequestUpdate, None]:
+        """The news of one request, up to the one that has a ``finish``; see ``Backend``."""
+        box = Mailbox()
+        with self._track(box, prompt, sampling, priority=priority, adapter=adapter, salt=salt):
+            while not box.is_over:
+                yield await box.get()
+
+    async def hear(
+        self,
+        prompt: tuple[int, ...],
+        sampling: Sampling,
+        heard: Callable[[RequestUpdate], bool],
+        *,
+        priority: int = 0,
+        adapter: str = "",
+        salt: str = "",
+    ) -> None:
+        """The same, handed over as it comes; see ``Backend``."""
+        ear = Ear(heard)
+        with self._track(ear, prompt, sampling, priority=priority, adapter=adapter, salt=salt):
+            await ear.end
+
+    @contextmanager
+    def _track(self, mail: Mail, prompt: tuple[int, ...], sampling: Sampling, **rest: Any) -> Iterator[None]:  # noqa: ANN401
+        """A request under way; who leaves before its end takes it back."""
+        self._loop = asyncio.get_running_loop()
+        self._number += 1
+        number = self._number
+        if not self._mail:  # it had nothing to do
+            self._moved_s = time.monotonic()
+        # There before the state is looked at: who is lost from now on is told here.
+        self._mail[number] = mail
+        is_taken = False
+        try:
+            if self._state != "ready":
+                raise Away(f"the engine is {self._state}; ask again.", rank=0)
+            if self._deeds.refusal:
+                raise Away(self._deeds.refusal, rank=0)
+            self._send(AddRequest(Request(id=number, prompt=tuple(prompt), sampling=sampling, **rest)))
+            is_taken = True
+            yield
+        finally:
+            del self._mail[number]
+            if is_taken and not mail.is_over:
+                self._send(AbortRequests((number,)))
+
+    def abort(self) -> int:
+        """Take all requests back."""
+        self._send(AbortRequests(tuple(self._mail)))
+        return len(self._mail)
+
+    def health(self) -> Health:
+        """Whether requests are answered now."""
+        held = self._deeds.state if self.is_there else ""
+        if self.is_there and not held and self._mail and time.monotonic() - self._moved_s > STALLED_S:
+            held = "stalled"
+        return Health(is_ready=self.is_there and not held, state=held or self._state)
+
+    @property
+    def standing(self) -> EngineStatus:
+        """How the engine stands; see ``api.steered.Steered``."""
+        return self._deeds.standing
+
+    @property
+    def is_there(self) -> bool:
+        """Whether its ranks can be told anything."""
+        return self._state == "ready"
+
+    def back(self, command: Deed) -> Sequence[Deed]:
+        """What undoes a deed; see ``api.steered.Steered``."""
+        return self._deeds.back(command)
+
+    async def do(self, command: Deed) -> EngineStatus:
+        """Do something to the engine; see ``api.steered.Steered``."""
+        return await self._deeds.do(command, lambda: self._state)
+
+    def counters(self) -> Counters:
+        """As the engine last told them."""
+        return self._counters
+
+    # From the threads.
+
+    def _keep(self) -> None:
+        """Start the ranks, and start them again when they are lost."""
+        lost_s: list[float] = []
+        while not self._is_leaving:
+            try:
+                self._run()
+            except SuperstepError as error:
+                self._failure = error
+                if self._first.is_set():
+                    self._tell(f"superstep: fault: {error}; the engine is started again.")
+            if not self._first.is_set() or isinstance(self._failure, UserError):
+                self._first.set()
+                return
+            self._state = "ended" if self._is_leaving else "restarting"
+            now_s = time.monotonic()
+            lost_s = [at for at in lost_s if now_s - at < CALM_S] + [now_s]
+            if not self._is_leaving:
+                time.sleep(AGAIN_S[min(len(lost_s), len(AGAIN_S)) - 1])
+
+    def _run(self) -> None:
+        """One life of the ranks."""
+        with temporary_folder("superstep-serve-") as folder:
+            address = str(folder / "orders")
+            with Listener(address, "AF_UNIX") as listener:
+                reader = threading.Thread(target=self._read, args=(listener,), daemon=True)
+                reader.start()
+                try:
+                    # Adapters are asked for once the ranks answer again: one that is gone keeps nobody waiting.
+                    serve = replace(self._serve, adapters=()) if self._first.is_set() else self._serve
+                    given = (self._folder, serve, address, self._forms, self._deeds.newest)
+                    launch_from(self._first_rank, self._device, self._serve.tp, serve_rank, *given)
+                finally:
+                    self._fail_all()
+
+    def _read(self, listener: Listener) -> None:
+        with suppress(EOFError, OSError), listener.accept() as pipe:
+            self._pipe = pipe
+            while True:
+                self._hear(REPORTS.decode(pipe.recv_bytes()))
+        self._fail_all()
+
+    def _hear(self, report: Report) -> None:
+        match report:
+            case Ready(info, adapters):
+                self._info = replace(info, name=self._name)
+                self._deeds.began(info, adapters)
+                self._state = "ready"
+                if self._first.is_set():
+                    self._tell(f"The engine answers again, weights {info.version}.")
+                self._first.set()
+                if self._is_leaving:  # it was told so before it could hear
+                    self._send(EndEngine())
+            case StepOutput(progress, counters):
+                self._counters, self._moved_s = counters, time.monotonic()
+                self._hand([(news.request, news) for news in progress])
+            case RequestRefused(request, why):
+                self._hand([(request, ConfigError(why))])
+            case CommandDone():
+                if report.why and report.number == NOBODY:
+                    self._tell(f"superstep: not done again after the restart: {report.why}")
+                self._deeds.hear(report)
+
+    def _hand(self, news: Sequence[tuple[int, RequestUpdate | SuperstepError]]) -> None:
+        """Wake the event loop, once for all that a step brought."""
+        loop = self._loop
+        if news and loop is not None and not loop.is_closed():
+            loop.call_soon_threadsafe(self._put, news)
+
+    def _put(self, news: Sequence[tuple[int, RequestUpdate | SuperstepError]]) -> None:
+        for request, one in news:
+            mail = self._mail.get(request)
+            if mail is not None:  # who asked may have gone
+                mail.put(one)
+
+    def _fail_all(self) -> None:
+        """The ranks are gone: whoever waits for them is told."""
+        self._pipe = None
+        if self._state == "ready":
+            self._state = "restarting"
+            self._deeds.lost()
+            lost = Away("the engine was lost on the way and is starting again; ask again.", rank=0)
+            self._hand([(number, lost) for number in list(self._mail)])
+
+    def _send(self, order: Order) -> None:
+        self._orders.put(order)
+
+    def _write(self) -> None:
+        """Hand orders on. A thread of its own: rank 0 reads between two steps only, and nobody shall wait for that."""
+        while (order := self._orders.get()) is not None:
+            pipe = self._pipe
+            if pipe is not None:
+                with suppress(OSError):
+                    pipe.send_bytes(ORDERS.encode(order))

@@ -1,0 +1,237 @@
+"""Several engines of one model behind one interface: each request is answered by the one with the least to do.
+
+    handlers ──stream──► Replicas ──► Host 0, Host 1, ...       each with ranks of its own
+
+What a replica has to do is counted in tokens that its requests have still to be computed. The beginning of a prompt
+that it has seen lately counts as done: its pages may still be there. A replica that is lost takes its own streams
+along; the others answer on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, contextmanager
+from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from superstep.plan.config import DeviceKind
+from superstep.serve.api.admin_backend import OneOfSeveral, Several
+from superstep.serve.api.backend import Backend, Health
+from superstep.serve.config import ServeConfig
+from superstep.serve.engine_messages import Deed, EngineStatus
+from superstep.serve.processes.engine_client import Host
+from superstep.serve.processes.worker import Forms
+from superstep.serve.scheduling.request import Counters, Info, RequestUpdate, Sampling
+
+DEPTHS = (1024, 256, 64, 16)
+"""Tokens at the beginning of a prompt by which it is known again."""
+
+KNOWN = 8192
+"""Beginnings that are remembered of all replicas together."""
+
+
+class Replica(Backend, OneOfSeveral, Protocol):
+    """A backend with a life of its own."""
+
+    def open(self) -> Info:
+        """Start it, and wait until it answers."""
+
+    def close(self) -> None:
+        """End it."""
+
+
+class LoadBalancer:
+    """A ``Backend`` of several.
+
+    Args:
+        members: at least one; all of one model.
+    """
+
+    def __init__(self, members: Sequence[Replica]) -> None:
+        self._members = list(members)
+        self._left = [0] * len(self._members)
+        self._seen: OrderedDict[bytes, int] = OrderedDict()
+        self._together = Several(self._members)
+
+    # From the thread that opens and closes it.
+
+    def open(self) -> Info:
+        """Start all at once.
+
+        Raises:
+            SuperstepError: the first failure. None is left then.
+        """
+        with ThreadPoolExecutor(len(self._members)) as pool:
+            opened = [pool.submit(member.open) for member in self._members]
+        failures = [error for one in opened if (error := one.exception()) is not None]
+        if failures:
+            for member, one in zip(self._members, opened, strict=True):
+                if one.exception() is None:
+                    member.close()
+            raise failures[0]
+        return self.info
+
+    def close(self) -> None:
+        """End all."""
+        with ThreadPoolExecutor(len(self._members)) as pool:
+            list(pool.map(lambda member: member.close(), self._members))
+
+    # From the event loop.
+
+    @property
+    def info(self) -> Info:
+        """Of the first that answers."""
+        return next((one for one in self._members if one.health().is_ready), self._members[0]).info
+
+    @property
+    def adapters(self) -> Sequence[str]:
+        """Those that every replica has."""
+        first, *others = self._members
+        return [name for name in first.adapters if all(name in other.adapters for other in others)]
+
+    async def stream(
+        self, prompt: tuple[int, ...], sampling: Sampling, *, priority: int = 0, adapter: str = "", salt: str = ""
+    ) -> AsyncGenerator[RequestUpdate, None]:
+        """The news of one request, from the replica that has the least to do; see ``Backend``."""
+        with self._assign(prompt, sampling, adapter, salt) as (member, came):
+            stream = member.stream(prompt, sampling, priority=priority, adapter=adapter, salt=salt)
+            async with aclosing(stream) as news:
+                async for one in news:
+                    came(one)
+                    yield one
+
+    async def hear(
+        self,
+        prompt: tuple[int, ...],
+        sampling: Sampling,
+        heard: Callable[[RequestUpdate], bool],
+        *,
+        priority: int = 0,
+        adapter: str = "",
+        salt: str = "",
+    ) -> None:
+        """The same, handed over as it comes; see ``Backend``."""
+        with self._assign(prompt, sampling, adapter, salt) as (member, came):
+
+            def hears(news: RequestUpdate) -> bool:
+                came(news)
+                return heard(news)
+
+            await member.hear(prompt, sampling, hears, priority=priority, adapter=adapter, salt=salt)
+
+    @contextmanager
+    def _assign(
+        self, prompt: tuple[int, ...], sampling: Sampling, adapter: str, salt: str
+    ) -> Iterator[tuple[Replica, Callable[[RequestUpdate], None]]]:
+        """A request's replica, and what counts off what it has done of it."""
+        keys = list(_keys(prompt, adapter, salt))
+        number, cached = self._choose(keys)
+        for _, key in keys:
+            self._seen[key] = number
+            self._seen.move_to_end(key)
+        while len(self._seen) > KNOWN:
+            self._seen.popitem(last=False)
+        most = min(sampling.max_tokens, max(1, self.info.context_tokens - len(prompt)))
+        left = len(prompt) - cached + most
+        self._left[number] += left
+
+        def came(news: RequestUpdate) -> None:
+            nonlocal left
+            done = min(left, len(news.tokens) + (left - most if news.tokens and left > most else 0))
+            self._left[number] -= done
+            left -= done
+
+        try:
+            yield self._members[number], came
+        finally:
+            self._left[number] -= left
+
+    def abort(self) -> int:
+        """Take all requests back."""
+        return sum(member.abort() for member in self._members)
+
+    def health(self) -> Health:
+        """Ready while one is; the state says how many are, and where their weights are not the same."""
+        states = [member.health() for member in self._members]
+        ready = sum(one.is_ready for one in states)
+        if ready == len(states):
+            versions = [member.info.version for member in self._members]
+            return states[0] if len(set(versions)) == 1 else replace(states[0], state=f"ready, weights {versions}")
+        state = next(one.state for one in states if not one.is_ready)
+        return Health(is_ready=ready > 0, state=f"{ready} of {len(states)} ready, others {state}" if ready else state)
+
+    def counters(self) -> Counters:
+        """Of all together."""
+        counts = [member.counters() for member in self._members]
+        return Counters(**{field.name: sum(getattr(one, field.name) for one in counts) for field in fields(Counters)})
+
+    @property
+    def standing(self) -> EngineStatus:
+        """Of all together; see ``Several``."""
+        return self._together.standing
+
+    async def do(self, command: Deed) -> EngineStatus:
+        """Do something to all or to none; see ``Several``."""
+        return await self._together.do(command)
+
+    def _choose(self, keys: Sequence[tuple[int, bytes]]) -> tuple[int, int]:
+        """The replica with the least to do, and how much of the prompt it may have."""
+        ready = [n for n, member in enumerate(self._members) if member.health().is_ready]
+        known = next(((self._seen[key], depth) for depth, key in keys if key in self._seen), None)
+
+        def load(number: int) -> tuple[int, int]:
+            spared = known[1] if known is not None and known[0] == number else 0
+            return self._left[number] - spared, number
+
+        best = min(ready or range(len(self._members)), key=load)
+        return best, known[1] if known is not None and known[0] == best else 0
+
+
+def _keys(prompt: tuple[int, ...], adapter: str, salt: str) -> Iterator[tuple[int, bytes]]:
+    """The beginnings of a prompt, the longest first."""
+    for depth in DEPTHS:
+        if len(prompt) > depth:
+            text = f"{len(adapter)} {adapter} {len(salt)} {salt} ".encode() + array("q", prompt[:depth]).tobytes()
+            yield depth, hashlib.sha256(text).digest()
+
+
+def replicas_of(
+    folder: Path,
+    serve: ServeConfig,
+    *,
+    device: DeviceKind,
+    name: str,
+    forms: Forms | None,
+    tell: Callable[[str], None],
+) -> Host | LoadBalancer:
+    """The engines of a server: a host, or as many as ``serve.dp`` says."""
+    if serve.dp == 1:
+        return Host(folder, serve, device=device, name=name, forms=forms, tell=tell)
+    return LoadBalancer(
+        [
+            Host(
+                folder,
+                replace(serve, replay=_number_path(serve.replay, number)),
+                device=device,
+                name=name,
+                forms=forms,
+                tell=partial(_tell, tell, number),
+                first=number * serve.tp,
+            )
+            for number in range(serve.dp)
+        ]
+    )
+
+
+def _tell(tell: Callable[[str], None], number: int, line: str) -> None:
+    tell(f"replica {number}: {line}")
+
+
+def _number_path(path: Path | None, number: int) -> Path | None:
+    return None if path is None else path.with_name(f"{path.stem}-{number}{path.suffix}")

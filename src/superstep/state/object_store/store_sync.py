@@ -1,0 +1,133 @@
+"""A run's checkpoints, copied to a store while it goes on, and fetched from there where the disk has none.
+
+    with mirrored(folder.checkpoints, store, keep=2):
+        ...                 ranks save to the disk; what is whole there is copied, and training waits for nothing
+
+The process that launched the ranks copies, so that what a killed rank had saved still comes there.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from superstep.errors import Damaged, SuperstepError
+from superstep.state.checkpoint_dirs import checkpoints, set_aside, step_named, step_of
+from superstep.state.object_store.store import CheckpointStore
+from superstep.state.verify import verify
+
+POLL_S = 0.5
+
+RETRY_S = 10.0
+"""After a store has failed."""
+
+
+class Mirror:
+    """Copies what is new.
+
+    Args:
+        root: the folder of checkpoints on the disk.
+        store: where they are copied to.
+        keep: how many stay there.
+    """
+
+    def __init__(self, root: Path, store: CheckpointStore, keep: int) -> None:
+        self._root = root
+        self._store = store
+        self._keep = keep
+        self._there: set[tuple[int, bytes]] = set()
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="superstep-mirror", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Copy what is left to copy; the thread ends.
+
+        Raises:
+            Fault: it cannot be.
+        """
+        self._is_over.set()
+        self._thread.join()
+        self.catch_up()
+
+    def _run(self) -> None:
+        wait_s = POLL_S
+        while not self._is_over.wait(wait_s):
+            try:
+                self.catch_up()
+                wait_s = POLL_S
+            except (SuperstepError, OSError):  # it may pass; at the end it is told
+                wait_s = RETRY_S
+
+    def catch_up(self) -> None:
+        """Have in the store what the disk has, and nothing of steps that the run has gone back before."""
+        whole = checkpoints(self._root)
+        for left in sorted(self._root.glob("step-*.rolled-back*")):
+            step = step_named(left.name.partition(".")[0])
+            if step is not None and step not in map(step_of, whole) and step in self._store.steps():
+                self._store.remove(step)
+        new = [path for path in whole if self._label(path) not in self._there]
+        for path in new:
+            try:
+                label = self._label(path)
+                if not self._store.has(path):
+                    self._store.push(path)
+            except (Damaged, FileNotFoundError):
+                if path.exists():
+                    raise
+                continue  # deleted on the way, as newer ones have come
+            self._there.add(label)
+        if new:
+            self._store.prune(self._keep)
+
+    @staticmethod
+    def _label(path: Path) -> tuple[int, bytes]:
+        """A checkpoint, and which: after a rollback another has its name."""
+        try:
+            return step_of(path), (path / "manifest.json").read_bytes()[-64:]
+        except FileNotFoundError:
+            return step_of(path), b""
+
+
+@contextmanager
+def mirrored(root: Path, store: CheckpointStore | None, keep: int) -> Iterator[None]:
+    """For the length of the block what is saved is copied, where there is a store.
+
+    Raises:
+        Fault: the last cannot be, where nothing else is wrong.
+    """
+    if store is None:
+        yield
+        return
+    mirror = Mirror(root, store, keep)
+    try:
+        yield
+    except BaseException:
+        with suppress(SuperstepError, OSError):  # what came first is told
+            mirror.end()
+        raise
+    mirror.end()
+
+
+def fetch_newest(store: CheckpointStore, root: Path) -> tuple[str, ...]:
+    """Copy the newest whole checkpoint of a store to the disk, where that has none as new; a line for each that is
+    passed over, as it is damaged.
+    """
+    here = max(map(step_of, checkpoints(root)), default=-1)
+    warnings = []
+    for step in reversed(store.steps()):
+        if step <= here:
+            break
+        place = None
+        try:
+            place = store.fetch(step, root)
+            verify(place)
+        except Damaged as error:
+            warnings.append(f"{store.named(step)} is passed over: {error.why}")
+            if place is not None:
+                set_aside(place)
+        else:
+            break
+    return tuple(warnings)

@@ -1,0 +1,1 @@
+"""NCCL emulated: a process group, its communicators, their transport and watchdog."""

@@ -1,0 +1,320 @@
+"""A communicator of the emulated NCCL: how its members come together, and how a call is issued.
+
+It is a queue: its calls run in their order, one at a time, and ``wait`` orders streams only. Its first use, or its
+making where it is bound to a GPU, keeps the host until all members have come; so do its first collective, and its first
+transfer between two of them.
+
+Source of the rules: torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from types import ModuleType, SimpleNamespace
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from superstep.errors import CollectiveError
+from superstep.strict.nccl.transport import Call, GlooTransport, Views
+from superstep.strict.nccl.watchdog import Members, Watchdog
+from superstep.strict.nccl.works import PendingCall, StreamWork
+from superstep.strict.torch_cuda import find_stream
+
+WATCHDOG_FIRST = timedelta(minutes=1)
+"""A message may take so much longer than a call: what hangs is the watchdog's to name."""
+
+LOOK_S = 1.0
+"""After which a host that waits for others looks who they are."""
+
+Run = Callable[[GlooTransport, Views, Views], None]
+
+
+class GroupOptions:
+    """``ProcessGroupNCCL.Options``; torch sets what it knows of the group."""
+
+    def __init__(self, is_high_priority_stream: bool = False) -> None:
+        self.is_high_priority_stream = is_high_priority_stream
+        self.config = SimpleNamespace(max_ctas=0)
+        self._timeout = timedelta(minutes=10)
+        self.global_ranks_in_group: list[int] = []
+        self.group_name = ""
+        self.split_from: Communicator | None = None
+        self.split_color = 0
+
+
+class Communicator(dist.ProcessGroup):
+    """A group of ranks, each with a GPU of its own."""
+
+    supports_splitting = True
+    supports_coalescing = True
+    # Set by ``install``.
+    device: ModuleType
+    watchdog: Watchdog
+
+    def __init__(self, store: dist.Store, rank: int, size: int, options: GroupOptions) -> None:  # type: ignore[name-defined]
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        self.options = options
+        self._store = store
+        self._name, self._desc = options.group_name, ""
+        self._call_numbers = itertools.count(1)
+        self._splits = itertools.count(1)
+        self._coalesced: list[Call] | None = None
+        self._is_aborted = False
+        self._transports: dict[int, tuple[int, GlooTransport]] = {}
+        self._first_uses: set[str] = set()
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """Of the job, in the group's order."""
+        return self.options.global_ranks_in_group or range(self.size())
+
+    # What torch asks of a group.
+
+    def getBackendName(self) -> str:  # noqa: N802
+        """By which ``torch.distributed`` calls it."""
+        return "nccl"
+
+    @property
+    def group_name(self) -> str:
+        """By which it is found."""
+        return self._name
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def group_desc(self) -> str:
+        """What it was made for."""
+        return self._desc
+
+    def _set_group_desc(self, desc: str) -> None:
+        self._desc = desc
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cuda")]
+
+    def _get_backend(self, device: torch.device) -> Communicator:
+        if device.type != "cuda":
+            raise RuntimeError(f"No backend type associated with device type {device.type}")
+        return self
+
+    def _set_sequence_number_for_group(self) -> None:
+        pass
+
+    def _group_start(self) -> None:
+        pass
+
+    def _group_end(self) -> None:
+        pass
+
+    def _is_initialized(self) -> bool:
+        return bool(self._transports)
+
+    # How members come together.
+
+    def eager_connect_single_device(self, device: torch.device | None = None) -> None:
+        """Make the communicator now. Split off another one, all members of that take part."""
+        assert device is not None
+        self.bound_device_id = device
+        if self.options.split_from is not None:
+            self.options.split_from.split(self.options._timeout)
+        self._connect(device.index)
+
+    def perform_nocolor_split(self, device: torch.device) -> None:
+        """Take part in splitting this one, as a rank that is no member of what comes of it."""
+        self.split(self.options._timeout)
+
+    def split(self, limit: timedelta) -> None:
+        """Wait until all members take part in making a communicator out of this one."""
+        self._rendezvous(f"split {next(self._splits)}", limit)
+
+    def _rendezvous(self, what: str, limit: timedelta) -> None:
+        self._meet({what: range(self.size())}, limit)
+
+    def _meet(self, uses: Mapping[str, Iterable[int]], limit: timedelta) -> None:
+        """Keep the host until members have come.
+
+        Args:
+            uses: by what this member comes to at once, those who have to come to it as well.
+            limit: how long that may take.
+        """
+        for use in uses:
+            self._store.set(f"{use}: {self.rank()}", "came")
+        awaited = {f"{use}: {member}": (use, member) for use, members in uses.items() for member in members}
+        deadline_s = time.monotonic() + limit.total_seconds()
+        with self.watchdog.waiting_host() as wait:
+            while True:
+                left_s = deadline_s - time.monotonic()
+                try:
+                    # No time at all would be endless (kNoTimeout in torch/csrc/distributed/c10d/Store.hpp).
+                    self._store.wait(list(awaited), timedelta(seconds=min(max(left_s, 0.01), LOOK_S)))
+                    return
+                except RuntimeError as late:
+                    missing = [awaited[key] for key in awaited if not self._store.check([key])]
+                    if not missing:
+                        return
+                    use = missing[0][0]
+                    ranks = [self.ranks[member] for other, member in missing if other == use]
+                    line = self.device.caller()
+                    wait.why = f"communicator {self._name}: ranks {ranks} of it have not come to '{use}' ({line})"
+                    if left_s <= 0 or self._is_aborted:
+                        raise dist.DistBackendError(
+                            f"{wait.why} within {limit.total_seconds():g} s; every rank has to make each group "
+                            "(new_group) and to use it first in one order"
+                        ) from late
+
+    def _connect(self, index: int) -> tuple[int, GlooTransport]:
+        """The queue of the communicator on a GPU, which is made at its first use; members wait for each other."""
+        if index not in self._transports:
+            self._store.set(f"gpu of {self.rank()}", str(index))
+            self._store.set(f"process of {self.rank()}", str(os.getpid()))
+            limit = self.options._timeout
+            self._rendezvous(f"use {len(self._transports)}", limit)
+            gpus = [int(self._store.get(f"gpu of {rank}")) for rank in range(self.size())]
+            if len(set(gpus)) < self.size():
+                raise CollectiveError(f"NCCL error: Duplicate GPU detected: ranks of {self._name} are on GPUs {gpus}")
+            store = dist.PrefixStore(f"gloo {len(self._transports)}/", self._store)
+            longer = limit + WATCHDOG_FIRST
+            gloo = dist.ProcessGroupGloo(store, self.rank(), self.size(), timeout=longer)
+            # One that left now would end it for who still connects.
+            self._rendezvous(f"transport {len(self._transports)}", longer)
+            transport = GlooTransport(gloo, self.rank(), self.ranks, longer, f"communicator {self._name}")
+            queue = self.device.add_communicator(index, self.options.config.max_ctas)
+            self._transports[index] = queue, transport
+            processes = [psutil.Process(int(self._store.get(f"process of {rank}"))) for rank in range(self.size())]
+            self.watchdog.add_members(queue, Members(transport, processes))
+        return self._transports[index]
+
+    def _meet_first(self, index: int, calls: Sequence[Call]) -> None:
+        """NCCL connects members as they are first used, for which their hosts wait: those of a transfer, in each
+        direction, and of a collective all; of calls of one group together (ncclP2PPreconnectFunc and
+        ncclCollPreconnectFunc in src/group.cc, ncclTransportP2pSetup in src/transport.cc, since NCCL 2.22).
+        """
+        made = f"use {list(self._transports).index(index)}"
+        me, uses = self.rank(), dict[str, Iterable[int]]()
+        for call in calls:
+            if call.peer is None:
+                uses[f"{made}, the first collective"] = range(self.size())
+            else:
+                source, target = (me, call.peer) if call.name == "send" else (call.peer, me)
+                first = f"{made}, the first transfer from {self.ranks[source]} to {self.ranks[target]}"
+                uses[first] = [call.peer]
+        new = {use: members for use, members in uses.items() if use not in self._first_uses}
+        if new:
+            self._meet(new, self.options._timeout)
+            self._first_uses |= new.keys()
+
+    def abort(self) -> None:
+        """End what is under way and what waits."""
+        self._is_aborted = True
+        for queue, _ in self._transports.values():
+            self.device.abort(queue)
+            self.device.close(queue)
+        self.watchdog.forget([queue for queue, _ in self._transports.values()])
+
+    def shutdown(self) -> None:
+        """Let go of it; what is under way is waited for."""
+        for queue, _ in self._transports.values():
+            self.device.drain(queue)
+            self.device.close(queue)
+        self.watchdog.forget([queue for queue, _ in self._transports.values()])
+        self._transports.clear()
+
+    # How a call is issued.
+
+    def _call(self, name: str, what: str, reads: Sequence[Tensor], writes: Sequence[Tensor], run: Run) -> StreamWork:
+        self._require(not (why := refusal_of([*reads, *writes])), name, what, why)
+        return self._issue([Call(name, what, self.device.caller(), reads, writes, run)])
+
+    def _require(self, holds: bool, name: str, what: str, rule: str) -> None:
+        if not holds:
+            raise CollectiveError(f"{name} of {what} ({self.device.caller()}): {rule}", rank=self.ranks[self.rank()])
+
+    def _transfer(
+        self, name: str, peer: int, *, sent: Sequence[Tensor] = (), received: Sequence[Tensor] = ()
+    ) -> StreamWork:
+        what = in_words(*sent, *received)
+        others = [rank for rank in range(self.size()) if rank != self.rank()]
+        self._require(peer in others, name, what, f"Invalid peer rank {peer}; it must be one of {others} in its group")
+        self._require(not (why := refusal_of([*sent, *received])), name, what, why)
+        call = Call(name, what, self.device.caller(), sent, received, peer=peer)
+        if self._coalesced is None:
+            return self._issue([call])
+        self._coalesced.append(call)
+        return StreamWork(
+            PendingCall(-1, str(call), torch.cuda.Event(), time.monotonic(), [])
+        )  # the group's is waited for
+
+    def _issue(self, calls: Sequence[Call], kind: type[StreamWork] = StreamWork) -> StreamWork:
+        if self._is_aborted:
+            raise dist.DistBackendError(f"NCCL communicator was aborted on rank {self.rank()}: {self._name}")
+        reads = [tensor for call in calls for tensor in call.reads]
+        writes = [tensor for call in calls for tensor in call.writes]
+        (index,) = {tensor.device.index for tensor in (*reads, *writes)}
+        queue, transport = self._connect(index)
+        self._meet_first(index, calls)
+        stream = find_stream(queue, index)
+        stream.wait_event(torch.cuda.current_stream(index).record_event())
+
+        # Kernels under way keep no memory: it is the work that does, until wait().
+        bare = [replace(call, reads=(), writes=()) for call in calls]
+
+        what = f"call {next(self._call_numbers)} of {transport.name}: " + " and ".join(call.name for call in calls)
+
+        def run(read_views: Views, written_views: Views) -> None:
+            try:
+                if bare[0].peer is None:
+                    transport.collect(bare[0], read_views, written_views)
+                else:
+                    transport.transfer(bare, read_views, written_views)
+            except RuntimeError as error:
+                if isinstance(error, CollectiveError):
+                    raise
+                raise dist.DistBackendError(f"{what} ({bare[0].line}): {error}") from error
+
+        self.device.launch(queue, reads, writes, run, what)
+        deadline_s = time.monotonic() + self.options._timeout.total_seconds()
+        work = kind(
+            PendingCall(queue, f"{what} ({calls[0].line})", stream.record_event(), deadline_s, [*reads, *writes])
+        )
+        self.watchdog.watch(work)
+        return work
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._coalesced = []
+
+    def _end_coalescing(self, device: torch.device) -> StreamWork | None:
+        calls, self._coalesced = self._coalesced, None
+        return self._issue(calls) if calls else None
+
+
+def refusal_of(tensors: Sequence[Tensor]) -> str:
+    """Why ProcessGroupNCCL refuses the tensors of a call; empty where it takes them."""
+    first = tensors[0]
+    for tensor in tensors:
+        if not tensor.is_cuda:
+            return f"No backend type associated with device type {tensor.device.type}; a tensor must be on a GPU"
+        if tensor.device != first.device:
+            return f"its tensors are on {first.device} and {tensor.device}; they must be on one GPU"
+        if tensor.dtype != first.dtype:
+            return f"its tensors are of {first.dtype} and {tensor.dtype}; they must have one type"
+        if not tensor.is_contiguous():
+            given = f"shape {tuple(tensor.shape)} and strides {tensor.stride()}"
+            return f"Tensors must be contiguous; one has {given}, and .contiguous() copies it"
+    return ""
+
+
+def in_words(*tensors: Tensor) -> str:
+    """How many numbers, and of which type; of as many tensors."""
+    each = (f"{tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}" for tensor in tensors)
+    counts = [(len(list(same)), words) for words, same in itertools.groupby(each)]
+    return ", ".join(f"{count} x {words}" if count > 1 else words for count, words in counts)

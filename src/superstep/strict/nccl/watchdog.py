@@ -1,0 +1,186 @@
+"""The watchdog of calls under way, as ProcessGroupNCCL has one: ends a process whose calls do not end."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+
+import psutil
+import torch.distributed as dist
+
+from superstep.strict.nccl.stall import StallDetector, has_ended
+from superstep.strict.nccl.transport import GlooTransport
+from superstep.strict.nccl.works import PendingCall, StreamWork
+
+POLL_S = 0.2
+
+POLLS_PER_LOOK = 5
+"""Of the processors that ranks use, which is read from files of the system."""
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """Who takes part in a communicator.
+
+    Attributes:
+        transport: on which they meet.
+        processes: in the order of the group.
+    """
+
+    transport: GlooTransport
+    processes: Sequence[psutil.Process]
+
+    def missing(self) -> str:
+        """Which member has not come to the call that runs; empty where all have."""
+        for number in list(self.transport.awaited):
+            last = self.transport.last.get(number)
+            called = f"whose last call there is {last}" if last else "which has made no call there"
+            ended = "which has ended and " * has_ended(self.processes[number])
+            return f"rank {self.transport.ranks[number]}, {ended}{called}"
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Watched:
+    call: PendingCall
+    work: weakref.ref[StreamWork]
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether it is under way, or somebody may still wait for it, which then lets go of its tensors."""
+        return not self.call.end.query() or (bool(self.call.tensors) and self.work() is not None)
+
+
+@dataclass(slots=True, eq=False)
+class HostWait:
+    """A host that waits for other ranks to come.
+
+    Attributes:
+        why: who has not come to what, once it has waited for some time.
+    """
+
+    why: str = ""
+
+
+class Watchdog:
+    """Ends the process where a call does not end in time, or no rank moves any more; says what is under way.
+
+    The tensors of a call that nobody waits for are given back by the next call of its communicator, in the thread of
+    that call (``shelvesToUnstash_`` in ProcessGroupNCCL.cpp). Those of a work that is still there are kept, so that
+    no peak of memory depends on when this thread runs where each work is waited for.
+    """
+
+    def __init__(self, device: ModuleType) -> None:
+        self._device = device
+        self._watched: list[_Watched] = []
+        self._over: list[PendingCall] = []
+        self._members: dict[int, Members] = {}
+        self._hosts: list[HostWait] = []
+        self._stall = StallDetector()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._owner = 0
+
+    def watch(self, work: StreamWork) -> None:
+        """Hold on to a call until it is over, and let go of those of its communicator that are."""
+        with self._lock:
+            self._begin()
+            released = [call for call in self._over if call.queue == work.call.queue]
+            self._over = [call for call in self._over if call.queue != work.call.queue]
+            self._watched.append(_Watched(work.call, weakref.ref(work)))
+        self._release(released)
+
+    @contextmanager
+    def waiting_host(self) -> Iterator[HostWait]:
+        """Within the block this thread waits for other ranks."""
+        wait = HostWait()
+        with self._lock:
+            self._begin()
+            self._hosts.append(wait)
+        try:
+            yield wait
+        finally:
+            with self._lock:
+                self._hosts.remove(wait)
+
+    def _begin(self) -> None:
+        """Look from now on, in a thread of this process. The lock is held."""
+        if self._owner != os.getpid():  # a fork has none of its parent's threads
+            self._owner, self._watched, self._over, self._hosts = os.getpid(), [], [], []
+            self._thread = threading.Thread(target=self._run, name="strict watchdog", daemon=True)
+            self._thread.start()
+
+    def add_members(self, queue: int, members: Members) -> None:
+        """Those of a communicator."""
+        with self._lock:
+            self._members[queue] = members
+
+    def forget(self, queues: Collection[int]) -> None:
+        """Await nothing more of communicators, which have been aborted or have ended."""
+        with self._lock:
+            released = [call for call in (*self._over, *(w.call for w in self._watched)) if call.queue in queues]
+            self._over = [call for call in self._over if call.queue not in queues]
+            self._watched = [each for each in self._watched if each.call.queue not in queues]
+            self._members = {queue: members for queue, members in self._members.items() if queue not in queues}
+        self._release(released)
+
+    def _release(self, calls: list[PendingCall]) -> None:
+        for call in calls:
+            self._device.mark_over(call.tensors, call.end.event_id)
+            call.tensors = []
+
+    def _run(self) -> None:
+        looks = itertools.count()
+        while True:
+            time.sleep(POLL_S)
+            with self._lock:
+                self._sort()
+                pending = [each.call for each in self._watched if not each.call.end.query()]
+                hosts = [wait.why for wait in self._hosts if wait.why]
+            late = next((call for call in pending if time.monotonic() > call.deadline_s), None)
+            if late is not None:
+                self._end(f"{late.what} has not ended in its time")
+            if not pending and not hosts:
+                self._stall.reset()
+            elif next(looks) % POLLS_PER_LOOK == 0 and self._is_stalled():
+                self._end(f"no rank moves any more: {hosts[0] if hosts else self._cause(pending)}")
+
+    def _sort(self) -> None:
+        """Calls that are over go to those that are released. The lock is held."""
+        watched, self._watched = self._watched, []
+        for each in watched:
+            if each.is_needed:
+                self._watched.append(each)
+            elif each.call.tensors:
+                self._over.append(each.call)
+
+    def _is_stalled(self) -> bool:
+        with self._lock:
+            processes = {process for each in self._members.values() for process in each.processes}
+        # Where some rank is in no communicator of this one, what it does is not known.
+        world = dist.group.WORLD
+        return world is not None and len(processes) >= world.size() and self._stall.is_stalled(list(processes))
+
+    def _cause(self, pending: Sequence[PendingCall]) -> str:
+        """Which call hangs, and who is missing there, where one is."""
+        with self._lock:
+            members = dict(self._members)
+        for call in pending:
+            missing = members[call.queue].missing() if call.queue in members else ""
+            if missing:
+                return f"{call.what} waits for {missing}"
+        return f"{pending[0].what} has not ended"
+
+    def _end(self, why: str) -> None:
+        under_way = "; ".join(self._device.under_way())
+        sys.stderr.write(f"strict device: watchdog: {why}; under way: {under_way}\n")
+        sys.stderr.flush()
+        os.abort()

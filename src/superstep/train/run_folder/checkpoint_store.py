@@ -1,0 +1,31 @@
+"""The object store that a run's checkpoints are copied to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from superstep.errors import StateError
+from superstep.plan.resolve import Resolved
+from superstep.state.object_store.store import CheckpointStore
+
+
+def store_of(run: Resolved, checkpoint: Path | None) -> CheckpointStore | None:
+    """The store that a run names, if any.
+
+    Args:
+        run: whose it is.
+        checkpoint: what the run goes on from on the disk, if anything.
+
+    Raises:
+        StateError: it cannot be used, or holds a run that this one is not to go on with.
+    """
+    state = run.config.state
+    if state.store is None:
+        return None
+    store = CheckpointStore(state.store)
+    if checkpoint is None and state.existing != "resume" and (steps := store.steps()):
+        raise StateError(
+            f"state.store = '{state.store}' already holds a run, up to step {steps[-1]}. Go on with it by "
+            "--state.existing resume, or name another --state.store."
+        )
+    return store

@@ -1,0 +1,111 @@
+"""Whether the run directory is still where the run began: somebody may move or remove it meanwhile.
+
+    same device and inode under the name     nothing has happened
+    it has another name now                  the state is saved there, and the run ends
+    it is gone                               the state is saved in NAME.rescued beside, and the run ends
+
+In neither case a folder is made under the old name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from superstep.errors import Fault, disk_fault
+from superstep.state.all_or_none import Peers, together
+from superstep.state.snapshots.held_folder import HeldFolder
+from superstep.train.run_folder.run_paths import RunFolder, write_whole
+
+
+@dataclass(frozen=True, slots=True)
+class Displaced:
+    """A run directory that is no longer where it was.
+
+    Attributes:
+        was: its old name.
+        now: where the state is saved: its new name, or a folder beside.
+        is_removed: whether it is gone.
+    """
+
+    was: Path
+    now: Path
+    is_removed: bool
+
+    def fault(self, step: int) -> Fault:
+        """What ends the run once the state after ``step`` is saved."""
+        what = (
+            f"was removed, with its metrics and older checkpoints; the state is saved in {self.now}"
+            if self.is_removed
+            else f"was moved to {self.now}; the state is saved there"
+        )
+        fault = Fault(f"state.dir = '{self.was}' {what}.", step=step)
+        fault.saved_in = str(self.now)
+        return fault
+
+
+class FolderWatch:
+    """Holds the run directory, which stays the same directory under whatever name.
+
+    Args:
+        folder: is there.
+        texts: what a folder needs to be gone on with, by name of file.
+    """
+
+    def __init__(self, folder: RunFolder, texts: Mapping[str, str]) -> None:
+        self._held = HeldFolder(folder.root)
+        self._root = self._held.path
+        self._texts = texts
+        self._found: Displaced | None = None
+
+    def __enter__(self) -> FolderWatch:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._held.__exit__(kind, error, trace)
+
+    def look(self) -> Displaced | None:
+        """Where the directory is now, if it is not where it was. Nothing is made."""
+        if self._found is None and not self._held.is_there():
+            moved = self._held.new_name()
+            self._found = Displaced(self._root, moved or self._beside(), moved is None)
+        return self._found
+
+    def make(self, displaced: Displaced) -> None:
+        """Make the folder beside, in the place of one that was removed."""
+        if displaced.is_removed and not displaced.now.exists():
+            displaced.now.mkdir(parents=True)
+            for name, text in self._texts.items():
+                write_whole(displaced.now / name, text)
+
+    def _beside(self) -> Path:
+        name, number = f"{self._root.name}.rescued", 1
+        while (path := self._root.with_name(name if number == 1 else f"{name}-{number}")).exists():
+            number += 1
+        return path
+
+
+def follow(watch: FolderWatch | None, peers: Peers, folder: RunFolder) -> Displaced | None:
+    """Where the run directory is now, if it is not where it was; one that is gone has another in its place afterwards.
+    Every rank calls this together.
+
+    Args:
+        watch: rank 0's.
+        peers: the ranks.
+        folder: where it was.
+
+    Raises:
+        Fault: that other one cannot be made: on every rank the same.
+    """
+
+    def look() -> Displaced | None:
+        change = None if watch is None else watch.look()
+        if watch is not None and change is not None:
+            watch.make(change)
+        return change
+
+    return together(peers, look, lambda error: disk_fault(error, folder.root))[0]

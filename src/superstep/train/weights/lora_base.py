@@ -1,0 +1,102 @@
+"""The weights that adapters are trained beside: read, never written, and the same whenever the run goes on.
+
+A checkpoint of such a run has the adapter alone, as a folder of PEFT's. Which weights it adds to stands beside it, with
+a digest of their content (``base_file``).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from superstep.engine.engine import Engine
+from superstep.errors import StateError, SuperstepError
+from superstep.model.hf import open_weights
+from superstep.model.peft_adapter import config_text
+from superstep.model.peft_config import CONFIG
+from superstep.plan.lora import targets_of
+from superstep.plan.resolve import Resolved
+from superstep.serve.weights import digests, version_of
+from superstep.state.all_or_none import Peers, together
+from superstep.state.load_weights import fill
+from superstep.train.weights.base_file import BASE, Base, read_base
+from superstep.train.weights.model import shapes_of
+from superstep.train.weights.weights_folder import weights_of
+
+
+def draw_base(run: Resolved) -> Base:
+    """The weights that a run has which was given none."""
+    return Base(None, f"train.seed = {run.config.train.seed}")
+
+
+def begin_base(run: Resolved, engine: Engine, peers: Peers, folder: Path) -> Base:
+    """Fill the frozen weights from a folder. Every rank calls this together.
+
+    Raises:
+        StateError: they are not this model's, or cannot be read: on every rank the same.
+    """
+    fill(folder, engine.frozen_pieces(), shapes_of(run), peers)
+    return Base(folder.resolve(), _version(folder, peers))
+
+
+def resume_base(run: Resolved, engine: Engine, peers: Peers, checkpoint: Path) -> Base:
+    """Fill them again, as they were when the checkpoint was written; from ``model.weights`` where they have moved.
+
+    Raises:
+        StateError: they are gone, or have changed: on every rank the same.
+    """
+
+    def find() -> tuple[Base, Path | None]:
+        base, named = read_base(checkpoint), run.config.model.weights
+        is_there = base.folder is None or base.folder.exists()
+        return base, base.folder if is_there or named is None else weights_of(Path(named))
+
+    # One rank says which: another run may be writing the next checkpoint.
+    paths = together(peers, lambda: None if peers.rank else find(), _unreadable(checkpoint / BASE))[0]
+    assert paths is not None
+    base, folder = paths
+    resumed = draw_base(run) if folder is None else begin_base(run, engine, peers, folder)
+    require_same(base, resumed, checkpoint)
+    return resumed
+
+
+def require_same(base: Base, current: Base, adapter: Path) -> None:
+    """See that weights are those that an adapter was trained beside.
+
+    Raises:
+        StateError: they are not.
+    """
+    if current.version != base.version:
+        raise StateError(
+            f"'{adapter}' adds to weights of digest {base.version}, and those of '{current.folder or 'the run'}' have "
+            f"{current.version}; put those that training began with back."
+        )
+
+
+def files_of(run: Resolved, base: Base) -> dict[str, str]:
+    """What makes a checkpoint's folder an adapter's, by name."""
+    lora = run.config.lora
+    assert lora is not None
+    strengths = dict.fromkeys(targets_of(run.outline, lora), (lora.rank, lora.alpha))
+    folder = None if base.folder is None else str(base.folder)
+    about = {"weights": folder, "version": base.version}
+    return {
+        CONFIG: config_text(strengths, is_stabilized=False, base=folder),
+        BASE: json.dumps(about, indent=1) + "\n",
+    }
+
+
+def _version(folder: Path, peers: Peers) -> str:
+    """The digest of a folder's weights; each rank reads its share of them."""
+
+    def mine() -> dict[str, str]:
+        weights = open_weights(folder)
+        return digests({name: weights[name] for name in sorted(weights)[peers.rank :: peers.size]})
+
+    parts = together(peers, mine, _unreadable(folder))
+    return version_of(open_weights(folder), {name: digest for part in parts for name, digest in part.items()})
+
+
+def _unreadable(path: Path) -> Callable[[Exception], SuperstepError]:
+    return lambda error: StateError(f"{path} cannot be read ({error}); fetch or save it again.")

@@ -1,0 +1,145 @@
+"""The model of a run: our own decoder, or the units of a user's file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from superstep.comm.device import Device, gpus
+from superstep.cost.program import lora
+from superstep.cost.program.flops import model_flops_per_token
+from superstep.cost.program.time.operation import UnitOperations, flops
+from superstep.engine.saved_activations import with_kept
+from superstep.engine.tracing.trace_units import operations_of
+from superstep.engine.tracing.trace_user_model import rehearse
+from superstep.errors import ConfigError
+from superstep.model.axes import units
+from superstep.model.custom.inspect import outline_of, passed
+from superstep.model.custom.user_model import load_units
+from superstep.model.lora import adapt
+from superstep.model.meta import on_meta
+from superstep.model.unit import GIVEN, UnitSpec
+from superstep.numerics.own_loss import load_loss
+from superstep.plan.config import RunConfig
+from superstep.plan.mesh import MeshShape
+from superstep.plan.resolve import Resolved, resolve
+
+
+def resolve_config(config: RunConfig, world: int | None = None) -> Resolved:
+    """``resolve``, for a decoder of ours and for the model of ``model.source`` alike.
+
+    Raises:
+        ConfigError: as ``resolve`` does; the file cannot be used; or its units do not run as they are, or cut.
+    """
+    source = config.model.source
+    if config.train.loss is not None:
+        load_loss(config.train.loss)  # refused before any rank is launched
+    if source is None:
+        run = resolve(config, world)
+        return with_kept(run, Device("cuda" if gpus() and run.config.plan.device != "cpu" else "cpu"))
+    specs = load_units(config)
+    if config.train.loss is not None and specs[-1].loss is not None:
+        raise ConfigError(
+            f"train.loss = '{config.train.loss}', and {source} gives its last unit '{specs[-1].name}' a loss of its "
+            "own; leave one of them out."
+        )
+    run = resolve(config, world, outline_of(specs, source))
+    rows = torch.empty(1, config.data.sequence_tokens, dtype=torch.long, device="meta")
+    between = passed(specs, rows, torch.float32, source)
+    _check_logits(config, between[-1].shape)
+    if config.data.is_masked:
+        _check_documents(config, specs)
+    if run.plan.mesh.tp > 1:
+        rehearse(run, specs, between, source)
+    return run
+
+
+def _check_logits(config: RunConfig, shape: torch.Size) -> None:
+    source, tokens = config.model.source, config.data.sequence_tokens
+    if len(shape) != 3 or shape[:2] != (1, tokens):
+        raise ConfigError(
+            f"{source}: the last unit gives {list(shape)} for one sequence of {tokens} tokens; "
+            f"let it give logits, [1, {tokens}, model.vocab]."
+        )
+    if config.model.vocab != shape[2]:
+        raise ConfigError(
+            f"{source}: the last unit gives {shape[2]} logits, and model.vocab = {config.model.vocab}, which the "
+            f"tokenizer is made for; set model.vocab to {shape[2]}."
+        )
+
+
+def _check_documents(config: RunConfig, specs: Sequence[UnitSpec]) -> None:
+    """See that the units can be told of documents: by their attention, and by positions of each sequence's own."""
+    source, tokens = config.model.source, config.data.sequence_tokens
+    needs = {"attend": "attention as an argument", "positions": "positions, which begin at 0 in each document"}
+    for name, what in needs.items():
+        if not any(name in spec.takes for spec in specs):
+            raise ConfigError(
+                f"{source}: data.document_mask = true needs units that take {what}, and none takes '{name}'; "
+                f"let those that use it take '{name}', or set data.document_mask = false."
+            )
+    rows = torch.empty(2, tokens, dtype=torch.long, device="meta")
+    given = {**GIVEN, "positions": torch.empty_like(rows)}
+    passed(specs, rows, torch.float32, f"{source}, data.document_mask = true, positions {list(rows.shape)}", given)
+
+
+def units_of(run: Resolved) -> Sequence[UnitSpec]:
+    """The units that a run's configuration names, with the adapters that it asks for."""
+    specs = load_units(run.config) if run.decoder is None else units(run.decoder)
+    return specs if run.config.lora is None else adapt(specs, run.outline, run.config.lora)
+
+
+def model_alone(run: Resolved) -> Resolved:
+    """The same run of the model alone."""
+    return run if run.config.lora is None else resolve_config(replace(run.config, lora=None))
+
+
+def shapes_of(run: Resolved) -> dict[str, torch.Size]:
+    """The shape of every global tensor of the model, in its order, without those of adapters."""
+    shapes: dict[str, torch.Size] = {}
+    for unit in units_of(run):
+        with on_meta():
+            module = unit.build()
+        for local, spec in unit.params.items():
+            if spec.factor is not None:
+                continue
+            shapes |= {name: view.shape for name, view in spec.views(module.get_parameter(local))}
+    return shapes
+
+
+def operations(run: Resolved) -> tuple[UnitOperations, ...] | None:
+    """What each unit of the run does on a rank; None for units of the user's own whose course depends on data."""
+    specs = units_of(run)
+    if run.decoder is not None:
+        return operations_of(run, specs)
+    try:
+        return operations_of(run, specs)
+    except RuntimeError:  # fake tensors have no values to decide by
+        return None
+
+
+def flops_per_token(run: Resolved, traced: Sequence[UnitOperations] | None) -> float | None:
+    """Operations that training on one token needs, as ``cost.program.flops.MFU_CONVENTION`` has them; of units of
+    the user's own as they were seen to do it, None where they were not.
+    """
+    tokens, mesh = run.config.data.sequence_tokens, run.plan.mesh
+    if run.decoder is not None and run.config.lora is not None:
+        return lora.flops_per_token(run)
+    if run.decoder is not None:
+        return model_flops_per_token(run.decoder, tokens)
+    if traced is not None and mesh.tp * mesh.cp > 1:
+        # What is not cut every rank does, and it must not count twice.
+        whole = replace(run.plan, mesh=MeshShape(), placement=(0,) * len(run.plan.stages), sequence_parallel=False)
+        traced = operations(replace(run, plan=whole))
+    if traced is None:
+        return None
+    return sum(flops(unit.forward) + flops(unit.backward) for unit in traced) / (run.plan.microbatch * tokens)
+
+
+def vocab_of(run: Resolved) -> int:
+    """As many ids as the tokenizer may have."""
+    vocab = run.config.model.vocab if run.decoder is None else run.decoder.vocab
+    assert vocab is not None, "a model of the user's own is resolved with its vocabulary"
+    return vocab

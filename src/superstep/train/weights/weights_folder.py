@@ -1,0 +1,35 @@
+"""The weights that a path names: of another run, of a checkpoint, or of a Hugging Face folder. Without torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from superstep.errors import StateError
+from superstep.state.checkpoint_dirs import checkpoints
+from superstep.state.verify import glance
+from superstep.train.run_folder.run_paths import RunFolder
+
+
+def weights_of(path: Path) -> Path:
+    """The folder of weights that a path names: the newest checkpoint of a run, else the folder itself.
+
+    Raises:
+        StateError: it is not there, or a run without a checkpoint.
+    """
+    if not path.exists():
+        raise StateError(f"'{path}' is not there; name a run, a checkpoint or a Hugging Face folder.")
+    return newest_checkpoint(path) if RunFolder(root=path).config.is_file() else path
+
+
+def newest_checkpoint(run: Path) -> Path:
+    """The last checkpoint that a run wrote. Its tensors are not read: who reads them holds them against their hashes.
+
+    Raises:
+        StateError: it has none yet.
+        Damaged: a glance shows that it is not what was written. An older one is not what was asked for.
+    """
+    found = checkpoints(RunFolder(root=run).checkpoints)
+    if not found:
+        raise StateError(f"'{run}' has no checkpoint yet; train it for at least state.save_every steps.")
+    glance(found[-1])
+    return found[-1]

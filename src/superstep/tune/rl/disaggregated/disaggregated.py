@@ -1,0 +1,312 @@
+"""Ranks apart: some sample and others train, each in processes of their own on one host.
+
+    trainer     publish v0 ─────────────── train s0 ─ publish v1 ─ train s1 ─ publish v2 ...
+                         └▶ sampler    take v0 ─ sample g0 to g3 ─ retire v0 ─ take v1 ─ sample g4, g5 ...
+                            grader                 └ g0 ┘ └ g1 ┘               (rank 0's of the trainer)
+
+Each goes through its own lane of the program. What one waits for on another lane comes over the lines of
+``RolloutHub``: which version samples which group is the program's to say, whoever is faster.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from superstep.comm.objects import gather
+from superstep.errors import StateError
+from superstep.grade.environment import Tasks
+from superstep.grade.environment_process import EnvironmentProcess
+from superstep.grade.pool import Pool
+from superstep.launch.ranks import RankWorld, World
+from superstep.train.run_folder.folder_watch import FolderWatch
+from superstep.train.run_folder.run_paths import write_whole
+from superstep.tune.program.instructions import Iterations, Publish, Retire, Sample, Save, Take, Train
+from superstep.tune.program.memory import require_room
+from superstep.tune.program.text import write_iterations
+from superstep.tune.rl.colocated import samples_from
+from superstep.tune.rl.disaggregated.hub_connection import Line
+from superstep.tune.rl.disaggregated.hub_messages import Here, Retired, SampledGroup
+from superstep.tune.rl.disaggregated.rollout_hub import Lesson, RolloutHub, Window
+from superstep.tune.rl.from_rank0 import WaitLimit, from_first
+from superstep.tune.rl.grading import Grading, Retried, nothing_retried
+from superstep.tune.rl.job import PROGRAM, RlJob, beside, own_ranks, serve_of, worker_settings
+from superstep.tune.rl.memory_budget import beside_communicators, pages_for, sampler_plan, sizes_of
+from superstep.tune.rl.policy_trainer import PolicyTrainer
+from superstep.tune.rl.rl_step import Stopped, Tell, TellSave, Training, tell_nobody
+from superstep.tune.rl.rollout_log import NAME, SNAPSHOTS, RolloutLog
+from superstep.tune.rl.rollout_worker import RolloutWorker, TrainerLeft
+from superstep.tune.rl.sampling import words_of
+
+SOCKET = "samplers"
+"""Where samplers and the trainer meet, in the folder of their launch."""
+
+REMOVAL_S = 1.0
+"""How long it may take to remove a version's folder."""
+
+
+def samplers_of(job: RlJob) -> int:
+    """How many samplers there are: each is a world of ``rollout.tp`` ranks."""
+    return own_ranks(job.rollout) // job.rollout.tp
+
+
+class TrainerLane:
+    """One rank of those that train.
+
+    Args:
+        trainer: this rank's weights.
+        training: its part in training.
+        exchange: rank 0's; None on the others.
+        snapshots: where they are written.
+        timeout_s: how long samplers and graders may be waited for.
+    """
+
+    def __init__(
+        self, trainer: PolicyTrainer, training: Training, exchange: RolloutHub | None, snapshots: Path, timeout_s: float
+    ) -> None:
+        self._trainer = trainer
+        self._training = training
+        self._exchange = exchange
+        self._snapshots = snapshots
+        self._timeout_s = timeout_s
+
+    def run(self, program: Iterations) -> None:
+        """Everything that the lane lists.
+
+        Raises:
+            Stopped: that was asked for, and what was done is saved.
+            Fault: the run directory was moved or removed, and what was done is saved.
+        """
+        for i in program.lane("trainer"):
+            self._training.require_folder()
+            match i:
+                case Publish(version):
+                    self._publish(version)
+                case Train(step):
+                    self._train(program.asked.groups_of(step), step)
+                case Save():
+                    self._training.save()
+                case _:
+                    raise AssertionError("the trainer does none of these")
+
+    def _publish(self, version: int) -> None:
+        write = partial(self._training.publish, version, self._snapshots)
+        if self._exchange is None:
+            write()
+        else:
+            self._exchange.publish(version, write)
+
+    def _train(self, numbers: range, step: int) -> None:
+        begin_s = time.perf_counter()
+        patience = WaitLimit(self._timeout_s)
+
+        def found(beat_s: float) -> Lesson | None:
+            assert self._exchange is not None, "rank 0 has it"
+            return self._exchange.wait(numbers, beat_s, patience)
+
+        groups, verdicts = from_first(self._trainer.peers.rank, found, self._training.require_folder)
+        self._training.train(step, groups, verdicts, sampling_s=time.perf_counter() - begin_s)
+        if self._exchange is not None:
+            self._exchange.forget(numbers)
+
+
+class SamplerLane:
+    """One rank of a sampler.
+
+    Args:
+        seat: its part in sampling.
+        line: to the trainer.
+        environment: of the tasks.
+        seed: of the tasks.
+        tasks: the number of a place's task, where it is another.
+    """
+
+    def __init__(
+        self, seat: RolloutWorker, line: Line, environment: Tasks, seed: int, tasks: Mapping[int, int]
+    ) -> None:
+        self._seat = seat
+        self._line = line
+        self._environment = environment
+        self._seed = seed
+        self._tasks = tasks
+        self._has_left = False
+
+    def run(self, program: Iterations) -> None:
+        """Everything that the lane lists, or what of it is wanted."""
+        lane = program.lane("sampler")
+        taken: Path | None = None
+        at = 0
+        while at < len(lane):
+            match lane[at]:
+                case Take(version):
+                    # Of ranks that share a model none may leave alone.
+                    taken, *_ = told = gather(self._line.version(version))
+                    if None in told:
+                        return
+                case Sample(_, version):
+                    assert taken is not None, "a version was taken"
+                    batch = samples_from(lane[at:])
+                    self._sample(batch, version, taken)
+                    if any(gather(self._has_left)):
+                        return
+                    at += len(batch)
+                    continue
+                case Retire(version):
+                    if self._seat.is_first:
+                        self._line.tell(Retired(version))
+                case _:
+                    raise AssertionError("a sampler does none of these")
+            at += 1
+
+    def _sample(self, places: list[int], version: int, folder: Path) -> None:
+        numbers = [self._tasks.get(place, place) for place in places]
+        tasks = [(number, self._environment.task(number, self._seed)) for number in numbers]
+        try:
+            for group in self._seat.sample(folder, version, tasks, self._look):
+                self._line.tell(SampledGroup(group))
+        except (StateError, OSError):
+            if not self._is_removed(folder) or not self._line.ends_within():
+                raise
+            self._has_left = True
+
+    def _is_removed(self, folder: Path) -> bool:
+        """Whether a version has gone, most likely with the run directory. The trainer sees that before long, saves the
+        state and ends the run; it would not come to that if a sampler ended first.
+        """
+        return self._line.ends_within(REMOVAL_S) or not folder.exists()
+
+    def _look(self) -> None:
+        """After each step of the engine."""
+        if self._line.is_over:
+            self._has_left = True
+            raise TrainerLeft
+
+
+def owners_of(program: Iterations, samplers: int) -> dict[int, int]:
+    """Which sampler draws each group: those that are drawn together are dealt out in turn."""
+    lane = program.lane("sampler")
+    found: dict[int, int] = {}
+    at = 0
+    while at < len(lane):
+        batch = samples_from(lane[at:])
+        found |= {number: nth % samplers for nth, number in enumerate(batch)}
+        at += max(1, len(batch))
+    return found
+
+
+def train_apart(
+    world: World,
+    job: RlJob,
+    tell: Tell = lambda learnt: None,
+    tell_save: TellSave = tell_nobody,
+    retried: Retried = nothing_retried,
+) -> bool:
+    """One rank of those that train, from assembly to the last step; whether it was asked to stop before that."""
+    _require_own_room(world, job, "trainer")
+    texts = beside(job) if world.rank == 0 else {}
+    trainer = PolicyTrainer(world, job.run, job.folder, texts, temperature=job.rollout.temperature)
+    trainer.start(job.checkpoint, job.start, job.memory(world.rank), job.recovered)
+    if job.rl.kl_coef:
+        trainer.keep_reference(job.start)
+    timeout_s = job.rollout.timeout_s
+    training = Training(job.rl, job.rollout, job.program.asked.steps, trainer, tell, tell_save)
+    with ExitStack() as stack:
+        exchange = None
+        if world.rank == 0:
+            exchange = _open_hub(world, job, stack, retried)
+            trainer.watch = stack.enter_context(FolderWatch(job.folder, job.files))
+        lane = TrainerLane(trainer, training, exchange, job.folder.root / SNAPSHOTS, timeout_s)
+        is_stopped = False
+        try:
+            lane.run(job.program)
+        except Stopped:
+            is_stopped = True
+        if exchange is not None:
+            exchange.finish()
+    trainer.close()
+    return is_stopped
+
+
+def _open_hub(world: World, job: RlJob, stack: ExitStack, retried: Retried) -> RolloutHub:
+    """What rank 0 has besides: the record, graders, and the ends of all lines."""
+    assert world.folder is not None, "the ranks were launched"
+    record = RolloutLog(job.folder.root / NAME)
+    stack.callback(record.close)
+    record.forget(range(job.program.cursor.step * job.rl.groups))
+    record.tidy()
+    write_whole(job.folder.root / PROGRAM, write_iterations(job.program))
+    graders = stack.enter_context(Pool(job.rl.environment, job.grade, retried=retried))
+    grading = Grading(record, graders, job.run.config.train.seed)
+    grading.begin(job.program)
+    samplers = samplers_of(job)
+    exchange = RolloutHub(
+        world.folder / SOCKET,
+        record,
+        grading,
+        samplers=samplers,
+        ranks=job.rollout.tp,
+        owners={job.tasks.get(place, place): owner for place, owner in owners_of(job.program, samplers).items()},
+        window=Window(job.rl.window, job.program.asked),
+        timeout_s=job.rollout.timeout_s,
+    )
+    return stack.enter_context(exchange)
+
+
+def sample_apart(world: World, job: RlJob, number: int) -> None:
+    """One rank of a sampler, until no more is wanted.
+
+    Args:
+        world: the ranks that share the sampler's model.
+        job: of the run.
+        number: of the sampler.
+    """
+    assert world.folder is not None, "the ranks were launched"
+    pages = _require_own_room(world, job, "sampler")
+    serve = serve_of(job.run, replace(job.rollout, pages=pages), job.kernels)
+    environment = EnvironmentProcess(job.rl.environment, job.rollout.reply_timeout_s)
+    words = words_of(job.start)
+    with ExitStack() as stack:
+        stack.callback(environment.close)
+        stack.callback(words.template.close)
+        seat = RolloutWorker(world, worker_settings(job, serve), words, environment, others=(number, samplers_of(job)))
+        line = Line(world.folder / SOCKET, Here(number, world.rank), job.rollout.timeout_s)
+        SamplerLane(seat, line, environment, job.run.config.train.seed, job.tasks).run(job.program)
+        line.close()
+        seat.close()
+
+
+def _require_own_room(world: World, job: RlJob, who: Literal["sampler", "trainer"]) -> int | None:
+    """Pages for which there is room, once it is seen that everything has. Of a CPU that is known beforehand.
+
+    Raises:
+        ConfigError: something has no room on this rank's GPU.
+    """
+    if world.device.kind == "cpu":
+        return job.rollout.pages
+    serve = serve_of(job.run, job.rollout, job.kernels)
+    plan = job.run.plan if who == "trainer" else sampler_plan(job.run, serve).plan
+    free_bytes = beside_communicators(world.device.free_bytes(1), plan)
+    pages = min(gather(pages_for(job.run, serve, free_bytes)))
+    require_room(job.program, sizes_of(job.run, serve, job.rl, pages=pages, gives_back=True), {who: free_bytes})
+    return pages
+
+
+def parties_of(job: RlJob, train: Callable[..., bool], sample: Callable[..., None]) -> list[RankWorld]:
+    """The worlds of a run: the trainer's, and one for each sampler.
+
+    Args:
+        job: of the run.
+        train: what a trainer's rank does: given its world and the job.
+        sample: what a sampler's does: given the sampler's number, too.
+    """
+    trainer = RankWorld(name="trainer", size=job.run.plan.mesh.world, worker=train, args=(job,))
+    samplers = [
+        RankWorld(name=f"sampler {number}", size=job.rollout.tp, worker=sample, args=(job, number))
+        for number in range(samplers_of(job))
+    ]
+    return [trainer, *samplers]

@@ -1,0 +1,280 @@
+"""Where samplers with ranks of their own and the trainer meet: on the trainer's rank 0, which keeps the record.
+
+    lines, a thread each     groups ──▶ record ──▶ graders        retired by all ──▶ the snapshot is removed
+    the thread that trains   publishes ──▶ every line             waits for groups and grades
+
+What comes is on record as soon as it is heard, while the main thread trains.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+
+from superstep.errors import Fault
+from superstep.grade.verdict import Verdict
+from superstep.tune.program.instructions import RlSchedule
+from superstep.tune.rl.disaggregated.hub_connection import LOST
+from superstep.tune.rl.disaggregated.hub_messages import (
+    Bye,
+    EndSampling,
+    FromTrainer,
+    Here,
+    Retired,
+    SampledGroup,
+    Version,
+    decode_from_sampler,
+    encode,
+)
+from superstep.tune.rl.from_rank0 import WaitLimit
+from superstep.tune.rl.grading import Grading
+from superstep.tune.rl.rollout_log import RolloutLog
+from superstep.tune.rl.sampling import TaskGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Which places may exchange their tasks: none, or those of the next steps.
+
+    Attributes:
+        steps: how many.
+        asked: of the run.
+    """
+
+    steps: int
+    asked: RlSchedule
+
+    def places(self, first: int, task: int) -> range:
+        """Where a task may go that is not there yet: to places from ``first`` on, not far from its own."""
+        last = min(self.asked.step_of(task) + self.steps, self.asked.steps - 1)
+        return range(first, self.asked.groups_of(last).stop)
+
+
+class RolloutHub:
+    """The trainer's end of all lines.
+
+    Args:
+        address: of the socket to listen to.
+        record: that is kept.
+        grading: of what is on it.
+        samplers: how many there are.
+        ranks: of each, who all have a line.
+        owners: which sampler draws each task.
+        window: of places.
+        timeout_s: how long samplers and graders may be waited for.
+    """
+
+    def __init__(  # noqa: PLR0913
+        self,
+        address: Path,
+        record: RolloutLog,
+        grading: Grading,
+        *,
+        samplers: int,
+        ranks: int,
+        owners: Mapping[int, int],
+        window: Window,
+        timeout_s: float,
+    ) -> None:
+        self._record = record
+        self._grading = grading
+        self._samplers = samplers
+        self._owners = owners
+        self._window = window
+        self._timeout_s = timeout_s
+        self._news = threading.Condition()
+        grading.heard = self._hear
+        self._lines: list[Connection] = []
+        self._told: list[FromTrainer] = [Version(n, str(path)) for n, path in record.published.items()]
+        self._retired: Counter[int] = Counter()
+        self._left = samplers * ranks
+        self._problem: Exception | None = None
+        self._listener = _listening(address, self._left)
+        self._is_closed = False
+        self._address = address
+        self._accepting = threading.Thread(target=self._accept, args=(self._left,), name="samplers", daemon=True)
+        self._accepting.start()
+
+    def __enter__(self) -> RolloutHub:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._news:
+            self._is_closed = True
+            for line in self._lines:
+                _hang_up(line)
+        with suppress(OSError):  # who waits for a line is woken by one
+            Client(str(self._address), "AF_UNIX").close()
+        self._accepting.join()
+
+    def publish(self, version: int, write: Callable[[], Path]) -> None:
+        """Write a snapshot, and tell the samplers."""
+        # One of the same bits that is retired just now is either gone before, or stays.
+        with self._record.lock:
+            path = write()
+            self._record.publish(version, path)
+        self._tell(Version(version, str(path)))
+
+    def wait(self, places: range, beat_s: float, patience: WaitLimit) -> Lesson | None:
+        """The groups of a step with their grades; None where some are not there after ``beat_s``.
+
+        Raises:
+            ConfigError: the environment has no such task.
+            Fault: a sampler or the grader is late, or a sampler has gone.
+        """
+        until_s = time.monotonic() + beat_s
+        with self._news:
+            while missing := self._missing(places):
+                self._require_well()
+                if not patience.left_s:
+                    self._require_drawn(missing)
+                    break  # the grader is late
+                seconds = min(until_s - time.monotonic(), patience.left_s)
+                if seconds <= 0 and patience.left_s:
+                    return None
+                if self._news.wait(max(0.0, seconds)):
+                    patience.renew()
+            self._require_well()
+        verdicts = self._grading.graded(places, until_s - time.monotonic(), patience)
+        return None if verdicts is None else ([self._record.groups[place] for place in places], verdicts)
+
+    def forget(self, places: range) -> None:
+        """Let go of what was trained on."""
+        self._record.forget(places)
+
+    def _missing(self, places: range) -> list[int]:
+        """The places that have to be waited for. Those within the window exchange theirs with others that are done."""
+        if not self._window.steps:
+            return [place for place in places if place not in self._record.groups]
+        missing = [place for place in places if not self._grading.is_done(place)]
+        pairs: list[tuple[int, int]] = []
+        for place in missing:
+            later = self._window.places(places.stop, self._record.task(place))
+            done = (n for n in later if self._grading.is_done(n) and all(n != taken for _, taken in pairs))
+            if (other := next(done, None)) is not None:
+                pairs.append((place, other))
+        if len(pairs) < len(missing):
+            return missing
+        for place, other in pairs:
+            self._record.exchange(place, other)
+        return []
+
+    def _require_drawn(self, missing: Sequence[int]) -> None:
+        for place in missing:
+            if place not in self._record.groups:
+                task = self._record.task(place)
+                raise Fault(f"sampler {self._owners[task]} has no answers of task {task} after {self._timeout_s:g} s.")
+
+    def _hear(self) -> None:
+        with self._news:
+            self._news.notify_all()
+
+    def finish(self) -> None:
+        """Let the samplers go, and wait until they have gone.
+
+        Raises:
+            Fault: one does not, or goes without a word.
+        """
+        self._tell(EndSampling())
+        patience = WaitLimit(self._timeout_s)
+        with self._news:
+            while self._left:
+                self._require_well()
+                if not patience.left_s:
+                    raise Fault(f"a sampler has not come to its end after {self._timeout_s:g} s.")
+                self._news.wait(patience.left_s)
+
+    def _require_well(self) -> None:
+        if self._problem is not None:
+            raise self._problem
+
+    def _tell(self, message: FromTrainer) -> None:
+        with self._news:
+            self._told.append(message)
+            for line in self._lines:
+                with suppress(OSError):  # one that is lost is found out by who reads
+                    line.send_bytes(encode(message))
+
+    # A thread for each line, and one that waits for them.
+
+    def _accept(self, count: int) -> None:
+        with self._listener:
+            for _ in range(count):
+                line = self._listener.accept()
+                with self._news:
+                    if self._is_closed:
+                        line.close()
+                        return
+                    self._lines.append(line)
+                    for message in self._told:
+                        with suppress(OSError):
+                            line.send_bytes(encode(message))
+                threading.Thread(target=self._read, args=(line,), name="sampler", daemon=True).start()
+
+    def _read(self, line: Connection) -> None:
+        name = "a sampler"
+        try:
+            while True:
+                match decode_from_sampler(line.recv_bytes()):
+                    case Here(sampler, rank):
+                        name = f"sampler {sampler}, rank {rank}"
+                    case SampledGroup(group):
+                        with self._news:  # who finds it on record finds its grades asked for
+                            self._record.keep_answers(group)
+                            self._grading.submit(self._record.place(group.number))
+                    case Retired(version):
+                        self._retire(version)
+                    case Bye():
+                        break
+                with self._news:
+                    self._news.notify_all()
+        except LOST as error:
+            self._problem = Fault(f"{name} has gone.")
+            self._problem.__cause__ = error
+        except msgspec.DecodeError as error:
+            self._problem = Fault(f"what came from {name} is no message of a sampler's ({error}).")
+            self._problem.__cause__ = error
+        except Exception as error:  # noqa: BLE001 - the thread that waits raises it
+            self._problem = error
+        with self._news:
+            self._lines.remove(line)
+            line.close()
+            self._left -= 1
+            self._news.notify_all()
+
+    def _retire(self, version: int) -> None:
+        self._retired[version] += 1
+        if self._retired[version] == self._samplers:
+            self._record.retire(version)
+
+
+Lesson = tuple[list[TaskGroup], list[tuple[Verdict, ...]]]
+"""Groups of a step, and their grades."""
+
+
+def _hang_up(line: Connection) -> None:
+    """Both ends see its end. To close it would wake nobody who reads it here."""
+    with suppress(OSError), socket.socket(fileno=os.dup(line.fileno())) as end:
+        end.shutdown(socket.SHUT_RDWR)
+
+
+def _listening(address: Path, count: int) -> Listener:
+    try:
+        return Listener(str(address), "AF_UNIX", backlog=count)
+    except OSError as error:
+        raise Fault(
+            f"no socket can be made at {address} ({error}); set TMPDIR to a folder with a short name."
+        ) from error
