@@ -43,6 +43,7 @@ from superstep.program.instructions import Program
 from superstep.program.peak_memory import forwards_in_flight
 from superstep.program.text import describe, write_program
 from superstep.program.timeline import Timeline
+from superstep.serve.scheduling.request import SamplingOptions
 from superstep.tune.config import USUAL, USUAL_TOKENS, TuneConfig
 from superstep.tune.recipe import Recipe, Usual
 from superstep.tune.rl import config as rl
@@ -373,6 +374,11 @@ def _metrics() -> str:
     return "\n\n".join(parts)
 
 
+def _sampling_options() -> str:
+    rows = [(f"`{f.name}`", literal(f.default), f.words) for f in described(SamplingOptions)]
+    return table(("option", "default", "meaning"), rows)
+
+
 def _small() -> Resolved:
     return run_of(layers=2, batch=2, pp=2, schedule="1f1b", stages=(2, 2))
 
@@ -395,6 +401,7 @@ MADE: dict[str, Callable[[], str]] = {
     **PLANNER_BLOCKS,
     "tolerances": _tolerances,
     "metrics": _metrics,
+    "sampling options": _sampling_options,
 }
 _BLOCK = re.compile(r"(<!-- made: ([\w -]+?) -->\n).*?(<!-- /made -->)", re.DOTALL)
 

@@ -14,14 +14,23 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
-def changed(page: str, folder: Path) -> Path:
-    """A copy of the package with the changes of a page: each of its diffs is of the file that was named last."""
+def changed(page: str, folder: Path, *, without: str | None = None) -> Path:
+    """A copy of the package with the changes of a page: each of its diffs is of the file that was named last.
+
+    Args:
+        page: below docs/howto.
+        folder: for the copy.
+        without: leaves out the one diff that has this text, as somebody who reads in haste may.
+    """
     source = folder / "src"
     shutil.copytree(ROOT / "src", source, ignore=shutil.ignore_patterns("__pycache__"))
     text = (ROOT / "docs" / "howto" / page).read_text(encoding="utf-8")
     found = list(re.finditer(r"^```diff\n(.*?)^```$", text, re.DOTALL | re.MULTILINE))
     assert found
+    assert without is None or sum(without in each[1] for each in found) == 1
     for each in found:
+        if without is not None and without in each[1]:
+            continue
         name = re.findall(r"`(src/superstep/[\w/]+\.py)`", text[: each.start()])[-1]
         lines = each[1].splitlines(keepends=True)
         before = "".join(line[1:] for line in lines if line[0] != "+")
@@ -33,14 +42,23 @@ def changed(page: str, folder: Path) -> Path:
     return source
 
 
-def run(script: str, source: Path, folder: Path) -> None:
-    """A script with the changed package. It is told both paths, and is a file: ranks import it by its name."""
+def touched(page: str) -> set[str]:
+    """The files of the package that a page's steps name."""
+    text = (ROOT / "docs" / "howto" / page).read_text(encoding="utf-8")
+    return set(re.findall(r"`(src/superstep/[\w/]+\.py)`", text))
+
+
+def run(script: str, source: Path, folder: Path) -> str:
+    """What a script prints that runs with the changed package. It is given both paths, and is a file: ranks import it
+    by its name.
+    """
     file = folder / "followed.py"
     file.write_text(script, encoding="utf-8")
     path = os.pathsep.join((str(source), str(ROOT / "tests" / "support")))
     command = [sys.executable, str(file), str(source), str(folder)]
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
 
 
 SCHEDULE = """
@@ -123,6 +141,33 @@ for key in ("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_n
 """
 
 
+SAMPLER = """
+from superstep.errors import ConfigError
+from superstep.http.body_validation import read_model
+from superstep.serve.api.generate_endpoint import GenerateFields
+from superstep.serve.api.openai.completions import CompletionFields
+from superstep.serve.scheduling.request import Request, Sampling, check_request
+from superstep.train.proof.sampler import draw_fault
+
+assert read_model(GenerateFields, {"prompt": [1], "sampling": {"top_a": 0.5}}).sampling.top_a == 0.5
+assert read_model(CompletionFields, {"prompt": "", "top_a": 0.5}).top_a == 0.5
+assert not Sampling(top_a=0.5).is_plain
+print(draw_fault())
+try:
+    check_request(Request(id=0, prompt=(1,), sampling=Sampling(top_a=2.0)), vocab=9, context_tokens=9)
+except ConfigError as error:
+    assert str(error) == "top_a = 2.0 must be from 0 to 1.", error
+else:
+    raise AssertionError("top_a = 2 is taken")
+"""
+
+
+@pytest.mark.parametrize("page", sorted(each.name for each in (ROOT / "docs" / "howto").glob("add-a*.md")))
+def test_an_extension_touches_three_files_at_most(page):
+    if page != "add-a-pass.md":  # a pass is compiled into the step, which is more
+        assert 1 <= len(touched(page)) <= 3
+
+
 @pytest.mark.multiproc
 def test_a_schedule_that_is_added_as_the_page_says_is_proven(tmp_path):
     source = changed("add-a-schedule.md", tmp_path)
@@ -133,3 +178,12 @@ def test_a_family_that_is_added_as_the_page_says_has_the_logits_of_transformers(
     pytest.importorskip("transformers")
     source = changed("add-a-model-family.md", tmp_path)
     run(FAMILY, source, tmp_path)
+
+
+def test_a_sampler_option_that_is_added_as_the_page_says_draws_as_plain_code_does(tmp_path):
+    assert run(SAMPLER, changed("add-a-sampler-option.md", tmp_path), tmp_path) == ""
+
+
+def test_a_sampler_option_that_lacks_the_change_of_which_the_page_warns_is_found(tmp_path):
+    source = changed("add-a-sampler-option.md", tmp_path, without="sampling.top_a == 0.0:")
+    assert "the number of tokens to draw from is" in run(SAMPLER, source, tmp_path)

@@ -6,10 +6,11 @@ Types are strict: ``"0.5"`` is not a number and ``true`` is not 1. ``null`` mean
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
+from typing import Any, TypeVar, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from pydantic_core import ErrorDetails
 
 from superstep.errors import did_you_mean
@@ -23,6 +24,26 @@ class Strict(BaseModel):
     """A body without unknown fields and without values of another type."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+def takes(options: type, *, or_null: bool = False) -> Callable[[type[M]], type[M]]:
+    """A class decorator: the form has each field of a dataclass besides, but for those that it declares itself.
+
+    Args:
+        options: the dataclass, whose defaults are the form's.
+        or_null: whether a field may be ``null``, which then is its default.
+    """
+    hints = get_type_hints(options)
+    added: dict[str, Any] = {
+        each.name: (hints[each.name] | None, None) if or_null else (hints[each.name], each.default)
+        for each in fields(options)
+    }
+
+    def extend(form: type[M]) -> type[M]:
+        new = {name: field for name, field in added.items() if name not in form.model_fields}
+        return create_model(form.__name__, __base__=form, __doc__=form.__doc__, __module__=form.__module__, **new)
+
+    return extend
 
 
 def read_model(form: type[M], body: Mapping[str, Any]) -> M:

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from superstep.errors import ConfigError
-from superstep.http.body_validation import Strict, read_model, value_or
+from superstep.http.body_validation import Strict, read_model, takes, value_or
 from superstep.http.limits import read_json
 from superstep.http.request_error import RequestError, show
 from superstep.http.sse import Form, event, respond, stream_response, until_gone
@@ -36,7 +36,7 @@ from superstep.serve.api.generation import (
 )
 from superstep.serve.api.in_thread import check_constraint
 from superstep.serve.api.limits import biases_of
-from superstep.serve.scheduling.request import Constraint, Sampling, TokenOutput
+from superstep.serve.scheduling.request import Constraint, Sampling, SamplingOptions, TokenOutput
 
 
 class ConstraintFields(Strict):
@@ -46,18 +46,12 @@ class ConstraintFields(Strict):
     text: str = ""
 
 
+@takes(SamplingOptions)
 class SamplingFields(Strict):
     """As ``Sampling``, but that a seed may be missing: then one is drawn for the request."""
 
     max_tokens: int = 16
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
     seed: Annotated[int, Field(ge=0, lt=SEEDS)] | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
     logit_bias: dict[str, float] = Field(default_factory=dict)
     stop_tokens: list[int] = Field(default_factory=list)
     ignore_eos: bool = False

@@ -6,7 +6,8 @@ Nothing here needs torch, so that clients, the API's process and the simulator o
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from operator import attrgetter
 from typing import Literal
 
 from superstep.errors import ConfigError
@@ -32,19 +33,36 @@ class Constraint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
+class SamplingOptions:
+    """Numbers that change which token is drawn. Each endpoint takes every one of them, under these names."""
+
+    temperature: float = 1.0
+    """Divides the logits before drawing; 0 takes the likeliest token."""
+    top_k: int = 0
+    """Draw among so many likeliest tokens; 0 means all."""
+    top_p: float = 1.0
+    """Draw among the likeliest tokens that together have this probability (Holtzman 2019)."""
+    min_p: float = 0.0
+    """Draw among tokens of at least this share of the likeliest one's probability."""
+    presence_penalty: float = 0.0
+    """Taken from the logits of tokens that were drawn."""
+    frequency_penalty: float = 0.0
+    """The same for each time they were."""
+    repetition_penalty: float = 1.0
+    """Divides the logits of tokens that were seen, in the prompt too, where above 0 (Keskar 2019)."""
+
+
+_read_options = attrgetter(*(option.name for option in fields(SamplingOptions) if option.name != "temperature"))
+_UNCHANGED = _read_options(SamplingOptions())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling(SamplingOptions):
     """How to draw the tokens of an answer.
 
     Attributes:
         max_tokens: the most tokens to draw; the context's end comes first where it is nearer.
-        temperature: divides the logits before drawing; 0 takes the likeliest token.
-        top_k: draw among so many likeliest tokens; 0 means all.
-        top_p: draw among the likeliest tokens that together have this probability (Holtzman 2019).
-        min_p: draw among tokens of at least this share of the likeliest one's probability.
         seed: of the draws: equal seeds give equal answers to equal prompts, whoever else is served.
-        presence_penalty: taken from the logits of tokens that were drawn.
-        frequency_penalty: the same for each time they were.
-        repetition_penalty: divides the logits of tokens that were seen, in the prompt too, where above 0 (Keskar 2019).
         logit_bias: added to the logits of some tokens.
         stop_tokens: end the answer.
         ignore_eos: the model's own end of text does not end it.
@@ -54,14 +72,7 @@ class Sampling:
     """
 
     max_tokens: int = 16
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
     seed: int = 0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     stop_tokens: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -77,14 +88,7 @@ class Sampling:
     @property
     def is_plain(self) -> bool:
         """Whether the logits are drawn from as the model gives them, but for the temperature."""
-        return (
-            self.top_k == 0
-            and self.top_p == 1.0
-            and self.min_p == 0.0
-            and not self.logit_bias
-            and self.constraint is None
-            and (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) == (0.0, 0.0, 1.0)
-        )
+        return _read_options(self) == _UNCHANGED and not self.logit_bias and self.constraint is None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Annotated, Any, Literal
 
 import msgspec
 from pydantic import Field
 
-from superstep.http.body_validation import Strict, value_or
+from superstep.http.body_validation import Strict, takes, value_or
 from superstep.http.request_error import RequestError
 from superstep.serve.api.generation import SEEDS, drawn_seed
 from superstep.serve.api.limits import Limits, biases_of
-from superstep.serve.scheduling.request import MOST_TOP, Constraint, Sampling
+from superstep.serve.scheduling.request import MOST_TOP, Constraint, Sampling, SamplingOptions
 
 NAMES = {"stop_tokens": "stop_token_ids"}
 """What the engine's fields are called here, where it is something else."""
@@ -59,6 +60,7 @@ class WithoutEffect(Strict):
     prediction: dict[str, Any] | None = None
 
 
+@takes(SamplingOptions, or_null=True)
 class Common(WithoutEffect):
     """What both endpoints take."""
 
@@ -69,16 +71,10 @@ class Common(WithoutEffect):
     seed: Annotated[int, Field(ge=-(SEEDS // 2), lt=SEEDS)] | None = None
     stop: str | list[str] | None = None
     max_tokens: Annotated[int, Field(ge=0)] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     response_format: ResponseFormat | None = None
     # Beyond OpenAI's, as vLLM and SGLang have them.
     top_k: Annotated[int, Field(ge=-1)] | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP)] | bool | None = None
@@ -173,16 +169,12 @@ def sampling_of(
         constraint: the form of the answer.
     """
     prompt_top = fields.prompt_top
+    options = {each.name: getattr(fields, each.name) for each in dataclasses.fields(SamplingOptions)}
+    options["top_k"] = max(0, value_or(fields.top_k, 0))  # -1 says all to other servers
     return Sampling(
         max_tokens=max_tokens,
-        temperature=value_or(fields.temperature, 1.0),
-        top_k=max(0, value_or(fields.top_k, 0)),  # -1 says all to other servers
-        top_p=value_or(fields.top_p, 1.0),
-        min_p=value_or(fields.min_p, 0.0),
+        **{name: value for name, value in options.items() if value is not None},
         seed=seed,
-        presence_penalty=value_or(fields.presence_penalty, 0.0),
-        frequency_penalty=value_or(fields.frequency_penalty, 0.0),
-        repetition_penalty=value_or(fields.repetition_penalty, 1.0),
         logit_bias=biases_of(value_or(fields.logit_bias, {}), limits.logit_biases),
         stop_tokens=tuple(value_or(fields.stop_token_ids, [])),
         ignore_eos=bool(fields.ignore_eos),
