@@ -44,11 +44,7 @@ class Environment:
     answer: Callable[[Task, Sequence[Message]], object] | None
 
     def task(self, index: int, seed: int) -> Task:
-        """The task of these numbers.
-
-        Raises:
-            ConfigError: the file's function fails or returns another type.
-        """
+        """The task of these numbers. Raises ConfigError where the file's function fails or returns another type."""
         call = f"{self.path}: task({index}, {seed})"
         try:
             task = self.make(index, seed)
@@ -65,10 +61,8 @@ class Environment:
         return task
 
     def reply(self, task: Task, turns: Sequence[Message]) -> Observation | Done:
-        """The environment's reply to the last turn.
-
-        Raises:
-            ConfigError: the file's function fails or returns another type.
+        """The environment's reply to the last turn. Raises ConfigError where the file's function fails or returns
+        another type.
         """
         if self.answer is None:
             return Done()
@@ -84,10 +78,8 @@ class Environment:
 
 
 def load_environment(source: str | Path) -> Environment:
-    """Load an environment from a Python file.
-
-    Raises:
-        ConfigError: the file cannot be read or run, or lacks a function.
+    """Load an environment from a Python file. Raises ConfigError where the file cannot be read or run, or lacks a
+    function.
     """
     path, names = Path(source), load_functions(source, NEEDED, kind="tasks")
     reply = names.get("reply")

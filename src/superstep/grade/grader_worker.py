@@ -84,11 +84,7 @@ class _Desk:
         self._task = lru_cache(TASKS)(environment.task)
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Answer one request.
-
-        Raises:
-            ConfigError: the file has no such task, or its ``reply`` fails.
-        """
+        """Answer one request. Raises ConfigError where the file has no such task, or its ``reply`` fails."""
         index, seed = request["index"], request["seed"]
         match request.get("do", "grade"):
             case "task":

@@ -41,10 +41,8 @@ def makes_task(process: LineProcess, index: int, seed: int, seconds: float) -> b
 
 
 class Pool:
-    """Graders of one environment, for any thread.
-
-    Attributes:
-        memory_bound: how candidates' programs are held to their memory limit.
+    """Graders of one environment, for any thread. ``memory_bound``: how candidates' programs are held to their memory
+    limit.
     """
 
     def __init__(

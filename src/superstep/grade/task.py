@@ -71,10 +71,8 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The rollout ends here.
-
-    Attributes:
-        violation: why it is a violation; set by ``EnvironmentProcess``, never by ``reply``.
+    """The rollout ends here. ``violation``: why it is a violation; set by ``EnvironmentProcess``, never by
+    ``reply``.
     """
 
     violation: str = ""

@@ -47,11 +47,7 @@ def takes(options: type, *, or_null: bool = False) -> Callable[[type[M]], type[M
 
 
 def read_model(form: type[M], body: Mapping[str, Any]) -> M:
-    """Read a body as its endpoint's fields.
-
-    Raises:
-        RequestError: names the field and the rule.
-    """
+    """Read a body as its endpoint's fields. Raises RequestError: names the field and the rule."""
     try:
         return form.model_validate(body)
     except ValidationError as error:
@@ -64,10 +60,8 @@ def value_or(value: T | None, default: T) -> T:
 
 
 def refused_by_model(error: ValidationError, known: Iterable[str]) -> RequestError:
-    """The error for a body that does not fit its endpoint: its first mistake.
-
-    Args:
-        known: the fields of the body, to suggest the right name for an unknown one.
+    """The error for a body that does not fit its endpoint: its first mistake. ``known``: the fields of the body, to
+    suggest the right name for an unknown one.
     """
     details = error.errors(include_url=False, include_context=True)
     # Of the errors of a union's branches, the deepest belongs to the branch that was meant.

@@ -32,11 +32,7 @@ HEAD_BYTES = 32 << 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entrance:
-    """The checks before a server's handlers.
-
-    Attributes:
-        hosts: the host names that the server accepts.
-    """
+    """The checks before a server's handlers. ``hosts``: the host names that the server accepts."""
 
     hosts: HostNames = field(default_factory=HostNames)
     drain: Drain = field(default_factory=Drain)

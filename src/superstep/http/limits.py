@@ -42,11 +42,7 @@ class BodyLimits:
 
 
 async def read_json(request: Request, limits: BodyLimits) -> dict[str, Any]:
-    """The JSON object in a request's body.
-
-    Raises:
-        RequestError: 413, 408, or 400 with the field that cannot be read.
-    """
+    """The JSON object in a request's body. Raises RequestError: 413, 408, or 400 with the field that cannot be read."""
     body = await read_body(request, limits)
     if len(body) < ASIDE_BYTES:
         return parse(body, limits)
@@ -190,10 +186,8 @@ class Queue:
 
     @contextmanager
     def place(self, count: int) -> Iterator[None]:
-        """Take places for some answers, and give them back at the end.
-
-        Raises:
-            RequestError: 429 with Retry-After where all are taken; 400 where there are fewer places in all.
+        """Take places for some answers, and give them back at the end. Raises RequestError: 429 with Retry-After where
+        all are taken; 400 where there are fewer places in all.
         """
         if count > self.size:
             raise RequestError(

@@ -43,10 +43,8 @@ class HttpServer(uvicorn.Server):
 
 
 def make_server(app: Starlette, limits: ConnectionLimits | None = None) -> HttpServer:
-    """Make a server, not yet running. ``should_exit`` stops it from any thread.
-
-    Args:
-        limits: of connections; the default leaves half of this process's file descriptors to others.
+    """Make a server, not yet running. ``should_exit`` stops it from any thread. ``limits``: of connections; the default
+    leaves half of this process's file descriptors to others.
     """
     limits = limits or ConnectionLimits()
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -66,10 +64,8 @@ def make_server(app: Starlette, limits: ConnectionLimits | None = None) -> HttpS
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Open a socket on a port; port 0 is any free one. Clients that connect before ``serve`` wait.
-
-    Raises:
-        ConfigError: the port is taken, or the host is not one of this machine's.
+    """Open a socket on a port; port 0 is any free one. Clients that connect before ``serve`` wait. Raises ConfigError
+    where the port is taken, or the host is not one of this machine's.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     made = socket.socket(family, socket.SOCK_STREAM)
@@ -109,11 +105,7 @@ def serve(
 
 
 class _Ending:
-    """The reaction to signals.
-
-    Attributes:
-        number: the first signal's; 0 where none came.
-    """
+    """The reaction to signals. ``number``: the first signal's; 0 where none came."""
 
     def __init__(self, drain: Drain, grace_s: float, tell: Callable[[str], None]) -> None:
         self.drain = drain

@@ -40,11 +40,7 @@ def respond(value: dict[str, Any]) -> Response:
 
 
 async def until_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Await some work; cancel it as soon as the client disconnects.
-
-    Raises:
-        Gone: the client disconnected.
-    """
+    """Await some work; cancel it as soon as the client disconnects. Raises Gone where the client disconnected."""
     task = asyncio.ensure_future(work)
     await _first_of(task, request.receive)
     if task.cancelled():

@@ -1,4 +1,4 @@
-"""Trouble: why a rank did not return, as it is told the launcher; the first cause of several comes first in order."""
+"""Trouble: why a rank did not return, as it reports to its launcher, and which of several causes came first."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ class Trouble:
     """Why a rank did not return.
 
     Attributes:
-        at_s: when, in seconds of the host's clock.
-        order: 0 where the rank said why itself, 1 where it was killed, 2 where something unforeseen was raised, 3
-            where that came over a connection: as a rule, because the rank at the other end had failed before.
-        error: what the launcher shall raise.
+        at_s: when, on the host's clock.
+        order: 0 where the rank reported the cause, 1 where it was killed, 2 for an unforeseen error, 3 for an error of
+            a
+        connection: as a rule, the rank at the other end failed first.
+        error: the launcher raises it.
     """
 
     at_s: float
@@ -28,7 +29,7 @@ class Trouble:
 
 
 def trouble_of(rank: int, error: BaseException) -> Trouble:
-    """What a rank says of the error that ended it."""
+    """The report of the error that ended a rank."""
     known: SuperstepError
     order = 3 if is_echo(error) else 2
     match error:
@@ -48,7 +49,7 @@ def trouble_of(rank: int, error: BaseException) -> Trouble:
 
 
 def is_echo(error: BaseException) -> bool:
-    """Whether it came over a connection between ranks."""
+    """Whether the error came over a connection between ranks."""
     cause = error.__cause__ or error
     if isinstance(cause, dist.DistError | EOFError | ConnectionError):
         return True

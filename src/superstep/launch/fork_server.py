@@ -1,15 +1,13 @@
-"""The fork server: a process that has imported torch and does nothing else, of which every rank is a fork.
+"""The fork server: a process that has imported torch and nothing else; every rank is a fork of it.
 
     launcher ──forks, or spawns──► seed ──forks──► rank 0, rank 1, ...
 
-Torch is so imported once for all ranks, of this launch and of those that follow, and they share its memory. Forks of a
-process that has computed, or has touched a GPU, would not be sound; the seed has done neither. A command that knows
-early that it will launch ranks has done neither either: it imports torch for itself and the seed, which is then a fork
-of it (``begin``). Where forks are not sound at all (macOS), and where the name of the temporary folder leaves no room
-for that of a socket, each rank is spawned by itself and imports torch for itself.
+So torch is imported once for all ranks of all launches, and they share its memory. Forks are not safe after a process
+has computed or touched a GPU; the seed has done neither. A command that will launch ranks imports torch for itself and
+the seed, which is then its fork (``begin``). Where forks are not safe at all (macOS), and where the path of the
+temporary folder is too long for a socket, each rank is spawned and imports torch by itself.
 
-The seed may be older than a launch: what a rank has of its launcher, its environment say, is handed to it. It ends with
-its launcher.
+The seed may be older than a launch, so each rank receives its launcher's environment. The seed ends with its launcher.
 """
 
 from __future__ import annotations
@@ -34,31 +32,29 @@ from superstep.errors import Fault
 from superstep.launch.temporary_folders import OWNER, own
 
 IGNORED = (signal.SIGTERM, signal.SIGHUP)
-"""What the seed does not heed, as a whole job may be sent it. Ctrl-C it ignores by itself."""
+"""Signals that the seed ignores, as they may be sent to a whole job. It ignores Ctrl-C anyway."""
 
 IMPORTED = ("torch", "torch.distributed", "torch._dynamo")
-"""What the seed imports, beside what the first worker's module does. Of the last torch makes use as soon as a tensor
-without memory is filled, or a gradient is asked for: a second of imports, in which each rank would stand.
+"""Imports of the seed, besides the first worker's module. Torch imports ``_dynamo`` as soon as a tensor without memory
+is filled, or a gradient is computed: a second for each rank.
 """
 
 LAST = "superstep.launch.freeze_gc"
-"""What it imports after all else."""
+"""Imported last."""
 
 SEEDS = 2
-"""How many are begun for one launch: one may be killed while it is asked."""
+"""How many seeds are tried for one launch: one may be killed during its imports."""
 
 _ONE_STDERR = threading.Lock()
-"""Of two threads that put it away at once, one would put back what the other had put in its place: nothing."""
+"""Only one thread at a time may redirect stderr: a second one would restore the redirected one."""
 
 LONGEST = 107 - len("/pymp-12345678/listener-12345678")
-"""Bytes of the temporary folder's name, below which the seed's socket lies: Linux takes 107 for all of it."""
+"""The longest path of the temporary folder, in bytes: Linux allows 107 for the socket below it."""
 
 
 def context_of(worker: Callable[..., Any]) -> BaseContext:
-    """What starts ranks, once it can: the wait for the seed's imports may be interrupted here, and has no name to end.
-
-    Raises:
-        Fault: the seed has died over them, and another one has as well.
+    """The context that starts ranks. The wait for the seed's imports happens here, where it may be interrupted. Raises
+    Fault where two seeds died during their imports.
     """
     if not _has_seed():
         return multiprocessing.get_context("spawn")
@@ -76,12 +72,12 @@ def context_of(worker: Callable[..., Any]) -> BaseContext:
 
 
 def begin(module: str, *, is_unused: bool = False) -> None:
-    """Begin the seed of ranks whose worker is in ``module``: as a fork of this process, where that has not imported
-    torch yet and so has not computed. Both have it then, and one has imported it.
+    """Start the seed for a worker, as a fork of this process if it has not computed. Both then have the module's
+    imports.
 
     Args:
         module: the worker's.
-        is_unused: whether torch has computed nothing here, though it is imported.
+        is_unused: whether torch has computed nothing in this process, though it is imported.
     """
     if not _has_seed():
         return
@@ -99,9 +95,9 @@ def _has_seed() -> bool:
 
 
 def fork_context(modules: Sequence[str]) -> ForkServerContext:
-    """What starts forks of this process's seed. Where there is none yet it is begun, and imports these as well.
+    """The context of this process's seed; starts the seed, with these modules, where there is none.
 
-    A fork that is to heed what the seed does not must ``heed_all``.
+    A fork that should receive the signals that the seed ignores must call ``heed_all``.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_imports(modules))
@@ -115,13 +111,12 @@ def fork_context(modules: Sequence[str]) -> ForkServerContext:
 
 
 def _imports(modules: Sequence[str]) -> list[str]:
-    """What a seed imports, in order."""
     return [name for name in (*IMPORTED, *modules, LAST) if name != "__main__"]
 
 
 @contextlib.contextmanager
 def _forking() -> Iterator[None]:
-    """Within the block what ``multiprocessing`` spawns, to run a line of Python, is a fork that runs it."""
+    """Within the block, ``multiprocessing`` forks instead of spawning Python to run a line."""
     spawn = util.spawnv_passfds
     util.spawnv_passfds = _fork  # type: ignore[assignment]
     try:
@@ -131,7 +126,7 @@ def _forking() -> Iterator[None]:
 
 
 def _fork(executable: str, arguments: Sequence[str], files: Sequence[int]) -> int:
-    """The number of a fork that runs the last of the ``arguments`` as Python would, with no files but these."""
+    """Fork a process that runs the last argument as Python would, with only these files open; returns its id."""
     # What waits in a buffer here would be written again by every fork of the fork.
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
@@ -145,7 +140,6 @@ def _fork(executable: str, arguments: Sequence[str], files: Sequence[int]) -> in
 
 
 def _become(line: str, files: Sequence[int]) -> NoReturn:
-    """What a fork does from here on."""
     status = 1
     try:
         for number in signal.valid_signals():
@@ -165,26 +159,24 @@ def _become(line: str, files: Sequence[int]) -> NoReturn:
 
 
 def heed_all() -> None:
-    """Heed again what the seed does not."""
+    """Receive the signals that the seed ignores."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
 
 
 def _nothing() -> None:
-    """What the first fork does."""
+    """Do nothing, in the first fork."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LauncherState:
-    """What a rank has of its launcher as it is now. The seed may be older than that.
+    """The launcher's current state for a rank, as the seed may be older.
 
     Attributes:
-        environment: all of it.
         stdout: a descriptor.
-        stderr: a file to be made.
-        sockets: the folder of the seed's socket, which the launcher removes at its end, if it comes to one.
-        heart: a descriptor of the page where the rank tells what it does, if there is one.
-        heeds_signals: whether SIGTERM and SIGHUP, which a whole process group may be sent, are the rank's own to act
-            on; else they are left to the launcher.
+        stderr: a file to create.
+        sockets: the folder of the seed's socket; the launcher removes it at its normal end.
+        heart: a descriptor of the rank's status page, if it has one.
+        heeds_signals: whether the rank handles SIGTERM and SIGHUP itself; else only the launcher does.
     """
 
     environment: dict[str, str]
@@ -195,13 +187,13 @@ class LauncherState:
     heeds_signals: bool = True
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Descriptors are handed on where a process is started, and no numbers of them."""
+        """Pickle descriptors by passing them on, since their numbers mean nothing in another process."""
         heart = None if self.heart is None else reduction.DupFd(self.heart)
         stdout = reduction.DupFd(self.stdout)
         return _receive_state, (self.environment, stdout, self.stderr, self.sockets, heart, self.heeds_signals)
 
     def take(self) -> None:
-        """Make it this process's own."""
+        """Apply the state to this process."""
         os.dup2(self.stdout, 1)
         os.close(self.stdout)
         stderr = os.open(self.stderr, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
@@ -235,7 +227,7 @@ def _receive_state(
 
 
 def place_at(stderr: Path, heart: int | None = None, *, heeds_signals: bool = True) -> LauncherState:
-    """What this process has now; what the rank writes to stderr goes to a file."""
+    """This process's current state, with a file for the rank's stderr."""
     return LauncherState(
         environment=dict(os.environ),  # noqa: TID251 - a rank's is its launcher's, as any child's
         stdout=1,
@@ -248,7 +240,7 @@ def place_at(stderr: Path, heart: int | None = None, *, heeds_signals: bool = Tr
 
 @contextlib.contextmanager
 def stderr_away() -> Iterator[None]:
-    """What a process that starts within the block writes to stderr, before it has one of its own, goes nowhere."""
+    """Within the block, a process that starts writes its early stderr to nowhere."""
     with _ONE_STDERR:
         kept = os.dup(2)
         try:
@@ -262,7 +254,7 @@ def stderr_away() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _mask_signals(signals: tuple[signal.Signals, ...]) -> Iterator[None]:
-    """A process that starts within the block never sees these, unless it asks for them."""
+    """Within the block, a process that starts has these signals blocked."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield

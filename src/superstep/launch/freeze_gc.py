@@ -1,8 +1,6 @@
-"""Imported last by the seed: what it has imported by then is out of sight of Python's collector of cycles, in it and in
-every fork of it.
+"""The seed imports this last: it moves all objects so far out of the garbage collector's sight, also in forks.
 
-None of that is garbage. To look through it stops a rank for a fifth of a second, while the others wait for it, and at
-the end of the seed it takes a second.
+None of them is garbage. A collection would stop a rank for a fifth of a second, and the seed's end takes a second.
 """
 
 import gc

@@ -1,9 +1,7 @@
-"""A process that answers lines of JSON with lines of JSON, each before a deadline.
+"""LineProcess: a process that answers lines of JSON with lines of JSON, each before a deadline.
 
-One that is busy is waited for until then; one that was stopped by a signal answers never, and is given up at once.
-
-Each question has a number that nobody guesses, and an answer without it is none: what a library prints, or a program
-that was let into the process, is not taken for one.
+The caller waits for a busy process, but gives up at once on one that a signal has stopped. Each question has a random
+number, and only an answer with that number counts: not what a library or an untrusted program in the process prints.
 """
 
 from __future__ import annotations
@@ -26,23 +24,17 @@ from superstep.monitor.stopped_process import Pulse, is_stopped
 PIECE_BYTES = 1 << 16
 
 GONE_S = 10.0
-"""How long the kernel may take to end a process that was killed. One that hangs in the kernel, as on a disk that does
-not answer, is left to it."""
+"""Seconds for the kernel to end a killed process. One that hangs in the kernel, on a disk say, is left to it."""
 
 NUMBER = "number"
-"""The key of a question's number, in the question and in its answer."""
+"""The key of a question's number, in question and answer."""
 
 
 class LineProcess:
-    """A process that is asked, and killed where it does not answer in time. One thread at a time may ask."""
+    """A process that answers questions, and is killed where it is late. One thread at a time may ask."""
 
     def __init__(self, command: Sequence[str], *, is_heard: bool) -> None:
-        """Starts it.
-
-        Args:
-            command: the program and its arguments.
-            is_heard: whether what it complains of goes to where ours does.
-        """
+        """Start the process. ``is_heard``: whether its stderr goes to ours."""
         self._child = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -59,21 +51,20 @@ class LineProcess:
         self.was_stopped = False
         """Whether the last question was given up because a signal had stopped the process."""
         self.has_ended = False
-        """Whether the last question was given up because the process had closed its pipes, as it does at its end."""
+        """Whether the last question was given up because the process had closed its pipes, as at its end."""
 
     @property
     def was_late(self) -> bool:
-        """Whether the last question was given up for its time."""
+        """Whether the last question exceeded its deadline."""
         return self._deadline is not None and self._deadline.is_over
 
     @property
     def pid(self) -> int:
-        """The process's number."""
         return self._child.pid
 
     @property
     def is_there(self) -> bool:
-        """Whether it runs. One that has ended is not waited for here: its number stays its own until ``end``."""
+        """Whether it runs. An ended process is not reaped here: its id stays its own until ``end``."""
         if self._child.returncode is not None:
             return False
         try:
@@ -82,7 +73,7 @@ class LineProcess:
             return False
 
     def ask(self, asked: dict[str, Any], seconds: float) -> dict[str, Any] | None:
-        """What it answers; None where it does not, or not in time. Then it is of no more use, and to be ended."""
+        """The answer; None without one in time. Then the process is of no more use: call ``end``."""
         self._deadline = deadline = ActiveDeadline(seconds)
         self._pulse, self.was_stopped, self.has_ended = Pulse(), False, False
         number = secrets.token_hex(8)
@@ -96,9 +87,9 @@ class LineProcess:
         return told if isinstance(told, dict) and told.pop(NUMBER, None) == number else None
 
     def kill(self) -> None:
-        """Kills it and what it started in its session, from any thread.
+        """Kill it and the processes of its session, from any thread.
 
-        Who asks it just now is told that it does not answer, though others may hold its pipes open.
+        A thread in ``ask`` returns at once, even if others hold the pipes open.
         """
         with self._killing:
             if self._killed_s is None:
@@ -107,7 +98,7 @@ class LineProcess:
                     os.killpg(self.pid, signal.SIGKILL)
 
     def end(self) -> None:
-        """Kills it, and waits until it is gone: GONE_S at most since it was killed first."""
+        """Kill it and wait for its end, at most GONE_S since the first kill."""
         self.kill()
         assert self._killed_s is not None
         with suppress(subprocess.TimeoutExpired):
@@ -118,7 +109,7 @@ class LineProcess:
                     pipe.close()
 
     def _ready(self, deadline: ActiveDeadline, *, reads: Sequence[int] = (), writes: Sequence[int] = ()) -> bool:
-        """Wait for a pipe; False where it is given up. A process that keeps nobody waiting is not looked at."""
+        """Wait for a pipe; False where the question is given up. The process is watched only while the caller waits."""
         while self._killed_s is None and (wait := deadline.step()):
             if any(select.select(reads, writes, (), wait)):
                 return True
@@ -158,7 +149,7 @@ class LineProcess:
 
 
 def unanswered(process: LineProcess, seconds: float) -> str:
-    """Why a process did not answer a question that it was given so many seconds for."""
+    """Why a process did not answer within its ``seconds``."""
     if process.was_stopped:
         return f"its process {process.pid} was stopped (SIGSTOP) and did not go on: killed"
     return f"no answer within {seconds:g} s: killed" if process.was_late else "its process ended"

@@ -1,10 +1,10 @@
-"""How a rank of torchrun leaves where something failed: at once, and waiting for nobody.
+"""How a rank of torchrun leaves after a failure: at once, without waiting for other ranks.
 
-    the rank that fails     says so in the store, aborts its groups, and ends whatever is still under way on them
-    each of the others      sees it in the store, or is told by a signal, and ends too, even inside a collective
+    the rank that fails     writes it into the store, aborts its groups, and ends all their collectives
+    each of the others      reads it in the store, or receives a signal, and ends too, even inside a collective
 
-A rank that waits in a collective runs no Python: no exception reaches it and no handler of a signal. So a thread of its
-own watches, and after some patience ends the process.
+A rank that waits in a collective runs no Python: neither exceptions nor signal handlers reach it. So a separate thread
+watches, and ends the process after some patience.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from superstep.errors import SuperstepError
 from superstep.launch.stop_request import AGAIN_S, Stop
 
 FAILED = "superstep/failed"
-"""The key under which ranks that fail count themselves."""
+"""The key where failed ranks count themselves."""
 
 POLL_S = 0.2
-"""How often the store is asked."""
+"""Seconds between reads of the store."""
 
 PATIENCE_S = 3.0
-"""How long a rank may take to end by itself, and its groups to be aborted."""
+"""Seconds for a rank to end by itself, and for its groups to be aborted."""
 
 _DEADLY = (signal.SIGTERM, signal.SIGHUP)
 
 
 class PeerWatch:
-    """Ends this process where another rank has failed, or a signal says so, and the rank does not end by itself.
+    """Ends this process where another rank has failed, or a signal arrives, and the rank does not end by itself.
 
-    Used around what the rank does, on the main thread. Handlers of signals are called as ever, if they can be. While
-    the rank listens to a request to ``stop`` after its step, the first SIGTERM is no reason to end it.
+    It wraps the rank's work on the main thread. Signal handlers still run where they can. While the rank waits for a
+    ``stop`` request after its step, the first SIGTERM does not end it.
     """
 
     def __init__(self, store: dist.Store, stop: Stop) -> None:  # type: ignore[name-defined]
@@ -73,7 +73,7 @@ class PeerWatch:
             end(status)
 
     def _signal_status(self) -> int | None:
-        """The exit status that a signal asks for, if one comes within a moment."""
+        """The exit status of a signal, if one arrives within a moment."""
         if not select.select([self._signals], [], [], POLL_S)[0]:
             return None
         came = set(os.read(self._signals, 64))
@@ -95,7 +95,7 @@ class PeerWatch:
 
 
 def end(status: int) -> None:
-    """End the process now, with what it has printed."""
+    """End the process now, after flushing its output."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
@@ -103,7 +103,6 @@ def end(status: int) -> None:
 
 
 def status_of(error: BaseException) -> int:
-    """The exit status that an error ends a process with."""
     match error:
         case SuperstepError():
             return error.exit_status
@@ -118,8 +117,8 @@ def status_of(error: BaseException) -> int:
 
 
 def abandon(status: int) -> None:
-    """Let go of the groups, once the store says that this rank failed, without waiting for those who wait in them. The
-    process ends with ``status`` as soon as the error has been told.
+    """Abort the groups once the store records this rank's failure, without waiting for other ranks. The process ends
+    with ``status`` as soon as the error has been printed.
     """
     if dist.is_initialized() and "nccl" in dist.get_backend():
         # Kernels under way are ended, and with them what waits for them. On a thread, so that it has a bound as well.

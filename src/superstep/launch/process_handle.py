@@ -1,10 +1,9 @@
-"""A process that another one forked for us, held by a handle of the system's.
+"""ProcessHandle: a process that another process forked for us, held by a pidfd.
 
-    launcher ── fork server ── rank         the fork server alone is told how a rank ends, and tells the launcher
+    launcher ── fork server ── rank         only the fork server learns how a rank ends; it reports to the launcher
 
-Where the fork server has died, ``multiprocessing`` takes all of its processes for ended with status 255: it sends them
-no signal and waits for none. A handle (``pidfd_open``) is the process itself, whoever its parent is, and never another
-one that has got its number since.
+Where the fork server has died, ``multiprocessing`` takes all of its processes for ended with status 255: it sends no
+signals and waits for none. A pidfd stays the same process, whoever its parent is, even if its id is reused.
 """
 
 from __future__ import annotations
@@ -24,14 +23,7 @@ NOT_TOLD = 255
 
 
 class ProcessHandle:
-    """One process, from its start on.
-
-    Args:
-        process: has just been started.
-
-    Attributes:
-        pid: its number.
-    """
+    """One process, from its start on. ``process``: has just been started."""
 
     def __init__(self, process: BaseProcess) -> None:
         assert process.pid is not None, "the process has been started"
@@ -42,17 +34,16 @@ class ProcessHandle:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it has not ended."""
         return self._process.is_alive() if self._file is None else not self._ends_within(0.0)
 
     def join(self, timeout_s: float | None = None) -> None:
-        """Wait until it has ended, or for so long."""
+        """Wait until it has ended, at most ``timeout_s``."""
         if self._file is not None:
             self._ends_within(timeout_s)
         self._process.join(timeout_s)  # its parent is told a moment later, and tells
 
     def send(self, number: signal.Signals) -> None:
-        """Send it a signal; nothing is done where it has ended."""
+        """Send a signal; does nothing where the process has ended."""
         with contextlib.suppress(ProcessLookupError):
             if self._file is None:
                 os.kill(self.pid, number)
@@ -60,13 +51,12 @@ class ProcessHandle:
                 signal.pidfd_send_signal(self._file, number)
 
     def exit_status(self) -> int | None:
-        """That of a process that has ended, or less a signal's number; None where nobody is left who was told."""
+        """The exit status, negative for a signal; None where the fork server that knew it is gone."""
         code = self._process.exitcode
         is_told = code != NOT_TOLD or self._parent is None or _runs(self._parent)
         return (code or 0) if is_told else None
 
     def close(self) -> None:
-        """Let go of the handle."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -79,7 +69,7 @@ class ProcessHandle:
 
 
 def _open(pid: int) -> int | None:
-    """A handle of the process; None of a system that has none, or where it has ended already."""
+    """A pidfd; None where the system has none, or the process has ended."""
     if sys.platform != "linux":
         return None
     try:
@@ -96,7 +86,7 @@ def _parent_of(pid: int) -> int | None:
 
 
 def _runs(pid: int) -> bool:
-    """Whether a process is there and has not ended."""
+    """Whether a process exists and has not ended."""
     try:
         return stat_in(Path(f"/proc/{pid}"))[0] not in (b"Z", b"X")
     except OSError:

@@ -1,4 +1,4 @@
-"""A rank's process as its launcher sees it: how it fares, why it is gone, and its end."""
+"""RankProcess: a rank's process as its launcher sees it: its state, why it ended, and its end."""
 
 from __future__ import annotations
 
@@ -21,31 +21,30 @@ from superstep.monitor.stopped_process import Pulse, is_stopped
 from superstep.observe.doctor.failure_file import write_box
 
 FATAL = "Fatal Python error: "
-"""How faulthandler begins."""
+"""The start of faulthandler's message."""
 
 END_S = 3.0
-"""How long a rank may take to end when it is told to."""
+"""Seconds for a rank to end when told to."""
 
 GENTLE_S = 1.5
-"""How long rank 0 may take of that where the launch has come to an end: it is to be told of within three seconds."""
+"""Seconds of these for rank 0 at a launch's end, so that the end is reported within three seconds."""
 
 END = signal.SIGUSR2
-"""Tells a rank to end now; SIGTERM may ask it to come to an end of its own."""
+"""Tells a rank to end now; SIGTERM may only request a normal end."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankProcess:
-    """One of them.
+    """A rank's process.
 
     Attributes:
-        party: the name of its world, where it has one.
+        party: its world's name, if any.
         number: its rank.
-        host: what its host is called.
-        is_first: whether it may hold a terminal.
-        process: that it is.
-        pipe: by which it reports.
-        stderr: the file of what it says there.
-        page: where it tells what it does; None where the system has no such memory.
+        host: its host's name.
+        is_first: whether it may use the terminal.
+        pipe: carries its report.
+        stderr: the file of its stderr.
+        page: its status page; None where the system has no such memory.
     """
 
     party: str
@@ -58,7 +57,7 @@ class RankProcess:
     page: Page | None
 
     def named(self, trouble: Trouble) -> Trouble:
-        """The same with the party's name, where it has one and what is told is not the user's to mend."""
+        """Add the party's name, if any, unless the trouble is the user's mistake."""
         if self.party and isinstance(trouble.error, Fault):
             return replace(trouble, error=trouble.error.of(self.party))
         return trouble
@@ -84,18 +83,18 @@ class RankProcess:
         return self._trouble(Lost if code < 0 else Fault, f"{why}{hint}", order=1)
 
     def stop(self) -> Trouble:
-        """That it is stopped."""
+        """The trouble of a stopped rank."""
         why = f"its process {self.process.pid} was stopped (SIGSTOP, or Ctrl-Z) and did not go on: all ranks are ended."
         return self._trouble(Lost, why, order=0)
 
     def hang(self, hung: Hung, others: Sequence[int]) -> Trouble:
-        """That it hangs, or one of the ``others`` does."""
+        """The trouble of a hanging rank: this one, or one of the ``others``."""
         maybe = f" (or rank {', '.join(map(str, others))}, which stands where it does)" if others else ""
         why = f"its process {self.process.pid} hangs{maybe}: {hung.why}, while no rank goes on; all ranks are ended."
         return self._trouble(Lost, why, order=0)
 
     def beat(self) -> Beat | None:
-        """What it does, on a GPU what that does, once it has run a program."""
+        """What it does now, and on a GPU how far that is; None before its first program."""
         beat = None if self.page is None else self.page.read().on_gpu()
         return beat if beat is not None and beat.beats else None
 
@@ -111,11 +110,11 @@ class RankProcess:
 
 
 class Attending:
-    """Looks at ranks that have not reported: who is stopped, and who hangs.
+    """Watches ranks that have not reported: which is stopped, and which hangs.
 
     Args:
         clock: seconds.
-        is_whole: whether they are all of their worlds, and none is another host's.
+        is_whole: whether no rank of their worlds is on another host.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, *, is_whole: bool = True) -> None:
@@ -124,7 +123,7 @@ class Attending:
         self._watchers: dict[str, HangDetector] = {}
 
     def look(self, ranks: Sequence[RankProcess]) -> Trouble | None:
-        """What is wrong with one of them, if anything is."""
+        """The trouble of one of the ranks, if any."""
         processes = {rank.process.pid: rank for rank in ranks}
         stopped = self._pulse.look(processes)
         if stopped is not None:
@@ -142,8 +141,8 @@ class Attending:
 
 
 def last_line(lines: Sequence[str]) -> str:
-    """What a process wrote last; where that are stacks by Python's faulthandler, what stood before them, and the line
-    of the current thread that is not torch's.
+    """The last line of a process. If it ends with faulthandler's stacks: the line before them, and the line of the
+    current thread outside torch.
     """
     fatal = next((at for at, line in enumerate(lines) if line.startswith(FATAL)), None)
     before = next((line.strip() for line in reversed(lines[:fatal]) if line.strip()), "")
@@ -158,16 +157,14 @@ def last_line(lines: Sequence[str]) -> str:
 
 
 def output_of(ranks: Sequence[RankProcess], fault: Fault) -> str:
-    """What every rank did when one was found to have failed, as text. Of several parties, those of the failed one are
-    meant; which that is only its name in the fault tells.
-    """
+    """What every rank of the failed party did when the failure was found, as text; the fault names the party."""
     party = next((rank.party for rank in ranks if rank.party and fault.message.startswith(rank.party)), ranks[0].party)
     its = [rank for rank in ranks if rank.party == party and rank.page is not None]
     return write_box(str(fault), [last_seen(rank.page.view, rank.number) for rank in its if rank.page])
 
 
 def end_all(ranks: Sequence[RankProcess]) -> None:
-    """End what still runs: rank 0 gently, then not."""
+    """End the ranks that still run: rank 0 gently first, then by force."""
     deadline_s = time.monotonic() + GENTLE_S
     for rank in ranks:
         if rank.is_first and rank.process.is_alive:
@@ -187,6 +184,6 @@ def end_all(ranks: Sequence[RankProcess]) -> None:
 
 
 def pass_on(ranks: Sequence[RankProcess]) -> None:
-    """Ask each to come to an end of its own."""
+    """Ask each rank for a normal end."""
     for rank in ranks:
         rank.process.send(signal.SIGTERM)

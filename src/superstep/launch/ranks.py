@@ -1,17 +1,14 @@
-"""Launching ranks as processes of this one on this host; ``launch.torchrun`` joins those of torchrun.
+"""Launches ranks as child processes on this host; ``launch.torchrun`` joins ranks that torchrun has started.
 
     launcher ──► seed ──forks──► rank 0, rank 1, ...    each reports once: its value, or why it has none
         │ first trouble
-        ├── waits GRACE_S for the other reports: the first cause is among them, the rest follows from it
-        ├── or sees that a rank is stopped or hangs, which reports nothing, and waits for nobody
-        └── ends the ranks that are left: rank 0, which may hold a terminal, gently at first
+        ├── waits GRACE_S for the other reports: the first cause is among them, the rest follow from it
+        ├── or finds that a rank is stopped or hangs, which reports nothing, and does not wait
+        └── ends the remaining ranks: rank 0, which may use a terminal, gently at first
 
-SIGTERM is passed on to the ranks, who may stop in their own time; a second one ends them. Ranks that a thread beside
-the main one has launched leave it to that.
-
-What a rank writes to stderr goes to a file, from its first line on: where one rank fails, torch and Gloo print pages
-about the connections that break, and the launcher says the cause in one line. A rank ends with its launcher, however
-that ended.
+SIGTERM is passed on to the ranks, which may stop in their own time; a second one ends them. Only a launch on the main
+thread handles it. A rank's stderr goes to a file: where one rank fails, torch and Gloo print pages about broken
+connections, and the launcher reports the cause in one line. A rank ends with its launcher, however that ended.
 """
 
 from __future__ import annotations
@@ -54,10 +51,10 @@ R = TypeVar("R")
 T = TypeVar("T")
 
 GRACE_S = 1.0
-"""Once a rank has failed, how long the others have to report too: they notice within milliseconds, or never."""
+"""Seconds for the other ranks to report after a failure: they notice within milliseconds, or never."""
 
 LOST_GRACE_S = 0.25
-"""Where one was killed: it may have been for what another will say, but a run that is recovered is not to wait."""
+"""The same after a kill: another rank's report may explain it, but a recovery should not wait."""
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -67,12 +64,12 @@ class World:
     """The launched ranks, seen from one of them.
 
     Attributes:
-        rank: this one's number.
-        size: how many there are.
-        device: where this one computes.
-        stop: whether it was asked to stop.
-        folder: of this launch, where parties meet; it goes with the launch. None where the rank is the launcher.
-        heart: told what this rank does, where its launcher looks.
+        rank: this rank's number.
+        size: their count.
+        device: where this rank computes.
+        stop: whether this rank was asked to stop.
+        folder: of this launch, where parties meet; removed at its end. None where the rank is the launcher.
+        heart: receives what this rank does, for its launcher.
     """
 
     rank: int
@@ -87,21 +84,18 @@ Worker = Callable[Concatenate[World, P], T]
 
 
 def launch(world: int, worker: Worker[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """``launch_on`` the GPUs of this host where it has any, else on its CPU."""
+    """``launch_on`` the GPUs of this host if it has any, else its CPU."""
     return launch_on(None, world, worker, *args, **kwargs)
 
 
 def launch_on(wanted: DeviceKind | None, world: int, worker: Worker[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Run ``worker(World, ...)`` on every rank, each a process of its own; a single rank on the CPU runs right here.
+    """Run ``worker(World, ...)`` on every rank, each in its own process; a single rank on the CPU runs in this process.
 
-    This process touches no GPU: what it took of one, no rank would have.
-
-    Returns:
-        What rank 0 returned.
+    This process does not touch GPUs, which would take memory from ranks. Returns what rank 0 returned.
 
     Raises:
-        UserError, Fault: the first cause, as the rank that met it said. No rank is left.
-        SystemExit: SIGTERM came, and the ranks do not listen to it or did not yet; or it came twice.
+        UserError, Fault: the first cause, as its rank reported it. No rank is left.
+        SystemExit: SIGTERM came while the ranks did not listen to it, or came twice.
     """
     kind = choose(wanted, world)
     if world == 1 and kind == "cpu":
@@ -117,7 +111,7 @@ def launch_on(wanted: DeviceKind | None, world: int, worker: Worker[P, T], *args
 
 
 def launch_apart(kind: DeviceKind, world: int, worker: Worker[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """``launch_on`` a kind of device, a single rank too in a process of its own. Any thread may call it."""
+    """``launch_on`` a kind of device, with a process of its own also for a single rank. Any thread may call it."""
     return launch_from(0, kind, world, worker, *args, **kwargs)
 
 
@@ -129,14 +123,13 @@ def launch_from(first: int, kind: DeviceKind, world: int, worker: Worker[P, T], 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankWorld:
-    """Ranks that are a world of their own, launched beside those of others.
+    """Ranks of one world, launched beside those of other worlds.
 
     Attributes:
         size: how many are launched here.
-        worker: what each of them does.
-        args, kwargs: what it is given beside its ``World``.
-        name: what a fault of theirs begins with.
-        meeting: where more ranks of their world are met, which other hosts launch.
+        args, kwargs: for the worker, after its ``World``.
+        name: the prefix of their faults.
+        meeting: where ranks on other hosts join, if any.
     """
 
     size: int
@@ -147,7 +140,7 @@ class RankWorld:
     meeting: Meeting | None = None
 
     def seat(self, number: int, file: Path) -> RankSlot:
-        """Where one that is launched here, by its number among these, meets the others."""
+        """The slot of a rank, by its number among those launched here."""
         if self.meeting is None:
             return RankSlot(number, self.size, f"file://{file}", None, is_first=number == 0)
         meeting = self.meeting
@@ -155,15 +148,15 @@ class RankWorld:
 
 
 def launch_parties(kind: DeviceKind, parties: Sequence[RankWorld], first: int = 0) -> Any:  # noqa: ANN401
-    """Launch several worlds at once; they end together, with the first trouble of any of them.
+    """Launch several worlds at once; they end together, at the first trouble of any.
 
     Args:
-        kind: of device. Each rank has its own GPU, in the order of the parties.
-        parties: the first one's rank 0 may hold a terminal.
+        kind: each rank has its own GPU, in the order of the parties.
+        parties: rank 0 of the first may use a terminal.
         first: GPUs before it belong to others.
 
     Returns:
-        What rank 0 of the first party returned. Raises as ``launch_on``.
+        What rank 0 of the first party returned. Raises like ``launch_on``.
     """
     with (
         temporary_folder("superstep-launch-") as folder,
@@ -182,16 +175,15 @@ def launch_parties(kind: DeviceKind, parties: Sequence[RankWorld], first: int = 
 def launch_here(
     kind: DeviceKind, party: RankWorld, cut: Connection, troubled: Callable[[Trouble], None]
 ) -> tuple[Any, bool]:
-    """Launch the ranks of this host, of a party that meets others.
+    """Launch this host's ranks of a party on several hosts.
 
     Args:
-        kind: of device.
         party: has a meeting.
-        cut: ends the ranks as soon as something can be read from it.
-        troubled: told why ranks have to be ended, if that is known here, before they are.
+        cut: ends the ranks as soon as it is readable.
+        troubled: called with the reason before ranks are ended, if this host knows it.
 
     Returns:
-        What the first of them returned; and whether all ranks of this host have come to their end.
+        What the first of them returned, and whether all ranks of this host finished.
     """
     with (
         temporary_folder("superstep-launch-") as folder,
@@ -230,7 +222,7 @@ def _ranks(parties: Sequence[RankWorld], kind: DeviceKind, folder: Path, first: 
 def _start(
     context: BaseContext, party: RankWorld, number: int, kind: DeviceKind, store: Path, nth: int, first: int
 ) -> RankProcess:
-    """The process of a rank: of its party, and the ``nth`` of all."""
+    """Start a rank: ``number`` in its party, the ``nth`` of all."""
     seat = party.seat(number, store)
     ours, theirs = context.Pipe()
     heart = page(f"{party.name}:{seat.rank}")
@@ -256,8 +248,8 @@ def _start(
 
 
 def _collect(ranks: Sequence[RankProcess], cut: Connection | None = None) -> tuple[Any, Trouble | None]:
-    """Wait for every report: what rank 0 returned, and the first cause why one did not. When something can be read from
-    ``cut``, only what is just being said is waited for.
+    """Wait for every report: rank 0's value, and the first cause of failure. Once ``cut`` is readable, wait only for
+    reports that are being sent.
     """
     waiting = {rank.pipe: rank for rank in ranks}
     troubles: list[Trouble] = []
@@ -301,7 +293,7 @@ def _collect(ranks: Sequence[RankProcess], cut: Connection | None = None) -> tup
 
 
 def _serve(pipe: Connection, place: LauncherState, seat: RankSlot, kind: DeviceKind, folder: Path, number: int) -> None:
-    """What a rank's process does: one call, one report. ``number`` says which GPU of the host is its own."""
+    """Run a rank's process: one call, one report. ``number`` selects its GPU."""
     place.take()
     # Ctrl-C reaches every process of the terminal; the launcher alone acts on it, and ends the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -343,7 +335,7 @@ def _follow_launcher(folders: Sequence[Path]) -> None:
 
 @contextlib.contextmanager
 def _signals_deferred() -> Iterator[None]:
-    """Ctrl-C and the like wait for the end of the block: a rank that has no name yet could not be ended."""
+    """Defer Ctrl-C and similar signals to the end of the block: a rank that is not yet recorded could not be ended."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

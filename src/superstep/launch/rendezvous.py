@@ -1,4 +1,4 @@
-"""Where ranks meet: those of one host in a file, those of several in a store that the first host's launcher keeps."""
+"""Where ranks meet: on one host in a file, on several in a store of the first host's launcher."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Meeting:
     """Where the ranks of several hosts meet, and which of them are launched here.
 
     Attributes:
-        store: the address and port of a store that lives as long as they do.
-        first: the number of the first rank of this host.
-        world: how many ranks there are on all hosts.
-        host: what this one is called in what is told of its ranks.
+        store: address and port; the store outlives the ranks.
+        first: this host's first rank.
+        world: the number of ranks on all hosts.
+        host: this host's name in messages.
     """
 
     store: tuple[str, int]
@@ -32,10 +32,8 @@ class Meeting:
 
 @dataclass(frozen=True, slots=True)
 class RankSlot:
-    """A rank's number, how many ranks there are, and where they meet: a file's URL, or a store's address and port.
-
-    Attributes:
-        is_first: whether it is the first of those that its launcher has, who is told what it returns.
+    """A rank's number, the number of ranks, and where they meet: a file's URL, or a store's address and port.
+    ``is_first``: whether it is its launcher's first rank, which returns the value.
     """
 
     rank: int
@@ -45,7 +43,7 @@ class RankSlot:
     is_first: bool
 
     def take(self, device: Device) -> None:
-        """Meet the others."""
+        """Join the process group."""
         options: dict[str, Any] = {"init_method": self.file}
         if self.store is not None:
             address, port = self.store

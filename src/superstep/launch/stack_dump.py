@@ -1,7 +1,7 @@
-"""Stacks: where every thread of a rank is in Python's code, asked for from outside by a signal.
+"""Stack dumps: the Python stacks of a rank's threads, requested from outside by a signal.
 
-The handler is C (``faulthandler``): it answers while the rank waits within a call, sleeps, or has Python's lock kept by
-code in C. What it says goes to memory of the rank's that has the form of a file.
+The handler is C (``faulthandler``): it works while the rank waits in a call, sleeps, or C code holds Python's lock. It
+writes into a memory file of the rank.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from superstep.monitor.status_page import Beats, Heart, Unwatched, page
 from superstep.observe.doctor.failure_file import write_box
 
 PATIENCE_S = 0.5
-"""How long an answer is waited for."""
+"""Seconds to wait for an answer."""
 
 POLL_S = 0.01
 MOST_BYTES = 2**20
 
 SPY_S = 2.0
-"""How long py-spy may take."""
+"""Seconds for py-spy."""
 
 _SPIED = re.compile(r"^    (\S+) \((.+):(\d+)\)$", re.MULTILINE)
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x[0-9a-f]+.*:")
@@ -39,13 +39,13 @@ _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
 
 def answering(heart: Heart) -> Heart:
-    """The heart of a process that says its stacks, from here on, whenever it is asked."""
+    """Make this process dump its stacks on request."""
     _answer(heart)
     return heart
 
 
 def _answer(heart: Heart) -> int:
-    """Have this process answer; the descriptor that its stacks go to."""
+    """Install the handler; returns the descriptor of its output."""
     with contextlib.suppress(ValueError):  # what is asked too late is passed over; only the main thread can say so
         signal.signal(_signal(), signal.SIG_IGN)
     handle = os.memfd_create("superstep-stacks")
@@ -57,7 +57,7 @@ def _answer(heart: Heart) -> int:
 
 @contextlib.contextmanager
 def own_heart(rank: int, device: Device) -> Iterator[Beats]:
-    """The heart of a rank that nobody has launched: its page is its own."""
+    """The status page of a rank without a launcher."""
     made = page(f":{rank}")
     if made is None:
         yield Unwatched()
@@ -78,11 +78,8 @@ def own_heart(rank: int, device: Device) -> Iterator[Beats]:
 
 
 def ask(ranks: Mapping[int, int], proc: Path = Path("/proc")) -> dict[int, str]:
-    """What processes say of their stacks, as ``faulthandler`` has it; nothing of one that does not answer.
-
-    Args:
-        ranks: processes, and the descriptor of each that its stacks go to, as it has told in its page.
-        proc: of the system.
+    """Stacks of processes in ``faulthandler``'s form; without those that do not answer. ``ranks``: process ids, and the
+    descriptor of each one's output, from its page.
     """
     places = {process: proc / str(process) / "fd" / str(handle) for process, handle in ranks.items() if handle}
     processes = []
@@ -104,12 +101,11 @@ def ask(ranks: Mapping[int, int], proc: Path = Path("/proc")) -> dict[int, str]:
 
 
 def ask_spy(spy: str, process: int) -> str:
-    """What py-spy says of the stacks of a process that does not answer, because it is stopped, say; empty where it may
-    not look. It is given the form that ``faulthandler`` has.
+    """py-spy's stacks of a process that does not answer, in ``faulthandler``'s form; empty without permission.
 
     Args:
         spy: the path of the command.
-        process: to be looked at, without being stopped.
+        process: to look at, without stopping it.
     """
     command = [spy, "dump", "--nonblocking", "--pid", str(process)]
     try:
@@ -123,7 +119,7 @@ def ask_spy(spy: str, process: int) -> str:
 
 
 def threads_of(text: str) -> tuple[tuple[str, ...], ...]:
-    """Each thread's calls, ``file:line in function``, the innermost first; the main thread, which is last, first."""
+    """Each thread's calls, ``file:line in function``, innermost first; the main thread, which is last, comes first."""
     threads: list[list[str]] = []
     for line in text.splitlines():
         if _THREAD.match(line):

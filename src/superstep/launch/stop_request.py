@@ -1,4 +1,4 @@
-"""Being asked to stop: SIGTERM is what a scheduler sends before it ends a process for good."""
+"""Stop requests: schedulers send SIGTERM before they kill a process."""
 
 from __future__ import annotations
 
@@ -10,28 +10,27 @@ from contextlib import contextmanager
 from types import FrameType
 
 STOPPED = 128 + signal.SIGTERM
-"""The exit status of a process that has stopped because it was asked to."""
+"""The exit status after a requested stop."""
 
 AGAIN_S = 1.0
-"""A second request is one that comes so much later: torchrun and schedulers pass on what a process has had already."""
+"""A second request comes at least this much later: torchrun and schedulers repeat a signal."""
 
 
 class Stop:
-    """Whether this process was asked to stop once its step is done."""
+    """Whether this process was asked to stop after its current step."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._asked_s: float | None = None
         self.is_listening = False
-        """Whether a request waits for the step to be done; else it ends the process."""
+        """Whether a request waits for the end of the step; else it ends the process."""
 
     @property
     def is_asked(self) -> bool:
-        """Whether somebody asked."""
         return self._asked_s is not None
 
     def ask(self) -> bool:
-        """Note a request; whether it is a second one, which does not wait for a step."""
+        """Note a request; returns whether it is a second one, which does not wait for a step."""
         if self._asked_s is None:
             self._asked_s = self._clock()
         return self._clock() - self._asked_s >= AGAIN_S
@@ -39,9 +38,9 @@ class Stop:
 
 @contextmanager
 def listening(stop: Stop, pass_on: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Within the block SIGTERM asks to stop and is passed on; a second one raises SystemExit.
+    """Within the block SIGTERM requests a stop and is passed on; a second one raises SystemExit.
 
-    Only the main thread of a process can listen; in another one this does nothing.
+    Only the main thread of a process can listen; in other threads this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

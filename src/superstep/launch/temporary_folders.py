@@ -1,10 +1,10 @@
-"""Folders that processes make and remove, and what a process that was killed leaves of them.
+"""Temporary folders, and the removal of those that killed processes left.
 
     superstep-launch-3f2a/superstep-owner     locked by the process that made the folder
     pymp-x81c/superstep-owner                 of the seed's socket, likewise
 
-The system takes the lock back when the process ends, however it ended; so a number that another process has by now is
-taken for nobody, also from another container. A folder without such a file is not one of ours.
+The kernel releases the lock when the process ends, so a reused process id does not matter, also across containers. A
+folder without such a file is not ours.
 """
 
 from __future__ import annotations
@@ -24,10 +24,8 @@ PREFIXES = ("superstep-", "pymp-")
 
 @contextmanager
 def temporary_folder(prefix: str) -> Iterator[Path]:
-    """A folder that is there for the length of the block. What killed processes left of such folders goes as well.
-
-    Args:
-        prefix: of its name, which begins with one of ``PREFIXES``.
+    """A folder for the length of the block. Folders that killed processes left are removed too. ``prefix``: one of
+    ``PREFIXES``.
     """
     remove_left_folders()
     folder = Path(tempfile.mkdtemp(prefix=prefix))
@@ -40,7 +38,7 @@ def temporary_folder(prefix: str) -> Iterator[Path]:
 
 
 def own(folder: Path) -> int:
-    """A descriptor that makes a folder this process's own for as long as it is open."""
+    """Lock a folder as this process's own, until the returned descriptor is closed."""
     handle, unlocked = tempfile.mkstemp(dir=folder)
     with suppress(OSError):  # a file system without locks: nobody else can lock it and remove the folder either
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -59,10 +57,8 @@ def remove_left_folders() -> None:
 
 
 def remove_unlocked(folder: Path, mark: str) -> None:
-    """Remove a folder if nobody has locked its mark. The mark goes first: who comes later takes the folder for none.
-
-    Raises:
-        OSError: somebody has locked it, or there is none.
+    """Remove a folder if nobody has locked its mark. The mark goes first: later processes then ignore the folder.
+    Raises OSError where it is locked, or does not exist.
     """
     handle = os.open(folder / mark, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:

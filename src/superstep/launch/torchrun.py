@@ -1,4 +1,4 @@
-"""Joining ranks that torchrun has launched already: its environment says which one this process is."""
+"""Joins ranks that torchrun has started: its environment gives this process's rank."""
 
 from __future__ import annotations
 
@@ -26,19 +26,16 @@ R = TypeVar("R")
 T = TypeVar("T")
 
 POLL_S = 0.2
-"""How often a rank asks whether rank 0 has prepared."""
+"""Seconds between a rank's reads of whether rank 0 has prepared."""
 
 PREPARED = "superstep/prepared"
-"""The key of the store under which rank 0 answers."""
+"""The store's key of rank 0's answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredForm(Generic[T]):
-    """How a value goes through the store. Whoever reaches its port can write to it, so no bytes of it are unpickled.
-
-    Attributes:
-        encode: the bytes of a value.
-        decode: the value of such bytes; raises msgspec.DecodeError of any others.
+    """How a value goes through the store. Anybody who reaches its port can write to it, so nothing is unpickled.
+    ``decode``: raises msgspec.DecodeError for foreign bytes.
     """
 
     encode: Callable[[T], bytes]
@@ -46,13 +43,13 @@ class StoredForm(Generic[T]):
 
 
 class Value(msgspec.Struct, frozen=True, tag=True):
-    """From rank 0: what it made."""
+    """Rank 0's value."""
 
     encoded: bytes
 
 
 class FailureNotice(msgspec.Struct, frozen=True, tag=True):
-    """From rank 0: why it made nothing, and the exit status of that; no words where they were said already."""
+    """Rank 0's failure, with its exit status; ``words`` is None where it was already printed."""
 
     words: str | None
     exit_status: int
@@ -67,22 +64,17 @@ def join(
     form: StoredForm[T],
     wanted: Callable[[T], DeviceKind | None] = lambda _: None,
 ) -> R:
-    """Run ``worker`` as the one rank that torchrun's environment says this process is.
+    """Run ``worker`` as the one rank that torchrun's environment names.
+
+    After an error the process waits for no group, and ends with that error's exit status.
 
     Args:
-        prepare: given the number of ranks, makes on rank 0 what every rank's worker is given; the others wait, as
-            long as it takes.
-        worker: what a rank does.
-        form: how what was made goes to the others.
-        wanted: which device what was made asks for.
-
-    Returns:
-        What the worker returned.
+        prepare: given the number of ranks, makes on rank 0 the value for every worker; the others wait.
+        form: how the value goes to the others.
+        wanted: the device that the value asks for.
 
     Raises:
-        SystemExit: another rank has failed before this one, and reports it; one report is enough.
-
-    After an error no group is waited for, and the process ends with that error's exit status.
+        SystemExit: another rank failed first and reports it; one report is enough.
     """
     store, rank, size = next(dist.rendezvous("env://", timeout=TIMEOUT))  # type: ignore[attr-defined]
     stop = Stop()
@@ -117,11 +109,7 @@ def _from_rank_0(
     make: Callable[[], T],
     form: StoredForm[T],
 ) -> T:
-    """What rank 0 makes, on every rank; so too the error, if it cannot.
-
-    Raises:
-        Fault: what the store holds is no answer of rank 0's.
-    """
+    """What rank 0 makes, on every rank; or its error. Raises Fault where the store holds something else."""
     if rank == 0:
         try:
             value = make()

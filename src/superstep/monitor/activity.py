@@ -1,19 +1,17 @@
-"""What a rank does at a moment, as its page in shared memory says it."""
+"""What a rank does at a moment, as its status page records it."""
 
 from __future__ import annotations
 
 from enum import IntEnum
 
 TEXT_BYTES = 64
-"""Room for an instruction in words."""
+"""The longest text of an instruction."""
 
 
 class Doing(IntEnum):
-    """What a rank does."""
-
     OTHER = 0
-    """Nothing of a program: it reads a batch, say, or writes a checkpoint."""
+    """Nothing of a program: it reads a batch or writes a checkpoint, for example."""
     WAITS = 1
-    """For what an instruction needs of another rank."""
+    """It waits for another rank's data."""
     WORKS = 2
-    """On an instruction."""
+    """It runs an instruction."""

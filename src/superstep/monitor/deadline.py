@@ -1,8 +1,7 @@
-"""A deadline that counts only the time in which this process could have acted on it.
+"""A deadline that counts only time in which this process could act.
 
-A laptop that sleeps, a virtual machine that is moved, and a process that is stopped all see the clock jump. What it
-jumps by is no fault of a candidate, and a timeout would be a wrong grade. So who waits looks at the clock every STEP_S,
-and more than LONGEST_S between two looks does not count.
+The clock jumps when a laptop sleeps, a virtual machine moves, or a process is stopped. A timeout then would be a wrong
+grade. So waiting code looks at the clock every STEP_S, and more than LONGEST_S between two looks does not count.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ LONGEST_S = 0.5
 
 
 class ActiveDeadline:
-    """So many seconds, which are used up as ``left`` is asked."""
+    """A number of seconds, which calls of ``left`` use up."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._left, self._clock = seconds, clock
@@ -27,12 +26,12 @@ class ActiveDeadline:
         return self._left <= 0
 
     def left(self) -> float:
-        """The seconds that are left; 0 or less where there are none."""
+        """The seconds left; 0 or less at the end."""
         now = self._clock()
         self._left -= min(now - self._looked, LONGEST_S)
         self._looked = now
         return self._left
 
     def step(self) -> float:
-        """How long to wait before the next look; 0 at the end."""
+        """Seconds until the next look; 0 at the end."""
         return max(0.0, min(STEP_S, self.left()))

@@ -1,12 +1,11 @@
-"""The flight recorder: a rank's last instructions and when they ran, in shared memory that outlives it.
+"""The flight recorder: a rank's last instructions and their times, in shared memory that outlives the rank.
 
     page     what the rank does now                     ``monitor.status_page``
     notes    NOTES slots: the n-th note, from 1 on, is in slot n modulo NOTES
-    words    what notes are of, a line each: a note has the number of its line. A list of instructions lies together,
-             with an empty line behind it
+    words    the texts of instructions, one a line: a note has its line's number. Each list of instructions is
+             contiguous, with an empty line after it
 
-A note is a store into memory, like a beat. The lines are written once, before the first note that is of one. So whoever
-has the memory needs nothing else to know what ran.
+A note is only a store into memory. Its line is written before the first note of it, so the memory alone says what ran.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from superstep.observe.doctor.observations import Note
 
 NOTES = 2**14
 WORDS_BYTES = 2**24
-"""Room for words. Memory is taken as it is written to."""
+"""Room for words; memory is allocated as it is written."""
 
 _NOTE = struct.Struct("<4Q4I")
 _WORDS_AT = PAGE_BYTES + NOTES * _NOTE.size
@@ -30,15 +29,11 @@ NOWHERE = 0
 """The line of what has no words."""
 
 BESIDE = "beside: "
-"""What the line of something beside a program begins with."""
+"""The prefix of a line of work outside a program."""
 
 
 class Ring:
-    """The rank's side.
-
-    Args:
-        view: the memory, ``BYTES`` of it.
-    """
+    """The rank's side. ``view``: the memory, ``BYTES`` long."""
 
     def __init__(self, view: mmap.mmap) -> None:
         self._view = view
@@ -46,7 +41,7 @@ class Ring:
         self.lay(("",))
 
     def lay(self, lines: Sequence[str]) -> int:
-        """Put lines down together; the number of the first one, or NOWHERE where there is no room."""
+        """Write lines as one list; returns the first one's number, or NOWHERE without room."""
         text = "".join(f"{line}\n" for line in (*lines, "")).encode()
         if self._used + len(text) > WORDS_BYTES:
             return NOWHERE
@@ -57,7 +52,7 @@ class Ring:
         return first
 
     def note(self, line: int, run: int, step: int, ready_ns: int, start_ns: int, end_ns: int, within_ns: int) -> None:
-        """Note what came to its end, or will not."""
+        """Note an instruction that has ended, or never will."""
         if line == NOWHERE:
             return
         self._noted += 1
@@ -68,11 +63,7 @@ class Ring:
 
 
 class RecordedLines:
-    """The lines of a memory, as they were when this was made.
-
-    Args:
-        view: the memory; one without room for notes has none.
-    """
+    """A copy of the lines in a memory. ``view``: the memory; one without room for notes has no lines."""
 
     def __init__(self, view: mmap.mmap) -> None:
         (used,) = WORDS_USED.read(view)
@@ -82,11 +73,11 @@ class RecordedLines:
             self._first.append(self._first[-1] if at and line and self.lines[at - 1] else at)
 
     def place(self, line: int) -> int:
-        """Where in its list a line is."""
+        """A line's index in its list."""
         return line - self._first[line]
 
     def around(self, line: int) -> list[str]:
-        """All lines of the list that a line is in."""
+        """All lines of a line's list."""
         first = last = self._first[line]
         while last < len(self.lines) and self.lines[last]:
             last += 1
@@ -94,7 +85,7 @@ class RecordedLines:
 
 
 def notes_in(view: mmap.mmap, words: RecordedLines) -> list[Note]:
-    """The notes that are there, oldest first. One that the rank is just writing is left out."""
+    """The notes in memory, oldest first, without one that is just being written."""
     once, again = (view[PAGE_BYTES:_WORDS_AT] for _ in range(2))
     whole = [raw for raw, other in zip(_slots(once), _slots(again), strict=True) if raw == other and any(raw)]
     records = sorted((raw for raw in whole if raw[7] < len(words.lines)), key=lambda raw: raw[4])

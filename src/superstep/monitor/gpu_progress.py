@@ -1,15 +1,15 @@
-"""gpu_progress: how far a rank's GPU has come in what its host has issued.
+"""How far a rank's GPU has come in the work that its host has issued.
 
-On a GPU a host is ahead. It issues an instruction and goes on; a wait for a collective holds a stream, not the host;
-and while autograd's own thread launches, the main thread sleeps. Neither where the host is nor what it spends says
-whether the rank goes on. So the host records an event on the compute stream wherever it begins to wait for what an
-instruction needs, or to work on it, and a thread of the rank queries these events:
+A host is ahead of its GPU: it issues an instruction and goes on, a collective blocks a stream and not the host, and
+while autograd's thread launches kernels the main thread sleeps. So the host's place does not show whether the rank
+makes progress. Instead the host records an event on the compute stream whenever it begins to wait for an instruction's
+inputs, or to run it, and a thread of the rank queries these events:
 
     host     waits 4 ● works 4 ● waits 5 ● works 5 ● waits 6 ●      5 issued
     stream   waits 4 ✓ works 4 ✓ waits 5 ✓                          3 passed: a collective that 5 needs is not complete
 
-An event behind a wait passes when the collectives that were waited for are complete; one behind an instruction when its
-kernels, and the collectives within, are. A query neither waits nor synchronizes.
+An event after a wait passes when the collectives are complete; one after an instruction when its kernels and
+collectives are. A query neither waits nor synchronizes.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from superstep.monitor.page_layout import GPU
 
 
 class GpuEvent(Protocol):
-    """An event of a stream, as ``torch.cuda.Event`` has it."""
+    """An event of a stream, such as ``torch.cuda.Event``."""
 
     def record(self) -> None:
-        """Put it on the current stream."""
+        """Record it on the current stream."""
 
     def query(self) -> bool:
         """Whether the stream has passed it."""
@@ -40,11 +40,10 @@ class Mark:
 
     Attributes:
         doing: what begins there.
-        run: which run of a program since the process began, from 1 on.
-        step: that it is part of.
+        run: which run of a program since the process began, from 1.
         index: of the instruction in its list.
-        line: of the instruction among the words of the ring.
-        text: of it.
+        line: of the instruction in the flight recorder.
+        text: of the instruction.
     """
 
     doing: Doing
@@ -57,16 +56,15 @@ class Mark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuProgress:
-    """How far a GPU has come.
+    """A GPU's progress.
 
     Attributes:
-        issued: marks that the host has put on the compute stream since the process began.
+        issued: marks on the compute stream since the process began.
         passed: those that the stream has passed.
-        doing: what the last mark that was passed begins.
-        run, step, index, line, instruction: as that mark has them.
-        longest_s: what working on this instruction has taken the GPU at most, as far as queries tell; 0.0 where it has
-            not been passed before.
-        since_ns: when it was seen to be passed, by the host's monotonic clock.
+        doing: what the last passed mark begins.
+        run, step, index, line, instruction: of that mark.
+        longest_s: the longest that the GPU took for this instruction, as far as queries tell; 0.0 the first time.
+        since_ns: when the mark was seen to be passed, by the host's monotonic clock.
     """
 
     issued: int
@@ -82,12 +80,11 @@ class GpuProgress:
 
 
 class StreamMarks:
-    """Marks on the compute stream of one GPU: the thread of the executor puts them, another one queries them.
+    """Marks on one GPU's compute stream: the executor's thread records them, another thread queries them.
 
     Args:
-        new_event: makes one.
-        enter_thread: called once by the thread that queries, to make the GPU its current one: a thread begins with
-            GPU 0, and what it asks of CUDA would take memory there.
+        new_event: makes an event.
+        enter_thread: the querying thread calls it once to select the GPU: otherwise it would allocate on GPU 0.
     """
 
     def __init__(self, new_event: Callable[[], GpuEvent], enter_thread: Callable[[], None]) -> None:
@@ -112,7 +109,7 @@ class StreamMarks:
         self._ahead.append((event, mark))
 
     def query(self, view: mmap.mmap, now_ns: int) -> None:
-        """Go past the events that the stream has passed, and write into a rank's page how far that is."""
+        """Advance past the events that the stream has passed, and write the progress into a rank's page."""
         if not self._has_entered:
             self._enter_thread()
             self._has_entered = True
@@ -145,7 +142,7 @@ class StreamMarks:
 
 
 def read_progress(view: mmap.mmap) -> GpuProgress | None:
-    """What a rank's page says of its GPU; None where it has none, or has run no program on it."""
+    """A GPU's progress from a rank's page; None without a GPU, or before its first program."""
     passed, issued, doing, run, step, index, line, longest_ns, since_ns, _, text = GPU.read_whole(view)
     if not passed:
         return None

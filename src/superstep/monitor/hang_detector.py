@@ -1,7 +1,6 @@
-"""Looks at the ranks of one world again and again, and has the rules say which of them hangs (``hang_rules``).
+"""HangDetector: looks at the ranks of one world repeatedly; ``hang_rules`` decide which hangs.
 
-How long a rank has stood, and what its threads have done meanwhile, is counted in looks: while this process itself was
-not looking, no time passes.
+Times are counted in looks, so time in which this process did not run does not count.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ from superstep.monitor.status_page import Beat
 from superstep.monitor.stopped_process import LOOK_S
 
 WAKES_PER_S = 50.0
-"""How often a thread that waits for Python's lock is woken at least; it asks again every 5 ms."""
+"""How often a thread that waits for Python's lock wakes up, at least; it retries every 5 ms."""
 
 
 @dataclass(frozen=True, slots=True)
 class Thread:
-    """A thread as the system sees it.
+    """A thread as the system reports it.
 
     Attributes:
-        state: R runs or would like to, S and D sleep, T is stopped, t is held by a debugger.
+        state: R runs or is ready, S and D sleep, T is stopped, t is held by a debugger.
         switches: how often it has left a processor.
-        cpu_s: of it, all together.
+        cpu_s: its processor time.
     """
 
     state: str
@@ -49,10 +48,10 @@ def thread(process: int, number: int) -> Thread | None:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process whose ticker does not tick, as the system sees it.
+    """A process whose ticker does not tick, as the system reports it.
 
     Attributes:
-        cpu_s: of all its threads, together.
+        cpu_s: processor time of all its threads.
         is_ready: whether a thread besides the ticker runs or is ready to.
     """
 
@@ -83,7 +82,7 @@ def _cpu_s(numbers: Sequence[bytes]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """A rank, its threads and its process, when it was looked at last; the process where its ticker did not tick."""
+    """A rank, its threads and its process at the last look; the process only where its ticker did not tick."""
 
     standing: RankStanding
     main: Thread | None = None
@@ -96,9 +95,9 @@ class HangDetector:
 
     Args:
         clock: seconds.
-        threads: what the system says of a thread of a process.
-        processes: what it says of a process, given the number of its ticker.
-        is_whole: whether all ranks of the world are looked at; those of other hosts are not.
+        threads: the system's report of a thread.
+        processes: the system's report of a process, given its ticker's id.
+        is_whole: whether no rank of the world is on another host.
     """
 
     def __init__(
@@ -114,7 +113,7 @@ class HangDetector:
         self._looks: dict[int, _Look] = {}
 
     def look(self, beats: Mapping[int, Beat]) -> Hung | None:
-        """The rank that hangs, if any does; of each process that has not ended its beat."""
+        """The rank that hangs, if any; ``beats`` are those of all processes that have not ended."""
         now_s = self._clock()
         since_s, self._looked_s = now_s - self._looked_s, now_s
         self._looks = {process: self._after(process, beat, since_s) for process, beat in beats.items()}

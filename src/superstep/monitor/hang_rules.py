@@ -1,26 +1,26 @@
-"""hang_rules: from what is known of the ranks of a world to the one that hangs, a function without clocks.
+"""The rules that find the rank that hangs, from the ranks' states: a function without clocks.
 
-A rank that waits for another does what it should; one that is slow goes on in the end. What tells the one that hangs on
-a CPU, where a rank's place is its host's:
+A rank that waits for another works correctly, and a slow one makes progress in the end. On a CPU, where a rank's place
+is its host's place, these signs decide:
 
-    no beat of it          and none of any other rank of its world for STANDS_S: all that can go on has
-    held                   its ticker is woken hundreds of times a second and does not get Python's lock: some code in C
-                           keeps it. Where threads of the process are ready to run, the one with the lock may be
-                           short of a processor: then only as much counts as the process has had (``kept_s``)
-    still                  Python runs, but the thread that should compute sleeps, and does not wait for a rank; all
-                           others wait for one, or sleep as well: what they do may be within what it computes
-    busy                   it computes, and does not come to an end: what counts is the processor's time
+    no progress            of any rank of its world for STANDS_S: all that can go on has done so
+    held                   its ticker wakes hundreds of times a second and does not get Python's lock: C code holds it.
+                           Where threads of the process are ready to run, the holder may lack a processor: then only
+                           the processor time of the process counts (``kept_s``)
+    still                  Python runs, but the main thread sleeps and does not wait for a rank; all others wait for
+                           one, or sleep as well: what they do may be part of what it computes
+    busy                   it computes without end: its processor time counts
 
-Each has a limit: a floor, or a multiple of what the same instruction has taken in this process, or of the predicted
-step where it has not run before.
+Each sign has a limit: a floor, or a multiple of what the same instruction took before in this process, or of the
+predicted step if it has not run before.
 
-On a GPU the processor says nothing: a host sleeps while kernels are compiled, while autograd's thread launches, while
-the GPU has more to do than may be queued. A rank's place is there how far its GPU has come (``monitor.gpu_progress``),
-and what counts is how long no GPU and no host of the world has gone on:
+On a GPU processor time says nothing: a host sleeps while kernels are compiled, while autograd's thread launches, and
+while the GPU's queue is full. There a rank's place is its GPU's progress (``monitor.gpu_progress``), and the time
+counts in which no GPU and no host of the world made progress:
 
-    a rank beside programs     none hangs: a batch, a checkpoint may take long, and the others stand in what needs it
-    a rank that works          the one that is farthest behind; where several stand there alike, one of them
-    all wait                   none hangs that is known: a collective among them does not complete
+    a rank outside programs    no rank hangs: a batch or a checkpoint may take long, and the others wait for it
+    a rank that works          the one farthest behind; where several are there, one of them
+    all wait                   no rank is known to hang: a collective among them does not complete
 """
 
 from __future__ import annotations
@@ -32,45 +32,45 @@ from superstep.monitor.activity import Doing
 from superstep.monitor.status_page import Beat
 
 STANDS_S = 1.0
-"""How long no rank of a world has gone on before any of them may hang."""
+"""Seconds without progress of any rank before one may hang."""
 
 HELD_S = 1.25
-"""The lock kept within an instruction that has run before: named within three seconds together with two looks."""
+"""The lock held within an instruction that ran before: reported within three seconds, with two looks."""
 
 HELD_ELSEWHERE_S = 2.0
-"""The lock kept at another place, or in an instruction that runs for the first time."""
+"""The lock held elsewhere, or in an instruction's first run."""
 
 HELD_MOST_S = 10.0
-"""Whatever pauses there were before."""
+"""The limit, whatever pauses there were before."""
 
 PAUSES = 3.0
-"""How many times the longest pause seen in the last minutes a pause may take."""
+"""How many times longer than the longest pause of the last minutes a pause may be."""
 
 STILL_S, STILL_TIMES = 4.0, 10.0
 BUSY_S, BUSY_TIMES = 20.0, 20.0
 IDLE_TIMES = 10.0
-"""How much longer than busy a rank may be that neither sleeps all the time nor computes: it waits for a processor."""
+"""How much longer than a busy rank one may take that neither sleeps nor computes: it waits for a processor."""
 
 FIRST_S, FIRST_TIMES = 60.0, 20.0
-"""Floors, and multiples of what the instruction took before; the last for one that never ran, of the whole step."""
+"""Floors, and multiples of the instruction's time before; for a first run, of the whole step."""
 
 GPU_S, GPU_TIMES = 60.0, 20.0
-"""The same on a GPU: a kernel for a shape that is new is compiled in an instruction that has run before."""
+"""The same on a GPU: a known instruction may compile a kernel for a new shape."""
 
 GPU_FIRST_S = 300.0
-"""Where the instruction has not run before: all of its kernels are compiled then."""
+"""For an instruction's first run, which compiles all of its kernels."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankStanding:
-    """One rank, and for how long it has been so.
+    """A rank, and how long it has stood.
 
     Attributes:
-        beat: what its page says.
-        unmoved_s: since its host, or its GPU, went on last.
-        held_s: that its ticker has been woken and did not get Python's lock, as ``kept_s`` counts it.
-        quiet_s: that its main thread has been on no processor.
-        cpu_s: that its main thread has had of a processor since it went on last.
+        beat: from its page.
+        unmoved_s: since the last progress of its host or GPU.
+        held_s: how long its ticker could not get Python's lock, counted by ``kept_s``.
+        quiet_s: how long its main thread was on no processor.
+        cpu_s: its main thread's processor time since its last progress.
     """
 
     beat: Beat
@@ -85,10 +85,10 @@ class Hung:
     """A rank that hangs.
 
     Attributes:
-        process: its number.
-        beat: where.
-        why: in words, of it.
-        others: processes that hang as it does: it may be one of them as well.
+        process: its id.
+        beat: where it hangs.
+        why: in words.
+        others: processes that may hang instead.
     """
 
     process: int
@@ -98,23 +98,23 @@ class Hung:
 
 
 def kept_s(passed_s: float, cpu_s: float, *, is_ready: bool) -> float:
-    """For how long Python's lock counts as kept, of the time between two looks at a process whose ticker waits for it.
+    """How long Python's lock counts as held, between two looks at a process whose ticker waits for it.
 
     Args:
-        passed_s: between the looks.
-        cpu_s: of processors that all threads of the process have had in it.
-        is_ready: whether one of its threads, the ticker aside, runs or is ready to: that one may have the lock. Where
-            all sleep, so does the one that has it, and lacks no processor.
+        passed_s: time between the looks.
+        cpu_s: processor time of all threads of the process in it.
+        is_ready: whether a thread besides the ticker runs or is ready: it may hold the lock. Where all sleep, so does
+        the holder, which then does not lack a processor.
     """
     return min(passed_s, cpu_s) if is_ready else passed_s
 
 
 def who_hangs(ranks: Mapping[int, RankStanding], *, is_whole: bool = True) -> Hung | None:
-    """The rank that hangs, if any does.
+    """The rank that hangs, if any.
 
     Args:
-        ranks: by process, all that are known of a world.
-        is_whole: whether these are all of its world; those of other hosts are not known.
+        ranks: by process.
+        is_whole: whether no rank of the world is on another host.
     """
     if not ranks or any(rank.unmoved_s < STANDS_S for rank in ranks.values()):
         return None
@@ -192,5 +192,5 @@ def _on_gpus(ranks: Mapping[int, RankStanding], *, is_whole: bool) -> Hung | Non
 
 
 def _place(rank: RankStanding) -> Beat:
-    """Where a rank is: how far its GPU has come, but where Python's lock is kept, and so nobody can say that."""
+    """A rank's place: its GPU's, except where Python's lock is held, so that the GPU's is unknown."""
     return rank.beat if rank.held_s >= STANDS_S else rank.beat.on_gpu()

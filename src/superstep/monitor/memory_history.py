@@ -1,7 +1,7 @@
-"""How a rank's process has grown: its resident bytes now and then since it began, in its page.
+"""A rank's resident bytes over time since its process began, in its status page.
 
-There is room for so many. Where it is full every second one goes, and the next come half as often: so they always
-reach from the beginning to now.
+Where the room is full, every second entry is dropped and the interval doubles, so the entries always span the whole
+time.
 """
 
 from __future__ import annotations
@@ -14,16 +14,11 @@ from superstep.monitor.page_layout import SIZES, SIZES_COUNT
 from superstep.observe.doctor.observations import Memory
 
 FIRST_EVERY_S = 2.0
-"""How often it is looked at first."""
+"""The first interval."""
 
 
 class Resident:
-    """The side of the rank, which looks at itself.
-
-    Args:
-        view: its page.
-        statm: of the process.
-    """
+    """The rank's side. ``view``: its page. ``statm``: of the process."""
 
     def __init__(self, view: mmap.mmap, statm: Path = Path("/proc/self/statm")) -> None:
         self._view, self._statm = view, statm
@@ -31,7 +26,7 @@ class Resident:
         self._looks: list[tuple[int, int]] = []
 
     def look(self, now_ns: int) -> None:
-        """Note the size, where it is time to."""
+        """Note the size, if the interval has passed."""
         if now_ns < self._next_ns:
             return
         try:
@@ -53,7 +48,7 @@ class Resident:
 
 
 def sizes_in(view: mmap.mmap) -> tuple[Memory, ...]:
-    """What is in a page, oldest first."""
+    """The sizes in a page, oldest first."""
     (count,) = SIZES_COUNT.read(view)
     sizes = (SIZES.read(view, at) for at in range(min(count, SIZES.count)))
     return tuple((now_ns / 1e9, size) for now_ns, size in sizes)

@@ -1,17 +1,17 @@
-"""page_layout: where in a rank's page of shared memory each record lies.
+"""The layout of a rank's status page: where each record lies.
 
-    field            who writes it               what it is
-    beat             ``monitor.status_page``           what the host does now
+    field            written by                  what it is
+    beat             ``monitor.status_page``     what the host does now
     tick             its ticker                  whether Python runs
-    expected         ``monitor.status_page``           what a step was predicted to take
-    words_used       ``monitor.flight_recorder``            bytes of the words behind the page
-    process          ``monitor.status_page``           the rank's process, and where its stacks go
-    sizes_count      ``monitor.memory_history``        how many sizes there are
-    sizes            ``monitor.memory_history``        resident bytes of the process over time
+    expected         ``monitor.status_page``     the predicted time of a step
+    words_used       ``monitor.flight_recorder`` bytes of the words after the page
+    process          ``monitor.status_page``     the rank's process, and where its stacks go
+    sizes_count      ``monitor.memory_history``  the number of sizes
+    sizes            ``monitor.memory_history``  resident bytes of the process over time
     gpu              ``monitor.gpu_progress``    how far the GPU has come
 
-Words are of 8 bytes and aligned, so that each is stored and loaded at once; a record of several may be read while it
-is written.
+Words have 8 bytes and are aligned, so each is stored and loaded at once; a record of several words may be read while it
+is being written.
 """
 
 from __future__ import annotations
@@ -29,18 +29,17 @@ PAGE_BYTES = 4096
 WORD_BYTES = 8
 
 _READS = 8
-"""How often a record is read again that changes meanwhile."""
+"""How often a record that changes meanwhile is read again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordField:
-    """Records of one kind, one behind the other.
+    """Records of one kind, one after the other.
 
     Attributes:
-        name: of the field.
-        offset_bytes: of the first record, from the begin of the page.
-        record: what one is packed as.
-        count: how many there is room for.
+        offset_bytes: of the first record in the page.
+        record: the format of one.
+        count: the most records.
     """
 
     name: str
@@ -50,19 +49,16 @@ class RecordField:
 
     @property
     def end_bytes(self) -> int:
-        """The first byte behind it."""
         return self.offset_bytes + self.count * self.record.size
 
     def write(self, view: mmap.mmap, *values: int | bytes, index: int = 0) -> None:
-        """Write a record."""
         self.record.pack_into(view, self.offset_bytes + index * self.record.size, *values)
 
     def read(self, view: mmap.mmap, index: int = 0) -> tuple[Any, ...]:
-        """The values of a record."""
         return self.record.unpack_from(view, self.offset_bytes + index * self.record.size)
 
     def read_whole(self, view: mmap.mmap) -> tuple[Any, ...]:
-        """The same of the first record; it is read again where it is just being written."""
+        """Read the first record; read again while it is being written."""
         values = self.read(view)
         for _ in range(_READS):
             again = self.read(view)
@@ -73,7 +69,7 @@ class RecordField:
 
 
 def check_fields(*fields: RecordField) -> tuple[RecordField, ...]:
-    """The fields, in the order of their places; an AssertionError where one is not in the page, or in another."""
+    """The fields, in the order of their places; raises AssertionError where they overlap or leave the page."""
     ordered = sorted(fields, key=lambda field: field.offset_bytes)
     for field in ordered:
         is_inside = field.offset_bytes >= 0 and field.end_bytes <= PAGE_BYTES
@@ -94,4 +90,3 @@ SIZES = RecordField(name="sizes", offset_bytes=2048, record=Struct("<2Q"), count
 GPU = RecordField(name="gpu", offset_bytes=3072, record=Struct(f"<10Q{TEXT_BYTES}s"))
 
 FIELDS = check_fields(BEAT, TICK, EXPECTED, WORDS_USED, PROCESS, SIZES_COUNT, SIZES, GPU)
-"""All of them."""

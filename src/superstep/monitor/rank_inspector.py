@@ -1,7 +1,7 @@
-"""Looking at ranks from outside: what each has said in its page, and what the system says of its process.
+"""Looks at ranks from outside: each one's status page, and what the system reports of its process.
 
-A page has no file, but the process that keeps it open has: so who may see that process may read it, and nobody is asked
-for anything. That works as well while the launcher stands still.
+A page has no file, but a process that keeps it open shows it in /proc. So whoever may see the process can read the
+page, even while the launcher is stopped.
 
     /proc/LAUNCHER/fd/7 -> /memfd:superstep-heart:PARTY:RANK
 """
@@ -31,25 +31,25 @@ from superstep.program.instructions import Instruction
 from superstep.program.text import read_instruction
 
 MOVES_S, MOVES_TIMES = 0.5, 3.0
-"""How long ago a rank that goes on has done so last, at most; or as many times what its instruction took before."""
+"""A rank makes progress if its last one is at most this old, or this many times its instruction's earlier time."""
 
 HELD_S = 0.75
-"""How long Python's lock must have been kept from a ticker that was woken, as ``kept_s`` counts it."""
+"""How long a waking ticker must have lacked Python's lock, counted by ``kept_s``."""
 
 _DOES: Mapping[Doing, Does] = {Doing.OTHER: "apart", Doing.WAITS: "waits", Doing.WORKS: "works"}
 
 
 @dataclass(frozen=True, slots=True)
 class Vitals:
-    """A process as the system sees it.
+    """A process as the system reports it.
 
     Attributes:
         state: of its main thread; empty where it has gone.
         resident_bytes: in memory.
-        swapped_bytes: on disk instead.
+        swapped_bytes: swapped to disk.
         major_faults: how often it waited for the disk because of a page.
-        ran_ns: its main thread, on a processor.
-        queued_ns: and waiting for one.
+        ran_ns: its main thread's time on a processor.
+        queued_ns: its main thread's time waiting for one.
     """
 
     state: str = ""
@@ -61,7 +61,6 @@ class Vitals:
 
 
 def vitals(process: int, proc: Path = Path("/proc")) -> Vitals:
-    """Of a process."""
     place = proc / str(process)
     try:
         status, numbers = status_in(place), stat_in(place)
@@ -76,11 +75,11 @@ def vitals(process: int, proc: Path = Path("/proc")) -> Vitals:
 
 
 def views_of(process: int, party: str | None = None) -> dict[int, mmap.mmap]:
-    """The pages that a process keeps open, by rank, to be read; empty where there is none, or it may not be seen.
+    """The pages that a process keeps open, by rank; empty where it has none or may not be seen.
 
     Args:
-        process: the launcher of the ranks, or a rank that nobody has launched.
-        party: of several worlds that it has launched, that of this name; None means the first.
+        process: the ranks' launcher, or a rank without one.
+        party: the name of one of several worlds; None means the first.
     """
     views: dict[str, dict[int, mmap.mmap]] = {}
     with suppress(OSError):
@@ -99,7 +98,7 @@ def views_of(process: int, party: str | None = None) -> dict[int, mmap.mmap]:
 
 @dataclass(frozen=True, slots=True)
 class _First:
-    """A rank when it was first looked at, or first seen to stand."""
+    """A rank at its first look, or at the first one without progress."""
 
     at_s: float
     beat: Beat
@@ -110,14 +109,14 @@ class _First:
 
 
 class Looker:
-    """Looks at ranks again and again; what it says is since the first time, or since they went on last.
+    """Looks at ranks repeatedly; times count from the first look, or from the last progress.
 
     Args:
-        views: the page of each.
-        clock: seconds, of the clock of the ranks' beats.
-        threads: what the system says of a thread.
-        system: what it says of a process.
-        processes: what it says of all threads of a process, given the number of its ticker.
+        views: each rank's page.
+        clock: seconds, on the clock of the ranks' beats.
+        threads: the system's report of a thread.
+        system: the system's report of a process.
+        processes: the same of all threads, given the ticker's id.
     """
 
     def __init__(
@@ -138,7 +137,7 @@ class Looker:
         return tuple(self._observe(rank, view) for rank, view in sorted(self._views.items()))
 
     def stacks(self) -> dict[int, int]:
-        """The process of each rank, and the descriptor that its stacks go to."""
+        """The process of each rank, and the descriptor of its stack dumps."""
         beats = (read_beat(view) for view in self._views.values())
         return {beat.process: beat.stacks for beat in beats if beat.process}
 
@@ -187,7 +186,7 @@ class Looker:
 
 
 def _kept_s(first: _First, now: _First) -> float:
-    """For how long Python's lock was kept from a ticker that did not tick; 0.0 where the ticker was not woken."""
+    """How long Python's lock was held from a ticker that did not tick; 0.0 where the ticker did not wake."""
     looked_s, before, after = now.at_s - first.at_s, first.process, now.process
     woken = 0 if now.ticker is None or first.ticker is None else now.ticker.switches - first.ticker.switches
     if woken < WAKES_PER_S * looked_s:
@@ -197,8 +196,8 @@ def _kept_s(first: _First, now: _First) -> float:
 
 
 def with_notes(rank: RankSeen, view: mmap.mmap) -> RankSeen:
-    """The rank with what it did last, and the list that it follows. What raised an error is apart by now: where it was
-    in its program counts.
+    """The rank with its last instructions and their list. A rank that raised an error has left its program: its last
+    place in it counts.
     """
     words, beat = RecordedLines(view), read_beat(view).on_gpu()
     observed = replace(rank, notes=tuple(notes_in(view, words)), follows=_list(tuple(words.around(beat.line))))
@@ -212,7 +211,7 @@ def with_notes(rank: RankSeen, view: mmap.mmap) -> RankSeen:
 
 
 def last_seen(view: mmap.mmap, rank: int) -> RankSeen:
-    """A rank of a run that has failed."""
+    """A rank of a failed run."""
     return with_notes(Looker({rank: view}).look()[0], view)
 
 

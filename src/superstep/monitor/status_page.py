@@ -1,13 +1,12 @@
-"""The status page: what a rank is doing, in memory that the launcher reads.
+"""The status page: what a rank does now, in shared memory that its launcher reads.
 
     rank      begin ── waits 0 ─ works 0 ── waits 1 ─ works 1 ── ... ── rests     a store into the page each, no call
     ticker    tick ─ tick ─ tick ─ tick ...                                       a thread: whether Python runs at all
     launcher  looks at the pages a few times a second (``monitor.hang_detector``)
 
-A beat is a dozen words that are copied into a page of shared memory; the system is not asked for anything. It tells
-which step and which instruction, and whether the rank computes it or waits until it can: who waits for another rank is
-not the one that hangs. What is done with is noted behind the page (``monitor.flight_recorder``). All of it has no file,
-and the launcher keeps it when the rank has gone.
+A beat is a dozen words copied into the page, without a system call: step, instruction, and whether the rank computes it
+or waits for it. A rank that waits for another does not hang. Finished instructions are noted after the page
+(``monitor.flight_recorder``). The memory has no file, and the launcher keeps it after the rank has ended.
 """
 
 from __future__ import annotations
@@ -30,36 +29,36 @@ from superstep.program.instructions import Instruction
 from superstep.program.text import describe
 
 NAME = "superstep-heart:"
-"""What the system calls such memory, and behind it the rank."""
+"""The prefix of the memory's name in the system; the rank follows."""
 
 TICK_S = 0.1
-"""How often the ticker notes that Python runs."""
+"""Seconds between ticks."""
 
 TICKS_KEPT = 600
-"""The longest pause between two ticks is that of the last one or two times so many."""
+"""The longest pause is that of the last one to two times this many ticks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """What a page says.
+    """The contents of a page.
 
     Attributes:
-        beats: how many there were; 0 of a rank that has run no program.
-        doing: what it does since the last one.
-        step: the step that it is in, or was last.
+        beats: their number; 0 before the first program.
+        doing: since the last beat.
+        step: the current or last one.
         index: of the instruction in its list.
-        longest_s: what working on this instruction has taken at most in this process; 0.0 the first time.
-        instruction: in words; outside of a program what the rank does there, as far as it has said.
+        longest_s: the longest run of this instruction in this process; 0.0 the first time.
+        instruction: in words; outside a program, what the rank does there, if known.
         ticks: of its ticker.
-        ticker: the number of that thread; 0 without one.
+        ticker: the thread's id; 0 without one.
         pause_s: the longest between two ticks of the last minute or two.
-        expected_s: what a whole step was predicted to take; 0.0 where it was not.
-        run: which run of a program it is, or was last, counted from 1 on.
+        expected_s: the predicted time of a step; 0.0 without a prediction.
+        run: which run of a program, from 1.
         since_ns: when the beat was, by the host's monotonic clock.
-        line: of the instruction among the words of the ring.
-        process: the number of the rank's; 0 before it has begun.
-        stacks: the descriptor, of that process, of the file that its stacks go to; 0 without one.
-        gpu: how far its GPU has come, where it computes on one: the rest is of its host, which is ahead.
+        line: of the instruction in the flight recorder.
+        process: the rank's process id; 0 before it has begun.
+        stacks: the process's descriptor for stack dumps; 0 without one.
+        gpu: its GPU's progress, if any: the rest is the host's, which is ahead.
     """
 
     beats: int
@@ -81,11 +80,11 @@ class Beat:
 
     @property
     def moves(self) -> tuple[int, int]:
-        """What changes when the rank goes on: its host, or its GPU."""
+        """Changes when the rank's host or GPU makes progress."""
         return self.beats, 0 if self.gpu is None else self.gpu.passed
 
     def on_gpu(self) -> Beat:
-        """The same with the place of its GPU instead of its host's; itself on a CPU."""
+        """The beat with its GPU's place instead of the host's; unchanged on a CPU."""
         gpu = self.gpu
         if gpu is None:
             return self
@@ -98,7 +97,7 @@ class Beat:
 
 @dataclass(slots=True)
 class _Known:
-    """A list of instructions that runs again and again: the texts, and the longest that each has taken."""
+    """A list of instructions that runs repeatedly: the texts, and the longest time of each."""
 
     instructions: Sequence[Instruction]
     texts: list[bytes]
@@ -107,25 +106,25 @@ class _Known:
 
 
 class Beats(Protocol):
-    """Told what a rank does."""
+    """Receives what a rank does."""
 
     def begin(self, instructions: Sequence[Instruction], *, step: int) -> None:
-        """The list runs from here on, in so manieth a step."""
+        """The list starts, in this step."""
 
     def waits(self, index: int | None = None) -> None:
-        """For what the instruction needs: the one of that number, or the one that it is at."""
+        """The rank waits for the inputs of an instruction: this one, or the current one."""
 
     def works(self, index: int | None = None) -> None:
-        """On it."""
+        """The rank runs an instruction: this one, or the current one."""
 
     def rests(self) -> None:
-        """The list is done with, whether or not to its end."""
+        """The list is over, whether or not to its end."""
 
     def expect(self, step_s: float) -> None:
-        """A step was predicted to take so long."""
+        """The predicted time of a step."""
 
     def turns_to(self, what: str) -> str:
-        """What it does beside its programs from here on, empty for nothing in particular; what that was before."""
+        """What the rank does outside its programs, empty for nothing in particular; returns what it did before."""
 
 
 @contextmanager
@@ -139,25 +138,24 @@ def beside(beats: Beats, what: str) -> Iterator[None]:
 
 
 class Unwatched:
-    """Beats of a rank that nobody looks at."""
+    """Beats of a rank that nobody watches."""
 
     def begin(self, instructions: Sequence[Instruction], *, step: int) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def waits(self, index: int | None = None) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def works(self, index: int | None = None) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def rests(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def expect(self, step_s: float) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def turns_to(self, what: str) -> str:
-        """Nothing."""
         return ""
 
 
@@ -165,9 +163,9 @@ class Heart:
     """A rank's side of its page.
 
     Args:
-        handle: a descriptor of the page, which is closed.
+        handle: a descriptor of the page; closed here.
         clock: nanoseconds.
-        marks: on the GPU's compute stream, where the rank computes on one.
+        marks: on the GPU's compute stream, for a rank on a GPU.
     """
 
     def __init__(
@@ -190,11 +188,10 @@ class Heart:
         self.listens(0)
 
     def listens(self, stacks: int) -> None:
-        """Say which process this is, and the descriptor of the file that its stacks go to when they are asked for."""
+        """Record this process's id, and the descriptor of its stack dumps."""
         PROCESS.write(self._view, os.getpid(), stacks)
 
     def begin(self, instructions: Sequence[Instruction], *, step: int) -> None:
-        """The list runs from here on, in so manieth a step."""
         known = self._known.get(id(instructions))
         if known is None or known.instructions is not instructions:
             words = [describe(each) for each in instructions]
@@ -205,17 +202,15 @@ class Heart:
             self._start_ticker()
 
     def waits(self, index: int | None = None) -> None:
-        """For what the instruction needs: the one of that number, or the one that it is at."""
         self._beat(Doing.WAITS, index)
         self._mark(Doing.WAITS)
 
     def works(self, index: int | None = None) -> None:
-        """On it."""
         self._beat(Doing.WORKS, index)
         self._mark(Doing.WORKS)
 
     def rests(self) -> None:
-        """The list is done with, whether or not to its end. After the first one Python's pauses begin to count."""
+        """The list is over, whether or not to its end. After the first list, Python's pauses count."""
         self._beat(Doing.OTHER, None)
         self._mark(Doing.OTHER)
         self._start_ticker()
@@ -233,17 +228,16 @@ class Heart:
             self._marks.put(mark)
 
     def _line(self) -> int:
-        """Of the instruction that it is at, among the words of the ring."""
+        """The current instruction's line in the flight recorder."""
         return self._now.line + self._at if self._now.line else NOWHERE
 
     def stop(self) -> None:
-        """Nothing more is told."""
+        """Record nothing more."""
         self._is_over.set()
         if self._ticker is not None:
             self._ticker.join()
 
     def turns_to(self, what: str) -> str:
-        """What it does beside its programs from here on, empty for nothing in particular; what that was before."""
         before, now_ns = self._what, self._clock()
         line = self._beside.get(before, NOWHERE)
         self._ring.note(line, self._run, self._step, self._what_ns, self._what_ns, now_ns, 0)
@@ -288,7 +282,6 @@ class Heart:
             self._ring.note(line + self._at, self._run, self._step, self._ready_ns, start_ns, end_ns, self._within_ns)
 
     def expect(self, step_s: float) -> None:
-        """A step was predicted to take so long."""
         EXPECTED.write(self._view, int(1e9 * step_s))
 
     def _tick(self) -> None:
@@ -308,10 +301,8 @@ class Heart:
 
 
 class Page:
-    """The launcher's side: makes the page, hands it to a rank by its descriptor, and reads it.
-
-    Args:
-        name: of the rank among those of its launch; who looks for the page from outside finds it by that.
+    """The launcher's side: makes the page, passes its descriptor to a rank, and reads it. ``name``: the rank's name
+    within its launch, by which tools outside find the page.
     """
 
     def __init__(self, name: str = "") -> None:
@@ -324,17 +315,15 @@ class Page:
         self.view = mmap.mmap(self.handle, BYTES)
 
     def read(self) -> Beat:
-        """What is there."""
         return read_beat(self.view)
 
     def close(self) -> None:
-        """Let go of it."""
         self.view.close()
         os.close(self.handle)
 
 
 def page(name: str = "") -> Page | None:
-    """A page for one rank; None of a system that has no memory without a name, or not so much (``ulimit -f``)."""
+    """Make a rank's page; None where the system has no anonymous memory files, or not that much (``ulimit -f``)."""
     if not hasattr(os, "memfd_create"):
         return None
     try:
@@ -344,7 +333,7 @@ def page(name: str = "") -> Page | None:
 
 
 def read_beat(view: mmap.mmap) -> Beat:
-    """What a page says. A beat that the rank is just writing is read again."""
+    """Read a page; read again while a beat is being written."""
     beats, doing, step, index, longest_ns, run, since_ns, line, _, text = BEAT.read_whole(view)
     ticks, ticker, pause_ns = TICK.read(view)
     (expected_ns,) = EXPECTED.read(view)

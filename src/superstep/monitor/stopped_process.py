@@ -1,10 +1,8 @@
-"""Which of some processes were stopped by a signal, and have not gone on.
+"""Finds processes that a signal has stopped.
 
-A stopped process (SIGSTOP, Ctrl-Z) is not dead: its connections stay and nobody is told, so that who waits for it waits
-until some time limit has passed. The system knows at once. Who is merely slow, or computes, is never taken for stopped:
-what is looked at is the state that the system gives the process, and no clock of its own.
-
-A process that a debugger holds is not stopped: somebody is looking at it.
+A stopped process (SIGSTOP, Ctrl-Z) is not dead: its connections stay, so others wait for it until some time limit. The
+system knows at once. A slow or busy process is never taken for stopped: only the system's state of the process counts.
+A process in a debugger does not count as stopped either.
 """
 
 from __future__ import annotations
@@ -16,14 +14,14 @@ from pathlib import Path
 from superstep.monitor.procfs import stat_in
 
 LOOK_S = 0.25
-"""How often it is looked, so that a stopped process is named within three seconds together with the end of the rest."""
+"""Seconds between looks, so that a stopped process is reported within three seconds."""
 
 STOPPED_S = 0.75
-"""How long it must have been stopped. Ctrl-Z and ``fg`` reach the processes of a terminal one after the other."""
+"""Seconds that it must be stopped. Ctrl-Z and ``fg`` reach the processes of a terminal one after the other."""
 
 
 def is_stopped(process: int) -> bool:
-    """Whether a signal has stopped a process. Of a system without /proc nothing is known."""
+    """Whether a signal has stopped a process; False without /proc."""
     try:
         state = stat_in(Path(f"/proc/{process}"))[0]
     except OSError:
@@ -32,7 +30,7 @@ def is_stopped(process: int) -> bool:
 
 
 class Pulse:
-    """Looks at some processes again and again."""
+    """Looks at some processes repeatedly."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -40,9 +38,9 @@ class Pulse:
         self._stopped_s: dict[int, float] = {}
 
     def look(self, processes: Iterable[int]) -> int | None:
-        """The first of them that has been stopped for STOPPED_S.
+        """The first process that has been stopped for STOPPED_S.
 
-        Time in which this process did not look does not count: it may have been stopped with the others.
+        Time in which this process did not run does not count: it may have been stopped with the others.
         """
         now_s = self._clock()
         passed_s, self._looked_s = min(now_s - self._looked_s, LOOK_S), now_s

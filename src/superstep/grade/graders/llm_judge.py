@@ -126,10 +126,8 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 
 def read_score(reply: str) -> int:
-    """Read the score from a judge's reply.
-
-    Raises:
-        JudgeError: the reply is not one JSON object with a whole number in range.
+    """Read the score from a judge's reply. Raises JudgeError where the reply is not one JSON object with a whole number
+    in range.
     """
     try:
         value = strict(reply.strip())

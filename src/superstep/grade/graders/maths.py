@@ -13,11 +13,7 @@ MOST_CHARS = 2000
 
 @dataclass(frozen=True, slots=True)
 class Maths:
-    """The final answer means the same as this formula.
-
-    Attributes:
-        expected: LaTeX, without dollars.
-    """
+    """The final answer means the same as this formula. ``expected``: LaTeX, without dollars."""
 
     answer: str
     expected: str

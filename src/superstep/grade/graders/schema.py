@@ -57,10 +57,8 @@ def _keeper(schema: Mapping[str, Any]) -> Any:  # noqa: ANN401 - of a package th
 
 
 def strict(text: str) -> Any:  # noqa: ANN401 - any data
-    """Parse JSON strictly.
-
-    Raises:
-        ValueError: the text is not JSON, has NaN, or an object has a key twice, which parsers read in different ways.
+    """Parse JSON strictly. Raises ValueError where the text is not JSON, has NaN, or an object has a key twice, which
+    parsers read in different ways.
     """
     if len(text) > MOST_CHARS:
         raise ValueError(f"longer than {MOST_CHARS} characters")

@@ -45,10 +45,8 @@ PYTHON_FLAGS = ("-s", "-S", "-P", "-B")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisiblePaths:
-    """Paths of this machine that programs need inside.
-
-    Attributes:
-        prefix: the interpreter's folder where it is not below /usr.
+    """Paths of this machine that programs need inside. ``prefix``: the interpreter's folder where it is not
+    below /usr.
     """
 
     bwrap: Path

@@ -55,21 +55,15 @@ V2 = CgroupFiles("memory.max", lambda limit: {"memory.swap.max": 0, "memory.oom.
 
 @dataclass(frozen=True, slots=True)
 class CgroupParent:
-    """Where groups can be made.
-
-    Attributes:
-        folders: one for version 2; two for version 1, memory first.
-    """
+    """Where groups can be made. ``folders``: one for version 2; two for version 1, memory first."""
 
     folders: tuple[Path, ...]
     files: CgroupFiles
 
 
 class Cgroup:
-    """A group with a limit for one program at a time. It is removed when its owner ends.
-
-    Attributes:
-        folders: the group's folders, memory first.
+    """A group with a limit for one program at a time. It is removed when its owner ends. ``folders``: the group's
+    folders, memory first.
     """
 
     def __init__(self, folders: Sequence[Path], locks: Sequence[int], files: CgroupFiles) -> None:
@@ -187,10 +181,8 @@ def _mounts(proc: Path) -> Iterator[tuple[str, tuple[str, Path]]]:
 
 
 def _make_cgroup(place: CgroupParent, memory_bytes: int, processes: int) -> Cgroup:
-    """Make a group and lock it before another process can remove it.
-
-    Raises:
-        OSError: it cannot be made, or memory cannot be limited.
+    """Make a group and lock it before another process can remove it. Raises OSError where it cannot be made, or memory
+    cannot be limited.
     """
     name = f"{PREFIX}{secrets.token_hex(8)}"
     folders: list[Path] = []

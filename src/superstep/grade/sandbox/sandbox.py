@@ -156,11 +156,7 @@ class Sandboxed:
         return self._run(source, {"inputs": list(inputs)})
 
     def probe(self) -> None:
-        """Run an empty program.
-
-        Raises:
-            ConfigError: it fails; the message has bubblewrap's stderr.
-        """
+        """Run an empty program. Raises ConfigError where it fails; the message has bubblewrap's stderr."""
         try:
             answers = self._run("", {"inputs": [""]})
         except (Fault, OSError) as error:
@@ -242,10 +238,8 @@ class Sandboxed:
 
 
 def read_answers(ended: Ended, config: GradeConfig) -> Answers:
-    """Read the answers of an ended process.
-
-    Raises:
-        Fault: the candidate's program did not start, which is not its fault.
+    """Read the answers of an ended process. Raises Fault where the candidate's program did not start, which is not its
+    fault.
     """
     complaint = line(ended.stderr.decode("utf-8", "replace"))
     if not ended.stdout.startswith(READY):

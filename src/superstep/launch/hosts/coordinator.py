@@ -1,9 +1,9 @@
-"""The coordinator: host 0's launcher, which knows who is here and decides for all (``launch.hosts.coordinator_state``).
+"""The coordinator: host 0's launcher, which decides for all hosts (``launch.hosts.coordinator_state``).
 
-    wires of members ──► events ──► one thread: after(table, event) ──► orders ──► wires of members
-    host 0's own ranks ──┘                                             └──────────► host 0's own queue
+    channels of members ──► events ──► one thread: after(table, event) ──► orders ──► channels of members
+    host 0's own ranks ─────┘                                             └──────────► host 0's own queue
 
-Four times a second it says to each member that it is there; a member that says nothing for SILENT_S is lost.
+It sends a heartbeat to each member four times a second; a member that is silent for SILENT_S is lost.
 """
 
 from __future__ import annotations
@@ -40,28 +40,26 @@ from superstep.launch.hosts.messages import (
 from superstep.launch.hosts.secure_channel import SecureChannel
 
 LEAVING_S = 2.0
-"""How long members have to hear that the run is over."""
+"""Seconds for members to receive that the run is over."""
 
 POLL_S = 0.01
 
 
 class HostCopies(Protocol):
-    """A host's copies: what it says of them with each beat, what it is told, and who brings or fetches some."""
+    """A host's copies of states: their progress, what to copy next, and transfers with other hosts."""
 
     def progress(self) -> Message:
-        """How far its own are."""
+        """How far this host's states are copied."""
 
     def steer(self, message: Message) -> None:
-        """What all are to do next."""
+        """Follow the coordinator's choice of what to copy next."""
 
     def enters(self, wire: SecureChannel, hello: Hello) -> None:
-        """Another host brings copies, or fetches some."""
+        """Serve another host that brings or fetches copies."""
 
 
 @dataclass(slots=True)
 class _Member:
-    """One that is here."""
-
     wire: SecureChannel
     there: str
     hello: Hello
@@ -70,19 +68,17 @@ class _Member:
 
 
 class Lead:
-    """Leads until it is closed; its own ranks are told by ``orders``.
+    """Coordinates until it is closed; sends this host's own orders to ``orders``.
 
     Args:
-        at: where it is asked.
-        secret: of the run.
-        mine: who it is itself; members must be alike.
-        table: whom it expects.
-        prepare: makes the store of an epoch, and tells the facts of the run.
-        copies: host 0's, and what all are told of theirs.
-        tell: told in a line what the user should know.
+        at: where it listens.
+        mine: this host's own hello; members must match it.
+        prepare: makes the store of an epoch, and returns the facts of the run.
+        copies: host 0's copies, and the schedule of all copies.
+        tell: called with a line for the user.
 
     Raises:
-        OSError: it cannot be asked there.
+        OSError: it cannot listen there.
     """
 
     def __init__(
@@ -109,15 +105,15 @@ class Lead:
         self._thread.start()
 
     def begin(self) -> None:
-        """Host 0 has prepared: from here on it is there, too."""
+        """Host 0 is prepared and joins."""
         self._orders.send(Met())
 
     def told(self, event: Event) -> None:
-        """Host 0's launcher says what happens there, or anybody that the run is over."""
+        """Receive an event of host 0, or the end of the run."""
         self._events.put(event)
 
     def close(self, last: Over) -> None:
-        """Tell all that the run is over, where that is news to them, and be asked no more."""
+        """Announce the end of the run, and stop listening."""
         self._is_closed.set()
         self._thread.join()
         if self._table.phase is not Phase.OVER:
@@ -170,7 +166,7 @@ class Lead:
                 self._send(range(len(self._table.seats)), order)
 
     def _address(self, host: int) -> Address | None:
-        """Where a host is asked for copies."""
+        """Where a host listens for copies."""
         if host == 0:
             return self.address
         with self._one:
@@ -189,7 +185,7 @@ class Lead:
                     member.wire.say(order_message(order))
 
     def _beat(self) -> int:
-        """Say that it is here, and what is copied next; the step that is whole in the memory of host 0."""
+        """Send heartbeats, with what to copy next; returns the step whose state is complete in host 0's memory."""
         now_s = time.monotonic()
         with self._one:
             members = dict(self._members)
@@ -213,7 +209,7 @@ class Lead:
             self._listen(hello.host)
 
     def _is_seated(self, wire: SecureChannel, hello: Hello) -> bool:
-        """Whether a host could be given its seat; it is told."""
+        """Try to give a host its place, and answer it."""
         with self._one:
             before = self._members.get(hello.host)
             if before is None:
@@ -230,7 +226,7 @@ class Lead:
         return before is None
 
     def _listen(self, host: int) -> None:
-        """Hand on what a member says, until it is gone."""
+        """Pass on a member's events until it is gone."""
         member = self._members[host]
         why = "its connection was ended"
         try:
@@ -261,7 +257,7 @@ def _waiting(table: CoordinatorState) -> str:
 
 
 def unlike(hello: Hello, mine: Hello) -> str | None:
-    """Why a launcher has no place in a run; None where it has one."""
+    """Why a launcher does not match the run; None where it does."""
     if hello.version != mine.version:
         return f"host {hello.host} has version {hello.version} of superstep, and host 0 {mine.version}; install one."
     if hello.hosts != mine.hosts:

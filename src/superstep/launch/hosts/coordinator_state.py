@@ -1,18 +1,16 @@
-"""What the coordinator of several hosts knows of them, and decides; values, and one function from event to event.
+"""The coordinator's state: values, and one function from an event to the next state. It does not wait, send or read a
+clock: each event carries its time.
 
-             all hosts have told what they hold            first trouble, or a host is gone
+             all hosts have reported their states          first trouble, or a host is lost
     GATHERS ────────────────────────────────────► RUNS ────────────────────────────────────► ENDS
-       ▲       Fetch, as long as one lacks it       │   Abort to all: each ends its ranks     │
-       │       Go(epoch + 1, from which state)      │ all are done                            │ all that are here
-       │                                            ▼                                         │ have told again
-       │                                          OVER ◄─── nothing that a restart mends ─────┤
-       └─────────────────────────────────────────────────── ranks were lost, or a host ───────┘
+       ▲       Fetch, while a host lacks its state    │   Abort to all: each ends its ranks     │
+       │       Go(epoch + 1, from which state)        │ all are done                            │ all present hosts
+       │                                              ▼                                         │ have reported again
+       │                                            OVER ◄─── a restart does not help ──────────┤
+       └─────────────────────────────────────────────────── ranks were lost, or a host ─────────┘
 
-A run that is elastic has plans for fewer hosts. Where one is lost and does not come back at once, those that are left
-write the newest state down, in an epoch of its own, and go on from there with such a plan; and with a larger one, in
-the same way, once there are hosts for it.
-
-Nothing here waits, sends, or reads a clock: the time comes along with each event.
+An elastic run has plans for fewer hosts. Where a lost host does not come back soon, the others save the newest state in
+an epoch of its own and continue with a smaller plan; once there are enough hosts, they return to a larger one.
 """
 
 from __future__ import annotations
@@ -41,15 +39,13 @@ from superstep.launch.retry import next_try
 from superstep.state.snapshots.memory_snapshot import State
 
 ECHO_S = 4.0
-"""Where all that is known are broken connections, how long the silence of a host may still come to be the cause."""
+"""Where only broken connections are known, seconds in which a silent host may still prove to be the cause."""
 
 ECHO = 3
-"""The order of a trouble that came over a connection (``launch.failure``)."""
+"""The order of an error of a connection (``launch.failure``)."""
 
 
 class Phase(Enum):
-    """What the hosts are about."""
-
     GATHERS = "gathers"
     RUNS = "runs"
     ENDS = "ends"
@@ -58,7 +54,7 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class HostSlot:
-    """A host that is here; ``held`` is None until it has told."""
+    """A present host; ``held`` is None until it has reported its states."""
 
     held: HeldStates | None = None
     is_done: bool = False
@@ -66,25 +62,25 @@ class HostSlot:
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorState:
-    """All of them.
+    """All hosts.
 
     Attributes:
-        seats: by the host's number; None of one that is not here.
-        can_recover: whether states are copied, so that a run can go on after a loss.
-        patience_s: how long a host that is not here is waited for.
-        sizes: for how many hosts there are plans; empty where for all of them alone.
-        without_s: how long one that was lost is waited for where there are others.
+        seats: by host number; None for an absent host.
+        can_recover: whether states are copied, so that a run survives a loss.
+        patience_s: how long the run waits for an absent host.
+        sizes: numbers of hosts that have plans; empty where only all hosts do.
+        without_s: how long the run waits for a lost host where there are smaller plans.
         epoch: how often ranks were started.
-        causes: why they are ended, while they are; the first decides.
-        lost: what was lost last, while or after it is recovered from.
+        causes: why ranks are being ended; the first decides.
+        lost: the latest loss, during and after its recovery.
         since_s: when the phase began.
-        state: that ranks started from.
-        tries: how often ranks were lost since the run started from ``state``.
+        state: from which ranks started.
+        tries: losses since the run started from ``state``.
         cut: of the states in memory.
         crew: the hosts that have ranks, or had them last.
-        is_saving: whether these write a state down, and do not train.
-        saved: that they have, since training ended.
-        newest: step that host 0 had in memory when a host had come for which there is a larger plan.
+        is_saving: whether these ranks save a state instead of training.
+        saved: whether they have, since training ended.
+        newest: host 0's newest step when enough hosts for a larger plan had come.
     """
 
     seats: tuple[HostSlot | None, ...]
@@ -107,25 +103,22 @@ class CoordinatorState:
 
     @property
     def here(self) -> tuple[int, ...]:
-        """The hosts that are here."""
         return tuple(host for host, seat in enumerate(self.seats) if seat is not None)
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """The hosts that are not here."""
         return tuple(host for host, seat in enumerate(self.seats) if seat is None)
 
 
 @dataclass(frozen=True, slots=True)
 class Next:
-    """The table after an event, and what is to be done."""
+    """The state after an event, and the orders."""
 
     table: CoordinatorState
     orders: tuple[Order, ...] = field(default=())
 
 
 def after(table: CoordinatorState, event: Event, now_s: float) -> Next:
-    """What an event makes of the table."""
     if table.phase is Phase.OVER:
         return Next(table)
     match event:
@@ -153,7 +146,7 @@ def after(table: CoordinatorState, event: Event, now_s: float) -> Next:
 
 
 def _works(table: CoordinatorState, host: int) -> bool:
-    """Whether it has ranks."""
+    """Whether a host has ranks."""
     return table.phase is Phase.RUNS and host in table.crew
 
 
@@ -173,7 +166,7 @@ def _after_loss(table: CoordinatorState, cause: Cause, host: int, now_s: float) 
 
 
 def _trouble(table: CoordinatorState, cause: Cause, now_s: float) -> Next:
-    """Note it; the first of an epoch has all ranks ended."""
+    """Note a cause; the first of an epoch ends all ranks."""
     if table.phase is Phase.ENDS:
         return _forward(replace(table, causes=(*table.causes, cause)), now_s)
     if table.phase is not Phase.RUNS:
@@ -184,7 +177,7 @@ def _trouble(table: CoordinatorState, cause: Cause, now_s: float) -> Next:
 
 
 def _grow(table: CoordinatorState, step: int, now_s: float) -> Next:
-    """End the ranks where there are hosts for a larger plan, once another state is whole: few steps are done twice."""
+    """End the ranks where a larger plan is possible, once a new state is complete, so that few steps are repeated."""
     hosts = [host for host in table.here if host in table.crew or _held_states(table, host) is not None]
     crew = largest(hosts, table.sizes, table.crew)
     if table.is_saving or len(crew) <= len(table.crew):
@@ -203,7 +196,7 @@ def _held_states(table: CoordinatorState, host: int) -> HeldStates | None:
 
 
 def _forward(table: CoordinatorState, now_s: float) -> Next:
-    """Go on to the next phase, where it is time."""
+    """Go to the next phase if it is time."""
     match table.phase:
         case Phase.RUNS if all((seat := table.seats[host]) is not None and seat.is_done for host in table.crew):
             if table.is_saving:
@@ -218,7 +211,7 @@ def _forward(table: CoordinatorState, now_s: float) -> Next:
 
 
 def _conclude(table: CoordinatorState, now_s: float) -> Next:
-    """All ranks are ended: whether the run goes on."""
+    """All ranks have ended: decide whether the run continues."""
     cause = first(table.causes)
     if cause.order >= ECHO and now_s - table.since_s < ECHO_S:
         return Next(table)
@@ -229,7 +222,7 @@ def _conclude(table: CoordinatorState, now_s: float) -> Next:
 
 
 def first(causes: Sequence[Cause]) -> Cause:
-    """The one that the others follow from."""
+    """The cause that the others follow from."""
     return min(causes, key=lambda cause: (cause.order, cause.at_s))
 
 
@@ -262,7 +255,7 @@ def _gather_states(table: CoordinatorState, now_s: float) -> Next:
 
 
 def _crew(table: CoordinatorState, now_s: float) -> tuple[int, ...]:
-    """The hosts that shall train now; none while one is waited for."""
+    """The hosts that train next; none while the run waits for a host."""
     if not table.missing:
         return tuple(range(len(table.seats)))
     before = table.cut.crew(len(table.seats))
@@ -274,7 +267,7 @@ def _crew(table: CoordinatorState, now_s: float) -> tuple[int, ...]:
 
 
 def _start_ranks(table: CoordinatorState, go: Go, state: State | None, now_s: float) -> Next:
-    """Ranks start, where that is not in vain; ``state`` is what they go on from, in memory or written down."""
+    """Start ranks unless it is useless; ``state`` is what they continue from, in memory or saved."""
     is_same = table.state == state and (go.cut == table.cut or bool(go.sources))
     tries = next_try(table.tries, is_same_state=bool(table.epoch) and is_same and table.lost is not None)
     if tries is None:

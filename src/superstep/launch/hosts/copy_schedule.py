@@ -1,10 +1,10 @@
-"""Which state all hosts copy to their neighbours next. All must copy the same, or none of them is of use.
+"""Which state all hosts copy to their neighbours next. All must copy the same one; otherwise none is of use.
 
-    each host    newest step it has whole, the state that its neighbour has had last, the one that it holds for that
-    the lead     copied: the step that every neighbour has;  next: the step that all shall copy, a few from now
+    each host    its newest complete step, the last state that its neighbour has, the one that it holds itself
+    the lead     copied: the step that every neighbour has;  next: the step to copy next, a few steps ahead
 
-A step is asked for before ranks come to it, far enough ahead that the word reaches all of them; where one had passed it
-already, it is left, and the next is asked for from farther ahead. So ranks never wait for copies.
+A step is chosen before ranks reach it, far enough ahead that all hosts learn of it in time. If one had already passed
+it, the step is skipped and the next one is chosen farther ahead. So ranks never wait for copies.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 BEATS = 3
-"""How many beats may pass until all have heard of a step."""
+"""Heartbeats until all hosts have learnt of a step."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostProgress:
-    """How far a host is.
+    """A host's progress; 0 stands for no step.
 
     Attributes:
-        newest: step that is whole in its own memory; 0 while there is none.
-        copied: step whose state its neighbour has; 0 while there is none.
-        held: newest step that it holds for its neighbour; 0 while there is none.
+        newest: the newest step that is complete in its own memory.
+        copied: the step whose state its neighbour has.
+        held: the newest step that it holds for its neighbour.
     """
 
     newest: int = 0
@@ -34,13 +34,13 @@ class HostProgress:
 
 @dataclass(frozen=True, slots=True)
 class CopySchedule:
-    """What all are told, and what the lead remembers.
+    """The schedule that all hosts receive, and the lead's memory.
 
     Attributes:
-        copied: step that every neighbour has; its states are kept until those of the next one are.
-        next: step that is copied next; 0 while that is open.
-        newest: step that any had, a beat before.
-        ahead: steps between two snapshots that the next one is asked for ahead, at least.
+        copied: the step that every neighbour has; its states are kept until those of the next one are complete.
+        next: the step to copy next; 0 while undecided.
+        newest: the newest step of any host, one heartbeat earlier.
+        ahead: the least distance of the next step, in intervals of snapshots.
     """
 
     copied: int = 0
@@ -50,7 +50,7 @@ class CopySchedule:
 
 
 def steer(course: CopySchedule, progress: Sequence[HostProgress], every: int) -> CopySchedule:
-    """What is told after a beat, of all hosts; ``every`` so many steps there is a snapshot."""
+    """The schedule after a heartbeat of all hosts; ``every``: steps between snapshots."""
     newest = max(each.newest for each in progress)
     advance, course = max(0, newest - course.newest), replace(course, newest=newest)
     if course.next and all(each.copied >= course.next for each in progress):
@@ -64,11 +64,7 @@ def steer(course: CopySchedule, progress: Sequence[HostProgress], every: int) ->
 
 
 class Steer:
-    """The lead's: remembers the course.
-
-    Args:
-        every: steps between two snapshots.
-    """
+    """The lead's side; keeps the schedule. ``every``: steps between two snapshots."""
 
     def __init__(self, every: int) -> None:
         self._every = every
@@ -76,14 +72,12 @@ class Steer:
         self._course = CopySchedule()
 
     def begin(self, step: int, hosts: tuple[int, ...]) -> None:
-        """Ranks of these hosts start from a state that is whole in the memory of each, after so many steps; 0 where
-        from none.
-        """
+        """Ranks of these hosts start from the state after ``step``, complete in each host's memory; 0 for no state."""
         self._hosts = hosts
         self._course = CopySchedule(copied=step, next=step, newest=step)
 
     def after(self, progress: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-        """What all are told, given how far those are that are here."""
+        """The message for all hosts, given the progress of the present ones."""
         if len(self._hosts) < 2:
             return {}
         reports = [progress.get(host, {}) for host in self._hosts]

@@ -1,4 +1,4 @@
-"""What the coordinator of several hosts hears of, and what it orders, as ``launch.hosts.coordinator_state`` decides."""
+"""Events that the coordinator of several hosts receives, and its orders; see ``launch.hosts.coordinator_state``."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ class Cause:
     """Why ranks are ended.
 
     Attributes:
-        text: in words, with rank and host.
-        is_lost: whether a rank or a host was lost, which a restart mends.
-        is_mistake: whether it is the user's.
-        is_gain: whether nothing is lost, and a host has come.
-        order: the first cause of several comes first in it, as ``launch.failure`` has it.
-        at_s: when it was seen, in seconds of the lead's clock.
-        saved_in: where the state of the run is saved, where its directory was moved or removed; else empty.
+        text: with rank and host.
+        is_lost: whether a rank or a host was lost, so that a restart helps.
+        is_mistake: whether it is the user's mistake.
+        is_gain: whether nothing is lost and a host has come.
+        order: see ``launch.failure``.
+        at_s: on the lead's clock.
+        saved_in: where the state is saved if the run directory was moved or removed; else empty.
     """
 
     text: str
@@ -33,7 +33,7 @@ class Cause:
 
 @dataclass(frozen=True, slots=True)
 class Came:
-    """A host is here, for the first time or again; it has seen an epoch."""
+    """A host has come, for the first time or again; ``epoch`` is its last."""
 
     host: int
     epoch: int = 0
@@ -41,15 +41,13 @@ class Came:
 
 @dataclass(frozen=True, slots=True)
 class HostLeft:
-    """A host is gone."""
-
     host: int
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class Holds:
-    """A host has no ranks, and holds this."""
+    """A host has no ranks, and holds these states."""
 
     host: int
     held: HeldStates
@@ -57,7 +55,7 @@ class Holds:
 
 @dataclass(frozen=True, slots=True)
 class Troubled:
-    """Ranks of a host are ended, for this."""
+    """A host's ranks are ended because of this."""
 
     host: int
     epoch: int
@@ -66,7 +64,7 @@ class Troubled:
 
 @dataclass(frozen=True, slots=True)
 class RanksDone:
-    """All ranks of a host have come to their end."""
+    """All ranks of a host have finished."""
 
     host: int
     epoch: int
@@ -74,7 +72,7 @@ class RanksDone:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed; ``newest`` is the step whose state is whole in host 0's memory."""
+    """Time has passed; ``newest`` is the step whose state is complete in host 0's memory."""
 
     newest: int = 0
 
@@ -84,7 +82,7 @@ Event = Came | HostLeft | Holds | Troubled | RanksDone | Tick
 
 @dataclass(frozen=True, slots=True)
 class FetchState:
-    """A host shall have a state of its ranks back from the host that has the copy."""
+    """A host fetches the state of its ranks from the host with the copy."""
 
     host: int
     source: int
@@ -94,14 +92,12 @@ class FetchState:
 
 @dataclass(frozen=True, slots=True)
 class Go:
-    """Hosts start their ranks: from this state; None means from the newest checkpoint, or from the start.
+    """Hosts start their ranks from this state; None means the newest checkpoint, or the start.
 
     Attributes:
-        epoch: of these ranks.
-        state: in memory.
-        lost: why ranks before them were ended.
-        cut: of what they have in memory from now on; of ``state``.
-        sources: where they only write ``state`` down, who has the part of each host of the cut; else empty.
+        lost: why the ranks before them were ended.
+        cut: of the states that they keep from now on; of ``state`` too.
+        sources: where they only save ``state``, the holder of each host's part; else empty.
     """
 
     epoch: int
@@ -111,7 +107,7 @@ class Go:
     sources: tuple[int, ...] = ()
 
     def crew(self, count: int) -> tuple[int, ...]:
-        """The hosts that have ranks, of so many in all, in the order of their ranks."""
+        """The hosts that have ranks, in the order of their ranks; ``count`` is the number of all hosts."""
         return tuple(sorted(set(self.sources))) or self.cut.crew(count)
 
 
@@ -125,7 +121,7 @@ class AbortAll:
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """The run has ended, by itself where there is no cause."""
+    """The run has ended; without a cause, normally."""
 
     cause: Cause | None = None
 

@@ -1,4 +1,4 @@
-"""What a host's launcher does: what the lead orders, one thing after the other, until the run is over."""
+"""A host's launcher follows the lead's orders, one after the other, until the run is over."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from superstep.launch.hosts.messages import Adrift, Fetching, Met, Orders
 
 
 class HostRanks(Protocol):
-    """Those of this host, and the memory that outlives them."""
+    """The ranks of this host, and the memory that outlives them."""
 
     def held(self) -> HeldStates:
-        """States that are whole there."""
+        """States that are complete in memory."""
 
     def fetch(self, order: Fetching) -> None:
-        """Get a state of them back from another host; where that fails, nothing is held of it."""
+        """Fetch their state from another host; after a failure none is held."""
 
     def run(self, given: Orders, cut: Connection, troubled: Callable[[Trouble], None]) -> bool:
-        """Start them, and wait for them; whether all have come to their end. They are ended where ``cut`` can be read
-        from, or where ``troubled`` is told why.
+        """Start the ranks and wait for them; returns whether all finished. They are ended where ``cut`` becomes
+        readable or ``troubled`` is called.
         """
 
 
@@ -36,15 +36,13 @@ def attend(
     ranks: HostRanks,
     say: Callable[[str], None],
 ) -> Over:
-    """Do what is ordered, until the run is over.
+    """Follow orders until the run is over.
 
     Args:
-        host: the number of this one.
-        name: what it is called.
+        host: this host's number.
         orders: from the lead.
-        tell: the lead.
-        ranks: of this host.
-        say: tell the user in a line.
+        tell: sends an event to the lead.
+        say: called with a line for the user.
     """
     epoch = 0
     while True:
@@ -72,7 +70,7 @@ def attend(
 
 
 def cause_of(trouble: Trouble, host: str) -> Cause:
-    """Trouble of a rank, as other hosts are told of it."""
+    """A rank's trouble as a message for other hosts."""
     error = trouble.error
     has_host = isinstance(error, Fault) and error.host
     text = str(error) if has_host or isinstance(error, UserError) else f"host {host}, {error}"
@@ -82,7 +80,7 @@ def cause_of(trouble: Trouble, host: str) -> Cause:
 
 
 def raised(cause: Cause) -> Fault | UserError:
-    """What a launcher raises where a run has ended so."""
+    """The error that a launcher raises for a run's end."""
     if cause.is_mistake:
         return UserError(cause.text)
     fault = Fault(cause.text)

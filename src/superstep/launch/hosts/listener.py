@@ -1,11 +1,11 @@
-"""The listener: where a launcher is asked by those of other hosts. Who knows the secret and says hello is let in.
+"""The listener: accepts connections of other hosts' launchers. Whoever proves the secret and says hello is let in.
 
-    comes                                a place among strangers, for three seconds; where all are taken, the one who
-                                         came first loses his
+    connects                             a place among strangers for three seconds; where all are taken, the oldest
+                                         stranger is dropped
     proves that it knows the secret      a place among guests
-    says hello in three seconds more     is let in
+    says hello within three more seconds is let in
 
-So strangers, however slow and many, keep nobody out who knows the secret: to show that takes two round trips.
+So strangers, however slow and many, cannot keep out a host that knows the secret: the proof takes two round trips.
 """
 
 from __future__ import annotations
@@ -21,33 +21,32 @@ from superstep.launch.hosts.messages import Address, Hello
 from superstep.launch.hosts.secure_channel import GREETING_S, SecureChannel, Stranger, answer, ask
 
 WAITING = 64
-"""How many strangers may be at the door at once."""
+"""The most strangers at once."""
 
 GUESTS = 1024
-"""How many may be inside at once, and about to be; a host has three connections to another at most."""
+"""The most guests at once; a host has at most three connections to another."""
 
 TOLD = 16
-"""How many addresses of strangers are told of, each once."""
+"""The most addresses of strangers that are reported, each once."""
 
 MEANINGLESS = (KeyError, TypeError, ValueError)
-"""What is raised over a message that says something else than it should."""
+"""Errors of reading a malformed message."""
 
 
 class JoinRefused(UserError):
-    """A launcher does not let this one in."""
+    """A launcher refuses this host."""
 
 
 class Door:
-    """Listens from here on, until it is closed.
+    """Listens until it is closed.
 
     Args:
-        at: the address and port; port 0 takes a free one.
-        secret: of the run.
-        enters: given a wire and who came, on a thread of its own; says why he is refused, before it returns.
-        tell: told in a line of those who do not know the secret.
+        at: address and port; port 0 takes a free one.
+        enters: called with a channel and its hello on a thread of its own; may refuse before it returns.
+        tell: called with a line about those who do not know the secret.
 
     Raises:
-        OSError: the address is none of this host's, or the port is taken.
+        OSError: the address is not one of this host's, or the port is taken.
     """
 
     def __init__(
@@ -64,12 +63,12 @@ class Door:
 
     @property
     def guests(self) -> int:
-        """How many have shown that they know the secret, and are here."""
+        """The number of connections that have proved the secret."""
         with self._lock:
             return len(self._guests)
 
     def close(self) -> None:
-        """Let nobody in any more, and end what came through it."""
+        """Accept no more connections, and close the accepted ones."""
         _hang_up(self._socket)
         self._socket.close()
         with self._lock:
@@ -108,11 +107,7 @@ class Door:
 
     @contextmanager
     def _inside(self, wire: SecureChannel) -> Iterator[None]:
-        """Within the block the wire has a place.
-
-        Raises:
-            ConnectionRefusedError: there is none.
-        """
+        """Hold a place for the channel within the block. Raises ConnectionRefusedError where no place is free."""
         with self._lock:
             if len(self._guests) >= GUESTS:
                 raise ConnectionRefusedError("all places are taken")
@@ -134,17 +129,17 @@ class Door:
 
 
 def _hang_up(sock: socket.socket) -> None:
-    """Wake who waits for the socket."""
+    """Wake a thread that waits for the socket."""
     with suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)
 
 
 def knock(at: Address, secret: bytes, hello: Hello) -> SecureChannel:
-    """Ask at a door, and be let in.
+    """Connect to a listener and say hello.
 
     Raises:
-        Refused: for a reason that trying again does not mend.
-        OSError: nobody is there; or not now.
+        JoinRefused: for a reason that a retry does not change.
+        OSError: nobody listens, or not now.
     """
     wire = ask(at, secret)
     try:

@@ -1,8 +1,9 @@
-"""A member: the launcher of another host than the first. It asks the lead again and again until its patience is over.
+"""A member: the launcher of any host but the first. It asks the lead for a place again and again while it has patience.
 
-    knocks ──► Met ── hears orders, and says that it is there ──► Adrift ── knocks ──► ...
+    connects ──► Met ── receives orders, sends heartbeats ──► Adrift ── connects ──► ...
 
-What it holds in memory it keeps meanwhile; its ranks are ended where the lead is gone, as nobody else can end all.
+Between connections it keeps its states in memory. Its ranks are ended when the lead is gone, as only the lead can end
+all ranks.
 """
 
 from __future__ import annotations
@@ -22,15 +23,12 @@ from superstep.launch.hosts.secure_channel import SecureChannel, Stranger, Unlik
 
 
 class Member:
-    """Asks for a place until it is closed; what it shall do is told by ``orders``.
+    """Asks for a place until it is closed; the lead's orders arrive at ``orders``.
 
     Args:
-        lead: where to ask.
-        secret: of the run.
-        mine: who it is.
-        patience_s: for how long it asks where nobody answers.
-        copies: this host's.
-        is_complete: whether the run has come to its end; asked where nobody listens.
+        mine: this host's hello.
+        patience_s: how long it tries where nobody answers.
+        is_complete: whether the run has finished; checked where nobody listens.
     """
 
     def __init__(
@@ -51,14 +49,13 @@ class Member:
         threading.Thread(target=self._run, name="superstep-member", daemon=True).start()
 
     def told(self, event: Event) -> None:
-        """Tell the lead; where it is gone, this is told when it has come back."""
+        """Send an event to the lead; one that is gone receives it when it returns."""
         wire = self._wire
         if wire is not None:
             with suppress(OSError):
                 wire.say(event_message(event))
 
     def close(self) -> None:
-        """Be no member any more."""
         self._is_closed.set()
         if self._wire is not None:
             self._wire.close()
@@ -98,7 +95,7 @@ class Member:
         self._orders.send(Over(Cause(why, is_mistake=is_mistake)))
 
     def _is_over(self, wire: SecureChannel) -> bool:
-        """Hear orders until the last; False where the lead is gone before that."""
+        """Receive orders until the last; False where the lead is gone before that."""
         silence = Silence(time.monotonic())
         self._wire = wire
         self._orders.send(Met())

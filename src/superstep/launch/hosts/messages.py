@@ -1,7 +1,7 @@
-"""messages: what launchers of several hosts tell each other, as JSON and as values.
+"""Messages between launchers of several hosts, as JSON and as values.
 
-member ──► lead     hello, then: came, holds, troubled, done, and a beat four times a second
-lead ──► member     welcome or refused, then: fetch, go, abort, over, and a beat four times a second
+member ──► lead     hello, then: came, holds, troubled, done, and a heartbeat four times a second
+lead ──► member     welcome or refused, then: fetch, go, abort, over, and a heartbeat four times a second
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from superstep.launch.hosts.membership import ALL, CopyPlacement, HeldStates
 from superstep.state.snapshots.memory_snapshot import State
 
 BEAT_S = 0.25
-"""How often each side says that it is there."""
+"""Seconds between heartbeats."""
 
 SILENT_S = 2.5
-"""How long a side may say nothing; with the beat before, it is named within three seconds."""
+"""The longest silence; with the heartbeat before, a loss is reported within three seconds."""
 
 Message = dict[str, Any]
 Address = tuple[str, int]
@@ -26,15 +26,15 @@ Address = tuple[str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
-    """Who asks, and what for.
+    """Who connects, and what for.
 
     Attributes:
-        purpose: join the run; or bring a copy of this host's states, or fetch one, from the host before or after.
-        host, hosts: its number, and how many it knows of.
+        purpose: join the run; or bring a copy of this host's states, or fetch one, from a neighbour.
+        host, hosts: its number, and the number of hosts.
         run: a hash of its run's configuration.
         version: of this package.
-        process: made up by it, the same as long as it lives.
-        port: where it can be asked for copies.
+        process: a random name of its process.
+        port: where it listens for copies.
     """
 
     purpose: str
@@ -51,10 +51,9 @@ class Orders:
     """A ``Go`` with what ranks need to start.
 
     Attributes:
-        go: the order.
         store: where the process group meets.
-        facts: of the run, as the lead found them: plain values.
-        next: the number, and the address, of the host that has this one's copies; None without copies.
+        facts: plain values of the run, found by the lead.
+        next: number and address of the host that has this host's copies; None without copies.
     """
 
     go: Go
@@ -65,7 +64,7 @@ class Orders:
 
 @dataclass(frozen=True, slots=True)
 class Fetching:
-    """A ``Fetch`` with the address."""
+    """A ``FetchState`` with the address."""
 
     state: State
     source: Address
@@ -74,7 +73,7 @@ class Fetching:
 
 @dataclass(frozen=True, slots=True)
 class Adrift:
-    """The lead is gone; it is asked for again."""
+    """The lead is gone; the member tries to reach it again."""
 
     why: str
 
@@ -85,11 +84,10 @@ class Met:
 
 
 Order = Orders | Fetching | AbortAll | Over | Adrift | Met
-"""What a host's launcher is told."""
+"""Orders to a host's launcher."""
 
 
 def event_message(event: Event) -> Message:
-    """A member's event as a message."""
     match event:
         case Came(_, epoch):
             return {"say": "came", "epoch": epoch}
@@ -105,7 +103,7 @@ def event_message(event: Event) -> Message:
 
 
 def event_of(host: int, message: Mapping[str, Any]) -> Event:
-    """What a member has told; raises KeyError, TypeError or ValueError where it is nothing of that."""
+    """Read a member's event; raises KeyError, TypeError or ValueError for anything else."""
     match message["say"]:
         case "came":
             return Came(host, int(message["epoch"]))
@@ -124,7 +122,6 @@ def _states(raw: list[list[int]]) -> frozenset[State]:
 
 
 def order_message(order: Order) -> Message:
-    """The lead's order as a message."""
     match order:
         case Orders():
             return {"say": "go"} | asdict(order)
@@ -139,7 +136,7 @@ def order_message(order: Order) -> Message:
 
 
 def order_of(message: Mapping[str, Any]) -> Order:
-    """What the lead has ordered; raises KeyError, TypeError or ValueError where it is nothing of that."""
+    """Read the lead's order; raises KeyError, TypeError or ValueError for anything else."""
     match message["say"]:
         case "go":
             go, at = message["go"], message["next"]
@@ -185,18 +182,17 @@ def _address(raw: list[Any]) -> Address:
 
 
 class Silence:
-    """For how long a side has said nothing. Time in which this process itself did not look does not count."""
+    """How long the other side was silent. Time in which this process was not running does not count."""
 
     def __init__(self, now_s: float) -> None:
         self._looked_s = now_s
         self.seconds = 0.0
 
     def heard(self) -> None:
-        """It has said something."""
         self.seconds = 0.0
 
     def look(self, now_s: float) -> bool:
-        """Whether it has been silent for too long; to be asked once for each beat."""
+        """Whether the silence is too long; called once for each heartbeat."""
         self.seconds += min(now_s - self._looked_s, 2 * BEAT_S)
         self._looked_s = now_s
         return self.seconds >= SILENT_S

@@ -1,4 +1,4 @@
-"""By which address, and which interface, this host reaches another one."""
+"""The address and the interface by which this host reaches another."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ _ADDRESS = slice(20, 24)
 
 
 def address_to(there: tuple[str, int]) -> str:
-    """This host's address on the way to another; nothing is sent.
-
-    Raises:
-        OSError: there is no way, or no such host.
+    """This host's address on the way to another; sends nothing. Raises OSError where there is no route, or no such
+    host.
     """
     family, kind, protocol, _, at = socket.getaddrinfo(*there, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
@@ -23,7 +21,7 @@ def address_to(there: tuple[str, int]) -> str:
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the interface that has an IPv4 address; None where Linux does not say."""
+    """The interface that has an IPv4 address; None where Linux does not say."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:

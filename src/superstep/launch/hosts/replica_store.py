@@ -1,8 +1,8 @@
-"""What a host keeps: the states of its own ranks, which it sends to the next host, and copies of the one before's.
+"""Keeper: holds the states of a host's own ranks, sends them to the next host, and holds copies of the previous host's.
 
     host 0 ── states of its ranks ──► host 1 ── ... ──► host n - 1 ── ... ──► host 0
 
-A host that has lost its memory fetches them back before its ranks start.
+A host that has lost its memory fetches its states back before its ranks start.
 """
 
 from __future__ import annotations
@@ -24,18 +24,17 @@ from superstep.state.snapshots.damage import void_damaged
 from superstep.state.snapshots.memory_snapshot import SnapshotMemory, State, made
 
 LOOK_S = 0.02
-"""How often it is looked whether there is something to send."""
+"""Seconds between looks for states to send."""
 
 
 class Keeper:
-    """A host's.
+    """A host's states and copies.
 
     Args:
-        ranks: how many it has; 0 without snapshots.
-        secret: of the run.
-        peers: how many other hosts have copies of them: 0 or 1.
-        bytes_per_s: the most that is sent; None sends as fast as the link goes.
-        say: tells the user in a line.
+        ranks: their number; 0 without snapshots.
+        peers: hosts that have copies of them: 0 or 1.
+        bytes_per_s: the fastest sending; None for no limit.
+        say: called with a line for the user.
     """
 
     def __init__(
@@ -52,17 +51,17 @@ class Keeper:
         self._copied: State = (0, 0)
         self._sender: _Sender | None = None
         self.hello: Hello | None = None
-        """Who this host is, once that is known."""
+        """This host's hello, once it is known."""
 
     def held(self) -> HeldStates:
-        """States that are whole here, with the bits that were copied."""
+        """States that are complete here, with the bits that were copied."""
         with self._one:
             self._void_damaged(self._memories)
             self._void_damaged(self._copies)
             return HeldStates(own=_common(self._memories), copies=_common(self._copies), cut=self._cut)
 
     def _void_damaged(self, memories: Sequence[SnapshotMemory]) -> None:
-        """Have nothing that is damaged in the own memories, or in those for copies."""
+        """Discard damaged states, in the own memories or in the copies."""
         if self.hello is None:
             return
         crew = self._cut.crew(self.hello.hosts)
@@ -72,12 +71,12 @@ class Keeper:
             self._say(f"host {self.hello.host}, {text}; it is not used.")
 
     def _make(self) -> None:
-        """New memory, with nothing in it: of its own ranks, and for copies."""
+        """Make empty memory for own states and for copies."""
         self.own, self._memories = made(self._ranks)
         self.copies, self._copies = made(self._ranks if self._has_peer else 0)
 
     def _recut(self, cut: CopyPlacement) -> None:
-        """Forget all, where states are cut otherwise from now on."""
+        """Discard all states if the cut changes."""
         if cut == self._cut:
             return
         while not self._receives.acquire(timeout=LOOK_S):
@@ -91,7 +90,7 @@ class Keeper:
         self._receives.release()
 
     def fetch(self, order: Fetching) -> None:
-        """Get a state of its own ranks back from the host that has the copy."""
+        """Fetch a state of its own ranks from the host that has the copy."""
         assert self.hello is not None
         self._recut(order.cut)
         with suppress(OSError, JoinRefused, *MEANINGLESS):
@@ -105,7 +104,7 @@ class Keeper:
             time.sleep(BEAT_S)  # the lead asks for it again
 
     def begin(self, given: Orders) -> None:
-        """Ranks start, from a state or from none: what is of later ones is void."""
+        """Ranks start from a state, or none: discard later states."""
         self._recut(given.go.cut)
         step = -1 if given.go.state is None else given.go.state[0]
         with self._one:
@@ -123,14 +122,13 @@ class Keeper:
             self._sender = _Sender(lambda sender: self._send(there, epoch, sender))
 
     def rest(self) -> None:
-        """They have ended."""
+        """Ranks have ended."""
         self._is_begun = False
         if self._sender is not None:
             self._sender.stop()
             self._sender = None
 
     def progress(self) -> Message:
-        """How far its own are copied."""
         if not self._is_begun:
             return {}
         with self._one:
@@ -142,7 +140,7 @@ class Keeper:
         }
 
     def steer(self, message: Message) -> None:
-        """Hold for the next host what all copy next, and what all have copied last."""
+        """Hold the state to copy next, and the last one that all have copied."""
         if not self._has_peer or "next" not in message:
             return
         steps = {int(message["copied"]), int(message["next"])}
@@ -155,7 +153,7 @@ class Keeper:
                 memory.hold_only(steps)
 
     def enters(self, wire: SecureChannel, hello: Hello) -> None:
-        """The host before brings copies, or fetches them back."""
+        """Serve the previous host: take its copies, or send them back."""
         wire.say({"say": "welcome"})
         _gently()
         if hello.purpose == "fetch":
@@ -182,7 +180,7 @@ class Keeper:
                 mark()
 
     def _send(self, there: Address, epoch: int, sender: _Sender) -> None:
-        """Send what is held for the next host, until the ranks have ended."""
+        """Send the held states to the next host until the ranks have ended."""
         assert self.hello is not None
         wire = sender._open(knock(there, self._secret, replace(self.hello, purpose="copy")))
         has = {(int(step), int(turn)) for step, turn in wire.hear()["states"]}
@@ -203,7 +201,7 @@ class Keeper:
 
 
 class _Sender:
-    """A thread that sends, and begins again where the connection is lost."""
+    """A thread that sends, and starts again after a lost connection."""
 
     def __init__(self, work: Callable[[_Sender], None]) -> None:
         self.is_over = threading.Event()
@@ -213,14 +211,14 @@ class _Sender:
         self._thread.start()
 
     def _open(self, wire: SecureChannel) -> SecureChannel:
-        """Note what is to be closed at the end."""
+        """Note a channel to close at the end."""
         self._wire = wire
         if self.is_over.is_set():
             wire.close()
         return wire
 
     def stop(self) -> None:
-        """End it, in the middle of a state if need be."""
+        """End it, even in the middle of a state."""
         self.is_over.set()
         if self._wire is not None:
             self._wire.close()
@@ -237,12 +235,12 @@ class _Sender:
 
 
 def _gently() -> None:
-    """This thread comes after training."""
+    """Lower this thread's priority below training."""
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
 
 def _common(memories: Sequence[SnapshotMemory], *, held: bool = False) -> frozenset[State]:
-    """States that are whole in all of them."""
+    """States that are complete in all memories."""
     kept = [frozenset(memory.states(held=held)) for memory in memories]
     return frozenset.intersection(*kept) if kept else frozenset()

@@ -1,14 +1,13 @@
-"""Frames between the launchers of several hosts, over TCP, each with a proof of who sent it.
+"""Authenticated frames over TCP between the launchers of several hosts. Nothing is encrypted.
 
     asks     MAGIC | nonce a ──────────────────────────────────────►
-             ◄────────── MAGIC | nonce b | HMAC(secret, "answers" a b)   answers: it knows the run's secret
-             HMAC(secret, "asks" a b) ─────────────────────────────►     and so does who asks
-    frames   length 4 | kind 1 | number 8 | payload | HMAC-SHA256(key, all of that)
+             ◄────────── MAGIC | nonce b | HMAC(secret, "answers" a b)   proves that it knows the run's secret
+             HMAC(secret, "asks" a b) ─────────────────────────────►     and so does the asking side
+    frames   length 4 | kind 1 | number 8 | payload | HMAC-SHA256(key, all before)
 
-Each way has a key of its own, made of the secret and both nonces, and numbers its frames: one that was changed, left
-out, repeated, or taken from another connection is not authentic, and ends the connection. Until both sides have shown
-that they know the secret, what is read has a fixed size. A payload is JSON or bytes of a state, and never a pickle.
-Nothing is encrypted.
+Each direction has its own key, made of the secret and both nonces, and numbers its frames. A frame that was changed,
+left out, repeated or taken from another connection ends the connection. Before both proofs, only reads of a fixed size
+are made. A payload is JSON or bytes of a state, never a pickle.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ MAGIC = b"superstep-hosts-1\n"
 NONCE = 32
 PROOF = hashlib.sha256().digest_size
 MOST_BYTES = 2**20
-"""Of one payload; a longer one is refused before there is room for it."""
+"""The longest payload; a longer one is refused before memory is allocated."""
 
 GREETING_S = 3.0
-"""How long the other side may take, for all of it, to show that it knows the secret, and again to say hello."""
+"""Seconds for the other side to prove the secret, and again to say hello."""
 
 SEND_S = 10.0
-"""How long it may take nothing of what is sent."""
+"""Seconds in which the other side may take nothing."""
 
 _HEAD = struct.Struct("<IBQ")
 
@@ -46,18 +45,16 @@ class Stranger(ConnectionError):
 
 
 class Unlike(ConnectionError):
-    """The other side speaks something else."""
+    """The other side speaks another protocol."""
 
 
 class PayloadKind(IntEnum):
-    """What a payload is."""
-
     MESSAGE = 1
     BLOCK = 2
 
 
 class SecureChannel:
-    """A connection whose other side knows the secret. Any thread may send; one thread receives."""
+    """A connection with a side that knows the secret. Any thread may send; one thread receives."""
 
     def __init__(self, sock: socket.socket, sends: bytes, receives: bytes) -> None:
         self._socket = sock
@@ -67,12 +64,10 @@ class SecureChannel:
 
     @property
     def here(self) -> str:
-        """This side's address."""
         return str(self._socket.getsockname()[0])
 
     @property
     def there(self) -> str:
-        """The other side's address."""
         return str(self._socket.getpeername()[0])
 
     def say(self, message: Mapping[str, Any]) -> None:
@@ -97,10 +92,10 @@ class SecureChannel:
         """The next frame.
 
         Args:
-            until_s: when all of it must have come, by ``time.monotonic``; None waits for ever.
+            until_s: the deadline of the whole frame, by ``time.monotonic``; None waits forever.
 
         Raises:
-            OSError: the connection is gone, or what came over it is late or not authentic.
+            OSError: the connection is gone, or the frame is late or not authentic.
         """
         head = _exactly(self._socket, _HEAD.size, until_s)
         length, kind, number = _HEAD.unpack(head)
@@ -115,7 +110,7 @@ class SecureChannel:
         return PayloadKind(kind), payload
 
     def hear(self, within_s: float | None = None) -> dict[str, Any]:
-        """The next message; raises OSError as ``receive`` does, where it is none, and where it takes longer."""
+        """The next message; raises OSError like ``receive``, and where the frame is no message."""
         kind, payload = self.receive(None if within_s is None else time.monotonic() + within_s)
         try:
             message = json.loads(payload) if kind is PayloadKind.MESSAGE else None
@@ -126,7 +121,7 @@ class SecureChannel:
         return message
 
     def close(self) -> None:
-        """End the connection; a thread that receives is woken."""
+        """Close the connection; a receiving thread wakes up."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -137,8 +132,8 @@ def ask(address: tuple[str, int], secret: bytes, *, timeout_s: float = GREETING_
 
     Raises:
         Stranger: it has another secret.
-        Unlike: what listens there speaks something else.
-        OSError: nobody listens there, or does not answer in time.
+        Unlike: it speaks another protocol.
+        OSError: nobody listens there, or answers in time.
     """
     until_s = time.monotonic() + timeout_s
     sock = socket.create_connection(address, timeout=timeout_s)
@@ -160,7 +155,7 @@ def ask(address: tuple[str, int], secret: bytes, *, timeout_s: float = GREETING_
 
 
 def answer(sock: socket.socket, secret: bytes) -> SecureChannel:
-    """Make a connection that was accepted a wire; raises as ``ask``, and closes it then."""
+    """Make an accepted connection a channel; raises like ``ask``, and closes it then."""
     until_s = time.monotonic() + GREETING_S
     try:
         _set_limit(sock, socket.SO_SNDTIMEO, SEND_S)
@@ -199,7 +194,7 @@ def _proof(key: bytes, *parts: bytes | memoryview) -> bytes:
 
 
 def _exactly(sock: socket.socket, count: int, until_s: float | None) -> bytes:
-    """So many bytes, all of which must have come by then."""
+    """Read ``count`` bytes, all before the deadline."""
     received = bytearray(count)
     view, at = memoryview(received), 0
     while at < count:

@@ -1,12 +1,12 @@
-"""A state's bytes, from the memory of one host to that of another, over a wire.
+"""Sends the bytes of a state from one host's memory to another's, over a channel.
 
-    sends      begin: which state, and of each rank what its memory is like ─►
-               table 0 | slot 0 | table 1 | slot 1 | ...   in blocks       ─►   into a slot that holds nothing needed
-               whole ──────────────────────────────────────────────────────►   only now are the slots marked as whole
+    sender     begin: which state, and each rank's memory layout ─────────────►
+               table 0 | slot 0 | table 1 | slot 1 | ...   in blocks       ─►   into a free slot
+               whole ──────────────────────────────────────────────────────►   only now the slots are marked complete
                                                                        ◄──── kept
 
-A rank may come to need the slot that is read from: then what was sent is void. Every frame has a proof of its bytes.
-Each slot has a checksum, which both sides compare with what they have at the end.
+A rank may need the slot while it is read: then the transfer is void. Every frame is authenticated, and both sides
+compare each slot's checksum at the end.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ MOST_TABLE_BYTES = 2**30
 
 
 class Void(Exception):
-    """The state was not held long enough to be sent."""
+    """The state was not held long enough to send it."""
 
 
 class Spoilt(Void):
-    """The state that was sent has other bits than were copied."""
+    """The state's bits are not those that were copied."""
 
 
 class RateLimit:
-    """Holds what is sent back to so many bytes a second; None holds nothing back."""
+    """Limits sending to some bytes a second; None for no limit."""
 
     def __init__(self, bytes_per_s: float | None) -> None:
         self._bytes_per_s = bytes_per_s
         self._free_s = time.monotonic()
 
     def take(self, count: int) -> None:
-        """Wait until so many bytes may follow."""
+        """Wait until ``count`` more bytes may follow."""
         if self._bytes_per_s is None:
             return
         now_s = time.monotonic()
@@ -47,11 +47,11 @@ class RateLimit:
 
 
 def send(wire: SecureChannel, memories: Sequence[SnapshotMemory], state: State, epoch: int, rate: RateLimit) -> None:
-    """Send a state of some ranks, until the other side has it.
+    """Send a state of some ranks; returns when the other side has it.
 
     Raises:
-        Void: it is no longer there; the other side knows.
-        Spoilt: it is damaged; likewise.
+        Void: it is no longer held; the other side knows.
+        Spoilt: it is damaged; the other side knows.
         OSError: the other side is gone.
     """
     slots = [memory.states().get(state) for memory in memories]
@@ -101,13 +101,13 @@ def receive(
     keep: Callable[[State, int, Callable[[], None]], None],
     is_wanted: Callable[[int], bool] = lambda _: True,
 ) -> State | None:
-    """Take one state in; None where it was void.
+    """Receive one state; None where it was void.
 
     Args:
-        wire: from which the next message begins it.
-        memories: of as many ranks; where they are not laid out they are.
-        keep: told which state, and of which epoch, and given what marks it as whole; it may leave that.
-        is_wanted: whether states of an epoch are; of an older one they may be cut otherwise.
+        wire: its next message begins the state.
+        memories: one for each rank; laid out here if they are not.
+        keep: called with state, epoch, and a function that marks it complete; may decide not to.
+        is_wanted: whether states of an epoch are wanted; older ones may have another cut.
 
     Raises:
         OSError: the other side is gone, or sends something else.
@@ -151,7 +151,7 @@ def receive(
 
 
 def _read_start(wire: SecureChannel, count: int) -> tuple[State, int, list[dict[str, int]]]:
-    """Which state comes, of which epoch, and of each of so many ranks what its memory is like."""
+    """Read the state, its epoch, and each rank's memory layout."""
     begin = wire.hear()
     try:
         state: State = (int(begin["state"][0]), int(begin["state"][1]))

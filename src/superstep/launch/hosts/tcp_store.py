@@ -11,7 +11,7 @@ from superstep.launch.rendezvous import TIMEOUT
 
 
 class TcpStore:
-    """One, at a free port of an address. It is gone with this object."""
+    """A store at a free port of an address; it ends with this object."""
 
     def __init__(self, address: str) -> None:
         # Of a socket that listens at one address only: torch's own would at all of the host's.
