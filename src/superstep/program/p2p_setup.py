@@ -6,9 +6,9 @@ own. Programs list sends and receives where it suits their computes, so that fir
     rank 0    send act m0    recv grad m0    forward m1     send act m1
     rank 1    recv act m0    recv act m1     forward m1     backward m0    send grad m0
 
-Rank 0 would stay at its second line until rank 1 sends a gradient, and rank 1 goes that far only with the m1 that rank
-0 sends behind it. So ``comm.mesh`` makes every channel of ``routes`` ahead, and ``compile`` has ``check_first_uses``
-refuse a program whose other channels would cross.
+Rank 0 would stay at its second instruction until rank 1 sends a gradient. Rank 1's host comes that far without the m1
+that rank 0 sends behind it, unless it waits for its GPU on the way. So ``comm.mesh`` makes every channel of ``routes``
+ahead, and ``compile`` has ``check_first_uses`` refuse a program whose other channels would cross.
 """
 
 from __future__ import annotations
@@ -59,6 +59,10 @@ def uses(program: Program) -> set[Channel]:
 
 def check_first_uses(program: Program, made: Collection[Channel]) -> Program:
     """The same program, if no first use of a channel keeps a rank for ever.
+
+    A compute counts as one that its host waits for, as it does where it reads the sizes of experts, and where CUDA's
+    queue of launches is full: 1,024 of them, which a stage of some twenty blocks makes in one pass. NCCL itself
+    lets more programs through: those whose hosts never wait for what they receive.
 
     Args:
         program: with its transfers.

@@ -157,4 +157,11 @@ def read(argv: Sequence[str]) -> tuple[ProveOptions, tuple[str, ...] | None]:
         require_new_file("--out", Path(options.out))
     if options.device is not None:
         options = replace(options, plan=replace(options.plan, device=_on_gpus(options)))
+    for given, name, needed, what in (
+        (options.world is not None and not options.all, "world", "all", "the sweep of layouts"),
+        (options.serve_tp != 1 and not options.serve, "serve-tp", "serve", "the proof of a server"),
+        (options.serve_logprobs is not None and not options.serve, "serve-logprobs", "serve", "the proof of a server"),
+    ):
+        if given:
+            raise ConfigError(f"--{name} is for --{needed}, {what}; add --{needed}, or leave --{name} out.")
     return options, tuple(flags) if path is None or path.is_dir() else None
