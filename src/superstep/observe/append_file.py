@@ -1,4 +1,4 @@
-"""A file that only grows. What was appended is with the operating system when the call returns, or is told to wait."""
+"""AppendFile: a file that only grows. When a call returns, its data is with the operating system or known to wait."""
 
 from __future__ import annotations
 
@@ -10,24 +10,22 @@ from superstep.errors import disk_fault
 class AppendFile:
     """Appends whole pieces to one file.
 
-    There is no buffer of ours but for what the disk does not take: a killed process loses nothing that was appended
-    before.
+    Only data that the disk does not take is buffered: a killed process loses nothing that was appended before.
     """
 
     def __init__(self, path: Path, *, most_waiting_bytes: int = 0) -> None:
-        """Opens ``path`` at its end and creates it where it is absent. Its folder is there.
+        """Open ``path`` at its end; create the file, but not its folder.
 
         Args:
-            path: the file.
-            most_waiting_bytes: how much may wait in memory while the disk does not take it. It goes first with the
-                next piece.
+            most_waiting_bytes: the most that may wait in memory while the disk does not take it; sent before the next
+                piece.
 
         Raises:
             DiskFault: it cannot be opened.
         """
         self.path = path
         self.problem = ""
-        """Why something waits; empty where nothing does."""
+        """Why data waits; empty where none does."""
         self._waiting = bytearray()
         self._most_bytes = most_waiting_bytes
         try:
@@ -39,18 +37,15 @@ class AppendFile:
         """Append all of ``piece``.
 
         Raises:
-            DiskFault: the disk is full or broken, and more would wait than may; names the path, and ``step`` where it
-                is known. The file then may end in a part of the piece.
+            DiskFault: the disk is full or broken, and too much would wait; names the path, and ``step`` if it is known.
+                The
+            file may then end in a part of the piece.
         """
         self._waiting += piece
         self._write(step, self._most_bytes)
 
     def close(self) -> None:
-        """Close the file.
-
-        Raises:
-            DiskFault: the disk does not take what has waited.
-        """
+        """Close the file; raises DiskFault where the disk does not take what has waited."""
         try:
             self._write(-1, 0)
         finally:

@@ -1,7 +1,8 @@
-"""A step as Chrome's trace format, which Perfetto and chrome://tracing open.
+"""A step in Chrome's trace format, for Perfetto and chrome://tracing.
 
-A process is a pipeline rank, a thread a lane; an instruction is a slice, a transfer a slice on the sender with an arrow
-(flow) to the receiver's, memory a counter of each rank. Format: "Trace Event Format" (Google), JSON, times in µs.
+A process is a pipeline rank, a thread a lane. An instruction is a slice; a transfer is a slice on the sender with an
+arrow (flow) to the receiver's; memory is a counter of each rank. Format: "Trace Event Format" (Google), JSON, times in
+µs.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ US = 1e6
 def chrome_trace(
     timeline: Timeline, *, name: str, courses: Sequence[Sequence[Peak]] = (), predicted: Timeline | None = None
 ) -> str:
-    """The file. Every instruction is one slice: those of ``predicted``, processes of their own behind the others."""
+    """The text of the file: a slice for each instruction; those of ``predicted`` are processes after the others."""
     events = list(_of(timeline, name, 0, courses))
     if predicted is not None:
         events += _of(predicted, f"{name}, predicted", timeline.program.pp, courses)

@@ -1,4 +1,4 @@
-"""What a run reports, as values, and the one seam they pass through.
+"""Events: what a run reports, as values, and the sink that they all go to.
 
     RunStarted  [Resumed]  (StepDone | LossTold | RouterSeen | Rolled | Retried | Evaluated | Saved | RolledBack
                             | Fingerprinted | Corrupted | Goodput | Warned)*
@@ -6,8 +6,8 @@
         ▼
       Sink.write        a display, metrics.jsonl, TensorBoard, ... or a Fanout over several of them
 
-``step`` counts finished steps: the first step of a run reports 1, and an event of step k speaks of the state
-after k steps. A run that is resumed at step k goes on with step k + 1.
+``step`` counts finished steps: a run's first step reports 1, and an event of step k describes the state after k steps.
+A run that is resumed at step k continues with step k + 1.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import ClassVar, Literal, Protocol
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStarted:
-    """A run begins, or goes on in a new process."""
+    """A run begins, or continues in a new process."""
 
     name: ClassVar[str] = "started"
     run: str
@@ -29,9 +29,9 @@ class RunStarted:
     """The plan on one line."""
     parameters: int
     world: int
-    """Ranks in all."""
+    """The number of ranks."""
     transport: str
-    """How they reach each other; empty where there is one."""
+    """How ranks reach each other; empty where there is one."""
     attention: str = ""
     """What computes attention."""
     steps: int
@@ -40,70 +40,75 @@ class RunStarted:
     """Nats per token of the validation text under its token frequencies: the best loss without context."""
     predicted_step_s: float | None = None
     predicted_ettr: float | None = None
-    """The share of the time that will make headway, if nothing fails; to be held against ``goodput``."""
+    """The share of time that will advance the run if nothing fails; compare it with ``goodput``."""
     predicted_memory_bytes: int | None = None
-    """The highest predicted peak of any rank: what its tensors take."""
+    """The highest predicted peak of tensors on any rank."""
     predicted_spent_s: Mapping[str, float] = field(default_factory=dict)
     """``predicted_step_s`` in parts that add up to it: compute, waits for each lane, bubble, and the log-probabilities
-    that a loss asks for first; means over the ranks."""
+    that a loss needs first; means over the ranks.
+    """
     predicted_bytes: Mapping[str, int] = field(default_factory=dict)
-    """That peak by what its tensors are: parameters, gradients, optimizer, and what comes and goes within a step."""
+    """That peak by kind: parameters, gradients, optimizer, and what is temporary within a step."""
     predicted_traffic_bytes: Mapping[str, int] = field(default_factory=dict)
-    """What a step's collectives carry by mesh axis, on the rank that has most of it."""
+    """Bytes of a step's collectives by mesh axis, on the rank with most."""
     snapshot_bytes: int = 0
-    """What snapshots take at most, on the fullest rank, of its host's memory."""
+    """The most host memory of snapshots, on the fullest rank."""
     snapshots_unpinned: str = ""
-    """Why rank 0's GPU cannot copy straight into that memory, and copies by way of the driver's; empty where it can."""
+    """Why rank 0's GPU cannot copy straight into snapshot memory, and copies through the driver's; empty where
+    it can.
+    """
     memory: Literal["allocated", "resident"] = "allocated"
-    """What ``memory_bytes`` of a step is: what tensors take, or the whole process (a CPU's)."""
+    """What ``memory_bytes`` of a step measures: tensors, or the whole process (on a CPU)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumed:
-    """The run goes on from the state after ``step`` steps; what was reported of later steps is void."""
+    """The run continues from the state after ``step`` steps; reports of later steps are void."""
 
     name: ClassVar[str] = "resumed"
     step: int
     path: str
     """The checkpoint; empty where there was none, and the run begins again."""
     passed_over: tuple[str, ...] = ()
-    """What is wrong with each newer checkpoint or copy in memory, and where it is now."""
+    """The fault of each newer checkpoint or copy in memory, and where it is now."""
     lost: str = ""
-    """Which rank or host was lost; where the run goes on from a snapshot in memory there is no checkpoint to name."""
+    """The lost rank or host, for a run that continues from a snapshot in memory."""
     lost_at_s: float | None = None
-    """When that was seen, in seconds of the host's clock."""
+    """When the loss was noticed, on the host's clock."""
     joined: str = ""
-    """Where nothing was lost, and the run goes on under a larger plan: the host that came."""
+    """The host that came, where nothing was lost and the run continues under a larger plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolledBack:
-    """A step was not taken, and the run goes on from the state after ``step`` steps; what was reported of later steps
-    is void."""
+    """A step was not taken, and the run continues from the state after ``step`` steps; reports of later steps
+    are void.
+    """
 
     name: ClassVar[str] = "rolled_back"
     step: int
-    """Finished steps of the state that it goes on from."""
+    """Finished steps of the state that the run continues from."""
     refused: int
     """The step that was not taken, or after which the state was found corrupt."""
     why: str
-    """Which rule it broke, with the figures."""
+    """The rule that it broke, with the figures."""
     loss: float
-    """Of the step that was not taken."""
+    """The loss of the step that was not taken."""
     grad_norm: float
-    """Likewise, before clipping."""
+    """Its gradient norm before clipping."""
     source: str
     """Where the state is from: ``memory``, or the path of a checkpoint."""
     passed_over: tuple[str, ...] = ()
-    """What is wrong with each state, in memory or on disk, that would have been gone on from before that."""
+    """The fault of each newer state, in memory or on disk, that was passed over."""
     skip: str
-    """The data that is left out from here on, as ``train.skip`` has it: a run that is told so from its start computes
-    the same. Empty where the same is trained on again."""
+    """The data that is left out from here on, as a value of ``train.skip``: a run that starts with it computes the
+    same. Empty where the same data is used again.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fingerprinted:
-    """The state after a step, as sums of its bits: in exact mode the same on any layout."""
+    """The state after a step, as sums of its bits: in exact mode the same on every layout."""
 
     name: ClassVar[str] = "fingerprint"
     step: int
@@ -115,28 +120,30 @@ class Fingerprinted:
     exp_avg_sq: str
     """Of the second moments."""
     gradients: str
-    """Of the gradients that the step's update was made of."""
+    """Of the gradients of the step's update."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corrupted:
-    """Ranks whose state was not what they had computed; the run goes on from a state before it. Or whose copy in memory
-    was damaged, so that the disk did not get it; the state is copied again."""
+    """Ranks whose state was not what they had computed, so that the run continues from an earlier state. Or whose copy
+    in memory was damaged, so that it was not saved; the state is copied again.
+    """
 
     name: ClassVar[str] = "corrupted"
     step: int
-    """Finished steps when it was known which ranks."""
+    """Finished steps when the ranks were known."""
     found: int
     """The step after which, or in which, it was found."""
     ranks: tuple[int, ...]
-    """Who they are."""
+    """The ranks."""
     hosts: tuple[str, ...]
-    """Of these ranks."""
+    """The hosts of these ranks."""
     what: str
-    """Which tensors."""
+    """The tensors."""
     how: Literal["majority", "replay", "at rest", "recomputed", "checksum"]
-    """How it is known: copies outvoted them, the steps were done again, their own sums had changed, others computed the
-    same to something else, or a copy had another checksum than what it was made of."""
+    """How it is known: copies outvoted them, the steps were repeated, their own sums changed at rest, other ranks
+    computed another result, or a copy's checksum differs from its source's.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,11 +161,11 @@ class StepDone:
     """Valid tokens of this step's global batch."""
     tokens_per_s: float
     step_s: float
-    """The whole step, the wait for its batch included."""
+    """The whole step, with the wait for its batch."""
     data_s: float
-    """The part of ``step_s`` that was spent waiting for the batch."""
+    """The part of ``step_s`` that waited for the batch."""
     mfu: float | None
-    """Model FLOPs over peak FLOPs, as a share of 1; none where the peak is not known."""
+    """Model FLOPs over peak FLOPs, as a share of 1; none where the peak is unknown."""
     memory_bytes: int
     """The highest peak of any rank so far, of its tensors or of its whole process: see ``started``."""
     elapsed_s: float
@@ -169,30 +176,30 @@ class StepDone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossTold:
-    """What the loss of a step tells beside itself: of preferences, say, how many were judged right."""
+    """Further numbers of a step's loss: with preferences, for example, the share that was ranked right."""
 
     name: ClassVar[str] = "measures"
     step: int
     """Finished steps, this one included."""
     names: tuple[str, ...]
-    """What is told."""
+    """The names."""
     values: tuple[float, ...]
     """The number of each name: a mean over what counts, or a maximum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSeen:
-    """What the routers of a mixture of experts did in training since they were last reported."""
+    """What the routers of a mixture of experts did in training since their last report."""
 
     name: ClassVar[str] = "router"
     step: int
-    """The last step that is counted."""
+    """The last counted step."""
     steps: int
-    """Steps that are counted."""
+    """The number of counted steps."""
     chosen: tuple[tuple[int, ...], ...]
-    """For each layer and expert, how many (token, choice) pairs chose it."""
+    """For each layer and expert, the (token, choice) pairs that chose it."""
     dropped: tuple[tuple[int, ...], ...]
-    """For each layer and expert, those among them that it had no room for."""
+    """For each layer and expert, the chosen pairs without room."""
     balance: tuple[float, ...]
     """For each layer the balance loss, mean over sequences, not weighted; 1 where the load is even (noisy-topk: 0)."""
     z: tuple[float, ...]
@@ -206,23 +213,23 @@ class Rolled:
     name: ClassVar[str] = "rolled"
     step: int
     reward: float
-    """The mean over all answers that have a grade."""
+    """The mean over all graded answers."""
     answers: int
-    """Those that have one."""
+    """Graded answers."""
     lost: int
-    """Those that have none, because their grader failed."""
+    """Answers without a grade, because their grader failed."""
     cut: int
-    """Those that were cut off at the most tokens."""
+    """Answers that were cut at the token limit."""
     uniform: int
     """Groups whose rewards were all equal."""
     lag: int
-    """How many steps older the weights that sampled them were than those that were trained."""
+    """How many steps older the sampling weights were than the trained ones."""
     drawn_tokens: int
-    """Tokens that were sampled."""
+    """Sampled tokens."""
     seconds: float
-    """Of the whole iteration, since the step before."""
+    """Seconds of the whole iteration, since the step before."""
     measures: Mapping[str, float]
-    """What the loss tells of these tokens: ratios, clipped shares, distances."""
+    """Numbers of the loss for these tokens: ratios, clipped shares, distances."""
     at_s: float
     """When the step was done, in seconds since 1970."""
 
@@ -235,7 +242,7 @@ class Retried:
     step: int
     """Finished steps."""
     why: str
-    """What became of the grader."""
+    """What happened to the grader."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,7 +259,7 @@ class Evaluated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """A checkpoint is whole on disk."""
+    """A checkpoint is complete on disk."""
 
     name: ClassVar[str] = "saved"
     step: int
@@ -263,7 +270,7 @@ class Saved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Warned:
-    """Something went wrong that the run goes on in spite of: a checkpoint that could not be written, say."""
+    """Something failed, but the run continues: a checkpoint that could not be written, for example."""
 
     name: ClassVar[str] = "warning"
     step: int
@@ -274,7 +281,7 @@ class Warned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goodput:
-    """How much of the run's time has made headway so far: after each checkpoint, and at the end."""
+    """How much of the run's time has advanced it so far: after each checkpoint, and at the end."""
 
     name: ClassVar[str] = "goodput"
     step: int
@@ -282,11 +289,11 @@ class Goodput:
     ettr: float
     """The effective training time ratio: ``steps_s`` over ``wall_s``."""
     wall_s: float
-    """Seconds from the run's first start on, without those in which nobody ran it."""
+    """Seconds since the run's first start, without those in which it did not run."""
     steps_s: float
-    """Of the steps that stand."""
+    """Seconds of the steps that stand."""
     validation_s: float
-    """Of validations that do; the rest went into starts, waits for checkpoints, and what was lost."""
+    """Seconds of validations that stand; the rest went into starts, waits for checkpoints, and lost work."""
     at_s: float
     """When, in seconds since 1970."""
 
@@ -300,16 +307,18 @@ class RunFinished:
     elapsed_s: float
     tokens_seen: int
     step_s: float | None = None
-    """The median step of this process, without its first two; none of fewer than three. To be held against
-    ``predicted_step_s``."""
+    """The median step of this process, without its first two; none of fewer than three. Compare it with
+    ``predicted_step_s``.
+    """
     peak_bytes: int | None = None
-    """The most that tensors took on any rank, to be held against ``predicted_memory_bytes``; none on a CPU, where a
-    process grows by more than its tensors."""
+    """The most that tensors took on any rank, to compare with ``predicted_memory_bytes``; none on a CPU, where a
+    process grows by more than its tensors.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStopped:
-    """The run was asked to stop before its last step; what was done is saved."""
+    """The run was asked to stop before its last step; its state is saved."""
 
     name: ClassVar[str] = "stopped"
     step: int
@@ -338,32 +347,27 @@ Event = (
 
 
 class Sink(Protocol):
-    """Where events go."""
+    """Receives events."""
 
     def write(self, event: Event) -> None:
-        """Take one event; an event that says nothing to this sink is passed over.
-
-        Raises:
-            Fault: the sink cannot keep it.
-        """
+        """Take one event; a sink ignores events that it has no use for. Raises Fault where it cannot keep the event."""
 
     def close(self) -> None:
         """Release what the sink holds. A second call does nothing."""
 
 
 class Fanout:
-    """One sink made of several; they are written in order and closed in reverse."""
+    """One sink made of several, written in order and closed in reverse."""
 
     def __init__(self, sinks: Iterable[Sink]) -> None:
         self._sinks = tuple(sinks)
 
     def write(self, event: Event) -> None:
-        """Write to each sink."""
         for sink in self._sinks:
             sink.write(event)
 
     def close(self) -> None:
-        """Close every sink, whatever the others raise."""
+        """Close every sink, even where one raises."""
         with ExitStack() as stack:
             for sink in self._sinks:
                 stack.callback(sink.close)

@@ -1,10 +1,10 @@
-"""Goodput: how much of a run's time went into steps that stand, counted from what it tells.
+"""Goodput: the share of a run's time in steps that stand, counted from its events.
 
-    ETTR = seconds of steps that stand / seconds from the first start on
+    ETTR = seconds of steps that stand / seconds since the first start
 
-A step stands as long as the run has not gone back before it. In the rest are: starting, validation, waiting for
-checkpoints, steps that were done again, and what passed until a loss was noticed and mended. Time in which nobody ran
-the run is not counted. (Kokolis 2024 also counts the wait in a queue, which a run knows nothing of.)
+A step stands until the run goes back before it. The rest is: starts, validation, waits for checkpoints, repeated steps,
+and the time until a loss was noticed and recovered. Time in which the run did not run does not count. (Kokolis 2024
+also counts the wait in a queue, which a run does not know.)
 """
 
 from __future__ import annotations
@@ -30,36 +30,33 @@ from superstep.observe.jsonl import read
 
 
 class StepSeconds:
-    """Seconds of steps, of which the last may turn out not to stand."""
+    """Seconds of steps; a rollback may drop the last ones."""
 
     def __init__(self) -> None:
         self._steps = array("q")
         self._seconds = array("d")
 
     def add(self, step: int, seconds: float) -> None:
-        """Those of a step."""
         self._steps.append(step)
         self._seconds.append(seconds)
 
     def drop_after(self, step: int) -> None:
-        """Those of later steps do not stand."""
+        """Drop later steps: the run went back."""
         while self._steps and self._steps[-1] > step:
             self._steps.pop()
             self._seconds.pop()
 
     def total(self) -> float:
-        """Of all that stand."""
         return sum(self._seconds)
 
 
 class Counted:
-    """A sink that adds a ``Goodput`` to what it passes on, after each checkpoint and before the end.
+    """A sink that adds a ``Goodput`` to the events that it passes on, after each checkpoint and before the end.
 
     Args:
-        sink: what it passes on to.
-        metrics: what the run has told before; read here, before a line of it is dropped.
-        began_at_s: when this launch began, in seconds since 1970; ranks that were replaced go on counting from there.
-        earlier_s: what launches before it took.
+        metrics: the run's earlier events; read here, before any line is dropped.
+        began_at_s: this launch's begin, in seconds since 1970; replaced ranks continue from it.
+        earlier_s: seconds of earlier launches.
         clock: seconds since 1970.
     """
 
@@ -103,11 +100,9 @@ class Counted:
             self._sink.write(self.goodput(event.step))
 
     def close(self) -> None:
-        """Close what it passes on to."""
         self._sink.close()
 
     def goodput(self, step: int) -> Goodput:
-        """What was counted so far."""
         now_s = self._clock()
         wall_s = self._earlier_s + now_s - self._began_at_s
         steps_s = self._steps.total()
@@ -122,7 +117,7 @@ class Counted:
 
 
 def spent_s(metrics: Path) -> float:
-    """What earlier launches of a run took, as far as its metrics tell: until they were last written to."""
+    """Seconds of a run's earlier launches, as far as its metrics tell: until their last lines."""
     if not metrics.exists():
         return 0.0
     lines = [line for line in read(metrics) if line.get("event") in ("goodput", "step")]

@@ -1,7 +1,7 @@
-"""Who may ask a server of this machine: the Host header of a request, and the key that it shows.
+"""Access to a local server: the Host header of a request, and its key.
 
-A page of somebody else's can have its own name lead to this machine (DNS rebinding), and the browser then lets it read
-what a server here answers. It cannot change the name that the browser sends along.
+A foreign page can let its own name resolve to this machine (DNS rebinding), and the browser then lets it read a local
+server's answers. It cannot change the Host header that the browser sends.
 """
 
 from __future__ import annotations
@@ -19,19 +19,14 @@ HEADER = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:\d{1,5})?", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostNames:
-    """The names that a server answers to.
-
-    Attributes:
-        address: that it listens on.
-        names: by which it is known besides.
-    """
+    """The names that a server accepts. ``address``: where it listens. ``names``: its further names."""
 
     address: str = LOCALHOST
     names: Sequence[str] = ()
 
     def accept(self, headers: Sequence[str]) -> bool:
-        """Whether a request with these Host headers, of which there is to be one, is for this server. On an address
-        that others reach, without names, any is.
+        """Whether a request with these Host headers is for this server; exactly one is required. On an address that
+        other machines reach, without names, any is accepted.
         """
         match = HEADER.fullmatch(headers[0]) if len(headers) == 1 else None
         if match is None:
@@ -43,7 +38,7 @@ class HostNames:
 
 
 def _is_loopback(name: str) -> bool:
-    """Whether a name or an address leads to the machine that it is used on, whatever a name server says."""
+    """Whether a name or an address always leads to the machine itself, whatever a name server says."""
     try:
         return ipaddress.ip_address(name).is_loopback
     except ValueError:
@@ -51,11 +46,11 @@ def _is_loopback(name: str) -> bool:
 
 
 def bearer_key(authorization: str) -> str:
-    """The key in an Authorization header, ``Bearer KEY``; empty where it has another form."""
+    """The key in an Authorization header, ``Bearer KEY``; empty for any other form."""
     kind, _, key = authorization.partition(" ")
     return key.strip() if kind.lower() == "bearer" else ""
 
 
 def is_same_key(given: str, key: str) -> bool:
-    """Whether a key is the server's, in a time that does not tell how much of it is right. An empty one never is."""
+    """Compare a key with the server's in constant time. An empty key never matches."""
     return bool(given) and hmac.compare_digest(given.encode(), key.encode())

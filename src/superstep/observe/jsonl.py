@@ -3,9 +3,9 @@
     {"event": "step", "step": 12, "loss": 6.02, "lr": 0.0012, ...}
     {"event": "saved", "step": 12, "path": "runs/demo/checkpoints/12", ...}
 
-A killed run leaves at most its last line torn. A resumed run first drops that line and the lines of the steps
-that it will do again, so that the file reads as if the run had never stopped; so does one that goes back. Any other
-line that cannot be read is damaged: it stays where it is, is passed over, and ``damage`` says so.
+A killed run leaves at most its last line torn. A resumed run first drops that line and the lines of the steps that it
+will repeat, so that the file reads as if the run had never stopped; so does a rollback. Any other unreadable line is
+damaged: it stays, is skipped, and ``damage`` reports it.
 """
 
 from __future__ import annotations
@@ -26,21 +26,20 @@ from superstep.observe.events import Event, Resumed, RolledBack, RunStarted, War
 _TAIL_BYTES = 2**20
 
 MOST_NAMED = 10
-"""Lines that cannot be read and are named."""
+"""The most unreadable lines that are named."""
 
 
 class JsonLines:
-    """The sink that keeps every event in one file."""
+    """The sink that writes every event into one file."""
 
     def __init__(
         self, path: Path, *, most_waiting_bytes: int = 0, warn: Callable[[str], None] = lambda text: None
     ) -> None:
-        """Goes on after what ``path`` holds.
+        """Continue after the contents of ``path``.
 
         Args:
-            path: the file.
-            most_waiting_bytes: of lines that may wait in memory while the disk does not take them.
-            warn: told in a line when lines begin to wait.
+            most_waiting_bytes: the most lines in memory while the disk does not take them.
+            warn: called with a line when lines begin to wait.
 
         Raises:
             Fault: the file cannot be opened.
@@ -53,10 +52,8 @@ class JsonLines:
             self._file.append(b"\n")
 
     def write(self, event: Event) -> None:
-        """Append the event's line; ``Resumed`` and ``RolledBack`` first drop the lines of later steps.
-
-        Raises:
-            Fault: the disk is full or broken.
+        """Append the event's line; ``Resumed`` and ``RolledBack`` first drop the lines of later steps. Raises Fault
+        where the disk is full or broken.
         """
         if isinstance(event, (Resumed, RolledBack)):
             self._file.close()
@@ -71,11 +68,7 @@ class JsonLines:
             self._warn(text)
 
     def close(self) -> None:
-        """Close the file.
-
-        Raises:
-            Fault: the disk does not take what has waited.
-        """
+        """Close the file; raises Fault where the disk does not take what has waited."""
         self._file.close()
 
     def _open(self) -> AppendFile:
@@ -83,7 +76,7 @@ class JsonLines:
 
 
 def line(event: Event) -> bytes:
-    """The event as one line of valid JSON. NaN and the infinities, which JSON lacks, become null."""
+    """The event as a line of valid JSON: NaN and the infinities become null."""
     fields = {key: _finite(value) for key, value in asdict(event).items()}
     return json.dumps({"event": event.name} | fields, allow_nan=False).encode() + b"\n"
 
@@ -97,7 +90,7 @@ def _finite(value: object) -> object:
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
-    """The file's objects, in order; lines that cannot be read are passed over, and told by ``damage``."""
+    """The file's objects, in order; unreadable lines are skipped, and ``damage`` reports them."""
     with path.open("rb") as file:
         for text in file:
             if (value := parse_line(text)) is not None:
@@ -105,8 +98,8 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def damage(path: Path) -> str:
-    """Which lines of the file cannot be read, in a line; empty where all can. A last line without its end is none of
-    them: it may be under way.
+    """One line that names the file's unreadable lines; empty where all can be read. A last line without its end does
+    not count: it may be in progress.
     """
     with path.open("rb") as file:
         numbers = [n for n, text in enumerate(file, start=1) if text.endswith(b"\n") and parse_line(text) is None]
@@ -114,7 +107,7 @@ def damage(path: Path) -> str:
 
 
 def damage_text(path: Path, numbers: Sequence[int]) -> str:
-    """What is said of lines that cannot be read, by their numbers from 1 on."""
+    """A message about unreadable lines, by their numbers from 1."""
     if not numbers:
         return ""
     named = ", ".join(map(str, numbers[:MOST_NAMED])) + (", ..." if len(numbers) > MOST_NAMED else "")
@@ -140,11 +133,8 @@ def last_line(path: Path) -> dict[str, Any]:
 def drop_after(path: Path, step: int) -> None:
     """Drop the lines of steps after ``step``, and a torn last line; the others keep their bytes.
 
-    The kept lines go to a file beside it, which takes its name once it is safe on disk: a crash leaves either
-    the old file or the new one.
-
-    Raises:
-        Fault: the disk is full or broken; the old file is whole.
+    The kept lines go to a file beside it, which replaces it once it is safe on disk: a crash leaves the old file or the
+    new one. Raises Fault where the disk is full or broken; the old file is then complete.
     """
     beside = path.with_name(path.name + ".new")
     try:
@@ -162,7 +152,7 @@ def drop_after(path: Path, step: int) -> None:
 
 
 def parse_line(text: bytes) -> dict[str, Any] | None:
-    """The object of one line; None of a torn one."""
+    """The object of a line; None for a torn one."""
     try:
         value = json.loads(text)
     except ValueError:
@@ -171,11 +161,7 @@ def parse_line(text: bytes) -> dict[str, Any] | None:
 
 
 def _has_no_end(path: Path) -> bool:
-    """Whether the last line lacks its end alone; one that was torn is cut off.
-
-    Raises:
-        Fault: it cannot be.
-    """
+    """Whether only the last line's end is missing; a torn line is cut off. Raises Fault where that fails."""
     try:
         with path.open("rb+") as file:
             length = file.seek(0, os.SEEK_END)

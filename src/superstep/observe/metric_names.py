@@ -1,4 +1,4 @@
-"""The points that events add to curves, by the names that every tracker knows them by: train/loss, speed/step_s, ..."""
+"""The points that events add to curves, by their names in every tracker: train/loss, speed/step_s, ..."""
 
 from __future__ import annotations
 
@@ -10,19 +10,14 @@ from superstep.observe.router_balance import busiest, dropped_share
 
 @dataclass(frozen=True, slots=True)
 class Scalars:
-    """Points of one step.
-
-    Attributes:
-        step: finished steps.
-        points: by name.
-    """
+    """Points of one step, by name; ``step`` counts finished steps."""
 
     step: int
     points: dict[str, float]
 
 
 def scalars(event: Event) -> Scalars | None:
-    """What an event adds; None of one that adds nothing."""
+    """The points of an event; None for an event without any."""
     match event:
         case StepDone() | LossTold() | RouterSeen() | Rolled() | Evaluated():
             return Scalars(event.step, _points(event))

@@ -1,8 +1,8 @@
-"""The last steps of every rank as they were recorded: as the trace of one step, and for Perfetto.
+"""The last recorded steps of every rank, as the trace of one step and for Perfetto.
 
-The first is what a run writes with its checkpoints (``observe.trace``), the second Chrome's trace format, times in µs.
-There a process is a rank; its threads are what it computed, what it started beside that, its waits, and what it did
-beside its programs.
+The first is the file that a run writes with its checkpoints (``observe.trace``), the second is Chrome's trace format,
+times in µs, with a process for each rank. A rank's threads are its compute, its transfers and collectives, its waits,
+and its work outside programs.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ ROWS = (*LANES, WAITS, BESIDE)
 
 
 def newest_step(run: RunSeen) -> tuple[int, list[list[Note]]] | None:
-    """The newest step that is whole on every pipeline rank, and the notes of each; None where there is none.
+    """The newest step that is complete on every pipeline rank, with the notes of each; None without one.
 
-    A rank is meant here for all that differ from it in dp, cp and tp alone: the one whose places there are 0.
+    Of the ranks that differ only in dp, cp and tp, the one with index 0 in each counts.
     """
     first = [rank for rank in run.ranks if (at := run.mesh.at(rank.rank)).dp == at.cp == at.tp == 0]
     if len(first) < run.mesh.pp:
@@ -37,7 +37,7 @@ def newest_step(run: RunSeen) -> tuple[int, list[list[Note]]] | None:
 
 
 def steps_of(rank: RankSeen, instructions: Sequence[Instruction]) -> dict[int, list[Note]]:
-    """The notes of each run of this very list that is there whole, by the number of the run."""
+    """The notes of each complete run of this list, by run."""
     known: dict[str, Instruction] = {}
 
     def read(text: str) -> Instruction:
@@ -59,13 +59,7 @@ def trace_of_step(step: int, ranks: Sequence[Sequence[Note]]) -> str:
 
 
 def perfetto_steps(run: RunSeen, *, name: str, steps: int) -> str:
-    """The last steps for Perfetto, and whatever ran between them.
-
-    Args:
-        run: whose notes they are.
-        name: of it.
-        steps: how many; validations between them count as well.
-    """
+    """The last steps for Perfetto, with all that ran between them; validations count as steps."""
     newest = max((note.run for rank in run.ranks for note in rank.notes), default=0)
     kept = {rank.rank: [n for n in rank.notes if n.run > newest - steps] for rank in run.ranks}
     start_s = min((note.ready_s for notes in kept.values() for note in notes), default=0.0)
@@ -87,7 +81,7 @@ def _names(name: str, rank: int) -> Iterator[dict[str, Any]]:
 
 
 def _slices(note: Note, rank: int, zero_s: float) -> Iterator[dict[str, Any]]:
-    """What a note is of, and the wait before it. What never came to its end has none to draw."""
+    """A note's slice, and the wait before it. An unfinished one has no slice."""
     details: dict[str, float] = {"step": note.step, "run": note.run, "instruction": note.index}
     if note.index >= 0 and note.start_s > note.ready_s:
         yield _slice(rank, WAITS, f"for {note.what}", note.ready_s - zero_s, note.start_s - zero_s, details)

@@ -1,4 +1,4 @@
-"""Numbers as the eye reads them. Inside, quantities are in base units; only here do they get another."""
+"""Numbers for readers. Quantities are in base units everywhere else."""
 
 from __future__ import annotations
 
@@ -38,10 +38,9 @@ def duration_text(seconds: float) -> str:
 
 
 def sparkline(values: Sequence[float], *, is_ascii: bool = False) -> str:
-    """One character a value, its height between the lowest value and the ninth decile.
+    """One character for each value, from the lowest value to the ninth decile.
 
-    What lies above that decile is drawn at its height: the fall of the first steps, or one spike, would
-    flatten the rest.
+    Higher values are drawn at that decile's height: the first steps' fall, or one spike, would flatten the rest.
     """
     marks = "_.-=+*#@" if is_ascii else "▁▂▃▄▅▆▇█"
     if not values:

@@ -1,9 +1,9 @@
-"""A run's numbers for Prometheus, in its text form, of what metrics.jsonl tells.
+"""A run's numbers in Prometheus's text format, from metrics.jsonl.
 
 https://prometheus.io/docs/instrumenting/exposition_formats/#text-based-format
 
-The standard library has all that it takes: a run that trains needs no client of Prometheus's. A server does, which has
-histograms (``serve.api.metrics``); as there, names begin with ``superstep:``.
+The standard library suffices here. A server has histograms and uses the client library (``serve.api.metrics``); as
+there, names begin with ``superstep:``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ GAUGES = (
     ("started", "world", "ranks", "Ranks in all."),
     ("started", "predicted_step_s", "predicted_step_seconds", "What a step was predicted to take."),
 )
-"""Event, its field, the name and what it is."""
+"""Event, its field, the metric's name and help."""
 
 COUNTERS = (
     ("step", "step", "steps", "Finished steps. It falls where the run goes back."),
@@ -48,12 +48,12 @@ COUNTED = (
 
 
 def exposition(run: str, lines: Iterable[Mapping[str, Any]], *, told_at_s: float | None = None) -> str:
-    """The text.
+    """The text for Prometheus.
 
     Args:
         run: its name, the label of each number.
         lines: the objects of its metrics.jsonl.
-        told_at_s: when it told something last, in seconds since 1970.
+        told_at_s: its last report, in seconds since 1970.
     """
     newest: dict[str, Mapping[str, Any]] = {}
     counts: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""Where tokens went: the routers' reports of a run as text, experts below each other, training from left to right.
+"""The routers' reports of a run as text: experts below each other, training from left to right.
 
     layer 0
     expert 0 │▓▓▓▓▓▓▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒
@@ -7,7 +7,7 @@
              └┬───────────┬───────────┬─────────
               1           101         201   step
 
-A column adds up reports. Its shade is the expert's load over the even load, which each would have if all had the same.
+A column adds up reports. Its shade is the expert's load over the even load.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ GUTTER = 12
 """Columns left of the time: ``expert 127 ``, an edge."""
 
 LEAST = 40
-"""Columns that are used in any case."""
+"""The least columns."""
 
 TICK = 12
-"""Columns from one step number to the next."""
+"""Columns between step numbers."""
 
 BOUNDS = (0.5, 0.8, 1.25, 2.0)
-"""Loads over the even load, where one shade ends and the next begins: a ratio and its inverse."""
+"""Loads over the even load, where the shade changes: ratios and their inverses."""
 
 MEANINGS = ("under 1/2 of the even load", "under 4/5", "about even", "over 5/4", "over 2")
 
 
 @dataclass(frozen=True, slots=True)
 class PictureInk:
-    """What a picture is drawn with.
+    """The characters and colours of a picture.
 
     Attributes:
         fills: a character for each shade, the lightest load first.
         edge: left of the columns.
         axis: corner, tick, line.
-        colours: of the ground, 256-colour numbers by shade; none where the characters tell the shades apart.
+        colours: 256-colour numbers of the background by shade; empty where characters suffice.
     """
 
     fills: str
@@ -61,7 +61,7 @@ COLOURS = PictureInk("     ", "│", ("└", "┬", "─"), colours=(25, 67, 240
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterReport:
-    """The routers over a stretch of steps, ``first`` to ``last``; counts by layer and expert."""
+    """The routers over steps ``first`` to ``last``; counts by layer and expert."""
 
     first: int
     last: int
@@ -70,7 +70,6 @@ class RouterReport:
 
 
 def reports(lines: Iterable[Mapping[str, Any]]) -> list[RouterReport]:
-    """The routers' reports among the objects of a metrics.jsonl."""
     return [
         RouterReport(
             first=line["step"] - line["steps"] + 1, last=line["step"], chosen=line["chosen"], dropped=line["dropped"]
@@ -85,9 +84,8 @@ def draw_routers(reports: Sequence[RouterReport], layers: Iterable[int], *, widt
 
     Args:
         reports: at least one, in order.
-        layers: which to draw, as far as the model has them.
+        layers: those that the model lacks are ignored.
         width: the terminal's columns; at least ``LEAST`` are used.
-        ink: what to draw with.
     """
     width = max(width, LEAST)
     columns = _columns(reports, width - GUTTER)
@@ -101,13 +99,13 @@ def draw_routers(reports: Sequence[RouterReport], layers: Iterable[int], *, widt
 
 
 def _columns(reports: Sequence[RouterReport], count: int) -> list[Sequence[RouterReport]]:
-    """The reports of each column: some in a row, or one over several columns."""
+    """The reports of each column: several, or one over several columns."""
     edges = [len(reports) * place // count for place in range(count + 1)]
     return [reports[low : max(high, low + 1)] for low, high in pairwise(edges)]
 
 
 def _loads(chosen: Sequence[Sequence[int]]) -> list[float]:
-    """Of each expert, over the even load."""
+    """Each expert's load over the even load."""
     total = [sum(counts) for counts in zip(*chosen, strict=True)]
     even = sum(total) / len(total) or 1.0
     return [count / even for count in total]

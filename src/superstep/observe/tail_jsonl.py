@@ -1,4 +1,4 @@
-"""A metrics.jsonl that grows while it is read: what is new is read, and nothing twice."""
+"""Follows a metrics.jsonl while it grows; reads each line once."""
 
 from __future__ import annotations
 
@@ -12,11 +12,8 @@ from superstep.observe.jsonl import damage_text, parse_line
 
 
 class Growing:
-    """The objects of a file that somebody appends to. A run that goes back puts another file in its place, which is
-    read anew. Any thread may ask.
-
-    Args:
-        path: of the file, which need not be there yet.
+    """The objects of a growing file. A run that goes back replaces the file, which is then read again. Thread-safe.
+    ``path``: of the file, which may not exist yet.
     """
 
     def __init__(self, path: Path) -> None:
@@ -29,14 +26,14 @@ class Growing:
         self._lock = threading.Lock()
 
     def read(self) -> list[dict[str, Any]]:
-        """All of them so far; a last line without its end is left for the next time. The list is the reader's own."""
+        """All objects so far, as a new list; an unfinished last line is left for the next call."""
         with self._lock:
             with suppress(OSError), self._path.open("rb") as file:  # it need not be there
                 self._read(file.fileno())
             return list(self._lines)
 
     def damage(self) -> str:
-        """Which of the lines that were read so far are damaged; empty where none is."""
+        """Which of the lines so far are damaged; empty where none is."""
         with self._lock:
             return damage_text(self._path, self._damaged)
 

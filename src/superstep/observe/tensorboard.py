@@ -1,6 +1,6 @@
 """TensorBoard scalars, written with the standard library alone.
 
-An event file is a row of records, each a protocol buffer in a frame that shows where a write was torn:
+An event file is a sequence of records, each a protocol buffer in a frame that reveals a torn write:
 
     length          8 bytes, little-endian
     its checksum    4 bytes     CRC-32C (Castagnoli), then rotated and offset
@@ -31,14 +31,12 @@ from superstep.observe.metric_names import scalars
 
 
 class TensorBoard:
-    """The sink that plots a run: ``tensorboard --logdir RUN``."""
+    """The sink for ``tensorboard --logdir RUN``."""
 
     def __init__(self, folder: Path, *, most_waiting_bytes: int = 0, clock: Callable[[], float] = time.time) -> None:
-        """Opens a new event file in ``folder``; a resumed run's curves join those of the files before it. So many bytes
-        may wait in memory while the disk does not take them.
-
-        Raises:
-            Fault: the file cannot be opened or written.
+        """Open a new event file in ``folder``; a resumed run's curves continue those of earlier files. The most bytes
+        that wait in memory while the disk does not take them are ``most_waiting_bytes``. Raises Fault where the file
+        cannot be opened.
         """
         now = clock()
         # TensorBoard reads the files of a folder in the order of their names, which begin with the time.
@@ -50,10 +48,8 @@ class TensorBoard:
         self._file.append(record(_double(1, now) + _bytes(3, b"brain.Event:2")))
 
     def write(self, event: Event) -> None:
-        """Append the event's scalars; ``Resumed`` and ``RolledBack`` make TensorBoard forget the steps after it.
-
-        Raises:
-            Fault: the disk is full or broken.
+        """Append the event's scalars; ``Resumed`` and ``RolledBack`` make TensorBoard forget later steps. Raises Fault
+        where the disk is full or broken.
         """
         if isinstance(event, Resumed | RolledBack):
             # The START of a session at step k discards the points of step k and of those after it.
@@ -66,7 +62,6 @@ class TensorBoard:
         self._file.append(record(_double(1, self._clock()) + _whole(2, step) + body), step=step)
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 
@@ -97,7 +92,7 @@ def _float(number: int, value: float) -> bytes:
 
 
 def _varint(value: int) -> bytes:
-    """Seven bits a byte, lowest first; the top bit says that more follow."""
+    """Seven bits a byte, lowest first; the top bit means that more follow."""
     low = []
     while value >= 0x80:
         low.append(value & 0x7F | 0x80)

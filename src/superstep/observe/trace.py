@@ -1,12 +1,12 @@
-"""A step as a run recorded it, read back as a Timeline.
+"""A step as a run recorded it, as a Timeline.
 
     {"step": 20, "ranks": [[[index, start_s, end_s], ...], ...]}     one list for each pipeline rank, one clock
 
-A rank on a CPU notes when it came to an instruction and when it went on. So a compute that waits for another rank has
-the wait in its record, and a transfer has its posting alone. What the ranks' records say together puts that right: a
-transfer starts when both ends have been posted, a compute after what it receives, a sum or the step when all its ranks
-have come. What a collective took, and how long a transfer was on its way, no rank knows: it stays in the compute. On a
-GPU events have told, and there is little to put right.
+A CPU rank records when it came to an instruction and when it went on. So a compute includes its wait for another rank,
+and a transfer only its start. The records of all ranks together correct that: a transfer starts when both ends have
+started it, a compute after its inputs, a sum or the step when all its ranks have come. The time of a collective, and of
+a transfer on its way, is not recorded: it stays in the compute. On a GPU events give the times, and little is
+corrected.
 """
 
 from __future__ import annotations
@@ -23,17 +23,15 @@ from superstep.program.timeline import Arrival, Needs, Timeline, TimelineEvent, 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """A step that ran: the run's ``step``-th."""
+    """A recorded step, with its number in the run."""
 
     step: int
     timeline: Timeline
 
 
 def load_trace(path: Path, program: Program) -> Recorded:
-    """What a run wrote of one step of ``program``.
-
-    Raises:
-        StateError: the file cannot be read, or is no trace of this program.
+    """Read a run's record of one step of ``program``; raises StateError where it cannot be read or is of another
+    program.
     """
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
@@ -58,7 +56,7 @@ def load_trace(path: Path, program: Program) -> Recorded:
 
 
 def _untangle(program: Program, events: Iterable[TimelineEvent]) -> list[TimelineEvent]:
-    """The events without the waits that other ranks' events account for."""
+    """The events without the waits that other ranks' events explain."""
     joined = [e for members in _together(events).values() for e in _join_members(members)]
     waits_for = Needs(program)
     came: dict[tuple[int, Arrival], float] = {}
@@ -78,7 +76,7 @@ def _untangle(program: Program, events: Iterable[TimelineEvent]) -> list[Timelin
 
 
 def _together(events: Iterable[TimelineEvent]) -> dict[tuple[object, ...], list[TimelineEvent]]:
-    """Events by what they take part in: both ends of a transfer, all ranks of a sum or of the step."""
+    """Events by joint operation: both ends of a transfer, all ranks of a sum or of the step."""
     groups: dict[tuple[object, ...], list[TimelineEvent]] = {}
     for e in events:
         match e.instruction:
@@ -93,7 +91,7 @@ def _together(events: Iterable[TimelineEvent]) -> dict[tuple[object, ...], list[
 
 
 def _join_members(members: list[TimelineEvent]) -> list[TimelineEvent]:
-    """None starts before the last has come, and both ends of a transfer take the same seconds."""
+    """None starts before the last rank has come, and both ends of a transfer take the same time."""
     start_s, end_s = max(e.start_s for e in members), max(e.end_s for e in members)
     if isinstance(members[0].instruction, Send | Recv):
         return [replace(e, start_s=start_s, end_s=end_s) for e in members]

@@ -1,12 +1,10 @@
-"""Trackers of others beside our own files: Weights & Biases, MLflow, trackio. Each is asked through its own client.
+"""Third-party trackers: Weights & Biases, MLflow, trackio, each through its own client.
 
     event ──scalars──► Tracked.write ──queue──► a thread ──► Tracker.log
 
-A run is not kept by a tracker that is slow, and not ended by one that fails: what it tells goes into a queue, from
-which a thread of its own sends; the first error is told once, and nothing is sent any more. The run's own files have
-everything in any case.
-
-This module imports no client: each adapter is given its module, by whoever was asked for it.
+A slow tracker does not delay a run, and a failed one does not end it: events go into a queue that a thread empties; the
+first error is reported once, and nothing more is sent. The run's own files have everything in any case. This module
+imports no client: each adapter receives its module.
 """
 
 from __future__ import annotations
@@ -24,36 +22,34 @@ from superstep.observe.events import Event
 from superstep.observe.metric_names import Scalars, scalars
 
 LEAVING_S = 30.0
-"""How long the end of a run waits for what a tracker has still to send."""
+"""Seconds that the end of a run waits for a tracker's queue."""
 
 MOST_WAITING = 100_000
-"""Points' steps that may wait for a tracker that is slower than the run; newer ones are left out."""
+"""The most steps in the queue of a slow tracker; newer ones are dropped."""
 
 
 class Tracker(Protocol):
-    """A client of a tracker, with a run of it open."""
+    """A tracker's client, with an open run."""
 
     def log(self, steps: Sequence[Scalars]) -> None:
         """Send the points."""
 
     def finish(self) -> None:
-        """The run has come to its end, here."""
+        """The run has ended."""
 
     @property
     def run(self) -> str:
-        """By which the tracker knows this run, and goes on with it."""
+        """The tracker's id of this run, to continue it later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackedRun:
-    """What a tracker is told of a run.
+    """What a tracker receives of a run.
 
     Attributes:
-        project: that it is of.
-        name: of the run.
-        run: by which the tracker knows it, where it goes on; None where it begins.
-        settings: of the run, by dotted name.
-        folder: of the run, for what a client keeps there.
+        run: the tracker's id of a run that continues; None for a new one.
+        settings: by dotted name.
+        folder: of the run, for the client's files.
     """
 
     project: str
@@ -64,12 +60,7 @@ class TrackedRun:
 
 
 class Wandb:
-    """Weights & Biases. Steps are a value of their own: who goes back to a step may tell of it again.
-
-    Args:
-        wandb: the module.
-        run: what it is told of the run.
-    """
+    """Weights & Biases. The step is a value of its own, so that a run that goes back may report a step again."""
 
     def __init__(self, wandb: Any, run: TrackedRun) -> None:  # noqa: ANN401
         self._run = wandb.init(
@@ -86,24 +77,21 @@ class Wandb:
 
     @property
     def run(self) -> str:
-        """Its id."""
         return str(self._run.id)
 
     def log(self, steps: Sequence[Scalars]) -> None:
-        """Send the points."""
         for one in steps:
             self._run.log({"step": one.step, **one.points})
 
     def finish(self) -> None:
-        """Wait until all is sent."""
         self._run.finish()
 
 
 class Mlflow:
-    """MLflow, its full client or the skinny one; a project is an experiment. Arguments are those of ``Wandb``."""
+    """MLflow, with its full or skinny client; a project is an experiment."""
 
     MOST_METRICS, MOST_PARAMETERS = 1000, 100
-    """Of one request."""
+    """The most in one request."""
 
     def __init__(self, mlflow: Any, run: TrackedRun) -> None:  # noqa: ANN401
         self._entities, self._client = mlflow.entities, mlflow.MlflowClient()
@@ -120,23 +108,21 @@ class Mlflow:
 
     @property
     def run(self) -> str:
-        """Its id."""
         return self._id
 
     def log(self, steps: Sequence[Scalars]) -> None:
-        """Send the points."""
         now_ms = int(1e3 * time.time())
         points = [self._entities.Metric(key, v, now_ms, one.step) for one in steps for key, v in one.points.items()]
         for first in range(0, len(points), self.MOST_METRICS):
             self._client.log_batch(self._id, metrics=points[first : first + self.MOST_METRICS])
 
     def finish(self) -> None:
-        """Say that the run has ended."""
+        """End the run in MLflow."""
         self._client.set_terminated(self._id)
 
 
 class Trackio:
-    """trackio. Arguments are those of ``Wandb``; a run is known by its name."""
+    """trackio; its runs are known by their names."""
 
     def __init__(self, trackio: Any, run: TrackedRun) -> None:  # noqa: ANN401
         self.run = run.run or f"{run.name}-{int(time.time())}"
@@ -146,7 +132,6 @@ class Trackio:
             )
 
     def log(self, steps: Sequence[Scalars]) -> None:
-        """Send the points."""
         for one in steps:
             self._run.log(one.points, step=one.step)
 
@@ -157,18 +142,16 @@ class Trackio:
 
 
 def _quiet() -> contextlib.AbstractContextManager[Any]:
-    """What a client prints is not seen: the terminal is the run's own."""
+    """Hide what a client prints: the terminal is the run's own."""
     return contextlib.redirect_stdout(io.StringIO())
 
 
 class Tracked:
-    """The sink that sends to a tracker.
+    """The sink for a tracker.
 
     Args:
-        name: of the tracker.
-        tracker: the client.
-        warn: told, once, that it has failed.
-        leaving_s: how long ``close`` waits for it.
+        warn: called once, when the tracker has failed.
+        leaving_s: the longest wait of ``close``.
     """
 
     def __init__(
@@ -180,13 +163,13 @@ class Tracked:
         self._thread.start()
 
     def write(self, event: Event) -> None:
-        """Have the event's points sent."""
+        """Queue the event's points."""
         if (values := scalars(event)) is not None:
             with contextlib.suppress(queue.Full):
                 self._waiting.put_nowait(values)
 
     def close(self) -> None:
-        """Wait for what is still to be sent, for a while."""
+        """Wait for the queue, for a while."""
         if not self._thread.is_alive():
             return
         with contextlib.suppress(queue.Full):
@@ -207,7 +190,7 @@ class Tracked:
             self._warn(f"{self._name} has failed, and is told nothing more: {str(error).partition(chr(10))[0]}")
 
     def _come(self) -> tuple[list[Scalars], bool]:
-        """All that waits, once there is something; and whether that was the last."""
+        """All queued points, once there are any, and whether they are the last."""
         steps = [self._waiting.get()]
         with contextlib.suppress(queue.Empty):
             while steps[-1] is not None:

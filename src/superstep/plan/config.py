@@ -1,7 +1,7 @@
-"""RunConfig: everything a run is told, as frozen values.
+"""RunConfig: all settings of a run, as frozen values.
 
-A field that is ``None`` is automatic: ``resolve`` fills it into a new value, which is saved with the run. The
-presence of a value turns a feature on; there are no ``enable`` flags and no special numbers.
+A field that is ``None`` is automatic: ``resolve`` fills it into a new value, which is saved with the run. The presence
+of a value turns a feature on; there are no ``enable`` flags and no special numbers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ Schedule = Literal["gpipe", "1f1b", "interleaved", "breadth-first", "zb-h1", "zb
 LOOPED: tuple[Schedule, ...] = ("interleaved", "breadth-first")
 """Schedules with several stages on a rank, which microbatches pass in groups. The others have one stage, zb-v two."""
 ZERO_BUBBLE: tuple[Schedule, ...] = ("zb-h1", "zb-v")
-"""Schedules whose backward pass comes in two halves."""
+"""Schedules with a backward pass in two halves."""
 Recompute = Literal["none", "selective", "full"]
 Context = Literal["ring", "ulysses"]
 Dtype = Literal["fp32", "bf16"]
@@ -29,14 +29,14 @@ Kernels = Literal["auto", "triton", "torch"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Which decoder. A field left out keeps what the named size says."""
+    """The decoder. A field left out keeps the named size's value."""
 
     name: str = "demo"
     """A named size (demo, llama3-8b, qwen3-0.6b, ...) or the path of a Hugging Face config.json."""
     weights: str | None = None
-    """Weights to begin with: a run, a checkpoint or a Hugging Face folder; none draws them, from `train.seed`."""
+    """Initial weights: a run, a checkpoint or a Hugging Face folder; none draws them, from `train.seed`."""
     source: str | None = None
-    """A Python file of your own, in the place of the named size: its function `units(config)` lists the units."""
+    """A Python file of your own, instead of the named size: its function `units(config)` lists the units."""
     layers: int | None = None
     """Blocks."""
     width: int | None = None
@@ -56,11 +56,11 @@ class ModelConfig:
     qk_norm: bool | None = None
     """Whether queries and keys are normalised per head (Qwen3)."""
     experts: int | None = None
-    """Experts in each block (E), in the place of its one feed-forward."""
+    """Experts in each block (E), instead of its one feed-forward."""
     experts_per_token: int | None = None
-    """Experts that a token is sent to (k)."""
+    """Experts for each token (k)."""
     shared_experts: int | None = None
-    """Experts that every token visits besides."""
+    """Experts that every token uses in addition."""
     router: Router | None = None
     """How a token's experts are chosen: dropless (the best k, as Mixtral), switch (the best one, Fedus 2021), top2
     (GShard: the second at random, Lepikhin 2020) or noisy-topk (Shazeer 2017)."""
@@ -76,7 +76,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProposedData:
-    """Which text, and how it becomes sequences of tokens, whose length may be left to the model."""
+    """The text, and how it becomes sequences of tokens; their length may be left to the model."""
 
     corpus: tuple[str, ...] = ()
     """Text files, folders, .jsonl or .parquet files; none means the text of Python's standard library."""
@@ -87,17 +87,17 @@ class ProposedData:
     nulls: Nulls = "skip"
     """What to do with a record whose text is null: skip and count it, or refuse the corpus."""
     sequence_tokens: int | None = None
-    """Tokens in a sequence; none takes 1024, 512 in reinforcement learning, or what the model was made for where that
-    is less."""
+    """Tokens in a sequence; none takes 1024, 512 in reinforcement learning, or the model's own limit if it is less."""
     packed: bool = True
     """True cuts one stream of documents into full sequences; false pads each document's own sequences."""
     document_mask: bool = False
-    """Packed sequences: each document as if it stood alone. Attention stays within it, its positions begin at 0, and
-    its last token has no target."""
+    """Packed sequences: each document as if it were alone. Attention stays within it, its positions begin at 0, and its
+    last token has no target.
+    """
     validation_fraction: float = 0.02
-    """The share of the documents that is held out."""
+    """The share of the documents that is held out for validation."""
     cache: str | None = None
-    """Where token files are kept; none means the folder `data` of the run directory."""
+    """Folder of token files; none means the folder `data` of the run directory."""
     prefetch_steps: int = 2
     """Batches read ahead in the background."""
 
@@ -109,7 +109,7 @@ class ProposedData:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig(ProposedData):
-    """Which text, and how it becomes sequences of tokens."""
+    """The text, and how it becomes sequences of tokens."""
 
     sequence_tokens: int = 256
     """Tokens in a sequence."""
@@ -117,7 +117,7 @@ class DataConfig(ProposedData):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """The optimisation: what changes the result, whatever the layout."""
+    """The optimisation: all that changes the result, on any layout."""
 
     steps: int = 600
     """Optimizer steps of the whole run."""
@@ -140,23 +140,25 @@ class TrainConfig:
     beta2: float = 0.95
     """AdamW's decay of the second moment."""
     eps: float = 1e-8
-    """AdamW's term beside the root of the second moment."""
+    """AdamW's term added to the root of the second moment."""
     clip_norm: float = 1.0
     """The largest global gradient norm; larger gradients are scaled down to it."""
     skip: tuple[str, ...] = ()
-    """Batches to leave out, as `STEP:BATCHES`: after so many steps, so many batches are not trained on."""
+    """Batches to leave out, as `STEP:BATCHES`: after that step, that many batches are not trained on."""
     loss: str | None = None
     """A Python file with a function `loss(logp)`: each token's loss from the log-probability of its target; none is the
-    cross entropy. Validation tells the cross entropy either way."""
+    cross entropy. Validation always reports the cross entropy.
+    """
     seed: int = 0
-    """Of the first values and of the sample order."""
+    """Seed of the initial weights and the sample order."""
     eval_every: int = 100
     """Steps between validations; the last step is always followed by one."""
     eval_batches: int = 8
     """Global batches in one validation."""
     elastic: bool = False
-    """Whether a run goes on with fewer hosts where one is lost, under a plan that is chosen beforehand, and with all of
-    them once it is back; needs `state.snapshot_every`."""
+    """Whether a run continues with fewer hosts where one is lost, under a plan chosen in advance, and with all of them
+    when it returns; needs `state.snapshot_every`.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,12 +168,13 @@ class PlanConfig:
     pp: int = 1
     """Pipeline ranks."""
     dp: int | None = None
-    """Data-parallel ranks; none takes what the launched ranks leave."""
+    """Data-parallel ranks; none takes all remaining ranks."""
     cp: int = 1
     """Context-parallel ranks: they share each sequence."""
     context: Context = "ring"
     """How attention sees the whole sequence: keys go round a ring (Liu 2023), or heads and tokens are exchanged
-    (Ulysses, Jacobs 2023)."""
+    (Ulysses, Jacobs 2023).
+    """
     tp: int = 1
     """Tensor-parallel ranks."""
     ep: int = 1
@@ -185,23 +188,25 @@ class PlanConfig:
     chunks: int = 1
     """Stages on each pipeline rank (the v of Narayanan 2021); 2 for zb-v."""
     stages: tuple[int, ...] | None = None
-    """How many units each stage has, in model order: the embedding, each block and the head are one each; none means
-    the split whose largest stage has the least work, found anew for each layout."""
+    """Units of each stage, in model order: the embedding, each block and the head are one each; none takes the split
+    whose largest stage has the least work, for each layout.
+    """
     microbatch: int | None = None
-    """Sequences that go through the model at once on one data-parallel rank; none takes the largest that
-    gives each pipeline rank work."""
+    """Sequences that pass the model at once on a data-parallel rank; none takes the largest that gives each pipeline
+    rank work.
+    """
     microbatch_group: int | None = None
-    """breadth-first and interleaved: microbatches that pass a stage before the next stage's turn."""
+    """breadth-first and interleaved: microbatches that pass a stage before the next stage begins."""
     recompute: Recompute = "none"
     """What the backward pass computes again instead of keeping."""
     sequence_parallel: bool = True
-    """With tp > 1, split what lies between tensor-parallel regions over the sequence (Korthikanti 2022)."""
+    """With tp > 1, split the work between tensor-parallel regions over the sequence (Korthikanti 2022)."""
     prefetch: int = 1
     """ZeRO-3: units fetched ahead of their use."""
     device: DeviceKind | None = None
-    """Where ranks compute: cpu or cuda, each rank on a GPU of its own; none takes GPUs where the host has any."""
+    """Where ranks compute: cpu or cuda, each rank on its own GPU; none takes GPUs where the host has any."""
     rules: tuple[tuple[str, Rule], ...] = ()
-    """Logical axes of parameters that are cut otherwise than by default: a table of tp, ep or none for each axis."""
+    """Logical axes of parameters that differ from the default cut: a table of tp, ep or none for each axis."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,117 +214,126 @@ class NumericsConfig:
     """Number formats."""
 
     compute: Dtype = "fp32"
-    """The dtype of activations and of the weights that multiply them; master weights are fp32 either way."""
+    """The dtype of activations and of the weights that multiply them; master weights are always fp32."""
     exact: bool = False
     """The same bits on every layout, for two to three times the time: sums in a fixed order or on a fixed grid."""
     exact_chunks: int | None = None
     """Exact mode: parts of a sequence, at least two for each context-parallel rank; none takes the most, up to 8, that
-    leave 16 tokens each. Runs that are compared need the same."""
+    leave 16 tokens each. Compared runs need the same value.
+    """
     compile: bool = False
     """Compile each block with torch.compile (needs a C++ compiler on a CPU)."""
     kernels: Kernels = "auto"
-    """What computes outside of exact mode. auto: on a CPU our own kernels for attention, norms, rotary embedding, gates
-    and the loss, compiled when they are first needed, where a C++ compiler is; on a GPU torch's. triton: on a GPU our
-    own for attention, norms, rotary embedding and gates, where Triton is, which no GPU has measured yet. torch: torch's
-    everywhere."""
+    """Kernels outside of exact mode. auto: on a CPU our own kernels for attention, norms, rotary embedding, gates and
+    the loss, compiled at first use, where a C++ compiler is; on a GPU torch's. triton: on a GPU our own for attention,
+    norms, rotary embedding and gates, where Triton is, which no GPU has measured yet. torch: torch's everywhere.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraConfig:
-    """Low-rank additions to linears, which are trained in the place of the model's own weights (LoRA, Hu 2021). The
-    table turns it on, be it empty."""
+    """Low-rank adapters of linears, trained instead of the model's own weights (LoRA, Hu 2021). The table turns it on,
+    even if empty.
+    """
 
     rank: int = 8
     """Rows of the first factor, columns of the second (PEFT's r)."""
     alpha: float = 16.0
     """The strength: the product of the factors is multiplied by alpha / rank."""
     targets: tuple[str, ...] = ("all-linear",)
-    """Which linears, by the ends of their names, as PEFT has them (q_proj, v_proj, ...); all-linear means every one of
-    the blocks."""
+    """Linears by the ends of their names, as in PEFT (q_proj, v_proj, ...); all-linear means all of the blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RollbackConfig:
-    """What becomes of a step whose loss or gradient norm is no number, or far above those before it: it is not taken,
-    and the run goes back. The table turns it on, be it empty; without it a loss that is no number ends the run."""
+    """Rollback after a step whose loss or gradient norm is not a number, or far above those before it: the step is not
+    taken, and the run goes back. The table turns it on, even if empty; without it a loss that is not a number ends the
+    run.
+    """
 
     loss_sigmas: float = 6.0
-    """How many standard deviations above the mean of the steps before a loss may be (6 in OLMo-core's
-    `SkipStepOptimizer`)."""
+    """The most standard deviations of a loss above the mean of earlier steps (6 in OLMo-core's `SkipStepOptimizer`)."""
     norm_sigmas: float = 6.0
-    """The same of the gradient norm, before it is clipped."""
+    """The same for the gradient norm before clipping."""
     window_steps: int = 128
-    """Steps that the mean is taken over (128 there); with fewer than half of them, only what is no number counts."""
+    """Steps in the mean (128 there); with fewer than half of them, only a value that is not a number counts."""
     back_steps: int = 100
-    """How far before the step the data is left out, and the oldest state to go back to (about 100 in PaLM, Chowdhery
-    2022, 5.1); 0 goes on from the state that the step began with."""
+    """How far before the step data is left out, and the oldest state to go back to (about 100 in PaLM, Chowdhery 2022,
+    5.1); 0 continues from the state that the step began with.
+    """
     skip_batches: int = 200
-    """Batches that are left out from there (200 to 500 in PaLM); 0 trains on the same again, as after a fault of the
-    hardware."""
+    """Batches left out from there (200 to 500 in PaLM); 0 trains on the same data again, as after a hardware fault."""
     repeats: int = 3
-    """How often a run goes back without getting `window_steps` steps beyond where it last had to; then it ends."""
+    """How often a run may go back without getting `window_steps` steps beyond the last time; then it ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateConfig:
-    """Where the run lives, and what is kept of it."""
+    """The run directory, and what is kept of a run."""
 
     dir: str = "runs/demo"
     """The run directory."""
     existing: Existing = "refuse"
-    """What to do where the run directory holds a run: refuse, resume it, or start a new one beside it."""
+    """If the run directory holds a run: refuse, resume it, or start a new one beside it."""
     save_every: int = 200
     """Steps between checkpoints; the last step is always followed by one."""
     keep: int = 2
-    """Checkpoints kept; older ones are deleted once a newer one is whole."""
+    """Checkpoints kept; older ones are deleted once a newer one is complete."""
     save_patience: int = 3
-    """How many times `save_every` steps the newest checkpoint may be old before one that cannot be written ends the
-    run. Until then that is told, and the run trains on and saves again about 30 seconds later. 0: the first ends it."""
+    """How many times `save_every` steps old the newest checkpoint may be before a failed save ends the run. Until then
+    the run warns, trains on, and saves again about 30 seconds later. 0: the first failure ends it.
+    """
     store: str | None = None
-    """Where checkpoints are copied to as well, by any URL that fsspec knows: `s3://bucket/run`, say. A run that is
-    resumed where the disk has none goes on from there."""
+    """A second place for checkpoints, by any URL that fsspec knows: `s3://bucket/run`, for example. A resumed run
+    without a checkpoint on disk continues from there.
+    """
     snapshot_every: int | None = None
-    """Steps between copies of the state in the host's memory, which a killed rank is recovered from, and from which
-    checkpoints are written while training goes on; none makes no copies."""
+    """Steps between copies of the state in host memory, from which a killed rank is recovered and checkpoints are
+    written while training continues; none makes no copies.
+    """
     peers: int | None = None
-    """Other hosts that have a copy of each host's snapshots, 0 or 1, so that a run survives a whole host; none takes 1
-    where there are several hosts and snapshots, else 0."""
+    """Other hosts with a copy of each host's snapshots, 0 or 1, so that a run survives the loss of a host; none takes 1
+    with several hosts and snapshots, else 0.
+    """
     peer_bytes_per_s: float | None = None
-    """The most that a host sends of these copies; none sends as fast as the link goes, and training shares it."""
+    """The fastest that a host sends these copies; none has no limit, and training shares the link."""
     fingerprint_every: int | None = None
-    """Steps between checks of the state and the gradients for silent corruption; what is saved is checked too. 1 sees
-    what changes in memory between any two steps; none makes no checks."""
+    """Steps between checks of the state and the gradients for silent corruption; saved states are checked too. 1 finds
+    any change in memory between two steps; none makes no checks.
+    """
     recompute_every: int | None = None
-    """Exact mode with dp > 1: steps between those whose gradient other ranks compute as well, to find processors that
-    compute wrongly; none has no step computed twice."""
+    """Exact mode with dp > 1: steps between those with a gradient that other ranks compute as well, to find faulty
+    processors; none repeats no step.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObserveConfig:
-    """What is reported."""
+    """What a run reports."""
 
     tensorboard: bool = True
-    """Whether the run directory gets TensorBoard's event files."""
+    """Whether TensorBoard's event files are written into the run directory."""
     trackers: tuple[Tracker, ...] = ()
-    """Trackers that the curves are sent to as well, each through its own client, which is to be installed: wandb
-    (Weights & Biases), mlflow, trackio. Where they send to, and as whom, is their own settings' business."""
+    """Trackers that also receive the curves, through their installed clients: wandb (Weights & Biases), mlflow,
+    trackio. Address and account are their own settings.
+    """
     project: str = "superstep"
-    """The project that the run is of there; MLflow calls it an experiment."""
+    """The run's project there; MLflow calls it an experiment."""
     log_every: int = 10
     """Steps between lines where the output is no terminal, and between reports of the routers."""
     peak_flops: float | None = None
     """FLOP/s of one rank's device that MFU is measured against; none looks it up, or measures it on a CPU."""
     sample: str | None = None
-    """What the model is to go on from after each checkpoint, by a process beside the run: the report has what it
-    writes."""
+    """A prompt that the model continues after each checkpoint, in a process beside the run, for the report."""
     profile: tuple[int, ...] = ()
-    """Steps that torch's profiler watches: of each, every rank writes a trace into the run directory's profiles, which
-    Perfetto opens. superstep train takes them as --profile too."""
+    """Steps that torch's profiler records: of each, every rank writes a trace into the run directory's profiles, which
+    Perfetto opens. superstep train takes them as --profile too.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProposedRun:
-    """One run, whole, but for the length of its sequences, which may be left to the model."""
+    """A whole run, but the length of its sequences may be left to the model."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: ProposedData = field(default_factory=ProposedData)
@@ -334,13 +348,13 @@ class ProposedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig(ProposedRun):
-    """One run, whole."""
+    """A whole run."""
 
     data: DataConfig = field(default_factory=DataConfig)
 
 
 def setting_text(name: str, value: object) -> str:
-    """``name = value`` for a message, which adds that it is the default: then perhaps nobody has set it."""
+    """``name = value`` for a message, which adds whether it is the default: then perhaps nobody has set it."""
     section, _, key = name.partition(".")
     default = getattr(getattr(RunConfig(), section), key)
     return f"{name} = {value} (the default)" if value == default else f"{name} = {value}"

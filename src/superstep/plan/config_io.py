@@ -19,21 +19,19 @@ T = TypeVar("T")
 
 
 def read_config(path: Path) -> RunConfig:
-    """The run that a TOML file describes; what it leaves out keeps the default.
-
-    Raises:
-        ConfigError: the file cannot be read, is not TOML, or has an unknown key or a value of the wrong type.
+    """The run that a TOML file describes; fields left out keep their defaults. Raises ConfigError where the file cannot
+    be read, is not TOML, or has an unknown key or a value of the wrong type.
     """
     return build(RunConfig, read_tables(path))
 
 
 def parse_config(text: str) -> RunConfig:
-    """The run that ``write_config`` wrote the text of."""
+    """Read what ``write_config`` wrote."""
     return build(RunConfig, tomllib.loads(text))
 
 
 def read_tables(path: Path) -> dict[str, Any]:
-    """What a TOML file says; raises ConfigError where it cannot be read or is not TOML."""
+    """The tables of a TOML file; raises ConfigError where it cannot be read or is not TOML."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -43,10 +41,10 @@ def read_tables(path: Path) -> dict[str, Any]:
 
 
 def build(cls: type[T], raw: Mapping[str, Any], prefix: str = "", base: T | None = None) -> T:
-    """A dataclass from a table; what the table leaves out is taken from ``base``, where there is one, or its default.
+    """A dataclass from a table; fields left out come from ``base``, if given, or their defaults.
 
     Args:
-        prefix: of the keys' names in errors, ``"chip."`` say.
+        prefix: of the keys' names in errors, such as ``"chip."``.
 
     Raises:
         ConfigError: an unknown key, a value of the wrong type, or no value for a field without a default.
@@ -94,7 +92,7 @@ def _convert(name: str, value: object, hint: object) -> object:
 
 
 def _as_list(name: str, value: object, hint: object) -> tuple[object, ...] | None:
-    """A list as a tuple, one value as a list of it; None of what is neither."""
+    """A list as a tuple, one value as a list of it; None for anything else."""
     item = typing.get_args(hint)[0]
     if choices := _choices(hint):
         words = value if isinstance(value, list) else [value]
@@ -107,13 +105,13 @@ def _as_list(name: str, value: object, hint: object) -> tuple[object, ...] | Non
 
 
 def _choices(hint: object) -> tuple[object, ...]:
-    """What a list of words may have; empty of every other field."""
+    """The words that a list may hold; empty for every other field."""
     item = typing.get_args(hint)[0] if typing.get_origin(hint) is tuple else None
     return typing.get_args(item) if typing.get_origin(item) is Literal else ()
 
 
 def _pairs(name: str, raw: Mapping[str, Any], hint: object) -> tuple[tuple[object, object], ...]:
-    """A table as pairs: sorted, that equal tables be equal values, but in the file's order where its keys are fixed."""
+    """A table as pairs: sorted, so that equal tables are equal values, but in file order where its keys are fixed."""
     key_hint, entry = typing.get_args(typing.get_args(hint)[0])
     pairs = [(_convert(f"a key of {name}", key, key_hint), _convert(f"{name}.{key}", raw[key], entry)) for key in raw]
     return tuple(pairs if typing.get_origin(key_hint) is Literal else sorted(pairs))
@@ -124,23 +122,20 @@ def _items(name: str, raw: list[Any], item: type) -> tuple[object, ...]:
 
 
 def alternatives(hint: object) -> tuple[Any, ...]:
-    """The types of which a field's value has one."""
+    """The types that a field's value may have."""
     # `Literal[...] | None` is a typing.Union, `int | None` a types.UnionType.
     is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     return typing.get_args(hint) if is_union else (hint,)
 
 
 def section_of(hint: object) -> type[Any] | None:
-    """The dataclass that a field holds as a table of its own, be it one that may be left out; None of other fields."""
+    """The dataclass of a field that is a table of its own, optional or not; None for other fields."""
     first: object = alternatives(hint)[0]
     return first if isinstance(first, type) and is_dataclass(first) else None
 
 
 def table_entry(hint: object) -> object | None:
-    """What the values of a table must be; None where the field is no table.
-
-    A table is a tuple of pairs.
-    """
+    """The type of a table's values; None where the field is no table. A table is a tuple of pairs."""
     if typing.get_origin(hint) is not tuple or typing.get_origin(pair := typing.get_args(hint)[0]) is not tuple:
         return None
     entry: object = typing.get_args(pair)[1]
@@ -148,7 +143,7 @@ def table_entry(hint: object) -> object | None:
 
 
 def describe_type(hint: object) -> str:
-    """What a field's value must be, for a person; that it may be left out goes without saying."""
+    """A field's type for readers; that it may be left out is not said."""
     words = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
     parts = []
     for option in alternatives(hint):
@@ -192,7 +187,7 @@ def _is_of_tables(hint: object) -> bool:
 
 
 def literal(value: Any) -> str:  # noqa: ANN401
-    """A value as TOML has it."""
+    """A value in TOML."""
     if is_dataclass(value):
         return "{" + ", ".join(write_fields(value)) + "}"
     match value:

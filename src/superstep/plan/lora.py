@@ -1,12 +1,11 @@
-"""Which linears get adapters, and what these add to a model's outline (LoRA, Hu 2021).
+"""LoRA: which linears get adapters, and what these add to a model's outline (Hu 2021).
 
     y = W x + scale · B (A x)       scale = alpha / R
-
     R  rank      I  inputs of the linear      O  its outputs
 
-A is [R, I] and B is [O, R]. Each has the linear's own axis where it has its dim, so that what cuts the linear cuts
-them: of a linear cut over its output B, of one cut over its input A; the other factor is whole on every rank. Targets
-are named as PEFT names them.
+A is [R, I] and B is [O, R]. Each has the linear's axis in the dim that they share, so that the rules cut them together:
+for a linear cut over its output B is cut, for one cut over its input A; the other factor is whole on every rank.
+Targets are named as in PEFT.
 """
 
 from __future__ import annotations
@@ -23,22 +22,21 @@ from superstep.plan.model.outline import Factor, Outline, Parameter
 ALL_LINEAR = "all-linear"
 PREFIX = "base_model.model."
 ENDS: dict[Factor, str] = {"a": ".lora_A.weight", "b": ".lora_B.weight"}
-"""How the names of the factors end. Between PREFIX and it stands the linear's, as PEFT has it in its files."""
+"""Ends of the factors' names. The linear's name stands between PREFIX and it, as in PEFT's files."""
 
 
 def is_named(ends: Sequence[str], linear: str) -> bool:
-    """Whether one of ``ends`` is a linear's name, or its end from a dot on."""
+    """Whether one of ``ends`` is a linear's name, or its end after a dot."""
     return any(linear == end or linear.endswith(f".{end}") for end in ends)
 
 
 def factor_names(linear: str) -> dict[Factor, str]:
-    """The names of the factors beside a linear."""
     return {factor: f"{PREFIX}{linear}{end}" for factor, end in ENDS.items()}
 
 
 def takes_adapters(outline: Outline) -> tuple[str, ...]:
-    """The linears that may have one, by name: plain ones of all units but the last, which no two units share. In our
-    decoder those are the blocks', and the head is left out as PEFT leaves it out.
+    """The linears that may have adapters, by name: plain ones of all units but the last, and not shared by two units.
+    In our decoder these are the blocks' linears; PEFT leaves the head out, too.
     """
     units = outline.units[:-1] if len(outline.units) > 1 else outline.units
     readers = Counter(p.name for unit in outline.units for p in unit.parameters)
@@ -52,10 +50,8 @@ def takes_adapters(outline: Outline) -> tuple[str, ...]:
 
 
 def targets_of(outline: Outline, lora: LoraConfig) -> tuple[str, ...]:
-    """The linears that get adapters, by name, in model order.
-
-    Raises:
-        ConfigError: a field is out of range, or a target is no linear of the model.
+    """The linears that get adapters, by name, in model order. Raises ConfigError where a field is out of range, or a
+    target is no linear of the model.
     """
     _check(lora)
     linears = takes_adapters(outline)
@@ -80,11 +76,7 @@ def _check(lora: LoraConfig) -> None:
 
 
 def add_lora(outline: Outline, lora: LoraConfig) -> Outline:
-    """The outline with the factors behind each unit's own parameters.
-
-    Raises:
-        ConfigError: as ``targets_of`` does.
-    """
+    """The outline with the factors after each unit's own parameters. Raises ConfigError like ``targets_of``."""
     targets = set(targets_of(outline, lora))
     units = [
         replace(unit, parameters=(*unit.parameters, *_factors(unit.parameters, targets, lora.rank)))
@@ -94,7 +86,7 @@ def add_lora(outline: Outline, lora: LoraConfig) -> Outline:
 
 
 def without_adapters(outline: Outline) -> tuple[int, ...]:
-    """The units of an adapted outline that have no factor: nothing in them is trained."""
+    """The units of an adapted outline without a factor: nothing in them is trained."""
     return tuple(n for n, unit in enumerate(outline.units) if all(p.factor is None for p in unit.parameters))
 
 

@@ -1,7 +1,7 @@
-"""The mesh: how ranks are numbered, and which of them hold the same parameters.
+"""MeshShape: how ranks are numbered, and which of them hold the same parameters.
 
-Axes from slowest to fastest are pp, dp, cp, tp. Two degrees lie across them and make no ranks of their own: ``ep``
-folds over dp·cp·tp, and ``replicas`` cuts the ranks that hold the same parameters into groups that each shard them.
+Axes from slowest to fastest are pp, dp, cp, tp. Two degrees cross them and add no ranks: ``ep`` folds over dp·cp·tp,
+and ``replicas`` divides the ranks with the same parameters into groups that each shard them.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ Axis = Literal["pp", "dp", "cp", "tp"]
 AXES: tuple[Axis, ...] = ("pp", "dp", "cp", "tp")
 
 Family = Literal["dense", "experts", "adapters"]
-"""Parameters that are stored alike: those of experts are cut over ep, all others over tp. The factors of adapters lie
-on the same ranks as the dense ones, in buffers of their own: where there are some, nothing else is trained."""
+"""Parameters that are stored alike: experts' are cut over ep, all others over tp. Adapters lie on the same ranks as the
+dense ones, in buffers of their own: where they exist, nothing else is trained.
+"""
 FAMILIES: tuple[Family, ...] = ("dense", "experts", "adapters")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coordinate:
-    """One rank's place on each axis."""
+    """A rank's place on each axis."""
 
     pp: int
     dp: int
@@ -39,9 +40,8 @@ class MeshShape:
                             tp   0 1 | 0 1
                             pp   0 0 | 1 1
 
-    The ranks that hold the same dense parameters are the dp·cp *sharers* of one tp place; with ``ep`` = 2, every
-    second rank of a stage holds the same experts. With ``replicas`` = 2 the first half of the sharers shards the
-    parameters, and so does the second half:
+    The ranks with the same dense parameters are the dp·cp *sharers* of one tp place; with ``ep`` = 2, every second rank
+    of a stage holds the same experts. With ``replicas`` = 2 each half of the sharers shards the parameters:
 
         dp=4 replicas=2     rank    0 1 2 3
                             shard   0 1 0 1
@@ -57,27 +57,23 @@ class MeshShape:
 
     @property
     def world(self) -> int:
-        """Ranks in all."""
         return self.pp * self.dp * self.cp * self.tp
 
     @property
     def data(self) -> int:
-        """Ranks that hold the same dense parameters and see other tokens: dp·cp."""
+        """Ranks with the same dense parameters and different tokens: dp·cp."""
         return self.dp * self.cp
 
     def degree(self, axis: Axis) -> int:
-        """Ranks along one axis."""
         return {"pp": self.pp, "dp": self.dp, "cp": self.cp, "tp": self.tp}[axis]
 
     def at(self, rank: int) -> Coordinate:
-        """The place of a rank."""
         place: dict[str, int] = {}
         for axis in reversed(AXES):
             rank, place[axis] = divmod(rank, self.degree(axis))
         return Coordinate(**place)
 
     def rank(self, at: Coordinate) -> int:
-        """The rank at a place."""
         number = 0
         for axis in AXES:
             number = number * self.degree(axis) + getattr(at, axis)
@@ -88,23 +84,23 @@ class MeshShape:
         return self._within_stage(at) % self.ep
 
     def sharers(self, family: Family) -> int:
-        """Ranks that hold the same parameters of a family."""
+        """The number of ranks with the same parameters of a family."""
         return self.data * self.tp // self.ep if family == "experts" else self.data
 
     def sharer(self, family: Family, at: Coordinate) -> int:
-        """A rank's number among them."""
+        """A rank's number among its sharers."""
         return self._within_stage(at) // self.ep if family == "experts" else at.dp * self.cp + at.cp
 
     def shards(self, family: Family) -> int:
-        """Ranks that share out one copy of a family's parameters."""
+        """The number of ranks that shard one copy of a family's parameters."""
         return self.sharers(family) // self.replicas
 
     def groups(self, axis: Axis) -> list[list[int]]:
-        """Every group of ranks that differ along one axis only, each in the order of that axis."""
+        """Every group of ranks that differ only along one axis, in the order of that axis."""
         return self._group(lambda at: tuple(getattr(at, other) for other in AXES if other != axis))
 
     def expert_groups(self) -> list[list[int]]:
-        """Every group of ranks that hold all experts together, each in the order of the experts."""
+        """Every group of ranks that hold all experts together, in the order of the experts."""
         return self._group(lambda at: (at.pp, self.sharer("experts", at)))
 
     def sequence_groups(self) -> list[list[int]]:
@@ -112,12 +108,12 @@ class MeshShape:
         return self._group(lambda at: (at.pp, at.dp))
 
     def shard_groups(self, family: Family) -> list[list[int]]:
-        """Every group of ranks that shares out one copy of the same parameters, in the order of the shards."""
+        """Every group of ranks that shard one copy of the same parameters, in the order of the shards."""
         shards = self.shards(family)
         return self._group(lambda at: (*self._parameters(family, at), self.sharer(family, at) // shards))
 
     def replica_groups(self, family: Family) -> list[list[int]]:
-        """Every group of ranks that holds the same shard."""
+        """Every group of ranks with the same shard."""
         shards = self.shards(family)
         return self._group(lambda at: (*self._parameters(family, at), self.sharer(family, at) % shards))
 

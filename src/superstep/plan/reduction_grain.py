@@ -1,4 +1,4 @@
-"""The grain: the pieces that exact mode's sums are made of, the same for every layout of a model."""
+"""Grain: the pieces of exact mode's sums, the same for every layout of a model."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ LEAST_CHUNK_TOKENS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grain:
-    """What is never cut further, so that any layout sums the same pieces in the same order.
+    """The pieces that are never cut further, so that any layout sums the same pieces in the same order.
 
     Attributes:
         cells: parts of every dim that may be cut over tp; the largest tp.
         chunks: parts of a sequence; twice the largest cp.
-        parts: parts of a sequence where tp shares out its tokens too, before experts: as many for each chunk as there
-            are cells, or as its tokens allow.
-        microbatches: of the whole batch: how often a chunk's gradient meets that of other sequences.
+        parts: parts of a sequence where tp shares its tokens too, before experts: for each chunk as many as there are
+        cells, or as its tokens allow.
+        microbatches: of the whole batch: how often a chunk's gradient is added to that of other sequences.
         sequences: of the whole batch.
         tokens: of the whole batch.
     """
@@ -38,10 +38,8 @@ class Grain:
 
 
 def find_grain(config: RunConfig, shape: ModelShape | None, plan: PlanConfig) -> Grain | None:
-    """The grain of a run in exact mode; None in fast mode.
-
-    Raises:
-        ConfigError: the layout cuts finer than the grain, or asks for what exact mode does not have.
+    """The grain of a run in exact mode; None in fast mode. Raises ConfigError where the layout cuts finer than the
+    grain, or needs what exact mode does not have.
     """
     if not config.numerics.exact:
         return None
@@ -106,5 +104,4 @@ def _chunks(tokens: int) -> int:
 
 
 def _powers(largest: int) -> list[int]:
-    """The powers of two up to ``largest``."""
     return [1 << n for n in range(largest.bit_length()) if 1 << n <= largest]

@@ -1,4 +1,4 @@
-"""Modules that had another name, for files of users that still import them by it."""
+"""Former names of modules, for users' files that still import them."""
 
 from __future__ import annotations
 
@@ -26,6 +26,6 @@ RENAMED = {
 
 
 def new_name(error: BaseException) -> str:
-    """Where the module is now that an import did not find, as the end of a sentence; empty where it was never one."""
+    """The present name of a module that an import did not find, as the end of a sentence; empty for others."""
     old = error.name if isinstance(error, ModuleNotFoundError) else None
     return f"; it is {RENAMED[old]} now" if old in RENAMED else ""

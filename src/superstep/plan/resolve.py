@@ -1,4 +1,4 @@
-"""resolve: what is automatic is filled in, and what cannot work is refused with the choices that can."""
+"""resolve: fills what is automatic, and refuses what cannot work, with the choices that can."""
 
 from __future__ import annotations
 
@@ -35,21 +35,22 @@ from superstep.plan.zero import ZeroStage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(ZeroStage):
-    """A layout with nothing left open: what the program is compiled from.
+    """A layout with nothing left open: the program is compiled from it.
 
     Attributes:
         stages: unit numbers of each stage, in model order.
         placement: the pipeline rank of each stage.
-        microbatches: microbatches of one data-parallel rank in a step.
+        microbatches: of one data-parallel rank in a step.
         microbatch: sequences in a microbatch.
         grain: exact mode's pieces; None in fast mode.
-        families: those that the model's parameters are of. With adapters they alone are trained.
-        params: for each unit, the units whose parameters it reads: itself, and the embedding for a tied head.
-        frozen: units of which no parameter is trained.
+        families: of the model's parameters. With adapters only these are trained.
+        params: for each unit, the units that own the parameters that it reads: itself, and the embedding for a tied
+            head.
+        frozen: units without trained parameters.
         recomputed: whether the recompute policy covers the unit (blocks, not the embedding or the head).
         rules: which axes of parameters are cut.
         snapshots: whether the step copies the state into memory that outlives the ranks.
-        padding: for each axis that has more rows on the ranks than in the model, how many over all of them.
+        padding: for each axis with more rows on the ranks than in the model, the number over all ranks.
     """
 
     mesh: MeshShape
@@ -76,11 +77,11 @@ class Plan(ZeroStage):
     snapshots: bool = False
 
     def trains(self, family: Family) -> bool:
-        """Whether a family's parameters are trained: with adapters all others stay as they are."""
+        """Whether a family's parameters are trained: with adapters all others stay fixed."""
         return family == "adapters" or "adapters" not in self.families
 
     def padded(self, parameter: Parameter) -> tuple[int, ...]:
-        """A parameter's dims over all ranks together: the model's, but for padding."""
+        """A parameter's dims over all ranks together: the model's, with padding."""
         if not self.padding:
             return parameter.dims
         rows = dict(self.padding)
@@ -93,10 +94,9 @@ class Resolved:
 
     Attributes:
         config: with every automatic field filled.
-        decoder: the shape of our own decoder; None where the model is the user's own.
+        decoder: our own decoder's shape; None for a user's model.
         outline: the model's units.
-        plan: the layout.
-        kept: what its kernels keep, for whoever counts memory.
+        kept: what the run's kernels keep, for predictions of memory.
     """
 
     config: RunConfig
@@ -107,11 +107,7 @@ class Resolved:
 
     @property
     def shape(self) -> ModelShape:
-        """The decoder's shape.
-
-        Raises:
-            ConfigError: the model is the user's own, and has none.
-        """
+        """The decoder's shape; raises ConfigError for a user's model."""
         if self.decoder is None:
             raise ConfigError(
                 f"model.source = '{self.config.model.source}': its steps are not predicted; view --program lists the "
@@ -121,14 +117,13 @@ class Resolved:
 
     @property
     def trained_numel(self) -> int:
-        """Elements of what is trained: of the model, or of its adapters alone."""
+        """Elements of trained parameters: the model's, or only its adapters'."""
         if self.config.lora is None:
             return self.outline.numel
         return sum(math.prod(p.dims) for unit in self.outline.units for p in unit.parameters if p.factor is not None)
 
 
 def divisors(number: int) -> list[int]:
-    """Every divisor, ascending."""
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
@@ -138,13 +133,12 @@ def resolve(
     """Fill what is automatic and check everything together.
 
     Args:
-        config: what the user asked for.
-        world: ranks that are already launched, or None where the plan decides.
-        outline: of a model of the user's own; None means the decoder that ``config.model`` describes.
-        is_priced: whether the plan is priced alone, and not run.
+        world: the number of ranks that are already launched; None where the plan decides.
+        outline: of a user's model; None means the decoder of ``config.model``.
+        is_priced: whether the plan is only priced, and not run.
 
     Raises:
-        ConfigError: naming the field, the value, the rule and the choices that work.
+        ConfigError: names the field, the value, the rule and the choices that work.
     """
     shape = shape_of(config.model, is_priced=is_priced) if outline is None else None
     outline = outline_of(shape) if shape is not None else outline
@@ -221,8 +215,8 @@ def _check_lora(config: RunConfig, shape: ModelShape | None) -> None:
 
 
 def _work(config: RunConfig, shape: ModelShape | None, outline: Outline) -> tuple[int, ...]:
-    """What each unit's forward pass takes, for sharing units out into stages; of units that are not ours, the elements
-    of what is not looked up stand for it.
+    """The work of each unit's forward pass, for splitting units into stages; of a user's units, the elements that are
+    not looked up.
     """
     if shape is not None:
         return forward_flops_per_token(shape, config.data.sequence_tokens)
@@ -230,11 +224,7 @@ def _work(config: RunConfig, shape: ModelShape | None, outline: Outline) -> tupl
 
 
 def check_ranges(config: RunConfig) -> None:
-    """See that every number of a run lies where it can, whatever its model.
-
-    Raises:
-        ConfigError: one does not; names it and its bounds.
-    """
+    """Check the range of every number of a run, for any model; raises ConfigError with the field and its bounds."""
     at_least: dict[str, tuple[float, float]] = {
         "data.sequence_tokens": (config.data.sequence_tokens, 2),
         "data.prefetch_steps": (config.data.prefetch_steps, 1),

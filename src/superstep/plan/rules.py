@@ -1,4 +1,4 @@
-"""Rules: which mesh axis each logical axis of a parameter is cut over, as GSPMD does by annotation (Xu 2021)."""
+"""Rules: the mesh axis that cuts each logical axis of a parameter, as GSPMD does by annotation (Xu 2021)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Rules:
     cuts: tuple[tuple[str, Cut], ...]
 
     def cut(self, axis: str | None) -> Cut | None:
-        """The mesh axis that cuts a logical axis, if one does."""
+        """The mesh axis that cuts a logical axis, if any."""
         return next((cut for name, cut in self.cuts if name == axis), None)
 
     def cuts_any(self, axes: Iterable[str | None]) -> bool:
@@ -26,7 +26,7 @@ class Rules:
         return any(self.cut(axis) for axis in axes)
 
     def over(self, table: Iterable[tuple[str, Rule]]) -> Rules:
-        """These rules with those of a plan in their place."""
+        """These rules, with a plan's rules replacing some."""
         rules: dict[str, Rule] = {**dict(self.cuts), **dict(table)}
         return Rules(tuple((axis, rule) for axis, rule in rules.items() if rule != "none"))
 

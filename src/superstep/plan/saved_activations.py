@@ -1,8 +1,7 @@
-"""What kernels keep for the backward pass, or make and drop, beside what every one of them has to: mechanisms,
-whoever's kernels do so.
+"""What a run's kernels keep for the backward pass, or make and drop, beyond what every kernel must: by mechanism,
+independent of who wrote them.
 
-The account of memory (``cost.program.memory.memory``) counts by these; ``engine.saved_activations`` says which of them
-a run has.
+Memory is counted by these (``cost.program.memory``); ``engine.saved_activations`` derives them from a run's layers.
 """
 
 from __future__ import annotations
@@ -10,24 +9,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 WIDEST_FLASH = 256
-"""The widest heads that the flash kernel of a GPU takes."""
+"""The widest heads of a GPU's flash kernel."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedActivations:
-    """Of a run's kernels; as plain torch does, where nobody said otherwise.
+    """The mechanisms of a run's kernels; by default those of plain torch.
 
     Attributes:
-        silu: a feed-forward keeps silu of its gate beside both of its inputs. Else it is computed again of them.
+        silu: a feed-forward keeps silu of its gate beside both inputs; otherwise silu is computed again.
         window_blocks: attention in a sliding window goes by blocks of queries, and keeps a mask and an output of each.
-            Else each query has a range of keys, and what is kept is where that begins.
-        expanded_keys: attention keeps keys and values once for each query head, as its kernel knows no grouped heads.
-        exact_scores: exact mode's attention makes all scores of a chunk's queries at once, in both passes. Else it goes
-            by blocks of keys, and keeps the log-sum-exp of each query; and a norm of heads sums its gradient at once.
-        exact_products: a weight's gradient in exact mode is whole in fp32 before it is put on its grid, and a norm's is
-            kept of every token. Else they are put there as they are made, from a copy of one factor in fp32.
-        wide_logits: the loss makes numbers in fp32 of a chunk's logits. Else it computes in their place.
-        rounded_products: products of 16-bit factors that are summed in fp32 are whole in 16 bits before.
+        Otherwise each query has a range of keys, and only the range's begin is kept.
+        expanded_keys: attention keeps keys and values once for each query head, as its kernel has no grouped heads.
+        exact_scores: exact mode's attention makes all scores of a chunk's queries at once, in both passes. Otherwise it
+        goes by blocks of keys, and keeps each query's log-sum-exp; and a norm of heads sums its gradient at once.
+        exact_products: in exact mode, a weight's gradient is whole in fp32 before it is put on its grid, and a norm's
+            is
+        kept for every token. Otherwise each is put on the grid as it is made, from an fp32 copy of one factor.
+        wide_logits: the loss makes fp32 numbers from a chunk's logits. Otherwise it computes in place.
+        rounded_products: products of 16-bit factors that are summed in fp32 are first whole in 16 bits.
     """
 
     silu: bool = True

@@ -1,4 +1,4 @@
-"""Data that a run leaves out, and when it goes back: what their settings mean, and which cannot be."""
+"""Skipped data and rollback: the meaning of their settings, and which are refused."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from superstep.plan.config import RollbackConfig, RunConfig
 
 
 def batches_left_out(skip: Iterable[str]) -> dict[int, int]:
-    """How many batches are left out after each step, of ``STEP:BATCHES`` each; those of one step add up.
-
-    Raises:
-        ConfigError: one is written otherwise.
+    """The number of batches left out after each step, from entries ``STEP:BATCHES``; those of one step add up. Raises
+    ConfigError where an entry has another form.
     """
     left: dict[int, int] = {}
     for each in skip:
@@ -28,11 +26,7 @@ def batches_left_out(skip: Iterable[str]) -> dict[int, int]:
 
 
 def check_rollback(rollback: RollbackConfig) -> None:
-    """See that the rules can be kept.
-
-    Raises:
-        ConfigError: one cannot.
-    """
+    """Check the rules of rollback; raises ConfigError where one cannot work."""
     least = {"window_steps": 4, "back_steps": 0, "skip_batches": 0, "repeats": 1}
     for name, at_least in least.items():
         if not (value := getattr(rollback, name)) >= at_least:
@@ -49,10 +43,8 @@ def check_rollback(rollback: RollbackConfig) -> None:
 
 
 def check_recompute(config: RunConfig, *, dp: int, has_experts: bool) -> None:
-    """See that a gradient has the same bits whichever ranks compute it.
-
-    Raises:
-        ConfigError: it has not, or there are no others.
+    """Check that a gradient has the same bits on whichever ranks compute it; raises ConfigError where it does not, or
+    there are no other ranks.
     """
     every = f"state.recompute_every = {config.state.recompute_every}"
     if not config.numerics.exact:

@@ -1,4 +1,4 @@
-"""A user's own Python file: run as a module of its own, and asked for the functions that it must have."""
+"""A user's own Python file: loaded as a module of its own, with the functions that it must have."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from superstep.plan.renamed import new_name
 def load_functions(
     source: str | Path, forms: Mapping[str, str], *, kind: str, field: str = "", advice: str = "write one"
 ) -> Mapping[str, Any]:
-    """What a file defines, by name; the functions that it must have are among that.
+    """All names that a file defines, with the functions that it must have.
 
     Args:
-        source: the file, as the user has named it.
+        source: the file, as the user named it.
         forms: how each function is called, by its name: ``{"loss": "loss(logp)"}``.
-        kind: of what the file has; a part of its module's name.
-        field: of the configuration, that names the file; empty where none does.
-        advice: what to do where there is no such function.
+        kind: of the file; a part of its module's name.
+        field: of the configuration that names the file; empty where none does.
+        advice: what to do where the function is missing.
 
     Raises:
-        ConfigError: it is no Python file, cannot be run, or lacks a function.
+        ConfigError: the file is not Python, cannot be run, or lacks a function.
     """
     path, about, first = Path(source), f"{field}: " if field else "", next(iter(forms.values()))
     if not path.is_file() or path.suffix != ".py":
@@ -48,12 +48,7 @@ def load_functions(
 
 
 def run_file(path: Path, name: str) -> ModuleType:
-    """What a file defines; whatever it raises comes out as it is.
-
-    Args:
-        path: of the file.
-        name: that its module has.
-    """
+    """Run a file as a module of this name; its errors are not caught."""
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
@@ -65,7 +60,7 @@ def run_file(path: Path, name: str) -> ModuleType:
 
 
 def place_in(path: Path, error: BaseException) -> str:
-    """The file, and the line of it where an error was raised, where that is known."""
+    """The file, and the line where an error was raised, if known."""
     if isinstance(error, SyntaxError) and error.lineno is not None:
         return f"{path}:{error.lineno}"
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path]
@@ -73,6 +68,6 @@ def place_in(path: Path, error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The kind of an error, and the first line of what it says."""
+    """The kind of an error, and the first line of its text."""
     first = str(error).partition("\n")[0]
     return f"{type(error).__name__}: {first}".rstrip(": .")

@@ -6,10 +6,8 @@ from dataclasses import dataclass
 
 
 class ZeroStage:
-    """Names for the number of a stage, for a class that has it.
-
-    Attributes:
-        zero: the stage. 0 shards nothing, 1 the optimizer's state, 2 gradients too, 3 parameters too.
+    """Names for the number of a stage, for classes that have it. ``zero``: 0 shards nothing, 1 the optimizer's state, 2
+    gradients too, 3 parameters too.
     """
 
     __slots__ = ()
@@ -17,17 +15,17 @@ class ZeroStage:
 
     @property
     def shards_optimizer(self) -> bool:
-        """Whether each rank updates its own shard: master weights and moments."""
+        """Whether each rank updates only its shard: master weights and moments."""
         return self.zero >= 1
 
     @property
     def shards_gradients(self) -> bool:
-        """Whether each rank keeps the sums of its own shard alone."""
+        """Whether each rank keeps only its shard of the gradients' sums."""
         return self.zero >= 2
 
     @property
     def shards_parameters(self) -> bool:
-        """Whether a unit's parameters are fetched before they are used, and dropped after."""
+        """Whether a unit's parameters are fetched before use, and dropped after."""
         return self.zero >= 3
 
 

@@ -1,13 +1,12 @@
-"""The diagnosis: from what is seen of a run to what is wrong with it. A pure function, asked of a live run and of one
-that has failed.
+"""Diagnosis: from observations of a run to what is wrong with it. A pure function, for live and failed runs.
 
-    a rank has stopped, or gone              its process says so
-    nothing goes on for as long as that is   the ranks at the end of the chains of who waits for whom hang, or one has
-    too long for what they do                gone past a sum that others are still in
-    it goes on                               is a rank slower than its peers, does it wait for data, does it swap?
-    whatever it does                         does its memory grow, has its disk room?
+    a rank has stopped or ended              the system reports its process so
+    no progress for too long                 the ranks at the end of the chains of waiting ranks hang, or one has
+                                             passed a sum that others are still in
+    progress                                 is a rank slower than its peers, does it wait for data, does it swap?
+    in any case                              does its memory grow, is there disk space?
 
-A healthy run is said nothing of: each rule has a floor, and what has taken long before may take long again.
+A healthy run has no findings: each rule has a floor, and what took long before may take long again.
 """
 
 from __future__ import annotations
@@ -29,40 +28,40 @@ Kind = Literal[
 ]  # fmt: skip
 
 STANDS_S = 1.0
-"""How long a rank has been at one thing before anything is said of that."""
+"""Seconds that a rank must have been at one thing before it can be a finding."""
 
 TIMES = 5.0
-"""How many times what it took before a thing may take."""
+"""How many times longer than before a thing may take."""
 
 FIRST_S, FIRST_ASLEEP_S = 60.0, 10.0
-"""How long an instruction may take that has not run before; asleep, and while all others wait."""
+"""Seconds for an instruction's first run: awake; asleep while all others wait."""
 
 GPU_S, GPU_FIRST_S = 10.0, 300.0
-"""The same on a GPU, where kernels are compiled in an instruction: for a shape that is new, and all of them."""
+"""The same on a GPU, where instructions compile kernels: for a new shape; in a first run."""
 
 BESIDE_S: Mapping[str, float] = {DATA: 2.0, VALIDATION: 60.0, CHECKPOINT: 30.0}
 BESIDE_ELSE_S = 10.0
-"""How long a rank may be beside its programs while others wait for it, where that has not taken as long before."""
+"""Seconds that a rank may spend outside its programs while others wait for it, unless that took as long before."""
 
 UNKNOWN_S = 60.0
-"""How long nothing may go on where no rank is known to be the cause."""
+"""Seconds without progress where no rank is known to be the cause."""
 
 DATA_SHARE = 0.2
-"""The share of the time that may go into waits for batches."""
+"""The largest share of time for waits for batches."""
 
 SWAPPED_BYTES = 16 * 2**20
 SWAPS_PER_S = 20.0
-"""What a rank may have on disk that it does not ask for, and how often it may wait for such a page."""
+"""Waits for swapped pages in a second that are still normal."""
 
 GROWTH, GROWTH_BYTES = 1.04, 64 * 2**20
-"""From one quarter of its life to the next, and over the last three of them together."""
+"""Growth of memory that is a finding: factor from one quarter of a life to the next, and bytes over the last three."""
 
 LEAST_FREE_BYTES = 16 * 2**20
 
 _NAMED = ("rank", "step")
 _NO_ROOM = ("No space left on device", "Disk quota exceeded", "File too large")
 _CROSSED = re.compile("at another operation|[Tt]imed out|[Tt]imeout")
-"""What a collective says that not all have come to: at once, where it sees what others do instead, or in the end."""
+"""A collective's error where not all ranks have joined it: they joined another one, or it timed out."""
 _HERE = str(Path(__file__).parents[2])
 
 
@@ -71,12 +70,11 @@ class Finding:
     """One thing that is wrong.
 
     Attributes:
-        kind: of it.
-        rank: which has it; None where that is no one rank.
-        step: in which; 0 where that says nothing.
-        at: the instruction, or what the rank does beside its programs; empty where it is in neither.
+        rank: which has it; None where it is not one rank.
+        step: 0 where none applies.
+        at: the instruction, or what the rank does outside its programs; else empty.
         what: is wrong, in words.
-        evidence: what shows it.
+        evidence: lines that show it.
     """
 
     kind: Kind
@@ -89,14 +87,13 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """What is wrong, the first cause first, and what it was seen by.
+    """What is wrong with a run, the first cause first, and the observations behind it.
 
     Attributes:
-        findings: none of a healthy run.
-        waits: who waits for whom.
-        spent: where each rank's time went.
-        stands: whether nothing goes on.
-        step_s: of the last steps, in the median; 0.0 where that is not known.
+        findings: empty for a healthy run.
+        spent: each rank's time by use.
+        stands: whether there is no progress.
+        step_s: the median of the last steps; 0.0 if unknown.
     """
 
     findings: tuple[Finding, ...]
@@ -107,7 +104,6 @@ class Diagnosis:
 
 
 def diagnose(run: RunSeen) -> Diagnosis:
-    """What is wrong with a run."""
     waits, took_s = Waits(run), step_s(run)
     is_still = bool(run.ranks) and not any(rank.has_moved for rank in run.ranks)
     pace = spent(run)
@@ -153,7 +149,7 @@ def _processes(run: RunSeen) -> Iterator[Finding]:
 
 
 def _standing(run: RunSeen, waits: Waits, took_s: float) -> list[Finding]:
-    """Why nothing goes on, where that is so for too long."""
+    """Why there was no progress for too long."""
     ranks = {rank.rank: rank for rank in run.ranks}
     held = [rank for rank in run.ranks if rank.is_held and rank.since_s >= _limit_s(rank, took_s)]
     if held:
@@ -177,7 +173,7 @@ def _standing(run: RunSeen, waits: Waits, took_s: float) -> list[Finding]:
 
 
 def _unknown(run: RunSeen, took_s: float) -> list[Finding]:
-    """Nothing goes on, and no rank hangs as far as is known."""
+    """No progress, and no known rank hangs."""
     since_s = min(rank.since_s for rank in run.ranks)
     if since_s < max(UNKNOWN_S, 2 * TIMES * took_s):
         return []
@@ -187,7 +183,7 @@ def _unknown(run: RunSeen, took_s: float) -> list[Finding]:
 
 
 def _limit_s(rank: RankSeen, took_s: float) -> float:
-    """How long a rank may be at what it does."""
+    """How long a rank may take for what it does."""
     if rank.doing == "apart":
         before = [n.end_s - n.ready_s for n in rank.notes if n.index < 0 and n.what == rank.what]
         floor_s = BESIDE_S.get(rank.what, BESIDE_ELSE_S)
@@ -205,7 +201,9 @@ def _lock_finding(rank: RankSeen) -> Finding:
 
 
 def _skip_findings(run: RunSeen, waits: Waits, least_s: float = 0.0) -> list[Finding]:
-    """Ranks that are past a sum which another is still in, for so long: the odd one of several has left it out."""
+    """Ranks that have passed a sum which another has been in for ``least_s``: the odd one of several has left
+    it out.
+    """
     ranks, findings = {rank.rank: rank for rank in run.ranks}, []
     for wait in waits.all:
         here = ranks[wait.rank]
@@ -233,7 +231,7 @@ def _error_finding(rank: RankSeen) -> Finding:
 
 
 def _circle(run: RunSeen, waits: Waits) -> list[Finding]:
-    """All wait for each other."""
+    """All ranks wait for each other."""
     if any(rank.since_s < STANDS_S for rank in run.ranks) or not waits.all:
         return []
     lines = tuple(f"rank {wait.rank} waits for {wait.what} from {_ranks(wait.missing)}" for wait in waits.all)
@@ -265,7 +263,7 @@ def _hang(observed: RankSeen, run: RunSeen) -> Finding:
 
 
 def _users_call(rank: RankSeen) -> str | None:
-    """The innermost call in code that is neither ours, torch's nor Python's own, within what we called."""
+    """The innermost call in user code: not ours, torch's or Python's."""
     for call in rank.stacks[0] if rank.stacks else ():
         if call.startswith(_HERE):
             return None
@@ -275,7 +273,7 @@ def _users_call(rank: RankSeen) -> str | None:
 
 
 def _data(pace: Mapping[int, TimeSpent]) -> Iterator[Finding]:
-    """Ranks that wait for batches for too much of their time."""
+    """Ranks that wait too much for batches."""
     slow = {rank: each for rank, each in pace.items() if each.share(DATA) >= DATA_SHARE}
     for rank, each in sorted(slow.items(), key=lambda one: -one[1].share(DATA)):
         what = f"rank {rank} waits for batches {each.share(DATA):.0%} of its time"
@@ -286,7 +284,9 @@ def _data(pace: Mapping[int, TimeSpent]) -> Iterator[Finding]:
 
 
 def _slow(slow: list[Slow], known: set[int | None]) -> Iterator[Finding]:
-    """Ranks that take longer than their peers. Who comes late from its batch computes with cold caches, too."""
+    """Ranks slower than their peers. A rank that comes late from its batch is also slow to compute, with cold
+    caches.
+    """
     for each in slow:
         if each.rank not in known:
             what = f"rank {each.rank} is slow: {each.times:.1f}x what its peers take to compute the same"
@@ -335,7 +335,6 @@ def _of(rank: RankSeen, kind: Kind, what: str, *evidence: str) -> Finding:
 
 
 def _top(rank: RankSeen) -> tuple[str, ...]:
-    """Where its main thread is."""
     return (f"it is at {rank.stacks[0][0]}",) if rank.stacks and rank.stacks[0] else ()
 
 

@@ -1,4 +1,4 @@
-"""What every rank did when a run failed, as the text of a file: what is left to look at afterwards.
+"""The state of every rank when a run failed, as the text of a file.
 
 {"fault": "rank 1, ...", "at_s": 1700000000.0, "host": "h", "lists": [["forward u0 m0 keep=all", ...]],
  "ranks": [{"rank": 0, "doing": "waits", ..., "follows": 0, "notes": [[run, step, index, what, ready_s, ...], ...]}]}
@@ -19,17 +19,16 @@ from superstep.observe.doctor.observations import Note, RankSeen
 from superstep.program.text import describe, read_instruction
 
 RUNS = 20
-"""How many runs of a program the notes that are kept reach back."""
+"""Runs of a program whose notes are kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """What was left.
+    """The contents of a failure file.
 
     Attributes:
         fault: why the run ended.
-        at_s: when, in seconds since 1970.
-        host: where its ranks were.
+        at_s: in seconds since 1970.
         ranks: as they were then.
     """
 
@@ -40,7 +39,6 @@ class Box:
 
 
 def write_box(fault: str, ranks: Sequence[RankSeen]) -> str:
-    """The text."""
     lists: dict[tuple[str, ...], int] = {}
     written = []
     for rank in ranks:
@@ -55,11 +53,7 @@ def write_box(fault: str, ranks: Sequence[RankSeen]) -> str:
 
 
 def read_box(path: Path) -> Box:
-    """What ``write_box`` wrote.
-
-    Raises:
-        StateError: the file cannot be read, or is none of those.
-    """
+    """Read what ``write_box`` wrote; raises StateError for an unreadable or other file."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
         lists = [tuple(read_instruction(text) for text in texts) for texts in raw["lists"]]

@@ -1,7 +1,7 @@
-"""What is seen of a run at one moment, as values: what each rank last said, and what the system says of its process.
+"""Observations of a run at one moment: each rank's last report, and the system's report of its process.
 
-They are all that a diagnosis is made of (``observe.doctor.diagnose``). Those of a live run are read out of memory, and
-those of one that has failed out of the file that it left.
+They are the only input of a diagnosis (``observe.doctor.diagnose``). Those of a live run come from memory, those of a
+failed one from its failure file.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from superstep.plan.mesh import MeshShape
 from superstep.program.instructions import Instruction, Program
 
 Doing: TypeAlias = Literal["apart", "waits", "works"]
-"""A rank is apart from any program, waits for what an instruction needs of another rank, or works on it."""
+"""A rank is outside any program, waits for another rank's data, or runs an instruction."""
 
 DATA, CHECKPOINT, VALIDATION, REPORT = "data", "checkpoint", "validation", "report"
-"""What a rank may do beside its programs: wait for a batch, write a checkpoint, validate, tell what it has done."""
+"""A rank's work outside programs: wait for a batch, write a checkpoint, validate, report a step."""
 
 Memory: TypeAlias = tuple[float, int]
-"""Seconds of the host's clock, and the bytes that a process had resident then."""
+"""Seconds on the host's clock, and a process's resident bytes at that time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """One instruction as it ran on one rank, or something that it did beside its programs.
+    """One run of an instruction on a rank, or of work outside programs.
 
     Attributes:
-        run: which run of a program since the process began, from 1 on; all ranks count alike.
-        step: the step that it was part of, or followed.
-        index: of the instruction in its list; -1 of what is beside a program.
+        run: which run of a program since the process began, from 1; the same count on all ranks.
+        step: which it was part of, or followed.
+        index: of the instruction in its list; -1 outside a program.
         what: in words.
-        ready_s: when the rank came to it, in seconds of the host's monotonic clock.
-        start_s: when what it needs was there; 0.0 where that never was.
-        end_s: when it was done; 0.0 where it never was, because something was raised.
-        within_s: of the time between, what it waited for other ranks.
+        ready_s: when the rank came to it, on the host's monotonic clock.
+        start_s: when its inputs were there; 0.0 if never.
+        end_s: when it was done; 0.0 if an error was raised.
+        within_s: waiting for other ranks between start and end.
     """
 
     run: int
@@ -48,12 +48,11 @@ class Note:
 
     @property
     def is_done(self) -> bool:
-        """Whether it came to its end."""
         return self.end_s > 0.0
 
     @property
     def own_s(self) -> float:
-        """What it took without waiting."""
+        """Seconds from start to end without waits."""
         return max(0.0, self.end_s - self.start_s - self.within_s)
 
 
@@ -62,28 +61,24 @@ class RankSeen:
     """One rank.
 
     Attributes:
-        rank: its number.
-        process: the number of its process; 0 where that is not known.
-        state: of it, as the system has it: R, S, D, T, t, Z; empty where it has gone.
-        doing: what it last said that it does.
-        what: the instruction, or what it does beside a program, in words; empty where nothing is known.
-        run, step, index: where that is; see ``Note``.
-        since_s: for how long it has been so.
-        longest_s: the longest that it has worked on this instruction before.
-        has_raised: whether that has raised an error, and the rank has left its program for it.
-        has_moved: whether it went on while it was looked at.
-        looked_s: for how long it was seen to stand; 0.0 where there was one look.
-        is_held: some code keeps Python's lock: its other threads do not run.
-        is_on_gpu: whether it computes on a GPU: where it is and since when is then its GPU's, and what its main thread
-            does says nothing.
-        is_asleep: its main thread was on no processor while it was looked at.
-        cpu_s: that its main thread had of a processor meanwhile.
-        starved: of the time that it could have run, the share in which it waited for a processor.
-        follows: the instructions of the program that it runs, or ran last.
-        notes: the last things it did, oldest first.
-        memory: how its size went, oldest first.
-        resident_bytes: what it has in memory.
-        swapped_bytes: what it has on disk instead.
+        process: its process id; 0 if unknown.
+        state: of the process: R, S, D, T, t, Z; empty where it has gone.
+        doing: as last reported.
+        what: the instruction, or the work outside a program, in words; empty if unknown.
+        run, step, index: of that; see ``Note``.
+        since_s: how long it has been so.
+        longest_s: its longest earlier run of this instruction.
+        has_raised: whether the instruction raised an error, which ended the program.
+        has_moved: whether it made progress while observed.
+        looked_s: how long no progress was observed; 0.0 after one look.
+        is_held: whether some code holds Python's lock, so that its other threads do not run.
+        is_on_gpu: whether it computes on a GPU: place and times are then the GPU's, and its main thread says nothing.
+        is_asleep: whether its main thread was on no processor while observed.
+        cpu_s: its main thread's processor time meanwhile.
+        starved: share of its runnable time that it waited for a processor.
+        follows: the instructions of its current or last program.
+        notes: oldest first.
+        memory: its size over time, oldest first.
         faults_per_s: pages that it had to wait for the disk for.
         stacks: of its threads, each from the innermost call outwards, the main thread first.
     """
@@ -116,16 +111,16 @@ class RankSeen:
 
     @property
     def brief(self) -> str:
-        """What it does, without what only a program's reader wants to know."""
+        """What it does, without details of the program's text."""
         return self.what.partition(" keep=")[0]
 
     @property
     def at(self) -> tuple[int, int]:
-        """How far it is: what is less is behind."""
+        """Its progress: ranks with a smaller value are behind."""
         return (self.run + 1, 0) if self.doing == "apart" else (self.run, self.index)
 
     def done_by_run(self) -> dict[int, list[Note]]:
-        """The instructions that came to their end, by the number of the run of a program that they are of."""
+        """Finished instructions, by their run of a program."""
         notes: dict[int, list[Note]] = {}
         for note in self.notes:
             if note.index >= 0 and note.is_done:
@@ -135,11 +130,11 @@ class RankSeen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Disk:
-    """Where the run writes.
+    """The disk that the run writes to.
 
     Attributes:
-        free_bytes: that are left for it; None where that is not known.
-        needed_bytes: what it writes next, as far as that is known: a checkpoint as large as the newest.
+        free_bytes: None if unknown.
+        needed_bytes: the next write, as far as known: a checkpoint as large as the newest.
     """
 
     free_bytes: int | None = None
@@ -148,16 +143,14 @@ class Disk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSeen:
-    """A run.
+    """Observations of a run.
 
     Attributes:
         program: of its steps.
-        mesh: of its ranks.
-        ranks: those that something is known of, by number.
-        is_live: whether its processes are there.
-        fault: why it ended, where it is not.
-        host: of the ranks; empty where it is not known.
-        disk: where it writes.
+        ranks: the observed ones, by number.
+        is_live: whether its processes exist.
+        fault: why a failed run ended.
+        host: of the ranks; empty if unknown.
     """
 
     program: Program

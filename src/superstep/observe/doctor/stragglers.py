@@ -1,7 +1,7 @@
-"""Where the time of the last steps went on each rank, and which rank takes longer than its peers over the same work.
+"""Where each rank's time went in the last steps, and which rank is slower than its peers at the same work.
 
-A step here is from where its program begins to where the next one does, so that it has what lies between them as well:
-the wait for a batch, a validation, a checkpoint, what is told of the step.
+A step lasts from its program's begin to the next one's, so it includes the work in between: the wait for a batch, a
+validation, a checkpoint, reports.
 """
 
 from __future__ import annotations
@@ -14,27 +14,26 @@ from statistics import median
 from superstep.observe.doctor.observations import Note, RankSeen, RunSeen
 
 STEPS, WINDOW_S = 30, 3.0
-"""How many steps are looked at, and as many more as make so long: what a busy machine does in a moment says nothing."""
+"""Steps that are looked at, and seconds that they span at least: a moment on a busy machine says nothing."""
 
 ENOUGH = 5
-"""How many there must be for anything to be said of them."""
+"""The least steps for a finding."""
 
 SLOW = 1.3
-"""How many times what its peers take a rank must take to be called slow. The fastest tenth of its steps is held against
-theirs, less what it waits for a processor: other work of the machine takes from some steps, and not from all.
+"""How many times its peers' time makes a rank slow. The fastest tenth of its steps is compared with theirs, without
+waits for a processor: other work on the machine slows some steps, not all.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class TimeSpent:
-    """Where one rank's time went, in seconds of all steps together.
+    """One rank's time by use, in seconds of all steps together.
 
     Attributes:
-        steps: how many.
-        whole_s: all of it.
+        steps: their number.
         work_s: on instructions.
-        wait_s: within programs, for other ranks.
-        beside_s: outside of programs, by what the rank said that it does.
+        wait_s: for other ranks, within programs.
+        beside_s: outside programs, by kind of work.
     """
 
     steps: int
@@ -44,21 +43,20 @@ class TimeSpent:
     beside_s: Mapping[str, float] = field(default_factory=dict)
 
     def share(self, what: str) -> float:
-        """Of the time that went into something beside the programs."""
+        """The share of time for one kind of work outside programs."""
         return self.beside_s.get(what, 0.0) / self.whole_s if self.whole_s > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Slow:
-    """A rank that takes longer than its peers.
+    """A rank that is slower than its peers.
 
     Attributes:
-        rank: who.
-        times: as long, over all that it computes.
+        times: how many times slower, over all its compute.
         what: the instruction that costs most of it.
-        own_s: what that takes it in one step.
-        peers_s: what it takes them, in the median.
-        steps: that were looked at.
+        own_s: its time for that in one step.
+        peers_s: the peers' median.
+        steps: their number.
     """
 
     rank: int
@@ -70,12 +68,7 @@ class Slow:
 
 
 def steps_of(rank: RankSeen, length: int) -> dict[int, list[Note]]:
-    """The notes of each run of the step's program that is there whole, by the number of the run.
-
-    Args:
-        rank: whose.
-        length: of its list in that program.
-    """
+    """The notes of each complete run of the step's program, by run. ``length``: of the rank's list in it."""
     by_run = rank.done_by_run()
     # An evaluation has other instructions, and never the last one of a step.
     whole = {run: notes for run, notes in by_run.items() if len(notes) == length and notes[-1].what == "step"}
@@ -87,7 +80,7 @@ def steps_of(rank: RankSeen, length: int) -> dict[int, list[Note]]:
 
 
 def spent(run: RunSeen) -> dict[int, TimeSpent]:
-    """Of every rank that has done ``ENOUGH`` steps."""
+    """Of every rank with at least ``ENOUGH`` steps."""
     by_rank = {rank.rank: _time_spent(rank, _length(run, rank)) for rank in run.ranks}
     return {rank: each for rank, each in by_rank.items() if each is not None}
 
@@ -110,7 +103,7 @@ def _time_spent(rank: RankSeen, length: int) -> TimeSpent | None:
 
 
 def slowest(run: RunSeen) -> list[Slow]:
-    """Ranks that take ``SLOW`` times as long as those that run the same list, the slowest first."""
+    """Ranks that take ``SLOW`` times as long as the ranks with the same list, the slowest first."""
     alike: dict[int, list[RankSeen]] = {}
     for rank in run.ranks:
         alike.setdefault(run.mesh.at(rank.rank).pp, []).append(rank)
@@ -140,7 +133,7 @@ def _slow_of(run: RunSeen, ranks: Sequence[RankSeen]) -> list[Slow]:
 def _costliest(
     steps: Mapping[int, Mapping[int, Sequence[Note]]], rank: int, peers: Sequence[int], common: Sequence[int]
 ) -> tuple[str, float, float]:
-    """The instruction over which a rank loses most: its words, what it takes, and what it takes its peers."""
+    """The instruction where a rank loses most: its words, its seconds, and its peers' seconds."""
     length = len(steps[rank][common[0]])
 
     def own(who: int, at: int) -> float:
@@ -152,7 +145,7 @@ def _costliest(
 
 
 def step_s(run: RunSeen) -> float:
-    """The median time from the begin of a step to that of the next, on any rank; 0.0 where that is not known."""
+    """The median time from one step's begin to the next, on any rank; 0.0 if unknown."""
     lengths = [
         later[0].ready_s - notes[0].ready_s
         for rank in run.ranks
@@ -166,5 +159,5 @@ def _length(run: RunSeen, rank: RankSeen) -> int:
 
 
 def _quick(seconds: Sequence[float]) -> float:
-    """The first tenth of them."""
+    """The value after the fastest tenth."""
     return sorted(seconds)[(len(seconds) - 1) // 10]

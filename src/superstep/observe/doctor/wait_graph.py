@@ -1,10 +1,10 @@
-"""Who waits for whom: what the instruction that each rank is at needs of other ranks, and who has not given it yet.
+"""The wait graph: what each rank's instruction needs of other ranks, and which of them has not given it yet.
 
     rank 0  waits at settle u3 for reduce u3        rank 1 has not come to its reduce u3: rank 0 waits for rank 1
-    rank 1  works on backward u3 m1                 it waits for nobody that is known: who waits, waits for this one
+    rank 1  works on backward u3 m1                 it waits for no known rank: it is the end of the chain
 
-A rank that works may wait as well: sums over tied units and over tp are a part of the instruction, and so is what
-tensor, context and expert parallelism exchange within a compute. There it waits for those of its group who are behind.
+A rank that works may wait as well: sums over tied units and over tp, and the exchanges of tensor, context and expert
+parallelism are part of an instruction. There it waits for the ranks of its group that are behind.
 """
 
 from __future__ import annotations
@@ -34,13 +34,12 @@ from superstep.program.timeline import Arrival, Needs, brings
 
 @dataclass(frozen=True, slots=True)
 class RankWait:
-    """A rank that needs something of others.
+    """A rank that waits for others.
 
     Attributes:
-        rank: who.
-        what: it needs, in words, as the tensor or the sum.
+        what: it needs, in words: the tensor or the sum.
         missing: ranks that have not come to where they give it.
-        past: ranks that have gone on beyond where they needed it themselves, though this one has not got it.
+        past: ranks that have passed their own use of it, though this one lacks it.
     """
 
     rank: int
@@ -51,7 +50,7 @@ class RankWait:
 
 @dataclass(frozen=True, slots=True)
 class _Need:
-    """Something that several ranks do together: where in its list each of them does its part, and needs the whole."""
+    """A joint operation of several ranks: where each one's list has its part, and where the result is needed."""
 
     what: str
     parts: Mapping[int, int]
@@ -59,11 +58,7 @@ class _Need:
 
 
 class Waits:
-    """All of one run.
-
-    Args:
-        run: what is seen of it.
-    """
+    """The waits of one run."""
 
     def __init__(self, run: RunSeen) -> None:
         self._run = run
@@ -72,11 +67,11 @@ class Waits:
 
     @cached_property
     def all(self) -> tuple[RankWait, ...]:
-        """Who waits for another rank, or for something that others think is done."""
+        """Every rank that waits for another, or for something that others take for done."""
         return tuple(wait for rank in self._run.ranks if (wait := self._of(rank)) is not None)
 
     def _of(self, rank: RankSeen) -> RankWait | None:
-        """The first need of a rank that some have not given; or else the first that others are past."""
+        """A rank's first need that some have not given; or else the first that others have passed."""
         if rank.doing == "apart" or not rank.index < len(rank.follows):
             return None
         past: RankWait | None = None
@@ -89,8 +84,8 @@ class Waits:
         return past
 
     def _has_given(self, rank: int, observed: RankSeen, index: int) -> bool:
-        """Whether a rank has come to an instruction of its list, in the run of a program that ``observed`` is in. It
-        has come to the sums of a step when it waits in it.
+        """Whether a rank has come to an instruction of its list, in the run of a program of ``observed``. A rank that
+        waits in a step has come to its sums.
         """
         other = self._seen.get(rank)
         if other is None:
@@ -129,7 +124,7 @@ class Waits:
                     yield _Need(f"what its group exchanges in {describe(instruction)}", dict.fromkeys(members, at))
 
     def _arrival(self, observed: RankSeen, arrival: Arrival, before: int) -> Iterator[_Need]:
-        """What a lane is to bring, where it was started before."""
+        """What a lane delivers, if it was started before."""
         at = next((j for j in reversed(range(before)) if brings(observed.follows[j]) == arrival), None)
         if at is None:
             return
@@ -152,7 +147,7 @@ class Waits:
         return follows.index(instruction) if instruction in follows else None
 
     def _last(self, instruction: Instruction, ranks: tuple[int, ...] | None = None) -> dict[int, int]:
-        """Where each rank has an instruction, if it does."""
+        """Where each rank's list has an instruction, if it has."""
         indices = {rank: self._index(rank, instruction) for rank in (self._seen if ranks is None else ranks)}
         return {rank: at for rank, at in indices.items() if at is not None}
 
@@ -172,7 +167,9 @@ class Waits:
         return tuple(self._mesh.rank(Coordinate(pp=pp, dp=at.dp, cp=at.cp, tp=at.tp)) for pp in places)
 
     def _sharers(self, rank: int, *, is_over_replicas: bool) -> tuple[int, ...]:
-        """Who sums or gathers parameters with a rank; with experts, both those of its dense ones and of its experts."""
+        """The ranks that share parameters with a rank; with experts, those of its dense parameters and of its
+        experts.
+        """
         mesh, ranks = self._mesh, set[int]()
         for family in ("dense", "experts") if mesh.ep > 1 else ("dense",):
             groups = mesh.replica_groups(family) if is_over_replicas else mesh.shard_groups(family)
@@ -180,14 +177,14 @@ class Waits:
         return tuple(sorted(ranks))
 
     def _within(self, observed: RankSeen) -> tuple[int, ...]:
-        """Who takes part in what a rank computes."""
+        """The ranks that take part in a rank's compute."""
         mesh = self._mesh
         groups = mesh.sequence_groups() + (mesh.expert_groups() if mesh.ep > 1 else [])
         return tuple(sorted({rank for group in groups if observed.rank in group for rank in group}))
 
 
 def first_of(waits: Waits, rank: int) -> tuple[int, ...]:
-    """The ranks at the end of the chains of who waits for whom from a rank on; itself where it waits for none."""
+    """The ranks at the end of the chains of waits from a rank; itself where it does not wait."""
     missing = {wait.rank: wait.missing for wait in waits.all}
     ends, visited, todo = list[int](), set[int](), [rank]
     while todo:

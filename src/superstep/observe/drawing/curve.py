@@ -1,4 +1,4 @@
-"""Quantities over time, as text: one row for each, its height between nothing and its own most.
+"""Curves over time as text: a row for each quantity, scaled to its own maximum.
 
 rows of prompts  ▇▇▇▂  ▁        512
 tokens drawn     ▁▃▅▇▇▇▇▅▃▁      32
@@ -16,13 +16,7 @@ from superstep.observe.drawing.memory import ASCII, LEVELS
 
 @dataclass(frozen=True, slots=True)
 class PlottedCurve:
-    """One quantity.
-
-    Attributes:
-        name: in front of its row.
-        values: one for each span of time.
-        text: writes the most of them, behind the row.
-    """
+    """One quantity. ``values``: one for each span of time. ``text``: writes their maximum, at the end of the row."""
 
     name: str
     values: Sequence[float]
@@ -37,14 +31,13 @@ def draw_courses(
     seconds: Callable[[float], str],
     has_signs: bool = True,
 ) -> str:
-    """Rows of equal length; in each column the most of what its time saw.
+    """Rows of equal length; each column shows the maximum of its time.
 
     Args:
-        spans: when each value began and ended, in order.
-        courses: what to draw.
+        spans: begin and end of each value, in order.
         width: columns.
         seconds: writes the time at the end of the axis.
-        has_signs: whether the reader's terminal shows blocks.
+        has_signs: whether the terminal shows block characters.
     """
     gutter = max(len(course.name) for course in courses) + 2
     columns = max(10, width - gutter - 10)

@@ -1,4 +1,4 @@
-"""Lanes over time, as text: what each of them did when, one row a lane.
+"""Lanes over time as text: what each lane did when, one row for each.
 
     sample  │v0▒▒▒▒▒▒▒     v1▒▒▒▒▒▒       ┊
     grade   │    ░░░░░░░       ░░░░░░     ┊
@@ -6,7 +6,7 @@
             └─────────────────────────────┴────
              0                         34.2 s
 
-Time in which nothing at all was done, as between a run's end and the process that went on with it, takes no room: ┊.
+Time without any work, as between two processes of a run, is left out: ┊.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from dataclasses import dataclass
 Span = tuple[float, float]
 
 PAUSE_S = 5.0
-"""The shortest time of nothing that is left out."""
+"""The shortest idle time that is left out."""
 
 PAUSE_SHARE = 0.1
-"""It is also longer than this share of everything else."""
+"""It is also longer than this share of the rest."""
 
 
 @dataclass(frozen=True, slots=True)
 class LaneItem:
-    """Something that a lane did: when, and what is written at its beginning where there is room."""
+    """Work of a lane, with a label at its begin where there is room."""
 
     span: Span
     label: str = ""
@@ -34,13 +34,7 @@ class LaneItem:
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """A row.
-
-    Attributes:
-        name: in front of it.
-        pieces: in the order of their beginnings.
-        ink: what a piece is drawn with, and what on a terminal without such signs.
-    """
+    """A row. ``pieces``: by begin. ``ink``: the character of a piece, and the one for terminals without it."""
 
     name: str
     pieces: Sequence[LaneItem]
@@ -48,13 +42,13 @@ class Lane:
 
 
 def draw_lanes(lanes: Sequence[Lane], *, width: int, seconds: Callable[[float], str], has_signs: bool = True) -> str:
-    """The rows of some lanes, of one scale.
+    """The rows of some lanes, on one scale.
 
     Args:
-        lanes: from the top; one that did nothing has an empty row.
+        lanes: from the top; an idle one has an empty row.
         width: columns.
         seconds: writes the time at the end of the axis.
-        has_signs: whether the reader's terminal shows blocks.
+        has_signs: whether the terminal shows block characters.
     """
     gutter = max(len(lane.name) for lane in lanes) + 2
     columns = max(10, width - gutter - 1)
@@ -82,11 +76,11 @@ def draw_lanes(lanes: Sequence[Lane], *, width: int, seconds: Callable[[float], 
 
 
 class Clock:
-    """Seconds since the first of some spans began, without the pauses in which there is none.
+    """Seconds since the first span began, without the pauses between spans.
 
     Attributes:
-        seconds: until the last of them ended.
-        cuts: where pauses begin, in the seconds of the spans.
+        seconds: until the last span ended.
+        cuts: where pauses begin, in the spans' seconds.
     """
 
     def __init__(self, spans: Iterable[Span]) -> None:
@@ -105,7 +99,7 @@ class Clock:
         self.seconds = busy[-1][1] - shift_s if busy else 0.0
 
     def at(self, at_s: float) -> float:
-        """Where an instant within a span, or at its end, lies."""
+        """The position of an instant within a span, or at its end."""
         nth = max(0, bisect_right(self._begins, at_s) - 1)
         return at_s - self._shifts[nth] if self._shifts else 0.0
 

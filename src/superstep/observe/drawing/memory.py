@@ -1,8 +1,8 @@
-"""The memory of a step over its time, as text: one row for each rank and category.
+"""The memory of a step over time as text: a row for each rank and category.
 
     rank 0  kept activations  ▁▂▃▄▅▆▇█▇▆▅▄▃▂▁   412 MiB
 
-The rows of one category share their scale, so that ranks compare; a category that no rank holds has no row.
+The rows of a category share their scale, so that ranks compare; a category without bytes has no row.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def draw_memory(
     text: Callable[[int], str],
     has_signs: bool = True,
 ) -> str:
-    """The course of each rank's transient bytes; ``text`` writes bytes, each row's most at its end."""
+    """Each rank's transient bytes over time; ``text`` writes a row's maximum at its end."""
     columns = max(width - GUTTER - 12, 10)
     signs = LEVELS if has_signs else ASCII
     lines = []
@@ -49,7 +49,7 @@ def draw_memory(
 
 
 def _heights(timeline: Timeline, rank: int, sizes: Sequence[int], columns: int) -> list[int]:
-    """The most that is held in each column's time; between two instructions what the first left."""
+    """The maximum in each column's time."""
     heights = [0] * columns
     scale = columns / timeline.step_s if timeline.step_s > 0 else 0.0
     events = sorted((e for e in timeline.events if e.rank == rank), key=lambda event: event.index)

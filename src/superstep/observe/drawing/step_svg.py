@@ -1,7 +1,7 @@
-"""A step as SVG, for papers: the rows of the timeline, its ruler, the bubble with its share, and what the colours mean.
+"""A step as SVG, for papers: the timeline's rows, its ruler, the bubble with its share, and a legend.
 
-Colours are those of Okabe and Ito (2008), told apart with any colour vision. What is thinner than a third of a point is
-drawn together with its neighbours, so that a step of many microbatches stays a small file.
+Colours are those of Okabe and Ito (2008), for any colour vision. Shapes thinner than a third of a point are drawn
+together, so that a step of many microbatches stays a small file.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ THIN = 0.34
 
 @dataclass(frozen=True, slots=True)
 class InstructionInk:
-    """How one kind of instruction is drawn: two fills for neighbouring microbatches, and the colour of its number."""
+    """How a kind of instruction is drawn: two fills for neighbouring microbatches, and the number's colour."""
 
     meaning: str
     fills: tuple[str, str]
@@ -71,7 +71,7 @@ _LANES = ("fetch", "reduce", "act", "grad", "snapshot")
 
 
 def draw_svg(timelines: Iterable[tuple[str, Timeline]]) -> str:
-    """Steps below each other on one scale, each under its caption."""
+    """Steps below each other on one scale, each with its caption."""
     steps = list(timelines)
     longest_s = max(timeline.step_s for _, timeline in steps) or 1.0
     body: list[str] = []
@@ -98,7 +98,7 @@ def draw_svg(timelines: Iterable[tuple[str, Timeline]]) -> str:
 
 
 class _Drawing:
-    """One step; ``used`` gets the inks that it needs."""
+    """One step; ``used`` collects its inks."""
 
     def __init__(self, timeline: Timeline, scale: float, used: list[InstructionInk]) -> None:
         self.timeline = timeline
@@ -111,7 +111,6 @@ class _Drawing:
         self.height = timeline.program.pp * (self.row + len(self.lanes) * (self.beside + 1) + self.gap)
 
     def x(self, clock_s: float) -> float:
-        """Where a time is."""
         return LEFT + (clock_s - self.start_s) * self.scale
 
     def _waits(self, waits: Sequence[Wait], y: float) -> Iterator[str]:
@@ -125,7 +124,7 @@ class _Drawing:
         yield from _together(thin, y, self.row)
 
     def rows(self, y: float) -> Iterator[str]:
-        """Every rank: its compute and waits, and a thin row for each lane beside it."""
+        """Every rank: its compute and waits, and a thin row for each lane."""
         for rank, waits in enumerate(self.timeline.stood_still()):
             yield _text(LEFT - 5, y + self.row / 2 + 3, f"rank {rank}", size=9, anchor="end")
             yield from self._waits(waits, y)
@@ -168,7 +167,7 @@ class _Drawing:
 
 
 def caption_of(name: str, timeline: Timeline, *, closed: float | None, formula: str) -> str:
-    """What stands above a step: its length, and the bubble beside its closed form."""
+    """A step's caption: its length, and the bubble beside its closed form."""
     text = f"{name}: {timeline.step_s * 1e3:.4g} ms, bubble {timeline.bubble():.1%} of compute"
     return text if closed is None else f"{text} (closed form {formula} = {closed:.1%})"
 
@@ -184,7 +183,7 @@ def _ink(e: TimelineEvent) -> InstructionInk:
 
 
 def _together(thin: list[tuple[str, float, float]], y: float, height: float) -> Iterator[str]:
-    """Shapes too thin to be seen one by one: each third of a point has the fill that has most of it."""
+    """Shapes too thin to see one by one: each third of a point has its most frequent fill."""
     shares: dict[int, dict[str, float]] = {}
     for fill, x, end in thin:
         share = shares.setdefault(int(x / THIN), {})
@@ -217,7 +216,7 @@ def _ruler(y: float, longest_s: float) -> Iterator[str]:
 
 
 def _legend(y: float, used: list[InstructionInk]) -> tuple[list[str], float]:
-    """What the colours mean, in as many lines as it takes; and the height of everything."""
+    """The legend's lines, and the drawing's height."""
     drawn, x = [], float(LEFT)
     meant = [(ink.meaning, ink.fills[0]) for ink in used]
     for meaning, fill in [*meant, ("bubble", "url(#bubble)"), ("waits for communication", "url(#wait)")]:

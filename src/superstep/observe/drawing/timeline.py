@@ -5,7 +5,7 @@
            └┬─────────┬─────────┬─────────┬─────────┬────
             0         10        20        30        40 ms
 
-Simulated and recorded steps are drawn alike. A column shows what filled most of its time.
+Simulated and recorded steps look alike. A column shows what filled most of its time.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ GUTTER = 9
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """How one kind of time looks.
+    """How one kind of time is drawn.
 
     Attributes:
-        meaning: the words in the legend.
-        fill: the character where there is no colour, or where ``is_line``.
+        meaning: its words in the legend.
+        fill: the character without colour, or where ``is_line``.
         shades: 256-colour numbers: two for neighbouring microbatches, then two for the rank's next stage, ...
-        is_line: ink on the terminal's own ground, without label.
+        is_line: ink on the terminal's background, without label.
     """
 
     meaning: str
@@ -80,12 +80,12 @@ class Span:
 
 
 def draw_text(timeline: Timeline, width: int, colour: bool) -> str:
-    """The step as lines: rows, time axis in ms, legend, and where the time went.
+    """The step as lines: rows, time axis in ms, legend, and the time by use.
 
     Args:
-        timeline: simulated or recorded; its ranks share one clock.
+        timeline: its ranks share one clock.
         width: the terminal's columns; at least 40 are used.
-        colour: whether ANSI colours may be used; without, shading tells forward from backward.
+        colour: whether ANSI colours may be used; without them, shading tells forward from backward.
     """
     width = max(width, 40)
     canvas = _Canvas(timeline, columns=width - GUTTER, has_colour=colour)
@@ -102,7 +102,7 @@ def draw_text(timeline: Timeline, width: int, colour: bool) -> str:
 
 
 class _Canvas:
-    """Columns of equal time, and the styles used so far, with the chunks that had a hue of their own."""
+    """Columns of equal time, and the styles used so far, with the chunks that had their own hue."""
 
     def __init__(self, timeline: Timeline, columns: int, *, has_colour: bool) -> None:
         self.start_s = timeline.start_s
@@ -112,7 +112,7 @@ class _Canvas:
         self.used: dict[Style, set[int]] = {}
 
     def row(self, name: str, edge: str, spans: Iterable[Span], *, least: float = 0.0) -> str:
-        """One line: the name, and what fills each column. Spans are at least ``least`` columns wide."""
+        """One line: the name, and each column's fill. Spans are at least ``least`` columns wide."""
         cells: list[tuple[str, str]] = []
         labelled: set[tuple[object, ...]] = set()
         for task, members in groupby(self._fill(spans, least), key=lambda span: span.task if span else None):
@@ -127,7 +127,7 @@ class _Canvas:
         return f"{name:>{GUTTER - 2}} {edge}{drawn}".rstrip()
 
     def _fill(self, spans: Iterable[Span], least: float) -> list[Span | None]:
-        """For each column the span that has most of its time; none where nothing has more."""
+        """For each column the span with most of its time; None where idle time has more."""
         shares: list[dict[Span, float]] = [{} for _ in range(self.columns)]
         first_of: dict[tuple[object, ...], Span] = {}
         for span in spans:
@@ -141,7 +141,7 @@ class _Canvas:
         return [_most(share) for share in shares]
 
     def _label(self, run: list[Span | None]) -> str:
-        """What can be written into neighbouring columns that belong to one task."""
+        """The label over neighbouring columns of one task."""
         if run[0] is None:
             return ""
         # A backward pass without colour is known by its shading, so that goes before the label.
@@ -159,7 +159,6 @@ class _Canvas:
         return f"48;5;{shade};38;5;231", character
 
     def legend(self) -> list[str]:
-        """What the styles used mean."""
         return [self._sample(style, sorted(self.used[style])) for style in _STYLES if style in self.used]
 
     def _sample(self, style: Style, chunks: list[int]) -> str:
@@ -206,7 +205,7 @@ def _most(share: dict[Span, float]) -> Span | None:
 
 
 def _compute(timeline: Timeline, rank: int) -> Iterator[Span]:
-    """What a rank computes, and where it waits."""
+    """A rank's compute and waits."""
     for event in timeline.of(rank):
         if event.lane == "compute" and not isinstance(event.instruction, Free):
             yield _compute_span(timeline.program, event)
@@ -232,7 +231,7 @@ def _compute_span(program: Program, event: TimelineEvent) -> Span:
 
 
 def _lane(timeline: Timeline, rank: int, name: str) -> list[Span]:
-    """What ran beside a rank's compute on one lane; transfers are drawn where they come from."""
+    """A lane of a rank; transfers are drawn at their sender."""
     styles = _LANES[name]
     return [
         Span(e.start_s, e.end_s, styles[e.lane], (e.lane,))
@@ -258,7 +257,7 @@ def _axis(timeline: Timeline, columns: int) -> list[str]:
 
 
 def _tick(least: float) -> float:
-    """The smallest of 1, 2 and 5 times a power of ten that is at least as large."""
+    """The smallest of 1, 2 and 5 times a power of ten that is at least ``least``."""
     power = 10.0 ** math.floor(math.log10(least))
     return next(power * step for step in (1, 2, 5, 10) if power * step >= least)
 
@@ -282,7 +281,7 @@ def _summary(timeline: Timeline) -> list[str]:
 
 
 def _wrap(words: Iterable[str], gap: str, width: int) -> Iterator[str]:
-    """Lines of words, indented to the edge; colour codes take no room."""
+    """Lines of words, indented to the edge; colour codes take no width."""
     line, used = "", 0
     for word in words:
         columns = len(re.sub(r"\x1b\[[\d;]*m", "", word))

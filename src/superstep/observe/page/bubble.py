@@ -1,4 +1,4 @@
-"""The bubble that the papers' formulas give a schedule: idle over busy time, for stages of one length.
+"""The bubble of a schedule by the papers' formulas: idle over busy time, for stages of equal length.
 
 p ranks, v stages on each, m microbatches; F, B and W are the seconds of a stage's forward pass, and of the two halves
 of its backward pass.
@@ -22,7 +22,7 @@ FORMULAS: dict[Schedule, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassSeconds:
-    """A stage's passes over one microbatch."""
+    """Seconds of a stage's passes over one microbatch."""
 
     forward_s: float
     input_s: float
@@ -34,7 +34,7 @@ def closed_bubble(
 ) -> float:
     """Idle over busy time (Narayanan 2021, sec. 2.2; Qi 2023, sec. 2.1 and 6).
 
-    ``group`` is breadth-first's: each of its groups fills and drains the pipeline anew.
+    ``group`` is breadth-first's: each group fills and drains the pipeline again.
     """
     fill = pp - 1
     match schedule:

@@ -1,7 +1,7 @@
-"""A page that is one file: markup, style, script and data put together, so that nothing is asked of any network.
+"""Bundles a page into one file: markup, style, script and data, without any network access.
 
-Data are JSON, deflated and written in base64: a program of a million numbers stays small, and the page takes the parts
-apart that it shows. Text of a user's own, such as the name of a run, goes in as data or escaped, never as markup.
+Data is JSON, deflated and written in base64: a program of a million numbers stays small, and the page unpacks only what
+it shows. A user's text, such as a run's name, is data or escaped, never markup.
 """
 
 from __future__ import annotations
@@ -18,19 +18,18 @@ _ASSETS = files(__package__)
 
 
 def pack(value: dict[str, Any]) -> str:
-    """JSON, deflated, in base64; ``unpack`` of the script undoes it."""
+    """JSON, deflated, in base64; the script's ``unpack`` reads it."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return base64.b64encode(zlib.compress(text.encode(), 9)).decode()
 
 
 def unpack(text: str) -> dict[str, Any]:
-    """What ``pack`` was given."""
+    """Read what ``pack`` wrote."""
     data: dict[str, Any] = json.loads(zlib.decompress(base64.b64decode(text)))
     return data
 
 
 def asset(name: str) -> str:
-    """One of the files that lie beside this module."""
     return _ASSETS.joinpath(name).read_text(encoding="utf-8")
 
 
@@ -47,14 +46,13 @@ def assemble(
     """The whole page.
 
     Args:
-        markup: the file with the page's body; ``{{title}}`` in it becomes the title.
+        markup: the file of the body; ``{{title}}`` becomes the title.
         styles: files, in order.
-        scripts: files, which become one script: what one declares all see.
-        title: of the page.
-        data: JSON that the script finds; strings made by ``pack`` stay as they are until they are used. With
-            ``is_live`` in it the script may ask the server that the page is from, and no other.
-        libraries: files of others, before the scripts, each a script of its own.
-        body: markup by name, in the place of ``{{name}}``; what comes of a user is escaped there.
+        scripts: files, joined into one script with shared declarations.
+        data: JSON for the script; strings made by ``pack`` stay packed until they are used. With ``is_live`` the script
+        may send requests to its own server, and no other.
+        libraries: third-party files before the scripts, each a script of its own.
+        body: markup that replaces ``{{name}}``; users' text in it is escaped.
     """
     text = asset(f"assets/{markup}").replace("{{title}}", html.escape(title))
     for name, part in (body or {}).items():

@@ -1,7 +1,7 @@
-"""Two runs beside each other: which settings differ, and whether a difference in loss is more than noise.
+"""Compares two runs: which settings differ, and whether a difference in loss is more than noise.
 
-Losses are compared step by step: runs of the same data order meet the same batches, and what a batch adds to both drops
-out. Differences of neighbouring steps hang together, so their mean's error is taken from the means of long blocks
+Losses are compared step by step: runs with the same data order see the same batches, and a batch's effect cancels.
+Differences of neighbouring steps are correlated, so their mean's error is estimated from the means of long blocks
 (Flegal and Jones 2010, "batch means").
 """
 
@@ -15,20 +15,19 @@ from typing import Any
 BLOCKS = 10
 LEAST_STEPS = 4 * BLOCKS
 STUDENT = 2.262
-"""Student's t of nine degrees of freedom at 95%, two-sided."""
+"""Student's t for nine degrees of freedom at 95%, two-sided."""
 Difference = tuple[str, object, object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """One run against the first.
+    """One run compared with the first.
 
     Attributes:
-        names: of both.
-        settings: dotted name, value in the first, value in the other, of what differs.
-        steps: the last of the steps that both have and that are compared.
-        difference: of their losses, the other's less the first's, mean over those steps; none where there are too few.
-        error: the half width of its interval of 95%.
+        settings: dotted name, value in the first, value in the other, where they differ.
+        steps: first and last compared step.
+        difference: mean loss of the other minus the first over these steps; None with too few.
+        error: half the width of its 95% interval.
     """
 
     names: tuple[str, str]
@@ -39,13 +38,12 @@ class Comparison:
 
     @property
     def is_noise(self) -> bool | None:
-        """Whether the interval has no difference in it; none where that cannot be told."""
+        """Whether the interval contains zero; None if unknown."""
         if self.difference is None or self.error is None:
             return None
         return abs(self.difference) <= self.error
 
     def verdict(self) -> str:
-        """One line."""
         if self.steps is None or self.difference is None or self.error is None:
             return f"fewer than {LEAST_STEPS} steps of both: too few to compare their losses"
         what = f"{self.difference:+.4f} ± {self.error:.4f} over steps {self.steps[0]} to {self.steps[1]}"
@@ -54,7 +52,6 @@ class Comparison:
         return f"{what}: {'no more than noise' if self.is_noise else 'more than noise'}"
 
     def value(self) -> dict[str, Any]:
-        """As JSON has it."""
         return {
             "names": list(self.names),
             "settings": [[name, str(one), str(other)] for name, one, other in self.settings],
@@ -71,10 +68,9 @@ def compare(
     settings: tuple[Mapping[str, object], Mapping[str, object]],
     losses: tuple[Mapping[int, float], Mapping[int, float]],
 ) -> Comparison:
-    """What differs between two runs.
+    """Compare two runs.
 
     Args:
-        names: of both.
         settings: of both, by dotted name.
         losses: of both, by step; steps without a finite loss are left out.
     """
@@ -93,7 +89,7 @@ def compare(
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """The mean of values that hang together with their neighbours, and the half width of its 95% interval."""
+    """The mean of correlated values, and half the width of its 95% interval."""
     wide = len(values) // BLOCKS
     # What does not fill a block is left out at the start.
     kept = values[len(values) - wide * BLOCKS :]

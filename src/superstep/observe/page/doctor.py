@@ -1,7 +1,7 @@
-"""The doctor's page: what is wrong, and who waits for whom as a graph.
+"""The doctor's page: the findings, and the wait graph.
 
-Ranks are boxes, a column for each pipeline stage. An arrow goes from who waits to whom it waits for; a dashed one to
-who has gone past what the other is still in. What is wrong has a thick border.
+Ranks are boxes, in a column for each pipeline stage. An arrow leads from a waiting rank to the one that it waits for; a
+dashed one to a rank that has passed what the other is still in. A finding has a thick border.
 """
 
 from __future__ import annotations
@@ -15,23 +15,16 @@ from superstep.observe.doctor.wait_graph import RankWait
 from superstep.observe.page.bundle_html import assemble
 
 WIDE, HIGH, ACROSS, DOWN, MARGIN = 216, 46, 92, 22, 10
-"""Of a box, the room between columns and between rows, and round all of it."""
+"""Width and height of a box, space between columns and rows, margin."""
 BULGE = 46
-"""How far an arrow within a column goes out of it."""
+"""How far an arrow within a column bends out of it."""
 MOST_LETTERS = 34
 
 Place = tuple[float, float]
 
 
 def doctor_page(name: str, run: RunSeen, verdict: Diagnosis, text: str) -> str:
-    """The page.
-
-    Args:
-        name: of the run.
-        run: what was seen.
-        verdict: what that shows.
-        text: the same as a page of text.
-    """
+    """The page. ``text``: the findings as text."""
     items = "".join(f"<li>{html.escape(each.what)}</li>" for each in verdict.findings)
     return assemble(
         markup="doctor.html",
@@ -48,7 +41,7 @@ def doctor_page(name: str, run: RunSeen, verdict: Diagnosis, text: str) -> str:
 
 
 def graph(run: RunSeen, verdict: Diagnosis) -> str:
-    """Who waits for whom, as SVG."""
+    """The wait graph as SVG."""
     places = dict(_places(run))
     blamed = {each.rank for each in verdict.findings}
     width = max((x for x, _ in places.values()), default=0.0) + WIDE + BULGE + MARGIN
@@ -96,7 +89,7 @@ def _arrows(waits: Iterable[RankWait], places: Mapping[int, Place]) -> Iterator[
 
 
 def _way(start: Place, end: Place) -> str:
-    """From the side of one box to that of another; within a column out of it and back."""
+    """A path from one box's side to another's; within a column it bends out and back."""
     (x, y), (u, v) = start, end
     y, v = y + HIGH / 2, v + HIGH / 2
     if x == u:

@@ -1,12 +1,11 @@
-"""A page that is served while what it shows goes on: on loopback, to whoever has its token.
+"""Serves a page that updates while its run goes on: on loopback, to clients with its token.
 
     GET /           the page
-    GET /events     server-sent events: what the page shows, anew whenever there is more of it
+    GET /events     server-sent events: the page's data, whenever there is more
     GET /metrics    numbers for Prometheus
 
-The token is part of the page's address, ?token=...; a program may send it as "Authorization: Bearer ..." instead. The
-Host header is to have a name of loopback. Each request has a thread of its own and reads what lies on disk, so that
-whoever tells of the run waits for nobody here.
+The token is part of the address, ?token=...; programs may send "Authorization: Bearer ..." instead. The Host header
+must name loopback. Each request has its own thread and reads files, so the run never waits for it.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from superstep.observe.prometheus import TYPE
 
 LOOPBACK = "127.0.0.1"
 LOOK_S = 1.0
-"""How often it is looked whether there is more to show."""
+"""Seconds between looks for new data."""
 SHARE = 0.02
-"""Of a processor, what updates may take at most: one that takes long to make is made seldom."""
+"""The largest share of a processor for updates: slow ones are made rarely."""
 QUIET_S = 15.0
-"""How long a listener hears nothing before it is told that the server is there."""
+"""Seconds of silence after which a listener receives a sign of life."""
 MOST_LISTENERS = 16
 
 
@@ -38,10 +37,8 @@ class Shown:
     """What is served.
 
     Attributes:
-        page: makes the page.
-        stamp: changes when there is more to show; to ask costs nothing.
-        update: makes what the page shows, on one line.
-        metrics: makes the text for Prometheus.
+        stamp: changes when there is more to show; cheap.
+        update: makes the page's data, on one line.
     """
 
     page: Callable[[], str]
@@ -51,15 +48,14 @@ class Shown:
 
 
 class LiveServer:
-    """The server: listens at once, answers from ``begin`` on, in threads of its own.
+    """The server: listens at once, answers after ``begin``, in threads of its own.
 
     Args:
-        port: to listen on; 0 takes any free one.
-        token: that a request must have.
+        port: 0 takes any free one.
         clock: seconds.
 
     Raises:
-        ConfigError: the port cannot be listened on.
+        ConfigError: the port is taken.
     """
 
     def __init__(self, port: int, token: str, clock: Callable[[], float] = time.monotonic) -> None:
@@ -80,32 +76,29 @@ class LiveServer:
 
     @property
     def port(self) -> int:
-        """Where it listens."""
         return int(self._server.server_address[1])
 
     @property
     def url(self) -> str:
-        """Of the page."""
         return f"http://{LOOPBACK}:{self.port}/?token={self._token}"
 
     def begin(self, shown: Shown) -> None:
-        """Answer from here on."""
+        """Begin to answer."""
         self.shown = shown
         threading.Thread(target=self._server.serve_forever, name="superstep-web", daemon=True).start()
 
     def close(self) -> None:
-        """Let go of the port, and of who listens: they are told that it is over."""
+        """Close the port, and end all listeners."""
         self._is_over.set()
         if self.shown is not None:
             self._server.shutdown()
         self._server.server_close()
 
     def is_allowed(self, given: str) -> bool:
-        """Whether that is the token."""
         return is_same_key(given, self._token)
 
     def listen(self, write: Callable[[str], None]) -> bool:
-        """Tell a listener until it has gone, or the server ends; False where there are too many."""
+        """Serve a listener until it leaves or the server ends; False where there are too many."""
         if not self._listeners.acquire(blocking=False):
             return False
         try:
@@ -126,7 +119,7 @@ class LiveServer:
         return True
 
     def _update(self) -> tuple[object, str]:
-        """What there is to show, made once for all who listen."""
+        """The data, made once for all listeners."""
         assert self.shown is not None
         with self._lock:
             stamp = self.shown.stamp()
@@ -149,11 +142,11 @@ class _Server(ThreadingHTTPServer):
         super().__init__(address, _Answers)
 
     def server_bind(self) -> None:
-        """Without the name of this machine, which is of no use here, and may take seconds."""
+        """Bind without looking up this machine's name, which may take seconds."""
         TCPServer.server_bind(self)
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Nothing: a client that goes away is no fault, and the terminal is the run's."""
+        """Do nothing: a client that leaves is no error, and the terminal is the run's."""
 
 
 class _Answers(BaseHTTPRequestHandler):
@@ -162,7 +155,6 @@ class _Answers(BaseHTTPRequestHandler):
     timeout = 60
 
     def do_GET(self) -> None:
-        """Answer one request."""
         url, served = urlsplit(self.path), self.server.served
         if not HostNames(address=LOOPBACK).accept(self.headers.get_all("Host") or []):
             return self._say(421, "text/plain", f"the Host header is not of this server; use {LOCALHOST}.\n")
@@ -216,7 +208,7 @@ class _Answers(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing: the terminal is the run's."""
+        """Do nothing: the terminal is the run's."""
 
 
 _NO_TOKEN = (

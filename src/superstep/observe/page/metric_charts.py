@@ -1,4 +1,4 @@
-"""Curves beside those that every run has: what a loss tells of itself, and what reinforcement learning learns from."""
+"""Curves besides those of every run: numbers of a loss, and of reinforcement learning."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 MOST_POINTS = 1000
-"""Of one curve."""
+"""The most points of a curve."""
 
 Point = tuple[str, str, int, float | None]
 """Title of the chart, label of the curve, step, value."""
@@ -15,7 +15,7 @@ TITLES = {"entropy": "Entropy of the policy", "reference_kl": "Distance from the
 
 
 def charts_of(lines: Iterable[Mapping[str, Any]]) -> list[list[Any]]:
-    """[title, [[label, steps, values], ...]] of each chart, in the order in which they are first told."""
+    """[title, [[label, steps, values], ...]] of each chart, in order of first appearance."""
     charts: dict[str, dict[str, tuple[list[int], list[float | None]]]] = {}
     for line in lines:
         for title, label, step, value in _points(line):
@@ -53,7 +53,7 @@ def _points(line: Mapping[str, Any]) -> Iterator[Point]:
 
 
 def _thin(values: Sequence[Any]) -> list[Any]:
-    """Every so manieth, and the last."""
+    """Evenly spaced values, and the last."""
     each = -(-len(values) // MOST_POINTS)
     kept = list(values[::each])
     return kept if (len(values) - 1) % each == 0 else [*kept, values[-1]]

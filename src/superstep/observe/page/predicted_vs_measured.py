@@ -1,10 +1,10 @@
-"""The ledger of a run: what was predicted before its first step, and beside it what was measured.
+"""The ledger of a run: predictions before its first step, beside the measurements.
 
 a step                    the prediction, the median of the steps
 the recorded step         the prediction, the step of the run's trace; the parts below add up to both
   compute, waits, bubble  of the prediction, of the recorded step
-tensors of a rank         the highest peak, by what they are; a GPU tells what they took, a CPU's process has more
-traffic                   bytes of a step's collectives by mesh axis, on the rank that has most; predicted alone
+tensors of a rank         the highest peak, by kind; measured on GPUs, a CPU process has more than tensors
+traffic                   bytes of a step's collectives by mesh axis, on the rank with most; predicted only
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any, Literal
 
 FIRST_STEPS = 2
-"""Steps that are left out of medians: they find their memory, and compile."""
+"""Steps left out of medians: they allocate memory, and compile."""
 
 AXES = {
     "shards": "parameters and gradients, over the ranks that share them",
@@ -34,9 +34,8 @@ class LedgerRow:
     """One line of the ledger.
 
     Attributes:
-        what: it is of; one that begins with a space is a part of the line above.
-        predicted, measured: None where that is not known.
-        unit: of both.
+        what: begins with a space where it is a part of the line above.
+        predicted, measured: None if unknown.
     """
 
     what: str
@@ -45,12 +44,11 @@ class LedgerRow:
     unit: Literal["s", "bytes", "share"]
 
     def value(self) -> list[Any]:
-        """As JSON has it."""
         return [self.what, self.predicted, self.measured, self.unit]
 
 
 def ledger(lines: Sequence[Mapping[str, Any]], ran: Mapping[str, float]) -> list[LedgerRow]:
-    """The lines of which anything is known.
+    """The lines with a known value.
 
     Args:
         lines: the objects of a run's metrics.jsonl.
@@ -98,7 +96,7 @@ def ledger(lines: Sequence[Mapping[str, Any]], ran: Mapping[str, float]) -> list
 
 
 def traffic(lines: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
-    """Mesh axis, what goes over it, bytes of a step, the most first."""
+    """Mesh axis, kind of traffic, bytes of a step; the most first."""
     started: Mapping[str, Any] = next((line for line in reversed(lines) if line["event"] == "started"), {})
     predicted = (started.get("predicted_traffic_bytes") or {}).items()
     return [[axis, AXES.get(axis, ""), size] for axis, size in sorted(predicted, key=lambda one: -one[1])]

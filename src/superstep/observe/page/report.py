@@ -1,7 +1,7 @@
-"""The report of runs as one page: their curves, where a step's time went, what happened, and what they were told.
+"""The report of runs as one page: curves, a step's time by use, events, settings.
 
-It is made of what a run directory holds, metrics.jsonl and run.toml, so that it can be written at the end of a run or
-at any time after, on any machine. Several runs lie over one another.
+It is made from metrics.jsonl and run.toml of a run directory, so it can be written at any time, on any machine. Several
+runs are drawn over one another.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from superstep.program.timeline import Timeline
 
 COLUMNS = ("loss", "lr", "grad_norm", "tokens_per_s", "step_s", "data_s", "mfu", "memory_bytes", "tokens_seen")
 MOST_POINTS = 4000
-"""Of one curve: more than a screen has columns, so that a long run keeps its highest and its lowest."""
+"""The most points of a curve: more than a screen's columns, so that a long run keeps its extremes."""
 STARTED = ("plan", "parameters", "world", "transport", "steps", "unigram_entropy", "predicted_step_s", "memory")
 FORETOLD = ("predicted_memory_bytes", "predicted_spent_s")
 
@@ -29,14 +29,13 @@ class RunTold:
     """One run.
 
     Attributes:
-        name: of the run.
         lines: the objects of its metrics.jsonl, in order.
-        samples: the objects of its samples.jsonl: what it wrote after checkpoints.
+        samples: the objects of its samples.jsonl: texts after checkpoints.
         settings: the text of its run.toml.
-        ran: a step that it recorded.
-        fault: why it broke off, where it has.
-        damage: which of the lines cannot be read, where some cannot.
-        facts: more that is to be said, hardware and versions say.
+        ran: a recorded step.
+        fault: why it failed, if it did.
+        damage: which lines cannot be read, if any.
+        facts: further facts, such as hardware and versions.
     """
 
     name: str
@@ -50,8 +49,8 @@ class RunTold:
 
 
 def report_page(runs: Sequence[RunTold], comparisons: Sequence[Comparison] = (), *, is_live: bool = False) -> str:
-    """The page; of several runs each is compared with the first. One that is live asks its server for more, which
-    answers with what ``pack_runs`` makes.
+    """The page; each further run is compared with the first. A live page asks its server for more, which answers with
+    ``pack_runs``.
     """
     title = runs[0].name if len(runs) == 1 else "Compared: " + ", ".join(run.name for run in runs)
     return assemble(
@@ -70,12 +69,12 @@ def report_page(runs: Sequence[RunTold], comparisons: Sequence[Comparison] = (),
 
 
 def pack_runs(runs: Sequence[RunTold]) -> str:
-    """What the page shows, on one line."""
+    """The page's data on one line."""
     return pack({"runs": [run_value(run) for run in runs]})
 
 
 def run_value(run: RunTold) -> dict[str, Any]:
-    """What the page's script is given of one run."""
+    """The script's data of one run."""
     lines = list(run.lines)
     started: dict[str, Any] = {}
     for line in lines:
@@ -111,7 +110,7 @@ def run_value(run: RunTold) -> dict[str, Any]:
 
 
 def thin_steps(steps: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The newest step, and at most ``MOST_POINTS``: of each stretch that of the highest loss and that of the lowest."""
+    """The newest step, and at most ``MOST_POINTS``: of each stretch, the highest and the lowest loss."""
     if len(steps) <= MOST_POINTS:
         return list(steps)
     kept: list[Mapping[str, Any]] = []
@@ -126,7 +125,7 @@ def thin_steps(steps: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def _events(lines: Iterable[Mapping[str, Any]], fault: str) -> Iterable[tuple[int, str, str]]:
-    """Step, kind and words of what happened beside steps, and of the fault that ended it all."""
+    """Step, kind and words of events besides steps, and of the final fault."""
     step, is_over = 0, False
     for line in lines:
         step, is_over = line.get("step") or 0, line["event"] in ("finished", "stopped")
@@ -156,7 +155,7 @@ def _events(lines: Iterable[Mapping[str, Any]], fault: str) -> Iterable[tuple[in
 
 
 def layout_changes(lines: Iterable[Mapping[str, Any]]) -> list[tuple[int, str]]:
-    """After which step a resumed run went on with another layout, and with which."""
+    """Steps after which a resumed run used another layout, with the layout."""
     changes: list[tuple[int, str]] = []
     step, layout = 0, None
     for line in lines:
@@ -171,7 +170,7 @@ def layout_changes(lines: Iterable[Mapping[str, Any]]) -> list[tuple[int, str]]:
 
 
 def _totals(lines: Iterable[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]], waited: str) -> dict[str, float]:
-    """Seconds of the whole run, by what they were spent on; ``waited`` is what steps had to wait for."""
+    """Seconds of the whole run by use; ``waited`` names what steps waited for."""
     totals = {"steps": 0.0, waited: 0.0, "validation": 0.0, "checkpoints": 0.0}
     for line in steps:
         totals["steps"] += line["step_s"] - line["data_s"]
@@ -195,13 +194,13 @@ def spent_parts(timeline: Timeline) -> dict[str, float]:
 
 
 def _samples(lines: Iterable[Mapping[str, Any]]) -> list[list[Any]]:
-    """Step, text, and whether that is why there is none; the newest first. Of a step that was done twice, the later."""
+    """Step, text, and whether the text is an error; the newest first. A repeated step counts once, the later one."""
     by_step = {line["step"]: [line["step"], line.get("text", line.get("why", "")), "why" in line] for line in lines}
     return [by_step[step] for step in sorted(by_step, reverse=True)]
 
 
 def _router(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """For each report and layer, the load of the busiest expert over the even load."""
+    """For each report and layer, the busiest expert's load over the even load."""
     if not lines:
         return {}
     loads = [[busiest(layer) for layer in line["chosen"]] for line in lines]

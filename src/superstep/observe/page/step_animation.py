@@ -1,6 +1,6 @@
-"""The moving picture of a step: one page with its timeline, its memory, and where the data is as it plays.
+"""A page that animates a step: its timeline, its memory, and where the data is.
 
-It carries the chosen plan and, to be flipped between, the same model under other schedules and ZeRO stages.
+It has the chosen plan and, to switch to, the same model under other schedules and ZeRO stages.
 """
 
 from __future__ import annotations
@@ -67,12 +67,7 @@ _SAID: dict[type[Instruction], tuple[str, str, str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChooserEntry:
-    """One entry of the chooser.
-
-    Attributes:
-        drawn: the step; None where there is none to show.
-        why: where there is none, the reason.
-    """
+    """One entry of the chooser. ``drawn``: the step, or None. ``why``: the reason for None."""
 
     schedule: Schedule
     zero: int
@@ -92,7 +87,7 @@ def moving_page(title: str, about: str, choices: Sequence[ChooserEntry], chosen:
 
 
 def page_value(about: str, choices: Sequence[ChooserEntry], chosen: int) -> dict[str, Any]:
-    """What the page's script is given."""
+    """The script's data."""
     kinds = [_SAID[kind] for kind in KINDS]
     return {
         "format": 1,

@@ -1,11 +1,11 @@
-"""A step as columns: what the page's script reads, one entry for each instruction of each pipeline rank.
+"""A step as columns for the page's script: an entry for each instruction of each pipeline rank.
 
     {"ranks": [{"kind": [0, 2, ...], "unit": [...], "start": [...], "took": [...], ...}, ...], ...}
 
 ``kind`` numbers ``KINDS``; ``unit``, ``microbatch`` and ``peer`` are -1 where an instruction has none. Times are whole
-nanoseconds since the step began: ``start`` is written as the difference to the instruction before, ``took`` as it is.
-``level`` numbers ``levels``: by how much each category of memory changes when the instruction is issued. A program has
-many instructions and few different changes, so columns of small numbers shrink well.
+nanoseconds since the step began: ``start`` is the difference to the instruction before, ``took`` is absolute. ``level``
+numbers ``levels``: the change of each category of memory when the instruction is issued. A program has many
+instructions and few different changes, so columns of small numbers compress well.
 """
 
 from __future__ import annotations
@@ -67,17 +67,16 @@ NS = 1e9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepDrawing:
-    """A step with what is drawn beside it.
+    """A step and what is drawn beside it.
 
     Attributes:
-        plan: what the program was compiled from.
         timeline: the program on a clock.
-        memory: what lasts from step to step, of each pipeline rank.
-        sizes: what units bring and drop.
-        operations: what each unit does; none where that is not known.
-        measured: the same program as it ran, where it did.
-        measured_step: which step of the run that was.
-        before_s: what comes before the program, see ``Prediction``.
+        memory: the persistent bytes of each pipeline rank.
+        sizes: bytes that units add and drop.
+        operations: of each unit; None if unknown.
+        measured: the same program as it ran, if it did.
+        measured_step: which step of the run.
+        before_s: time before the program, see ``Prediction``.
     """
 
     plan: Plan
@@ -91,7 +90,6 @@ class StepDrawing:
 
 
 def step_value(drawn: StepDrawing) -> dict[str, Any]:
-    """The whole of a step, as JSON has it."""
     program, plan = drawn.timeline.program, drawn.plan
     deltas: dict[tuple[int, ...], int] = {}
     value = {
@@ -124,7 +122,6 @@ def step_value(drawn: StepDrawing) -> dict[str, Any]:
 
 
 def fields(instruction: Instruction) -> tuple[int, int, int, int]:
-    """Kind, unit, microbatch and peer."""
     return (
         KINDS.index(type(instruction)),
         getattr(instruction, "unit", -1),
@@ -160,7 +157,7 @@ def _parts(peak: Peak) -> tuple[int, int, int, int, int]:
 
 
 def _times(timeline: Timeline, plan: Plan) -> dict[str, Any]:
-    """When each instruction ran and each rank stood still, and what that makes of the step."""
+    """When each instruction ran and each rank waited, and sums over the step."""
     zero_s = timeline.start_s
     of_rank: list[list[tuple[int, float, float]]] = [[] for _ in range(timeline.program.pp)]
     for e in timeline.events:
@@ -196,7 +193,7 @@ def _differences(numbers: Sequence[int]) -> list[int]:
 
 
 def closed_of(timeline: Timeline, plan: Plan) -> float:
-    """The papers' formula, with the mean seconds that this step's passes took."""
+    """The papers' formula, with the mean seconds of this step's passes."""
     took = dict.fromkeys((Forward, Recompute, Backward, BackwardInput, BackwardWeight), 0.0)
     for e in timeline.events:
         if type(e.instruction) in took:
@@ -217,7 +214,7 @@ def closed_of(timeline: Timeline, plan: Plan) -> float:
 
 
 def _messages(operations: Sequence[UnitOperations] | None) -> list[dict[str, list[list[Any]]]]:
-    """What each unit's passes send to ranks of their own stage: collective, axis, bytes, how often."""
+    """What each unit's passes send to ranks of their own stage: collective, axis, bytes, count."""
     return [{"forward": _sent_rows(unit.forward), "backward": _sent_rows(unit.backward)} for unit in (operations or ())]
 
 

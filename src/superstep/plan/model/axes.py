@@ -5,13 +5,13 @@
     ffn               the inner width of the feed-forward
     norm, head_dim    weights of the norms: on the residual stream, on one head
 
-In a mixture of experts every token stays where it is until it is sent to its experts, so that what comes before, the
-router, and what stands beside, the shared experts, are whole on every rank that has tokens:
+In a mixture of experts a token stays on its rank until it is sent to its experts. So what comes before, the router, and
+the shared experts are whole on every rank with tokens:
 
     experts           the experts: cut between them only
     expert_ffn        the inner width of one expert
-    shared_ffn        that of all shared experts together
-    token_norm        weights of a norm whose output stays with its tokens
+    shared_ffn        the inner width of all shared experts together
+    token_norm        weights of a norm with an output that stays with its tokens
     router            the router's outputs, one or two for each expert
 """
 
@@ -77,7 +77,7 @@ QK_NORM_AXES: Mapping[str, Axes] = {
     "self_attn.k_norm.weight": ("head_dim",),
 }
 CUT_AS = {"query_heads": "heads", "key_value_heads": "heads"}
-"""Of latent attention, what is as wide as several numbers for each of a head's, and is cut between heads too."""
+"""Axes of latent attention with several numbers for each head, which are also cut between heads."""
 HEAD_AXES: Mapping[str, Axes] = {
     "norm.weight": ("norm",),
     "lm_head.weight": ("vocab", "embed"),
@@ -85,7 +85,6 @@ HEAD_AXES: Mapping[str, Axes] = {
 
 
 def block_axes(shape: ModelShape) -> dict[str, Axes]:
-    """The table of one block."""
     tables = [ATTENTION_AXES if shape.latent is None else LATENT_AXES]
     if shape.qkv_bias:
         tables.append(QKV_BIAS_AXES)
@@ -110,7 +109,7 @@ def block_names(shape: ModelShape, layer: int) -> dict[str, str]:
 
 
 MIXTRAL = {"mlp.": "block_sparse_moe.", ".gate_proj.": ".w1.", ".up_proj.": ".w3.", ".down_proj.": ".w2."}
-"""What Mixtral calls the parts of its mixture on disk."""
+"""Mixtral's names on disk."""
 
 
 def _hf_name(shape: ModelShape, local: str) -> str:
@@ -162,7 +161,7 @@ def _mixture_sizes(shape: ModelShape, moe: MoeShape) -> dict[str, int]:
 
 
 def outline_of(shape: ModelShape) -> Outline:
-    """The decoder as a plan sees it: ``embed``, ``block.0``, ..., ``head``."""
+    """The decoder's outline: ``embed``, ``block.0``, ..., ``head``."""
     kinds = {each: (sizes(each), block_axes(each)) for each in map(shape.at, range(shape.dense_layers + 1))}
     size, _ = kinds[shape.at(shape.dense_layers)]
 

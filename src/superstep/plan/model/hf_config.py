@@ -1,17 +1,16 @@
 """A Hugging Face ``config.json`` as a shape, and a shape as a ``config.json``.
 
     model_type       the block's feed-forward       queries, keys and values
-    llama            one                            as they are
-    mistral          one                            as they are; attention may slide
+    llama            one                            plain
+    mistral          one                            plain; attention may slide
     qwen2            one                            with biases
     qwen3            one                            normalised per head
-    mixtral          experts, dropless              as they are
+    mixtral          experts, dropless              plain
     qwen3_moe        experts, dropless              normalised per head
     superstep_moe    experts, any router            either: no other loader has them
 
-In a mixture every block has experts: a file with dense blocks in between is refused. So is one with any key that is
-neither honoured nor known to change nothing. One in which some blocks slide and others do not is a shape that is priced
-alone.
+In a mixture every block has experts: a file with dense blocks in between is refused. So is one with a key that is
+neither honoured nor known to change nothing. A model with both sliding and full layers is only priced.
 """
 
 from __future__ import annotations
@@ -42,12 +41,13 @@ from superstep.plan.model.shape import (
 )
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-"""Special tokens: a matter of generation. transformers gives the embedding of padding no gradient; no text of ours is
-padded with a token."""
+"""Special tokens matter for generation only: transformers gives the embedding of padding no gradient, and our text is
+never padded with a token.
+"""
 
 
 def model_type(shape: ModelShape) -> ModelType:
-    """The kind of model that other loaders take a shape for."""
+    """The model type by which other loaders read a shape."""
     # A Llama with QK-norm is a Qwen3 to every other loader, one with a window a Mistral.
     if shape.moe is None:
         if shape.qkv_bias:
@@ -62,10 +62,8 @@ def model_type(shape: ModelShape) -> ModelType:
 
 
 def from_hf_config(path: Path) -> ModelShape:
-    """The shape in a ``config.json`` of one of the kinds above.
-
-    Raises:
-        ConfigError: the file cannot be read, is of another kind, or asks for what the decoder does not have.
+    """The shape in a ``config.json`` of one of the types above. Raises ConfigError where the file cannot be read, has
+    another type, or needs what the decoder does not have.
     """
     raw = read_json(path)
     model_type = raw.get("model_type")
@@ -88,11 +86,7 @@ def from_hf_config(path: Path) -> ModelShape:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file.
-
-    Raises:
-        ConfigError: it cannot be read, or holds something else.
-    """
+    """The object in a file. Raises ConfigError where the file cannot be read, or holds something else."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -135,7 +129,7 @@ def _read(keys: JsonKeys, kind: ModelType, model_type: str) -> ModelShape:
 
 
 def _read_window(keys: JsonKeys, kind: ModelType) -> tuple[int | None, int]:
-    """How far back layers see, None where they see all; and how many see all nonetheless."""
+    """How far back layers see, None for all tokens; and how many layers see all nonetheless."""
     if kind == "llama":
         return None, 0
     window = None if keys.get("sliding_window") is None else keys.whole("sliding_window")
@@ -154,7 +148,7 @@ def _read_window(keys: JsonKeys, kind: ModelType) -> tuple[int | None, int]:
 
 
 def plain(keys: JsonKeys) -> dict[str, Any]:
-    """What families that are priced alone say alike: fields of ``ModelShape``. How they scale angles has no price."""
+    """``ModelShape`` fields that families which are only priced have in common. Scaling of angles has no price."""
     return {
         "family": "llama",
         "width": keys.whole("hidden_size"),
@@ -169,10 +163,8 @@ def plain(keys: JsonKeys) -> dict[str, Any]:
 
 
 def sliding_layers(keys: JsonKeys, layers: int) -> list[bool]:
-    """Whether each layer's attention slides, as ``layer_types`` says.
-
-    Raises:
-        ConfigError: it does not say so of each, or one does neither.
+    """Whether each layer's attention slides, from ``layer_types``. Raises ConfigError where a layer is missing or of
+    another type.
     """
     types = keys.get("layer_types")
     if not isinstance(types, list) or len(types) != layers:

@@ -1,7 +1,7 @@
-"""Model types of Hugging Face: what a file means that is silent, and which of its keys may say one thing alone.
+"""Hugging Face model types: the defaults of a file's keys, and which keys may have one value only.
 
-Every other key is honoured by ``hf_config`` or stands in ``HARMLESS``; a key that does neither is refused. The values
-are those of transformers' configuration classes, against which a test holds them.
+Every other key is honoured by ``hf_config`` or stands in ``HARMLESS``, or is refused. The values are those of
+transformers' configuration classes, with which a test compares them.
 """
 
 from __future__ import annotations
@@ -73,8 +73,9 @@ DEFAULTS: dict[ModelType, dict[str, Any]] = {
     "qwen3_moe": _QWEN3_MOE,
     "superstep_moe": _LLAMA | {"sliding_window": None},
 }
-"""What a key means that is left out. The sizes that make a model have no default: a file without them is refused.
-Neither have the special tokens, which follow from the tokenizer."""
+"""Defaults of keys. Sizes have none: a file without them is refused. Special tokens have none either, as they follow
+from the tokenizer.
+"""
 
 _EVERYWHERE: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
@@ -93,7 +94,7 @@ _WITHOUT_WINDOW = {"use_sliding_window": (False,)}
 
 
 def only(kind: ModelType) -> dict[str, tuple[Any, ...]]:
-    """Keys that may say one of these things; left out or null, they say the first. Where there is none, only null."""
+    """Keys that may only have one of these values; left out or null means the first. An empty tuple allows null."""
     own: dict[ModelType, dict[str, tuple[Any, ...]]] = {
         "llama": _WITHOUT_WINDOW,
         "mistral": _WITHOUT_WINDOW,
@@ -120,7 +121,7 @@ OTHER_LAYERS: dict[str, str] = {
     **dict.fromkeys(("recurrent_gemma", "rwkv"), "recurrent layers"),
     **dict.fromkeys(("lfm2", "lfm2_moe"), "layers of short convolutions"),
 }
-"""Model types some of whose layers do not attend, and what these are."""
+"""Model types with layers other than attention, and what these are."""
 
 _GENERATION = (
     "max_length min_length max_new_tokens min_new_tokens do_sample early_stopping num_beams num_beam_groups "
@@ -150,4 +151,4 @@ HARMLESS_IN: dict[ModelType, dict[str, str]] = {
         "max_window_layers": "transformers does not read it: all layers slide, or none",
     },
 }
-"""The same, of one model type."""
+"""The same for one model type."""

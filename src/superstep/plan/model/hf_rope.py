@@ -1,7 +1,7 @@
 """The rotary embedding in a Hugging Face ``config.json``, and back.
 
-transformers 5 has one object, ``rope_parameters``, with theta inside; older files have ``rope_scaling`` for the stretch
-and ``rope_theta`` beside it. Where a file has both, the two must say the same.
+transformers 5 has one object, ``rope_parameters``, with theta inside; older files have ``rope_scaling`` for the scaling
+and ``rope_theta`` beside it. A file with both must say the same in both.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ _PLACES = ("rope_parameters", "rope_scaling")
 
 
 def read_rope(keys: JsonKeys, model_type: str, max_tokens: int) -> tuple[float, RopeScaling | None]:
-    """Theta, and the stretch of the wavelengths.
+    """Theta, and the scaling of the wavelengths.
 
     Args:
         keys: those of the whole file; ``rope_theta`` has the family's default.
-        model_type: the file's name, for errors.
-        max_tokens: what a stretch means that does not say from which length.
+        model_type: for errors.
+        max_tokens: the original length where a scaling does not give one.
 
     Raises:
-        ConfigError: a stretch that the decoder does not have, or two values for one thing.
+        ConfigError: a scaling that the decoder does not have, or two values for one thing.
     """
     theta = keys.positive("rope_theta")
     thetas = {"rope_theta": theta} if "rope_theta" in keys else {}
@@ -114,7 +114,7 @@ def _original(part: JsonKeys, max_tokens: int) -> int:
 
 
 def write_rope(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
-    """The keys of a ``config.json``, for transformers of any age."""
+    """The keys of a ``config.json``, for all versions of transformers."""
     rope: dict[str, Any]
     match scaling:
         case None:

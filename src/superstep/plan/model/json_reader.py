@@ -1,4 +1,4 @@
-"""Keys: a JSON object that is read key by key, so that what nobody has read is known."""
+"""JsonKeys: a JSON object that is read key by key, so that unread keys are known."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ class JsonKeys:
     """The keys of one object.
 
     Args:
-        raw: the object.
-        model_type: what an error says before a key: the file, and the keys that lead to the object.
-        defaults: what a key means that is left out.
+        model_type: the prefix of a key in errors: the file, and the keys that lead to the object.
+        defaults: of keys that are left out.
     """
 
     def __init__(self, raw: Mapping[str, Any], model_type: str, defaults: Mapping[str, Any]) -> None:
@@ -28,68 +27,52 @@ class JsonKeys:
         return key in self._raw
 
     def get(self, key: str) -> Any:  # noqa: ANN401
-        """A value as it is, or its default.
-
-        Raises:
-            ConfigError: it is left out and has none.
-        """
+        """A value as it is, or its default. Raises ConfigError where it is left out and has no default."""
         self._read.add(key)
         if key not in self._raw and key not in self._defaults:
             raise ConfigError(f"{self._told}{key} is missing.")
         return self._raw.get(key, self._defaults.get(key))
 
     def whole(self, key: str, *, least: int = 1) -> int:
-        """A whole number."""
         value = self.get(key)
         if not _is_number(value) or value != int(value) or value < least:
             raise self.refusal(key, f"must be a whole number of at least {least}")
         return int(value)
 
     def layers(self) -> int:
-        """``num_hidden_layers``; refused before anything is made for each of them."""
+        """``num_hidden_layers``, checked before anything is made for each layer."""
         layers = self.whole("num_hidden_layers")
         if layers > MOST_LAYERS:
             raise self.refusal("num_hidden_layers", f"is beyond what is planned here, {MOST_LAYERS} layers")
         return layers
 
     def number(self, key: str) -> float:
-        """A number."""
         value = self.get(key)
         if not _is_number(value) or value < 0:
             raise self.refusal(key, "must be a number of at least 0")
         return float(value)
 
     def positive(self, key: str) -> float:
-        """A number above 0."""
         value = self.number(key)
         if value == 0:
             raise self.refusal(key, "must be above 0")
         return value
 
     def flag(self, key: str) -> bool:
-        """True or false."""
         value = self.get(key)
         if not isinstance(value, bool):
             raise self.refusal(key, "must be true or false")
         return value
 
     def require_ids(self, key: str) -> None:
-        """See that a key names a token, some tokens or none.
-
-        Raises:
-            ConfigError: it says something else.
-        """
+        """Check that a key names a token, some tokens or none; raises ConfigError otherwise."""
         value = self.get(key)
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if not all(isinstance(each, int) and not _is_flag(each) for each in ids):
             raise self.refusal(key, "must be a whole number, a list of them, or null")
 
     def require(self, only: Mapping[str, tuple[Any, ...]]) -> None:
-        """See that keys, where they say anything, say one of the values that they may.
-
-        Raises:
-            ConfigError: one of them does not.
-        """
+        """Check that keys, where present, have an allowed value; raises ConfigError otherwise."""
         for key, values in only.items():
             self._read.add(key)
             value = self._raw.get(key)
@@ -99,17 +82,12 @@ class JsonKeys:
                 raise self.refusal(key, f"is not supported; it must be {choices}")
 
     def require_read(self, harmless: Collection[str]) -> None:
-        """See that every key was read, or is of no matter, or null and so asks for nothing.
-
-        Raises:
-            ConfigError: one was not: it may change the model.
-        """
+        """Check that every key was read, is harmless or null; raises ConfigError for others."""
         for key, value in self._raw.items():
             if key not in self._read and key not in harmless and value is not None:
                 raise self.refusal(key, "is not known and may change the model; take it out if it does not")
 
     def refusal(self, key: str, rule: str) -> ConfigError:
-        """An error about one key's value."""
         written = json.dumps(self._raw.get(key, self._defaults.get(key)))
         return ConfigError(f"{self._told}{key} = {written} {rule}.")
 

@@ -1,4 +1,4 @@
-"""shape_of: the shape that a ``[model]`` section means."""
+"""shape_of: the shape of a ``[model]`` section."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ PRICED = mla_models.PRICED | sliding_window_models.PRICED
 
 
 def shape_of(config: ModelConfig, *, is_priced: bool = False) -> ModelShape:
-    """The whole shape that a ``[model]`` section means.
+    """The whole shape of a ``[model]`` section.
 
     Args:
-        config: the section.
-        is_priced: whether the model is priced alone: then it may be one of ``PRICED``, too.
+        is_priced: whether the model is only priced: then it may also be one of ``PRICED``.
 
     Raises:
         ConfigError: an unknown name, an unreadable or foreign config.json, numbers that do not fit, or a model that is
-            priced and not trained.
+        priced and not trained.
     """
     base = _base(config)
     if base.is_priced_only and not is_priced:
@@ -97,7 +96,7 @@ def _mixture(config: ModelConfig, base: MoeShape | None) -> MoeShape | None:
 
 
 def _usual(router: Router, experts: int, base: MoeShape | None) -> MoeShape:
-    """What the router's paper has; what is no matter of the router stays as in ``base``."""
+    """The values of the router's paper; what does not depend on the router stays as in ``base``."""
     rule = router_rule(router)
     return MoeShape(
         router=router,

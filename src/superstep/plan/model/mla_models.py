@@ -1,7 +1,7 @@
 """Models with latent attention and dense first layers, by name and by ``config.json``: priced, and not trained yet.
 
 The numbers are those of ``config.json`` of ``deepseek-ai/DeepSeek-V3`` (DeepSeek-AI 2024, sec. 4.2) and
-``moonshotai/Kimi-K2-Base``; the second head that predicts one token further is left out.
+``moonshotai/Kimi-K2-Base``, without the second head that predicts one token further.
 """
 
 from __future__ import annotations
@@ -39,10 +39,8 @@ PRICED: dict[str, ModelShape] = {
 
 
 def from_latent_config(path: Path) -> ModelShape:
-    """The shape in the ``config.json`` of such a model, as far as a price takes it.
-
-    Raises:
-        ConfigError: a number is missing, or one that the formulas have no other value for is another.
+    """The shape in such a model's ``config.json``, for pricing. Raises ConfigError where a number is missing, or
+    differs where the formulas know only one value.
     """
     keys = JsonKeys(read_json(path), f"{path}: ", DEFAULTS)
     heads, head_dim = keys.whole("num_attention_heads"), keys.whole("v_head_dim")

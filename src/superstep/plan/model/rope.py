@@ -1,4 +1,4 @@
-"""Stretches of the rotary wavelengths, for sequences longer than those a model was first trained on."""
+"""Scalings of the rotary wavelengths, for longer sequences than in a model's first training."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class LinearRope:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Llama3Rope:
-    """Llama 3.1's: long wavelengths are stretched, short ones stay, between them is a ramp over turns."""
+    """Llama 3.1's: long wavelengths are scaled, short ones are not, with a ramp over turns between them."""
 
     factor: float
     low_freq_factor: float
@@ -24,13 +24,13 @@ class Llama3Rope:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class YarnRope:
-    """YaRN (Peng 2023): as Llama 3.1's with a ramp over pairs of a head, and sharper scores.
+    """YaRN (Peng 2023): like Llama 3.1's with a ramp over pairs of a head, and sharper scores.
 
     Attributes:
-        beta_fast: pairs that turn as often within the original tokens stay as they are.
-        beta_slow: pairs that turn less often are stretched whole.
+        beta_fast: pairs with at least this many turns within the original tokens stay.
+        beta_slow: pairs with fewer turns are scaled fully.
         truncate: whether the ends of the ramp are rounded outwards to whole pairs.
-        attention_factor: of cosine and sine, so that its square is of the scores.
+        attention_factor: multiplies cosine and sine, so its square multiplies the scores.
     """
 
     factor: float

@@ -1,11 +1,11 @@
 """ModelShape: the numbers of a decoder, and the catalogue of named sizes.
 
-Llama 3 shapes are those of the published ``config.json`` files (Dubey 2024, table 3); Qwen3 shapes are those
-of the Qwen3 report (Yang 2025, tables 1 and 2) and its published ``config.json`` files, Qwen2.5's of theirs; Mistral's
-and Mixtral's are those of ``config.json`` of ``mistralai/Mistral-7B-v0.1`` and ``Mixtral-8x7B-v0.1`` (Jiang 2023,
-2024). GPT-3 175B (Brown 2020, table 2.1) and Megatron's model of a trillion (Narayanan 2021, table 1) have a
-feed-forward of two matrices and width 4 · D; the decoder here has three, so "gpt3-175b" and "1t" take the width with
-the same number of parameters, 8/3 · D, in multiples of 256.
+Llama 3 shapes are those of the published ``config.json`` files (Dubey 2024, table 3); Qwen3 shapes those of the Qwen3
+report (Yang 2025, tables 1 and 2) and its ``config.json`` files, Qwen2.5's of theirs; Mistral's and Mixtral's those of
+``mistralai/Mistral-7B-v0.1`` and ``Mixtral-8x7B-v0.1`` (Jiang 2023, 2024). GPT-3 175B (Brown 2020, table 2.1) and
+Megatron's model of a trillion (Narayanan 2021, table 1) have a feed-forward of two matrices and width 4 · D; the
+decoder here has three, so "gpt3-175b" and "1t" take the width with the same number of parameters, 8/3 · D, in multiples
+of 256.
 """
 
 from __future__ import annotations
@@ -20,22 +20,21 @@ from superstep.plan.model.rope import Llama3Rope, RopeScaling
 
 MOST_LAYERS, MOST_HEADS, MOST_EXPERTS, MOST_VOCAB = 2048, 1 << 16, 1 << 16, 1 << 24
 MOST_NUMBERS = 1 << 46
-"""Of one matrix, all experts' together: 70 trillion, so that a model of ``MOST_LAYERS`` is counted in 64 bits."""
+"""The most elements of one matrix, with all experts: 70 trillion, so that ``MOST_LAYERS`` of them fit in 64 bits."""
 
 Family = Literal["llama", "qwen3"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeShape:
-    """The mixture of experts that stands for the feed-forward of every block.
+    """The mixture of experts that replaces the feed-forward of every block.
 
     Attributes:
-        router: how a token's experts are chosen.
         experts: experts to choose from (E), each a feed-forward of the model's ``ffn``.
-        experts_per_token: experts that a token is sent to (k).
-        shared_experts: experts that every token visits besides, side by side.
-        renormalise: whether the weights of a token's experts sum to one; dropless alone leaves it open.
-        capacity_factor: room of an expert over its even share of a sequence; None where nothing is dropped.
+        experts_per_token: experts for each token (k).
+        shared_experts: experts that every token uses in addition, side by side.
+        renormalise: whether the weights of a token's experts sum to one; only dropless has the choice.
+        capacity_factor: an expert's capacity over its even share of a sequence; None where nothing is dropped.
         balance_weight: of the loss that spreads tokens over the experts, in each layer.
         z_weight: of the loss that keeps the router's logits small (Zoph 2022, eq. 5).
     """
@@ -51,11 +50,11 @@ class MoeShape:
 
     @property
     def logits(self) -> int:
-        """Numbers that the router computes for a token: one for each expert, and the noise's spread with noisy-topk."""
+        """The router's outputs for a token: one for each expert, and the noise's spread with noisy-topk."""
         return 2 * self.experts if self.router == "noisy-topk" else self.experts
 
     def capacity(self, tokens: int) -> int | None:
-        """Tokens of one sequence of ``tokens`` that an expert has room for; None for all of them."""
+        """An expert's capacity in a sequence of ``tokens``; None for all of them."""
         if self.capacity_factor is None:
             return None
         return math.ceil(self.capacity_factor * self.experts_per_token * tokens / self.experts)
@@ -63,12 +62,12 @@ class MoeShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterRule:
-    """What a router leaves open.
+    """The limits of a router.
 
     Attributes:
-        experts_per_token: the one number that it takes, or None for any.
+        experts_per_token: the only number that it takes, or None for any.
         spare_experts: experts that it needs beyond those of one token.
-        renormalise: the one way in which it weighs, or None for either.
+        renormalise: its only way to weigh, or None for either.
         has_capacity: whether it drops tokens.
     """
 
@@ -88,16 +87,14 @@ _ROUTER_RULES: dict[Router, RouterRule] = {
 
 
 ROTATED = 64
-"""Numbers of a head that turn with the position in latent attention, beside those that do not."""
+"""Rotated numbers of a head in latent attention, beside the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latent:
-    """Attention whose queries and keys go through narrow widths (DeepSeek-V2, sec. 2.1); its heads have ``head_dim``
-    numbers for values and for what does not turn, and ``ROTATED`` that do.
-
-    Attributes:
-        query_rank, key_rank: the inner widths.
+    """Attention with queries and keys through narrow widths (DeepSeek-V2, sec. 2.1); a head has ``head_dim`` numbers
+    for values and for the part that is not rotated, and ``ROTATED`` that are. ``query_rank``, ``key_rank``: the narrow
+    widths.
     """
 
     query_rank: int
@@ -106,18 +103,18 @@ class Latent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """A decoder of the Llama, Mistral and Qwen families, whole; and what of DeepSeek's a price takes.
+    """A whole decoder of the Llama, Mistral and Qwen families; and what pricing needs of DeepSeek's.
 
     Attributes:
         width: the residual stream (D); heads · head_dim may differ from it.
         ffn: the inner width of the gated feed-forward, of one expert in a mixture (F).
-        max_tokens: the longest sequence the published model was trained for.
+        max_tokens: the longest sequence of the published model's training.
         qkv_bias: whether queries, keys and values have biases (Qwen2).
         window: tokens that a token sees, itself and those before it (Mistral); None for all.
-        full_layers: of a model with a window, layers that see all tokens nonetheless (gpt-oss).
-        init_std: of the normal distribution that matrices start from.
+        full_layers: in a model with a window, layers that see all tokens nonetheless (gpt-oss).
+        init_std: of the normal distribution of initial matrices.
         moe: the experts of each block; None for one feed-forward.
-        dense_layers, dense_ffn: blocks before the first with experts, and the inner width of their feed-forward.
+        dense_layers, dense_ffn: blocks before the first with experts, and their feed-forward's inner width.
         latent: narrow widths of attention; None for plain attention.
     """
 
@@ -146,12 +143,12 @@ class ModelShape:
 
     @property
     def turned(self) -> int:
-        """Numbers that a head's query and key have beyond those of its value."""
+        """Numbers that a head's query and key have beyond its value's."""
         return 0 if self.latent is None else ROTATED
 
     @property
     def priced_only(self) -> tuple[str, ...]:
-        """What the decoder here does not have, in words: a model with any of it is priced, and not trained."""
+        """Features that the decoder here lacks, in words: a model with any is priced, and not trained."""
         parts = {
             "latent attention": self.latent is not None,
             "dense first layers": self.dense_layers > 0,
@@ -161,11 +158,10 @@ class ModelShape:
 
     @property
     def is_priced_only(self) -> bool:
-        """Whether there is any such thing."""
         return bool(self.priced_only)
 
     def at(self, layer: int) -> ModelShape:
-        """The shape as a block sees it: one before the first with experts has a feed-forward of its own."""
+        """A block's shape: those before the first with experts have their own feed-forward."""
         if layer >= self.dense_layers:
             return self
         return replace(self, moe=None, ffn=self.dense_ffn, dense_layers=0)
@@ -181,7 +177,7 @@ def _llama(layers: int, width: int, heads: int, ffn: int, **over: Any) -> ModelS
 
 
 def _gpt(layers: int, width: int, heads: int, ffn: int) -> ModelShape:
-    """A published GPT in the decoder's own terms: 51,200 ids, as padded there, and sequences of 2,048 tokens."""
+    """A published GPT in the decoder's terms: 51,200 ids, as padded there, and sequences of 2,048 tokens."""
     return _llama(layers, width, heads, ffn, kv_heads=heads, vocab=51200, rope_theta=10000.0, max_tokens=2048)
 
 
@@ -206,18 +202,18 @@ _LONG_SMALL = replace(_LONG, factor=32.0)
 
 
 def balance_weight_of(coefficient: float, *, experts_per_token: int, layers: int) -> float:
-    """Our balance weight for a ``router_aux_loss_coef`` of Hugging Face, as published configurations have it.
+    """Our balance weight for a ``router_aux_loss_coef`` of Hugging Face's published configurations.
 
-    Theirs is coefficient · E · Σ_e F_e · P_e, with F_e the choices of expert e for each token, which sum to k, and both
-    averaged over all layers at once: k at even load. Ours adds weight · E · Σ_e f_e · P_e of each layer, with f_e a
-    share of the choices: ``layers`` at even load. With F = k · f the two are one loss where layers route alike, if
-    weight = coefficient · k / layers.
+    Theirs is coefficient · E · Σ_e F_e · P_e, where F_e is the number of choices of expert e for each token (the sum is
+    k), averaged over all layers together: k at even load. Ours adds weight · E · Σ_e f_e · P_e of each layer, where f_e
+    is a share of the choices: ``layers`` at even load. With F = k · f both losses are equal where layers route alike,
+    if weight = coefficient · k / layers.
     """
     return coefficient * experts_per_token / layers
 
 
 def balance_coefficient_of(weight: float, *, experts_per_token: int, layers: int) -> float:
-    """The inverse, to as many digits as a float keeps, so that what was read is written again."""
+    """The inverse, to 15 digits, so that a value that was read is written again."""
     return float(f"{weight * layers / experts_per_token:.15g}")
 
 
@@ -284,11 +280,7 @@ SHAPES: dict[str, ModelShape] = {
 
 
 def router_rule(router: Router) -> RouterRule:
-    """What a router leaves open.
-
-    Raises:
-        ConfigError: there is no such router.
-    """
+    """The limits of a router; raises ConfigError for an unknown one."""
     if router not in _ROUTER_RULES:
         known = ", ".join(repr(each) for each in _ROUTER_RULES)
         raise ConfigError(f"model.router = {router!r} is unknown; set model.router to one of {known}.")
@@ -296,11 +288,7 @@ def router_rule(router: Router) -> RouterRule:
 
 
 def check_shape(shape: ModelShape) -> None:
-    """Hold a decoder's numbers against each other.
-
-    Raises:
-        ConfigError: they do not fit.
-    """
+    """Check a decoder's numbers against each other; raises ConfigError where they do not fit."""
     for name in ("layers", "width", "heads", "kv_heads", "head_dim", "ffn", "vocab"):
         if getattr(shape, name) < 1:
             raise ConfigError(f"model.{name} = {getattr(shape, name)} must be at least 1.")
@@ -332,7 +320,7 @@ def check_shape(shape: ModelShape) -> None:
 
 
 def _check_size(shape: ModelShape) -> None:
-    """Refuse what no machine trains before anybody counts it: a config file may hold any number."""
+    """Refuse sizes that no machine trains before anything is computed from them: a config file may hold any number."""
     experts = shape.moe.experts if shape.moe else 1
     for name, value, most in (
         ("layers", shape.layers, MOST_LAYERS),

@@ -1,7 +1,7 @@
-"""Models whose layers see a window and all tokens in turn, by name and by ``config.json``: priced, and not trained yet.
+"""Models with alternating sliding and full layers, by name and by ``config.json``: priced, and not trained yet.
 
-The numbers are those of ``config.json`` of ``openai/gpt-oss-120b`` and ``gpt-oss-20b`` (OpenAI 2025, table 1). What no
-price is made of is left out: a learned sink beside each head's scores, biases, clamped gates.
+The numbers are those of ``config.json`` of ``openai/gpt-oss-120b`` and ``gpt-oss-20b`` (OpenAI 2025, table 1), without
+what no price depends on: a learned sink beside each head's scores, biases, clamped gates.
 """
 
 from __future__ import annotations
@@ -36,10 +36,8 @@ PRICED: dict[str, ModelShape] = {"gpt-oss-120b": _gpt_oss(36, 128), "gpt-oss-20b
 
 
 def from_alternating_config(path: Path) -> ModelShape:
-    """The shape in the ``config.json`` of such a model, as far as a price takes it.
-
-    Raises:
-        ConfigError: a number is missing, or a layer attends in another way.
+    """The shape in such a model's ``config.json``, for pricing. Raises ConfigError where a number is missing, or a
+    layer attends in another way.
     """
     keys = JsonKeys(read_json(path), f"{path}: ", DEFAULTS)
     layers = keys.layers()

@@ -1,4 +1,4 @@
-"""What must divide what, so that sequences, experts and copies of the parameters can be spread over ranks."""
+"""Divisibility: what must divide what, so that sequences, experts and replicas can be spread over ranks."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from superstep.plan.sharding.sequence import cp_of_heads, cp_of_tokens, multiple
 
 
 def check_context(config: RunConfig, shape: ModelShape | None, plan: PlanConfig) -> None:
-    """Whether context-parallel ranks can share a sequence.
-
-    Raises:
-        ConfigError: its length or the heads do not divide.
+    """Whether context-parallel ranks can share a sequence. Raises ConfigError where the sequence's length or the heads
+    do not divide.
     """
     tp = plan.tp if plan.sequence_parallel or (shape and shape.moe) else 1
     tokens = config.data.sequence_tokens
@@ -44,11 +42,8 @@ def check_context(config: RunConfig, shape: ModelShape | None, plan: PlanConfig)
 
 
 def check_window(config: RunConfig, shape: ModelShape, plan: PlanConfig) -> None:
-    """Whether attention may slide: within sequences longer than the window, a ring, exact mode and documents kept apart
-    let it see all.
-
-    Raises:
-        ConfigError: it would.
+    """Whether attention may slide: in sequences longer than the window, a ring, exact mode and separate documents
+    cannot. Raises ConfigError where they would have to.
     """
     tokens, is_ring = config.data.sequence_tokens, plan.cp > 1 and plan.context == "ring"
     without = {
@@ -67,10 +62,8 @@ def check_window(config: RunConfig, shape: ModelShape, plan: PlanConfig) -> None
 
 
 def check_experts(config: RunConfig, shape: ModelShape | None, plan: PlanConfig) -> None:
-    """Whether expert-parallel ranks can share out the experts, and tp ranks the tokens.
-
-    Raises:
-        ConfigError: there are none, or they do not divide.
+    """Whether expert-parallel ranks can share the experts, and tp ranks the tokens. Raises ConfigError where there are
+    no experts, or they do not divide.
     """
     assert plan.dp is not None
     if shape is None or shape.moe is None:
@@ -90,10 +83,8 @@ def check_experts(config: RunConfig, shape: ModelShape | None, plan: PlanConfig)
 
 
 def check_replicas(shape: ModelShape | None, plan: PlanConfig) -> None:
-    """Whether the ranks that hold the same parameters, and those that hold the same experts, fall into so many copies.
-
-    Raises:
-        ConfigError: they do not, or nothing is sharded that could be replicated.
+    """Whether the ranks with the same parameters, and those with the same experts, divide into the replicas. Raises
+    ConfigError where they do not, or nothing is sharded that could be replicated.
     """
     if plan.replicas == 1:
         return

@@ -1,15 +1,15 @@
-"""Documents in a packed sequence, and what is left of its attention where each of them sees itself alone.
+"""Documents in a packed sequence, and the parts of its attention where each document sees only itself.
 
-A document is a run of neighbouring tokens, so the scores that are needed are one triangle for each::
+A document is a run of neighbouring tokens, so the needed scores are one triangle for each::
 
     keys     a a a b b c c c
     a a a    ◣               queries of document a, all three
     b b            ◣
     c c c              ◣
 
-A ring cuts these (see ``plan.sharding.sequence``), and what falls into one of its blocks is simple again. Of a rank's
-own keys it is a triangle for each document that it holds tokens of. Of another rank's it is one rectangle or nothing:
-these keys all come before the queries, so a document that has some of both has the last keys and the first queries.
+A ring cuts these (see ``plan.sharding.sequence``), and each of its blocks is simple again. With a rank's own keys it is
+a triangle for each document with tokens here. With another rank's keys it is one rectangle or nothing: those keys all
+come before the queries, so a document in both has the last keys and the first queries.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Tile:
     """Queries and keys of one document, by their places among the rank's own tokens and the source's.
 
     Attributes:
-        is_causal: whether these are the same tokens, each of which sees the keys up to its own place; else every query
-            sees every key.
+        is_causal: whether these are the same tokens, each of which sees the keys up to its own place; otherwise every
+        query sees every key.
     """
 
     queries: slice
@@ -38,14 +38,14 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class RankTokens:
-    """The tokens that a cp rank holds: two chunks of the sequence, or all of it where cp = 1."""
+    """The tokens of a cp rank: two chunks of the sequence, or all of it where cp = 1."""
 
     tokens: int
     cp: int
     rank: int
 
     def before(self, position: int) -> int:
-        """How many of them stand before a position of the sequence: where it is, or would be, among them."""
+        """How many of them stand before a position of the sequence: its place, or where it would be, among them."""
         if self.cp == 1:
             return position
         chunk = self.tokens // (2 * self.cp)
@@ -53,11 +53,11 @@ class RankTokens:
         return sum(min(max(position - start, 0), chunk) for start in starts)
 
     def cuts(self, bounds: Sequence[int]) -> tuple[int, ...]:
-        """Where each document that has tokens here begins among them, and last how many there are."""
+        """The begin of each document with tokens here, among them, and last their number."""
         return tuple(dict.fromkeys(self.before(bound) for bound in bounds))
 
     def position(self, place: int) -> int:
-        """The inverse of ``before``: where in the sequence a held token stands."""
+        """The inverse of ``before``: a held token's position in the sequence."""
         if self.cp == 1:
             return place
         chunk = self.tokens // (2 * self.cp)
@@ -65,13 +65,13 @@ class RankTokens:
 
 
 def tiles(block: AttentionBlock, bounds: Sequence[int], *, cp: int, rank: int) -> Iterator[Tile]:
-    """What a cp rank computes of a block, where each document sees itself alone.
+    """What a cp rank computes of a block, where each document sees only itself.
 
     Args:
         block: one of ``plan.sharding.sequence.blocks``.
-        bounds: where each document of the sequence starts, from 0 on, and last the length of the sequence.
+        bounds: the begin of each document, from 0 on, and last the sequence's length.
         cp: ranks over which the sequence is cut.
-        rank: whose queries.
+        rank: the cp rank of the queries.
     """
     mine, theirs = RankTokens(bounds[-1], cp, rank), RankTokens(bounds[-1], cp, block.source)
     if block.is_causal:

@@ -1,5 +1,5 @@
-"""Padding: how long a unit's flat buffer is, and how many rows a cut vocabulary has. One rule each, for what is made
-and for what is predicted.
+"""Padding: the length of a unit's flat buffer, and the rows of a cut vocabulary; one rule each, for buffers and
+predictions.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ ALIGN = 16
 def padded(numel: int, dp: int) -> int:
     """Elements of a buffer that holds ``numel`` and splits evenly over dp.
 
-    A lone rank still pads to the alignment, so that the buffer does not depend on whether dp is 1.
+    A single rank also pads to the alignment, so that the buffer does not depend on whether dp is 1.
     """
     step = dp * ALIGN
     return -(-numel // step) * step
@@ -20,8 +20,8 @@ def padded(numel: int, dp: int) -> int:
 def padded_vocab(vocab: int, parts: int) -> int:
     """Rows of the vocabulary matrices over all of ``parts`` ranks, or cells of exact mode.
 
-    A vocabulary that splits evenly stays as it is. Another is padded until each part is a multiple of ``ALIGN``, so
-    that products keep whole lanes. The rows beyond the vocabulary are zero and take part in nothing.
+    A vocabulary that splits evenly is not padded. Any other is padded until each part is a multiple of ``ALIGN``, so
+    that products keep whole lanes. The added rows are zero and take part in nothing.
     """
     if vocab % parts == 0:
         return vocab

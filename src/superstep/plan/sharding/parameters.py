@@ -1,8 +1,8 @@
-"""Cuts: whether a model's parameters can be cut as the rules say, before any rank is launched.
+"""Whether a model's parameters can be cut as the rules say, before any rank is launched.
 
-What the engine can cut is a linear layer over its output or its input and an embedding over its rows. Within a unit
-what is cut over an output must come together again in a layer that is cut over its input; the last unit's output may
-stay cut, because the loss is computed over a cut vocabulary.
+The engine can cut a linear layer over its output or its input, and an embedding over its rows. Within a unit, what is
+cut over an output must be joined again by a layer that is cut over its input; the last unit's output may stay cut, as
+the loss is computed over a cut vocabulary.
 """
 
 from __future__ import annotations
@@ -22,10 +22,8 @@ ALIKE = ("heads", "kv_heads")
 
 
 def rules_of(outline: Outline, plan: PlanConfig) -> Rules:
-    """The rules of a plan, each of which can be kept on some number of ranks.
-
-    Raises:
-        ConfigError: a rule is of an axis that no parameter has, or cuts what cannot be cut so.
+    """The rules of a plan, each possible on some number of ranks. Raises ConfigError where a rule names an axis that no
+    parameter has, or cuts what cannot be cut.
     """
     rules = DEFAULT.over(plan.rules)
     parameters = [p for unit in outline.units for p in unit.parameters]
@@ -37,8 +35,8 @@ def rules_of(outline: Outline, plan: PlanConfig) -> Rules:
 
 
 def padding_of(shape: ModelShape | None, rules: Rules, parts: int) -> tuple[tuple[str, int], ...]:
-    """For each axis that is padded until it splits into ``parts``, its rows over all of them: our own decoder's
-    vocabulary, whose loss leaves out the rows beyond.
+    """For each axis that is padded to split into ``parts``, its rows over all of them: our decoder's vocabulary, with a
+    loss that ignores the added rows.
     """
     if shape is None or rules.cut("vocab") is None or shape.vocab % parts == 0:
         return ()
@@ -46,10 +44,8 @@ def padding_of(shape: ModelShape | None, rules: Rules, parts: int) -> tuple[tupl
 
 
 def check_split(outline: Outline, rules: Rules, tp: int, padded: Collection[str] = ()) -> None:
-    """See that the rules can be kept on ``tp`` ranks; axes that are ``padded`` can.
-
-    Raises:
-        ConfigError: a dim does not split, nothing is cut, or what is cut does not come together again.
+    """Check that the rules work on ``tp`` ranks; axes that are ``padded`` do. Raises ConfigError where a dim does not
+    split, nothing is cut, or a cut output is not joined again.
     """
     if tp == 1:
         return
@@ -66,7 +62,7 @@ def has_cut_output(outline: Outline, rules: Rules) -> bool:
 
 
 def columns_of(outline: Outline, rules: Rules) -> int:
-    """Columns of the last unit's output over all ranks, where it is cut; else 0."""
+    """Columns of the last unit's output over all ranks where it is cut; else 0."""
     columns, rows = _cut_linears(outline.units[-1], rules)
     return columns[0][0].dims[0] if columns and not rows else 0
 
@@ -156,7 +152,7 @@ def _check_regions(units: Sequence[Unit], rules: Rules, tp: int) -> None:
 def _cut_linears(
     unit: Unit, rules: Rules
 ) -> tuple[list[tuple[Parameter, str | None]], list[tuple[Parameter, str | None]]]:
-    """The unit's matrices that are cut over their output, and those over their input, each with the cut axis."""
+    """The unit's matrices cut over their output, and those cut over their input, each with the cut axis."""
 
     def cut(dim: int) -> Iterator[tuple[Parameter, str | None]]:
         for p in unit.parameters:
@@ -167,10 +163,8 @@ def _cut_linears(
 
 
 def check_decoder(config: RunConfig, shape: ModelShape, rules: Rules) -> None:
-    """What the axes of our own decoder ask for beyond the sizes of parameters: whole heads, and a whole sequence.
-
-    Raises:
-        ConfigError: heads or tokens do not split over tp, or attention would see a part of the sequence.
+    """Further limits of our decoder's axes: whole heads, and a whole sequence. Raises ConfigError: heads or tokens do
+    not split over tp, or attention would see a part of the sequence.
     """
     plan = config.plan
     if plan.tp == 1:

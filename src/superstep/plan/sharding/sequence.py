@@ -19,7 +19,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class AttentionBlock:
-    """What one cp rank computes with the keys of another: a part of its queries with a part of the keys.
+    """What a cp rank computes with another's keys: a part of its queries with a part of the keys.
 
     Each holds ``tokens`` in two chunks, and of a pair of chunks either every score is needed or none is:
 
@@ -37,15 +37,15 @@ class AttentionBlock:
         return self.kind == "own"
 
     def queries(self, tokens: int) -> slice:
-        """Which of the rank's own tokens ask."""
+        """The places of the queries among the rank's own tokens."""
         return slice(tokens // 2 if self.kind == "later" else 0, tokens)
 
     def keys(self, tokens: int) -> slice:
-        """Which of the source's tokens answer."""
+        """The places of the keys among the source's tokens."""
         return slice(0, tokens // 2 if self.kind == "earlier" else tokens)
 
     def scores(self, tokens: int) -> int:
-        """How many products of a query and a key are needed."""
+        """The number of needed products of a query and a key."""
         if self.is_causal:
             return tokens * (tokens + 1) // 2
         held = range(tokens)
@@ -53,17 +53,16 @@ class AttentionBlock:
 
 
 def blocks(rank: int, cp: int) -> tuple[AttentionBlock, ...]:
-    """What a cp rank computes as keys go round the ring: with its own first, then with its predecessor's."""
+    """The blocks of a cp rank as keys go round the ring: its own first, then its predecessor's."""
     sources = ((rank - step) % cp for step in range(cp))
     return tuple(AttentionBlock(s, "own" if s == rank else "earlier" if s < rank else "later") for s in sources)
 
 
 def positions(tokens: int, *, cp: int, rank: int, tp: int = 1, part: int = 0) -> tuple[int, ...]:
-    """Where in the sequence of ``tokens`` a rank's own tokens stand, in the order in which it holds them.
+    """The positions of a rank's own tokens in the sequence of ``tokens``, in the order in which it holds them.
 
     Args:
         tokens: the whole sequence, a multiple of ``multiple(cp, tp)``.
-        cp: ranks over which the sequence is cut.
         rank: the cp rank.
         tp: ranks that share the cp rank's tokens by sequence parallelism; 1 without it.
         part: the tp rank.
@@ -80,7 +79,7 @@ def positions(tokens: int, *, cp: int, rank: int, tp: int = 1, part: int = 0) ->
 
 
 def places(tokens: int, cp: int) -> tuple[int, ...]:
-    """The inverse: for each position of the sequence, its place where the ranks' tokens lie side by side."""
+    """The inverse: the place of each position where the ranks' tokens lie side by side."""
     side_by_side = [at for rank in range(cp) for at in positions(tokens, cp=cp, rank=rank)]
     owners = [0] * tokens
     for place, at in enumerate(side_by_side):
@@ -89,7 +88,7 @@ def places(tokens: int, cp: int) -> tuple[int, ...]:
 
 
 def multiple(cp: int, tp: int = 1) -> int:
-    """A sequence that is cut over cp, and within over tp (1 without sequence parallelism), is a multiple of this."""
+    """The length of a sequence cut over cp, and within over tp (1 without sequence parallelism), is a multiple."""
     return tp if cp == 1 else cp * math.lcm(2, tp)
 
 
@@ -99,8 +98,8 @@ def cp_of_tokens(tokens: int, tp: int = 1) -> list[int]:
 
 
 def cp_of_heads(heads: int, kv_heads: int, tp: int = 1) -> list[int]:
-    """Every cp for Ulysses, ascending: the query heads of a tp rank split evenly, and so do its kv heads, or each of
-    these goes whole to equally many ranks.
+    """Every cp for Ulysses, ascending: a tp rank's query heads split evenly, and so do its kv heads, or each of these
+    goes whole to equally many ranks.
     """
     own, kv_own = heads // tp, kv_heads // tp
     return [cp for cp in range(1, own + 1) if own % cp == 0 and (kv_own % cp == 0 or cp % kv_own == 0)]

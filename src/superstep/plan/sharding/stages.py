@@ -1,4 +1,4 @@
-"""Stages: which units each one has, and which pipeline rank it is on."""
+"""Stages: the units of each one, and its pipeline rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from superstep.plan.config import PlanConfig, Schedule
 def place(schedule: Schedule, *, pp: int, chunks: int) -> tuple[int, ...]:
     """The pipeline rank of each stage.
 
-    Stages go around the ranks (the loop of Narayanan 2021, fig. 4), with zb-v down and up again (Qi 2023, sec. 6):
+    Stages go round the ranks (the loop of Narayanan 2021, fig. 4), with zb-v down and up again (Qi 2023, sec. 6):
 
         pp=3, chunks=2      loop  0 1 2 0 1 2       V  0 1 2 2 1 0
     """
@@ -23,14 +23,13 @@ def place(schedule: Schedule, *, pp: int, chunks: int) -> tuple[int, ...]:
 
 
 def stages_of(plan: PlanConfig, work: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """The unit numbers of each stage: as many as the plan says, or those whose largest stage has the least work.
+    """The unit numbers of each stage: the plan's split, or the one whose largest stage has the least work.
 
     Args:
-        plan: the layout.
         work: of each unit's forward pass.
 
     Raises:
-        ConfigError: the plan's numbers are not one for each stage, or do not share out the units.
+        ConfigError: the plan's numbers are not one for each stage, or do not add up to the units.
     """
     count = plan.pp * plan.chunks
     if plan.stages is None:
@@ -45,10 +44,10 @@ def stages_of(plan: PlanConfig, work: Sequence[int]) -> tuple[tuple[int, ...], .
 
 
 def even_split(work: Sequence[int], stages: int) -> tuple[int, ...]:
-    """How many units each of ``stages`` runs has, at least one, so that the largest work of a run is smallest.
+    """The number of units of each of ``stages`` runs, at least one, with the smallest maximum of a run's work.
 
-    Among those splits the most even one is taken (the least sum of squares), and among equals the one with the
-    fewest units in front: the first stages keep the most microbatches.
+    Among those splits the most even one is taken (the least sum of squares), and among equals the one with the fewest
+    units in front: the first stages keep the most microbatches.
     """
     before = [0, *accumulate(work)]
     limit = _smallest_limit(work, before, stages)
@@ -84,7 +83,7 @@ def _best(
 
 
 def _smallest_limit(work: Sequence[int], before: Sequence[int], stages: int) -> int:
-    """The least work that the largest run can have."""
+    """The smallest possible work of the largest run."""
 
     def fits(limit: int) -> bool:
         runs, start = 0, 0

@@ -1,4 +1,4 @@
-"""The work of a unit, which decides how units are shared out into stages; ``cost.program.flops`` has the letters."""
+"""The work of a unit, by which units are split into stages; ``cost.program.flops`` has the letters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from superstep.plan.model.shape import ROTATED, ModelShape
 def forward_flops_per_token(shape: ModelShape, sequence_tokens: int) -> tuple[int, ...]:
     """Floating-point operations of each unit's forward pass for one token of a sequence, in model order.
 
-    Products alone count; the backward pass takes twice as many in every unit.
+    Only products count; the backward pass takes twice as many in every unit.
     """
     # Scores are products of queries and keys, and sum values.
     attention = 2 * seen_tokens(shape, sequence_tokens) * shape.heads * (2 * shape.head_dim + shape.turned)
@@ -18,7 +18,7 @@ def forward_flops_per_token(shape: ModelShape, sequence_tokens: int) -> tuple[in
 
 
 def _active(shape: ModelShape) -> int:
-    """Parameters that a token meets in a block."""
+    """Parameters that a token uses in a block."""
     active = cut_matrices(shape) + whole_matrices(shape)
     if shape.moe:
         active += shape.moe.experts_per_token * (feed_forward(shape) + shape.width)
@@ -26,21 +26,20 @@ def _active(shape: ModelShape) -> int:
 
 
 def seen_tokens(shape: ModelShape, sequence_tokens: int) -> int:
-    """Keys that a query meets, as if attention were not causal: the whole sequence, or a sliding window of it.
-
-    Where layers differ in that, their mean.
+    """Keys of a query, as if attention were not causal: the whole sequence, or a sliding window of it; the mean where
+    layers differ.
     """
     slid = min(sequence_tokens, shape.window or sequence_tokens)
     return slid + (sequence_tokens - slid) * shape.full_layers // shape.layers
 
 
 def biases(shape: ModelShape) -> int:
-    """Parameters in the biases of one block, which tensor parallelism cuts with their heads."""
+    """Elements of a block's biases, which tensor parallelism cuts with their heads."""
     return (shape.heads + 2 * shape.kv_heads) * shape.head_dim if shape.qkv_bias else 0
 
 
 def cut_matrices(shape: ModelShape) -> int:
-    """Parameters in the matrices of one block that tensor parallelism cuts: attention's, and a lone feed-forward's."""
+    """Elements of a block's matrices that tensor parallelism cuts: attention's, and a single feed-forward's."""
     D, queries, keys = shape.width, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     inner = 0 if shape.moe else feed_forward(shape)
     if shape.latent is None:
@@ -50,7 +49,7 @@ def cut_matrices(shape: ModelShape) -> int:
 
 
 def whole_matrices(shape: ModelShape) -> int:
-    """Parameters in those that no axis cuts: a mixture's router and shared experts, latent attention's way in."""
+    """Elements of a block's matrices that no axis cuts: router and shared experts, latent attention's input."""
     narrow = 0 if shape.latent is None else shape.latent.query_rank + shape.latent.key_rank + ROTATED
     if shape.moe is None:
         return shape.width * narrow
@@ -58,5 +57,5 @@ def whole_matrices(shape: ModelShape) -> int:
 
 
 def feed_forward(shape: ModelShape) -> int:
-    """Parameters in the matrices of one feed-forward, or of one expert."""
+    """Elements of the matrices of one feed-forward, or of one expert."""
     return 3 * shape.width * shape.ffn
