@@ -16,14 +16,11 @@ from torch import Tensor
 from superstep.comm.device import Device
 from superstep.engine.measure.probe_kernels import Gauge
 from superstep.kernels.gpu.attention import Sees, attention
-from superstep.kernels.gpu.cross_entropy import linear_cross_entropy_sum
-from superstep.kernels.gpu.grouped import products
-from superstep.kernels.gpu.matmul import matmul
 from superstep.kernels.gpu.norm import rms_norm
 from superstep.kernels.gpu.rope import rope
-from superstep.kernels.gpu.softmax import softmax
 from superstep.kernels.gpu.swiglu import swiglu
 from superstep.kernels.position_bias import alibi, t5
+from superstep.numerics.loss import linear_cross_entropy_sum
 
 Compute = Callable[..., Tensor]
 
@@ -41,9 +38,8 @@ class Operation:
     Attributes:
         name: with its sizes.
         ours, torch: functions of the inputs.
-        inputs: their gradients are computed where there is a backward pass.
+        inputs: their gradients are computed.
         exact: torch's in fp64, where that is another one.
-        has_backward: else the forward pass alone is measured.
         is_checked: whether there is room for fp64.
     """
 
@@ -52,15 +48,11 @@ class Operation:
     torch: Compute
     inputs: Sequence[Tensor]
     exact: Compute | None = None
-    has_backward: bool = True
     is_checked: bool = True
 
 
 def computed(run: Compute, operation: Operation, inputs: Sequence[Tensor]) -> list[Tensor]:
     """The result, and the gradients of the inputs for a gradient of ones."""
-    if not operation.has_backward:
-        with torch.no_grad():
-            return [run(*inputs)]
     leaves = [x.detach().requires_grad_() for x in inputs]
     out = run(*leaves)
     return [out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out))]
@@ -150,28 +142,11 @@ def others(device: torch.device, dtype: torch.dtype, tokens: int, width: int, vo
     yield Operation(f"rope {tokens} x 8 x 128", lambda x: rope(x, cos, sin), turned, (drawn(1, tokens, 8, 128),))
     yield Operation(
         f"linear and cross entropy {tokens} x {width} x {vocab}",
-        lambda h, w: linear_cross_entropy_sum(h, w, targets),
+        lambda h, w: linear_cross_entropy_sum(h, w, targets, is_compiled=True),
         lambda h, w: F.cross_entropy(
             (h @ w.t()).to(torch.promote_types(h.dtype, torch.float32)), targets, reduction="sum"
         ),
         (rows, drawn(vocab, width) / width**0.5),
-    )
-    yield Operation(f"softmax {tokens} x {width}", softmax, lambda x: x.softmax(-1), (rows,), has_backward=False)
-    square = drawn(width, width)
-    yield Operation(f"matmul {tokens} x {width} x {width}", matmul, torch.mm, (rows, square), has_backward=False)
-    matrices, counts = drawn(4, width, width), [tokens // 2, 0, tokens // 4, tokens // 8]
-    held = torch.tensor(counts, device=device)
-
-    def by_expert(x: Tensor, matrix: Tensor) -> Tensor:
-        parts = [part @ each for part, each in zip(x.split([*counts, len(x) - sum(counts)]), matrix, strict=False)]
-        return torch.cat((*parts, x.new_zeros(len(x) - sum(counts), matrix.shape[2])))
-
-    yield Operation(
-        f"experts {counts} x {width} x {width}",
-        lambda x, matrix: products(x, matrix, held),
-        by_expert,
-        (rows, matrices),
-        has_backward=False,
     )
 
 

@@ -36,8 +36,7 @@ def inputs():
 
 
 CALLS = {
-    "softmax": lambda x, w: kernel("softmax")(x),
-    "matmul": lambda x, w: kernel("matmul")(x, x.t()),
+    "logits": lambda x, w: kernel("cross_entropy.row_sums")(x, torch.arange(5, device=x.device), 30, 1.0)[0],
     "norm": lambda x, w: kernel("norm.rms_norm")(x, w, 1e-5),
     "swiglu": lambda x, w: kernel("swiglu")(x, x * 2),
 }
@@ -72,10 +71,10 @@ def use_beside(rank, world, way):
         x, other = inputs()[0].to(device.torch), torch.cuda.Stream()
         other.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(other):
-            kept = kernel("softmax")(x) if way == "both read" else x.mul_(2)
+            kept = kernel("swiglu")(x, x) if way == "both read" else x.mul_(2)
         if way == "ordered":
             torch.cuda.current_stream().wait_stream(other)
-        kernel("softmax")(x)
+        kernel("swiglu")(x, x)
         torch.cuda.synchronize()
         del kept
         races = list(report().races)
@@ -88,7 +87,7 @@ def test_a_kernel_beside_another_use_of_its_input_is_named(pool, way):
     (races,) = pool.run(1, use_beside, way, timeout_s=60)
     if way == "unordered":
         assert len(races) == 1
-        assert races[0].startswith("_softmax (superstep/kernels/gpu/softmax.py:")
+        assert races[0].startswith("_forward (superstep/kernels/gpu/swiglu.py:")
         assert re.search(r"reads on stream \d+ bytes that aten::mul\S* \(\S*test_triton_launch.py:\d+", races[0])
     else:
         assert races == []
@@ -97,7 +96,7 @@ def test_a_kernel_beside_another_use_of_its_input_is_named(pool, way):
 def launch_wrongly(rank, world):
     with gpu_of(rank, world) as (device, _):
         x = inputs()[0].to(device.torch)
-        kernel("softmax._softmax")[5,](x, torch.empty_like(x), 32, 32, WIDE=3)
+        kernel("swiglu._forward")[5,](x, x, torch.empty_like(x), 32, NUMBERS=3)
         with pytest.raises(RuntimeError) as failed:
             torch.cuda.synchronize()
         return str(failed.value)
@@ -105,17 +104,16 @@ def launch_wrongly(rank, world):
 
 def test_a_kernel_that_fails_is_named_with_the_line_of_its_launch(pool):
     (why,) = pool.run(1, launch_wrongly, timeout_s=60)
-    assert re.search(r"^_softmax \(\S*test_triton_launch.py:\d+.*\): .*power of 2", why), why
+    assert re.search(r"^_forward \(\S*test_triton_launch.py:\d+.*\): .*power of 2", why), why
 
 
 USES = {
-    "softmax._softmax": ("x", "out"),
-    "adamw._update": ("grad", "param first second copy"),
+    "cross_entropy._sums": ("logits targets", "lse score"),
+    "cross_entropy._gradients": ("targets lse factor", "logits"),
     "norm._backward": ("x weight inverse grad", "dx dweight"),
     "attention_forward.attention_forward": ("q k v starts bias", "out lse"),
     "attention_backward.attention_queries_backward": ("grad q k v lse delta starts bias", "dq dbias"),
     "attention_backward.attention_keys_backward": ("grad q k v lse delta starts stops bias", "dk dv"),
-    "grouped._products": ("x matrix counts", "out"),
 }
 """What kernels read, and what they write: their helpers load what their texts hand on."""
 

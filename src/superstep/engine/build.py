@@ -15,7 +15,7 @@ from superstep.engine.exact.modules import ExactLayers, build_exact_loss, grid_o
 from superstep.engine.executor import RankUnits
 from superstep.engine.flat.buffers import UnitBuffers
 from superstep.engine.layer_table import LayerContext
-from superstep.engine.layers.fused import is_fused, layer_kernels
+from superstep.engine.layers.fused import layer_kernels
 from superstep.engine.layers.grad_accumulation import Adder, GradientSink, Sums
 from superstep.engine.step_context import StepContext
 from superstep.model.custom.inspect import Passed, passed
@@ -166,7 +166,7 @@ def _loss(
         tp,
         is_straight=is_straight,
         vocab=vocab,
-        is_fused=is_fused(run, mesh.device),
+        is_fused=layer_kernels(run, mesh.device) != "torch",
         given=spec.loss,
     )
     return on_part(loss, mesh.tp) if mesh.tp is not None and sees_part(plan, run.outline) else loss

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from superstep.comm.mesh import Group
 from superstep.engine.exact.modules import ExactLayers, exact_layers
-from superstep.engine.layers.fused import LayerKernels, fused_layers
+from superstep.engine.layers.fused import LANGUAGES, LayerKernels, fused_layers
 from superstep.engine.layers.grad_accumulation import Sums, accumulating_after, accumulating_straight
 from superstep.engine.layers.implementation import Choice, Forward, Implementation, install
 from superstep.engine.layers.lora import adapting_straight
@@ -47,7 +47,7 @@ class LayerContext:
         sequence_parallel: the stream is split over the sequence.
         is_first: the unit takes the input, whose sequences are whole.
         is_compiled: torch.compile makes its code.
-        kernels: what computes norms, gates and the rotary embedding.
+        kernels: what computes the loss, norms, gates and the rotary embedding.
         exact: of exact mode; None in fast mode.
     """
 
@@ -67,7 +67,7 @@ def install_layers(module: nn.Module, spec: UnitSpec, context: LayerContext) -> 
 
 
 def _computing(module: nn.Module, spec: UnitSpec, context: LayerContext) -> tuple[Implementation, ...]:
-    to_loss = left_to_loss(module, spec)
+    to_loss = left_to_loss(module, spec, "torch" if context.exact is not None else context.kernels)
     if context.exact is not None:
         return to_loss + exact_layers(spec, context.exact)
     if context.is_compiled:
@@ -93,14 +93,14 @@ def _around(module: nn.Module, spec: UnitSpec, context: LayerContext) -> tuple[I
     return found + _NOT_COMPILED if context.is_compiled else found
 
 
-def left_to_loss(module: nn.Module, spec: UnitSpec) -> tuple[Implementation, ...]:
+def left_to_loss(module: nn.Module, spec: UnitSpec, kernels: LayerKernels = "torch") -> tuple[Implementation, ...]:
     """The head of a decoder, unless the unit has a loss of its own. What enters a cut head still enters there."""
     if not isinstance(module, Head) or spec.loss is not None:
         return ()
     head = module.lm_head
     return (
         Implementation(
-            "product left to the loss",
+            "product left to the loss" + (f" in {LANGUAGES[kernels]}" if kernels in LANGUAGES else ""),
             "decoder",
             lambda path, layer: layer is head,
             lambda path, layer, inner: _same,

@@ -7,7 +7,7 @@ from dataclasses import replace
 from superstep.comm.device import Device
 from superstep.cost.program.memory.gpu_kept import expands_keys
 from superstep.engine.attention.choose_attention import is_compiled
-from superstep.engine.layers.fused import is_fused, layer_kernels
+from superstep.engine.layers.fused import layer_kernels
 from superstep.kernels import cpu_library, exact_attention
 from superstep.kernels.attention import LANES
 from superstep.plan.resolve import Resolved
@@ -27,12 +27,13 @@ def with_kept(run: Resolved, device: Device) -> Resolved:
             exact_products=not (has_kernels and width % LANES == 0),
         )
     else:
+        is_fused = layer_kernels(run, device) != "torch"
         by_kernel = head_dim % LANES == 0 and is_compiled(run, device)
         kept = SavedActivations(
-            silu=layer_kernels(run, device) == "torch",
+            silu=not is_fused,
             window_blocks=not by_kernel,
             expanded_keys=device.kind != "cpu" and not by_kernel and expands_keys(run),
-            wide_logits=not is_fused(run, device),
+            wide_logits=not is_fused,
             rounded_products=device.kind == "cpu",
         )
     return replace(run, kept=kept)

@@ -1,4 +1,4 @@
-"""Rows of logits to log-sum-exp and the target's logit, and to gradients: what that is, and the kernel for a CPU.
+"""Rows of logits to log-sum-exp and the target's logit, and to gradients: what that is, and its kernels.
 
 C  rows    V  columns
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from superstep.kernels import cpu_library
+from superstep.kernels import cpu_library, triton_loader
 
 
 def apply_temperature(logits: Tensor, temperature: float) -> Tensor:
@@ -50,14 +50,19 @@ def reference_gradients(
 
 
 def takes(logits_CV: Tensor) -> bool:
-    """Whether the kernel computes it."""
-    return cpu_library.takes(logits_CV)
+    """Whether the kernel of their device computes it."""
+    return (logits_CV.is_cuda and logits_CV.dtype in cpu_library.DTYPES) or cpu_library.takes(logits_CV)
 
 
 @torch.library.custom_op("superstep::row_sums", mutates_args=())
 def row_sums(logits_CV: Tensor, targets_C: Tensor, columns: int, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """As ``reference``, by the kernel: fp32."""
     logits_CV, targets_C = logits_CV.contiguous(), targets_C.contiguous()
+    if logits_CV.is_cuda:
+        sums: tuple[Tensor, Tensor] = triton_loader.module("cross_entropy").row_sums(
+            logits_CV, targets_C, columns, temperature
+        )
+        return sums
     lse_C, score_C = _empty_sums(logits_CV, targets_C, columns)
     rows, width = logits_CV.shape
     is_bf16 = logits_CV.dtype == torch.bfloat16
@@ -85,10 +90,14 @@ def row_gradients_(
         factor_C: fp32.
         temperature: that of the sums.
     """
+    targets_C, lse_C, factor_C = targets_C.contiguous(), lse_C.contiguous(), factor_C.contiguous()
+    if logits_CV.is_cuda:
+        gpu = triton_loader.module("cross_entropy")
+        gpu.row_gradients_(logits_CV, targets_C, columns, lse_C, factor_C, temperature)
+        return
     rows, width = logits_CV.shape
     is_bf16 = logits_CV.dtype == torch.bfloat16
-    held = targets_C.contiguous(), lse_C.contiguous(), factor_C.contiguous()
-    cpu_library.run("row_gradients", is_bf16, logits_CV, rows, columns, width, *held, temperature)
+    cpu_library.run("row_gradients", is_bf16, logits_CV, rows, columns, width, targets_C, lse_C, factor_C, temperature)
 
 
 @row_gradients_.register_fake

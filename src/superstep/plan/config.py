@@ -225,8 +225,8 @@ class NumericsConfig:
     """Compile each block with torch.compile (needs a C++ compiler on a CPU)."""
     kernels: Kernels = "auto"
     """Kernels outside of exact mode. auto: on a CPU our own kernels for attention, norms, rotary embedding, gates and
-    the loss, compiled at first use, where a C++ compiler is; on a GPU torch's. triton: on a GPU our own for attention,
-    norms, rotary embedding and gates, where Triton is, which no GPU has measured yet. torch: torch's everywhere.
+    the loss, compiled at first use, where a C++ compiler is; on a GPU torch's. triton: on a GPU our own for the same,
+    where Triton is, which no GPU has measured yet. torch: torch's everywhere.
     """
 
 

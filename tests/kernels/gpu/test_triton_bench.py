@@ -19,7 +19,7 @@ def test_both_sides_compute_the_same(device, monkeypatch):
     rows = [gpu_kernels.measured(operation, on, lambda run: run) for operation in operations]
     assert [row["operation"].split()[0] for row in rows] == [
         *("attention", "documents", "window", "alibi", "t5"),
-        *("rms_norm", "swiglu", "rope", "linear", "softmax", "matmul", "experts"),
+        *("rms_norm", "swiglu", "rope", "linear"),
     ]
     for row in rows:
         assert set(row["errors"]) == {"ours", "torch", "torch.compile"}

@@ -12,7 +12,7 @@ from superstep.comm.device import Device
 from superstep.comm.mesh import Group, Mesh
 from superstep.engine.attention.document_attention import DocumentAttend, WindowAttend
 from superstep.engine.exact.attention import ExactAttend, WholeSequence
-from superstep.engine.layers.fused import wants_attention
+from superstep.engine.layers.fused import wants_kernels
 from superstep.engine.parallel.ring import RingAttend
 from superstep.engine.parallel.ulysses import UlyssesAttend
 from superstep.engine.parallel.zigzag import gather_kv, scatter_sum
@@ -74,7 +74,7 @@ def kernel_of(run: Resolved, device: Device) -> str:
     """What computes attention, in words."""
     if run.plan.grain is not None:
         return "in exact mode"
-    if not wants_attention(run, device):
+    if not wants_kernels(run, device):
         return "by torch"
     why = missing(device.torch)
     if why:
@@ -86,7 +86,7 @@ def kernel_of(run: Resolved, device: Device) -> str:
 
 def is_compiled(run: Resolved, device: Device) -> bool:
     """Whether ``kernels.attention`` computes it."""
-    return wants_attention(run, device) and not missing(device.torch)
+    return wants_kernels(run, device) and not missing(device.torch)
 
 
 def _attend(run: Resolved, mesh: Mesh, starts: Tensor | None, excess: Excess) -> Attend:

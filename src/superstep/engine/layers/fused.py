@@ -23,36 +23,27 @@ from superstep.model.rope import Rope
 from superstep.plan.resolve import Resolved
 
 LayerKernels = Literal["torch", "c++", "triton"]
-"""What computes norms, gates and the rotary embedding."""
+"""What computes the loss, norms, gates and the rotary embedding, between products."""
+
+LANGUAGES = {"c++": "C++", "triton": "Triton"}
 
 Takes = Callable[..., bool]
 """Whether a kernel computes with such tensors."""
 
 
 def wants_kernels(run: Resolved, device: Device) -> bool:
-    """Whether a run is to compute with the kernels of ``superstep.kernels`` for CPUs, where they can be had."""
-    return run.plan.grain is None and run.config.numerics.kernels != "torch" and device.kind == "cpu"
-
-
-def wants_attention(run: Resolved, device: Device) -> bool:
-    """Whether it is to attend with one of them, a GPU's with those that were asked for by name."""
-    by_name = run.plan.grain is None and run.config.numerics.kernels == "triton"
-    return by_name or wants_kernels(run, device)
-
-
-def is_fused(run: Resolved, device: Device) -> bool:
-    """Whether it does between products."""
-    return wants_kernels(run, device) and cpu_library.is_compiled()
+    """Whether a run is to compute with ``superstep.kernels``, where they can be had: a GPU's are asked for by name."""
+    wanted = ("auto", "triton") if device.kind == "cpu" else ("triton",)
+    return run.plan.grain is None and run.config.numerics.kernels in wanted
 
 
 def layer_kernels(run: Resolved, device: Device) -> LayerKernels:
-    """What computes norms, gates and the rotary embedding: kernels in C++ for a CPU, in Triton for a GPU where they are
-    asked for by name, or torch.
-    """
+    """What computes the loss, norms, gates and the rotary embedding."""
+    if not wants_kernels(run, device):
+        return "torch"
     if device.kind == "cpu":
-        return "c++" if is_fused(run, device) else "torch"
-    by_triton = wants_attention(run, device) and not triton_loader.missing(device.torch)
-    return "triton" if by_triton else "torch"
+        return "c++" if cpu_library.is_compiled() else "torch"
+    return "torch" if triton_loader.missing(device.torch) else "triton"
 
 
 def fused_layers(kernels: LayerKernels) -> tuple[Implementation, ...]:
@@ -61,14 +52,16 @@ def fused_layers(kernels: LayerKernels) -> tuple[Implementation, ...]:
         case "torch":
             return ()
         case "c++":
-            return _rows("C++", _norm, gate=(swiglu.swiglu, _takes_gate), turn=(rope.turn, rope.takes))
+            return _rows(LANGUAGES[kernels], _norm, gate=(swiglu.swiglu, _takes_gate), turn=(rope.turn, rope.takes))
         case "triton":  # imported here: nothing that a CPU runs needs Triton
             by_norm, by_gate, by_rope = map(triton_loader.module, ("norm", "swiglu", "rope"))
 
             def norm_by_triton(layer: RMSNorm, own: Forward) -> Forward:
                 return lambda x: by_norm.rms_norm(x, layer.weight, layer.eps)
 
-            return _rows("Triton", norm_by_triton, gate=(by_gate.swiglu, _always), turn=(by_rope.rope, _always))
+            return _rows(
+                LANGUAGES[kernels], norm_by_triton, gate=(by_gate.swiglu, _always), turn=(by_rope.rope, _always)
+            )
 
 
 def _rows(
