@@ -22,12 +22,11 @@ from bench.machine import write_result
 from superstep.comm.mesh import Mesh, build_mesh
 from superstep.comm.objects import gather
 from superstep.engine.engine import Engine
-from superstep.engine.microbatch import Microbatch
+from superstep.engine.microbatch import Microbatch, microbatches, rows
 from superstep.launch.ranks import World, launch
 from superstep.model.axes import units
 from superstep.plan.config import DataConfig, ModelConfig, NumericsConfig, PlanConfig, RunConfig, TrainConfig
-from superstep.plan.resolve import Resolved, resolve
-from superstep.train.batches import microbatches, rows
+from superstep.plan.resolution.resolve import Resolved, resolve
 
 AXES = {
     "one rank": {},

@@ -30,7 +30,7 @@ from superstep.cost.program.time.simulate import PerUnit, UnitSeconds, simulate
 from superstep.hardware.catalogue import chip
 from superstep.hardware.network import usual_cluster
 from superstep.plan.config import ModelConfig, PlanConfig, RunConfig, Schedule, TrainConfig
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 from superstep.program.compile import compile_step
 
 GIB = float(2**30)

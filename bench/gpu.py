@@ -42,16 +42,16 @@ from superstep.cost.program.memory.memory import rank_bytes
 from superstep.engine.engine import Engine
 from superstep.engine.instruction_timer import TimedInstruction, recorder_for
 from superstep.engine.measure.probe_kernels import Gauge
+from superstep.engine.microbatch import microbatches, rows
 from superstep.engine.parallel.flash_partial import attend_block, attend_block_backward
 from superstep.kernels import triton_loader
 from superstep.launch.ranks import World, launch
 from superstep.model import experts as grouped
 from superstep.model.axes import units
 from superstep.plan.config import DataConfig, ModelConfig, NumericsConfig, PlanConfig, RunConfig, TrainConfig
-from superstep.plan.resolve import Resolved, resolve
+from superstep.plan.resolution.resolve import Resolved, resolve
 from superstep.program.compile import compile_step
 from superstep.program.instructions import Instruction, lane
-from superstep.train.batches import microbatches, rows
 
 Figures = dict[str, object]
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from bench.machine import write_result
 from superstep.grade.config import GradeConfig
 from superstep.grade.environment import load_environment
-from superstep.grade.pool import Pool
 from superstep.grade.task import answer_rollout
+from superstep.grade.workers.pool import Pool
 
 ROOT = Path(__file__).parents[1]
 TASKS = ROOT / "recipes" / "graded_tasks.py"

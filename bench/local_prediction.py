@@ -31,15 +31,15 @@ from superstep.cost.program.time.predict import predict
 from superstep.engine.engine import Engine
 from superstep.engine.measure.probe_kernels import Gauge
 from superstep.engine.measure.probe_machine import measure_here
+from superstep.engine.microbatch import microbatches, rows
 from superstep.engine.saved_activations import with_kept
 from superstep.engine.tracing.trace_units import operations_of
 from superstep.launch.ranks import World, launch
 from superstep.model.axes import units
 from superstep.plan.config import DataConfig, ModelConfig, PlanConfig, RunConfig, TrainConfig
-from superstep.plan.resolve import Resolved, resolve
+from superstep.plan.resolution.resolve import Resolved, resolve
 from superstep.program.compile import compile_step
 from superstep.program.peak_memory import without_workspace
-from superstep.train.batches import microbatches, rows
 
 LAYOUTS: dict[str, tuple[str, dict]] = {
     "demo": ("demo", {"dp": 2, "zero": 2, "microbatch": 4}),

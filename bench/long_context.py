@@ -33,13 +33,12 @@ from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
 from superstep.cost.program.memory.memory import rank_bytes
 from superstep.engine.engine import Engine
-from superstep.engine.microbatch import Microbatch
+from superstep.engine.microbatch import Microbatch, microbatches
 from superstep.engine.saved_activations import with_kept
 from superstep.model.axes import units
 from superstep.plan.config import DataConfig, ModelConfig, PlanConfig, RunConfig, TrainConfig
-from superstep.plan.resolve import Resolved, resolve
+from superstep.plan.resolution.resolve import Resolved, resolve
 from superstep.program.compile import compile_step
-from superstep.train.batches import microbatches
 
 TIMEOUT = timedelta(minutes=3)
 

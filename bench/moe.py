@@ -29,7 +29,7 @@ from superstep.data.preparation.prepare import prepare
 from superstep.launch.ranks import World
 from superstep.observe.router_balance import busiest, dropped_share, entropy
 from superstep.plan.config import ModelConfig, PlanConfig, RunConfig, TrainConfig
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 from superstep.state.manifest import Position
 from superstep.train.corpus_trainer import CorpusTrainer
 from superstep.train.loop import evaluate, routers, steps

@@ -26,13 +26,13 @@ from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
 from superstep.comm.objects import barrier, gather
 from superstep.engine.engine import Engine
+from superstep.engine.microbatch import microbatches, rows
 from superstep.launch.ranks import World, launch_apart
 from superstep.model.axes import units
 from superstep.monitor.status_page import Beats, Heart, Page, Unwatched
 from superstep.plan.config import DataConfig, ModelConfig, PlanConfig, RunConfig, TrainConfig
-from superstep.plan.resolve import Resolved, resolve
+from superstep.plan.resolution.resolve import Resolved, resolve
 from superstep.program.instructions import Instruction
-from superstep.train.batches import microbatches, rows
 
 CPU = Device("cpu")
 

@@ -39,23 +39,23 @@ from torch import Tensor
 from bench.machine import write_result
 from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
-from superstep.comm.objects import barrier, gather
+from superstep.comm.objects import RankPeers, barrier, gather
 from superstep.engine.engine import Engine
 from superstep.engine.flat.snapshots import Flushed
 from superstep.engine.instruction_timer import HostRecorder
 from superstep.engine.measure.disk import disk_rates
+from superstep.engine.microbatch import microbatches, rows
 from superstep.launch.ranks import World, launch_apart
 from superstep.model.axes import units
 from superstep.plan.config import DataConfig, ModelConfig, PlanConfig, RunConfig, StateConfig, TrainConfig
-from superstep.plan.resolve import Resolved, resolve
+from superstep.plan.resolution.resolve import Resolved, resolve
 from superstep.program.instructions import Snapshot
 from superstep.state.checkpoint import load, save
 from superstep.state.manifest import Position
 from superstep.state.snapshots.background_checkpoint import Flusher
 from superstep.state.snapshots.memory_snapshot import Handles, made
 from superstep.state.tensor_piece import STATE
-from superstep.train.batches import microbatches, rows
-from superstep.train.rank_peers import RankPeers, tensor_shapes
+from superstep.train.weights.model import tensor_shapes
 
 CPU = Device("cpu")
 

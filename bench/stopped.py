@@ -94,7 +94,7 @@ def parts(launcher: int) -> dict[str, list[psutil.Process]]:
     """The processes of a run, by what they are."""
     found: dict[str, list[psutil.Process]] = {"rank": [], "grader": [], "environment": []}
     for rank in [below for child in psutil.Process(launcher).children() for below in child.children()]:
-        workers = [one for one in rank.children() if "superstep.grade.grader_worker" in one.cmdline()]
+        workers = [one for one in rank.children() if "superstep.grade.workers.grader_worker" in one.cmdline()]
         if workers:  # a rank's first is its environment's; the others grade
             found["rank"].append(rank)
             workers.sort(key=lambda one: (one.create_time(), one.pid))

@@ -25,7 +25,7 @@ from bench.machine import write_result
 from superstep.data.token_stream import Batch
 from superstep.launch.ranks import World, launch
 from superstep.plan.config import DataConfig, ModelConfig, NumericsConfig, PlanConfig, RunConfig, TrainConfig
-from superstep.plan.resolve import Resolved, resolve
+from superstep.plan.resolution.resolve import Resolved, resolve
 from superstep.train.proof.all_layouts import layouts
 from superstep.train.proof.prove_exact import write_bits
 from superstep.train.proof.prove_tolerance import Difference, write_reference

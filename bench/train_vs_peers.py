@@ -28,10 +28,10 @@ from bench.spawn import PATIENCE, Workload, measure
 from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
 from superstep.engine.engine import Engine
+from superstep.engine.microbatch import microbatches, rows
 from superstep.model.axes import units
 from superstep.plan.config import DataConfig, ModelConfig, NumericsConfig, PlanConfig, RunConfig, TrainConfig
-from superstep.plan.resolve import resolve
-from superstep.train.batches import microbatches, rows
+from superstep.plan.resolution.resolve import resolve
 
 PAIRS: dict[str, tuple[dict, dict, int]] = {
     "DDP fp32": ({"dp": 2}, {"peer": "ddp"}, 2),

@@ -45,8 +45,8 @@ from superstep.plan.config import (
     TrainConfig,
 )
 from superstep.plan.model.lookup import shape_of
-from superstep.plan.resolve import resolve
-from superstep.serve import reader
+from superstep.plan.resolution.resolve import resolve
+from superstep.serve.files import reader
 from superstep.train.run_folder.run_paths import RunFolder
 from superstep.tune.program.memory import peaks
 from superstep.tune.rl.config import RlConfig, RolloutConfig

@@ -29,13 +29,13 @@ from bench.spawn import PATIENCE, Workload
 from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
 from superstep.engine.engine import Engine
+from superstep.engine.microbatch import microbatches
 from superstep.kernels.product import linear, prefers_fp32, prefers_onednn
 from superstep.model.axes import units
 from superstep.numerics.dtypes import DTYPES
 from superstep.numerics.loss import _LinearCrossEntropySum
 from superstep.plan.config import DataConfig, ModelConfig, NumericsConfig, PlanConfig, RunConfig, TrainConfig
-from superstep.plan.resolve import resolve
-from superstep.train.batches import microbatches
+from superstep.plan.resolution.resolve import resolve
 
 ROOT = Path(__file__).resolve().parent.parent
 PEAK = 1024, 512, 1408

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from superstep.plan.config import DataConfig, ModelConfig, NumericsConfig, RunConfig
 from superstep.plan.mesh import MeshShape
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 from superstep.plan.sharding.sequence import blocks, positions
 
 ROOT = Path(__file__).parents[1]

@@ -37,7 +37,7 @@ from superstep.plan.model import mla_models, sliding_window_models
 from superstep.plan.model.hf_families import ARCHITECTURES, HARMLESS, HARMLESS_IN, only
 from superstep.plan.model.lookup import PRICED
 from superstep.plan.model.shape import SHAPES
-from superstep.plan.resolve import Resolved, resolve
+from superstep.plan.resolution.resolve import Resolved, resolve
 from superstep.program.compile import compile_step
 from superstep.program.instructions import Program
 from superstep.program.peak_memory import forwards_in_flight

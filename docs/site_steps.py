@@ -17,7 +17,7 @@ from superstep.plan.config import (
     StateConfig,
     TrainConfig,
 )
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 
 MACHINE = MachineRates(gemm_flops_per_s=4e14, memory_bytes_per_s=3e12, link_bytes_per_s=5e10, link_latency_s=1e-5)
 ABOUT = "predicted for 400 TFLOP/s in products, 3 TB/s of memory, 50 GB/s between ranks"

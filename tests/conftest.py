@@ -15,7 +15,7 @@ import pytest
 
 from pool import Pool
 from superstep.cost.program.time.operation import UnitOperations
-from superstep.plan.resolve import Resolved
+from superstep.plan.resolution.resolve import Resolved
 
 # Read where torch is imported, here and in what a test starts: as many workers run as there are cores, and threads that
 # wait for each other's turn on one spin. Tests of threads ask for theirs.

@@ -73,7 +73,7 @@ import small
 from corpus import write_corpus
 from superstep.cost.program.memory.activations import unit_bytes
 from superstep.observe.page.bubble import FORMULAS
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 from superstep.program.compile import compile_step
 from superstep.program.peak_memory import high_water
 from superstep.launch.ranks import launch_on

@@ -10,7 +10,7 @@ from superstep.cli.options import DEMO
 from superstep.cost.program.memory.memory import rank_bytes
 from superstep.errors import ConfigError
 from superstep.plan.config_io import read_config, write_config
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 from superstep.program.compile import compile_evaluation, compile_step
 from superstep.program.instructions import Backward, Fetch, Forward, Step
 from superstep.program.text import read_program, write_program

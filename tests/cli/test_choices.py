@@ -16,7 +16,7 @@ from superstep.cli.main import main
 from superstep.cli.train import train as train_verb
 from superstep.plan.config import RunConfig
 from superstep.plan.model.lookup import shape_of
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 from superstep.run.job import passes_of_a_step
 from superstep.tune.config import TuneConfig
 from superstep.tune.initial_model import start_from

@@ -14,7 +14,7 @@ from superstep.cost.closed.memory import CONTEXT_BYTES, USABLE
 from superstep.errors import UserError
 from superstep.hardware.catalogue import CHIPS
 from superstep.plan.config import PlanConfig, RunConfig, TrainConfig
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 from superstep.run.hosts import elastic
 
 ELASTIC = ["--train.elastic", "true", "--state.snapshot-every", "1"]

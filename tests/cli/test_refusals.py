@@ -14,7 +14,7 @@ import runs
 from superstep.cli.arguments import train
 from superstep.cli.main import main
 from superstep.errors import ConfigError
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 
 # A command line, and what its refusal must say.
 WRONG = {

@@ -16,7 +16,7 @@ from superstep.observe.router import ASCII, COLOURS, GUTTER, SHADES, RouterRepor
 from superstep.observe.router_balance import busiest, dropped_share, entropy
 from superstep.plan.config import ModelConfig, PlanConfig, RunConfig
 from superstep.plan.config_io import write_config
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 from superstep.program.compile import compile_step
 from superstep.program.text import write_program
 

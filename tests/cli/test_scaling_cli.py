@@ -17,7 +17,7 @@ from superstep.cli.scaling.scaling import device_budget
 from superstep.plan.config import ModelConfig, RunConfig
 from superstep.plan.config_io import write_config
 from superstep.plan.model.shape import SHAPES
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 from superstep.scaling.model_sizes import non_embedding_parameters
 from superstep.scaling.runs import read_csv
 

@@ -5,7 +5,7 @@ import pytest
 from superstep.cli.arguments import prove, train
 from superstep.errors import ConfigError
 from superstep.plan.config_io import write_config
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 
 # Flags without a file, and what becomes of the demo's dp = 2, zero = 2 and microbatch = 4.
 DEMOS = {

@@ -24,7 +24,7 @@ from superstep.observe.page.bundle_html import unpack
 from superstep.observe.trace import load_trace
 from superstep.plan.config import ModelConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.config_io import write_config
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 from superstep.program.compile import compile_step
 from superstep.program.instructions import Recv, Send
 from superstep.program.text import read_program, write_program

@@ -21,7 +21,7 @@ from superstep.comm.mesh import build_mesh
 from superstep.comm.shared_memory import channel, region
 from superstep.kernels import compile_cpp
 from superstep.launch.ranks import World
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 from superstep.train.proof import prove_tolerance
 from superstep.train.proof.prove_tolerance import prove, write_reference
 

@@ -22,7 +22,7 @@ from superstep.launch import ranks as launching
 from superstep.launch.ranks import launch, launch_on
 from superstep.launch.rendezvous import RankSlot
 from superstep.launch.torchrun import ANSWERS, PREPARED, StoredForm, Value, join
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 from superstep.serve.compute.runner.rank_commands import WeightReading
 
 GIB = 2**30
@@ -215,7 +215,7 @@ def test_processor_time_is_no_clock_for_a_gpu(host, monkeypatch):
     monkeypatch.setattr(probe_machine, "barrier", lambda device: None)
     monkeypatch.setattr(probe_machine, "cores", lambda: 2)
     from superstep.plan.config import RunConfig
-    from superstep.plan.resolve import resolve
+    from superstep.plan.resolution.resolve import resolve
 
     host(1)
     for kind in ("cpu", "cuda"):

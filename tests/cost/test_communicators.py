@@ -22,7 +22,7 @@ from superstep.cost.program.memory.communicators import (
 )
 from superstep.cost.program.memory.memory_fit import by_category, memory_of, with_communicators
 from superstep.errors import ConfigError
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 from superstep.run.memory_check import require_fit
 from superstep.train.weights.model import operations
 

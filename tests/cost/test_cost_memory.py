@@ -40,7 +40,7 @@ from superstep.plan.config import (
 from superstep.plan.mesh import Coordinate
 from superstep.plan.model.hf_config import to_hf_config
 from superstep.plan.model.lookup import shape_of
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 from superstep.program.compile import compile_step
 from superstep.program.peak_memory import high_water
 from superstep.train.weights.model import units_of

@@ -17,7 +17,7 @@ from superstep.engine.measure.probe_machine import measure
 from superstep.engine.tracing.trace_units import operations_of
 from superstep.model.axes import units
 from superstep.plan.config import DataConfig, ModelConfig, NumericsConfig, PlanConfig, RunConfig, TrainConfig
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 from superstep.program.compile import compile_step
 from superstep.program.instructions import Backward, BackwardInput, BackwardWeight, Fetch, Reduce, Send
 

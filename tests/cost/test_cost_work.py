@@ -17,7 +17,7 @@ from superstep.model.moe import MixtureOfExperts
 from superstep.plan.config import DataConfig, ModelConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.model.lookup import shape_of
 from superstep.plan.model.shape import SHAPES
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 
 TINY = SHAPES["tiny"]
 QWEN = replace(TINY, family="qwen3", qk_norm=True, tied=False, head_dim=32)

@@ -14,7 +14,7 @@ from superstep.cost.program.memory.activations import unit_bytes
 from superstep.cost.program.memory.memory_fit import by_category, memory_of, overflow, with_communicators
 from superstep.cost.program.memory.temporaries import block_workspace, head_workspace
 from superstep.errors import ConfigError
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 from superstep.program.compile import compile_step
 from superstep.program.instructions import Backward
 from superstep.program.peak_memory import course

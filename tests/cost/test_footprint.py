@@ -20,7 +20,7 @@ from superstep.errors import ConfigError
 from superstep.hardware.catalogue import chip
 from superstep.hardware.network import usual_cluster
 from superstep.plan.config import DataConfig, ModelConfig, NumericsConfig, PlanConfig, RunConfig, TrainConfig
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 from superstep.program.compile import compile_step
 from superstep.program.peak_memory import without_workspace
 

@@ -8,7 +8,7 @@ from superstep.cost.program.buffers import share_numel
 from superstep.cost.program.flops import rank_parameters
 from superstep.cost.program.memory.snapshot_memory import slots_bytes, snapshot_bytes
 from superstep.plan.config import ModelConfig, PlanConfig, RunConfig, StateConfig, TrainConfig
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 from superstep.program.compile import compile_step
 
 

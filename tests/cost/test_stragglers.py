@@ -9,7 +9,7 @@ from superstep.cost.program.time.simulate import PerUnit, UnitSeconds
 from superstep.cost.program.time.stragglers import Jitter, _slowest, straggle
 from superstep.errors import ConfigError
 from superstep.plan.config import DataConfig, ModelConfig, PlanConfig, RunConfig, TrainConfig
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 from superstep.program.compile import compile_step
 
 RUN = resolve(

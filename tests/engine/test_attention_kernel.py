@@ -15,7 +15,7 @@ from superstep.engine.attention.choose_attention import is_compiled, kernel_of
 from superstep.engine.layers.fused import layer_kernels
 from superstep.kernels import attention, triton_loader
 from superstep.kernels.compile_cpp import Built
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 
 GPU, CPU = Device("cuda", 0), Device("cpu")
 

@@ -15,7 +15,7 @@ from superstep.engine.measure.launch_cost import launch_s
 from superstep.engine.measure.probe_kernels import _PASSES, Gauge, measure_operations
 from superstep.launch.ranks import World
 from superstep.numerics.tolerance import TOLERANCE
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 from superstep.train.proof.prove_tolerance import prove, write_reference
 
 pytestmark = [

@@ -19,7 +19,7 @@ from superstep.numerics.loss import IGNORE
 from superstep.numerics.objective import CROSS_ENTROPY
 from superstep.numerics.policy import PolicyLoss
 from superstep.plan.config import LoraConfig
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 from superstep.train.weights.model import units_of
 
 HYPER = Hyper(beta1=0.9, beta2=0.95, eps=1e-12, weight_decay=0.01, clip_norm=0.5)

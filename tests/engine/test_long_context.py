@@ -12,13 +12,13 @@ from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
 from superstep.cost.program.memory.memory import rank_bytes
 from superstep.engine.engine import Engine
+from superstep.engine.microbatch import microbatches
 from superstep.engine.saved_activations import with_kept
 from superstep.model.axes import units
 from superstep.numerics.dtypes import DTYPES
 from superstep.numerics.tolerance import TOLERANCE
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 from superstep.program.compile import compile_step
-from superstep.train.batches import microbatches
 
 pytestmark = pytest.mark.multiproc
 

@@ -27,7 +27,7 @@ from superstep.hardware.cluster_file import cluster
 from superstep.kernels import cpu_library
 from superstep.model.axes import units
 from superstep.plan.config import ModelConfig, PlanConfig, RunConfig, TrainConfig
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 
 USUAL = cluster("8xH100")
 

@@ -15,7 +15,7 @@ from superstep.cost.program.flops import parameters
 from superstep.engine.engine import Engine
 from superstep.model.axes import units
 from superstep.plan.config import DataConfig, ModelConfig, NumericsConfig, PlanConfig, RunConfig, TrainConfig
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 
 pytestmark = pytest.mark.multiproc
 

@@ -17,7 +17,7 @@ from pool import RankError
 from superstep.cli.doctor.doctor import look
 from superstep.monitor.rank_inspector import Looker, views_of, vitals
 from superstep.observe.doctor.stragglers import STEPS, WINDOW_S
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 from superstep.program.text import describe
 from superstep.train.run_folder.inspect_run import LiveRun
 from superstep.train.run_folder.run_paths import RunFolder

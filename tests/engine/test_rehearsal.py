@@ -25,7 +25,7 @@ from superstep.model.custom.inspect import outline_of
 from superstep.model.custom.units_from_modules import as_units
 from superstep.plan.config import LoraConfig, ModelConfig
 from superstep.plan.model.hf_config import to_hf_config
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 from superstep.train.weights.model import units_of
 
 LAYOUTS = [

@@ -12,10 +12,10 @@ from superstep.cli.main import main
 from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
 from superstep.engine.engine import Engine
+from superstep.engine.microbatch import microbatches, rows
 from superstep.model.axes import units
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 from superstep.run.reports.plan_line import plan_text
-from superstep.train.batches import microbatches, rows
 
 LAYOUTS = {
     1: [{"microbatch": 2, "recompute": "full"}],

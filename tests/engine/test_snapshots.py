@@ -15,17 +15,17 @@ from superstep.engine.engine import Engine
 from superstep.engine.flat import snapshots
 from superstep.engine.flat.snapshots import Flushed, Snapshots
 from superstep.engine.instruction_timer import HostRecorder
+from superstep.engine.microbatch import microbatches, rows
 from superstep.errors import Fault
 from superstep.kernels.checksum import checksum
 from superstep.launch.ranks import launch_on
 from superstep.model.axes import units
 from superstep.plan.config import StateConfig
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 from superstep.program.instructions import Snapshot, Step
 from superstep.state.manifest import Position
 from superstep.state.snapshots.memory_snapshot import ON_DISK, made, pieces_of
 from superstep.state.tensor_piece import STATE
-from superstep.train.batches import microbatches, rows
 
 
 def _state(engine):

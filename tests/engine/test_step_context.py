@@ -12,7 +12,7 @@ from superstep.engine.engine import Engine
 from superstep.engine.microbatch import Microbatch
 from superstep.numerics.fixed_point import OutOfRange
 from superstep.numerics.policy import PolicyLoss
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 from superstep.train.weights.model import units_of
 
 

@@ -16,8 +16,8 @@ from superstep.grade.attacks.attack_grader import check
 from superstep.grade.attacks.programs import function_names, programs
 from superstep.grade.config import GradeConfig
 from superstep.grade.environment import load_environment
-from superstep.grade.pool import Pool
 from superstep.grade.sandbox import sandbox
+from superstep.grade.workers.pool import Pool
 
 HERE = Path(__file__).parent
 WEAK = HERE / "weak_tasks.py"

@@ -8,8 +8,8 @@ import pytest
 
 from superstep.errors import ConfigError, Fault
 from superstep.grade.environment import load_environment
-from superstep.grade.environment_process import EnvironmentProcess
 from superstep.grade.task import Done, Message, Observation
+from superstep.grade.workers.environment_process import EnvironmentProcess
 
 TASKS = """
 import itertools, os, signal, time

@@ -19,8 +19,8 @@ from boxed import command_lines, needs_bubblewrap
 from superstep.errors import ConfigError
 from superstep.grade.config import GradeConfig
 from superstep.grade.environment import load_environment
-from superstep.grade.pool import Pool
 from superstep.grade.task import Message, Rollout, answer_rollout
+from superstep.grade.workers.pool import Pool
 
 TASKS = Path(__file__).with_name("trying_tasks.py")
 CONFIG = GradeConfig(sandbox="none", timeout_s=2, grader_timeout_s=3, workers=2, retries=1)
@@ -198,7 +198,7 @@ def test_a_pool_that_is_closed_leaves_nobody_waiting():
 OWNER = """
 import sys, threading
 from superstep.grade.config import GradeConfig
-from superstep.grade.pool import Pool
+from superstep.grade.workers.pool import Pool
 from superstep.grade.task import answer_rollout
 
 pool = Pool(sys.argv[1], GradeConfig(timeout_s=300, grader_timeout_s=600, workers=2))

@@ -23,7 +23,7 @@ from boxed import command_lines, needs_bubblewrap
 from superstep.grade.api.app import make_app
 from superstep.grade.api.metrics import GradeMetrics
 from superstep.grade.config import GradeConfig
-from superstep.grade.pool import Pool
+from superstep.grade.workers.pool import Pool
 from superstep.http.guard import Entrance
 from superstep.http.limits import BodyLimits
 

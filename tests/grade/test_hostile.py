@@ -12,10 +12,10 @@ import pytest
 
 from boxed import command_lines, names_in, needs_bubblewrap
 from superstep.grade.config import GradeConfig
-from superstep.grade.pool import Pool
 from superstep.grade.sandbox.memory import tree
 from superstep.grade.sandbox.sandbox import FunctionCall, open_sandbox
 from superstep.grade.task import answer_rollout
+from superstep.grade.workers.pool import Pool
 
 TASKS = Path(__file__).with_name("hidden_tasks.py")
 

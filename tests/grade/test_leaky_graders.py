@@ -12,7 +12,7 @@ from superstep.grade.attacks.attack_grader import check
 from superstep.grade.attacks.programs import programs
 from superstep.grade.config import GradeConfig
 from superstep.grade.environment import load_environment
-from superstep.grade.pool import Pool
+from superstep.grade.workers.pool import Pool
 
 CONFIG = GradeConfig(sandbox="none", timeout_s=10, grader_timeout_s=30, workers=2, retries=0)
 TABLES = (leaky_tasks, leaky_programs)

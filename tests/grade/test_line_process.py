@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from superstep.grade.config import GradeConfig
-from superstep.grade.pool import Pool
 from superstep.grade.sandbox import cgroup
 from superstep.grade.sandbox.cgroup import V2, CgroupParent, remove_left_groups
 from superstep.grade.task import answer_rollout
+from superstep.grade.workers.pool import Pool
 from superstep.launch import line_process
 from superstep.launch.line_process import LineProcess
 

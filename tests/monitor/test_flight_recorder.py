@@ -12,6 +12,7 @@ from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
 from superstep.engine.engine import Engine
 from superstep.engine.instruction_timer import HostRecorder
+from superstep.engine.microbatch import microbatches, rows
 from superstep.launch.stack_dump import ask_spy, threads_of
 from superstep.model.axes import units
 from superstep.monitor.flight_recorder import NOTES, RecordedLines, notes_in
@@ -20,10 +21,9 @@ from superstep.monitor.page_layout import SIZES
 from superstep.monitor.rank_inspector import last_seen, vitals
 from superstep.monitor.status_page import Heart, Page, beside, read_beat
 from superstep.observe.doctor.observations import Note
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 from superstep.program.instructions import Forward, Recv, Step
 from superstep.program.text import describe
-from superstep.train.batches import microbatches, rows
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")
 

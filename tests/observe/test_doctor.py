@@ -17,7 +17,7 @@ from superstep.observe.multi_step_trace import newest_step, perfetto_steps, trac
 from superstep.observe.page.doctor import doctor_page, graph
 from superstep.observe.trace import load_trace
 from superstep.plan.mesh import Coordinate
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 from superstep.program.compile import compile_step
 from superstep.program.instructions import Fetch, Recv, Reduce, Send, Step, Tie
 from superstep.program.text import describe

@@ -8,7 +8,7 @@ from superstep.cost.program.memory.activations import unit_bytes
 from superstep.cost.program.time.simulate import PerUnit, UnitSeconds, simulate
 from superstep.observe.drawing.memory import ASCII, GUTTER, LEVELS, draw_memory
 from superstep.plan.config import DataConfig, ModelConfig, PlanConfig, RunConfig, TrainConfig
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 from superstep.program.compile import compile_step
 from superstep.program.peak_memory import course, high_water
 

@@ -17,7 +17,7 @@ from superstep.observe.doctor.wait_graph import RankWait
 from superstep.observe.page.compare import compare
 from superstep.observe.page.doctor import doctor_page
 from superstep.observe.page.report import RunTold, report_page, spent_parts
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 from superstep.program.compile import compile_step
 
 pytestmark = pytest.mark.skipif(browser.PATH is None, reason=f"none of {', '.join(browser.NAMES)} is installed")

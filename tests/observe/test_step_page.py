@@ -17,7 +17,7 @@ from superstep.observe.page.bundle_html import pack, unpack
 from superstep.observe.page.step_animation import ChooserEntry, moving_page
 from superstep.observe.page.step_data import KINDS, LANES, StepDrawing, fields, step_value
 from superstep.plan.config import ModelConfig, PlanConfig, RunConfig, TrainConfig
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 from superstep.program.compile import compile_step
 from superstep.program.instructions import Recv, Send, lane
 from superstep.program.peak_memory import UnitBytes, course

@@ -13,7 +13,7 @@ from superstep.errors import ConfigError
 from superstep.plan.config import DataConfig, ModelConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.model.axes import outline_of
 from superstep.plan.model.lookup import PRICED, shape_of
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 
 DEEPSEEK = {
     "model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048,

@@ -11,7 +11,7 @@ from superstep.errors import ConfigError
 from superstep.model.axes import units
 from superstep.plan.config import DataConfig, ModelConfig, NumericsConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.mesh import Coordinate
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 from superstep.plan.sharding.padding import ALIGN, padded_vocab
 
 

@@ -21,7 +21,7 @@ from superstep.plan.mesh import AXES, FAMILIES, MeshShape
 from superstep.plan.model.hf_config import from_hf_config, to_hf_config
 from superstep.plan.model.lookup import shape_of
 from superstep.plan.model.shape import SHAPES
-from superstep.plan.resolve import divisors, resolve
+from superstep.plan.resolution.resolve import divisors, resolve
 from superstep.plan.sharding.stages import even_split, place
 
 

@@ -17,9 +17,6 @@ from plans import SCHEDULES, examples
 from refused import REFUSED, config_of
 from superstep.errors import ConfigError
 from superstep.plan import config_io as toml_module
-from superstep.plan import lora as lora_module
-from superstep.plan import reduction_grain as grain_module
-from superstep.plan import resolve as resolve_module
 from superstep.plan.config import ModelConfig, RunConfig
 from superstep.plan.config_io import read_config
 from superstep.plan.model import hf_config as hf_config_module
@@ -30,7 +27,10 @@ from superstep.plan.model import shape as shape_module
 from superstep.plan.model.hf_config import to_hf_config
 from superstep.plan.model.lookup import shape_of
 from superstep.plan.model.outline import Outline, Parameter, Unit
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution import lora as lora_module
+from superstep.plan.resolution import reduction_grain as grain_module
+from superstep.plan.resolution import resolve as resolve_module
+from superstep.plan.resolution.resolve import resolve
 from superstep.plan.sharding import divisibility as spread_module
 from superstep.plan.sharding import parameters as cuts_module
 from superstep.plan.sharding import stages as stages_module

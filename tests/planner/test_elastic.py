@@ -7,7 +7,7 @@ import pytest
 from superstep.errors import ConfigError
 from superstep.hardware.cpu_core import cores
 from superstep.plan.config import ModelConfig, NumericsConfig, PlanConfig, RunConfig, StateConfig, TrainConfig
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 from superstep.planner import elastic
 from superstep.planner.elastic import smaller_plan
 from superstep.planner.simulate_best import verified

@@ -17,7 +17,7 @@ from superstep.cost.program.time.simulate import simulate
 from superstep.hardware.cluster_file import cluster
 from superstep.plan.config import PlanConfig
 from superstep.plan.config_io import write_config
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 from superstep.planner.calibration.calibrate import calibrated
 from superstep.planner.calibration.calibrate_observation import guide
 from superstep.planner.calibration.published_row import after_published, step_slopes

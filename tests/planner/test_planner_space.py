@@ -13,7 +13,7 @@ from planning import everything, problem_of, side_of
 from plans import examples
 from superstep.errors import ConfigError
 from superstep.plan.config import PlanConfig
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 from superstep.planner.plan_columns import run_config
 from superstep.planner.search_problem import FIELDS, Rule
 

@@ -10,7 +10,7 @@ import pytest
 from longer import longer
 from plans import SCHEDULES, plan_of
 from superstep.errors import ConfigError
-from superstep.plan.resolve import Plan
+from superstep.plan.resolution.resolve import Plan
 from superstep.program.check import InvalidProgram
 from superstep.program.compile import compile_evaluation, compile_step
 from superstep.program.instructions import Program

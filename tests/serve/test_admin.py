@@ -24,10 +24,12 @@ from superstep.model.peft_adapter import linears_of, write_adapter
 from superstep.plan.model.hf_config import from_hf_config
 from superstep.serve.api.admin import ADMIN_ROUTES, allow_path
 from superstep.serve.api.admin_backend import Admin
-from superstep.serve.api.app import make_app
 from superstep.serve.api.backend import Away
+from superstep.serve.app import make_app
 from superstep.serve.config import ServeConfig
-from superstep.serve.engine_messages import (
+from superstep.serve.files.weights import publish
+from superstep.serve.processes.engine_client import Host
+from superstep.serve.scheduling.engine_messages import (
     ChangeWeights,
     EngineStatus,
     LoadAdapter,
@@ -37,10 +39,8 @@ from superstep.serve.engine_messages import (
     UnloadAdapter,
     Wake,
 )
-from superstep.serve.processes.engine_client import Host
 from superstep.serve.scheduling.request import AdapterInfo, Info
 from superstep.serve.text_backend import load_words
-from superstep.serve.weights import publish
 
 KEY = "a-key"
 WITH_KEY = {"Authorization": f"Bearer {KEY}"}

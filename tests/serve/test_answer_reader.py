@@ -28,11 +28,15 @@ from superstep.model.hf import save_weights
 from superstep.model.peft_adapter import linears_of, write_adapter
 from superstep.serve.api import admin as admin_module
 from superstep.serve.api.admin_backend import Admin
-from superstep.serve.api.app import make_app
+from superstep.serve.app import make_app
 from superstep.serve.build_engine import load_rank, open_both
 from superstep.serve.compute import lora as adapters_module
 from superstep.serve.compute.runner.model_runner import follow
-from superstep.serve.engine_messages import (
+from superstep.serve.files.reader import BackgroundReader
+from superstep.serve.processes import admin_commands as deeds_module
+from superstep.serve.processes.admin_commands import Deeds
+from superstep.serve.processes.worker import _obey
+from superstep.serve.scheduling.engine_messages import (
     ORDERS,
     REPORTS,
     ChangeWeights,
@@ -45,10 +49,6 @@ from superstep.serve.engine_messages import (
     Sleep,
     Wake,
 )
-from superstep.serve.processes import admin_commands as deeds_module
-from superstep.serve.processes.admin_commands import Deeds
-from superstep.serve.processes.worker import _obey
-from superstep.serve.reader import BackgroundReader
 from superstep.serve.scheduling.request import Info, Request, Sampling
 
 SOON_S = 2.0
@@ -211,8 +211,8 @@ def test_a_lock_that_never_comes_holds_up_nothing_that_the_ranks_say(folder, mon
 
 HANGS = """
 import os, sys, threading
-from superstep.serve.reader import BackgroundReader
-from superstep.serve import weights
+from superstep.serve.files.reader import BackgroundReader
+from superstep.serve.files import weights
 
 def never():
     os.open(sys.argv[1], os.O_RDONLY)

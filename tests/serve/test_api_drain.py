@@ -21,7 +21,7 @@ from superstep.http.connection import ConnectionLimits
 from superstep.http.guard import HEAD_BYTES, Entrance
 from superstep.http.server import make_server
 from superstep.observe.http_access import HostNames
-from superstep.serve.api.app import make_app
+from superstep.serve.app import make_app
 from superstep.serve.scheduling.request import Info
 
 TOKENIZER = small_tokenizer()

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from plain_words import PlainWords, small_tokenizer
 from served import served
-from superstep.serve.api.app import make_app
+from superstep.serve.app import make_app
 from superstep.serve.config import ServeConfig
 from superstep.serve.processes.engine_client import Host
 

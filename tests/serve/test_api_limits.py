@@ -20,9 +20,9 @@ from scripted import Scripted
 from served import Served, served
 from superstep.http.limits import parse
 from superstep.http.request_error import RequestError
-from superstep.serve.api.app import make_app
 from superstep.serve.api.generate_endpoint import SamplingFields
 from superstep.serve.api.limits import Limits
+from superstep.serve.app import make_app
 from superstep.serve.scheduling.request import Info, Sampling
 
 TOKENIZER = small_tokenizer()

@@ -13,8 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from plain_words import PlainWords, small_tokenizer
 from scripted import Scripted, logprob_of
-from superstep.serve.api.app import make_app
 from superstep.serve.api.generation import seed_of_choice
+from superstep.serve.app import make_app
 from superstep.serve.scheduling.request import Constraint, Info
 
 TOKENIZER = small_tokenizer()

@@ -13,10 +13,10 @@ from scripted import Scripted
 from superstep.http.drain import Drain
 from superstep.serve.api import admin, generate_endpoint
 from superstep.serve.api.admin import ADMIN_ROUTES
-from superstep.serve.api.app import ROUTES
 from superstep.serve.api.metrics import ServeMetrics
 from superstep.serve.api.openai import chat_fields, completions
-from superstep.serve.engine_messages import EngineStatus
+from superstep.serve.app import ROUTES
+from superstep.serve.scheduling.engine_messages import EngineStatus
 from superstep.serve.scheduling.request import Info
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "http.md"

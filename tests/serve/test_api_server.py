@@ -18,7 +18,7 @@ from superstep.http.server import LOOPBACK, listen
 PROGRAM = """
 from plain_words import PlainWords, small_tokenizer
 from scripted import Scripted
-from superstep.serve.api.app import make_app
+from superstep.serve.app import make_app
 from superstep.http.guard import Entrance
 from superstep.http.server import LOOPBACK, listen, serve
 from superstep.serve.scheduling.request import Info

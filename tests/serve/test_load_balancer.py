@@ -11,9 +11,9 @@ from scripted import Scripted
 from superstep.errors import ConfigError
 from superstep.serve.api.backend import Away, Health
 from superstep.serve.config import ServeConfig
-from superstep.serve.engine_messages import ORDERS, REPORTS, EndEngine, Ready, StepOutput
 from superstep.serve.processes.engine_client import Host
 from superstep.serve.processes.load_balancer import LoadBalancer
+from superstep.serve.scheduling.engine_messages import ORDERS, REPORTS, EndEngine, Ready, StepOutput
 from superstep.serve.scheduling.request import Counters, Info, Sampling
 
 INFO = Info(name="small", vocab=300, context_tokens=4096, version="v", end_of_text=(0,))

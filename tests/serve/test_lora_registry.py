@@ -21,8 +21,8 @@ from superstep.serve.compute import lora as placing
 from superstep.serve.compute import lora_kernels as computing
 from superstep.serve.compute.runner.model_runner import follow
 from superstep.serve.config import ServeConfig
-from superstep.serve.lora_registry import check_names, folders_of
 from superstep.serve.scheduling import request_state
+from superstep.serve.scheduling.lora_registry import check_names, folders_of
 from superstep.serve.scheduling.request import Request, Sampling
 from superstep.train.proof.prove_lora import beside_adapters, losses_of, write_adapters
 from superstep.train.proof.prove_serving import compare

@@ -9,7 +9,9 @@ import pytest
 
 from superstep.errors import ConfigError
 from superstep.serve.config import ServeConfig
-from superstep.serve.engine_messages import (
+from superstep.serve.processes.engine_client import Host
+from superstep.serve.processes.output_queue import Ear, Mailbox
+from superstep.serve.scheduling.engine_messages import (
     ORDERS,
     REPORTS,
     AbortRequests,
@@ -19,8 +21,6 @@ from superstep.serve.engine_messages import (
     RequestRefused,
     StepOutput,
 )
-from superstep.serve.processes.engine_client import Host
-from superstep.serve.processes.output_queue import Ear, Mailbox
 from superstep.serve.scheduling.request import Counters, Info, RequestUpdate, Sampling, TokenOutput
 
 INFO = Info(name="small", vocab=300, context_tokens=4096, version="v", end_of_text=(0,))

@@ -11,7 +11,7 @@ import browser
 from plain_words import PlainWords, small_tokenizer
 from scripted import Scripted
 from served import served
-from superstep.serve.api.app import make_app
+from superstep.serve.app import make_app
 from superstep.serve.scheduling.request import Info
 
 pytestmark = pytest.mark.skipif(browser.PATH is None, reason=f"none of {', '.join(browser.NAMES)} is installed")

@@ -17,7 +17,7 @@ from superstep.launch.ranks import launch_on
 from superstep.model.rope import Rope
 from superstep.numerics import invariant_attention
 from superstep.plan.model.hf_config import to_hf_config
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 from superstep.serve.batch_generate import generate
 from superstep.serve.compute.kv_cache import KeyStore
 from superstep.serve.config import ServeConfig

@@ -17,10 +17,12 @@ from superstep.model.hf import FILE
 from superstep.model.peft_adapter import linears_of, write_adapter
 from superstep.plan.model.hf_config import from_hf_config
 from superstep.serve.api.admin_backend import Admin, Several
-from superstep.serve.api.app import make_app
 from superstep.serve.api.backend import Away
+from superstep.serve.app import make_app
 from superstep.serve.config import ServeConfig
-from superstep.serve.engine_messages import (
+from superstep.serve.files.weights import publish
+from superstep.serve.processes.load_balancer import replicas_of
+from superstep.serve.scheduling.engine_messages import (
     ChangeWeights,
     EngineStatus,
     LoadAdapter,
@@ -30,10 +32,8 @@ from superstep.serve.engine_messages import (
     UnloadAdapter,
     Wake,
 )
-from superstep.serve.processes.load_balancer import replicas_of
 from superstep.serve.scheduling.request import AdapterInfo
 from superstep.serve.text_backend import load_words
-from superstep.serve.weights import publish
 
 
 class Steady:

@@ -12,8 +12,8 @@ from superstep.errors import StateError
 from superstep.hardware.serving_rate import ServingRate
 from superstep.plan.config import ModelConfig
 from superstep.plan.model.lookup import shape_of
-from superstep.serve.capacity_forecast import ServerSetup, crowds, firsts, rooms
 from superstep.serve.engine import InferenceEngine
+from superstep.serve.scheduling.capacity_forecast import ServerSetup, crowds, firsts, rooms
 from superstep.serve.scheduling.kv_pages import Pages
 from superstep.serve.scheduling.request import Info, Request, Sampling
 from superstep.serve.scheduling.simulate import Arrival, simulate

@@ -12,7 +12,7 @@ import small
 from superstep.comm.device import Device
 from superstep.launch.ranks import World
 from superstep.plan.model.hf_config import to_hf_config
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 from superstep.serve.build_engine import load_rank, open_engine
 from superstep.serve.compute.runner.model_runner import follow
 from superstep.serve.config import ServeConfig

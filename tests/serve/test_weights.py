@@ -21,7 +21,6 @@ from superstep.model.hf import FILE, open_weights, save_weights
 from superstep.model.unit import global_tensors, initial, parameters
 from superstep.plan.config import ModelConfig
 from superstep.plan.model.lookup import shape_of
-from superstep.serve import weights as weights_module
 from superstep.serve.batch_generate import generate
 from superstep.serve.build_engine import KnownModel, load_rank, open_both, open_engine
 from superstep.serve.compute.compiled.compiled_decoder import Compiled
@@ -32,11 +31,12 @@ from superstep.serve.compute.runner import model_runner
 from superstep.serve.compute.runner.model_runner import follow
 from superstep.serve.compute.runner.weight_update import RankMemory
 from superstep.serve.config import ServeConfig
-from superstep.serve.engine_messages import ChangeWeights, Pause, Resume, Sleep, Wake
+from superstep.serve.files import weights as weights_module
+from superstep.serve.files.weights import MARK, hold, open_source, publish, snapshots, version_of, weights_in_memory
+from superstep.serve.scheduling.engine_messages import ChangeWeights, Pause, Resume, Sleep, Wake
 from superstep.serve.scheduling.kv_pages import root_key
 from superstep.serve.scheduling.request import Request, Sampling
 from superstep.serve.scheduling.request_state import LiveRequest
-from superstep.serve.weights import MARK, hold, open_source, publish, snapshots, version_of, weights_in_memory
 
 VOCAB = 64
 EXACT = ServeConfig(compute="fp32", exact=True, context_tokens=64, page_tokens=4, step_tokens=24, requests=4, pages=60)

@@ -13,17 +13,17 @@ from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
 from superstep.comm.objects import gather
 from superstep.engine.engine import Engine
+from superstep.engine.microbatch import microbatches, rows
 from superstep.model.axes import units
 from superstep.model.decoder import Decoder
 from superstep.model.hf import load_weights
 from superstep.model.unit import global_tensors
 from superstep.plan.model.hf_config import to_hf_config
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 from superstep.state.checkpoint import save
 from superstep.state.checkpoint_dirs import checkpoint_at
 from superstep.state.manifest import Position
 from superstep.state.tensor_piece import STATE
-from superstep.train.batches import microbatches, rows
 
 pytestmark = pytest.mark.multiproc
 

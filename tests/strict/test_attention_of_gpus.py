@@ -13,7 +13,7 @@ from superstep.cost.program.memory.activations import unit_bytes
 from superstep.engine.attention.document_attention import DocumentAttend
 from superstep.engine.saved_activations import with_kept
 from superstep.model.decoder import Sliding, attention_of, flash
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 from superstep.serve.compute.flat_batch import RequestRows
 from superstep.serve.compute.kv_cache import FEW, KeyStore
 from superstep.serve.compute.paged_attention import PagedAttention

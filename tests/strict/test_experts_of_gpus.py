@@ -12,6 +12,7 @@ from strict_ranks import device_module
 from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
 from superstep.engine.engine import Engine
+from superstep.engine.microbatch import microbatches
 from superstep.model import experts
 from superstep.model.axes import units
 from superstep.model.expert_dispatch import DispatchContext, LocalDispatch
@@ -19,8 +20,7 @@ from superstep.model.experts import add_outer_products, grouped_linear, products
 from superstep.model.moe import MixtureOfExperts
 from superstep.plan.config import ModelConfig
 from superstep.plan.model.lookup import shape_of
-from superstep.plan.resolve import resolve
-from superstep.train.batches import microbatches
+from superstep.plan.resolution.resolve import resolve
 
 pytestmark = pytest.mark.strict
 

@@ -14,12 +14,12 @@ from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
 from superstep.comm.objects import gather
 from superstep.engine.engine import Engine
+from superstep.engine.microbatch import microbatches_of, rows
 from superstep.launch import ranks
 from superstep.model import expert_dispatch, experts, fused_attention
 from superstep.model.axes import units
 from superstep.plan.config import ModelConfig
-from superstep.plan.resolve import resolve
-from superstep.train.batches import microbatches_of, rows
+from superstep.plan.resolution.resolve import resolve
 from superstep.train.proof.prove_tolerance import TIMEOUT
 
 pytestmark = pytest.mark.strict

@@ -18,15 +18,15 @@ from strict_ranks import device_module
 from superstep.comm.mesh import build_mesh
 from superstep.engine.engine import Engine
 from superstep.engine.executor import Executor
+from superstep.engine.microbatch import microbatches_of, rows
 from superstep.errors import Lost
 from superstep.launch.ranks import launch_on
 from superstep.model.axes import units
 from superstep.monitor import hang_rules
 from superstep.monitor.activity import Doing
 from superstep.monitor.hang_detector import HangDetector
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 from superstep.program.instructions import Backward
-from superstep.train.batches import microbatches_of, rows
 
 pytestmark = pytest.mark.strict
 

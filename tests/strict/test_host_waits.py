@@ -10,13 +10,13 @@ from test_models_on_gpus import batches, config
 
 from strict_ranks import device_module, gpu_of
 from superstep.comm.mesh import build_mesh
+from superstep.comm.objects import RankPeers
 from superstep.engine.engine import Engine
+from superstep.engine.microbatch import microbatches_of, rows
 from superstep.numerics.fixed_point import PARAMETER, Excess
-from superstep.plan.resolve import resolve
-from superstep.train.batches import microbatches_of, rows
+from superstep.plan.resolution.resolve import resolve
 from superstep.train.policy.corruption_check import Integrity
 from superstep.train.proof.prove_tolerance import TIMEOUT
-from superstep.train.rank_peers import RankPeers
 from superstep.train.weights.model import units_of
 
 pytestmark = pytest.mark.strict

@@ -7,7 +7,7 @@ import pytest
 
 import small
 from strict_ranks import prove_on_gpus
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 from superstep.train.proof.all_layouts import layouts
 from superstep.train.proof.prove_tolerance import write_reference
 

@@ -10,7 +10,7 @@ import small
 from objectives import compare
 from strict_ranks import gpu_of, prove_on_gpus
 from superstep.numerics.loss import IGNORE
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 from superstep.train.proof.prove_tolerance import write_reference
 
 pytestmark = pytest.mark.strict

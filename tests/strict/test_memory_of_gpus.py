@@ -13,12 +13,12 @@ from superstep.comm.mesh import build_mesh
 from superstep.cost.program.memory.memory import rank_bytes
 from superstep.cost.program.memory.memory_fit import memory_of, with_communicators
 from superstep.engine.engine import Engine
+from superstep.engine.microbatch import microbatches_of, rows
 from superstep.engine.saved_activations import with_kept
 from superstep.errors import ConfigError
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 from superstep.program.compile import compile_step
 from superstep.run.memory_check import require_fit
-from superstep.train.batches import microbatches_of, rows
 from superstep.train.proof.prove_tolerance import TIMEOUT
 from superstep.train.weights.model import units_of
 

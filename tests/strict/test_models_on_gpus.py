@@ -16,7 +16,7 @@ from superstep.kernels.compile_cpp import Built
 from superstep.launch.ranks import World
 from superstep.model.unit import initial
 from superstep.plan.config import LoraConfig
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 from superstep.train.proof import prove_tolerance
 from superstep.train.proof.prove_exact import Relay, write_bits
 from superstep.train.proof.prove_tolerance import write_reference

@@ -17,11 +17,11 @@ from superstep.engine.engine import Engine
 from superstep.engine.measure import probe_kernels
 from superstep.engine.measure.launch_cost import launch_s
 from superstep.engine.measure.probe_kernels import Gauge, measure_operations
+from superstep.engine.microbatch import microbatches
 from superstep.model.axes import units
 from superstep.numerics.policy import PolicyLoss
 from superstep.plan.config import ModelConfig
-from superstep.plan.resolve import resolve
-from superstep.train.batches import microbatches
+from superstep.plan.resolution.resolve import resolve
 from superstep.train.proof.prove_tolerance import TIMEOUT
 
 pytestmark = pytest.mark.strict

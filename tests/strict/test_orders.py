@@ -7,7 +7,7 @@ from test_layouts import LAYOUTS
 
 import small
 from strict_ranks import SETTINGS, prove_on_gpus
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 from superstep.train.proof.prove_tolerance import write_reference
 
 pytestmark = pytest.mark.strict

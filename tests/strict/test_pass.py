@@ -11,12 +11,12 @@ from strict_ranks import SETTINGS, gpu_of
 from superstep.comm.mesh import build_mesh
 from superstep.engine.engine import Engine
 from superstep.engine.flat import rank_state
+from superstep.engine.microbatch import microbatches_of, rows
 from superstep.model.axes import units
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 from superstep.program.check import check
 from superstep.program.compile import compile_step
 from superstep.program.instructions import Settle
-from superstep.train.batches import microbatches_of, rows
 from superstep.train.proof.prove_tolerance import TIMEOUT
 
 pytestmark = pytest.mark.strict

@@ -21,13 +21,13 @@ from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
 from superstep.engine.engine import Engine
 from superstep.engine.instruction_timer import CudaRecorder, HostRecorder
+from superstep.engine.microbatch import microbatches_of, rows
 from superstep.model.axes import units
 from superstep.plan.config import StateConfig
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 from superstep.state.manifest import Position
 from superstep.state.snapshots.memory_snapshot import made
 from superstep.state.tensor_piece import STATE
-from superstep.train.batches import microbatches_of, rows
 
 pytestmark = pytest.mark.strict
 

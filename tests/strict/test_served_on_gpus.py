@@ -10,7 +10,7 @@ from strict_ranks import gpu_of
 from superstep.comm.device import Device
 from superstep.serve.batch_generate import generate
 from superstep.serve.config import NGRAM, ServeConfig
-from superstep.serve.engine_messages import ChangeWeights
+from superstep.serve.scheduling.engine_messages import ChangeWeights
 from superstep.serve.scheduling.request import Request, Sampling
 
 pytestmark = pytest.mark.strict

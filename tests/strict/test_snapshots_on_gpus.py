@@ -13,7 +13,7 @@ from superstep.engine.engine import Engine
 from superstep.launch.ranks import launch_from
 from superstep.model.axes import units
 from superstep.plan.config import StateConfig
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 from superstep.state.manifest import Position
 from superstep.state.snapshots.memory_snapshot import made, pieces_of
 from superstep.state.tensor_piece import STATE

@@ -9,17 +9,17 @@ import torch
 import small
 from strict_ranks import SETTINGS, gpu_of
 from superstep.comm.mesh import build_mesh
+from superstep.comm.objects import RankPeers
 from superstep.engine.engine import Engine
+from superstep.engine.microbatch import microbatches_of, rows
 from superstep.plan.config import StateConfig
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 from superstep.state.checkpoint import load, save
 from superstep.state.manifest import Position
 from superstep.state.snapshots.memory_snapshot import made, pieces_of
 from superstep.state.tensor_piece import STATE
-from superstep.train.batches import microbatches_of, rows
 from superstep.train.proof.prove_tolerance import TIMEOUT
-from superstep.train.rank_peers import RankPeers, tensor_shapes
-from superstep.train.weights.model import units_of
+from superstep.train.weights.model import tensor_shapes, units_of
 
 pytestmark = pytest.mark.strict
 

@@ -14,7 +14,7 @@ import small
 from pool import RankError
 from strict_ranks import SETTINGS, device_module, gpu_of, prove_on_gpus
 from superstep.kernels import triton_loader
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 from superstep.strict.load import configure
 from superstep.train.proof.prove_tolerance import write_reference
 

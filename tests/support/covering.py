@@ -15,7 +15,7 @@ from itertools import combinations
 import small
 from superstep.errors import ConfigError
 from superstep.plan.config import PlanConfig, RunConfig
-from superstep.plan.resolve import Resolved, divisors, resolve
+from superstep.plan.resolution.resolve import Resolved, divisors, resolve
 
 SCHEDULES: tuple[tuple[str, int], ...] = (
     ("gpipe", 1),

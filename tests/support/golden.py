@@ -13,7 +13,7 @@ from pathlib import Path
 from plans import plan_of
 from superstep.cost.program.time.simulate import PerUnit, UnitSeconds, simulate
 from superstep.observe.drawing.timeline import draw_text
-from superstep.plan.resolve import Plan
+from superstep.plan.resolution.resolve import Plan
 from superstep.program.compile import compile_step
 from superstep.program.text import write_program
 

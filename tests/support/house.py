@@ -47,7 +47,7 @@ class Module:
 
     @property
     def name(self) -> str:
-        """As it is imported, without the package's own name: ``plan.resolve``."""
+        """As it is imported, without the package's own name: ``plan.resolution.resolve``."""
         parts = self.path.with_suffix("").parts
         return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 

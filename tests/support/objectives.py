@@ -10,6 +10,7 @@ from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
 from superstep.data.token_stream import Batch
 from superstep.engine.engine import Engine
+from superstep.engine.microbatch import microbatches_of, rows
 from superstep.model.axes import units
 from superstep.model.decoder import Decoder
 from superstep.model.expert_dispatch import DispatchContext, LocalDispatch
@@ -19,7 +20,6 @@ from superstep.numerics.objective import CROSS_ENTROPY
 from superstep.numerics.policy import PolicyLoss
 from superstep.numerics.sequence_losses import sequence_policy
 from superstep.numerics.tolerance import TOLERANCE
-from superstep.train.batches import microbatches_of, rows
 
 TOKENS = 32
 

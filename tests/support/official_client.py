@@ -10,7 +10,7 @@ import openai
 from plain_words import PlainWords, small_tokenizer
 from scripted import Scripted
 from served import served
-from superstep.serve.api.app import make_app
+from superstep.serve.app import make_app
 from superstep.serve.scheduling.request import Info, Request
 
 TOKENIZER = small_tokenizer()

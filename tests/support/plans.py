@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from superstep.plan.config import LoraConfig, ModelConfig, PlanConfig, RunConfig, Schedule, StateConfig, TrainConfig
-from superstep.plan.resolve import Plan, resolve
+from superstep.plan.resolution.resolve import Plan, resolve
 
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 DEGREES = {"dp": [1, 1, 2, 3, 4], "cp": [1, 1, 2], "tp": [1, 2]}

@@ -8,10 +8,10 @@ from unittest import mock
 import torch.distributed as dist
 
 from superstep.data import token_stream as stream_module
+from superstep.engine.microbatch import microbatches_of
 from superstep.serve.compute import sampler as draw_module
 from superstep.serve.compute import torch_forward as forward_module
 from superstep.train import corpus_trainer
-from superstep.train.batches import microbatches_of
 from superstep.train.corpus_trainer import CorpusTrainer
 from superstep.train.proof import prove_tolerance
 from superstep.train.proof import stream as proof_stream

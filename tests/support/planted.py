@@ -21,13 +21,13 @@ from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
 from superstep.comm.objects import gather
 from superstep.engine.engine import Engine
+from superstep.engine.microbatch import microbatches, rows
 from superstep.launch.stack_dump import answering
 from superstep.model.axes import units
 from superstep.monitor.status_page import Heart, Page
 from superstep.plan.config_io import write_config
 from superstep.program.instructions import Reduce
 from superstep.program.text import write_program
-from superstep.train.batches import microbatches, rows
 from superstep.train.run_folder.report_status import report_waits
 from superstep.train.run_folder.run_paths import RunFolder
 

@@ -31,7 +31,7 @@ from superstep.plan.config import (
     StateConfig,
     TrainConfig,
 )
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 from superstep.state.checkpoint_dirs import checkpoints
 from superstep.train.run_folder.run_paths import RunFolder
 from superstep.tune.program.instructions import Instruction, Role, Swap

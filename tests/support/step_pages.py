@@ -14,7 +14,7 @@ from superstep.errors import UserError
 from superstep.observe.page.step_animation import ChooserEntry, moving_page
 from superstep.observe.page.step_data import StepDrawing
 from superstep.plan.config import DataConfig, ModelConfig, NumericsConfig, PlanConfig, RunConfig, Schedule, TrainConfig
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 
 MACHINE = MachineRates(gemm_flops_per_s=4e14, memory_bytes_per_s=3e12, link_bytes_per_s=5e10, link_latency_s=1e-5)
 LOOPED = ("interleaved", "breadth-first", "zb-v")

@@ -9,12 +9,12 @@ from bench.peers import PeerJob, initial_weights, random_batches, run
 from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
 from superstep.engine.engine import Engine
+from superstep.engine.microbatch import microbatches, rows
 from superstep.model.axes import units
 from superstep.numerics.loss import IGNORE
 from superstep.numerics.tolerance import TOLERANCE
 from superstep.plan.config import DataConfig, ModelConfig, PlanConfig, RunConfig, TrainConfig
-from superstep.plan.resolve import resolve
-from superstep.train.batches import microbatches, rows
+from superstep.plan.resolution.resolve import resolve
 
 pytestmark = pytest.mark.multiproc
 

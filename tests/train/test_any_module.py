@@ -19,7 +19,7 @@ from superstep.model.custom.inspect import outline_of, passed
 from superstep.model.custom.units_from_modules import as_units
 from superstep.model.unit import initial
 from superstep.plan.config import NumericsConfig, PlanConfig, RunConfig, TrainConfig
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 from superstep.train.proof.prove_tolerance import prove, write_reference
 
 CLASSES = 7

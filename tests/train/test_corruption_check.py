@@ -15,7 +15,7 @@ from superstep.engine.adamw import AdamW
 from superstep.errors import Fault
 from superstep.launch.ranks import World
 from superstep.numerics.fixed_point import Grid
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 from superstep.state.fingerprint import BLOCK, Element, TensorPart, bit_sums, differing, farthest, outvote, salts
 from superstep.state.manifest import Position
 from superstep.state.snapshots.memory_snapshot import SnapshotMemory

@@ -15,6 +15,7 @@ from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
 from superstep.engine.attention import choose_attention
 from superstep.engine.engine import Engine
+from superstep.engine.microbatch import microbatches
 from superstep.engine.parallel import ring
 from superstep.launch.ranks import World
 from superstep.model.axes import units
@@ -23,8 +24,7 @@ from superstep.model.unit import initial, parameters
 from superstep.numerics.loss import IGNORE, cross_entropy_sum
 from superstep.numerics.tolerance import TOLERANCE
 from superstep.plan.config import ModelConfig, PlanConfig
-from superstep.plan.resolve import resolve
-from superstep.train.batches import microbatches
+from superstep.plan.resolution.resolve import resolve
 from superstep.train.proof.prove_exact import Relay, prove_exact, write_bits
 from superstep.train.proof.prove_tolerance import prove, write_reference
 from superstep.train.weights.model import resolve_config, units_of

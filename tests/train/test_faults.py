@@ -8,7 +8,7 @@ from faults import FAULTS, Fault
 from small import VOCAB
 from superstep.comm.device import Device
 from superstep.launch.ranks import World
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 from superstep.train.proof.proof_inputs import Cases, prove_case
 
 pytestmark = pytest.mark.multiproc

@@ -22,7 +22,7 @@ from superstep.monitor.status_page import Unwatched
 from superstep.observe.events import Saved, Warned
 from superstep.observe.jsonl import JsonLines, last_line, read
 from superstep.observe.tensorboard import TensorBoard
-from superstep.serve.weights import open_unfinished
+from superstep.serve.files.weights import open_unfinished
 from superstep.state.checkpoint_dirs import checkpoints, step_of
 from superstep.state.manifest import Position
 from superstep.state.verify import SingleProcess

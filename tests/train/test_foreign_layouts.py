@@ -12,7 +12,7 @@ from superstep.comm.device import Device
 from superstep.launch.ranks import World
 from superstep.plan.model.hf_config import to_hf_config
 from superstep.plan.model.lookup import shape_of
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 from superstep.train.proof.prove_exact import Relay, prove_exact, write_bits
 from superstep.train.proof.prove_tolerance import prove, write_reference
 

@@ -14,7 +14,7 @@ import small
 from superstep.cli.main import main
 from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
-from superstep.comm.objects import gather
+from superstep.comm.objects import RankPeers, gather
 from superstep.engine.engine import Engine
 from superstep.errors import StateError
 from superstep.model import hf
@@ -22,10 +22,10 @@ from superstep.model.axes import units
 from superstep.model.decoder import Decoder
 from superstep.model.hf import FILE, INDEX, Weights, save_weights
 from superstep.model.unit import global_tensors, initial, parameters
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 from superstep.state.checkpoint_dirs import checkpoints
 from superstep.state.load_weights import fill
-from superstep.train.rank_peers import RankPeers, tensor_shapes
+from superstep.train.weights.model import tensor_shapes
 
 MINUTE = timedelta(minutes=1)
 LAYOUTS = (

@@ -16,7 +16,7 @@ from superstep.model.custom.units_from_modules import as_units
 from superstep.model.lora import adapt
 from superstep.model.unit import initial
 from superstep.plan.config import LoraConfig
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 from superstep.train.proof.prove_exact import Relay, prove_exact, write_bits
 from superstep.train.proof.prove_tolerance import prove, write_reference
 from superstep.train.weights.model import units_of

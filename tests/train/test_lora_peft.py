@@ -11,16 +11,16 @@ from transformers import AutoModelForCausalLM
 import low_rank
 from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
+from superstep.comm.objects import RankPeers
 from superstep.data.token_stream import Batch
 from superstep.engine.engine import Engine
+from superstep.engine.microbatch import microbatches_of
 from superstep.model.peft_adapter import write_adapter
 from superstep.model.unit import initial
 from superstep.numerics.tolerance import TOLERANCE
 from superstep.plan.config import DataConfig, LoraConfig, ModelConfig, PlanConfig, RunConfig, TrainConfig
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 from superstep.state.load_weights import fill
-from superstep.train.batches import microbatches_of
-from superstep.train.rank_peers import RankPeers
 from superstep.train.weights.lora_base import begin_base
 from superstep.train.weights.model import units_of
 

@@ -10,9 +10,9 @@ import small
 from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
 from superstep.engine.engine import Engine
+from superstep.engine.microbatch import microbatches
 from superstep.model.axes import units
-from superstep.plan.resolve import resolve
-from superstep.train.batches import microbatches
+from superstep.plan.resolution.resolve import resolve
 
 CONFIG = small.config(layers=3, microbatch=2)
 

@@ -10,7 +10,7 @@ import small
 from longer import longer
 from superstep.comm.device import Device
 from superstep.launch.ranks import World
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 from superstep.train.proof.prove_tolerance import prove, write_reference
 
 pytestmark = pytest.mark.multiproc

@@ -15,14 +15,14 @@ from objectives import compare
 from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
 from superstep.engine.engine import Engine
+from superstep.engine.microbatch import microbatches_of
 from superstep.errors import DataError, Fault
 from superstep.launch.ranks import World
 from superstep.model.axes import units
 from superstep.model.unit import UnitSpec
 from superstep.numerics.loss import IGNORE
 from superstep.numerics.tolerance import TOLERANCE
-from superstep.plan.resolve import resolve
-from superstep.train.batches import microbatches_of
+from superstep.plan.resolution.resolve import resolve
 from superstep.train.proof.prove_tolerance import prove, write_reference
 from superstep.train.proof.restart import data_bits
 

@@ -13,7 +13,7 @@ from superstep.comm.device import Device
 from superstep.errors import ConfigError
 from superstep.launch.ranks import World
 from superstep.numerics.own_loss import OwnLoss, load_loss
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 from superstep.train.proof.proof_inputs import Cases, prove_case
 from superstep.train.proof.prove_exact import Relay, prove_exact, write_bits
 from superstep.train.weights.model import resolve_config

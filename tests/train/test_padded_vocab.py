@@ -13,15 +13,15 @@ from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
 from superstep.data.token_stream import Batch
 from superstep.engine.engine import Engine
+from superstep.engine.microbatch import microbatches, rows
 from superstep.launch.ranks import World
 from superstep.model.axes import units
 from superstep.model.decoder import Decoder
 from superstep.model.hf import load_weights
 from superstep.model.unit import global_tensors
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 from superstep.plan.sharding.padding import padded_vocab
 from superstep.state.checkpoint import read_manifest
-from superstep.train.batches import microbatches, rows
 from superstep.train.proof.prove_exact import Relay, prove_exact, write_bits
 from superstep.train.proof.prove_tolerance import prove, write_reference
 

@@ -11,7 +11,7 @@ from covering import covering, drawn, meetings
 from longer import longer, many_ranks
 from superstep.comm.device import Device
 from superstep.launch.ranks import World
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 from superstep.train.proof.all_layouts import layouts
 from superstep.train.proof.prove_tolerance import prove, write_reference
 

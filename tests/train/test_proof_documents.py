@@ -10,11 +10,11 @@ import small
 from corpus import write_corpus
 from superstep.comm.device import Device
 from superstep.data.token_files import open_corpus
+from superstep.data.token_stream import stream_of
 from superstep.engine.attention import choose_attention
 from superstep.launch.ranks import World
 from superstep.numerics.loss import IGNORE
-from superstep.plan.resolve import resolve
-from superstep.train.batches import stream_of
+from superstep.plan.resolution.resolve import resolve
 from superstep.train.proof.ignored_targets import Ragged, documents_begun
 from superstep.train.proof.proof_inputs import Cases, compared_lines, prove_case
 

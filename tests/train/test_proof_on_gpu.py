@@ -14,7 +14,7 @@ import small
 from superstep.cli.prove import prove as verb
 from superstep.comm.device import Device
 from superstep.launch.ranks import World
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 from superstep.run import prove_layout as proof
 from superstep.train.proof import prove_tolerance
 from superstep.train.proof.prove_tolerance import Difference, prove

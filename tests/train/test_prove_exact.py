@@ -13,6 +13,7 @@ from longer import longer
 from superstep.comm.collectives import DONE
 from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
+from superstep.comm.objects import RankPeers
 from superstep.engine import executor
 from superstep.engine.engine import Engine
 from superstep.engine.exact import linear as exact_linear
@@ -22,14 +23,13 @@ from superstep.engine.exact.modules import require_exact
 from superstep.errors import ConfigError, Fault
 from superstep.launch.ranks import World
 from superstep.model.axes import units
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 from superstep.state.checkpoint import load
 from superstep.state.tensor_piece import STATE
 from superstep.train.proof import prove_exact as module
 from superstep.train.proof.all_layouts import layouts
 from superstep.train.proof.prove_exact import Relay, prove_exact, write_bits
 from superstep.train.proof.prove_tolerance import prove, write_reference
-from superstep.train.rank_peers import RankPeers
 
 pytestmark = pytest.mark.multiproc
 

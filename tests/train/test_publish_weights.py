@@ -11,22 +11,23 @@ from safetensors.torch import load_file, save_file
 import small
 from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
+from superstep.comm.objects import RankPeers
 from superstep.engine.engine import Engine
+from superstep.engine.microbatch import microbatches
 from superstep.errors import StateError
 from superstep.model.axes import units
 from superstep.model.hf import FILE, open_weights
 from superstep.plan.model.hf_config import to_hf_config
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 from superstep.serve.batch_generate import generate
 from superstep.serve.build_engine import load_rank, open_both
 from superstep.serve.compute.runner.model_runner import follow
 from superstep.serve.config import ServeConfig
+from superstep.serve.files.weights import MARK, version_of
 from superstep.serve.scheduling.request import Sampling
-from superstep.serve.weights import MARK, version_of
 from superstep.state.checkpoint import save
 from superstep.state.manifest import Position
-from superstep.train.batches import microbatches
-from superstep.train.rank_peers import RankPeers, tensor_shapes
+from superstep.train.weights.model import tensor_shapes
 from superstep.train.weights.publish_weights import publish
 
 CPU = Device("cpu")

@@ -8,12 +8,12 @@ import torch
 import small
 from corpus import write_corpus
 from superstep.data.token_files import open_corpus
+from superstep.data.token_stream import stream_of
 from superstep.engine import adamw
 from superstep.model.axes import units
 from superstep.numerics.loss import IGNORE
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 from superstep.program.compile import compile_step
-from superstep.train.batches import stream_of
 from superstep.train.proof.compare import Difference
 from superstep.train.proof.ignored_targets import Ragged
 from superstep.train.proof.likely_causes import hints

@@ -9,7 +9,7 @@ import small
 from corpus import write_corpus
 from superstep.comm.device import Device
 from superstep.launch.ranks import World
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 from superstep.train.proof.proof_inputs import Cases, prove_case
 
 pytestmark = pytest.mark.multiproc

@@ -8,7 +8,7 @@ from superstep.cli.options import flags
 from superstep.errors import ConfigError
 from superstep.plan.config import PlanConfig, RunConfig
 from superstep.plan.config_io import read_config, write_config
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 
 HEADS = (("heads", "none"), ("kv_heads", "none"))
 FFN, VOCAB = ("ffn", "none"), ("vocab", "none")

@@ -12,7 +12,7 @@ from superstep.comm.device import Device
 from superstep.data.preparation.prepare import prepare
 from superstep.launch.ranks import World
 from superstep.numerics.tolerance import TOLERANCE
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 from superstep.state.checkpoint import read_position
 from superstep.state.checkpoint_dirs import checkpoint_at
 from superstep.state.manifest import Position

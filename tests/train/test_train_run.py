@@ -19,7 +19,7 @@ from superstep.engine.executor import Executor
 from superstep.errors import Fault
 from superstep.observe.trace import load_trace
 from superstep.plan.config_io import read_config, write_config
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 from superstep.program.compile import compile_step
 from superstep.program.text import read_program
 from superstep.run.reports import sinks

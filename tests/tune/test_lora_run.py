@@ -18,15 +18,17 @@ import runs
 from superstep.cli.main import main
 from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
+from superstep.comm.objects import RankPeers
 from superstep.data.token_stream import Batch
 from superstep.engine.engine import Engine
+from superstep.engine.microbatch import microbatches_of
 from superstep.launch.ranks import World
 from superstep.model.hf import open_weights
 from superstep.model.peft_adapter import FILE, linears_of, read_adapter
 from superstep.model.peft_config import CONFIG
 from superstep.plan.config import PlanConfig
 from superstep.plan.config_io import read_config
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 from superstep.serve.batch_generate import generate
 from superstep.serve.build_engine import open_engine
 from superstep.serve.config import ServeConfig
@@ -35,9 +37,7 @@ from superstep.state.checkpoint import load
 from superstep.state.manifest import MANIFEST, read_manifest, write_manifest
 from superstep.state.tensor_file import digest
 from superstep.state.tensor_piece import STATE
-from superstep.train.batches import microbatches_of
 from superstep.train.corpus_trainer import CorpusTrainer
-from superstep.train.rank_peers import RankPeers
 from superstep.train.run_folder.run_paths import RunFolder
 from superstep.train.throughput import PeakRate
 from superstep.train.weights.base_file import BASE

@@ -14,7 +14,7 @@ from superstep.errors import ConfigError
 from superstep.launch.ranks import World
 from superstep.model.hf import open_weights
 from superstep.plan.config import LoraConfig
-from superstep.plan.resolve import Resolved
+from superstep.plan.resolution.resolve import Resolved
 from superstep.serve.build_engine import open_both
 from superstep.tune.rl.disaggregated import disaggregated
 from superstep.tune.rl.job import RlJob, beside, serve_of, with_room

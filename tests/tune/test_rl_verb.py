@@ -255,6 +255,6 @@ def processes(launcher: int) -> dict[str, list[psutil.Process]]:
     found: dict[str, list[psutil.Process]] = {"launcher": [psutil.Process(launcher)]}
     with suppress(psutil.Error):  # it has ended already
         for process in psutil.Process(launcher).children(recursive=True):
-            kind = "grader" if "superstep.grade.grader_worker" in " ".join(process.cmdline()) else "rank"
+            kind = "grader" if "superstep.grade.workers.grader_worker" in " ".join(process.cmdline()) else "rank"
             found.setdefault(kind, []).append(process)
     return found

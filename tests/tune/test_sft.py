@@ -10,10 +10,11 @@ import runs
 import tuned
 from superstep.cli.main import main
 from superstep.data.token_files import open_corpus
+from superstep.data.token_stream import stream_of
 from superstep.data.tokenizer import END_OF_TEXT, load_tokenizer
 from superstep.numerics.loss import IGNORE
 from superstep.plan.config_io import read_config
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 from superstep.serve.batch_generate import generate
 from superstep.serve.build_engine import ends_of_text, open_engine
 from superstep.serve.config import ServeConfig
@@ -23,7 +24,6 @@ from superstep.serve.text.chat_tokens import ChatEncoder
 from superstep.serve.text.template_process import TemplateProcess
 from superstep.state.checkpoint import read_position
 from superstep.state.checkpoint_dirs import checkpoints
-from superstep.train.batches import stream_of
 from superstep.tune.chat_template import PLAIN
 from superstep.tune.config import read_recipe
 from superstep.tune.initial_model import start_from

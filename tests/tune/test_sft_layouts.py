@@ -11,18 +11,20 @@ import torch
 import tuned
 from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
+from superstep.comm.objects import RankPeers
 from superstep.data.token_files import open_corpus
+from superstep.data.token_stream import stream_of
 from superstep.engine.engine import Engine
+from superstep.engine.microbatch import microbatches, rows
 from superstep.model.axes import units
 from superstep.model.decoder import Decoder
 from superstep.model.hf import load_weights
 from superstep.model.unit import global_tensors
 from superstep.numerics.loss import IGNORE
 from superstep.plan.config import PlanConfig, RunConfig
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 from superstep.state.load_weights import fill
-from superstep.train.batches import microbatches, rows, stream_of
-from superstep.train.rank_peers import RankPeers, tensor_shapes
+from superstep.train.weights.model import tensor_shapes
 from superstep.tune.config import read_recipe
 from superstep.tune.initial_model import start_from
 from superstep.tune.prepare_conversations import Conversations

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from superstep.cli.options import YIELDING
-from superstep.comm.device import cores, gpus
+from superstep.comm.device import gpus
 from superstep.errors import ConfigError
+from superstep.hardware.host import cores
 from superstep.plan.config import ProposedRun, RunConfig
-from superstep.plan.resolve import Resolved, divisors
+from superstep.plan.resolution.resolve import Resolved, divisors
 
 
 def describe_changed_layout(proposed: RunConfig, run: Resolved, resolve: Callable[[RunConfig], Resolved]) -> str | None:

@@ -23,7 +23,7 @@ from superstep.errors import ConfigError, did_you_mean
 from superstep.plan.config import PlanConfig, RunConfig, StateConfig
 from superstep.plan.config_io import alternatives, describe_type, read_config, section_of, table_entry
 from superstep.plan.mesh import AXES
-from superstep.plan.resolve import Resolved
+from superstep.plan.resolution.resolve import Resolved
 
 T = TypeVar("T")
 

@@ -17,10 +17,10 @@ from superstep.cli.serve.serve_settings import serve_config
 from superstep.cli.train.live_report import require_token
 from superstep.errors import ConfigError
 from superstep.plan.config import RunConfig
-from superstep.plan.resolve import check_ranges, resolve
+from superstep.plan.resolution.resolve import check_ranges, resolve
 from superstep.run.launch_rules import SEVERAL_HOSTS, check_launch, require_alone
 from superstep.serve.config import NGRAM, check_served, check_vocab, fast, plan_of
-from superstep.serve.lora_registry import check_names
+from superstep.serve.scheduling.lora_registry import check_names
 from superstep.train.run_folder import run_directory
 from superstep.train.weights.weights_folder import weights_of
 from superstep.tune.config import TuneConfig, check_recipe

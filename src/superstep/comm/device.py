@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import sys
 from collections.abc import Iterator
@@ -183,8 +182,3 @@ def pick(local_rank: int, wanted: DeviceKind | None = None) -> Device:
     device = Device("cuda", local_rank % gpus())
     device.make_current()
     return device
-
-
-def cores() -> int:
-    """Processors that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

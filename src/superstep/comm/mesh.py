@@ -21,7 +21,7 @@ import torch.distributed as dist
 from superstep.comm.backend import Transport, reach
 from superstep.comm.device import Device
 from superstep.plan.mesh import Coordinate, Family, MeshShape
-from superstep.plan.resolve import Plan
+from superstep.plan.resolution.resolve import Plan
 from superstep.program.issue_order import Channel
 from superstep.program.p2p_setup import routes, tied_places
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -30,3 +31,15 @@ def gather(value: T) -> list[T]:
     objects: list[Any] = [None] * group.size()
     dist.all_gather_object(objects, value)
     return objects
+
+
+@dataclass(frozen=True, slots=True)
+class RankPeers:
+    """The launched ranks, as ``state`` wants them."""
+
+    rank: int
+    size: int
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, on every rank."""
+        return gather(value)

@@ -34,6 +34,7 @@ from superstep.data.conversation_stream import AnswerCut
 from superstep.data.shuffle import permute
 from superstep.data.token_files import Corpus, Split, SplitName
 from superstep.numerics.loss import IGNORE
+from superstep.plan.config import RunConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,3 +254,16 @@ class TokenStream:
             here = epochs == epoch
             numbers[here] = permute(positions[here], self.sequences, seed=self._seed, epoch=int(epoch))
         return numbers
+
+
+def stream_of(config: RunConfig, corpus: Corpus, split: SplitName) -> TokenStream:
+    """A split of the corpus, as the run reads it."""
+    return TokenStream(
+        corpus,
+        split,
+        sequence_tokens=config.data.sequence_tokens,
+        packed=config.data.packed,
+        batch_sequences=config.train.batch_sequences,
+        seed=config.train.seed,
+        document_mask=config.data.document_mask,
+    )

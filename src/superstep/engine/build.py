@@ -24,7 +24,7 @@ from superstep.model.unit import UnitSpec
 from superstep.numerics.dtypes import DTYPES
 from superstep.numerics.fixed_point import Excess
 from superstep.plan.model.outline import Outline
-from superstep.plan.resolve import Plan, Resolved
+from superstep.plan.resolution.resolve import Plan, Resolved
 from superstep.plan.sharding.parameters import columns_of, has_cut_output
 
 Buffers = Mapping[int, tuple[UnitBuffers, ...]]

@@ -34,7 +34,7 @@ from superstep.numerics.fixed_point import OutOfRange, exact_loss_sum, require_e
 from superstep.numerics.loss import IGNORE
 from superstep.numerics.objective import CROSS_ENTROPY, Objective
 from superstep.numerics.own_loss import OwnLoss, load_loss
-from superstep.plan.resolve import Resolved
+from superstep.plan.resolution.resolve import Resolved
 from superstep.plan.sharding.sequence import positions
 from superstep.program.compile import compile_evaluation, compile_step
 from superstep.program.instructions import Program, Step

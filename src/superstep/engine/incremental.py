@@ -27,7 +27,7 @@ from superstep.errors import ConfigError, Fault
 from superstep.model.unit import UnitSpec
 from superstep.numerics.fixed_point import OutOfRange
 from superstep.numerics.objective import Objective
-from superstep.plan.resolve import Resolved
+from superstep.plan.resolution.resolve import Resolved
 from superstep.program.instructions import Program, Step
 
 EXACT_SCALE = 2.0**-12

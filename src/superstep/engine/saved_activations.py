@@ -10,7 +10,7 @@ from superstep.engine.attention.choose_attention import is_compiled
 from superstep.engine.layers.fused import layer_kernels
 from superstep.kernels import cpu_library, exact_attention
 from superstep.kernels.attention import LANES
-from superstep.plan.resolve import Resolved
+from superstep.plan.resolution.resolve import Resolved
 from superstep.plan.saved_activations import SavedActivations
 
 

@@ -1,4 +1,4 @@
-"""Linears with adapters, put into units from outside (LoRA, Hu 2021): ``plan.lora`` says which linears, and what for.
+"""Linears with adapters, put into units from outside (LoRA, Hu 2021): ``plan.resolution.lora`` says which linears.
 
     y = W x + b + scale · B (A x)
 
@@ -20,8 +20,8 @@ from superstep.model.meta import on_meta
 from superstep.model.peft_adapter import scale_of
 from superstep.model.unit import ParamSpec, UnitSpec
 from superstep.plan.config import LoraConfig
-from superstep.plan.lora import ENDS, factor_names, targets_of
 from superstep.plan.model.outline import Outline
+from superstep.plan.resolution.lora import ENDS, factor_names, targets_of
 
 
 class AdaptedLinear(nn.Linear):

@@ -27,9 +27,9 @@ from torch import Tensor
 from superstep.errors import ConfigError, StateError
 from superstep.model.hf import require_regular
 from superstep.model.peft_config import CONFIG, AdapterConfig, read_config
-from superstep.plan.lora import ENDS, PREFIX
 from superstep.plan.model.axes import outline_of
 from superstep.plan.model.shape import ModelShape
+from superstep.plan.resolution.lora import ENDS, PREFIX
 
 FILE = "adapter_model.safetensors"
 A, B = ENDS["a"], ENDS["b"]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeGuard, TypeVar
 
 from superstep.errors import ConfigError, StateError
-from superstep.plan.lora import ALL_LINEAR, is_named
+from superstep.plan.resolution.lora import ALL_LINEAR, is_named
 
 CONFIG = "adapter_config.json"
 """What the file is called."""

@@ -17,7 +17,7 @@ from superstep.cost.program.time.simulate import UnitSeconds
 from superstep.hardware.cluster import Collective
 from superstep.hardware.collectives import RankGroup, all_reduce_s, gather_s, send_s
 from superstep.hardware.units import Array
-from superstep.plan.resolve import Resolved
+from superstep.plan.resolution.resolve import Resolved
 from superstep.planner.price import Pricing
 
 KINDS = ("compute", "again", "tensor", "context", "experts")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from superstep.errors import ConfigError
 from superstep.hardware.cluster import Cluster
 from superstep.plan.config import ZERO_BUBBLE, PlanConfig, RunConfig
-from superstep.plan.resolve import Resolved, resolve
+from superstep.plan.resolution.resolve import Resolved, resolve
 from superstep.planner.price import pricing_of
 from superstep.planner.search import Side, search
 from superstep.planner.search_problem import Rule, SearchProblem

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from superstep.cost.closed.parallel_degrees import RECOMPUTE, SCHEDULES, Layout
 from superstep.hardware.units import Array
 from superstep.plan.config import Context, PlanConfig, Recompute, RunConfig, Schedule
-from superstep.plan.resolve import Resolved
+from superstep.plan.resolution.resolve import Resolved
 from superstep.planner.search_problem import SearchProblem
 
 CONTEXT: tuple[Context, ...] = get_args(Context)

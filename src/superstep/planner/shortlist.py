@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 from superstep.planner.plan_columns import run_config
 from superstep.planner.search import PricedPlan, SearchResult, Side, search
 from superstep.planner.simulate_best import MOST_INSTRUCTIONS, Verified, instructions_of, verified

@@ -19,7 +19,7 @@ from superstep.cost.program.memory.memory import RankBytes, rank_bytes
 from superstep.cost.program.time.instruction_seconds import instruction_seconds
 from superstep.cost.program.time.simulate import simulate
 from superstep.cost.program.time.stragglers import Jitter, Straggled, straggle
-from superstep.plan.resolve import Resolved, resolve
+from superstep.plan.resolution.resolve import Resolved, resolve
 from superstep.planner.closed_form_seconds import KINDS, catalogue_seconds
 from superstep.planner.plan_columns import run_config
 from superstep.planner.price import Pricing

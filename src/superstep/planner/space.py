@@ -1,4 +1,4 @@
-"""The space of plans: every layout of a run on a cluster that ``plan.resolve`` accepts.
+"""The space of plans: every layout of a run on a cluster that ``plan.resolution.resolve`` accepts.
 
 It is made in three levels, each of which decides what its parts of a step cost:
 
@@ -31,7 +31,7 @@ import numpy as np
 from superstep.cost.closed.parallel_degrees import RECOMPUTE, SCHEDULES
 from superstep.hardware.units import Array
 from superstep.plan.config import Schedule
-from superstep.plan.resolve import divisors
+from superstep.plan.resolution.resolve import divisors
 from superstep.plan.sharding.sequence import cp_of_heads, multiple
 from superstep.planner.plan_columns import CONTEXT, Plans
 from superstep.planner.search_problem import SearchProblem

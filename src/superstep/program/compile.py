@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from superstep.plan.resolve import Plan
+from superstep.plan.resolution.resolve import Plan
 from superstep.program.check import check
 from superstep.program.instructions import Program
 from superstep.program.p2p_setup import check_first_uses, routes

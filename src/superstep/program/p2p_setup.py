@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from itertools import pairwise
 
-from superstep.plan.resolve import Plan
+from superstep.plan.resolution.resolve import Plan
 from superstep.program.instructions import Program, Recv, Send
 from superstep.program.issue_order import Channel, issue_order
 

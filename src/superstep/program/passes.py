@@ -16,7 +16,7 @@ from dataclasses import replace
 from itertools import groupby
 from typing import TypeAlias
 
-from superstep.plan.resolve import Plan
+from superstep.plan.resolution.resolve import Plan
 from superstep.program.instructions import (
     Backward,
     BackwardInput,

@@ -18,7 +18,7 @@ from superstep.data.preparation.prepare import is_prepared, prepare
 from superstep.errors import ConfigError
 from superstep.observe.jsonl import read
 from superstep.plan.config import RunConfig
-from superstep.plan.resolve import Resolved
+from superstep.plan.resolution.resolve import Resolved
 from superstep.run.console import Console, Silent
 from superstep.run.exit_messages import INTERRUPTED
 from superstep.run.job import TrainJob, prepared_job

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from superstep.errors import ConfigError
 from superstep.observe.number_format import bytes_text
-from superstep.plan.resolve import Resolved
+from superstep.plan.resolution.resolve import Resolved
 from superstep.planner.goodput import STATE_BYTES
 from superstep.state.checkpoint_dirs import checkpoints
 from superstep.state.fsync import free_bytes

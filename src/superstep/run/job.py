@@ -11,10 +11,11 @@ from pathlib import Path
 from superstep.comm.device import Device, choose
 from superstep.cost.program.time.operation import UnitOperations
 from superstep.data.token_files import open_corpus
+from superstep.data.token_stream import stream_of
 from superstep.observe.goodput import spent_s
 from superstep.plan.config import DeviceKind
 from superstep.plan.config_io import read_config, write_config
-from superstep.plan.resolve import Resolved
+from superstep.plan.resolution.resolve import Resolved
 from superstep.run.console import Console
 from superstep.run.disk_check import require_disk
 from superstep.run.launch_rules import OWN, Launcher, check_launch
@@ -24,7 +25,6 @@ from superstep.state.checkpoint import read_position
 from superstep.state.object_store.store_sync import fetch_newest, mirrored
 from superstep.state.snapshots.memory_snapshot import Handles
 from superstep.state.verify import newest, verify
-from superstep.train.batches import stream_of
 from superstep.train.policy.sequence_loss import SequenceLoss
 from superstep.train.run_folder import run_directory
 from superstep.train.run_folder.checkpoint_store import store_of

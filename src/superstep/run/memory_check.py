@@ -13,7 +13,7 @@ from superstep.cost.program.time.predict import sizes_of
 from superstep.errors import ConfigError
 from superstep.observe.number_format import bytes_text
 from superstep.plan.config import RunConfig
-from superstep.plan.resolve import Resolved
+from superstep.plan.resolution.resolve import Resolved
 from superstep.program.compile import compile_step
 from superstep.train.weights.model import operations, resolve_config
 

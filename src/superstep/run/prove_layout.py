@@ -9,7 +9,7 @@ from pathlib import Path
 
 from superstep.errors import StateError
 from superstep.launch.ranks import World, launch_on
-from superstep.plan.resolve import Resolved
+from superstep.plan.resolution.resolve import Resolved
 from superstep.train.proof.proof_inputs import Cases, ProofCase, prove_case
 from superstep.train.proof.prove_tolerance import ProofVerdict
 

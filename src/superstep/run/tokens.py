@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from superstep.data.token_files import is_whole
-from superstep.plan.resolve import Resolved
+from superstep.plan.resolution.resolve import Resolved
 from superstep.train.run_folder import run_directory
 from superstep.train.run_folder.run_paths import RunFolder
 

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
-from superstep.plan.resolve import Resolved
+from superstep.plan.resolution.resolve import Resolved
 from superstep.run.console import Console
 from superstep.run.job import RunKind, TrainJob, prepared_job
 from superstep.run.launch_rules import OWN, Launcher

@@ -13,16 +13,17 @@ from pathlib import Path
 
 import torch
 
-from superstep.comm.device import Device, cores
+from superstep.comm.device import Device
 from superstep.comm.mesh import Group
 from superstep.cost.serve import ComputeMode, RankModelSize, model_of_rank
 from superstep.engine.exact.modules import require_exact
 from superstep.errors import ConfigError
+from superstep.hardware.host import cores
 from superstep.launch.ranks import World
 from superstep.model.hf import open_weights
 from superstep.numerics.dtypes import DTYPES
 from superstep.numerics.invariant_attention import BLOCK
-from superstep.plan.resolve import Resolved
+from superstep.plan.resolution.resolve import Resolved
 from superstep.serve.compute.draft_model import SmallModel
 from superstep.serve.compute.paged_attention import FAST_BLOCK
 from superstep.serve.compute.runner.choose_backend import ComputeSettings, choose
@@ -34,11 +35,11 @@ from superstep.serve.drafting.grammar_protocol import Matchers
 from superstep.serve.drafting.speculate import FromText, Guesser, Speculation
 from superstep.serve.engine import InferenceEngine, StepObserver
 from superstep.serve.engine_control import Steward
+from superstep.serve.files.weights import read_version
 from superstep.serve.scheduling.kv_pages import Pages
 from superstep.serve.scheduling.request import Info
 from superstep.serve.scheduling.step import Budget
 from superstep.serve.scheduling.step_log import LogFile, Setting
-from superstep.serve.weights import read_version
 
 Watching = Callable[[Setting], StepObserver]
 

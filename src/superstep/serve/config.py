@@ -8,7 +8,7 @@ from pathlib import Path
 from superstep.errors import ConfigError, StateError
 from superstep.plan.config import DataConfig, Dtype, ModelConfig, NumericsConfig, PlanConfig, RunConfig
 from superstep.plan.model.lookup import shape_of
-from superstep.plan.resolve import Resolved, resolve
+from superstep.plan.resolution.resolve import Resolved, resolve
 
 NGRAM = "ngram"
 """``ServeConfig.speculate`` where a request's own text says what to guess."""

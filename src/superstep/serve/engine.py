@@ -23,9 +23,9 @@ from superstep.serve.compute.sampler import SamplingContext, draw, likeliest, lo
 from superstep.serve.compute.wanted import Row, read_wanted
 from superstep.serve.drafting.grammar_protocol import Matcher, Matchers
 from superstep.serve.drafting.speculate import Speculation
-from superstep.serve.lora_registry import Holder, Shelf
 from superstep.serve.scheduling.apply_step import book, book_computed
 from superstep.serve.scheduling.kv_pages import Pages
+from superstep.serve.scheduling.lora_registry import Holder, Shelf
 from superstep.serve.scheduling.request import (
     Counters,
     Finish,

@@ -27,7 +27,7 @@ from superstep.errors import ConfigError, UserError
 from superstep.serve.compute.runner.model_runner import ModelRunner
 from superstep.serve.compute.runner.rank_commands import Tensors
 from superstep.serve.engine import InferenceEngine
-from superstep.serve.engine_messages import (
+from superstep.serve.scheduling.engine_messages import (
     ChangeWeights,
     CommandDone,
     Deed,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from superstep.plan.lora import PREFIX
+from superstep.plan.resolution.lora import PREFIX
 from superstep.state.tensor_piece import Kind
 
 FILES: Mapping[Kind, str] = {

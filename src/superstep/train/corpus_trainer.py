@@ -9,16 +9,16 @@ from pathlib import Path
 
 from superstep.data.prefetch import Prefetcher
 from superstep.data.token_files import SplitName, open_corpus
-from superstep.data.token_stream import Batch, BatchSource
+from superstep.data.token_stream import Batch, BatchSource, stream_of
 from superstep.engine.engine import StepResult
 from superstep.engine.instruction_timer import Recorder, recorder_for
+from superstep.engine.microbatch import microbatches_of, rows, rows_at
 from superstep.engine.router_counts import Routed
 from superstep.engine.torch_profiler import Profiler
 from superstep.errors import StateError
 from superstep.launch.ranks import World
-from superstep.plan.resolve import Resolved
+from superstep.plan.resolution.resolve import Resolved
 from superstep.state.manifest import Position
-from superstep.train.batches import microbatches_of, rows, rows_at, stream_of
 from superstep.train.policy.sequence_loss import Epochs, SequenceLoss, weigh
 from superstep.train.run_folder.after_checkpoint import Written, trace_of, write_trace
 from superstep.train.run_folder.identity import FILE as IDENTITY

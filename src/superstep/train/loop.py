@@ -23,8 +23,8 @@ from superstep.observe.events import (
 )
 from superstep.state.manifest import Position
 from superstep.train.corpus_trainer import CorpusTrainer
-from superstep.train.policy.rollback import check_state, go_back, tell_refused
 from superstep.train.policy.spike_detector import SkippedStep
+from superstep.train.rollback import check_state, go_back, tell_refused
 from superstep.train.run_folder.report_status import report_waits
 from superstep.train.saving import report_flushed, save, warn
 

@@ -19,18 +19,20 @@ from pathlib import Path
 from torch import Tensor
 
 from superstep.comm.mesh import Mesh, build_mesh
+from superstep.comm.objects import RankPeers
 from superstep.data.token_stream import Batch
 from superstep.engine.engine import Engine, StepResult
 from superstep.engine.flat.offload import Sleeping
 from superstep.engine.instruction_timer import HostRecorder, Recorder
+from superstep.engine.microbatch import microbatches_of
 from superstep.errors import Damaged, Fault, StateError
 from superstep.launch.ranks import World
 from superstep.numerics.objective import Objective
 from superstep.numerics.sequence_losses import Weighed
 from superstep.observe.jsonl import read
-from superstep.plan.resolve import Resolved
+from superstep.plan.resolution.resolve import Resolved
 from superstep.program.text import describe, write_program
-from superstep.serve.weights import KEEP, PublishedWeights
+from superstep.serve.files.weights import KEEP, PublishedWeights
 from superstep.state.all_or_none import together
 from superstep.state.checkpoint import load, save
 from superstep.state.checkpoint_dirs import checkpoint_at, checkpoints, step_of
@@ -39,12 +41,10 @@ from superstep.state.manifest import Position
 from superstep.state.snapshots.memory_snapshot import HOSTS_SLOTS, SLOTS, SnapshotMemory, damaged_text
 from superstep.state.tensor_piece import STATE, Kind, TensorPiece
 from superstep.state.verify import drop_old, is_there, verify_weights
-from superstep.train.batches import microbatches_of
 from superstep.train.lr_schedule import rate
 from superstep.train.policy.corruption_check import ranks_text
 from superstep.train.policy.gradient_recheck import RowsOf
 from superstep.train.policy.step_policy import StepPolicy
-from superstep.train.rank_peers import RankPeers, tensor_shapes
 from superstep.train.run_folder.after_checkpoint import Written
 from superstep.train.run_folder.folder_watch import Displaced, FolderWatch, follow
 from superstep.train.run_folder.identity import require_same_run
@@ -53,7 +53,7 @@ from superstep.train.save_schedule import Saves
 from superstep.train.snapshot_schedule import Copies
 from superstep.train.weights.base_file import Base
 from superstep.train.weights.lora_base import begin_base, files_of, resume_base
-from superstep.train.weights.model import units_of
+from superstep.train.weights.model import tensor_shapes, units_of
 from superstep.train.weights.publish_weights import publish
 from superstep.train.weights.weights_folder import weights_of
 

@@ -22,12 +22,11 @@ from torch import Tensor
 
 from superstep.data.preparation.prepare import stamp
 from superstep.data.token_files import SPLITS, SplitName, open_corpus
-from superstep.data.token_stream import Batch, TokenStream
+from superstep.data.token_stream import Batch, TokenStream, stream_of
 from superstep.errors import DataError, Fault
 from superstep.numerics.sequence_losses import Weighed, dpo
 from superstep.state.all_or_none import together
 from superstep.state.fsync import sync, write_text
-from superstep.train.batches import stream_of
 from superstep.train.policy.sequence_loss import Pupil
 from superstep.tune.config import DpoConfig
 

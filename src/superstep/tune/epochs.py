@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from superstep.data.token_files import open_corpus
-from superstep.plan.resolve import Resolved
-from superstep.train.batches import stream_of
+from superstep.data.token_stream import stream_of
+from superstep.plan.resolution.resolve import Resolved
 from superstep.train.weights.model import resolve_config
 
 

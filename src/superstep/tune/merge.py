@@ -24,7 +24,7 @@ from superstep.model.peft_adapter import Adapter, linears_of, read_adapter
 from superstep.model.peft_config import CONFIG
 from superstep.plan.config import ModelConfig
 from superstep.plan.model.lookup import shape_of
-from superstep.serve.weights import version_of
+from superstep.serve.files.weights import version_of
 from superstep.train.weights.base_file import BASE, Base, read_base
 from superstep.train.weights.lora_base import require_same
 

@@ -12,7 +12,7 @@ from superstep.cli.new_file import require_new_file
 from superstep.cli.options import Parser
 from superstep.errors import ConfigError
 from superstep.plan.config import Dtype, ModelConfig, NumericsConfig, PlanConfig, RunConfig
-from superstep.plan.resolve import Resolved, resolve
+from superstep.plan.resolution.resolve import Resolved, resolve
 
 DESCRIPTION = "Measure this machine: products, memory, launches, collectives and disk. Writes a cluster file."
 

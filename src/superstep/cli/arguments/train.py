@@ -10,7 +10,7 @@ from superstep.cli.arguments.hosts import HostsOptions, hosts_of, web_port_of
 from superstep.cli.options import COMMON, DEMO, named_in, read_flags, read_run, sections_of, settle
 from superstep.plan.config import RunConfig
 from superstep.plan.config_io import read_config
-from superstep.plan.resolve import Resolved
+from superstep.plan.resolution.resolve import Resolved
 from superstep.run.hosts.hosts import Hosts
 
 DESCRIPTION = "Train a model. Without a run.toml: a demo, two ranks on the source text of Python's own library."

@@ -13,7 +13,7 @@ from superstep.grade.api.app import make_app
 from superstep.grade.api.metrics import GradeMetrics
 from superstep.grade.attacks.attack_grader import check
 from superstep.grade.environment import load_environment
-from superstep.grade.pool import Pool
+from superstep.grade.workers.pool import Pool
 
 
 def main(argv: Sequence[str]) -> int:

@@ -15,7 +15,7 @@ from superstep.cli.arguments.measure import run_of
 from superstep.cli.measure.roofline import Roof, RooflinePoint, draw_svg, draw_text
 from superstep.cli.new_file import write_new_file
 from superstep.cli.serve.serve_settings import kernels_folder
-from superstep.comm.device import choose, cores, gpus
+from superstep.comm.device import choose, gpus
 from superstep.cost.program.time.op_prices import Measured, seconds
 from superstep.cost.program.time.operation import (
     AttentionOperation,
@@ -33,10 +33,11 @@ from superstep.engine.measure.probe_kernels import Gauge, measure_operations
 from superstep.engine.measure.probe_machine import as_run, distinct, measure_cluster
 from superstep.errors import ConfigError
 from superstep.hardware.cluster_file import write_cluster
+from superstep.hardware.host import cores
 from superstep.hardware.serving_rate import ServingRate
 from superstep.launch.ranks import World, launch_on
 from superstep.observe.number_format import bytes_text, rate_text, seconds_text
-from superstep.plan.resolve import Resolved
+from superstep.plan.resolution.resolve import Resolved
 from superstep.serve.benchmark_steps import USUAL, calibrate
 from superstep.serve.config import ServeConfig
 from superstep.state.fsync import free_bytes

@@ -12,7 +12,7 @@ from superstep.hardware.cluster import Cluster
 from superstep.hardware.cluster_file import read_cluster
 from superstep.observe.trace import load_trace
 from superstep.plan.config_io import read_config
-from superstep.plan.resolve import Resolved, resolve
+from superstep.plan.resolution.resolve import Resolved, resolve
 from superstep.planner.calibration.calibrate import Calibration, calibrated
 from superstep.planner.calibration.calibrate_observation import STRANGE, Guide
 from superstep.planner.calibration.published_row import after_published, is_published, step_slopes

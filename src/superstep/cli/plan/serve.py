@@ -20,10 +20,14 @@ from superstep.hardware.cluster_file import cluster as cluster_of
 from superstep.hardware.serving_rate import ServingRate
 from superstep.plan.config import RunConfig
 from superstep.plan.model.shape import SHAPES
-from superstep.plan.resolve import Resolved
+from superstep.plan.resolution.resolve import Resolved
 from superstep.serve.benchmark_steps import calibrate
 from superstep.serve.build_engine import setting_model, usual_pages, way_name
-from superstep.serve.capacity_forecast import (
+from superstep.serve.compute.linears.quantize import format_named
+from superstep.serve.compute.paged_attention import FAST_BLOCK
+from superstep.serve.config import NGRAM, ServeConfig, check_vocab, fast, plan_named
+from superstep.serve.drafting.speculation_forecast import Guess, guesses
+from superstep.serve.scheduling.capacity_forecast import (
     Crowd,
     First,
     Room,
@@ -34,10 +38,6 @@ from superstep.serve.capacity_forecast import (
     rooms,
     weight_bytes,
 )
-from superstep.serve.compute.linears.quantize import format_named
-from superstep.serve.compute.paged_attention import FAST_BLOCK
-from superstep.serve.config import NGRAM, ServeConfig, check_vocab, fast, plan_named
-from superstep.serve.drafting.speculation_forecast import Guess, guesses
 from superstep.serve.scheduling.step import Budget
 
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from superstep.observe.number_format import bytes_text, count_text, seconds_text
-from superstep.serve.capacity_forecast import Crowd, First, Room
 from superstep.serve.drafting.speculation_forecast import Guess
+from superstep.serve.scheduling.capacity_forecast import Crowd, First, Room
 
 
 class ForecastNumbers(Protocol):

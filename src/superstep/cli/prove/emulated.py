@@ -11,7 +11,7 @@ from superstep.comm.objects import gather
 from superstep.cost.program.memory.memory_fit import memory_of
 from superstep.launch.ranks import World
 from superstep.observe.number_format import bytes_text
-from superstep.plan.resolve import Resolved
+from superstep.plan.resolution.resolve import Resolved
 from superstep.strict.monitor import Monitor, Report
 from superstep.train.proof.proof_inputs import ProofCase, prove_case
 from superstep.train.proof.prove_tolerance import ProofVerdict, plain_steps

@@ -12,7 +12,7 @@ from superstep.data.token_stream import Batch
 from superstep.errors import StateError
 from superstep.launch.ranks import World, launch_on
 from superstep.plan.config import PlanConfig
-from superstep.plan.resolve import Resolved, resolve
+from superstep.plan.resolution.resolve import Resolved, resolve
 from superstep.run.reports.plan_line import layout_text
 from superstep.train.proof.prove_exact import ExactVerdict, Relay, prove_exact, write_bits
 

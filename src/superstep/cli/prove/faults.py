@@ -13,7 +13,7 @@ from superstep.cli.options import sections_of
 from superstep.cli.prove.fault_injection import KINDS, SIGNALS, Hurt, HurtRun, Kind, begin, compare_steps, hurt
 from superstep.errors import ConfigError, Fault
 from superstep.plan.config import RunConfig, StateConfig
-from superstep.plan.resolve import Resolved
+from superstep.plan.resolution.resolve import Resolved
 from superstep.run.reports.plan_line import layout_text
 
 SAVE_EVERY = 3

@@ -23,13 +23,13 @@ from superstep.cli.prove.served import prove_served
 from superstep.comm.device import choose
 from superstep.data.preparation.prepare import is_prepared, prepare
 from superstep.data.token_files import open_corpus
+from superstep.data.token_stream import stream_of
 from superstep.errors import ConfigError
 from superstep.launch.ranks import World, launch_on
 from superstep.plan.config import RunConfig
-from superstep.plan.resolve import Resolved
+from superstep.plan.resolution.resolve import Resolved
 from superstep.run.prove_layout import disk_named, proof_case, prove_layout
 from superstep.strict.timeline import timeline_text
-from superstep.train.batches import stream_of
 from superstep.train.proof.all_layouts import layouts
 from superstep.train.proof.ignored_targets import ragged_batches
 from superstep.train.proof.proof_inputs import Cases, ProofCase, prove_case

@@ -15,7 +15,7 @@ from superstep.cli.serve.serve_settings import kernels_folder
 from superstep.comm.mesh import build_mesh
 from superstep.data.token_stream import BatchSource
 from superstep.launch.ranks import World, launch_on
-from superstep.plan.resolve import Resolved
+from superstep.plan.resolution.resolve import Resolved
 from superstep.run.reports.plan_line import layout_text
 from superstep.serve.build_engine import load_rank, open_engine
 from superstep.serve.compute.runner.model_runner import follow

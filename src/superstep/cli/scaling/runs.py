@@ -10,7 +10,7 @@ from superstep.cli.damage import say_damage
 from superstep.errors import ConfigError, StateError
 from superstep.observe.jsonl import read
 from superstep.plan.config_io import read_config
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 from superstep.scaling.model_sizes import non_embedding_parameters
 from superstep.scaling.runs import TrainingRun, point_of, read_csv, run_of
 from superstep.train.run_folder.run_paths import RunFolder

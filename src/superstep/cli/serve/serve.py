@@ -15,11 +15,11 @@ from superstep.cli.serve.serve_settings import serve_config
 from superstep.comm.device import choose
 from superstep.errors import ConfigError
 from superstep.serve.api.admin_backend import Admin
-from superstep.serve.api.app import make_app
+from superstep.serve.app import make_app
 from superstep.serve.config import plan_of
-from superstep.serve.lora_registry import check_names, folders_of
 from superstep.serve.processes.engine_client import Host
 from superstep.serve.processes.load_balancer import LoadBalancer, replicas_of
+from superstep.serve.scheduling.lora_registry import check_names, folders_of
 from superstep.serve.text_backend import forms_of, load_words
 
 KEY = "SUPERSTEP_ADMIN_KEY"

@@ -10,7 +10,7 @@ from superstep.cli.arguments.serve import NumericsOptions, PlanOptions, ServeOpt
 from superstep.cli.resolve_model import find_model
 from superstep.plan.config import RunConfig
 from superstep.serve.config import NGRAM, ServeConfig
-from superstep.serve.lora_registry import folders_of
+from superstep.serve.scheduling.lora_registry import folders_of
 
 
 class ServeSettings(Protocol):

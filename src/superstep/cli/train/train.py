@@ -25,7 +25,7 @@ from superstep.comm.device import gpus
 from superstep.data.preparation.prepare import is_prepared, prepare
 from superstep.launch.hosts.network_interface import interface_of
 from superstep.launch.torchrun import join
-from superstep.plan.resolve import Resolved
+from superstep.plan.resolution.resolve import Resolved
 from superstep.run.exit_messages import ended
 from superstep.run.hosts.hosts import Hosts
 from superstep.run.hosts.multi_host import on_hosts, own_address, share_out

@@ -14,7 +14,7 @@ from superstep.cli.prepare_progress import show
 from superstep.cli.train.terminal import Terminal
 from superstep.data.token_files import Corpus
 from superstep.launch.torchrun import join
-from superstep.plan.resolve import Resolved
+from superstep.plan.resolution.resolve import Resolved
 from superstep.run.exit_messages import ended
 from superstep.run.job import TrainJob, asked_device
 from superstep.run.job_message import JOB

@@ -8,7 +8,7 @@ from superstep.comm.device import pick
 from superstep.engine.attention.choose_attention import kernel_of
 from superstep.engine.layers.implementation import Choice
 from superstep.engine.tracing.trace_units import layers_of
-from superstep.plan.resolve import Resolved
+from superstep.plan.resolution.resolve import Resolved
 from superstep.train.weights.model import units_of
 
 HEADINGS = ("unit", "layer", "class", "computes with", "why")

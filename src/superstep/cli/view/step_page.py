@@ -19,7 +19,7 @@ from superstep.observe.page.step_animation import ChooserEntry, moving_page
 from superstep.observe.page.step_data import StepDrawing, closed_of
 from superstep.observe.trace import Recorded
 from superstep.plan.config import LOOPED, PlanConfig, Schedule
-from superstep.plan.resolve import Resolved
+from superstep.plan.resolution.resolve import Resolved
 from superstep.program.peak_memory import course
 
 MOST_INSTRUCTIONS = 200_000

@@ -35,7 +35,7 @@ from superstep.observe.page.report import report_page
 from superstep.observe.router import ASCII, COLOURS, SHADES, draw_routers, reports
 from superstep.observe.trace import Recorded, load_trace
 from superstep.plan.config_io import read_config
-from superstep.plan.resolve import Resolved
+from superstep.plan.resolution.resolve import Resolved
 from superstep.program.compile import compile_step
 from superstep.program.peak_memory import course
 from superstep.program.text import write_program

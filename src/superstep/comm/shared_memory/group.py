@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from superstep.comm.device import cores
 from superstep.comm.shared_memory.channel import LaneError, OperationKind, OperationQueue, Started, Where
 from superstep.comm.shared_memory.group_base import (
     OwnGroup,
@@ -26,6 +25,7 @@ from superstep.comm.shared_memory.group_base import (
     whole_of,
 )
 from superstep.comm.shared_memory.region import Region
+from superstep.hardware.host import cores
 
 BACKEND = "shared"
 """By which ``torch.distributed`` knows such groups."""

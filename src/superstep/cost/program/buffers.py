@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from superstep.cost.program.flops import UnitParameters
 from superstep.plan.config import Dtype
 from superstep.plan.mesh import FAMILIES, Family
-from superstep.plan.resolve import Resolved
+from superstep.plan.resolution.resolve import Resolved
 from superstep.plan.sharding.padding import padded
 from superstep.plan.zero import Sharding
 

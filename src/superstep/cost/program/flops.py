@@ -35,7 +35,7 @@ from typing import TypeAlias
 
 from superstep.plan.model.outline import Factor
 from superstep.plan.model.shape import ModelShape
-from superstep.plan.resolve import Resolved
+from superstep.plan.resolution.resolve import Resolved
 from superstep.plan.rules import Rules
 from superstep.plan.sharding.unit_flops import (
     biases,

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from superstep.cost.program.flops import LocalDims, local_dims
 from superstep.plan.model.outline import Parameter
 from superstep.plan.model.shape import ModelShape
-from superstep.plan.resolve import Resolved
+from superstep.plan.resolution.resolve import Resolved
 from superstep.plan.sharding.unit_flops import forward_flops_per_token, seen_tokens
 
 CONVENTION = (

@@ -20,7 +20,7 @@ from superstep.kernels.attention import has_tiles, missing
 from superstep.model.decoder import Attend, Sliding, attention_of, flash
 from superstep.numerics.fixed_point import ACTIVATION, Excess
 from superstep.numerics.sending import send
-from superstep.plan.resolve import Resolved
+from superstep.plan.resolution.resolve import Resolved
 from superstep.plan.sharding.sequence import positions
 
 

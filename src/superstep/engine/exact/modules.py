@@ -36,9 +36,9 @@ from superstep.model.unit import ParamSpec, UnitSpec
 from superstep.numerics.exact_self_check import first_difference
 from superstep.numerics.fixed_point import PARAMETER, Excess, Grid
 from superstep.numerics.objective import Aim
-from superstep.plan.lora import ENDS
 from superstep.plan.model.shape import ModelShape
-from superstep.plan.reduction_grain import Grain
+from superstep.plan.resolution.lora import ENDS
+from superstep.plan.resolution.reduction_grain import Grain
 from superstep.plan.rules import Rules
 
 

@@ -21,8 +21,8 @@ from torch import nn
 from superstep.errors import ConfigError
 from superstep.model.meta import on_meta
 from superstep.model.unit import ParamSpec, UnitSpec
-from superstep.plan.lora import ENDS
 from superstep.plan.mesh import FAMILIES, Coordinate, Family, MeshShape
+from superstep.plan.resolution.lora import ENDS
 from superstep.plan.rules import Rules
 from superstep.plan.sharding.padding import padded
 

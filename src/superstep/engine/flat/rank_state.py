@@ -14,7 +14,7 @@ from superstep.engine.flat.layout import Slot, lay_out
 from superstep.engine.flat.offload import Sleeping
 from superstep.model.unit import UnitSpec
 from superstep.numerics.dtypes import DTYPES
-from superstep.plan.resolve import Resolved
+from superstep.plan.resolution.resolve import Resolved
 from superstep.program.compile import compile_step
 from superstep.state.tensor_piece import Kind, TensorPiece
 

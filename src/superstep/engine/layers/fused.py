@@ -20,7 +20,7 @@ from superstep.model.experts import Experts
 from superstep.model.feedforward import FeedForward
 from superstep.model.norm import RMSNorm
 from superstep.model.rope import Rope
-from superstep.plan.resolve import Resolved
+from superstep.plan.resolution.resolve import Resolved
 
 LayerKernels = Literal["torch", "c++", "triton"]
 """What computes the loss, norms, gates and the rotary embedding, between products."""

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from superstep.comm.device import Device, cores
+from superstep.comm.device import Device
 from superstep.comm.objects import barrier
 from superstep.cost.program.time.op_prices import Measured
 from superstep.cost.program.time.operation import Operation, UnitOperations
@@ -19,9 +19,10 @@ from superstep.engine.measure.probe_collectives import COLLECTIVES, measure_coll
 from superstep.engine.measure.probe_kernels import Gauge, measure_operations
 from superstep.hardware.chip import Chip, CopyRate, ProductRate
 from superstep.hardware.cluster import Cluster, Collective, CollectiveRate
+from superstep.hardware.host import cores
 from superstep.launch.ranks import World
 from superstep.plan.config import Dtype
-from superstep.plan.resolve import Resolved
+from superstep.plan.resolution.resolve import Resolved
 
 LINK = {"cpu": (4.4e9, 60e-6), "cuda": (4.5e11, 20e-6)}
 """Bytes/s and seconds of latency between two ranks where none were measured.

@@ -33,7 +33,7 @@ from superstep.engine.parallel.sequence_parallel import GatherWhole, KeepOwn
 from superstep.model.expert_dispatch import DispatchContext, ExpertDispatch, LocalDispatch
 from superstep.model.experts import Experts, sort_by_expert, spread, unsort
 from superstep.model.moe import MixtureOfExperts
-from superstep.plan.resolve import Resolved
+from superstep.plan.resolution.resolve import Resolved
 from superstep.plan.sharding.sequence import positions
 
 

@@ -36,7 +36,7 @@ from superstep.model.unit import UnitSpec
 from superstep.numerics.dtypes import DTYPES
 from superstep.numerics.objective import Aim
 from superstep.plan.mesh import Coordinate
-from superstep.plan.resolve import Resolved
+from superstep.plan.resolution.resolve import Resolved
 
 FIRST = Coordinate(pp=0, dp=0, cp=0, tp=0)
 

@@ -22,7 +22,7 @@ from superstep.model.custom.inspect import Passed, build, run
 from superstep.model.decoder import flash
 from superstep.model.unit import GIVEN, UnitSpec
 from superstep.plan.mesh import Coordinate
-from superstep.plan.resolve import Resolved
+from superstep.plan.resolution.resolve import Resolved
 from superstep.plan.sharding.parameters import has_cut_output
 
 

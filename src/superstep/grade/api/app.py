@@ -21,9 +21,9 @@ from starlette.responses import JSONResponse, Response
 from superstep.errors import ConfigError, SuperstepError
 from superstep.grade.api.fields import GradeBatch, Item
 from superstep.grade.api.metrics import GradeMetrics
-from superstep.grade.pool import Pool
 from superstep.grade.task import Rollout
 from superstep.grade.verdict import Verdict
+from superstep.grade.workers.pool import Pool
 from superstep.http import app as http_app
 from superstep.http.app import Routes, metrics_response
 from superstep.http.body_validation import read_model

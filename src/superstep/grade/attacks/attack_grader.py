@@ -17,10 +17,10 @@ from superstep.grade.attacks.frame import find_frame, in_frame
 from superstep.grade.attacks.programs import in_fence, programs
 from superstep.grade.attacks.protocol import Attack
 from superstep.grade.environment import Environment
-from superstep.grade.pool import Pool
 from superstep.grade.sandbox.sandbox import MemoryBound
 from superstep.grade.task import Task, answer_rollout
 from superstep.grade.verdict import Verdict
+from superstep.grade.workers.pool import Pool
 
 Flaw = Literal["scores", "breaks", "refuses", "varies"]
 

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 from superstep.cost.program.memory.memory import RankBytes
 from superstep.cost.program.time.operation import Operations, UnitOperations, messages
 from superstep.observe.page.bubble import FORMULAS, PassSeconds, closed_bubble
-from superstep.plan.resolve import Plan
+from superstep.plan.resolution.resolve import Plan
 from superstep.program.instructions import (
     Backward,
     BackwardInput,

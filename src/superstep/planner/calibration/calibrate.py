@@ -19,7 +19,7 @@ from superstep.cost.closed.efficiency import Efficiency, generation
 from superstep.cost.program.time.instruction_seconds import instruction_seconds
 from superstep.hardware.cluster import Cluster
 from superstep.hardware.units import Array
-from superstep.plan.resolve import Resolved
+from superstep.plan.resolution.resolve import Resolved
 from superstep.planner.closed_form_seconds import catalogue_seconds
 from superstep.planner.plan_columns import plans_of
 from superstep.planner.price import pricing_of

@@ -27,7 +27,7 @@ from superstep.hardware.cluster_file import cluster as cluster_of
 from superstep.hardware.units import Array
 from superstep.plan.config import Dtype, RunConfig
 from superstep.plan.config_io import build, read_tables
-from superstep.plan.resolve import Resolved, resolve
+from superstep.plan.resolution.resolve import Resolved, resolve
 from superstep.planner.calibration.calibrate_observation import Guide, slopes_of
 from superstep.planner.plan_columns import Plans, plans_of
 from superstep.planner.price import pricing_of

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from superstep.comm.device import Device, choose
+from superstep.comm.objects import RankPeers
 from superstep.cost.closed.memory import COMMUNICATOR_BYTES, CONTEXT_BYTES, USABLE
 from superstep.cost.program.memory.snapshot_memory import snapshot_bytes
 from superstep.errors import ConfigError, disk_fault
@@ -13,12 +14,11 @@ from superstep.hardware.catalogue import of_device
 from superstep.hardware.cpu_core import cores
 from superstep.hardware.network import usual_cluster
 from superstep.launch.ranks import World
-from superstep.plan.resolve import Resolved
+from superstep.plan.resolution.resolve import Resolved
 from superstep.planner.elastic import Smaller, smaller_plan
 from superstep.state.snapshots.background_checkpoint import write_down
 from superstep.state.snapshots.held_folder import HeldFolder
 from superstep.state.snapshots.memory_snapshot import Handles, State
-from superstep.train.rank_peers import RankPeers
 from superstep.train.run_folder.folder_watch import Displaced
 from superstep.train.run_folder.run_lock import sharing
 from superstep.train.run_folder.run_paths import RunFolder

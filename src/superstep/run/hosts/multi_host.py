@@ -37,7 +37,7 @@ from superstep.launch.hosts.tcp_store import TcpStore
 from superstep.launch.ranks import RankWorld, launch_here
 from superstep.launch.rendezvous import Meeting
 from superstep.plan.config_io import write_config
-from superstep.plan.resolve import Resolved
+from superstep.plan.resolution.resolve import Resolved
 from superstep.run.console import Console
 from superstep.run.exit_messages import ended, stopped
 from superstep.run.hosts.elastic import Parts, plans_of, write_parts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from superstep.plan.config import LOOPED
-from superstep.plan.resolve import Resolved
+from superstep.plan.resolution.resolve import Resolved
 
 
 def plan_text(run: Resolved) -> str:

@@ -12,7 +12,7 @@ from superstep.cost.program.time.operation import UnitOperations
 from superstep.cost.program.time.predict import Prediction
 from superstep.cost.program.time.traffic import traffic
 from superstep.observe.page.report import spent_parts
-from superstep.plan.resolve import Resolved
+from superstep.plan.resolution.resolve import Resolved
 from superstep.program.compile import compile_step
 
 

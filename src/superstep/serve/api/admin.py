@@ -34,7 +34,8 @@ from superstep.http.request_error import RequestError, show
 from superstep.http.sse import respond
 from superstep.serve.api.admin_backend import Admin
 from superstep.serve.api.app_state import AppState
-from superstep.serve.engine_messages import (
+from superstep.serve.files.reader import BackgroundReader
+from superstep.serve.scheduling.engine_messages import (
     ChangeWeights,
     Deed,
     EngineStatus,
@@ -47,7 +48,6 @@ from superstep.serve.engine_messages import (
     UnloadAdapter,
     Wake,
 )
-from superstep.serve.reader import BackgroundReader
 
 
 class ChangeFields(Strict):

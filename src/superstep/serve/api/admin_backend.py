@@ -13,8 +13,8 @@ import msgspec
 
 from superstep.errors import SuperstepError
 from superstep.serve.api.backend import Away
-from superstep.serve.engine_messages import Deed, EngineStatus, Pause, Resume
-from superstep.serve.reader import TIMEOUT_S
+from superstep.serve.files.reader import TIMEOUT_S
+from superstep.serve.scheduling.engine_messages import Deed, EngineStatus, Pause, Resume
 
 
 class Steered(Protocol):

@@ -24,7 +24,7 @@ from superstep.model.peft_adapter import Adapter, linears_of, read_adapter
 from superstep.serve.compute.flat_batch import RequestRows
 from superstep.serve.compute.lora_kernels import AdapterBatch, Additions, Factors, now_of
 from superstep.serve.compute.serving_model import ServedUnits
-from superstep.serve.reader import BackgroundReader
+from superstep.serve.files.reader import BackgroundReader
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from superstep.numerics.dtypes import DTYPES
 from superstep.numerics.fixed_point import PARAMETER
 from superstep.plan.mesh import Coordinate
 from superstep.plan.model.shape import ModelShape
-from superstep.plan.resolve import Resolved
+from superstep.plan.resolution.resolve import Resolved
 
 
 @dataclass(frozen=True, slots=True)

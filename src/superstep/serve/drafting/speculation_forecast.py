@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from superstep.cost.serve import ComputeMode, Work, seconds, way_of
-from superstep.serve.capacity_forecast import STREAMS, ServerSetup
+from superstep.serve.scheduling.capacity_forecast import STREAMS, ServerSetup
 from superstep.serve.scheduling.step import PositionRange, ScheduledStep
 from superstep.serve.scheduling.step_log import Entry, Fact, work_of
 

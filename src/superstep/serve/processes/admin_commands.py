@@ -15,7 +15,9 @@ import msgspec
 
 from superstep.errors import ConfigError, StateError, SuperstepError
 from superstep.serve.api.backend import Away
-from superstep.serve.engine_messages import (
+from superstep.serve.files.reader import TIMEOUT_S, BackgroundReader
+from superstep.serve.files.weights import Lock, hold
+from superstep.serve.scheduling.engine_messages import (
     ChangeWeights,
     CommandDone,
     Deed,
@@ -29,9 +31,7 @@ from superstep.serve.engine_messages import (
     UnloadAdapter,
     Wake,
 )
-from superstep.serve.reader import TIMEOUT_S, BackgroundReader
 from superstep.serve.scheduling.request import AdapterInfo, Info
-from superstep.serve.weights import Lock, hold
 
 NOBODY = 0
 """The number of a deed whose end nobody waits for."""

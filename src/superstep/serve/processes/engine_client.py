@@ -26,7 +26,10 @@ from superstep.launch.temporary_folders import temporary_folder
 from superstep.plan.config import DeviceKind
 from superstep.serve.api.backend import Away, Health
 from superstep.serve.config import ServeConfig
-from superstep.serve.engine_messages import (
+from superstep.serve.processes.admin_commands import NOBODY, Deeds
+from superstep.serve.processes.output_queue import Ear, Mail, Mailbox
+from superstep.serve.processes.worker import Forms, serve_rank
+from superstep.serve.scheduling.engine_messages import (
     ORDERS,
     REPORTS,
     AbortRequests,
@@ -41,9 +44,6 @@ from superstep.serve.engine_messages import (
     RequestRefused,
     StepOutput,
 )
-from superstep.serve.processes.admin_commands import NOBODY, Deeds
-from superstep.serve.processes.output_queue import Ear, Mail, Mailbox
-from superstep.serve.processes.worker import Forms, serve_rank
 from superstep.serve.scheduling.request import Counters, Info, Request, RequestUpdate, Sampling
 
 AGAIN_S = (0.0, 1.0, 5.0, 30.0)

@@ -24,9 +24,9 @@ from superstep.plan.config import DeviceKind
 from superstep.serve.api.admin_backend import OneOfSeveral, Several
 from superstep.serve.api.backend import Backend, Health
 from superstep.serve.config import ServeConfig
-from superstep.serve.engine_messages import Deed, EngineStatus
 from superstep.serve.processes.engine_client import Host
 from superstep.serve.processes.worker import Forms
+from superstep.serve.scheduling.engine_messages import Deed, EngineStatus
 from superstep.serve.scheduling.request import Counters, Info, RequestUpdate, Sampling
 
 DEPTHS = (1024, 256, 64, 16)

@@ -16,7 +16,7 @@ from superstep.serve.config import ServeConfig, plan_of
 from superstep.serve.drafting.grammar_protocol import Matcher
 from superstep.serve.engine import InferenceEngine
 from superstep.serve.engine_control import Steward
-from superstep.serve.engine_messages import (
+from superstep.serve.scheduling.engine_messages import (
     ORDERS,
     REPORTS,
     AbortRequests,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from superstep.serve.lora_registry import NONE, ChosenAdapter
 from superstep.serve.scheduling.kv_pages import page_keys, root_key
+from superstep.serve.scheduling.lora_registry import NONE, ChosenAdapter
 from superstep.serve.scheduling.request import Finish, Request
 
 

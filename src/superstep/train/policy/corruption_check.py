@@ -23,6 +23,7 @@ from typing import Literal
 import torch
 
 from superstep.comm.collectives import sum_over
+from superstep.comm.objects import RankPeers
 from superstep.engine.engine import Engine
 from superstep.numerics.sending import send
 from superstep.state.fingerprint import (
@@ -42,7 +43,6 @@ from superstep.state.fingerprint import (
 )
 from superstep.state.tensor_piece import STATE, Kind, TensorPiece
 from superstep.train.policy.state_sums import StateSums
-from superstep.train.rank_peers import RankPeers
 
 KINDS: tuple[Kind, ...] = (*STATE, "gradient")
 MOST_TIMES = 3

@@ -19,10 +19,10 @@ import torch
 
 from superstep.data.token_stream import Batch
 from superstep.engine.engine import Engine
+from superstep.engine.microbatch import microbatches_of
 from superstep.numerics.loss import IGNORE
 from superstep.numerics.objective import Objective
-from superstep.plan.resolve import Plan
-from superstep.train.batches import microbatches_of
+from superstep.plan.resolution.resolve import Plan
 from superstep.train.policy.corruption_check import Corruption, Integrity
 
 Compute = Callable[[int, int], str]

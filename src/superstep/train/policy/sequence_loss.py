@@ -11,7 +11,7 @@ from torch import Tensor
 from superstep.data.token_files import SplitName
 from superstep.data.token_stream import Batch, BatchSource, TokenStream
 from superstep.numerics.sequence_losses import Weighed
-from superstep.plan.resolve import Resolved
+from superstep.plan.resolution.resolve import Resolved
 from superstep.state.all_or_none import Peers
 
 

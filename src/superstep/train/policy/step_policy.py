@@ -6,14 +6,14 @@ judge_of(step) ──► the engine runs the program ──► judge(loss, norm)
 
 from __future__ import annotations
 
+from superstep.comm.objects import RankPeers
 from superstep.engine.engine import Engine, Judge, StepResult
 from superstep.errors import Fault
 from superstep.numerics.objective import Objective
-from superstep.plan.resolve import Resolved
+from superstep.plan.resolution.resolve import Resolved
 from superstep.train.policy.corruption_check import Integrity
 from superstep.train.policy.gradient_recheck import DIFFERS, GradientRecheck, RowsOf
 from superstep.train.policy.spike_detector import SkippedStep, SpikeDetector
-from superstep.train.rank_peers import RankPeers
 
 
 class StepPolicy:

@@ -16,7 +16,7 @@ from superstep.errors import ConfigError
 from superstep.plan.config import Context, PlanConfig, Recompute, Rule, RunConfig
 from superstep.plan.mesh import MeshShape
 from superstep.plan.model.lookup import shape_of
-from superstep.plan.resolve import Resolved, divisors
+from superstep.plan.resolution.resolve import Resolved, divisors
 from superstep.train.weights.model import resolve_config
 
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")

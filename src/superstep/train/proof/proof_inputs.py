@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from superstep.data.token_files import open_corpus
-from superstep.data.token_stream import Batch
+from superstep.data.token_stream import Batch, stream_of
 from superstep.launch.ranks import World, launch_on
 from superstep.numerics.loss import IGNORE
 from superstep.plan.config import PlanConfig, RunConfig, TrainConfig
-from superstep.plan.resolve import Resolved
-from superstep.train.batches import stream_of
+from superstep.plan.resolution.resolve import Resolved
 from superstep.train.proof.ignored_targets import documents_begun, ragged_batches
 from superstep.train.proof.prove_tolerance import (
     ProofVerdict,

@@ -17,18 +17,17 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from superstep.comm.mesh import Mesh, build_mesh
-from superstep.comm.objects import gather
+from superstep.comm.objects import RankPeers, gather
 from superstep.data.token_stream import Batch
 from superstep.engine.engine import Engine, StepResult
+from superstep.engine.microbatch import microbatches_of, rows
 from superstep.launch.ranks import World
-from superstep.plan.resolve import Resolved
+from superstep.plan.resolution.resolve import Resolved
 from superstep.state.checkpoint import load, save
 from superstep.state.manifest import Position
 from superstep.state.tensor_piece import STATE, TensorPiece
-from superstep.train.batches import microbatches_of, rows
 from superstep.train.lr_schedule import rate
-from superstep.train.rank_peers import RankPeers, tensor_shapes
-from superstep.train.weights.model import units_of
+from superstep.train.weights.model import tensor_shapes, units_of
 
 KINDS = ("loss", "gradient", "norm", "weight")
 """What is compared in each step, in the order in which it is computed."""

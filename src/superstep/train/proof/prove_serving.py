@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from superstep.comm.mesh import build_mesh
-from superstep.comm.objects import gather
+from superstep.comm.objects import RankPeers, gather
 from superstep.data.token_stream import Batch
 from superstep.engine.engine import Engine as Trainer
+from superstep.engine.microbatch import microbatches, microbatches_of, rows
 from superstep.launch.ranks import World
-from superstep.plan.resolve import Resolved
+from superstep.plan.resolution.resolve import Resolved
 from superstep.serve.batch_generate import PromptResult, generate
 from superstep.serve.config import NGRAM, ServeConfig
 from superstep.serve.drafting.speculate import DraftBudget
@@ -32,8 +33,6 @@ from superstep.serve.scheduling.request import TokenOutput as Token
 from superstep.serve.scheduling.request_state import LiveRequest
 from superstep.state.checkpoint import load
 from superstep.state.tensor_piece import STATE
-from superstep.train.batches import microbatches, microbatches_of, rows
-from superstep.train.rank_peers import RankPeers
 from superstep.train.weights.model import units_of
 
 

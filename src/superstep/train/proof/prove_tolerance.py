@@ -16,16 +16,16 @@ from superstep.comm.mesh import build_mesh
 from superstep.comm.objects import gather
 from superstep.data.token_stream import Batch
 from superstep.engine.engine import Engine, StepResult
+from superstep.engine.microbatch import microbatches_of, rows
 from superstep.launch.ranks import World
 from superstep.model.unit import UnitSpec, global_specs
 from superstep.numerics.tolerance import SAME_ROUNDING, tolerance
 from superstep.plan.config import TrainConfig
 from superstep.plan.model.shape import ModelShape
-from superstep.plan.resolve import Resolved
+from superstep.plan.resolution.resolve import Resolved
 from superstep.program.compile import compile_step
 from superstep.state.manifest import Position
 from superstep.state.tensor_piece import STATE, TensorPiece
-from superstep.train.batches import microbatches_of, rows
 from superstep.train.lr_schedule import rate
 from superstep.train.proof.compare import KINDS, Compare, Difference, Yardstick, scales
 from superstep.train.proof.likely_causes import hints

@@ -25,7 +25,7 @@ from superstep.comm.objects import gather
 from superstep.data.token_files import open_corpus
 from superstep.data.token_stream import Batch
 from superstep.launch.ranks import World
-from superstep.plan.resolve import Resolved
+from superstep.plan.resolution.resolve import Resolved
 from superstep.state.checkpoint_dirs import checkpoint_at
 from superstep.state.manifest import Position
 from superstep.state.tensor_piece import STATE, TensorPiece

@@ -18,7 +18,7 @@ from superstep.model.axes import units
 from superstep.model.decoder import Decoder
 from superstep.model.hf import load_weights
 from superstep.model.unit import global_tensors
-from superstep.plan.resolve import Resolved
+from superstep.plan.resolution.resolve import Resolved
 from superstep.serve.batch_generate import generate
 from superstep.serve.build_engine import open_engine
 from superstep.serve.compute.sampler import SamplingContext, draw, read_rows, read_totals, totals_of

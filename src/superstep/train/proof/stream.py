@@ -14,11 +14,11 @@ from pathlib import Path
 
 from superstep.comm.mesh import Mesh
 from superstep.data.token_files import SPLITS, Corpus, SplitName, open_corpus
-from superstep.data.token_stream import Batch
+from superstep.data.token_stream import Batch, stream_of
+from superstep.engine.microbatch import rows
 from superstep.numerics.loss import IGNORE
 from superstep.plan.config import RunConfig
-from superstep.plan.resolve import Resolved
-from superstep.train.batches import rows, stream_of
+from superstep.plan.resolution.resolve import Resolved
 from superstep.train.proof.plain_stream import PlainSplit, Row
 
 KINDS = {"packed": (True, False), "masked": (True, True), "padded": (False, False)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from superstep.errors import StateError
-from superstep.plan.resolve import Resolved
+from superstep.plan.resolution.resolve import Resolved
 from superstep.state.object_store.store import CheckpointStore
 
 

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from superstep.errors import StateError
-from superstep.plan.resolve import Resolved
+from superstep.plan.resolution.resolve import Resolved
 from superstep.state.tensor_file import digest
 
 FILE = "run.json"

@@ -10,7 +10,7 @@ from pathlib import Path
 from superstep.errors import ConfigError, StateError
 from superstep.plan.config import RunConfig
 from superstep.plan.config_io import read_config, write_config
-from superstep.plan.resolve import Resolved
+from superstep.plan.resolution.resolve import Resolved
 from superstep.state.verify import glance, newest
 from superstep.train.run_folder.run_paths import RunFolder, write_whole
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from superstep.errors import ConfigError
 from superstep.model.hf import check_weights, open_weights
-from superstep.plan.resolve import Resolved
+from superstep.plan.resolution.resolve import Resolved
 from superstep.train.weights.model import shapes_of
 from superstep.train.weights.weights_folder import weights_of
 

@@ -15,9 +15,9 @@ from superstep.errors import StateError, SuperstepError
 from superstep.model.hf import open_weights
 from superstep.model.peft_adapter import config_text
 from superstep.model.peft_config import CONFIG
-from superstep.plan.lora import targets_of
-from superstep.plan.resolve import Resolved
-from superstep.serve.weights import digests, version_of
+from superstep.plan.resolution.lora import targets_of
+from superstep.plan.resolution.resolve import Resolved
+from superstep.serve.files.weights import digests, version_of
 from superstep.state.all_or_none import Peers, together
 from superstep.state.load_weights import fill
 from superstep.train.weights.base_file import BASE, Base, read_base

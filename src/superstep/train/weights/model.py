@@ -8,9 +8,11 @@ from dataclasses import replace
 import torch
 
 from superstep.comm.device import Device, gpus
+from superstep.comm.objects import gather
 from superstep.cost.program import lora
 from superstep.cost.program.flops import model_flops_per_token
 from superstep.cost.program.time.operation import UnitOperations, flops
+from superstep.engine.engine import Engine
 from superstep.engine.saved_activations import with_kept
 from superstep.engine.tracing.trace_units import operations_of
 from superstep.engine.tracing.trace_user_model import rehearse
@@ -20,11 +22,11 @@ from superstep.model.custom.inspect import outline_of, passed
 from superstep.model.custom.user_model import load_units
 from superstep.model.lora import adapt
 from superstep.model.meta import on_meta
-from superstep.model.unit import GIVEN, UnitSpec
+from superstep.model.unit import GIVEN, UnitSpec, global_specs
 from superstep.numerics.own_loss import load_loss
 from superstep.plan.config import RunConfig
 from superstep.plan.mesh import MeshShape
-from superstep.plan.resolve import Resolved, resolve
+from superstep.plan.resolution.resolve import Resolved, resolve
 
 
 def resolve_config(config: RunConfig, world: int | None = None) -> Resolved:
@@ -143,3 +145,11 @@ def vocab_of(run: Resolved) -> int:
     vocab = run.config.model.vocab if run.decoder is None else run.decoder.vocab
     assert vocab is not None, "a model of the user's own is resolved with its vocabulary"
     return vocab
+
+
+def tensor_shapes(engine: Engine) -> dict[str, tuple[int, ...]]:
+    """The shape of every global tensor that is trained, in the order of the model. Every rank calls this together."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for part in gather({p.name: p.shape for p in engine.pieces(("weight",))}):
+        shapes |= part
+    return {name: shapes[name] for name in global_specs(engine.specs) if name in shapes}

@@ -22,7 +22,7 @@ def nothing_retried(verdict: Verdict) -> None:
 
 
 class Graders(Protocol):
-    """Who grades: ``grade.pool.Pool``."""
+    """Who grades: ``grade.workers.pool.Pool``."""
 
     def submit(self, index: int, seed: int, rollout: Rollout) -> Future[Verdict]:
         """The verdict, once it is there."""

@@ -11,11 +11,11 @@ from superstep.comm.device import Device, choose
 from superstep.comm.objects import barrier, gather
 from superstep.errors import ConfigError, StateError
 from superstep.grade.config import GradeConfig
-from superstep.grade.environment_process import EnvironmentProcess
-from superstep.grade.pool import Pool
+from superstep.grade.workers.environment_process import EnvironmentProcess
+from superstep.grade.workers.pool import Pool
 from superstep.launch.ranks import World
 from superstep.observe.events import Resumed
-from superstep.plan.resolve import Resolved
+from superstep.plan.resolution.resolve import Resolved
 from superstep.serve.config import ServeConfig
 from superstep.state.checkpoint import read_position
 from superstep.state.snapshots.memory_snapshot import Handles, SnapshotMemory

@@ -12,7 +12,7 @@ from superstep.cost.program.memory.memory_fit import memory_of
 from superstep.cost.program.memory.temporaries import batch_bytes, exact_terms
 from superstep.cost.serve import RankModelSize
 from superstep.errors import ConfigError
-from superstep.plan.resolve import Plan, Resolved
+from superstep.plan.resolution.resolve import Plan, Resolved
 from superstep.program.compile import compile_step
 from superstep.serve.build_engine import setting_model, usual_pages
 from superstep.serve.config import ServeConfig, plan_named

@@ -12,14 +12,14 @@ from torch import Tensor
 from superstep.data.token_stream import Batch
 from superstep.engine.engine import Engine, StepResult
 from superstep.engine.flat.offload import Sleeping
+from superstep.engine.microbatch import microbatches_of
 from superstep.launch.ranks import World
 from superstep.numerics.objective import CROSS_ENTROPY, Objective
 from superstep.numerics.sequence_losses import Weighed
-from superstep.plan.resolve import Resolved
+from superstep.plan.resolution.resolve import Resolved
 from superstep.state.load_weights import fill
 from superstep.state.manifest import Position
 from superstep.state.snapshots.memory_snapshot import SnapshotMemory
-from superstep.train.batches import microbatches_of
 from superstep.train.run_folder.identity import FILE as IDENTITY
 from superstep.train.run_folder.identity import identity_of, identity_text
 from superstep.train.run_folder.run_paths import RunFolder

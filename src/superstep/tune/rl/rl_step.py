@@ -19,8 +19,8 @@ from superstep.numerics.objective import Streams
 from superstep.numerics.policy import PolicyLoss
 from superstep.numerics.sequence_losses import sequence_policy
 from superstep.observe.events import Event
-from superstep.train.policy.rollback import check_state, go_back, tell_refused
 from superstep.train.policy.spike_detector import SkippedStep
+from superstep.train.rollback import check_state, go_back, tell_refused
 from superstep.train.saving import report_flushed, save
 from superstep.tune.rl.config import RlConfig, RolloutConfig
 from superstep.tune.rl.pack_rollouts import Lessons, lessons_of, require_same_bits

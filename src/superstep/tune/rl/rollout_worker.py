@@ -35,7 +35,7 @@ from superstep.grade.environment import Tasks
 from superstep.grade.task import Task
 from superstep.launch.ranks import World
 from superstep.plan.config import DataConfig, ModelConfig, PlanConfig, RunConfig, TrainConfig
-from superstep.plan.resolve import resolve
+from superstep.plan.resolution.resolve import resolve
 from superstep.serve.build_engine import KnownModel, Rank, load_rank, open_both
 from superstep.serve.compute.runner.model_runner import follow
 from superstep.serve.compute.runner.rank_commands import Tensors

@@ -17,7 +17,7 @@ from superstep.launch.ranks import World
 from superstep.model.peft_adapter import A, Adapter, B, LoraFactors, write_adapter
 from superstep.numerics.loss import IGNORE
 from superstep.numerics.objective import Objective
-from superstep.plan.lora import PREFIX
+from superstep.plan.resolution.lora import PREFIX
 from superstep.state.checkpoint_dirs import checkpoints
 from superstep.state.load_weights import fill
 from superstep.state.manifest import Position

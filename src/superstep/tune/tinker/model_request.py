@@ -15,7 +15,7 @@ from superstep.plan.config import (
     RunConfig,
     TrainConfig,
 )
-from superstep.plan.resolve import Resolved, resolve
+from superstep.plan.resolution.resolve import Resolved, resolve
 from superstep.tune.tinker.config import TinkerConfig
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")

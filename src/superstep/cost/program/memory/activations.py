@@ -90,7 +90,7 @@ from superstep.cost.program.flops import LocalDims, local_dims, rank_parameters
 from superstep.cost.program.lora import kept_inner, kept_inputs, kept_outputs
 from superstep.cost.program.memory.temporaries import block_workspace, head_workspace
 from superstep.plan.model.shape import MoeShape
-from superstep.plan.resolve import Resolved
+from superstep.plan.resolution.resolve import Resolved
 from superstep.program.peak_memory import UnitBytes
 
 

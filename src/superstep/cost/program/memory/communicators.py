@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from superstep.cost.closed.memory import COMMUNICATOR_BYTES
 from superstep.plan.mesh import Coordinate
-from superstep.plan.resolve import Plan
+from superstep.plan.resolution.resolve import Plan
 from superstep.program.p2p_setup import routes, tied_places
 
 PAIR_BYTES = 544 * 2**20

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from superstep.plan.resolve import Resolved
+from superstep.plan.resolution.resolve import Resolved
 from superstep.plan.saved_activations import WIDEST_FLASH, SavedActivations
 
 

@@ -25,7 +25,7 @@ from superstep.cost.program.buffers import (
 from superstep.cost.program.flops import UnitParameters, rank_parameters
 from superstep.cost.program.memory.activations import unit_bytes
 from superstep.cost.program.memory.temporaries import step_bytes
-from superstep.plan.resolve import Resolved
+from superstep.plan.resolution.resolve import Resolved
 from superstep.program.instructions import Program
 from superstep.program.peak_memory import Peak, UnitBytes, high_water
 

@@ -15,7 +15,7 @@ from superstep.cost.program.memory.communicators import communicator_bytes
 from superstep.cost.program.memory.memory import RankBytes, rank_bytes
 from superstep.errors import ConfigError
 from superstep.plan.config import RunConfig
-from superstep.plan.resolve import Plan, Resolved
+from superstep.plan.resolution.resolve import Plan, Resolved
 from superstep.program.compile import compile_step
 
 Category: TypeAlias = Literal[

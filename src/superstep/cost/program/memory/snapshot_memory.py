@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from superstep.cost.program.buffers import FP32, share_numel
 from superstep.cost.program.flops import rank_parameters
-from superstep.plan.resolve import Resolved
+from superstep.plan.resolution.resolve import Resolved
 from superstep.program.compile import compile_evaluation
 
 SLOTS = 3

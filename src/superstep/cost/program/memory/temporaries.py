@@ -36,7 +36,7 @@ from __future__ import annotations
 
 from superstep.cost.program.buffers import ELEMENT_BYTES, FP32, INDEX, TOKEN, is_exact, zero_stage
 from superstep.cost.program.flops import LocalDims, local_dims
-from superstep.plan.resolve import Resolved
+from superstep.plan.resolution.resolve import Resolved
 
 CHUNK_TOKENS = 512
 """Rows of logits that a fused loss has at once (``numerics.loss``)."""

@@ -25,7 +25,7 @@ from superstep.cost.program.buffers import FP32, family_numel, share_numel, zero
 from superstep.cost.program.flops import UnitParameters, rank_parameters
 from superstep.cost.program.time.simulate import PerUnit, UnitSeconds
 from superstep.hardware.cluster import Collective
-from superstep.plan.resolve import Resolved
+from superstep.plan.resolution.resolve import Resolved
 from superstep.program.instructions import Program
 
 

@@ -38,7 +38,7 @@ from superstep.cost.program.time.operation import Axis, UnitOperations
 from superstep.cost.program.time.simulate import Durations, PerUnit, UnitSeconds, simulate
 from superstep.cost.program.time.unit_operations import decoder_operations
 from superstep.hardware.cluster import Collective
-from superstep.plan.resolve import Resolved
+from superstep.plan.resolution.resolve import Resolved
 from superstep.program.compile import compile_evaluation, compile_step
 from superstep.program.instructions import Forward, Program, Recv
 from superstep.program.peak_memory import UnitBytes

@@ -22,7 +22,7 @@ from superstep.cost.program.buffers import ELEMENT_BYTES, FP32, family_numel, sh
 from superstep.cost.program.flops import rank_parameters
 from superstep.cost.program.time.instruction_seconds import partial_elements
 from superstep.cost.program.time.operation import Axis, Operations, UnitOperations, messages
-from superstep.plan.resolve import Resolved
+from superstep.plan.resolution.resolve import Resolved
 from superstep.program.instructions import (
     Backward,
     BackwardInput,

@@ -31,7 +31,7 @@ from superstep.cost.program.time.operation import (
     Product,
     UnitOperations,
 )
-from superstep.plan.resolve import Resolved
+from superstep.plan.resolution.resolve import Resolved
 
 
 def decoder_operations(run: Resolved) -> tuple[UnitOperations, ...]:

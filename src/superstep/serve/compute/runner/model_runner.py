@@ -36,7 +36,7 @@ from superstep.serve.compute.runner.rank_commands import (
     WakeRanks,
 )
 from superstep.serve.compute.sampler import columns
-from superstep.serve.reader import TIMEOUT_S
+from superstep.serve.files.reader import TIMEOUT_S
 
 END: list[int] = []
 """Told to the other ranks when there is nothing more to compute."""
@@ -224,7 +224,7 @@ class ModelRunner:
         if self._group is not None:
             raise ConfigError(
                 f"weights are given as tensors, and {self._group.size()} ranks share the model; publish a snapshot "
-                "(superstep.serve.weights.publish) and give its path."
+                "(superstep.serve.files.weights.publish) and give its path."
             )
 
 

@@ -24,8 +24,8 @@ from superstep.comm.mesh import Group
 from superstep.errors import Fault, StateError, SuperstepError
 from superstep.serve.compute.runner.agreement import all_true, first_reason
 from superstep.serve.compute.runner.weight_update import PendingWeights, RankMemory
-from superstep.serve.reader import TIMEOUT_S, BackgroundReader
-from superstep.serve.weights import LockedWeights, hold, open_source, weights_in_memory
+from superstep.serve.files.reader import TIMEOUT_S, BackgroundReader
+from superstep.serve.files.weights import LockedWeights, hold, open_source, weights_in_memory
 
 FAILURES = (SuperstepError, SafetensorError, OSError, RuntimeError, ValueError, MemoryError)
 """What weights that cannot be read, or have no room, are met with."""

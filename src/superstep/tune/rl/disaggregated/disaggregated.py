@@ -21,8 +21,8 @@ from typing import Literal
 from superstep.comm.objects import gather
 from superstep.errors import StateError
 from superstep.grade.environment import Tasks
-from superstep.grade.environment_process import EnvironmentProcess
-from superstep.grade.pool import Pool
+from superstep.grade.workers.environment_process import EnvironmentProcess
+from superstep.grade.workers.pool import Pool
 from superstep.launch.ranks import RankWorld, World
 from superstep.train.run_folder.folder_watch import FolderWatch
 from superstep.train.run_folder.run_paths import write_whole

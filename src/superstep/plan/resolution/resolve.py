@@ -16,13 +16,13 @@ from superstep.plan.config import (
     Schedule,
     setting_text,
 )
-from superstep.plan.lora import add_lora, without_adapters
 from superstep.plan.mesh import FAMILIES, Family, MeshShape
 from superstep.plan.model.axes import outline_of
 from superstep.plan.model.lookup import shape_of
 from superstep.plan.model.outline import Outline, Parameter
 from superstep.plan.model.shape import ModelShape
-from superstep.plan.reduction_grain import Grain, find_grain
+from superstep.plan.resolution.lora import add_lora, without_adapters
+from superstep.plan.resolution.reduction_grain import Grain, find_grain
 from superstep.plan.rules import Rules
 from superstep.plan.saved_activations import PLAIN, SavedActivations
 from superstep.plan.sharding.divisibility import check_context, check_experts, check_replicas, check_window

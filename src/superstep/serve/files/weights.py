@@ -31,11 +31,11 @@ from types import MappingProxyType
 from safetensors.torch import save_file
 from torch import Tensor
 
-from superstep.comm.device import cores
 from superstep.errors import StateError
+from superstep.hardware.host import cores
 from superstep.launch.temporary_folders import remove_unlocked
 from superstep.model.hf import FILE, HfTensor, Weights, open_weights
-from superstep.serve.reader import BackgroundReader
+from superstep.serve.files.reader import BackgroundReader
 from superstep.state.fsync import make_folder, sync, write_text
 from superstep.state.manifest import MANIFEST, read_manifest
 from superstep.state.tensor_file import digest

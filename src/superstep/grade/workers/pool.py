@@ -10,7 +10,6 @@ its grader every time is a violation, unless the task alone does: else a model c
 
 from __future__ import annotations
 
-import os
 import queue
 import sys
 import threading
@@ -27,12 +26,13 @@ from superstep.grade.sandbox.cgroup import remove_left_groups
 from superstep.grade.sandbox.sandbox import MemoryBound, open_sandbox
 from superstep.grade.task import Rollout
 from superstep.grade.verdict import Verdict, from_told, grader_error, violation
+from superstep.hardware.host import cores
 from superstep.launch.line_process import LineProcess, unanswered
 
 START_S = 120.0
 """Seconds to load an environment's file."""
 
-COMMAND = (sys.executable, "-P", "-m", "superstep.grade.grader_worker")
+COMMAND = (sys.executable, "-P", "-m", "superstep.grade.workers.grader_worker")
 
 
 def makes_task(process: LineProcess, index: int, seed: int, seconds: float) -> bool:
@@ -65,7 +65,7 @@ class Pool:
         self.config = check_config(config)
         self.memory_bound: MemoryBound = open_sandbox(config).memory_bound
         self._retried = retried or (lambda verdict: None)
-        self.workers = config.workers or len(os.sched_getaffinity(0))
+        self.workers = config.workers or cores()
         self._idle: queue.LifoQueue[_Worker] = queue.LifoQueue()
         self._all = [_Worker(Path(source), config, is_heard=is_heard) for _ in range(self.workers)]
         self._threads = ThreadPoolExecutor(self.workers, "grade")

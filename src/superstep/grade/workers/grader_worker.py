@@ -1,4 +1,4 @@
-"""The process of an environment: ``python -P -m superstep.grade.grader_worker``; one JSON line in, one out.
+"""The process of an environment: ``python -P -m superstep.grade.workers.grader_worker``; one JSON line in, one out.
 
     {"path", "config"}                    first: the file, and the limits of a grade where grades are requested
     {"index", "seed", "turns", "finish"}  the verdict of a rollout

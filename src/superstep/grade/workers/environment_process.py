@@ -3,7 +3,7 @@
 A call of the user's file that hangs would block every rank, and one that exits would end a rank. So the file runs in a
 process that is killed when a call exceeds its deadline. A process that ends during a call (the kernel may kill it for
 its memory) is started again and the call is repeated. Turns that end it every time are a violation, unless the task
-alone ends it; ``grade.pool`` treats answers the same way.
+alone ends it; ``grade.workers.pool`` treats answers the same way.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from superstep.errors import ConfigError, Fault
-from superstep.grade.pool import COMMAND, START_S, makes_task
 from superstep.grade.task import Done, Message, Observation, Task
+from superstep.grade.workers.pool import COMMAND, START_S, makes_task
 from superstep.launch.line_process import LineProcess, unanswered
 
 RESTARTS = 2

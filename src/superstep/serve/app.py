@@ -23,9 +23,9 @@ from superstep.serve.api.metrics import ServeMetrics
 from superstep.serve.api.openai.chat import chat_completions
 from superstep.serve.api.openai.completions import completions
 from superstep.serve.api.openai.models import model, models
+from superstep.serve.api.openai.tokenize_endpoint import detokenize, tokenize
 from superstep.serve.api.pages import health, metrics, page
 from superstep.serve.api.text_protocol import TextProtocol
-from superstep.serve.api.tokenize_endpoint import detokenize, tokenize
 
 ROUTES: Routes[AppState] = (
     ("GET", "/", page),

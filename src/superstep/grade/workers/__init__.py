@@ -1,0 +1,1 @@
+"""Graders in processes of their own: the pool, and the worker that asks a grader."""

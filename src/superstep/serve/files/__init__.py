@@ -1,0 +1,1 @@
+"""Weights of a server on disk: reading them within a deadline, publishing them whole."""
