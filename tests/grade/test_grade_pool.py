@@ -242,7 +242,7 @@ def until(holds):
 
 
 def test_graders_need_neither_torch_nor_the_trainer():
-    parts = ("grader_worker", "pool", "attacks.attack_grader", "api.app")
+    parts = ("workers.grader_worker", "workers.pool", "attacks.attack_grader", "api.app")
     source = "\n".join(f"import superstep.grade.{part}" for part in parts)
     source += (
         "\nimport sys\nprint([n for n in sys.modules if n.startswith(('torch', 'superstep.train.', 'superstep.tune'))])"
