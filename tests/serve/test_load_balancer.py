@@ -1,19 +1,18 @@
 """Several engines behind one interface: who is chosen, what is summed, what becomes of the others when one is lost."""
 
 import asyncio
+import os
 import threading
-import time
-from multiprocessing.connection import Client
 
 import pytest
 
 from scripted import Scripted
-from superstep.errors import ConfigError
+from superstep.errors import ConfigError, Fault
 from superstep.serve.api.backend import Away, Health
 from superstep.serve.config import ServeConfig
 from superstep.serve.processes.engine_client import Host
 from superstep.serve.processes.load_balancer import LoadBalancer
-from superstep.serve.scheduling.engine_messages import ORDERS, REPORTS, EndEngine, Ready, StepOutput
+from superstep.serve.scheduling.engine_messages import Ready, StepOutput
 from superstep.serve.scheduling.request import Counters, Info, Sampling
 
 INFO = Info(name="small", vocab=300, context_tokens=4096, version="v", end_of_text=(0,))
@@ -24,6 +23,9 @@ class Member(Scripted):
 
     fails = None
     is_open = False
+
+    def begin(self):
+        pass
 
     def open(self):
         if self.fails is not None:
@@ -149,31 +151,57 @@ def test_who_leaves_early_is_counted_off():
 
 
 def test_a_host_that_is_told_to_end_while_it_starts_ends(tmp_path, monkeypatch):
-    """The order to leave came before there was anybody to take it."""
-    orders = []
+    """Nobody is there yet to take the order to leave."""
 
-    def ranks(first, kind, world, worker, folder, serve, address, *rest):
+    def ranks(kind, worlds, first, cut):
         starting.set()
-        leaving.wait(10)
-        with Client(address) as pipe:
-            pipe.send_bytes(REPORTS.encode(Ready(INFO)))
-            if pipe.poll(10):
-                orders.append(ORDERS.decode(pipe.recv_bytes()))
+        cut.poll(60)
 
-    starting, leaving = threading.Event(), threading.Event()
-    monkeypatch.setattr("superstep.serve.processes.engine_client.launch_from", ranks)
+    starting = threading.Event()
+    monkeypatch.setattr("superstep.serve.processes.engine_client.launch_parties", ranks)
     host = Host(tmp_path, ServeConfig())
-    opening = threading.Thread(target=host.open)
-    opening.start()
-    assert starting.wait(10)
-    closing = threading.Thread(target=host.close)
-    closing.start()
-    time.sleep(0.2)
-    leaving.set()
-    closing.join(9)
-    assert not closing.is_alive()
-    assert orders == [EndEngine()]
-    opening.join(5)
+    host.begin()
+    assert starting.wait(60)
+    host.close()
+    with pytest.raises(Fault, match="closed before it could answer"):
+        host.open()
+
+
+def _hang(world, folder, *rest):
+    """What a rank does whose weights lie on a mount that does not answer."""
+    os.mkfifo(folder / "weights")
+    os.open(folder / "weights", os.O_RDONLY)
+
+
+@pytest.mark.multiproc
+def test_ranks_that_hang_over_their_weights_are_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr("superstep.serve.processes.engine_client.serve_rank", _hang)
+    host = Host(tmp_path, ServeConfig())
+    host.begin()
+    while not (tmp_path / "weights").exists():
+        assert host._keeper.is_alive()
+    host.close()
+    with pytest.raises(OSError, match="No such device or address"):  # nobody reads
+        os.open(tmp_path / "weights", os.O_WRONLY | os.O_NONBLOCK)
+
+
+def test_replicas_that_are_loading_keep_nobody_who_is_told_to_end(tmp_path, monkeypatch):
+    """SIGTERM is an exception in the thread that waits for them."""
+
+    def interrupted(self):
+        raise SystemExit(143)
+
+    monkeypatch.setattr(
+        "superstep.serve.processes.engine_client.launch_parties", lambda kind, worlds, first, cut: cut.poll(60)
+    )
+    monkeypatch.setattr(Host, "open", interrupted)
+    made = [Host(tmp_path, ServeConfig()) for _ in range(2)]
+    replicas = LoadBalancer(made)
+    with pytest.raises(SystemExit):
+        replicas.open()
+    assert all(one._keeper.is_alive() for one in made)
+    replicas.close()
+    assert not any(one._keeper.is_alive() for one in made)
 
 
 def test_an_engine_that_has_requests_and_makes_no_step_is_not_ready(tmp_path, monkeypatch):

@@ -30,7 +30,8 @@ STEPS, REQUESTS = 20, 8
 def ranks(taken_back):
     """A rank that answers once all have asked: a token of each in each step, the last of which ends them."""
 
-    def run(first, kind, world, worker, folder, serve, address, *rest):
+    def run(kind, worlds, first, cut):
+        _, _, address, *_ = worlds[0].args
         with Client(address) as pipe:
             pipe.send_bytes(REPORTS.encode(Ready(INFO)))
             asked = []
@@ -62,7 +63,7 @@ def ranks(taken_back):
 @pytest.fixture
 def host(tmp_path, monkeypatch):
     taken_back = []
-    monkeypatch.setattr("superstep.serve.processes.engine_client.launch_from", ranks(taken_back))
+    monkeypatch.setattr("superstep.serve.processes.engine_client.launch_parties", ranks(taken_back))
     made = Host(tmp_path, ServeConfig())
     made.taken_back = taken_back
     made.open()

@@ -13,10 +13,17 @@ import os
 import select
 import signal
 import sys
+import time
 from multiprocessing.process import BaseProcess
+from multiprocessing.process import _children as process_children  # type: ignore[attr-defined]
 from pathlib import Path
 
-from superstep.monitor.procfs import stat_in
+from superstep.monitor.procfs import is_held, stat_in
+
+HELD_S = 2.0
+"""How long the system must hold a killed process without a break: memory given back may take it longer, but is work."""
+
+LOOK_S = 0.25
 
 NOT_TOLD = 255
 """The exit status that ``multiprocessing`` gives a process whose fork server is gone."""
@@ -41,6 +48,22 @@ class ProcessHandle:
         if self._file is not None:
             self._ends_within(timeout_s)
         self._process.join(timeout_s)  # its parent is told a moment later, and tells
+
+    def kill(self) -> bool:
+        """Kill it and wait for its end; False where the system has held it for HELD_S, and ends it some time later.
+
+        Such a process is forgotten: Python would wait for it at its own end.
+        """
+        self.send(signal.SIGKILL)
+        held_s = 0.0
+        while held_s < HELD_S:
+            before_s = time.monotonic()
+            self.join(LOOK_S)
+            if not self.is_alive:
+                return True
+            held_s = held_s + time.monotonic() - before_s if is_held(self.pid) else 0.0
+        process_children.discard(self._process)
+        return False
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal; does nothing where the process has ended."""

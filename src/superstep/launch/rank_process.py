@@ -164,7 +164,7 @@ def output_of(ranks: Sequence[RankProcess], fault: Fault) -> str:
 
 
 def end_all(ranks: Sequence[RankProcess]) -> None:
-    """End the ranks that still run: rank 0 gently first, then by force."""
+    """End the ranks that still run: rank 0 gently first, then by force. One that a hung mount holds is left to it."""
     deadline_s = time.monotonic() + GENTLE_S
     for rank in ranks:
         if rank.is_first and rank.process.is_alive:
@@ -175,8 +175,7 @@ def end_all(ranks: Sequence[RankProcess]) -> None:
             rank.process.send(signal.SIGKILL)
     for rank in ranks:
         rank.process.join(max(0.0, deadline_s - time.monotonic()))
-        rank.process.send(signal.SIGKILL)
-        rank.process.join()
+        rank.process.kill()
         rank.process.close()
         rank.pipe.close()
         if rank.page is not None:

@@ -147,16 +147,19 @@ class RankWorld:
         return RankSlot(meeting.first + number, meeting.world, "", meeting.store, is_first=number == 0)
 
 
-def launch_parties(kind: DeviceKind, parties: Sequence[RankWorld], first: int = 0) -> Any:  # noqa: ANN401
+def launch_parties(
+    kind: DeviceKind, parties: Sequence[RankWorld], first: int = 0, cut: Connection | None = None
+) -> Any:  # noqa: ANN401
     """Launch several worlds at once; they end together, at the first trouble of any.
 
     Args:
         kind: each rank has its own GPU, in the order of the parties.
         parties: rank 0 of the first may use a terminal.
         first: GPUs before it belong to others.
+        cut: ends the ranks as soon as something can be read from it.
 
     Returns:
-        What rank 0 of the first party returned. Raises like ``launch_on``.
+        What rank 0 of the first party returned; None where the ranks were cut off before. Raises like ``launch_on``.
     """
     with (
         temporary_folder("superstep-launch-") as folder,
@@ -164,7 +167,7 @@ def launch_parties(kind: DeviceKind, parties: Sequence[RankWorld], first: int = 
     ):
         stop = Stop()
         with listening(stop, lambda: pass_on(ranks)):
-            value, trouble = _collect(ranks)
+            value, trouble = _collect(ranks, cut)
             if trouble is None:
                 return value
             if stop.is_asked and trouble.order == 1:
@@ -191,7 +194,7 @@ def launch_here(
     ):
         stop = Stop()
         with listening(stop, lambda: pass_on(ranks)):
-            value, trouble = _collect(ranks, cut)
+            value, trouble = _collect(ranks, cut, is_whole=False)
             if trouble is not None:
                 if stop.is_asked and trouble.order == 1:
                     raise SystemExit(STOPPED)
@@ -247,14 +250,16 @@ def _start(
     return RankProcess(party.name, seat.rank, host, nth == 0, handle, ours, place.stderr, heart)
 
 
-def _collect(ranks: Sequence[RankProcess], cut: Connection | None = None) -> tuple[Any, Trouble | None]:
+def _collect(
+    ranks: Sequence[RankProcess], cut: Connection | None, *, is_whole: bool = True
+) -> tuple[Any, Trouble | None]:
     """Wait for every report: rank 0's value, and the first cause of failure. Once ``cut`` is readable, wait only for
-    reports that are being sent.
+    reports that are being sent. ``is_whole`` says that no rank is another host's.
     """
     waiting = {rank.pipe: rank for rank in ranks}
     troubles: list[Trouble] = []
     deadline_s = float("inf")
-    attending = Attending(is_whole=cut is None)  # ranks that are cut off are so with those of other hosts
+    attending = Attending(is_whole=is_whole)
     value = None
     ends: list[Connection] = [] if cut is None else [cut]
     while waiting and time.monotonic() < deadline_s:

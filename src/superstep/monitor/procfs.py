@@ -11,6 +11,15 @@ def status_in(place: Path) -> dict[str, str]:
     return dict(line.split(":", 1) for line in lines if ":" in line)
 
 
+def is_held(process: int) -> bool:
+    """Whether the system lets no thread of a process go on, or end: each has ended or waits for a disk or a mount."""
+    try:
+        states = {stat_in(thread)[0] for thread in Path(f"/proc/{process}/task").iterdir()}
+    except OSError:
+        return False
+    return b"D" in states <= {b"D", b"Z", b"X"}
+
+
 def stat_in(place: Path) -> list[bytes]:
     """The words of ``stat`` from the state on: after the name, which may hold anything. Raises OSError likewise."""
     stat = (place / "stat").read_bytes()

@@ -16,12 +16,12 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from multiprocessing.connection import Connection, Listener
+from multiprocessing.connection import Connection, Listener, Pipe
 from pathlib import Path
 from typing import Any
 
-from superstep.errors import ConfigError, SuperstepError, UserError
-from superstep.launch.ranks import launch_from
+from superstep.errors import ConfigError, Fault, SuperstepError, UserError
+from superstep.launch.ranks import RankWorld, launch_parties
 from superstep.launch.temporary_folders import temporary_folder
 from superstep.plan.config import DeviceKind
 from superstep.serve.api.backend import Away, Health
@@ -50,6 +50,9 @@ AGAIN_S = (0.0, 1.0, 5.0, 30.0)
 """How long the ranks stay away after they were lost once, twice, ... within ``CALM_S``."""
 
 CALM_S = 300.0
+
+LEAVE_S = 5.0
+"""How long ranks that answer may take to leave by themselves; those that are loading are ended at once."""
 
 STALLED_S = 60.0
 """How long an engine that has requests may compute no step and still be ready."""
@@ -94,31 +97,41 @@ class Host:
         self._moved_s = time.monotonic()
         self._number = 0
         self._is_leaving = False
+        self._cut, self._end_ranks = Pipe(duplex=False)
         self._first = threading.Event()
         self._failure: SuperstepError | None = None
         self._keeper = threading.Thread(target=self._keep, name="engine", daemon=True)
 
     # From the thread that opens and closes it.
 
+    def begin(self) -> None:
+        """Start the ranks; ``open`` waits for them."""
+        threading.Thread(target=self._write, name="orders", daemon=True).start()
+        self._keeper.start()
+
     def open(self) -> Info:
-        """Start the ranks and wait until they answer.
+        """Wait until the ranks answer; starts them where nobody has.
 
         Raises:
             ConfigError: the model cannot be served so.
-            Fault: a rank failed.
+            Fault: a rank failed, or it was closed meanwhile.
         """
-        threading.Thread(target=self._write, name="orders", daemon=True).start()
-        self._keeper.start()
+        if self._keeper.ident is None:
+            self.begin()
         self._first.wait()
         if self._failure is not None:
             raise self._failure
-        assert self._info is not None
+        if self._info is None:
+            raise Fault("the engine was closed before it could answer.", rank=0)
         return self._info
 
     def close(self) -> None:
-        """End the ranks."""
+        """End the ranks, whatever they are at."""
         self._is_leaving = True
-        self._send(EndEngine())
+        if self.is_there:
+            self._send(EndEngine())
+            self._keeper.join(LEAVE_S)
+        self._end_ranks.send_bytes(b"")
         self._keeper.join()
         self._orders.put(None)
         self._deeds.close()
@@ -250,7 +263,8 @@ class Host:
                     # Adapters are asked for once the ranks answer again: one that is gone keeps nobody waiting.
                     serve = replace(self._serve, adapters=()) if self._first.is_set() else self._serve
                     given = (self._folder, serve, address, self._forms, self._deeds.newest)
-                    launch_from(self._first_rank, self._device, self._serve.tp, serve_rank, *given)
+                    ranks = RankWorld(size=self._serve.tp, worker=serve_rank, args=given)
+                    launch_parties(self._device, [ranks], self._first_rank, self._cut)
                 finally:
                     self._fail_all()
 
@@ -270,8 +284,6 @@ class Host:
                 if self._first.is_set():
                     self._tell(f"The engine answers again, weights {info.version}.")
                 self._first.set()
-                if self._is_leaving:  # it was told so before it could hear
-                    self._send(EndEngine())
             case StepOutput(progress, counters):
                 self._counters, self._moved_s = counters, time.monotonic()
                 self._hand([(news.request, news) for news in progress])

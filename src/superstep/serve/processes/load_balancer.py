@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from superstep.errors import SuperstepError
 from superstep.plan.config import DeviceKind
 from superstep.serve.api.admin_backend import OneOfSeveral, Several
 from superstep.serve.api.backend import Backend, Health
@@ -39,8 +40,11 @@ KNOWN = 8192
 class Replica(Backend, OneOfSeveral, Protocol):
     """A backend with a life of its own."""
 
+    def begin(self) -> None:
+        """Start it."""
+
     def open(self) -> Info:
-        """Start it, and wait until it answers."""
+        """Wait until it answers."""
 
     def close(self) -> None:
         """End it."""
@@ -67,14 +71,14 @@ class LoadBalancer:
         Raises:
             SuperstepError: the first failure. None is left then.
         """
-        with ThreadPoolExecutor(len(self._members)) as pool:
-            opened = [pool.submit(member.open) for member in self._members]
-        failures = [error for one in opened if (error := one.exception()) is not None]
-        if failures:
-            for member, one in zip(self._members, opened, strict=True):
-                if one.exception() is None:
-                    member.close()
-            raise failures[0]
+        for member in self._members:
+            member.begin()
+        try:
+            for member in self._members:
+                member.open()
+        except SuperstepError:
+            self.close()
+            raise
         return self.info
 
     def close(self) -> None:
