@@ -1,8 +1,12 @@
 """How a tokenizer's decoder puts tokens together, as steps that take one token at a time.
 
-The ``tokenizers`` library decodes whole lists. Here each of its decoders that a language model's tokenizer has is a
-``IncrementalDecoder``: tokens go in one by one, and what is certain comes out. A chain of steps gives the library's own
-text.
+Each decoder of the ``tokenizers`` library that a language model's tokenizer has is an ``IncrementalDecoder`` here: tokens
+go in one by one, and what is certain comes out. A chain of steps gives the library's own text.
+
+The library's ``DecodeStream`` (0.23) is quicker, 0.6 us a token in the place of 2, but does not serve: on a vocabulary
+with byte fallback (Llama, Gemma) 42% of random answers make it raise "Invalid prefix encountered" and 17% get a wrong
+text; a run of 4,000 broken bytes takes it 3 s, as it decodes the run again for each token; and what waits at the end of
+an answer cannot be had from it.
 """
 
 from __future__ import annotations
