@@ -25,27 +25,8 @@ from superstep.engine.step_context import StepContext, StepResult
 from superstep.model.custom.inspect import Passed
 from superstep.monitor.status_page import Beats, Unwatched
 from superstep.numerics.fixed_point import Excess
-from superstep.program.instructions import (
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Fetch,
-    Forward,
-    Free,
-    Instruction,
-    Program,
-    Recompute,
-    Recv,
-    Reduce,
-    ReducePartial,
-    ReduceReplicas,
-    Send,
-    Settle,
-    Snapshot,
-    Step,
-    Tie,
-    Wire,
-)
+from superstep.program import instructions as ins
+from superstep.program.instructions import Instruction, Program, Wire
 from superstep.program.issue_order import Value
 from superstep.program.received import received_by
 
@@ -195,78 +176,78 @@ class Executor:
         """Wait for what the instruction needs from the other lanes."""
         flight = self._flight
         match instruction:
-            case Forward(unit, m):
+            case ins.Forward(unit, m):
                 self._await_parameters(unit)
                 flight.arriving.pop(("act", unit, m), DONE).wait()
-            case Recompute(unit, _):
+            case ins.Recompute(unit, _):
                 self._await_parameters(unit)
-            case Backward(unit, m) | BackwardInput(unit, m):
+            case ins.Backward(unit, m) | ins.BackwardInput(unit, m):
                 self._await_parameters(unit)
                 flight.arriving.pop(("grad", unit + 1, m), DONE).wait()
-            case Settle(unit):
+            case ins.Settle(unit):
                 flight.reducing.pop(unit).wait()
-            case Tie() | ReducePartial() | Step():
+            case ins.Tie() | ins.ReducePartial() | ins.Step():
                 together(list(flight.reducing.values())).wait()
                 flight.reducing.clear()
-                if isinstance(instruction, Step):
+                if isinstance(instruction, ins.Step):
                     together(list(flight.copying.values())).wait()
-            case Free(unit):
+            case ins.Free(unit):
                 flight.fetching.pop(unit, DONE).wait()
             case _:
                 pass
 
     def _issue(self, instruction: Instruction) -> None:  # noqa: C901 - one case for each instruction
         match instruction:
-            case Forward(unit, m, keep):
+            case ins.Forward(unit, m, keep):
                 self._forward(unit, m, keeps_graph=keep in ("all", "selective"), is_selective=keep == "selective")
                 if keep == "nothing":
                     del self._flight.kept[unit, m]
-            case Recompute(unit, m):
+            case ins.Recompute(unit, m):
                 self._recompute(unit, m)
-            case Backward(unit, m):
+            case ins.Backward(unit, m):
                 self._backward(unit, m)
-            case BackwardInput(unit, m):
+            case ins.BackwardInput(unit, m):
                 self._backward_input(unit, m)
-            case BackwardWeight(unit, m):
+            case ins.BackwardWeight(unit, m):
                 self._backward_weight(unit, m)
-            case Send(wire, unit, m, peer):
+            case ins.Send(wire, unit, m, peer):
                 self._send(wire, unit, m, peer)
-            case Recv(wire, unit, m, peer):
+            case ins.Recv(wire, unit, m, peer):
                 self._recv(wire, unit, m, peer)
-            case Fetch(unit):
+            case ins.Fetch(unit):
                 self._flight.fetching[unit] = fetch(self._machine.buffers[unit], self._machine.mesh, unit)
-            case Free(unit):
+            case ins.Free(unit):
                 for buffers in self._machine.buffers[unit]:
                     buffers.drop_full()
-            case Reduce(unit):
+            case ins.Reduce(unit):
                 self._flight.reducing[unit] = reduce(self._machine.trained[unit], self._machine.mesh, unit)
-            case ReduceReplicas(unit):
+            case ins.ReduceReplicas(unit):
                 self._flight.reducing[unit] = reduce_replicas(self._machine.trained[unit], self._machine.mesh)
-            case Settle(unit):
+            case ins.Settle(unit):
                 for buffers in self._machine.trained[unit]:
                     buffers.settle()
-            case Tie(unit):
+            case ins.Tie(unit):
                 tie(self._machine.trained[unit], self._machine.mesh.ties[self._flight.context.program.holders(unit)])
-            case ReducePartial():
+            case ins.ReducePartial():
                 assert self._machine.mesh.tp is not None
                 reduce_partial((b for unit in self._machine.trained.values() for b in unit), self._machine.mesh.tp)
-            case Snapshot(unit):
+            case ins.Snapshot(unit):
                 self._flight.copying[unit] = self._snapshot(unit)
-            case Step():
+            case ins.Step():
                 self._flight.step = self._step(self._flight.context, self._flight.loss)
 
     def _under_way(self, instruction: Instruction) -> Pending | None:
         """What the instruction has just started beside the compute."""
         match instruction:
-            case Fetch(unit):
+            case ins.Fetch(unit):
                 return self._flight.fetching[unit]
-            case Reduce(unit) | ReduceReplicas(unit):
+            case ins.Reduce(unit) | ins.ReduceReplicas(unit):
                 return self._flight.reducing[unit]
-            case Snapshot(unit):
+            case ins.Snapshot(unit):
                 return self._flight.copying[unit]
-            case Send(wire, unit, m):
+            case ins.Send(wire, unit, m):
                 return self._flight.leaving[wire, unit, m][0]
-            case Recv(wire, unit, m):
+            case ins.Recv(wire, unit, m):
                 return self._flight.arriving[wire, unit, m]
             case _:
                 return None

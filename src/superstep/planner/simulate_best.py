@@ -24,22 +24,9 @@ from superstep.planner.closed_form_seconds import KINDS, catalogue_seconds
 from superstep.planner.plan_columns import run_config
 from superstep.planner.price import Pricing
 from superstep.planner.search import PricedPlan
+from superstep.program import instructions as ins
 from superstep.program.compile import compile_step
-from superstep.program.instructions import (
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Fetch,
-    Forward,
-    Program,
-    Recompute,
-    Reduce,
-    ReducePartial,
-    ReduceReplicas,
-    Settle,
-    Step,
-    Tie,
-)
+from superstep.program.instructions import Program
 
 MOST_INSTRUCTIONS = 200_000
 """Of a program that is simulated; a larger one takes minutes."""
@@ -123,13 +110,13 @@ def simulate_plan(run: Resolved, program: Program, layout: Layout, pricing: Pric
     for event in timeline.of(rank):
         seconds = event.end_s - event.start_s
         match event.instruction:
-            case Step():
+            case ins.Step():
                 update_s += seconds
-            case Settle() | Tie() | ReducePartial():
+            case ins.Settle() | ins.Tie() | ins.ReducePartial():
                 settled_s += seconds
-            case Fetch() | Reduce() | ReduceReplicas():
+            case ins.Fetch() | ins.Reduce() | ins.ReduceReplicas():
                 beside_s += seconds
-            case Forward() | Backward() | BackwardInput() | BackwardWeight() | Recompute():
+            case ins.Forward() | ins.Backward() | ins.BackwardInput() | ins.BackwardWeight() | ins.Recompute():
                 for kind, units in source.kinds.items():
                     of_kind[kind] += units[event.instruction.unit].of(event.instruction)
     exposed = spent[rank].exposed_s

@@ -12,28 +12,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
-from superstep.program.instructions import (
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Fetch,
-    Forward,
-    Free,
-    Instruction,
-    Keep,
-    Program,
-    Recompute,
-    Recv,
-    Reduce,
-    ReducePartial,
-    ReduceReplicas,
-    Send,
-    Settle,
-    Snapshot,
-    Step,
-    Tie,
-    Wire,
-)
+from superstep.program import instructions as ins
+from superstep.program.instructions import Instruction, Keep, Program, Wire
 from superstep.program.issue_order import Channel, InvalidProgram, Value, issue_order
 from superstep.program.text import describe
 
@@ -57,7 +37,7 @@ def check(program: Program) -> Program:
     if "transfers" in program.passes:
         _check_channels(program)
         deque(issue_order(program), maxlen=0)
-    if len({sum(isinstance(i, ReducePartial) for i in r) for r in program.ranks}) > 1:
+    if len({sum(isinstance(i, ins.ReducePartial) for i in r) for r in program.ranks}) > 1:
         raise InvalidProgram("reduce-partial must run equally often on every rank")
     return program
 
@@ -71,11 +51,11 @@ class _Rank:
         self.held = set(program.held_by(number))
         self.has_transfers = "transfers" in program.passes
         # Who reduces for ZeRO has shards, and must fetch: the only fetch may be the instruction that is missing.
-        is_cut = program.shards_optimizer and Reduce in kinds
-        self.is_fetched = Fetch in kinds or (is_cut and "fetch" in program.passes)
-        self.is_reduced = Reduce in kinds
-        self.is_replicated = ReduceReplicas in kinds
-        self.is_training = bool(kinds & {Backward, BackwardInput})
+        is_cut = program.shards_optimizer and ins.Reduce in kinds
+        self.is_fetched = ins.Fetch in kinds or (is_cut and "fetch" in program.passes)
+        self.is_reduced = ins.Reduce in kinds
+        self.is_replicated = ins.ReduceReplicas in kinds
+        self.is_training = bool(kinds & {ins.Backward, ins.BackwardInput})
         self.values: set[Value] = set()
         self.forwarded: set[tuple[int, int]] = set()
         self.backwarded: set[tuple[int, int]] = set()
@@ -95,27 +75,27 @@ class _Rank:
         if self.is_stepped:
             return "nothing may follow the step"
         match i:
-            case Forward(unit, m, keep):
+            case ins.Forward(unit, m, keep):
                 return self._forward(unit, m, keep)
-            case Recompute(unit, m):
+            case ins.Recompute(unit, m):
                 return self._recompute(unit, m)
-            case Backward(unit, m) | BackwardInput(unit, m):
-                return self._backward(unit, m) or self._weights(unit, m, is_later=isinstance(i, BackwardInput))
-            case BackwardWeight(unit, m):
+            case ins.Backward(unit, m) | ins.BackwardInput(unit, m):
+                return self._backward(unit, m) or self._weights(unit, m, is_later=isinstance(i, ins.BackwardInput))
+            case ins.BackwardWeight(unit, m):
                 return self._backward_weight(unit, m)
-            case Send(wire, unit, m, _):
+            case ins.Send(wire, unit, m, _):
                 return self._take((wire, unit, m), "what is sent must have been computed, and is sent once")
-            case Recv(wire, unit, m, _):
+            case ins.Recv(wire, unit, m, _):
                 return self._receive(wire, unit, m)
-            case Fetch(unit) | Free(unit):
-                return self._residency(unit, is_fetch=isinstance(i, Fetch))
-            case Reduce() | Settle() | ReduceReplicas() | Tie():
+            case ins.Fetch(unit) | ins.Free(unit):
+                return self._residency(unit, is_fetch=isinstance(i, ins.Fetch))
+            case ins.Reduce() | ins.Settle() | ins.ReduceReplicas() | ins.Tie():
                 return self._sum(i)
-            case Snapshot(unit):
+            case ins.Snapshot(unit):
                 return self._snapshot(unit)
-            case ReducePartial() | Step():
+            case ins.ReducePartial() | ins.Step():
                 self.final |= self.held
-                self.is_stepped = isinstance(i, Step)
+                self.is_stepped = isinstance(i, ins.Step)
                 return "gradients are still being reduced" if self.reducing else ""
 
     def end(self) -> str:
@@ -251,13 +231,13 @@ class _Rank:
         self.resident ^= {unit}
         return ""
 
-    def _sum(self, i: Reduce | Settle | ReduceReplicas | Tie) -> str:
+    def _sum(self, i: ins.Reduce | ins.Settle | ins.ReduceReplicas | ins.Tie) -> str:
         match i:
-            case Reduce(unit) | Settle(unit):
-                return self._reduction(unit, is_start=isinstance(i, Reduce))
-            case ReduceReplicas(unit):
+            case ins.Reduce(unit) | ins.Settle(unit):
+                return self._reduction(unit, is_start=isinstance(i, ins.Reduce))
+            case ins.ReduceReplicas(unit):
                 return self._replicas(unit)
-            case Tie(unit):
+            case ins.Tie(unit):
                 return self._tie(unit)
 
     def _reduction(self, unit: int, *, is_start: bool) -> str:
@@ -306,13 +286,13 @@ class _Rank:
 
 def _check_channels(program: Program) -> None:
     """A channel (from, to, wire) delivers in order, so both ends must list the same in the same order."""
-    sent: dict[Channel, list[Send]] = {}
-    received: dict[Channel, list[Recv]] = {}
+    sent: dict[Channel, list[ins.Send]] = {}
+    received: dict[Channel, list[ins.Recv]] = {}
     for number, instructions in enumerate(program.ranks):
         for i in instructions:
-            if isinstance(i, Send):
+            if isinstance(i, ins.Send):
                 sent.setdefault((number, i.peer, i.wire), []).append(i)
-            elif isinstance(i, Recv):
+            elif isinstance(i, ins.Recv):
                 received.setdefault((i.peer, number, i.wire), []).append(i)
     for channel in sorted(sent.keys() | received.keys()):
         out = [(s.unit, s.microbatch) for s in sent.get(channel, [])]

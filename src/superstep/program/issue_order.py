@@ -11,37 +11,30 @@ from collections import deque
 from collections.abc import Collection, Iterator
 
 from superstep.errors import SuperstepError
-from superstep.program.instructions import (
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Fetch,
-    Forward,
-    Free,
-    Instruction,
-    Program,
-    Recompute,
-    Recv,
-    Reduce,
-    ReducePartial,
-    ReduceReplicas,
-    Send,
-    Settle,
-    Snapshot,
-    Step,
-    Tie,
-    Wire,
-)
+from superstep.program import instructions as ins
+from superstep.program.instructions import Instruction, Program, Wire
 from superstep.program.text import describe
 
 Value = tuple[Wire, int, int]
 Channel = tuple[int, int, Wire]
 Place = tuple[int, int]
 
-ALONE = frozenset({BackwardWeight, Fetch, Free, Recompute, Reduce, ReducePartial, ReduceReplicas, Settle, Snapshot})
+ALONE = frozenset(
+    {
+        ins.BackwardWeight,
+        ins.Fetch,
+        ins.Free,
+        ins.Recompute,
+        ins.Reduce,
+        ins.ReducePartial,
+        ins.ReduceReplicas,
+        ins.Settle,
+        ins.Snapshot,
+    }
+)
 """What waits for no other rank."""
 
-RECEIVING = frozenset({Forward, Backward, BackwardInput})
+RECEIVING = frozenset({ins.Forward, ins.Backward, ins.BackwardInput})
 """What waits for its received input alone."""
 
 
@@ -88,7 +81,7 @@ def issue_order(program: Program, *, made: Collection[Channel] | None = None) ->
             i = instructions[at[number]]
             value = channels.missing(number, i)
             what = f" for {value[0]} u{value[1]} m{value[2]}" if value else ""
-            if isinstance(i, Send | Recv):  # these wait at their first use alone
+            if isinstance(i, ins.Send | ins.Recv):  # these wait at their first use alone
                 source, target, wire = _channel(number, i)
                 what = f" for rank {i.peer} at the first use of channel {wire} from rank {source} to rank {target},"
             waits.append(f"rank {number} waits{what} at instruction {at[number]} ({describe(i)})")
@@ -99,9 +92,9 @@ def issue_order(program: Program, *, made: Collection[Channel] | None = None) ->
 def needed_by(i: Instruction) -> Value | None:
     """What the instruction computes with, where another rank may have sent it."""
     match i:
-        case Forward(unit, m):
+        case ins.Forward(unit, m):
             return "act", unit, m
-        case Backward(unit, m) | BackwardInput(unit, m):
+        case ins.Backward(unit, m) | ins.BackwardInput(unit, m):
             return "grad", unit + 1, m
         case _:
             return None
@@ -110,9 +103,9 @@ def needed_by(i: Instruction) -> Value | None:
 def _members(program: Program, number: int, i: Instruction) -> tuple[int, ...]:
     """The ranks that run the instruction together."""
     match i:
-        case Step():
+        case ins.Step():
             return tuple(range(program.pp))
-        case Tie(unit):
+        case ins.Tie(unit):
             return program.holders(unit)
         case _:
             return (number,)
@@ -122,9 +115,9 @@ def _stands_at(program: Program, at: list[int], number: int, i: Instruction) -> 
     return at[number] < len(program.ranks[number]) and program.ranks[number][at[number]] == i
 
 
-def _channel(number: int, i: Send | Recv) -> Channel:
+def _channel(number: int, i: ins.Send | ins.Recv) -> Channel:
     """The channel of a rank's send or receive."""
-    return (number, i.peer, i.wire) if isinstance(i, Send) else (i.peer, number, i.wire)
+    return (number, i.peer, i.wire) if isinstance(i, ins.Send) else (i.peer, number, i.wire)
 
 
 class _Channels:
@@ -142,14 +135,14 @@ class _Channels:
 
     def issue(self, number: int, i: Instruction) -> None:
         """Advance over a send or a receive."""
-        if not isinstance(i, Send | Recv):
+        if not isinstance(i, ins.Send | ins.Recv):
             return
         value, channel = (i.wire, i.unit, i.microbatch), _channel(number, i)
         target = channel[1]
         if self.made is not None:
             self.made.add(channel)
         sent, posted = self.sent.setdefault(channel, deque()), self.posted.setdefault(channel, set())
-        if isinstance(i, Send):
+        if isinstance(i, ins.Send):
             sent.append(value)
         else:
             posted.add(value)
@@ -160,9 +153,9 @@ class _Channels:
 
     def first_use(self, number: int, i: Instruction) -> dict[int, Instruction]:
         """Where the instruction makes its channel, what each end must stand at; else nothing."""
-        if not isinstance(i, Send | Recv) or self.made is None or _channel(number, i) in self.made:
+        if not isinstance(i, ins.Send | ins.Recv) or self.made is None or _channel(number, i) in self.made:
             return {}
-        other = Recv if isinstance(i, Send) else Send
+        other = ins.Recv if isinstance(i, ins.Send) else ins.Send
         return {number: i, i.peer: other(i.wire, i.unit, i.microbatch, number)}
 
     def missing(self, number: int, i: Instruction) -> Value | None:

@@ -17,29 +17,8 @@ from itertools import groupby
 from typing import TypeAlias
 
 from superstep.plan.resolution.resolve import Plan
-from superstep.program.instructions import (
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Fetch,
-    Forward,
-    Free,
-    Instruction,
-    Keep,
-    Program,
-    Recompute,
-    Recv,
-    Reduce,
-    ReducePartial,
-    ReduceReplicas,
-    Send,
-    Settle,
-    Snapshot,
-    Step,
-    Tie,
-    Wire,
-    is_compute,
-)
+from superstep.program import instructions as ins
+from superstep.program.instructions import Instruction, Keep, Program, Wire, is_compute
 from superstep.program.schedule import Order, StageTask
 
 Of: TypeAlias = tuple[Wire | None, int, int]
@@ -61,13 +40,13 @@ def lower(plan: Plan, order: Order, *, is_training: bool) -> Program:
         units, m = plan.stages[task.stage], task.microbatch
         match task.kind:
             case "forward":
-                yield from (Forward(u, m, keep(u)) for u in units)
+                yield from (ins.Forward(u, m, keep(u)) for u in units)
             case "backward":
-                yield from (Backward(u, m) for u in reversed(units))
+                yield from (ins.Backward(u, m) for u in reversed(units))
             case "input":
-                yield from (BackwardInput(u, m) for u in reversed(units))
+                yield from (ins.BackwardInput(u, m) for u in reversed(units))
             case "weight":
-                yield from (BackwardWeight(u, m) for u in reversed(units))
+                yield from (ins.BackwardWeight(u, m) for u in reversed(units))
 
     return Program(
         units=plan.units,
@@ -84,12 +63,12 @@ def lower(plan: Plan, order: Order, *, is_training: bool) -> Program:
 
 def add_recompute(program: Program) -> Program:
     """A unit that kept only its input is computed again right before its backward."""
-    kept = {(i.unit, i.microbatch): i.keep for r in program.ranks for i in r if isinstance(i, Forward)}
+    kept = {(i.unit, i.microbatch): i.keep for r in program.ranks for i in r if isinstance(i, ins.Forward)}
 
     def rank(instructions: tuple[Instruction, ...]) -> Iterator[Instruction]:
         for i in instructions:
-            if isinstance(i, Backward | BackwardInput) and kept[i.unit, i.microbatch] == "input":
-                yield Recompute(i.unit, i.microbatch)
+            if isinstance(i, ins.Backward | ins.BackwardInput) and kept[i.unit, i.microbatch] == "input":
+                yield ins.Recompute(i.unit, i.microbatch)
             yield i
 
     return _with_pass(program, "recompute", [tuple(rank(r)) for r in program.ranks])
@@ -122,8 +101,8 @@ def _stage_of(program: Program) -> dict[int, int]:
 
 def _task_of(stage_of: Mapping[int, int], i: Instruction) -> Of:
     """The instruction's task: what it passes on (weights' gradients nothing), its stage, its microbatch."""
-    assert isinstance(i, Forward | Recompute | Backward | BackwardInput | BackwardWeight)
-    wire: Wire | None = "act" if isinstance(i, Forward) else None if isinstance(i, BackwardWeight) else "grad"
+    assert isinstance(i, ins.Forward | ins.Recompute | ins.Backward | ins.BackwardInput | ins.BackwardWeight)
+    wire: Wire | None = "act" if isinstance(i, ins.Forward) else None if isinstance(i, ins.BackwardWeight) else "grad"
     return wire, stage_of[i.unit], i.microbatch
 
 
@@ -133,7 +112,7 @@ def _receives(program: Program, rank: int, task: Of) -> list[Instruction]:
     if wire is None or not _is_elsewhere(program, source, rank):
         return []
     # What passes between two stages has the number of the later one's first unit.
-    return [Recv(wire, program.stages[max(stage, source)][0], m, program.placement[source])]
+    return [ins.Recv(wire, program.stages[max(stage, source)][0], m, program.placement[source])]
 
 
 def _sends(program: Program, rank: int, task: Of) -> list[Instruction]:
@@ -141,7 +120,7 @@ def _sends(program: Program, rank: int, task: Of) -> list[Instruction]:
     target = stage + 1 if wire == "act" else stage - 1
     if wire is None or not _is_elsewhere(program, target, rank):
         return []
-    return [Send(wire, program.stages[max(stage, target)][0], m, program.placement[target])]
+    return [ins.Send(wire, program.stages[max(stage, target)][0], m, program.placement[target])]
 
 
 def _is_elsewhere(program: Program, stage: int, rank: int) -> bool:
@@ -165,30 +144,30 @@ def add_reductions(program: Program, *, dp: int, tp: int, replicas: int = 1) -> 
         finals = _finals(program, instructions)
         waiting: list[int] = []
         for at, i in enumerate(instructions):
-            added = program.trained(i.unit) if isinstance(i, Backward | BackwardWeight) else ()
+            added = program.trained(i.unit) if isinstance(i, ins.Backward | ins.BackwardWeight) else ()
             if program.shards_gradients and set(added) & set(waiting):
-                yield from (Settle(w) for w in waiting)
+                yield from (ins.Settle(w) for w in waiting)
                 waiting.clear()
             yield i
             final = finals.get(at, []) if dp > 1 else []
             if program.shards_gradients and final:
-                yield from (Settle(w) for w in waiting)
+                yield from (ins.Settle(w) for w in waiting)
                 waiting.clear()
-            yield from (Reduce(u) for u in final)
+            yield from (ins.Reduce(u) for u in final)
             waiting += final
-        yield from (Settle(w) for w in waiting)
+        yield from (ins.Settle(w) for w in waiting)
 
     def rank(number: int, instructions: tuple[Instruction, ...]) -> Iterator[Instruction]:
         within = list(settled(number, instructions))
-        last = {i.unit: at for at, i in enumerate(within) if isinstance(i, Settle)} if replicas > 1 else {}
+        last = {i.unit: at for at, i in enumerate(within) if isinstance(i, ins.Settle)} if replicas > 1 else {}
         for at, i in enumerate(within):
             yield i
-            if isinstance(i, Settle) and last.get(i.unit) == at:
-                yield ReduceReplicas(i.unit)
+            if isinstance(i, ins.Settle) and last.get(i.unit) == at:
+                yield ins.ReduceReplicas(i.unit)
         held = [u for u in program.held_by(number) if u not in program.frozen]
-        yield from (Tie(u) for u in held if len(program.holders(u)) > 1)
+        yield from (ins.Tie(u) for u in held if len(program.holders(u)) > 1)
         if tp > 1:
-            yield ReducePartial()
+            yield ins.ReducePartial()
 
     return _with_pass(program, "reductions", [tuple(rank(n, r)) for n, r in enumerate(program.ranks)])
 
@@ -203,9 +182,9 @@ def _finals(program: Program, instructions: tuple[Instruction, ...]) -> dict[int
     has_chunks = len(program.stages) > program.pp
     stage_of = _stage_of(program)
     for at, i in enumerate(instructions):
-        if isinstance(i, Forward):
+        if isinstance(i, ins.Forward):
             before = None
-        if not isinstance(i, Backward | BackwardWeight):
+        if not isinstance(i, ins.Backward | ins.BackwardWeight):
             continue
         now = (stage_of[i.unit], 0 if has_chunks else i.microbatch)
         run += now != before
@@ -235,7 +214,7 @@ def add_fetch(program: Program, *, dp: int, prefetch: int) -> Program:
 
 def _fetch_all(program: Program, instructions: tuple[Instruction, ...]) -> list[Instruction]:
     used = dict.fromkeys(u for units in _uses(program, instructions) for u in units)
-    return [Fetch(u) for u in used if u not in program.frozen]
+    return [ins.Fetch(u) for u in used if u not in program.frozen]
 
 
 def _uses(program: Program, instructions: tuple[Instruction, ...]) -> list[tuple[int, ...]]:
@@ -244,7 +223,9 @@ def _uses(program: Program, instructions: tuple[Instruction, ...]) -> list[tuple
     BackwardWeight is none of them: it multiplies inputs with output gradients and reads no parameter.
     """
     return [
-        program.params[i.unit] for i in instructions if isinstance(i, Forward | Recompute | Backward | BackwardInput)
+        program.params[i.unit]
+        for i in instructions
+        if isinstance(i, ins.Forward | ins.Recompute | ins.Backward | ins.BackwardInput)
     ]
 
 
@@ -257,12 +238,12 @@ def _fetch_ahead(program: Program, instructions: tuple[Instruction, ...], prefet
             window = next(windows)
             for unit in [u for u in resident if u not in window]:
                 resident.remove(unit)
-                yield Free(unit)
+                yield ins.Free(unit)
             for unit in [u for u in window if u not in resident]:
                 resident.append(unit)
-                yield Fetch(unit)
+                yield ins.Fetch(unit)
         yield i
-    yield from (Free(unit) for unit in resident)
+    yield from (ins.Free(unit) for unit in resident)
 
 
 def _window(uses: list[tuple[int, ...]], k: int, prefetch: int) -> list[int]:
@@ -291,21 +272,21 @@ def add_snapshot(program: Program) -> Program:
         for i in instructions:
             for unit in [u for u in left if is_compute(i) and u in program.params[_unit_of(i)]]:
                 left.remove(unit)
-                yield Snapshot(unit)
+                yield ins.Snapshot(unit)
             yield i
-        yield from (Snapshot(unit) for unit in left)
+        yield from (ins.Snapshot(unit) for unit in left)
 
     return _with_pass(program, "snapshot", [tuple(rank(n, r)) for n, r in enumerate(program.ranks)])
 
 
 def _unit_of(i: Instruction) -> int:
-    assert isinstance(i, Forward | Recompute | Backward | BackwardInput)
+    assert isinstance(i, ins.Forward | ins.Recompute | ins.Backward | ins.BackwardInput)
     return i.unit
 
 
 def add_step(program: Program) -> Program:
     """The optimizer's update ends the step."""
-    return _with_pass(program, "step", [(*r, Step()) for r in program.ranks])
+    return _with_pass(program, "step", [(*r, ins.Step()) for r in program.ranks])
 
 
 def _with_pass(program: Program, name: str, ranks: list[tuple[Instruction, ...]]) -> Program:

@@ -11,22 +11,8 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
-from superstep.program.instructions import (
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Fetch,
-    Forward,
-    Free,
-    Instruction,
-    Keep,
-    Program,
-    Recompute,
-    Recv,
-    Reduce,
-    Send,
-    Settle,
-)
+from superstep.program import instructions as ins
+from superstep.program.instructions import Instruction, Keep, Program
 
 Category: TypeAlias = Literal["params", "gradient", "kept", "boundary"]
 
@@ -161,7 +147,7 @@ class _Held:
         self.program = program
         self.sizes = sizes
         self.are_params_transient = program.shards_parameters
-        self.are_gradients_transient = program.shards_gradients and Reduce in map(type, program.ranks[rank])
+        self.are_gradients_transient = program.shards_gradients and ins.Reduce in map(type, program.ranks[rank])
         self.items: dict[tuple[Category, *tuple[Hashable, ...]], int] = {}
         self.bytes: dict[Category, int] = {"params": 0, "gradient": 0, "kept": 0, "boundary": 0}
 
@@ -178,36 +164,36 @@ class _Held:
     def begin(self, i: Instruction) -> None:
         """What the instruction makes is there while it runs."""
         match i:
-            case Fetch(unit) if self.are_params_transient:
+            case ins.Fetch(unit) if self.are_params_transient:
                 self.put("params", unit, size=self.sizes[unit].params)
-            case Forward(unit, m, keep):
+            case ins.Forward(unit, m, keep):
                 if keep != "nothing":
                     # The input is part of what is kept, and must not count twice.
                     self.drop("boundary", "act", unit, m)
                     self.put("kept", unit, m, size=self.sizes[unit].kept(keep))
                 if unit + 1 < len(self.program.units):
                     self.put("boundary", "act", unit + 1, m, size=self.sizes[unit + 1].boundary)
-            case Recompute(unit, m):
+            case ins.Recompute(unit, m):
                 self.put("kept", unit, m, size=self.sizes[unit].kept_all)
-            case Backward(unit, m):
+            case ins.Backward(unit, m):
                 self._put_gradients(unit)
                 self._put_input_gradient(unit, m)
-            case BackwardInput(unit, m):
+            case ins.BackwardInput(unit, m):
                 self.put("kept", "products", unit, m, size=self.sizes[unit].product_gradients)
                 self._put_input_gradient(unit, m)
-            case BackwardWeight(unit, m):
+            case ins.BackwardWeight(unit, m):
                 self._put_gradients(unit)
-            case Recv(wire, unit, m, _):
+            case ins.Recv(wire, unit, m, _):
                 self.put("boundary", wire, unit, m, size=self.sizes[unit].boundary)
 
     def workspace(self, i: Instruction) -> int:
         """Bytes that the instruction makes and drops, once it has begun."""
         match i:
-            case Forward(unit, _):
+            case ins.Forward(unit, _):
                 return self.sizes[unit].forward_workspace
-            case Backward(unit, m):
+            case ins.Backward(unit, m):
                 return self.sizes[unit].backward_workspace + self._made_again(unit, m)
-            case BackwardInput(unit, m):
+            case ins.BackwardInput(unit, m):
                 # The gradients of products' outputs are among what both count.
                 beyond = self.sizes[unit].backward_workspace - self.sizes[unit].product_gradients
                 return max(beyond, 0) + self._made_again(unit, m)
@@ -230,22 +216,22 @@ class _Held:
     def end(self, i: Instruction) -> None:
         """What the instruction used up goes."""
         match i:
-            case Free(unit):
+            case ins.Free(unit):
                 self.drop("params", unit)
-            case Settle(unit):
+            case ins.Settle(unit):
                 self.drop("gradient", unit)
-            case Forward(unit, m):
+            case ins.Forward(unit, m):
                 self.drop("boundary", "act", unit, m)
-            case Backward(unit, m):
+            case ins.Backward(unit, m):
                 self.drop("kept", unit, m)
                 self.drop("boundary", "grad", unit + 1, m)
-            case BackwardInput(unit, m):
+            case ins.BackwardInput(unit, m):
                 self.put("kept", unit, m, size=self.sizes[unit].product_inputs)
                 self.drop("boundary", "grad", unit + 1, m)
-            case BackwardWeight(unit, m):
+            case ins.BackwardWeight(unit, m):
                 self.drop("kept", unit, m)
                 self.drop("kept", "products", unit, m)
-            case Send(wire, unit, m, _):
+            case ins.Send(wire, unit, m, _):
                 self.drop("boundary", wire, unit, m)
 
 
@@ -262,9 +248,9 @@ def _most_in_flight(program: Program, rank: int) -> int:
     count = most = 0
     for i in program.ranks[rank]:
         # A stage's pass begins, going forward, and ends, going back, at its first unit.
-        if isinstance(i, Forward) and i.unit in first:
+        if isinstance(i, ins.Forward) and i.unit in first:
             count += 1
             most = max(most, count)
-        elif isinstance(i, Backward | BackwardWeight) and i.unit in first:
+        elif isinstance(i, ins.Backward | ins.BackwardWeight) and i.unit in first:
             count -= 1
     return most

@@ -14,54 +14,36 @@ import re
 from collections.abc import Callable
 
 from superstep.errors import UserError
-from superstep.program.instructions import (
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Fetch,
-    Forward,
-    Free,
-    Instruction,
-    Keep,
-    Program,
-    Recompute,
-    Recv,
-    Reduce,
-    ReducePartial,
-    ReduceReplicas,
-    Send,
-    Settle,
-    Snapshot,
-    Step,
-    Tie,
-    Wire,
-)
+from superstep.program import instructions as ins
+from superstep.program.instructions import Instruction, Keep, Program, Wire
 
 
 def describe(instruction: Instruction) -> str:
     """One instruction as one line."""
     match instruction:
-        case Forward(unit, m, keep):
+        case ins.Forward(unit, m, keep):
             return f"forward u{unit} m{m} keep={keep}"
-        case Recompute(unit, m):
+        case ins.Recompute(unit, m):
             return f"recompute u{unit} m{m}"
-        case Backward(unit, m):
+        case ins.Backward(unit, m):
             return f"backward u{unit} m{m}"
-        case BackwardInput(unit, m):
+        case ins.BackwardInput(unit, m):
             return f"backward-input u{unit} m{m}"
-        case BackwardWeight(unit, m):
+        case ins.BackwardWeight(unit, m):
             return f"backward-weight u{unit} m{m}"
-        case Send(wire, unit, m, peer):
+        case ins.Send(wire, unit, m, peer):
             return f"send {wire} u{unit} m{m} to {peer}"
-        case Recv(wire, unit, m, peer):
+        case ins.Recv(wire, unit, m, peer):
             return f"recv {wire} u{unit} m{m} from {peer}"
-        case Fetch(unit) | Free(unit) | Reduce(unit) | Settle(unit) | Tie(unit) | Snapshot(unit):
+        case (
+            ins.Fetch(unit) | ins.Free(unit) | ins.Reduce(unit) | ins.Settle(unit) | ins.Tie(unit) | ins.Snapshot(unit)
+        ):
             return f"{type(instruction).__name__.lower()} u{unit}"
-        case ReduceReplicas(unit):
+        case ins.ReduceReplicas(unit):
             return f"reduce-replicas u{unit}"
-        case ReducePartial():
+        case ins.ReducePartial():
             return "reduce-partial"
-        case Step():
+        case ins.Step():
             return "step"
 
 
@@ -87,29 +69,29 @@ _WIRES: dict[str, Wire] = {"act": "act", "grad": "grad"}
 _FORMS: tuple[tuple[str, Callable[[re.Match[str]], Instruction]], ...] = (
     (
         r"forward u(\d+) m(\d+) keep=(all|selective|input|nothing)",
-        lambda f: Forward(int(f[1]), int(f[2]), _KEEPS[f[3]]),
+        lambda f: ins.Forward(int(f[1]), int(f[2]), _KEEPS[f[3]]),
     ),
-    (r"recompute u(\d+) m(\d+)", lambda f: Recompute(int(f[1]), int(f[2]))),
-    (r"backward u(\d+) m(\d+)", lambda f: Backward(int(f[1]), int(f[2]))),
-    (r"backward-input u(\d+) m(\d+)", lambda f: BackwardInput(int(f[1]), int(f[2]))),
-    (r"backward-weight u(\d+) m(\d+)", lambda f: BackwardWeight(int(f[1]), int(f[2]))),
+    (r"recompute u(\d+) m(\d+)", lambda f: ins.Recompute(int(f[1]), int(f[2]))),
+    (r"backward u(\d+) m(\d+)", lambda f: ins.Backward(int(f[1]), int(f[2]))),
+    (r"backward-input u(\d+) m(\d+)", lambda f: ins.BackwardInput(int(f[1]), int(f[2]))),
+    (r"backward-weight u(\d+) m(\d+)", lambda f: ins.BackwardWeight(int(f[1]), int(f[2]))),
     (
         r"send (act|grad) u(\d+) m(\d+) to (\d+)",
-        lambda f: Send(_WIRES[f[1]], int(f[2]), int(f[3]), int(f[4])),
+        lambda f: ins.Send(_WIRES[f[1]], int(f[2]), int(f[3]), int(f[4])),
     ),
     (
         r"recv (act|grad) u(\d+) m(\d+) from (\d+)",
-        lambda f: Recv(_WIRES[f[1]], int(f[2]), int(f[3]), int(f[4])),
+        lambda f: ins.Recv(_WIRES[f[1]], int(f[2]), int(f[3]), int(f[4])),
     ),
-    (r"fetch u(\d+)", lambda f: Fetch(int(f[1]))),
-    (r"free u(\d+)", lambda f: Free(int(f[1]))),
-    (r"reduce u(\d+)", lambda f: Reduce(int(f[1]))),
-    (r"settle u(\d+)", lambda f: Settle(int(f[1]))),
-    (r"reduce-replicas u(\d+)", lambda f: ReduceReplicas(int(f[1]))),
-    (r"tie u(\d+)", lambda f: Tie(int(f[1]))),
-    (r"reduce-partial", lambda f: ReducePartial()),
-    (r"snapshot u(\d+)", lambda f: Snapshot(int(f[1]))),
-    (r"step", lambda f: Step()),
+    (r"fetch u(\d+)", lambda f: ins.Fetch(int(f[1]))),
+    (r"free u(\d+)", lambda f: ins.Free(int(f[1]))),
+    (r"reduce u(\d+)", lambda f: ins.Reduce(int(f[1]))),
+    (r"settle u(\d+)", lambda f: ins.Settle(int(f[1]))),
+    (r"reduce-replicas u(\d+)", lambda f: ins.ReduceReplicas(int(f[1]))),
+    (r"tie u(\d+)", lambda f: ins.Tie(int(f[1]))),
+    (r"reduce-partial", lambda f: ins.ReducePartial()),
+    (r"snapshot u(\d+)", lambda f: ins.Snapshot(int(f[1]))),
+    (r"step", lambda f: ins.Step()),
 )
 
 

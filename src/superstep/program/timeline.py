@@ -9,27 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from superstep.program.instructions import (
-    Backward,
-    BackwardInput,
-    Fetch,
-    Forward,
-    Free,
-    Instruction,
-    Lane,
-    Program,
-    Recompute,
-    Recv,
-    Reduce,
-    ReducePartial,
-    ReduceReplicas,
-    Send,
-    Settle,
-    Snapshot,
-    Step,
-    Tie,
-    lane,
-)
+from superstep.program import instructions as ins
+from superstep.program.instructions import Instruction, Lane, Program, lane
 
 Channel: TypeAlias = tuple[Lane, str, int | None]
 Arrival: TypeAlias = tuple[Lane, int, int | None]
@@ -41,13 +22,13 @@ m).
 def brings(instruction: Instruction) -> Arrival | None:
     """What is there once an instruction beside the compute has run."""
     match instruction:
-        case Fetch(unit):
+        case ins.Fetch(unit):
             return "fetch", unit, None
-        case Reduce(unit) | ReduceReplicas(unit):
+        case ins.Reduce(unit) | ins.ReduceReplicas(unit):
             return "reduce", unit, None
-        case Recv(wire, unit, m, _):
+        case ins.Recv(wire, unit, m, _):
             return wire, unit, m
-        case Snapshot(unit):
+        case ins.Snapshot(unit):
             return "snapshot", unit, None
         case _:
             return None
@@ -65,17 +46,17 @@ class Needs:
     def __call__(self, instruction: Instruction) -> list[Arrival]:
         """What must have come."""
         match instruction:
-            case Forward(unit, m):
+            case ins.Forward(unit, m):
                 return [("act", unit, m), *self._fetched[unit]]
-            case Backward(unit, m) | BackwardInput(unit, m):
+            case ins.Backward(unit, m) | ins.BackwardInput(unit, m):
                 return [("grad", unit + 1, m), *self._fetched[unit]]
-            case Recompute(unit, _):
+            case ins.Recompute(unit, _):
                 return self._fetched[unit]
-            case Settle(unit):
+            case ins.Settle(unit):
                 return [("reduce", unit, None)]
-            case Tie() | ReducePartial():
+            case ins.Tie() | ins.ReducePartial():
                 return self._reduced
-            case Step():
+            case ins.Step():
                 return self._reduced + self._copied
             case _:
                 return []
@@ -207,7 +188,7 @@ def _waits(events: Sequence[TimelineEvent], needs: Needs, start_s: float, end_s:
             run.append(e)
             if arrival := brings(e.instruction):
                 came[arrival] = (_channel(e), len(run))
-        elif not isinstance(e.instruction, Free):
+        elif not isinstance(e.instruction, ins.Free):
             if clock_s < e.start_s:
                 needed = [came[a] for a in needs(e.instruction) if a in came]
                 # The compute waits for what arrives last, whose channel first works off what lies ahead.
@@ -223,7 +204,7 @@ def _time_spent(events: Sequence[TimelineEvent], waits: Sequence[Wait]) -> Spent
     busy_s = bubble_s = 0.0
     exposed_s: dict[Lane, float] = dict.fromkeys(("fetch", "reduce", "act", "grad", "snapshot"), 0.0)
     for e in events:
-        if isinstance(e.instruction, Tie | ReducePartial):
+        if isinstance(e.instruction, ins.Tie | ins.ReducePartial):
             exposed_s["reduce"] += e.end_s - e.start_s
         elif e.lane == "compute":
             busy_s += e.end_s - e.start_s
@@ -238,7 +219,7 @@ def _time_spent(events: Sequence[TimelineEvent], waits: Sequence[Wait]) -> Spent
 def _channel(event: TimelineEvent) -> Channel:
     i = event.instruction
     match i:
-        case Send(peer=peer) | Recv(peer=peer):
+        case ins.Send(peer=peer) | ins.Recv(peer=peer):
             return event.lane, type(i).__name__, peer
         case _:
             return event.lane, "", None

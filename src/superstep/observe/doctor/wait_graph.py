@@ -15,19 +15,8 @@ from functools import cached_property
 
 from superstep.observe.doctor.observations import RankSeen, RunSeen
 from superstep.plan.mesh import Coordinate, MeshShape
-from superstep.program.instructions import (
-    BackwardWeight,
-    Fetch,
-    Instruction,
-    Recv,
-    Reduce,
-    ReducePartial,
-    ReduceReplicas,
-    Send,
-    Step,
-    Tie,
-    is_compute,
-)
+from superstep.program import instructions as ins
+from superstep.program.instructions import Instruction, is_compute
 from superstep.program.text import describe
 from superstep.program.timeline import Arrival, Needs, brings
 
@@ -92,9 +81,9 @@ class Waits:
             return True  # nothing is known of it, so that it is not to blame
         if other.at == (observed.run, index):
             match other.follows[index]:
-                case Step() | Tie() | ReducePartial():
+                case ins.Step() | ins.Tie() | ins.ReducePartial():
                     return other.doing == "waits"
-                case Send() | Fetch() | Reduce() | ReduceReplicas():
+                case ins.Send() | ins.Fetch() | ins.Reduce() | ins.ReduceReplicas():
                     return False  # it has come to it, and has not started it
                 case _:
                     return other.doing == "works"
@@ -112,14 +101,16 @@ class Waits:
             for arrival in self._needs(instruction):
                 yield from self._arrival(rank, arrival, at)
         match instruction:
-            case Step():
+            case ins.Step():
                 if rank.doing == "waits":
-                    yield _Need("the sums of the step", self._last(Step()), at)
-            case Tie(unit):
+                    yield _Need("the sums of the step", self._last(ins.Step()), at)
+            case ins.Tie(unit):
                 yield _Need(f"the sum of tied u{unit}", self._last(instruction, self._tied_ranks(rank, unit)), at)
-            case ReducePartial():
+            case ins.ReducePartial():
                 yield _Need("the partial sums over tp", dict.fromkeys(self._over_tp(rank), at), at)
-            case _ if rank.doing == "works" and (is_compute(instruction) or isinstance(instruction, BackwardWeight)):
+            case _ if rank.doing == "works" and (
+                is_compute(instruction) or isinstance(instruction, ins.BackwardWeight)
+            ):
                 if len(members := self._within(rank)) > 1:
                     yield _Need(f"what its group exchanges in {describe(instruction)}", dict.fromkeys(members, at))
 
@@ -130,14 +121,14 @@ class Waits:
             return
         instruction = observed.follows[at]
         match instruction:
-            case Recv(wire, unit, m, peer):
+            case ins.Recv(wire, unit, m, peer):
                 here = self._place(observed.rank)
                 rank = self._mesh.rank(Coordinate(pp=peer, dp=here.dp, cp=here.cp, tp=here.tp))
-                given = self._index(rank, Send(wire, unit, m, here.pp))
+                given = self._index(rank, ins.Send(wire, unit, m, here.pp))
                 if given is not None:
                     yield _Need(f"{'act' if wire == 'act' else 'grad'} u{unit} m{m}", {rank: given})
-            case Fetch() | Reduce() | ReduceReplicas():
-                members = self._sharers(observed.rank, is_over_replicas=isinstance(instruction, ReduceReplicas))
+            case ins.Fetch() | ins.Reduce() | ins.ReduceReplicas():
+                members = self._sharers(observed.rank, is_over_replicas=isinstance(instruction, ins.ReduceReplicas))
                 yield _Need(describe(instruction), dict.fromkeys(members, at), before)
             case _:
                 return  # a copy, which needs nobody

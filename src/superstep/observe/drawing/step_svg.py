@@ -11,22 +11,8 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from superstep.program.instructions import (
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Fetch,
-    Forward,
-    Free,
-    Instruction,
-    Recompute,
-    Recv,
-    Reduce,
-    ReduceReplicas,
-    Send,
-    Snapshot,
-    Step,
-)
+from superstep.program import instructions as ins
+from superstep.program.instructions import Instruction
 from superstep.program.timeline import Timeline, TimelineEvent, Wait
 
 WIDTH = 720
@@ -56,16 +42,16 @@ ACT = InstructionInk("activation sent", ("#56b4e9", "#56b4e9"))
 GRAD = InstructionInk("gradient sent", ("#d55e00", "#d55e00"))
 SNAPSHOT = InstructionInk("snapshot", ("#8c8c8c", "#8c8c8c"))
 _INKS: dict[type[Instruction], InstructionInk] = {
-    Forward: FORWARD,
-    Recompute: RECOMPUTE,
-    Backward: BACKWARD,
-    BackwardInput: INPUT,
-    BackwardWeight: WEIGHT,
-    Step: UPDATE,
-    Fetch: FETCH,
-    Reduce: REDUCE,
-    ReduceReplicas: REDUCE,
-    Snapshot: SNAPSHOT,
+    ins.Forward: FORWARD,
+    ins.Recompute: RECOMPUTE,
+    ins.Backward: BACKWARD,
+    ins.BackwardInput: INPUT,
+    ins.BackwardWeight: WEIGHT,
+    ins.Step: UPDATE,
+    ins.Fetch: FETCH,
+    ins.Reduce: REDUCE,
+    ins.ReduceReplicas: REDUCE,
+    ins.Snapshot: SNAPSHOT,
 }
 _LANES = ("fetch", "reduce", "act", "grad", "snapshot")
 
@@ -155,7 +141,7 @@ class _Drawing:
             thin = []
             yield _box(x, y, end - x, height, fill)
             task = (ink, m, self._stage(e))
-            word = "step" if isinstance(e.instruction, Step) else str(m)
+            word = "step" if isinstance(e.instruction, ins.Step) else str(m)
             if ink.number and height > 8 and task != numbered and end - x > 1 + 4.5 * len(word):
                 yield _text((x + end) / 2, y + height / 2 + 3, word, size=8, anchor="middle", fill=ink.number)
                 numbered = task
@@ -173,11 +159,11 @@ def caption_of(name: str, timeline: Timeline, *, closed: float | None, formula: 
 
 
 def _is_drawn(e: TimelineEvent) -> bool:
-    return not isinstance(e.instruction, Recv | Free) and (e.lane == "compute" or e.end_s > e.start_s)
+    return not isinstance(e.instruction, ins.Recv | ins.Free) and (e.lane == "compute" or e.end_s > e.start_s)
 
 
 def _ink(e: TimelineEvent) -> InstructionInk:
-    if isinstance(e.instruction, Send):
+    if isinstance(e.instruction, ins.Send):
         return ACT if e.instruction.wire == "act" else GRAD
     return _INKS.get(type(e.instruction), SUMS)
 

@@ -16,19 +16,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
-from superstep.program.instructions import (
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Forward,
-    Free,
-    Instruction,
-    Lane,
-    Program,
-    Recompute,
-    Recv,
-    Step,
-)
+from superstep.program import instructions as ins
+from superstep.program.instructions import Instruction, Lane, Program
 from superstep.program.timeline import Timeline, TimelineEvent
 
 GUTTER = 9
@@ -185,11 +174,11 @@ _STYLES = (
 )
 # What is computed, and the task it belongs to: what is computed again has its label together with its backward.
 _COMPUTED: dict[type[Instruction], tuple[Style, str]] = {
-    Forward: (FORWARD, "forward"),
-    Recompute: (RECOMPUTE, "backward"),
-    Backward: (BACKWARD, "backward"),
-    BackwardInput: (BACKWARD_INPUT, "backward"),
-    BackwardWeight: (BACKWARD_WEIGHT, "weights"),
+    ins.Forward: (FORWARD, "forward"),
+    ins.Recompute: (RECOMPUTE, "backward"),
+    ins.Backward: (BACKWARD, "backward"),
+    ins.BackwardInput: (BACKWARD_INPUT, "backward"),
+    ins.BackwardWeight: (BACKWARD_WEIGHT, "weights"),
 }
 _LANES: dict[str, dict[Lane, Style]] = {
     "fetch": {"fetch": FETCH},
@@ -207,7 +196,7 @@ def _most(share: dict[Span, float]) -> Span | None:
 def _compute(timeline: Timeline, rank: int) -> Iterator[Span]:
     """A rank's compute and waits."""
     for event in timeline.of(rank):
-        if event.lane == "compute" and not isinstance(event.instruction, Free):
+        if event.lane == "compute" and not isinstance(event.instruction, ins.Free):
             yield _compute_span(timeline.program, event)
     for wait in timeline.waits(rank):
         style = EXPOSED if wait.lane else BUBBLE
@@ -217,14 +206,18 @@ def _compute(timeline: Timeline, rank: int) -> Iterator[Span]:
 def _compute_span(program: Program, event: TimelineEvent) -> Span:
     match event.instruction:
         case (
-            Forward(unit, m) | Recompute(unit, m) | Backward(unit, m) | BackwardInput(unit, m) | BackwardWeight(unit, m)
+            ins.Forward(unit, m)
+            | ins.Recompute(unit, m)
+            | ins.Backward(unit, m)
+            | ins.BackwardInput(unit, m)
+            | ins.BackwardWeight(unit, m)
         ):
             stage = program.stage_of(unit)
             chunk = program.stages_of(event.rank).index(stage)
             style, task = _COMPUTED[type(event.instruction)]
             shade = 2 * chunk + m % 2
             return Span(event.start_s, event.end_s, style, (task, stage, m), str(m), shade)
-        case Step():
+        case ins.Step():
             return Span(event.start_s, event.end_s, UPDATE, ("step",), "step")
         case _:
             return Span(event.start_s, event.end_s, UPDATE, ("sums",))
@@ -236,7 +229,7 @@ def _lane(timeline: Timeline, rank: int, name: str) -> list[Span]:
     return [
         Span(e.start_s, e.end_s, styles[e.lane], (e.lane,))
         for e in timeline.of(rank)
-        if e.lane in styles and e.end_s > e.start_s and not isinstance(e.instruction, Recv)
+        if e.lane in styles and e.end_s > e.start_s and not isinstance(e.instruction, ins.Recv)
     ]
 
 

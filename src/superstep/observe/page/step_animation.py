@@ -12,25 +12,8 @@ from typing import Any
 from superstep.observe.page.bundle_html import assemble, pack
 from superstep.observe.page.step_data import KINDS, LANES, StepDrawing, step_value
 from superstep.plan.config import Schedule
-from superstep.program.instructions import (
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Fetch,
-    Forward,
-    Free,
-    Instruction,
-    Recompute,
-    Recv,
-    Reduce,
-    ReducePartial,
-    ReduceReplicas,
-    Send,
-    Settle,
-    Snapshot,
-    Step,
-    Tie,
-)
+from superstep.program import instructions as ins
+from superstep.program.instructions import Instruction
 
 SCRIPTS = (
     "format.js",
@@ -46,22 +29,22 @@ SCRIPTS = (
 )
 # The name that the script knows an instruction by, its lane ("wire": act or grad), and its words in the legend.
 _SAID: dict[type[Instruction], tuple[str, str, str]] = {
-    Forward: ("forward", "compute", "forward"),
-    Recompute: ("recompute", "compute", "computed again"),
-    Backward: ("backward", "compute", "backward"),
-    BackwardInput: ("backward-input", "compute", "backward, inputs"),
-    BackwardWeight: ("backward-weight", "compute", "backward, weights"),
-    Settle: ("settle", "compute", "settle gradients"),
-    Tie: ("tie", "compute", "sum of a tied gradient"),
-    ReducePartial: ("reduce-partial", "compute", "sum over tp"),
-    Step: ("step", "compute", "optimizer's step"),
-    Free: ("free", "compute", "free"),
-    Fetch: ("fetch", "fetch", "fetch parameters"),
-    Reduce: ("reduce", "reduce", "reduce gradients"),
-    ReduceReplicas: ("reduce-replicas", "reduce", "reduce over replicas"),
-    Send: ("send", "wire", "send"),
-    Recv: ("recv", "wire", "receive"),
-    Snapshot: ("snapshot", "snapshot", "snapshot"),
+    ins.Forward: ("forward", "compute", "forward"),
+    ins.Recompute: ("recompute", "compute", "computed again"),
+    ins.Backward: ("backward", "compute", "backward"),
+    ins.BackwardInput: ("backward-input", "compute", "backward, inputs"),
+    ins.BackwardWeight: ("backward-weight", "compute", "backward, weights"),
+    ins.Settle: ("settle", "compute", "settle gradients"),
+    ins.Tie: ("tie", "compute", "sum of a tied gradient"),
+    ins.ReducePartial: ("reduce-partial", "compute", "sum over tp"),
+    ins.Step: ("step", "compute", "optimizer's step"),
+    ins.Free: ("free", "compute", "free"),
+    ins.Fetch: ("fetch", "fetch", "fetch parameters"),
+    ins.Reduce: ("reduce", "reduce", "reduce gradients"),
+    ins.ReduceReplicas: ("reduce-replicas", "reduce", "reduce over replicas"),
+    ins.Send: ("send", "wire", "send"),
+    ins.Recv: ("recv", "wire", "receive"),
+    ins.Snapshot: ("snapshot", "snapshot", "snapshot"),
 }
 
 

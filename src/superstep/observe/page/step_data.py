@@ -18,48 +18,30 @@ from superstep.cost.program.memory.memory import RankBytes
 from superstep.cost.program.time.operation import Operations, UnitOperations, messages
 from superstep.observe.page.bubble import FORMULAS, PassSeconds, closed_bubble
 from superstep.plan.resolution.resolve import Plan
-from superstep.program.instructions import (
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Fetch,
-    Forward,
-    Free,
-    Instruction,
-    Program,
-    Recompute,
-    Recv,
-    Reduce,
-    ReducePartial,
-    ReduceReplicas,
-    Send,
-    Settle,
-    Snapshot,
-    Step,
-    Tie,
-)
+from superstep.program import instructions as ins
+from superstep.program.instructions import Instruction, Program
 from superstep.program.peak_memory import Peak, UnitBytes, course
 from superstep.program.timeline import Timeline
 
 Columns: TypeAlias = dict[str, list[int]]
 
 KINDS: tuple[type[Instruction], ...] = (
-    Forward,
-    Recompute,
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Settle,
-    Tie,
-    ReducePartial,
-    Step,
-    Free,
-    Fetch,
-    Reduce,
-    ReduceReplicas,
-    Send,
-    Recv,
-    Snapshot,
+    ins.Forward,
+    ins.Recompute,
+    ins.Backward,
+    ins.BackwardInput,
+    ins.BackwardWeight,
+    ins.Settle,
+    ins.Tie,
+    ins.ReducePartial,
+    ins.Step,
+    ins.Free,
+    ins.Fetch,
+    ins.Reduce,
+    ins.ReduceReplicas,
+    ins.Send,
+    ins.Recv,
+    ins.Snapshot,
 )
 LANES = ("compute", "fetch", "reduce", "act", "grad", "snapshot")
 NS = 1e9
@@ -194,14 +176,14 @@ def _differences(numbers: Sequence[int]) -> list[int]:
 
 def closed_of(timeline: Timeline, plan: Plan) -> float:
     """The papers' formula, with the mean seconds of this step's passes."""
-    took = dict.fromkeys((Forward, Recompute, Backward, BackwardInput, BackwardWeight), 0.0)
+    took = dict.fromkeys((ins.Forward, ins.Recompute, ins.Backward, ins.BackwardInput, ins.BackwardWeight), 0.0)
     for e in timeline.events:
         if type(e.instruction) in took:
             took[type(e.instruction)] += e.end_s - e.start_s
     passes = PassSeconds(
-        forward_s=took[Forward],
-        input_s=took[Recompute] + took[Backward] + took[BackwardInput],
-        weight_s=took[BackwardWeight],
+        forward_s=took[ins.Forward],
+        input_s=took[ins.Recompute] + took[ins.Backward] + took[ins.BackwardInput],
+        weight_s=took[ins.BackwardWeight],
     )
     return closed_bubble(
         plan.schedule,

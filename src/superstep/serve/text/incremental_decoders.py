@@ -1,7 +1,7 @@
 """How a tokenizer's decoder puts tokens together, as steps that take one token at a time.
 
-Each decoder of the ``tokenizers`` library that a language model's tokenizer has is an ``IncrementalDecoder`` here: tokens
-go in one by one, and what is certain comes out. A chain of steps gives the library's own text.
+Each decoder of the ``tokenizers`` library that a language model's tokenizer has is an ``IncrementalDecoder`` here:
+tokens go in one by one, and what is certain comes out. A chain of steps gives the library's own text.
 
 The library's ``DecodeStream`` (0.23) is quicker, 0.6 us a token in the place of 2, but does not serve: on a vocabulary
 with byte fallback (Llama, Gemma) 42% of random answers make it raise "Invalid prefix encountered" and 17% get a wrong

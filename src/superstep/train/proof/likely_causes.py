@@ -6,20 +6,8 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 
 from superstep.model.unit import UnitSpec
-from superstep.program.instructions import (
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Fetch,
-    Instruction,
-    Program,
-    Reduce,
-    ReducePartial,
-    ReduceReplicas,
-    Settle,
-    Step,
-    Tie,
-)
+from superstep.program import instructions as ins
+from superstep.program.instructions import Instruction, Program
 from superstep.program.text import describe
 from superstep.train.proof.compare import Difference
 
@@ -75,11 +63,11 @@ def _producers(
             yield from _of_gradients(every, wrong, names, specs)
         case "loss" if first.step > 0:
             # All weights were right after the step before: what gathers them is left.
-            yield from (i for i in every if isinstance(i, Fetch))
+            yield from (i for i in every if isinstance(i, ins.Fetch))
         case "loss" | "scale":
             return
         case _:
-            yield from (i for i in every if isinstance(i, Step))
+            yield from (i for i in every if isinstance(i, ins.Step))
 
 
 def _of_gradients(
@@ -93,16 +81,18 @@ def _of_gradients(
     units = {home[name] for name in wrong}
     untouched = {home[name] for name in names} - units
     whole = {name for name in names if home[name] in units} == wrong
-    if not whole and (partial := [i for i in every if isinstance(i, ReducePartial)]):
+    if not whole and (partial := [i for i in every if isinstance(i, ins.ReducePartial)]):
         yield from partial
         return
-    sums = [i for i in every if isinstance(i, Reduce | Settle | ReduceReplicas | Tie) and i.unit in units]
+    sums = [
+        i for i in every if isinstance(i, ins.Reduce | ins.Settle | ins.ReduceReplicas | ins.Tie) and i.unit in units
+    ]
     # A backward pass that goes wrong does so for every unit below it: from the highest wrong unit on.
     if len(units) > 1 and untouched and max(units) < min(untouched):
         top = max(units)
-        yield from (i for i in every if isinstance(i, Backward | BackwardInput) and i.unit == top)
+        yield from (i for i in every if isinstance(i, ins.Backward | ins.BackwardInput) and i.unit == top)
     elif len(units) == 1:
         yield from sums
-        yield from (i for i in every if isinstance(i, Backward | BackwardWeight) and i.unit in units)
+        yield from (i for i in every if isinstance(i, ins.Backward | ins.BackwardWeight) and i.unit in units)
     else:
         yield from sums

@@ -11,29 +11,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from superstep.tune.program.instructions import (
-    Grade,
-    Instruction,
-    InvalidIterations,
-    Iterations,
-    Lane,
-    Publish,
-    Retire,
-    Role,
-    Sample,
-    Save,
-    Swap,
-    Take,
-    Train,
-)
+from superstep.tune.program import instructions as ins
+from superstep.tune.program.instructions import Instruction, InvalidIterations, Iterations, Lane, Role
 from superstep.tune.program.order import clocks, is_before
 from superstep.tune.program.text import describe
 
 _KINDS: dict[Lane, tuple[type[Instruction], ...]] = {
-    "ranks": (Sample, Train, Publish, Take, Retire, Save, Swap),
-    "sampler": (Sample, Take, Retire),
-    "grader": (Grade,),
-    "trainer": (Train, Publish, Save),
+    "ranks": (ins.Sample, ins.Train, ins.Publish, ins.Take, ins.Retire, ins.Save, ins.Swap),
+    "sampler": (ins.Sample, ins.Take, ins.Retire),
+    "grader": (ins.Grade,),
+    "trainer": (ins.Train, ins.Publish, ins.Save),
 }
 _LANES: dict[str, tuple[Lane, ...]] = {"shared": ("ranks", "grader"), "apart": ("sampler", "grader", "trainer")}
 
@@ -79,26 +66,26 @@ class _Lane:
         """Advance over one instruction; the rule it breaks, or nothing."""
         if not isinstance(i, _KINDS[self.lane]):
             return f"lane {self.lane} does none of these"
-        if i in self.seen and not isinstance(i, Swap):
+        if i in self.seen and not isinstance(i, ins.Swap):
             return "the same was done before"
         self.seen.add(i)
         match i:
-            case Sample(group, version):
+            case ins.Sample(group, version):
                 return self._away("sample") or self._sample(group, version)
-            case Take(version):
+            case ins.Take(version):
                 self.held = version
                 return self._away("sample")
-            case Train(step):
+            case ins.Train(step):
                 return self._away("train") or self._train(step)
-            case Publish(version):
+            case ins.Publish(version):
                 return self._away("train") or self._publish(version)
-            case Save(step):
+            case ins.Save(step):
                 return self._away("train") or self._save(step)
-            case Grade(group):
+            case ins.Grade(group):
                 return self._check_known(group)
-            case Swap(to):
+            case ins.Swap(to):
                 return self._swap(to)
-            case Retire():
+            case ins.Retire():
                 return ""
 
     def _away(self, role: Role) -> str:
@@ -154,20 +141,20 @@ class _Lane:
 def _leftovers(program: Iterations) -> Iterator[str]:
     """The rules that the program as a whole breaks."""
     schedule, cursor = program.asked, program.cursor
-    sampled = Counter(i.group for _, i in program if isinstance(i, Sample))
-    published = {i.version for _, i in program if isinstance(i, Publish)} | cursor.published
-    retired = {i.version for _, i in program if isinstance(i, Retire)}
+    sampled = Counter(i.group for _, i in program if isinstance(i, ins.Sample))
+    published = {i.version for _, i in program if isinstance(i, ins.Publish)} | cursor.published
+    retired = {i.version for _, i in program if isinstance(i, ins.Retire)}
     for step in range(cursor.step, schedule.steps):
         for group in schedule.groups_of(step):
             if group not in cursor.recorded and not sampled[group]:
                 yield f"group {group} is never sampled"
             if sampled[group] > 1:
                 yield f"group {group} is sampled {sampled[group]} times"
-            if Grade(group) not in program.places:
+            if ins.Grade(group) not in program.places:
                 yield f"group {group} is never graded"
-        if Train(step) not in program.places:
+        if ins.Train(step) not in program.places:
             yield f"step {step} is never trained"
-    if cursor.step < schedule.steps and Save(schedule.steps) not in program.places:
+    if cursor.step < schedule.steps and ins.Save(schedule.steps) not in program.places:
         yield "the last step is never saved"
     yield from (f"version {version} is published and never retired" for version in sorted(published - retired))
     yield from (f"version {version} is retired and was never published" for version in sorted(retired - published))
@@ -178,16 +165,16 @@ def _too_early(program: Iterations) -> Iterator[str]:
     clock = clocks(program)
     for place, i in program:
         match i:
-            case Take(version) | Sample(_, version):
-                retired = program.places[Retire(version)]
+            case ins.Take(version) | ins.Sample(_, version):
+                retired = program.places[ins.Retire(version)]
                 if not is_before(clock, place, retired):
                     lane, at = retired
                     yield (
                         f"{lane}, instruction {at} (retire v{version}): it may come before {place[0]}'s instruction "
                         f"{place[1]} ({describe(i)}), which needs the snapshot, or would after a restart"
                     )
-            case Publish(version):
-                if not is_before(clock, place, program.places[Retire(version)]):
+            case ins.Publish(version):
+                if not is_before(clock, place, program.places[ins.Retire(version)]):
                     yield f"version {version} may be retired before it is published"
             case _:
                 pass

@@ -4,22 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from superstep.tune.program import instructions as ins
 from superstep.tune.program.check import check
-from superstep.tune.program.instructions import (
-    Cursor,
-    Grade,
-    Instruction,
-    Iterations,
-    Lane,
-    Publish,
-    Retire,
-    RlSchedule,
-    Sample,
-    Save,
-    Swap,
-    Take,
-    Train,
-)
+from superstep.tune.program.instructions import Cursor, Instruction, Iterations, Lane, RlSchedule
 
 START = Cursor()
 
@@ -30,7 +17,7 @@ def compile_iterations(schedule: RlSchedule, cursor: Cursor = START) -> Iteratio
     Groups on record are not sampled again, and a version that samples no other group is not published.
     """
     steps = range(cursor.step, schedule.steps)
-    graded = tuple(Grade(group) for step in steps for group in schedule.groups_of(step))
+    graded = tuple(ins.Grade(group) for step in steps for group in schedule.groups_of(step))
     lanes: dict[Lane, tuple[Instruction, ...]]
     if schedule.placement == "shared":
         lanes = {"ranks": tuple(_share_version(schedule, cursor)), "grader": graded}
@@ -45,59 +32,59 @@ def compile_iterations(schedule: RlSchedule, cursor: Cursor = START) -> Iteratio
 
 def after(program: Iterations, done: Sequence[Instruction]) -> Cursor:
     """Where a run stands that ended after these of its instructions, however it ended."""
-    step = max((i.step for i in done if isinstance(i, Save)), default=program.cursor.step)
-    recorded = {i.group for i in done if isinstance(i, Sample)} | program.cursor.recorded
-    published = {i.version for i in done if isinstance(i, Publish)} | program.cursor.published
+    step = max((i.step for i in done if isinstance(i, ins.Save)), default=program.cursor.step)
+    recorded = {i.group for i in done if isinstance(i, ins.Sample)} | program.cursor.recorded
+    published = {i.version for i in done if isinstance(i, ins.Publish)} | program.cursor.published
     return Cursor(
         step=step,
         recorded=frozenset(group for group in recorded if program.asked.step_of(group) >= step),
-        published=frozenset(published - {i.version for i in done if isinstance(i, Retire)}),
+        published=frozenset(published - {i.version for i in done if isinstance(i, ins.Retire)}),
     )
 
 
 def _share_version(schedule: RlSchedule, cursor: Cursor) -> Iterator[Instruction]:
     """Sampling for all steps of one version, then these steps."""
     wanted = _wanted_groups(schedule, cursor)
-    yield from (Retire(version) for version in sorted(cursor.published - wanted.keys()))
+    yield from (ins.Retire(version) for version in sorted(cursor.published - wanted.keys()))
     for step in range(cursor.step, schedule.steps):
         version = schedule.version_of(schedule.groups_of(step)[0])
         groups = wanted.pop(version, [])
         if groups:
             if version not in cursor.published:
-                yield Publish(version)
-            yield Swap("sample")
-            yield Take(version)
-            yield from (Sample(group, version) for group in groups)
-            yield Retire(version)
-            yield Swap("train")
-        yield Train(step)
+                yield ins.Publish(version)
+            yield ins.Swap("sample")
+            yield ins.Take(version)
+            yield from (ins.Sample(group, version) for group in groups)
+            yield ins.Retire(version)
+            yield ins.Swap("train")
+        yield ins.Train(step)
         yield from _save(schedule, step + 1)
 
 
 def _sampler(schedule: RlSchedule, cursor: Cursor) -> Iterator[Instruction]:
     wanted = _wanted_groups(schedule, cursor)
-    yield from (Retire(version) for version in sorted(cursor.published - wanted.keys()))
+    yield from (ins.Retire(version) for version in sorted(cursor.published - wanted.keys()))
     for version, groups in wanted.items():
-        yield Take(version)
-        yield from (Sample(group, version) for group in groups)
-        yield Retire(version)
+        yield ins.Take(version)
+        yield from (ins.Sample(group, version) for group in groups)
+        yield ins.Retire(version)
 
 
 def _trainer(schedule: RlSchedule, cursor: Cursor) -> Iterator[Instruction]:
     wanted = _wanted_groups(schedule, cursor).keys() - cursor.published
     if cursor.step in wanted:
-        yield Publish(cursor.step)
+        yield ins.Publish(cursor.step)
     for step in range(cursor.step, schedule.steps):
-        yield Train(step)
+        yield ins.Train(step)
         # The sampler waits for the snapshot, and nobody for what is saved.
         if step + 1 in wanted:
-            yield Publish(step + 1)
+            yield ins.Publish(step + 1)
         yield from _save(schedule, step + 1)
 
 
-def _save(schedule: RlSchedule, step: int) -> Iterator[Save]:
+def _save(schedule: RlSchedule, step: int) -> Iterator[ins.Save]:
     if step % schedule.save_every == 0 or step == schedule.steps:
-        yield Save(step)
+        yield ins.Save(step)
 
 
 def _wanted_groups(schedule: RlSchedule, cursor: Cursor) -> dict[int, list[int]]:

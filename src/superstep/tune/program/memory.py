@@ -8,18 +8,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from superstep.errors import ConfigError
-from superstep.tune.program.instructions import (
-    Instruction,
-    Iterations,
-    Lane,
-    Place,
-    Publish,
-    Retire,
-    Sample,
-    Swap,
-    Take,
-    Train,
-)
+from superstep.tune.program import instructions as ins
+from superstep.tune.program.instructions import Instruction, Iterations, Lane, Place
 from superstep.tune.program.order import clocks
 from superstep.tune.program.text import describe
 
@@ -100,9 +90,9 @@ def require_room(program: Iterations, sizes: Sizes, room: Mapping[Where, int]) -
 
 def _mend(i: Instruction) -> str:
     match i:
-        case Train():
+        case ins.Train():
             return "set a smaller plan.microbatch, a higher plan.zero, or plan.recompute"
-        case Publish():
+        case ins.Publish():
             return "set a smaller rl.lag"
         case _:
             return "set fewer rollout.pages, or a smaller rollout.max_tokens"
@@ -117,7 +107,7 @@ def _lane(lane: Lane, instructions: Sequence[Instruction], s: Sizes) -> list[Pea
             return [PeakUse("sampler", (lane, at), _sampling(i, s)) for at, i in enumerate(instructions)]
         case "trainer":
             return [
-                PeakUse("trainer", (lane, at), s.training + (s.step if isinstance(i, Train) else 0))
+                PeakUse("trainer", (lane, at), s.training + (s.step if isinstance(i, ins.Train) else 0))
                 for at, i in enumerate(instructions)
             ]
         case "ranks":
@@ -126,13 +116,13 @@ def _lane(lane: Lane, instructions: Sequence[Instruction], s: Sizes) -> list[Pea
             for at, i in enumerate(instructions):
                 peak = now
                 match i:
-                    case Swap(to):
+                    case ins.Swap(to):
                         now = sampling if to == "sample" else training
                         # The one gives its memory back before the other takes its own.
                         peak = max(peak, now)
-                    case Train():
+                    case ins.Train():
                         peak = now + s.step
-                    case Take():
+                    case ins.Take():
                         peak = now + s.taking
                     case _:
                         pass
@@ -141,7 +131,7 @@ def _lane(lane: Lane, instructions: Sequence[Instruction], s: Sizes) -> list[Pea
 
 
 def _sampling(i: Instruction, s: Sizes) -> int:
-    return s.weights + s.keys + s.answering + (s.taking if isinstance(i, Take) else 0)
+    return s.weights + s.keys + s.answering + (s.taking if isinstance(i, ins.Take) else 0)
 
 
 def _host(program: Iterations, sizes: Sizes) -> list[PeakUse]:
@@ -151,8 +141,8 @@ def _host(program: Iterations, sizes: Sizes) -> list[PeakUse]:
     perhaps not of both at one instant.
     """
     clock = clocks(program)
-    brings = {lane: _counts(program.lane(lane), (Publish, Sample)) for lane, _ in program.lanes}
-    takes = {lane: _counts(program.lane(lane), (Retire, Train)) for lane, _ in program.lanes}
+    brings = {lane: _counts(program.lane(lane), (ins.Publish, ins.Sample)) for lane, _ in program.lanes}
+    takes = {lane: _counts(program.lane(lane), (ins.Retire, ins.Train)) for lane, _ in program.lanes}
     cursor, groups_of_a_step = program.cursor, program.asked.groups
     known = {
         (lane, other): [clock[lane, at].get(other, 0) for at in range(len(instructions))]
@@ -161,7 +151,7 @@ def _host(program: Iterations, sizes: Sizes) -> list[PeakUse]:
     }
     uses = []
     for place, i in program:
-        if not isinstance(i, Publish | Sample):
+        if not isinstance(i, ins.Publish | ins.Sample):
             continue
         versions, groups = len(cursor.published), len(cursor.recorded)
         for lane, _ in program.lanes:

@@ -5,20 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from superstep.tune.program.instructions import (
-    Grade,
-    Instruction,
-    Iterations,
-    Lane,
-    Place,
-    Publish,
-    Retire,
-    Sample,
-    Save,
-    Swap,
-    Take,
-    Train,
-)
+from superstep.tune.program import instructions as ins
+from superstep.tune.program.instructions import Instruction, Iterations, Lane, Place
 from superstep.tune.program.order import issue_order
 
 
@@ -47,21 +35,21 @@ class InstructionRates:
     def of(self, i: Instruction) -> float:
         """Seconds of one instruction."""
         match i:
-            case Sample():
+            case ins.Sample():
                 return self.sample_s
-            case Grade():
+            case ins.Grade():
                 return self.grade_s
-            case Train():
+            case ins.Train():
                 return self.train_s
-            case Publish():
+            case ins.Publish():
                 return self.publish_s
-            case Take():
+            case ins.Take():
                 return self.take_s
-            case Save():
+            case ins.Save():
                 return self.save_s
-            case Swap():
+            case ins.Swap():
                 return self.swap_s
-            case Retire():
+            case ins.Retire():
                 return 0.0
 
 

@@ -13,37 +13,22 @@ import re
 from collections.abc import Callable
 
 from superstep.errors import UserError
-from superstep.tune.program.instructions import (
-    Cursor,
-    Grade,
-    Instruction,
-    Iterations,
-    Lane,
-    Placement,
-    Publish,
-    Retire,
-    RlSchedule,
-    Role,
-    Sample,
-    Save,
-    Swap,
-    Take,
-    Train,
-)
+from superstep.tune.program import instructions as ins
+from superstep.tune.program.instructions import Cursor, Instruction, Iterations, Lane, Placement, RlSchedule, Role
 
 
 def describe(i: Instruction) -> str:
     """One instruction as one line."""
     match i:
-        case Sample(group, version):
+        case ins.Sample(group, version):
             return f"sample g{group} v{version}"
-        case Grade(group):
+        case ins.Grade(group):
             return f"grade g{group}"
-        case Train(step) | Save(step):
+        case ins.Train(step) | ins.Save(step):
             return f"{type(i).__name__.lower()} s{step}"
-        case Publish(version) | Take(version) | Retire(version):
+        case ins.Publish(version) | ins.Take(version) | ins.Retire(version):
             return f"{type(i).__name__.lower()} v{version}"
-        case Swap(to):
+        case ins.Swap(to):
             return f"swap {to}"
 
 
@@ -69,14 +54,14 @@ _ROLES: dict[str, Role] = {"sample": "sample", "train": "train"}
 _PLACEMENTS: dict[str, Placement] = {"shared": "shared", "apart": "apart"}
 _LANES: dict[str, Lane] = {"ranks": "ranks", "sampler": "sampler", "grader": "grader", "trainer": "trainer"}
 _FORMS: tuple[tuple[str, Callable[[re.Match[str]], Instruction]], ...] = (
-    (r"sample g(\d+) v(\d+)", lambda f: Sample(int(f[1]), int(f[2]))),
-    (r"grade g(\d+)", lambda f: Grade(int(f[1]))),
-    (r"train s(\d+)", lambda f: Train(int(f[1]))),
-    (r"save s(\d+)", lambda f: Save(int(f[1]))),
-    (r"publish v(\d+)", lambda f: Publish(int(f[1]))),
-    (r"take v(\d+)", lambda f: Take(int(f[1]))),
-    (r"retire v(\d+)", lambda f: Retire(int(f[1]))),
-    (r"swap (sample|train)", lambda f: Swap(_ROLES[f[1]])),
+    (r"sample g(\d+) v(\d+)", lambda f: ins.Sample(int(f[1]), int(f[2]))),
+    (r"grade g(\d+)", lambda f: ins.Grade(int(f[1]))),
+    (r"train s(\d+)", lambda f: ins.Train(int(f[1]))),
+    (r"save s(\d+)", lambda f: ins.Save(int(f[1]))),
+    (r"publish v(\d+)", lambda f: ins.Publish(int(f[1]))),
+    (r"take v(\d+)", lambda f: ins.Take(int(f[1]))),
+    (r"retire v(\d+)", lambda f: ins.Retire(int(f[1]))),
+    (r"swap (sample|train)", lambda f: ins.Swap(_ROLES[f[1]])),
 )
 
 

@@ -12,29 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-from superstep.program.instructions import (
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Fetch,
-    Forward,
-    Free,
-    Instruction,
-    Lane,
-    Program,
-    Recompute,
-    Recv,
-    Reduce,
-    ReducePartial,
-    ReduceReplicas,
-    Send,
-    Settle,
-    Snapshot,
-    Step,
-    Tie,
-    Wire,
-    lane,
-)
+from superstep.program import instructions as ins
+from superstep.program.instructions import Instruction, Lane, Program, Wire, lane
 from superstep.program.issue_order import issue_order
 from superstep.program.timeline import Arrival, Needs, Timeline, TimelineEvent, brings
 
@@ -73,29 +52,29 @@ class UnitSeconds:
     def of(self, instruction: Instruction) -> float:  # noqa: C901 - one case for each instruction
         """The seconds of an instruction on this unit."""
         match instruction:
-            case Forward():
+            case ins.Forward():
                 return self.forward_s
-            case Recompute():
+            case ins.Recompute():
                 return self.recompute_s
-            case Backward():
+            case ins.Backward():
                 return self.backward_s
-            case BackwardInput():
+            case ins.BackwardInput():
                 return self.backward_s - self.weight_s
-            case BackwardWeight():
+            case ins.BackwardWeight():
                 return self.weight_s
-            case Fetch():
+            case ins.Fetch():
                 return self.fetch_s
-            case Reduce():
+            case ins.Reduce():
                 return self.reduce_s
-            case Settle():
+            case ins.Settle():
                 return self.settle_s
-            case ReduceReplicas():
+            case ins.ReduceReplicas():
                 return self.replicas_s
-            case Tie():
+            case ins.Tie():
                 return self.tie_s
-            case Send() | Recv():
+            case ins.Send() | ins.Recv():
                 return self.transfer_s
-            case Snapshot():
+            case ins.Snapshot():
                 return self.snapshot_s
             case _:
                 return 0.0
@@ -112,11 +91,11 @@ class PerUnit:
     def __call__(self, instruction: Instruction, rank: int, /) -> float:
         """The seconds of one instruction, the same on every rank."""
         match instruction:
-            case ReducePartial():
+            case ins.ReducePartial():
                 return self.reduce_partial_s
-            case Step():
+            case ins.Step():
                 return self.step_s
-            case Free():
+            case ins.Free():
                 return 0.0
             case _:
                 return self.units[instruction.unit].of(instruction)
@@ -153,9 +132,9 @@ class _Run:
         place = places[0]
         i = self.program.ranks[place[0]][place[1]]
         match i:
-            case Fetch() | Reduce() | ReduceReplicas() | Snapshot():
+            case ins.Fetch() | ins.Reduce() | ins.ReduceReplicas() | ins.Snapshot():
                 self._beside(place, i)
-            case Send() | Recv():
+            case ins.Send() | ins.Recv():
                 self._transfer(place, i)
             case _:
                 self._compute(places, i)
@@ -175,24 +154,24 @@ class _Run:
             ready_s = max(ready_s, came_s.get(arrival, 0.0))
         return ready_s
 
-    def _beside(self, place: Place, i: Fetch | Reduce | ReduceReplicas | Snapshot) -> None:
+    def _beside(self, place: Place, i: ins.Fetch | ins.Reduce | ins.ReduceReplicas | ins.Snapshot) -> None:
         rank = place[0]
         start_s = max(self.clock_s[rank], self.lane_free_s.get((rank, lane(i)), 0.0))
         end_s = start_s + self.durations(i, rank)
         self.lane_free_s[rank, lane(i)] = end_s
         self._came(place, i, start_s, end_s)
 
-    def _transfer(self, place: Place, i: Send | Recv) -> None:
+    def _transfer(self, place: Place, i: ins.Send | ins.Recv) -> None:
         """The end that comes first waits here for the other."""
         rank = place[0]
-        channel = (rank, i.peer, i.wire) if isinstance(i, Send) else (i.peer, rank, i.wire)
+        channel = (rank, i.peer, i.wire) if isinstance(i, ins.Send) else (i.peer, rank, i.wire)
         other = self.waiting.pop((channel, i.unit, i.microbatch), None)
         if other is None:
             self.waiting[channel, i.unit, i.microbatch] = (place, i, self.clock_s[rank])
             return
         other_place, other_i, other_s = other
         start_s = max(self.clock_s[rank], other_s, self.channel_free_s.get(channel, 0.0))
-        send = i if isinstance(i, Send) else other_i
+        send = i if isinstance(i, ins.Send) else other_i
         end_s = start_s + self.durations(send, channel[0])
         self.channel_free_s[channel] = end_s
         self._came(place, i, start_s, end_s)

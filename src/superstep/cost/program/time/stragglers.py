@@ -16,16 +16,8 @@ import numpy as np
 
 from superstep.cost.program.time.simulate import Durations, simulate
 from superstep.errors import ConfigError
-from superstep.program.instructions import (
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Forward,
-    Instruction,
-    Program,
-    Recompute,
-    Step,
-)
+from superstep.program import instructions as ins
+from superstep.program.instructions import Instruction, Program
 
 NORMAL = NormalDist()
 
@@ -119,7 +111,14 @@ def _pipeline_s(
     def noisy(instruction: Instruction, rank: int, /) -> float:
         seconds = durations(instruction, rank)
         match instruction:
-            case Forward() | Backward() | BackwardInput() | BackwardWeight() | Recompute() | Step():
+            case (
+                ins.Forward()
+                | ins.Backward()
+                | ins.BackwardInput()
+                | ins.BackwardWeight()
+                | ins.Recompute()
+                | ins.Step()
+            ):
                 noise = float(np.exp(spread * _slowest(rng.random(), lockstep))) if spread else 1.0
                 return float(seconds * factors[rank] * noise)
             case _:

@@ -23,20 +23,8 @@ from superstep.cost.program.flops import rank_parameters
 from superstep.cost.program.time.instruction_seconds import partial_elements
 from superstep.cost.program.time.operation import Axis, Operations, UnitOperations, messages
 from superstep.plan.resolution.resolve import Resolved
-from superstep.program.instructions import (
-    Backward,
-    BackwardInput,
-    Fetch,
-    Forward,
-    Instruction,
-    Program,
-    Recompute,
-    Reduce,
-    ReducePartial,
-    ReduceReplicas,
-    Send,
-    Tie,
-)
+from superstep.program import instructions as ins
+from superstep.program.instructions import Instruction, Program
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,20 +53,20 @@ def _carried_bytes(
     run: Resolved, program: Program, units: Sequence[UnitOperations], rank: int, i: Instruction
 ) -> Iterator[Carried]:
     match i:
-        case Forward(unit) | Recompute(unit):
+        case ins.Forward(unit) | ins.Recompute(unit):
             yield from _within(units[unit].forward)
-        case Backward(unit) | BackwardInput(unit):
+        case ins.Backward(unit) | ins.BackwardInput(unit):
             yield from _within(units[unit].backward)
-        case Send(unit=unit):
+        case ins.Send(unit=unit):
             yield Carried("pp", units[unit].input_bytes)
-        case Fetch(unit) | Reduce(unit):
-            yield from _over_shards(run, unit, is_fetch=isinstance(i, Fetch))
-        case ReduceReplicas(unit):
+        case ins.Fetch(unit) | ins.Reduce(unit):
+            yield from _over_shards(run, unit, is_fetch=isinstance(i, ins.Fetch))
+        case ins.ReduceReplicas(unit):
             owned = rank_parameters(run)[unit]
             yield Carried("replicas", sum(FP32 * share_numel(run, owned, (f,)) for f in run.plan.families))
-        case Tie(unit):
+        case ins.Tie(unit):
             yield Carried("tie", FP32 * share_numel(run, rank_parameters(run)[unit]))
-        case ReducePartial():
+        case ins.ReducePartial():
             held = [rank_parameters(run)[unit] for unit in program.held_by(rank)]
             # Of a sharded gradient each rank sums its own part: the mean over them.
             ways = run.plan.mesh.shards("dense") if zero_stage(run).shards_optimizer else 1
