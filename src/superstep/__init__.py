@@ -36,6 +36,8 @@ class _CallablePart(ModuleType):
         return __getattr__(self.__name__.rpartition(".")[2])(*args, **kwargs)
 
 
-# Importing anything of this part makes it an attribute here, in the place of the function.
+# Importing anything of this part makes it an attribute here, whatever __getattr__ or an assignment has put there, and
+# ``import superstep.train.loop`` must go on to find its own parts in it. So the part itself must be callable, for which
+# a module's class is all that Python looks at.
 importlib.import_module("superstep.train")
 sys.modules["superstep.train"].__class__ = _CallablePart

@@ -9,7 +9,7 @@ from starlette.responses import JSONResponse
 from starlette.testclient import TestClient
 
 from superstep.errors import ConfigError
-from superstep.http.app import KeyScheme, make_app, read_bearer, with_key
+from superstep.http.app import ErrorResponses, KeyScheme, make_app, read_bearer, with_key
 from superstep.http.guard import Entrance
 from superstep.http.limits import BodyLimits, read_json
 from superstep.http.request_error import RequestError
@@ -35,9 +35,9 @@ def client_of(refused=None, key="secret"):
     app = make_app(
         [("POST", "/echo", echo), ("GET", "/fail", fail), ("POST", "/keyed", with_key(echo, key, SCHEME))],
         "shared",
-        middleware=Entrance().middleware(refuse, LIMITS, open_paths=()),
-        refuse=refuse,
-        convert=lambda error: RequestError(str(error), status=422),
+        entrance=Entrance(),
+        errors=ErrorResponses(refuse=refuse, convert=lambda error: RequestError(str(error), status=422)),
+        limits=LIMITS,
     )
     return TestClient(app, "http://localhost")
 

@@ -6,20 +6,21 @@ with_key(handler, key, scheme)  the handler, for clients that know the key
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from superstep.errors import SuperstepError
 from superstep.http.drain import Refuse
+from superstep.http.guard import JSON, OPEN_PATHS, Entrance
+from superstep.http.limits import BodyLimits
 from superstep.http.request_error import RequestError
 from superstep.http.sse import Convert, Gone
 from superstep.observe.http_access import bearer_key, is_same_key
@@ -32,23 +33,40 @@ GONE_STATUS = 499
 """The status in the log for a request whose client went away. Nobody reads it."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorResponses:
+    """How errors are answered.
+
+    Attributes:
+        refuse: makes an error response, and counts it.
+        convert: makes a handler's other errors a ``RequestError``.
+        unknown_path: the message for a path or method that is not served; None lists the paths.
+    """
+
+    refuse: Refuse
+    convert: Convert
+    unknown_path: Callable[[Request, HTTPException], str] | None = None
+
+
 def make_app(
     routes: Routes[S],
     state: S,
     *,
-    middleware: Sequence[Middleware],
-    refuse: Refuse,
-    convert: Convert,
-    unknown_path: Callable[[Request, HTTPException], str] | None = None,
+    entrance: Entrance,
+    errors: ErrorResponses,
+    limits: BodyLimits,
+    media: Collection[str] = (JSON,),
+    open_paths: Collection[str] = OPEN_PATHS,
 ) -> Starlette:
     """Build an application.
 
     Args:
         state: passed to each handler.
-        middleware: made by ``Entrance``.
-        refuse: makes an error response, and counts it.
-        convert: makes a handler's other errors a ``RequestError``.
-        unknown_path: the message for a path or method that is not served; None lists the paths.
+        entrance: what stands before it.
+        errors: how they are answered.
+        limits: of a body that is refused once it was read.
+        media: types of bodies that are read.
+        open_paths: which are answered also while the server drains.
     """
 
     def endpoint(handler: Handler[S]) -> Callable[[Request], Awaitable[Response]]:
@@ -58,20 +76,22 @@ def make_app(
             except Gone:
                 return Response(status_code=GONE_STATUS)
             except RequestError as error:
-                return refuse(error)
+                return errors.refuse(error)
             except SuperstepError as error:
-                return refuse(convert(error))
+                return errors.refuse(errors.convert(error))
 
         return answer
 
     async def no_such_path(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        message = unknown_path(request, error) if unknown_path else _list_paths(request, error, routes)
-        return refuse(RequestError(message, status=error.status_code, code="no_such_path", headers=error.headers))
+        message = errors.unknown_path(request, error) if errors.unknown_path else _list_paths(request, error, routes)
+        return errors.refuse(
+            RequestError(message, status=error.status_code, code="no_such_path", headers=error.headers)
+        )
 
     return Starlette(
         routes=[Route(path, endpoint(handler), methods=[method]) for method, path, handler in routes],
-        middleware=middleware,
+        middleware=entrance.middleware(errors.refuse, limits, media=media, open_paths=open_paths),
         exception_handlers={HTTPException: no_such_path},
     )
 

@@ -38,7 +38,7 @@ class Entrance:
     drain: Drain = field(default_factory=Drain)
 
     def middleware(
-        self, refuse: Refuse, limits: BodyLimits, *, media: Collection[str] = (JSON,), open_paths: Collection[str]
+        self, refuse: Refuse, limits: BodyLimits, *, media: Collection[str], open_paths: Collection[str]
     ) -> list[Middleware]:
         """The middleware for Starlette, the outermost first.
 

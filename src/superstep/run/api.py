@@ -6,15 +6,12 @@ command prints; ``Fault`` where a run breaks off; ``KeyboardInterrupt`` for Ctrl
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from superstep.comm.device import choose
-from superstep.data.preparation.prepare import is_prepared, prepare
+from superstep.data.preparation.prepare import prepare
 from superstep.errors import ConfigError
 from superstep.observe.jsonl import read
 from superstep.plan.config import RunConfig
@@ -24,7 +21,7 @@ from superstep.run.exit_messages import INTERRUPTED
 from superstep.run.job import TrainJob, prepared_job
 from superstep.run.launch_ranks import launch
 from superstep.run.prove_layout import proof_case, prove_layout
-from superstep.run.tokens import tokens_in
+from superstep.run.tokens import proof_tokens, tokens_in
 from superstep.run.tune_job import prepared_tune_job, resolved_recipe
 from superstep.state.checkpoint_dirs import checkpoints
 from superstep.train.proof.prove_tolerance import ProofVerdict
@@ -100,7 +97,8 @@ def prove(config: RunConfig, *, steps: int = 2) -> ProofVerdict:
         raise ConfigError(f"--steps = {steps} must be at least 1.")
     run = resolve_config(config)
     choose(config.plan.device, run.plan.mesh.world)  # refused before the reference has run for minutes
-    with _proof_tokens(run) as corpus, proof_case(run, corpus, steps=steps) as case:
+    make = partial(prepare, config.data, vocab_of(run))
+    with proof_tokens(run, make) as corpus, proof_case(run, corpus, steps=steps) as case:
         return prove_layout(case)
 
 
@@ -144,17 +142,3 @@ def _tokens(run: Resolved, folder: RunFolder, checkpoint: Path | None) -> Path:
 def _make_conversations(wanted: Conversations, kept: Path, folder: RunFolder) -> None:
     del folder
     wanted.prepare(kept, is_shared=bool(wanted.run.data.cache))
-
-
-@contextmanager
-def _proof_tokens(run: Resolved) -> Iterator[Path]:
-    """The folder of tokens: where the run keeps them, else one made for now."""
-    data = run.config.data
-    kept = Path(data.cache) if data.cache else Path(run.config.state.dir) / "data"
-    if is_prepared(data, vocab_of(run), kept):
-        prepare(data, vocab_of(run), kept)
-        yield kept
-        return
-    with tempfile.TemporaryDirectory(prefix="superstep-prove-") as folder:
-        prepare(data, vocab_of(run), Path(folder))
-        yield Path(folder)

@@ -15,8 +15,8 @@ from superstep.run.rank import rank
 from superstep.run.recover import Recovered, recovering
 from superstep.run.reports.report import leave_report
 from superstep.run.reports.samples import sampling
-from superstep.state.snapshots.background_checkpoint import Flusher
-from superstep.state.snapshots.memory_snapshot import Handles, made
+from superstep.state.snapshots.background_checkpoint import rank_memories
+from superstep.state.snapshots.memory_snapshot import Handles
 from superstep.state.verify import newest
 from superstep.train.run_folder.failure_report import leaving_words
 
@@ -54,20 +54,15 @@ def _launch(job: TrainJob, worker: Worker, console: Console) -> bool:
     if state.snapshot_every is None:
         return leaving_words(job.folder, lambda: launch_on(asked_device(job), world, worker, job, console))
     kind = choose(asked_device(job), world)
-    handles, memories = made(world)
-    try:
-        with Flusher(memories, job.folder.root, keep=state.keep) as flusher:
-            return recovering(
-                lambda lost: leaving_words(
-                    job.folder, lambda: launch_apart(kind, world, worker, _again(job, handles, lost), console)
-                ),
-                memories,
-                flusher.idle,
-                console.restore,
-            )
-    finally:
-        for memory in memories:
-            memory.close()
+    with rank_memories(world, job.folder.root, keep=state.keep) as kept:
+        return recovering(
+            lambda lost: leaving_words(
+                job.folder, lambda: launch_apart(kind, world, worker, _again(job, kept.handles, lost), console)
+            ),
+            kept.memories,
+            kept.idle,
+            console.restore,
+        )
 
 
 def _again(job: TrainJob, handles: Handles, lost: Recovered | None) -> TrainJob:

@@ -11,8 +11,8 @@ from superstep.launch.retry import next_try
 from superstep.observe.events import Resumed
 from superstep.run.recover import Recovered, recovering
 from superstep.run.reports.samples import sampling
-from superstep.state.snapshots.background_checkpoint import Flusher
-from superstep.state.snapshots.memory_snapshot import SnapshotMemory, common, made
+from superstep.state.snapshots.background_checkpoint import rank_memories
+from superstep.state.snapshots.memory_snapshot import SnapshotMemory, common
 from superstep.tune.rl.job import RlJob, note_rollback, relaunched
 from superstep.tune.rl.rl_step import WentBack
 
@@ -34,14 +34,11 @@ def launch_rl(job: RlJob, launch: Launch, restore: Callable[[], None]) -> bool:
     """
     state = job.run.config.state
     with ExitStack() as stack:
-        memories: list[SnapshotMemory] = []
+        memories: Sequence[SnapshotMemory] = ()
         idle: AbstractContextManager[object] = nullcontext()
         if state.snapshot_every is not None:
-            handles, memories = made(job.run.plan.mesh.world)
-            for memory in memories:
-                stack.callback(memory.close)
-            idle = stack.enter_context(Flusher(memories, job.folder.root, keep=state.keep)).idle
-            job = replace(job, snapshots=handles)
+            kept = stack.enter_context(rank_memories(job.run.plan.mesh.world, job.folder.root, keep=state.keep))
+            memories, idle, job = kept.memories, kept.idle, replace(job, snapshots=kept.handles)
         finish = stack.enter_context(sampling(job.folder, job.run.config.observe.sample))
         is_stopped = recovering(partial(_attempt, job, launch, memories, restore), memories, idle, restore)
         if not is_stopped:

@@ -1,14 +1,24 @@
-"""The folder of a run's token files: where it lies, and that a run goes on with those that it was started with."""
+"""The folder of token files: where a run keeps it, and that a run goes on with those that it was started with."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from superstep.data.preparation.prepare import is_prepared, prepare
 from superstep.data.token_files import is_whole
+from superstep.plan.config import RunConfig
 from superstep.plan.resolution.resolve import Resolved
 from superstep.train.run_folder import run_directory
 from superstep.train.run_folder.run_paths import RunFolder
+from superstep.train.weights.model import vocab_of
+
+
+def tokens_folder(config: RunConfig, root: Path) -> Path:
+    """Where the run in ``root`` keeps its token files."""
+    return Path(config.data.cache) if config.data.cache else root / "data"
 
 
 def tokens_in(run: Resolved, folder: RunFolder, checkpoint: Path | None, make: Callable[[Path], object]) -> Path:
@@ -20,10 +30,23 @@ def tokens_in(run: Resolved, folder: RunFolder, checkpoint: Path | None, make: C
         checkpoint: that it goes on from, if any.
         make: makes the files in a folder, where need be.
     """
-    cache = run.config.data.cache
-    kept = Path(cache) if cache else folder.root / "data"
+    kept = tokens_folder(run.config, folder.root)
     if checkpoint is None or not is_whole(kept):
         make(kept)
     if checkpoint is not None:
         run_directory.check_tokens(checkpoint, kept)
     return kept
+
+
+@contextmanager
+def proof_tokens(run: Resolved, make: Callable[[Path], object]) -> Iterator[Path]:
+    """The folder of token files that a run keeps, which is not changed, or one that ``make`` fills for the block."""
+    data, vocab = run.config.data, vocab_of(run)
+    kept = tokens_folder(run.config, Path(run.config.state.dir))
+    if is_prepared(data, vocab, kept):
+        prepare(data, vocab, kept)
+        yield kept
+        return
+    with tempfile.TemporaryDirectory(prefix="superstep-prove-") as folder:
+        make(Path(folder))
+        yield Path(folder)

@@ -8,8 +8,8 @@ from starlette.applications import Starlette
 from starlette.responses import Response
 
 from superstep.http import app as http_app
-from superstep.http.app import Routes
-from superstep.http.guard import OPEN_PATHS, Entrance
+from superstep.http.app import ErrorResponses, Routes
+from superstep.http.guard import Entrance
 from superstep.http.limits import Queue
 from superstep.http.request_error import RequestError
 from superstep.serve.api.admin import admin_routes
@@ -78,7 +78,7 @@ def make_app(
     return http_app.make_app(
         routes,
         service,
-        middleware=entrance.middleware(refuse, limits, open_paths=OPEN_PATHS),
-        refuse=refuse,
-        convert=refused_by_backend,
+        entrance=entrance,
+        errors=ErrorResponses(refuse=refuse, convert=refused_by_backend),
+        limits=limits,
     )

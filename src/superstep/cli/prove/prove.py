@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from superstep.cli.arguments.prove import ProveOptions, read
@@ -21,7 +21,6 @@ from superstep.cli.prove.faults import prove_faults
 from superstep.cli.prove.prove_text import sweep_head, sweep_lines, sweep_row, verdict_lines
 from superstep.cli.prove.served import prove_served
 from superstep.comm.device import choose
-from superstep.data.preparation.prepare import is_prepared, prepare
 from superstep.data.token_files import open_corpus
 from superstep.data.token_stream import stream_of
 from superstep.errors import ConfigError
@@ -29,6 +28,7 @@ from superstep.launch.ranks import World, launch_on
 from superstep.plan.config import RunConfig
 from superstep.plan.resolution.resolve import Resolved
 from superstep.run.prove_layout import disk_named, proof_case, prove_layout
+from superstep.run.tokens import proof_tokens
 from superstep.strict.timeline import timeline_text
 from superstep.train.proof.all_layouts import layouts
 from superstep.train.proof.ignored_targets import ragged_batches
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
         _say(changed)
     # Refused before the reference has run for minutes.
     choose(options.plan.device, options.world or run.plan.mesh.world)
-    with _corpus(options, vocab_of(run)) as corpus:
+    with proof_tokens(run, partial(_prepare, run)) as corpus:
         if options.serve:
             stream = stream_of(run.config, open_corpus(corpus), "train")
             return prove_served(
@@ -89,22 +89,13 @@ def _exact(options: ProveOptions, run: Resolved, corpus: Path) -> int:
         )
 
 
+def _prepare(run: Resolved, folder: Path) -> None:
+    prepare_with_progress(run.config.data, vocab_of(run), folder, sys.stdout)
+
+
 def _kind(run: Resolved) -> str:
     """What a reference depends on beside the sizes: the model and the batches."""
     return f"tied={run.outline.is_tied} packed={run.config.data.packed}"
-
-
-@contextmanager
-def _corpus(config: RunConfig, vocab: int) -> Iterator[Path]:
-    """The folder of tokens: where the run keeps them, else one made for now. A run's own tokens are not changed."""
-    kept = Path(config.data.cache) if config.data.cache else Path(config.state.dir) / "data"
-    if is_prepared(config.data, vocab, kept):
-        prepare(config.data, vocab, kept)
-        yield kept
-        return
-    with tempfile.TemporaryDirectory(prefix="superstep-prove-") as folder:
-        prepare_with_progress(config.data, vocab, Path(folder), sys.stdout)
-        yield Path(folder)
 
 
 def run_one(run: Resolved, corpus: Path, *, steps: int) -> int:

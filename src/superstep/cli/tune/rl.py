@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -11,8 +10,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 from superstep.cli.choices import shorter_sequences
+from superstep.cli.launcher import is_of_torchrun
 from superstep.cli.serve.serve_settings import kernels_folder
-from superstep.cli.train.display import open_display
 from superstep.cli.train.terminal import Terminal
 from superstep.comm.device import Device, choose
 from superstep.engine.attention.choose_attention import kernel_of
@@ -58,7 +57,7 @@ from superstep.tune.rl.step_rewards import Learnt
 
 def run(recipe: RlRecipe) -> int:
     """Learn from rewards as a recipe says; the exit status."""
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    if is_of_torchrun():
         raise ConfigError(
             "superstep tune rl launches its ranks itself, on one host: start it once, without torchrun (or srun), and "
             f"ask for {os.environ['WORLD_SIZE']} ranks with --plan.dp or --plan.tp."
@@ -182,11 +181,9 @@ class _Teller:
     def _opened(self, world: World, stack: ExitStack) -> Sink:
         folder, observe = self._job.folder, self._job.run.config.observe
         is_resumed = folder.metrics.exists()
-        display = stack.enter_context(
-            open_display(
-                sys.stdout, mfu_convention="not told of steps that sample as well", log_every=observe.log_every
-            )
-        )
+        convention = "not told of steps that sample as well"
+        display = Terminal().open_display(mfu_convention=convention, log_every=observe.log_every)
+        stack.enter_context(display)
         trackers = open_trackers(self._job.run.config, folder)
         sink = Fanout(sinks(observe, folder, display, trackers, Terminal().warn))
         stack.callback(sink.close)

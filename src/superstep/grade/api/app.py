@@ -25,10 +25,10 @@ from superstep.grade.task import Rollout
 from superstep.grade.verdict import Verdict
 from superstep.grade.workers.pool import Pool
 from superstep.http import app as http_app
-from superstep.http.app import Routes, metrics_response
+from superstep.http.app import ErrorResponses, Routes, metrics_response
 from superstep.http.body_validation import read_model
 from superstep.http.drain import Drain
-from superstep.http.guard import OPEN_PATHS, Entrance
+from superstep.http.guard import Entrance
 from superstep.http.limits import BodyLimits, Queue, read_json
 from superstep.http.request_error import RequestError
 from superstep.http.sse import until_gone
@@ -82,9 +82,9 @@ def make_app(
     return http_app.make_app(
         ROUTES,
         service,
-        middleware=entrance.middleware(refuse, limits, open_paths=OPEN_PATHS),
-        refuse=refuse,
-        convert=_of_file,
+        entrance=entrance,
+        errors=ErrorResponses(refuse=refuse, convert=_of_file),
+        limits=limits,
     )
 
 

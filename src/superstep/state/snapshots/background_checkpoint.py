@@ -1,6 +1,6 @@
 """Checkpoints written from snapshots, beside training, by the process that owns their memory.
 
-    with Flusher(memories, root, keep=2):
+    with rank_memories(ranks, root, keep=2) as kept:
         ...                             ranks train, mark a snapshot as wanted on disk, and go on
 
 The folder is the one that the ranks themselves would write: of the same pieces, with the same code. What is whole in
@@ -14,8 +14,9 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
@@ -30,10 +31,12 @@ from superstep.state.snapshots.memory_snapshot import (
     KEPT,
     ON_DISK,
     DamagedSnapshot,
+    Handles,
     SnapshotMemory,
     WantedSnapshot,
     damaged_text,
     folder_of,
+    made,
     oldest_wanted,
     pieces_of,
 )
@@ -46,6 +49,32 @@ NICE = 10
 
 PAUSES_S = (1.0, 2.0, 4.0)
 """Between tries to write a snapshot down."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemories:
+    """Memories of ranks, which outlive them.
+
+    Attributes:
+        handles: with which the ranks find them.
+        memories: of all ranks.
+        idle: within it nothing is written from them.
+    """
+
+    handles: Handles
+    memories: Sequence[SnapshotMemory]
+    idle: AbstractContextManager[object]
+
+
+@contextmanager
+def rank_memories(ranks: int, root: Path, *, keep: int) -> Iterator[RankMemories]:
+    """Memories for the length of the block, and checkpoints in ``root``, of which ``keep`` stay, written from them."""
+    with ExitStack() as stack:
+        handles, memories = made(ranks)
+        for memory in memories:
+            stack.callback(memory.close)
+        flusher = stack.enter_context(Flusher(memories, root, keep=keep))
+        yield RankMemories(handles, memories, flusher.idle)
 
 
 class Flusher:

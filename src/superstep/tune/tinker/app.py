@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 
 from superstep.errors import SuperstepError, UserError
 from superstep.http import app as http_app
-from superstep.http.app import Handler, KeyScheme, Routes, with_key
+from superstep.http.app import ErrorResponses, Handler, KeyScheme, Routes, with_key
 from superstep.http.body_validation import read_model
 from superstep.http.guard import JSON, Entrance
 from superstep.http.limits import BodyLimits, parse, read_body, read_json
@@ -79,10 +79,11 @@ def make_app(service: TinkerService, *, key: str | None = None, entrance: Entran
     return http_app.make_app(
         [(method, ROOT + path, guarded(handler)) for method, path, handler in (("GET", "/healthz", health), *ROUTES)],
         service,
-        middleware=entrance.middleware(_refuse, LIMITS, media=(JSON, PROTOBUF), open_paths=OPEN_PATHS),
-        refuse=_refuse,
-        convert=_convert,
-        unknown_path=lambda request, error: f"{request.method} {request.url.path} is not here.",
+        entrance=entrance,
+        errors=ERRORS,
+        limits=LIMITS,
+        media=(JSON, PROTOBUF),
+        open_paths=OPEN_PATHS,
     )
 
 
@@ -94,6 +95,13 @@ def _convert(error: SuperstepError) -> RequestError:
 def _refuse(error: RequestError) -> Response:
     """In the form that Tinker's client reads."""
     return JSONResponse({"detail": error.message}, status_code=error.status, headers=error.headers)
+
+
+ERRORS = ErrorResponses(
+    refuse=_refuse,
+    convert=_convert,
+    unknown_path=lambda request, error: f"{request.method} {request.url.path} is not here.",
+)
 
 
 async def _body(request: Request, form: type[M]) -> M:
