@@ -1,6 +1,6 @@
 """Superstep: a training engine for foundation models.
 
-``train``, ``tune_sft``, ``tune_dpo`` and ``prove`` do from Python what the commands of these names do
+``train``, ``tune_sft``, ``tune_dpo``, ``tune_rl`` and ``prove`` do from Python what the commands of these names do
 (``superstep.run.api``). Nothing of them is imported before one is called: this module brings no torch.
 """
 
@@ -17,6 +17,7 @@ FUNCTIONS = {
     "train": "superstep.run.api",
     "tune_sft": "superstep.run.api",
     "tune_dpo": "superstep.run.api",
+    "tune_rl": "superstep.run.api",
     "prove": "superstep.run.api",
 }
 """The module of each function."""

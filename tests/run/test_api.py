@@ -1,17 +1,28 @@
 """What the commands do, from Python: values come back, nothing is printed, and mistakes are errors."""
 
+import json
 import subprocess
 import sys
 from dataclasses import replace
 
 import pytest
 
+import reinforced
 import superstep
 import tuned
 from superstep.cli.main import main
 from superstep.errors import ConfigError, StateError, UserError
-from superstep.plan.config import DataConfig, ModelConfig, PlanConfig, RunConfig, StateConfig, TrainConfig
+from superstep.plan.config import (
+    DataConfig,
+    ModelConfig,
+    NumericsConfig,
+    PlanConfig,
+    RunConfig,
+    StateConfig,
+    TrainConfig,
+)
 from superstep.tune.config import read_recipe
+from superstep.tune.rl.config import read_rl
 
 
 @pytest.fixture
@@ -91,3 +102,24 @@ def test_tune_sft_learns_conversations_and_prints_nothing(tmp_path, monkeypatch,
     assert capfd.readouterr() == ("", "")
     with pytest.raises(UserError, match="start"):
         superstep.tune_dpo(replace(recipe, start=""))
+
+
+def test_tune_rl_learns_from_rewards_and_prints_nothing(tmp_path, capfd):
+    (tmp_path / "start").mkdir()
+    start = reinforced.start(tmp_path / "start")
+    (tmp_path / "rl.toml").write_text(reinforced.RECIPE.format(start=start, environment="tasks.py"))
+    recipe = replace(
+        read_rl(tmp_path / "rl.toml"),
+        train=TrainConfig(steps=2, lr=3e-3, warmup_steps=0),
+        plan=PlanConfig(dp=1, microbatch=2, device="cpu"),
+        numerics=NumericsConfig(exact=True),
+        state=StateConfig(dir=str(tmp_path / "run")),
+    )
+    result = superstep.tune_rl(recipe)
+    assert (result.run_dir, result.steps, result.is_complete) == (tmp_path / "run", 2, True)
+    assert result.checkpoint == tmp_path / "run" / "checkpoints" / "step-000002"
+    rewards = [json.loads(line).get("reward") for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert result.last_reward == [each for each in rewards if each is not None][-1]
+    assert capfd.readouterr() == ("", "")
+    with pytest.raises(ConfigError, match=r"rl\.group = 1"):
+        superstep.tune_rl(replace(recipe, rl=replace(recipe.rl, group=1), state=StateConfig(dir=str(tmp_path / "x"))))

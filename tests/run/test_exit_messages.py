@@ -19,6 +19,7 @@ from superstep.launch.hosts.messages import order_message, order_of
 from superstep.run import exit_messages, launch_ranks
 from superstep.run.console import Silent
 from superstep.run.hosts import multi_host
+from superstep.run.rl import launch_rl
 from superstep.state import checkpoint
 from superstep.train.run_folder.folder_watch import Displaced
 from superstep.train.run_folder.run_paths import RunFolder
@@ -70,8 +71,8 @@ def test_reinforcement_learning_says_the_same(place, monkeypatch, capsys):
     folder.root.mkdir()
     folder.config.touch()
     saved.write(folder.checkpoints, 3)
-    monkeypatch.setattr(rl, "_prepared", lambda recipe: nullcontext(SimpleNamespace(folder=folder)))
-    monkeypatch.setattr(rl, "launch_rl", _breaks)
+    monkeypatch.setattr(rl, "prepared_rl_job", lambda *_: nullcontext(SimpleNamespace(folder=folder)))
+    monkeypatch.setattr(launch_rl, "_launch", _breaks)
     assert report(lambda: rl.run(None)) == 1
     said = capsys.readouterr().err
     assert (

@@ -17,10 +17,11 @@ import torch
 
 import reinforced
 from superstep.cli.main import main
-from superstep.cli.tune import rl
-from superstep.cli.tune.rl import _rank as rank_of_run
 from superstep.launch.ranks import World
 from superstep.numerics.fixed_point import Grid
+from superstep.run.console import Console
+from superstep.run.rl import launch_rl
+from superstep.run.rl.rl_rank import rl_rank
 from superstep.state.object_store.store import CheckpointStore
 from superstep.tune.rl.job import RlJob
 from superstep.tune.rl.policy_trainer import PolicyTrainer
@@ -77,7 +78,7 @@ def require_same(root: Path, other: Path) -> None:
     assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
 
 
-def _before_step(world: World, job: RlJob, step: int, do: Callable[[PolicyTrainer], None]) -> bool:
+def _before_step(world: World, job: RlJob, step: int, do: Callable[[PolicyTrainer], None], console: Console) -> bool:
     """The run of a rank, where rank 1 does something before a step, once."""
     inner, once = PolicyTrainer.step, job.folder.root.with_suffix(".once")
 
@@ -88,22 +89,22 @@ def _before_step(world: World, job: RlJob, step: int, do: Callable[[PolicyTraine
         return inner(self, *args, **rest)
 
     PolicyTrainer.step = taken
-    return rank_of_run(world, job)
+    return rl_rank(world, job, console)
 
 
-def _killed(world: World, job: RlJob) -> bool:
-    return _before_step(world, job, 4, lambda trainer: os.kill(os.getpid(), signal.SIGKILL))
+def _killed(world: World, job: RlJob, console: Console) -> bool:
+    return _before_step(world, job, 4, lambda trainer: os.kill(os.getpid(), signal.SIGKILL), console)
 
 
-def _flipped(world: World, job: RlJob) -> bool:
+def _flipped(world: World, job: RlJob, console: Console) -> bool:
     def flip(trainer: PolicyTrainer) -> None:
         piece = next(piece for piece in trainer.pieces(("weight",)) if piece.values.numel())
         piece.values.view(torch.int32)[1] ^= 1 << 20
 
-    return _before_step(world, job, 4, flip)
+    return _before_step(world, job, 4, flip, console)
 
 
-def _added_wrongly(world: World, job: RlJob) -> bool:
+def _added_wrongly(world: World, job: RlJob, console: Console) -> bool:
     put, wrong = Grid.put_, []
 
     def broken(self, values):
@@ -114,13 +115,13 @@ def _added_wrongly(world: World, job: RlJob) -> bool:
         return found
 
     Grid.put_ = broken
-    return _before_step(world, job, 4, lambda trainer: wrong.append(True))
+    return _before_step(world, job, 4, lambda trainer: wrong.append(True), console)
 
 
 @pytest.mark.multiproc
 @pytest.mark.parametrize("placement", ["shared", "apart"])
 def test_a_trainers_rank_that_is_killed_costs_one_step_at_most_and_no_bit(place, tmp_path, monkeypatch, placement):
-    monkeypatch.setattr(rl, "_rank", _killed)
+    monkeypatch.setattr(launch_rl, "rl_rank", _killed)
     root = tmp_path / "run"
     go(place, root, "--state.snapshot_every", "1", "--state.save_every", "100", placement=placement)
     (resumed,) = events(root, "resumed")
@@ -134,7 +135,7 @@ def test_a_trainers_rank_that_is_killed_costs_one_step_at_most_and_no_bit(place,
 @pytest.mark.multiproc
 @pytest.mark.parametrize("snapshots", [(), ("--state.snapshot_every", "1")])
 def test_state_that_is_corrupted_is_found_and_the_run_goes_back(place, tmp_path, monkeypatch, snapshots):
-    monkeypatch.setattr(rl, "_rank", _flipped)
+    monkeypatch.setattr(launch_rl, "rl_rank", _flipped)
     root = tmp_path / "run"
     go(place, root, "--state.fingerprint_every", "1", "--state.save_every", "1", *snapshots)
     (back,) = events(root, "rolled_back")
@@ -146,7 +147,7 @@ def test_state_that_is_corrupted_is_found_and_the_run_goes_back(place, tmp_path,
 
 @pytest.mark.multiproc
 def test_a_gradient_that_other_ranks_do_not_compute_is_computed_again(place, tmp_path, monkeypatch):
-    monkeypatch.setattr(rl, "_rank", _added_wrongly)
+    monkeypatch.setattr(launch_rl, "rl_rank", _added_wrongly)
     root = tmp_path / "run"
     go(place, root, "--state.recompute_every", "2")
     (back,) = events(root, "rolled_back")

@@ -21,9 +21,10 @@ import reinforced
 from ranks import ranks_below
 from superstep.cli.arguments.reinforce import read
 from superstep.cli.main import main
-from superstep.cli.tune.rl import _prepared
 from superstep.observe.page.report import run_value
+from superstep.run.console import Silent
 from superstep.run.reports.report import run_told
+from superstep.run.rl.prepare_rl import prepared_rl_job
 from superstep.state.checkpoint_dirs import checkpoints
 from superstep.train.run_folder.run_paths import RunFolder
 from superstep.tune.recipe import write
@@ -195,7 +196,7 @@ def test_a_sampler_that_dies_is_named_and_the_run_goes_on_to_the_same_bits(
     assert not list(beside.glob("[!t]*"))  # torchinductor's stays
     assert main(["tune", "rl", str(path), *apart]) == 0
     whole, path = recipe(tmp_path, start, "whole", steps=3)
-    with _prepared(read([str(path), *apart])) as job:
+    with prepared_rl_job(read([str(path), *apart]), None, Silent()) as job:
         steps = pool.run(1, reinforced.run, reinforced.in_turn(job))[0]
     names = ("step", "loss", "norm", "reward", "drawn_tokens")
     assert told(root) == [tuple(each[name] for name in names) for each in steps]

@@ -8,7 +8,7 @@ from superstep.cli.options import YIELDING
 from superstep.comm.device import gpus
 from superstep.errors import ConfigError
 from superstep.hardware.host import cores
-from superstep.plan.config import ProposedRun, RunConfig
+from superstep.plan.config import RunConfig
 from superstep.plan.resolution.resolve import Resolved, divisors
 
 
@@ -62,11 +62,3 @@ def places_of(run: Resolved) -> tuple[int, str]:
     """How many ranks of this host can have a place of their own to compute, and what the places are."""
     count = 0 if run.config.plan.device == "cpu" else gpus()
     return (count, "GPUs") if count else (cores(), "cores")
-
-
-def shorter_sequences(proposed: ProposedRun, run: RunConfig, usual_tokens: int) -> str | None:
-    """That sequences whose length a recipe leaves out are shorter than usual; None where they are not."""
-    tokens = run.data.sequence_tokens
-    if proposed.data.sequence_tokens is not None or tokens == usual_tokens:
-        return None
-    return f"data.sequence_tokens = {tokens} (not {usual_tokens}): the model was made for no more."

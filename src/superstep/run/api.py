@@ -6,21 +6,25 @@ command prints; ``Fault`` where a run breaks off; ``KeyboardInterrupt`` for Ctrl
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 from superstep.comm.device import choose
 from superstep.data.preparation.prepare import prepare
 from superstep.errors import ConfigError
 from superstep.observe.jsonl import read
-from superstep.plan.config import RunConfig
+from superstep.plan.config import RunConfig, StateConfig
 from superstep.plan.resolution.resolve import Resolved
 from superstep.run.console import Console, Silent
 from superstep.run.exit_messages import INTERRUPTED
 from superstep.run.job import TrainJob, prepared_job
 from superstep.run.launch_ranks import launch
 from superstep.run.prove_layout import proof_case, prove_layout
+from superstep.run.rl.launch_rl import launch_rl
+from superstep.run.rl.prepare_rl import prepared_rl_job
 from superstep.run.tokens import proof_tokens, tokens_in
 from superstep.run.tune_job import prepared_tune_job, resolved_recipe
 from superstep.state.checkpoint_dirs import checkpoints
@@ -29,6 +33,8 @@ from superstep.train.run_folder.run_paths import RunFolder
 from superstep.train.weights.model import resolve_config, vocab_of
 from superstep.tune.config import TuneConfig
 from superstep.tune.prepare_conversations import Conversations, Kind
+from superstep.tune.rl.config import RlRecipe
+from superstep.tune.rl.job import RlJob
 
 SILENT = Silent()
 
@@ -52,6 +58,17 @@ class TrainResult:
     is_complete: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RlResult(TrainResult):
+    """What reinforcement learning left.
+
+    Attributes:
+        last_reward: of the last step, the mean of all answers that have a grade; None where there is none.
+    """
+
+    last_reward: float | None
+
+
 def train(config: RunConfig, *, console: Console = SILENT) -> TrainResult:
     """Train, as ``superstep train`` does.
 
@@ -61,7 +78,7 @@ def train(config: RunConfig, *, console: Console = SILENT) -> TrainResult:
     """
     run = resolve_config(config)
     with prepared_job(run, _tokens, console) as job:
-        return _launched(run, job, console)
+        return _finish(run.config.state, job, lambda job: launch(job, console))
 
 
 def tune_sft(config: TuneConfig, *, console: Console = SILENT) -> TrainResult:
@@ -82,6 +99,20 @@ def tune_dpo(config: TuneConfig, *, console: Console = SILENT) -> TrainResult:
         console: shows the run; by default nothing is shown.
     """
     return _tune("dpo", config, console)
+
+
+def tune_rl(recipe: RlRecipe, *, kernels: Path | None = None, console: Console = SILENT) -> RlResult:
+    """Learn from rewards, as ``superstep tune rl`` does.
+
+    Args:
+        recipe: the recipe.
+        kernels: the folder of compiled decoders; None samples without.
+        console: shows the run; by default nothing is shown.
+    """
+    with prepared_rl_job(recipe, kernels, console) as job:
+        result = _finish(recipe.state, job, lambda job: launch_rl(job, console))
+    reward = _last_event(RunFolder(root=result.run_dir), "rolled").get("reward")
+    return RlResult(**asdict(result), last_reward=reward)
 
 
 def prove(config: RunConfig, *, steps: int = 2) -> ProofVerdict:
@@ -105,32 +136,32 @@ def prove(config: RunConfig, *, steps: int = 2) -> ProofVerdict:
 def _tune(kind: Kind, config: TuneConfig, console: Console) -> TrainResult:
     run = resolved_recipe(kind, config)
     with prepared_tune_job(run, kind, config, _make_conversations, console) as job:
-        return _launched(run, job, console)
+        return _finish(run.config.state, job, lambda job: launch(job, console))
 
 
-def _launched(run: Resolved, job: TrainJob | None, console: Console) -> TrainResult:
-    """What the run leaves, once its ranks are done; where there is no job it is complete already."""
-    if job is None:
-        return _result(RunFolder(root=Path(run.config.state.dir)), is_complete=True)
-    status = launch(job, console)
+J = TypeVar("J", TrainJob, RlJob)
+
+
+def _finish(state: StateConfig, job: J | None, launch: Callable[[J], int | None]) -> TrainResult:
+    """What a run leaves, once ``launch`` returns the exit status of its ranks; without a job it is complete already."""
+    status = None if job is None else launch(job)
     if status == INTERRUPTED:
         raise KeyboardInterrupt
-    return _result(job.folder, is_complete=status is None)
-
-
-def _result(folder: RunFolder, *, is_complete: bool) -> TrainResult:
-    steps, last_loss = 0, None
-    for line in read(folder.metrics) if folder.metrics.is_file() else ():
-        if line["event"] == "step":
-            steps, last_loss = line["step"], line["loss"]
-    saved = checkpoints(folder.checkpoints)
+    folder = RunFolder(root=Path(state.dir)) if job is None else job.folder
+    steps, saved = _last_event(folder, "step"), checkpoints(folder.checkpoints)
     return TrainResult(
         run_dir=folder.root,
-        steps=steps,
-        last_loss=last_loss,
+        steps=steps.get("step", 0),
+        last_loss=steps.get("loss"),
         checkpoint=saved[-1] if saved else None,
-        is_complete=is_complete,
+        is_complete=status is None,
     )
+
+
+def _last_event(folder: RunFolder, kind: str) -> Mapping[str, Any]:
+    """The last line of a kind in a run's metrics; empty where there is none."""
+    lines = read(folder.metrics) if folder.metrics.is_file() else ()
+    return next((line for line in reversed(list(lines)) if line["event"] == kind), {})
 
 
 def _tokens(run: Resolved, folder: RunFolder, checkpoint: Path | None) -> Path:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 
 from superstep.errors import Fault
 from superstep.launch.stop_request import STOPPED
 from superstep.run.console import Console
+from superstep.run.reports.report import leave_report
 from superstep.state.checkpoint_dirs import checkpoints
 from superstep.train.run_folder.run_paths import RunFolder
 
@@ -49,6 +51,26 @@ def stopped(folder: RunFolder, console: Console, verb: str = "train", *, is_of_t
     """The exit status after a SIGTERM that the run has come to an end for, told in one line."""
     console.warn(f"stopped by SIGTERM. {how_to_go_on(folder, verb, is_of_torchrun=is_of_torchrun)}")
     return STOPPED
+
+
+def status_of(go: Callable[[], bool], folder: RunFolder, console: Console, verb: str) -> int | None:
+    """The exit status of a run that does not come to its last step; None where it does.
+
+    Args:
+        go: trains; returns whether it was asked to stop before the last step.
+        folder: of the run.
+        console: is told why, and how to go on.
+        verb: the words after superstep that go on with the run.
+    """
+    try:
+        is_stopped = go()
+    except BaseException as error:
+        console.restore()
+        leave_report(folder)
+        if (status := ended(error, folder, console, verb)) is not None:
+            return status
+        raise
+    return stopped(folder, console, verb) if is_stopped else None
 
 
 def how_to_go_on(

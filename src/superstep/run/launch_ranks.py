@@ -9,11 +9,10 @@ from dataclasses import replace
 from superstep.comm.device import choose
 from superstep.launch.ranks import World, launch_apart, launch_on
 from superstep.run.console import Console
-from superstep.run.exit_messages import ended, stopped
+from superstep.run.exit_messages import status_of
 from superstep.run.job import TrainJob, asked_device
 from superstep.run.rank import rank
 from superstep.run.recover import Recovered, recovering
-from superstep.run.reports.report import leave_report
 from superstep.run.reports.samples import sampling
 from superstep.state.snapshots.background_checkpoint import rank_memories
 from superstep.state.snapshots.memory_snapshot import Handles
@@ -32,21 +31,19 @@ def launch(job: TrainJob, console: Console, worker: Worker | None = None) -> int
         console: shows the run.
         worker: what each of them does; None means ``rank``.
     """
-    try:
-        with sampling(job.folder, job.run.config.observe.sample) as finish:
-            is_stopped = _launch(job, worker or rank, console)
-            if not is_stopped:
-                finish()
-    except BaseException as error:
-        console.restore()
-        leave_report(job.folder)
-        if (status := ended(error, job.folder, console, job.verb)) is not None:
-            return status
-        raise
-    return stopped(job.folder, console, job.verb) if is_stopped else None
+    return status_of(lambda: _launch(job, worker or rank, console), job.folder, console, job.verb)
 
 
 def _launch(job: TrainJob, worker: Worker, console: Console) -> bool:
+    """Whether the run was asked to stop before its last step."""
+    with sampling(job.folder, job.run.config.observe.sample) as finish:
+        is_stopped = _train(job, worker, console)
+        if not is_stopped:
+            finish()
+        return is_stopped
+
+
+def _train(job: TrainJob, worker: Worker, console: Console) -> bool:
     """Whether the run was asked to stop; where ranks are lost and there are snapshots, it is gone on with."""
     world, state = job.run.plan.mesh.world, job.run.config.state
     with suppress(OSError):  # of a launch before this one

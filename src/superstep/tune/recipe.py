@@ -110,3 +110,11 @@ def refuse_own_loss(train: TrainConfig, verb: str) -> None:
     """
     if train.loss is not None:
         raise ConfigError(f"train.loss = '{train.loss}': superstep {verb} has a loss of its own; leave train.loss out.")
+
+
+def shorter_sequences(proposed: ProposedRun, run: RunConfig, usual_tokens: int) -> str | None:
+    """That sequences whose length a recipe leaves out are shorter than usual; None where they are not."""
+    tokens = run.data.sequence_tokens
+    if proposed.data.sequence_tokens is not None or tokens == usual_tokens:
+        return None
+    return f"data.sequence_tokens = {tokens} (not {usual_tokens}): the model was made for no more."

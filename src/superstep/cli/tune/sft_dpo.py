@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
-from superstep.cli.choices import idle_places, places_of, shorter_sequences
+from superstep.cli.choices import idle_places, places_of
 from superstep.cli.launcher import is_of_torchrun, launcher
 from superstep.cli.prepare_progress import show
 from superstep.cli.train.terminal import Terminal
@@ -24,6 +24,7 @@ from superstep.run.tune_job import prepared_tune_job, resolved_recipe
 from superstep.train.run_folder.run_paths import RunFolder
 from superstep.tune.config import USUAL_TOKENS, TuneConfig
 from superstep.tune.prepare_conversations import Conversations, Kind
+from superstep.tune.recipe import shorter_sequences
 
 
 def run(read: Callable[[], tuple[Kind, TuneConfig]]) -> int:

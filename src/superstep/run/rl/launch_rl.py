@@ -2,35 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 
+from superstep.comm.device import choose
+from superstep.launch.ranks import launch_apart, launch_on, launch_parties
 from superstep.launch.retry import next_try
 from superstep.observe.events import Resumed
+from superstep.run.console import Console
+from superstep.run.exit_messages import status_of
 from superstep.run.recover import Recovered, recovering
+from superstep.run.reports.report import leave_report
 from superstep.run.reports.samples import sampling
+from superstep.run.rl.rl_rank import rl_rank, rl_sampler
 from superstep.state.snapshots.background_checkpoint import rank_memories
 from superstep.state.snapshots.memory_snapshot import SnapshotMemory, common
-from superstep.tune.rl.job import RlJob, note_rollback, relaunched
+from superstep.tune.rl.disaggregated.disaggregated import parties_of
+from superstep.tune.rl.job import RlJob, note_rollback, own_ranks, relaunched
 from superstep.tune.rl.rl_step import WentBack
 
-Launch = Callable[[RlJob], bool]
-"""Launches the ranks; whether they were asked to stop before the last step, and have."""
 
-
-def launch_rl(job: RlJob, launch: Launch, restore: Callable[[], None]) -> bool:
-    """Train to the last step, or to where the run is asked to stop; whether it was.
+def launch_rl(job: RlJob, console: Console) -> int | None:
+    """Train on ranks of this host; the exit status where that was not to the last step.
 
     Args:
         job: what every rank is told.
-        launch: its ranks. Where there are snapshots, those that are lost are launched again.
-        restore: gives back a terminal that ended ranks had.
+        console: shows the run.
 
     Raises:
         Lost: a rank was lost, and there is no snapshot; or it is lost again and again after the same step.
         WentBack: the run goes back again and again to the same step.
+    """
+    return status_of(lambda: _launch(job, console), job.folder, console, "tune rl")
+
+
+def _launch(job: RlJob, console: Console) -> bool:
+    """Whether the run was asked to stop before its last step; where ranks are lost and there are snapshots, it is gone
+    on with.
     """
     state = job.run.config.state
     with ExitStack() as stack:
@@ -40,31 +50,40 @@ def launch_rl(job: RlJob, launch: Launch, restore: Callable[[], None]) -> bool:
             kept = stack.enter_context(rank_memories(job.run.plan.mesh.world, job.folder.root, keep=state.keep))
             memories, idle, job = kept.memories, kept.idle, replace(job, snapshots=kept.handles)
         finish = stack.enter_context(sampling(job.folder, job.run.config.observe.sample))
-        is_stopped = recovering(partial(_attempt, job, launch, memories, restore), memories, idle, restore)
-        if not is_stopped:
+        is_stopped = recovering(partial(_attempt, job, memories, console), memories, idle, console.restore)
+        if is_stopped:
+            leave_report(job.folder)
+        else:
             finish()
         return is_stopped
 
 
-def _attempt(
-    job: RlJob,
-    launch: Launch,
-    memories: Sequence[SnapshotMemory],
-    restore: Callable[[], None],
-    lost: Recovered | None,
-) -> bool:
-    """What ``launch`` returns, called again after each time that the run goes back."""
+def _launch_ranks(job: RlJob, console: Console) -> bool:
+    """Launch the ranks once; whether they were asked to stop before the last step, and have."""
+    asked, trainers = job.run.config.plan.device, job.run.plan.mesh.world
+    if job.rollout.placement == "apart":
+        kind = choose(asked, trainers + own_ranks(job.rollout))
+        return bool(launch_parties(kind, parties_of(job, partial(rl_rank, console=console), rl_sampler)))
+    if job.snapshots is None:
+        return launch_on(asked, trainers, rl_rank, job, console)
+    return launch_apart(
+        choose(asked, trainers), trainers, rl_rank, job, console
+    )  # what outlives a rank needs ranks apart
+
+
+def _attempt(job: RlJob, memories: Sequence[SnapshotMemory], console: Console, lost: Recovered | None) -> bool:
+    """What ``_launch_ranks`` returns, called again after each time that the run goes back."""
     now = job if lost is None else _after_loss(job, lost)
     tries, newest = 0, -1
     while True:
         try:
-            return launch(now)
+            return _launch_ranks(now, console)
         except WentBack as back:
             following = next_try(tries, is_same_state=back.to_step == newest)
             if following is None:
                 raise
             tries, newest = following, back.to_step
-            restore()
+            console.restore()
             note_rollback(job.folder, back.to_step)
             is_in_memory = common(memories) == back.to_step
             if not is_in_memory:

@@ -1,0 +1,84 @@
+"""The job of a run of reinforcement learning: its directory, held, and what its ranks begin with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from superstep.comm.device import Device, choose
+from superstep.plan.config_io import write_config
+from superstep.run.console import Console
+from superstep.run.disk_check import require_disk
+from superstep.run.memory_check import require_fit
+from superstep.run.reports.plan_line import plan_text
+from superstep.run.reports.sinks import require_trackers
+from superstep.state.checkpoint import read_position
+from superstep.state.object_store.store_sync import fetch_newest, mirrored
+from superstep.state.verify import newest, verify
+from superstep.train.resume import pass_over
+from superstep.train.run_folder import run_directory
+from superstep.train.run_folder.checkpoint_store import store_of
+from superstep.train.run_folder.run_lock import hold
+from superstep.train.run_folder.run_paths import write_whole
+from superstep.train.weights.model import operations, resolve_config
+from superstep.tune.recipe import RECIPE, shorter_sequences, write
+from superstep.tune.rl.config import USUAL_TOKENS, RlRecipe
+from superstep.tune.rl.initial_policy import check_same, check_tokenizer, with_start
+from superstep.tune.rl.job import RlJob, job_of
+
+
+@contextmanager
+def prepared_rl_job(recipe: RlRecipe, kernels: Path | None, console: Console) -> Iterator[RlJob | None]:
+    """The job of a recipe's ranks, with the run's directory held for the length of the block; None where the run is
+    complete.
+
+    Args:
+        recipe: of the run.
+        kernels: the folder of compiled decoders; None samples without.
+        console: shows what there is to say before the first step.
+    """
+    config, start = with_start(recipe, recipe.rl, recipe.start)
+    if (shorter := shorter_sequences(recipe, config, USUAL_TOKENS)) is not None:
+        console.say(shorter)
+    require_trackers(config.observe)
+    check_tokenizer(recipe.start, config)
+    choice, folder, checkpoint = run_directory.choose(resolve_config(config), verify)
+    check_same(recipe, folder)
+    store = store_of(choice, checkpoint)
+    if choose(choice.config.plan.device, choice.plan.mesh.world) == "cpu":
+        require_fit(choice, Device("cpu"), operations(choice), ranks=choice.plan.mesh.world)
+    with hold(folder), mirrored(folder.checkpoints, store, choice.config.state.keep):
+        if store is not None and choice.config.state.existing == "resume":
+            for told in fetch_newest(store, folder.checkpoints):
+                console.say(told)
+            checkpoint = newest(folder.checkpoints, verify)
+        step = 0 if checkpoint is None else read_position(checkpoint).step
+        if step >= choice.config.train.steps:
+            console.say(f"The run in {folder.root} is complete; raise --train.steps to go on with it.")
+            yield None
+            return
+        require_disk(choice, folder, step)
+        job = job_of(
+            choice,
+            recipe.rl,
+            recipe.rollout,
+            recipe.grade,
+            folder=folder,
+            start=start,
+            checkpoint=checkpoint,
+            kernels=kernels,
+        )
+        has_begun = folder.config.is_file()
+        for why in pass_over(checkpoint, verify) if checkpoint is not None else ():
+            console.say(f"passed over: {why}")
+        files = {
+            folder.config.name: write_config(choice.config),
+            RECIPE: write(replace(recipe, state=choice.config.state)),
+        }
+        for name, text in files.items():
+            write_whole(folder.root / name, text)
+        if not has_begun:
+            console.say(f"{folder.root}: {plan_text(choice)}")
+        yield replace(job, files=files)

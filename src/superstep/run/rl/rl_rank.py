@@ -1,0 +1,149 @@
+"""What each rank of a run of reinforcement learning does, and what rank 0 reports of it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from superstep.engine.attention.choose_attention import kernel_of
+from superstep.errors import Fault
+from superstep.grade.verdict import Verdict
+from superstep.launch.ranks import World
+from superstep.launch.stop_request import listening
+from superstep.observe.events import (
+    Event,
+    Fanout,
+    Resumed,
+    Retried,
+    Rolled,
+    RunFinished,
+    RunStarted,
+    Sink,
+    StepDone,
+)
+from superstep.run.console import Console
+from superstep.run.reports.plan_line import plan_text
+from superstep.run.reports.sinks import open_trackers, sinks
+from superstep.tune.rl.disaggregated.disaggregated import sample_apart, train_apart
+from superstep.tune.rl.job import RlJob, reinforce
+from superstep.tune.rl.step_rewards import Learnt
+
+
+def rl_rank(world: World, job: RlJob, console: Console) -> bool:
+    """One rank that trains; whether it was asked to stop before the last step, and has."""
+    train = reinforce if job.rollout.placement == "shared" else train_apart
+    with _faults(world), listening(world.stop), ExitStack() as stack:
+        report = RlReport(world, job, console, stack)
+        is_stopped = train(world, job, report.learnt, report.write, report.retried)
+        if not is_stopped:
+            report.finish()
+        return is_stopped
+
+
+def rl_sampler(world: World, job: RlJob, number: int) -> None:
+    """One rank of a sampler. Asked to stop, it goes on until the trainer wants no more."""
+    with _faults(world), listening(world.stop):
+        sample_apart(world, job, number)
+
+
+@contextmanager
+def _faults(world: World) -> Iterator[None]:
+    """What torch raises wherever something breaks below it is a Fault."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise Fault(str(error).partition("\n")[0], rank=world.rank) from error
+
+
+class RlReport:
+    """Rank 0 tells of steps, checkpoints and graders that fail; the others of nothing. Any thread may call it."""
+
+    def __init__(self, world: World, job: RlJob, console: Console, stack: ExitStack) -> None:
+        self._job = job
+        self._console = console
+        self._start_s = time.perf_counter()
+        self._device = world.device
+        self._step, self._tokens = job.program.cursor.step, 0
+        self._sink: Sink = Fanout(())
+        self._lock = threading.Lock()
+        if world.rank == 0:
+            self._sink = self._opened(world, stack)
+
+    def _opened(self, world: World, stack: ExitStack) -> Sink:
+        folder, observe = self._job.folder, self._job.run.config.observe
+        is_resumed = folder.metrics.exists()
+        convention = "not told of steps that sample as well"
+        display = self._console.open_display(mfu_convention=convention, log_every=observe.log_every)
+        stack.enter_context(display)
+        trackers = open_trackers(self._job.run.config, folder)
+        sink = Fanout(sinks(observe, folder, display, trackers, self._console.warn))
+        stack.callback(sink.close)
+        sink.write(
+            RunStarted(
+                run=str(folder.root),
+                plan=plan_text(self._job.run),
+                parameters=self._job.run.outline.numel,
+                world=world.size,
+                transport="",
+                attention=kernel_of(self._job.run, world.device),
+                steps=self._job.run.config.train.steps,
+                memory="resident" if world.device.kind == "cpu" else "allocated",
+            )
+        )
+        if self._job.resumed is not None:
+            sink.write(self._job.resumed)
+        elif is_resumed:
+            sink.write(Resumed(step=self._step, path=str(self._job.checkpoint or "")))
+        return sink
+
+    def learnt(self, learnt: Learnt) -> None:
+        """A step."""
+        result = learnt.result
+        self._step, self._tokens = learnt.step, learnt.tokens_seen
+        self.write(
+            StepDone(
+                step=learnt.step,
+                loss=result.loss,
+                lr=learnt.lr,
+                grad_norm=result.grad_norm,
+                tokens=result.tokens,
+                tokens_per_s=result.tokens / max(learnt.seconds, 1e-9),
+                step_s=learnt.seconds,
+                data_s=learnt.sampling_s,
+                mfu=None,
+                memory_bytes=self._device.memory_bytes(),
+                elapsed_s=time.perf_counter() - self._start_s,
+                tokens_seen=learnt.tokens_seen,
+            )
+        )
+        self.write(
+            Rolled(
+                step=learnt.step,
+                reward=learnt.reward,
+                answers=learnt.answers,
+                lost=learnt.lost,
+                cut=learnt.cut,
+                uniform=learnt.uniform,
+                lag=learnt.lag,
+                drawn_tokens=learnt.drawn_tokens,
+                seconds=learnt.seconds,
+                measures=dict(result.measures),
+                at_s=time.time(),
+            )
+        )
+
+    def retried(self, verdict: Verdict) -> None:
+        """A grader failed, and the answer is graded again."""
+        self.write(Retried(step=self._step, why=verdict.why))
+
+    def finish(self) -> None:
+        """The last step is saved."""
+        elapsed_s = time.perf_counter() - self._start_s
+        self.write(RunFinished(step=self._step, elapsed_s=elapsed_s, tokens_seen=self._tokens))
+
+    def write(self, event: Event) -> None:
+        """Anything else, such as a checkpoint."""
+        with self._lock:
+            self._sink.write(event)
