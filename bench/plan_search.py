@@ -40,13 +40,12 @@ TABLES = {
 }
 TIMED = """
 import resource, sys
-from superstep.cli.plan import plan as verb
 from superstep.errors import UserError
-options = verb.Options(cluster=sys.argv[2])
+from superstep.planner.ranking.plan_request import PlanRequest, problems
+from superstep.planner.ranking.rank_layouts import first_plans
+request = PlanRequest(cluster=sys.argv[2])
 try:
-    found = verb.problems(sys.argv[1], options.cluster, options)
-    sides = verb.checked_sides(found)
-    answer, plans = verb.first_answer(sides, options)
+    first_plans(problems(sys.argv[1], request), request)
 except UserError:
     pass
 spent = resource.getrusage(resource.RUSAGE_SELF)

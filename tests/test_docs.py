@@ -27,7 +27,6 @@ from superstep.cli.grade import grade
 from superstep.cli.main import VERBS, main
 from superstep.cli.measure import measure
 from superstep.cli.options import DEMO
-from superstep.cli.plan import plan as plan_verb
 from superstep.cli.plan import serve as plan_serve
 from superstep.cli.prove import prove
 from superstep.cli.scaling import scaling
@@ -52,8 +51,10 @@ from superstep.plan.resolution.resolve import resolve
 from superstep.planner import simulate_best
 from superstep.planner.calibration.calibrate_observation import guide
 from superstep.planner.calibration.published_row import after_published, is_published
+from superstep.planner.ranking import rank_layouts
 from superstep.program.instructions import Instruction
 from superstep.program.text import read_instruction, read_program, write_program
+from superstep.run import tokens
 from superstep.state.checkpoint_dirs import MARK
 from superstep.state.manifest import MANIFEST
 from superstep.state.tensor_file import FILES
@@ -234,7 +235,7 @@ def call(place, monkeypatch):
     monkeypatch.setattr(run_directory, "choose", begin)
     monkeypatch.setattr(cli_begin, "load", lambda settings: None)  # emulated GPUs come before torch, which is here
     monkeypatch.setattr(prove, "choose", lambda asked, ranks: "cpu")
-    monkeypatch.setattr(prove, "prepare", begin)
+    monkeypatch.setattr(tokens, "prepare", begin)
     monkeypatch.setattr(prove, "prepare_with_progress", begin)
     monkeypatch.setattr(sample, "text", begin)
     monkeypatch.setattr(serve, "find_model", begin)
@@ -257,7 +258,7 @@ def call(place, monkeypatch):
     # A plan is searched. The programs of large models, which take a minute, keep their closed form here, and what lies
     # beside the best plan, which no argument changes and most of the seconds went into, is not searched again.
     monkeypatch.setattr(simulate_best, "MOST_INSTRUCTIONS", 1_000)
-    monkeypatch.setattr(plan_verb, "improve", lambda best, plans, **_: (best, ()))
+    monkeypatch.setattr(rank_layouts, "improve", lambda best, plans, **_: (best, ()))
 
     def called(argv):
         try:

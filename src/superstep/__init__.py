@@ -1,13 +1,12 @@
 """Superstep: a training engine for foundation models.
 
-``train``, ``tune_sft``, ``tune_dpo``, ``tune_rl`` and ``prove`` do from Python what the commands of these names do
-(``superstep.run.api``). Nothing of them is imported before one is called: this module brings no torch.
+``train``, ``tune_sft``, ``tune_dpo``, ``tune_rl``, ``prove`` and ``plan`` do from Python what the commands of these
+names do. Nothing of them is imported before one is called: this module brings no torch.
 """
 
 from __future__ import annotations
 
 import importlib
-import sys
 from types import ModuleType
 from typing import Any
 
@@ -19,6 +18,7 @@ FUNCTIONS = {
     "tune_dpo": "superstep.run.api",
     "tune_rl": "superstep.run.api",
     "prove": "superstep.run.api",
+    "plan": "superstep.planner.ranking.rank_layouts",
 }
 """The module of each function."""
 
@@ -37,8 +37,8 @@ class _CallablePart(ModuleType):
         return __getattr__(self.__name__.rpartition(".")[2])(*args, **kwargs)
 
 
-# Importing anything of this part makes it an attribute here, whatever __getattr__ or an assignment has put there, and
+# Importing anything of such a part makes it an attribute here, whatever __getattr__ or an assignment has put there, and
 # ``import superstep.train.loop`` must go on to find its own parts in it. So the part itself must be callable, for which
 # a module's class is all that Python looks at.
-importlib.import_module("superstep.train")
-sys.modules["superstep.train"].__class__ = _CallablePart
+for part in ("train", "plan"):
+    importlib.import_module(f"superstep.{part}").__class__ = _CallablePart

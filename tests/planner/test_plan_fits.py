@@ -7,11 +7,10 @@ from dataclasses import replace
 import pytest
 
 from planning import problem_of
-from superstep.cli.plan.plan import PlanRequest, check_sides, first_answer, refine
-from superstep.cli.plan.problem import memory_of
 from superstep.comm.device import Device
 from superstep.cost.closed.memory import COMMUNICATOR_BYTES, CONTEXT_BYTES, USABLE
-from superstep.planner.calibration.calibrate_observation import guide
+from superstep.planner.ranking.plan_request import PlanRequest, memory_of
+from superstep.planner.ranking.rank_layouts import first_plans, refine
 from superstep.run.memory_check import require_fit
 
 GPU = Device("cuda", 0)
@@ -37,9 +36,8 @@ def test_a_gpu_has_room_for_every_plan_that_is_proposed(model, chips, gib, asked
     free_bytes = gib * GIB + COMMUNICATOR_BYTES
     chip = replace(problem.cluster.chip, memory_bytes=(free_bytes + CONTEXT_BYTES) / USABLE + 1)
     cluster = replace(problem.cluster, chip=chip)
-    sides = check_sides([replace(problem, cluster=cluster, memory_bytes=memory_of(cluster, gib))])
-    options = PlanRequest()
-    ranked = refine(sides, first_answer(sides, options), options, guide())
+    problem = replace(problem, cluster=cluster, memory_bytes=memory_of(cluster, gib))
+    ranked = refine(first_plans([problem], PlanRequest()))
     proposed = [*ranked.plans, *(each.plan for each in ranked.neighbours)]
     assert proposed
     for each in proposed:

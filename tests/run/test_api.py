@@ -21,6 +21,7 @@ from superstep.plan.config import (
     StateConfig,
     TrainConfig,
 )
+from superstep.planner.ranking.plan_request import PlanRequest
 from superstep.tune.config import read_recipe
 from superstep.tune.rl.config import read_rl
 
@@ -76,11 +77,26 @@ def test_importing_the_package_or_a_part_brings_no_torch_and_leaves_the_function
     code = (
         "import superstep, sys; assert 'torch' not in sys.modules\n"
         "import superstep.train, superstep.plan.config\n"
+        "from superstep.planner.ranking.plan_request import PlanRequest\n"
         "assert callable(superstep.train)\n"
+        "assert superstep.plan('demo', PlanRequest(cluster='2xH100', top=1)).plans\n"
         "assert superstep.plan.config.RunConfig\n"
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_plan_ranks_layouts_and_prints_nothing(capfd):
+    request = PlanRequest(cluster="8xH100", tokens=1e9, global_batch=256, sequence=1024, top=3)
+    ranking = superstep.plan("llama3.2-1b", request)
+    assert 1 <= len(ranking.plans) <= 3
+    assert len(ranking.figures) == len(ranking.plans)
+    assert ranking.best.plan == ranking.plans[0].run.config.plan
+    assert ranking.best.train.steps == -(-(10**9) // (256 * 1024))
+    assert ranking.neighbours
+    assert capfd.readouterr() == ("", "")
+    with pytest.raises(ConfigError, match="--top = 0 must be at least 1"):
+        superstep.plan("demo", replace(request, top=0))
 
 
 def test_what_the_package_does_not_have_is_an_attribute_error():

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from superstep.cli.arguments.plan_serve import ForecastOptions, read
-from superstep.cli.plan.problem import own_bytes
 from superstep.cli.plan.serve_text import serve_text
 from superstep.cli.resolve_model import find_model
 from superstep.cli.serve.serve_settings import serve_config
@@ -21,6 +20,7 @@ from superstep.hardware.serving_rate import ServingRate
 from superstep.plan.config import RunConfig
 from superstep.plan.model.shape import SHAPES
 from superstep.plan.resolution.resolve import Resolved
+from superstep.planner.ranking.plan_request import own_bytes
 from superstep.serve.benchmark_steps import calibrate
 from superstep.serve.build_engine import setting_model, usual_pages, way_name
 from superstep.serve.compute.linears.quantize import format_named

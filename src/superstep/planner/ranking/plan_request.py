@@ -1,12 +1,12 @@
-"""What a command line asks ``superstep plan`` for: a model, a cluster, and what is settled."""
+"""What is planned for: a model, a cluster, and what is settled."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, get_args
+from typing import get_args
 
 from superstep.cost.closed.memory import COMMUNICATOR_BYTES, CONTEXT_BYTES, USABLE
 from superstep.cost.closed.uncertainty import FULL
@@ -24,28 +24,66 @@ USUAL_TOKENS = 2**22
 USUAL_SEQUENCE = 8192
 
 
-class ProblemOptions(Protocol):
-    """The options that make a problem."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRequest:
+    """What to plan for."""
 
-    @property
-    def global_batch(self) -> int | None: ...
-    @property
-    def sequence(self) -> int | None: ...
-    @property
-    def memory(self) -> float | None: ...
-    @property
-    def fix(self) -> tuple[str, ...]: ...
+    cluster: str = ""
+    """Chips and their number, 128xH100 say, or the path of a cluster's TOML file."""
+    tokens: float | None = None
+    """Tokens of the whole run: tells days, energy and price."""
+    global_batch: int | None = None
+    """Sequences in a step; none takes what the run.toml has, or about four million tokens."""
+    sequence: int | None = None
+    """Tokens of a sequence; none takes what the run.toml has, or the model's own, up to 8,192."""
+    memory: float | None = None
+    """GiB of a chip that a plan may fill; none takes all but the device's context and the communicators' buffers."""
+    top: int = 5
+    """Plans to show, each of another kind: of axes that are cut."""
+    fix: tuple[str, ...] = ()
+    """What is settled: plan.tp=4 plan.schedule=1f1b, or numerics.compute=bf16."""
+    fallback: int = 0
+    """Show plans for one lost node, two, ... up to so many."""
+    mtbf: float | None = None
+    """Hours between failures of one chip with its share of the host; none takes what is published of the chip."""
+    price: float | None = None
+    """Of a chip for an hour; none takes what the cluster's file has."""
 
 
-def problems(model: str, cluster: str, options: ProblemOptions) -> list[SearchProblem]:
+def check_request(request: PlanRequest) -> None:
+    """See that its numbers can be used.
+
+    Raises:
+        ConfigError: one cannot.
+    """
+    if not request.cluster:
+        raise ConfigError("--cluster is missing; set it to chips and their number, 64xH100 say, or to a TOML file.")
+    above = {"--top": request.top, "--global-batch": request.global_batch, "--sequence": request.sequence}
+    for name, value in above.items():
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} = {value} must be at least 1.")
+    positive = {
+        "--tokens": request.tokens,
+        "--memory": request.memory,
+        "--mtbf": request.mtbf,
+        "--price": request.price,
+    }
+    for name, number in positive.items():
+        if number is not None and not 0 < number < float("inf"):
+            raise ConfigError(f"{name} = {number} must be above 0.")
+    if request.fallback < 0:
+        raise ConfigError(f"--fallback = {request.fallback} must be at least 0.")
+
+
+def problems(model: str, request: PlanRequest) -> list[SearchProblem]:
     """The problem in each format that the chip multiplies in, the faster first.
 
     Raises:
         ConfigError: the model, the cluster or a number cannot be used.
     """
-    known_cluster = cluster_of(cluster)
-    base = _base(model, known_cluster, options)
-    rules, only = _read_fixed(options.fix)
+    known_cluster = cluster_of(request.cluster)
+    base = _base(model, known_cluster, request)
+    rules, only = _read_fixed(request.fix)
     if base.numerics.compile:
         rules = (*rules, *(Rule("schedule", name, is_wanted=False) for name in ZERO_BUBBLE))
     formats: list[Dtype] = [each for each in ("bf16", "fp32") if known_cluster.chip.peak(each) and only in (None, each)]
@@ -55,7 +93,7 @@ def problems(model: str, cluster: str, options: ProblemOptions) -> list[SearchPr
             f"{known_cluster.chip.name} multiplies in {known}, and a plan in {only or 'bf16 or fp32'}; choose another "
             f"chip{'' if only is None else ', or leave numerics.compute open'}."
         )
-    memory = memory_of(known_cluster, options.memory)
+    memory = memory_of(known_cluster, request.memory)
     return [
         SearchProblem(base=base, cluster=known_cluster, compute=each, memory_bytes=memory, rules=rules)
         for each in formats
@@ -85,7 +123,7 @@ def own_bytes(cluster: Cluster, share: float = USABLE) -> float:
     return share * cluster.chip.memory_bytes - beside
 
 
-def _base(model: str, cluster: Cluster, options: ProblemOptions) -> RunConfig:
+def _base(model: str, cluster: Cluster, request: PlanRequest) -> RunConfig:
     """The run without its layout."""
     is_run = model.endswith(".toml")
     config = read_config(Path(model)) if is_run else RunConfig(model=ModelConfig(name=model))
@@ -101,8 +139,8 @@ def _base(model: str, cluster: Cluster, options: ProblemOptions) -> RunConfig:
     if config.plan.rules:
         raise ConfigError(f"plan.rules = {dict(config.plan.rules)}: other cuts are not predicted; leave them out.")
     shape = shape_of(config.model, is_priced=True)
-    sequence = options.sequence or (config.data.sequence_tokens if is_run else min(shape.max_tokens, USUAL_SEQUENCE))
-    batch = options.global_batch or (config.train.batch_sequences if is_run else _usual_batch(cluster.chips, sequence))
+    sequence = request.sequence or (config.data.sequence_tokens if is_run else min(shape.max_tokens, USUAL_SEQUENCE))
+    batch = request.global_batch or (config.train.batch_sequences if is_run else _usual_batch(cluster.chips, sequence))
     state = config.state if is_run else StateConfig(dir=f"runs/{Path(model).stem}")
     base = replace(
         config,

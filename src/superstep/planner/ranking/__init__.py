@@ -1,0 +1,1 @@
+"""Layouts ranked for a request: what is planned for, the first table, its refinement, what failures cost."""
