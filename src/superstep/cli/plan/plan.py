@@ -40,7 +40,7 @@ DESCRIPTION = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanOptions(PlanRequest):
+class RankOptions(PlanRequest):
     """What to plan for, and what to tell."""
 
     explain: bool = False
@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
         return _serving(argv)
     has_model = bool(argv) and not argv[0].startswith("-")
     options = read_flags(
-        PlanOptions(), argv[1:] if has_model else argv, prog="superstep plan MODEL", description=DESCRIPTION
+        RankOptions(), argv[1:] if has_model else argv, prog="superstep plan MODEL", description=DESCRIPTION
     )
     if not has_model:
         raise ConfigError("name a model, then any flags: superstep plan llama3-8b --cluster 64xH100.")
@@ -105,7 +105,7 @@ def _serving(argv: Sequence[str]) -> int:
     return status
 
 
-def _check(options: PlanOptions) -> None:
+def _check(options: RankOptions) -> None:
     """Before the search, which may take a minute."""
     for name, share in {"--jitter": options.jitter, "--slow-share": options.slow_share}.items():
         if share is not None and not 0 <= share <= 1:
@@ -117,7 +117,7 @@ def _check(options: PlanOptions) -> None:
         raise ConfigError(f"--out and --json = '{options.out}' are one file; name two.")
 
 
-def _write(ranked: PlanRanking, options: PlanOptions) -> None:
+def _write(ranked: PlanRanking, options: RankOptions) -> None:
     if options.out is None and ranked.plans[0].run.shape.is_priced_only:
         _say("--out run.toml writes the first of these as a file.")
     elif options.out is None:
