@@ -1,16 +1,16 @@
-"""The seam between Gloo, NCCL and shared memory: which of them has the groups, and whose calls are made on them.
+"""Transport: which of Gloo, NCCL and shared memory has the groups, and whose calls are made on them.
 
                               Gloo's calls                       NCCL's calls
-    sums, gathers of buffers  messages of our own                the library's own
+    sums, gathers of buffers  our own messages                   the library's own
     pipeline transfers        one group, told apart by tags      a group for each channel, in order of issue
-    first use of a group      connected when it is made          keeps its host until every member has come to it
+    first use of a group      connected when it is made          blocks its host until every member has come
 
-The last line is why NCCL's groups are used once as soon as they are made: in one order on all ranks, so that none waits
-for one that waits for it. Later, in a step, first uses would cross (``program.p2p_setup``).
+Because of the last line NCCL's groups are used once as soon as they are made, in the same order on all ranks. Later, in
+a step, first uses would cross (``program.p2p_setup``).
 
-Processes on CPUs of one host share memory (``runtime.shared``), which has NCCL's calls and connects nothing. So have
-groups over several hosts with as many ranks on each, which share memory there and have Gloo between them. Others are
-Gloo's then, with its calls, but for the channels: each is a group of its own all the same.
+Processes on CPUs of one host share memory (``comm.shared_memory``), which has NCCL's calls and connects nothing. So do
+groups over several hosts with equally many ranks on each, with Gloo between the hosts. Other groups use Gloo and its
+calls, but each channel is a group of its own.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from superstep.comm.shared_memory.hierarchical_group import Levels
 from superstep.comm.shared_memory.region import Region, shared_region
 
 CHANNEL_BLOCKS = 4
-"""Blocks of a GPU that a transfer of a channel may take (NCCL's ``max_ctas``).
+"""Blocks of a GPU for a channel's transfer (NCCL's ``max_ctas``).
 
-The two ends of a pipeline may use their channels in different orders: one receives ahead what the other sends later.
-That ends as long as the kernels of all channels of a rank are on the GPU at once, since each holds its blocks until its
-peer comes. A rank has at most eight channels, whose 32 blocks are a part of any GPU that trains.
+The two ends of a pipeline may use their channels in different orders: one posts receives early that the other sends
+late. This ends if the kernels of all channels of a rank fit on the GPU at once, as each holds its blocks until its peer
+comes. A rank has at most eight channels, and their 32 blocks fit on any GPU that trains.
 """
 
 Library = Literal["gloo", "nccl"]
@@ -46,10 +46,10 @@ class Transport:
     """How ranks reach each other.
 
     Attributes:
-        backend: the library that the groups belong to.
-        calls: whose calls are made on them. Gloo knows NCCL's too, and so runs what a GPU would run.
-        shared: memory that groups within a host are made of, instead; None where they are the library's.
-        why: why there is none, where there could be; empty otherwise.
+        backend: the library of the groups.
+        calls: whose calls are made. Gloo has NCCL's too, and so runs what a GPU would run.
+        shared: memory for groups within a host; None where the library's groups are used.
+        why: why there is no shared memory where there could be; else empty.
     """
 
     backend: Library
@@ -58,7 +58,6 @@ class Transport:
     why: str = ""
 
     def describe(self) -> str:
-        """Its name, for people."""
         names = {"gloo": "Gloo", "nccl": "NCCL"}
         if self.shared is None:
             return names[self.backend] + (f" ({self.why})" if self.why else "")
@@ -67,7 +66,7 @@ class Transport:
 
     @property
     def has_channels(self) -> bool:
-        """Whether each channel has a group of its own."""
+        """Whether each channel has its own group."""
         return self.calls == "nccl" or self.shared is not None
 
     def group(
@@ -75,8 +74,8 @@ class Transport:
     ) -> dist.ProcessGroup | None:
         """Make a group, which every launched rank must do; None where this rank is no member.
 
-        NCCL's has its communicator when this returns, for which members wait for each other. One of a channel is bound
-        to ``CHANNEL_BLOCKS``.
+        NCCL's group has its communicator when this returns, for which members wait for each other. A channel's is
+        limited to ``CHANNEL_BLOCKS``.
         """
         if self.shared is not None and self.shared.is_shared_by(ranks):
             return self._new(ranks, device, timeout, SHARED, self.shared)
@@ -98,7 +97,7 @@ class Transport:
         own: str | None = None,
         options: Region | Levels | Any = None,  # noqa: ANN401 - NCCL's have no type in a torch without it
     ) -> dist.ProcessGroup | None:
-        """The library's group, or one of our own, which has the calls of NCCL."""
+        """The library's group, or one of our own with NCCL's calls."""
         group = dist.new_group(
             list(ranks),
             timeout=timeout,
@@ -126,7 +125,7 @@ class Transport:
 
 
 def _narrow(timeout: timedelta) -> Any:  # noqa: ANN401 - NCCL's options have no type in a torch without it
-    """Options of a communicator that is bound to few blocks."""
+    """Options of a communicator with few blocks."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     options.config.max_ctas = CHANNEL_BLOCKS
@@ -138,13 +137,7 @@ NCCL = Transport(backend="nccl", calls="nccl")
 
 
 def reach(rank: int, world: int, device: Device) -> Transport:
-    """The transport between devices of this kind. Every launched rank calls this together.
-
-    Args:
-        rank: this rank's number.
-        world: how many there are.
-        device: where this one computes.
-    """
+    """The transport between devices of this kind. Every launched rank calls this together."""
     if device.backend != "gloo":
         return NCCL
     if world == 1:
@@ -154,5 +147,5 @@ def reach(rank: int, world: int, device: Device) -> Transport:
 
 
 def has_gloos_calls(group: dist.ProcessGroup) -> bool:
-    """Whether Gloo's calls are made on the group: as the transport says that made it, else as its library is."""
+    """Whether Gloo's calls are made on the group: by its transport, else by its library."""
     return (group.group_desc if group.group_desc in ("gloo", "nccl") else dist.get_backend(group)) == "gloo"

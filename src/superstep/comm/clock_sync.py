@@ -1,12 +1,12 @@
-"""One time axis for ranks whose hosts have clocks of their own.
+"""A common time axis for ranks on hosts with different clocks.
 
     rank 0    ───── sum ─┐ s = clock ── broadcast s ────────────▶
     rank r    before ─ sum ───────────── broadcast s ─ after ────
 
-Rank 0 reads its clock after every rank has entered the sum, and before any has what it read: so s lies between
-``before`` and ``after`` of every rank, whatever the network does. Their midpoint is r's time for s, wrong by half of
-what lies between them at most, as in the Network Time Protocol (Mills 1991); of several rounds the shortest counts.
-Ranks of one host share its clock, so that the shortest of any of them counts for all, and rank 0's host needs none.
+Rank 0 reads its clock after every rank has entered the sum, and before any has the reading: so s lies between
+``before`` and ``after`` of every rank. Their midpoint is r's time for s, wrong by at most half of their difference, as
+in the Network Time Protocol (Mills 1991); the shortest of several rounds counts. Ranks of a host share its clock, so
+the shortest of any of them counts for all, and rank 0's host needs none.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROUNDS = 16
 
 @dataclass(frozen=True, slots=True)
 class Offset:
-    """What is to be added to this rank's clock for rank 0's, and how wrong that may be, both in seconds."""
+    """Seconds to add to this rank's clock for rank 0's, and their largest error in seconds."""
 
     seconds: float
     within_s: float
@@ -40,8 +40,8 @@ def offset_to_rank_0(
 
     Args:
         device: where the ranks' group can send from.
-        clock: seconds of a clock that is the same for all ranks of a host.
-        host: whose clock it is; None means this machine since it was started.
+        clock: seconds, the same for all ranks of a host.
+        host: the name of the clock; None means this machine since its start.
     """
     host = host or running_system()
     hosts = gather(host)

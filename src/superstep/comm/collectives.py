@@ -1,8 +1,8 @@
 """Collectives on flat buffers, started now and waited for later.
 
-On NCCL and over shared memory these are the library's own. Gloo's reduce-scatter is an all-reduce with copies around
-it, and its gather copies too, so over Gloo both are exchanged directly: every rank sends each other rank its part, and
-sums what arrives in rank order, which also makes the sum the same on every run.
+On NCCL and over shared memory these are the library's own. Gloo's reduce-scatter is an all-reduce with copies, and its
+gather copies too, so over Gloo both are direct exchanges: every rank sends each other rank its part, and sums what
+arrives in rank order, which also makes the sum the same in every run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from superstep.numerics.sending import send as to_device
 
 
 class Pending(Protocol):
-    """Something under way."""
+    """An operation in progress."""
 
     def wait(self) -> None:
         """Return once its result may be used (on a GPU: by work issued after)."""
@@ -33,7 +33,7 @@ class Pending(Protocol):
 
 @dataclass(frozen=True)
 class _Works:
-    """Works of the process group, and what to do once they are all there."""
+    """Works of the process group, and what to do once all are complete."""
 
     works: tuple[dist.Work, ...]
     after: Callable[[], None] = field(default=lambda: None)
@@ -77,7 +77,7 @@ def all_reduce(buffer: Tensor, group: Group) -> Pending:
 def reduce_scatter(buffer: Tensor, group: Group, *, tag: int) -> Pending:
     """Sum ``buffer`` over the group; each rank's own part of it, in place, holds the sum. The rest is undefined.
 
-    Operations under way on one group at the same time need tags that differ.
+    Concurrent operations on one group need different tags.
     """
     size, me = group.size(), group.rank()
     parts = buffer.chunk(size)
@@ -139,7 +139,7 @@ def _tag(group: Group, tag: int) -> int:
 
 
 def sum_over(values: Tensor, group: Group | None) -> Tensor:
-    """The sum of a tensor over the group's ranks, in place; without a group, what is there."""
+    """Sum a tensor over the group's ranks, in place; without a group it stays."""
     if group is not None:
         dist.all_reduce(values, group=group)
     return values
@@ -170,7 +170,7 @@ def stack_ranks(x: Tensor, group: Group) -> Tensor:
 
 
 def from_first(numbers: Sequence[int], group: Group, device: torch.device) -> list[int]:
-    """The numbers of the group's first rank, on every rank; what the others bring does not count."""
+    """The numbers of the group's first rank, on every rank; the others' values are ignored."""
     count = to_device(torch.tensor([len(numbers)]), device)
     dist.broadcast(count, group=group, group_src=0)
     if group.rank() == 0:

@@ -1,4 +1,4 @@
-"""The seam between CPU and GPU: the few things that differ, and nothing else."""
+"""Device: the few things that differ between CPU and GPU."""
 
 from __future__ import annotations
 
@@ -22,24 +22,18 @@ from superstep.plan.config import DeviceKind
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Where a rank computes.
-
-    Attributes:
-        kind: cpu or cuda.
-        index: the GPU's number on this host; 0 for a CPU.
-    """
+    """Where a rank computes. ``index``: the GPU's number on this host; 0 for a CPU."""
 
     kind: DeviceKind
     index: int = 0
 
     @property
     def torch(self) -> torch.device:
-        """The torch device."""
         return torch.device(self.kind) if self.kind == "cpu" else torch.device(self.kind, self.index)
 
     @property
     def backend(self) -> Literal["gloo", "nccl"]:
-        """The torch.distributed backend that serves it."""
+        """The device's torch.distributed backend."""
         return "gloo" if self.kind == "cpu" else "nccl"
 
     @property
@@ -48,17 +42,18 @@ class Device:
         return "CPU" if self.kind == "cpu" else torch.cuda.get_device_name(self.torch)
 
     def make_current(self) -> None:
-        """Make it the GPU of this thread. A thread begins with GPU 0, and what it asks of CUDA first would give this
-        process a context there, whose memory the rank of GPU 0 lacks.
+        """Make it the GPU of this thread. A thread begins with GPU 0, and its first CUDA call would make a context
+        there, and take memory from the rank of GPU 0.
         """
         if self.kind == "cuda":
             torch.cuda.set_device(self.torch)
 
     def pin(self, address: int, size_bytes: int) -> str:
-        """Have the GPU copy straight to memory of the host's; why the driver refuses, empty where it does not.
+        """Pin host memory so that the GPU copies straight to it; returns why the driver refuses, empty where it does
+        not.
 
-        What it refuses is copied to all the same, by way of a buffer of the driver's. A thread of its own asks: CUDA
-        keeps an error for the thread that met it, whose next launch of a kernel would raise it.
+        Refused memory is still copied to, through a buffer of the driver's. The call is made on a thread of its own:
+        CUDA keeps an error for the thread that met it, and that thread's next kernel launch would raise it.
         """
 
         def register() -> str:
@@ -71,11 +66,11 @@ class Device:
 
     @property
     def of_groups(self) -> TorchDevice | None:
-        """What process groups are bound to, so that NCCL guesses no GPU; None of a CPU, to which Gloo binds nothing."""
+        """The device that process groups are bound to, so that NCCL does not guess; None for a CPU."""
         return self.torch if self.kind == "cuda" else None
 
     def stream_marks(self) -> StreamMarks | None:
-        """What tells how far the GPU has come; None of a CPU, which is where its host is."""
+        """Marks for the GPU's progress; None for a CPU, which is where its host is."""
         return StreamMarks(torch.cuda.Event, self.make_current) if self.kind == "cuda" else None
 
     def synchronize(self) -> None:
@@ -85,11 +80,11 @@ class Device:
 
     @contextmanager
     def deterministic(self) -> Iterator[None]:
-        """Within the block a GPU's kernels sum in one order, at a price; on a CPU they do always.
+        """Within the block a GPU's kernels sum in a fixed order, at a cost; on a CPU they always do.
 
-        The backward pass of fused attention adds with atomics otherwise, in whatever order the blocks come. Products
-        need CUBLAS_WORKSPACE_CONFIG as well, which is read when the process first multiplies; torch says so in an
-        error of its own where it is missing.
+        Otherwise the backward pass of fused attention adds with atomics, in any order. Products also need
+        CUBLAS_WORKSPACE_CONFIG, which is read at the process's first product; torch raises an error where it is
+        missing.
         """
         if self.kind == "cpu":
             yield
@@ -108,27 +103,27 @@ class Device:
         return int(psutil.Process().memory_info().rss)
 
     def peak_bytes(self) -> int:
-        """The most memory that was ever in use: the process's largest resident set, or the allocator's peak."""
+        """The most memory ever in use: the process's largest resident set, or the allocator's peak."""
         if self.kind == "cuda":
             return self.memory_bytes()
         unit = 1 if sys.platform == "darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
     def count_from_here(self) -> int:
-        """Memory in use now. On a GPU ``peak_bytes`` counts from here on, and forgets what was measured before."""
+        """Memory in use now. On a GPU it resets ``peak_bytes``."""
         if self.kind == "cuda":
             torch.cuda.reset_peak_memory_stats(self.torch)
             return int(torch.cuda.memory_allocated(self.torch))
         return self.memory_bytes()
 
     def capacity_bytes(self) -> int:
-        """Memory that is built in, whoever uses it."""
+        """Installed memory."""
         if self.kind == "cuda":
             return int(torch.cuda.get_device_properties(self.torch).total_memory)
         return int(psutil.virtual_memory().total)
 
     def free_bytes(self, ranks: int) -> int:
-        """Memory that each of so many ranks of this host may use: what its GPU has left, or its share of the host's."""
+        """Memory for each of ``ranks`` ranks of this host: what is free on its GPU, or its share of the host's."""
         if self.kind == "cuda":
             free, _ = torch.cuda.mem_get_info(self.torch)
             # What the allocator keeps without a use for it is this process's as well.
@@ -137,7 +132,7 @@ class Device:
 
 
 def _cgroup_bytes() -> int:
-    """What the control group of this process has left."""
+    """What is left in this process's control group."""
     group = Path("/sys/fs/cgroup")
     try:
         limit = (group / "memory.max").read_text(encoding="utf-8").strip()
@@ -148,15 +143,13 @@ def _cgroup_bytes() -> int:
 
 
 def gpus() -> int:
-    """GPUs that this process may use. To count them gives it no context, which would take memory on each."""
+    """GPUs that this process may use; counting them makes no context, which would take memory on each."""
     return torch.cuda.device_count()
 
 
 def choose(wanted: DeviceKind | None, ranks: int = 1) -> DeviceKind:
-    """What so many ranks of this host compute on: what ``plan.device`` asks for, else GPUs where there are any.
-
-    Raises:
-        ConfigError: there are not as many GPUs. NCCL refuses two ranks on one.
+    """The device kind for ``ranks`` ranks of this host: that of ``plan.device``, else GPUs where there are any. Raises
+    ConfigError where there are fewer GPUs than ranks. NCCL refuses two ranks on one.
     """
     count = gpus()
     if wanted == "cpu" or (wanted is None and count == 0):
@@ -175,7 +168,7 @@ def choose(wanted: DeviceKind | None, ranks: int = 1) -> DeviceKind:
 def pick(local_rank: int, wanted: DeviceKind | None = None) -> Device:
     """The device of a rank by its number on its host: a GPU of its own, or the CPU.
 
-    Where the number on the host is not known the rank's number serves as well: hosts are filled one after the other.
+    The global rank works too where the number on the host is unknown: hosts are filled one after the other.
     """
     if choose(wanted) == "cpu":
         return Device("cpu")

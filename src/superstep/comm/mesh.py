@@ -1,11 +1,9 @@
-"""The Mesh: this rank's place, and a process group for each axis and lane.
+"""Mesh: this rank's place, and a process group for each axis and lane.
 
-NCCL and shared memory run the operations of one group in the order of issue, so a group *is* a lane: what must overlap
-has groups of its own. Transfers between pipeline ranks have one group for each channel (from, to, wire) there; on Gloo
-one group serves them all, because its messages carry tags.
-
-Every rank makes and connects the groups in one order, so that each wait at a first use is for ranks that are on their
-way to it:
+NCCL and shared memory run the operations of one group in the order of issue, so a group *is* a lane: operations that
+must overlap have separate groups. Transfers between pipeline ranks have one group for each channel (from, to, wire)
+there; on Gloo one group serves them all, because its messages carry tags. Every rank makes and connects the groups in
+the same order, so that no first use waits forever:
 
     world    shards, replicas of each family    cp tp    pp or channels    ep sequence    ties
 """
@@ -33,12 +31,12 @@ class Sharers:
     """The ranks that hold the same parameters as this one.
 
     Attributes:
-        shards: ranks that share out one copy.
+        shards: the number of ranks that shard one copy.
         shard: this rank's place among them.
         replica: which copy this rank has a part of.
-        fetch: the shards' group for gathering parameters; None where there is one shard.
-        reduce: the shards' group for summing gradients; None where there is one shard.
-        replicas: the group of the ranks that have the same shard; None where there is one replica.
+        fetch: the shards' group for gathering parameters; None with one shard.
+        reduce: the shards' group for summing gradients; None with one shard.
+        replicas: the group of the ranks with the same shard; None with one replica.
     """
 
     shards: int
@@ -58,15 +56,14 @@ class Mesh:
         rank: this rank's number.
         at: this rank's place.
         device: where this rank computes.
-        transport: how it reaches the others.
-        world: the group of all ranks; None where there is one.
-        sharers: for each family of parameters, who holds the same.
+        world: the group of all ranks; None with one.
+        sharers: for each family of parameters, the ranks that hold the same.
         cp: the cp ranks' group; None where cp = 1.
         tp: the tp ranks' group; None where tp = 1.
         ep: the group of ranks that hold all experts together; None where ep = 1.
         sequence: the cp and tp ranks that hold parts of the same sequences; None without experts, or where alone.
-        pp: the pp ranks' group; None where pp = 1, and where channels have groups of their own.
-        channels: but with Gloo's calls: the group of each channel this rank takes part in.
+        pp: the pp ranks' group; None where pp = 1, and where channels have their own groups.
+        channels: the group of each channel of this rank; empty with Gloo's calls.
         ties: for each set of pipeline ranks that share parameters, the group of those at this dp and tp place.
     """
 
@@ -86,11 +83,11 @@ class Mesh:
     ties: dict[tuple[int, ...], Group]
 
     def peer(self, pp: int) -> int:
-        """The number of the rank at another pipeline place, everything else equal."""
+        """The rank at another pipeline place, with all other axes equal."""
         return self.shape.rank(Coordinate(pp=pp, dp=self.at.dp, cp=self.at.cp, tp=self.at.tp))
 
     def destroy(self) -> None:
-        """Give the groups back."""
+        """Destroy the groups."""
         # Adapters share the groups of the dense parameters.
         shared = [g for f, s in self.sharers.items() if f != "adapters" for g in (s.fetch, s.reduce, s.replicas)]
         groups = [
@@ -115,11 +112,9 @@ def build_mesh(
     """Make the groups and connect them. Every rank calls this at the same time with the same plan.
 
     Args:
-        plan: the degrees, whose product is the number of launched ranks, and who shares what.
-        rank: this rank's number.
-        device: where this rank computes.
+        plan: the degrees, and which parameters are shared.
         timeout: how long a collective may wait.
-        transport: how it reaches the others; None takes the device's.
+        transport: None takes the device's.
     """
     shape, at, has_experts = plan.mesh, plan.mesh.at(rank), "experts" in plan.families
     groups = _Groups(shape, rank, device, timeout, transport or reach(rank, shape.world, device))
@@ -170,7 +165,7 @@ class _Groups:
     transport: Transport
 
     def world(self) -> Group | None:
-        """That of all ranks. A library's is there already."""
+        """The group of all ranks. A library's exists already."""
         if self.transport.shared is not None:
             return self.mine([range(self.shape.world)])
         if dist.group.WORLD is None or dist.group.WORLD.size() == 1:
@@ -179,7 +174,7 @@ class _Groups:
         return dist.group.WORLD
 
     def mine(self, members: Iterable[Sequence[int]]) -> Group | None:
-        """One group out of each list, none of which shares a rank with another; the one that has this rank."""
+        """Make one group of each list, none of which share a rank; returns this rank's group."""
         group = self._one_of(members)
         if group is not None:
             self.transport.connect(group, self.device)
@@ -196,7 +191,7 @@ class _Groups:
         return group
 
     def channels(self, routes: Iterable[Channel]) -> dict[Channel, Group]:
-        """The group of each channel that has this rank at one end."""
+        """The group of each channel with this rank at one end."""
         groups: dict[Channel, Group] = {}
         for channel in routes:
             source, target, _ = channel
@@ -209,6 +204,6 @@ class _Groups:
         return groups
 
     def ties(self, places: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], Group]:
-        """For each set of pipeline ranks the group that has this rank."""
+        """For each set of pipeline ranks, the group with this rank."""
         made = {p: self.mine([[ranks[each] for each in p] for ranks in self.shape.groups("pp")]) for p in places}
         return {p: group for p, group in made.items() if group is not None}

@@ -1,4 +1,4 @@
-"""What all ranks say to each other in Python objects: the value of each, and that all have come."""
+"""Python objects between all ranks: each one's value, and a barrier."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ T = TypeVar("T")
 
 
 def barrier(device: Device, group: dist.ProcessGroup | None = None) -> None:
-    """Wait for every rank, or every rank of a group; on the GPU of this one, where NCCL would guess another."""
+    """Wait for every rank, or every rank of a group; on this rank's GPU, where NCCL would guess another."""
     dist.barrier(group, device_ids=None if device.kind == "cpu" else [device.index])
 
 
 def world_group() -> dist.ProcessGroup | None:
-    """The group of all ranks; None where there is one."""
+    """The group of all ranks; None with one."""
     group = dist.group.WORLD
     return None if group is None or group.size() == 1 else group
 
 
 def gather(value: T) -> list[T]:
-    """Every rank's value, in rank order, on every rank. For small things."""
+    """Every rank's value, in rank order, on every rank; for small values."""
     group = world_group()
     if group is None:
         return [value]

@@ -1,4 +1,4 @@
-"""The catalogue of chips: one table of published figures, and the names by which people and torch call them."""
+"""The catalogue of chips: one table of published figures, and the names that people and torch use."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
 
 
 def key_of(name: str) -> str:
-    """What of a name counts."""
+    """A name as it is compared."""
     return re.sub(r"[^0-9a-z]", "", name.lower())
 
 
@@ -64,7 +64,7 @@ _BY_KEY = {key_of(name): chip for chip, names in ALIASES.items() for name in (ch
 
 
 def chip(name: str, *, field: str = "chip") -> Chip:
-    """The chip that people call so; raises ConfigError, which names the field that asks, where nobody does."""
+    """The chip with this name; raises ConfigError, which names the field, for an unknown one."""
     known = _BY_KEY.get(key_of(name))
     if known is None:
         spelled = {other.lower(): other for chip, names in ALIASES.items() for other in (chip, *names)}
@@ -116,7 +116,7 @@ def of_device(name: str) -> Chip | None:
     """The chip of a device that torch calls ``name``; None where the catalogue does not have it.
 
     Whole words are compared: an RTX A1000 is no A100, a GB200 no B200. A slice of a GPU (MIG) has no figures of its
-    own, nor one die of an MI250X.
+    own, nor has one die of an MI250X.
     """
     words = {word.upper() for word in re.split(r"[^0-9A-Za-z]+", name)}
     if "MIG" in words:

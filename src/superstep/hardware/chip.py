@@ -1,4 +1,4 @@
-"""Chip: one accelerator, by the figures that its maker publishes and those measured on it."""
+"""Chip: one accelerator, with its maker's published figures and those measured on it."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Literal
 from superstep.hardware.serving_rate import ServingRate
 
 Rate = Literal["fp32", "tf32", "fp16", "bf16", "fp8", "fp4"]
-"""The formats that a chip multiplies at rates of their own. fp32 keeps all 24 bits; tf32 rounds its factors to 11."""
+"""The formats with their own rates. fp32 keeps all 24 bits; tf32 rounds factors to 11."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProductRate:
-    """What one matrix product was measured at, or attention.
+    """The measured rate of one matrix product, or of attention.
 
     Attributes:
-        kernel: "product", "gradient" (a weight's, added to what is there), "batch" (of many narrow ones, each of these
-            sizes), "attention" or "attention-backward";
-            attention counts the full square of queries and keys, backward twice that, though it be causal.
+        kernel: "product", "gradient" (a weight's, added to a sum), "batch" (of many narrow ones, each of these sizes),
+        "attention" or "attention-backward"; attention counts the full square of queries and keys, backward twice that,
+        even if it is causal.
         rows, width, inner: of [rows, inner] x [inner, width]; of attention queries, keys and the width of a head.
     """
 
@@ -32,7 +32,7 @@ class ProductRate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyRate:
-    """What the memory was measured at, when an operation reads and writes ``bytes`` together.
+    """The measured rate of memory, for an operation that reads and writes ``bytes`` together.
 
     Attributes:
         kernel: "copy", or a kind with a rate of its own; the words are those of ``cost.program.time.operation.Pass``.
@@ -50,20 +50,20 @@ class Chip:
     Attributes:
         name, vendor: as people write them.
         year: of its generation; kernels differ by it.
-        flops_per_s: peak rate of products by format; a format that is not there is not multiplied by this chip.
-        measured_share: the best product ever measured in 16 bits, as a share of the peak; None where nobody has told.
+        flops_per_s: peak rate of products by format; the chip does not multiply other formats.
+        measured_share: the best product ever measured in 16 bits, as a share of the peak; None if unpublished.
         memory_bytes, memory_bytes_per_s: its own memory.
-        cores: streaming multiprocessors or what stands for them; a product's tiles are dealt to them in waves.
+        cores: streaming multiprocessors or their equivalent; a product's tiles run on them in waves.
         launch_s: from the end of a kernel to the start of the next.
         link_bytes_per_s: to its neighbours in the fast domain, one direction, all links together.
         domain: how many chips the fast links join.
         host_bytes_per_s: to the memory of the host, one direction.
-        power_w: thermal design power; None where nobody has told.
-        failures_per_hour: that end a job, of one chip with its share of the host; None where nobody has told.
+        power_w: thermal design power; None if unpublished.
+        failures_per_hour: that end a job, of one chip with its share of the host; None if unpublished.
         source: where the figures were read.
         products: rates of products as measured on this chip, by shape; empty where only published figures are known.
         copies: rates of its memory as measured, by size.
-        serving: what engine steps of a server were measured at, by the way of computing them.
+        serving: measured rates of a server's engine steps, by the way of computing them.
     """
 
     name: str

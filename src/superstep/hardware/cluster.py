@@ -1,4 +1,4 @@
-"""Cluster: how many chips, and what joins them."""
+"""Cluster: the number of chips, and the links between them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Collective = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveRate:
-    """What a collective was measured at: ``latency_s`` and, beyond it, a second for each ``bytes_per_s``.
+    """A collective's measured rate: ``latency_s``, plus a second for each ``bytes_per_s``.
 
     The bytes are those of the whole tensor on one rank: of the input of an all-reduce, a reduce-scatter, an all-to-all
     and a send, of the output of an all-gather.

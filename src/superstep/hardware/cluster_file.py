@@ -1,8 +1,8 @@
-"""Clusters as people write them: ``128xH100``, or a TOML file; and back.
+"""Clusters as people write them: ``128xH100``, or a TOML file.
 
 The keys of a file are the fields of Cluster, with those of its chip in ``[chip]``. A chip of the catalogue is named
-(``chip = "H100-SXM"``) or taken as the base of another (``base = "H100-SXM"`` in ``[chip]``); then what the file leaves
-out is as in the chip's usual system.
+(``chip = "H100-SXM"``) or is the base of another (``base = "H100-SXM"`` in ``[chip]``); keys left out then have the
+values of the chip's usual system.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from superstep.plan.config_io import build, read_tables, write_fields
 
 
 def cluster(text: str) -> Cluster:
-    """The cluster that ``128xH100`` or the path of a TOML file stands for.
+    """The cluster for ``128xH100`` or the path of a TOML file.
 
     Raises:
         ConfigError: neither of the two, an unknown chip, or a file with a missing, unknown, wrong or absurd value.
@@ -44,14 +44,14 @@ def cluster(text: str) -> Cluster:
 
 
 def _whole_domains(domain: int, chips: int) -> int:
-    """A rack or a pod is rented in parts, in whole trays of four: 256 chips of racks of 72 are four times 64."""
+    """A rack or a pod is rented in whole trays of four: 256 chips of racks of 72 are four times 64."""
     if chips <= domain or chips % domain == 0 or domain <= 16:
         return domain
     return max((size for size in range(4, domain, 4) if chips % size == 0), default=domain)
 
 
 def read_cluster(path: Path) -> Cluster:
-    """The cluster that a TOML file describes; raises ConfigError as ``cluster`` does."""
+    """The cluster of a TOML file; raises ConfigError like ``cluster``."""
     raw = read_tables(path)
     try:
         return check_cluster(_build_cluster(raw))
@@ -78,11 +78,11 @@ def _build_cluster(raw: Mapping[str, Any]) -> Cluster:
 
 
 def _with_links(raw: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """The table of a cluster, its links those of its chip where it says nothing of them."""
+    """A cluster's table, with its chip's links where it has none."""
     return dict(raw) | {key: own[key] for key in ("domain", "link_bytes_per_s") if key in own and key not in raw}
 
 
 def write_cluster(cluster: Cluster) -> str:
-    """The TOML text that ``read_cluster`` reads back as an equal value; raises ConfigError where it would refuse it."""
+    """The TOML text that ``read_cluster`` reads back as an equal value; raises ConfigError for a refused one."""
     check_cluster(cluster)
     return "\n".join([*write_fields(cluster), "", "[chip]", *write_fields(cluster.chip), ""])

@@ -1,9 +1,9 @@
 """Collectives: seconds to move bytes among the ranks of a group.
 
-A ring passes each byte once over every link, so what a rank can take in is the slowest of what carries it: the fast
-links of its domain, and its share of the domain's ports to the network, as many ports as the group has ranks in the
-domain (Thakur 2005; Narayanan 2021, sec. 4.1). A gather takes one step for each rank but one: one between two domains
-that follow each other, all others inside of them (NCCL's tuning.cc counts a ring's latency so).
+A ring passes each byte once over every link, so a rank receives at the rate of the slowest of: the fast links of its
+domain, and its share of the domain's network ports, as many ports as the group has ranks in the domain (Thakur 2005;
+Narayanan 2021, sec. 4.1). A gather takes one step for each rank but one: one between two neighbouring domains, all
+others inside domains (NCCL's tuning.cc counts a ring's latency so).
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import numpy as np
 from superstep.hardware.units import Array
 
 WIRINGS = ("switched", "mesh", "cube")
-"""Of a domain; a torus counts as switched: a group of its chips is taken to have all links that the whole has."""
+"""Wirings of a domain; a torus counts as switched: a group of its chips is assumed to have all of its links."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
-    """What joins the chips.
+    """The links between chips.
 
     Attributes:
         link_bytes_per_s, link_latency_s: one chip over the fast links of its domain, one direction.
         domain: chips that these join.
         network_bytes_per_s, network_latency_s: one chip between domains.
-        send_share: of these rates that a transfer between two ranks reaches: it opens fewer channels than a ring.
+        send_share: share of these rates for a transfer between two ranks, which opens fewer channels than a ring.
         wiring: 0 where a switch joins a domain, 1 where each chip has a link to each other, 2 where the links are the
-            edges of a cube. Without a switch a small group has fewer of a chip's links between its members.
+        edges of a cube. Without a switch a small group has fewer of a chip's links between its members.
     """
 
     link_bytes_per_s: Array
@@ -40,7 +40,7 @@ class Links:
     wiring: Array = field(default_factory=lambda: np.zeros(()))
 
     def within(self, local: Array) -> Array:
-        """Bytes a second of one chip to ``local`` chips of its domain, itself among them, over the links there are."""
+        """Bytes a second of one chip to ``local`` chips of its domain, itself among them."""
         others = np.maximum(np.minimum(local, self.domain), 2.0)
         share = np.where(self.wiring == WIRINGS.index("mesh"), (others - 1) / np.maximum(self.domain - 1, 1.0), 1.0)
         edges = np.log2(others) / np.log2(np.maximum(self.domain, 2.0))
@@ -50,7 +50,7 @@ class Links:
 
 @dataclass(frozen=True, slots=True)
 class RankGroup:
-    """``ranks`` of them, each ``stride`` chips from the next; arrays of one shape are as many groups."""
+    """``ranks`` ranks, each ``stride`` chips from the next; arrays of one shape are as many groups."""
 
     ranks: Array
     stride: Array
@@ -62,7 +62,7 @@ class RankGroup:
 
 
 def gather_s(size: Array, group: RankGroup, links: Links) -> Array:
-    """Seconds in which every rank gathers ``size`` bytes, a part from each; a reduce-scatter is the same backwards."""
+    """Seconds to gather ``size`` bytes on every rank, a part from each; a reduce-scatter takes the same."""
     local = group.local(links.domain)
     domains = np.ceil(group.ranks / local)
     # Between domains, as many ports carry the ring as the group has ranks in a domain.
@@ -75,9 +75,9 @@ def gather_s(size: Array, group: RankGroup, links: Links) -> Array:
 
 
 def relay_s(size: Array, group: RankGroup, links: Links) -> Array:
-    """Seconds in which the parts of ``size`` bytes go once round the group, each rank handing on to the next.
+    """Seconds to pass the parts of ``size`` bytes once round the group, each rank sending to the next.
 
-    One rank of a domain hands on to another domain, through its own port, and all wait for it (Liu 2023).
+    One rank of a domain sends to the next domain, through its own port, and all wait for it (Liu 2023).
     """
     local = group.local(links.domain)
     is_wide = group.ranks > local
@@ -89,10 +89,10 @@ def relay_s(size: Array, group: RankGroup, links: Links) -> Array:
 
 
 def all_reduce_s(size: Array, group: RankGroup, links: Links) -> Array:
-    """Seconds in which the group sums ``size`` bytes that every rank has: reduce-scatter, then gather.
+    """Seconds to sum ``size`` bytes of every rank over the group: reduce-scatter, then gather.
 
-    Over many domains a tree takes the place of the ring: a chain in each domain, and between domains latency grows with
-    the logarithm.
+    Over many domains a tree replaces the ring: a chain in each domain, and between domains latency grows with the
+    logarithm.
     """
     local = group.local(links.domain)
     domains = np.ceil(group.ranks / local)
@@ -104,7 +104,7 @@ def all_reduce_s(size: Array, group: RankGroup, links: Links) -> Array:
 
 
 def all_to_all_s(size: Array, group: RankGroup, links: Links) -> Array:
-    """Seconds in which every rank sends ``size`` bytes, a part to each."""
+    """Seconds to send ``size`` bytes from every rank, a part to each."""
     local = group.local(links.domain)
     part = size / group.ranks
     outside = part * (group.ranks - local) / links.network_bytes_per_s
@@ -114,9 +114,9 @@ def all_to_all_s(size: Array, group: RankGroup, links: Links) -> Array:
 
 
 def dispatch_s(size: Array, copies: Array, group: RankGroup, links: Links) -> Array:
-    """Seconds in which every rank sends its ``size`` bytes of tokens to ``copies`` experts each, once to a domain.
+    """Seconds to send every rank's ``size`` bytes of tokens to ``copies`` experts each, once to a domain.
 
-    Of n domains a token with k experts drawn alike visits n · (1 - (1 - 1/n)^k); within a domain it is copied on.
+    Of n domains a token with k random experts visits n · (1 - (1 - 1/n)^k); within a domain it is copied on.
     """
     local = group.local(links.domain)
     domains = np.ceil(group.ranks / local)
@@ -129,7 +129,7 @@ def dispatch_s(size: Array, copies: Array, group: RankGroup, links: Links) -> Ar
 
 
 def send_s(size: Array, stride: Array, links: Links) -> Array:
-    """Seconds in which a rank sends ``size`` bytes to the rank ``stride`` chips away."""
+    """Seconds to send ``size`` bytes to the rank ``stride`` chips away."""
     is_near = stride < links.domain
     rate = links.send_share * np.where(is_near, links.within(np.asarray(2.0)), links.network_bytes_per_s)
     return size / rate + np.where(is_near, links.link_latency_s, links.network_latency_s)

@@ -1,4 +1,4 @@
-"""A core of a server's CPU as a chip: for holding layouts against each other where nobody has measured the machine."""
+"""A core of a server's CPU as a chip, to compare layouts where the machine was not measured."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ CORE = Chip(
     domain=64,
     source="orders of magnitude, of superstep measure on an Emerald Rapids; a network of 10 Gb/s",
 )
-"""Its ratios are those of any server's core of these years; its seconds are nobody's."""
+"""Its ratios are those of any server core of these years; its seconds are not real."""
 
 
 def cores(count: int, on_each_host: int) -> Cluster:
-    """So many, on hosts."""
+    """A cluster of ``count`` cores."""
     return Cluster(
         chip=CORE,
         chips=count,

@@ -1,6 +1,6 @@
-"""What usually joins the fast domains of a chip: the network of its maker's own system, as far as there is one.
+"""The usual network between a chip's fast domains: that of its maker's own system, if there is one.
 
-A card without such a system is given one port of its time for every two cards.
+A card without such a system has one port of its time for every two cards.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from superstep.hardware.units import GBIT_PER_S
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """Between domains.
+    """The network between domains.
 
     Attributes:
         bytes_per_s: of one chip, one direction.
         topology: of the domain itself.
-        source: the system that has it, and what it has.
+        source: the system, and its ports.
     """
 
     bytes_per_s: float
@@ -29,12 +29,12 @@ class Network:
 
 
 def _ports(gbit_per_s: float, source: str, chips: int = 1, topology: Topology = "switched") -> Network:
-    """One port for so many chips."""
+    """One port for ``chips`` chips."""
     return Network(bytes_per_s=gbit_per_s * GBIT_PER_S / chips, topology=topology, source=source)
 
 
 def _pod(gbit_per_s: float, chips: int, source: str) -> Network:
-    """The network of one host for its chips."""
+    """One host's network for its chips."""
     return Network(bytes_per_s=gbit_per_s * GBIT_PER_S / chips, topology="torus", source=source)
 
 
@@ -92,7 +92,7 @@ NETWORKS: dict[str, Network] = {chip.name: network for chip, network in _USUAL}
 
 
 def usual_cluster(chip: Chip, chips: int, *, like: str | None = None) -> Cluster:
-    """Chips in the usual system of the catalogue's chip ``like``, the chip's own name where nothing else is said."""
+    """Chips in the usual system of the catalogue's chip ``like``, by default the chip itself."""
     network = NETWORKS[like or chip.name]
     return Cluster(
         chip=chip,

@@ -1,7 +1,7 @@
-"""Chips of NVIDIA: dense rates, where a data sheet counts structured sparsity halved.
+"""Chips of NVIDIA: dense rates; figures with structured sparsity are halved.
 
-A card whose NVLink bridge is an option is given its PCIe link, and eight of them share a host. Failures that nobody
-has published for a chip are None, whatever is known of its relatives.
+A card with an optional NVLink bridge has its PCIe link here, and eight of them share a host. Failures that are not
+published for a chip are None, even if those of similar chips are known.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a cluster's figures may be: limits so wide that they catch a unit wrong by a thousand, not a poor machine."""
+"""Limits of a cluster's figures: so wide that they catch a unit wrong by a thousand, not a slow machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from superstep.hardware.cluster import Cluster
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """From ``low`` to ``high``, both allowed, in a unit, with an example that shows how it is written."""
+    """From ``low`` to ``high``, both allowed, in a unit, with an example."""
 
     low: float
     high: float
@@ -60,7 +60,7 @@ LIMITS: dict[str, Limit] = {
     "beside_bytes": Limit(0, 1e11, _BYTES),
     "spread": Limit(0, 100, "as a share of 1"),
 }
-"""By field, of whatever dataclass."""
+"""By field, of any dataclass."""
 
 PRODUCTS_TO_MEMORY = Limit(1, 1e4, "")
 """FLOPs in the time of a byte of memory; 26 to 1,875 on the chips of the catalogue."""

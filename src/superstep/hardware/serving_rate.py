@@ -1,4 +1,4 @@
-"""ServingRate: what an engine step of a server was measured at, in one way of computing it."""
+"""ServingRate: the measured rate of a server's engine step, in one way of computing it."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingRate:
-    """Seconds of each kind of work in an engine step: ``cost.serve`` has the kinds, and says how often a step has each.
+    """Seconds of each kind of work in an engine step; ``cost.serve`` has the kinds and counts them in a step.
 
     Attributes:
-        way: number format and what is special: bf16, bf16-exact, bf16-w8a8, ...
+        way: number format and variant: bf16, bf16-exact, bf16-w8a8, ...
         tp: ranks that shared the model.
-        block_keys: texts were read together whose keys are as many blocks of so many.
+        block_keys: texts whose keys fill the same number of blocks of this size were read together.
         is_paged: whether a row that is alone in its text was read in its pages.
-        leaves_rows: whether only rows whose logits are wanted went on behind the last layer's keys.
-        term_s: seconds of each kind.
+        leaves_rows: whether only rows with wanted logits went on after the last layer's keys.
         held_bytes: of a rank's memory, for each weight of a linear: more than one copy may be kept.
-        beside_bytes: what a rank's process takes beside weights and keys.
-        spread: how far a measured step was from what these seconds say, in the median, as a share.
+        beside_bytes: a rank's process without weights and keys.
+        spread: the median error of these seconds for a measured step, as a share.
     """
 
     way: str

@@ -1,4 +1,4 @@
-"""The units in which makers publish, in base units; and numbers of many plans, chips or runs at once."""
+"""Makers' units in base units; and arrays of numbers for many plans, chips or runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ GIB = 2.0**30
 GB_PER_S = 1e9
 """Bytes a second. Rates of memory and links are decimal."""
 GBIT_PER_S = 1e9 / 8
-"""Bytes a second."""
 
 
 def tera(**rates: float) -> tuple[tuple[Rate, float], ...]:

@@ -1,4 +1,4 @@
-"""add_product: a product summed into fp32 with as little rounding as the device's kernels allow."""
+"""add_product: adds a product to an fp32 sum with as little rounding as the device's kernels allow."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from superstep.kernels.product import add_by_fp32, by_fp32, by_onednn, product
 def add_product(total: Tensor, left: Tensor, right: Tensor, scale: float = 1.0) -> None:
     """total += scale · left · right; the factors may be narrower than ``total``, which is then fp32.
 
-    On a GPU the product of 16-bit factors is summed in fp32 straight into ``total``, and so it is on a CPU that
-    multiplies them faster in fp32, or has AMX, where ``kernels.amx_weight_grad`` takes them. Elsewhere torch 2.13 has
-    no such
-    kernel: each product is summed in fp32 and rounded to the factors' dtype, by 2^-9 of its size at most in bf16, and
-    ``total`` adds up in fp32 what was rounded once.
+    On a GPU the product of 16-bit factors is summed in fp32 straight into ``total``; so it is on a CPU that multiplies
+    faster in fp32, or has AMX, where ``kernels.amx_weight_grad`` is used. Elsewhere torch 2.13 has no such kernel: each
+    product is summed in fp32 and rounded to the factors' dtype, by at most 2^-9 of its size in bf16, and ``total`` adds
+    these in fp32.
     """
     if amx_weight_grad.takes(total, left, right):
         amx_weight_grad.add(total, left, right, scale)

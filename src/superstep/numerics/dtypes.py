@@ -1,4 +1,4 @@
-"""The dtypes of a run's configuration, as torch has them."""
+"""The torch dtypes of a run's configuration."""
 
 from __future__ import annotations
 

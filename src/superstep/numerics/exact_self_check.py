@@ -1,8 +1,7 @@
-"""Whether this machine computes what exact mode builds on: asked with numbers, not by the processor's name.
+"""Checks numerically whether this machine keeps what exact mode needs.
 
-An element of a product must depend on its own row and column alone, and an element of a function or of a row's sum on
-that element or row alone, whatever else is computed beside it. ``numerics.invariant_matmul`` says what was measured
-where.
+An element of a product must depend only on its own row and column, and an element of a function or of a row's sum only
+on that element or row, whatever else is computed beside it. ``numerics.invariant_matmul`` says what was measured where.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ LENGTHS = (1, 7, 16, 31, 63, 100)
 
 
 def first_difference(dtype: torch.dtype, device: torch.device) -> str | None:
-    """What exact mode needs and this machine does not keep; None where it keeps everything."""
+    """The first need of exact mode that this machine does not keep; None where it keeps all."""
     return next(_differences(dtype, device), None)
 
 
@@ -60,7 +59,7 @@ def _attention_differences(random: torch.Generator) -> Iterator[str]:
 
 
 def _forms(left: Tensor, right: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-    """How the factors lie in a layer's forward pass, and in the two products of its backward pass."""
+    """The factors' layouts in a layer's forward pass, and in the two products of its backward pass."""
     return {
         "forward": (left, right.t().contiguous().t()),
         "backward": (left, right),
@@ -69,7 +68,7 @@ def _forms(left: Tensor, right: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def _like(part: Tensor, whole: Tensor) -> Tensor:
-    """The part in memory of its own, laid out as the whole is."""
+    """A copy of the part, laid out like the whole."""
     return part.contiguous() if whole.is_contiguous() else part.t().contiguous().t()
 
 

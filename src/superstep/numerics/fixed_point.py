@@ -1,17 +1,17 @@
 """Sums that do not depend on their order: numbers on a fixed grid, added as integers.
 
-Floating-point addition rounds, so the sum of three numbers depends on which two come first. Integers do not round. A
-number is put on a grid of 2^-bits by cutting off what lies below it, which depends on that number alone; any order of
-additions, on any number of ranks, then gives the same 64 bits. Inside the range nothing else is lost: fp32 has 24 bits,
-so what is at least 2^(24 - bits) in size is on the grid already.
+Floating-point addition rounds, so the sum of three numbers depends on the order. Integers do not round. A number is put
+on a grid of 2^-bits by cutting off lower bits, which depends on that number alone; any order of additions, on any
+number of ranks, then gives the same 64 bits. Within the range nothing else is lost: fp32 has 24 bits, so a number of at
+least 2^(24 - bits) is already on the grid.
 
     grid         bits   sum's range    smallest number that keeps 20 bits
     PARAMETER    50     ±2^13          2^-30    gradients of parameters, over microbatches and ranks
     ACTIVATION   58     ±2^5           2^-38    gradients of keys and values, over queries; each is of a token's share
     LOSS         24     -              -        nats of a token, added in fp64: exact up to 2^29 nats
 
-A sum that left its range would wrap around to another number. So each term must stay below the range divided by as many
-terms as can meet, which the run's batch says and no layout changes.
+A sum outside its range would wrap around. So each term must stay below the range divided by the most terms of a sum,
+which follows from the run's batch and not from the layout.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from superstep.kernels import fixed_point_sum as kernel
 from superstep.numerics.sending import send
 
 BLOCK = 2**16
-"""Elements put on the grid at once: they stay in the cache between the passes (1 ns an element, 5 in one go)."""
+"""Elements put on the grid at once: they stay in the cache between passes (1 ns an element, 5 ns all at once)."""
 
 
 MEND = ": training diverges. Lower train.lr, raise train.warmup_steps, or set numerics.exact = false."
 
 LARGEST_LOSS = 2.0**29
-"""Nats that are summed without rounding."""
+"""The largest sum of nats without rounding."""
 
 LARGEST_SQUARE = 2.0**32
-"""What a sum of squares must stay below: half of what would wrap around."""
+"""The limit of a sum of squares: half of the range."""
 
 
 class OutOfRange(RuntimeError):
-    """A number lies outside the range of its grid, or is no number."""
+    """A number is outside the range of its grid, or is not a number."""
 
 
 class Excess:
-    """What no sum of a step has room for: noted where it comes up, and asked for when the ranks meet, so that all stop
-    together. The first is kept.
+    """A step's numbers out of range: noted when they appear, and read when the ranks meet, so that all stop together.
+    Only the first is kept.
     """
 
     def __init__(self) -> None:
@@ -52,41 +52,39 @@ class Excess:
         self._largest: dict[Grid, Tensor] = {}
 
     def note(self, what: str) -> None:
-        """Keep ``what``, if nothing is there yet."""
         self.found = self.found or what
 
     def watch(self, grid: Grid, largest: Tensor) -> None:
-        """Look later whether the largest term of a sum has room: it is on a GPU, which is not waited for here."""
+        """Check later whether a sum's largest term is in range: it is on a GPU, and this call does not wait."""
         before = self._largest.get(grid)
         self._largest[grid] = largest if before is None else torch.maximum(before, largest)  # of no number none
 
     def is_found(self, device: torch.device) -> Tensor:
-        """Whether something is noted, or has no room of what is watched: on the device."""
+        """Whether something is noted, or a watched term is out of range: on the device."""
         are_beyond = [~(largest < grid.limit) for grid, largest in self._largest.items()]
         return torch.stack([send(torch.tensor(bool(self.found)), device), *are_beyond]).any()
 
     def message(self) -> str:
-        """What is noted, in words; waits for what is watched."""
+        """The noted problem in words; waits for watched terms."""
         for grid, largest in self._largest.items():
             if not float(largest) < grid.limit:
                 self.note(grid.message_of(float(largest)))
         return self.found
 
     def clear(self) -> None:
-        """Begin anew."""
+        """Reset."""
         self.found = ""
         self._largest.clear()
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Multiples of 2^-bits, of which up to ``terms`` meet in a sum.
+    """Multiples of 2^-bits, of which at most ``terms`` meet in a sum.
 
     Attributes:
-        bits: see above.
         terms: a power of two.
-        name: of what is summed, for a message.
-        excess: where a term that is too large is noted; None raises at once.
+        name: of the sum, for messages.
+        excess: where a term out of range is noted; None raises at once.
     """
 
     bits: int
@@ -96,23 +94,21 @@ class Grid:
 
     @property
     def scale(self) -> float:
-        """How many steps of the grid are one."""
+        """Grid steps in 1."""
         return 2.0**self.bits
 
     @property
     def limit(self) -> float:
-        """What a single term must stay below, so that ``terms`` of them cannot leave 64 bits."""
+        """The bound of a single term, so that ``terms`` of them stay within 64 bits."""
         return 2.0 ** (63 - self.bits) / self.terms
 
     def of(self, terms: int, name: str, excess: Excess | None) -> Grid:
-        """The same grid for a sum of up to ``terms``."""
+        """The same grid for a sum of at most ``terms``."""
         return replace(self, terms=1 << max(terms - 1, 1).bit_length(), name=name, excess=excess)
 
     def add(self, into: Tensor, values: Tensor) -> None:
-        """``into += values``, with an int64 ``into`` of the same shape; the values' memory may be used up.
-
-        Raises:
-            OutOfRange: a value is too large or is no number.
+        """``into += values``, with an int64 ``into`` of the same shape; may overwrite the values. Raises OutOfRange
+        where a value is too large or not a number.
         """
         if kernel.takes(into, values):
             if not kernel.add(into, values, scale=self.scale, limit=self.limit):
@@ -126,11 +122,8 @@ class Grid:
             total.add_(self.put_(part))
 
     def add_products(self, into_OI: Tensor, grad_BSO: Tensor, x_BSI: Tensor, chunks: int) -> bool:
-        """``into += gradᵀ · x``, of each of so many chunks of the tokens one product, by the kernel. False, and nothing
-        is done, where there is none.
-
-        Raises:
-            OutOfRange: an element of a product is too large or is no number.
+        """``into += gradᵀ · x``, one product for each chunk of the tokens, by the kernel. Without a kernel it does
+        nothing and returns False. Raises OutOfRange where an element of a product is too large or not a number.
         """
         if not kernel.takes_products(into_OI, grad_BSO, x_BSI):
             return False
@@ -142,10 +135,8 @@ class Grid:
     def add_grouped_products(
         self, into_EOI: Tensor, grad_RO: Tensor, x_RI: Tensor, order_R: Tensor, starts: Tensor
     ) -> bool:
-        """The same for many weights, each with chunks of rows of its own; see the kernel.
-
-        Raises:
-            OutOfRange: an element of a product is too large or is no number.
+        """The same for many weights, each with its own chunks of rows; see the kernel. Raises OutOfRange where an
+        element of a product is too large or not a number.
         """
         if not kernel.takes_products(into_EOI, grad_RO, x_RI):
             return False
@@ -157,10 +148,8 @@ class Grid:
         return True
 
     def put_(self, values: Tensor) -> Tensor:
-        """The values on the grid: int64. Their memory is used up, where they are fp32.
-
-        Raises:
-            OutOfRange: a value is too large or is no number, and nobody is there to note it.
+        """The values on the grid: int64. Overwrites them where they are fp32. Raises OutOfRange where a value is too
+        large or not a number, and there is no ``excess`` to note it.
         """
         wide = values.float()
         if self.excess is not None and wide.is_cuda and wide.numel():
@@ -172,13 +161,12 @@ class Grid:
         return wide.mul_(self.scale).to(torch.int64)
 
     def refuse(self, largest: float) -> None:
-        """Note, or raise, that a term of this size has no room."""
+        """Note, or raise, that a term is out of range."""
         if self.excess is None:
             raise OutOfRange(self.message_of(largest))
         self.excess.note(self.message_of(largest))
 
     def message_of(self, largest: float) -> str:
-        """What is said of a term of this size."""
         room = f"room for {self.terms} terms below {self.limit:g} in size"
         return f"{self.name} has a term of {largest:.3g}, and its exact sum has {room}{MEND}"
 
@@ -187,7 +175,7 @@ class Grid:
         return (total.double() * 2.0**-self.bits).float()
 
     def take_into(self, out: Tensor, total: Tensor) -> None:
-        """``take`` into fp32 memory that is there, with no more than a block's beside it; both in a row."""
+        """``take`` into existing contiguous fp32 memory, with only a block's extra memory."""
         for to, part in zip(out.split(BLOCK), total.split(BLOCK), strict=True):
             to.copy_(self.take(part))
 
@@ -203,11 +191,11 @@ def exact_loss_sum(nats: Tensor) -> Tensor:
 
 
 def square_sum(values: Tensor) -> Tensor:
-    """The squares' sum as three int64 numbers [3], to be added over ranks: in units of 2^-30, in units of 2^-60, and
-    roughly in units of 1. What the first two mean is the same however values are cut up.
+    """The sum of squares as three int64 numbers [3], to add over ranks: in units of 2^-30, of 2^-60, and roughly of 1.
+    The first two give the same sum for any split of the values.
 
-    Squares of fp32 numbers are exact in fp64. The coarse part counts whole units, the fine part what they leave, and
-    hands on what became whole; so they hold sums up to 2^33 of any number of values. The rough one tells beyond that.
+    Squares of fp32 numbers are exact in fp64. The coarse part counts whole units, the fine part the rest, and carries
+    over full units; so they hold sums up to 2^33 of any number of values. The rough part detects larger sums.
     """
     coarse, fine, rough = (torch.zeros((), dtype=torch.int64, device=values.device) for _ in range(3))
     for part in values.reshape(-1).split(BLOCK):
@@ -222,10 +210,8 @@ def square_sum(values: Tensor) -> Tensor:
 
 
 def from_square_sum(parts: Sequence[int]) -> float:
-    """The number that three sums of ``square_sum``, themselves added over ranks, mean.
-
-    Raises:
-        OutOfRange: it is too large to be known exactly; on every layout alike.
+    """The number of three parts of ``square_sum``, added over ranks. Raises OutOfRange where it is too large to be
+    exact; the same on every layout.
     """
     coarse, fine, rough = parts
     units = coarse * 2**30 + fine
@@ -239,10 +225,8 @@ def from_square_sum(parts: Sequence[int]) -> float:
 
 
 def require_exact_loss(nats: float) -> float:
-    """The sum of the losses of a step, if it was summed without rounding; what is no number is left to others.
-
-    Raises:
-        OutOfRange: it was not.
+    """Return a step's loss sum if it was summed without rounding; NaN is left to other checks. Raises OutOfRange where
+    it was rounded.
     """
     if abs(nats) >= LARGEST_LOSS:
         raise OutOfRange(f"the losses of a step sum to {nats:.3g} nats, and exact sums have room below 2^29{MEND}")

@@ -1,14 +1,13 @@
-"""Attention of which a query's bits depend on the query and on the keys before it, and on nothing else.
+"""Attention with bits that depend only on the query and the keys before it.
 
-Keys lie in blocks of ``BLOCK``, counted from where their document starts. A row's weights are summed over each block,
-and the blocks from left to right; so are its values. A block that a row does not see adds exact zeros, so a row may be
-computed beside rows that see more, or beside none: a prompt in chunks, a single new token, a whole sequence in training
-have the same bits. ``numerics.invariant_matmul`` says why one product over at most ``BLOCK`` keys keeps them.
-
-On a CPU with a compiler ``kernels.exact_attention`` takes its place, with bits of its own.
+Keys lie in blocks of ``BLOCK``, counted from their document's start. A row's weights and values are summed over each
+block, and the blocks from left to right. A block that a row does not see adds exact zeros, so other rows beside it do
+not matter: a prompt in chunks, a single new token, a whole sequence in training have the same bits.
+``numerics.invariant_matmul`` says why one product over at most ``BLOCK`` keys keeps them. On a CPU with a compiler
+``kernels.exact_attention`` replaces it, with bits of its own.
 
     b  products side by side: sequences times key heads      P  keys, a multiple of BLOCK
-    R  queries of a key head, ROWS of them at least          H  width of one head
+    R  queries of a key head, at least ROWS                  H  width of one head
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ BLOCK = PIECE
 
 
 def pad_keys(x_bPH: Tensor) -> Tensor:
-    """With as many zeros behind them as fill the last block."""
+    """The keys with zeros to fill the last block."""
     return F.pad(x_bPH, (0, 0, 0, -x_bPH.shape[1] % BLOCK))
 
 
 def pad_rows(x_RX: Tensor) -> Tensor:
-    """With zeros below them until they are ``ROWS``: what they see or give counts for nothing."""
+    """The rows with zeros up to ``ROWS``; the added rows do not count."""
     return F.pad(x_RX, (0, 0, 0, max(0, ROWS - x_RX.shape[-2])))
 
 
@@ -37,10 +36,10 @@ def attend_rows(rows_bRH: Tensor, keys_bPH: Tensor, values_bPH: Tensor, hidden: 
     """The mixed values, [b, R, H], fp32.
 
     Args:
-        rows_bRH: queries, fp32, of any number.
+        rows_bRH: queries, fp32.
         keys_bPH: fp32, whole blocks.
-        values_bPH: fp32; what is hidden from all must be finite.
-        hidden: which keys a row does not see: [R, P] or [b, R, P]. Each row sees one at least.
+        values_bPH: fp32; values hidden from all rows must be finite.
+        hidden: which keys a row does not see: [R, P] or [b, R, P]. Each row sees at least one.
     """
     rows = rows_bRH.shape[1]
     rows_bRH, hidden = pad_rows(rows_bRH), pad_rows(hidden)
@@ -52,7 +51,7 @@ def attend_rows(rows_bRH: Tensor, keys_bPH: Tensor, values_bPH: Tensor, hidden: 
 
 
 def probabilities(rows_bRH: Tensor, keys_bPH: Tensor, hidden: Tensor) -> Tensor:
-    """The weights of ``attend_rows``, each row's summing to one: [b, R, P]."""
+    """The weights of ``attend_rows``, each row with sum one: [b, R, P]."""
     weights_bRP, total_bR1 = _weights(rows_bRH, keys_bPH, hidden)
     return weights_bRP.div_(total_bR1)
 

@@ -1,18 +1,17 @@
-"""Products whose bits do not depend on how the factors are cut.
+"""Products with bits that do not depend on how the factors are cut.
 
-A product of matrices sums over its inner dim K, and how a library orders that sum depends on K. What was measured on
-CPUs with AVX-512 (MKL in fp32, oneDNN in bf16, one thread): at K up to 384 an element's bits depend on its own row and
-column alone, however many rows (from 16 on) and columns there are, and from 448 on no more. An Intel Xeon keeps this
-for any 2 columns or more; on an AMD EPYC (Zen 5), where MKL takes other kernels, the columns past the last multiple of
-16 are summed in another order. So what has fewer rows or odd columns is padded, and K is cut into pieces of at most
-``PIECE``, whose products are summed here in an order that is always the same:
+A product of matrices sums over its inner dim K, and a library's order of that sum depends on K. Measured on CPUs with
+AVX-512 (MKL in fp32, oneDNN in bf16, one thread): at K up to 384 an element's bits depend only on its row and column,
+for any number of rows (from 16 on) and columns; from 448 on they do not. An Intel Xeon keeps this for 2 columns or
+more; on an AMD EPYC (Zen 5), where MKL uses other kernels, the columns after the last multiple of 16 are summed in
+another order. So fewer rows or odd columns are padded, and K is cut into pieces of at most ``PIECE``, whose products
+are summed here in a fixed order:
 
-    cells     K is cut into as many equal cells as the layout could ever cut it into; a tensor-parallel rank holds
-              some of them. Cells are summed as a binary tree, so that ranks can sum what they have first.
+    cells     K is cut into as many equal cells as any layout could cut it into; a tensor-parallel rank holds some of
+              them. Cells are summed as a binary tree, so that ranks can first sum what they have.
     pieces    a cell larger than PIECE is cut further, and its pieces are summed from left to right.
 
-Partial sums are fp32 whatever the dtype of the factors. ``numerics.exact_self_check`` asks a machine whether this
-holds.
+Partial sums are fp32 for any dtype of the factors. ``numerics.exact_self_check`` checks this on a machine.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ PIECE = 256
 """The largest inner dim of one product."""
 
 ROWS = 16
-"""The fewest rows of one product; what has fewer is padded."""
+"""The fewest rows of one product; fewer are padded."""
 
 COLUMNS = 16
-"""The columns of one product are a multiple of this; others are padded."""
+"""Columns are padded to a multiple of this."""
 
 SMALL = 16**3
-"""Multiply-adds up to which torch multiplies bf16 by a kernel of its own, in another order; padded too."""
+"""Multiply-adds up to which torch multiplies bf16 with a kernel of its own, in another order; padded too."""
 
 
 def product(left_MK: Tensor, right_KN: Tensor, *, cells: int = 1) -> Tensor:
@@ -65,18 +64,14 @@ def _cell(left_MK: Tensor, right_KN: Tensor) -> Tensor:
 
 
 def _pad(matrix: Tensor, *, rows: int = 0, columns: int = 0) -> Tensor:
-    """With so many rows and columns of zeros more, laid out in memory as it was: the layout picks the kernel."""
+    """Add rows and columns of zeros, with the same memory layout: the layout selects the kernel."""
     if matrix.stride(0) == 1 and matrix.shape[1] > 1:
         return _pad(matrix.t(), rows=columns, columns=rows).t()
     return torch.nn.functional.pad(matrix, (0, columns, 0, rows))
 
 
 def tree_sum(parts: Sequence[Tensor]) -> Tensor:
-    """The sum as a binary tree over neighbours; the number of parts is a power of two.
-
-    Raises:
-        AssertionError: it is not.
-    """
+    """The sum as a binary tree over neighbours; the number of parts is a power of two (else AssertionError)."""
     assert len(parts) & (len(parts) - 1) == 0, "a tree of ranks and cells needs powers of two"
     while len(parts) > 1:
         parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=True)]

@@ -1,7 +1,7 @@
 """Cross entropy as a sum over the targets that count.
 
-Nothing here divides. The one divisor of a step, the valid tokens of its whole global batch, is known before
-the step begins; so any split of the batch gives the same gradient.
+Nothing here divides. A step's only divisor, the valid tokens of its whole global batch, is known before the step
+begins; so any split of the batch gives the same gradient.
 
     B  sequences      V  vocabulary
     S  positions      T  tokens: B · S in a row
@@ -27,22 +27,22 @@ IGNORE = -100
 """The target of a position that does not count: padding, a prompt."""
 
 CHUNK_TOKENS = 512
-"""Each chunk is a pass over the weight's gradient, so small ones are slow: forward and backward of 1024
-tokens in bf16 at V = 32000, D = 512 took 1.12, 0.69, 0.52 s at 64, 128, 256; from 512 on, as unchunked."""
+"""Each chunk is a pass over the weight's gradient, so small ones are slow: forward and backward of 1024 tokens in bf16
+at V = 32000, D = 512 took 1.12, 0.69, 0.52 s at 64, 128, 256; from 512 on, the same as without chunks.
+"""
 
 
 TokenTerms = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
-"""The log-probabilities of some tokens, and which they are, to the loss of each and its derivative by them."""
+"""From the log-probabilities and places of some tokens to each one's loss and its derivative."""
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """The columns of the vocabulary that a rank has logits of, where ranks share it.
+    """The vocabulary columns of a rank's logits, where ranks share the vocabulary.
 
     Attributes:
-        first: the first of them.
-        count: those that are in the vocabulary. What is behind them is padding, which has no probability.
-        over_ranks: of each row's log-sum-exp and its target's logit among these columns to those among all ranks'.
+        count: those in the vocabulary; later columns are padding without probability.
+        over_ranks: from each row's log-sum-exp and target logit in these columns to those over all ranks.
     """
 
     first: int
@@ -51,12 +51,12 @@ class Columns:
 
 
 def own_columns(columns: int, place: int, vocab: int) -> int:
-    """Of the ``columns`` that the ``place``-th equal part of a padded vocabulary has, those in the vocabulary."""
+    """How many columns of the ``place``-th equal part of a padded vocabulary are in the vocabulary."""
     return max(0, min(columns, vocab - place * columns))
 
 
 def cross_entropy_sum(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
-    """Nats, summed over the valid targets: a scalar, computed in fp32 whatever the dtype of the logits."""
+    """Nats, summed over the valid targets: a scalar, computed in fp32 for any dtype of the logits."""
     logits_TV, targets_T = logits_BSV.flatten(0, -2).float(), targets_BS.flatten()
     return F.cross_entropy(logits_TV, targets_T, ignore_index=IGNORE, reduction="sum")
 
@@ -74,22 +74,23 @@ def linear_cross_entropy_sum(  # noqa: PLR0913
     columns: Columns | None = None,
     temperature: float = 1.0,
 ) -> Tensor:
-    """``cross_entropy_sum(h · weightᵀ)`` with no more than a chunk of the logits in memory (Hsu 2024).
+    """``cross_entropy_sum(h · weightᵀ)`` with only one chunk of the logits in memory (Hsu 2024).
 
-    Products are in the dtype of ``h`` and ``weight``; the softmax and the sums over chunks are fp32. Where a
-    gradient is asked for, the forward computes it while a chunk's logits are at hand, and the backward only
-    multiplies it by the incoming gradient. The weight's gradient leaves here as fp32: autograd rounds it to
-    the weight's dtype, or keeps it where ``weight.grad_dtype`` is ``torch.float32``.
+    Products are in the dtype of ``h`` and ``weight``; the softmax and the sums over chunks are fp32. If a gradient is
+    needed, the forward computes it while a chunk's logits exist, and the backward only multiplies it by the incoming
+    gradient. The weight's gradient is fp32 here: autograd rounds it to the weight's dtype, or keeps it where
+    ``weight.grad_dtype`` is ``torch.float32``.
 
     Args:
         chunk_tokens: rows of logits that exist at once.
         scale: multiplies the gradients, not the loss.
-        weight_grad_into: fp32 [V, D]. The weight's gradient is added to it **in the forward**, and autograd
-            gets none: the incoming gradient must then be 1, its factor given as ``scale``.
+        weight_grad_into: fp32 [V, D]. The weight's gradient is added to it **in the forward**, and autograd gets none:
+            the
+        incoming gradient must then be 1, its factor given as ``scale``.
         terms: another loss of each token than -logp. A token without a target has none, and no derivative.
-        is_compiled: whether ``kernels.cross_entropy`` computes rows, without a gradient too: the log-probability of a
-            token has the same bits in both.
-        columns: those of ``weight``, where other ranks have others; the gradient of ``h`` is then this rank's share.
+        is_compiled: whether ``kernels.cross_entropy`` computes rows, also without a gradient: the log-probability of a
+        token has the same bits in both.
+        columns: of ``weight``, where other ranks have others; the gradient of ``h`` is then this rank's share.
         temperature: divides the logits.
     """
     h_TD, targets_T = h_BSD.flatten(0, -2), targets_BS.flatten()
@@ -110,10 +111,7 @@ def linear_cross_entropy_sum(  # noqa: PLR0913
 def cut_cross_entropy_sum(
     logits_BSV: Tensor, targets_BS: Tensor, columns: Columns, terms: TokenTerms | None = None
 ) -> Tensor:
-    """``cross_entropy_sum`` of some columns of the logits, the others of which other ranks have (Shoeybi 2019, sec. 3).
-
-    No rank ever sees a whole row.
-    """
+    """``cross_entropy_sum`` where each rank has some columns of the logits (Shoeybi 2019, sec. 3)."""
     logits_TV, targets_T = logits_BSV.flatten(0, -2), targets_BS.flatten()
     rows = _Rows(is_compiled=False, columns=columns)
     loss = _CrossEntropySum.apply(logits_TV, targets_T, terms, rows)  # type: ignore[no-untyped-call]
@@ -129,7 +127,7 @@ def _chunks(tokens: int, chunk_tokens: int) -> list[slice]:
 
 
 def _losses(logp_C: Tensor, targets_T: Tensor, terms: TokenTerms | None, at: slice) -> tuple[Tensor, Tensor]:
-    """The loss of each of some tokens, and minus its derivative by the log-probability."""
+    """Each token's loss, and minus its derivative by the log-probability."""
     if terms is not None:
         loss_C, slope_C = terms(logp_C, at)
         return loss_C, -slope_C
@@ -139,21 +137,21 @@ def _losses(logp_C: Tensor, targets_T: Tensor, terms: TokenTerms | None, at: sli
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rows:
-    """What computes rows of logits, and which columns they have."""
+    """How rows of logits are computed, and which columns they have."""
 
     is_compiled: bool
     columns: Columns
     temperature: float = 1.0
 
     def sums(self, logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
-        """Of each row its log-sum-exp and its target's logit, over all ranks: fp32."""
+        """Each row's log-sum-exp and target logit, over all ranks: fp32."""
         columns, here_C = self.columns, targets_C - self.columns.first
         if self._in_kernel(logits_CV):
             return columns.over_ranks(*kernel.row_sums(logits_CV, here_C, columns.count, self.temperature))
         return columns.over_ranks(*kernel.reference(logits_CV.float(), here_C, columns.count, self.temperature))
 
     def gradients_(self, logits_CV: Tensor, targets_C: Tensor, lse_C: Tensor, factor_C: Tensor) -> Tensor:
-        """The gradients of the factors' sum with the losses; the logits may be gone."""
+        """The gradients of the factors' sum with the losses; may overwrite the logits."""
         given = targets_C - self.columns.first, self.columns.count, lse_C, factor_C, self.temperature
         if self._in_kernel(logits_CV):
             kernel.row_gradients_(logits_CV, *given)

@@ -1,12 +1,12 @@
-"""What a token's log-probability is held to: the seam between the layouts and the losses of training.
+"""Objective: a loss of tokens' log-probabilities, independent of the layout.
 
-Each layout finds the log-probability of a target in its own way: in chunks, over a cut vocabulary, in exact sums. None
-of them knows a loss. An objective knows nothing else: of each token's log-probability and its streams it says the loss
-and the derivative, and a row's gradient by its logits is then
+Each layout computes a target's log-probability in its own way: in chunks, over a cut vocabulary, in exact sums, and
+knows no loss. An objective knows nothing else: from each token's log-probability and streams it gives the loss and the
+derivative, and a row's gradient by its logits is then
 
     dL/dz_v = dL/dlogp · (onehot_v - softmax_v)
 
-which every layout has at hand. So one objective is right on all of them, and a new one is a function of a few lines.
+which every layout can compute. So one objective is right on all of them, and a new one is a function of a few lines.
 
     B  sequences      T  tokens: B · S in a row
     S  positions
@@ -24,33 +24,33 @@ from torch import Tensor
 from superstep.numerics.loss import IGNORE
 
 Streams = Mapping[str, Tensor]
-"""By name, a number of each target, fp32, cut as the targets are."""
+"""By name, a number for each target, fp32, cut like the targets."""
 
 
 class Objective(Protocol):
-    """A loss that is a sum over tokens, each of its own log-probability and streams alone."""
+    """A loss that is a sum over tokens, each term of its own log-probability and streams only."""
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """The streams that must be there."""
+        """The required streams."""
         ...
 
     @property
     def sums(self) -> tuple[str, ...]:
-        """What ``watch`` says of each token whose mean is told after a step."""
+        """Names in ``watch`` that are reported as means after a step."""
         ...
 
     @property
     def maxima(self) -> tuple[str, ...]:
-        """The same whose largest is told; none is below zero."""
+        """Names in ``watch`` that are reported as maxima; none is below zero."""
         ...
 
     def terms(self, logp_T: Tensor, streams: Streams) -> tuple[Tensor, Tensor]:
-        """Each token's loss and its derivative by ``logp_T``; changes nothing that it is given."""
+        """Each token's loss and its derivative by ``logp_T``; does not change its arguments."""
         ...
 
     def watch(self, logp_T: Tensor, streams: Streams) -> Mapping[str, Tensor]:
-        """A number of each token by each name in ``sums`` and ``maxima``."""
+        """A number for each token, by each name in ``sums`` and ``maxima``."""
         ...
 
 
@@ -63,7 +63,6 @@ class CrossEntropy:
     maxima: tuple[str, ...] = field(default=(), init=False)
 
     def terms(self, logp_T: Tensor, streams: Streams) -> tuple[Tensor, Tensor]:
-        """Loss and derivative."""
         slope_T = -streams["weights"] if "weights" in streams else torch.full_like(logp_T, -1.0)
         return slope_T * logp_T, slope_T
 
@@ -83,7 +82,6 @@ class TrainedTokens:
         logp_T: log-probabilities of the targets, fp32; zero where there is none.
         loss_T: losses, likewise.
         counts_T: whether a token has a target.
-        streams: of these tokens.
     """
 
     logp_T: Tensor  # noqa: N815 - the suffix names the dims
@@ -97,14 +95,13 @@ Tell = Callable[[TrainedTokens], None]
 
 @dataclass(frozen=True, slots=True)
 class Aim:
-    """What the output of a microbatch is held to.
+    """The targets and the loss of a microbatch.
 
     Attributes:
-        targets: the ids [B, S], or any numbers of classes; IGNORE where there is no target.
+        targets: the ids [B, S], or any class numbers; IGNORE where there is no target.
         streams: of the targets' shape.
-        objective: what to make of a log-probability.
-        tell: told of the tokens, in their order, once or in parts.
-        temperature: divides the logits before anything is made of them.
+        tell: called with the tokens, in order, at once or in parts.
+        temperature: divides the logits first.
     """
 
     targets: Tensor
@@ -115,16 +112,16 @@ class Aim:
 
     @property
     def is_plain(self) -> bool:
-        """Whether this is the cross entropy of every target, which needs nothing of a single token."""
+        """Whether this is the cross entropy of every target, which needs no single tokens."""
         return isinstance(self.objective, CrossEntropy) and "weights" not in self.streams and self.tell is None
 
     @property
     def token_terms(self) -> Callable[[Tensor, slice], tuple[Tensor, Tensor]] | None:
-        """``terms``, or None where nobody asks for single tokens."""
+        """``terms``, or None where single tokens are not needed."""
         return None if self.is_plain else self.terms
 
     def cut(self, part: Callable[[Tensor], Tensor]) -> Aim:
-        """The same of a part of the tokens."""
+        """The same for a part of the tokens."""
         streams = {name: part(stream) for name, stream in self.streams.items()}
         return replace(self, targets=part(self.targets), streams=streams)
 
@@ -132,8 +129,8 @@ class Aim:
         """Each token's loss and its derivative by the log-probability, fp32; zero where there is no target.
 
         Args:
-            logp_T: of some tokens in a row; where there is no target it may be any number.
-            at: which of all tokens they are.
+            logp_T: of some tokens in a row; any number where there is no target.
+            at: their places among all tokens.
         """
         counts_T = self.targets.flatten()[at] != IGNORE
         streams = {name: stream.flatten()[at] for name, stream in self.streams.items()}
@@ -158,6 +155,6 @@ class _Sum(torch.autograd.Function):
 
 
 def objective_sum(logp_T: Tensor, aim: Aim) -> Tensor:
-    """The sum of the losses of all tokens, for autograd: its derivative is the objective's."""
+    """The sum of all tokens' losses, with the objective's derivative for autograd."""
     loss: Tensor = _Sum.apply(logp_T, aim)  # type: ignore[no-untyped-call]
     return loss

@@ -1,8 +1,8 @@
-"""A loss that a user wrote: from the log-probability of each target to the loss of each token, in a file of his own.
+"""A user's own loss: from each target's log-probability to each token's loss, in a file.
 
-The file has a function ``loss(logp)``. It is given log-probabilities in a row, fp32 [T], and gives as many losses, in
-torch; autograd finds the derivative. A token's loss depends on its own number alone, so that it is the same however a
-layout splits the tokens.
+The file has a function ``loss(logp)``. It takes log-probabilities in a row, fp32 [T], and returns as many losses, in
+torch; autograd computes the derivative. A token's loss may depend only on its own number, so that it is the same for
+any split of the tokens.
 """
 
 from __future__ import annotations
@@ -21,20 +21,18 @@ from superstep.plan.user_file import first_line, load_functions, place_in
 LOSS = "loss(logp)"
 ADVICE = "write one that gives the loss of each token from the log-probability of its target, such as return -logp"
 PROBED = 64
-"""Log-probabilities that a function is tried with, of probabilities from e^-20 to nearly 1."""
+"""Log-probabilities of the trial run, of probabilities from e^-20 to nearly 1."""
 
 SAME = 1e-5
-"""How far a token's loss alone may lie from its loss among others, relative: a vector may round otherwise."""
+"""The largest relative difference of a token's loss alone and among others: vectorised code may round differently."""
 
 Function = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class OwnLoss:
-    """An objective (``numerics.objective``) out of a function of log-probabilities, times the stream ``weights``.
-
-    Attributes:
-        function: fp32 [T] to as many losses.
+    """An objective (``numerics.objective``) from a function of log-probabilities, times the stream ``weights``.
+    ``function``: fp32 [T] to as many losses.
     """
 
     function: Function
@@ -43,7 +41,6 @@ class OwnLoss:
     maxima: tuple[str, ...] = ()
 
     def terms(self, logp_T: Tensor, streams: Streams) -> tuple[Tensor, Tensor]:
-        """Each token's loss and its derivative."""
         with torch.enable_grad():
             leaf_T = logp_T.detach().requires_grad_()
             loss_T = self.function(leaf_T)
@@ -61,8 +58,9 @@ def load_loss(source: str) -> Function:
     """The function ``loss`` of the file ``train.loss``, tried once.
 
     Raises:
-        ConfigError: the file cannot be run, has no such function, or that gives something else than a loss per token;
-            names file and line.
+        ConfigError: the file cannot be run, has no such function, or the function does not return a loss for each
+            token;
+        names file and line.
     """
     path = Path(source)
     function: Function = load_functions(source, {"loss": LOSS}, kind="loss", field="train.loss", advice=ADVICE)["loss"]
@@ -81,7 +79,7 @@ def load_loss(source: str) -> Function:
 
 
 def _fault(leaf_T: Tensor, loss_T: object, alone: object) -> str | None:
-    """What is wrong with the losses of some tokens, and what is expected."""
+    """What is wrong with some tokens' losses, and what is expected."""
     wanted = f"return a torch.float32 of shape [{PROBED}], a loss for each of the {PROBED} log-probabilities."
     if not isinstance(loss_T, Tensor) or not isinstance(alone, Tensor):
         return f"gives a {type(loss_T).__name__}; {wanted}"

@@ -1,6 +1,6 @@
-"""Losses of reinforcement learning, token by token: what a policy is held to that tokens were sampled from.
+"""Losses of reinforcement learning, token by token: of a policy that tokens were sampled from.
 
-A sampled token has the log-probability l now. Its streams say what it was before, in the same order of events:
+A sampled token has the log-probability l now. Its streams have earlier values, in order of time:
 
     sampled     what the sampler gave it, with its own kernels           mu
     old         what the trainer gave it, with the weights of then       pi_old
@@ -30,8 +30,8 @@ The loss of a token and its derivative by l, with r = exp(l - old) and c for wha
     k2          d^2 / 2                                  -d
     k3          exp(d) - d - 1                           1 - exp(d)
 
-The derivative of k1 itself is 1 for every token, and its mean under the policy is 0: as a loss it would hold nothing.
-What k1 asks for, as a part of the reward, is the derivative -d of k2 (Tang 2025), so that is what it has here.
+The derivative of k1 itself is 1 for every token, and its mean under the policy is 0: as a loss it would have no effect.
+The effect of k1 as a part of the reward is the derivative -d of k2 (Tang 2025), so that is what it has here.
 """
 
 from __future__ import annotations
@@ -56,20 +56,20 @@ class PolicyLoss:
     """One of the losses above; an objective (``numerics.objective``).
 
     Attributes:
-        surrogate: what is made of an advantage.
-        clip_low: of ``clip``: how far the ratio may fall below 1 before a bad token is left alone.
-        clip_high: of ``clip``: how far it may rise above 1 before a good one is.
+        surrogate: the loss of an advantage.
+        clip_low: of ``clip``: how far the ratio of a bad token may fall below 1 before it has no gradient.
+        clip_high: of ``clip``: how far the ratio of a good token may rise above 1.
         dual_clip: of ``clip``: a bound above 1 on the ratio of a bad token; None sets none.
         correction: for a sampler that is not the trainer.
         cap: the largest factor of the correction.
         floor: of ``mis``: the smallest.
-        watches_sampler: tell of the sampler's log-probabilities where nothing is corrected.
+        watches_sampler: report the sampler's log-probabilities even without a correction.
         kl: how the distance from the reference is estimated.
-        kl_coef: its factor; with 0 there is no reference.
-        is_fresh: the weights are still those of then: `old` is l as it is, held fixed, and no stream of its own.
+        kl_coef: its factor; 0 needs no reference.
+        is_fresh: the weights have not changed since: `old` is the current l, held fixed, and no stream.
 
     Raises:
-        ConfigError: a number lies where it means nothing.
+        ConfigError: a number is out of range.
     """
 
     surrogate: Surrogate = "clip"
@@ -100,7 +100,7 @@ class PolicyLoss:
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """The streams that must be there."""
+        """The required streams."""
         sampled = ("sampled",) if self._sees_sampler else ()
         old = () if self.is_fresh else ("old",)
         return ("advantages", *old, *sampled, *(("reference",) if self.kl_coef else ()))
@@ -111,13 +111,13 @@ class PolicyLoss:
 
     @property
     def sums(self) -> tuple[str, ...]:
-        """What is told as a mean over the tokens that count.
+        """Names reported as means over the tokens that count.
 
         ratio                    r
-        old_k1, old_k3           two estimates of how far the policy has gone from the one of then
+        old_k1, old_k3           two estimates of the policy's distance from the old one
         entropy                  -l: the entropy of a policy that the tokens are sampled from
-        clip_low, clip_high, ..  the share of tokens that are left alone, by the bound that does it
-        sampler_k1, sampler_k3   how far the trainer's policy is from the sampler's
+        clip_low, clip_high, ..  the share of tokens without gradient, by bound
+        sampler_k1, sampler_k3   the distance of the trainer's policy from the sampler's
         correction, masked       c, and the share of tokens that it leaves out
         reference_kl             K
         """
@@ -133,13 +133,10 @@ class PolicyLoss:
 
     @property
     def maxima(self) -> tuple[str, ...]:
-        """What is told as the largest of all tokens: how far a log-probability is from the one of then, and how far the
-        sampler's was from that.
-        """
+        """Names reported as maxima: the change of log-probabilities from the old ones, and the sampler's difference."""
         return ("max_dlogp", *(("max_sampler_dlogp",) if self._sees_sampler else ()))
 
     def terms(self, logp_T: Tensor, streams: Streams) -> tuple[Tensor, Tensor]:
-        """Each token's loss and its derivative."""
         streams = self._with_old(logp_T, streams)
         loss_T, slope_T = self._surrogate(logp_T, streams)
         if self.correction != "none":
@@ -168,7 +165,7 @@ class PolicyLoss:
         return -gain_T * bound_T, (-gain_T * ratio_T).masked_fill(is_bound_T, 0.0)
 
     def _bounds(self, ratio_T: Tensor, gain_T: Tensor) -> Mapping[str, tuple[float, Tensor]]:
-        """By name: the ratio that counts instead of a token's own, and the tokens of which it does."""
+        """By name: the ratio that replaces a token's own, and the tokens where it does."""
         low, high = 1 - self.clip_low, 1 + self.clip_high
         bounds = {
             "clip_low": (low, (gain_T < 0) & (ratio_T < low)),
@@ -179,14 +176,14 @@ class PolicyLoss:
         return bounds
 
     def _factor(self, streams: Streams) -> Tensor:
-        """What stands for the sampler's other probabilities."""
+        """The correction for the sampler's other probabilities."""
         factor_T = (streams["old"] - streams["sampled"]).exp()
         if self.correction == "tis":
             return factor_T.clamp(max=self.cap)
         return factor_T.where((factor_T >= self.floor) & (factor_T <= self.cap), 0.0)
 
     def watch(self, logp_T: Tensor, streams: Streams) -> Mapping[str, Tensor]:
-        """What ``sums`` and ``maxima`` name, of each token."""
+        """The numbers of ``sums`` and ``maxima`` for each token."""
         streams = self._with_old(logp_T, streams)
         change_T = logp_T - streams["old"]
         ratio_T = change_T.exp()
@@ -212,7 +209,7 @@ class PolicyLoss:
 
 
 def kl_terms(kind: Kl, logp_T: Tensor, reference_T: Tensor) -> tuple[Tensor, Tensor]:
-    """An estimate of each token's distance from the reference, and the derivative that it is pulled back by."""
+    """An estimate of each token's distance from the reference, and its derivative as a loss."""
     gap_T = reference_T - logp_T
     match kind:
         case "k1":

@@ -1,4 +1,4 @@
-"""From the host to a device."""
+"""Copies from the host to a device."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from torch import Tensor
 
 
 def send(values: Tensor, device: torch.device) -> Tensor:
-    """The host's numbers on a device. A GPU is not waited for: from pinned memory a copy goes on after the call, where
-    any other one waits for all that the GPU was given before (aten/src/ATen/native/cuda/Copy.cu).
+    """The host's numbers on a device, without waiting for a GPU: a copy from pinned memory is asynchronous, while any
+    other waits for all earlier work of the GPU (aten/src/ATen/native/cuda/Copy.cu).
     """
     if device.type == "cuda" and not values.is_cuda:
         values = values.pin_memory()

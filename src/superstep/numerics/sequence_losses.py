@@ -1,12 +1,12 @@
-"""Losses of whole answers, by two passes: what a token's log-probability does to a loss that looks at all of them.
+"""Losses of whole answers, by two passes: the first gives the weights of tokens for the second.
 
-Such a loss is no sum over tokens, and a context-parallel rank has a part of an answer only. But its gradient is one:
+Such a loss is no sum over tokens, and a context-parallel rank has only a part of an answer. But its gradient is a sum:
 
     dL = sum over t of (dL/dl_t) · dl_t
 
 The first pass gives the log-probabilities l_t of all tokens (``Engine.logprobs``), the same on every rank; here they
-become w_t = -dL/dl_t; and the second pass is the cross entropy with these weights, -sum w_t · l_t, whose gradient is
-that of L. All is fp64 and on the host, for a number for each token.
+become w_t = -dL/dl_t; the second pass is the cross entropy with these weights, -sum w_t · l_t, with the gradient of L.
+All is fp64 and on the host, with one number for each token.
 
     N  answers
 """
@@ -26,11 +26,11 @@ from superstep.numerics.policy import PolicyLoss, kl_terms
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weighed:
-    """What a loss of whole answers comes to.
+    """The result for a loss of whole answers.
 
     Attributes:
         weights: the stream ``weights`` of the second pass, fp32, of the shape of the log-probabilities.
-        loss: of all answers together, not divided. That of the second pass is another number.
+        loss: of all answers together, not divided; not the second pass's loss.
         measures: means over the answers, and maxima, by name.
     """
 
@@ -47,17 +47,17 @@ def sequence_policy(
     advantages: Tensor,
     weights: Tensor | None = None,
 ) -> Weighed:
-    """``PolicyLoss`` of whole answers: the ratio is s = exp(mean over t of (l_t - old_t)), as GSPO has it (Zheng 2025,
-    eq. 7), so that L = sum over answers of -min(s A, clip(s) A); the correction is of the same mean. The distance from
-    the reference stays a token's, averaged over its answer.
+    """``PolicyLoss`` of whole answers, with the ratio s = exp(mean over t of (l_t - old_t)), as in GSPO (Zheng 2025,
+    eq. 7): L = sum over answers of -min(s A, clip(s) A); the correction is of the same mean. The distance from the
+    reference stays a token's, averaged over its answer.
 
     Args:
         policy: with a ``surrogate`` of a ratio.
         logp: of every target now; any shape.
-        streams: ``old``, and what else the policy reads but its advantages and weights; of that shape.
-        answer: which answer a target belongs to, from 0; -1 where it counts for none. int64, of that shape.
+        streams: ``old``, and the policy's other streams but advantages and weights; of that shape.
+        answer: the answer of each target, from 0; -1 for targets that do not count. int64, of that shape.
         advantages: of each answer: [N].
-        weights: of each answer, likewise: factors of its loss. 0 leaves it out; None means 1.
+        weights: a factor of each answer's loss: [N]; 0 leaves it out, None means 1.
     """
     logp_T, answer_T, lengths_N = _flat(logp, answer, len(advantages))
     of_tokens = {name: streams[name].flatten().double().cpu() for name in policy.reads if name != "advantages"}
@@ -82,7 +82,7 @@ def sequence_policy(
 
 
 def _mean(values_N: Tensor, counts_N: Tensor) -> float:
-    """Over the answers that count; 0 of none."""
+    """The mean over the answers that count; 0 of none."""
     return float(values_N.double().where(counts_N, 0.0).sum() / counts_N.sum().clamp(min=1))
 
 
@@ -94,15 +94,16 @@ def dpo(
         h = beta · ((l(chosen) - ref(chosen)) - (l(rejected) - ref(rejected)))
         L = -(1 - e) · log sigmoid(h) - e · log sigmoid(-h)
 
-    where e > 0 allows for labels of which that share is wrong (Mitchell 2023, conservative DPO).
+    where e > 0 allows for a share e of wrong labels (Mitchell 2023, conservative DPO).
 
     Args:
         logp: of every target now; any shape.
-        reference: the same of the model that the policy shall stay near.
-        answer: which answer a target belongs to: 2 i is the chosen one of pair i, 2 i + 1 the rejected one; -1 where it
-            counts for none. int64, of that shape.
-        pairs: how many there are.
-        beta: how near the policy stays; above 0.
+        reference: the same of the reference model.
+        answer: the answer of each target: 2 i is the chosen one of pair i, 2 i + 1 the rejected one; -1 for targets
+            that do
+        not count. int64, of that shape.
+        pairs: their number.
+        beta: the strength of the reference; above 0.
         label_smoothing: e; at least 0 and below one half.
     """
     if not beta > 0:
@@ -129,7 +130,7 @@ def dpo(
 
 
 def _flat(logp: Tensor, answer: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities and answers of all targets in a row, and how many targets each answer has."""
+    """Log-probabilities and answers of all targets in a row, and the number of targets of each answer."""
     answer_T = answer.flatten().cpu()
     lengths_N = torch.bincount(answer_T[answer_T >= 0], minlength=count).double()
     if len(lengths_N) != count or not bool((lengths_N > 0).all()):
@@ -139,13 +140,13 @@ def _flat(logp: Tensor, answer: Tensor, count: int) -> tuple[Tensor, Tensor, Ten
 
 
 def _sums(values_T: Tensor, answer_T: Tensor, lengths_N: Tensor) -> Tensor:
-    """The sum over each answer's tokens, one after the other: what other tokens hold is not looked at."""
+    """The sum over each answer's tokens, in order; other tokens have no effect."""
     is_here_T = answer_T >= 0
     return torch.zeros_like(lengths_N).index_add_(0, answer_T[is_here_T], values_T[is_here_T])
 
 
 def _each(values_N: Tensor, answer_T: Tensor) -> Tensor:
-    """Its answer's value for each token, zero where there is none."""
+    """Each token's value of its answer, zero where there is none."""
     return values_N[answer_T.clamp(min=0)].where(answer_T >= 0, 0.0)
 
 

@@ -1,8 +1,8 @@
-"""How far a layout may lie from the fp32 reference in fast mode, and why: derived from exact mode.
+"""The tolerance of a layout against the fp32 reference in fast mode, derived from exact mode.
 
 A difference is the L2 norm of (ours - reference) over the L2 norm of the reference, a tensor at a time; the loss's is
-relative. Exact mode has one set of bits for a model, whatever the layout. So the distance between fast mode and the
-reference, which is written without the engine, is made of two that can be measured apart:
+relative. Exact mode has the same bits for a model on every layout. So the distance between fast mode and the reference,
+which is written without the engine, has two parts that can be measured separately:
 
     order    from fast mode to exact mode in the same dtype: the same roundings, of sums in another order
     dtype    from exact mode to the fp32 reference: what the dtype itself rounds away
@@ -53,7 +53,7 @@ class Tolerance:
     scale_later: float
 
     def of(self, kind: str, *, is_first: bool) -> float:
-        """What a value of a kind may differ by, in the first step or in a later one."""
+        """The tolerance of a kind of value, in the first step or a later one."""
         gradient = self.gradient if is_first else self.gradient_later
         match kind:
             case "loss":
@@ -82,12 +82,12 @@ WITH_EXPERTS: dict[Dtype, Tolerance] = {
 
 
 SAME_ROUNDING = Tolerance(loss=1e-6, gradient=1e-5, gradient_later=2e-2, update=2e-2, scale=1e-5, scale_later=2e-2)
-"""Of a layout in bf16 from the engine on one rank in bf16, where no product is cut: both round the same numbers, and
-what is left is the order of fp32 sums. Measured over such layouts of 2 and 4 ranks: 1e-7 of a loss, 7e-8 of a first
-gradient; later, where a weight that lies between two bf16 numbers is rounded the other way, 5e-3 of a gradient of four
-elements and 2e-3 of an update."""
+"""For a layout in bf16 against one rank in bf16, where no product is cut: both round the same numbers, and only the
+order of fp32 sums differs. Measured over such layouts of 2 and 4 ranks: 1e-7 of a loss, 7e-8 of a first gradient;
+later, where a weight between two bf16 numbers is rounded differently, 5e-3 of a gradient of four elements and 2e-3 of
+an update.
+"""
 
 
 def tolerance(dtype: Dtype, *, has_experts: bool) -> Tolerance:
-    """What a run may differ by."""
     return (WITH_EXPERTS if has_experts else TOLERANCE)[dtype]

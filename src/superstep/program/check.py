@@ -1,10 +1,9 @@
-"""check: what must hold of every program, asked after each pass.
+"""check: the rules of every program, checked after each pass.
 
-Each rank on its own (``_Rank``): every unit's forward once for each microbatch, after its input; every
-backward once, after its forward and its gradient, and where it comes in two, that of the weights after that of the
-input; parameters resident where they are used; everything kept, received, fetched or reduced is used and let go exactly
-once. All ranks together: sends and receives match on every channel in order, as NCCL delivers them, and no rank waits
-for ever.
+Each rank alone (``_Rank``): every unit's forward once for each microbatch, after its input; every backward once, after
+its forward and its gradient, and where it has two halves, the weights' after the input's; parameters resident where
+they are used; everything kept, received, fetched or reduced is used and released exactly once. All ranks together:
+sends and receives match on every channel in order, as NCCL delivers them, and no rank waits forever.
 """
 
 from __future__ import annotations
@@ -19,10 +18,8 @@ from superstep.program.text import describe
 
 
 def check(program: Program) -> Program:
-    """The same program, if it keeps every rule that its passes promise.
-
-    Raises:
-        InvalidProgram: naming the first rank and instruction that breaks a rule, and the rule.
+    """Return the program if it keeps every rule that its passes promise. Raises InvalidProgram: names the first rank
+    and instruction that breaks a rule, and the rule.
     """
     kinds = {type(i) for instructions in program.ranks for i in instructions}
     for number, instructions in enumerate(program.ranks):
@@ -71,7 +68,7 @@ class _Rank:
         self.is_stepped = False
 
     def run(self, i: Instruction) -> str:
-        """Advance over one instruction; the rule it breaks, or nothing."""
+        """Advance over one instruction; returns the broken rule, or nothing."""
         if self.is_stepped:
             return "nothing may follow the step"
         match i:
@@ -203,7 +200,7 @@ class _Rank:
         return self._weights(unit, m, is_later=False)
 
     def _weights(self, unit: int, m: int, *, is_later: bool) -> str:
-        """The parameters' gradients: put off, or added to their buffers."""
+        """The parameters' gradients: deferred, or added to their buffers."""
         if is_later:
             self.deferred.add((unit, m))
             return ""
@@ -266,7 +263,7 @@ class _Rank:
         return ""
 
     def _snapshot(self, unit: int) -> str:
-        """What a copy reads only the step changes, after which nothing may follow: it may run beside all the rest."""
+        """Only the step changes what a copy reads, and nothing may follow the step: so a copy may overlap the rest."""
         if unit not in self.held or unit in self.program.frozen:
             return "the rank trains nothing of the unit"
         if unit in self.copied:
@@ -285,7 +282,7 @@ class _Rank:
 
 
 def _check_channels(program: Program) -> None:
-    """A channel (from, to, wire) delivers in order, so both ends must list the same in the same order."""
+    """A channel (from, to, wire) delivers in order, so both ends must list the same values in the same order."""
     sent: dict[Channel, list[ins.Send]] = {}
     received: dict[Channel, list[ins.Recv]] = {}
     for number, instructions in enumerate(program.ranks):

@@ -1,4 +1,4 @@
-"""compile: a plan becomes a program, one pass after the other, each checked."""
+"""compile: makes a program from a plan, one pass after the other, each checked."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from superstep.program.schedule import forward_order, order
 def compile_step(plan: Plan, *, is_each_pass_checked: bool = True) -> Program:
     """The training step of a plan.
 
-    ``is_each_pass_checked`` False checks the last program alone, which is as safe to price: what a pass breaks is only
-    named less closely.
+    With ``is_each_pass_checked`` False only the last program is checked. Pricing is as safe then, but the error names
+    the broken rule less exactly.
     """
     held = check if is_each_pass_checked else _as_it_is
     tasks = order(
@@ -46,7 +46,7 @@ def _as_it_is(program: Program) -> Program:
 
 
 def compile_evaluation(plan: Plan) -> Program:
-    """Forward passes over one global batch, for its loss alone."""
+    """Forward passes over one global batch, for its loss only."""
     tasks = forward_order(placement=plan.placement, microbatches=plan.microbatches)
     program = check(lower(plan, tasks, is_training=False))
     program = check(add_transfers(program))
@@ -55,7 +55,7 @@ def compile_evaluation(plan: Plan) -> Program:
 
 
 def _sharers(plan: Plan) -> int:
-    """Ranks that hold the same parameters, of the family that most hold."""
+    """The most ranks that hold the same parameters, over all families."""
     return max(plan.mesh.sharers(family) for family in plan.families)
 
 

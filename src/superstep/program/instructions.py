@@ -1,11 +1,10 @@
 """The instructions of a step, as frozen values, and the Program that lists them for each pipeline rank.
 
-A *unit* (``u3``) is the embedding, one block, or the head; a *microbatch* (``m5``) is what passes through the
-units at once. Ranks that differ only in dp, cp or tp run the same list, so a Program has one list for each
-pipeline rank.
+A *unit* (``u3``) is the embedding, one block, or the head; a *microbatch* (``m5``) is what passes the units at once.
+Ranks that differ only in dp, cp or tp run the same list, so a Program has one list for each pipeline rank.
 
-Instructions are issued in order. Those on the compute lane run where they are issued; the others start there
-and run beside the compute until something needs their result:
+Instructions are issued in order. Those on the compute lane run where they are issued; the others start there and run
+beside the compute until something needs their result:
 
     lane      instructions                                   a later instruction waits for it when it
     compute   Forward, Recompute, Backward, BackwardInput,   -
@@ -55,7 +54,7 @@ class Forward:
 
 @dataclass(frozen=True, slots=True)
 class Recompute:
-    """Compute the unit again from its kept input, this time keeping what the backward pass needs."""
+    """Compute the unit again from its kept input, and now keep what the backward pass needs."""
 
     unit: int
     microbatch: int
@@ -63,7 +62,7 @@ class Recompute:
 
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """Gradients of the unit's input and parameters; parameters' gradients add to the unit's buffer."""
+    """Gradients of the unit's input and parameters; the parameters' gradients are added to the unit's buffer."""
 
     unit: int
     microbatch: int
@@ -71,7 +70,7 @@ class Backward:
 
 @dataclass(frozen=True, slots=True)
 class BackwardInput:
-    """Gradient of the unit's input alone; what its parameters' gradients need is kept (Qi 2023, sec. 2: the B pass)."""
+    """Gradient of the unit's input only; keeps what its parameters' gradients need (Qi 2023, sec. 2: the B pass)."""
 
     unit: int
     microbatch: int
@@ -79,7 +78,7 @@ class BackwardInput:
 
 @dataclass(frozen=True, slots=True)
 class BackwardWeight:
-    """Gradients of the unit's parameters, from what BackwardInput kept; they add to the unit's buffer (the W pass).
+    """Gradients of the unit's parameters, from what BackwardInput kept; added to the unit's buffer (the W pass).
 
     These are products of inputs with output gradients, so the parameters themselves are not read.
     """
@@ -110,7 +109,7 @@ class Recv:
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """Start summing the unit's gradient buffer over the ranks that share it out, or that all hold it."""
+    """Start summing the unit's gradient buffer over the ranks that shard it, or that all hold it."""
 
     unit: int
 
@@ -131,20 +130,20 @@ class ReduceReplicas:
 
 @dataclass(frozen=True, slots=True)
 class Tie:
-    """Sum the gradient of a unit whose parameters live on several pipeline ranks (a tied head)."""
+    """Sum the gradient of a unit with parameters on several pipeline ranks (a tied head)."""
 
     unit: int
 
 
 @dataclass(frozen=True, slots=True)
 class ReducePartial:
-    """Sum over tp the gradients of parameters that each rank holds whole and saw only a part of."""
+    """Sum over tp the gradients of parameters that each rank holds whole but used only for a part."""
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Start copying the state of a unit, as the step before left it, into memory that outlives the rank. Where none is
-    due it does nothing.
+    """Start copying a unit's state, as the last step left it, into memory that outlives the rank; does nothing where no
+    copy is due.
     """
 
     unit: int
@@ -180,15 +179,14 @@ class Program(ZeroStage):
     """One step, for every pipeline rank.
 
     Attributes:
-        units: the unit names, in model order.
+        units: names, in model order.
         stages: unit numbers of each stage.
         placement: the pipeline rank of each stage.
-        params: for each unit, the units whose parameters it reads.
-        microbatches: microbatches of the step.
-        zero: the ZeRO stage whose fetches and reductions the program has.
-        passes: the passes applied so far; ``check`` asks of a program only what its passes promise.
+        params: for each unit, the units that own the parameters that it reads.
+        zero: the ZeRO stage of the program's fetches and reductions.
+        passes: the passes applied so far; ``check`` requires only what these promise.
         ranks: the instructions of each pipeline rank, in order.
-        frozen: the units that have no gradient, so that nothing of them is reduced.
+        frozen: the units without gradients, which are not reduced.
     """
 
     units: tuple[str, ...]
@@ -202,41 +200,34 @@ class Program(ZeroStage):
     frozen: tuple[int, ...] = ()
 
     def trained(self, unit: int) -> tuple[int, ...]:
-        """The units whose gradients a backward pass of ``unit`` adds to."""
+        """The units with gradients from a backward pass of ``unit``."""
         return tuple(u for u in self.params[unit] if u not in self.frozen)
 
     @property
     def pp(self) -> int:
-        """Pipeline ranks."""
         return len(self.ranks)
 
     def stage_of(self, unit: int) -> int:
-        """The stage that computes the unit."""
         return next(s for s, units in enumerate(self.stages) if unit in units)
 
     def rank_of(self, unit: int) -> int:
-        """The pipeline rank that computes the unit."""
         return self.placement[self.stage_of(unit)]
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages on a pipeline rank, in model order."""
         return tuple(s for s, place in enumerate(self.placement) if place == rank)
 
     def units_of(self, rank: int) -> tuple[int, ...]:
-        """The units that a pipeline rank computes."""
         return tuple(u for s in self.stages_of(rank) for u in self.stages[s])
 
     def held_by(self, rank: int) -> tuple[int, ...]:
-        """The units whose parameters a pipeline rank holds: those it computes and those they read."""
+        """The units of which a pipeline rank holds parameters: those it computes, and those that these read."""
         return tuple(sorted({p for u in self.units_of(rank) for p in self.params[u]}))
 
     def holders(self, unit: int) -> tuple[int, ...]:
-        """The pipeline ranks that hold the unit's parameters."""
         return tuple(rank for rank in range(self.pp) if unit in self.held_by(rank))
 
 
 def lane(instruction: Instruction) -> Lane:
-    """The lane that an instruction runs on."""
     match instruction:
         case Fetch():
             return "fetch"
@@ -251,5 +242,4 @@ def lane(instruction: Instruction) -> Lane:
 
 
 def is_compute(instruction: Instruction) -> bool:
-    """Whether the instruction computes with a unit's parameters."""
     return isinstance(instruction, Forward | Recompute | Backward | BackwardInput)

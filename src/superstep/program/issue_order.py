@@ -1,8 +1,7 @@
-"""issue_order: the program's instructions in an order in which they can run, all ranks together.
+"""issue_order: an order in which the program's instructions can run, all ranks together.
 
-What one rank waits for comes from another: a compute for its received input, a sum or the step for all ranks that take
-part, and the first use of a channel that is not made yet for its other end. A program in which some wait for ever has
-no such order.
+An instruction may wait for another rank: a compute for its received input, a sum or the step for all its ranks, and the
+first use of a channel that does not exist yet for the other end. A program where some wait forever has no such order.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ ALONE = frozenset(
         ins.Snapshot,
     }
 )
-"""What waits for no other rank."""
+"""Instructions that wait for no other rank."""
 
 RECEIVING = frozenset({ins.Forward, ins.Backward, ins.BackwardInput})
-"""What waits for its received input alone."""
+"""Instructions that wait only for their received input."""
 
 
 class InvalidProgram(SuperstepError):
@@ -43,14 +42,14 @@ class InvalidProgram(SuperstepError):
 
 
 def issue_order(program: Program, *, made: Collection[Channel] | None = None) -> Iterator[tuple[Place, ...]]:
-    """Every instruction's place (rank, index), each after everything that it waits for.
+    """Every instruction's place (rank, index), after everything that it waits for.
 
-    A compute waits for its received input, and that for its send and for what lies ahead on the channel.
-    A tie and the step wait for every rank that takes part, and come as one tuple of all their places; so do the first
-    send and the first receive on a channel that is not among those ``made``, by default all.
+    A compute waits for its received input, and that for its send and for earlier values of the channel. A tie and the
+    step wait for all their ranks, and come as one tuple of all places; so do the first send and receive on a channel
+    that is not among those ``made``, by default all.
 
     Raises:
-        InvalidProgram: some ranks wait for ever; the message says who waits for what.
+        InvalidProgram: some ranks wait forever; the message says who waits for what.
     """
     at = [0] * program.pp
     channels = _Channels(made)
@@ -90,7 +89,7 @@ def issue_order(program: Program, *, made: Collection[Channel] | None = None) ->
 
 
 def needed_by(i: Instruction) -> Value | None:
-    """What the instruction computes with, where another rank may have sent it."""
+    """The value that an instruction needs and another rank may have sent."""
     match i:
         case ins.Forward(unit, m):
             return "act", unit, m
@@ -116,15 +115,12 @@ def _stands_at(program: Program, at: list[int], number: int, i: Instruction) -> 
 
 
 def _channel(number: int, i: ins.Send | ins.Recv) -> Channel:
-    """The channel of a rank's send or receive."""
     return (number, i.peer, i.wire) if isinstance(i, ins.Send) else (i.peer, number, i.wire)
 
 
 class _Channels:
-    """What was sent, posted and delivered so far. A channel delivers in the order of its sends.
-
-    Args:
-        made: the channels that are there from the start; all where it is None.
+    """What was sent, posted and delivered so far. A channel delivers in the order of its sends. ``made``: the channels
+    that exist from the start; None means all.
     """
 
     def __init__(self, made: Collection[Channel] | None) -> None:
@@ -152,14 +148,14 @@ class _Channels:
             self.awaited[target].discard(sent.popleft())
 
     def first_use(self, number: int, i: Instruction) -> dict[int, Instruction]:
-        """Where the instruction makes its channel, what each end must stand at; else nothing."""
+        """The instruction that each end must have reached, where this one makes its channel; else nothing."""
         if not isinstance(i, ins.Send | ins.Recv) or self.made is None or _channel(number, i) in self.made:
             return {}
         other = ins.Recv if isinstance(i, ins.Send) else ins.Send
         return {number: i, i.peer: other(i.wire, i.unit, i.microbatch, number)}
 
     def missing(self, number: int, i: Instruction) -> Value | None:
-        """What the instruction computes with that was posted and has not arrived."""
+        """The value that an instruction needs, posted and not yet delivered."""
         if not (awaited := self.awaited.get(number)):
             return None
         needed = needed_by(i)

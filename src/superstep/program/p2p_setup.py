@@ -23,9 +23,9 @@ from superstep.program.issue_order import Channel, issue_order
 
 
 def routes(placement: Sequence[int]) -> list[Channel]:
-    """The channels (from, to, wire) between pipeline ranks: activations to the next stage's, gradients back.
+    """The channels (from, to, wire) between pipeline ranks: activations forward to the next stage, gradients back.
 
-    In one order on every rank, which is the order in which they are made.
+    All ranks make them in this order.
     """
     channels: dict[Channel, None] = {}
     for here, there in pairwise(placement):

@@ -1,7 +1,7 @@
 """Passes: functions from Program to Program, each adding one concern.
 
 lower         tasks to units: a stage's forward is its units in order, its backward passes the same in reverse
-recompute     before a backward whose unit kept only its input, compute the unit again
+recompute     before a backward of a unit that kept only its input, compute the unit again
 transfers     between stages on different ranks: receives one task ahead, sends as soon as there is something
 reductions    gradients over dp as soon as they are final; tied and partial gradients after that
 fetch         parameters from the shards before they are used; freed after, with ZeRO 3
@@ -22,12 +22,10 @@ from superstep.program.instructions import Instruction, Keep, Program, Wire, is_
 from superstep.program.schedule import Order, StageTask
 
 Of: TypeAlias = tuple[Wire | None, int, int]
-"""A task: what it passes on, its stage, its microbatch."""
+"""A task: the wire of its result, its stage, its microbatch."""
 
 
 def lower(plan: Plan, order: Order, *, is_training: bool) -> Program:
-    """Tasks become units."""
-
     def keep(unit: int) -> Keep:
         if not is_training:
             return "nothing"
@@ -62,7 +60,7 @@ def lower(plan: Plan, order: Order, *, is_training: bool) -> Program:
 
 
 def add_recompute(program: Program) -> Program:
-    """A unit that kept only its input is computed again right before its backward."""
+    """Compute a unit that kept only its input again right before its backward."""
     kept = {(i.unit, i.microbatch): i.keep for r in program.ranks for i in r if isinstance(i, ins.Forward)}
 
     def rank(instructions: tuple[Instruction, ...]) -> Iterator[Instruction]:
@@ -75,9 +73,9 @@ def add_recompute(program: Program) -> Program:
 
 
 def add_transfers(program: Program) -> Program:
-    """Each stage boundary between two ranks gets a send and a receive, one channel for each direction.
+    """Add a send and a receive at each stage boundary between two ranks, with one channel for each direction.
 
-    A receive is posted one task ahead of its use, so that it runs beside the compute of the task before.
+    A receive is posted one task ahead of its use, so that it overlaps the compute of the task before.
     """
 
     stage_of = _stage_of(program)
@@ -95,12 +93,11 @@ def add_transfers(program: Program) -> Program:
 
 
 def _stage_of(program: Program) -> dict[int, int]:
-    """The stage of every unit."""
     return {unit: stage for stage, units in enumerate(program.stages) for unit in units}
 
 
 def _task_of(stage_of: Mapping[int, int], i: Instruction) -> Of:
-    """The instruction's task: what it passes on (weights' gradients nothing), its stage, its microbatch."""
+    """The instruction's task: the wire of its result (none for weights' gradients), its stage, its microbatch."""
     assert isinstance(i, ins.Forward | ins.Recompute | ins.Backward | ins.BackwardInput | ins.BackwardWeight)
     wire: Wire | None = "act" if isinstance(i, ins.Forward) else None if isinstance(i, ins.BackwardWeight) else "grad"
     return wire, stage_of[i.unit], i.microbatch
@@ -124,20 +121,18 @@ def _sends(program: Program, rank: int, task: Of) -> list[Instruction]:
 
 
 def _is_elsewhere(program: Program, stage: int, rank: int) -> bool:
-    """Whether there is such a stage, on another rank."""
+    """Whether the stage exists, on another rank."""
     return 0 <= stage < len(program.stages) and program.placement[stage] != rank
 
 
 def add_reductions(program: Program, *, dp: int, tp: int, replicas: int = 1) -> Program:
-    """Gradients are summed over dp as soon as they are final.
+    """Sum gradients over dp as soon as they are final.
 
-    With ZeRO 0 and 1 a unit's gradient is final after its last Backward or BackwardWeight of the step. With 2
-    and 3 no rank may keep a full gradient (Rajbhandari 2020, sec. 5.2), so a unit is reduced after every
-    microbatch, and settled into its shard one unit later, beside whose compute the reduction ran. Where a rank
-    has several stages, a stage's gradients may wait for the run of its microbatches to end: breadth-first order
-    makes the runs long and the reductions few (Lamy-Poirier 2023, sec. 4.2).
-
-    With replicas, what is settled for good is summed over them too.
+    With ZeRO 0 and 1 a unit's gradient is final after its last Backward or BackwardWeight of the step. With 2 and 3 no
+    rank may keep a full gradient (Rajbhandari 2020, sec. 5.2), so a unit is reduced after every microbatch, and settled
+    into its shard one unit later, so that the reduction overlaps that unit's compute. Where a rank has several stages,
+    a stage's gradients may wait until the run of its microbatches ends: breadth-first order makes the runs long and the
+    reductions few (Lamy-Poirier 2023, sec. 4.2). With replicas, final shards are summed over them too.
     """
 
     def settled(number: int, instructions: tuple[Instruction, ...]) -> Iterator[Instruction]:
@@ -199,11 +194,11 @@ def _finals(program: Program, instructions: tuple[Instruction, ...]) -> dict[int
 
 
 def add_fetch(program: Program, *, dp: int, prefetch: int) -> Program:
-    """Parameters come from the shards before they are used.
+    """Fetch parameters from the shards before they are used.
 
-    ZeRO 1 and 2 keep whole parameters, which the step before left stale outside the own shard: each unit is
-    fetched once, all of them issued at the start in the order of use; what is frozen is never stale. ZeRO 3 fetches
-    the next ``prefetch`` units ahead of their use, and frees a unit when its next use lies further off.
+    ZeRO 1 and 2 keep whole parameters, which the last step left stale outside the own shard: each unit is fetched once,
+    all issued at the start in the order of use; frozen units are never stale. ZeRO 3 fetches the next ``prefetch``
+    units ahead of their use, and frees a unit when its next use is farther away.
     """
     if dp == 1 or not program.shards_optimizer:
         return _with_pass(program, "fetch", list(program.ranks))
@@ -218,9 +213,9 @@ def _fetch_all(program: Program, instructions: tuple[Instruction, ...]) -> list[
 
 
 def _uses(program: Program, instructions: tuple[Instruction, ...]) -> list[tuple[int, ...]]:
-    """For each compute instruction in order, the units whose parameters it reads.
+    """For each compute instruction in order, the units that own the parameters that it reads.
 
-    BackwardWeight is none of them: it multiplies inputs with output gradients and reads no parameter.
+    BackwardWeight is left out: it multiplies inputs with output gradients and reads no parameter.
     """
     return [
         program.params[i.unit]
@@ -260,11 +255,11 @@ def _window(uses: list[tuple[int, ...]], k: int, prefetch: int) -> list[int]:
 
 
 def add_snapshot(program: Program) -> Program:
-    """The state that the step before has left is copied beside the first forward passes.
+    """Copy the state of the last step beside the first forward passes.
 
-    What a rank trains, master weights and moments, only the step changes, and it waits for the copies: so each may run
-    beside all the rest. A unit's is started when the rank first computes with it, not all at once, so that no forward
-    pass has to share the memory's bandwidth with all of them. A copy holds no memory of the device.
+    Only the step changes what a rank trains (master weights and moments), and it waits for the copies: so they may
+    overlap everything. A unit's copy starts when the rank first computes with it, so that no forward pass shares the
+    memory's bandwidth with all copies. A copy takes no device memory.
     """
 
     def rank(number: int, instructions: tuple[Instruction, ...]) -> Iterator[Instruction]:
@@ -285,7 +280,7 @@ def _unit_of(i: Instruction) -> int:
 
 
 def add_step(program: Program) -> Program:
-    """The optimizer's update ends the step."""
+    """End the step with the optimizer's update."""
     return _with_pass(program, "step", [(*r, ins.Step()) for r in program.ranks])
 
 

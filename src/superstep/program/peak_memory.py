@@ -1,8 +1,7 @@
-"""high_water: the bytes that come and go within a step, from the program alone.
+"""high_water: the transient bytes within a step, from the program alone.
 
-Parameters, gradients and optimizer states that stay from step to step are not counted here; what is fetched,
-accumulated and dropped, kept for a backward, or on its way between units is, and so is what a pass makes and drops
-within its instruction.
+Parameters, gradients and optimizer states that stay from step to step do not count; what is fetched, accumulated and
+dropped, kept for a backward, or on its way between units counts, and so does the workspace of an instruction.
 """
 
 from __future__ import annotations
@@ -19,19 +18,19 @@ Category: TypeAlias = Literal["params", "gradient", "kept", "boundary"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitBytes:
-    """What one unit costs on one rank, in bytes; activations are those of one microbatch.
+    """A unit's bytes on one rank; activations are those of one microbatch.
 
     Attributes:
         params: the unit's own parameters, gathered, in the compute dtype.
         gradient: the full gradient buffer of those.
-        kept_all: what stays for the backward pass, the unit's input included.
+        kept_all: what stays for the backward pass, with the unit's input.
         kept_selective: the same without what selective recomputation computes again.
-        kept_input: the unit's input alone, where full recomputation starts.
-        product_inputs: what of it BackwardInput leaves for BackwardWeight: the inputs of products with parameters.
+        kept_input: only the unit's input, where full recomputation starts.
+        product_inputs: what BackwardInput leaves of it for BackwardWeight: the inputs of products with parameters.
         product_gradients: what it makes for BackwardWeight: the gradients of those products' outputs.
-        boundary: the unit's input, on its way there; its gradient on the way back is as large.
-        forward_workspace: what its forward pass makes and drops, beside all that it keeps and its output.
-        backward_workspace: what its backward pass does, beside all that was kept and its input's gradient.
+        boundary: the unit's input on its way there; its gradient on the way back is as large.
+        forward_workspace: what its forward pass makes and drops, beside what it keeps and its output.
+        backward_workspace: the same of its backward pass, beside what was kept and its input's gradient.
     """
 
     params: int
@@ -63,10 +62,10 @@ class Peak:
     """The transient bytes of a rank during one instruction, by category; as a peak, where their sum is highest.
 
     Attributes:
-        index: the instruction; of a peak, the first during which the sum is reached.
+        index: the instruction; of a peak, the first with this sum.
         params_bytes: parameters fetched and not yet freed (ZeRO 3).
         gradient_bytes: gradients not yet settled into their shard (ZeRO 2 and 3).
-        kept_bytes: activations kept for a backward pass, and what is kept for a BackwardWeight.
+        kept_bytes: kept for a backward pass, or for a BackwardWeight.
         boundary_bytes: inputs and gradients between units: received or computed, and not yet used or sent.
         workspace_bytes: what the instruction itself makes and drops.
     """
@@ -80,27 +79,26 @@ class Peak:
 
     @property
     def bytes(self) -> int:
-        """The sum of the parts."""
         held = self.params_bytes + self.gradient_bytes + self.kept_bytes + self.boundary_bytes
         return held + self.workspace_bytes
 
 
 def without_workspace(sizes: Sequence[UnitBytes]) -> tuple[UnitBytes, ...]:
-    """The same, as if instructions made and dropped nothing: what is there before and after each."""
+    """The same sizes without workspaces: what exists before and after each instruction."""
     return tuple(replace(unit, forward_workspace=0, backward_workspace=0) for unit in sizes)
 
 
 def high_water(program: Program, sizes: Sequence[UnitBytes]) -> tuple[Peak, ...]:
-    """Each pipeline rank's peak, with one UnitBytes for each unit.
+    """Each pipeline rank's peak, given one UnitBytes for each unit.
 
-    While an instruction runs, what it uses and what it makes are there together. Buffers of a send or a
-    receive count from the instruction that computes or posts them to the one that sends or uses them.
+    An instruction's inputs and outputs exist together while it runs. Buffers of a send or a receive count from the
+    instruction that computes or posts them to the one that sends or uses them.
     """
     return tuple(_peak(program, rank, sizes) for rank in range(program.pp))
 
 
 def course(program: Program, rank: int, sizes: Sequence[UnitBytes]) -> tuple[Peak, ...]:
-    """What a rank holds while each of its instructions runs, in their order."""
+    """What a rank holds during each of its instructions, in order."""
     return tuple(_level(*at) for at in _during(program, rank, sizes))
 
 
@@ -130,7 +128,7 @@ def _level(index: int, sizes: dict[Category, int], workspace: int) -> Peak:
 
 
 def held(program: Program, rank: int, sizes: Sequence[UnitBytes]) -> tuple[dict[Category, int], ...]:
-    """A rank's memory over its step: the bytes of each category after each of its instructions."""
+    """The bytes of each category on a rank after each of its instructions."""
     now = _Held(program, rank, sizes)
     changes = []
     for i in program.ranks[rank]:
@@ -141,7 +139,7 @@ def held(program: Program, rank: int, sizes: Sequence[UnitBytes]) -> tuple[dict[
 
 
 class _Held:
-    """What a rank holds between two instructions, and how many bytes of each category that is."""
+    """What a rank holds between two instructions, with the bytes of each category."""
 
     def __init__(self, program: Program, rank: int, sizes: Sequence[UnitBytes]) -> None:
         self.program = program
@@ -152,17 +150,17 @@ class _Held:
         self.bytes: dict[Category, int] = {"params": 0, "gradient": 0, "kept": 0, "boundary": 0}
 
     def put(self, category: Category, *key: Hashable, size: int) -> None:
-        """Hold something, in the place of what had its key."""
+        """Hold something; replaces what had its key."""
         self.drop(category, *key)
         self.items[category, *key] = size
         self.bytes[category] += size
 
     def drop(self, category: Category, *key: Hashable) -> None:
-        """Let something go, if it is held."""
+        """Release something, if it is held."""
         self.bytes[category] -= self.items.pop((category, *key), 0)
 
     def begin(self, i: Instruction) -> None:
-        """What the instruction makes is there while it runs."""
+        """Add what exists while the instruction runs."""
         match i:
             case ins.Fetch(unit) if self.are_params_transient:
                 self.put("params", unit, size=self.sizes[unit].params)
@@ -201,7 +199,7 @@ class _Held:
                 return 0
 
     def _made_again(self, unit: int, m: int) -> int:
-        """What selective recomputation makes of a unit once more, before its backward pass."""
+        """What selective recomputation makes of a unit again, before its backward pass."""
         size = self.sizes[unit]
         return size.kept_all - self.items.get(("kept", unit, m), size.kept_all)
 
@@ -214,7 +212,7 @@ class _Held:
             self.put("boundary", "grad", unit, m, size=self.sizes[unit].boundary)
 
     def end(self, i: Instruction) -> None:
-        """What the instruction used up goes."""
+        """Release what the instruction used up."""
         match i:
             case ins.Free(unit):
                 self.drop("params", unit)
@@ -238,7 +236,7 @@ class _Held:
 def forwards_in_flight(program: Program) -> tuple[int, ...]:
     """For each pipeline rank, the most (stage, microbatch) pairs at a time of which something is kept.
 
-    That is from the forward to the backward, or where it comes in two, to BackwardWeight.
+    That is from the forward to the backward, or to BackwardWeight where the backward has two halves.
     """
     return tuple(_most_in_flight(program, rank) for rank in range(program.pp))
 

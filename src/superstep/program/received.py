@@ -1,7 +1,6 @@
-"""What a rank has sent and knows to have been received: its peer has answered since it used that.
+"""Sent values that a rank knows to be received: its peer has sent an answer after using them.
 
-On a GPU the host may be a whole step ahead of what runs. When the memory of what was sent comes free follows from this,
-and so from the program alone.
+On a GPU the host may be a whole step ahead. So the program alone tells when the memory of a sent value is free.
 """
 
 from __future__ import annotations
@@ -14,10 +13,7 @@ from superstep.program.issue_order import Value, needed_by
 
 
 def received_by(program: Program, rank: int) -> dict[int, tuple[Value, ...]]:
-    """By the place of an instruction, what the rank has sent that is received before this one runs.
-
-    What nothing answers is not among it.
-    """
+    """By an instruction's place: the rank's sent values that are received before it runs, if they are answered."""
     uses = {peer: _uses(program, peer) for peer in {rank, *(i.peer for i in _sends(program, rank).values())}}
     answers = {peer: _answers(program, peer, rank, uses[rank]) for peer in uses if peer != rank}
     found: dict[int, list[Value]] = defaultdict(list)
@@ -45,7 +41,7 @@ def _uses(program: Program, rank: int) -> dict[Value, int]:
 
 
 def _answers(program: Program, peer: int, rank: int, uses: dict[Value, int]) -> tuple[list[int], list[int]]:
-    """The places of what the peer sends to the rank, and where the rank first waits for each or a later one."""
+    """The places of the peer's sends to the rank, and where the rank first waits for each or a later one."""
     sends = {place: i for place, i in _sends(program, peer).items() if i.peer == rank}
     first, known_at = len(program.ranks[rank]), []
     for i in reversed(sends.values()):

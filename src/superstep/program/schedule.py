@@ -1,7 +1,7 @@
 """Schedules: the order of microbatches through stages, as the papers draw them.
 
 A schedule gives each pipeline rank its list of tasks, over the stages that ``placement`` puts there. F is a forward
-pass, B a backward pass; where the backward pass comes in two, B is that of the inputs and W that of the weights.
+pass, B a backward pass; where the backward pass has two halves, B is that of the inputs and W that of the weights.
 
     gpipe, pp=2, m=3            1f1b, pp=2, m=3             zb-h1, pp=2, m=3
     rank 0  F0 F1 F2 B0 B1 B2   rank 0  F0 F1 B0 F2 B1 B2   rank 0  F0 F1 B0 W0 F2 B1 W1 B2 W2
@@ -21,7 +21,7 @@ Kind: TypeAlias = Literal["forward", "backward", "input", "weight"]
 
 @dataclass(frozen=True, slots=True)
 class StageTask:
-    """One stage's pass over one microbatch: forward, backward, or of the backward one of its halves."""
+    """A stage's pass over one microbatch: forward, backward, or half of a backward."""
 
     kind: Kind
     stage: int
@@ -35,11 +35,10 @@ def order(name: Schedule, *, placement: Sequence[int], microbatches: int, group:
     """The tasks of each pipeline rank.
 
     Args:
-        name: which schedule.
         placement: the pipeline rank of each stage; one stage on each for gpipe, 1f1b and zb-h1, two for zb-v.
         microbatches: m.
-        group: microbatches that pass one stage before the rank turns to its next stage; divides m, and is at
-            least pp where a rank has several stages.
+        group: microbatches that pass one stage before the rank turns to its next stage; divides m, and is at least pp
+        where a rank has several stages.
     """
     stages, m = _stages(placement), microbatches
     pp = len(stages)
@@ -64,22 +63,21 @@ def forward_order(*, placement: Sequence[int], microbatches: int) -> Order:
 
 
 def _stages(placement: Sequence[int]) -> list[list[int]]:
-    """The stages of each pipeline rank, in model order."""
     return [[s for s, place in enumerate(placement) if place == rank] for rank in range(max(placement) + 1)]
 
 
 def _tasks(kind: Kind, stages: Sequence[int], microbatches: range) -> Iterator[StageTask]:
-    """Every microbatch through one stage, then through the next: backward through the last stage first."""
+    """Every microbatch through one stage, then through the next; backward from the last stage."""
     for stage in stages if kind == "forward" else reversed(stages):
         for m in microbatches:
             yield StageTask(kind, stage, m)
 
 
 def _all_forward_all_backward(stages: Sequence[int], m: int, group: int) -> tuple[StageTask, ...]:
-    """GPipe (Huang 2019), and with several stages its looped kin, breadth-first (Lamy-Poirier 2023, fig. 4).
+    """GPipe (Huang 2019), and with several stages its looped form, breadth-first (Lamy-Poirier 2023, fig. 4).
 
-    A group is forwarded through every stage, then taken back; smaller groups hold fewer activations and drain
-    the pipeline more often.
+    A group goes forward through every stage, then back; smaller groups hold fewer activations and drain the pipeline
+    more often.
     """
     tasks: list[StageTask] = []
     for start in range(0, m, group):
@@ -89,9 +87,7 @@ def _all_forward_all_backward(stages: Sequence[int], m: int, group: int) -> tupl
 
 
 def _one_forward_one_backward(stages: Sequence[int], below: int, m: int) -> tuple[StageTask, ...]:
-    """PipeDream-Flush (Narayanan 2021, sec. 2.2): at most ``below`` microbatches in flight, this rank and those after
-    it.
-    """
+    """PipeDream-Flush (Narayanan 2021, sec. 2.2): at most ``below`` microbatches in flight."""
     forwards, backwards = list(_tasks("forward", stages, range(m))), list(_tasks("backward", stages, range(m)))
     return _steady(forwards, backwards, warmup=min(below - 1, m))
 
@@ -99,8 +95,8 @@ def _one_forward_one_backward(stages: Sequence[int], below: int, m: int) -> tupl
 def _interleave(stages: Sequence[int], below: int, m: int, group: int) -> tuple[StageTask, ...]:
     """Interleaved 1F1B (Narayanan 2021, sec. 2.2): groups go depth-first through the stages of a rank.
 
-    The warm-up is what must be in flight before the first backward can reach this rank: all earlier stages of
-    the first group, and two slots for every rank after it.
+    The warm-up is what must be in flight before the first backward can reach this rank: all earlier stages of the first
+    group, and two slots for every rank after it.
     """
     forwards: list[StageTask] = []
     backwards: list[StageTask] = []
@@ -113,7 +109,7 @@ def _interleave(stages: Sequence[int], below: int, m: int, group: int) -> tuple[
 
 
 def _steady(forwards: list[StageTask], backwards: list[StageTask], *, warmup: int) -> tuple[StageTask, ...]:
-    """Warm-up forwards, then one forward and one backward in turn, then the backwards that are left."""
+    """Warm-up forwards, then one forward and one backward in turn, then the remaining backwards."""
     tasks = forwards[:warmup]
     for i, forward in enumerate(forwards[warmup:]):
         tasks += [forward, backwards[i]]
@@ -122,10 +118,10 @@ def _steady(forwards: list[StageTask], backwards: list[StageTask], *, warmup: in
 
 
 def _zero_bubble(stage: int, rank: int, pp: int, m: int) -> tuple[StageTask, ...]:
-    """ZB-H1 (Qi 2023, sec. 2.1): 1F1B whose weight passes wait, on rank r for r backward passes.
+    """ZB-H1 (Qi 2023, sec. 2.1): 1F1B with delayed weight passes, on rank r by r backward passes.
 
-    The later ranks so send their first gradients sooner, and fill the end with what waited. At most pp microbatches
-    have a forward and no weight pass yet, on every rank as on the first of 1F1B.
+    So later ranks send their first gradients sooner, and fill the end with delayed passes. At most pp microbatches have
+    a forward and no weight pass yet, on every rank as on the first of 1F1B.
     """
     tasks: list[StageTask] = []
     for task in _one_forward_one_backward([stage], pp - rank, m):
@@ -141,9 +137,9 @@ def _zero_bubble(stage: int, rank: int, pp: int, m: int) -> tuple[StageTask, ...
 def _zero_bubble_v(stages: Sequence[int], rank: int, pp: int, m: int) -> tuple[StageTask, ...]:
     """ZB-V (Qi 2023, sec. 6): a rank has a stage on the way down the V and one on the way up.
 
-    Where F, B and W take the same time, no rank waits from its first task to its last. At most 2·pp stages' activations
-    are kept, as many bytes as 1F1B's first rank keeps. The pattern needs 2·pp - 1 microbatches to unfold; of fewer it
-    is what is left without those that are not there.
+    Where F, B and W take the same time, no rank waits between its first and last task. At most 2·pp stages' activations
+    are kept, as many bytes as on 1F1B's first rank. The pattern needs 2·pp - 1 microbatches; with fewer, the missing
+    ones are left out of it.
     """
     down, up = stages
     tasks: list[StageTask] = []

@@ -1,4 +1,4 @@
-"""The text form of a program: one instruction a line, to be read, diffed and kept. It round-trips.
+"""The text form of a program: one instruction a line, to read, compare and keep. It round-trips.
 
 program zero=3 microbatches=2 placement=0 passes=lower,transfers,fetch
 unit 0 embed reads 0 stage 0
@@ -48,7 +48,6 @@ def describe(instruction: Instruction) -> str:
 
 
 def write_program(program: Program) -> str:
-    """The whole program as text."""
     lines = [
         f"program zero={program.zero} microbatches={program.microbatches} "
         f"placement={','.join(map(str, program.placement))} passes={','.join(program.passes)}",
@@ -96,11 +95,7 @@ _FORMS: tuple[tuple[str, Callable[[re.Match[str]], Instruction]], ...] = (
 
 
 def read_instruction(text: str) -> Instruction:
-    """The instruction that ``describe`` wrote.
-
-    Raises:
-        UserError: the text is no instruction.
-    """
+    """Read what ``describe`` wrote; raises UserError for other text."""
     for pattern, make in _FORMS:
         match = re.fullmatch(pattern, text)
         if match:
@@ -109,11 +104,7 @@ def read_instruction(text: str) -> Instruction:
 
 
 def read_program(text: str) -> Program:
-    """The program that ``write_program`` wrote.
-
-    Raises:
-        UserError: a line that is no part of a program, with its number.
-    """
+    """Read what ``write_program`` wrote; raises UserError with the number of a line that is not part of a program."""
     lines = text.splitlines()
     form = r"program zero=(\d) microbatches=(\d+) placement=(\d+(?:,\d+)*) passes=([\w,]*)"
     head = re.fullmatch(form, lines[0] if lines else "")

@@ -1,6 +1,6 @@
 """The step on a clock: what ran when on each rank, simulated or recorded.
 
-One value serves both, so a prediction and a recording are summed, compared and drawn by the same code.
+One value serves both, so the same code sums, compares and draws predictions and recordings.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from superstep.program.instructions import Instruction, Lane, Program, lane
 
 Channel: TypeAlias = tuple[Lane, str, int | None]
 Arrival: TypeAlias = tuple[Lane, int, int | None]
-"""What a lane brings: parameters (fetch, u), a summed gradient (reduce, u), a copy (snapshot, u), or (act or grad, u,
-m).
+"""What a lane brings: parameters (fetch, u), a summed gradient (reduce, u), a copy (snapshot, u), or a transfer (act or
+grad, u, m).
 """
 
 
 def brings(instruction: Instruction) -> Arrival | None:
-    """What is there once an instruction beside the compute has run."""
+    """What an instruction beside the compute brings."""
     match instruction:
         case ins.Fetch(unit):
             return "fetch", unit, None
@@ -35,7 +35,7 @@ def brings(instruction: Instruction) -> Arrival | None:
 
 
 class Needs:
-    """What an instruction cannot run without, where it was issued before (the table in ``instructions``)."""
+    """What an instruction needs, of what was issued before (the table in ``instructions``)."""
 
     def __init__(self, program: Program) -> None:
         # Made once: a program asks for them again with each microbatch.
@@ -44,7 +44,6 @@ class Needs:
         self._copied: list[Arrival] = [("snapshot", u, None) for u in range(len(program.units))]
 
     def __call__(self, instruction: Instruction) -> list[Arrival]:
-        """What must have come."""
         match instruction:
             case ins.Forward(unit, m):
                 return [("act", unit, m), *self._fetched[unit]]
@@ -63,17 +62,14 @@ class Needs:
 
 
 def waits_for(program: Program, instruction: Instruction) -> list[Arrival]:
-    """What one instruction cannot run without."""
+    """What one instruction needs."""
     return Needs(program)(instruction)
 
 
 @dataclass(frozen=True, slots=True)
 class TimelineEvent:
-    """One instruction as it ran. A transfer is two events, a Send and a Recv, of the same seconds.
-
-    Attributes:
-        rank: the pipeline rank.
-        index: the instruction's place in that rank's list.
+    """One instruction as it ran. A transfer is two events, a Send and a Recv, of the same seconds. ``index``: the
+    instruction's place in its rank's list.
     """
 
     rank: int
@@ -84,16 +80,13 @@ class TimelineEvent:
 
     @property
     def lane(self) -> Lane:
-        """The lane that it ran on."""
         return lane(self.instruction)
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """The compute of one rank standing still.
-
-    Attributes:
-        lane: the lane at work on what the compute needs; None while another rank has yet to deliver or come.
+    """Idle compute of one rank. ``lane``: the lane that works on what the compute needs; None while another rank has
+    yet to deliver or come.
     """
 
     start_s: float
@@ -103,12 +96,12 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """Where one rank's step went: busy + exposed + bubble = step.
+    """One rank's step by use: busy + exposed + bubble = step.
 
     Attributes:
-        busy_s: computing.
-        exposed_s: for each lane, the compute waiting while that lane was at work on what it needs. Tie and
-            ReducePartial are sums that nothing runs beside, so they count here, under reduce.
+        exposed_s: for each lane, the compute waiting while that lane works on what it needs. Tie and ReducePartial are
+            sums
+        that overlap nothing, so they count here, under reduce.
         bubble_s: the compute waiting for another rank.
     """
 
@@ -119,29 +112,21 @@ class Spent:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """A step that ran, or would run.
-
-    Attributes:
-        program: what was run.
-        events: in the order of their start.
-    """
+    """A step that ran, or would run. ``events``: in the order of their start."""
 
     program: Program
     events: tuple[TimelineEvent, ...]
 
     @property
     def start_s(self) -> float:
-        """The clock when the first event began."""
         return min((e.start_s for e in self.events), default=0.0)
 
     @property
     def end_s(self) -> float:
-        """The clock when the last event ended."""
         return max((e.end_s for e in self.events), default=0.0)
 
     @property
     def step_s(self) -> float:
-        """The whole step."""
         return self.end_s - self.start_s
 
     def of(self, rank: int) -> list[TimelineEvent]:
@@ -149,7 +134,7 @@ class Timeline:
         return sorted((e for e in self.events if e.rank == rank), key=lambda e: e.index)
 
     def spent(self) -> tuple[Spent, ...]:
-        """Each pipeline rank's step, split by cause."""
+        """Each pipeline rank's step by use."""
         return tuple(
             _time_spent(events, waits) for events, waits in zip(self._of_ranks(), self.stood_still(), strict=True)
         )
@@ -167,18 +152,18 @@ class Timeline:
         return of_rank
 
     def bubble(self) -> float:
-        """Idle over busy time of all ranks: what the papers call bubble over ideal time, (p-1)/m for 1F1B."""
+        """Idle over busy time of all ranks: the papers' bubble over ideal time, (p-1)/m for 1F1B."""
         spent = self.spent()
         busy_s = sum(s.busy_s for s in spent)
         return sum(s.bubble_s for s in spent) / busy_s if busy_s else 0.0
 
     def waits(self, rank: int) -> Iterator[Wait]:
-        """Where the rank's compute stood still, and for which lane."""
+        """The rank's waits, each with its lane."""
         return _waits(self.of(rank), Needs(self.program), self.start_s, self.end_s)
 
 
 def _waits(events: Sequence[TimelineEvent], needs: Needs, start_s: float, end_s: float) -> Iterator[Wait]:
-    """The waits of one rank, its events in the order of issue."""
+    """The waits of one rank, given its events in the order of issue."""
     came: dict[Arrival, tuple[Channel, int]] = {}
     runs: dict[Channel, list[TimelineEvent]] = {}
     clock_s = start_s
@@ -200,7 +185,7 @@ def _waits(events: Sequence[TimelineEvent], needs: Needs, start_s: float, end_s:
 
 
 def _time_spent(events: Sequence[TimelineEvent], waits: Sequence[Wait]) -> Spent:
-    """Where one rank's step went."""
+    """One rank's step by use."""
     busy_s = bubble_s = 0.0
     exposed_s: dict[Lane, float] = dict.fromkeys(("fetch", "reduce", "act", "grad", "snapshot"), 0.0)
     for e in events:
@@ -226,7 +211,7 @@ def _channel(event: TimelineEvent) -> Channel:
 
 
 def _split(start_s: float, end_s: float, run: Sequence[TimelineEvent]) -> Iterator[Wait]:
-    """A wait in pieces: those in which the events of a channel ran, and those in which none did."""
+    """A wait in pieces: with and without events of a channel."""
     at_s = start_s
     for e in run:
         if at_s < min(e.start_s, end_s):

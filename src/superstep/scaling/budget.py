@@ -1,9 +1,9 @@
-"""The best model for a budget of devices: a law of the loss joined with how fast a model of each size trains.
+"""The best model for a budget of devices: a law of the loss joined with the training speed of each model size.
 
     C(N) = device-seconds · throughput(N)        D(N) = C(N) / (6·N)        N* = argmin of L(N, D(N))
 
 With a constant throughput this is eq. 4 of Hoffmann 2022. A throughput that rises with N (small models leave a device
-idle) moves the best model up, one that falls (more communication, no plan that fits) moves it down.
+idle) makes the best model larger, one that falls (more communication, no plan that fits) makes it smaller.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from superstep.scaling.summary import Fit, FittedNumber, Study, estimate
 
 FRONTIERS = ("hoffmann", "kaplan", "isoflop", "envelope")
 Throughput = Callable[[float], float]
-"""Sustained FLOP/s of one device, by C = 6·N·D, in training a model of N parameters; 0 where none can be trained."""
+"""Sustained FLOP/s of one device, by C = 6·N·D, for a model of N parameters; 0 where none can be trained."""
 
 SIZES_A_LOOK = 15
-"""Sizes that are tried at once; each look is at the neighbourhood of the best of the look before."""
+"""Sizes tried in one round; the next round is around the best of them."""
 WIDEST_LOG = 1.5 * math.log(10)
 FINEST_LOG = 1e-3
 MOST_LOOKS = 12
@@ -30,7 +30,7 @@ MOST_LOOKS = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Best:
-    """The size, the tokens that it sees, the FLOPs of that, and the loss at the end where the fit knows one."""
+    """The size, its tokens, their FLOPs, and the final loss where the fit gives one."""
 
     params: float
     tokens: float
@@ -40,7 +40,7 @@ class Best:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetChoice:
-    """What one fit takes for the best use of a budget of FLOPs."""
+    """One fit's best use of a budget of FLOPs."""
 
     params: FittedNumber
     tokens: FittedNumber
@@ -48,7 +48,7 @@ class BudgetChoice:
 
 
 def choices(summary: Study, flops: float) -> dict[str, BudgetChoice]:
-    """By the names of the fits, each one's best use of the same budget."""
+    """Each fit's best use of the same budget, by the fit's name."""
     fits: dict[str, Fit[Frontier] | None] = {name: getattr(summary, name) for name in FRONTIERS}
     return {name: _choice(fit, flops) for name, fit in fits.items() if fit is not None}
 
@@ -75,10 +75,10 @@ def best_of_flops(law: Frontier, flops: float) -> Best:
 
 
 def best_for(law: Frontier, device_s: float, throughput: Throughput) -> Best | None:
-    """The size whose training in ``device_s`` device-seconds ends lowest; None where no size near it can be trained.
+    """The size with the lowest final loss after ``device_s`` device-seconds; None where no size near it can be trained.
 
-    ``throughput`` is asked about 60 times, and may have steps; a size is found to a thousandth. A frontier, which knows
-    no loss, gives the size that is best for the FLOPs that training it would take.
+    ``throughput`` is called about 60 times, and may have steps; the size is found to a thousandth. A frontier, which
+    has no loss, gives the size that is best for the FLOPs of its training.
     """
     guess = _guess(law, device_s, throughput)
     if isinstance(law, PowerFrontier):
@@ -104,7 +104,7 @@ def best_for(law: Frontier, device_s: float, throughput: Throughput) -> Best | N
 
 
 def _guess(law: Frontier, device_s: float, throughput: Throughput) -> float:
-    """The size that eq. 4 gives for the throughput at that size."""
+    """The size of eq. 4 for the throughput at that size."""
     params = 1e9
     for _ in range(3):
         flops_per_s = throughput(params)

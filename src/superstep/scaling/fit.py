@@ -1,12 +1,11 @@
 """Approach 3 of Hoffmann 2022: the constants of a law L(N, D) from the losses of runs.
 
-The law's logarithm is fitted to the logarithm of the losses: the sum of Huber losses with delta = 1e-3 is made least by
-L-BFGS from a grid of starts (eq. 10), and the best is kept. Three things differ, none of which moves the optimum:
+The law's logarithm is fitted to the losses' logarithm: L-BFGS minimises the sum of Huber losses with delta = 1e-3 from
+a grid of starts (eq. 10), and the best is kept. Three things differ, none of which moves the optimum:
 
-- The sum is over residuals in units of delta, so that the optimizer's tolerances mean something. A mean of losses of
-  1e-5 ends before it has converged.
-- log N and log D are taken from their means, which parts the constants from the exponents.
-- The starts are shares of the losses at hand, not fixed numbers, and the worse of them are dropped before L-BFGS.
+- Residuals are in units of delta, so that the optimizer's tolerances work. A mean of losses of 1e-5 ends too early. -
+log N and log D are relative to their means, which separates the constants from the exponents. - The starts are shares
+of the losses, not fixed numbers, and the worse ones are dropped before L-BFGS.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from superstep.scaling.laws import Hoffmann, Kaplan, Law
 from superstep.scaling.runs import TrainingRun, check_spread, table
 
 HUBER_DELTA = 1e-3
-"""Of log L (Hoffmann 2022, section D.2): a residual above a thousandth counts by its size, not by its square."""
+"""Of log L (Hoffmann 2022, section D.2): a residual above a thousandth counts linearly, not by its square."""
 KEPT_STARTS = 12
 EXPONENT = (0.02, 4.0)
-"""An exponent near 0 is a law without that term, whose scale is beyond all numbers."""
+"""An exponent near 0 is a law without that term, with a scale beyond all numbers."""
 LOG_SHARE, LOG_LOSS = (-12.0, 12.0), (-8.0, 8.0)
-"""Of a term's share in the loss, and of the loss that a term alone would give, in the middle of the runs."""
+"""Bounds of a term's share in the loss, and of the loss that a term alone would give, in the middle of the runs."""
 LEAST_POINTS = 6
 """One more than the constants of Hoffmann's law."""
 
@@ -39,7 +38,7 @@ L = TypeVar("L", bound=Law)
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """What is fitted: log N and log D from their means, and log L, [points] each."""
+    """The fitted points: log N and log D relative to their means, and log L, [points] each."""
 
     n: Array
     d: Array
@@ -67,10 +66,8 @@ class LawForm(Generic[L]):
 
 
 def fit(form: LawForm[L], runs: Sequence[TrainingRun], start: L | None = None) -> L:
-    """The law of a form that fits every point of the runs best; from ``start`` alone where one is given.
-
-    Raises:
-        ConfigError: the runs are too few or too alike.
+    """The law of a form with the best fit to every point of the runs; only from ``start`` where one is given. Raises
+    ConfigError where the runs are too few or too alike.
     """
     check_spread(runs, least_points=LEAST_POINTS)
     data = _data(runs)
@@ -123,7 +120,7 @@ def _predict_hoffmann(constants: Array, data: Data) -> tuple[Array, Array]:
 
 
 def _hoffmann_starts(data: Data) -> list[Array]:
-    """E from a tenth of the least loss up, and the rest of the middle loss dealt out to size and to data."""
+    """E from a tenth of the least loss up, with the rest of the middle loss divided between size and data."""
     least, middle = float(np.exp(data.log_loss.min())), float(np.exp(np.median(data.log_loss)))
     exponents = (0.1, 0.3, 0.5, 0.8, 1.2)
     return [
@@ -163,7 +160,7 @@ HOFFMANN: LawForm[Hoffmann] = LawForm(
 def _predict_kaplan(constants: Array, data: Data) -> tuple[Array, Array]:
     """log L = alpha_D · log(exp(u) + exp(v)), with u = (p - alpha_N·n) / alpha_D and v = q / alpha_D - d.
 
-    p and q are what log L would be in the middle of the runs were it for size or for data alone.
+    p and q are log L in the middle of the runs for size or for data alone.
     """
     alpha_d, alpha_n, p, q = constants
     u, v = (p - alpha_n * data.n) / alpha_d, q / alpha_d - data.d
@@ -173,7 +170,7 @@ def _predict_kaplan(constants: Array, data: Data) -> tuple[Array, Array]:
 
 
 def _kaplan_starts(data: Data) -> list[Array]:
-    """The middle loss, dealt out to size and to data within the power."""
+    """The middle loss, divided between size and data within the power."""
     middle = float(np.median(data.log_loss))
     return [
         np.array([alpha_d, s * alpha_d, middle + alpha_d * math.log(share), middle + alpha_d * math.log(1 - share)])

@@ -1,5 +1,5 @@
 """Approaches 1 and 2 of Hoffmann 2022, which read N_opt ~ C^a and D_opt ~ C^b off the losses without a law of them; and
-Kaplan's laws of size alone and of tokens alone, which are read off the best runs of each.
+Kaplan's laws of size alone and of tokens alone, from the best runs of each.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from superstep.scaling.runs import PointColumns, TrainingRun, ended, table
 BUDGETS_OF_ENVELOPE = 400
 """Points of the grid of FLOPs; Hoffmann takes 1,500 over 9 powers of ten."""
 SAME_BUDGET = 1.1
-"""Runs within this factor of each other's FLOPs are of one budget."""
+"""Runs within this factor of each other's FLOPs share a budget."""
 LEAST = 3
 LEAST_RANGE = 3.0
 """From the least budget to the largest."""
 LARGEST_EXPONENT = 600.0
-"""Of e, for a number that a float holds."""
+"""The largest exponent of e that a float holds."""
 LEAST_SLOPE = 0.005
-"""Of log L; below it the scale of a power law is beyond all numbers."""
+"""Of log L; below it the scale of a power law exceeds all numbers."""
 
 
 def fit_envelope(runs: Sequence[TrainingRun]) -> PowerFrontier:
-    """Approach 1: for each budget, the size whose training curve is lowest there (Hoffmann 2022, section 3.1).
+    """Approach 1: for each budget, the size with the lowest training curve there (Hoffmann 2022, section 3.1).
 
-    Where the smallest or the largest size is lowest, a smaller or larger one might have been lower: those budgets say
-    nothing and are left out. Tokens are read off the curve that is lowest.
+    Budgets where the smallest or the largest size is lowest are left out, as a size beyond might be lower. Tokens are
+    read off the lowest curve.
 
     Raises:
         ConfigError: fewer than 3 sizes, beside the smallest and the largest, are lowest anywhere.
@@ -64,7 +64,7 @@ def fit_envelope(runs: Sequence[TrainingRun]) -> PowerFrontier:
 
 
 def _curves(runs: Sequence[TrainingRun]) -> list[tuple[float, PointColumns]]:
-    """Losses over FLOPs at one size each: every run's own curve, and one through the runs that have a single point."""
+    """Losses over FLOPs at one size each: every run's own curve, and one through the runs with a single point."""
     own = {run.name: run for run in runs}.values()  # a resampled run again is the same curve
     curves = [(run.params, table([run])) for run in own if len(run.points) > 1]
     lone: defaultdict[float, list[TrainingRun]] = defaultdict(list)
@@ -79,15 +79,15 @@ def _curves(runs: Sequence[TrainingRun]) -> list[tuple[float, PointColumns]]:
 
 
 def _read(budgets: Array, curve: PointColumns, column: Array) -> Array:
-    """A column of a curve at some FLOPs, on straight lines between logarithms; NaN outside."""
+    """A column of a curve at some FLOPs, by linear interpolation of logarithms; NaN outside."""
     at = np.interp(np.log(budgets), np.log(curve.flops), np.log(column), left=np.nan, right=np.nan)
     return np.exp(at)
 
 
 def fit_isoflop(runs: Sequence[TrainingRun]) -> PowerFrontier:
-    """Approach 2: at each budget, the lowest point of a parabola of the loss over log N (Hoffmann 2022, section 3.2).
+    """Approach 2: at each budget, the minimum of a parabola of the loss over log N (Hoffmann 2022, section 3.2).
 
-    A budget counts where it has 3 sizes and its parabola is lowest between them.
+    A budget counts where it has 3 sizes and its parabola's minimum is between them.
 
     Raises:
         ConfigError: fewer than 3 budgets count.
@@ -103,7 +103,7 @@ def fit_isoflop(runs: Sequence[TrainingRun]) -> PowerFrontier:
 
 
 def _budgets(runs: Sequence[TrainingRun]) -> Iterable[PointColumns]:
-    """Final points of one budget each, where there are three sizes or more of it."""
+    """Final points of each budget with three sizes or more."""
     ordered = sorted(ended(runs), key=lambda run: run.final.flops)
     group: list[TrainingRun] = []
     for run in [*ordered, None]:
@@ -116,7 +116,7 @@ def _budgets(runs: Sequence[TrainingRun]) -> Iterable[PointColumns]:
 
 
 def _lowest(group: PointColumns) -> tuple[float, float, float] | None:
-    """FLOPs, parameters and tokens where the parabola is lowest; None where it is not, between the sizes."""
+    """FLOPs, parameters and tokens at the parabola's minimum; None where that is not between the sizes."""
     n = np.log(group.params)
     middle = n.mean()
     square, slope, _ = np.polyfit(n - middle, group.loss, 2)
@@ -130,11 +130,7 @@ def _lowest(group: PointColumns) -> tuple[float, float, float] | None:
 
 
 def _power(flops: Array, params: Array, tokens: Array) -> PowerFrontier:
-    """Both power laws, by least squares of the logarithms.
-
-    Raises:
-        ConfigError: the budgets are too much alike.
-    """
+    """Both power laws, by least squares of the logarithms. Raises ConfigError where the budgets are too similar."""
     if flops.max() < LEAST_RANGE * flops.min():
         raise ConfigError(
             f"the budgets that count span a factor of {flops.max() / flops.min():.3g}, and a power law needs "
@@ -154,19 +150,15 @@ def _power(flops: Array, params: Array, tokens: Array) -> PowerFrontier:
 
 
 def fit_size(runs: Sequence[TrainingRun]) -> PowerLaw:
-    """Kaplan 2020, eq. 1.1: the least loss of each size, over sizes; it holds where data does not limit.
-
-    Raises:
-        ConfigError: there are fewer than 3 sizes.
+    """Kaplan 2020, eq. 1.1: the least loss of each size; valid where data does not limit. Raises ConfigError where
+    there are fewer than 3 sizes.
     """
     return _power_law("N", "sizes", [(run.params, run.final.loss) for run in runs])
 
 
 def fit_tokens(runs: Sequence[TrainingRun]) -> PowerLaw:
-    """Kaplan 2020, eq. 1.2: the least loss of each number of tokens, over tokens; where size does not limit.
-
-    Raises:
-        ConfigError: there are fewer than 3 numbers of tokens.
+    """Kaplan 2020, eq. 1.2: the least loss of each number of tokens; valid where size does not limit. Raises
+    ConfigError where there are fewer than 3 numbers of tokens.
     """
     return _power_law("D", "numbers of tokens", [(run.final.tokens, run.final.loss) for run in runs])
 

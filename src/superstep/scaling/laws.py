@@ -1,4 +1,4 @@
-"""Loss as a function of a model's size and of its training tokens, and the size that is best for a budget.
+"""Loss as a function of a model's size and of its training tokens, and the best size for a budget.
 
     N  parameters     D  training tokens     C = 6·N·D  FLOPs of training (Kaplan 2020, section 2.1)
 
@@ -7,7 +7,7 @@
     Kaplan 2020, eq. 1.1    L = (N_c / N)^alpha_N        where data does not limit
     Kaplan 2020, eq. 1.2    L = (D_c / D)^alpha_D        where size does not limit
 
-Losses are in nats per token. N is what the runs count as such: Kaplan leaves embeddings out, Hoffmann keeps them in.
+Losses are in nats per token. N is the runs' own count: Kaplan leaves embeddings out, Hoffmann keeps them in.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FLOPS_PER_PARAMETER_AND_TOKEN = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimum:
-    """The size and the tokens that share a budget of FLOPs best."""
+    """The best size and tokens for a budget of FLOPs."""
 
     params: float
     tokens: float
@@ -30,7 +30,7 @@ class Optimum:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hoffmann:
-    """The parametric law of Hoffmann 2022, eq. 2: the loss of all text, plus what size and data are short of it."""
+    """The parametric law of Hoffmann 2022, eq. 2: the loss of the text itself, plus what size and data lack."""
 
     E: float
     A: float
@@ -49,7 +49,6 @@ class Hoffmann:
         return self.alpha / (self.alpha + self.beta)
 
     def constants(self) -> Mapping[str, float]:
-        """E, A, B, alpha, beta."""
         return {"E": self.E, "A": self.A, "B": self.B, "alpha": self.alpha, "beta": self.beta}
 
     def loss(self, params: float, tokens: float) -> float:
@@ -72,7 +71,7 @@ class Kaplan:
 
     @property
     def a(self) -> float:
-        """The size that eq. 1.5 makes best for C = 6·N·D; Kaplan's 0.73 is that of eq. 1.6, over steps."""
+        """The exponent of the best size by eq. 1.5 for C = 6·N·D; Kaplan's 0.73 is that of eq. 1.6, over steps."""
         return self.alpha_d / (self.alpha_n + self.alpha_d)
 
     @property
@@ -81,7 +80,6 @@ class Kaplan:
         return self.alpha_n / (self.alpha_n + self.alpha_d)
 
     def constants(self) -> Mapping[str, float]:
-        """alpha_N, alpha_D, N_c, D_c."""
         return {"alpha_N": self.alpha_n, "alpha_D": self.alpha_d, "N_c": self.n_c, "D_c": self.d_c}
 
     def loss(self, params: float, tokens: float) -> float:
@@ -93,13 +91,13 @@ class Kaplan:
         return math.exp(self.alpha_d * log_sum)
 
     def optimum(self, flops: float) -> Optimum:
-        """The least of the sum in eq. 1.5, which has the form of Hoffmann's with beta = 1."""
+        """The minimum of the sum in eq. 1.5, which has the form of Hoffmann's with beta = 1."""
         ratio = self.alpha_n / self.alpha_d
         return _least(ratio * math.log(self.n_c), ratio, math.log(self.d_c), 1.0, flops)
 
 
 def _least(log_a: float, alpha: float, log_b: float, beta: float, flops: float) -> Optimum:
-    """Where A / N^alpha + B / D^beta is least for 6·N·D = ``flops`` (Hoffmann 2022, eq. 4).
+    """The minimum of A / N^alpha + B / D^beta for 6·N·D = ``flops`` (Hoffmann 2022, eq. 4).
 
     N = G·(C/6)^a and D = (C/6)^b / G, with G = (alpha·A / (beta·B))^(1 / (alpha + beta)).
     """
@@ -113,10 +111,10 @@ def _least(log_a: float, alpha: float, log_b: float, beta: float, flops: float) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PowerFrontier:
-    """N_opt = params_at·(C / flops_at)^a and D_opt alike, as approaches 1 and 2 of Hoffmann 2022 find them.
+    """N_opt = params_at·(C / flops_at)^a and D_opt likewise, from approaches 1 and 2 of Hoffmann 2022.
 
     Attributes:
-        flops_at: the middle of the budgets that were fitted, where the two constants hardly depend on the exponents.
+        flops_at: the middle of the fitted budgets, where the two constants hardly depend on the exponents.
         params_at, tokens_at: best for that budget.
     """
 
@@ -127,11 +125,10 @@ class PowerFrontier:
     tokens_at: float
 
     def constants(self) -> Mapping[str, float]:
-        """Both exponents."""
         return {"a": self.a, "b": self.b}
 
     def optimum(self, flops: float) -> Optimum:
-        """By the two power laws; 6·N·D is ``flops`` as far as the runs kept to that."""
+        """By the two power laws; 6·N·D is ``flops`` as far as it was for the runs."""
         return Optimum(
             params=self.params_at * (flops / self.flops_at) ** self.a,
             tokens=self.tokens_at * (flops / self.flops_at) ** self.b,
@@ -144,7 +141,7 @@ class PowerLaw:
 
     Attributes:
         of: N or D, the letter of x.
-        scale: the size or the tokens at which the loss would be 1 nat.
+        scale: the size or the tokens with a loss of 1 nat.
     """
 
     of: str
@@ -156,11 +153,11 @@ class PowerLaw:
         return {f"alpha_{self.of}": self.alpha, f"{self.of}_c": self.scale}
 
     def loss(self, of: float) -> float:
-        """Nats per token at a size, or after as many tokens."""
+        """Nats per token at a size, or after this many tokens."""
         return math.pow(self.scale / of, self.alpha)
 
 
 Law = Hoffmann | Kaplan
-"""What knows the loss of a size after some tokens."""
+"""A law gives the loss of a size after some tokens."""
 Frontier = Law | PowerFrontier
-"""What knows how to share a budget: N_opt ~ C^a and D_opt ~ C^b."""
+"""A frontier divides a budget: N_opt ~ C^a and D_opt ~ C^b."""

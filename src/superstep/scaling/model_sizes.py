@@ -1,7 +1,7 @@
-"""A decoder of about so many parameters: a shape between those that have been published.
+"""A decoder with about a given number of parameters: a shape between published ones.
 
-Depth, width and the inner width grow with size as they do from one named Llama to the next: their logarithms are read
-off straight lines over log N. The width is then made of whole heads and the depth of whole layers.
+Depth, width and the inner width grow with size as between named Llamas: their logarithms are interpolated linearly over
+log N. The width is then rounded to whole heads and the depth to whole layers.
 """
 
 from __future__ import annotations
@@ -17,26 +17,23 @@ from superstep.plan.model.shape import SHAPES, ModelShape
 LADDER = ("demo", "bench", "llama3.2-1b", "llama3.2-3b", "llama3-8b", "llama3-70b", "llama3.1-405b")
 """Named sizes, smallest first."""
 LEAST_SHAPE = 1e5
-"""Parameters below which there is no shape."""
+"""The least parameters of a shape."""
 
 
 def non_embedding_parameters(shape: ModelShape) -> int:
-    """Kaplan 2020's N: all parameters but the embedding and the head's matrix, which is as large.
-
-    A mixture of experts counts all its experts.
-    """
+    """Kaplan 2020's N: all parameters but the embedding and the head. A mixture counts all its experts."""
     _, *blocks, head = unit_parameters(shape)
     return sum(unit.on_rank(1) for unit in blocks) + head.vectors
 
 
 def shape_of(params: float) -> ModelShape:
-    """A decoder whose non-embedding parameters are near ``params``: within a tenth from a million on."""
+    """A decoder with about ``params`` non-embedding parameters: within a tenth from a million on."""
     rungs = [SHAPES[name] for name in LADDER]
     sizes = [math.log(non_embedding_parameters(shape)) for shape in rungs]
     x = math.log(params)
 
     def between(numbers: list[float]) -> float:
-        """On the line through the two rungs around ``params``, or through the last two of that end."""
+        """On the line through the two rungs around ``params``, or the last two at that end."""
         logs = np.log(numbers)
         rung = min(max(int(np.searchsorted(sizes, x)), 1), len(sizes) - 1)
         part = (x - sizes[rung - 1]) / (sizes[rung] - sizes[rung - 1])

@@ -1,10 +1,10 @@
-"""The runs that a scaling law is fitted to: of each the size, and its loss after so many tokens.
+"""The runs for a scaling law: each one's size, and its loss after some tokens.
 
     params,tokens,loss              one row for each run, or with the column run, one for each point of its curve
     44e6,1.1e9,3.61
     44e6,2.3e9,3.42
 
-A fifth column, flops, says what a point cost; 6·N·D where it is left out. Other columns are passed over.
+A further column, flops, has a point's cost; 6·N·D where it is left out. Other columns are ignored.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from superstep.scaling.laws import FLOPS_PER_PARAMETER_AND_TOKEN
 
 NEEDED = ("params", "tokens", "loss")
 MOST_PARAMS, MOST_TOKENS = 1e18, 1e21
-"""Beyond these a number is not in units of one."""
+"""Larger numbers have a wrong unit."""
 MOST_CORRELATED = 0.98
-"""Runs with D = 20·N lie on a line: any split of the loss between the two fits them, and predicts as it likes."""
+"""Runs with D = 20·N lie on a line: any split of the loss between the two fits them, and predictions are arbitrary."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossPoint:
-    """A run's validation loss, in nats per token, after ``tokens``, which took ``flops``."""
+    """A run's validation loss, in nats per token, after ``tokens``, at a cost of ``flops``."""
 
     tokens: float
     loss: float
@@ -40,7 +40,7 @@ class LossPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRun:
-    """One training run, whose name no other has; its points are in the order of their tokens."""
+    """One training run with a unique name; its points are in the order of their tokens."""
 
     name: str
     params: float
@@ -48,7 +48,7 @@ class TrainingRun:
 
     @property
     def final(self) -> LossPoint:
-        """After its last token."""
+        """After the last token."""
         return self.points[-1]
 
 
@@ -70,15 +70,13 @@ def table(runs: Iterable[TrainingRun]) -> PointColumns:
 
 
 def ended(runs: Iterable[TrainingRun]) -> list[TrainingRun]:
-    """The same runs with their last points alone: a learning rate that decays makes those before it too high."""
+    """The same runs with only their last points: with a decaying learning rate, earlier losses are too high."""
     return [TrainingRun(name=run.name, params=run.params, points=run.points[-1:]) for run in runs]
 
 
 def point_of(where: str, params: float, values: Mapping[str, float]) -> LossPoint:
-    """A point from its numbers, 6·N·D where they hold no FLOPs.
-
-    Raises:
-        ConfigError: a number is not above 0 or not finite, or is not in units of one.
+    """A point from its numbers; FLOPs are 6·N·D where missing. Raises ConfigError where a number is not above 0 or not
+    finite, or has a wrong unit.
     """
     flops = values.get("flops", FLOPS_PER_PARAMETER_AND_TOKEN * params * values["tokens"])
     for name, value in (("params", params), *values.items(), ("flops", flops)):
@@ -91,10 +89,8 @@ def point_of(where: str, params: float, values: Mapping[str, float]) -> LossPoin
 
 
 def read_csv(path: Path) -> list[TrainingRun]:
-    """The runs of a CSV file whose first line names its columns.
-
-    Raises:
-        ConfigError: it cannot be read, lacks a column or a row, or holds what is no number or no loss.
+    """The runs of a CSV file with the column names in its first line. Raises ConfigError where the file cannot be read,
+    lacks a column or a row, or holds something else than numbers.
     """
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
@@ -123,11 +119,7 @@ def read_csv(path: Path) -> list[TrainingRun]:
 
 
 def run_of(where: str, name: str, params: float, points: Sequence[LossPoint]) -> TrainingRun:
-    """A run from its points in any order.
-
-    Raises:
-        ConfigError: two of them are of the same number of tokens.
-    """
+    """A run from its points in any order. Raises ConfigError where two points have the same number of tokens."""
     ordered = sorted(points, key=lambda point: point.tokens)
     for one, other in itertools.pairwise(ordered):
         if one.tokens == other.tokens:
@@ -153,10 +145,8 @@ def _number(where: str, name: str, text: str | None) -> float:
 
 
 def check_spread(runs: Sequence[TrainingRun], *, least_points: int) -> None:
-    """See that a law of N and D can be fitted.
-
-    Raises:
-        ConfigError: there are too few points, sizes or numbers of tokens, or the two change together.
+    """Check that a law of N and D can be fitted. Raises ConfigError where there are too few points, sizes or numbers of
+    tokens, or the two change together.
     """
     points = {(run.name, point.tokens) for run in runs for point in run.points}
     if len(points) < least_points:

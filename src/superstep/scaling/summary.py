@@ -1,12 +1,12 @@
-"""What a set of runs says of the runs to come: every fit with its intervals.
+"""All fits of a set of runs, with their intervals.
 
     runs ──► study ──► Study: fits, each with the fits of resampled runs
                          │ estimate(fit, quantity)          any number that a law gives: a constant, N_opt, a loss
                          ▼
                        Estimate: the number and its interval
 
-Intervals are by the bootstrap (Efron 1979): as many runs as there are, drawn from them again and again with
-replacement. They say what other runs of the same kind would have given, and nothing of whether the law holds beyond.
+Intervals are by the bootstrap (Efron 1979): samples of the runs with replacement, of the same size. They cover other
+runs of the same kind, and do not say whether the law holds beyond them.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from superstep.scaling.laws import FLOPS_PER_PARAMETER_AND_TOKEN, Hoffmann, Kapl
 from superstep.scaling.runs import TrainingRun, ended
 
 LEVEL = 0.9
-"""The share of resampled fits that an interval holds."""
+"""The share of resampled fits within an interval."""
 TRUSTED_FACTOR = 10.0
-"""How far beyond the largest run a law is taken without a warning."""
+"""How far beyond the largest run a law is used without a warning."""
 
 Points = Literal["final", "all"]
 F = TypeVar("F")
 Fitted = Callable[[Sequence[TrainingRun], F | None], F]
-"""Makes a law of runs, from a law of similar runs to begin with or from none."""
+"""Fits a law to runs, starting from another law or from none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit(Generic[F]):
-    """A law, and what the same fit makes of resampled runs.
+    """A law, and the same fit of resampled runs.
 
-    Resamples that do not allow the fit are left out, and where those are the most, all are.
+    Resamples that do not allow the fit are left out; if these are the majority, all are.
     """
 
     law: F
@@ -48,7 +48,7 @@ class Fit(Generic[F]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FittedNumber:
-    """A number with its interval; None where there were no resamples to take it from."""
+    """A number with its interval; None without resamples."""
 
     value: float
     interval: tuple[float, float] | None
@@ -62,7 +62,7 @@ class Study:
         hoffmann, kaplan: laws of size and tokens.
         envelope, isoflop: frontiers, by approaches 1 and 2 of Hoffmann 2022.
         size, tokens: Kaplan's laws of one variable.
-        missing: by the names above, why a fit could not be made.
+        missing: why a fit could not be made, by the names above.
     """
 
     runs: tuple[TrainingRun, ...]
@@ -79,10 +79,10 @@ class Study:
 
 
 def study(runs: Sequence[TrainingRun], *, points: Points = "final", resamples: int, seed: int) -> Study:
-    """Fit every law to the runs, and each again to resampled runs.
+    """Fit every law to the runs, and to resampled runs.
 
-    ``points`` are those that the laws of the loss are fitted to. What comes before a run's end is too high where the
-    learning rate decays; the envelope takes it all the same, as Hoffmann's does.
+    ``points`` selects the points for the laws of the loss: with a decaying learning rate, losses before a run's end are
+    too high; the envelope uses them anyway, as Hoffmann's does.
 
     Raises:
         ConfigError: the runs allow no fit at all.
@@ -115,15 +115,13 @@ def study(runs: Sequence[TrainingRun], *, points: Points = "final", resamples: i
 
 
 def take_points(runs: Sequence[TrainingRun], points: Points) -> Sequence[TrainingRun]:
-    """The runs with the points that the laws of the loss are fitted to."""
+    """The runs with the points for the laws of the loss."""
     return runs if points == "all" else ended(runs)
 
 
 def bootstrap(runs: Sequence[TrainingRun], fitted: Fitted[F], *, resamples: int, seed: int) -> Fit[F]:
-    """The fit of the runs, and those of as many resamples as allow one, each begun from the first.
-
-    Raises:
-        ConfigError: the runs themselves do not allow it.
+    """The fit of the runs, and those of all resamples that allow one, each started from the first. Raises ConfigError
+    where the runs themselves do not allow it.
     """
     law = fitted(runs, None)
     rng = np.random.default_rng(seed)
@@ -135,7 +133,7 @@ def bootstrap(runs: Sequence[TrainingRun], fitted: Fitted[F], *, resamples: int,
 
 
 def estimate(fitted: Fit[F], quantity: Callable[[F], float]) -> FittedNumber:
-    """A number that a law gives, with the interval that holds ``LEVEL`` of what the resampled laws give."""
+    """A number of a law, with the interval of ``LEVEL`` of the resampled laws' numbers."""
     return _estimate_number(quantity(fitted.law), [quantity(law) for law in fitted.resampled])
 
 
@@ -147,7 +145,7 @@ def _estimate_number(value: float, resampled: Sequence[float]) -> FittedNumber:
 
 
 def constants(fitted: Fit[Hoffmann] | Fit[Kaplan] | Fit[PowerFrontier] | Fit[PowerLaw]) -> dict[str, FittedNumber]:
-    """The numbers of a law, by the names that its paper gives them, and a and b of a frontier."""
+    """The constants of a law, by its paper's names, and a and b of a frontier."""
 
     def numbers(law: Hoffmann | Kaplan | PowerFrontier | PowerLaw) -> dict[str, float]:
         exponents = {} if isinstance(law, PowerLaw) else {"a": law.a, "b": law.b}
@@ -158,7 +156,7 @@ def constants(fitted: Fit[Hoffmann] | Fit[Kaplan] | Fit[PowerFrontier] | Fit[Pow
 
 
 def beyond(runs: Sequence[TrainingRun], params: float, tokens: float) -> dict[str, float]:
-    """How many times the largest run's a size, tokens and FLOPs are, of those beyond ``TRUSTED_FACTOR``."""
+    """The factors by which size, tokens and FLOPs exceed the largest run's, for those beyond ``TRUSTED_FACTOR``."""
     factors = {
         "parameters": params / max(run.params for run in runs),
         "tokens": tokens / max(run.final.tokens for run in runs),

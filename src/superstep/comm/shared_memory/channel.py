@@ -1,4 +1,4 @@
-"""A lane: what ``lanes.cpp`` keeps for a group, as Python sees it."""
+"""OperationQueue: a group's lane of ``lanes.cpp``, in Python."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ UNDER_WAY = 1
 
 
 class OperationKind(IntEnum):
-    """An operation, as ``lanes.cpp`` numbers them."""
+    """The operations, numbered as in ``lanes.cpp``."""
 
     ALL_REDUCE = 0
     REDUCE_SCATTER = 1
@@ -50,7 +50,7 @@ SUMMED = {
     torch.uint8: 5,
     torch.bool: 5,
 }
-"""What can be summed or compared, by its number in ``sums.h``; anything can be sent, as bytes."""
+"""Dtypes that can be summed or compared, by their number in ``sums.h``; anything can be sent, as bytes."""
 
 BYTES = SUMMED[torch.uint8]
 
@@ -65,16 +65,16 @@ ENDS = {
 
 
 class LaneError(Exception):
-    """An operation cannot come to its end; the text says why."""
+    """An operation cannot finish; the text says why."""
 
 
 def is_compiled() -> bool:
-    """Whether there is a compiled half already."""
+    """Whether the C++ library is already compiled."""
     return path_of(SOURCES, FLAGS, folder_of(SOURCES[0])).is_file()
 
 
 def library() -> Built:
-    """The compiled half, made where it has not been."""
+    """The C++ library, compiled if necessary."""
     built = build(SOURCES, FLAGS, folder_of(SOURCES[0]))
     if built.library is not None:
         for name, (result, arguments) in _SIGNATURES.items():
@@ -108,9 +108,9 @@ class Where:
 
     Attributes:
         file: its descriptor.
-        offset: where the part begins, in bytes.
+        offset: the begin of the part, in bytes.
         me: this rank's place in the group.
-        locks: for each rank of the group, the byte of the file that its process keeps locked: its number among all.
+        locks: for each rank of the group, the byte of the file that its process keeps locked: its global rank.
     """
 
     file: int
@@ -120,13 +120,13 @@ class Where:
 
 
 class OperationQueue:
-    """Operations of one group, one after the other in the order in which they were started.
+    """Operations of one group, one after the other in the order of their start.
 
     Args:
-        native: what ``library`` gave.
+        native: the result of ``library``.
         where: the group's memory, which all of its ranks open.
         patience_s: how long an operation may wait for another rank.
-        spin_s: how long it looks before it sleeps: nothing, where ranks have to share cores.
+        spin_s: how long it polls before it sleeps: 0 where ranks share cores.
     """
 
     def __init__(self, native: ctypes.CDLL, where: Where, *, patience_s: float, spin_s: float) -> None:
@@ -161,15 +161,14 @@ class OperationQueue:
         """Start an operation on contiguous tensors, which must not change before it is done.
 
         Args:
-            kind: which.
-            given: what this rank brings.
-            out: what it gets.
-            count: elements: of what is summed; of one rank's part, where there are parts.
-            rule: how numbers of several ranks become one.
-            peer: the other end of a message; whose numbers a broadcast has.
-            going: all-to-all: bytes for each rank, which lie one after the other in ``given``.
-            coming: and from each.
-            is_waited: the caller waits for it next, and needs no thread beside it.
+            given: this rank's input.
+            out: its output.
+            count: elements: of the sum; of one rank's part, where there are parts.
+            rule: how numbers of several ranks are combined.
+            peer: the other end of a message; the source of a broadcast.
+            going: all-to-all: bytes for each rank, in order in ``given``.
+            coming: bytes from each rank.
+            is_waited: the caller waits for it next, so it needs no thread.
         """
         is_summed = kind <= OperationKind.REDUCE_SCATTER
         if given.dtype == torch.bool and rule == "sum":
@@ -190,21 +189,21 @@ class OperationQueue:
         return started
 
     def wait(self, handle: int) -> None:
-        """Return once the operation has come to an end, good or bad."""
+        """Return once the operation has ended, in success or failure."""
         self._native.lane_wait(self._lane, handle)
 
     def name_of(self, place: int) -> int:
-        """The number, among all launched ranks, of who has this place in the group."""
+        """The global rank of a place in the group."""
         return self._ranks[place] if place >= 0 else place
 
     def close(self) -> None:
-        """Leave: the others learn it where they wait for this rank, and what is under way here ends."""
+        """Leave the group: others that wait for this rank learn it, and operations here end."""
         self._native.lane_close(self._lane)
         self._under_way.clear()
         atexit.unregister(self._at_exit)
 
     def pass_on(self) -> None:
-        """Move what can be moved at once."""
+        """Move the data that can be moved at once."""
         self._native.lane_pass(self._lane)
 
 
@@ -215,7 +214,7 @@ def _close(queue: weakref.ref[OperationQueue]) -> None:
 
 
 class Started:
-    """An operation under way."""
+    """An operation in progress."""
 
     def __init__(
         self, lane: OperationQueue, native: ctypes.CDLL, handle: int, tensors: tuple[Tensor, Tensor], patience_s: float
@@ -230,21 +229,17 @@ class Started:
         self._native.lane_drop(self._handle)
 
     def is_done(self) -> bool:
-        """Whether ``wait`` would return at once; what can be moved is moved first."""
+        """Whether ``wait`` would return at once; moves data first."""
         if self.is_under_way():
             self._lane.pass_on()
         return not self.is_under_way()
 
     def is_under_way(self) -> bool:
-        """Whether it has not come to its end so far."""
+        """Whether it has not ended yet."""
         return self._look()[0] == UNDER_WAY
 
     def wait(self) -> None:
-        """Return once it is done.
-
-        Raises:
-            LaneError: it will never be.
-        """
+        """Return once it is done; raises LaneError where it never will be."""
         self._lane.wait(self._handle)
         self._tensors = None
         status, rank = self._look()

@@ -1,6 +1,6 @@
-"""A process group of ranks that share a host: what ``torch.distributed`` asks of one, done in a lane.
+"""SharedGroup: a ``torch.distributed`` process group of ranks on one host, over a lane.
 
-It has NCCL's calls: operations go in the order in which they are issued, and a transfer's group is its channel.
+It has NCCL's calls: operations run in the order of issue, and a transfer's group is its channel.
 """
 
 from __future__ import annotations
@@ -28,15 +28,13 @@ from superstep.comm.shared_memory.region import Region
 from superstep.hardware.host import cores
 
 BACKEND = "shared"
-"""By which ``torch.distributed`` knows such groups."""
+"""The backend's name in ``torch.distributed``."""
 
 SPIN_S = 20e-6
-"""How long a rank that has a core of its own looks before it sleeps: to be woken takes about as long."""
+"""Seconds that a rank with its own core polls before it sleeps: waking up takes about as long."""
 
 
 class SharedWork(dist.Work):
-    """An operation under way, as ``torch.distributed`` has it."""
-
     def __init__(self, started: Started, then: Callable[[], object] | None = None) -> None:
         super().__init__()
         self._started = started
@@ -47,11 +45,7 @@ class SharedWork(dist.Work):
         return self._started.is_done()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Return once it is done.
-
-        Raises:
-            DistBackendError: it will never be, and why.
-        """
+        """Return once it is done; raises DistBackendError, with the reason, where it never will be."""
         try:
             self._started.wait()
         except LaneError as error:
@@ -63,8 +57,6 @@ class SharedWork(dist.Work):
 
 
 class SharedGroup(OwnGroup):
-    """Ranks of one host."""
-
     def __init__(self, lane: OperationQueue, region: Region, rank: int, size: int) -> None:
         super().__init__(BACKEND, rank, size)
         self._lane = lane
@@ -72,7 +64,7 @@ class SharedGroup(OwnGroup):
         self._region = region
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> SharedWork:  # type: ignore[override]  # noqa: ANN401
-        """Sum, or the largest or smallest, in place."""
+        """Sum, maximum or minimum, in place."""
         (tensor,) = tensors
         rule = rule_of(tensor, opts)
         whole = whole_of(tensor)
@@ -80,7 +72,7 @@ class SharedGroup(OwnGroup):
         return SharedWork(started, None if whole is tensor else lambda: tensor.copy_(whole))
 
     def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> SharedWork:  # noqa: ANN401
-        """Every rank's tensor, one after the other."""
+        """Concatenate every rank's tensor."""
         require_parts(output, given, self.size())
         require_one_type(output, given)
         return SharedWork(self._start(OperationKind.ALL_GATHER, whole_of(given), own_of(output), given.numel(), opts))
@@ -100,7 +92,7 @@ class SharedGroup(OwnGroup):
         going: Sequence[int],
         opts: Any = None,  # noqa: ANN401
     ) -> SharedWork:
-        """Rows for each rank, and from each; without counts, equal parts."""
+        """Rows to and from each rank; without counts, equal parts."""
         require_one_type(output, given)
         ways = []
         for x, counts in ((given, going), (output, coming)):
@@ -114,29 +106,25 @@ class SharedGroup(OwnGroup):
         return SharedWork(started)
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> SharedWork:  # type: ignore[override]  # noqa: ANN401
-        """One rank's tensor, everywhere."""
+        """Copy one rank's tensor to all."""
         (tensor,) = tensors
         own = own_of(tensor)
         return SharedWork(self._start(OperationKind.BROADCAST, own, own, own.numel(), opts, peer=opts.rootRank))
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> SharedWork:
-        """A tensor to one rank."""
         (tensor,) = tensors
         whole = whole_of(tensor)
         return SharedWork(self._start(OperationKind.SEND, whole, whole, whole.numel(), None, peer=peer))
 
     def recv(self, tensors: Sequence[Tensor], peer: int, tag: int) -> SharedWork:
-        """A tensor from one rank."""
         own = own_of(tensors[0])
         return SharedWork(self._start(OperationKind.RECEIVE, own, own, own.numel(), None, peer=peer))
 
     def barrier(self, opts: Any = None) -> SharedWork:  # noqa: ANN401
-        """Done once every rank has come to it."""
         token = torch.zeros(1, dtype=torch.uint8)
         return SharedWork(self._start(OperationKind.ALL_REDUCE, token, token, 1, None))
 
     def shutdown(self) -> None:
-        """Leave the group; who waits for this rank learns it."""
         self._lane.close()
 
     abort = shutdown
@@ -146,7 +134,7 @@ class SharedGroup(OwnGroup):
 
 
 def make(opts: Any, region: Region) -> SharedGroup:  # noqa: ANN401
-    """A group, as ``torch.distributed.new_group`` has it made: by its members, each with the group's number."""
+    """Make a group for ``torch.distributed.new_group``; called by its members, each with the group's number."""
     where = Where(
         file=region.file,
         offset=region.part(int(opts.group_id)),

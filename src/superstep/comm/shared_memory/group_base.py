@@ -1,4 +1,4 @@
-"""What groups of our own have in common: names, as ``torch.distributed`` asks for them, and rules for what is given."""
+"""OwnGroup: what our own groups share: names for ``torch.distributed``, and checks of arguments."""
 
 from __future__ import annotations
 
@@ -25,9 +25,8 @@ class OwnGroup(dist.ProcessGroup):
     """A group that is no backend of torch's.
 
     Args:
-        backend: by which ``torch.distributed`` calls it.
+        backend: its name in ``torch.distributed``.
         rank: this rank's place.
-        size: how many there are.
     """
 
     def __init__(self, backend: str, rank: int, size: int) -> None:
@@ -38,7 +37,6 @@ class OwnGroup(dist.ProcessGroup):
 
     @property
     def group_name(self) -> str:  # type: ignore[override]
-        """By which it is found."""
         return self._name
 
     def _set_group_name(self, name: str) -> None:
@@ -53,7 +51,6 @@ class OwnGroup(dist.ProcessGroup):
         self._desc = desc
 
     def getBackendName(self) -> str:  # noqa: N802
-        """By which ``torch.distributed`` calls it."""
         return self._backend
 
     # torch before 2.13 has other names.
@@ -65,12 +62,11 @@ class OwnGroup(dist.ProcessGroup):
         return self.reduce_scatter_single(*given)
 
     def alltoall_base(self, *given: Any) -> dist.Work:  # noqa: ANN401
-        """``all_to_all_single``."""
         return self.all_to_all_single(*given)
 
 
 def rule_of(given: Tensor, opts: Any) -> Rule:  # noqa: ANN401
-    """How numbers of the tensor become one; raises ``NotImplementedError`` where they cannot."""
+    """The rule that combines a tensor's numbers; raises ``NotImplementedError`` for unsupported ones."""
     if given.dtype not in SUMMED:
         raise NotImplementedError(f"sums of {given.dtype} over shared memory; it has {', '.join(map(str, SUMMED))}.")
     rule = dist.ReduceOp.SUM if opts is None else opts.reduceOp.op
@@ -80,12 +76,11 @@ def rule_of(given: Tensor, opts: Any) -> Rule:  # noqa: ANN401
 
 
 def whole_of(tensor: Tensor) -> Tensor:
-    """The tensor in one piece."""
     return tensor if tensor.is_contiguous() else tensor.contiguous()
 
 
 def own_of(tensor: Tensor) -> Tensor:
-    """A tensor that is written, which a copy would not do."""
+    """Check that a written tensor is contiguous, as a copy would not do."""
     if not tensor.is_contiguous():
         raise ValueError(f"a tensor of strides {tensor.stride()} is to be filled; it must lie in one piece.")
     return tensor
@@ -102,23 +97,23 @@ def rows_of(x: Tensor, counts: Any, size: int) -> list[int]:  # noqa: ANN401
 
 
 def require_parts(whole: Tensor, part: Tensor, size: int) -> None:
-    """Raise ``ValueError`` where the one is not ``size`` parts like the other."""
+    """Raise ``ValueError`` unless ``whole`` is ``size`` parts like ``part``."""
     require_equal(whole.numel(), part.numel() * size, "elements of all ranks together")
 
 
 def require_one_type(output: Tensor, given: Tensor) -> None:
-    """Raise ``ValueError`` where they differ."""
+    """Raise ``ValueError`` where the dtypes differ."""
     if output.dtype != given.dtype:
         raise ValueError(f"{given.dtype} cannot come out as {output.dtype}: both must be of one type.")
 
 
 def require_equal(given: int, wanted: int, what: str) -> None:
-    """Raise ``ValueError`` where there are not so many."""
+    """Raise ``ValueError`` where the numbers differ."""
     if given != wanted:
         raise ValueError(f"{given} {what}; there must be {wanted}.")
 
 
 def start(work: dist.Work | None) -> dist.Work:
-    """What was asked to start, which is nothing for who is no member of its group."""
+    """The started work; it is never None for a member of the group."""
     assert work is not None
     return work

@@ -1,13 +1,13 @@
 """A process group over several hosts: shared memory within each of them, messages between them.
 
-A host's ranks first sum what they have, each its part, so that one sum of each host goes over the network and not one
-of each rank; what is gathered crosses it once for each host, and is handed on there (Goyal 2017, sec. 4; Jia 2018).
+A host's ranks first sum what they have, each its part, so that one sum for each host crosses the network, not one for
+each rank; a gather crosses it once for each host, and is passed on there (Goyal 2017, sec. 4; Jia 2018).
 
     rank 0  rank 1 │ rank 2  rank 3       ranks of a host follow each other in the group: rank = host · seats + seat
        └─ host 0 ──┘    └─ host 1 ──┘
     sum of part 0      ranks 0 and 1 in memory, ranks 2 and 3 in memory; then rank 2 sends its sum to rank 0
 
-Each rank talks to those that have its seat on the other hosts, so that all of a host's ranks share its link. The order
+Each rank talks to the ranks with its seat on the other hosts, so that all of a host's ranks share its link. The order
 of a sum is: ranks of a host, then hosts. Sums of bf16 are made in fp32, and rounded once on each host and once more.
 """
 
@@ -42,14 +42,14 @@ from superstep.comm.shared_memory.group_base import (
 )
 
 BACKEND = "two_levels"
-"""By which ``torch.distributed`` knows such groups."""
+"""The backend's name in ``torch.distributed``."""
 
 SMALL_BYTES = 32 << 10
-"""Sums of no more go to every seat whole: one message instead of two, one after the other."""
+"""Smaller sums go to every seat whole: one message instead of two in sequence."""
 
 _LETTERS, _TAGS = 0, 2**30
-"""The tag of what a rank sends to one other, and how many more there are, one for each exchange of all ranks: hosts
-that are not at the same one wait for each other and take nothing for what it is not.
+"""The tag of a message between two ranks, and the number of further tags, one for each collective: hosts at different
+collectives wait for each other and cannot confuse their messages.
 """
 
 _OPS = {rule: asked for asked, rule in RULES.items()}
@@ -59,11 +59,11 @@ _COMBINE: dict[Rule, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.ma
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """What a group over several hosts is made of.
+    """The groups within a group over several hosts.
 
     Attributes:
-        near: ranks of this host, for what all of them do together.
-        letters: the same ranks again, for what one sends to another beside that.
+        near: ranks of this host, for collectives.
+        letters: the same ranks again, for messages between two of them.
         far: all ranks, over the network.
     """
 
@@ -73,7 +73,7 @@ class Levels:
 
 
 class BackgroundOperation(dist.Work):
-    """An operation that the group's thread does."""
+    """An operation of the group's thread."""
 
     def __init__(self, future: Future[None]) -> None:
         super().__init__()
@@ -84,11 +84,7 @@ class BackgroundOperation(dist.Work):
         return self._future.done()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Return once it is done.
-
-        Raises:
-            DistBackendError: it will never be, and why.
-        """
+        """Return once it is done; raises DistBackendError, with the reason, where it never will be."""
         try:
             self._future.result()
         except dist.DistBackendError:
@@ -99,7 +95,7 @@ class BackgroundOperation(dist.Work):
 
 
 class TwoLevels(OwnGroup):
-    """Ranks of several hosts, as many of each, those of a host one after the other."""
+    """Ranks of several hosts, equally many on each, in the order of hosts."""
 
     def __init__(self, levels: Levels, rank: int, size: int) -> None:
         super().__init__(BACKEND, rank, size)
@@ -111,7 +107,7 @@ class TwoLevels(OwnGroup):
         self._line = _Line()
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> BackgroundOperation:  # type: ignore[override]  # noqa: ANN401
-        """Sum, or the largest or smallest, in place."""
+        """Sum, maximum or minimum, in place."""
         (tensor,) = tensors
         rule, whole = rule_of(tensor, opts), whole_of(tensor)
 
@@ -123,14 +119,14 @@ class TwoLevels(OwnGroup):
         return self._start(work)
 
     def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> BackgroundOperation:  # noqa: ANN401
-        """Every rank's tensor, one after the other."""
+        """Concatenate every rank's tensor."""
         require_parts(output, given, self.size())
         require_one_type(output, given)
         out, own = own_of(output).view(-1), whole_of(given).view(-1)
         return self._start(lambda: self._all_gather(out, own))
 
     def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None) -> BackgroundOperation:  # noqa: ANN401
-        """This rank's part of a sum; where it lies in what is given, the rest of this is undefined afterwards."""
+        """This rank's part of a sum; where it lies inside the input, the rest of the input is undefined afterwards."""
         require_parts(given, output, self.size())
         require_one_type(output, given)
         out, whole, rule = own_of(output).view(-1), whole_of(given).view(-1), rule_of(given, opts)
@@ -144,35 +140,32 @@ class TwoLevels(OwnGroup):
         going: Sequence[int],
         opts: Any = None,  # noqa: ANN401
     ) -> BackgroundOperation:
-        """Rows for each rank, and from each; without counts, equal parts."""
+        """Rows to and from each rank; without counts, equal parts."""
         require_one_type(output, given)
         rows = rows_of(given, going, self.size()), rows_of(output, coming, self.size())
         whole, out = whole_of(given), own_of(output)
         return self._start(lambda: self._all_to_all(whole.split(rows[0]), out.split(rows[1])))
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> BackgroundOperation:  # type: ignore[override]  # noqa: ANN401
-        """One rank's tensor, everywhere."""
+        """Copy one rank's tensor to all."""
         own = own_of(tensors[0])
         return self._start(lambda: self._broadcast(own, opts.rootRank))
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> dist.Work:
-        """A tensor to one rank."""
         (tensor,) = tensors
         group, peer = self._way_to(peer)
         return start(dist.isend(whole_of(tensor), group=group, group_dst=peer, tag=_LETTERS))
 
     def recv(self, tensors: Sequence[Tensor], peer: int, tag: int) -> dist.Work:
-        """A tensor from one rank."""
         group, peer = self._way_to(peer)
         return start(dist.irecv(own_of(tensors[0]), group=group, group_src=peer, tag=_LETTERS))
 
     def barrier(self, opts: Any = None) -> BackgroundOperation:  # noqa: ANN401
-        """Done once every rank has come to it."""
         return self.allreduce([torch.zeros(1, dtype=torch.uint8)])
 
     def shutdown(self) -> None:
-        """Leave the group, and those it is made of: this host's ranks learn it at once where they wait for this one,
-        other hosts' once their connections end.
+        """Leave the group and those within it: waiting ranks of this host learn it at once, those of other hosts when
+        their connections end.
         """
         self._line.close()
         for each in (self._levels.near, self._levels.letters, self._levels.far):
@@ -185,11 +178,11 @@ class TwoLevels(OwnGroup):
         return BackgroundOperation(self._line.put(work))
 
     def _rank(self, host: int) -> int:
-        """Who has this rank's seat on another host."""
+        """The rank with this rank's seat on another host."""
         return host * self._seats + self._seat
 
     def _others(self) -> list[int]:
-        """The other hosts, each rank's own order: the next one first, so that not all send to one."""
+        """The other hosts, the next one first, so that not all send to the same one."""
         return [(self._host + ahead) % self._hosts for ahead in range(1, self._hosts)]
 
     def _way_to(self, peer: int) -> tuple[dist.ProcessGroup, int]:
@@ -223,7 +216,7 @@ class TwoLevels(OwnGroup):
         _combine(rows, rule, whole)
 
     def _reduce_scatter(self, out: Tensor, whole: Tensor, rule: Rule) -> None:
-        """Where ``out`` is this rank's own part of ``whole``, what goes to others is made in theirs."""
+        """Where ``out`` is this rank's own part of ``whole``, the other parts are overwritten."""
         self._exchanges += 1
         parts = whole.view(self._hosts, self._seats, -1)
         is_own = out.data_ptr() == parts[self._host, self._seat].data_ptr()
@@ -284,8 +277,8 @@ class TwoLevels(OwnGroup):
 
 
 class _Line:
-    """What stands in line, done one after the other by a thread. Once something fails nothing behind it is begun:
-    others would take what it sends for what they wait for.
+    """A queue of work that a thread does in order. After a failure nothing more is begun: others would take later
+    messages for those that they wait for.
     """
 
     def __init__(self) -> None:
@@ -297,7 +290,7 @@ class _Line:
         threading.Thread(target=self._serve, name=BACKEND, daemon=True).start()
 
     def put(self, work: Callable[[], None]) -> Future[None]:
-        """Have it done, after all that stands there."""
+        """Queue some work."""
         done: Future[None] = Future()
         with self._lock:
             if self._is_closed:
@@ -334,7 +327,7 @@ def _closed_error() -> dist.DistBackendError:
 
 
 def _combine(rows: Sequence[Tensor], rule: Rule, out: Tensor) -> None:
-    """The rows as one, in their order; ``out`` may be one of them."""
+    """The rows combined, in order; ``out`` may be one of them."""
     first, *between, last = rows
     total = first.float() if first.dtype in (torch.bfloat16, torch.float16) else first
     for row in between:
@@ -343,13 +336,12 @@ def _combine(rows: Sequence[Tensor], rule: Rule, out: Tensor) -> None:
 
 
 def _join_rows(parts: Sequence[Tensor]) -> Tensor:
-    """Neighbouring rows of one tensor as they lie there."""
+    """Neighbouring rows of one tensor, without a copy."""
     first = parts[0]
     return first.as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride(), first.storage_offset())
 
 
 def make(opts: Any, levels: Levels) -> TwoLevels:  # noqa: ANN401
-    """A group, as ``torch.distributed.new_group`` has it made by its members."""
     return TwoLevels(levels, opts.group_rank, opts.group_size)
 
 

@@ -1,10 +1,10 @@
-"""The memory that ranks of one host share: a file without a name, of which each group has a part.
+"""The shared memory of a host's ranks: an anonymous file, of which each group has a part.
 
     the first rank of a host     makes the file, and tells the others where it is open
     each of them                 opens it there, and keeps one byte of it locked for as long as it lives
 
-The file is in no folder: nothing is left of it once the last process that has it open has ended, however it ended. The
-system gives a lock back with its process, which is how others see that this has gone. Pages come when they are written.
+The file is in no folder: nothing is left of it once the last process that has it open has ended. The system releases a
+lock with its process, so others see that the process has gone. Pages are allocated when they are written.
 """
 
 from __future__ import annotations
@@ -24,25 +24,24 @@ from superstep.comm.shared_memory.channel import is_compiled, library
 from superstep.state.file_shares import running_system
 
 PART = 2**36
-"""Bytes from one group's part to the next, none of which is there before it is used."""
+"""Bytes between the parts of two groups; unused pages take no memory."""
 
 PARTS = 2**24
 MOST_RANKS = 200
-"""Of a group: what each pair of them has must lie in the group's part."""
+"""The most ranks of a group: the data of each pair must fit in the group's part."""
 
 KEY_BYTES = 16
 KEY_AT = 2**20
-"""What the file is known by lies behind the locks, one byte for each rank, and before the first part."""
+"""The place of the file's key: after the locks, one byte for each rank, and before the first part."""
 
 
 class Region:
-    """This host's file, open for as long as this object is.
+    """This host's file, open as long as this object exists.
 
     Attributes:
-        file: its descriptor. Another one of the same file would take the locks along when it is closed.
+        file: its descriptor. Closing another descriptor of the file would release the locks.
         hosts: for each launched rank, a number for its host.
-        rank: this one.
-        native: the compiled half, which reads it.
+        native: the C++ library.
     """
 
     def __init__(self, file: int, hosts: Sequence[int], rank: int, native: ctypes.CDLL) -> None:
@@ -56,16 +55,16 @@ class Region:
 
     @property
     def neighbours(self) -> int:
-        """How many ranks this host has."""
+        """The number of ranks of this host."""
         return self.hosts.count(self.hosts[self.rank])
 
     def is_shared_by(self, ranks: Sequence[int]) -> bool:
-        """Whether all of them are on one host, and no more than a group can have."""
+        """Whether all ranks are on one host, and no more than a group can have."""
         return len(ranks) <= MOST_RANKS and len({self.hosts[rank] for rank in ranks}) == 1
 
     def by_host(self, ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """The ranks of a group over several hosts, host by host, where each has as many of them, more than one, and
-        they follow each other; else nothing.
+        """The ranks of a group over several hosts, by host, where they follow each other with equally many on each,
+        more than one; else nothing.
         """
         hosts = tuple(tuple(of) for _, of in groupby(sorted(ranks), key=lambda rank: self.hosts[rank]))
         sizes = {len(of) for of in hosts}
@@ -73,7 +72,7 @@ class Region:
         return hosts if len(hosts) > 1 and len(sizes) == 1 and 1 < min(sizes) <= MOST_RANKS and not is_split else ()
 
     def part(self, number: int) -> int:
-        """Where the part of a group begins, by its number: the same on all ranks."""
+        """The begin of a group's part, by its number: the same on all ranks."""
         if not 0 <= number < PARTS - 1:
             raise OverflowError(f"group {number} of a run: a host's file has room for {PARTS - 1}")
         return (number + 1) * PART
@@ -81,14 +80,13 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    """A file that a rank has open, and could share.
+    """A file that a rank has open and could share.
 
     Attributes:
-        host: whose memory it is.
-        process: the number of the process that has it open.
-        file: under which number.
-        key: what stands in it.
-        is_ready: whether what reads it is compiled there.
+        process: the id of the process that has it open.
+        file: its descriptor there.
+        key: its content, to verify it.
+        is_ready: whether the C++ library is compiled there.
     """
 
     host: str
@@ -100,10 +98,7 @@ class _Offer:
 
 def shared_region(rank: int, world: int, gather: Callable[[Any], list[Any]]) -> tuple[Region | None, str]:
     """The file of this rank's host; or None, and why, where a rank cannot have its own. Every launched rank calls this
-    together.
-
-    Args:
-        gather: gives every rank's value to every rank.
+    together. ``gather``: gives every rank's value to every rank.
     """
     offer = _offer()
     offers = [each for each in gather(offer) if each is not None]
@@ -131,7 +126,7 @@ def shared_region(rank: int, world: int, gather: Callable[[Any], list[Any]]) -> 
 
 
 def _offer() -> _Offer | None:
-    """A new file; None where the system has none without a name."""
+    """A new file; None where the system has no anonymous files."""
     try:
         # Ranks that reach each other over a network only, as in containers, are hosts of their own.
         host = f"{running_system()} {os.stat('/proc/self/ns/net').st_ino}"
@@ -149,7 +144,7 @@ def _offer() -> _Offer | None:
 
 
 def _open_offer(offer: _Offer, rank: int) -> int:
-    """The file that another process has open."""
+    """Open the file that another process has open."""
     file = os.open(Path(f"/proc/{offer.process}/fd/{offer.file}"), os.O_RDWR | os.O_CLOEXEC)
     try:
         if os.pread(file, KEY_BYTES, KEY_AT) != offer.key:  # a process of another container has that number
@@ -161,6 +156,6 @@ def _open_offer(offer: _Offer, rank: int) -> int:
 
 
 def _open_locked(file: int, rank: int) -> int:
-    """The same file, of which this process keeps a byte for as long as it lives."""
+    """Open the file again, and lock a byte of it as long as this process lives."""
     fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
     return file
