@@ -1,4 +1,4 @@
-"""A machine's seconds of each kind of work, fitted to measured steps of its server."""
+"""Fits a machine's seconds of each kind of work to measured steps of its server."""
 
 from __future__ import annotations
 
@@ -13,13 +13,11 @@ from superstep.hardware.serving_rate import ServingRate
 from superstep.hardware.units import Array
 
 TRIMS, TRIM = 3, 4.0
-"""How often steps are left out that are so many times farther off than the median, and the rest is fitted again."""
+"""How often outliers are left out before fitting again, and how many times the median error makes one."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """A measured step."""
-
     model: RankModelSize
     work: Work
     seconds: float
@@ -28,9 +26,7 @@ class MeasuredStep:
 def fit(
     samples: Sequence[MeasuredStep], way: ComputeMode, *, held_bytes: float = 1.0, beside_bytes: float = 0.0
 ) -> ServingRate:
-    """The seconds of each kind of work that come nearest to measured steps: least squares of relative errors, none of
-    them negative.
-    """
+    """The seconds of each kind of work with the least squares of relative errors on steps; none is negative."""
     wanted = np.array([sample.seconds for sample in samples])
     counted = [counts(sample.model, sample.work, leaves_rows=way.leaves_rows) for sample in samples]
     many = np.stack(counted) / wanted[:, None]
@@ -57,7 +53,7 @@ def fit(
 
 
 def _solve(many: Array) -> Array:
-    """Seconds of each kind; more rows never take less for a weight: what is solved for is how much more they take."""
+    """Seconds of each kind; more rows never take less for a weight, so the increases are solved for."""
     first = TERMS.index(f"rows_{KNOTS[0]}")
     steps = many.copy()
     steps[:, first:] = many[:, : first - 1 : -1].cumsum(axis=1)[:, ::-1]
@@ -70,7 +66,7 @@ def _solve(many: Array) -> Array:
 
 
 def _without_gaps(solved: Array, used: Array) -> Array:
-    """Knots that no step came near take what lies between their neighbours, or grow with the rows beyond the last."""
+    """Knots without a near step are interpolated between their neighbours, or grow with the rows after the last."""
     places = [TERMS.index(f"rows_{rows}") for rows in KNOTS]
     known = [(rows, solved[place]) for rows, place in zip(KNOTS, places, strict=True) if used[place]]
     if not known:

@@ -1,7 +1,7 @@
-"""What MFU is measured against: the published dense rate of the device that torch names.
+"""The peak for MFU: the published dense rate of the device that torch names.
 
-fp32 is the rate of torch's default, which keeps all 24 bits: no TF32. A device that is not in the catalogue has no
-rate: it must be given.
+fp32 is the rate of torch's default, with all 24 bits: no TF32. A device outside the catalogue has no rate: the user
+must give it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,6 @@ from superstep.plan.config import Dtype
 
 
 def peak_flops(name: str, dtype: Dtype) -> float | None:
-    """FLOP/s of the device that torch calls ``name``; None where it is not known."""
+    """FLOP/s of the device that torch calls ``name``; None if unknown."""
     chip = of_device(name)
     return None if chip is None else chip.peak(dtype)

@@ -1,4 +1,4 @@
-"""What an engine step of a server takes: a sum over kinds of work, each so many times its seconds.
+"""The seconds of a server's engine step: a sum over kinds of work, each with its count.
 
     step      1, for each step                     row      rows: lists and places on the host
     layer     layers                               wide     rows · layers · width: norms, gates, sums
@@ -8,11 +8,11 @@
     group     layers · groups of rows that are computed together
     gather    bytes of their keys and values       places   positions of their texts
     pairs     FLOPs of their attention
-    rows_N    weights that N rows are multiplied with; between two N the seconds of a weight lie on a line
+    rows_N    weights that N rows are multiplied with; between two N the seconds of a weight are linear
 
 A machine's seconds are fitted to measured steps (``serve_fit``) or taken from a chip's published peaks
-(``published_rate``). Where the memory has to be read for a weight, few rows cost as much as one; so what one row costs
-is memory traffic, and what more rows cost beyond it is compute.
+(``published_rate``). A weight is read from memory once for any few rows; so one row's cost is memory traffic, and the
+cost of more rows is compute.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from superstep.hardware.units import Array
 from superstep.plan.model.shape import ModelShape
 
 KNOTS = (1, 2, 4, 8, 9, 16, 32, 64, 128, 256, 512)
-"""Numbers of rows whose seconds of a weight are known. Up to 8 rows some products are made in another way."""
+"""Numbers of rows with known seconds of a weight. Up to 8 rows some products use other kernels."""
 
 TERMS = (
     "step", "layer", "request", "row", "wide", "draw", "vocab", "noise", "keys", "group", "gather", "places", "pairs",
@@ -40,29 +40,28 @@ BOUNDS: Mapping[str, str] = {
     "wide": "compute", "pairs": "compute", "powers": "compute", "keys": "memory traffic", "gather": "memory traffic",
     "draw": "draws", "vocab": "draws", "noise": "draws",
 }  # fmt: skip
-"""What holds a step back in each kind of work; the rest is the host's."""
+"""The limit of each kind of work; the rest is the host's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankModelSize:
-    """A rank's part of a model, in numbers.
+    """A rank's part of a model.
 
     Attributes:
-        layers: blocks.
         width: of the residual stream.
-        dense: weights of a layer's linears that every row meets.
-        behind_keys: of these, the ones behind a layer's keys.
-        expert: weights of one expert; 0 where there are none.
+        dense: weights of a layer's linears that every row uses.
+        behind_keys: those after a layer's keys.
+        expert: weights of one expert; 0 without experts.
         experts: of a layer.
-        experts_per_token: that a row meets.
-        head: weights of the product that gives the logits.
-        embedding: other weights: the embedding and what is no linear.
+        experts_per_token: that a row uses.
+        head: weights of the product for the logits.
+        embedding: other weights: the embedding and all that is no linear.
         vocab: columns of the logits.
         query_numbers: query heads of this rank times their width.
         key_numbers: key heads of this rank times their width.
         query_heads: of this rank.
         bytes: of a number.
-        window: tokens that a row sees back to; None for all.
+        window: tokens that a row sees; None for all.
     """
 
     layers: int
@@ -83,12 +82,11 @@ class RankModelSize:
 
     @property
     def linears(self) -> int:
-        """Weights of all linears, the head's among them."""
         return self.layers * (self.dense + self.experts * self.expert) + self.head
 
     @property
     def key_bytes(self) -> int:
-        """Of the keys and values of one position, in all layers."""
+        """Bytes of the keys and values of one position, in all layers."""
         return 2 * self.layers * self.key_numbers * self.bytes
 
 
@@ -97,11 +95,11 @@ class ComputeMode:
     """How steps are computed, as far as their work depends on it.
 
     Attributes:
-        name: number format and what is special: bf16, bf16-exact, bf16-w8a8, ...
+        name: number format and variant: bf16, bf16-exact, bf16-w8a8, ...
         tp: ranks that share the model.
-        block_keys: texts are read together whose keys are as many blocks of so many.
+        block_keys: texts whose keys fill the same number of blocks of this size are read together.
         is_paged: whether a row that is alone in its text is read in its pages.
-        leaves_rows: whether in the last layer, once its keys are there, only rows go on whose logits are wanted.
+        leaves_rows: whether in the last layer only rows with wanted logits go on after the keys.
     """
 
     name: str
@@ -112,12 +110,11 @@ class ComputeMode:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the bits are those of exact mode."""
         return "exact" in self.name.split("-")
 
 
 def model_of_rank(shape: ModelShape, *, tp: int, number_bytes: int) -> RankModelSize:
-    """The part of a decoder that each of ``tp`` ranks has."""
+    """Each rank's part of a decoder over ``tp`` ranks."""
     D, N, K, H = shape.width, shape.heads // tp, shape.kv_heads // tp, shape.head_dim
     feed_forward = 3 * D * shape.ffn // tp
     moe = shape.moe
@@ -145,7 +142,7 @@ def model_of_rank(shape: ModelShape, *, tp: int, number_bytes: int) -> RankModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionGroup:
-    """Texts whose rows are computed in one attention: ``texts`` of ``rows`` rows and ``keys`` keys each."""
+    """Texts with one joint attention: ``texts`` of ``rows`` rows and ``keys`` keys each."""
 
     texts: int
     rows: int
@@ -154,14 +151,14 @@ class AttentionGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """An engine step, in numbers.
+    """An engine step in numbers.
 
     Attributes:
         rows: tokens.
         requests: with rows in it.
-        wanted: rows whose logits are asked for.
-        drawn: tokens drawn.
-        chance: of these, the ones that are not simply the likeliest.
+        wanted: rows with wanted logits.
+        drawn: sampled tokens.
+        chance: those that are not simply the likeliest.
         paged_keys: keys read in their pages, by rows that are alone in their text.
         powers: exponentials of a head.
         groups: of the other rows.
@@ -178,7 +175,7 @@ class Work:
 
 
 def counts(model: RankModelSize, work: Work, *, leaves_rows: bool = False) -> Array:
-    """How often a step has each kind of work, in the order of ``TERMS``."""
+    """The count of each kind of work in a step, in the order of ``TERMS``."""
     kv_bytes = 2 * model.key_numbers * model.bytes * model.layers
     gone_on = min(1.0, work.wanted / work.rows) if leaves_rows and work.rows else 1.0
     layers = model.layers - 1 + gone_on
@@ -207,11 +204,7 @@ def counts(model: RankModelSize, work: Work, *, leaves_rows: bool = False) -> Ar
 
 
 def _products(model: RankModelSize, work: Work, last_rows: float) -> list[tuple[float, float]]:
-    """Numbers of rows, and the weights that so many are multiplied with.
-
-    Args:
-        last_rows: those that go on behind the last layer's keys.
-    """
+    """Numbers of rows, and the weights of products with these rows. ``last_rows``: rows after the last keys."""
     products: list[tuple[float, float]] = [
         (work.rows, model.layers * model.dense - model.behind_keys),
         (last_rows, model.behind_keys),
@@ -226,7 +219,7 @@ def _products(model: RankModelSize, work: Work, last_rows: float) -> list[tuple[
 
 
 def _knots(rows: float) -> list[tuple[int, float]]:
-    """The neighbours of a number of rows among ``KNOTS``, and how much of each it is."""
+    """The neighbours of a number of rows among ``KNOTS``, and their weights."""
     if rows >= KNOTS[-1]:
         return [(KNOTS[-1], rows / KNOTS[-1])]
     for low, high in pairwise(KNOTS):
@@ -237,19 +230,18 @@ def _knots(rows: float) -> list[tuple[int, float]]:
 
 
 def way_of(rate: ServingRate) -> ComputeMode:
-    """How the steps were computed that a rate was measured on."""
+    """The way in which a rate's steps were computed."""
     return ComputeMode(
         name=rate.way, tp=rate.tp, block_keys=rate.block_keys, is_paged=rate.is_paged, leaves_rows=rate.leaves_rows
     )
 
 
 def seconds(rate: ServingRate, model: RankModelSize, work: Work) -> float:
-    """What a step takes."""
     return float(counts(model, work, leaves_rows=rate.leaves_rows) @ _term_s(rate))
 
 
 def bounds(rate: ServingRate, model: RankModelSize, works: Sequence[Work]) -> dict[str, float]:
-    """The shares of some steps' seconds, by what holds them back, the largest first."""
+    """The shares of some steps' seconds by limit, the largest first."""
     term_s = _term_s(rate)
     total = sum((counts(model, work, leaves_rows=rate.leaves_rows) for work in works), np.zeros(len(TERMS)))
     spent = dict.fromkeys(("memory traffic", "compute", "draws", "host"), 0.0)
@@ -270,19 +262,19 @@ def _term_s(rate: ServingRate) -> Array:
 
 
 HOST_STEP_S = 1.5e-3
-"""What our engine does on the host in a step, and for each of its requests, where nobody measured it."""
+"""Our engine's host time in a step, and for each of its requests, unless measured."""
 HOST_REQUEST_S = 1e-4
 KERNELS_OF_A_LAYER = 24
-"""That our blocks launch, one after the other."""
+"""Kernels that our blocks launch in sequence."""
 DISPATCH_S = 6e-6
-"""The least that torch takes on the host to launch one."""
+"""The least host time of torch for a launch."""
 STREAMED = 0.8
 """Shares of the published rates that products and copies reach."""
 MULTIPLIED = 0.6
 
 
 def published_rate(cluster: Cluster, way: ComputeMode, *, number_bytes: int, weight_bytes: float) -> ServingRate:
-    """Seconds from a chip's published peaks, and an assumed host: nobody measured them."""
+    """Seconds from a chip's published peaks, and an assumed host: not measured."""
     chip, tp = cluster.chip, way.tp
     peak = chip.peak("bf16" if number_bytes == 2 else "fp32") or max(rate for _, rate in chip.flops_per_s)
     read_s, flop_s = 1 / (STREAMED * chip.memory_bytes_per_s), 1 / (MULTIPLIED * peak)

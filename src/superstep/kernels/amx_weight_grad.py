@@ -1,7 +1,6 @@
-"""A weight's gradient from two tables of bf16, on a CPU with AMX: fp32 all the way, straight into its buffer.
+"""A weight's gradient from two bf16 matrices, on a CPU with AMX: fp32 throughout, straight into its buffer.
 
-Torch's product would be rounded to bf16, and what is rounded then be made wide and added: of 1,024 tokens that is a
-third of what a weight's gradient takes.
+Torch's product would be rounded to bf16, then widened and added: for 1,024 tokens that is a third of the time.
 
     T  tokens    O  outputs    I  inputs
 """
@@ -16,10 +15,10 @@ from torch import Tensor, nn
 from superstep.kernels import cpu_library
 
 TILES = 32
-"""Of which outputs and inputs are a multiple."""
+"""Outputs and inputs are a multiple of this."""
 
 _REAL = (Tensor, nn.Parameter)
-"""What has numbers: a rehearsal's tensors are of another type."""
+"""Real tensors; a trace's fake tensors have another type."""
 
 
 def reference(into_OI: Tensor, grad_OT: Tensor, x_TI: Tensor, scale: float = 1.0) -> None:
@@ -29,13 +28,13 @@ def reference(into_OI: Tensor, grad_OT: Tensor, x_TI: Tensor, scale: float = 1.0
 
 @cache
 def has_tiles() -> bool:
-    """Whether this processor multiplies tiles of bf16, and the system lets this process do so."""
+    """Whether this processor multiplies tiles of bf16, and the system allows it to this process."""
     library = cpu_library.compile_library().library
     return library is not None and bool(library.superstep_may_use_tiles())
 
 
 def takes(into_OI: Tensor, grad_OT: Tensor, x_TI: Tensor) -> bool:
-    """Whether the kernel computes it: of a gradient that lies a token to a row, as does its input."""
+    """Whether the kernel computes it: gradient and input have a token in each row."""
     return (
         into_OI.dtype == torch.float32
         and grad_OT.dtype == x_TI.dtype == torch.bfloat16
@@ -48,12 +47,12 @@ def takes(into_OI: Tensor, grad_OT: Tensor, x_TI: Tensor) -> bool:
 
 
 def add(into_OI: Tensor, grad_OT: Tensor, x_TI: Tensor, scale: float = 1.0) -> None:
-    """As ``reference``, by the kernel; ``takes`` says of what. The product is summed by itself and added once."""
+    """``reference`` by the kernel; see ``takes``. The product is summed by itself and added once."""
     _add(into_OI, grad_OT, x_TI, float(scale))
 
 
 @torch.library.custom_op("superstep::add_outer", mutates_args=("into_OI",))
 def _add(into_OI: Tensor, grad_OT: Tensor, x_TI: Tensor, scale: float) -> None:
-    """An operation of its own, so that who looks at a step sees it."""
+    """A torch operation, so that traces of a step show it."""
     tables = into_OI, into_OI.stride(0), grad_OT, grad_OT.stride(1), x_TI, x_TI.stride(0)
     cpu_library.run("add_outer", *tables, len(x_TI), *into_OI.shape, scale)

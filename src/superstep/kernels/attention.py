@@ -1,11 +1,11 @@
-"""Attention of some queries to some keys, whose parts can be put together: what it is, and its kernels.
+"""Attention of queries to a part of the keys, with results that can be combined: its reference and its kernels.
 
     B  sequences    N  query heads           S  queries    H  width of one head
                     K  key and value heads   T  keys
 
 Each key and value head serves N / K neighbouring query heads. The log-sum-exp (lse) of each query's scores comes with
-its output: partial results over parts of the keys are put together by it, and the backward pass computes scores again
-from it. There the output and lse are those of *all* keys, and what is found is these keys' share of the gradients.
+its output: it combines results over parts of the keys, and the backward pass computes scores again from it. There the
+output and lse are those of *all* keys, and the result is these keys' share of the gradients.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ FLAGS = (
 )
 
 LANES = 16
-"""Of which a head's width is a multiple in the kernel."""
+"""A head's width is a multiple of this in the kernel."""
 
 DTYPES = (torch.float32, torch.bfloat16)
 
 FASTER = 1.1
-"""How many times as fast pairs of bf16 must be, so that chance decides nowhere: P is rounded in pairs alone."""
+"""How many times faster pairs of bf16 must be to be chosen, so that chance does not decide: only then P is rounded."""
 
 Qkv = tuple[Tensor, Tensor, Tensor]
 
@@ -49,11 +49,10 @@ Qkv = tuple[Tensor, Tensor, Tensor]
 def reference(
     q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, *, is_causal: bool, starts_BS: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The output [B, N, S, H] and lse [B, N, S], by all scores at once. Autograd gives its gradients.
+    """The output [B, N, S, H] and lse [B, N, S], from all scores at once. Autograd gives its gradients.
 
     Args:
-        q_BNSH, k_BKTH, v_BKTH: queries, keys and values.
-        is_causal: whether a query sees no key behind its own place.
+        is_causal: whether a query sees only keys up to its own place.
         starts_BS: the first key that each query sees; None for 0.
     """
     group, places = q_BNSH.shape[1] // k_BKTH.shape[1], torch.arange(k_BKTH.shape[2])
@@ -69,22 +68,20 @@ def reference(
 
 @cache
 def compile_library() -> Built:
-    """The kernel for a CPU, compiled where it has not been. A process asks once."""
     return compile_cpp.build(SOURCES, FLAGS, compile_cpp.folder_of(SOURCES[0]))
 
 
 @cache
 def has_tiles() -> bool:
-    """Whether this processor multiplies tiles of bf16 (AMX), and the system lets this process do so."""
+    """Whether this processor multiplies tiles of bf16 (AMX), and the system allows it to this process."""
     library = compile_library().library
     return library is not None and bool(library.superstep_may_use_tiles())
 
 
 @cache
 def multiplies_pairs() -> bool:
-    """Whether this processor is faster with two numbers of bf16 at once than with what they are widened to. One with
-    AMX is, eight times; of those that know both without it some need half the time, and some twice as long. A process
-    asks once.
+    """Whether this processor is faster with pairs of bf16 than with widened numbers; measured once in a process. With
+    AMX it is, eight times; of those that support both without AMX some need half the time, and some twice as long.
     """
     if has_tiles():
         return True
@@ -95,14 +92,14 @@ def multiplies_pairs() -> bool:
 
 
 def missing(device: torch.device) -> str:
-    """Why there is no kernel for a device, in a line; empty where there is one."""
+    """Why a device has no kernel, in a line; empty where it has one."""
     if device.type != "cpu":
         return triton_loader.missing(device)
     return compile_library().why if compile_library().library is None else ""
 
 
 def fits(*tensors: Tensor) -> bool:
-    """Whether the kernel of their device has loops for such heads, [..., H]; contiguous ones of them it ``takes``."""
+    """Whether the device's kernel has loops for such heads, [..., H]; it ``takes`` contiguous ones."""
     if _of_gpu(tensors[0]) is not None:
         return takes(*(x.transpose(1, 2) for x in tensors))
     return all(
@@ -111,7 +108,7 @@ def fits(*tensors: Tensor) -> bool:
 
 
 def takes(*tensors: Tensor) -> bool:
-    """Whether the kernel of their device computes with such tensors, [B, heads, tokens, H]."""
+    """Whether the device's kernel computes with such tensors, [B, heads, tokens, H]."""
     if (gpu := _of_gpu(tensors[0])) is not None:
         return bool(gpu.takes(*tensors))
     return fits(*tensors) and all(x.stride(-1) == 1 and x.stride(2) % 2 == 0 and x.data_ptr() % 4 == 0 for x in tensors)
@@ -120,7 +117,7 @@ def takes(*tensors: Tensor) -> bool:
 def attend(
     q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, *, is_causal: bool, starts_BS: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As ``reference``, by the kernel; ``takes`` says of what. A row of ``starts_BS`` never falls."""
+    """``reference`` by the kernel; see ``takes``. A row of ``starts_BS`` never falls."""
     if (gpu := _of_gpu(q_BNSH)) is not None:
         result: tuple[Tensor, Tensor] = gpu.attend(
             q_BNSH, k_BKTH, v_BKTH, gpu.Sees(is_causal=is_causal, starts=starts_BS)
@@ -143,12 +140,8 @@ def attend_backward(
     """The keys' share of the gradients of ``inputs`` (q, k, v), by the kernel.
 
     Args:
-        grad_BNSH: the gradient of the whole output, as are the next two of all keys.
-        inputs: as they went forward.
-        out_BNSH: the output.
-        lse_BNS: its lse.
-        is_causal: as it went forward, as did the next.
-        starts_BS: see ``reference``.
+        grad_BNSH: the gradient of the whole output; ``out_BNSH`` and ``lse_BNS`` are also of all keys.
+        is_causal, starts_BS: as in the forward pass.
     """
     q, k, v = inputs
     if (gpu := _of_gpu(q)) is not None:
@@ -162,12 +155,12 @@ def attend_backward(
 
 
 def _of_gpu(x: Tensor) -> ModuleType | None:
-    """The kernels of a GPU, where one has the tensor."""
+    """The kernels of the tensor's GPU; None on a CPU."""
     return triton_loader.module("attention") if x.is_cuda else None
 
 
 def empty_like(x_BNSH: Tensor) -> Tensor:
-    """Empty, and laid out as a model has it: [B, S, N, H] in memory."""
+    """An empty tensor with a model's memory layout: [B, S, N, H]."""
     B, N, S, H = x_BNSH.shape
     return x_BNSH.new_empty(B, S, N, H).transpose(1, 2)
 
@@ -199,13 +192,13 @@ class _Told(Structure):
 
 
 class KernelArgs:
-    """What ``attention.cpp`` is told; it keeps what that has the address of.
+    """The arguments of ``attention.cpp``; keeps the tensors of its addresses alive.
 
     Args:
         inputs: queries, keys and values, [B, heads, tokens, H].
-        out: of them, or room for it, likewise.
+        out: their output, or memory for it, likewise.
         lse: [B, N, S], fp32.
-        is_causal: whether a query sees no key behind its own place.
+        is_causal: whether a query sees only keys up to its own place.
         starts: the first key that each query sees, int64 [B, S]; None for 0.
         ends: one past the last that it sees, likewise; None where ``is_causal`` says it.
         first: the place of the first query among the keys.
@@ -241,13 +234,13 @@ class KernelArgs:
         self._told = sizes
 
     def sum_by(self, ends: Tensor, scale: float, limit: float, outside: Tensor) -> None:
-        """What queries give keys is summed part by part, and on a grid: see ``kernels.exact_attention``.
+        """Sum what queries give keys in parts, on a grid: see ``kernels.exact_attention``.
 
         Args:
             ends: of the parts, int64.
             scale: of the grid.
             limit: of a part's sum.
-            outside: fp32 [1]; the largest that is not below goes there.
+            outside: fp32 [1]; receives the largest sum that is not below the limit.
         """
         self._held = *self._held, ends, outside
         self._told.ends, self._told.parts, self._told.outside = ends.data_ptr(), len(ends), outside.data_ptr()

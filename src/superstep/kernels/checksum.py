@@ -1,11 +1,11 @@
-"""Checksums: a sum of a tensor's 32-bit words in which each counts by its place, taken as fast as memory is read.
+"""Checksums: a sum of a tensor's 32-bit words weighted by place, as fast as memory is read.
 
     checksum = sum of word i · (2 i + 1), modulo 2^64
 
 A word is a signed integer. One flipped bit changes the sum by a power of two below 2^32 times an odd number, two by the
-sum or difference of two such products, and two words that changed places by the product of both differences: none of
-these is a multiple of 2^64, for words 0 to 2^31. Parts of a tensor are summed apart, each from the place of its first
-word on, and added in any order.
+sum or difference of two such products, and two swapped words by the product of both differences: none of these is a
+multiple of 2^64, for words 0 to 2^31. Parts of a tensor are summed separately, each from the place of its first word,
+and added in any order.
 """
 
 from __future__ import annotations
@@ -26,22 +26,16 @@ from superstep.kernels.compile_cpp import Built
 SOURCES = (Path(__file__).parent / "cpu" / "checksum.cpp",)
 
 BLOCK = 1 << 20
-"""Words that are summed at a time by torch, which makes 64-bit integers of them first."""
+"""Words that torch sums at a time; it makes 64-bit integers of them first."""
 
 
 @cache
 def compile_library() -> Built:
-    """The library. A process asks once."""
     return compile_cpp.build(SOURCES, FLAGS, compile_cpp.folder_of(SOURCES[0]))
 
 
 def checksum(values: Tensor, first: int = 0) -> Tensor:
-    """The checksum of the words of a tensor, int64 [] on its device.
-
-    Args:
-        values: contiguous, of 32-bit numbers.
-        first: the place of its first word.
-    """
+    """The checksum of a contiguous tensor of 32-bit numbers, int64 [] on its device, given its first word's place."""
     library = compile_library().library
     if library is None or values.device.type != "cpu":
         return reference(values, first)
@@ -49,11 +43,7 @@ def checksum(values: Tensor, first: int = 0) -> Tensor:
 
 
 def word_sum(values: Tensor) -> Tensor:
-    """The plain sum of the words of a tensor, in which no word has a place: int64 [] on its device.
-
-    Args:
-        values: contiguous, of 32-bit numbers.
-    """
+    """The plain sum of the words of a contiguous tensor of 32-bit numbers: int64 [] on its device."""
     library = compile_library().library
     if library is None or values.device.type != "cpu":
         return values.detach().view(torch.int32).sum(dtype=torch.int64)
@@ -61,12 +51,8 @@ def word_sum(values: Tensor) -> Tensor:
 
 
 def copy_summed(into: Tensor, values: Tensor, first: int = 0) -> Tensor:
-    """Copy a tensor, and the checksum of what was copied from. ``into`` need not be done before the stream is.
-
-    Args:
-        into: contiguous, of the same dtype and size, on this device or on the host.
-        values: as ``checksum`` takes it.
-        first: likewise.
+    """Copy a tensor, and return the checksum of the source. ``into`` is only complete when the stream is. ``into``:
+    contiguous, of the same dtype and size, on this device or on the host.
     """
     library = compile_library().library
     if library is None or values.device.type != "cpu":
@@ -86,6 +72,6 @@ def reference(values: Tensor, first: int = 0) -> Tensor:
 
 
 def _sum_tensors(function: ctypes._NamedFuncPointer, tensors: Sequence[Tensor], *counts: int) -> Tensor:
-    """What a function of the library returns; other threads of Python run meanwhile."""
+    """Call a function of the library; other Python threads run meanwhile."""
     function.restype = c_int64
     return torch.tensor(function(*(c_void_p(x.data_ptr()) for x in tensors), *map(c_int64, counts)))

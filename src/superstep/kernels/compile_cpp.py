@@ -1,8 +1,8 @@
-"""C++ of this package, compiled on the machine that it runs on, when it is first needed. Nothing works only with it.
+"""compile_cpp: compiles this package's C++ on the machine where it runs, at first use. Everything works without it.
 
-It is built for the very processor, so that what one machine built is of no use to another: a file's name holds a digest
-of the sources and of the processor's features. It appears whole or not at all: a process that is killed while it
-compiles leaves nothing that others wait for. It is plain C to whom calls it, and knows nothing of torch.
+It is built for this processor, so a file's name has a digest of the sources and of the processor's features. It appears
+complete or not at all: a process that is killed while it compiles leaves nothing that others wait for. The library is
+plain C, without torch.
 """
 
 from __future__ import annotations
@@ -26,24 +26,19 @@ PATIENCE_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """What came of building.
-
-    Attributes:
-        library: what was compiled; None where there is nothing.
-        why: why there is nothing, in a line; empty where there is.
-    """
+    """The result of a build: the library, or None and the reason in a line."""
 
     library: ctypes.CDLL | None
     why: str = ""
 
 
 def build(sources: Sequence[Path], flags: Sequence[str], folder: Path) -> Built:
-    """A library, compiled where it has not been.
+    """A library, compiled if necessary.
 
     Args:
-        sources: what is compiled, and behind it what that includes.
-        flags: of the compiler; ``-fPIC -shared`` among them.
-        folder: where compiled files are kept; made where it is not there.
+        sources: the compiled file, and after it those that it includes.
+        flags: of the compiler; with ``-fPIC -shared``.
+        folder: for compiled files; created if missing.
     """
     library = path_of(sources, flags, folder)
     try:
@@ -57,7 +52,7 @@ def build(sources: Sequence[Path], flags: Sequence[str], folder: Path) -> Built:
 
 
 def path_of(sources: Sequence[Path], flags: Sequence[str], folder: Path) -> Path:
-    """Where the compiled library lies, or will."""
+    """The path of the compiled library."""
     digest = hashlib.sha256(f"{tuple(flags)} {processor_features()}".encode())
     for source in sources:
         digest.update(source.read_bytes())
@@ -65,7 +60,7 @@ def path_of(sources: Sequence[Path], flags: Sequence[str], folder: Path) -> Path
 
 
 def folder_of(source: Path) -> Path:
-    """Where Python keeps what it compiles of a source's folder; that of the user where it may not write there."""
+    """Python's cache folder for a source's folder; the user's cache where that is not writable."""
     beside = Path(importlib.util.cache_from_source(str(source.with_suffix(".py")))).parent
     place = next(folder for folder in (beside, *beside.parents) if folder.exists())
     with contextlib.suppress(RuntimeError):  # there is no home: it is tried there, and said that it failed
@@ -74,14 +69,14 @@ def folder_of(source: Path) -> Path:
 
 
 def processor_features() -> str:
-    """What the processor can do, as Linux tells it."""
+    """The processor's features, as Linux reports them."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
     return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
 
 
 def compile_file(source: Path, flags: Sequence[str], library: Path) -> None:
-    """Compile beside the place, and move the file there once it is whole."""
+    """Compile to a temporary file, and move it into place when it is complete."""
     compiler = next((path for path in map(shutil.which, COMPILERS) if path is not None), None)
     if compiler is None:
         raise FileNotFoundError(f"there is no compiler: none of {', '.join(COMPILERS)} is on the path")

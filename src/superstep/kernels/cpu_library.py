@@ -1,4 +1,4 @@
-"""What a step does between its products: the library of ``cpu/fused.cpp``, compiled once and called."""
+"""The library of ``cpu/fused.cpp``: a step's work between products, compiled once."""
 
 from __future__ import annotations
 
@@ -21,24 +21,23 @@ HEADERS = (
 SOURCES = tuple(Path(__file__).parent / "cpu" / name for name in ("fused.cpp", *HEADERS))
 
 LANES = 16
-"""Numbers of a register: what rows are a multiple of, where they are not gone through number by number."""
+"""Numbers of a register: vectorised rows are a multiple of this."""
 
 DTYPES = (torch.float32, torch.bfloat16)
 
 
 @cache
 def compile_library() -> Built:
-    """The library. A process asks once."""
     return compile_cpp.build(SOURCES, FLAGS, compile_cpp.folder_of(SOURCES[0]))
 
 
 def is_compiled() -> bool:
-    """Whether there is a library."""
+    """Whether the library is available."""
     return compile_library().library is not None
 
 
 def takes(*tensors: Tensor) -> bool:
-    """Whether they are of a kind that the library computes with."""
+    """Whether the library computes with such tensors."""
     return all(x.device.type == "cpu" and x.dtype == tensors[0].dtype in DTYPES for x in tensors)
 
 
@@ -46,7 +45,7 @@ Argument = Tensor | int | float | None
 
 
 def run(name: str, *arguments: Argument) -> None:
-    """Call a function; tensors are handed over by their addresses, and are held by the caller."""
+    """Call a function; tensors are passed by address, and the caller keeps them alive."""
     library = compile_library().library
     assert library is not None, "it was chosen because it is there"
     function: ctypes._NamedFuncPointer = getattr(library, f"superstep_{name}")

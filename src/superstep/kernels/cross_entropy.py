@@ -1,4 +1,4 @@
-"""Rows of logits to log-sum-exp and the target's logit, and to gradients: what that is, and its kernels.
+"""Rows of logits to log-sum-exp and the target's logit, and to gradients: reference and kernels.
 
 C  rows    V  columns
 """
@@ -12,8 +12,8 @@ from superstep.kernels import cpu_library, triton_loader
 
 
 def apply_temperature(logits: Tensor, temperature: float) -> Tensor:
-    """Logits over the temperature, fp32 or wider. The same bits wherever rows are cut, and on a GPU, where torch
-    multiplies by one over a plain number instead of dividing by it.
+    """Logits over the temperature, fp32 or wider. The same bits for any split of rows, and on a GPU, where torch
+    multiplies by one over a plain number instead of dividing.
     """
     if temperature == 1.0:
         return logits
@@ -22,9 +22,7 @@ def apply_temperature(logits: Tensor, temperature: float) -> Tensor:
 
 def reference(logits_CV: Tensor, targets_C: Tensor, columns: int, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """Of each row the log-sum-exp of its first ``columns`` numbers over the temperature, and the target's number over
-    it; 0 where it has none.
-
-    Their difference is the target's log-probability.
+    it, or 0 without a target. Their difference is the target's log-probability.
     """
     logits_CV = apply_temperature(logits_CV, temperature)
     is_here_C = (targets_C >= 0) & (targets_C < columns)
@@ -37,10 +35,8 @@ def reference(logits_CV: Tensor, targets_C: Tensor, columns: int, temperature: f
 def reference_gradients(
     logits_CV: Tensor, targets_C: Tensor, columns: int, lse_C: Tensor, factor_C: Tensor, temperature: float = 1.0
 ) -> Tensor:
-    """The gradient of the factors' sum with minus the log-probabilities, for logits x and the temperature t:
-    factor / t · (e^(x/t - lse) - [x is the target's]).
-
-    What is given is what ``row_gradients_`` is given; the result has the format of ``lse_C``.
+    """The gradient of the factors' sum with minus the log-probabilities, for logits x and the temperature t: factor / t
+    · (e^(x/t - lse) - [x is the target's]), in the format of ``lse_C``; arguments as in ``row_gradients_``.
     """
     is_here_C = (targets_C >= 0) & (targets_C < columns)
     gradient_CV = (apply_temperature(logits_CV, temperature) - lse_C[:, None]).exp_()
@@ -50,13 +46,13 @@ def reference_gradients(
 
 
 def takes(logits_CV: Tensor) -> bool:
-    """Whether the kernel of their device computes it."""
+    """Whether the device's kernel computes it."""
     return (logits_CV.is_cuda and logits_CV.dtype in cpu_library.DTYPES) or cpu_library.takes(logits_CV)
 
 
 @torch.library.custom_op("superstep::row_sums", mutates_args=())
 def row_sums(logits_CV: Tensor, targets_C: Tensor, columns: int, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """As ``reference``, by the kernel: fp32."""
+    """``reference`` by the kernel: fp32."""
     logits_CV, targets_C = logits_CV.contiguous(), targets_C.contiguous()
     if logits_CV.is_cuda:
         sums: tuple[Tensor, Tensor] = triton_loader.module("cross_entropy").row_sums(
@@ -80,15 +76,12 @@ def _empty_sums(logits_CV: Tensor, targets_C: Tensor, columns: int, temperature:
 def row_gradients_(
     logits_CV: Tensor, targets_C: Tensor, columns: int, lse_C: Tensor, factor_C: Tensor, temperature: float = 1.0
 ) -> None:
-    """As ``reference_gradients``, by the kernel, in the place of the logits and in their format.
+    """``reference_gradients`` by the kernel, in place of the logits and in their format.
 
     Args:
-        logits_CV: contiguous; those behind ``columns`` become 0, as does a row whose factor is 0.
-        targets_C: as in ``row_sums``.
-        columns: that count.
-        lse_C: of whole rows, where others hold parts of them.
+        logits_CV: contiguous; those after ``columns`` become 0, as does a row with factor 0.
+        lse_C: of whole rows, where other ranks hold parts of them.
         factor_C: fp32.
-        temperature: that of the sums.
     """
     targets_C, lse_C, factor_C = targets_C.contiguous(), lse_C.contiguous(), factor_C.contiguous()
     if logits_CV.is_cuda:

@@ -1,9 +1,9 @@
-"""Attention of exact mode on a CPU: what a query has depends on the query and on the keys it sees, and on nothing else.
+"""Attention of exact mode on a CPU: a query's result depends only on the query and the keys that it sees.
 
-It is ``kernels.attention`` in fp32, whose rows are computed one like the other: keys come in blocks of 64, counted from
-the first of them, and what a row does not see adds exact zeros. So its bits do not change with who computes it beside
-which others. What queries give keys is another matter, for sums over queries have an order: they are summed part by
-part, each part's sum is put on a grid (``numerics.fixed_point``), and there they are added as integers.
+It is ``kernels.attention`` in fp32, with all rows computed alike: keys come in blocks of 64, counted from the first,
+and keys that a row does not see add exact zeros. So its bits do not depend on other rows. What queries give keys does,
+as sums over queries have an order: they are summed in parts, each part's sum is put on a grid
+(``numerics.fixed_point``), and there they are added as integers.
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ from superstep.kernels.attention import LANES, KernelArgs, Qkv, compile_library,
 
 @dataclass(frozen=True, slots=True)
 class Summed:
-    """What the gradients of keys and values are added to.
+    """The sums of the gradients of keys and values.
 
     Attributes:
-        dk: int64 [B, K, T, H], multiples of 1 / scale.
-        dv: likewise.
-        ends: where each part of the queries ends, the last one with them.
+        dk, dv: int64 [B, K, T, H], multiples of 1 / scale.
+        ends: the end of each part of the queries.
         scale: of the grid, a power of two.
-        limit: what a part's sum must stay below in size.
+        limit: the bound of a part's sum in size.
     """
 
     dk: Tensor
@@ -43,7 +42,7 @@ def is_for(width: int, device: torch.device) -> bool:
 
 
 def takes(x: Tensor) -> bool:
-    """Whether there is one for such heads, [..., H], once they are fp32."""
+    """Whether there is a kernel for such heads, [..., H], in fp32."""
     return is_for(x.shape[-1], x.device)
 
 
@@ -59,10 +58,9 @@ def attend(
     """The output [B, N, S, H], and the lse [B, N, S] of ``kernels.attention``.
 
     Args:
-        q_BNSH: queries, fp32, as all are; ``takes`` them.
-        k_BKTH: keys.
-        v_BKTH: values; what is hidden from all queries must be finite.
-        first: the place of the first query among the keys; those behind it follow.
+        q_BNSH: queries, fp32 like keys and values.
+        v_BKTH: values; those hidden from all queries must be finite.
+        first: the place of the first query among the keys.
         starts_BS: the first key that each query sees, int64; None for 0.
         ends_BS: one past the last that it sees, likewise; None for its own place.
     """
@@ -75,19 +73,15 @@ def attend(
 def add_backward(
     grad_BNSH: Tensor, inputs: Qkv, out_BNSH: Tensor, lse_BNS: Tensor, *, first: int, summed: Summed
 ) -> tuple[Tensor, float]:
-    """The gradient of the queries; those of keys and values are added to what is there. All is fp32.
+    """The gradient of the queries; those of keys and values are added to ``summed``. All is fp32.
 
     Args:
-        grad_BNSH: the gradient of the output.
-        inputs: queries, keys and values, as they went forward.
-        out_BNSH: the output.
-        lse_BNS: its lse.
-        first: as it went forward.
-        summed: what is added to.
+        inputs: queries, keys and values, as in the forward pass.
+        first: as in the forward pass.
 
     Returns:
         The gradient [B, N, S, H], and the largest of the parts' sums that were not below the limit, in size; 0 where
-        all were.
+            all were.
     """
     grad, outside = empty_like(inputs[0]), torch.zeros(1)
     grads = grad_BNSH, grad, summed.dk, summed.dv
@@ -98,8 +92,6 @@ def add_backward(
 
 
 def block_address() -> int | None:
-    """Where the function lies that looks at a block of keys, for who keeps them in another way; None where nothing is
-    compiled.
-    """
+    """The address of the function that computes a block of keys, for other layouts of keys; None without a library."""
     library = compile_library().library
     return None if library is None else ctypes.cast(library.superstep_attend_block, ctypes.c_void_p).value

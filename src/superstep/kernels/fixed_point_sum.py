@@ -1,4 +1,4 @@
-"""Sums on a fixed grid, whose integers are the same by any code: the kernel for a CPU of ``numerics.fixed_point``."""
+"""Sums on a fixed grid: the CPU kernel of ``numerics.fixed_point``; its integers are the same in any code."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from superstep.kernels import cpu_library
 
 
 def takes(into: Tensor, values: Tensor) -> bool:
-    """Whether the kernel computes it."""
     return (
         into.device.type == values.device.type == "cpu"
         and (into.dtype, values.dtype) == (torch.int64, torch.float32)
@@ -23,13 +22,13 @@ def takes(into: Tensor, values: Tensor) -> bool:
 
 
 def add(into: Tensor, values: Tensor, *, scale: float, limit: float) -> bool:
-    """``into += values · scale``, cut off to integers; whether every value is a number below the limit in size.
+    """``into += values · scale``, cut off to integers; returns whether every value was a number below the limit in
+    size.
 
     Args:
-        into: int64, and ``takes`` it with the values.
-        values: fp32, which stay as they are.
-        scale: a power of two.
-        limit: likewise.
+        into: int64.
+        values: fp32, not changed.
+        scale, limit: powers of two.
     """
     wrong = torch.zeros(1, dtype=torch.int64)
     cpu_library.run("add_to_grid", into, values, values.numel(), float(scale), float(limit), wrong)
@@ -37,7 +36,6 @@ def add(into: Tensor, values: Tensor, *, scale: float, limit: float) -> bool:
 
 
 def takes_products(into: Tensor, grad: Tensor, x: Tensor) -> bool:
-    """Whether the kernel computes ``add_products`` or ``add_grouped_products``."""
     return (
         cpu_library.takes(grad, x)
         and into.dtype == torch.int64
@@ -48,19 +46,17 @@ def takes_products(into: Tensor, grad: Tensor, x: Tensor) -> bool:
 
 
 def add_products(into_OI: Tensor, grad_BSO: Tensor, x_BSI: Tensor, *, chunks: int, scale: float, limit: float) -> bool:
-    """``into += gradᵀ · x``, of each chunk of the tokens one product, put on the grid; whether every element of each
-    product was a number below the limit in size.
+    """``into += gradᵀ · x``, one product for each chunk of the tokens, put on the grid; returns whether every element
+    of each product was a number below the limit in size.
 
-    An element is summed over its chunk's tokens, in the order of sequences and then of tokens, in fp32: it depends on
-    nothing but its row of ``grad`` and its column of ``x``.
+    An element is summed over its chunk's tokens, in the order of sequences and then of tokens, in fp32: it depends only
+    on its row of ``grad`` and its column of ``x``.
 
     Args:
-        into_OI: int64, and ``takes_products`` it with the others.
-        grad_BSO: fp32 or bf16.
-        x_BSI: likewise.
-        chunks: parts of the tokens, S, that have as many each.
-        scale: a power of two.
-        limit: likewise.
+        into_OI: int64.
+        grad_BSO, x_BSI: fp32 or bf16.
+        chunks: equal parts of the tokens, S.
+        scale, limit: powers of two.
     """
     sequences, tokens, _ = grad_BSO.shape
     begins = [_begins(sequences, tokens, chunks, *each.stride()[:2]) for each in (grad_BSO, x_BSI)]
@@ -71,16 +67,14 @@ def add_products(into_OI: Tensor, grad_BSO: Tensor, x_BSI: Tensor, *, chunks: in
 def add_grouped_products(
     into_EOI: Tensor, grad_RO: Tensor, x_RI: Tensor, order_R: Tensor, starts: Tensor, *, scale: float, limit: float
 ) -> bool:
-    """The same for many weights at once, each with as many chunks of rows of its own.
+    """The same for many weights at once, each with the same number of chunks of its own rows.
 
     Args:
-        into_EOI: int64, and ``takes_products`` it with the others.
-        grad_RO: fp32 or bf16.
-        x_RI: likewise.
+        into_EOI: int64.
+        grad_RO, x_RI: fp32 or bf16.
         order_R: the rows, chunk after chunk, and the chunks weight after weight: int64.
-        starts: where in that order each chunk begins, and the last one ends: int64 [E · chunks + 1].
-        scale: a power of two.
-        limit: likewise.
+        starts: the begin of each chunk in that order, and the end of the last: int64 [E · chunks + 1].
+        scale, limit: powers of two.
     """
     grad, x = ((each, order_R * each.stride(0)) for each in (grad_RO, x_RI))
     return _add(into_EOI, grad, x, starts, (scale, limit))
@@ -93,7 +87,7 @@ def _add(
     starts: Tensor,
     grid: tuple[float, float],
 ) -> bool:
-    """Factors come with where their rows begin, in numbers."""
+    """Each factor comes with the begins of its rows, in numbers."""
     experts, outputs, inputs = into_EOI.shape
     wrong = torch.zeros(1, dtype=torch.int64)
     into: tuple[cpu_library.Argument, ...] = into_EOI, *into_EOI.stride()[:2]
@@ -108,6 +102,6 @@ def _add(
 
 @lru_cache(maxsize=64)
 def _begins(sequences: int, tokens: int, chunks: int, batch_stride: int, token_stride: int) -> Tensor:
-    """Where the rows of each chunk begin: [chunk, sequence, token of it], flat."""
+    """The begins of each chunk's rows: [chunk, sequence, token of it], flat."""
     begins_BS = torch.arange(sequences)[:, None] * batch_stride + torch.arange(tokens) * token_stride
     return begins_BS.view(sequences, chunks, -1).transpose(0, 1).flatten()

@@ -1,4 +1,4 @@
-"""RMSNorm of rows: what it is, and its kernel for a CPU.
+"""RMSNorm of rows: reference, and kernel for a CPU.
 
 R  rows    D  width
 """
@@ -19,12 +19,11 @@ def reference(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 
 
 def takes(x: Tensor, weight_D: Tensor) -> bool:
-    """Whether the kernel computes it."""
     return cpu_library.takes(x, weight_D) and x.shape[-1] == weight_D.numel() and x.shape[-1] % cpu_library.LANES == 0
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """As ``reference``, by the kernel: fp32 inside, rounded once. The weight's gradient is fp32."""
+    """``reference`` by the kernel: fp32 inside, rounded once. The weight's gradient is fp32."""
     out: Tensor = _rms_norm(x, weight_D, eps)[0]
     return out
 
@@ -32,17 +31,14 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 def backward_on_grid(
     grad: Tensor, x: Tensor, weight_D: Tensor, r: Tensor, *, into_D: Tensor | None, scale: float, limit: float
 ) -> tuple[Tensor, bool]:
-    """The gradient of ``x``. That of the weight is added to ``into_D``, int64, each row's share put on a grid first
-    (``numerics.fixed_point``); whether each was a number below the limit in size.
+    """The gradient of ``x``. The weight's is added to ``into_D``, int64, with each row's share first put on a grid
+    (``numerics.fixed_point``); returns whether each was a number below the limit in size.
 
     Args:
-        grad: the gradient of the result, of the shape and dtype of ``x``, which ``takes`` with the weight.
-        x: as it went forward.
-        weight_D: likewise.
+        grad: the gradient of the result, of the shape and dtype of ``x``.
         r: 1 / rms of each row, fp32.
-        into_D: None where it is not trained.
-        scale: a power of two.
-        limit: likewise.
+        into_D: None for a frozen weight.
+        scale, limit: powers of two.
     """
     grad, x, wrong = grad.contiguous(), x.contiguous(), torch.zeros(1, dtype=torch.int64)
     dx, rows, width = torch.empty_like(x), r.numel(), x.shape[-1]
@@ -64,7 +60,7 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("superstep::rms_norm_backward", mutates_args=())
 def _rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, r: Tensor, is_trained: bool) -> tuple[Tensor, Tensor]:
-    """The gradients of x and weight, the latter empty where it is not trained."""
+    """The gradients of x and weight, the latter empty for a frozen weight."""
     grad, x = grad.contiguous(), x.contiguous()
     dx, dweight = _empty_norm_backward(grad, x, weight, r, is_trained)
     into = dweight if is_trained else None

@@ -1,9 +1,9 @@
-"""What is added to a score for how far back its key lies: ALiBi, and the buckets of T5.
+"""Position biases, which are added to a score by its key's distance: ALiBi, and T5's buckets.
 
     N  query heads    S  queries    R  buckets
-                      T  keys       D  a distance from which on all biases are alike
+                      T  keys       D  the distance from which on all biases are equal
 
-Queries see no key behind them, so distances count backwards, and 0 is a query's own place.
+Queries see no later keys, so distances count backwards, and 0 is a query's own place.
 """
 
 from __future__ import annotations
@@ -17,10 +17,8 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Slopes:
-    """ALiBi (Press 2021): a score falls by its head's slope with each token that lies between. They are not learnt.
-
-    Attributes:
-        slopes: fp32 [N].
+    """ALiBi (Press 2021): a score falls by its head's slope for each token between. Not learnt. ``slopes``:
+    fp32 [N].
     """
 
     slopes: Tensor
@@ -32,11 +30,7 @@ class Slopes:
 
 @dataclass(frozen=True, slots=True)
 class ByDistance:
-    """A number for each distance, learnt or not; beyond the last one they are all as the last.
-
-    Attributes:
-        table: fp32 [N, D + 1].
-    """
+    """A number for each distance, learnt or not; larger distances have the last number. ``table``: fp32 [N, D + 1]."""
 
     table: Tensor
 
@@ -49,8 +43,8 @@ Bias = Slopes | ByDistance
 
 
 def alibi(heads: int, device: torch.device | None = None) -> Slopes:
-    """The slopes of Press 2021: for 8 heads 1/2, 1/4, ... 1/256. Where heads are no power of two, those of the power
-    below, and between them every other one of twice as many, as the paper's code has it.
+    """The slopes of Press 2021: for 8 heads 1/2, 1/4, ... 1/256. For other numbers, those of the power of two below,
+    and between them every other one of twice as many, as in the paper's code.
     """
     whole = 1 << (heads.bit_length() - 1)
     found = [2.0 ** (-8.0 * (head + 1) / whole) for head in range(whole)]
@@ -60,7 +54,7 @@ def alibi(heads: int, device: torch.device | None = None) -> Slopes:
 
 def t5(table_NR: Tensor, max_distance: int = 128) -> ByDistance:
     """T5's relative positions (Raffel 2020, sec. 2.1) of a decoder: half of the buckets for one distance each, the
-    others ever wider up to ``max_distance``. Gradients reach the table through what this returns.
+    others wider and wider up to ``max_distance``. Gradients reach the table.
     """
     return ByDistance(table_NR[:, t5_buckets(table_NR.shape[1], max_distance).to(table_NR.device)])
 

@@ -1,10 +1,9 @@
-"""Products on a CPU: of fp32 by the faster of the two libraries that torch has, of bf16 in fp32 where that is faster.
+"""Products on a CPU: of fp32 by the faster of torch's two libraries, of bf16 in fp32 where that is faster.
 
-Torch takes MKL, which does not use all that other makers' processors can: on an AMD EPYC of Zen 5 oneDNN has 2.1 times
-its speed, on one of Zen 4 the same speed. And not every processor multiplies bf16 faster than fp32: a core of a Xeon
-(Emerald Rapids) without AMX reaches 75 GFLOP/s with bf16 and 125 with fp32, and those without AVX-512 have no
-instruction for it. There factors are widened before, and the result is rounded once, as it is anyway. What is faster is
-measured, once in a process.
+Torch uses MKL, which is slow on other makers' processors: on an AMD EPYC of Zen 5 oneDNN is 2.1 times as fast, on Zen 4
+equally fast. And not every processor multiplies bf16 faster than fp32: a core of a Xeon (Emerald Rapids) without AMX
+reaches 75 GFLOP/s with bf16 and 125 with fp32, and those without AVX-512 have no bf16 instruction. There factors are
+widened, and the result is rounded once, as always. The faster one is measured, once in a process.
 
     T  rows    I  inputs    O  outputs
 """
@@ -21,20 +20,21 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 FASTER = 1.3
-"""So many times as fast oneDNN must be: nearer than that a process would take one, and the next one the other."""
+"""How many times faster oneDNN must be: with less, one process would choose it and the next one not."""
 
 FASTER_IN_FP32 = 1.1
-"""So many times as fast products of bf16 must be in fp32. Processors are far from it on either side: 1.5 on that Xeon,
-about 0.5 where bf16 is twice as fast."""
+"""How many times faster products of bf16 must be in fp32. Processors are far from it: 1.5 on that Xeon, about 0.5 where
+bf16 is twice as fast.
+"""
 
 SLAB = 2**20
-"""Numbers of a factor that are widened at once: 4 MiB, and a table of 32,000 words never whole."""
+"""Numbers of a factor that are widened at once: 4 MiB, and never a whole table of 32,000 words."""
 
 NARROW = 64
-"""Columns that a slab has at least: where the inner dim is longer than leaves so many, that is cut."""
+"""The least columns of a slab: where a long inner dim leaves fewer, it is cut."""
 
 _REAL = (Tensor, nn.Parameter)
-"""What has numbers: a rehearsal's tensors are of another type."""
+"""Real tensors; a trace's fake tensors have another type."""
 
 
 def linear(x: Tensor, weight_OI: Tensor) -> Tensor:
@@ -63,9 +63,8 @@ def product_into(out_TO: Tensor, left_TI: Tensor, right_IO: Tensor, scale: float
 
 
 def of_any_rows(left_TI: Tensor, right_IO: Tensor) -> Tensor:
-    """left · right, where the number of rows is another one each time. For each that is new oneDNN makes code for
-    products of bf16, which takes 1.4 ms on a Xeon with AMX and the product itself 0.4: rows of zeros fill it up to one
-    of four numbers in an octave.
+    """left · right, for varying numbers of rows. For each new number oneDNN compiles code for products of bf16, which
+    takes 1.4 ms on a Xeon with AMX, and the product itself 0.4: so rows are padded to one of four numbers in an octave.
     """
     rows = len(left_TI)
     if type(left_TI) not in _REAL or left_TI.device.type != "cpu" or left_TI.dtype != torch.bfloat16 or rows < NARROW:
@@ -76,7 +75,7 @@ def of_any_rows(left_TI: Tensor, right_IO: Tensor) -> Tensor:
 
 @cache
 def prefers_onednn() -> bool:
-    """Whether oneDNN is the faster one here."""
+    """Whether oneDNN is faster here."""
     if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
         return False
     with _disable_current_modes(), torch.inference_mode():
@@ -99,7 +98,7 @@ def prefers_fp32() -> bool:
 
 @torch.library.custom_op("superstep::product_by_fp32", mutates_args=())
 def _by_fp32(left_TI: Tensor, right_IO: Tensor) -> Tensor:
-    """left · right in the dtype of the right one: an operation of its own, so that a recompute may keep its result."""
+    """left · right in the dtype of the right one: a torch operation, so that a recompute may keep its result."""
     inner, columns = right_IO.shape
     if inner > SLAB // NARROW:
         total_TO = torch.zeros(len(left_TI), columns)
@@ -115,7 +114,7 @@ def _by_fp32(left_TI: Tensor, right_IO: Tensor) -> Tensor:
 
 
 def add_by_fp32(total_TO: Tensor, left_TI: Tensor, right_IO: Tensor, scale: float) -> None:
-    """total += scale · left · right in fp32, as many rows of the left one at a time as are widened at once."""
+    """total += scale · left · right in fp32, widening some rows of the left one at a time."""
     wide_IO, rows = right_IO.float(), max(1, SLAB // left_TI.shape[1])
     for total, left in zip(total_TO.split(rows), left_TI.split(rows), strict=True):
         wide = left.float()
@@ -131,7 +130,7 @@ def _onednn(x: Tensor, weight_OI: Tensor) -> Tensor:
 
 
 def _least_s(run: Callable[[], Tensor], times: int = 8) -> float:
-    """Of some runs the shortest, by this thread's own clock: others only make a run longer."""
+    """The shortest of some runs, by this thread's clock: other processes only make a run longer."""
     run()
     medians = []
     for _ in range(times):

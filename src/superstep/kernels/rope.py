@@ -1,4 +1,4 @@
-"""The rotary embedding by given tables: what it is, and its kernel for a CPU.
+"""The rotary embedding by given tables: reference, and kernel for a CPU.
 
 B  sequences    N  heads
 S  positions    H  width of one head
@@ -15,10 +15,9 @@ from superstep.kernels import cpu_library
 
 
 def reference(x_BSNH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Each pair (i, i + H/2) of a head turned by its token's angle (Su 2021).
+    """Each pair (i, i + H/2) of a head rotated by its token's angle (Su 2021).
 
     Args:
-        x_BSNH: queries or keys.
         cos: [S, 1, H] or [B, S, 1, H], each pair's twice.
         sin: likewise, the first half negative.
     """
@@ -26,7 +25,6 @@ def reference(x_BSNH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def takes(x_BSNH: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    """Whether the kernel computes it."""
     return (
         cpu_library.takes(x_BSNH, cos, sin)
         and x_BSNH.shape[-1] % (2 * cpu_library.LANES) == 0
@@ -37,14 +35,14 @@ def takes(x_BSNH: Tensor, cos: Tensor, sin: Tensor) -> bool:
 
 
 def turn(x_BSNH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """As ``reference``, by the kernel. Tables have no gradient."""
+    """``reference`` by the kernel. Tables have no gradient."""
     out: Tensor = _turn(x_BSNH, cos, sin, 1.0)
     return out
 
 
 @torch.library.custom_op("superstep::turn", mutates_args=())
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
-    """The pairs turned by the angles, or by their negatives."""
+    """The pairs rotated by the angles, or by their negatives."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     cos, sin = cos.contiguous(), sin.contiguous()
     out: Tensor = _empty_turn(x, cos, sin, sign)

@@ -1,4 +1,4 @@
-"""SwiGLU's gate: what it is, and its kernel for a CPU, which keeps the two inputs and nothing that it made of them."""
+"""SwiGLU's gate: reference, and kernel for a CPU, which keeps only its two inputs."""
 
 from __future__ import annotations
 
@@ -17,18 +17,17 @@ def reference(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def takes(gate: Tensor, up: Tensor) -> bool:
-    """Whether the kernel computes it."""
     return cpu_library.takes(gate, up) and gate.shape == up.shape
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """As ``reference``, by the kernel: fp32 inside, rounded once."""
+    """``reference`` by the kernel: fp32 inside, rounded once."""
     out: Tensor = _swiglu(gate, up)
     return out
 
 
 def backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of gate and up, by the kernel: each element's depends on those at its place alone."""
+    """The gradients of gate and up, by the kernel; each element depends only on those at its place."""
     dgate, dup = _swiglu_backward(grad, gate, up)
     return dgate, dup
 

@@ -1,4 +1,4 @@
-"""The kernels for GPUs, imported where one of them computes: nothing that a CPU runs needs Triton, or waits for it."""
+"""The kernels for GPUs, imported at first use: CPU runs neither need nor import Triton."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import ModuleType
 import torch
 
 LEAST = (8, 0)
-"""The compute capability from which on GPUs have products of bf16."""
+"""The least compute capability with products of bf16."""
 
 
 @cache
@@ -23,5 +23,4 @@ def missing(device: torch.device) -> str:
 
 
 def module(name: str) -> ModuleType:
-    """A file of ``kernels/gpu``."""
     return importlib.import_module(f"superstep.kernels.gpu.{name}")

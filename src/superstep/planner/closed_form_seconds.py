@@ -1,4 +1,4 @@
-"""Catalogue: the seconds of a plan's instructions on chips of the catalogue, by the formulas of the closed form."""
+"""Catalogue: seconds of a plan's instructions on chips of the catalogue, by the closed form's formulas."""
 
 from __future__ import annotations
 
@@ -21,18 +21,16 @@ from superstep.plan.resolution.resolve import Resolved
 from superstep.planner.price import Pricing
 
 KINDS = ("compute", "again", "tensor", "context", "experts")
-"""What the seconds of a pass are made of."""
+"""The parts of a pass's seconds."""
 UPDATE_BYTES = 30.0
-"""AdamW reads and writes about so many bytes for each of its numbers."""
+"""Bytes that AdamW reads and writes for each of its numbers."""
 NOTHING = UnitSeconds(forward_s=0.0, backward_s=0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Catalogued:
-    """A ``Source`` of seconds for one plan, from the constants of a catalogue.
-
-    Attributes:
-        kinds: for each of KINDS, the part of every unit's passes.
+    """``InstructionPrices`` for one plan, from the constants of a catalogue. ``kinds``: for each of KINDS, the part of
+    every unit's passes.
     """
 
     run: Resolved
@@ -51,24 +49,19 @@ class Catalogued:
         return float(self.pricing.stack.gradient_bytes)
 
     def passes(self, unit: int) -> UnitSeconds:
-        """All kinds together."""
         parts = [self.kinds[kind][unit] for kind in KINDS]
         return UnitSeconds(
             **{each.name: sum(getattr(part, each.name) for part in parts) for each in fields(UnitSeconds)}
         )
 
     def boundary_bytes(self, unit: int) -> float:
-        """The stream between two blocks, as tensor parallelism cuts it."""
+        """The residual stream between two blocks, as tensor parallelism cuts it."""
         plan, config = self.run.plan, self.run.config
         tokens = plan.microbatch * config.data.sequence_tokens / plan.mesh.cp
         return E * tokens * self.run.shape.width / (plan.mesh.tp if plan.sequence_parallel else 1)
 
     def collective_s(self, collective: Collective, size: float, over: CollectiveRanks) -> float:
-        """By the closed form of a group with its stride.
-
-        Raises:
-            AssertionError: a collective that no instruction of a program is.
-        """
+        """By the closed form of a group with its stride; raises AssertionError for a collective that no program has."""
         if over.count == 1 or not size:
             return 0.0
         links, group = (
@@ -96,7 +89,7 @@ class Catalogued:
 
 
 def catalogue_seconds(run: Resolved, layout: Layout, pricing: Pricing) -> Catalogued:
-    """The seconds of a run's units where its chips are those of ``pricing``."""
+    """The seconds of a run's units on the chips of ``pricing``."""
     is_mixture = run.shape.moe is not None
     block = _block(run, block_seconds(pricing.model, layout, pricing.rates, pricing.stack, is_mixture=is_mixture))
     first, last = _embedding(layout, pricing), _head(run, layout, pricing)
@@ -113,7 +106,6 @@ def catalogue_seconds(run: Resolved, layout: Layout, pricing: Pricing) -> Catalo
 
 
 def _block(run: Resolved, block: LayerSeconds) -> dict[str, UnitSeconds]:
-    """Traffic of the backward pass is that of the forward pass; of context parallelism twice as much."""
     forward, again = _number(block.forward_s), _number(block.attention_s)
     tensor, context, experts = map(_number, (block.tensor_s, block.context_s, block.experts_s))
     is_selective = run.plan.recompute == "selective"

@@ -1,4 +1,4 @@
-"""Elastic: the plans that a run goes on with on fewer chips, chosen before it begins."""
+"""Elastic: the plans for fewer chips of a run, chosen before it begins."""
 
 from __future__ import annotations
 
@@ -17,18 +17,14 @@ from superstep.planner.simulate_best import verified
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Smaller:
-    """A run under a plan for fewer chips.
-
-    Attributes:
-        step_s: by the price of its program; it means something beside that of others only.
-    """
+    """A run under a plan for fewer chips. ``step_s``: by the price of its program; only for comparing plans."""
 
     run: Resolved
     step_s: float
 
 
 KEPT = 32
-"""Meshes of which the first that the run can have is taken."""
+"""The number of meshes tried; the first that the run can have is taken."""
 
 
 def smaller_plan(
@@ -39,13 +35,13 @@ def smaller_plan(
     *,
     is_host: bool = False,
 ) -> Smaller | None:
-    """The best plan of a run on other chips than its own: the same computation, and in exact mode the same bits.
+    """The best plan of a run on other chips: the same computation, and in exact mode the same bits.
 
     Args:
-        run: as it was asked for.
-        cluster: the chips that are left.
+        run: as requested.
+        cluster: the remaining chips.
         memory_bytes: of one, as far as a plan may fill it.
-        beside: bytes that a rank of a plan has there besides, for its snapshots say.
+        beside: a plan's further bytes for each rank there, such as snapshots.
         is_host: the chips are cores of hosts.
 
     Returns:
@@ -84,7 +80,7 @@ def smaller_plan(
 
 
 def _without_unpriced(config: RunConfig) -> RunConfig:
-    """The run without what has no price."""
+    """The run without settings that have no price."""
     numerics = replace(config.numerics, exact=False)
     state = replace(config.state, recompute_every=None)
     plan = PlanConfig(prefetch=config.plan.prefetch)
@@ -92,7 +88,7 @@ def _without_unpriced(config: RunConfig) -> RunConfig:
 
 
 def _kept_rules(config: RunConfig) -> Iterator[Rule]:
-    """What may not change."""
+    """The rules for what may not change."""
     if config.numerics.exact:  # gradients of microbatches are summed in their order
         yield Rule("microbatch", config.plan.microbatch)
     if config.numerics.compile:

@@ -1,4 +1,4 @@
-"""What failures make of a plan: how often they come on its cluster, and how often its state should be kept."""
+"""Failures of a plan: how often they come on its cluster, and how often its state should be saved."""
 
 from __future__ import annotations
 
@@ -23,12 +23,11 @@ CHIPS_PER_HOST = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survival:
-    """A plan among failures.
+    """A plan under failures.
 
     Attributes:
-        hazard: how often they come, and what each costs.
-        step_s: of the plan.
-        copy_s, flush_s: of a snapshot of a rank, and of a checkpoint of all.
+        hazard: how often they come, and their cost.
+        copy_s, flush_s: of a rank's snapshot, and of a checkpoint.
         state_bytes: of the checkpoint.
         kept: intervals with snapshots.
         plain: without, where training waits for each checkpoint.
@@ -58,11 +57,8 @@ class Survival:
 
 
 def survival(plan: Verified, failures_per_hour: float | None) -> Survival | None:
-    """What failures make of a plan; None where nobody has told how often the chip fails.
-
-    Args:
-        plan: on its cluster.
-        failures_per_hour: of one chip with its share of the host; None takes what the catalogue has of it.
+    """A plan under failures; None where the chip's failures are unknown. ``failures_per_hour``: of one chip with its
+    share of the host; None takes the catalogue's.
     """
     cluster = plan.found.side.problem.cluster
     rate = failures_per_hour if failures_per_hour is not None else cluster.chip.failures_per_hour

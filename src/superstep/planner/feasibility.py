@@ -1,4 +1,4 @@
-"""Demand: whether a problem has plans at all, and what would have to change where it has none."""
+"""Demand: whether a problem has plans at all, and what would have to change otherwise."""
 
 from __future__ import annotations
 
@@ -18,29 +18,27 @@ from superstep.planner.space import Space, meshes
 DEGREES = ("pp", "dp", "cp", "tp", "ep")
 
 LEAST_CORES = 16
-"""Cores whose plans are looked at for the smallest: a bound's order is not quite that of the plans."""
+"""Cores of which the plans are searched for the smallest: the order of bounds is not quite that of plans."""
 MOST_CHIPS = 2**20
-"""Where the look for a cluster that is large enough ends."""
+"""The end of the search for a large enough cluster."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Smallest:
-    """About the least memory that a plan takes on one chip."""
+    """Approximately the least memory of a plan on one chip."""
 
     bytes: float
     held: Footprint
 
     @property
     def category(self) -> str:
-        """What most of it is."""
+        """Its largest part."""
         return max((field.name for field in fields(Footprint)), key=lambda name: float(getattr(self.held, name)[0]))
 
 
 def check_problem(problem: SearchProblem) -> None:
-    """Whether some layout of all chips divides the batch, and keeps the rules.
-
-    Raises:
-        ConfigError: none does; it names the nearest batch that one would divide, or the rules.
+    """Check that some layout of all chips divides the batch, and keeps the rules; raises ConfigError with the nearest
+    batch that divides, or the rules.
     """
     if len(Space(problem).cores()):
         return
@@ -58,7 +56,7 @@ def check_problem(problem: SearchProblem) -> None:
 
 
 def _mend(problem: SearchProblem) -> str:
-    """What the first rule on a degree could say instead."""
+    """A working value for the first rule on a degree."""
     for rule in problem.rules:
         others = replace(problem, rules=tuple(other for other in problem.rules if other is not rule))
         if rule.field in DEGREES and (possible := sorted({getattr(mesh, rule.field) for mesh in meshes(others)})):
@@ -69,7 +67,7 @@ def _mend(problem: SearchProblem) -> str:
 def nearest_batch(problem: SearchProblem) -> int:
     """The number of sequences nearest to the problem's that some layout divides; of two the larger.
 
-    A layout divides the multiples of its dp, so the dp that are possible for any batch decide.
+    A layout divides the multiples of its dp, so the possible dp of any batch decide.
     """
     chips = problem.cluster.chips
     anything = replace(problem, base=_with_batch(problem, chips))
@@ -84,7 +82,7 @@ def _with_batch(problem: SearchProblem, sequences: int) -> RunConfig:
 
 
 def smallest(side: Side) -> Smallest:
-    """About the least memory that a plan takes: of the cores with the least bounds, on all schedules and shardings."""
+    """Approximately the least memory of a plan: of the cores with the least bounds, on all schedules and shardings."""
     cores = side.space.cores()
     bounds = np.broadcast_to(side.pricing.core_bound_bytes(cores), (len(cores),))
     least = cores.take(np.argsort(bounds, kind="stable")[:LEAST_CORES])
@@ -95,9 +93,9 @@ def smallest(side: Side) -> Smallest:
 
 
 def smallest_cluster(sides: Sequence[Side]) -> int | None:
-    """The fewest chips of the kind on which a plan fits; None where not even ``MOST_CHIPS`` do.
+    """The fewest chips of the kind on which a plan fits; None where ``MOST_CHIPS`` do not suffice.
 
-    Within a domain they double; beyond it, whole domains double until a plan fits, then the numbers between are halved.
+    Within a domain the number doubles; beyond it, whole domains double until a plan fits, then it is bisected.
     """
     problem = sides[0].problem
     chips, domain = problem.cluster.chips, problem.cluster.domain

@@ -1,4 +1,4 @@
-"""Goodput: how much of its time a run makes headway, when chips fail and state is saved.
+"""Goodput: the share of time that advances a run, when chips fail and state is saved.
 
 ETTR, the effective training time ratio (Kokolis 2024, "Revisiting Reliability in Large-Scale Machine Learning Research
 Clusters"): seconds of steps that stand, over all seconds from the first start on.
@@ -12,7 +12,7 @@ Clusters"): seconds of steps that stand, over all seconds from the first start o
     lost share      stall / T1 + stall / T2 + soft rate · (noticed + started + T1 / 2)
                     + hard rate · (noticed + started + read + flush + T2 / 2)
 
-Where that is least: T = sqrt(2 · stall / rate) (Young 1974), with a correction for stalls that are not short beside the
+Its minimum: T = sqrt(2 · stall / rate) (Young 1974), with a correction for stalls that are not short compared with the
 time between failures (Daly 2006, eq. 37). ``simulate`` draws failures and checks both.
 """
 
@@ -24,34 +24,35 @@ from dataclasses import dataclass
 import numpy as np
 
 MEMORY_SHARE = 0.22
-"""Of failures, those that leave a host's memory: 78% of Llama 3's 419 unexpected interruptions were put down to
-hardware (Dubey 2024, 3.3.4)."""
+"""The share of failures that keep a host's memory: 78% of Llama 3's 419 unexpected interruptions were attributed to
+hardware (Dubey 2024, 3.3.4).
+"""
 
 NOTICED_S = 3.0
 """Until a lost rank is noticed."""
 
 STARTED_S = 60.0
-"""From there until ranks compute again: processes, groups, compilation. An assumption; measure your own."""
+"""From then until ranks compute again: processes, groups, compilation. An assumption; measure your own."""
 
 SPARED = 1e-3
-"""Of the time: what hard failures may cost before checkpoints come more often than the disk needs anyway."""
+"""The largest share of time for hard failures before checkpoints come more often than the disk needs anyway."""
 
 STATE_BYTES = 12
-"""Of each parameter in a checkpoint: the weight and two moments, fp32."""
+"""Bytes of each parameter in a checkpoint: the weight and two moments, fp32."""
 
 DISK_BYTES_PER_S = 2e9
-"""Of one host, to where checkpoints go, where nobody has measured it."""
+"""One host's rate to the checkpoints' storage, unless measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hazard:
-    """What a run is up against.
+    """The failures of a run.
 
     Attributes:
         mtbf_s: seconds between failures of any of its chips.
-        memory_share: of failures that leave the hosts' memory.
+        memory_share: of failures that keep the hosts' memory.
         noticed_s, started_s: for each failure.
-        read_s: a checkpoint, after a hard one.
+        read_s: of a checkpoint, after a hard failure.
     """
 
     mtbf_s: float
@@ -62,25 +63,25 @@ class Hazard:
 
     @property
     def soft_s(self) -> float:
-        """Seconds between failures that leave memory."""
+        """Seconds between failures that keep memory."""
         return self.mtbf_s / self.memory_share if self.memory_share else math.inf
 
     @property
     def hard_s(self) -> float:
-        """Seconds between those that do not."""
+        """Seconds between failures that lose memory."""
         return self.mtbf_s / (1 - self.memory_share) if self.memory_share < 1 else math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saving:
-    """How state is kept.
+    """How state is saved.
 
     Attributes:
-        snapshot_s: of training between two snapshots; infinite without.
-        snapshot_stall_s: that one costs.
-        save_s: of training between two checkpoints.
-        save_stall_s: that one costs; none where it is written from a snapshot.
-        flush_s: from when a checkpoint's state is taken until the disk has it.
+        snapshot_s: training between two snapshots; infinite without.
+        snapshot_stall_s: of one snapshot.
+        save_s: training between two checkpoints.
+        save_stall_s: of one checkpoint; 0 where it is written from a snapshot.
+        flush_s: from the state of a checkpoint to its end on disk.
     """
 
     snapshot_s: float = math.inf
@@ -91,17 +92,17 @@ class Saving:
 
 
 def mtbf_s(chips: int, failures_per_hour: float) -> float:
-    """Seconds between failures of any of so many chips, each failing so often."""
+    """Seconds between failures of any of ``chips`` chips."""
     return 3600 / (chips * failures_per_hour)
 
 
 def young(stall_s: float, between_s: float) -> float:
-    """The interval that loses the least, where stalls are short (Young 1974)."""
+    """The best interval for short stalls (Young 1974)."""
     return math.sqrt(2 * stall_s * between_s)
 
 
 def daly(stall_s: float, between_s: float) -> float:
-    """The same where they need not be (Daly 2006, eq. 37)."""
+    """The best interval for any stalls (Daly 2006, eq. 37)."""
     if math.isinf(between_s):
         return math.inf
     ratio = stall_s / (2 * between_s)
@@ -111,7 +112,7 @@ def daly(stall_s: float, between_s: float) -> float:
 
 
 def ettr(hazard: Hazard, saving: Saving) -> float:
-    """The share of the time in which steps are made that stand."""
+    """The share of the time in steps that stand."""
     stalls = saving.snapshot_stall_s / saving.snapshot_s + saving.save_stall_s / saving.save_s
     again = hazard.noticed_s + hazard.started_s
     hard = again + hazard.read_s + saving.flush_s + saving.save_s / 2
@@ -124,8 +125,6 @@ def recommend(hazard: Hazard, *, step_s: float, copy_s: float, flush_s: float) -
     """Intervals for a run with snapshots, in whole steps.
 
     Args:
-        hazard: what it is up against.
-        step_s: of one step.
         copy_s: of a snapshot; what is longer than a step stalls the next.
         flush_s: of a checkpoint, beside training.
     """
@@ -150,17 +149,17 @@ def _steps(seconds: float, step_s: float) -> int:
 
 
 def unhurt(*, elapsed_s: float, steps_s: float, validations_s: float, saves_s: float) -> float:
-    """``ettr`` of a run that nothing happens to, when its steps begin.
+    """``ettr`` of a run without failures, at the start of its steps.
 
     Args:
         elapsed_s: until then.
-        steps_s, validations_s, saves_s: of all that are to come; what is saved beside training takes nothing.
+        steps_s, validations_s, saves_s: of all to come; saving beside training takes 0.
     """
     return steps_s / (elapsed_s + steps_s + validations_s + saves_s)
 
 
 def simulate(hazard: Hazard, saving: Saving, *, failures: int, seed: int) -> float:
-    """``ettr`` of a run that is hit by so many failures at random: a history, with failures during recovery too."""
+    """``ettr`` of a run with random failures: a history, with failures during recovery too."""
     draw = np.random.default_rng(seed)
     gaps = draw.exponential(hazard.mtbf_s, failures)
     is_soft = draw.random(failures) < hazard.memory_share

@@ -52,10 +52,10 @@ class Plans:
 
     @property
     def layout(self) -> Layout:
-        """What the closed forms of ``cost`` read.
+        """The layout for the closed forms of ``cost``.
 
         The program sums gradients once for each run of microbatches through a stage, and gathers parameters once where
-        it keeps the whole stage beside the next unit: of two units, say.
+        it keeps the whole stage beside the next unit: a stage of two units, for example.
         """
         has_runs = (self.schedule == SCHEDULES.index("breadth-first")) & (self.chunks > 1)
         run = np.where(has_runs, self.microbatch_group, 1.0)
@@ -119,18 +119,17 @@ class Plans:
 
 
 def join_plans(parts: Sequence[Plans]) -> Plans:
-    """One after the other."""
     return Plans(**{field.name: np.concatenate([getattr(p, field.name) for p in parts]) for field in fields(Plans)})
 
 
 def schedule_of(index: int) -> Schedule:
-    """The engine's schedule at a place of ``SCHEDULES``."""
+    """The engine's schedule at an index of ``SCHEDULES``."""
     known: dict[str, Schedule] = {name: name for name in get_args(Schedule)}
     return known[SCHEDULES[index]]
 
 
 def recompute_of(index: int) -> Recompute:
-    """The policy at a place of ``RECOMPUTE``."""
+    """The policy at an index of ``RECOMPUTE``."""
     known: dict[str, Recompute] = {name: name for name in get_args(Recompute)}
     return known[RECOMPUTE[index]]
 
@@ -155,6 +154,6 @@ def plans_of(run: Resolved) -> Plans:
 
 
 def run_config(plan: PlanConfig, problem: SearchProblem) -> RunConfig:
-    """The run with a layout in its place."""
+    """The run with another layout."""
     numerics = replace(problem.base.numerics, compute=problem.compute)
     return replace(problem.base, plan=plan, numerics=numerics)

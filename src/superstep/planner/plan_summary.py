@@ -1,4 +1,4 @@
-"""Figures: what a plan means for a run: rates, days, energy, price, and what keeps its step from being shorter."""
+"""Figures: a plan's rates, days, energy, price, and limits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from superstep.planner.simulate_best import Verified
 from superstep.program.compile import compile_step
 
 NEAR = 0.05
-"""Share of the memory: with less headroom than this a plan is held back by memory where it computes again."""
+"""With a smaller share of free memory, recomputation counts as a limit by memory."""
 
 PARTS = {
     "compute": "compute_s",
@@ -37,14 +37,13 @@ class Figures:
     """A plan as a run.
 
     Attributes:
-        step_interval_s: in which the step lies at 80%.
+        step_interval_s: the step's 80% interval.
         mfu: model FLOP/s over the chips' peak, in the convention of ``cost.program.flops``.
-        memory_interval_bytes: in which the memory lies at 80%.
-        headroom_bytes: what the plan leaves of the memory.
-        run_s: for all tokens; None where nobody has told how many.
-        energy_j: of the chips at their design power, for them.
-        price: for them.
-        run_interval_s, price_interval: as the step's.
+        memory_interval_bytes: the memory's 80% interval.
+        headroom_bytes: free memory.
+        run_s: for all tokens; None where their number is unknown.
+        energy_j: of the chips at their design power.
+        run_interval_s, price_interval: 80% intervals.
     """
 
     step_s: float
@@ -64,7 +63,7 @@ class Figures:
 def figures(
     plan: Verified, tokens: float | None, price_per_chip_hour: float | None, *, narrowed: float = 1.0
 ) -> Figures:
-    """What a plan means for a run of ``tokens``; ``narrowed`` is what calibration leaves of the interval's width."""
+    """The figures of a run of ``tokens``; ``narrowed``: the interval's remaining width after calibration."""
     problem = plan.found.side.problem
     cluster = problem.cluster
     tokens_per_s = problem.batch_tokens / plan.step_s
@@ -92,7 +91,7 @@ def figures(
 
 
 def step_interval(plan: Verified, *, narrowed: float = 1.0) -> tuple[float, float]:
-    """The seconds between which a plan's step lies at 80%."""
+    """The 80% interval of a plan's step, in seconds."""
     of = shares(plan)
     traffic = sum(of[name] for name in TRAFFIC)
     is_mixture = plan.found.side.problem.shape.moe is not None
@@ -100,7 +99,6 @@ def step_interval(plan: Verified, *, narrowed: float = 1.0) -> tuple[float, floa
 
 
 def scale_interval(interval: tuple[float, float], factor: float) -> tuple[float, float]:
-    """Both ends times a factor."""
     return interval[0] * factor, interval[1] * factor
 
 
@@ -118,7 +116,7 @@ def shares(plan: Verified) -> dict[str, float]:
 
 
 def limits(plan: Verified) -> list[tuple[str, float]]:
-    """What takes the most of a step beside its compute, and memory where there is hardly any left for less of it."""
+    """The largest parts of a step beside its compute, and memory where too little is free to recompute less."""
     held_back = [(name, share) for name, share in shares(plan).items() if name != "compute" and share >= 0.01]
     held_back.sort(key=lambda pair: -pair[1])
     if not held_back:
@@ -132,10 +130,8 @@ def limits(plan: Verified) -> list[tuple[str, float]]:
 
 @dataclass(frozen=True, slots=True)
 class CarriedBy:
-    """What a step's collectives and transfers carry over one axis, on one chip.
-
-    Attributes:
-        link: "fast links" where the axis stays in a domain, else "network".
+    """Bytes of a step's collectives and transfers over one axis, on one chip. ``link``: "fast links" where the axis
+    stays in a domain, else "network".
     """
 
     axis: Axis
@@ -144,7 +140,7 @@ class CarriedBy:
 
 
 def carried_by(plan: Verified) -> tuple[CarriedBy, ...]:
-    """Each axis' bytes on the pipeline rank that carries the most, and what they go over; none for a long program."""
+    """Each axis' bytes on the pipeline rank with most, and their link; none for a long program."""
     if not plan.is_simulated:
         return ()
     run = plan.run
@@ -157,7 +153,7 @@ def carried_by(plan: Verified) -> tuple[CarriedBy, ...]:
 
 
 def _reach(mesh: MeshShape) -> dict[Axis, int]:
-    """Chips from the first to the last of a group: tensor parallel ranks are next to each other, stages far apart."""
+    """Chips from the first to the last of a group: tensor-parallel ranks are neighbours, stages far apart."""
     return {
         "tp": mesh.tp,
         "cp": mesh.cp * mesh.tp,

@@ -1,7 +1,7 @@
-"""Pricing: the seconds and bytes of many plans at once, and bounds that they cannot be below.
+"""Pricing: the seconds and bytes of many plans at once, and their lower bounds.
 
-The parts of an estimate are decided level by level, as ``space`` lists the levels: what a core decides is the same on
-every schedule and every sharding of it, so the sum of what is decided is a bound of the whole.
+The parts of an estimate are decided level by level, as listed in ``space``: what a core decides is the same on every
+schedule and sharding of it, so the sum of the decided parts is a bound of the whole.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from superstep.planner.search_problem import SearchProblem
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pricing:
-    """What prices the plans of a problem."""
+    """Prices the plans of a problem."""
 
     model: DecoderNumbers
     rates: ChipRates
@@ -36,11 +36,9 @@ class Pricing:
     memory_bytes: float
 
     def seconds(self, plans: Plans) -> Estimate:
-        """The step of each plan."""
         return estimate(self.model, plans.layout, self.rates, self.stack)
 
     def held(self, plans: Plans) -> Footprint:
-        """The bytes of each plan, by category."""
         return footprint(self.model, plans.layout, self.stack, self.keeping)
 
     def bytes(self, plans: Plans) -> Array:
@@ -48,17 +46,16 @@ class Pricing:
         return np.broadcast_to(self.held(plans).reserved, (len(plans),))
 
     def core_bound_s(self, cores: Plans) -> Array:
-        """Seconds that no plan of a core is below: the work, and the traffic within a stage."""
+        """Lower bound of the seconds of a core's plans: the work, and the traffic within a stage."""
         return np.broadcast_to(by_core_s(self.seconds(cores)), (len(cores),))
 
     def schedule_bound_s(self, plans: Plans) -> Array:
-        """Seconds that no sharding of a plan is below: those, the bubble, and the traffic between stages."""
+        """Lower bound of the seconds of a plan's shardings: the core's, the bubble, and the traffic between stages."""
         return np.broadcast_to(by_schedule_s(self.seconds(plans)), (len(plans),))
 
     def core_bound_bytes(self, cores: Plans) -> Array:
-        """Bytes that no plan of a core is below: one microbatch in flight, and all states sharded over all data ranks.
-
-        Layers are shared out otherwise where both ends are on one rank, as zb-v has them.
+        """Lower bound of the bytes of a core's plans: one microbatch in flight, all states sharded over all data ranks.
+        Layers are divided differently where both ends are on one rank, as with zb-v.
         """
         ones = np.ones(len(cores))
         alone = replace(cores, microbatches=ones)
@@ -66,9 +63,8 @@ class Pricing:
         return np.minimum(self.schedule_bound_bytes(alone), self.schedule_bound_bytes(folded))
 
     def schedule_bound_bytes(self, plans: Plans) -> Array:
-        """Bytes that no sharding of a plan is below: its activations, and all states sharded over all data ranks.
-
-        Gradients in fp32 are a third of what the optimizer holds, master weights and two moments; no buffers count.
+        """Lower bound of the bytes of a plan's shardings: its activations, all states sharded over all data ranks.
+        Gradients in fp32 are a third of master weights and two moments; no buffers count.
         """
         ones = np.ones(len(plans))
         held = self.held(replace(plans, zero=ones, replicas=ones))
@@ -76,13 +72,10 @@ class Pricing:
 
 
 def pricing_of(problem: SearchProblem) -> Pricing:
-    """What prices the plans of a problem, as the engine would run them.
+    """Prices the plans of a problem, as the engine would run them. Raises ConfigError where the chip does not multiply
+    in the problem's format.
 
-    The closed form of a step counts two bytes for a number. Where it has four, memory and links are taken at half
-    their rate.
-
-    Raises:
-        ConfigError: the chip does not multiply in the problem's format.
+    The closed form counts two bytes for a number. Where it has four, memory and links are taken at half their rate.
     """
     rates, stack = price_of(problem.cluster, replace(SUPERSTEP, compute=problem.compute), problem.efficiency)
     # The engine sends beside compute, as the software that this was fitted on.
@@ -100,7 +93,7 @@ def pricing_of(problem: SearchProblem) -> Pricing:
 
 
 def in_fp32(rates: ChipRates, peak_flops_per_s: float) -> ChipRates:
-    """Rates at which twice the bytes of what is counted move."""
+    """Rates for numbers with twice the bytes."""
     links = replace(
         rates.links,
         link_bytes_per_s=rates.links.link_bytes_per_s / 2,

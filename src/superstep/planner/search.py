@@ -1,8 +1,8 @@
 """Search: the best plans of a problem, exactly, without pricing all of them.
 
-Cores come in the order of their bounds, so that the search ends at the first core whose bound is above the best plans
-found. Plans of one mesh are much alike, so a search keeps the best plan of each of the best meshes. Plans of the same
-seconds are in the order of their bytes, then of the space.
+Cores come in the order of their bounds, so the search ends at the first core with a bound above the best plans. Plans
+of one mesh are similar, so a search keeps the best plan of each of the best meshes. Plans of the same seconds are in
+the order of their bytes, then of the space.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ CHUNK = 8192
 """Plans priced at once: their columns stay in a core's cache."""
 
 AFTER_BOUNDS = 16
-"""Chunks of plans looked at together once there are bounds, which leave a few of them."""
+"""Chunks of plans checked together once there are bounds, which leave a few of them."""
 
 SLACK = 1 + 1e-9
-"""Rounding: a bound is exceeded where it is by more than this."""
+"""Rounding: a bound must be exceeded by more than this."""
 
 Key = tuple[float, float, float]
 
@@ -40,19 +40,12 @@ class Side:
 
     @property
     def space(self) -> Space:
-        """Its plans."""
         return Space(self.problem)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PricedPlan:
-    """A plan with its price.
-
-    Attributes:
-        plan: one row.
-        parts: of its step, by the closed form.
-        memory_bytes: by the closed form.
-    """
+    """A plan with its price by the closed form. ``plan``: one row. ``parts``: of its step."""
 
     side: Side
     plan: Plans
@@ -61,19 +54,18 @@ class PricedPlan:
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step."""
         return float(self.parts.step_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
         best: the best plan of each of the best meshes, the best first.
         plans: in the space.
-        priced: of them, those whose seconds were computed.
-        too_large: those that were found not to fit; what was not looked at may be too large as well.
+        priced: those with computed seconds.
+        too_large: those known not to fit; unpriced ones may not fit either.
     """
 
     best: tuple[PricedPlan, ...]
@@ -87,7 +79,6 @@ def search(sides: Sequence[Side], *, keep: int, is_pruned: bool = True) -> Searc
 
     Args:
         sides: the likely best first.
-        keep: how many.
         is_pruned: False prices every plan that fits; the answer is the same.
     """
     kept = _Kept(keep)
@@ -116,7 +107,7 @@ class _Tally:
 
 
 class _Kept:
-    """The best plan of each mesh, of the best so many meshes."""
+    """The best plan of each mesh, for the ``most`` best meshes."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -168,7 +159,6 @@ def _batches(
 
 
 def _price(side: Side, cores: Plans, kept: _Kept, tally: _Tally, *, is_pruned: bool) -> None:
-    """Price the plans of some cores."""
     for part in chunks_of(side.space.with_schedules(cores)):
         if is_pruned and kept.limit_s < float("inf"):
             part = part.take(side.pricing.schedule_bound_s(part) <= kept.limit_s * SLACK)

@@ -1,4 +1,4 @@
-"""Problem: what a plan is wanted for."""
+"""SearchProblem: the run and the chips that a plan is searched for."""
 
 from __future__ import annotations
 
@@ -31,11 +31,8 @@ FIELDS = (
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A field of ``[plan]`` that must have a value, or must not.
-
-    Attributes:
-        field: one of ``FIELDS``.
-        value: as ``[plan]`` has it; None stands for no group of microbatches.
+    """A field of ``[plan]`` that must have a value, or must not. ``value``: as in ``[plan]``; None stands for no group
+    of microbatches.
     """
 
     field: str
@@ -49,14 +46,14 @@ class Rule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchProblem:
-    """A run whose layout is open, and the chips that it is for.
+    """A run with an open layout, and its chips.
 
     Attributes:
-        base: the run; its ``plan`` counts for nothing but ``prefetch``.
-        compute: the format of its products, in the place of the base's.
+        base: the run; of its ``plan`` only ``prefetch`` is used.
+        compute: the format of its products, instead of the base's.
         memory_bytes: of one chip, as far as a plan may fill it.
-        is_host: its ranks are processes of hosts, which have no communicators.
-        rules: what is settled beforehand.
+        is_host: its ranks are processes of hosts, without communicators.
+        rules: fields that are fixed in advance.
         efficiency: the shares of published rates that a step reaches.
     """
 
@@ -70,28 +67,24 @@ class SearchProblem:
 
     @property
     def shape(self) -> ModelShape:
-        """The model."""
         return shape_of(self.base.model, is_priced=True)
 
     @property
     def sequence_tokens(self) -> int:
-        """Tokens of a sequence."""
         return self.base.data.sequence_tokens
 
     @property
     def batch_sequences(self) -> int:
-        """Sequences of a step."""
         return self.base.train.batch_sequences
 
     @property
     def batch_tokens(self) -> int:
-        """Tokens of a step."""
         return self.batch_sequences * self.sequence_tokens
 
     def admits(self, field: str, value: object) -> bool:
-        """Whether the rules leave a value open."""
+        """Whether the rules allow a value."""
         return all(rule.admits(field, value) for rule in self.rules)
 
     def on(self, chips: int) -> SearchProblem:
-        """The same on so many chips of the same kind."""
+        """The same on ``chips`` chips of the same kind."""
         return replace(self, cluster=replace(self.cluster, chips=chips))

@@ -1,4 +1,4 @@
-"""Neighbours: for each axis, the best plan that differs in it; and plans for what is left when nodes are lost."""
+"""Neighbours: for each axis, the best plan that differs in it; and plans after the loss of nodes."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Neighbour:
 
     Attributes:
         field, value: of ``[plan]``.
-        slower: its step over the best plan's, less 1.
-        spared_bytes: of the memory that the best plan takes; below 0 where it takes more.
+        slower: its step over the best plan's, minus 1.
+        spared_bytes: less memory than the best plan; negative where it takes more.
     """
 
     field: str
@@ -37,13 +37,13 @@ class Neighbour:
 
 @dataclass(slots=True)
 class Memo:
-    """Searches and programs that were priced before; neighbours of neighbours have most of them in common."""
+    """Searches and programs that were already priced; neighbours of neighbours share most of them."""
 
     searches: dict[Rule, tuple[PricedPlan, ...]] = field(default_factory=dict)
     programs: dict[PlanConfig, Verified] = field(default_factory=dict)
 
     def priced(self, side: Side, rule: Rule) -> list[Verified]:
-        """The best plans under one rule more, with the price of their programs."""
+        """The best plans under one more rule, with the price of their programs."""
         if rule not in self.searches:
             problem = side.problem
             ruled = replace(side, problem=replace(problem, rules=(*problem.rules, rule)))
@@ -64,13 +64,13 @@ def neighbours(
     memo: Memo | None = None,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Neighbour]:
-    """What each field costs: the best plan that differs in it by the closed form, with the price of its program.
+    """The cost of each field: the best plan that differs in it by the closed form, with the price of its program.
 
     Args:
-        best: the plan that others are held against.
-        known: plans whose programs are priced already; one of them may be faster than what the closed form finds.
-        memo: what was priced before, for one format of the products.
-        tell: is called with each field before its search.
+        best: the plan to compare with.
+        known: plans with priced programs; one of them may be faster than the closed form's best.
+        memo: earlier prices, for one format of the products.
+        tell: called with each field before its search.
     """
     memo = Memo() if memo is None else memo
     side = best.found.side
@@ -101,10 +101,10 @@ def neighbours(
 def improve(
     best: Verified, known: Sequence[Verified] = (), *, rounds: int = 4, tell: Callable[[str], None] = lambda _: None
 ) -> tuple[Verified, tuple[Neighbour, ...]]:
-    """The best plan, or one that a few steps from neighbour to better neighbour lead to; and its neighbours.
+    """The best plan, or one reached by a few steps from neighbour to better neighbour; and its neighbours.
 
-    The search ranks by the closed form; a program may turn out faster than that of the best. Of all that were seen and
-    are tied with the fastest the simplest is taken. ``tell`` hears of each field that is looked at.
+    The search ranks by the closed form, and another plan's program may be faster. Of all plans tied with the fastest
+    the simplest is taken. ``tell``: called with each field before its search.
     """
     memos: dict[Dtype, Memo] = {}
     near = [best, *known]
@@ -121,12 +121,12 @@ def improve(
 
 
 def simplest(plans: Sequence[Verified]) -> Verified:
-    """Of those that are tied with the fastest."""
+    """The simplest of those that are tied with the fastest."""
     return plans[first_of([each.step_s for each in plans], [simplicity_of(each) for each in plans])]
 
 
 def of_kinds(plans: Sequence[Verified]) -> tuple[Verified, ...]:
-    """The first of each kind: plans that cut the same axes are one kind, whatever their degrees."""
+    """The first of each kind: plans that cut the same axes are one kind, for any degrees."""
     best: dict[tuple[bool, ...], Verified] = {}
     for plan in plans:
         mesh = plan.run.plan.mesh
@@ -135,7 +135,7 @@ def of_kinds(plans: Sequence[Verified]) -> tuple[Verified, ...]:
 
 
 def simplicity_of(plan: Verified) -> Simplicity:
-    """How simple a plan is among those that are as fast."""
+    """The simplicity of a plan, to compare equally fast ones."""
     mesh, full = plan.run.plan.mesh, plan.run.plan
     share = plan.memory_bytes / plan.found.side.problem.memory_bytes
     return simplicity((mesh.tp, mesh.pp, mesh.cp, mesh.ep), RECOMPUTE.index(full.recompute), share)
@@ -143,11 +143,11 @@ def simplicity_of(plan: Verified) -> Simplicity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fallback:
-    """A plan for what is left of a cluster.
+    """A plan for the rest of a cluster.
 
     Attributes:
         lost: nodes.
-        chips: that the plan uses; the largest number that some plan does, of those that are left.
+        chips: that the plan uses; the largest possible number of those left.
         verified: the plan, resolved and compiled; None where none fits.
     """
 

@@ -1,7 +1,7 @@
-"""Candidates: which of the plans that a search found have their programs priced first, and which of them fit.
+"""Candidates: which plans of a search have their programs priced first, and which of them fit.
 
-The closed form ranks plans of one kind well, and schedules less so: the program tells. A program's price takes time in
-proportion to its instructions, so those of the first answer have ``BUDGET`` of them together.
+The closed form ranks plans of one kind well, and schedules less so: the program decides. Pricing a program takes time
+in proportion to its instructions, so the first answer's programs have ``BUDGET`` of them together.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ BUDGET = 130_000
 
 
 LESS = (1.02, 1.1)
-"""By which a search is given less memory, where none of its plans fits: at least, and at most in one go, lest it pass
-over plans of few communicators.
+"""Factors by which a search gets less memory where none of its plans fits: at least, and at most at once, so that it
+does not skip plans with few communicators.
 """
 
 
 def search_fitting(sides: Sequence[Side], *, keep: int) -> tuple[SearchResult, tuple[Verified, ...]] | None:
-    """What a search finds, and of each kind of its plans the best by the closed form with the price of its program, the
-    fastest first; of those whose programs fit. None where there is none.
+    """A search's result, and the best plan of each kind by the closed form with the price of its program, the fastest
+    first; only those with programs that fit. None without any.
     """
     limited = list(sides)
     while True:
@@ -44,12 +44,12 @@ def search_fitting(sides: Sequence[Side], *, keep: int) -> tuple[SearchResult, t
 
 
 def fitting(plans: Sequence[Verified]) -> list[Verified]:
-    """Those whose programs fit."""
+    """Those with programs that fit."""
     return [plan for plan in plans if plan.memory_bytes <= plan.found.side.problem.memory_bytes]
 
 
 def candidates(best: Sequence[PricedPlan]) -> list[PricedPlan]:
-    """The best of each kind, by the axes that are cut and the schedule, as far as the budget goes; at least one."""
+    """The best of each kind, by cut axes and schedule, within the budget; at least one."""
     chosen: list[PricedPlan] = []
     kinds: set[tuple[object, ...]] = set()
     left = BUDGET
@@ -69,7 +69,6 @@ def candidates(best: Sequence[PricedPlan]) -> list[PricedPlan]:
 
 
 def kind_of(priced: PricedPlan) -> tuple[object, ...]:
-    """The axes that are cut, and the schedule."""
     plan = priced.plan
     degrees = tuple(bool(getattr(plan, name)[0] > 1) for name in ("pp", "dp", "cp", "tp", "ep"))
     return (*degrees, int(plan.schedule[0]))

@@ -1,7 +1,7 @@
 """Verify: the price of the program that a plan compiles to.
 
-The seconds of each instruction are priced with the catalogue's formulas, and the program runs on the simulator's
-clock: uneven stages, the order of microbatches and what hides behind what are then those of the step that will run.
+The seconds of each instruction are the catalogue's, and the program runs on the simulator's clock: so uneven stages,
+the order of microbatches and overlap are those of the real step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from superstep.program.compile import compile_step
 from superstep.program.instructions import Program
 
 MOST_INSTRUCTIONS = 200_000
-"""Of a program that is simulated; a larger one takes minutes."""
+"""The most instructions of a simulated program; a larger one takes minutes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,11 +39,11 @@ class Verified:
     Attributes:
         run: resolved, as it would train.
         parts: of the step on its busiest pipeline rank.
-        memory: of its fullest one, as the program allocates it.
-        communicators_bytes: what the communicators of its fullest rank take beyond what the search keeps free.
-        memory_bytes: with these, the program's memory and what an allocator holds besides.
+        memory: of its fullest rank, as the program allocates it.
+        communicators_bytes: of its fullest rank, beyond what the search keeps free.
+        memory_bytes: the program's memory with these, and the allocator's overhead.
         is_simulated: False where the program is too long, or the engine has none for the model; parts and memory are
-            then those of the closed form.
+        then those of the closed form.
     """
 
     found: PricedPlan
@@ -56,7 +56,6 @@ class Verified:
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step."""
         return float(self.parts.step_s)
 
 
@@ -90,7 +89,7 @@ def verified(priced: PricedPlan) -> Verified:
 
 
 def instructions_of(run: Resolved) -> int:
-    """About how many instructions a step has, all pipeline ranks together."""
+    """The approximate number of instructions of a step, all pipeline ranks together."""
     plan = run.plan
     passes = 2 + (plan.recompute == "full") + plan.schedule.startswith("zb")
     fetched = 4 if plan.shards_parameters and plan.mesh.data > 1 else 0
@@ -99,7 +98,7 @@ def instructions_of(run: Resolved) -> int:
 
 
 def simulate_plan(run: Resolved, program: Program, layout: Layout, pricing: Pricing) -> Estimate:
-    """The parts of a step on its busiest pipeline rank, as the simulator's clock has it."""
+    """The parts of a step on its busiest pipeline rank, by the simulator."""
     source = catalogue_seconds(run, layout, pricing)
     durations = instruction_seconds(run, program, source)
     timeline = simulate(program, durations)
@@ -139,7 +138,7 @@ def simulate_plan(run: Resolved, program: Program, layout: Layout, pricing: Pric
 
 
 def straggled(plan: Verified, jitter: Jitter) -> Straggled | None:
-    """How late a plan's steps come when chips are not all alike; None where its program is too long to sample."""
+    """A plan's late steps when chips differ; None where its program is too long to sample."""
     if not plan.is_simulated:
         return None
     program, mesh = compile_step(plan.run.plan, is_each_pass_checked=False), plan.run.plan.mesh

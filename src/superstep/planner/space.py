@@ -6,14 +6,14 @@ It is made in three levels, each of which decides what its parts of a step cost:
     schedule    order of microbatches, chunks, group
     sharding    ZeRO stage, replicas
 
-Left out is what a plan of the space does as well, or better:
+Left out are plans that another one equals or beats:
 
     sequence_parallel with tp = 1; Ulysses with cp = 1     they change nothing
     ZeRO where every shard has one rank                    it changes nothing
     breadth-first, one chunk, one group                    gpipe
     interleaved with one chunk                             1f1b that keeps more
-    on one pipeline rank                                   all schedules but 1f1b, gpipe, and breadth-first with
-                                                           a stage for each block: there is nobody to wait for
+    on one pipeline rank                                   all schedules but 1f1b, gpipe, and breadth-first with a stage
+        for each block: there is no rank to wait for
     tp over more than ``FAR`` domains                      never seen to pay
 
 The optimizer's state on the host has no column: the engine cannot run it yet.
@@ -37,13 +37,11 @@ from superstep.planner.plan_columns import CONTEXT, Plans
 from superstep.planner.search_problem import SearchProblem
 
 FAR = 4
-"""Fast domains that tensor parallelism may span."""
+"""The most fast domains that tensor parallelism may span."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshDegrees:
-    """Degrees of a mesh."""
-
     pp: int
     dp: int
     cp: int
@@ -74,7 +72,7 @@ def divisors_within(number: int, most: int) -> list[int]:
 
 
 def _cuts(problem: SearchProblem, tp: int) -> bool:
-    """Whether tp cuts the model's axes evenly, and a mixture's tokens; the vocabulary is padded until it does."""
+    """Whether tp cuts the model's axes evenly, and a mixture's tokens; the vocabulary is padded."""
     shape = problem.shape
     sizes = (shape.heads, shape.kv_heads, problem.sequence_tokens if shape.moe else shape.ffn)
     return all(size % tp == 0 for size in sizes)
@@ -135,7 +133,7 @@ class Space:
         return [*([] if slides else [CONTEXT.index("ring")]), *([CONTEXT.index("ulysses")] if fits else [])]
 
     def schedules(self, pp: int, microbatches: int) -> Array:
-        """Every (schedule, chunks, group) [n, 3] of so many pipeline ranks and microbatches; no group is 0."""
+        """Every (schedule, chunks, group) [n, 3] for these pipeline ranks and microbatches; no group is 0."""
         rows = [
             (SCHEDULES.index(name), chunks, group)
             for name, chunks, group in _orders(pp, microbatches, self.problem.shape.layers)
@@ -146,8 +144,8 @@ class Space:
         return np.array(rows, dtype=np.float64).reshape(-1, 3)
 
     def shardings(self, data: int, experts: int) -> Array:
-        """Every (zero, replicas) [n, 2] of ``data`` ranks that hold the same parameters, ``experts`` the same experts
-        (0 where there are none).
+        """Every (zero, replicas) [n, 2] for ``data`` ranks with the same parameters, ``experts`` with the same experts
+        (0 without experts).
         """
         admits = self.problem.admits
         shared = data > 1 or experts > 1
@@ -174,19 +172,19 @@ class Space:
         return replace(repeated, zero=zero, replicas=replicas)
 
     def count(self, cores: Plans) -> Array:
-        """How many plans each core has."""
+        """The number of plans of each core."""
         schedules = {key: len(self.schedules(*key)) for key in _pairs(cores.pp, cores.microbatches)}
         orders = np.array([schedules[key] for key in _each(cores.pp, cores.microbatches)], dtype=np.float64)
         return orders * self.count_shardings(cores)
 
     def count_shardings(self, plans: Plans) -> Array:
-        """How many shardings each plan has."""
+        """The number of shardings of each plan."""
         data, alike = plans.dp * plans.cp, self._alike(plans)
         shardings = {key: len(self.shardings(*key)) for key in _pairs(data, alike)}
         return np.array([shardings[key] for key in _each(data, alike)], dtype=np.float64)
 
     def _alike(self, plans: Plans) -> Array:
-        """Ranks that hold the same experts; 0 where there are none."""
+        """Ranks with the same experts; 0 without experts."""
         if self.problem.shape.moe is None:
             return np.zeros(len(plans))
         return plans.dp * plans.cp * plans.tp / plans.ep

@@ -31,18 +31,18 @@ from superstep.hardware.units import Array
 
 FP32 = 4.0
 INDEX = 8.0
-"""Bytes of a token's or a row's number."""
+"""Bytes of an index of a token or row."""
 READ_BY_LAYERS = ("microbatch", "cp", "tp", "ep", "sequence_parallel")
-"""The fields of a layout that decide what a layer holds."""
+"""The fields of a layout on which a layer's bytes depend."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerBytes:
-    """What one layer holds for one microbatch.
+    """A layer's bytes for one microbatch.
 
     Attributes:
-        whole: for its backward pass, where nothing is computed again.
-        selective: the same where what lies between the products is.
+        whole: for its backward pass, without recomputation.
+        selective: the same, with the work between products recomputed.
         boundary: its input.
         deferred: from the gradient of its input to those of its weights, where these come later.
         transient: made and dropped within its backward pass.
@@ -57,7 +57,7 @@ class LayerBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicrobatchDims:
-    """Dims of a microbatch on one rank; ``G`` are the tokens at which a cut product's input stays."""
+    """Dims of a microbatch on one rank; ``G``: tokens of the kept input of a cut product."""
 
     T: Array
     t: Array
@@ -69,7 +69,6 @@ class MicrobatchDims:
 
 
 def local(model: DecoderNumbers, layout: Layout, keeping: KeptMemory) -> MicrobatchDims:
-    """The dims above."""
     tokens = layout.microbatch * model.sequence_tokens / layout.cp
     stream = np.where(layout.sequence_parallel > 0, tokens / layout.tp, tokens)
     return MicrobatchDims(
@@ -100,7 +99,7 @@ def dense_layer(model: DecoderNumbers, layout: Layout, stack: Stack, keeping: Ke
 def mixture_layer(model: DecoderNumbers, layout: Layout, stack: Stack, keeping: KeptMemory) -> LayerBytes:
     """A layer with a mixture of experts; tp cuts the tokens there.
 
-    Rows that go to experts and come back are copies of their tokens, kept on both ways.
+    Rows that go to experts and come back are copies of their tokens, kept both ways.
     """
     d, e = local(model, layout, keeping), keeping.element_bytes
     own = d.T / layout.tp
@@ -121,12 +120,12 @@ def mixture_layer(model: DecoderNumbers, layout: Layout, stack: Stack, keeping: 
 
 
 def _read_bytes(stack: Stack, keeping: KeptMemory) -> Array:
-    """Of a number that a product reads, as it is kept."""
+    """Bytes of a number that a product reads, as it is kept."""
     return np.where(stack.is_eight_bit > 0, keeping.input_bytes, keeping.element_bytes)
 
 
 def _activation(model: DecoderNumbers, stack: Stack, keeping: KeptMemory) -> Array:
-    """Tensors as wide as the feed-forward that stay: what the activation read, and what the next product reads."""
+    """Tensors of the feed-forward's width that stay: the activation's inputs, and the next product's."""
     gate = np.where(stack.has_fused_elementwise > 0, 2.0, 3.0)
     return np.where(model.gated > 0, gate, 1.0) + _read_bytes(stack, keeping) / keeping.element_bytes
 
@@ -137,9 +136,9 @@ class _FeedForward:
 
     Attributes:
         kept: for its backward pass.
-        products: what of it selective recomputation keeps, where that keeps what products gave.
+        products: the part that selective recomputation keeps, where it keeps products' results.
         deferred: inputs of its products and the gradients of their outputs.
-        transient: what its backward pass makes and drops.
+        transient: made and dropped in its backward pass.
     """
 
     kept: Array
@@ -183,6 +182,6 @@ def _layer(
 
 
 def _scores(model: DecoderNumbers, scores: Array, stack: Stack, e: Array) -> Array:
-    """Softmax, in fp32 and rounded where nothing is fused; with dropout its mask and what it left."""
+    """Softmax, in fp32 and rounded where nothing is fused; with dropout its mask and result."""
     is_eager = stack.attention == ATTENTION.index("eager")
     return scores * (np.where(is_eager, FP32 + e, e) + model.dropout * (1 + e))

@@ -29,7 +29,7 @@ from superstep.plan.model.shape import ROTATED
 E = 2.0
 """Bytes of an activation."""
 READ_BY_BLOCKS = ("microbatch", "microbatches", "cp", "tp", "ep", "sequence_parallel", "is_ulysses")
-"""The fields of a layout that decide a block's seconds."""
+"""The fields of a layout on which a block's seconds depend."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +38,8 @@ class LayerSeconds:
 
     Attributes:
         forward_s, input_s, weight_s: compute of the forward pass, of the gradients of inputs and of weights.
-        attention_s: of them, what selective recomputation does again.
-        tensor_s: tensor-parallel traffic that nothing hides, of one forward pass; the backward pass has as much.
+        attention_s: the part that selective recomputation repeats.
+        tensor_s: exposed tensor-parallel traffic of one forward pass; the backward pass has as much.
         context_s, experts_s: the same for context and expert parallelism.
     """
 
@@ -53,7 +53,6 @@ class LayerSeconds:
 
     @property
     def backward_s(self) -> Array:
-        """Compute of the whole backward pass."""
         return self.input_s + self.weight_s
 
 
@@ -111,9 +110,9 @@ def block_seconds(
 
 
 def _gather_bytes(model: DecoderNumbers, layout: Layout, stack: Stack, *, is_mixture: bool) -> Array:
-    """Bytes over memory to add a microbatch's weight gradients to those before: read, and the sum read and written.
+    """Memory traffic to add a microbatch's weight gradients to earlier ones: read, and the sum read and written.
 
-    The first microbatch has none before it; each bears its part of what the others move.
+    The first microbatch has none before it; each has its part of the others' traffic.
     """
     dense = (model.mixture_parameters if is_mixture else model.dense_parameters) / layout.tp
     experts = model.expert_parameters / layout.ep if is_mixture else 0.0
@@ -141,7 +140,7 @@ def _projections(
 def _moved_bytes(
     model: DecoderNumbers, tokens: Array, stream: Array, rotated: Array, width: Array, stack: Stack
 ) -> Array:
-    """Bytes over memory of a forward pass, but for products and attention."""
+    """Memory traffic of a forward pass, without products and attention."""
     norms = np.where(stack.has_fused_norms > 0, 4.0, 34.0 * stack.eager) * stream * model.width
     fused = stack.has_fused_elementwise > 0
     sums = (
@@ -155,7 +154,7 @@ def _moved_bytes(
 
 
 def _cast(model: DecoderNumbers, tokens: Array, stream: Array, inner: Array, width: Array) -> Array:
-    """Bytes over memory to bring the inputs of products into 8 bits, as they are and transposed: 2 read, 2 written.
+    """Memory traffic to convert products' inputs to 8 bits, plain and transposed: 2 read, 2 written.
 
     A split sequence is cast before it is gathered.
     """
@@ -173,7 +172,7 @@ def _tensor_s(model: DecoderNumbers, layout: Layout, tokens: Array, rates: ChipR
 def _context_s(
     model: DecoderNumbers, layout: Layout, tokens: Array, kv_heads: Array, rates: ChipRates, attention: Array
 ) -> Array:
-    """Keys and values go round a ring beside attention; what attention does not cover is exposed (Liu 2023)."""
+    """Keys and values go round a ring beside attention; the rest is exposed (Liu 2023)."""
     group = RankGroup(layout.cp, layout.tp)
     size = E * tokens * layout.cp * kv_heads * (2 * model.head_dim + model.turned)
     seconds = relay_s(size, group, rates.links)
@@ -188,9 +187,8 @@ def _context_s(
 def _experts(
     model: DecoderNumbers, layout: Layout, rates: ChipRates, stack: Stack
 ) -> tuple[list[tuple[Array, Array, Array]], Array, Array]:
-    """Products, bytes over memory and all-to-alls of a mixture; tp cuts the tokens there, not the experts.
-
-    The rank with the most rows decides: all others wait for it.
+    """Products, memory traffic and all-to-alls of a mixture; tp cuts the tokens there, not the experts. The rank with
+    the most rows decides, as all others wait for it.
     """
     tokens = layout.microbatch * model.sequence_tokens / layout.cp / layout.tp
     rows = tokens * model.experts_per_token * model.imbalance

@@ -1,9 +1,9 @@
 """Constants: every fitted number, in one table.
 
-None is keyed to a source, a model, a framework or a cluster: each belongs to a generation of chips, to a kind of
-attention kernel or to a property of software. Before the fit each had the value ``before``, which papers measured or a
-round guess gave; ``python -m bench.published --fit`` draws it towards the published runs, more or less freely
-(``spread``, of its logarithm), and prints this table anew. Where no run bears on a constant it stays what it was.
+None depends on a source, a model, a framework or a cluster: each belongs to a generation of chips, a kind of attention
+kernel or a property of software. Before the fit each had the value ``before``, which papers measured or a round guess
+gave; ``python -m bench.published --fit`` fits it to the published runs within ``spread`` (of its logarithm), and prints
+this table again. A constant on which no run depends is not changed.
 
     products, products8, products4   large products' share of the peak, in 16, 8 and 4 bits
     grouped                          of that, the share that products of many experts at once reach
@@ -33,12 +33,12 @@ class Constant:
 
     Attributes:
         value: in use.
-        before: the fit.
-        spread: how far the fit may take it: the standard deviation of its logarithm.
+        before: its value before the fit.
+        spread: how far the fit may move it: the standard deviation of its logarithm.
         error: of the estimate, likewise.
-        rows: that bear on it.
-        stacks: whose rows they are, by their leak groups: sources of one software or one cluster.
-        is_alone: it rests on one of them, and was held twice as tightly for that.
+        rows: the number of published runs that depend on it.
+        stacks: their leak groups: sources of one software or one cluster.
+        is_alone: whether it rests on one of them; its spread was then halved.
     """
 
     value: float

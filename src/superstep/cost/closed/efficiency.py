@@ -1,6 +1,5 @@
-"""Efficiency: the shares of published peaks that real steps reach, and what a chip's generation is.
-
-The fitted numbers themselves are in ``cost.closed.constants``, all in one table.
+"""Efficiency: the shares of published peaks that real steps reach, and a chip's generation. The fitted numbers are in
+``cost.closed.constants``.
 """
 
 from __future__ import annotations
@@ -22,17 +21,14 @@ GENERATIONS: tuple[tuple[str, int, str], ...] = (
     ("AMD", 0, "cdna"),
     ("", 0, "other"),
 )
-"""Maker, the first year of a generation, its name; the first that fits."""
+"""Maker, first year, name of a generation; the first that fits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """The constants' values by name."""
-
     values: Mapping[str, float]
 
     def __getitem__(self, name: str) -> float:
-        """A constant that is there."""
         return self.values[name]
 
     def of(self, kind: str, *names: str) -> float:
@@ -63,10 +59,10 @@ WATTS: dict[str, float] = {
 
 
 def power_share(chip: Chip, exponent: float) -> float:
-    """The share of its usual rate at which a chip multiplies that has less power for its peak.
+    """The share of its usual rate at which a chip with less power for its peak multiplies.
 
-    Clocks give way: power grows with more than the cube of the clock, so the clock falls by about its cube root. An
-    A100 of 300 W reached 93% of one of 400 W in its best product.
+    Power grows with more than the cube of the clock, so the clock falls by about its cube root. An A100 of 300 W
+    reached 93% of one of 400 W in its best product.
     """
     peak, usual = chip.peak("bf16") or chip.peak("fp16"), WATTS.get(generation(chip))
     if peak is None or usual is None or chip.power_w is None:

@@ -1,7 +1,7 @@
 """Estimate: seconds of a step in closed form, of one plan or of many at once.
 
-A pipeline of p ranks with m microbatches of which rank r takes t_r takes m · max(t) for the slowest rank, and the
-others' times once, divided by the chunks: to fill and to drain (Narayanan 2021, sec. 2.2).
+A pipeline of p ranks with m microbatches, where rank r takes t_r for each, takes m · max(t) for the slowest rank, and
+the others' times once, divided by the chunks: to fill and to drain (Narayanan 2021, sec. 2.2).
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ from superstep.hardware.units import Array
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """A step's seconds on its slowest rank, split.
+    """A step's seconds on its slowest rank, by use.
 
     Attributes:
-        compute_s: products, attention and memory, without what is computed again.
-        recompute_s: what is computed again.
-        tensor_s, context_s, experts_s, transfers_s, data_s: traffic that nothing hides, by axis.
+        compute_s: products, attention and memory, without recomputation.
+        tensor_s, context_s, experts_s, transfers_s, data_s: exposed traffic, by axis.
         bubble_s: waiting for other stages.
         optimizer_s: the update.
     """
@@ -44,7 +43,6 @@ class Estimate:
 
     @property
     def step_s(self) -> Array:
-        """The whole step."""
         return (
             self.compute_s
             + self.recompute_s
@@ -109,7 +107,7 @@ def _stages(
 ) -> tuple[Array, Array, Array]:
     """Layers of the slowest rank, seconds of embedding and head on it, and the seconds of all other ranks.
 
-    Where the layers do not divide, the last and the first rank, which have head and embedding, hold one fewer.
+    Where the layers do not divide, the last and the first rank, with head and embedding, hold one fewer.
     """
     most = np.ceil(model.layers / layout.pp)
     spare = most * layout.pp - model.layers
@@ -137,9 +135,9 @@ def _unevenness(model: DecoderNumbers, layout: Layout) -> Array:
 
 
 def _bubble_share(block: LayerSeconds, layout: Layout) -> Array:
-    """Of the time to fill and drain, what the schedule leaves idle: zero-bubble puts weight gradients there.
+    """The idle share of the time to fill and drain: zero-bubble schedules put weight gradients there.
 
-    ZB-V needs 2·p - 1 microbatches to unfold (Qi 2023, sec. 6); a lone one goes through all stages by itself.
+    ZB-V needs 2·p - 1 microbatches (Qi 2023, sec. 6); a single one passes all stages alone.
     """
     total = block.forward_s + block.backward_s
     p, m = layout.pp, layout.microbatches
@@ -176,7 +174,7 @@ def embedding_s(model: DecoderNumbers, layout: Layout, rates: ChipRates) -> Arra
 
 
 def _transfer(model: DecoderNumbers, layout: Layout, rates: ChipRates, stack: Stack) -> Array:
-    """Seconds for each microbatch of the transfers that nothing hides: one each way for each chunk."""
+    """Seconds of exposed transfers for each microbatch: one each way for each chunk."""
     tokens = layout.microbatch * model.sequence_tokens / layout.cp
     size = E * tokens * model.width / layout.tp
     seconds = send_s(size, layout.tp * layout.cp * layout.dp, rates.links)
@@ -186,7 +184,7 @@ def _transfer(model: DecoderNumbers, layout: Layout, rates: ChipRates, stack: St
 def _data(
     model: DecoderNumbers, layout: Layout, rates: ChipRates, stack: Stack, backward: Array, compute: Array
 ) -> tuple[Array, Array]:
-    """Seconds of the data-parallel traffic that nothing hides, and of the update."""
+    """Seconds of exposed data-parallel traffic, and of the update."""
     # The fullest rank: a stage with the embedding or the head.
     ends = model.vocab_part(layout.tp) * model.width * np.where(layout.pp > 1, 1.0, 2 - model.tied)
     usual = (model.layers - model.moe_layers) * model.dense_parameters + model.moe_layers * model.mixture_parameters
@@ -241,7 +239,7 @@ def _data(
 
 
 def _twins_s(layout: Layout, rates: ChipRates, stack: Stack, experts: Array, copies: RankGroup) -> Array:
-    """Seconds to sum the gradients of experts over the copies of their shards: those that hold the same share them."""
+    """Seconds to sum the gradients of experts over the replicas of their shards."""
     holders = np.maximum(layout.shards * layout.tp / layout.ep, 1.0)
     twins = RankGroup(copies.ranks / holders, layout.ep * holders)
     seconds = all_reduce_s(stack.gradient_bytes * experts / holders, twins, rates.links)

@@ -1,6 +1,5 @@
-"""Software: what a training stack does, in the words that its makers use; and what that makes of a cluster.
-
-``price_of`` turns a cluster and a software into the numbers that the formulas take.
+"""Software: a training stack's properties, in its makers' terms; ``price_of`` turns a cluster and a software into the
+numbers for the formulas.
 """
 
 from __future__ import annotations
@@ -32,20 +31,20 @@ class Software:
 
     Attributes:
         compute: the format of the products of linear layers.
-        attention: the kernel; eager and fused-softmax keep the scores. flash-3 stands for kernels written for the chip
-            that they run on: FlashAttention 3 and 4, cuDNN.
+        attention: the kernel; eager and fused-softmax keep the scores. flash-3 stands for kernels for their own chip:
+        FlashAttention 3 and 4, cuDNN.
         has_fused_norms: each norm is one kernel.
         has_fused_kernels: so is what follows a product: bias, activation, dropout, sum.
         has_fused_loss: the logits are never whole.
-        gradient_bytes: of a gradient as it is reduced.
-        kept_gradient_bytes: of a gradient as it is accumulated.
-        bucket_bytes: the largest piece that goes over the data-parallel ranks at once.
-        bucket_bytes_per_rank: by which it grows with these ranks, where that is more.
+        gradient_bytes: of a gradient when it is reduced.
+        kept_gradient_bytes: of a gradient when it is accumulated.
+        bucket_bytes: the largest piece that is sent over the data-parallel ranks at once.
+        bucket_bytes_per_rank: its size for each of these ranks, where that is more.
         overlaps_data: gradients and parameters move beside compute.
         overlaps_tensor: tensor-parallel traffic and transfers between stages do.
-        overlaps_experts: the exchange of experts' tokens runs beside another microbatch's compute (DualPipe).
+        overlaps_experts: the exchange of experts' tokens overlaps another microbatch's compute (DualPipe).
         balances_context: context-parallel ranks have early and late tokens, so that causal attention is even.
-        sends_once: a token goes once to a domain, however many of its experts are there.
+        sends_once: a token goes once to a domain, even with several of its experts there.
         holds: what it keeps in memory.
     """
 
@@ -71,16 +70,14 @@ SUPERSTEP = Software(has_fused_norms=False, has_fused_kernels=False, has_fused_l
 
 
 def price_of(cluster: Cluster, software: Software, efficiency: Efficiency = FITTED) -> tuple[ChipRates, Stack]:
-    """What a cluster sustains under a software, and what the software does.
-
-    Raises:
-        ConfigError: the chip does not multiply in the format asked for.
+    """The rates that a cluster reaches under a software, and the software's properties. Raises ConfigError where the
+    chip does not multiply in the format.
     """
     return _rates(cluster, software, efficiency), _stack(software, efficiency)
 
 
 def stacked(values: Sequence[T]) -> T:
-    """Values of one class, whose fields are arrays or such values again, as one: field by field along a new dim."""
+    """Values of one class, with fields that are arrays or such values, as one: field by field along a new dim."""
     first: Any = values[0]
     if isinstance(first, np.ndarray):
         return np.stack([np.asarray(value) for value in values])  # type: ignore[return-value]
@@ -90,7 +87,7 @@ def stacked(values: Sequence[T]) -> T:
 
 
 def take(value: T, places: npt.NDArray[np.int_]) -> T:
-    """Some of the values that ``stacked`` made one of, by their places; one may be taken many times."""
+    """Some of the values that ``stacked`` joined, by place; one may be taken several times."""
     parts: dict[str, Any] = {}
     for part in fields(value):  # type: ignore[arg-type]
         each = getattr(value, part.name)

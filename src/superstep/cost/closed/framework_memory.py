@@ -1,6 +1,6 @@
-"""Keeping: what a training software holds in memory, as far as it does not change the seconds.
+"""KeptMemory: what a training software holds in memory, without effect on the seconds.
 
-Two softwares with the same kernels differ here: whether a split sequence is gathered again for the backward pass,
+Software with the same kernels may differ here: whether a split sequence is gathered again for the backward pass,
 whether 16-bit weights stay beside their masters, how many copies of the logits a loss makes.
 """
 
@@ -20,9 +20,9 @@ class KeptMemory:
         element_bytes: of a number in the forward pass.
         input_bytes: of a number that a product reads, as it is kept where products are in 8 bits.
         weight_shard_bytes: of a parameter that stays beside its fp32 master with ZeRO 3.
-        update_bytes: of what the update makes in one piece and drops, for each parameter that it updates. No gap that
-            activations left has room for it, so it comes besides.
-        listed_bytes: of what it makes tensor by tensor, which finds place there.
+        update_bytes: of what the update makes in one piece and drops, for each updated parameter. It does not fit into
+            gaps that activations left, so it is added.
+        listed_bytes: of what it makes tensor by tensor, which fits there.
         bucket_bytes: of buffers in which ZeRO 2 and 3 collect gradients, beside a unit's own.
         logit_bytes: of a logit at the loss's peak, all its copies together.
         norm_bytes: of what a norm that is no one kernel keeps of each number, over a fused one: its quotient in 16
@@ -56,10 +56,8 @@ class KeptMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrameworkMemory:
-    """The same of one software, as plain numbers that compare and hash; the defaults are those of most of today's.
-
-    Attributes:
-        places_tensors: a compiler places every tensor beforehand (XLA): nothing lies between them.
+    """The same of one software, as plain numbers that compare and hash; the defaults are those of most software today.
+    ``places_tensors``: a compiler places every tensor in advance (XLA), without gaps.
     """
 
     element_bytes: float = 2.0
@@ -84,12 +82,11 @@ MEGATRON = FrameworkMemory()
 
 
 def keeping_of(held: FrameworkMemory) -> KeptMemory:
-    """As the formulas take it."""
     return KeptMemory(**{field.name: array(getattr(held, field.name)) for field in fields(KeptMemory)})
 
 
 def superstep(*, element_bytes: int = 2) -> KeptMemory:
-    """What Superstep itself keeps: its norms are one function, its gathered sequences stay."""
+    """Superstep's own memory: its norms are one function, its gathered sequences stay."""
     return keeping_of(
         FrameworkMemory(
             element_bytes=element_bytes,
@@ -107,5 +104,4 @@ def superstep(*, element_bytes: int = 2) -> KeptMemory:
 
 
 def megatron() -> KeptMemory:
-    """What Megatron-LM keeps."""
     return keeping_of(MEGATRON)

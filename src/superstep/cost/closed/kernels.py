@@ -1,8 +1,8 @@
-"""Kernels: seconds of products, of attention and of what moves memory.
+"""Kernels: seconds of products, of attention and of memory traffic.
 
-Products run tile by tile: a wave of tiles takes as long with one tile as with one on each core, so a product whose
-tiles do not fill the last wave loses the rest of it (wave quantisation), and one whose dims do not divide by the tile
-computes on padding. A short inner dim does not amortise a tile's start and end.
+Products run tile by tile: a wave with one tile takes as long as a full one, so a product that does not fill the last
+wave wastes the rest (wave quantisation), and one with dims that the tile does not divide computes on padding. A short
+inner dim does not amortise a tile's start and end.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from superstep.cost.closed.rates import ChipRates
 from superstep.hardware.units import Array
 
 TILES: tuple[tuple[int, int, float], ...] = ((256, 128, 1.0), (128, 128, 0.92), (64, 128, 0.75), (64, 64, 0.55))
-"""Rows and columns of a tile, and its rate against the largest: a small tile reads more for each operation."""
+"""Rows and columns of a tile, and its rate relative to the largest: a small tile reads more for each operation."""
 
 ALIGNED = 8.0
 """Numbers of 16 bits in the 16 bytes that tensor cores load at once."""
 UNALIGNED = 0.17
-"""Rate of attention's products where a head's rows do not begin at multiples of these: cuBLAS takes kernels without
-tensor cores, whose peak is a quarter (78 of an A100's 312 TFLOP/s). With it steps reach 0.62 to 0.75 of those of even
-heads, as published ones do."""
+"""Rate of attention's products where a head's rows are not aligned: cuBLAS uses kernels without tensor cores, with a
+quarter of the peak (78 of an A100's 312 TFLOP/s). With it steps reach 0.62 to 0.75 of aligned ones, as published.
+"""
 
 WHOLE = np.ones(())
 
 
 def window_share(window: Array, keys: Array) -> Array:
-    """Of the pairs of a query and an earlier key, the share that a sliding window leaves; 0 stands for no window."""
+    """The share of the pairs of a query and an earlier key within a sliding window; 0 stands for no window."""
     part = np.where(window > 0, np.minimum(window / keys, 1.0), 1.0)
     share: Array = part * (2 - part)
     return share
@@ -71,14 +71,12 @@ def attention_s(
 ) -> tuple[Array, Array]:
     """Seconds of causal attention, forward and backward.
 
-    Fused kernels skip what is masked and keep no scores (Dao 2022); their backward computes the scores again: five
-    products for two. Others compute the whole square and move it: bytes for each score below.
+    Fused kernels skip masked scores and keep none (Dao 2022); their backward computes the scores again: five products
+    for two. Others compute the whole square and move it: bytes for each score below.
 
     Args:
         heads: of all sequences of a microbatch, on one rank.
-        queries, keys, head_dim: there.
-        rates, stack: of the machine and the software.
-        seen: share of the causal half that a window leaves (``window_share``).
+        seen: share of the causal half within a window (``window_share``).
     """
     square = heads * queries * keys
     # Causal: half of it. Both products of a forward pass are 4 operations for each score and number of a head. Fused

@@ -1,8 +1,7 @@
-"""Shorthand: the names of training softwares, each with its version, for the properties that a price is made of.
+"""Shorthand: names of training software with versions, for the properties of a price.
 
-No formula knows a name. A name stands for a ``Software``, a list of stated properties, and says where it takes them
-from; whoever knows better states the properties themselves. Software of no known name is fused and overlapped, as
-today's is.
+No formula knows a name. A name stands for a ``Software``, a list of properties with their source; users may state the
+properties themselves. Software of an unknown name is fused and overlapped, like today's.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from superstep.cost.closed.framework import Attention, Software
 from superstep.cost.closed.framework_memory import MEGATRON
 
 WHOLE = 1e12
-"""A bucket that everything fits into: one collective for each unit, or for all."""
+"""A bucket for everything: one collective for each unit, or for all."""
 
 _TORCH = replace(MEGATRON, logit_bytes=18.0, norm_bytes=6.0)
 """torch's own loss: logits in 16 bits, and in fp32 themselves, their log-softmax, and two gradients."""
@@ -22,8 +21,9 @@ _COMPILED = replace(_TORCH, logit_bytes=4.0)
 """A compiled loss, or FlashAttention's, reads logits and writes their gradient, both in 16 bits."""
 _EAGER = Software(has_fused_norms=False, has_fused_kernels=False, gradient_bytes=2, kept_gradient_bytes=2)
 _LISTED = 4.0
-"""torch's AdamW goes through lists of tensors (foreach) unless told otherwise, which "uses ~ sizeof(params) more peak
-memory" by its documentation: the roots of the second moments, in fp32."""
+"""torch's AdamW goes through lists of tensors (foreach) by default, which "uses ~ sizeof(params) more peak memory" by
+its documentation: the roots of the second moments, in fp32.
+"""
 _MEGATRON_16 = Software(gradient_bytes=2, kept_gradient_bytes=2, bucket_bytes=WHOLE, overlaps_data=False)
 
 
@@ -32,12 +32,12 @@ class Shorthand:
     """A name.
 
     Attributes:
-        words: a pattern that is found in the name, in lower case.
-        since: the year from which on it stands for these properties.
-        software: the properties; attention but where ``attention`` says otherwise is that of its year.
-        attention: its kernel until the year ``attention_until``, where it has one of its own.
-        drops_until: the year until which its models drop activations unless told otherwise.
-        splits_stream: tensor-parallel ranks split what lies between their products, whether a run says so or not.
+        words: a pattern in the name, in lower case.
+        since: the year from which it stands for these properties.
+        software: the properties; attention is that of its year unless ``attention`` is set.
+        attention: its own kernel, until the year ``attention_until``.
+        drops_until: the year until which its models use dropout by default.
+        splits_stream: tensor-parallel ranks always split the work between products over the sequence.
         source: where the properties are documented.
     """
 
@@ -164,7 +164,7 @@ KNOWN: tuple[Shorthand, ...] = (
         source="Hugging Face's modelling code under FSDP: eager, a shard in fp32 and nothing beside it.",
     ),
 )
-"""The first whose words are in a name, and whose year has come."""
+"""The first with words in a name and a year that has come."""
 
 UNKNOWN: tuple[Shorthand, ...] = (
     Shorthand(
@@ -193,17 +193,17 @@ UNKNOWN: tuple[Shorthand, ...] = (
         "torch's buckets of 25 MB (bucket_cap_mb), with one of the fused losses that were there.",
     ),
 )
-"""What a name stands for that nobody knows, by its year."""
+"""Properties of unknown names, by year."""
 
 
 def shorthand(name: str, year: float) -> Shorthand:
-    """What a name stood for in a year; one of ``UNKNOWN`` where none is known."""
+    """The meaning of a name in a year; one of ``UNKNOWN`` where none is known."""
     known = (*KNOWN, *UNKNOWN)
     return next(each for each in known if re.search(each.words, name.lower()) and year >= each.since)
 
 
 def usual_attention(known: Shorthand, year: float) -> Attention:
-    """The kernel of a software that does not say: its own, or what the year's softwares took."""
+    """The kernel of a software that does not state it: its own, or the year's usual one."""
     if known.attention is not None and year < known.attention_until:
         return known.attention
     if year < 2022.5:

@@ -44,13 +44,15 @@ from superstep.cost.closed.parallel_degrees import SCHEDULES, Layout, once_for_e
 from superstep.hardware.units import Array
 
 FRAGMENTATION = 0.05
-"""Of what comes and goes, the share that the caching allocator holds besides, in pieces that nothing fits into. Fitted
-on peaks published as reserved: 0.02 to 0.08 do as well."""
+"""The share of transient memory that the caching allocator holds additionally, in unusable pieces. Fitted on peaks
+published as reserved: 0.02 to 0.08 fit as well.
+"""
 CONTEXT_BYTES = 0.5 * 2**30
-"""The driver's context, libraries and their workspaces, which no allocator counts. Fitted on nvidia-smi's figures."""
+"""The driver's context, libraries and their workspaces, outside any allocator. Fitted on nvidia-smi's figures."""
 COMMUNICATOR_BYTES = 0.75 * 2**30
-"""Buffers of the communicators, where there is more than one rank. Fitted likewise, to what other programs took: less
-than ``cost.program.memory.communicators`` counts for any plan of ours."""
+"""Buffers of the communicators, with more than one rank. Fitted likewise, on other programs: less than
+``cost.program.memory.communicators`` counts for any plan of ours.
+"""
 USABLE = 0.99
 """Share of a chip's memory that a process can have: 79.3 of an A100's 80 GiB, 79.6 of an H100's."""
 
@@ -60,12 +62,12 @@ class Footprint:
     """Bytes on the fullest rank.
 
     Attributes:
-        parameters: weights that stay from step to step, but for the optimizer's.
+        parameters: weights that stay from step to step, without the optimizer's.
         gradients: as they are accumulated.
         optimizer: fp32 master weights and two moments.
-        activations: the most that is kept for backward passes at a time, logits among it.
-        buffers: gathered weights, whole gradients on their way to a shard, what goes between stages.
-        workspace: what a layer's backward pass or the update makes and drops.
+        activations: the most that is kept for backward passes at a time, with logits.
+        buffers: gathered weights, whole gradients on their way to a shard, transfers between stages.
+        workspace: made and dropped in a layer's backward pass or the update.
     """
 
     parameters: Array
@@ -77,35 +79,28 @@ class Footprint:
 
     @property
     def lasting(self) -> Array:
-        """What stays from step to step."""
+        """Bytes that stay from step to step."""
         return self.parameters + self.gradients + self.optimizer
 
     @property
     def passing(self) -> Array:
-        """The most that comes and goes within a step."""
+        """The most transient bytes within a step."""
         return self.activations + self.buffers + self.workspace
 
     @property
     def bytes(self) -> Array:
-        """All that the software asks for."""
+        """All that the software allocates."""
         return self.lasting + self.passing
 
     @property
     def reserved(self) -> Array:
-        """All that its allocator holds for that: see ``FRAGMENTATION``."""
+        """All that its allocator holds: see ``FRAGMENTATION``."""
         return self.lasting + (1 + FRAGMENTATION) * self.passing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Stage:
-    """A stage by what it holds.
-
-    Attributes:
-        rank: its pipeline rank.
-        layers: of them.
-        tables: vocabulary matrices.
-        is_last: whether it has the head.
-    """
+    """A stage. ``rank``: its pipeline rank. ``tables``: vocabulary matrices. ``is_last``: whether it has the head."""
 
     rank: Array
     layers: Array
@@ -115,10 +110,10 @@ class _Stage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Core:
-    """What all stages have alike.
+    """What all stages have in common.
 
     Attributes:
-        dense, mixture: a layer of each kind; both the same where the model has no experts.
+        dense, mixture: a layer of each kind; equal where the model has no experts.
         dims: of a microbatch on a rank.
         rows: of a vocabulary matrix on a rank.
     """
@@ -130,12 +125,7 @@ class _Core:
 
 
 def footprint(model: DecoderNumbers, layout: Layout, stack: Stack, keeping: KeptMemory | None = None) -> Footprint:
-    """The fullest rank of each plan.
-
-    Args:
-        model, layout, stack: one or many.
-        keeping: what the software keeps; Superstep's own where none is given.
-    """
+    """The fullest rank of each plan. ``keeping``: what the software keeps; by default Superstep's own."""
     keeping = superstep() if keeping is None else keeping
     core = _core(model, layout, stack, keeping)
     stages = [_stage_bytes(model, layout, stack, keeping, core, stage) for stage in _stages(model, layout, keeping)]
@@ -220,7 +210,7 @@ def _split(model: DecoderNumbers, layout: Layout, keeping: KeptMemory) -> tuple[
 
 
 def _layer_work(model: DecoderNumbers) -> Array:
-    """Multiplications of one layer for a token, of the kind that most layers are."""
+    """Multiplications of one layer for a token, of the most frequent kind of layer."""
     inner = np.where(model.experts > 0, model.experts_per_token * model.expert_ffn + model.shared_ffn, model.ffn)
     scores = model.sequence_tokens * model.heads * (2 * model.head_dim + model.turned)
     return model.attention_parameters + model.matrices * model.width * inner + scores
@@ -287,7 +277,7 @@ def _stage_bytes(
 
 
 def _mixture_parameters(model: DecoderNumbers, layout: Layout, keeping: KeptMemory) -> Array:
-    """One layer with experts, without these, on one tensor-parallel rank."""
+    """Parameters of a layer with experts, without these, on one tensor-parallel rank."""
     beside = model.width * (model.matrices * model.shared_ffn + model.experts)
     repeated = np.where(keeping.repeats_shared > 0, beside, 0.0)
     return (model.mixture_parameters - repeated) / layout.tp + repeated
@@ -299,9 +289,8 @@ def is_fitting(
     """Whether each plan's fullest rank fits into a chip's memory, with what no allocator counts.
 
     Args:
-        found, layout: of one plan or of many.
         memory_bytes: of the chip.
-        is_planned: a compiler has placed every tensor beforehand (XLA): nothing lies between them, nothing beside.
+        is_planned: a compiler has placed every tensor in advance (XLA), without gaps.
     """
     if is_planned:
         return np.asarray(total.bytes <= USABLE * memory_bytes)
@@ -317,7 +306,7 @@ def _activations(
     core: _Core,
     stage: _Stage,
 ) -> tuple[Array, Array]:
-    """What is kept at the peak, and what one layer makes and drops beside it."""
+    """The bytes kept at the peak, and one layer's transient bytes beside them."""
     moe = model.moe_layers / model.layers
 
     def mean(name: str) -> Array:
@@ -356,7 +345,7 @@ def _head(
     core: _Core,
     microbatches: tuple[Array, Array],
 ) -> Array:
-    """The last norm, the gradients of microbatches whose weights wait, and the logits of those at the head."""
+    """The last norm, the gradients of microbatches with delayed weight passes, and the logits at the head."""
     d, e = core.dims, keeping.element_bytes
     waiting, heads = microbatches
     has_chunks = (stack.has_fused_loss > 0) & ((layout.tp == 1) | (keeping.chunks_cut_head > 0))
@@ -371,9 +360,8 @@ def _head(
 
 
 def _in_flight(layout: Layout, stage: _Stage) -> tuple[Array, Array, Array]:
-    """Microbatches whose activations a stage keeps, those of which only the weights' gradients wait, those at the head.
-
-    A schedule that forwards all microbatches first keeps all their logits.
+    """Microbatches with kept activations on a stage, those where only the weights' gradients are left, those at the
+    head. A schedule that forwards all microbatches first keeps all their logits.
     """
     p, m, v, r = layout.pp, layout.microbatches, layout.chunks, stage.rank
     name = {schedule: layout.schedule == code for code, schedule in enumerate(SCHEDULES)}

@@ -1,7 +1,7 @@
-"""Decoder: the numbers of a language model that decide what it costs, of one model or of many at once.
+"""DecoderNumbers: the numbers of a language model that decide its cost, of one model or of many at once.
 
-Wider than what Superstep trains: published runs have layer norms with biases, plain feed-forwards, dropout and
-attention that keeps its scores. Every field is an array; arrays of one shape are as many models.
+Wider than what Superstep trains: published runs have layer norms with biases, plain feed-forwards, dropout and unfused
+attention. Every field is an array; arrays of one shape are as many models.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class DecoderNumbers:
         biases: 1 where products and norms have biases.
         qkv_biases: 1 where queries, keys and values alone have.
         dropout: 1 where the model drops activations.
-        experts, experts_per_token, shared_ffn: E, k, and the inner width of what every token visits; 0 where dense.
+        experts, experts_per_token, shared_ffn: E, k, and the inner width of shared experts; 0 where dense.
         expert_ffn: F of one expert.
         dense_layers: layers before the mixtures begin.
         sequence_tokens: S.
         query_rank, key_rank: inner widths of latent attention (DeepSeek-V2, sec. 2.1); 0 where there is none.
         imbalance: rows of the rank with the most, over the mean; 1 where the router spreads tokens evenly.
-        rotates: 1 where queries and keys turn with their position; 0 where positions are learned or biased.
-        frozen: 1 where the weights stay and low-rank adapters beside them train (Hu 2021).
+        rotates: 1 with rotary positions; 0 where positions are learned or biased.
+        frozen: 1 where the weights are frozen and low-rank adapters train (Hu 2021).
         window, windowed_layers: tokens that a token sees in such a share of the layers; in the others all before it.
     """
 
@@ -70,7 +70,7 @@ class DecoderNumbers:
 
     @property
     def turned(self) -> Array:
-        """Numbers that a head's query and key have beyond those of its value: latent attention's that turn."""
+        """Rotated numbers of a head's query and key in latent attention, beyond its value's."""
         return np.where(self.key_rank > 0, float(ROTATED), 0.0)
 
     @property
@@ -85,17 +85,14 @@ class DecoderNumbers:
 
     @property
     def matrices(self) -> Array:
-        """Matrices of a feed-forward: two, or three with a gate."""
         return 2 + self.gated
 
     @property
     def moe_layers(self) -> Array:
-        """Layers with a mixture of experts."""
         return np.where(self.experts > 0, self.layers - self.dense_layers, 0.0)
 
     @property
     def expert_parameters(self) -> Array:
-        """All experts of one layer."""
         return self.experts * self.matrices * self.width * self.expert_ffn
 
     @property
@@ -105,7 +102,7 @@ class DecoderNumbers:
 
     @property
     def mixture_parameters(self) -> Array:
-        """One layer with experts, but for these: attention, router, what every token visits, norms."""
+        """One layer with experts, without these: attention, router, shared experts, norms."""
         shared = self.matrices * self.width * self.shared_ffn + self.experts * self.width
         return self.attention_parameters + shared + 2 * self.width
 
@@ -117,13 +114,13 @@ class DecoderNumbers:
         return dense + mixtures + self.vocab * self.width * (2 - self.tied) + self.width
 
     def vocab_part(self, tp: Array) -> Array:
-        """Rows of a vocabulary matrix on each tensor-parallel rank, with ``plan.sharding.padding``'s rule."""
+        """Rows of a vocabulary matrix on each tensor-parallel rank, by ``plan.sharding.padding``'s rule."""
         even = self.vocab / tp
         return np.where(even == np.floor(even), even, np.ceil(even / ALIGN) * ALIGN)
 
 
 def decoder_of(shape: ModelShape, sequence_tokens: int) -> DecoderNumbers:
-    """What Superstep's own decoder is among them."""
+    """The numbers of Superstep's own decoder."""
     moe, latent = shape.moe, shape.latent
     return DecoderNumbers(
         layers=array(shape.layers),

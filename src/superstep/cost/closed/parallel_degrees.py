@@ -22,20 +22,21 @@ class Layout:
 
     Attributes:
         dp, tp, pp, cp, ep: ranks on each mesh axis; ep is folded over dp, cp and tp.
-        shards: ranks that a ZeRO shard is spread over; dp · cp / replicas.
+        shards: ranks of a ZeRO shard group; dp · cp / replicas.
         zero: stage 0 to 3.
-        sequence_parallel: 1 where what lies between tensor-parallel regions is split over the sequence.
+        sequence_parallel: 1 where the work between tensor-parallel regions is split over the sequence.
         chunks: stages on each pipeline rank.
         schedule: index into ``SCHEDULES``.
-        microbatch: sequences that go through the model at once on a data-parallel rank.
-        microbatches: of them in a step.
+        microbatch: sequences that pass the model at once on a data-parallel rank.
+        microbatches: their number in a step.
         recompute: index into ``RECOMPUTE``.
         recomputed_layers: share of the layers that are recomputed; 1 for all of them.
-        offload: 1 where the optimizer's state lives in the host's memory.
-        group: microbatches that pass a stage before the next stage's turn; 0 where the schedule has none, or its usual.
-        gathers, reductions: times in a step that a rank gathers each parameter, and sums each gradient; 0 for what is
-            usual: with ZeRO 3 twice and once for each microbatch, else once. Where they are given, sums over replicas
-            come last, as in our program.
+        offload: 1 where the optimizer's state is in host memory.
+        group: microbatches that pass a stage before the next stage's turn; 0 for none, or the schedule's usual.
+        gathers, reductions: how often a rank gathers each parameter, and sums each gradient, in a step; 0 for the
+            usual:
+        with ZeRO 3 twice and once for each microbatch, else once. Where they are given, sums over replicas come last,
+        as in our program.
         is_ulysses: 1 where cp exchanges heads for tokens; 0 where keys go round a ring.
     """
 
@@ -61,44 +62,39 @@ class Layout:
 
     @property
     def shards_optimizer(self) -> NDArray[np.bool_]:
-        """Where ZeRO shards master weights and moments: stage 1 and above."""
         return np.asarray(self.zero >= 1)
 
     @property
     def shards_gradients(self) -> NDArray[np.bool_]:
-        """Where it shards gradients too: stage 2 and above."""
         return np.asarray(self.zero >= 2)
 
     @property
     def shards_parameters(self) -> NDArray[np.bool_]:
-        """Where it shards parameters too: stage 3."""
         return np.asarray(self.zero >= 3)
 
     @property
     def world(self) -> Array:
-        """Chips."""
         return self.dp * self.tp * self.pp * self.cp
 
     @property
     def is_full(self) -> Array:
-        """1 where the whole block is computed again."""
+        """1 where the whole block is recomputed."""
         return np.where(self.recompute == RECOMPUTE.index("full"), 1.0, 0.0)
 
     @property
     def is_selective(self) -> Array:
-        """1 where only what lies between the products is."""
+        """1 where only the work between products is recomputed."""
         return np.where(self.recompute == RECOMPUTE.index("selective"), 1.0, 0.0)
 
 
 def once_for_each_run(layout: Layout, names: Sequence[str], formula: Callable[[Layout], T]) -> T:
-    """What a formula gives of each plan, computed once for plans beside each other that are alike in what it reads.
+    """A formula's results for many plans, computed once for neighbouring plans with equal inputs.
 
-    A search lists all schedules and shardings of one core after the other, and most formulas read the core alone.
+    A search lists all schedules and shardings of one core after the other, and most formulas depend only on the core.
 
     Args:
-        layout: many plans.
         names: the fields that the formula reads.
-        formula: gives a dataclass of arrays; whatever it reads beside the layout is one value for all plans.
+        formula: returns a dataclass of arrays; its other inputs are the same for all plans.
     """
     columns = {name: column for name in names if (column := getattr(layout, name)).ndim}
     is_first = np.zeros(max(map(len, columns.values()), default=0), dtype=bool)

@@ -1,7 +1,7 @@
-"""Rates: what hardware and software together sustain, of one machine or of many at once.
+"""ChipRates: sustained rates of hardware and software together, of one machine or of many at once.
 
-A published peak is never reached. What is, is a share of it that depends on the chip's generation, and on the kernels
-that a software stack has: ``cost.closed.efficiency`` holds those shares, with what each was taken from.
+A published peak is never reached; the share depends on the chip's generation, and on the software's kernels:
+``cost.closed.efficiency`` has those shares, with their sources.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ class ChipRates:
         product_flops_per_s: large products in the format of the weights' products.
         half_flops_per_s: large products in 16 bits: attention's, the head's, the router's.
         product_ramp: the inner dim at which a product reaches half of that rate.
-        cores: to which the tiles of a product are dealt.
+        cores: that run the tiles of a product.
         attention_forward, attention_backward: fused attention's share of the 16-bit peak.
         peak_half_flops_per_s: that peak.
         memory_bytes_per_s: streaming.
         launch_s: between two kernels, on the device.
         host_bytes_per_s: to the host's memory.
-        grouped_share: of a large product's rate that products of many experts at once reach.
-        exchange_share: of the links' rates that an exchange of experts' tokens reaches.
-        links: what joins the chips.
+        grouped_share: share of a large product's rate for products of many experts at once.
+        exchange_share: share of the links' rates for an exchange of experts' tokens.
+        links: between the chips.
     """
 
     product_flops_per_s: Array

@@ -1,5 +1,5 @@
-"""Buffers: how many elements of parameters, gradients and states a rank's flat buffers have, and their bytes: the very
-ones that ``engine.flat.buffers`` allocates.
+"""Buffers: elements and bytes of a rank's flat buffers of parameters, gradients and states, equal to those that
+``engine.flat.buffers`` allocates.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from superstep.plan.zero import Sharding
 ELEMENT_BYTES: dict[Dtype, int] = {"fp32": 4, "bf16": 2}
 FP32 = ELEMENT_BYTES["fp32"]
 EXACT = 8
-"""Bytes of a gradient's element where exact mode sums it."""
+"""Bytes of a gradient's element in exact mode."""
 TOKEN = 8
 """Bytes of a token's number."""
 INDEX = 8
@@ -24,7 +24,7 @@ INDEX = 8
 
 
 def family_numel(run: Resolved, unit: UnitParameters, family: Family) -> int:
-    """Elements of a unit's whole flat buffer of one family on one rank; 0 where it has none."""
+    """Elements of a unit's whole flat buffer of one family on one rank; 0 without any."""
     mesh = run.plan.mesh
     numel = {
         "dense": unit.dense_on_rank(mesh.tp),
@@ -40,7 +40,6 @@ def buffer_numel(run: Resolved, unit: UnitParameters) -> int:
 
 
 def trained_families(run: Resolved) -> tuple[Family, ...]:
-    """Those that have gradients."""
     return tuple(family for family in run.plan.families if run.plan.trains(family))
 
 
@@ -50,20 +49,20 @@ def gradient_numel(run: Resolved, unit: UnitParameters) -> int:
 
 
 def share_numel(run: Resolved, unit: UnitParameters, families: Sequence[Family] = FAMILIES) -> int:
-    """Elements of them that one rank updates; of ``families``, those that are trained."""
+    """Elements of a unit that one rank updates; only trained ones of ``families``."""
     trained = trained_families(run)
     return sum(held_numel(run, unit, family) for family in families if family in trained)
 
 
 def held_numel(run: Resolved, unit: UnitParameters, family: Family) -> int:
-    """Elements of a unit's buffer of one family that are this rank's."""
+    """Elements of a unit's buffer of one family that this rank holds."""
     shards = run.plan.mesh.shards(family) if zero_stage(run, family).shards_optimizer else 1
     return family_numel(run, unit, family) // shards
 
 
 def zero_stage(run: Resolved, family: Family | None = None) -> Sharding:
-    """The ZeRO stage in effect, of gradients where no family is named: a lone shard has nobody to share with, and what
-    is frozen is cut by the third stage alone.
+    """The ZeRO stage in effect, of gradients where no family is named: a single shard does not shard, and frozen
+    parameters are only cut by stage 3.
     """
     family = family or trained_families(run)[0]
     zero = run.plan.zero if run.plan.mesh.shards(family) > 1 else 0
@@ -71,12 +70,11 @@ def zero_stage(run: Resolved, family: Family | None = None) -> Sharding:
 
 
 def has_fused_loss(run: Resolved) -> bool:
-    """Whether the head computes its loss and its gradient chunk by chunk, in its forward pass: but for exact mode."""
+    """Whether the head computes its loss and its gradient chunk by chunk, in its forward pass: not in exact mode."""
     return not is_exact(run)
 
 
 def is_exact(run: Resolved) -> bool:
-    """Whether sums are those of exact mode."""
     return run.plan.grain is not None
 
 

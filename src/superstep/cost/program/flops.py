@@ -16,14 +16,14 @@ A mixture of experts has E + s feed-forwards in the place of one, and a router o
              3·D·F·E                                             6·T·D·F·k + 2·T·k·D to weigh and add
              D·E + 3·D·F·s                                       2·T · matrices
 
-so that k + s of them count for a token, as if none was dropped.
+so k + s of them count for a token, as if none was dropped.
 
 A multiply and its add are two operations, and products alone are counted. Attention counts the full square of the
-sequence, as if it were not causal: 2·T·S·N·H for the scores, as many for their product with the values (the
-convention of Chowdhery 2022, appendix B). Kernels that skip the masked half do half of that, and with
-``data.document_mask`` what lies between documents is skipped too, which counts all the same. Tensor parallelism cuts
-every matrix and every head, so that a rank does 1 / tp of it all; of what the plan's rules leave whole it does
-everything, or where the sequence is split, its tokens. In a mixture it is the tokens that tp cuts.
+sequence, as if it were not causal: 2·T·S·N·H for the scores, as many for their product with the values (the convention
+of Chowdhery 2022, appendix B). Kernels that skip the masked half do half of that, and with ``data.document_mask`` they
+also skip scores between documents, which still count. Tensor parallelism cuts every matrix and every head, so a rank
+does 1 / tp of the work; for matrices that the plan's rules leave whole it does all, or its tokens of a split sequence.
+In a mixture tp cuts the tokens.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from superstep.plan.sharding.unit_flops import (
 )
 
 MFU_CONVENTION = "3 forward passes; head and full-square attention count, embedding and recomputation do not"
-"""What ``model_flops_per_token`` counts, in the words of a display."""
+"""The convention of ``model_flops_per_token``, for displays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +55,14 @@ class UnitParameters:
     """The parameters that a unit owns; a tied head's matrix is the embedding's.
 
     Attributes:
-        matrices: cut over tp; with them the biases that are.
+        matrices: cut over tp, with their biases.
         vectors: weights of norms, whole on each tp rank.
-        whole: matrices that are whole there too: routers and shared experts, and what the plan's rules leave whole.
+        whole: matrices that are whole there too: routers and shared experts, and those that the plan's rules leave
+            whole.
         experts: matrices of experts, cut over ep.
         factors: of adapters, cut over tp.
         whole_factors: those that are whole on each tp rank.
-        partial_factors: those of them whose linear is cut.
+        partial_factors: those of them with a cut linear.
     """
 
     matrices: int
@@ -73,15 +74,14 @@ class UnitParameters:
     partial_factors: int = 0
 
     def dense_on_rank(self, tp: int) -> int:
-        """What one tensor-parallel rank holds of all but experts and adapters."""
+        """Elements on one tensor-parallel rank, without experts and adapters."""
         return self.matrices // tp + self.whole + self.vectors
 
     def adapters_on_rank(self, tp: int) -> int:
-        """What it holds of adapters."""
+        """Elements of adapters on one tensor-parallel rank."""
         return self.factors // tp + self.whole_factors
 
     def on_rank(self, tp: int, ep: int = 1) -> int:
-        """What one rank holds."""
         return self.dense_on_rank(tp) + self.experts // ep + self.adapters_on_rank(tp)
 
 
@@ -93,17 +93,16 @@ class UnitWork:
 
     @property
     def backward_flops(self) -> int:
-        """Each product has two in the backward pass: one for its input's gradient, one for its weight's."""
+        """Each product has two in the backward pass: for its input's gradient and for its weight's."""
         return 2 * self.forward_flops
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalDims:
-    """The dims above for one microbatch on one cp and tp rank; ``t`` are tokens of the residual stream there.
+    """The dims above for one microbatch on one cp and tp rank; ``t``: tokens of the residual stream there.
 
-    With sequence parallelism t = T / tp, else t = T. Of those, the feed-forward works on ``Tf`` and the head on ``Tv``:
-    all of T where they are cut over tp, t where they are whole. ``m`` are the tokens that a rank brings to a mixture of
-    experts.
+    With sequence parallelism t = T / tp, else t = T. The feed-forward works on ``Tf`` of them and the head on ``Tv``: T
+    where they are cut over tp, t where they are whole. ``m``: a rank's tokens for a mixture of experts.
     """
 
     T: int
@@ -121,11 +120,10 @@ class LocalDims:
 
 
 _Kind: TypeAlias = tuple[tuple[str | None, ...], tuple[int, ...], Factor | None]
-"""A parameter without its name: axes, dims, factor."""
 
 
 def local_dims(run: Resolved) -> LocalDims:
-    """The dims of a run's microbatch as a tensor-parallel rank sees them."""
+    """The dims of a run's microbatch on a tensor-parallel rank."""
     shape, plan = run.shape, run.plan
     tp, sequence_tokens = plan.mesh.tp, run.config.data.sequence_tokens
     tokens = plan.microbatch * sequence_tokens // plan.mesh.cp
@@ -151,7 +149,7 @@ def local_dims(run: Resolved) -> LocalDims:
 
 
 def rank_parameters(run: Resolved) -> tuple[UnitParameters, ...]:
-    """What each unit owns, in model order, as the run's rules cut it and pad it."""
+    """The parameters that each unit owns, in model order, as the run's rules cut and pad them."""
     known: dict[tuple[_Kind, ...], UnitParameters] = {}
     kinds = [tuple((p.axes, run.plan.padded(p), p.factor) for p in owned) for owned in run.outline.owned]
     for kind in kinds:  # blocks are alike
@@ -196,7 +194,6 @@ def rank_flops(run: Resolved) -> tuple[int, ...]:
 
 
 def unit_parameters(shape: ModelShape) -> tuple[UnitParameters, ...]:
-    """What each unit owns, in model order."""
     D, H = shape.width, shape.head_dim
     table = shape.vocab * D
     narrow = 0 if shape.latent is None else shape.latent.query_rank + shape.latent.key_rank
@@ -220,11 +217,11 @@ def parameters(shape: ModelShape) -> int:
 
 
 def unit_work(shape: ModelShape, *, tokens: int, sequence_tokens: int, tp: int = 1) -> tuple[UnitWork, ...]:
-    """What each unit takes for a microbatch of ``tokens`` in sequences of ``sequence_tokens``, in model order."""
+    """The work of each unit for a microbatch of ``tokens`` in sequences of ``sequence_tokens``, in model order."""
     return tuple(UnitWork(flops * tokens // tp) for flops in forward_flops_per_token(shape, sequence_tokens))
 
 
 def model_flops_per_token(shape: ModelShape, sequence_tokens: int) -> int:
-    """Operations that training on one token needs: forward and backward, as ``MFU_CONVENTION`` says."""
+    """Operations for training on one token: forward and backward, by ``MFU_CONVENTION``."""
     units = unit_work(shape, tokens=1, sequence_tokens=sequence_tokens)
     return sum(unit.forward_flops + unit.backward_flops for unit in units)

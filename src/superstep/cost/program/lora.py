@@ -34,7 +34,7 @@ READS = {
     "up_proj": "second norm",
     "down_proj": "gate",
 }
-"""What each linear of a block multiplies."""
+"""The input of each linear of a block."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,12 +49,11 @@ class LoraLinear:
 
     @property
     def forward_flops(self) -> int:
-        """Of the factors' products."""
         return 2 * self.rows * self.rank * (self.inputs + self.outputs)
 
 
 def adapted_linears(run: Resolved) -> tuple[LoraLinear, ...]:
-    """Those of one block of the decoder; all are alike."""
+    """The adapted linears of one block of the decoder; all blocks are alike."""
     if run.config.lora is None:
         return ()
     return tuple(_lora_linear(run, a, b, local_dims(run)) for a, b in _pairs(run))
@@ -80,22 +79,20 @@ def _lora_linear(run: Resolved, a: Parameter, b: Parameter, d: LocalDims) -> Lor
 
 
 def kept_inputs(run: Resolved) -> dict[str, int]:
-    """Elements of what adapted linears multiply, and so keep: by what gave it."""
+    """Elements of adapted linears' inputs, which are kept: by their source."""
     return {READS[one.linear]: one.rows * one.inputs for one in adapted_linears(run)}
 
 
 def kept_inner(run: Resolved) -> int:
-    """Elements between the factors."""
     return sum(one.rows * one.rank for one in adapted_linears(run))
 
 
 def kept_outputs(run: Resolved) -> int:
-    """Elements of the outputs."""
     return sum(one.rows * one.outputs for one in adapted_linears(run))
 
 
 def flops_per_token(run: Resolved) -> int:
-    """Operations that training the adapters on one token needs, as ``CONVENTION`` says."""
+    """Operations for training the adapters on one token, by ``CONVENTION``."""
     shape, tokens = run.shape, run.config.data.sequence_tokens
     attention = shape.layers * _attention(shape, tokens)
     frozen = sum(forward_flops_per_token(shape, tokens)) - attention

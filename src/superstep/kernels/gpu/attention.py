@@ -1,4 +1,4 @@
-"""Flash attention on a GPU: what it takes, and its calls (``kernels.attention`` for what it computes).
+"""Flash attention on a GPU: supported inputs, and calls (``kernels.attention`` defines the result).
 
 B  sequences    N  query heads           S  queries    H  width of one head
                 K  key and value heads   T  keys
@@ -27,7 +27,7 @@ from superstep.kernels.position_bias import Bias, ByDistance, Slopes
 
 DTYPES = (torch.float32, torch.bfloat16)
 WIDEST = 256
-"""Numbers of a head, of which a program holds a tile of each operand."""
+"""The widest head; a program holds a tile of each operand."""
 
 Qkv = tuple[Tensor, Tensor, Tensor]
 
@@ -37,11 +37,11 @@ class Sees:
     """Which keys a query sees, and what is added to their scores.
 
     Attributes:
-        is_causal: whether it sees none behind its own place.
+        is_causal: whether it sees only keys up to its own place.
         starts: int64 [B, S], the first key that each query sees; None for 0. A row never falls.
-        window: of how many keys up to its own place it sees the last ones alone; None for all.
+        window: the number of keys up to its own place that it sees; None for all.
         ahead: the place of the first query among the keys: 0 or more.
-        bias: of distances, from the query's place backwards.
+        bias: of distances, backwards from the query's place.
     """
 
     is_causal: bool = True
@@ -56,14 +56,14 @@ class Sees:
 
 @dataclass(frozen=True, slots=True)
 class Sides:
-    """Of a tile of scores.
+    """The shape of a tile of scores.
 
     Attributes:
         rows: queries.
         columns: keys.
         warps: that compute it.
-        stages: tiles of keys, or of queries, in flight from memory at once, with the one in use.
-        needs_bytes: shared memory of the smallest chip that has room for them.
+        stages: tiles of keys, or of queries, in flight from memory, with the one in use.
+        needs_bytes: shared memory of the smallest chip with room for them.
     """
 
     rows: int
@@ -75,11 +75,12 @@ class Sides:
 
 Part = Literal["forward", "queries", "keys"]
 Choices = Mapping[int, tuple[Sides, ...]]
-"""By width of a head, up to which they are for: tiles, those for the largest shared memory first."""
+"""By the largest width of a head: tiles, those for the largest shared memory first."""
 
 A100_BYTES, H100_BYTES = 163 * 1024, 227 * 1024
-"""Shared memory that a program may have on compute capability 8.0, and on 9.0 and 10.0; the least of any is
-``LEAST_SHARED_BYTES``."""
+"""Shared memory of a program on compute capability 8.0, and on 9.0 and 10.0; the least of any is
+``LEAST_SHARED_BYTES``.
+"""
 
 HALF_SIDES: Mapping[Part, Choices] = {
     "forward": {
@@ -94,8 +95,9 @@ HALF_SIDES: Mapping[Part, Choices] = {
     },
     "keys": {64: (Sides(64, 64, 8),), 128: (Sides(32, 64, 8),), 256: (Sides(32, 32, 8),)},
 }
-"""For 16-bit heads: the largest of those tried that an H100 has registers for, in as many stages as a chip has room
-for. The compiler says what they need (``tests/kernels/test_triton_compiles.py``)."""
+"""For 16-bit heads: the largest tiles tried for which an H100 has registers, with as many stages as a chip has room
+for. The compiler reports their needs (``tests/kernels/test_triton_compiles.py``).
+"""
 
 FULL_SIDES: Mapping[Part, Choices] = {
     "forward": {
@@ -126,18 +128,18 @@ FULL_SIDES: Mapping[Part, Choices] = {
         ),
     },
 }
-"""For heads of fp32: numbers take twice the room, and each product of theirs is three."""
+"""For fp32 heads: numbers take twice the room, and each of their products is three."""
 
 
 def sides_of(part: Part, width: int, dtype: torch.dtype, shared_bytes: int) -> Sides:
-    """The tiles of a kernel on a chip where a program may have so much shared memory."""
+    """The tiles of a kernel on a chip with this much shared memory for a program."""
     choices = (FULL_SIDES if dtype == torch.float32 else HALF_SIDES)[part]
     tiles = next(tiles for limit, tiles in choices.items() if width <= limit)
     return next((sides for sides in tiles if sides.needs_bytes <= shared_bytes), tiles[-1])
 
 
 def takes(*tensors: Tensor) -> bool:
-    """Whether the kernels compute with such tensors, [B, heads, tokens, H]: what they count has no more bits."""
+    """Whether the kernels compute with such tensors, [B, heads, tokens, H]: their 32-bit offsets must suffice."""
     return all(
         x.is_cuda
         and x.dtype == tensors[0].dtype in DTYPES
@@ -170,11 +172,8 @@ def attend_backward(
     """The keys' share of the gradients of ``inputs`` (q, k, v), and that of a bias by distance, fp32.
 
     Args:
-        grad_BNSH: the gradient of the whole output, as are the next two of all keys and not of these alone.
-        inputs: as they went forward.
-        out_BNSH: the output.
-        lse_BNS: its lse.
-        sees: as it went forward.
+        grad_BNSH: the gradient of the whole output; ``out_BNSH`` and ``lse_BNS`` are also of all keys.
+        inputs, sees: as in the forward pass.
     """
     q, k, v = inputs
     (B, N, S, H), (K, T) = q.shape, k.shape[1:3]
@@ -228,7 +227,7 @@ class _Attention(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class _Told:
-    """What all kernels are told, in their order."""
+    """The common arguments of all kernels, in order."""
 
     starts: Tensor
     bias: Tensor
@@ -254,7 +253,7 @@ class _Told:
 
 
 def _kernel_args(q_BNSH: Tensor, k_BKTH: Tensor, sees: Sees) -> _Told:
-    """An address is told of what is not there too; nothing is read from it."""
+    """Missing tensors are passed as an address too, which is not read."""
     N, S, H = q_BNSH.shape[1:]
     starts = q_BNSH if sees.starts is None else sees.starts.to(q_BNSH.device).contiguous()
     match sees.bias:
@@ -269,7 +268,7 @@ def _kernel_args(q_BNSH: Tensor, k_BKTH: Tensor, sees: Sees) -> _Told:
 
 
 def _stops(sees: Sees, tiles: int, columns: int, starts: Tensor) -> Tensor:
-    """Behind the last query that sees any key of a tile, where documents end them: int64 [B, tiles]."""
+    """One past the last query that sees any key of a tile, where documents end them: int64 [B, tiles]."""
     if sees.starts is None:
         return starts
     last = torch.arange(1, tiles + 1, device=starts.device) * columns - 1
@@ -277,6 +276,6 @@ def _stops(sees: Sees, tiles: int, columns: int, starts: Tensor) -> Tensor:
 
 
 def _like(x_BNSH: Tensor) -> Tensor:
-    """Empty, and laid out as a model has it: [B, S, N, H] in memory."""
+    """An empty tensor with a model's memory layout: [B, S, N, H]."""
     B, N, S, H = x_BNSH.shape
     return x_BNSH.new_empty(B, S, N, H).transpose(1, 2)

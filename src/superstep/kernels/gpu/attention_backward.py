@@ -3,8 +3,9 @@
     P = exp(scores - lse)    dV = Pᵀ · dOut    dScores = P · (dOut · Vᵀ - delta)    delta = rowsum(dOut · out)
     dQ = scale · dScores · K    dK = scale · dScoresᵀ · Q    dBias: sums of dScores along diagonals
 
-One kernel has a tile of queries and meets the keys, the other has a tile of keys and meets the queries of all heads
-that share it, so every gradient has one writer and one order of sums. The bias alone has many, who add as they come.
+One kernel has a tile of queries and goes through the keys, the other has a tile of keys and goes through the queries of
+all heads that share it, so every gradient has one writer and a fixed order of sums. Only the bias has many writers, in
+any order.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def attention_delta(
 
 @triton.jit
 def _levels(lse, row, queries):
-    """The lse of each query in units of base 2; of those not there, or that saw no key, one that leaves no weight."""
+    """Each query's lse in base 2; for missing queries, or those that saw no key, a value that leaves no weight."""
     level = tl.load(lse + row, mask=row < queries, other=float("inf"))
     return tl.where(level == float("-inf"), float("inf"), level) * LOG2E
 
@@ -46,7 +47,7 @@ def _meet_keys(
     k_strides, v_strides, WIDTH: tl.constexpr, WIDE: tl.constexpr, COLUMNS: tl.constexpr, CAUSAL: tl.constexpr,
     BIAS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The queries' gradients with what the keys of a run give added, and the bias's gradient at the last distance."""
+    """Add a run of keys to the queries' gradients; returns also the bias's gradient at the last distance."""
     h = tl.arange(0, WIDE)
     for at in range(begin, end, COLUMNS):
         column = at + tl.arange(0, COLUMNS)
@@ -114,7 +115,7 @@ def _meet_queries(
     scale, q_strides, grad_strides, WIDTH: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, CAUSAL: tl.constexpr,
     STARTS: tl.constexpr, WINDOW: tl.constexpr, BIAS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The keys' and values' gradients with what the queries of a run give added. Scores are transposed: [C, R]."""
+    """Add a run of queries to the keys' and values' gradients. Scores are transposed: [C, R]."""
     h = tl.arange(0, WIDE)
     for at in range(begin, end, ROWS):
         row = at + tl.arange(0, ROWS)
@@ -143,7 +144,7 @@ def attention_keys_backward(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, CAUSAL: tl.constexpr, STARTS: tl.constexpr, WINDOW: tl.constexpr,
     BIAS: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of a tile of keys and values of one key head; ``stops`` says where the queries of a tile end."""
+    """The gradients of a tile of keys and values of one key head; ``stops``: the end of a tile's queries."""
     kv_heads = heads // group
     sequence, head = (tl.program_id(1) // kv_heads).to(tl.int64), (tl.program_id(1) % kv_heads).to(tl.int64)
     begin = tl.program_id(0) * COLUMNS

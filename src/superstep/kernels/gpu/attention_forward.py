@@ -1,7 +1,7 @@
-"""Attention forward: a program has a tile of queries, and meets the keys that these see (Dao 2023, alg. 1).
+"""Attention forward: a program has a tile of queries, and goes through the keys that these see (Dao 2023, alg. 1).
 
-Keys come in three runs: those that only some of the queries see, being before a document's or a window's start, those
-that all of them see, whose scores need no mask, and those at the diagonal or at the end.
+Keys come in three runs: those that only some of the queries see, before a document's or a window's start; those that
+all see, without a mask; and those at the diagonal or at the end.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from superstep.kernels.gpu.language import LN2, LOG2E, dot
 
 @triton.jit
 def runs(row, place, first, queries, keys, COLUMNS: tl.constexpr, CAUSAL: tl.constexpr):
-    """Where the three runs of keys begin and the last one ends, in whole tiles of keys."""
+    """The begins of the three runs of keys, and the end of the last, in whole tiles of keys."""
     is_there = row < queries
     low = tl.maximum(tl.min(tl.where(is_there, first, keys)), 0) // COLUMNS * COLUMNS
     high, whole_end = keys, keys // COLUMNS * COLUMNS
@@ -52,7 +52,7 @@ def _meet(
     BIAS: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """The sums with the keys of a run added."""
+    """Add a run of keys to the sums."""
     h = tl.arange(0, WIDE)
     for at in range(begin, end, COLUMNS):
         column = at + tl.arange(0, COLUMNS)

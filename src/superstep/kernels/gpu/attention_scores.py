@@ -1,6 +1,6 @@
-"""Scores of a tile: what is added to them, and which of them count. In units of base 2, as ``exp2`` is an instruction.
+"""Scores of a tile: their bias and mask. In base 2, as ``exp2`` is an instruction.
 
-Rows and columns come as a column and a row of numbers, or the other way round where the tile is transposed.
+Places are a column and a row of numbers, or the other way round for a transposed tile.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ NONE, SLOPES, BY_DISTANCE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 @triton.jit
 def add_bias(scores, place, column, bias, last, BIAS: tl.constexpr):
-    """The scores with their bias added.
-
-    ``bias`` is where a head's begins; ``place`` is that of each query among the keys, ``last`` the last distance.
+    """Add the bias to the scores. ``bias``: the begin of a head's; ``place``: each query's place among the keys;
+    ``last``: the last distance.
     """
     if BIAS == SLOPES:
         scores -= tl.load(bias) * LOG2E * tl.maximum(place - column, 0).to(tl.float32)
@@ -29,13 +28,13 @@ def add_bias(scores, place, column, bias, last, BIAS: tl.constexpr):
 
 @triton.jit
 def distances(place, column, last):
-    """How far back each key lies, as the biases count."""
+    """How far back each key lies, at most the last distance."""
     return tl.minimum(tl.maximum(place - column, 0), last)
 
 
 @triton.jit
 def mask_scores(scores, place, column, start, keys, CAUSAL: tl.constexpr):
-    """The scores that count; the others are -inf."""
+    """The scores, with -inf where a key is not seen."""
     is_seen = (column < keys) & (column >= start)
     if CAUSAL:
         is_seen = is_seen & (column <= place)
@@ -44,7 +43,7 @@ def mask_scores(scores, place, column, start, keys, CAUSAL: tl.constexpr):
 
 @triton.jit
 def first_keys(starts, row, place, queries, window, STARTS: tl.constexpr, WINDOW: tl.constexpr):
-    """The first key that each query of a tile sees; ``starts`` is where those of its sequence begin."""
+    """The first key that each query of a tile sees; ``starts``: the begin of its sequence's."""
     first = tl.zeros_like(row)
     if STARTS:
         first = tl.load(starts + row, mask=row < queries, other=0).to(tl.int32)

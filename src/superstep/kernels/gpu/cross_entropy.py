@@ -1,4 +1,4 @@
-"""Rows of logits to log-sum-exp and the target's logit, and to gradients in their place: see ``kernels.cross_entropy``.
+"""Rows of logits to log-sum-exp and the target's logit, and to gradients in place: see ``kernels.cross_entropy``.
 
 C  rows    V  columns
 """
@@ -13,12 +13,12 @@ from torch import Tensor
 from superstep.kernels.gpu.language import padded
 
 BLOCK = 4096
-"""Logits that a program has in its registers at once."""
+"""Logits that a program has in registers at once."""
 
 
 @triton.jit
 def _sums(logits, targets, lse, score, columns, width, temperature, BLOCK: tl.constexpr):
-    """Of a row: the sum is made larger whenever a larger logit comes."""
+    """A row's sums, rescaled whenever a larger logit comes."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * width
     peak, norm = float("-inf"), 0.0
@@ -37,7 +37,7 @@ def _sums(logits, targets, lse, score, columns, width, temperature, BLOCK: tl.co
 
 @triton.jit
 def _gradients(logits, targets, lse, factor, columns, width, temperature, BLOCK: tl.constexpr):
-    """Of some columns of a row."""
+    """The gradients of some columns of a row."""
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     logits += row * width + column
     slope = tl.load(factor + row) / temperature

@@ -16,8 +16,7 @@ from torch import Tensor
 from superstep.kernels.gpu.language import padded
 
 PROGRAMS = 256
-"""That share the rows of a backward pass, each of which sums the weight's gradient of its own: about two for each
-multiprocessor."""
+"""Programs of a backward pass, each with its own sum of the weight's gradient: about two for each multiprocessor."""
 
 
 @triton.jit

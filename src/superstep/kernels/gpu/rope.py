@@ -1,4 +1,4 @@
-"""The rotary embedding: pairs (i, i + H/2) of a head are turned, in one pass; going back, they are turned back.
+"""The rotary embedding: pairs (i, i + H/2) of a head are rotated, in one pass; the gradient is rotated back.
 
 B  sequences    N  heads
 S  positions    H  width of one head
@@ -21,7 +21,7 @@ def _turn(
     x, cos, sin, out, positions, heads, half, x_strides, table_strides, BACK: tl.constexpr, HEADS: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
-    """All heads of a token, whose angles they share."""
+    """All heads of a token share its angles."""
     sequence, position = tl.program_id(0).to(tl.int64) // positions, tl.program_id(0).to(tl.int64) % positions
     head, pair = tl.arange(0, HEADS)[:, None], tl.arange(0, WIDE)[None, :]
     is_there = (head < heads) & (pair < half)
@@ -39,7 +39,7 @@ def _turn(
 
 
 def rotate(x_BSNH: Tensor, cos: Tensor, sin: Tensor, *, is_back: bool = False) -> Tensor:
-    """The heads turned by their position's angles, or back, in fp32 and rounded once: [B, S, N, H].
+    """The heads rotated by their position's angles, or back, in fp32 and rounded once: [B, S, N, H].
 
     Args:
         cos, sin: the tables of ``model.rope.Rope.tables``, [S, 1, H] or [B, S, 1, H]; the sine's first half is negated.

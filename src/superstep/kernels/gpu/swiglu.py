@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 NUMBERS = 1024
-"""Of a program."""
+"""Numbers of a program."""
 
 
 @triton.jit

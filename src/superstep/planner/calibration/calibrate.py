@@ -1,11 +1,11 @@
-"""Calibrate: the few shares that decide most of a step, from one step that a run recorded.
+"""Calibrate: fits the few shares that decide most of a step to one recorded step.
 
-Each instruction's recorded seconds are held against the formula's. What is fitted are the logarithms x of factors on
-the constants below, by least squares with each factor held to 1:
+Each instruction's recorded seconds are compared with the formula's. The fit finds the logarithms x of factors on the
+constants below, by least squares that prefer factors of 1:
 
     sum ((log predicted(x) - log recorded) / NOISE)² + sum (x / SPREAD)²
 
-which Gauss and Newton's steps make smallest. A constant that no recorded instruction depends on stays what it was.
+by Gauss-Newton steps. A constant on which no recorded instruction depends is not changed.
 """
 
 from __future__ import annotations
@@ -28,23 +28,21 @@ from superstep.program.instructions import Instruction
 from superstep.program.timeline import Timeline
 
 NOISE = 0.1
-"""Of the logarithm of an instruction's recorded seconds."""
+"""Standard deviation of the logarithm of an instruction's recorded seconds."""
 SPREAD = 0.7
-"""Of the logarithm of a factor: twice or half is nothing unusual."""
+"""Standard deviation of a factor's logarithm: twice or half is not unusual."""
 FOREIGN = 20.0
-"""A factor that no two stacks of software on one chip are apart: the run was on another chip."""
+"""A larger factor than between any two softwares on one chip: the run was on another chip."""
 ROUNDS = 12
 STEP = 1e-3
 WAITING = ("Send", "Recv", "Step", "Tie", "Free", "ReducePartial", "Snapshot")
-"""Instructions whose recorded seconds have waits for other ranks in them, or are of no unit."""
+"""Instructions with recorded seconds that include waits for other ranks, or that belong to no unit."""
 BESIDE = ("Fetch", "Reduce", "ReduceReplicas")
-"""Instructions that wait for their lane: the shortest of a kind tells its seconds."""
+"""Instructions that wait for their lane: the shortest of a kind counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConstantChange:
-    """A constant before and after."""
-
     name: str
     before: float
     after: float
@@ -52,10 +50,10 @@ class ConstantChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """What one recorded step says of the constants.
+    """The constants after one recorded step.
 
     Attributes:
-        changes: of the constants that the step bears on.
+        changes: of the constants on which the step depends.
         error_before, error_after: median deviation of an instruction's predicted seconds from its recorded ones.
     """
 
@@ -66,12 +64,12 @@ class Calibration:
 
     @property
     def foreign(self) -> tuple[ConstantChange, ...]:
-        """Changes beyond belief."""
+        """Impossible changes."""
         return tuple(each for each in self.changes if not 1 / FOREIGN < each.after / each.before < FOREIGN)
 
     @property
     def is_believed(self) -> bool:
-        """Whether the changed constants are to be used: they are near the old ones, and nearer to the step."""
+        """Whether to use the changed constants: they are near the old ones, and nearer to the step."""
         return not self.foreign and self.error_after < self.error_before
 
 
@@ -89,7 +87,7 @@ def names(cluster: Cluster, efficiency: Efficiency) -> tuple[str, ...]:
 
 
 def calibrated(run: Resolved, recorded: Timeline, cluster: Cluster, efficiency: Efficiency) -> Calibration:
-    """The constants with which the formulas come nearest to a recorded step of a run on chips of a cluster."""
+    """The constants with the best fit to a recorded step of a run on chips of a cluster."""
     numerics = run.config.numerics.compute
     world = replace(cluster, chips=run.plan.mesh.world)
     problem = SearchProblem(base=run.config, cluster=world, compute=numerics, memory_bytes=0.0, efficiency=efficiency)
@@ -118,7 +116,7 @@ def calibrated(run: Resolved, recorded: Timeline, cluster: Cluster, efficiency: 
 
 
 def _observe(recorded: Timeline) -> Iterator[tuple[tuple[Instruction, int], float]]:
-    """One instruction of each kind, unit and rank, with the seconds of such."""
+    """One instruction of each kind, unit and rank, with its seconds."""
     groups: dict[tuple[str, int, int], list[tuple[Instruction, float]]] = {}
     for event in recorded.events:
         kind = type(event.instruction).__name__

@@ -1,9 +1,9 @@
-"""A step that somebody published, as a file: a run.toml with what it took and on what.
+"""A published step as a file: a run.toml with its seconds and its cluster.
 
 [published]
 step_s = 9.4                 seconds of a step
-cluster = "64xH100"          where it ran; the cluster that is planned for, where it is left out
-software = "NeMo 24.05"      its name with its version; Superstep's own where it is left out
+cluster = "64xH100"          where it ran; by default the cluster of the plan
+software = "NeMo 24.05"      name with version; by default Superstep
 year = 2024.4                in which it ran
 [model] ... [data] ... [train] ... [plan] ...
 """
@@ -36,7 +36,7 @@ from superstep.planner.search_problem import SearchProblem
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedFigures:
-    """What ``[published]`` says."""
+    """The table ``[published]``."""
 
     step_s: float
     cluster: str = ""
@@ -45,15 +45,12 @@ class PublishedFigures:
 
 
 def is_published(path: Path) -> bool:
-    """Whether a file is a published step's."""
     return path.suffix == ".toml" and path.is_file() and "published" in read_tables(path)
 
 
 def after_published(path: Path, cluster: Cluster, known: Guide) -> tuple[Guide, float]:
-    """What is known of the constants once a published step was seen, and its predicted seconds over its true ones.
-
-    Raises:
-        ConfigError: a key is unknown, a plan does not resolve, or a chip, a format or a model is not known.
+    """The knowledge after a published step, and its predicted seconds over its true ones. Raises ConfigError where a
+    key is unknown, a plan does not resolve, or a chip, a format or a model is unknown.
     """
     tables = read_tables(path)
     figures = build(PublishedFigures, tables.pop("published"), "published.")
@@ -72,7 +69,7 @@ def after_published(path: Path, cluster: Cluster, known: Guide) -> tuple[Guide, 
 
 
 def step_slopes(run: Resolved, cluster: Cluster, efficiency: Efficiency) -> Array:
-    """Of the step of a run of ours."""
+    """Slopes of the step of a run of ours."""
     return slopes_of(_log_seconds(run, cluster, PublishedFigures(step_s=1.0)), efficiency)
 
 

@@ -51,11 +51,7 @@ class PlanRequest:
 
 
 def check_request(request: PlanRequest) -> None:
-    """See that its numbers can be used.
-
-    Raises:
-        ConfigError: one cannot.
-    """
+    """See that its numbers can be used. Raises ConfigError where one cannot."""
     if not request.cluster:
         raise ConfigError("--cluster is missing; set it to chips and their number, 64xH100 say, or to a TOML file.")
     above = {"--top": request.top, "--global-batch": request.global_batch, "--sequence": request.sequence}
@@ -76,10 +72,8 @@ def check_request(request: PlanRequest) -> None:
 
 
 def problems(model: str, request: PlanRequest) -> list[SearchProblem]:
-    """The problem in each format that the chip multiplies in, the faster first.
-
-    Raises:
-        ConfigError: the model, the cluster or a number cannot be used.
+    """The problem in each format that the chip multiplies in, the faster first. Raises ConfigError where the model, the
+    cluster or a number cannot be used.
     """
     known_cluster = cluster_of(request.cluster)
     base = _base(model, known_cluster, request)

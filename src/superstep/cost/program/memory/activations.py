@@ -99,7 +99,7 @@ def _is_vocabulary_cut(run: Resolved) -> bool:
 
 
 def unit_bytes(run: Resolved) -> tuple[UnitBytes, ...]:
-    """What each unit brings and drops within a step, in model order: activations of one microbatch."""
+    """Each unit's transient bytes within a step, in model order: activations of one microbatch."""
     d, e = local_dims(run), ELEMENT_BYTES[run.config.numerics.compute]
     boundary = d.t * d.D * e
     tokens = TOKEN * d.T
@@ -147,7 +147,7 @@ def _block(d: LocalDims, e: int, run: Resolved) -> int:
 
 
 def _keys(d: LocalDims, e: int, run: Resolved) -> int:
-    """Keys and values as attention keeps them."""
+    """Bytes of keys and values as attention keeps them."""
     if not is_exact(run):
         return d.T * 2 * (d.N if run.kept.expanded_keys else d.K) * d.H * e
     return d.T * 2 * d.K * d.H * FP32 * (run.plan.mesh.cp if run.plan.context == "ring" else 1)
@@ -158,12 +158,12 @@ def _log_sums(d: LocalDims, run: Resolved) -> int:
 
 
 def _inner_inputs(d: LocalDims) -> dict[str, int]:
-    """Elements of what a feed-forward multiplies."""
+    """Elements of a feed-forward's inputs to products."""
     return {"second norm": d.Tf * d.D, "gate": d.Tf * d.F}
 
 
 def _sliding(d: LocalDims, e: int, run: Resolved) -> int:
-    """What attention in a window keeps beside, where sequences are longer than that."""
+    """Further bytes of attention in a window, for longer sequences."""
     window = run.shape.window
     if window is None or window >= d.S:
         return 0
@@ -192,7 +192,7 @@ def _mixture(d: LocalDims, e: int, moe: MoeShape, run: Resolved) -> int:
 
 
 def _router(d: LocalDims, moe: MoeShape, cp: int) -> int:
-    """Each of the ranks that share sequences decides for the whole of them."""
+    """Each rank that shares sequences routes the whole of them."""
     E, k, tokens = moe.experts, moe.experts_per_token, d.T * cp
     # Choices, who was turned away, the logarithm of the partition.
     kept = tokens * (k * INDEX + k + FP32)
@@ -238,7 +238,7 @@ def _block_products(d: LocalDims, e: int, run: Resolved) -> tuple[int, int]:
 
 def _vectors(run: Resolved, d: LocalDims) -> int:
     """Numbers of 4 bytes in the gradients of norms and biases; in exact mode those of biases of every token, until they
-    are summed, and those of norms too, where no kernel sums them at once.
+    are summed, and of norms too, without a kernel that sums them at once.
     """
     shape = run.shape
     biases = (d.N + 2 * d.K) * d.H if shape.qkv_bias else 0

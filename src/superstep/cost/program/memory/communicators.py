@@ -1,13 +1,13 @@
-"""Communicators: the memory that NCCL takes on a GPU for each group that a rank is a member of.
+"""Communicators: NCCL's memory on a GPU for each group of a rank, outside any allocator.
 
-No allocator counts it. NCCL has buffers for each channel of each communicator, and for each rank that this one
-exchanges with directly; communicators that torch makes share none of them. Measured with the usual settings:
+NCCL has buffers for each channel of each communicator, and for each rank with direct exchange; torch's communicators
+share none. Measured with the usual settings:
 
     a group of two; a larger one      544 MiB; 688 MiB       4 A100, 24 channels    NVIDIA/nccl #964, #1785
     a first all-to-all among eight    1.06 to 4.34 GB        8 H100, 32 channels    NVIDIA/nccl #1685
 
-It is linear in the channels, so ``NCCL_MAX_NCHANNELS`` makes it less, and beyond two hosts it does not grow with the
-ranks (#864, #986). Other GPUs and versions of NCCL have other figures.
+It is linear in the channels, so ``NCCL_MAX_NCHANNELS`` reduces it, and beyond two hosts it does not grow with the ranks
+(#864, #986). Other GPUs and versions of NCCL have other figures.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ MANY_BYTES = 688 * 2**20
 """One of more ranks."""
 
 PEER_BYTES = int((4.34e9 - 1.06e9) / 7)
-"""Of each rank that this one exchanges with directly, beside the rings and trees of a communicator."""
+"""For each rank with direct exchange, beside the rings and trees of a communicator."""
 
 MOST_PEERS = 7
-"""That have such buffers: those of a host of eight. Ranks of other hosts share a pool."""
+"""The most such ranks: those of a host of eight. Ranks of other hosts share a pool."""
 
 
 def communicator_bytes(plan: Plan) -> tuple[int, ...]:
-    """Of a rank at each pipeline place, on a GPU: the same at its dp, cp and tp places."""
+    """Bytes of a rank at each pipeline place, on a GPU: equal at its dp, cp and tp places."""
     ranks = [plan.mesh.rank(Coordinate(pp=pp, dp=0, cp=0, tp=0)) for pp in range(plan.mesh.pp)]
     taken = dict.fromkeys(ranks, PEER_BYTES * min(_peers(plan), MOST_PEERS))
     for group in _groups(plan):
@@ -43,12 +43,11 @@ def communicator_bytes(plan: Plan) -> tuple[int, ...]:
 
 
 def beyond_reserve(plan: Plan) -> int:
-    """Of the fullest rank, what a search for plans does not keep free for every plan (``COMMUNICATOR_BYTES``)."""
+    """Bytes of the fullest rank beyond what a search keeps free for every plan (``COMMUNICATOR_BYTES``)."""
     return max(0, max(communicator_bytes(plan)) - int(COMMUNICATOR_BYTES))
 
 
 def group_sizes(plan: Plan, rank: int) -> list[int]:
-    """How many ranks each of a rank's groups has."""
     return [len(group) for group in _groups(plan) if rank in group]
 
 
@@ -69,8 +68,8 @@ def _groups(plan: Plan) -> Iterator[Sequence[int]]:
 
 
 def _peers(plan: Plan) -> int:
-    """Ranks with which one exchanges directly: all that have other experts, and those that have other tokens of the
-    same sequences, or with a ring its neighbour.
+    """Ranks with direct exchange: those with other experts, and those with other tokens of the same sequences, or with
+    a ring the neighbour.
     """
     experts = plan.mesh.ep - 1 if "experts" in plan.families else 0
     return experts + (min(plan.mesh.cp - 1, 1) if plan.context == "ring" else plan.mesh.cp - 1)

@@ -1,11 +1,11 @@
-"""Memory: the bytes that each rank will hold, by category, from the plan alone.
+"""Memory: the bytes of each rank, by category, from the plan alone.
 
-What stays from step to step are the flat buffers of the units that a rank holds (``buffers``). What comes and goes is
-the peak of ``program.peak_memory``: of what is kept while each instruction runs (``activations``) and of what that
-instruction makes and drops (``workspace``), the most together. A step has its batch throughout.
+What stays from step to step are the flat buffers of a rank's units (``buffers``). The transient part is the peak of
+``program.peak_memory``: what is kept while each instruction runs (``activations``) and that instruction's workspace
+(``workspace``), the largest sum. A step's batch stays throughout.
 
-Not counted: a collective's own buffers; what was sent until the peer answers, one to three messages at a peak of two
-ranks; the batch read ahead; torch itself; rows and columns of zeros that exact mode puts beside few.
+Not counted: a collective's own buffers; sent messages until the peer answers, one to three at a peak of two ranks; the
+batch read ahead; torch itself; zero padding of exact mode.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from superstep.program.peak_memory import Peak, UnitBytes, high_water
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankBytes:
-    """What one pipeline rank holds, on each of its dp and tp places.
+    """A pipeline rank's bytes, on each of its dp and tp places.
 
     Attributes:
-        params: parameters between steps; in fp32 the master weights are among them.
+        params: parameters between steps; in fp32 with the master weights.
         gradients: gradient buffers between steps.
         optimizer: Adam's two moments, and master weights that are a copy.
-        peak: the most that comes and goes within a step.
-        batch: what a step has throughout: its tokens and targets, and the tables of their positions.
-        communicators: what NCCL takes on a GPU, which no allocator counts; 0 on a CPU, and where it is not asked for.
+        peak: the most transient bytes within a step.
+        batch: a step's tokens and targets, and the tables of their positions.
+        communicators: NCCL's, on a GPU, outside any allocator; 0 on a CPU, and where not requested.
     """
 
     params: int
@@ -58,15 +58,15 @@ class RankBytes:
 
 
 def rank_bytes(run: Resolved, program: Program, sizes: Sequence[UnitBytes] | None = None) -> tuple[RankBytes, ...]:
-    """Each pipeline rank's memory for the step ``program``; without ``sizes``, as the formulas have them."""
+    """Each pipeline rank's memory for the step ``program``; ``sizes`` default to the formulas'."""
     owned = rank_parameters(run)
     peaks = high_water(program, unit_bytes(run) if sizes is None else sizes)
     return tuple(_rank(run, [owned[u] for u in program.held_by(r)], peak) for r, peak in enumerate(peaks))
 
 
 def weights_bytes(run: Resolved, program: Program) -> tuple[int, ...]:
-    """What each pipeline rank holds of a model of the same layout that is not trained: its weights, without adapters'
-    factors. Beside adapters they are the trainer's own, where each rank has these whole.
+    """Each pipeline rank's bytes of an untrained model of the same layout: its weights, without adapters' factors.
+    Beside adapters they are the trainer's own, where each rank has these whole.
     """
     if run.config.lora is not None and not zero_stage(run, "dense").shards_parameters:
         return (0,) * program.pp

@@ -1,7 +1,7 @@
-"""fit: whether a plan's fullest rank fits the memory that there is, what overflows, and which changes would fit.
+"""fit: whether a plan's fullest rank fits the memory, what overflows, and which changes would fit.
 
-A mend is tried, not guessed: the run with one field changed is resolved anew and its memory computed by the formulas
-that refused it.
+A mend is tried, not guessed: the run with one field changed is resolved again and its memory computed by the same
+formulas.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Category: TypeAlias = Literal[
 ]
 
 MemoryOf: TypeAlias = Callable[[RunConfig], tuple[RankBytes, ...]]
-"""The memory of each pipeline rank of a configuration; raises ConfigError where it cannot be."""
+"""The memory of each pipeline rank of a configuration; raises ConfigError for an invalid one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mend:
-    """One change that would fit: a field of the run, its value, and what the fullest rank would hold."""
+    """A change that fits: a field of the run, its value, and the fullest rank's bytes."""
 
     field: str
     value: int | str
@@ -40,11 +40,12 @@ class Overflow:
     """A plan that does not fit.
 
     Attributes:
-        rank: the fullest pipeline rank, and its bytes by category.
-        category: the first that no longer has room, in the order in which memory is taken.
-        needed_bytes: of the rank, all together.
-        limit_bytes: what there is.
-        mends: changes of one field that would fit, the one that costs the least time first.
+        rank: the fullest pipeline rank.
+        parts: its bytes by category.
+        category: the first without room, in the order in which memory is taken.
+        needed_bytes: of the rank in all.
+        limit_bytes: available.
+        mends: changes of one field that fit, the cheapest in time first.
     """
 
     rank: int
@@ -56,9 +57,7 @@ class Overflow:
 
 
 def by_category(rank: RankBytes) -> dict[Category, int]:
-    """A rank's bytes at its peak: what stays from step to step, and what comes and goes within one. A rank without
-    communicators has no such category.
-    """
+    """A rank's bytes at its peak by category, persistent and transient."""
     peak = rank.peak
     communicators: dict[Category, int] = {"communicators": rank.communicators} if rank.communicators else {}
     parts: dict[Category, int] = {
@@ -79,7 +78,7 @@ def with_communicators(ranks: Sequence[RankBytes], plan: Plan) -> tuple[RankByte
 
 
 def memory_of(run: Resolved) -> tuple[RankBytes, ...]:
-    """Each pipeline rank's memory by the formulas, which are those of our own decoder."""
+    """Each pipeline rank's memory by the formulas of our own decoder."""
     return rank_bytes(run, compile_step(run.plan))
 
 
@@ -88,8 +87,7 @@ def overflow(config: RunConfig, memory: MemoryOf, limit_bytes: int) -> Overflow 
 
     Args:
         config: resolved, with nothing automatic left.
-        memory: of it, and of it with another plan.
-        limit_bytes: of one rank.
+        memory: called for it, and for it with another plan.
     """
     ranks = memory(config)
     number = max(range(len(ranks)), key=lambda r: ranks[r].bytes)

@@ -1,7 +1,7 @@
-"""snapshot_bytes: what the copies of a rank's state take of its host's memory.
+"""snapshot_bytes: the host memory of the copies of a rank's state.
 
 weights and moments, fp32               3 · 4 · this rank's share of what is trained
-slots                                   3: the newest whole one, the next, and one on its way to the disk
+slots                                   3: the newest complete one, the next, and one on its way to disk
 with a copy on another host             4: the newest, the next, the one that other hosts have, the one they have next;
                                         and 3 for copies of a rank of another host
 """
@@ -17,18 +17,16 @@ from superstep.program.compile import compile_evaluation
 
 SLOTS = 3
 PEER_SLOTS = 4
-"""More, with a copy on another host: one of its own, three for another's."""
+"""Additional slots with a copy on another host: one of its own, three for another's."""
 
 
 def snapshot_bytes(run: Resolved) -> int:
-    """Of the fullest rank; 0 without snapshots. Memory that no checkpoint has needed yet is not taken: then it is two
-    thirds of this.
-    """
+    """Bytes of the fullest rank; 0 without snapshots. Until the first checkpoint only two thirds are allocated."""
     return 0 if run.config.state.snapshot_every is None else slots_bytes(run)
 
 
 def slots_bytes(run: Resolved) -> int:
-    """What it would be with snapshots."""
+    """Its bytes with snapshots."""
     slots = SLOTS + PEER_SLOTS * (run.config.state.peers or 0)
     # Who holds what is the same in the shortest program.
     program, owned = compile_evaluation(replace(run.plan, microbatches=1)), rank_parameters(run)

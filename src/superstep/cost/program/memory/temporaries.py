@@ -1,9 +1,9 @@
-"""Workspace: what a pass over a unit makes and drops within its instruction, and what a step has throughout.
+"""Workspace: the temporaries of a pass over a unit within its instruction, and what a step has throughout.
 
-It comes on top of all that is kept while the instruction runs (``activations``), at the height of the pass, and less
-its result where that is not there yet. With the letters of ``activations``, C the tokens of one chunk of the loss, R
-the rows of a rank's experts, E those experts, O and I the sides of the largest matrix of a rank, G the block in which
-exact mode puts numbers on their grid, P a sequence's keys in whole blocks:
+It is added to what is kept while the instruction runs (``activations``), at the peak of the pass, minus its result
+where that does not exist yet. With the letters of ``activations``, C the tokens of one chunk of the loss, R the rows of
+a rank's experts, E those experts, O and I the sides of the largest matrix of a rank, G the block in which exact mode
+puts numbers on their grid, P a sequence's keys in whole blocks:
 
     head, fused with its loss
       forward    logits of a chunk, what softmax makes of them in fp32 (in bf16 logits in fp32 as well), their rows; the
@@ -29,7 +29,7 @@ exact mode puts numbers on their grid, P a sequence's keys in whole blocks:
       tables of positions, of each microbatch where documents are kept apart      2·S·H·e, or m·2·T·H·e
       ids and targets of a rank's tokens                                          m·T·16
 
-A block's forward pass makes less than its backward pass, which finds as much kept, and so does what is computed again.
+A block's forward pass, and recomputation, make less than its backward pass, with as much kept.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def block_workspace(run: Resolved) -> tuple[int, int]:
 
 
 def step_bytes(run: Resolved) -> int:
-    """What a step has throughout; tables are those of our own decoder."""
+    """Bytes that a step has throughout; tables are those of our own decoder."""
     microbatches, tokens = run.plan.microbatches, run.plan.microbatch * run.config.data.sequence_tokens
     ids = microbatches * tokens // run.plan.mesh.cp * 2 * TOKEN
     if run.decoder is None:
@@ -80,20 +80,20 @@ def step_bytes(run: Resolved) -> int:
 
 
 def batch_bytes(run: Resolved, *, streams: int) -> int:
-    """A global batch with so many streams, where all of it lies on every rank."""
+    """Bytes of a global batch with ``streams`` streams, where all of it is on every rank."""
     numbers = run.config.train.batch_sequences * run.config.data.sequence_tokens
     return numbers * (2 * TOKEN + INDEX + streams * FP32)
 
 
 def exact_terms(cells: int, tp: int) -> int:
-    """Matrices as large as a product's result that exact mode's sum of it has at once: one of each cell of a rank's
-    inner dim, and of each rank that has other cells.
+    """The most result-sized matrices of exact mode's sum at once: one for each cell of a rank's inner dim, and for each
+    rank with other cells.
     """
     return cells // tp + (tp + 1 if tp > 1 else 0)
 
 
 def _mixture(run: Resolved, d: LocalDims) -> int:
-    """Elements that the backward pass of a block's experts makes."""
+    """Elements made in the backward pass of a block's experts."""
     moe = run.shape.moe
     assert moe is not None
     rows = d.m * moe.experts_per_token
@@ -123,7 +123,7 @@ def _exact_attention(run: Resolved, d: LocalDims, chunks: int) -> int:
 
 
 def _sum_bytes(run: Resolved, d: LocalDims, outputs: int, inputs: int) -> int:
-    """A matrix's gradient, and a block of it on the grid; or what it is made of."""
+    """A matrix's gradient, and a block of it on the grid; or its terms."""
     if not run.kept.exact_products:
         return d.T * inputs * FP32
     return outputs * inputs * FP32 + min(GRID_BLOCK, outputs * inputs) * 8

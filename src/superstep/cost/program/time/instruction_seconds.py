@@ -1,16 +1,16 @@
-"""instruction_seconds: what each instruction of a step takes, whoever knows the seconds.
+"""instruction_seconds: the seconds of each instruction of a step, from any source of prices.
 
-One pricer says which bytes an instruction moves and between which ranks. A ``InstructionPrices`` says what they take:
+One pricer says which bytes an instruction moves and between which ranks. ``InstructionPrices`` gives their seconds:
 measured operations of this machine (``cost.program.time.predict``), or closed forms of a catalogue's chips
 (``planner.closed_form_seconds``).
 
     instruction      bytes                                      over
     Fetch            parameters of a unit, by family            the shards of the family
     Reduce           gradients, by family                       the shards of the family
-    ReduceReplicas   gradients / shards                         the copies
+    ReduceReplicas   gradients / shards                         the replicas
     Tie              this rank's share of a tied table          the pipeline ranks that hold it
-    ReducePartial    gradients that a tp rank knows in part     tp
-    Send, Recv       what passes to the unit                    two neighbours in the pipeline
+    ReducePartial    partial gradients of a tp rank             tp
+    Send, Recv       the unit's input                           two neighbours in the pipeline
     Settle, Step     this rank's share                          itself
     Snapshot         weights and moments of this rank's share   its host
 """
@@ -31,34 +31,34 @@ from superstep.program.instructions import Program
 
 @dataclass(frozen=True, slots=True)
 class CollectiveRanks:
-    """The ranks of a collective: how many there are, and how far apart neighbours are numbered."""
+    """The ranks of a collective: their number, and the distance of neighbours."""
 
     count: int
     stride: int
 
 
 class InstructionPrices(Protocol):
-    """Where the seconds of a run come from."""
+    """The source of a run's seconds."""
 
     @property
     def parameter_bytes(self) -> float:
-        """Of an element, as it is gathered."""
+        """Bytes of a gathered parameter."""
 
     @property
     def gradient_bytes(self) -> float:
-        """Of an element, as it is summed."""
+        """Bytes of a summed gradient."""
 
     def passes(self, unit: int) -> UnitSeconds:
-        """The passes of a unit over one microbatch; what runs beside them is left at 0."""
+        """The passes of a unit over one microbatch; overlapped work is left at 0."""
 
     def boundary_bytes(self, unit: int) -> float:
-        """Of what passes to a unit on another pipeline rank."""
+        """Bytes of a unit's input from another pipeline rank."""
 
     def collective_s(self, collective: Collective, size: float, over: CollectiveRanks) -> float:
-        """One collective of ``size`` bytes, as ``hardware.cluster.CollectiveRate`` counts them; 0 for one rank."""
+        """One collective of ``size`` bytes, counted as in ``hardware.cluster.CollectiveRate``; 0 for one rank."""
 
     def settle_s(self, size: float) -> float:
-        """To add the ``size`` bytes of a shard's new gradient to its sum."""
+        """Adding the ``size`` bytes of a shard's new gradient to its sum."""
 
     def update_s(self, units: Sequence[UnitParameters]) -> float:
         """The optimizer's step on a rank that holds these units."""
@@ -111,9 +111,7 @@ def _unit(run: Resolved, program: Program, source: InstructionPrices, unit: int,
 
 
 def partial_elements(run: Resolved, units: Sequence[UnitParameters]) -> int:
-    """Elements on a rank whose gradient each tp rank sees only a part of: norms of heads; of a split sequence, all that
-    is whole.
-    """
+    """Elements of a rank with partial gradients on each tp rank: norms of heads; all whole ones of a split sequence."""
     if run.config.lora is not None:
         return sum(unit.whole_factors if run.plan.sequence_parallel else unit.partial_factors for unit in units)
     if run.plan.sequence_parallel:

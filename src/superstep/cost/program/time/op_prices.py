@@ -1,8 +1,7 @@
-"""Machines: what an operation takes, in seconds.
+"""Prices: seconds of an operation.
 
-Two of them. A ``MachineRates`` has one rate for everything of a kind, as a data sheet does. A ``Measured`` one looks up
-what
-was measured: products by shape, passes over memory by size, collectives by their latency and rate.
+A ``MachineRates`` has one rate for each kind, like a data sheet. ``Measured`` looks up measurements: products by shape,
+passes over memory by size, collectives by their latency and rate.
 
     collectives of b bytes over n ranks, by a ring or by direct exchange (Thakur 2005, sec. 4)
       gather, reduce-scatter, all-to-all    b · (n - 1) / n / link_bytes_per_s + link_latency_s
@@ -30,11 +29,11 @@ from superstep.hardware.chip import ProductRate, Rate
 from superstep.hardware.cluster import Cluster, Collective
 
 LIKE: Mapping[str, str] = {"norm": "copy", "gate": "exp", "loss": "exp"}
-"""Kinds of passes of our own kernels, and those of torch's at whose rate they go where their own was not measured."""
+"""Kinds of passes of our own kernels, and torch's kinds with about the same rate, where ours were not measured."""
 
 
 class Prices(Protocol):
-    """What one operation takes on one rank, in seconds; and the rates that tell a machine in a line."""
+    """Seconds of one operation on one rank; and rates that describe a machine in a line."""
 
     @property
     def gemm_flops_per_s(self) -> float:
@@ -50,10 +49,10 @@ class Prices(Protocol):
 
     @property
     def shared_cores(self) -> int | None:
-        """The cores that all ranks of a host share, for computing and for sending; None where each has a device."""
+        """The cores that all ranks of a host share, for computing and sending; None where each rank has a device."""
 
     def product_s(self, product: Product) -> float:
-        """One product (or as many as it has in a batch)."""
+        """One product, or a batch of them."""
 
     def attention_s(self, attention: AttentionOperation) -> float:
         """One call."""
@@ -62,12 +61,12 @@ class Prices(Protocol):
         """One pass over ``size`` bytes, reads and writes together."""
 
     def collective_s(self, collective: Collective, size: float, ranks: int) -> float:
-        """One collective of ``size`` bytes, as ``hardware.cluster.CollectiveRate`` counts them; 0 with one rank."""
+        """One collective of ``size`` bytes, counted as in ``hardware.cluster.CollectiveRate``; 0 with one rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineRates:
-    """What one rank's device does in a second, and the link between two of them."""
+    """Rates of one rank's device, and of the link between two of them."""
 
     gemm_flops_per_s: float
     memory_bytes_per_s: float
@@ -76,19 +75,16 @@ class MachineRates:
 
     @property
     def shared_cores(self) -> None:
-        """Each rank has a device of its own."""
+        """None: each rank has its own device."""
         return
 
     def product_s(self, product: Product) -> float:
-        """At the one rate for products."""
         return product.flops / product.count / self.gemm_flops_per_s
 
     def attention_s(self, attention: AttentionOperation) -> float:
-        """At the same, for the full square."""
         return attention.flops / attention.count / self.gemm_flops_per_s
 
     def pass_s(self, kernel: str, size: float) -> float:
-        """At the speed of memory."""
         return size / self.memory_bytes_per_s
 
     def collective_s(self, collective: Collective, size: float, ranks: int) -> float:
@@ -103,12 +99,12 @@ class MachineRates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """A machine whose cluster file has what was measured on it.
+    """A machine with measurements in its cluster file.
 
     Attributes:
         cluster: with tables of products, copies and collectives.
         rate: the format of products.
-        is_host: the ranks compute on the cores of the host itself.
+        is_host: the ranks compute on the host's cores.
     """
 
     cluster: Cluster
@@ -116,11 +112,7 @@ class Measured:
     is_host: bool
 
     def __post_init__(self) -> None:
-        """See that the tables are there.
-
-        Raises:
-            ConfigError: nothing was measured in this format.
-        """
+        """Check the tables; raises ConfigError where nothing was measured in this format."""
         if not self._products("product"):
             raise ConfigError(
                 f"{self.cluster.chip.name}: no product was measured in {self.rate}; superstep measure writes a file "
@@ -129,42 +121,37 @@ class Measured:
 
     @property
     def shared_cores(self) -> int | None:
-        """Those of the host, where ranks are its processes."""
         return self.cluster.chip.cores if self.is_host else None
 
     @property
     def gemm_flops_per_s(self) -> float:
-        """The best product measured."""
         return max(p.flops_per_s for p in self._products("product"))
 
     @property
     def memory_bytes_per_s(self) -> float:
-        """Of the largest copy measured."""
+        """Of the largest measured copy."""
         return self.cluster.chip.memory_bytes_per_s
 
     @property
     def link_bytes_per_s(self) -> float:
-        """Of the cluster's fast links."""
         return self.cluster.link_bytes_per_s
 
     def product_s(self, product: Product) -> float:
-        """By the rates of the shapes around it."""
+        """By the rates of nearby shapes."""
         if product.kernel == "batch" and not self._products("batch"):
             return self.pass_s("read", 4 * product.numel)
         shape = (product.rows, product.width, product.inner)
         return self._overhead_s() + product.flops / product.count / self._rate(product.kernel, shape)
 
     def attention_s(self, attention: AttentionOperation) -> float:
-        """By the rates of the lengths around it, which were measured causal: without the mask there is twice as much
-        to do.
-        """
+        """By the rates of nearby lengths, which were measured causal: without the mask there is twice as much work."""
         kernel = "attention-backward" if attention.is_backward else "attention"
         shape = (attention.queries, attention.keys, attention.head_dim)
         whole = 1 if attention.is_causal else 2
         return self._overhead_s() + whole * attention.flops / attention.count / self._rate(kernel, shape)
 
     def pass_s(self, kernel: str, size: float) -> float:
-        """By the sizes around it; no pass is faster than the smallest that was measured, and a view is its launch."""
+        """By nearby sizes; no pass is faster than the smallest measured one, and a view costs its launch."""
         if kernel == "view":
             return self.cluster.chip.launch_s
         known = self._passes(kernel)
@@ -175,11 +162,11 @@ class Measured:
         return [(c.bytes, c.bytes / c.bytes_per_s) for c in self.cluster.chip.copies if c.kernel == kernel]
 
     def _overhead_s(self) -> float:
-        """What a launch takes in a model's own code beyond what it takes in the loop that measured the kernels."""
+        """A launch's extra time in a model's code, compared with the measuring loop."""
         return max(0.0, self.cluster.chip.launch_s - min((s for _, s in self._passes("copy")), default=0.0))
 
     def collective_s(self, collective: Collective, size: float, ranks: int) -> float:
-        """Latency and rate as measured with as many ranks, or else the nearest number."""
+        """Latency and rate measured with this number of ranks, or else the nearest."""
         if ranks == 1:
             return 0.0
         known = [c for c in self.cluster.collectives if c.name == collective]
@@ -200,8 +187,8 @@ class Measured:
 
 
 def nearby(known: Iterable[tuple[Sequence[int], float]], shape: Sequence[int]) -> float:
-    """The value at a shape from those at known ones: the mean of their logarithms, weighted by one over the fourth
-    power of the distance in octaves (Shepard 1968); a known shape has its own value.
+    """The value at a shape from known ones: the mean of their logarithms, weighted by one over the fourth power of the
+    distance in octaves (Shepard 1968); a known shape has its own value.
     """
     total = weights = 0.0
     for other, value in known:
@@ -215,7 +202,7 @@ def nearby(known: Iterable[tuple[Sequence[int], float]], shape: Sequence[int]) -
 
 
 def _between(known: Sequence[tuple[float, float]], size: float) -> float:
-    """Seconds at a size: on a straight line between the sizes around it, at the last rate beyond."""
+    """Seconds at a size: interpolated linearly between nearby sizes, at the last rate beyond."""
     ordered = sorted(known)
     smallest, largest = ordered[0], ordered[-1]
     if size <= smallest[0]:
@@ -228,7 +215,7 @@ def _between(known: Sequence[tuple[float, float]], size: float) -> float:
 
 
 def seconds(operations: Operations, machine: Prices, ranks: Callable[[Axis], int]) -> float:
-    """One after the other on one rank; ``ranks`` says how many an axis has."""
+    """Operations in sequence on one rank; ``ranks``: the number of ranks of an axis."""
     total = 0.0
     for operation in operations:
         match operation:

@@ -1,4 +1,4 @@
-"""Operations: what a unit does in one pass, as the framework issues it, one value for each kind of kernel and size.
+"""Operations of a unit in one pass, as the framework issues them, one value for each kind of kernel and size.
 
     Product    [rows, inner] · [inner, width], of which ``batch`` at once      2 · batch · rows · inner · width FLOPs
     Attention  queries against keys, all heads                                 4 · B · N · Sq · Sk · H, backward twice
@@ -17,8 +17,9 @@ from typing import Literal, TypeAlias
 from superstep.hardware.cluster import Collective
 
 Axis: TypeAlias = Literal["shards", "replicas", "cp", "tp", "ep", "sequence", "pp", "tie", "world"]
-"""What a message goes over: a mesh axis, or the ranks that hold the same (shards and replicas of parameters, the
-pipeline ranks of a tied table, the cp and tp ranks of one sequence, everybody)."""
+"""What a message goes over: a mesh axis, or a group of ranks (shards and replicas of parameters, the pipeline ranks of
+a tied table, the cp and tp ranks of one sequence, all).
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +27,9 @@ class Product:
     """Matrix products of one shape.
 
     Attributes:
-        kernel: product; or gradient, that of a weight: the left factor lies transposed, and what comes of it is added
-            to what is there; or batch, of many that are narrow.
+        kernel: product; or gradient, of a weight: the left factor is transposed, and the result is added; or batch, of
+            many
+        narrow ones.
     """
 
     rows: int
@@ -44,7 +46,7 @@ class Product:
 
     @property
     def numel(self) -> int:
-        """Numbers that one of them reads and gives."""
+        """Numbers that one of them reads and writes."""
         return self.batch * (self.rows * self.inner + self.inner * self.width + self.rows * self.width)
 
 
@@ -72,9 +74,9 @@ class Pass:
     """Reads and writes of whole tensors by one kernel.
 
     Attributes:
-        kernel: its kind, which decides at what rate it goes; ``hardware.chip.CopyRate`` has the same words.
-        bytes: read and written by one of them; 0 for a view, which costs its launch alone.
-        product_flops: of one of them, where it is a product so narrow that memory decides its time.
+        kernel: its kind, which decides its rate; ``hardware.chip.CopyRate`` has the same words.
+        bytes: read and written by one of them; 0 for a view, which costs only its launch.
+        product_flops: of one of them, for a product so narrow that memory decides its time.
     """
 
     kernel: str
@@ -84,7 +86,6 @@ class Pass:
 
     @property
     def flops(self) -> int:
-        """Of products alone."""
         return self.count * self.product_flops
 
 
@@ -99,7 +100,6 @@ class CollectiveOperation:
 
     @property
     def flops(self) -> int:
-        """None."""
         return 0
 
 
@@ -112,13 +112,13 @@ class UnitOperations:
     """One unit on one microbatch, on one rank.
 
     Attributes:
-        forward: the forward pass, as the plan's recompute policy has it.
-        backward: the whole backward pass, with what selective recomputation does again.
-        weight: the part of it that BackwardWeight does.
-        input_bytes: of what passes to the unit.
-        kept_bytes: what the forward keeps for the backward pass, the input included; 0 where it was not seen.
-        peak_bytes: the most that the forward holds of what it makes; 0 where it was not seen.
-        between_bytes: what stays between BackwardInput and BackwardWeight; 0 where it was not seen.
+        forward: the forward pass, under the plan's recompute policy.
+        backward: the whole backward pass, with selective recomputation.
+        weight: the part of BackwardWeight.
+        input_bytes: of the unit's input.
+        kept_bytes: kept for the backward pass, with the input; 0 if not traced.
+        peak_bytes: the most that the forward holds of its results; 0 if not traced.
+        between_bytes: kept between BackwardInput and BackwardWeight; 0 if not traced.
     """
 
     forward: Operations
@@ -131,7 +131,7 @@ class UnitOperations:
 
 
 def collect(operations: Iterable[Operation]) -> Operations:
-    """Equal operations as one with their number, in the order of their first."""
+    """Equal operations as one with a count, in the order of their first."""
     counts: dict[Operation, int] = {}
     for operation in operations:
         one = replace(operation, count=1)
@@ -140,10 +140,8 @@ def collect(operations: Iterable[Operation]) -> Operations:
 
 
 def flops(operations: Operations) -> int:
-    """Floating-point operations of products and attention."""
     return sum(operation.flops for operation in operations)
 
 
 def messages(operations: Operations) -> Iterator[CollectiveOperation]:
-    """The collectives among them."""
     return (operation for operation in operations if isinstance(operation, CollectiveOperation))

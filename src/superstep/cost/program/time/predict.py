@@ -1,18 +1,17 @@
-"""predict: what a step of a plan would take on a machine, in seconds and bytes.
+"""predict: the seconds and bytes of a plan's step on a machine.
 
-A unit takes what its operations take, one after the other: products and attention at the machine's rates for their
-shapes, passes over memory, collectives. What the operations are is read off the unit's own modules
-(``engine.tracing.trace_units``), or where there is no torch, from formulas (``unit_operations``). Beside the
-units there are, in fp32:
+A unit takes the sum of its operations: products and attention at the machine's rates for their shapes, passes over
+memory, collectives. The operations are traced from the unit's modules (``engine.tracing.trace_units``), or without
+torch computed by formulas (``unit_operations``). Beside the units there are, in fp32:
 
     Reduce, Fetch      reduce-scatter or all-reduce of a gradient buffer, gather of parameters, by family
-    gradient buffer    written once where it comes and goes (ZeRO 2 and 3), at the start of the step else
+    gradient buffer    written once where it is transient (ZeRO 2 and 3), at the start of the step else
     Settle             3 passes over the shard
     Step               the gradient's norm 1, AdamW 7 (28 bytes a parameter), with ZeRO 0 and bf16 the copy 2
 
-Where ranks are processes of a host, what the last unit holds lies in memory that the system first has to find. Ranks
-share the host's cores, and sending takes a core as computing does: no step is shorter than the work of all ranks,
-sending included, over the cores.
+Where ranks are processes of a host, the last unit's memory must first be allocated by the system. Ranks share the
+host's cores, and sending takes a core as computing does: no step is shorter than the work of all ranks, with sending,
+over the cores.
 """
 
 from __future__ import annotations
@@ -49,12 +48,11 @@ __all__ = ["MachineRates", "Prediction", "durations", "predict"]
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """A step before it has run.
+    """A predicted step.
 
     Attributes:
-        timeline: what would run when.
         memory: of each pipeline rank.
-        before_s: of the pass before it, in which a loss of whole answers finds what each token weighs.
+        before_s: of the pass before it, in which a loss of whole answers finds its tokens' weights.
     """
 
     timeline: Timeline
@@ -63,12 +61,10 @@ class Prediction:
 
     @property
     def step_s(self) -> float:
-        """The whole step."""
         return self.before_s + self.timeline.step_s
 
     @property
     def bubble(self) -> float:
-        """Idle over busy time, all ranks together."""
         return self.timeline.bubble()
 
     @property
@@ -79,7 +75,6 @@ class Prediction:
 
     @property
     def memory_bytes(self) -> int:
-        """The peak of the fullest rank."""
         return max(rank.bytes for rank in self.memory)
 
 
@@ -93,13 +88,11 @@ def predict(
     """The training step of a run on a machine.
 
     Args:
-        run: what would be trained.
-        machine: what operations take.
-        operations: of each unit as its own modules do them; None means those of the formulas.
-        is_weighed: whether each step asks for the log-probabilities of its batch first.
+        operations: of each unit, traced from its modules; None means those of the formulas.
+        is_weighed: whether each step first computes the log-probabilities of its batch.
 
     Raises:
-        ConfigError: the model is the user's own, and no operations are given.
+        ConfigError: a user's model without operations.
     """
     program = compile_step(run.plan)
     took = durations(run, program, machine, operations)
@@ -120,14 +113,14 @@ def _share_cores(run: Resolved, machine: Prices, program: Program, took: Duratio
 
 
 def _without_gradients(run: Resolved, took: Durations) -> Durations:
-    """Where a head finds its gradients in its forward pass, a third of its products are the logits."""
+    """Where a head computes its gradients in its forward pass, a third of its products are the logits."""
     last = len(run.plan.units) - 1
     share = 1 / 3 if run.decoder is not None and has_fused_loss(run) else 1.0
     return lambda i, rank: took(i, rank) * (share if isinstance(i, Forward) and i.unit == last else 1.0)
 
 
 def sizes_of(run: Resolved, operations: Sequence[UnitOperations] | None) -> tuple[UnitBytes, ...] | None:
-    """What units bring and drop, of a model of the user's own: as its operations were seen to keep it."""
+    """Units' bytes for a user's model, as traced from its operations."""
     if run.decoder is not None or operations is None:
         return None
     e = ELEMENT_BYTES[run.config.numerics.compute]
@@ -151,7 +144,7 @@ def sizes_of(run: Resolved, operations: Sequence[UnitOperations] | None) -> tupl
 
 
 def _crowding(timeline: Timeline, world: int, cores: int) -> float:
-    """By how much the step is longer because ranks share cores: all their work over all cores, if that is more."""
+    """How many times longer the step is because ranks share cores: all their work over all cores, if that is more."""
     work_s = sum(e.end_s - e.start_s for e in timeline.events if not isinstance(e.instruction, Recv))
     alike = world / timeline.program.pp
     return max(1.0, work_s * alike / cores / timeline.step_s) if timeline.step_s else 1.0
@@ -160,14 +153,14 @@ def _crowding(timeline: Timeline, world: int, cores: int) -> float:
 def durations(
     run: Resolved, program: Program, machine: Prices, operations: Sequence[UnitOperations] | None = None
 ) -> PerUnit:
-    """Seconds of each instruction of the run's step; raises as ``predict`` does."""
+    """Seconds of each instruction of the run's step; raises like ``predict``."""
     units = decoder_operations(run) if operations is None else operations
     return instruction_seconds(run, program, Operated(run, machine, tuple(units)))
 
 
 @dataclass(frozen=True, slots=True)
 class Operated:
-    """Seconds from the operations of the units, each at a machine's price. A ``Source``."""
+    """``InstructionPrices`` from the operations of the units, each at a machine's price."""
 
     run: Resolved
     machine: Prices
@@ -175,7 +168,6 @@ class Operated:
 
     @property
     def parameter_bytes(self) -> float:
-        """In the format that the run computes in."""
         return ELEMENT_BYTES[self.run.config.numerics.compute]
 
     @property
@@ -184,7 +176,6 @@ class Operated:
         return gradient_bytes(self.run)
 
     def passes(self, unit: int) -> UnitSeconds:
-        """A unit's operations one after the other."""
         run, machine, operations = self.run, self.machine, self.operations[unit]
         ranks = _ranks(run)
         # With ZeRO 2 and 3 a gradient buffer comes for each run of microbatches, and is written with zeros.
@@ -200,11 +191,10 @@ class Operated:
         )
 
     def boundary_bytes(self, unit: int) -> float:
-        """Of the unit's input."""
         return self.operations[unit].input_bytes
 
     def collective_s(self, collective: Collective, size: float, over: CollectiveRanks) -> float:
-        """As the machine has it, which knows the number of ranks alone."""
+        """At the machine's price, which depends only on the number of ranks."""
         return self.machine.collective_s(collective, size, over.count) if size else 0.0
 
     def settle_s(self, size: float) -> float:

@@ -1,4 +1,4 @@
-"""The file that says from what a run's step was predicted: whoever predicts it again comes to the same figure."""
+"""The file with the inputs of a run's prediction, from which it can be predicted again with the same result."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from superstep.plan.config_io import build, read_tables, write_fields
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictedFrom:
-    """What ``predict`` is given beside the run's configuration.
+    """The inputs of ``predict`` beside the run's configuration.
 
     Attributes:
-        is_weighed: whether each step asks for the log-probabilities of its batch first.
-        plan: that the ranks run; the configuration's own may be for more ranks than are left.
-        machine: as the ranks measured it when they began.
+        is_weighed: whether each step first computes the log-probabilities of its batch.
+        plan: of the ranks; the configuration's own may be for more ranks than are left.
+        machine: as the ranks measured it at their start.
     """
 
     is_weighed: bool
@@ -26,7 +26,6 @@ class PredictedFrom:
 
 
 def write_predicted_from(value: PredictedFrom) -> str:
-    """The TOML text that ``read_predicted_from`` reads back as an equal value."""
     cluster = value.machine.cluster
     tables = {
         "plan": value.plan,
@@ -41,9 +40,5 @@ def write_predicted_from(value: PredictedFrom) -> str:
 
 
 def read_predicted_from(path: Path) -> PredictedFrom:
-    """Read such a file.
-
-    Raises:
-        ConfigError: it cannot be read, or a value is missing, unknown or wrong.
-    """
+    """Read such a file; raises ConfigError where it cannot be read, or a value is missing, unknown or wrong."""
     return build(PredictedFrom, read_tables(path))

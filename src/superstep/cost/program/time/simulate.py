@@ -1,9 +1,9 @@
 """simulate: the program on a clock.
 
-Each rank issues its instructions in order; the next one is issued when the compute before it has finished. A
-fetch or a reduction starts when it is issued and its lane is free. A transfer starts when it is sent, its
-receive is posted and its channel (from, to, wire) is free. Compute starts when everything that it waits for
-has arrived. Ties and the step start when every rank that takes part has come.
+Each rank issues its instructions in order; the next one is issued when the compute before it has finished. A fetch or a
+reduction starts when it is issued and its lane is free. A transfer starts when it is sent, its receive is posted and
+its channel (from, to, wire) is free. Compute starts when all its inputs have arrived. Ties and the step start when all
+their ranks have come.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class Durations(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitSeconds:
-    """What one unit takes.
+    """One unit's seconds.
 
     Attributes:
         backward_s: the whole backward pass.
-        weight_s: the part of it that BackwardWeight takes; BackwardInput takes the rest.
-        transfer_s: the way of its input, or the gradient's, between two ranks.
+        weight_s: the part of BackwardWeight; BackwardInput takes the rest.
+        transfer_s: of its input, or the gradient, between two ranks.
     """
 
     forward_s: float
@@ -50,7 +50,6 @@ class UnitSeconds:
     snapshot_s: float = 0.0
 
     def of(self, instruction: Instruction) -> float:  # noqa: C901 - one case for each instruction
-        """The seconds of an instruction on this unit."""
         match instruction:
             case ins.Forward():
                 return self.forward_s
@@ -82,14 +81,13 @@ class UnitSeconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PerUnit:
-    """Durations that depend on the unit alone."""
+    """Durations that depend only on the unit."""
 
     units: tuple[UnitSeconds, ...]
     reduce_partial_s: float = 0.0
     step_s: float = 0.0
 
     def __call__(self, instruction: Instruction, rank: int, /) -> float:
-        """The seconds of one instruction, the same on every rank."""
         match instruction:
             case ins.ReducePartial():
                 return self.reduce_partial_s
@@ -102,10 +100,8 @@ class PerUnit:
 
 
 def simulate(program: Program, durations: Durations) -> Timeline:
-    """When each instruction of a checked program would run; the clock starts at 0.
-
-    Raises:
-        InvalidProgram: some ranks wait for ever.
+    """When each instruction of a checked program would run; the clock starts at 0. Raises InvalidProgram where some
+    ranks wait forever.
     """
     run = _Run(program, durations)
     for places in issue_order(program):
@@ -148,7 +144,7 @@ class _Run:
             self.events.append(TimelineEvent(rank, index, i, start_s, end_s))
 
     def _ready_s(self, rank: int, needed: Sequence[Arrival]) -> float:
-        """When a rank has computed what lies ahead, and everything needed has come."""
+        """When a rank has computed all before, and every input has come."""
         ready_s, came_s = self.clock_s[rank], self.came_s[rank]
         for arrival in needed:
             ready_s = max(ready_s, came_s.get(arrival, 0.0))

@@ -1,9 +1,9 @@
-"""Stragglers: how much longer a step takes when chips are not all alike, by sampling.
+"""Stragglers: how much longer a step takes when chips differ, by sampling.
 
-Chips that move in lockstep (tensor and context parallelism) wait for the slowest of them at every operation; copies of
-a pipeline (data parallelism) wait for the slowest at the end of the step. The ranks of a group are alike, so the
-slowest of n is drawn at once: where u is uniform, u^(1/n) has the distribution of the largest of n. A hundred thousand
-chips cost no more than one pipeline.
+Chips in lockstep (tensor and context parallelism) wait for the slowest of them at every operation; copies of a pipeline
+(data parallelism) wait for the slowest at the end of the step. The ranks of a group are alike, so the slowest of n is
+drawn at once: for uniform u, u^(1/n) has the distribution of the largest of n. A hundred thousand chips cost no more
+than one pipeline.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Jitter:
     """How chips differ.
 
     Attributes:
-        spread: of an operation's seconds from one time to the next: the standard deviation of their logarithm.
-        slow_share: chips that are slow for good; MegaScale found some hosts 10% slower (Jiang 2024, sec. 6.3).
-        slow_by: by how much: 0.1 takes a tenth longer.
+        spread: the standard deviation of the logarithm of an operation's seconds.
+        slow_share: permanently slow chips; MegaScale found some hosts 10% slower (Jiang 2024, sec. 6.3).
+        slow_by: 0.1 takes a tenth longer.
     """
 
     spread: float = 0.02
@@ -37,7 +37,7 @@ class Jitter:
     slow_by: float = 0.1
 
     def __post_init__(self) -> None:
-        """Refuse what is no spread or share."""
+        """Refuse values out of range."""
         for name, most in (("spread", 1.0), ("slow_share", 1.0), ("slow_by", 10.0)):
             if not 0 <= getattr(self, name) <= most:
                 raise ConfigError(f"{name} = {getattr(self, name)} must be between 0 and {most:g}.")
@@ -45,12 +45,7 @@ class Jitter:
 
 @dataclass(frozen=True, slots=True)
 class Straggled:
-    """A step's seconds over samples.
-
-    Attributes:
-        clean_s: without jitter.
-        mean_s, late_s: the mean, and what one step in twenty exceeds.
-    """
+    """A step's seconds over samples: ``clean_s`` without jitter, ``late_s`` is exceeded by one step in twenty."""
 
     clean_s: float
     mean_s: float
@@ -67,7 +62,7 @@ def straggle(
     samples: int = 16,
     seed: int = 0,
 ) -> Straggled:
-    """The step of ``copies`` pipelines, each rank of which is ``lockstep`` chips."""
+    """The step of ``copies`` pipelines with ``lockstep`` chips for each rank."""
     clean_s = simulate(program, durations).step_s
     rng = np.random.default_rng(seed)
     even = [1.0] * program.pp
@@ -87,7 +82,7 @@ def straggle(
 def _slow_ranks(
     program: Program, jitter: Jitter, lockstep: int, copies: int, rng: np.random.Generator
 ) -> Sequence[float]:
-    """How many times longer each rank takes in the copy that has the most slow ranks."""
+    """How many times longer each rank takes in the copy with the most slow ranks."""
     slow_rank = 1 - (1 - jitter.slow_share) ** lockstep
     slow = max((rng.random((copies, program.pp)) < slow_rank).tolist(), key=sum)
     return [1 + jitter.slow_by * is_slow for is_slow in slow]
@@ -106,7 +101,7 @@ def _pipeline_s(
     lockstep: int,
     rng: np.random.Generator,
 ) -> float:
-    """The step of one copy, each operation as slow as the slowest of its chips."""
+    """The step of one copy, each operation at the pace of its slowest chip."""
 
     def noisy(instruction: Instruction, rank: int, /) -> float:
         seconds = durations(instruction, rank)

@@ -1,4 +1,4 @@
-"""traffic: the bytes that a step's collectives carry, by mesh axis, from the plan and its program.
+"""traffic: bytes of a step's collectives by mesh axis, from the plan and its program.
 
     over      collectives                                              bytes of each, whole tensor on one rank
     shards    Fetch, Reduce                                            e · P, 4 · P for the P elements of a buffer
@@ -29,15 +29,13 @@ from superstep.program.instructions import Instruction, Program
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """Bytes over one axis."""
-
     axis: Axis
     bytes: int
 
 
 def traffic(run: Resolved, program: Program, units: Sequence[UnitOperations]) -> tuple[dict[Axis, int], ...]:
-    """For each pipeline rank, the bytes of its collectives in one step by axis: what each of its places counts, with
-    the bytes of ``hardware.cluster.CollectiveRate``.
+    """For each pipeline rank, the bytes of its collectives in one step by axis, counted at each of its places as in
+    ``hardware.cluster.CollectiveRate``.
     """
     amounts = []
     for rank, instructions in enumerate(program.ranks):

@@ -1,4 +1,4 @@
-"""What the units of our own decoder do, without torch. ``engine.tracing.trace_units`` reads it off modules.
+"""Operations of our own decoder's units, without torch; ``engine.tracing.trace_units`` traces them from modules.
 
 Products and attention are listed one by one and are exact. Everything else is one pass over memory, in eager mode,
 where e is the bytes of a number in the compute dtype and a pass a read or a write of a whole tensor; the backward pass
@@ -62,7 +62,7 @@ def _embedding(run: Resolved) -> UnitOperations:
 
 
 def _seam(run: Resolved, size: int) -> tuple[Operations, Operations]:
-    """What leads back from the end of a region that is cut over tp, and what ends it going forward."""
+    """The operations at the end of a region that is cut over tp: forward and backward."""
     if run.plan.mesh.tp == 1:
         return (), ()
     if not run.plan.sequence_parallel:
@@ -136,8 +136,8 @@ def _factors(run: Resolved) -> Iterator[Product]:
 
 
 def _attention(run: Resolved, d: LocalDims) -> AttentionOperation:
-    """As if the rank had its share of all heads of whole sequences, which is as much work however cp cuts it, and as if
-    each sequence was one document. In a sliding window a block of queries meets two of keys.
+    """As if the rank had its share of all heads of whole sequences, which is as much work for any cut over cp, and as
+    if each sequence was one document. In a sliding window a block of queries meets two of keys.
     """
     keys = min(d.S, 2 * run.shape.window) if run.shape.window else d.S
     queries = d.S // run.plan.mesh.cp
@@ -172,7 +172,7 @@ def _inner(run: Resolved, d: LocalDims) -> int:
 
 
 def _messages(run: Resolved, d: LocalDims, e: int, *, is_backward: bool) -> Iterator[Operation]:
-    """Of one way; the other has most of them too, in the other direction."""
+    """The messages of one pass; the other has most of them too, in the other direction."""
     mesh, shape = run.plan.mesh, run.shape
     regions = ("heads",) if shape.moe else ("heads", "ffn")
     for region in regions:
@@ -239,7 +239,7 @@ def _head(run: Resolved) -> UnitOperations:
 
 
 def _over_vocabulary(tokens: int, chunk_tokens: int) -> Iterator[CollectiveOperation]:
-    """Of each chunk the largest of all ranks' sums of a token; their sum, and the target's logit."""
+    """For each chunk: the largest of all ranks' sums of a token; their sum, and the target's logit."""
     for first in range(0, tokens, chunk_tokens):
         size = FP32 * min(chunk_tokens, tokens - first)
         yield CollectiveOperation(collective="all-reduce", axis="tp", bytes=size)
