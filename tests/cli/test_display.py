@@ -77,11 +77,15 @@ def test_a_pipe_gets_one_line_for_each_report_of_the_routers():
 
 
 def test_a_log_says_the_convention_and_the_prediction_once():
-    shown = logged([RUN, Resumed(step=3, path="c"), *steps(4, 60), RunFinished(step=60, elapsed_s=30.0, tokens_seen=9)])
+    run, end = replace(RUN, layers="norm in C++"), RunFinished(step=60, elapsed_s=30.0, tokens_seen=9)
+    shown = logged([run, Resumed(step=3, path="c"), *steps(4, 60), end])
     assert shown[0] == "runs/demo: demo, dp 2, 7M parameters, 2 ranks over shared memory, 60 steps"
-    assert shown[1] == "predicted: 500 ms a step, 3 GiB of tensors on the fullest rank"
+    assert shown[1:3] == [
+        "layers: norm in C++",
+        "predicted: 500 ms a step, 3 GiB of tensors on the fullest rank",
+    ]
     assert [text for text in shown if "causal" in text] == [f"MFU: {CONVENTION}"]
-    assert shown[3] == "resumed after step 3 from c"
+    assert shown[4] == "resumed after step 3 from c"
     assert shown[-1] == "finished step 60 in 0:30, 9 tokens seen"
 
 

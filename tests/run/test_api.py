@@ -1,6 +1,7 @@
 """What the commands do, from Python: values come back, nothing is printed, and mistakes are errors."""
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -49,6 +50,10 @@ def test_train_returns_what_the_run_has_left_and_prints_nothing(config, capfd):
     assert capfd.readouterr() == ("", "")
     again = superstep.train(replace(config, state=replace(config.state, existing="resume")))
     assert again == result, "it is complete"
+    started = json.loads((result.run_dir / "metrics.jsonl").read_text().splitlines()[0])
+    assert main(["view", str(result.run_dir / "run.toml"), "--kernels"]) == 0
+    rows = [re.split("  +", line) for line in capfd.readouterr().out.splitlines()[1:-1]]
+    assert started["layers"].split(", ") == list(dict.fromkeys(row[-2] for row in rows))
 
 
 def test_a_mistake_is_the_error_whose_line_the_command_prints(config, capsys):

@@ -18,6 +18,7 @@ from superstep.engine.flat.buffers import UnitBuffers
 from superstep.engine.flat.rank_state import RankState
 from superstep.engine.flat.snapshots import Snapshots
 from superstep.engine.instruction_timer import Recorder
+from superstep.engine.layers.implementation import names_of
 from superstep.engine.malloc_tuning import keep_what_is_freed
 from superstep.engine.microbatch import Microbatch
 from superstep.engine.parallel.expert import build_exchange
@@ -59,6 +60,7 @@ class Engine(RankState):
 
     Attributes:
         routers: counts of the training steps; None without experts.
+        layers: what computes the layers of this rank, on one line.
         newest_program: of the newest training step, which depends on its number of microbatches.
     """
 
@@ -101,6 +103,7 @@ class Engine(RankState):
         loss = config.train.loss
         self._objective: Objective = CROSS_ENTROPY if loss is None else OwnLoss(load_loss(loss))
         machine = assemble(run, self.specs, mesh, self.buffers, self._exchange, self._begin, example)
+        self.layers = names_of(choice for chosen in machine.chosen.values() for choice in chosen)
         self._excess = machine.excess
         self.snapshots: Snapshots | None = None
         """What copies the state, where anything does."""

@@ -34,6 +34,8 @@ class RunStarted:
     """How ranks reach each other; empty where there is one."""
     attention: str = ""
     """What computes attention."""
+    layers: str = ""
+    """What computes the layers of rank 0; ``superstep view --kernels`` says which layer has which, and why."""
     steps: int
     """Steps of the whole run."""
     unigram_entropy: float | None = None

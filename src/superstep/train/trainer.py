@@ -121,6 +121,11 @@ class Trainer:
         """Why a GPU cannot copy straight into the memory of snapshots; empty where it can, or there are none."""
         return "" if self.copies.snapshots is None else self.copies.snapshots.unpinned
 
+    @property
+    def layers(self) -> str:
+        """What computes the layers of this rank."""
+        return self._engine.layers
+
     def describe(self) -> None:
         """Write the program that runs into the run directory."""
         write_whole(self.folder.program, write_program(self._engine.step_program))

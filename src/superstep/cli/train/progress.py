@@ -365,7 +365,8 @@ def _notes(progress: Progress) -> list[str]:
         notes.append(f"last warning, after step {warned.step}: {warned.text}")
     if again := progress.retried:
         notes.append(f"last graded again after step {again.step}: {again.why}")
-    return [*notes, f"MFU: {progress.mfu_convention}"]
+    layers = [f"layers: {run.layers}"] if run and run.layers else []
+    return [*layers, *notes, f"MFU: {progress.mfu_convention}"]
 
 
 def _comparison_lines(progress: Progress) -> list[str]:

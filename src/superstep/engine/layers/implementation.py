@@ -7,7 +7,7 @@ place; then every one of the second list that applies goes round what is there, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,11 @@ class Choice:
     path: str
     layer: str
     chosen: tuple[Implementation, ...]
+
+
+def names_of(choices: Iterable[Choice]) -> str:
+    """The implementations of layers on one line, each of them once."""
+    return ", ".join(dict.fromkeys(row.name for choice in choices for row in choice.chosen))
 
 
 def install(
