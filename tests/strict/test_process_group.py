@@ -42,6 +42,41 @@ def reduced(operation, dtype=torch.float32):
     return call
 
 
+def mean_of_integers(rank, world, place, group):
+    """Towards zero."""
+    x = numbers(rank, 3, 4, dtype=torch.int32).to(place)
+    if place.type == "cpu":  # which Gloo does not have
+        dist.all_reduce(x, group=group)
+        return x.div(world, rounding_mode="trunc")
+    dist.all_reduce(x, dist.ReduceOp.AVG, group=group)
+    return x
+
+
+def sum_of_products(rank, world, place, group):
+    x = numbers(rank, 8).to(place)
+    if place.type == "cpu":  # which Gloo does not have
+        x *= 0.25
+        dist.all_reduce(x, group=group)
+    else:
+        dist.all_reduce(x, dist._make_nccl_premul_sum(0.25), group=group)
+    return x
+
+
+def of_eight_bits(rank, world, place, group):
+    """Which Gloo does not have: gathered, exchanged, sent from rank 0 to all, and summed, each rank ones."""
+    one = torch.ones(2, device=place)
+    if place.type == "cpu":
+        return torch.cat([one.repeat(3 * world + 1), one * world])
+    x = one.to(torch.float8_e4m3fn)
+    gathered, exchanged = x.repeat(world), x.repeat(world)
+    gather_single(gathered, x, group=group)
+    dist.all_to_all_single(exchanged.clone(), exchanged, group=group)
+    sent, total = x.repeat(world + 1), x.clone()
+    dist.broadcast(sent, 0, group=group)
+    dist.all_reduce(total, group=group)
+    return torch.cat([gathered, exchanged, sent, total]).float()
+
+
 def broadcast(rank, world, place, group):
     x = numbers(rank, 5).to(place)
     dist.broadcast(x, world - 1, group=group)
@@ -150,6 +185,23 @@ def together(rank, world, place, group):
     return torch.cat([*sums, wholes.view(-1)])
 
 
+def together_on_a_device(rank, world, place, group):
+    """Several calls as one, of which the manager is told the device: each is issued as it is called."""
+    if place.type == "cpu":
+        return together(rank, world, place, group)
+    manager = dist.distributed_c10d._coalescing_manager
+    sums = [numbers(rank, 3).to(place), numbers(rank, 4).to(place)]
+    wholes = torch.empty(2, 3 * world, device=place)
+    with manager(group, place, async_ops=True) as calls:
+        for whole in wholes:
+            gather_single(whole, sums[0].clone(), group=group)
+    calls.wait()
+    with manager(group, place):
+        for each in sums:
+            dist.all_reduce(each, group=group)
+    return torch.cat([*sums, wholes.view(-1)])
+
+
 def passed_on(rank, world, place, group):
     """Along the ranks, one after the other."""
     x = numbers(rank, 4).to(place)
@@ -191,6 +243,9 @@ CALLS = {
     "min": reduced(dist.ReduceOp.MIN),
     "sum of integers": reduced(dist.ReduceOp.SUM, torch.int64),
     "sum of bf16": reduced(dist.ReduceOp.SUM, torch.bfloat16),
+    "mean of integers": mean_of_integers,
+    "sum of products": sum_of_products,
+    "eight bits": of_eight_bits,
     "broadcast": broadcast,
     "all_gather": gathered,
     "all_gather, uneven": gathered_unevenly,
@@ -204,6 +259,7 @@ CALLS = {
     "reduce_scatter of lists": scattered_list,
     "all_to_all of lists": exchanged_list,
     "several at once": together,
+    "several at once, on a device": together_on_a_device,
     "send and recv": passed_on,
     "batch_isend_irecv": passed_round,
     "objects": objects,
@@ -348,6 +404,18 @@ def refused_calls(gpu, rank):
         "another type": (
             lambda: gather_single(ones(gpu, 8, dtype=torch.float64), one),
             "all_gather_single of 4 float32: its tensors are of torch.float32 and torch.float64",
+        ),
+        "unknown type": (
+            lambda: dist.send(ones(gpu, 4, dtype=torch.int16), 1 - rank),
+            "send of 4 int16: Input tensor data type is not supported for NCCL process group: torch.int16",
+        ),
+        "bits": (
+            lambda: dist.all_reduce(ones(gpu, 4, dtype=torch.int32), dist.ReduceOp.BAND),
+            "all_reduce of band of 4 int32: Cannot use ReduceOp.BAND with NCCL",
+        ),
+        "mean of truth": (
+            lambda: dist.all_reduce(ones(gpu, 4, dtype=torch.bool), dist.ReduceOp.AVG),
+            "all_reduce of mean of 4 bool: Cannot use ReduceOp.AVG with boolean inputs",
         ),
         "strided": (
             lambda: dist.all_reduce(strided),
@@ -515,16 +583,16 @@ def narrow_group(blocks, limit):
     return dist.new_group([0, 1], pg_options=options, timeout=limit)
 
 
-def call_crosswise(rank, world, folder, blocks):
+def call_crosswise(rank, world, folder, blocks, limit_s):
     """Two communicators, used in opposite orders; the first call of each rank is under way when it makes the second."""
-    gpu = begin_nccl(rank, world, folder, 3)
-    limit = timedelta(seconds=3)
+    gpu = begin_nccl(rank, world, folder, limit_s)
+    limit = timedelta(seconds=limit_s)
     groups = [narrow_group(blocks, limit) if blocks else dist.new_group([0, 1], timeout=limit) for _ in range(2)]
     connect(gpu, *groups)
     x, y = ones(gpu, 4), ones(gpu, 4)
     torch.cuda.synchronize()
-    dist.all_reduce(x, group=groups[rank], async_op=True)  # the first of two
-    while not any("runs call" in task for task in device_module().under_way()):
+    first = dist.all_reduce(x, group=groups[rank], async_op=True)  # the first of two
+    while not (first.is_completed() or any("runs call" in task for task in device_module().under_way())):
         time.sleep(0.01)
     dist.all_reduce(y, group=groups[1 - rank], async_op=True)
     torch.cuda.synchronize()
@@ -532,13 +600,13 @@ def call_crosswise(rank, world, folder, blocks):
 
 
 def test_narrow_communicators_run_beside_each_other(tmp_path):
-    for status, text in run_to_the_end(2, call_crosswise, tmp_path, 16):
+    for status, text in run_to_the_end(2, call_crosswise, tmp_path, 16, TIME_S):
         assert status == 0, text
 
 
 @pytest.mark.parametrize("blocks", [0, 32])
 def test_a_hang_of_communicators_that_have_no_room_beside_each_other_is_named(tmp_path, blocks):
-    require_hang(run_to_the_end(2, call_crosswise, tmp_path, blocks), "# the first of two")
+    require_hang(run_to_the_end(2, call_crosswise, tmp_path, blocks, 3), "# the first of two")
 
 
 def send_both(rank, world, folder):

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from itertools import islice
 from types import ModuleType, SimpleNamespace
 
 import psutil
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from superstep.errors import CollectiveError
-from superstep.strict.nccl.transport import Call, GlooTransport, Views
+from superstep.strict.nccl.transport import FLOAT8, Call, GlooTransport, Views
 from superstep.strict.nccl.watchdog import Members, Watchdog
 from superstep.strict.nccl.works import PendingCall, StreamWork
 from superstep.strict.torch_cuda import find_stream
@@ -33,6 +34,12 @@ WATCHDOG_FIRST = timedelta(minutes=1)
 
 LOOK_S = 1.0
 """After which a host that waits for others looks who they are."""
+
+DTYPES = {
+    *(torch.int8, torch.uint8, torch.bool, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, *FLOAT8),
+}
+"""What NCCL knows (``ncclDataType`` in torch/csrc/distributed/c10d/NCCLUtils.hpp); complex numbers go as real ones."""
 
 Run = Callable[[GlooTransport, Views, Views], None]
 
@@ -233,7 +240,7 @@ class Communicator(dist.ProcessGroup):
 
     def _call(self, name: str, what: str, reads: Sequence[Tensor], writes: Sequence[Tensor], run: Run) -> StreamWork:
         self._require(not (why := refusal_of([*reads, *writes])), name, what, why)
-        return self._issue([Call(name, what, self.device.caller(), reads, writes, run)])
+        return self._issue_or_keep(Call(name, what, self.device.caller(), reads, writes, run))
 
     def _require(self, holds: bool, name: str, what: str, rule: str) -> None:
         if not holds:
@@ -246,13 +253,14 @@ class Communicator(dist.ProcessGroup):
         others = [rank for rank in range(self.size()) if rank != self.rank()]
         self._require(peer in others, name, what, f"Invalid peer rank {peer}; it must be one of {others} in its group")
         self._require(not (why := refusal_of([*sent, *received])), name, what, why)
-        call = Call(name, what, self.device.caller(), sent, received, peer=peer)
+        return self._issue_or_keep(Call(name, what, self.device.caller(), sent, received, peer=peer))
+
+    def _issue_or_keep(self, call: Call) -> StreamWork:
+        """Issue a call now, or at the end of its group of calls, whose work is waited for then."""
         if self._coalesced is None:
             return self._issue([call])
         self._coalesced.append(call)
-        return StreamWork(
-            PendingCall(-1, str(call), torch.cuda.Event(), time.monotonic(), [])
-        )  # the group's is waited for
+        return StreamWork(PendingCall(-1, str(call), torch.cuda.Event(), time.monotonic(), []))
 
     def _issue(self, calls: Sequence[Call], kind: type[StreamWork] = StreamWork) -> StreamWork:
         if self._is_aborted:
@@ -266,26 +274,27 @@ class Communicator(dist.ProcessGroup):
         stream.wait_event(torch.cuda.current_stream(index).record_event())
 
         # Kernels under way keep no memory: it is the work that does, until wait().
-        bare = [replace(call, reads=(), writes=()) for call in calls]
+        bare = [(replace(call, reads=(), writes=()), len(call.reads), len(call.writes)) for call in calls]
 
+        line = calls[0].line
         what = f"call {next(self._call_numbers)} of {transport.name}: " + " and ".join(call.name for call in calls)
 
         def run(read_views: Views, written_views: Views) -> None:
+            reads, writes = iter(read_views), iter(written_views)
+            each = [(call, list(islice(reads, read)), list(islice(writes, written))) for call, read, written in bare]
             try:
-                if bare[0].peer is None:
-                    transport.collect(bare[0], read_views, written_views)
-                else:
-                    transport.transfer(bare, read_views, written_views)
+                for call, own, to in each:
+                    if call.peer is None:
+                        transport.collect(call, own, to)
+                transport.transfer([one for one in each if one[0].peer is not None])
             except RuntimeError as error:
                 if isinstance(error, CollectiveError):
                     raise
-                raise dist.DistBackendError(f"{what} ({bare[0].line}): {error}") from error
+                raise dist.DistBackendError(f"{what} ({line}): {error}") from error
 
         self.device.launch(queue, reads, writes, run, what)
         deadline_s = time.monotonic() + self.options._timeout.total_seconds()
-        work = kind(
-            PendingCall(queue, f"{what} ({calls[0].line})", stream.record_event(), deadline_s, [*reads, *writes])
-        )
+        work = kind(PendingCall(queue, f"{what} ({line})", stream.record_event(), deadline_s, [*reads, *writes]))
         self.watchdog.watch(work)
         return work
 
@@ -305,6 +314,8 @@ def refusal_of(tensors: Sequence[Tensor]) -> str:
             return f"No backend type associated with device type {tensor.device.type}; a tensor must be on a GPU"
         if tensor.device != first.device:
             return f"its tensors are on {first.device} and {tensor.device}; they must be on one GPU"
+        if tensor.dtype not in DTYPES and not tensor.is_complex():
+            return f"Input tensor data type is not supported for NCCL process group: {tensor.dtype}"
         if tensor.dtype != first.dtype:
             return f"its tensors are of {first.dtype} and {tensor.dtype}; they must have one type"
         if not tensor.is_contiguous():

@@ -62,7 +62,8 @@ class Nccl(Communicator):
 
     def reduce(self, tensors: Any, opts: Any) -> StreamWork:  # noqa: ANN401
         """A reduction, on one member alone; the tensors of the others keep their numbers."""
-        rule, own, root = Reduction.of(opts), as_list(tensors), opts.rootRank
+        own, root = as_list(tensors), opts.rootRank
+        rule = self._reduction("reduce", own, opts)
 
         def run(transport: GlooTransport, at: Views, to: Views) -> None:
             total = (*to, *at)[0].clone()
@@ -101,7 +102,8 @@ class Nccl(Communicator):
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> StreamWork:  # noqa: ANN401
         """A reduction of a tensor for each member."""
-        own, for_each, rule = as_list(outputs), list(inputs[0]), Reduction.of(opts)
+        own, for_each = as_list(outputs), list(inputs[0])
+        rule = self._reduction("reduce_scatter", own, opts)
         what = f"{rule} of {in_words(*for_each)}"
         self._require_part(own[0], for_each, self.rank(), "reduce_scatter", what)
 
@@ -177,7 +179,7 @@ class Nccl(Communicator):
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> StreamWork:  # noqa: ANN401
         """Several reductions as one call."""
-        rule = Reduction.of(opts)
+        rule = self._reduction("all_reduce", tensors, opts)
 
         def run(transport: GlooTransport, _: Views, to: Views) -> None:
             for each in to:
@@ -209,7 +211,7 @@ class Nccl(Communicator):
         opts: Any = None,  # noqa: ANN401
     ) -> StreamWork:
         """Several reductions, of which each member gets its part, as one call."""
-        rule = Reduction.of(opts)
+        rule = self._reduction("reduce_scatter_single", inputs, opts)
         what = f"{rule} of {in_words(*inputs)}"
         for whole, output in zip(inputs, outputs, strict=True):
             self._require_whole(whole, output, "input", "output", "reduce_scatter_single", what)
@@ -219,6 +221,12 @@ class Nccl(Communicator):
                 transport.reduce_part(output, whole, rule)
 
         return self._call("reduce_scatter_single", what, inputs, outputs, run)
+
+    def _reduction(self, name: str, tensors: Sequence[Tensor], opts: Any) -> Reduction:  # noqa: ANN401
+        """That of torch's options; raises a CollectiveError where NCCL has it not."""
+        rule = Reduction.of(opts)
+        self._require(not (why := rule.refusal_of(tensors)), name, f"{rule} of {in_words(*tensors)}", why)
+        return rule
 
     def _require_whole(self, whole: Tensor, part: Tensor, of_whole: str, of_part: str, name: str, what: str) -> None:
         """Raise a CollectiveError where one tensor is not as large as the parts of all members."""

@@ -25,6 +25,9 @@ WANTED, SENT, NUMBERS, CALLED = 1, 2, 3, 4
 each member calls.
 """
 
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+"""What NCCL sums and Gloo does not know."""
+
 Views = list[Tensor]
 
 
@@ -65,6 +68,11 @@ def describe(signature: Tensor) -> str:
     return bytes(signature.tolist())[DIGEST_BYTES:].rstrip(b"\0").decode(errors="replace")
 
 
+def movable(numbers: Tensor) -> Tensor:
+    """The same bytes, of a type that Gloo moves."""
+    return numbers.view(torch.uint8) if numbers.dtype in FLOAT8 else numbers
+
+
 def fits(one: Tensor, other: Tensor) -> bool:
     """Whether two calls are one operation."""
     return torch.equal(one[:DIGEST_BYTES], other[:DIGEST_BYTES])
@@ -76,22 +84,38 @@ class Reduction:
 
     Attributes:
         operation: of Gloo, which has no mean.
-        is_mean: whether it is divided by the members.
+        is_mean: whether it is divided by the members, integers towards zero.
+        factor: by which each member's numbers are multiplied first; None leaves them.
     """
 
     operation: Any
-    is_mean: bool
+    is_mean: bool = False
+    factor: float | Tensor | None = None
 
     @classmethod
     def of(cls, opts: Any) -> Self:  # noqa: ANN401 - torch's options have no common type
         """That of torch's options."""
-        operation = dist.ReduceOp.SUM if opts is None else opts.reduceOp
-        is_mean = operation == dist.ReduceOp.AVG
-        return cls(dist.ReduceOp.SUM if is_mean else operation, is_mean)
+        operation: Any = dist.ReduceOp.SUM if opts is None else opts.reduceOp
+        if operation == dist.ReduceOp.AVG:
+            return cls(dist.ReduceOp.SUM, is_mean=True)
+        if operation == dist.ReduceOp.PREMUL_SUM:
+            return cls(dist.ReduceOp.SUM, factor=operation.__getstate__()[1])
+        return cls(operation)
+
+    def refusal_of(self, tensors: Sequence[Tensor]) -> str:
+        """Why NCCL does not reduce so (getNcclReduceOp in ProcessGroupNCCL.cpp); empty where it does."""
+        if any(self.operation == bits for bits in (dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR)):
+            return f"Cannot use ReduceOp.{str(self).upper()} with NCCL"
+        if self.is_mean and tensors[0].dtype == torch.bool:
+            return "Cannot use ReduceOp.AVG with boolean inputs"
+        if self.factor is not None and not tensors[0].is_floating_point():
+            return f"PreMulSum Data type must be half, float, bfloat16 or double, not {tensors[0].dtype}"
+        return ""
 
     def __str__(self) -> str:
         """Its name."""
-        return "mean" if self.is_mean else str(getattr(self.operation, "op", self.operation)).rpartition(".")[2].lower()
+        name = str(getattr(self.operation, "op", self.operation)).rpartition(".")[2].lower()
+        return "mean" if self.is_mean else name if self.factor is None else f"{name} times {self.factor:g}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +149,14 @@ class GlooTransport:
         """One out of all members' numbers, in place."""
         options = dist.AllreduceOptions()
         options.reduceOp = rule.operation
-        self.gloo.allreduce([numbers], options).wait(self.limit)
+        total = numbers.float() if numbers.dtype in FLOAT8 else numbers
+        if rule.factor is not None:
+            total.mul_(rule.factor)
+        self.gloo.allreduce([total], options).wait(self.limit)
         if rule.is_mean:
-            numbers.div_(self.size)
+            is_real = total.is_floating_point() or total.is_complex()
+            total.div_(self.size, rounding_mode=None if is_real else "trunc")
+        numbers.copy_(total)
 
     def reduce_part(self, output: Tensor, whole: Tensor, rule: Reduction) -> None:
         """This member's part of the reduction."""
@@ -139,12 +168,12 @@ class GlooTransport:
         """The root's numbers, in place."""
         options = dist.BroadcastOptions()
         options.rootRank = root
-        self.gloo.broadcast([numbers], options).wait(self.limit)
+        self.gloo.broadcast([movable(numbers)], options).wait(self.limit)
 
     def gather(self, outputs: Sequence[Tensor], own: Tensor) -> None:
         """Every member's numbers, in rank order; of each as many as its output has."""
         if len({output.numel() for output in outputs}) == 1:
-            self.gloo.allgather([list(outputs)], [own]).wait(self.limit)
+            self.gloo.allgather([[movable(output) for output in outputs]], [movable(own)]).wait(self.limit)
             return
         outputs[self.rank].copy_(own.view_as(outputs[self.rank]))
         for rank, output in enumerate(outputs):
@@ -167,7 +196,8 @@ class GlooTransport:
                     f"rank {own} receives {rows} rows from rank {other}, which sends {int(each[self.rank])}"
                 )
         options = dist.AllToAllOptions()
-        self.gloo.alltoall_base(output, own, list(from_each), list(to_each), options).wait(self.limit)
+        parts = list(from_each), list(to_each)
+        self.gloo.alltoall_base(movable(output), movable(own), *parts, options).wait(self.limit)
 
     def collect(self, call: Call, reads: Views, writes: Views) -> None:
         """Run a collective, once all members are known to make the same one.
@@ -192,14 +222,15 @@ class GlooTransport:
         except CollectiveError as error:
             raise CollectiveError(f"{call} over {self.name}: {error}") from None
 
-    def transfer(self, calls: Sequence[Call], reads: Views, writes: Views) -> None:
-        """Run sends and receives that were called as one group. A send is over once its receive has been called.
+    def transfer(self, calls: Sequence[tuple[Call, Views, Views]]) -> None:
+        """Run sends and receives that were called as one group, each with what it reads and writes. A send is over once
+        its receive has been called.
 
         Raises:
             CollectiveError: the ends of a transfer do not fit.
         """
-        sends = list(zip((call for call in calls if call.name == "send"), reads, strict=True))
-        receives = list(zip((call for call in calls if call.name == "recv"), writes, strict=True))
+        sends = [(call, reads[0]) for call, reads, _ in calls if call.name == "send"]
+        receives = [(call, writes[0]) for call, _, writes in calls if call.name == "recv"]
         works = [self.gloo.send([call.signature()], call.peer, WANTED) for call, _ in receives]
         faults: list[str] = []
         for call, numbers in sends:
