@@ -27,18 +27,8 @@ from superstep.errors import ConfigError, UserError
 from superstep.serve.compute.runner.model_runner import ModelRunner
 from superstep.serve.compute.runner.rank_commands import Tensors
 from superstep.serve.engine import InferenceEngine
-from superstep.serve.scheduling.engine_messages import (
-    ChangeWeights,
-    CommandDone,
-    Deed,
-    EngineStatus,
-    LoadAdapter,
-    Pause,
-    Resume,
-    Sleep,
-    UnloadAdapter,
-    Wake,
-)
+from superstep.serve.scheduling import engine_messages as messages
+from superstep.serve.scheduling.engine_messages import Deed, EngineStatus
 
 ADAPTER_S = 0.02
 """How long a step waits for an adapter: most are read by then."""
@@ -58,10 +48,10 @@ class Steward:
     def __init__(self, engine: InferenceEngine, model: ModelRunner) -> None:
         self._engine = engine
         self._model = model
-        self._line: deque[tuple[int, ChangeWeights | Sleep | Wake]] = deque()
-        self._adapter_line: deque[tuple[int, LoadAdapter | UnloadAdapter]] = deque()
-        self._done: list[CommandDone] = []
-        self._paused: Pause | None = None
+        self._line: deque[tuple[int, messages.ChangeWeights | messages.Sleep | messages.Wake]] = deque()
+        self._adapter_line: deque[tuple[int, messages.LoadAdapter | messages.UnloadAdapter]] = deque()
+        self._done: list[messages.CommandDone] = []
+        self._paused: messages.Pause | None = None
         self._barriers: dict[Literal["pause", "change"], int] = {}
         self._draining: int | None = None
         self._is_asleep = False
@@ -92,16 +82,16 @@ class Steward:
     def ask(self, number: int, command: Deed) -> None:
         """Take something on; ``tick`` says when it is done."""
         match command:
-            case Pause():
+            case messages.Pause():
                 self._pause(number, command)
-            case Resume():
+            case messages.Resume():
                 self._resume(number)
-            case LoadAdapter() | UnloadAdapter():
+            case messages.LoadAdapter() | messages.UnloadAdapter():
                 self._adapter_line.append((number, command))
             case _:
                 self._line.append((number, command))
 
-    def tick(self) -> list[CommandDone]:
+    def tick(self) -> list[messages.CommandDone]:
         """Do what can be done before the next step; what has been done since the last time."""
         if self._draining is not None and not self._engine.has_before(self._barriers["pause"]):
             self._say(self._draining)
@@ -175,17 +165,17 @@ class Steward:
 
     # One deed at a time.
 
-    def _try(self, number: int, command: ChangeWeights | Sleep | Wake) -> bool:
+    def _try(self, number: int, command: messages.ChangeWeights | messages.Sleep | messages.Wake) -> bool:
         """Whether a deed is over."""
         try:
             match command:
-                case ChangeWeights(path, requests):
+                case messages.ChangeWeights(path, requests):
                     if not self._may_switch(command):
                         return False
                     self._switch(Path(path), requests)
-                case Sleep(keeps_weights):
+                case messages.Sleep(keeps_weights):
                     self.sleep(keeps_weights=keeps_weights)
-                case Wake(path):
+                case messages.Wake(path):
                     source = None if path is None else Path(path)
                     if self._model.party.reading is None:
                         self._read_to_wake(source)
@@ -198,7 +188,7 @@ class Steward:
             self._say(number)
         return True
 
-    def _may_switch(self, command: ChangeWeights) -> bool:
+    def _may_switch(self, command: messages.ChangeWeights) -> bool:
         """Whether weights are read, and nobody has to be waited for."""
         reading = self._model.party.reading
         if reading is None:
@@ -257,7 +247,7 @@ class Steward:
         self._is_asleep = False
         self._hold()
 
-    def _pause(self, number: int, command: Pause) -> None:
+    def _pause(self, number: int, command: messages.Pause) -> None:
         self._answer_drain()
         self._paused = command
         if command.mode == "abort":
@@ -279,18 +269,18 @@ class Steward:
         self._answer_drain()
         self._say(number)
 
-    def _try_adapter(self, number: int, command: LoadAdapter | UnloadAdapter) -> bool:
+    def _try_adapter(self, number: int, command: messages.LoadAdapter | messages.UnloadAdapter) -> bool:
         """Whether an adapter has come or gone, or was refused."""
         adapters = self._engine.adapters
         try:
             match command:
-                case LoadAdapter(name, path):
+                case messages.LoadAdapter(name, path):
                     if not adapters.is_reading:
                         adapters.read(name, Path(path))
                     if not adapters.is_read(ADAPTER_S):
                         return False
                     adapters.hold()
-                case UnloadAdapter(name):
+                case messages.UnloadAdapter(name):
                     adapters.unload(name)
         except UserError as error:
             self._say(number, str(error))
@@ -317,4 +307,4 @@ class Steward:
             self._path = str(source) if isinstance(source, Path) else ""
 
     def _say(self, number: int, why: str = "") -> None:
-        self._done.append(CommandDone(number, self.standing, why))
+        self._done.append(messages.CommandDone(number, self.standing, why))

@@ -35,19 +35,8 @@ from superstep.http.sse import respond
 from superstep.serve.api.admin_backend import Admin
 from superstep.serve.api.app_state import AppState
 from superstep.serve.files.reader import BackgroundReader
-from superstep.serve.scheduling.engine_messages import (
-    ChangeWeights,
-    Deed,
-    EngineStatus,
-    LoadAdapter,
-    Pause,
-    PauseMode,
-    Requests,
-    Resume,
-    Sleep,
-    UnloadAdapter,
-    Wake,
-)
+from superstep.serve.scheduling import engine_messages as messages
+from superstep.serve.scheduling.engine_messages import Deed, EngineStatus, PauseMode, Requests
 
 
 class ChangeFields(Strict):
@@ -103,25 +92,25 @@ async def change_weights(request: Request, service: AppState) -> Response:
     """Other weights, between two steps."""
     fields = read_model(ChangeFields, await read_json(request, service.limits))
     path = await look_up(fields.path, admin_of(service))
-    return await _do(ChangeWeights(str(path), fields.requests), service)
+    return await _do(messages.ChangeWeights(str(path), fields.requests), service)
 
 
 async def pause(request: Request, service: AppState) -> Response:
     """Nothing is computed until ``resume``."""
     mode = _choices(request, {"mode": get_args(PauseMode)}).get("mode", "keep")
-    return await _do(Pause(cast(PauseMode, mode)), service)
+    return await _do(messages.Pause(cast(PauseMode, mode)), service)
 
 
 async def resume(request: Request, service: AppState) -> Response:
     """The end of a pause."""
     _choices(request, {})
-    return await _do(Resume(), service)
+    return await _do(messages.Resume(), service)
 
 
 async def sleep(request: Request, service: AppState) -> Response:
     """Memory is given back until ``wake``."""
     kept = _choices(request, {"weights": ("drop", "keep")}).get("weights") == "keep"
-    return await _do(Sleep(keeps_weights=kept), service)
+    return await _do(messages.Sleep(keeps_weights=kept), service)
 
 
 async def wake(request: Request, service: AppState) -> Response:
@@ -129,7 +118,7 @@ async def wake(request: Request, service: AppState) -> Response:
     body = await read_json(request, service.limits) if request.headers.get("content-type") else {}
     fields = read_model(WakeFields, body)
     path = None if fields.path is None else str(await look_up(fields.path, admin_of(service)))
-    return await _do(Wake(path), service)
+    return await _do(messages.Wake(path), service)
 
 
 async def abort(request: Request, service: AppState) -> Response:
@@ -155,7 +144,7 @@ async def load_adapter(request: Request, service: AppState) -> Response:
         )
     path = await look_up(fields.path, admin_of(service))
     try:
-        return _adapters_response(await admin_of(service).engine.do(LoadAdapter(fields.name, str(path))))
+        return _adapters_response(await admin_of(service).engine.do(messages.LoadAdapter(fields.name, str(path))))
     except StateError as error:
         raise RequestError(str(error), param="path", code="invalid_adapter") from None
 
@@ -170,7 +159,7 @@ async def unload_adapter(request: Request, service: AppState) -> Response:
             param="name",
             code="model_not_found",
         )
-    return _adapters_response(await admin_of(service).engine.do(UnloadAdapter(name)))
+    return _adapters_response(await admin_of(service).engine.do(messages.UnloadAdapter(name)))
 
 
 ADMIN_ROUTES: Routes[AppState] = (

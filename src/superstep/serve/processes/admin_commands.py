@@ -17,20 +17,8 @@ from superstep.errors import ConfigError, StateError, SuperstepError
 from superstep.serve.api.backend import Away
 from superstep.serve.files.reader import TIMEOUT_S, BackgroundReader
 from superstep.serve.files.weights import Lock, hold
-from superstep.serve.scheduling.engine_messages import (
-    ChangeWeights,
-    CommandDone,
-    Deed,
-    Do,
-    EngineStatus,
-    LoadAdapter,
-    Order,
-    Pause,
-    Resume,
-    Sleep,
-    UnloadAdapter,
-    Wake,
-)
+from superstep.serve.scheduling import engine_messages as messages
+from superstep.serve.scheduling.engine_messages import Deed, EngineStatus, Order
 from superstep.serve.scheduling.request import AdapterInfo, Info
 
 NOBODY = 0
@@ -68,8 +56,8 @@ class Deeds:
         self._lock = self._hold(path)
         self._lock.result()
         self._asked: dict[int, tuple[Deed, asyncio.Future[EngineStatus]]] = {}
-        self._paused: Pause | None = None
-        self._asleep: Sleep | None = None
+        self._paused: messages.Pause | None = None
+        self._asleep: messages.Sleep | None = None
         self._number = NOBODY
         self._has_begun = False
 
@@ -102,30 +90,30 @@ class Deeds:
         if state != "ready":
             self._asked.pop(number, None)
             raise Away(f"the engine is {state}; ask again.", rank=0)
-        self._send(Do(number, command))
+        self._send(messages.Do(number, command))
         return await answer
 
     def back(self, command: Deed) -> list[Deed]:
         """What brings the engine back to how it stands now, once a deed is done."""
         now = str(self.newest or self._path)
         match command:
-            case ChangeWeights(_, requests):
+            case messages.ChangeWeights(_, requests):
                 # Who was taken back cannot be taken back again; who has come since is not to suffer for it.
-                return [ChangeWeights(now, "recompute" if requests == "abort" else requests)]
-            case Pause() | Resume():
-                return [Resume() if self._paused is None else self._paused]
-            case Sleep():
-                return [Wake()]
-            case Wake(path):
-                own: list[Deed] = [] if path is None else [ChangeWeights(now)]
-                return [*own, self._asleep or Sleep()]
-            case LoadAdapter(name) | UnloadAdapter(name):
+                return [messages.ChangeWeights(now, "recompute" if requests == "abort" else requests)]
+            case messages.Pause() | messages.Resume():
+                return [messages.Resume() if self._paused is None else self._paused]
+            case messages.Sleep():
+                return [messages.Wake()]
+            case messages.Wake(path):
+                own: list[Deed] = [] if path is None else [messages.ChangeWeights(now)]
+                return [*own, self._asleep or messages.Sleep()]
+            case messages.LoadAdapter(name) | messages.UnloadAdapter(name):
                 before = self.adapters.get(name)
-                return [UnloadAdapter(name) if before is None else LoadAdapter(name, str(before))]
+                return [messages.UnloadAdapter(name) if before is None else messages.LoadAdapter(name, str(before))]
 
     # From the thread that reads what the ranks say.
 
-    def hear(self, done: CommandDone) -> None:
+    def hear(self, done: messages.CommandDone) -> None:
         """A deed has ended."""
         self.standing = done.standing
         waiting = self._asked.pop(done.number, None)
@@ -137,7 +125,7 @@ class Deeds:
         why: SuperstepError | None = None
         if done.why:
             # What is wrong with files is said of their path; all else of what was asked for.
-            of_files = isinstance(command, ChangeWeights | Wake | LoadAdapter)
+            of_files = isinstance(command, messages.ChangeWeights | messages.Wake | messages.LoadAdapter)
             why = StateError(done.why) if of_files else ConfigError(done.why)
         _settle(answer, done.standing if why is None else why)
 
@@ -149,14 +137,14 @@ class Deeds:
         if self._has_begun:
             # What cannot be read any more is left out: the ranks say how they stand after each.
             for name, folder in self.adapters.items():
-                self._send(Do(NOBODY, LoadAdapter(name, str(folder))))
+                self._send(messages.Do(NOBODY, messages.LoadAdapter(name, str(folder))))
         else:
             self.standing = msgspec.structs.replace(self.standing, adapters=tuple(adapters))
         self._has_begun = True
         if self._paused is not None:
-            self._send(Do(NOBODY, self._paused))
+            self._send(messages.Do(NOBODY, self._paused))
         if self._asleep is not None:
-            self._send(Do(NOBODY, self._asleep))
+            self._send(messages.Do(NOBODY, self._asleep))
 
     def lost(self) -> None:
         """The ranks are gone."""
@@ -171,19 +159,19 @@ class Deeds:
 
     def _note(self, command: Deed) -> None:
         match command:
-            case Pause():
+            case messages.Pause():
                 self._paused = command
-            case Resume():
+            case messages.Resume():
                 self._paused = None
-            case Sleep():
+            case messages.Sleep():
                 self._asleep = command
-            case ChangeWeights(path):
+            case messages.ChangeWeights(path):
                 self._keep_newest(Path(path))
-            case LoadAdapter(name, path):
+            case messages.LoadAdapter(name, path):
                 self.adapters[name] = Path(path)
-            case UnloadAdapter(name):
+            case messages.UnloadAdapter(name):
                 self.adapters.pop(name, None)
-            case Wake(path):
+            case messages.Wake(path):
                 self._asleep = None
                 if path is not None:
                     self._keep_newest(Path(path))

@@ -29,21 +29,8 @@ from superstep.serve.config import ServeConfig
 from superstep.serve.processes.admin_commands import NOBODY, Deeds
 from superstep.serve.processes.output_queue import Ear, Mail, Mailbox
 from superstep.serve.processes.worker import Forms, serve_rank
-from superstep.serve.scheduling.engine_messages import (
-    ORDERS,
-    REPORTS,
-    AbortRequests,
-    AddRequest,
-    CommandDone,
-    Deed,
-    EndEngine,
-    EngineStatus,
-    Order,
-    Ready,
-    Report,
-    RequestRefused,
-    StepOutput,
-)
+from superstep.serve.scheduling import engine_messages as messages
+from superstep.serve.scheduling.engine_messages import ORDERS, REPORTS, Deed, EngineStatus, Order, Report
 from superstep.serve.scheduling.request import Counters, Info, Request, RequestUpdate, Sampling
 
 AGAIN_S = (0.0, 1.0, 5.0, 30.0)
@@ -129,7 +116,7 @@ class Host:
         """End the ranks, whatever they are at."""
         self._is_leaving = True
         if self.is_there:
-            self._send(EndEngine())
+            self._send(messages.EndEngine())
             self._keeper.join(LEAVE_S)
         self._end_ranks.send_bytes(b"")
         self._keeper.join()
@@ -189,17 +176,17 @@ class Host:
                 raise Away(f"the engine is {self._state}; ask again.", rank=0)
             if self._deeds.refusal:
                 raise Away(self._deeds.refusal, rank=0)
-            self._send(AddRequest(Request(id=number, prompt=tuple(prompt), sampling=sampling, **rest)))
+            self._send(messages.AddRequest(Request(id=number, prompt=tuple(prompt), sampling=sampling, **rest)))
             is_taken = True
             yield
         finally:
             del self._mail[number]
             if is_taken and not mail.is_over:
-                self._send(AbortRequests((number,)))
+                self._send(messages.AbortRequests((number,)))
 
     def abort(self) -> int:
         """Take all requests back."""
-        self._send(AbortRequests(tuple(self._mail)))
+        self._send(messages.AbortRequests(tuple(self._mail)))
         return len(self._mail)
 
     def health(self) -> Health:
@@ -277,19 +264,19 @@ class Host:
 
     def _hear(self, report: Report) -> None:
         match report:
-            case Ready(info, adapters):
+            case messages.Ready(info, adapters):
                 self._info = replace(info, name=self._name)
                 self._deeds.began(info, adapters)
                 self._state = "ready"
                 if self._first.is_set():
                     self._tell(f"The engine answers again, weights {info.version}.")
                 self._first.set()
-            case StepOutput(progress, counters):
+            case messages.StepOutput(progress, counters):
                 self._counters, self._moved_s = counters, time.monotonic()
                 self._hand([(news.request, news) for news in progress])
-            case RequestRefused(request, why):
+            case messages.RequestRefused(request, why):
                 self._hand([(request, ConfigError(why))])
-            case CommandDone():
+            case messages.CommandDone():
                 if report.why and report.number == NOBODY:
                     self._tell(f"superstep: not done again after the restart: {report.why}")
                 self._deeds.hear(report)

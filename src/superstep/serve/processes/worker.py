@@ -16,17 +16,8 @@ from superstep.serve.config import ServeConfig, plan_of
 from superstep.serve.drafting.grammar_protocol import Matcher
 from superstep.serve.engine import InferenceEngine
 from superstep.serve.engine_control import Steward
-from superstep.serve.scheduling.engine_messages import (
-    ORDERS,
-    REPORTS,
-    AbortRequests,
-    AddRequest,
-    Do,
-    EndEngine,
-    Ready,
-    RequestRefused,
-    StepOutput,
-)
+from superstep.serve.scheduling import engine_messages as messages
+from superstep.serve.scheduling.engine_messages import ORDERS, REPORTS
 from superstep.serve.scheduling.request import Request
 
 WAIT_S = 20.0
@@ -61,7 +52,7 @@ def serve_rank(
         matchers = None if forms is None else forms(folder, run.shape.vocab)
         engine, steward = open_both(folder, serve, tp=mesh.tp, device=world.device, matchers=matchers, known=known)
         with Client(address) as pipe:
-            pipe.send_bytes(REPORTS.encode(Ready(engine.info, engine.adapters.all)))
+            pipe.send_bytes(REPORTS.encode(messages.Ready(engine.info, engine.adapters.all)))
             _obey(engine, steward, pipe)
     finally:
         mesh.destroy()
@@ -74,19 +65,19 @@ def _obey(engine: InferenceEngine, steward: Steward, pipe: Connection) -> None:
             try:
                 order = ORDERS.decode(pipe.recv_bytes())
             except EOFError:
-                order = EndEngine()
+                order = messages.EndEngine()
             match order:
-                case AddRequest(request):
+                case messages.AddRequest(request):
                     try:
                         engine.add(request)
                     except ConfigError as error:
-                        pipe.send_bytes(REPORTS.encode(RequestRefused(request.id, str(error))))
-                case AbortRequests(requests):
+                        pipe.send_bytes(REPORTS.encode(messages.RequestRefused(request.id, str(error))))
+                case messages.AbortRequests(requests):
                     for number in requests:
                         engine.abort(number)
-                case Do(number, deed):
+                case messages.Do(number, deed):
                     steward.ask(number, deed)
-                case EndEngine():
+                case messages.EndEngine():
                     engine.end()
                     return
         for done in steward.tick():
@@ -96,4 +87,4 @@ def _obey(engine: InferenceEngine, steward: Steward, pipe: Connection) -> None:
             steward.rest()
             continue
         progress = engine.step()
-        pipe.send_bytes(REPORTS.encode(StepOutput(tuple(progress), engine.counters)))
+        pipe.send_bytes(REPORTS.encode(messages.StepOutput(tuple(progress), engine.counters)))
