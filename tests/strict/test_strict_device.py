@@ -332,6 +332,24 @@ def test_pinned_memory_that_is_written_before_its_copy_is_over_is_named():
     assert "pinned memory that a copy still uses" in done.stderr
 
 
+@pytest.mark.parametrize("written", [0, 1])
+def test_one_half_of_a_pinned_buffer_is_open_while_the_other_one_is_copied(written):
+    done = run_alone(
+        f"""
+        x = torch.ones(5000, device=d); halves = torch.zeros(2, 5000, pin_memory=True)
+        halves[1].copy_(x, non_blocking=True)
+        halves[{written}, 1000:3000].fill_(3)
+        torch.cuda.synchronize()
+        print(halves.sum().item())
+        """
+    )
+    if written == 0:
+        assert done.stdout == "11000.0\n", done.stderr
+    else:
+        assert done.returncode == -11
+        assert "pinned memory that a copy still uses" in done.stderr
+
+
 def test_a_fork_of_a_process_that_has_used_the_device_may_not():
     done = run_alone(
         """

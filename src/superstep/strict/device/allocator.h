@@ -117,7 +117,6 @@ inline Block* new_block(Region& region, Lock& lock, size_t bytes, int device, in
                    region.reserved_bytes.current, " reserved.");
   TORCH_CHECK(region.next + bytes + PAGE_BYTES <= REGION_BYTES, "strict device: no addresses are left");
   auto* block = new Block{region.base + region.next, bytes, device, stream};
-  block->protection = READ_WRITE;
   region.next += round_up(bytes, PAGE_BYTES) + PAGE_BYTES;  // what runs over the end of a block is in none
   region.reserved_bytes.add(bytes), region.segments.add(1);
   state.blocks[block->begin] = block;
@@ -142,6 +141,7 @@ struct Memory final : public c10::Allocator {
     int stream = is_pinned ? 0 : current_stream(device);
     auto place = is_pinned ? c10::Device(c10::kCPU) : c10::Device(CUDA, c10::DeviceIndex(device));
     if (bytes == 0) return {nullptr, nullptr, [](void*) {}, place};
+    size_t used_bytes = bytes;
     bytes = round_up(bytes, is_pinned ? PAGE_BYTES : DEVICE_GRAIN_BYTES);
     WithoutGil without;
     Lock lock(state.lock);
@@ -157,6 +157,7 @@ struct Memory final : public c10::Allocator {
       block->is_live = true;
       block->recorded.clear();
     }
+    block->used_bytes = used_bytes;
     region.allocated_bytes.add(bytes), region.allocations.add(1);
     // Pinned memory belongs to a context that is there (getDeviceIndexWithPrimaryContext in
     // aten/src/ATen/cuda/CachingHostAllocator.cpp), and makes one only where there is none.

@@ -58,20 +58,26 @@ inline void map_region(Region& region, int host_rights) {
   region.base = static_cast<char*>(base), region.kernel_base = static_cast<char*>(kernel_base);
 }
 
+// The pages of a pinned block that hold nothing but what an access uses: who writes to another part of it touches none.
+inline ShutPages pages_of(const Block& block, const Access& access) {
+  auto page = [&](char* address, size_t rounding) { return block.begin + (address - block.begin + rounding) / PAGE_BYTES * PAGE_BYTES; };
+  bool is_to_the_end = access.end >= block.begin + block.used_bytes;
+  return {page(access.begin, PAGE_BYTES - 1), is_to_the_end ? block.end() : page(access.end, 0), access.writes ? PROT_NONE : PROT_READ};
+}
+
 // Opens or shuts a pinned block by what the host covers to be over: what a copy still reads may be read, not written.
 inline void protect(Block* block) {
-  int rights = READ_WRITE;
+  std::vector<ShutPages> shut;
   for (auto& access : block->accesses) {
-    if (state.host.covers(access.stream, access.task)) continue;
-    if (access.writes) {
-      rights = PROT_NONE;
-      break;
-    }
-    rights = PROT_READ;
+    ShutPages pages = pages_of(*block, access);
+    if (pages.begin < pages.end && !state.host.covers(access.stream, access.task)) shut.push_back(pages);
   }
-  if (rights == block->protection) return;
-  mprotect(block->begin, block->bytes, rights);
-  block->protection = rights;
+  if (shut == block->shut) return;
+  mprotect(block->begin, block->bytes, READ_WRITE);
+  for (int rights : {PROT_READ, PROT_NONE})
+    for (auto& pages : shut)
+      if (pages.rights == rights) mprotect(pages.begin, pages.end - pages.begin, rights);
+  block->shut = std::move(shut);
 }
 
 // The host has waited for something: pinned memory opens with it.
@@ -79,7 +85,7 @@ inline void advance_host(const Clock& known) {
   state.host.merge(known);
   for (auto it = state.protected_blocks.begin(); it != state.protected_blocks.end();) {
     protect(*it);
-    it = (*it)->protection == READ_WRITE ? state.protected_blocks.erase(it) : std::next(it);
+    it = (*it)->shut.empty() ? state.protected_blocks.erase(it) : std::next(it);
   }
 }
 

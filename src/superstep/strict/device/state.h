@@ -52,6 +52,13 @@ struct Access {
   bool is_released = false;  // a call of a communicator that is over, and whose tensors it has let go of
 };
 
+// Pages that the host may not use, or only read.
+struct ShutPages {
+  char *begin, *end;
+  int rights;
+  bool operator==(const ShutPages&) const = default;
+};
+
 // A piece of memory that the allocator gives out whole.
 struct Block {
   char* begin;
@@ -60,7 +67,8 @@ struct Block {
   bool is_live = true;
   std::set<int> recorded;  // other streams, by record_stream
   std::vector<Access> accesses;
-  int protection = 0;  // of the host's pages, where it is pinned
+  size_t used_bytes = 0;        // of its tensor; what follows fills the last page
+  std::vector<ShutPages> shut;  // where it is pinned
   char* end() const { return begin + bytes; }
 };
 
