@@ -1,9 +1,11 @@
 """A command line becomes a run, or one line that says what is wrong with it."""
 
+import math
+
 import pytest
 
 from superstep.cli.main import main
-from superstep.cli.options import DEMO, flags
+from superstep.cli.options import DEMO, Bounds, flags
 from superstep.errors import ConfigError
 from superstep.plan.config import RunConfig
 
@@ -153,3 +155,35 @@ def test_help_names_every_flag_and_ends_well(verb, capsys):
     assert not said.err
     own = {"train": "--train.lr", "prove": "--world", "sample": "--temperature", "view": "--width"}
     assert own[verb] in said.out
+
+
+@pytest.mark.parametrize(
+    ("bounds", "told", "has", "lacks"),
+    [
+        (Bounds(least=1), "at least 1", (1, 1e9), (0, math.nan)),
+        (Bounds(least=0, most=65535), "from 0 to 65535", (0, 65535), (-1, 65536)),
+        (Bounds(above=0), "above 0", (0.1, math.inf), (0, math.nan)),
+        (Bounds(above=0, most=1), "above 0 and at most 1", (0.1, 1), (0, 1.1)),
+        (Bounds(above=0, is_finite=True), "above 0 and finite", (0.1, 1e300), (0, math.inf, math.nan)),
+    ],
+)
+def test_bounds_hold_what_they_say(bounds, told, has, lacks):
+    assert str(bounds) == told
+    assert all(bounds.has(value) for value in has)
+    assert not any(bounds.has(value) for value in lacks)
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["chat", "none", "--top-p", "0"], "--top-p = 0.0 must be above 0 and at most 1."),
+        (["chat", "none", "--plan.tp", "0"], "plan.tp = 0 must be at least 1."),
+        (["tune", "serve", "none", "--most-rank", "0"], "--most-rank = 0 must be at least 1."),
+        (["tune", "serve", "none", "--alpha", "inf"], "--alpha = inf must be above 0 and finite."),
+        (["grade", "check", "none", "--tasks", "1001"], "--tasks = 1001 must be from 1 to 1000."),
+        (["plan", "demo", "--serve", "--memory", "inf"], "--memory = inf must be above 0 and finite."),
+    ],
+)
+def test_a_number_outside_of_its_bounds_is_refused_with_them(argv, told, capsys):
+    assert main(argv) == 2
+    assert told in capsys.readouterr().err

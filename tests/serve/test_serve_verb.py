@@ -290,7 +290,7 @@ def test_a_server_that_is_told_to_end_leaves_nobody(server):
         ([".", "--serve.adapters", "nowhere"], "serve.adapters names 'nowhere'"),
         ([".", "--serve.quantise", "1"], "unknown"),
         ([".", "--serve.draft-tokens", "0"], "serve.draft_tokens = 0 must be at least 1"),
-        ([".", "--serve.read-timeout-s", "0"], "serve.read_timeout_s = 0 must be more than 0 and at most 240"),
+        ([".", "--serve.read-timeout-s", "0"], "serve.read_timeout_s = 0.0 must be above 0 and at most 240"),
         ([".", "--serve.speculate", "nowhere"], "'nowhere' is not there"),
     ],
 )

@@ -7,7 +7,7 @@ import inspect
 import shutil
 import textwrap
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, Literal
 
@@ -35,6 +35,21 @@ def write_help(base: object, *, usage: str, description: str, common: Sequence[s
         *("\n".join(_group(title, entries, width)) for title, entries in groups if entries),
     ]
     return "\n\n".join(blocks) + "\n"
+
+
+def page(usage: str, words: Iterable[tuple[str, str]], last: str) -> str:
+    """The page of a verb that has words of its own, as wide as the terminal.
+
+    Args:
+        usage: its first line.
+        words: each word, and what it does.
+        last: its last line.
+    """
+    columns = max(24, min(shutil.get_terminal_size().columns, WIDEST))
+    lines = [
+        textwrap.fill(what, columns, initial_indent=f"  {word:8}", subsequent_indent=" " * 10) for word, what in words
+    ]
+    return "\n".join([textwrap.fill(usage, columns), "", *lines, "", textwrap.fill(last, columns)])
 
 
 def _sections(base: Any, prefix: str) -> Iterator[tuple[str, dict[str, tuple[str, str]]]]:  # noqa: ANN401

@@ -13,7 +13,7 @@ import math
 import shlex
 import typing
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
@@ -48,6 +48,28 @@ YIELDING = ("plan.microbatch", "plan.microbatch_group", "plan.schedule", "plan.z
 
 DEMO = RunConfig(plan=PlanConfig(dp=2, zero=2, microbatch=4), state=StateConfig(dir="runs/demo"))
 """Two ranks, each with half of the gradients and of the optimizer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Where the number of a flag may lie, written at its field: ``tasks: Annotated[int, Bounds(least=1, most=9)]``."""
+
+    least: float | None = None
+    above: float = -math.inf
+    most: float = math.inf
+    is_finite: bool = False
+
+    def __str__(self) -> str:
+        """As a refusal says it."""
+        if self.least is not None:
+            return f"at least {self.least:g}" if self.most == math.inf else f"from {self.least:g} to {self.most:g}"
+        more = " and finite" if self.is_finite else "" if self.most == math.inf else f" and at most {self.most:g}"
+        return f"above {self.above:g}{more}"
+
+    def has(self, value: float) -> bool:
+        """Whether a number lies there; NaN does not."""
+        is_high_enough = value > self.above if self.least is None else value >= self.least
+        return is_high_enough and value <= self.most and (math.isfinite(value) or not self.is_finite)
 
 
 class Parser(argparse.ArgumentParser):
@@ -125,7 +147,7 @@ def read_flags(base: T, argv: Sequence[str], *, prog: str, description: str, com
         common: names of fields that its help begins with.
 
     Raises:
-        ConfigError: a flag is wrong.
+        ConfigError: a flag is wrong, or a number lies outside of the bounds of its field.
         SystemExit: help was asked for, and has been given.
     """
     if asks_for_help(argv):
@@ -141,7 +163,19 @@ def read_flags(base: T, argv: Sequence[str], *, prog: str, description: str, com
         if name not in hints:
             raise ConfigError(f"unknown flag --{flag}{_nearest(name, list(hints), prog)}")
         base = _with(base, name.split("."), _value(flag, words, hints[name]))
+    _check_bounds(base, "")
     return base
+
+
+def _check_bounds(options: Any, prefix: str) -> None:  # noqa: ANN401
+    for name, hint in typing.get_type_hints(type(options), include_extras=True).items():
+        value = getattr(options, name)
+        if section_of(hint) is not None and value is not None:
+            _check_bounds(value, f"{prefix}{name}.")
+        for bounds in getattr(hint, "__metadata__", ()):
+            if value is not None and not bounds.has(value):
+                shown = f"{prefix}{name}" if prefix else f"--{name.replace('_', '-')}"
+                raise ConfigError(f"{shown} = {value} must be {bounds}.")
 
 
 def sections_of(config: RunConfig) -> dict[str, Any]:

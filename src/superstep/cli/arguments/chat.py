@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Annotated
 
-from superstep.cli.arguments.serve import NumericsOptions, PlanOptions, ServeOptions, check_least, read_model
+from superstep.cli.arguments.serve import NumericsOptions, PlanOptions, ServeOptions, read_model
+from superstep.cli.options import Bounds
 from superstep.errors import ConfigError
 
 DESCRIPTION = (
@@ -21,11 +23,11 @@ class ChatOptions:
 
     system: str | None = None
     """What the model is told before the conversation."""
-    max_tokens: int | None = None
+    max_tokens: Annotated[int | None, Bounds(least=1)] = None
     """The most tokens of an answer; none takes what the context has room for."""
-    temperature: float = 0.8
+    temperature: Annotated[float, Bounds(least=0, most=100)] = 0.8
     """How freely to draw; 0 takes the likeliest token each time."""
-    top_p: float = 1.0
+    top_p: Annotated[float, Bounds(above=0, most=1)] = 1.0
     """Draw among the likeliest tokens that together have this probability."""
     seed: int | None = None
     """Of the draws; none takes another one for each answer."""
@@ -49,13 +51,6 @@ def read(argv: Sequence[str]) -> tuple[str, ChatOptions]:
     model, options = read_model(
         ChatOptions(), argv, missing, prog="superstep chat MODEL|URL", description=DESCRIPTION, common=COMMON
     )
-    check_least(options.plan, options.serve)
-    if options.max_tokens is not None and options.max_tokens < 1:
-        raise ConfigError(f"--max-tokens = {options.max_tokens} must be at least 1.")
-    if not 0 <= options.temperature <= 100:
-        raise ConfigError(f"--temperature = {options.temperature} must be from 0 to 100.")
-    if not 0 < options.top_p <= 1:
-        raise ConfigError(f"--top-p = {options.top_p} must be above 0 and at most 1.")
     is_url = model.startswith(("http://", "https://"))
     if not is_url and (options.plan.tp, options.plan.dp) != (1, 1):
         raise ConfigError(

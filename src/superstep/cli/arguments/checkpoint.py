@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
-from superstep.cli.arguments.page import page
-from superstep.cli.options import asks_for_help, read_flags
+from superstep.cli.help import page
+from superstep.cli.options import Bounds, asks_for_help, read_flags
 from superstep.errors import ConfigError, UserError, did_you_mean
 
 Word = Literal["list", "verify", "export"]
@@ -29,7 +29,7 @@ class CopyOptions:
     """The folder to make."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Of the weights: as training keeps them, or rounded to the nearest bf16."""
-    shard_gib: float = 4.0
+    shard_gib: Annotated[float, Bounds(above=0)] = 4.0
     """The most of a file; larger weights are cut into several, with an index."""
 
 
@@ -84,6 +84,4 @@ def read(argv: Sequence[str]) -> CheckpointArgs:
         raise ConfigError(f"name one run or checkpoint: superstep checkpoint {word} runs/demo.")
     if word == "export" and not options.out:
         raise ConfigError("name a folder to make: superstep checkpoint export runs/demo --out exported.")
-    if not options.shard_gib > 0:
-        raise ConfigError(f"--shard-gib = {options.shard_gib} must be above 0.")
     return CheckpointArgs(word, paths[0], options)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import shutil
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
-from superstep.cli.arguments.port import PortOptions, check_port
+from superstep.cli.arguments.port import PORTS, PortOptions
 from superstep.cli.arguments.serve import read_model
-from superstep.cli.options import asks_for_help
+from superstep.cli.help import page
+from superstep.cli.options import Bounds, asks_for_help
 from superstep.errors import ConfigError, did_you_mean
 from superstep.grade.config import GradeConfig, check_config
 
@@ -25,7 +25,7 @@ COMMON = ("grade.sandbox", "grade.timeout_s", "grade.memory_bytes", "grade.worke
 class GradeServeOptions(PortOptions):
     """Where to answer."""
 
-    port: int = 8100
+    port: Annotated[int, PORTS] = 8100
     """The port to listen on; 0 takes a free one."""
     grade: GradeConfig = field(default_factory=GradeConfig)
 
@@ -34,7 +34,7 @@ class GradeServeOptions(PortOptions):
 class CheckOptions:
     """What to attack."""
 
-    tasks: int = 8
+    tasks: Annotated[int, Bounds(least=1, most=1000)] = 8
     """How many tasks each attack is tried on, from index 0."""
     seed: int = 0
     """Of the tasks."""
@@ -50,7 +50,7 @@ def read(argv: Sequence[str]) -> tuple[Path, GradeServeOptions | CheckOptions]:
     """
     words = [word for word in argv[:1] if not word.startswith("-")]
     if not words and asks_for_help(argv):
-        print(usage())
+        print(_usage())
         raise SystemExit(0)
     verb = words[0] if words else ""
     if verb not in DEEDS:
@@ -62,20 +62,9 @@ def read(argv: Sequence[str]) -> tuple[Path, GradeServeOptions | CheckOptions]:
         options, argv[1:], missing, prog=f"superstep grade {verb} FILE", description=DEEDS[verb], common=COMMON
     )
     check_config(options.grade)
-    match options:
-        case GradeServeOptions():
-            check_port(options)
-        case CheckOptions(tasks=tasks) if not 1 <= tasks <= 1000:
-            raise ConfigError(f"--tasks = {tasks} must be from 1 to 1000.")
     return Path(file), options
 
 
-def usage() -> str:
-    """The page that names what can be done, as wide as the terminal."""
-    columns = max(24, min(shutil.get_terminal_size().columns, 100))
-    lines = [
-        textwrap.fill(what, columns, initial_indent=f"  {verb:8}", subsequent_indent=" " * 10)
-        for verb, what in DEEDS.items()
-    ]
-    last = textwrap.fill(f"superstep grade {' or '.join(DEEDS)} --help says more.", columns)
-    return "\n".join(["usage: superstep grade DEED FILE ...", "", *lines, "", last])
+def _usage() -> str:
+    last = f"superstep grade {' or '.join(DEEDS)} --help says more."
+    return page("usage: superstep grade DEED FILE ...", DEEDS.items(), last)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
-from superstep.cli.arguments.serve import NumericsOptions, PlanOptions, ServeOptions, check_least, read_model
+from superstep.cli.arguments.serve import NumericsOptions, PlanOptions, ServeOptions, read_model
 from superstep.cli.new_file import require_new_file
-from superstep.errors import ConfigError
+from superstep.cli.options import Bounds
 
 DESCRIPTION = (
     "Say what a server of a model will do before it starts: bytes, pages of keys, contexts x streams, the first token, "
@@ -23,11 +24,11 @@ class ForecastOptions:
 
     cluster: str | None = None
     """Chips and their number, 1xH100 say, or a cluster file; none measures this machine for a moment."""
-    memory: float | None = None
+    memory: Annotated[float | None, Bounds(above=0, is_finite=True)] = None
     """GiB of a rank that weights and keys may take; none takes what is free here, or the chip's own."""
-    prompt: int = 256
+    prompt: Annotated[int, Bounds(least=1)] = 256
     """Tokens of each prompt, where many come at once."""
-    answer: int = 128
+    answer: Annotated[int, Bounds(least=1)] = 128
     """Tokens of each answer there."""
     json: str | None = None
     """Write what is foreseen as JSON."""
@@ -48,12 +49,6 @@ def read(argv: Sequence[str]) -> tuple[str, ForecastOptions]:
     model, options = read_model(
         ForecastOptions(), flags, missing, prog="superstep plan MODEL --serve", description=DESCRIPTION, common=COMMON
     )
-    check_least(options.plan, options.serve)
-    for name, value in (("--prompt", options.prompt), ("--answer", options.answer)):
-        if value < 1:
-            raise ConfigError(f"{name} = {value} must be at least 1.")
-    if options.memory is not None and not 0 < options.memory < float("inf"):
-        raise ConfigError(f"--memory = {options.memory} must be above 0.")
     if options.json is not None:
         require_new_file("--json", Path(options.json))
     return model, options

@@ -6,9 +6,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
 from superstep.cli.new_file import require_new_file
-from superstep.cli.options import COMMON, DEMO, ranks_of, read_flags, read_run, sections_of
+from superstep.cli.options import COMMON, DEMO, Bounds, ranks_of, read_flags, read_run, sections_of
 from superstep.errors import ConfigError
 from superstep.plan.config import DeviceKind, PlanConfig, RunConfig
 from superstep.plan.mesh import AXES
@@ -27,9 +28,9 @@ class ProveOptions(RunConfig):
 
     all: bool = False
     """Sweep every layout that fits the world, tied and untied, packed and padded."""
-    world: int | None = None
+    world: Annotated[int | None, Bounds(least=1)] = None
     """Ranks of the sweep; none takes the plan's."""
-    steps: int = 2
+    steps: Annotated[int, Bounds(least=1)] = 2
     """Steps to compare."""
     exact: bool = False
     """Compare bits: exact mode on this layout against exact mode on one rank, with a restart between layouts."""
@@ -44,9 +45,9 @@ class ProveOptions(RunConfig):
     """With --device: a new file for the order in which a step's kernels ran, for ui.perfetto.dev."""
     serve: bool = False
     """Compare bits: a server of the run's newest checkpoint against training, in exact mode."""
-    serve_tp: int = 1
+    serve_tp: Annotated[int, Bounds(least=1)] = 1
     """Ranks of that server."""
-    serve_logprobs: int | None = None
+    serve_logprobs: Annotated[int | None, Bounds(least=1)] = None
     """The fewest log-probabilities of it to compare, all ways together; none takes what `steps` batches have."""
 
 
@@ -133,14 +134,6 @@ def read(argv: Sequence[str]) -> tuple[ProveOptions, tuple[str, ...] | None]:
         description=DESCRIPTION,
         common=COMMON,
     )
-    for name, value in (
-        ("steps", options.steps),
-        ("world", options.world),
-        ("serve-tp", options.serve_tp),
-        ("serve-logprobs", options.serve_logprobs),
-    ):
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name} = {value} must be at least 1.")
     if options.serve and (path is None or not path.is_dir()):
         raise ConfigError(
             "--serve needs a run that has a checkpoint; name its folder: superstep prove runs/demo --serve."

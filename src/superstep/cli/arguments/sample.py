@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
+from typing import Annotated
 
-from superstep.cli.options import read_flags
+from superstep.cli.options import Bounds, read_flags
 from superstep.errors import ConfigError
 
 DESCRIPTION = "Write text with a trained run: RUN is its folder, PROMPT what the text starts with."
@@ -17,9 +18,9 @@ DESCRIPTION = "Write text with a trained run: RUN is its folder, PROMPT what the
 class SampleOptions:
     """How to draw."""
 
-    tokens: int = 200
+    tokens: Annotated[int, Bounds(least=1)] = 200
     """The most tokens to write."""
-    temperature: float = 0.8
+    temperature: Annotated[float, Bounds(least=0)] = 0.8
     """How freely to draw; 0 takes the likeliest token each time."""
     seed: int = 0
     """Of the draws."""
@@ -45,10 +46,6 @@ def read(argv: Sequence[str]) -> tuple[Path, str, SampleOptions]:
     if len(words) != 2:
         raise ConfigError('name a run and a prompt, then any flags: superstep sample runs/demo "def ".')
     run, prompt = words
-    if options.tokens < 1:
-        raise ConfigError(f"--tokens = {options.tokens} must be at least 1.")
-    if not options.temperature >= 0:
-        raise ConfigError(f"--temperature = {options.temperature} must be at least 0.")
     if not prompt:
         raise ConfigError("the prompt is empty; give at least one character.")
     if not Path(run).exists():

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
-from superstep.cli.arguments.port import PortOptions, check_port
-from superstep.cli.options import read_flags
+from superstep.cli.arguments.port import PortOptions
+from superstep.cli.options import Bounds, read_flags
 from superstep.errors import ConfigError
 from superstep.plan.config import DeviceKind, Dtype
 
@@ -27,9 +27,9 @@ MOST_READ_TIMEOUT_S = 240.0
 class PlanOptions:
     """How the model is cut."""
 
-    tp: int = 1
+    tp: Annotated[int, Bounds(least=1)] = 1
     """Ranks that share the model."""
-    dp: int = 1
+    dp: Annotated[int, Bounds(least=1)] = 1
     """Replicas of the model, each on ranks of its own; a request is answered by the one with the least to do."""
     device: DeviceKind | None = None
     """Where they compute; none takes GPUs where there are any."""
@@ -49,15 +49,15 @@ class NumericsOptions:
 class ServeOptions:
     """What a step of the engine holds."""
 
-    context_tokens: int | None = None
+    context_tokens: Annotated[int | None, Bounds(least=2)] = None
     """The most tokens of a prompt and its answer; none takes the run's sequence, or what the model was made for."""
-    page_tokens: int = 16
+    page_tokens: Annotated[int, Bounds(least=1)] = 16
     """Positions of one page of keys."""
-    pages: int | None = None
+    pages: Annotated[int | None, Bounds(least=1)] = None
     """Pages of keys; none takes a quarter of the free memory, if as much is of use."""
-    step_tokens: int = 512
+    step_tokens: Annotated[int, Bounds(least=1)] = 512
     """The most tokens that one step computes."""
-    requests: int = 64
+    requests: Annotated[int, Bounds(least=1)] = 64
     """The most requests that are computed at once."""
     quantize: Quantize | None = None
     """How weights are held: int8 and int4 for the weights alone, w8a8 for what they are multiplied with as well; none
@@ -78,9 +78,9 @@ class ServeOptions:
     speculate: str | None = None
     """Who guesses tokens, of which the model judges several at once: `ngram` takes them from the request's own text; a
     run or a folder is a small model of the same vocabulary. It changes no token."""
-    draft_tokens: int = 4
+    draft_tokens: Annotated[int, Bounds(least=1)] = 4
     """The most tokens guessed for a request in one step."""
-    read_timeout_s: float = 60.0
+    read_timeout_s: Annotated[float, Bounds(above=0, most=MOST_READ_TIMEOUT_S)] = 60.0
     """Seconds in which new weights must give a tensor, or an adapter all of itself; else the change is refused."""
 
 
@@ -106,8 +106,6 @@ def read(argv: Sequence[str]) -> tuple[Path, ServerOptions]:
     model, options = read_model(
         ServerOptions(), argv, missing, prog="superstep serve MODEL", description=DESCRIPTION, common=COMMON
     )
-    check_port(options)
-    check_least(options.plan, options.serve)
     return Path(model), options
 
 
@@ -134,25 +132,3 @@ def read_model(
     if not words:
         raise ConfigError(missing)
     return words[0], options
-
-
-def check_least(plan: PlanOptions, serve: ServeOptions) -> None:
-    """Refuse numbers that are too small for any server."""
-    least = {
-        "plan.tp": plan.tp,
-        "plan.dp": plan.dp,
-        "serve.page_tokens": serve.page_tokens,
-        "serve.step_tokens": serve.step_tokens,
-        "serve.requests": serve.requests,
-        "serve.pages": serve.pages or 1,
-        "serve.draft_tokens": serve.draft_tokens,
-    }
-    for name, value in least.items():
-        if value < 1:
-            raise ConfigError(f"{name} = {value} must be at least 1.")
-    if not 0 < serve.read_timeout_s <= MOST_READ_TIMEOUT_S:
-        raise ConfigError(
-            f"serve.read_timeout_s = {serve.read_timeout_s:g} must be more than 0 and at most {MOST_READ_TIMEOUT_S:g}."
-        )
-    if serve.context_tokens is not None and serve.context_tokens < 2:
-        raise ConfigError(f"serve.context_tokens = {serve.context_tokens} must be at least 2.")

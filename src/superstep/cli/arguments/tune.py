@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from superstep.cli.arguments import tune_merge, tune_serve
-from superstep.cli.arguments.page import page
+from superstep.cli.help import page
 from superstep.cli.options import COMMON, asks_for_help, read_flags
 from superstep.errors import ConfigError, UserError, did_you_mean
 from superstep.tune.config import TuneConfig, read_recipe

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
-from superstep.cli.arguments.port import PortOptions, check_port
+from superstep.cli.arguments.port import PortOptions
 from superstep.cli.arguments.serve import NumericsOptions, read_model
-from superstep.errors import ConfigError
+from superstep.cli.options import Bounds
 from superstep.plan.config import DeviceKind
 
 DESCRIPTION = (
@@ -32,17 +33,17 @@ class TinkerOptions(PortOptions):
     """The folder of what clients save."""
     device: DeviceKind | None = None
     """Where it computes; none takes a GPU where there is one."""
-    context_tokens: int | None = None
+    context_tokens: Annotated[int | None, Bounds(least=2)] = None
     """The most tokens of a sequence, and of a prompt and its answer; none takes what the model was made for."""
-    alpha: float = 32.0
+    alpha: Annotated[float, Bounds(above=0, is_finite=True)] = 32.0
     """The strength of adapters: the product of the factors is multiplied by alpha / rank."""
-    most_rank: int = 128
+    most_rank: Annotated[int, Bounds(least=1)] = 128
     """The largest rank of an adapter."""
-    models: int = 8
+    models: Annotated[int, Bounds(least=1)] = 8
     """The most created models at once; they share the base's weights."""
-    adapters: int = 16
+    adapters: Annotated[int, Bounds(least=1)] = 16
     """The most saved weights that are held for sampling at once; others are read again when they are asked for."""
-    batch_tokens: int = 8192
+    batch_tokens: Annotated[int, Bounds(least=1)] = 8192
     """The most tokens, padding among them, of one pass through the model."""
     kernels: str | None = None
     """A folder for operations that are compiled on this CPU at the first start; none takes one in the user's cache,
@@ -61,12 +62,4 @@ def read(argv: Sequence[str]) -> tuple[Path, TinkerOptions]:
     model, options = read_model(
         TinkerOptions(), argv, missing, prog="superstep tune serve MODEL", description=DESCRIPTION, common=COMMON
     )
-    check_port(options)
-    for name in ("most_rank", "models", "adapters", "batch_tokens"):
-        if getattr(options, name) < 1:
-            raise ConfigError(f"--{name} = {getattr(options, name)} must be at least 1.")
-    if options.context_tokens is not None and options.context_tokens < 2:
-        raise ConfigError(f"--context_tokens = {options.context_tokens} must be at least 2.")
-    if not 0 < options.alpha < float("inf"):
-        raise ConfigError(f"--alpha = {options.alpha:g} must be above 0 and finite.")
     return Path(model), options
