@@ -128,9 +128,9 @@ def test_the_launcher_of_ranks_on_gpus_has_no_context(host, tmp_path, monkeypatc
 def test_the_demo_runs_on_a_host_with_one_gpu(host):
     demo = resolve(DEMO)
     host(1)
-    assert train_verb._demo_on_few_gpus(demo).config.plan.device == "cpu"
+    assert train_verb.demo_on_few_gpus(demo).config.plan.device == "cpu"
     host(2)
-    assert train_verb._demo_on_few_gpus(demo) == demo
+    assert train_verb.demo_on_few_gpus(demo) == demo
 
 
 @pytest.mark.parametrize(("environment", "index"), [({}, 5 % 4), ({"LOCAL_RANK": "2"}, 2)], ids=["srun", "torchrun"])

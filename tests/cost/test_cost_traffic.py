@@ -74,7 +74,7 @@ class Counted:
         counting(collectives, "scatter_single", tensor=1)
         counting(sync, "all_gather", group=1)
         counting(executor, "send", group=1)
-        counting(ring_attention._Hop, "start", group=1)
+        counting(ring_attention.Hop, "start", group=1)
         stack = collectives.stack_ranks
 
         def gathered(x, group):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from superstep.cost.program.time.simulate import PerUnit, UnitSeconds
-from superstep.cost.program.time.stragglers import Jitter, _slowest, straggle
+from superstep.cost.program.time.stragglers import Jitter, slowest, straggle
 from superstep.errors import ConfigError
 from superstep.plan.config import DataConfig, ModelConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.resolution.resolve import resolve
@@ -57,7 +57,7 @@ def test_one_slow_chip_in_a_thousand_is_nearly_always_met_among_many():
 
 def test_the_largest_of_many_has_its_distribution():
     rng = np.random.default_rng(1)
-    drawn = np.array([_slowest(float(u), 100) for u in rng.random(4000)])
+    drawn = np.array([slowest(float(u), 100) for u in rng.random(4000)])
     direct = rng.standard_normal((4000, 100)).max(axis=1)
     assert drawn.mean() == pytest.approx(direct.mean(), abs=0.03)
     assert drawn.std() == pytest.approx(direct.std(), abs=0.03)

@@ -135,12 +135,12 @@ def _lse_of_the_own_keys():
 
 
 def _keys_that_stay():
-    start = ring_attention._Hop.start
+    start = ring_attention.Hop.start
 
     def stay(leaving, group, tag):
-        return ring_attention._Hop([], leaving) if tag == ring_attention._KEYS_TAG else start(leaving, group, tag)
+        return ring_attention.Hop([], leaving) if tag == ring_attention._KEYS_TAG else start(leaving, group, tag)
 
-    return mock.patch.object(ring_attention._Hop, "start", stay)
+    return mock.patch.object(ring_attention.Hop, "start", stay)
 
 
 def _earlier_for_later():
@@ -153,12 +153,12 @@ def _earlier_for_later():
 
 
 def _gradients_that_stay():
-    start = ring_attention._Hop.start
+    start = ring_attention.Hop.start
 
     def stay(leaving, group, tag):
-        return ring_attention._Hop([], leaving) if tag == ring_attention._GRADIENTS_TAG else start(leaving, group, tag)
+        return ring_attention.Hop([], leaving) if tag == ring_attention.GRADIENTS_TAG else start(leaving, group, tag)
 
-    return mock.patch.object(ring_attention._Hop, "start", stay)
+    return mock.patch.object(ring_attention.Hop, "start", stay)
 
 
 def _contiguous_order():

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from superstep.comm.codec import VERSION
 from superstep.errors import ConfigError, Fault, UserError
-from superstep.launch.torchrun import PREPARED, StoredForm, _from_rank_0
+from superstep.launch.torchrun import PREPARED, StoredForm, from_rank_0
 
 pytestmark = pytest.mark.multiproc
 
@@ -172,7 +172,7 @@ def test_bytes_of_the_store_are_never_unpickled(tmp_path):
     ):
         store.set(PREPARED, planted)
         with pytest.raises(Fault, match="what rank 0 did not write"):
-            _from_rank_0(store, 1, None, NUMBER)
+            from_rank_0(store, 1, None, NUMBER)
     assert not list(tmp_path.iterdir())
 
 
@@ -187,7 +187,7 @@ def test_every_rank_raises_what_rank_0_met(problem, same):
         raise problem
 
     with pytest.raises(type(problem)):
-        _from_rank_0(store, 0, make, NUMBER)
+        from_rank_0(store, 0, make, NUMBER)
     with pytest.raises(same) as found:
-        _from_rank_0(store, 1, None, NUMBER)
+        from_rank_0(store, 1, None, NUMBER)
     assert str(found.value) == str(problem)

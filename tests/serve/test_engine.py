@@ -138,7 +138,7 @@ def test_logits_that_are_no_numbers_end_their_request_and_no_other():
                     logits[row] = float("nan")
             return logits
 
-    served._model = Broken()
+    served.model = Broken()
     bad, good = generate(served, [[6], [1]], GREEDY)
     assert (bad.ids, bad.finish) == ([7], "abort")
     assert good.ids == [2, 3, 4, 5, 6]

@@ -155,7 +155,7 @@ def test_exact_steps_in_one_call_take_no_adapter(folder, compiled, tmp_path):
     asked = Sampling(max_tokens=4, ignore_eos=True)
     before = generate(open_engine(folder, serve), PROMPTS, asked)
     engine = open_engine(folder, serve)
-    if engine._model._forward.adapters.refusal:
+    if engine.model._forward.adapters.refusal:
         with pytest.raises(ConfigError, match="start it with"):
             engine.adapters.load("one", tmp_path)
     named = open_engine(folder, replace(serve, adapters=(("one", tmp_path),)))

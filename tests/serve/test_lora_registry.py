@@ -174,7 +174,7 @@ def test_adapters_change_a_hundred_times_under_load(root):
     for turn, kind in asked.items():
         assert told[turn] == expected[kind][turn % 8], turn
     engine.pages.check([])
-    assert len(engine._model._forward.adapters.numbers) == 1  # what nobody uses any more is gone
+    assert len(engine.model._forward.adapters.numbers) == 1  # what nobody uses any more is gone
 
 
 def differing(root, folder):

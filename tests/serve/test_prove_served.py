@@ -166,7 +166,7 @@ def _after_other_weights(opened, way, texts, prompts):
 
     def changed():
         engine = opened()
-        params, info = [held.values for held in engine._model._forward._served.params.values()], engine.info
+        params, info = [held.values for held in engine.model._forward._served.params.values()], engine.info
         before = [param.clone() for param in params]
         for param in params:
             param.mul_(1.5)

@@ -172,8 +172,8 @@ def test_guesses_that_stand_save_steps_and_are_counted():
     made.speculation._guesser.offer = lambda live, most, matcher: most
     (again,) = checked(made, [[1, 2, 3]], asked)
     assert again.ids == answer.ids
-    assert len(plain._model.steps) == 30
-    assert len(made._model.steps) == 1 + 6, "the first draws one, each of the others five, the last four"
+    assert len(plain.model.steps) == 30
+    assert len(made.model.steps) == 1 + 6, "the first draws one, each of the others five, the last four"
     now = made.counters
     assert (now.drafts, now.drafted_tokens, now.accepted_tokens) == (6, 4 * 5 + 3, 4 * 5 + 3)
     assert plain.counters.drafted_tokens == 0

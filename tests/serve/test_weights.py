@@ -286,11 +286,11 @@ def test_after_a_change_an_engine_is_as_one_that_was_opened_with_those_weights(p
     assert before != fresh
     assert steward.swap(other.path) == other.version
     assert first_words(engine) == fresh
-    assert ("kernels" in FAST[kind]) == isinstance(steward._model._forward, Compiled)
+    assert ("kernels" in FAST[kind]) == isinstance(steward.model._forward, Compiled)
     steward.sleep()
-    params = steward._model.party.memory._served.params.values()
+    params = steward.model.party.memory._served.params.values()
     assert all(held.values.untyped_storage().size() == 0 for held in params)
-    store = steward._model.party.memory._store
+    store = steward.model.party.memory._store
     taken = [torch.empty(store.keys.shape, dtype=store.keys.dtype) for _ in range(2)]  # the memory will be elsewhere
     assert steward.wake() == other.version
     assert taken[0].data_ptr() != store.keys.data_ptr()
@@ -325,7 +325,7 @@ def test_a_step_that_meets_other_weights_is_a_fault(folder, published):
     engine, steward = open_both(folder, EXACT)
     engine.add(Request(id=1, prompt=(1, 2, 3), sampling=Sampling(max_tokens=9)))
     engine.step()
-    memory = steward._model.party.memory
+    memory = steward.model.party.memory
     memory.switch(memory.read(open_weights(published[0].path)))
     with pytest.raises(Fault, match="for the weights after 0 changes, and those after 1 are in place"):
         engine.step()
@@ -616,7 +616,7 @@ def test_what_dead_writers_left_is_removed_and_what_is_being_written_is_not(tmp_
 def test_memory_is_read_beside_and_not_in_place(folder, published):
     engine, steward = open_both(folder, EXACT)
     before = first_words(engine)
-    memory = steward._model.party.memory
+    memory = steward.model.party.memory
     assert isinstance(memory, RankMemory)
     memory.read(open_weights(published[1].path))
     assert first_words(engine) == before

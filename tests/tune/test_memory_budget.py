@@ -42,7 +42,7 @@ def held(rank: int, size: int, job: RlJob) -> tuple[int, int, int, int]:
     _, steward = open_both(
         job.start if job.run.config.lora else folder, replace(serve_of(job.run, job.rollout), tp=1, dp=1)
     )
-    memory = steward._model.party.memory
+    memory = steward.model.party.memory
     weights = sum(held.values.nbytes for held in memory._served.params.values())
     keys = memory._store.keys.nbytes + memory._store.values.nbytes
     written = [open_weights(file) for file in folder.glob("*.safetensors")]
@@ -126,7 +126,7 @@ def test_on_a_gpu_communicators_need_room_too(start, tmp_path, monkeypatch):
 
     def room(who: str, free_bytes: int) -> int | None:
         gpu = SimpleNamespace(kind="cuda", free_bytes=lambda ranks: free_bytes)
-        return disaggregated._require_own_room(SimpleNamespace(device=gpu), job, who)
+        return disaggregated.require_own_room(SimpleNamespace(device=gpu), job, who)
 
     room("trainer", trainer)
     with pytest.raises(ConfigError, match=r"'train s0' needs [\d,]+ bytes of the trainer"):

@@ -81,7 +81,7 @@ def join(
     with PeerWatch(store, stop):
         try:
             with ExitStack() as stack:
-                value = _from_rank_0(store, rank, lambda: stack.enter_context(prepare(size)), form)
+                value = from_rank_0(store, rank, lambda: stack.enter_context(prepare(size)), form)
                 # srun, unlike torchrun, does not say how the ranks of a host are numbered.
                 device = pick(dist.get_node_local_rank(fallback_rank=rank), wanted(value))
                 own = dist.PrefixStore("ranks", store)  # type: ignore[attr-defined]
@@ -103,7 +103,7 @@ def join(
     return result
 
 
-def _from_rank_0(
+def from_rank_0(
     store: dist.Store,  # type: ignore[name-defined]
     rank: int,
     make: Callable[[], T],

@@ -111,7 +111,7 @@ class InferenceEngine:
         self.info = info
         self.pages = pages
         self.adapters = Shelf(model)
-        self._model = model
+        self.model = model
         self._budget = budget
         self._matchers: Matchers = matchers or (lambda request: None)
         self.speculation = speculation or Speculation()
@@ -157,11 +157,11 @@ class InferenceEngine:
 
     def wait(self) -> None:
         """To be called now and then while there is nothing to do."""
-        self._model.wait()
+        self.model.wait()
 
     def end(self) -> None:
         """Let go of the ranks that share the model. Nothing is to be asked afterwards."""
-        self._model.end()
+        self.model.end()
 
     def add(self, request: Request) -> None:
         """Put a request in line.
@@ -248,9 +248,9 @@ class InferenceEngine:
             self.speculation.forget(number)
         self.speculation.guess(step, live, self._matcher)
         rows, wanted = _rows(step, live)
-        logits_RV = self._model(rows)
+        logits_RV = self.model(rows)
         samplings = self._rows_to_draw(step, live, wanted)
-        outputs = read_wanted(rows.wanted, samplings, logits_RV, self._model.totals, vocab=self.info.vocab)
+        outputs = read_wanted(rows.wanted, samplings, logits_RV, self.model.totals, vocab=self.info.vocab)
         news += [
             self._update_request(live[chunk.request], chunk, wanted[chunk.request], outputs) for chunk in step.chunks
         ]

@@ -47,7 +47,7 @@ class Steward:
 
     def __init__(self, engine: InferenceEngine, model: ModelRunner) -> None:
         self._engine = engine
-        self._model = model
+        self.model = model
         self._line: deque[tuple[int, messages.ChangeWeights | messages.Sleep | messages.Wake]] = deque()
         self._adapter_line: deque[tuple[int, messages.LoadAdapter | messages.UnloadAdapter]] = deque()
         self._done: list[messages.CommandDone] = []
@@ -105,7 +105,7 @@ class Steward:
 
     def rest(self) -> None:
         """Wait for what is being read, for a moment. To be called where nothing can be computed."""
-        reading = self._model.party.reading
+        reading = self.model.party.reading
         if reading is not None and not reading.is_over:
             reading.reader.wait(REST_S)
         elif self.is_busy:
@@ -125,8 +125,8 @@ class Steward:
             ConfigError: the engine sleeps without weights, or several ranks cannot be given tensors.
         """
         self._require_weights()
-        self._model.read(source)
-        while not self._model.is_read():
+        self.model.read(source)
+        while not self.model.is_read():
             self.rest()
         self._switch(source, requests)
         return self._engine.info.version
@@ -142,7 +142,7 @@ class Steward:
             raise ConfigError("sleep: the engine is asleep already; wake it first.")
         self._engine.begin_again()
         self._engine.pages.forget_all()
-        self._model.sleep(keeps_weights=keeps_weights)
+        self.model.sleep(keeps_weights=keeps_weights)
         self._is_asleep = True
         self._hold()
 
@@ -177,7 +177,7 @@ class Steward:
                     self.sleep(keeps_weights=keeps_weights)
                 case messages.Wake(path):
                     source = None if path is None else Path(path)
-                    if self._model.party.reading is None:
+                    if self.model.party.reading is None:
                         self._read_to_wake(source)
                     if not self._may_wake():
                         return False
@@ -190,7 +190,7 @@ class Steward:
 
     def _may_switch(self, command: messages.ChangeWeights) -> bool:
         """Whether weights are read, and nobody has to be waited for."""
-        reading = self._model.party.reading
+        reading = self.model.party.reading
         if reading is None:
             self._require_weights()
             if command.requests == "wait" and self._paused is not None and self._paused.mode == "keep":
@@ -198,9 +198,9 @@ class Steward:
                     "requests = 'wait' while the engine is paused: those under way are not computed; resume first, or "
                     "use one of recompute, keep, abort."
                 )
-            self._model.read(Path(command.path))
+            self.model.read(Path(command.path))
             return False
-        if not self._model.is_read():
+        if not self.model.is_read():
             return False
         if command.requests == "wait" and not reading.why:
             before = self._barriers.setdefault("change", self._engine.arrivals)
@@ -209,13 +209,13 @@ class Steward:
         return True
 
     def _switch(self, source: Path | Tensors, requests: Literal["recompute", "keep", "wait", "abort"]) -> None:
-        reading = self._model.party.reading
+        reading = self.model.party.reading
         assert reading is not None, "something was read"
         try:
             if reading.version == self._engine.info.version and not reading.why:
-                self._model.forget()
+                self.model.forget()
                 return
-            self._model.switch()
+            self.model.switch()
         finally:
             self._barriers.pop("change", None)
             self._hold()
@@ -229,17 +229,17 @@ class Steward:
         """Begin to read, where the engine lacks weights or is to have others."""
         if not self._is_asleep:
             raise ConfigError("wake: the engine is not asleep.")
-        if source is None and self._model.party.memory.has_weights:
+        if source is None and self.model.party.memory.has_weights:
             return
-        self._model.sleep(keeps_weights=False)  # there is no room for two sets
-        self._model.read(source, is_named=is_named)
+        self.model.sleep(keeps_weights=False)  # there is no room for two sets
+        self.model.read(source, is_named=is_named)
 
     def _may_wake(self) -> bool:
         """Whether nothing has to be read, or all is."""
-        return self._model.party.reading is None or self._model.is_read()
+        return self.model.party.reading is None or self.model.is_read()
 
     def _wake(self, source: Path | Tensors | None, version: str = "") -> None:
-        version = self._model.wake() or version
+        version = self.model.wake() or version
         if version and version != self._engine.info.version:
             self._changes += 1
             self._engine.renew(version, keeps_keys=False)
@@ -299,7 +299,7 @@ class Steward:
         self._engine.hold(min(before) if before else None)
 
     def _require_weights(self) -> None:
-        if not self._model.party.memory.has_weights:
+        if not self.model.party.memory.has_weights:
             raise ConfigError("the engine sleeps without weights; wake it with the new ones.")
 
     def _came_from(self, source: Path | Tensors | None) -> None:

@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     asked = read(argv)
     run = _run(asked)
     if asked.is_demo:
-        run = _demo_on_few_gpus(run)
+        run = demo_on_few_gpus(run)
     _say_choices(asked, run)
     with web(asked.web_port) as shown, prepared_job(run, _tokens, Terminal(), launcher=launcher()) as job:
         if job is None:
@@ -101,7 +101,7 @@ def _say_choices(asked: TrainArgs, run: Resolved) -> None:
         _say(idle)
 
 
-def _demo_on_few_gpus(run: Resolved) -> Resolved:
+def demo_on_few_gpus(run: Resolved) -> Resolved:
     """The demo shows its two ranks on any machine: on the CPU, where there are GPUs, but not for each."""
     ranks, plan = run.plan.mesh.world, run.config.plan
     if plan.device is not None or not 0 < gpus() < ranks:

@@ -266,7 +266,7 @@ def _copy(kernel: str, size: int, gauge: Gauge, memory: Tensor) -> CopyRate:
         compute = _OURS[kernel][1](other)
         taken_s = gauge.seconds(lambda: compute(next(inputs)))
     else:
-        work = _PASSES[kernel][1]
+        work = PASSES[kernel][1]
         taken_s = gauge.seconds(lambda: work(next(inputs), other, next(outs)))
     return CopyRate(kernel=kernel, bytes=size, bytes_per_s=size / taken_s)
 
@@ -293,7 +293,7 @@ def _update(x: Tensor, other: Tensor, out: Tensor) -> object:
 
 # Kinds of passes: in how many parts their bytes are read and written, and what does it to an input, another input that
 # stays the same, and an output.
-_PASSES: dict[str, tuple[int, Callable[[Tensor, Tensor, Tensor], object]]] = {
+PASSES: dict[str, tuple[int, Callable[[Tensor, Tensor, Tensor], object]]] = {
     "copy": (3, lambda x, other, out: torch.mul(x, other, out=out)),
     "read": (1, lambda x, other, out: torch.linalg.vector_norm(x, dim=-1, keepdim=True)),
     "write": (1, lambda x, other, out: out.zero_()),
@@ -321,7 +321,7 @@ def _loss(like: Tensor) -> Callable[[Tensor], object]:
 
 # Those of our own kernels, which make their output. As operators written in Python they take longer to begin.
 _OURS = {"norm": (2, _norm), "gate": (3, _gate), "loss": (1, _loss)}
-_PARTS = {kernel: parts for kernel, (parts, _) in (_PASSES | _OURS).items()}
+_PARTS = {kernel: parts for kernel, (parts, _) in (PASSES | _OURS).items()}
 
 
 def _fill(shape: tuple[int, ...], dtype: Dtype, gauge: Gauge) -> Tensor:

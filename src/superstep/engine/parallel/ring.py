@@ -33,7 +33,7 @@ from superstep.plan.sharding.documents import RankTokens, tiles
 from superstep.plan.sharding.sequence import AttentionBlock, blocks
 
 # Both rings are under way at once, on one group.
-_KEYS_TAG, _GRADIENTS_TAG = 0, 1
+_KEYS_TAG, GRADIENTS_TAG = 0, 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class RingAttend:
 
 
 @dataclass(frozen=True, slots=True)
-class _Hop:
+class Hop:
     """A tensor on its way to the next rank, and the previous rank's on its way here."""
 
     works: list[dist.Work]
@@ -89,7 +89,7 @@ def _round(kv: Tensor, group: Group) -> Iterator[tuple[AttentionBlock, Tensor]]:
     """Each block with all keys and values of its source, [2, B, T, K, H]; meanwhile the next ones are coming."""
     mine = blocks(group.rank(), group.size())
     for block in mine:
-        hop = None if block is mine[-1] else _Hop.start(kv, group, _KEYS_TAG)
+        hop = None if block is mine[-1] else Hop.start(kv, group, _KEYS_TAG)
         yield block, kv
         if hop is not None:
             kv = hop.finish()
@@ -202,7 +202,7 @@ def _ring_attention_backward(  # noqa: PLR0913
     ring = _group_by_name(group)
     documents = _Documents.of(starts, ring)
     grad_BNSH, q_BNSH, out_BNSH = (x.transpose(1, 2) for x in (grad, q, out))
-    hop: _Hop | None = None
+    hop: Hop | None = None
     for block, kv in _round(torch.stack((k, v)), ring):
         if hop is None:  # the own keys come first, whole
             dq_BNSH, dk, dv = _own_backward(grad_BNSH, q_BNSH, kv, out_BNSH, lse, documents, is_compiled=is_compiled)
@@ -218,7 +218,7 @@ def _ring_attention_backward(  # noqa: PLR0913
                 )
                 at.asking(dq_BNSH).add_(dq)
                 at.answering(dkv).add_(_stack_gradients(dk, dv))
-        hop = _Hop.start(dkv, ring, _GRADIENTS_TAG)
+        hop = Hop.start(dkv, ring, GRADIENTS_TAG)
     assert hop is not None
     return dq_BNSH.transpose(1, 2).to(q.dtype).contiguous(), hop.finish().to(k.dtype)
 

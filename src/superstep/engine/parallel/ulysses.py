@@ -52,11 +52,11 @@ def _heads_by_rank(x_BsNH: Tensor, ranks: int) -> Tensor:
 
 def _exchange(x: Tensor, group: Group) -> Tensor:
     """``x[r]`` goes to rank r; what came from rank r stands at [r]."""
-    out: Tensor = _Exchange.apply(x, group)  # type: ignore[no-untyped-call]
+    out: Tensor = Exchange.apply(x, group)  # type: ignore[no-untyped-call]
     return out
 
 
-class _Exchange(torch.autograd.Function):
+class Exchange(torch.autograd.Function):
     """All-to-all of equal parts, which is its own transpose."""
 
     @staticmethod

@@ -74,7 +74,7 @@ def straggle(
         ]
     )
     # Among copies the slowest decides: its noise is the largest of as many draws.
-    late = np.array([_slowest(float(u), copies) for u in rng.random(samples)])
+    late = np.array([slowest(float(u), copies) for u in rng.random(samples)])
     steps = slow * np.maximum(noisy.mean() + noisy.std() * late, clean_s) / clean_s
     return Straggled(clean_s, float(steps.mean()), float(np.quantile(steps, 0.95)))
 
@@ -88,7 +88,7 @@ def _slow_ranks(
     return [1 + jitter.slow_by * is_slow for is_slow in slow]
 
 
-def _slowest(u: float, count: int) -> float:
+def slowest(u: float, count: int) -> float:
     """The largest of ``count`` standard normal numbers, from one uniform number."""
     return NORMAL.inv_cdf(min(max(u ** (1 / count), 1e-12), 1 - 1e-12))
 
@@ -114,7 +114,7 @@ def _pipeline_s(
                 | ins.Recompute()
                 | ins.Step()
             ):
-                noise = float(np.exp(spread * _slowest(rng.random(), lockstep))) if spread else 1.0
+                noise = float(np.exp(spread * slowest(rng.random(), lockstep))) if spread else 1.0
                 return float(seconds * factors[rank] * noise)
             case _:
                 return seconds

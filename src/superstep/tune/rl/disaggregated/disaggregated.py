@@ -207,7 +207,7 @@ def train_apart(
     retried: Retried = nothing_retried,
 ) -> bool:
     """One rank of those that train, from assembly to the last step; whether it was asked to stop before that."""
-    _require_own_room(world, job, "trainer")
+    require_own_room(world, job, "trainer")
     texts = beside(job) if world.rank == 0 else {}
     trainer = PolicyTrainer(world, job.run, job.folder, texts, temperature=job.rollout.temperature)
     trainer.start(job.checkpoint, job.start, job.memory(world.rank), job.recovered)
@@ -266,7 +266,7 @@ def sample_apart(world: World, job: RlJob, number: int) -> None:
         number: of the sampler.
     """
     assert world.folder is not None, "the ranks were launched"
-    pages = _require_own_room(world, job, "sampler")
+    pages = require_own_room(world, job, "sampler")
     serve = serve_of(job.run, replace(job.rollout, pages=pages), job.kernels)
     environment = EnvironmentProcess(job.rl.environment, job.rollout.reply_timeout_s)
     words = words_of(job.start)
@@ -280,7 +280,7 @@ def sample_apart(world: World, job: RlJob, number: int) -> None:
         seat.close()
 
 
-def _require_own_room(world: World, job: RlJob, who: Literal["sampler", "trainer"]) -> int | None:
+def require_own_room(world: World, job: RlJob, who: Literal["sampler", "trainer"]) -> int | None:
     """Pages for which there is room, once it is seen that everything has. Of a CPU that is known beforehand.
 
     Raises:
