@@ -19,7 +19,7 @@ import torch
 
 import reinforced
 from ranks import ranks_below
-from superstep.cli.arguments.reinforce import read
+from superstep.cli.arguments.tune import read
 from superstep.cli.main import main
 from superstep.observe.page.report import run_value
 from superstep.run.console import Silent
@@ -102,8 +102,8 @@ def test_a_recipe_is_read_back(start, tmp_path):
     assert (found.rl.lag, found.train.warmup_steps, found.train.min_lr_ratio) == (1, 0, 1.0)
     path.write_text(write(found))
     assert read_rl(path) == found
-    assert read([str(path), "--rl.group", "8"]).rl.group == 8
-    assert read([]) == RlRecipe()
+    assert read(["rl", str(path), "--rl.group", "8"]).rl.group == 8
+    assert read(["rl"]) == RlRecipe()
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_a_sampler_that_dies_is_named_and_the_run_goes_on_to_the_same_bits(
     assert not list(beside.glob("[!t]*"))  # torchinductor's stays
     assert main(["tune", "rl", str(path), *apart]) == 0
     whole, path = recipe(tmp_path, start, "whole", steps=3)
-    with prepared_rl_job(read([str(path), *apart]), None, Silent()) as job:
+    with prepared_rl_job(read(["rl", str(path), *apart]), None, Silent()) as job:
         steps = pool.run(1, reinforced.run, reinforced.in_turn(job))[0]
     names = ("step", "loss", "norm", "reward", "drawn_tokens")
     assert told(root) == [tuple(each[name] for name in names) for each in steps]

@@ -48,7 +48,7 @@ VERBS = {
         "post-train a model: sft learns answers, dpo preferences, rl from rewards; merge puts an adapter into its "
         "base; serve is for Tinker's client",
         "superstep.cli.tune.tune",
-        "superstep.cli.arguments.post_training",
+        "superstep.cli.arguments.tune",
         extra="serve",
         launches=True,
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from superstep.cli.arguments import post_training, prove, serve, train, tune
+from superstep.cli.arguments import prove, serve, train, tune
 from superstep.cli.options import asks_for_hosts, ranks_of
 from superstep.cli.refusals import check_apart, check_prove, check_rewards, check_serve, check_train, check_tune
 from superstep.launch import fork_server
@@ -51,7 +51,7 @@ def begin(verb: str, argv: Sequence[str]) -> None:
 
 def _check_recipe(argv: Sequence[str]) -> PlanConfig:
     """The layout that a recipe asks for."""
-    match post_training.read(argv):
+    match tune.read(argv):
         case RlRecipe() as recipe:
             check_rewards(recipe)
             return recipe.plan

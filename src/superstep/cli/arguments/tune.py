@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from superstep.cli.arguments import tune_merge, tune_serve
 from superstep.cli.help import page
@@ -12,6 +12,9 @@ from superstep.cli.options import COMMON, asks_for_help, read_flags
 from superstep.errors import ConfigError, UserError, did_you_mean
 from superstep.tune.config import TuneConfig, read_recipe
 from superstep.tune.recipe import RECIPE
+from superstep.tune.rl.config import RlRecipe, read_rl
+
+Recipe = TypeVar("Recipe", TuneConfig, RlRecipe)
 
 Kind = Literal["sft", "dpo"]
 KINDS: Mapping[Kind, str] = {
@@ -20,7 +23,7 @@ KINDS: Mapping[Kind, str] = {
 }
 
 REWARDS = "rl"
-"""The kind whose recipes are others: ``cli.arguments.reinforce`` reads them."""
+"""The kind whose recipes are others."""
 
 MERGE, SERVE = "merge", "serve"
 APART: Mapping[str, str] = {
@@ -34,6 +37,22 @@ EVERY: Mapping[str, str] = dict(
 )
 
 FIRST = ("start", "data.corpus", "data.sequence_tokens", "sft.too_long", *COMMON[2:])
+FIRST_OF_REWARDS = (
+    "start",
+    "rl.environment",
+    "rl.group",
+    "rl.groups",
+    "rl.lag",
+    "rollout.max_tokens",
+    "data.sequence_tokens",
+    "train.steps",
+    "train.lr",
+    "plan.dp",
+    "plan.tp",
+    "numerics.exact",
+    "state.dir",
+    "state.existing",
+)
 """Fields of a recipe that its help begins with."""
 
 
@@ -42,8 +61,19 @@ def _usage() -> str:
     return page(usage, EVERY.items(), "superstep tune sft --help says more.")
 
 
-def read(argv: Sequence[str]) -> tuple[Kind, TuneConfig]:
-    """What is to be done, and the recipe that a command line asks for.
+def read(argv: Sequence[str]) -> tuple[Kind, TuneConfig] | RlRecipe:
+    """The recipe that a command line asks for; raises as ``read_kind`` does."""
+    return read_rewards(argv[1:]) if argv[:1] == [REWARDS] else read_kind(argv)
+
+
+def read_rewards(argv: Sequence[str]) -> RlRecipe:
+    """The recipe behind the word for rewards; raises as ``read_kind`` does."""
+    records = "the tasks with --rl.environment"
+    return _recipe(REWARDS, RlRecipe(), read_rl, argv, records=records, common=FIRST_OF_REWARDS)
+
+
+def read_kind(argv: Sequence[str]) -> tuple[Kind, TuneConfig]:
+    """What is to be done with conversations or preferences, and the recipe.
 
     Raises:
         UserError: nothing, or nothing known, is to be done.
@@ -60,24 +90,28 @@ def read(argv: Sequence[str]) -> tuple[Kind, TuneConfig]:
         {MERGE: tune_merge.read, SERVE: tune_serve.read}[kind](rest)
     for known in KINDS:
         if kind == known:
-            return known, _recipe(known, rest)
+            records = "the records with --data.corpus"
+            return known, _recipe(kind, TuneConfig(), read_recipe, rest, records=records, common=FIRST)
     raise UserError(f"superstep tune knows no '{kind}'{did_you_mean(kind, EVERY)}")
 
 
-def _recipe(kind: Kind, argv: Sequence[str]) -> TuneConfig:
+def _recipe(
+    kind: str, base: Recipe, load: Callable[[Path], Recipe], argv: Sequence[str], *, records: str, common: Sequence[str]
+) -> Recipe:
+    def flags(base: Recipe, argv: Sequence[str]) -> Recipe:
+        description = f"Post-train a model: {EVERY[kind]}."
+        return read_flags(
+            base, argv, prog=f"superstep tune {kind} [recipe.toml]", description=description, common=common
+        )
+
     if argv and not argv[0].startswith("-"):
         path = Path(argv[0])
         if path.is_file() and path.suffix != ".toml":
-            raise ConfigError(f"'{path}' is no .toml file; name a recipe, or the records with --data.corpus {path}.")
-        return _flags(kind, read_recipe(path), argv[1:])
-    config = _flags(kind, TuneConfig(), argv)
-    saved = Path(config.state.dir) / RECIPE
-    if config.state.existing == "resume" and saved.is_file():
+            raise ConfigError(f"'{path}' is no .toml file; name a recipe, or {records} {path}.")
+        return flags(load(path), argv[1:])
+    recipe = flags(base, argv)
+    saved = Path(recipe.state.dir) / RECIPE
+    if recipe.state.existing == "resume" and saved.is_file():
         # A run that goes on keeps its own settings; flags still change them.
-        config = _flags(kind, read_recipe(saved), argv)
-    return config
-
-
-def _flags(kind: Kind, base: TuneConfig, argv: Sequence[str]) -> TuneConfig:
-    description = f"Post-train a model: {KINDS[kind]}."
-    return read_flags(base, argv, prog=f"superstep tune {kind} [recipe.toml]", description=description, common=FIRST)
+        recipe = flags(load(saved), argv)
+    return recipe

@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 
-from superstep.cli.arguments import reinforce as rewards
-from superstep.cli.arguments.tune import APART, REWARDS, read
+from superstep.cli.arguments.tune import APART, REWARDS, read_kind, read_rewards
 from superstep.cli.tune import rl, sft_dpo
 
 
@@ -17,5 +16,5 @@ def main(argv: Sequence[str]) -> int:
         status: int = importlib.import_module(f"superstep.cli.tune.{argv[0]}").main(argv[1:])
         return status
     if argv[:1] == [REWARDS]:
-        return rl.run(rewards.read(argv[1:]))
-    return sft_dpo.run(lambda: read(argv))
+        return rl.run(read_rewards(argv[1:]))
+    return sft_dpo.run(lambda: read_kind(argv))
