@@ -27,8 +27,9 @@ from superstep.train.trainer import Trainer, open_mesh
 from superstep.train.weights.model import units_of
 from superstep.tune.tinker.config import TinkerConfig
 from superstep.tune.tinker.losses import TrainingSequence, find_loss, lesson
-from superstep.tune.tinker.model_request import Adam, ModelRequest, run_of
+from superstep.tune.tinker.model_request import ModelRequest, run_of
 from superstep.tune.tinker.proto_messages import ForwardBackward, Numbers, write_output
+from superstep.tune.tinker.request_schema import AdamParams
 from superstep.tune.tinker.saved_models import ABOUT, About
 
 STEP = "step-000000"
@@ -166,7 +167,7 @@ class AdapterTrainer(Trainer):
             streams=streams,
         )
 
-    def optim_step(self, adam: Adam) -> Mapping[str, float]:
+    def optim_step(self, adam: AdamParams) -> Mapping[str, float]:
         """Update the adapter by the gradients that were added; what is told of it.
 
         Raises:

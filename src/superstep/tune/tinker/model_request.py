@@ -1,10 +1,9 @@
-"""What a client asks of a model and of an update, and the plan that follows from it."""
+"""What a client asks of a model, and the plan that follows from it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from superstep.engine.adamw import Hyper
 from superstep.errors import ConfigError
 from superstep.plan.config import (
     DataConfig,
@@ -53,44 +52,6 @@ class ModelRequest:
                 "others."
             )
         return linears
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Adam:
-    """The settings of one update, as Tinker names them."""
-
-    learning_rate: float = 1e-4
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-12
-    weight_decay: float = 0.0
-    grad_clip_norm: float = 0.0
-
-    @property
-    def hyper(self) -> Hyper:
-        """The same for our optimizer: no bound where the largest norm is 0.
-
-        Raises:
-            ConfigError: a number lies where it means nothing.
-        """
-        rules = {
-            "learning_rate": (0 <= self.learning_rate < float("inf"), "at least 0 and finite"),
-            "beta1": (0 <= self.beta1 < 1, "at least 0 and below 1"),
-            "beta2": (0 <= self.beta2 < 1, "at least 0 and below 1"),
-            "eps": (0 < self.eps < float("inf"), "above 0 and finite"),
-            "weight_decay": (0 <= self.weight_decay < float("inf"), "at least 0 and finite"),
-            "grad_clip_norm": (0 <= self.grad_clip_norm < float("inf"), "at least 0; 0 clips nothing"),
-        }
-        for name, (is_kept, rule) in rules.items():
-            if not is_kept:
-                raise ConfigError(f"adam_params.{name} = {getattr(self, name)} must be {rule}.")
-        return Hyper(
-            beta1=self.beta1,
-            beta2=self.beta2,
-            eps=self.eps,
-            weight_decay=self.weight_decay,
-            clip_norm=self.grad_clip_norm or float("inf"),
-        )
 
 
 def run_of(config: TinkerConfig, wanted: ModelRequest) -> Resolved:

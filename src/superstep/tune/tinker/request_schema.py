@@ -6,6 +6,8 @@ from typing import Any
 
 from pydantic import Field
 
+from superstep.engine.adamw import Hyper
+from superstep.errors import ConfigError
 from superstep.http.body_validation import Strict
 
 
@@ -69,7 +71,7 @@ class OfModel(Body):
 
 
 class AdamParams(Strict):
-    """Of one update."""
+    """The settings of one update, as Tinker names them."""
 
     learning_rate: float = 1e-4
     beta1: float = 0.9
@@ -77,6 +79,32 @@ class AdamParams(Strict):
     eps: float = 1e-12
     weight_decay: float = 0.0
     grad_clip_norm: float = 0.0
+
+    @property
+    def hyper(self) -> Hyper:
+        """The same for our optimizer: no bound where the largest norm is 0.
+
+        Raises:
+            ConfigError: a number lies where it means nothing.
+        """
+        rules = {
+            "learning_rate": (0 <= self.learning_rate < float("inf"), "at least 0 and finite"),
+            "beta1": (0 <= self.beta1 < 1, "at least 0 and below 1"),
+            "beta2": (0 <= self.beta2 < 1, "at least 0 and below 1"),
+            "eps": (0 < self.eps < float("inf"), "above 0 and finite"),
+            "weight_decay": (0 <= self.weight_decay < float("inf"), "at least 0 and finite"),
+            "grad_clip_norm": (0 <= self.grad_clip_norm < float("inf"), "at least 0; 0 clips nothing"),
+        }
+        for name, (is_kept, rule) in rules.items():
+            if not is_kept:
+                raise ConfigError(f"adam_params.{name} = {getattr(self, name)} must be {rule}.")
+        return Hyper(
+            beta1=self.beta1,
+            beta2=self.beta2,
+            eps=self.eps,
+            weight_decay=self.weight_decay,
+            clip_norm=self.grad_clip_norm or float("inf"),
+        )
 
 
 class OptimStep(Body):

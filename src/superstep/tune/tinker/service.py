@@ -16,7 +16,7 @@ from superstep.tune.tinker import request_schema
 from superstep.tune.tinker.adapter_trainer import AdapterTrainer
 from superstep.tune.tinker.config import TinkerConfig
 from superstep.tune.tinker.futures import Desk, Full, Job, Reply, Result, error_of
-from superstep.tune.tinker.model_request import Adam, ModelRequest
+from superstep.tune.tinker.model_request import ModelRequest
 from superstep.tune.tinker.prompts import sample_request
 from superstep.tune.tinker.proto_messages import ForwardBackward, Sampled, write_sampled
 from superstep.tune.tinker.sampler import PromptSampler
@@ -204,8 +204,7 @@ class TinkerService:
         def job(reply: Reply) -> None:
             if body.adam_params is None:
                 raise ConfigError("adam_params is missing: AdamW is the one optimizer here; give an update AdamParams.")
-            adam = Adam(**body.adam_params.model_dump())
-            reply(_json({"metrics": self._model(body.model_id).optim_step(adam)}))
+            reply(_json({"metrics": self._model(body.model_id).optim_step(body.adam_params)}))
 
         return self._submit(self._name_request(body.model_id, body.seq_id), job)
 
