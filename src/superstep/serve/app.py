@@ -49,14 +49,13 @@ def make_app(
     admin: Admin | None = None,
     entrance: Entrance | None = None,
 ) -> Starlette:
-    """The application of one engine.
+    """Build the application of one engine.
 
     Args:
-        backend: the engine.
         words: the text part of its model.
-        limits: of requests; the ordinary ones where there are none.
-        admin: what paths for whoever runs the server need; None serves none of them.
-        entrance: what stands before it; None lets loopback names in.
+        limits: None means the defaults.
+        admin: None serves no admin paths.
+        entrance: checks before the handlers; None accepts loopback host names only.
     """
     limits, entrance = limits or Limits(), entrance or Entrance()
     service = AppState(

@@ -12,13 +12,11 @@ from superstep.serve.scheduling.request import Finish, Request, Sampling, TokenO
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptResult:
-    """What became of a prompt.
+    """The answer to a prompt.
 
     Attributes:
-        tokens: drawn, each with what is told of it.
-        prompt: the same of the prompt's tokens but the first, where that was asked for.
-        finish: why it ended.
-        cached_tokens: of the prompt, those whose keys were there already.
+        prompt: outputs for the prompt's tokens but the first, if requested.
+        cached_tokens: prompt tokens that were cached.
     """
 
     tokens: tuple[TokenOutput, ...]
@@ -28,7 +26,6 @@ class PromptResult:
 
     @property
     def ids(self) -> list[int]:
-        """The drawn tokens."""
         return [output.token for output in self.tokens]
 
 
@@ -40,17 +37,16 @@ def generate(
     adapter: str = "",
     tell: Callable[[int, int], None] | None = None,
 ) -> list[PromptResult]:
-    """Answer each prompt; none is computed alone where several can be computed together.
+    """Answer all prompts, in batches where possible.
 
     Args:
         engine: idle.
-        prompts: token ids.
         sampling: for all, or one for each.
-        adapter: the name of the adapter to answer with; empty for the model itself.
-        tell: called after each step with how many are answered, of how many.
+        adapter: empty for the model itself.
+        tell: called after each step with the number of answered prompts, and of all.
 
     Raises:
-        ConfigError: a prompt cannot be answered. None has been then.
+        ConfigError: a prompt cannot be answered; then none was.
     """
     ways = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
     if len(ways) != len(prompts):

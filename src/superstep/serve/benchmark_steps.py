@@ -1,9 +1,9 @@
-"""What engine steps take on this machine, by running some of every kind on the real engine.
+"""Measures engine steps on this machine, by running some of every kind on the real engine.
 
-Three models of random weights: two of one depth, of which one is half as wide, and one of the wider one's width that is
-less deep, so that what a step takes for itself, for a layer and for a weight can be told apart. Each answers batches of
-1 to 64 requests, with short texts and long ones; ``cost.serve`` fits its kinds of work to the steps.
-The ranks are launched as a server's are, with its threads and its memory.
+Three models of random weights: two of the same depth, one half as wide, and a third with the larger width and less
+depth, so that a step's time for itself, for a layer and for a weight can be separated. Each answers batches of 1 to 64
+requests, with short texts and long ones; ``cost.serve`` fits its kinds of work to the steps. The ranks are launched
+like a server's, with its threads and its memory.
 """
 
 from __future__ import annotations
@@ -37,29 +37,28 @@ from superstep.serve.scheduling.request import Request, Sampling
 from superstep.serve.scheduling.step_log import Entry, Setting, StepRecorder, samples
 
 WIDTH, LAYERS, VOCAB = 768, 6, 32_768
-"""The most that a model of random weights has: its weights must not stay in a cache where the real one's do not."""
+"""The largest model of random weights: its weights must not stay in a cache where the real one's do not."""
 USUAL = replace(SHAPES["llama3.2-1b"], vocab=32_000, heads=12, kv_heads=4, width=768, ffn=2048, layers=12)
-"""The proportions that are measured where nobody names a model."""
+"""The measured proportions where no model is named."""
 BATCHES = (1, 2, 4, 8, 9, 16, 32, 64)
-"""Requests at once, as many as the rows whose seconds ``cost.serve`` knows."""
+"""Requests at once: the numbers of rows that ``cost.serve`` has."""
 CONTEXT = 1024
-"""Tokens of the longest text, or as many as the model has."""
+"""Tokens of the longest text, or the model's limit."""
 LONG, TEXTS = 448, 8
-"""Tokens of each of some long texts, whose keys together stay in no cache."""
+"""Tokens of each long text, and their number: their keys together stay in no cache."""
 ANSWER = 7
-"""Tokens of an answer: as many steps less one have one row for each request."""
+"""Tokens of an answer: one step fewer has one row for each request."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankMeasurement:
-    """What a rank saw.
+    """One rank's measurements.
 
     Attributes:
-        samples: measured steps.
-        way: how they were computed.
-        linear_bytes: of memory, taken by the weights of linears.
+        way: how the steps were computed.
+        linear_bytes: memory of the linears' weights.
         linears: weights of all linears.
-        other_bytes: of memory, at the end: neither keys nor what is in no linear.
+        other_bytes: memory at the end without keys and linears.
     """
 
     samples: tuple[MeasuredStep, ...]
@@ -74,7 +73,7 @@ class Timing:
     """How seconds are counted.
 
     Attributes:
-        clock: the time of day; where other programs run, that of the processor is the quieter one, on one thread.
+        clock: by default wall time; beside other programs the processor's clock is quieter, on one thread.
         threads: of a rank; None takes a server's.
     """
 
@@ -83,13 +82,12 @@ class Timing:
 
 
 def calibrate(shape: ModelShape, serve: ServeConfig, device: DeviceKind, timing: Timing | None = None) -> ServingRate:
-    """What steps take here, for models of such a shape.
+    """Seconds of steps here, for models of such a shape.
 
     Args:
-        shape: whose proportions the models of random weights have.
-        serve: the way: number format, exact, ranks, quantization, compiled operations.
-        device: where.
-        timing: how seconds are counted; a server's where it is left out.
+        shape: the proportions of the random models.
+        serve: number format, exact, ranks, quantization, compiled operations.
+        timing: None means a server's.
 
     Raises:
         ConfigError: it cannot be served so.
@@ -114,9 +112,9 @@ def calibrate(shape: ModelShape, serve: ServeConfig, device: DeviceKind, timing:
 
 
 def shapes(shape: ModelShape, tp: int) -> tuple[ModelShape, ...]:
-    """Models of its proportions, small enough to be measured in seconds.
+    """Models with the shape's proportions, small enough to measure in seconds.
 
-    The largest comes last, when what torch takes of memory once and for all is taken.
+    The largest comes last, after torch's one-time allocations.
     """
     narrow = min(shape.width, WIDTH) // 2
     return (
@@ -150,7 +148,7 @@ def _scale_shape(shape: ModelShape, width: int, layers: int, vocab: int, tp: int
 
 @torch.no_grad()
 def save_random(shape: ModelShape, folder: Path) -> None:
-    """A model as Hugging Face keeps it, its weights as training begins with them."""
+    """Save a model in Hugging Face's format, with initial weights."""
     decoder = Decoder(shape)
     for spec, param in parameters(decoder, units(shape)).values():
         param.copy_(initial(spec, param.shape, 0))
@@ -173,7 +171,7 @@ def _calibrate_rank(world: World, folders: Sequence[Path], serve: ServeConfig, t
 
 
 def _share_cores(world: World, serve: ServeConfig, timing: Timing) -> None:
-    """Before each engine: one in exact mode leaves torch's own operations with one thread."""
+    """Before each engine: an exact one leaves torch's own operations with one thread."""
     share_cores(world, serve)
     if timing.threads is not None:
         torch.set_num_threads(timing.threads)
@@ -211,7 +209,7 @@ def _calibrate_one(world: World, folder: Path, serve: ServeConfig, timing: Timin
 
 
 def _own_bytes(world: World) -> int:
-    """Memory that is this process's alone: a file that is read from the system's cache is not."""
+    """Memory of this process alone: a file in the system's cache does not count."""
     if world.device.kind == "cuda":
         return int(torch.cuda.memory_allocated(world.device.torch))
     usage = psutil.Process().memory_info()
@@ -219,7 +217,7 @@ def _own_bytes(world: World) -> int:
 
 
 def _ask(engine: InferenceEngine, batches: Sequence[int], *, is_greedy: bool, salt: str) -> None:
-    """Have every kind of step computed."""
+    """Compute every kind of step."""
     sampling = Sampling(max_tokens=ANSWER, temperature=0.0 if is_greedy else 1.0, ignore_eos=True)
     number = 0
     for batch in _batches(engine, batches):

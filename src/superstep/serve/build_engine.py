@@ -1,4 +1,4 @@
-"""From a folder of weights to an engine: the plan, this rank's part of the model, and room for keys."""
+"""From a folder of weights to an engine: the plan, this rank's part of the model, and memory for keys."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Watching = Callable[[Setting], StepObserver]
 
 
 def ends_of_text(folder: Path) -> tuple[int, ...]:
-    """The tokens with which a folder's model ends an answer."""
+    """The tokens that end an answer of a folder's model."""
     for name in ("generation_config.json", "config.json"):
         path = folder / name
         ids = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
@@ -56,12 +56,11 @@ def ends_of_text(folder: Path) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownModel:
-    """What need not be found out of a folder's model.
+    """What is already known of a folder's model.
 
     Attributes:
-        run: the plan.
         weights: where they are, if not in the folder.
-        version: what they are called; to find it out all of them are read once more.
+        version: of the weights; computing it reads all of them once more.
     """
 
     run: Resolved | None = None
@@ -77,13 +76,12 @@ class Rank:
     """One rank of a server.
 
     Attributes:
-        run: the plan.
         forward: its part of the model.
-        party: its part in what is done between steps.
-        pages: that its keys have room for.
+        party: its part in commands between steps.
+        pages: of keys, that fit its memory.
         context_tokens: the most tokens of a prompt and its answer.
         is_paged: whether every row reads its keys in their pages.
-        small: its part of the model that guesses; None where there is none.
+        small: its part of the draft model; None without.
     """
 
     run: Resolved
@@ -106,12 +104,8 @@ def load_rank(
     """This rank's part of a folder's model.
 
     Args:
-        folder: of the model.
-        serve: how.
         rank: of those that share the model.
-        tp: these.
-        device: where it computes.
-        known: what need not be found out.
+        tp: the group of these.
 
     Raises:
         ConfigError: it cannot be served so, or not on this machine.
@@ -151,17 +145,17 @@ def load_rank(
 
 
 def give_back() -> None:
-    """Let the system have what was taken to load, and dropped: glibc keeps it otherwise."""
+    """Return memory that loading took to the system: glibc keeps it otherwise."""
     gc.collect()
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def require_pages(pages: int, page_bytes: int, free_bytes: int, page_tokens: int) -> None:
-    """See that a rank has room for its pages of keys.
+    """Check that a rank has memory for its pages of keys.
 
     Raises:
-        ConfigError: it has not; names a context that would fit, where one page does.
+        ConfigError: it has not; names a context that would fit, if one page does.
     """
     if pages * page_bytes <= free_bytes:
         return
@@ -177,13 +171,12 @@ def require_pages(pages: int, page_bytes: int, free_bytes: int, page_tokens: int
 
 
 def usual_pages(least: int, requests: int, free_bytes: int, page_bytes: int) -> int:
-    """Pages where nobody says how many: whole contexts of all requests, but at most a quarter of the free memory.
+    """The default number of pages: whole contexts of all requests, at most a quarter of the free memory.
 
     Args:
         least: pages of one context.
         requests: that run at once.
-        free_bytes: of a rank, once its weights are there.
-        page_bytes: of a page.
+        free_bytes: of a rank, after its weights.
     """
     return max(least, min(least * requests, free_bytes // 4 // page_bytes))
 
@@ -194,7 +187,7 @@ def setting_model(run: Resolved, serve: ServeConfig) -> RankModelSize:
 
 
 def way_name(serve: ServeConfig) -> str:
-    """What a way of computing steps is called, in files of measured machines."""
+    """The name of a way of computing steps, in files of measured machines."""
     return serve.compute + ("-exact" if serve.exact else "") + (f"-{serve.quantize}" if serve.quantize else "")
 
 
@@ -216,13 +209,13 @@ def _setting(rank: Rank, serve: ServeConfig) -> Setting:
 
 
 def share_cores(world: World, serve: ServeConfig) -> None:
-    """A launched rank has one thread; those of a server share out the cores."""
+    """A launched rank has one thread; a server's ranks share the cores."""
     if world.device.kind == "cpu":
         torch.set_num_threads(max(1, cores() // (world.size * serve.dp)))
 
 
 def _small(run: Resolved, serve: ServeConfig, rank: int, tp: Group | None, device: Device) -> ServedUnits | None:
-    """This rank's part of the model that guesses."""
+    """This rank's part of the draft model."""
     if serve.speculate in ("", NGRAM):
         return None
     folder = Path(serve.speculate)
@@ -246,17 +239,15 @@ def open_engine(
     """The engine of a folder's model, on rank 0.
 
     Args:
-        folder: a checkpoint, or a folder as Hugging Face writes it.
-        serve: how.
-        tp: the ranks that share the model; the others ``follow``. None where there is one.
-        device: where it computes; None is the CPU.
-        matchers: makes what holds an answer to its form.
-        known: what need not be found out.
-        watch: makes who looks on at its steps; None writes the log that ``serve.scheduling.step_log`` asks for.
+        folder: a checkpoint, or a Hugging Face folder.
+        tp: the ranks that share the model; the others ``follow``. None with one.
+        device: None is the CPU.
+        matchers: makes the matcher of a constraint.
+        watch: makes the observer of its steps; None writes the log of ``serve.scheduling.step_log`` if requested.
 
     Raises:
         ConfigError: it cannot be served so, or not on this machine.
-        StateError: the folder holds no model, or it is damaged; or an adapter is.
+        StateError: the folder holds no model, or it or an adapter is damaged.
     """
     engine, _ = open_both(folder, serve, tp=tp, device=device, matchers=matchers, known=known, watch=watch)
     return engine
@@ -272,7 +263,7 @@ def open_both(
     known: KnownModel = NOTHING,
     watch: Watching | None = None,
 ) -> tuple[InferenceEngine, Steward]:
-    """``open_engine``, and who changes its weights and puts it to sleep."""
+    """``open_engine``, and the steward that changes its weights and puts it to sleep."""
     device = device or Device("cpu")
     rank = load_rank(folder, serve, 0, tp, device, known)
     grain = rank.run.plan.grain

@@ -1,18 +1,18 @@
-"""Paths under /admin: for whoever runs the server. They are there only where a key was given.
+"""Paths under /admin, for the operator of the server; they exist only with an admin key.
 
-    GET  /admin/weights                      how the engine stands
+    GET  /admin/weights                      the engine's status
     POST /admin/weights {path, requests}     answer with other weights
     POST /admin/pause?mode=abort|wait|keep   compute nothing, until
     POST /admin/resume
-    POST /admin/sleep?weights=drop|keep      give memory back, until
+    POST /admin/sleep?weights=drop|keep      release memory, until
     POST /admin/wake {path}
-    POST /admin/abort                        take all requests back
-    GET  /admin/adapters                     those that can be asked for
-    POST /admin/adapters {name, path}        one more, or another of the name
-    DELETE /admin/adapters/NAME              one less; requests under way keep it
+    POST /admin/abort                        abort all requests
+    GET  /admin/adapters                     available adapters
+    POST /admin/adapters {name, path}        add or replace an adapter
+    DELETE /admin/adapters/NAME              remove one; requests under way keep it
 
-Each answers once it is done. The key comes as ``Authorization: Bearer KEY``. Files are taken from some folders alone: a
-path is followed to where it leads before it is looked at.
+Each answers once it is done. The key comes as ``Authorization: Bearer KEY``. Files are read only from some folders: a
+path is resolved before it is checked.
 """
 
 from __future__ import annotations
@@ -40,27 +40,26 @@ from superstep.serve.scheduling.engine_messages import Deed, EngineStatus, Pause
 
 
 class ChangeFields(Strict):
-    """What POST /admin/weights takes."""
+    """The body of POST /admin/weights."""
 
     path: str = Field(min_length=1)
     requests: Requests = "recompute"
 
 
 class WakeFields(Strict):
-    """What POST /admin/wake takes."""
+    """The body of POST /admin/wake."""
 
     path: str | None = Field(default=None, min_length=1)
 
 
 class AdapterFields(Strict):
-    """What POST /admin/adapters takes."""
+    """The body of POST /admin/adapters."""
 
     name: str = Field(min_length=1, max_length=256)
     path: str = Field(min_length=1)
 
 
 def wrong_key() -> RequestError:
-    """The client does not know the key."""
     return RequestError(
         "authorization is not this server's admin key; send 'Authorization: Bearer KEY'.",
         status=401,
@@ -71,50 +70,43 @@ def wrong_key() -> RequestError:
 
 
 def admin_routes(key: str) -> Routes[AppState]:
-    """The paths, for clients that know the key."""
     scheme = KeyScheme(read_bearer, wrong_key)
     return [(method, path, with_key(handler, key, scheme)) for method, path, handler in ADMIN_ROUTES]
 
 
 def admin_of(service: AppState) -> Admin:
-    """What the paths need; they are there only where it is."""
+    """The admin settings, which exist where these paths do."""
     assert service.admin is not None
     return service.admin
 
 
 async def weights(request: Request, service: AppState) -> Response:
-    """How the engine stands."""
     _choices(request, {})
     return _status_response(admin_of(service).engine.standing)
 
 
 async def change_weights(request: Request, service: AppState) -> Response:
-    """Other weights, between two steps."""
     fields = read_model(ChangeFields, await read_json(request, service.limits))
     path = await look_up(fields.path, admin_of(service))
     return await _do(messages.ChangeWeights(str(path), fields.requests), service)
 
 
 async def pause(request: Request, service: AppState) -> Response:
-    """Nothing is computed until ``resume``."""
     mode = _choices(request, {"mode": get_args(PauseMode)}).get("mode", "keep")
     return await _do(messages.Pause(cast(PauseMode, mode)), service)
 
 
 async def resume(request: Request, service: AppState) -> Response:
-    """The end of a pause."""
     _choices(request, {})
     return await _do(messages.Resume(), service)
 
 
 async def sleep(request: Request, service: AppState) -> Response:
-    """Memory is given back until ``wake``."""
     kept = _choices(request, {"weights": ("drop", "keep")}).get("weights") == "keep"
     return await _do(messages.Sleep(keeps_weights=kept), service)
 
 
 async def wake(request: Request, service: AppState) -> Response:
-    """The end of sleep, with other weights where a path is given."""
     body = await read_json(request, service.limits) if request.headers.get("content-type") else {}
     fields = read_model(WakeFields, body)
     path = None if fields.path is None else str(await look_up(fields.path, admin_of(service)))
@@ -122,19 +114,16 @@ async def wake(request: Request, service: AppState) -> Response:
 
 
 async def abort(request: Request, service: AppState) -> Response:
-    """All requests are taken back."""
     _choices(request, {})
     return respond({"aborted": service.backend.abort()})
 
 
 async def adapters(request: Request, service: AppState) -> Response:
-    """Those that can be asked for."""
     _choices(request, {})
     return _adapters_response(admin_of(service).engine.standing)
 
 
 async def load_adapter(request: Request, service: AppState) -> Response:
-    """One more, between two steps."""
     fields = read_model(AdapterFields, await read_json(request, service.limits))
     if fields.name == service.backend.info.name:
         raise RequestError(
@@ -150,7 +139,6 @@ async def load_adapter(request: Request, service: AppState) -> Response:
 
 
 async def unload_adapter(request: Request, service: AppState) -> Response:
-    """One less, between two steps."""
     name = str(request.path_params["name"])
     if name not in service.backend.adapters:
         raise RequestError(
@@ -177,10 +165,8 @@ ADMIN_ROUTES: Routes[AppState] = (
 
 
 async def look_up(path: str, admin: Admin) -> Path:
-    """As ``allow_path``, while the event loop goes on: a mount that does not answer keeps nobody else.
-
-    Raises:
-        RequestError: as there; 400 where no answer came in time.
+    """``allow_path`` in a thread: a mount that does not answer blocks nobody else. Raises RequestError like
+    ``allow_path``, and 400 after a timeout.
     """
     try:
         return await BackgroundReader(
@@ -191,7 +177,7 @@ async def look_up(path: str, admin: Admin) -> Path:
 
 
 def allow_path(path: str, folders: Sequence[Path]) -> Path:
-    """Where a path leads, if that is within one of the folders; one that is not absolute, from the first that has it.
+    """Where a path leads, if that is within one of the folders; a relative path is searched in each of them.
 
     Raises:
         RequestError: 403 where it leads elsewhere, 400 where nothing is there.
@@ -218,7 +204,7 @@ def allow_path(path: str, folders: Sequence[Path]) -> Path:
 
 
 def _choices(request: Request, known: Mapping[str, Sequence[str]]) -> Mapping[str, str]:
-    """What the query says, each of it one of some words."""
+    """The query's parameters, each one of the known words."""
     for name, value in request.query_params.multi_items():
         if name not in known:
             raise RequestError(

@@ -1,4 +1,4 @@
-"""What the paths of whoever runs the server see of an engine."""
+"""Admin: the operator's view of an engine."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from superstep.serve.scheduling.engine_messages import Deed, EngineStatus, Pause
 
 
 class Steered(Protocol):
-    """An engine that can be told what to do, seen from the event loop."""
+    """An engine that takes commands, seen from the event loop."""
 
     @property
     def standing(self) -> EngineStatus:
-        """How it stands."""
+        """Its status."""
         ...
 
     async def do(self, command: Deed) -> EngineStatus:
-        """Do something; how it stands then.
+        """Do something; returns the status after it.
 
         Raises:
             ConfigError, StateError: it cannot be done; nothing has changed.
@@ -36,15 +36,15 @@ class Steered(Protocol):
 
 
 class OneOfSeveral(Steered, Protocol):
-    """An engine that can go back."""
+    """An engine that can undo commands."""
 
     @property
     def is_there(self) -> bool:
-        """Whether it can be told anything now."""
+        """Whether it takes commands now."""
         ...
 
     def back(self, command: Deed) -> Sequence[Deed]:
-        """What brings it back to how it stands now, once a deed is done."""
+        """The commands that restore its present status after this one."""
         ...
 
 
@@ -53,10 +53,8 @@ class Admin:
     """What the paths under /admin need.
 
     Attributes:
-        key: that a client must know.
-        folders: that weights may be taken from.
-        engine: that is told.
-        timeout_s: how long a path may be looked for.
+        folders: that weights may be read from.
+        timeout_s: how long resolving a path may take.
     """
 
     key: str
@@ -66,11 +64,7 @@ class Admin:
 
 
 class Several:
-    """Several engines of one model that are told the same, as one: a deed is done by all of them or by none.
-
-    Args:
-        engines: at least one.
-    """
+    """Several engines of one model as one: a command is done by all of them or by none."""
 
     def __init__(self, engines: Sequence[OneOfSeveral]) -> None:
         self._engines = engines
@@ -78,17 +72,16 @@ class Several:
 
     @property
     def standing(self) -> EngineStatus:
-        """Of the first that does not serve, else of the first; with the adapters that all have."""
+        """The status of the first that does not serve, else of the first; with the adapters that all have."""
         every = [engine.standing for engine in self._engines]
         shown = next((one for one in every if one.state != "serving"), every[0])
         shared = tuple(one for one in shown.adapters if all(one in other.adapters for other in every))
         return msgspec.structs.replace(shown, adapters=shared)
 
     async def do(self, command: Deed) -> EngineStatus:
-        """Do something to all; see ``Steered``. Where one cannot, the others go back to how they stood.
+        """Do something on all engines; see ``Steered``. Where one cannot, the others undo it.
 
-        Deeds follow each other, so that none is done between another one and its end. Pauses alone come at any time:
-        what is under way may wait for their end.
+        Commands run one after the other. Only pauses may come at any time: a running command may wait for their end.
         """
         async with nullcontext() if isinstance(command, Pause | Resume) else self._turn:
             for number, engine in enumerate(self._engines):
@@ -104,7 +97,7 @@ class Several:
             raise self._failure(failed, [one for one in answers if one])
 
     async def _go_back(self, number: int, deeds: Sequence[Deed]) -> str:
-        """Undo what one has done; why it could not, if so."""
+        """Undo one engine's command; returns why it could not."""
         try:
             for command in deeds:
                 await self._engines[number].do(command)
@@ -113,7 +106,7 @@ class Several:
         return ""
 
     def _failure(self, failed: dict[int, BaseException], stuck: Sequence[str]) -> BaseException:
-        """The first failure, with the replica that it is of where others did better."""
+        """The first failure, with its replica where others succeeded."""
         number, error = next(iter(failed.items()))
         if len(failed) == len(self._engines) or not isinstance(error, SuperstepError):
             return error

@@ -1,4 +1,4 @@
-"""What every handler is given."""
+"""AppState: what every handler receives."""
 
 from __future__ import annotations
 
@@ -17,17 +17,14 @@ from superstep.serve.api.text_protocol import TextProtocol
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AppState:
-    """The engine, the text part, and what is kept of those who ask.
+    """The shared state of all handlers.
 
     Attributes:
-        backend: the engine.
         words: the text part.
         limits: of requests.
-        queue: the places for answers.
-        metrics: what is counted.
-        drain: of the server.
-        began_s: when the server started, in seconds of the epoch; the age of its models.
-        admin: what paths for whoever runs the server need; None where there are none.
+        queue: places for answers.
+        began_s: when the server started, in seconds since 1970; the age of its models.
+        admin: None without admin paths.
     """
 
     backend: Backend
@@ -41,7 +38,7 @@ class AppState:
 
     @property
     def most_prompt_bytes(self) -> int:
-        """Bytes of a text that cannot be more tokens than the context has room for: as many of its longest token."""
+        """The longest text that may fit the context, in bytes: as many times its longest token."""
         return self.backend.info.context_tokens * self.words.longest_token_bytes
 
     def health(self) -> Health:
@@ -49,7 +46,7 @@ class AppState:
         return Health(is_ready=False, state="draining") if self.drain.is_begun else self.backend.health()
 
     def adapter_of(self, model: str | None) -> str:
-        """The adapter that a client means by ``model``; empty for the model itself.
+        """The adapter of a client's ``model``; empty for the model itself.
 
         Raises:
             RequestError: 404 where no model has this name.

@@ -1,4 +1,4 @@
-"""What the HTTP handlers see of an engine, wherever it runs: a ``Backend``, on the event loop of the handlers."""
+"""Backend: an engine as the HTTP handlers see it, on their event loop."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from superstep.serve.scheduling.request import Counters, Info, RequestUpdate, Sa
 
 
 class Busy(SuperstepError):
-    """The backend's queue is full: the request was not taken, and may be asked again."""
+    """The backend's queue is full: the request was not taken, and may be sent again."""
 
     def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
@@ -19,17 +19,12 @@ class Busy(SuperstepError):
 
 
 class Away(Fault):
-    """The engine is not there: it starts, restarts, sleeps or is paused."""
+    """The engine is not available: it starts, restarts, sleeps or is paused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
-    """Whether the engine answers.
-
-    Attributes:
-        is_ready: whether a request that comes now would be answered.
-        state: in a word, such as ``ready``, ``starting``, ``paused`` or ``asleep``.
-    """
+    """Whether the engine answers. ``state``: a word such as ``ready``, ``starting``, ``paused`` or ``asleep``."""
 
     is_ready: bool
     state: str
@@ -40,26 +35,26 @@ class Backend(Protocol):
 
     @property
     def info(self) -> Info:
-        """Of the model that answers now; its version changes when weights do."""
+        """The current model; its version changes with the weights."""
         ...
 
     @property
     def adapters(self) -> Sequence[str]:
-        """The names of the adapters that can be asked for."""
+        """The names of the available adapters."""
         ...
 
     def stream(
         self, prompt: tuple[int, ...], sampling: Sampling, *, priority: int = 0, adapter: str = "", salt: str = ""
     ) -> AsyncGenerator[RequestUpdate, None]:
-        """The news of one request, up to the one that has a ``finish``.
+        """The updates of one request, up to the one with a ``finish``.
 
-        The request is taken when the first news is awaited. Closing the generator, or cancelling who awaits it, takes
-        the request back: its pages are free within an engine step.
+        The request is taken when the first update is awaited. Closing the generator, or cancelling its consumer, aborts
+        the request: its pages are free within an engine step.
 
         Raises:
-            ConfigError: what was asked cannot be answered.
+            ConfigError: the request cannot be answered.
             Busy: there is no room for it now.
-            Away: the engine is not there, or was lost on the way.
+            Away: the engine is not available, or was lost on the way.
         """
         ...
 
@@ -73,20 +68,17 @@ class Backend(Protocol):
         adapter: str = "",
         salt: str = "",
     ) -> None:
-        """As ``stream``, for who has nothing to do with a piece but to keep it: nobody is woken before the end.
+        """``stream`` for a consumer that only keeps the pieces: no task wakes up before the end.
 
         Args:
-            prompt: token ids.
-            sampling: how to draw.
-            heard: is given each piece of news at once, on the event loop; whether that was enough.
+            heard: called with each update at once, on the event loop; returns whether that was enough.
             priority: smaller ones go first.
-            adapter: to answer with.
-            salt: of what is cached.
+            salt: of the prefix cache.
         """
         ...
 
     def abort(self) -> int:
-        """Takes all requests back, each of which ends with ``abort``; returns how many there were."""
+        """Abort all requests, each of which ends with ``abort``; returns their number."""
         ...
 
     def health(self) -> Health:
@@ -94,5 +86,5 @@ class Backend(Protocol):
         ...
 
     def counters(self) -> Counters:
-        """What the engine did and has."""
+        """The engine's counters and state."""
         ...

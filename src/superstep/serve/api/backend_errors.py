@@ -1,4 +1,4 @@
-"""Errors of the backend and of the text part, as clients read them."""
+"""Errors of the backend and of the text part for clients."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from superstep.serve.api.backend import Away, Busy
 
 
 def refused_by_backend(error: SuperstepError, *, names: Mapping[str, str] | None = None) -> RequestError:
-    """What a client is told of an error of the backend or of the text part.
+    """The client's error for one of the backend or of the text part.
 
     Args:
-        error: a ``ConfigError`` begins with the name of the field that it is about.
-        names: what a field is called in this endpoint, where it is not what the engine calls it.
+        error: a ``ConfigError`` begins with the name of its field.
+        names: this endpoint's names of fields that the engine calls otherwise.
     """
     match error:
         case Busy():

@@ -1,4 +1,4 @@
-"""An answer as one piece, for who does not want it as a stream, and the sums of tokens of a request."""
+"""An answer as one piece, for clients that do not stream, and the token counts of a request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from superstep.serve.scheduling.request import Finish, TokenOutput
 
 
 class Usage:
-    """Counts as news comes. A prompt counts once, however many answers it has."""
+    """Counts tokens as updates come. A prompt counts once, for any number of answers."""
 
     def __init__(self, asks: Sequence[AnswerRequest], choices: int) -> None:
         self._firsts = {ask.index for ask in asks[::choices]}
@@ -22,13 +22,12 @@ class Usage:
         self.cached = 0
 
     def add(self, news: AnswerUpdate) -> None:
-        """Counts what came."""
         self.completion += len(news.tokens)
         if news.index in self._firsts:
             self.cached += news.cached_tokens
 
     def told(self) -> dict[str, Any]:
-        """As OpenAI tells it."""
+        """In OpenAI's form."""
         return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,
@@ -39,15 +38,14 @@ class Usage:
 
 @dataclass(slots=True)
 class Whole:
-    """What came of one answer so far; mutated by ``add``.
+    """One answer so far; ``add`` changes it.
 
     Attributes:
         texts: the pieces of its text.
-        tokens: those drawn.
-        prompt: what was told of its prompt.
-        finish: why it ended.
+        tokens: the sampled ones.
+        prompt: outputs for the prompt.
         stop: the text or the named token that ended it.
-        cached_tokens: of its prompt, those that were known.
+        cached_tokens: prompt tokens that were cached.
     """
 
     texts: list[str] = field(default_factory=list)
@@ -58,7 +56,6 @@ class Whole:
     cached_tokens: int = 0
 
     def add(self, news: AnswerUpdate) -> None:
-        """The next news."""
         self.texts.append(news.text)
         self.tokens += news.tokens
         self.prompt = self.prompt or news.prompt
@@ -67,7 +64,7 @@ class Whole:
         self.cached_tokens = self.cached_tokens or news.cached_tokens
 
     def news(self, index: int) -> AnswerUpdate:
-        """All of it as one piece of news."""
+        """All of it as one update."""
         return AnswerUpdate(
             index=index,
             text=self.text,
@@ -80,18 +77,11 @@ class Whole:
 
     @property
     def text(self) -> str:
-        """All of it."""
         return "".join(self.texts)
 
 
 async def collect(asks: Sequence[AnswerRequest], service: AppState, usage: Usage) -> list[Whole]:
-    """All answers, in their order, once the last of them has ended.
-
-    Args:
-        asks: what is asked for.
-        service: who is asked.
-        usage: mutated.
-    """
+    """All answers, in order, once the last one has ended; changes ``usage``."""
     answers = [Whole() for _ in asks]
 
     def keep(news: AnswerUpdate) -> None:

@@ -1,8 +1,8 @@
-"""POST /generate: token ids in, token ids out, and all that is known of each.
+"""POST /generate: token ids in, token ids and all their outputs out.
 
-The fields of ``sampling`` are those of ``superstep.serve.scheduling.request.Sampling``; ``logit_bias`` alone has
-another form, an object from token to bias. Answers come in columns: the n-th entry of each is told of the n-th token. A
-stream is a line of JSON for each piece of news, or server-sent events where the client accepts those.
+The fields of ``sampling`` are those of ``superstep.serve.scheduling.request.Sampling``; only ``logit_bias`` has another
+form, an object from token to bias. Answers come in columns: the n-th entry of each belongs to the n-th token. A stream
+is a line of JSON for each update, or server-sent events where the client accepts those.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ConstraintFields(Strict):
 
 @takes(SamplingOptions)
 class SamplingFields(Strict):
-    """As ``Sampling``, but that a seed may be missing: then one is drawn for the request."""
+    """Like ``Sampling``, but without a seed one is drawn for the request."""
 
     max_tokens: int = 16
     seed: Annotated[int, Field(ge=0, lt=SEEDS)] | None = None
@@ -61,7 +61,7 @@ class SamplingFields(Strict):
 
 
 class GenerateFields(Strict):
-    """What the endpoint takes."""
+    """The body of the endpoint."""
 
     prompt: Any = None
     sampling: SamplingFields = Field(default_factory=SamplingFields)
@@ -74,11 +74,10 @@ class GenerateFields(Strict):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
-    """A request, read and found sound.
+    """A valid request.
 
     Attributes:
-        fields: of the body.
-        asks: the answers that it asks for.
+        asks: the requested answers.
         seed: of the first answer to each prompt.
     """
 
@@ -88,7 +87,7 @@ class GenerateRequest:
 
 
 async def generate(request: Request, service: AppState) -> Response:
-    """Answers the request, as a stream or whole."""
+    """Answer the request, as a stream or whole."""
     generation = await read_request(await read_json(request, service.limits), service)
     form: Form = "sse" if "text/event-stream" in request.headers.get("accept", "") else "lines"
     if generation.fields.stream:
@@ -99,11 +98,7 @@ async def generate(request: Request, service: AppState) -> Response:
 
 
 async def read_request(body: dict[str, Any], service: AppState) -> GenerateRequest:
-    """A body as what the engine is asked for.
-
-    Raises:
-        RequestError: naming field and rule.
-    """
+    """Read a body; raises RequestError with the field and the rule."""
     fields = read_model(GenerateFields, body)
     adapter = _adapter(fields, service)
     prompts = prompts_of(fields.prompt)
@@ -130,11 +125,7 @@ async def read_request(body: dict[str, Any], service: AppState) -> GenerateReque
 
 
 def prompts_of(prompt: object) -> list[tuple[int, ...]]:
-    """The prompts: token ids, or several lists of them.
-
-    Raises:
-        RequestError: something else.
-    """
+    """The prompts: token ids, or several lists of them; raises RequestError for anything else."""
     match prompt:
         case None:
             raise RequestError("prompt is missing; give token ids.", param="prompt", code="missing_field")
@@ -166,7 +157,7 @@ def _adapter(fields: GenerateFields, service: AppState) -> str:
 
 
 def sampling_of(fields: SamplingFields, seed: int, service: AppState) -> Sampling:
-    """How to draw."""
+    """The sampling settings."""
     form = fields.constraint
     plain = fields.model_dump(exclude={"seed", "logit_bias", "stop_tokens", "constraint"})
     return Sampling(
@@ -179,7 +170,7 @@ def sampling_of(fields: SamplingFields, seed: int, service: AppState) -> Samplin
 
 
 def columns(tokens: Sequence[TokenOutput]) -> dict[str, Any]:
-    """What is told of some tokens: log-probs in nats, of the model's own distribution and of the one drawn from."""
+    """Outputs of some tokens: log-probs in nats, of the model's own distribution and of the sampled one."""
     return {
         "tokens": [output.token for output in tokens],
         "logprobs": [finite(output.logprob) for output in tokens],
@@ -191,7 +182,7 @@ def columns(tokens: Sequence[TokenOutput]) -> dict[str, Any]:
 
 
 def told(news: AnswerUpdate, ask: AnswerRequest, *, is_first: bool) -> dict[str, Any]:
-    """A piece of an answer."""
+    """An update of an answer as JSON."""
     piece = {"index": ask.index} | columns(news.tokens) | {"finish": news.finish, "stop": news.stop}
     if is_first:
         piece["prompt_tokens"] = len(ask.prompt)
@@ -210,7 +201,7 @@ async def whole(generation: GenerateRequest, service: AppState) -> dict[str, Any
 
 
 async def stream(generation: GenerateRequest, service: AppState, form: Form) -> AsyncGenerator[bytes, None]:
-    """A piece of news each; the last line has the sums."""
+    """A line for each update; the last one has the token counts."""
     usage = Usage(generation.asks, generation.fields.n)
     silent = {ask.index for ask in generation.asks}
     async with aclosing(answers(generation.asks, service)) as pieces:

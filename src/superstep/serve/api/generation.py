@@ -1,4 +1,4 @@
-"""From requests to news: each answer is pulled from the backend, read as text, and watched; many become one stream."""
+"""From requests to updates: each answer is read from the backend, decoded to text, and counted."""
 
 from __future__ import annotations
 
@@ -27,26 +27,24 @@ from superstep.serve.scheduling.request import (
 )
 
 SEEDS = 1 << 64
-"""Seeds are below this; OpenAI's, which may be below zero, have the bits of one above."""
+"""Seeds are below this; OpenAI's may be negative and are taken modulo this."""
 
 NO_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON cannot say and OpenAI's client would not read."""
+"""Replaces minus infinity, which JSON does not have and OpenAI's client would not read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerRequest:
-    """One answer that is asked for.
+    """One requested answer.
 
     Attributes:
         index: among the answers of its request.
         prompt: token ids.
-        sampling: how to draw.
         stop: texts that end it.
         priority: smaller ones go first.
-        adapter: to answer with.
-        salt: of what is cached.
-        shows_special: whether special tokens are spelt out in the text.
-        has_text: whether its text is told; if not, ``stop`` is empty.
+        salt: of the prefix cache.
+        shows_special: whether special tokens appear in the text.
+        has_text: whether it has text; if not, ``stop`` is empty.
     """
 
     index: int
@@ -62,16 +60,15 @@ class AnswerRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerUpdate:
-    """What is new of one answer.
+    """An update of one answer.
 
     Attributes:
-        index: of the answer.
         text: that is certain now; it may lag behind the tokens.
-        tokens: drawn since the last news, those that ended the answer among them.
-        prompt: what is told of the prompt, with the first news.
+        tokens: sampled since the last update, with those that ended the answer.
+        prompt: outputs for the prompt, in the first update.
         finish: why it ended; None while it goes on.
-        stop: the text, or the token that the client had named, that ended it.
-        cached_tokens: of the prompt, those that were known; with the first news.
+        stop: the text, or the token named by the client, that ended it.
+        cached_tokens: cached prompt tokens, in the first update.
     """
 
     index: int
@@ -84,7 +81,7 @@ class AnswerUpdate:
 
 
 def check_choices(count: int, prompts: int, service: AppState) -> None:
-    """Refuse more answers than one request may ask for: ``count`` to each prompt."""
+    """Refuse more answers than one request may have: ``count`` to each prompt."""
     most = service.limits.choices
     if prompts * count > most:
         raise RequestError(
@@ -93,18 +90,16 @@ def check_choices(count: int, prompts: int, service: AppState) -> None:
 
 
 def choices_of(first: AnswerRequest, count: int, prompts: int, service: AppState) -> list[AnswerRequest]:
-    """Some answers to one prompt, each with a seed of its own, if the engine could give them.
+    """Several answers to one prompt, each with its own seed, if an engine can give them.
 
-    The seeds do not depend on the prompts beside it. Numbers that ask for more than there is ask for all.
+    The seeds do not depend on other prompts. Numbers above the maximum mean the maximum.
 
     Args:
-        first: of the answers.
         count: of the answers.
         prompts: of the whole request.
-        service: whose limits hold.
 
     Raises:
-        ConfigError: no engine could; the backend never sees it. Names field, value and rule.
+        ConfigError: no engine could; names field, value and rule.
         RequestError: they are too many.
     """
     info = service.backend.info
@@ -127,7 +122,7 @@ def choices_of(first: AnswerRequest, count: int, prompts: int, service: AppState
 
 
 def warn_of_cut(response: Response, wanted: int | None, asks: Sequence[AnswerRequest]) -> Response:
-    """The response, with a ``Warning`` (RFC 7234, 5.5) where the context has no room for so many tokens."""
+    """Add a ``Warning`` (RFC 7234, 5.5) where the context has no room for the wanted tokens."""
     fitting = min(ask.sampling.max_tokens for ask in asks)
     if (cut := cut_text("max_tokens", wanted, fitting)) is not None:
         response.headers["Warning"] = f'299 - "{cut}"'
@@ -135,11 +130,11 @@ def warn_of_cut(response: Response, wanted: int | None, asks: Sequence[AnswerReq
 
 
 async def answers(asks: Sequence[AnswerRequest], service: AppState) -> AsyncGenerator[AnswerUpdate, None]:
-    """The news of some answers as they come. Closing it takes all of them back, as does the failure of one.
+    """The updates of some answers as they come. Closing it, or the failure of one, aborts all.
 
     Raises:
         RequestError: there is no place in the queue.
-        SuperstepError: what the backend raised.
+        SuperstepError: from the backend.
     """
     with service.queue.place(len(asks)):
         if len(asks) == 1:
@@ -179,7 +174,7 @@ async def _merge(asks: Sequence[AnswerRequest], service: AppState) -> AsyncGener
 
 
 async def answer(ask: AnswerRequest, service: AppState) -> AsyncGenerator[AnswerUpdate, None]:
-    """The news of one answer, the last of which has a ``finish``."""
+    """The updates of one answer; the last one has a ``finish``."""
     following = Following(ask, service)
     stream = service.backend.stream(ask.prompt, ask.sampling, priority=ask.priority, adapter=ask.adapter, salt=ask.salt)
     try:
@@ -195,7 +190,7 @@ async def answer(ask: AnswerRequest, service: AppState) -> AsyncGenerator[Answer
 
 
 async def hear(ask: AnswerRequest, service: AppState, keep: Callable[[AnswerUpdate], None]) -> None:
-    """The same, each piece handed over as it comes: nobody is woken before the last one."""
+    """The same, passing each update on as it comes: no task wakes up before the last one."""
     following = Following(ask, service)
 
     def heard(progress: RequestUpdate) -> bool:
@@ -212,7 +207,7 @@ async def hear(ask: AnswerRequest, service: AppState, keep: Callable[[AnswerUpda
 
 
 class Following:
-    """Reads the engine's news of one answer, and counts what comes."""
+    """Reads one answer's updates from the engine, and counts them."""
 
     def __init__(self, ask: AnswerRequest, service: AppState) -> None:
         self._index = ask.index
@@ -224,7 +219,7 @@ class Following:
         self._watch, self._ended = service.metrics.watch(len(ask.prompt)), "abort"
 
     def read(self, progress: RequestUpdate) -> AnswerUpdate:
-        """The next piece."""
+        """Read the next update."""
         if self._reader is None:
             news = silently(progress, index=self._index, named=self._named)
         else:
@@ -234,12 +229,12 @@ class Following:
         return news
 
     def end(self) -> None:
-        """There is no more of it, or nobody wants more."""
+        """End: nothing more comes, or nobody wants it."""
         self._service.queue.note(self._watch.end(self._ended))
 
 
 def silently(progress: RequestUpdate, *, index: int, named: frozenset[int]) -> AnswerUpdate:
-    """One piece of the engine's news without its text."""
+    """One update of the engine, without text."""
     stop = progress.tokens[-1].token if progress.tokens and progress.finish == "stop" else None
     return AnswerUpdate(
         index=index,
@@ -254,14 +249,12 @@ def silently(progress: RequestUpdate, *, index: int, named: frozenset[int]) -> A
 def read(
     progress: RequestUpdate, reader: AnswerTextReader, *, index: int, ends: frozenset[int], named: frozenset[int]
 ) -> AnswerUpdate:
-    """One piece of the engine's news, with its text. Nothing is told of what follows a stop text.
+    """One update of the engine, with text, which ends before a stop text.
 
     Args:
-        progress: the engine's news.
-        reader: of the answer; mutated.
-        index: of the answer.
-        ends: tokens that end an answer: such a token at its end has no text.
-        named: those of them that the client named.
+        reader: of the answer; changed.
+        ends: tokens that end an answer, and have no text there.
+        named: those that the client named.
     """
     finish = progress.finish
     stop: str | int | None = None
@@ -292,17 +285,17 @@ def read(
 
 
 def drawn_seed() -> int:
-    """A seed for a request that has none: another one each time."""
+    """A random seed for a request without one."""
     return random.SystemRandom().getrandbits(64)
 
 
 def seed_of_choice(seed: int, choice: int) -> int:
-    """The seed of one of ``n`` answers: the first has the request's own, so that it is what ``n = 1`` gives."""
+    """The seed of one of ``n`` answers: the first has the request's own, so it equals the answer for ``n = 1``."""
     if not choice:
         return seed
     return int.from_bytes(hashlib.sha256(f"{seed} {choice}".encode()).digest()[:8], "little")
 
 
 def finite(logprob: float) -> float:
-    """A log-probability that JSON can say."""
+    """A log-probability for JSON."""
     return logprob if math.isfinite(logprob) else NO_LOGPROB

@@ -1,4 +1,4 @@
-"""Work on text that may take long, in a thread, so that nobody else waits for it."""
+"""Long work on text, in a thread."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from superstep.serve.scheduling.request import Constraint
 T = TypeVar("T")
 
 ASIDE_CHARS = 1 << 16
-"""Texts from this size on are encoded in a thread: the tokenizer takes some 10 ms for them."""
+"""Texts from this size on are encoded in a thread: the tokenizer takes about 10 ms for them."""
 
 
 async def aside(work: Callable[[], T], *, param: str) -> T:
-    """What some work on text returns, done in a thread.
+    """The result of some work on text, done in a thread.
 
     Args:
-        work: raises ``ConfigError`` where what was asked cannot be done.
+        work: raises ``ConfigError`` where it cannot be done.
         param: the field that it works on; the message may name a place within.
 
     Raises:
-        RequestError: naming the field.
+        RequestError: names the field.
     """
     try:
         return await asyncio.to_thread(work)
@@ -40,11 +40,7 @@ async def aside(work: Callable[[], T], *, param: str) -> T:
 
 
 async def encode(text: str, service: AppState) -> tuple[int, ...]:
-    """The tokens of a text.
-
-    Raises:
-        RequestError: it cannot fit the context, whatever its tokens are.
-    """
+    """The tokens of a text; raises RequestError where it cannot fit the context."""
     size, most = len(text.encode()), service.most_prompt_bytes
     if size > most:
         raise RequestError(
@@ -59,17 +55,11 @@ async def encode(text: str, service: AppState) -> tuple[int, ...]:
 
 
 async def encode_chat(messages: Sequence[Json], tools: Sequence[Json], service: AppState) -> tuple[int, ...]:
-    """The tokens of a conversation. Templates are programs, and a client chooses what they work on."""
+    """The tokens of a conversation. Templates are programs, on input that a client chooses."""
     return tuple(await aside(lambda: service.words.chat(messages, tools, service.most_prompt_bytes), param="messages"))
 
 
 async def check_constraint(constraint: Constraint | None, service: AppState, *, param: str) -> None:
-    """Refuse a form that cannot be kept, before the engine is asked for it.
-
-    Args:
-        constraint: to be compiled, where there is one.
-        service: whose text part compiles it.
-        param: the field that it came from.
-    """
+    """Refuse an impossible form before the engine receives it. ``param``: the field that it came from."""
     if constraint is not None:
         await aside(lambda: service.words.check_constraint(constraint), param=param)

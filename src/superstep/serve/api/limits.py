@@ -1,4 +1,4 @@
-"""What a request for answers may take besides its body."""
+"""Limits of a request for answers beside its body."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from superstep.http.request_error import RequestError, show
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits(BodyLimits):
-    """What one client, and all of them together, may take.
+    """Limits of one client, and of all clients together.
 
     Attributes:
         choices: answers of one request: prompts times ``n``.
@@ -29,7 +29,7 @@ class Limits(BodyLimits):
 
 
 def biases_of(biases: Mapping[str, float], most: int, *, param: str = "logit_bias") -> tuple[tuple[int, float], ...]:
-    """What is added to the logits of tokens, whose ids JSON spells as text.
+    """The biases of tokens' logits; JSON spells token ids as text.
 
     Raises:
         RequestError: there are too many, or a key is no token id.

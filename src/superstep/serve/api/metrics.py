@@ -1,9 +1,8 @@
-"""Numbers for Prometheus, under vLLM's names where the meaning is the same.
+"""ServeMetrics: metrics for Prometheus, under vLLM's names where the meaning is the same.
 
-A name is what dashboards and autoscalers look for, and they look for the whole of it: ``vllm:num_requests_waiting``
-under another prefix would be found by none of them. So what means the same has vLLM's name, prefix and label and all;
-what only this server tells begins with ``superstep:``. The registry is the server's own: two of them in one process
-do not meet.
+Dashboards and autoscalers look for whole names: ``vllm:num_requests_waiting`` under another prefix would not be found.
+So a metric with the same meaning has vLLM's name, prefix and labels; this server's own begin with ``superstep:``. The
+registry belongs to the server: two servers in one process do not collide.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_00
 
 
 class ServeMetrics:
-    """What is counted of answers, and what the engine tells of itself when it is asked."""
+    """Counters of answers, and the engine's numbers at each scrape."""
 
     def __init__(self, backend: Backend, drain: Drain) -> None:
         self.registry = CollectorRegistry()
@@ -54,20 +53,19 @@ class ServeMetrics:
         self.answer_sizes = histogram("vllm:request_generation_tokens", "Tokens of an answer.", TOKENS)
 
     def watch(self, prompt_tokens: int) -> AnswerMetrics:
-        """Follows one answer."""
         return AnswerMetrics(self, prompt_tokens)
 
     def end(self, reason: str) -> None:
-        """One answer more that ended so."""
+        """Count an answer that ended for this reason."""
         self.finished.labels(self._model, reason).inc()
 
     def refuse(self, status: int) -> None:
-        """One request more that was not answered."""
+        """Count a refused request."""
         self.refused.labels(self._model, str(status)).inc()
 
 
 class AnswerMetrics:
-    """Follows one answer: its times, its tokens, its end. Who takes it back early has aborted it."""
+    """Times, tokens and end of one answer. Ending early means that it was aborted."""
 
     def __init__(self, metrics: ServeMetrics, prompt_tokens: int) -> None:
         self._metrics = metrics
@@ -77,7 +75,7 @@ class AnswerMetrics:
         metrics.prompt_sizes.observe(prompt_tokens)
 
     def drew(self, tokens: int) -> None:
-        """So many tokens came, at once: each counts as if they had come evenly."""
+        """Count tokens that came together, as if they had come evenly."""
         if not tokens:
             return
         now = time.monotonic()
@@ -87,7 +85,7 @@ class AnswerMetrics:
         self._last, self._tokens = now, self._tokens + tokens
 
     def end(self, reason: str) -> float:
-        """The answer ended; returns its seconds."""
+        """End the answer; returns its seconds."""
         seconds = time.monotonic() - self._began
         self._metrics.whole_s.observe(seconds)
         self._metrics.answer_sizes.observe(self._tokens)
@@ -96,8 +94,8 @@ class AnswerMetrics:
 
 
 class Tally(Collector):
-    """What is counted of every token. The event loop alone counts and reads, so no number needs a lock of its own,
-    which is most of what a counter of the library takes.
+    """Counters for every token. Only the event loop counts and reads, so there are no locks, which are most of the cost
+    of a library counter.
     """
 
     def __init__(self, model: str) -> None:
@@ -107,18 +105,17 @@ class Tally(Collector):
         self._seconds = 0.0
 
     def add(self, tokens: int, between_s: float | None) -> None:
-        """So many tokens came, each so long after the one before; None after none."""
+        """Count tokens, each ``between_s`` after the one before; None for the first."""
         self._drawn += tokens
         if between_s is not None:
             self._between[bisect_left(BETWEEN_TOKENS_S, between_s)] += tokens
             self._seconds += between_s * tokens
 
     def describe(self) -> list[Metric]:
-        """Their names are nobody else's."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """As they stand."""
+        """The counters now."""
         drawn = CounterMetricFamily("vllm:generation_tokens", "Tokens drawn.", labels=["model_name"])
         drawn.add_metric([self._model], self._drawn)
         yield drawn
@@ -132,17 +129,16 @@ class Tally(Collector):
 
 
 class EngineNumbers(Collector):
-    """Asks the engine at the moment when somebody looks."""
+    """Reads the engine's numbers at each scrape."""
 
     def __init__(self, backend: Backend, drain: Drain) -> None:
         self._backend, self._drain = backend, drain
 
     def describe(self) -> list[Metric]:
-        """Nothing: registering must not ask an engine that may still be starting."""
+        """Nothing: registering must not call an engine that may still be starting."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """The engine's numbers."""
         is_ready = self._backend.health().is_ready and not self._drain.is_begun
         now, labels = self._backend.counters(), [self._backend.info.name]
         used = now.used_pages / now.pages if now.pages else 0.0

@@ -1,6 +1,6 @@
-"""GET /, /health and /metrics: for people, and for those who watch the server.
+"""GET /, /health and /metrics: for people and monitoring.
 
-The page to chat on is one file with nothing from elsewhere, so that it works without a network.
+The chat page is one file without external parts, so that it works without a network.
 """
 
 from __future__ import annotations
@@ -17,23 +17,21 @@ POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-"""Nothing is loaded from elsewhere, even if an answer of the model says so."""
+"""Nothing is loaded from elsewhere, even if the model's answer says so."""
 
 
 async def page(request: Request, service: AppState) -> Response:
-    """The page."""
     text = resources.files("superstep.serve.api").joinpath("page.html").read_text(encoding="utf-8")
     headers = {"Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff", "Cache-Control": "no-cache"}
     return Response(text, media_type="text/html", headers=headers)
 
 
 async def health(request: Request, service: AppState) -> Response:
-    """200 where a request that comes now would be answered, 503 where not."""
+    """Answer 200 where a new request would be answered, else 503."""
     now, info = service.health(), service.backend.info
     told = {"status": now.state, "model": info.name, "version": info.version}
     return JSONResponse(told, status_code=200 if now.is_ready else 503)
 
 
 async def metrics(request: Request, service: AppState) -> Response:
-    """All numbers, in Prometheus's text form."""
     return metrics_response(service.metrics.registry)

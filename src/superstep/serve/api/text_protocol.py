@@ -1,4 +1,4 @@
-"""What the HTTP handlers ask of the text part: text to tokens, tokens to text as they come, tool calls in it."""
+"""TextProtocol: what the HTTP handlers need of the text part: tokens from text, text from tokens, tool calls."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any, Protocol
 from superstep.serve.scheduling.request import Constraint
 
 Json = dict[str, Any]
-"""An object of JSON, such as a message or a schema, in the client's own words."""
+"""A JSON object of the client, such as a message or a schema."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolUse:
-    """The tools that an answer may call, and whether it must.
+    """The tools that an answer may call.
 
     Attributes:
         tools: in OpenAI's form, ``{"type": "function", "function": {"name": ..., "parameters": ...}}``.
         is_required: whether at least one must be called.
-        only: the name of the one tool that must be called; empty for any.
+        only: the one tool that must be called; empty for any.
         is_parallel: whether several may be called.
     """
 
@@ -31,12 +31,11 @@ class ToolUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Said:
-    """A piece of an answer: words to the reader, or part of a call.
+    """A piece of an answer: text for the reader, or part of a call.
 
     Attributes:
-        content: words to the reader.
-        call: the number of the call that this belongs to, from 0; None for content.
-        name: of the tool, whole, with the first piece of a call.
+        call: the number of the call, from 0; None for text.
+        name: of the tool, whole, in the first piece of a call.
         arguments: a piece of the JSON of its arguments.
     """
 
@@ -51,35 +50,33 @@ class AnswerTextReader(Protocol):
 
     @property
     def stop(self) -> str | None:
-        """The stop text that was met; no text comes after it."""
+        """The stop text that was found; no text comes after it."""
         ...
 
     def push(self, token: int) -> str:
-        """The text that is certain now. Held back: a character that is cut, and what may begin a stop text."""
+        """The text that is certain now. Held back: an incomplete character, and a possible begin of a stop text."""
         ...
 
     def end(self) -> str:
-        """What was held back, when no token follows."""
+        """The text that was held back, at the end."""
         ...
 
 
 class ToolCallReader(Protocol):
-    """Finds the calls in the text of one answer. The joined pieces are the same however the text was cut."""
+    """Finds the calls in one answer's text. The joined pieces do not depend on how the text was cut."""
 
-    def push(self, text: str) -> Sequence[Said]:
-        """What is certain now."""
-        ...
+    def push(self, text: str) -> Sequence[Said]: ...
 
     def end(self) -> Sequence[Said]:
-        """What was held back, when no text follows."""
+        """What was held back, at the end."""
         ...
 
 
 class TextProtocol(Protocol):
-    """Text of one model: its tokenizer, its chat template, the form of its tool calls."""
+    """The text of one model: its tokenizer, its chat template, the form of its tool calls."""
 
     def encode(self, text: str) -> Sequence[int]:
-        """The tokens of a text. No spelling in it becomes a special token."""
+        """The tokens of a text. No text becomes a special token."""
         ...
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -87,7 +84,7 @@ class TextProtocol(Protocol):
         ...
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes that a token stands for; a special token's spelling."""
+        """The bytes of a token; a special token's spelling."""
         ...
 
     @property
@@ -99,9 +96,7 @@ class TextProtocol(Protocol):
         """The prompt of a conversation, by the model's chat template, up to where the assistant speaks.
 
         Args:
-            messages: of the conversation.
-            tools: that the model may call.
-            most_bytes: of the text that the template makes, which is refused before it is tokenized; None for any.
+            most_bytes: of the template's text; a longer one is refused before tokenization. None for any.
 
         Raises:
             ConfigError: a message is malformed, the template refuses it, or its text is too long; names the field.
@@ -114,30 +109,15 @@ class TextProtocol(Protocol):
         ...
 
     def reader(self, stop: Sequence[str], *, shows_special: bool = False) -> AnswerTextReader:
-        """A reader of one answer that ends at the first of some texts.
-
-        Args:
-            stop: those texts.
-            shows_special: whether special tokens are spelt out; calls of tools may be marked by them.
-        """
+        """A reader of one answer. ``shows_special``: whether special tokens appear in the text; they may mark calls."""
         ...
 
-    def tool_reader(self, use: ToolUse) -> ToolCallReader:
-        """A reader of the calls in one answer."""
-        ...
+    def tool_reader(self, use: ToolUse) -> ToolCallReader: ...
 
     def tool_constraint(self, use: ToolUse) -> Constraint | None:
-        """The form of an answer that must call, or None where it is free.
-
-        Raises:
-            ConfigError: a tool's parameters are no schema that can be kept.
-        """
+        """The form of an answer that must call a tool, or None; raises ConfigError for an impossible schema."""
         ...
 
     def check_constraint(self, constraint: Constraint) -> None:
-        """Compile a constraint, as the engine will.
-
-        Raises:
-            ConfigError: it is malformed, too large, or matches nothing.
-        """
+        """Compile a constraint; raises ConfigError where it is malformed, too large, or matches nothing."""
         ...

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: a conversation goes on."""
+"""POST /v1/chat/completions: continue a conversation."""
 
 from __future__ import annotations
 
@@ -30,13 +30,12 @@ from superstep.serve.scheduling.request import Constraint
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest:
-    """A request, read and found sound.
+    """A valid request.
 
     Attributes:
-        fields: of the body.
-        asks: the answers that it asks for.
+        asks: the requested answers.
         use: the tools that they may call.
-        head: of the response; each chunk begins with it, under another name of its kind.
+        head: the begin of the response, and of each chunk under another ``object``.
     """
 
     fields: ChatFields
@@ -46,7 +45,6 @@ class ChatRequest:
 
 
 async def chat_completions(request: Request, service: AppState) -> Response:
-    """Answers the request, as a stream or whole."""
     chat = await read_request(await read_json(request, service.limits), service)
     if chat.fields.stream:
         response = await stream_response(request, stream(chat, service), refused_by_backend)
@@ -56,11 +54,7 @@ async def chat_completions(request: Request, service: AppState) -> Response:
 
 
 async def read_request(body: dict[str, Any], service: AppState) -> ChatRequest:
-    """A body as what the engine is asked for.
-
-    Raises:
-        RequestError: naming field and rule.
-    """
+    """Read a body; raises RequestError with the field and the rule."""
     fields = read_model(ChatFields, body)
     check_common(fields)
     service.adapter_of(fields.model)
@@ -101,7 +95,6 @@ async def _constraint(fields: ChatFields, use: ToolUse | None, service: AppState
 
 
 def _max_tokens(fields: ChatFields, service: AppState) -> int:
-    """The most tokens of an answer: where nothing is said, what the context has room for."""
     old, new = fields.max_tokens, fields.max_completion_tokens
     if old is not None and new is not None and old != new:
         raise RequestError(
@@ -112,7 +105,7 @@ def _max_tokens(fields: ChatFields, service: AppState) -> int:
 
 
 class ChatChoice:
-    """Tells one answer in OpenAI's form, in as many pieces as come."""
+    """One answer in OpenAI's form, in pieces."""
 
     def __init__(self, ask: AnswerRequest, chat: ChatRequest, service: AppState) -> None:
         self._ask, self._fields, self._words = ask, chat.fields, service.words
@@ -120,7 +113,7 @@ class ChatChoice:
         self.calls: list[dict[str, Any]] = []
 
     def read(self, news: AnswerUpdate) -> tuple[str, list[dict[str, Any]]]:
-        """The words to the reader, and the pieces of calls, that are in the next news."""
+        """The text and the pieces of calls in the next update."""
         if self._tools is None:
             return news.text, []
         pieces = list(self._tools.push(news.text)) if news.text else []
@@ -129,7 +122,7 @@ class ChatChoice:
         return "".join(one.content for one in pieces), [self._call(one) for one in pieces if one.call is not None]
 
     def _call(self, piece: Said) -> dict[str, Any]:
-        """A piece of a call as a delta; it is also added to the call that it belongs to."""
+        """A piece of a call as a delta; it is also added to its call."""
         assert piece.call is not None
         if piece.call == len(self.calls):
             name = {"name": piece.name, "arguments": ""}
@@ -146,7 +139,7 @@ class ChatChoice:
         return "tool_calls" if news.finish == "stop" and self.calls else news.finish
 
     def rest(self, news: AnswerUpdate, *, is_first: bool) -> dict[str, Any]:
-        """What is told beside the text."""
+        """The fields beside the text."""
         fields = self._fields
         top = value_or(fields.top_logprobs, 0)
         choice: dict[str, Any] = {
@@ -162,7 +155,6 @@ class ChatChoice:
         return choice
 
     def whole(self, one: Whole) -> dict[str, Any]:
-        """All of it."""
         news = one.news(self._ask.index)
         content, _ = self.read(news)
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
@@ -172,7 +164,6 @@ class ChatChoice:
 
 
 async def whole(chat: ChatRequest, service: AppState) -> dict[str, Any]:
-    """The response, once all answers have ended."""
     usage = Usage(chat.asks, len(chat.asks))
     wholes = await collect(chat.asks, service, usage)
     choices = [ChatChoice(ask, chat, service).whole(one) for ask, one in zip(chat.asks, wholes, strict=True)]
@@ -186,7 +177,6 @@ def _head(chat: ChatRequest) -> dict[str, Any]:
 
 
 async def stream(chat: ChatRequest, service: AppState) -> AsyncGenerator[bytes, None]:
-    """The events. The first of an answer says who speaks; the last, why it ended."""
     usage = Usage(chat.asks, len(chat.asks))
     choices = [ChatChoice(ask, chat, service) for ask in chat.asks]
     kind = {"object": "chat.completion.chunk"} | ({"usage": None} if chat.fields.has_usage else {})
@@ -204,7 +194,7 @@ async def stream(chat: ChatRequest, service: AppState) -> AsyncGenerator[bytes, 
 
 
 def _chunks(choice: ChatChoice, news: AnswerUpdate, *, is_first: bool) -> list[dict[str, Any]]:
-    """One delta for the words, one for each piece of a call; the last has what is told beside them."""
+    """One delta for the text, one for each piece of a call; the last has the other fields."""
     content, calls = choice.read(news)
     deltas: list[dict[str, Any]] = []
     if is_first:

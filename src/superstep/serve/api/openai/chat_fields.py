@@ -1,4 +1,4 @@
-"""The fields of a chat, and what its tools mean."""
+"""The fields of a chat, and the meaning of its tools."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ MOST_TOOLS = 128
 
 
 class Function(Strict):
-    """A function that the model may call."""
-
     name: Annotated[str, Field(pattern=NAME)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -26,27 +24,21 @@ class Function(Strict):
 
 
 class Tool(Strict):
-    """A tool that the model may call."""
-
     type: Literal["function"]
     function: Function
 
 
 class ChosenFunction(Strict):
-    """The name of a function."""
-
     name: str
 
 
 class ChosenTool(Strict):
-    """The one tool that must be called."""
-
     type: Literal["function"]
     function: ChosenFunction
 
 
 class ChatFields(Common):
-    """What a chat takes."""
+    """The body of a chat request."""
 
     # Messages are read by the text part, which knows what a template can show.
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
@@ -60,10 +52,10 @@ class ChatFields(Common):
 
 
 def tool_use(fields: ChatFields) -> ToolUse | None:
-    """The tools that the answer may call, or None where it may call none.
+    """The tools that the answer may call, or None.
 
     Raises:
-        RequestError: a tool is chosen that is not there, or there is none to choose from.
+        RequestError: the chosen tool does not exist, or there is none to choose from.
     """
     choice, tools = fields.tool_choice, fields.tools or []
     if not tools:

@@ -1,4 +1,4 @@
-"""POST /v1/completions: a prompt goes on."""
+"""POST /v1/completions: continue a prompt."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ DEFAULT_TOKENS = 16
 
 
 class CompletionFields(Common):
-    """What the endpoint takes."""
+    """The body of the endpoint."""
 
     prompt: Any = None  # text, token ids, or a list of either; read by ``prompts_of``, which is quicker and clearer
     echo: bool | None = None
@@ -48,13 +48,12 @@ class CompletionFields(Common):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionRequest:
-    """A request, read and found sound.
+    """A valid request.
 
     Attributes:
-        fields: of the body.
-        asks: the answers that it asks for.
-        texts: the prompts as text, where they are to be echoed.
-        head: what each of its chunks begins with.
+        asks: the requested answers.
+        texts: the prompts as text, to echo them.
+        head: the begin of each chunk.
     """
 
     fields: CompletionFields
@@ -69,12 +68,10 @@ class CompletionRequest:
 
     @property
     def is_silent(self) -> bool:
-        """Whether nothing is drawn: the prompt alone is echoed, with its log-probs."""
         return self.fields.max_tokens == 0
 
 
 async def completions(request: Request, service: AppState) -> Response:
-    """Answers the request, as a stream or whole."""
     completion = await read_request(await read_json(request, service.limits), service)
     if completion.fields.stream:
         response = await stream_response(request, stream(completion, service), refused_by_backend)
@@ -84,11 +81,7 @@ async def completions(request: Request, service: AppState) -> Response:
 
 
 async def read_request(body: dict[str, Any], service: AppState) -> CompletionRequest:
-    """A body as what the engine is asked for.
-
-    Raises:
-        RequestError: naming field and rule.
-    """
+    """Read a body; raises RequestError with the field and the rule."""
     fields = read_model(CompletionFields, body)
     check_common(fields)
     service.adapter_of(fields.model)
@@ -124,11 +117,7 @@ def _check(fields: CompletionFields) -> None:
 
 
 async def prompts_of(prompt: object, service: AppState) -> list[tuple[int, ...]]:
-    """The tokens of each prompt.
-
-    Raises:
-        RequestError: it is neither text nor token ids.
-    """
+    """The tokens of each prompt; raises RequestError where it is neither text nor token ids."""
     match prompt:
         case None:
             raise RequestError("prompt is missing; give it.", param="prompt", code="missing_field")
@@ -168,7 +157,7 @@ def _echoes(fields: CompletionFields, prompts: list[tuple[int, ...]], service: A
 
 
 class CompletionChoice:
-    """Tells one answer in OpenAI's form, in as many pieces as come."""
+    """One answer in OpenAI's form, in pieces."""
 
     def __init__(self, ask: AnswerRequest, completion: CompletionRequest, service: AppState) -> None:
         self._ask, self._fields, self._silent, self._words = ask, completion.fields, completion.is_silent, service.words
@@ -178,7 +167,6 @@ class CompletionChoice:
         self._is_first = True
 
     def told(self, news: AnswerUpdate) -> dict[str, Any]:
-        """The next piece."""
         is_first, self._is_first = self._is_first, False
         tokens = () if self._silent else news.tokens
         text = "" if self._silent else news.text
@@ -222,7 +210,7 @@ async def whole(completion: CompletionRequest, service: AppState) -> dict[str, A
 
 
 async def stream(completion: CompletionRequest, service: AppState) -> AsyncGenerator[bytes, None]:
-    """The events, one for each piece of news."""
+    """The events, one for each update."""
     usage = Usage(completion.asks, completion.choices)
     choices = [CompletionChoice(ask, completion, service) for ask in completion.asks]
     head = completion.head | ({"usage": None} if completion.fields.has_usage else {})

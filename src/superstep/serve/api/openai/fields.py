@@ -1,4 +1,4 @@
-"""The fields that chat and plain completions share, and what they mean to the engine."""
+"""The fields that chat and plain completions share, and their meaning for the engine."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from superstep.serve.api.limits import Limits, biases_of
 from superstep.serve.scheduling.request import MOST_TOP, Constraint, Sampling, SamplingOptions
 
 NAMES = {"stop_tokens": "stop_token_ids"}
-"""What the engine's fields are called here, where it is something else."""
+"""This API's names of fields that the engine calls otherwise."""
 
 MOST_CHOICES = 128
 """As OpenAI's own."""
 
 
 class StreamOptions(Strict):
-    """How a stream is told."""
+    """Options of a stream."""
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None  # pads OpenAI's chunks against who listens; without effect
 
 
 class SchemaFormat(Strict):
-    """A schema in a ``response_format``; ``strict`` is always so here."""
+    """A schema in a ``response_format``; always strict here."""
 
     name: Annotated[str, Field(max_length=64)]
     description: str | None = None
@@ -45,7 +45,7 @@ class ResponseFormat(Strict):
 
 
 class WithoutEffect(Strict):
-    """What clients send that changes nothing here. It is read, so that what is misspelt can be refused."""
+    """Fields that have no effect here. They are read, so that misspelt fields can be refused."""
 
     user: str | None = None
     metadata: dict[str, Any] | None = None
@@ -62,7 +62,7 @@ class WithoutEffect(Strict):
 
 @takes(SamplingOptions, or_null=True)
 class Common(WithoutEffect):
-    """What both endpoints take."""
+    """The fields of both endpoints."""
 
     model: str | None = None
     stream: bool | None = None
@@ -86,23 +86,18 @@ class Common(WithoutEffect):
 
     @property
     def has_usage(self) -> bool:
-        """Whether the stream ends with the sums of tokens."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
     def prompt_top(self) -> int | None:
-        """How many of the likeliest tokens are told beside each of the prompt's; None where nothing is."""
+        """The number of likely tokens beside each of the prompt's; None without."""
         if self.prompt_logprobs is None or self.prompt_logprobs is False:
             return None
         return int(self.prompt_logprobs is not True and self.prompt_logprobs)
 
 
 def check_common(fields: Common) -> None:
-    """Refuse fields that contradict each other.
-
-    Raises:
-        RequestError: naming the field and the rule.
-    """
+    """Refuse fields that contradict each other; raises RequestError with the field and the rule."""
     if fields.stream_options is not None and not fields.stream:
         raise RequestError(
             "stream_options is for streams; set stream to true, or leave it out.", param="stream_options"
@@ -123,10 +118,10 @@ def stops_of(fields: Common, limits: Limits) -> tuple[str, ...]:
 
 
 def constraint_of(fields: Common) -> tuple[str, Constraint | None]:
-    """The form that the answer must have, where one is asked for, and the field that asks for it.
+    """The required form of the answer, if any, and the field that requires it.
 
     Raises:
-        RequestError: two forms are asked for at once, or a schema is missing.
+        RequestError: two forms at once, or a schema is missing.
     """
     constraints: dict[str, Constraint] = {}
     form = fields.response_format
@@ -151,22 +146,18 @@ def constraint_of(fields: Common) -> tuple[str, Constraint | None]:
 
 
 def seed_of(fields: Common) -> int:
-    """The seed of a request: drawn where none was given."""
     return drawn_seed() if fields.seed is None else fields.seed % SEEDS
 
 
 def sampling_of(
     fields: Common, *, seed: int, max_tokens: int, top_logprobs: int, limits: Limits, constraint: Constraint | None
 ) -> Sampling:
-    """How to draw, but for the seed of each choice.
+    """The sampling settings, without the seed of each choice.
 
     Args:
-        fields: of the request.
         seed: of the first choice.
         max_tokens: of an answer.
-        top_logprobs: told beside each token that is drawn.
-        limits: of what may be asked.
-        constraint: the form of the answer.
+        top_logprobs: beside each sampled token.
     """
     prompt_top = fields.prompt_top
     options = {each.name: getattr(fields, each.name) for each in dataclasses.fields(SamplingOptions)}

@@ -1,4 +1,4 @@
-"""What is told of tokens, in OpenAI's forms and vLLM's."""
+"""Log-probs of tokens in OpenAI's forms and vLLM's."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from superstep.serve.scheduling.request import TokenOutput
 
 
 def token_text(token: int, words: TextProtocol) -> str:
-    """The text of one token by itself; parts of a character become U+FFFD."""
+    """The text of one token alone; parts of a character become U+FFFD."""
     return words.token_bytes(token).decode("utf-8", "replace")
 
 
 def chat_logprobs(tokens: Sequence[TokenOutput], top: int, words: TextProtocol) -> dict[str, Any]:
-    """Of each token that was drawn, as chat tells it: those that ended the answer too, so that the log-probs stand
-    beside ``token_ids`` and add up to the usage.
+    """Each sampled token in chat's form, with those that ended the answer, so that the log-probs match ``token_ids``
+    and the usage.
     """
 
     def one(token: int, logprob: float) -> dict[str, Any]:
@@ -34,19 +34,14 @@ def chat_logprobs(tokens: Sequence[TokenOutput], top: int, words: TextProtocol) 
 
 
 class PlainLogprobs:
-    """Of each token, as plain completions tell it, with the places of the tokens in the text so far."""
+    """Each token in the form of plain completions, with its place in the text so far."""
 
     def __init__(self, top: int, words: TextProtocol) -> None:
         self._top, self._words = top, words
         self._characters = 0
 
     def told(self, tokens: Sequence[TokenOutput], *, first: int | None = None) -> dict[str, Any]:
-        """The next tokens.
-
-        Args:
-            tokens: in their order.
-            first: a token that goes before them, of which there is nothing to tell: a prompt's first.
-        """
+        """The next tokens. ``first``: a token before them without output: a prompt's first."""
         rows: list[tuple[int, TokenOutput | None]] = [] if first is None else [(first, None)]
         rows += [(output.token, output) for output in tokens]
         return {
@@ -57,7 +52,7 @@ class PlainLogprobs:
         }
 
     def _likeliest(self, output: TokenOutput) -> dict[str, float]:
-        """By text; of tokens that have the same, the likeliest. The drawn one is among them."""
+        """By text; of tokens with the same text, the likeliest. The sampled one is among them."""
         likeliest: dict[str, float] = {}
         for token, logprob in (*output.top[: self._top], (output.token, output.logprob)):
             likeliest.setdefault(token_text(token, self._words), finite(logprob))
@@ -73,7 +68,7 @@ class PlainLogprobs:
 
 
 def prompt_logprobs(tokens: Sequence[TokenOutput], top: int, words: TextProtocol) -> list[dict[str, Any] | None]:
-    """Of each token of the prompt, as vLLM tells it: nothing of the first; of others, by the id of the token."""
+    """Each token of the prompt in vLLM's form: None for the first; for others, by token id."""
     rows: list[dict[str, Any] | None] = [None]
     for output in tokens:
         row = {
@@ -87,5 +82,4 @@ def prompt_logprobs(tokens: Sequence[TokenOutput], top: int, words: TextProtocol
 
 
 def ids(tokens: Sequence[TokenOutput]) -> list[int]:
-    """The ids of some tokens."""
     return [output.token for output in tokens]

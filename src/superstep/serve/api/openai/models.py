@@ -1,4 +1,4 @@
-"""GET /v1/models: what can be asked for."""
+"""GET /v1/models: the model and its adapters."""
 
 from __future__ import annotations
 
@@ -12,20 +12,18 @@ from superstep.serve.api.app_state import AppState
 
 
 async def models(request: Request, service: AppState) -> Response:
-    """The model and its adapters."""
     names = [service.backend.info.name, *service.backend.adapters]
     return respond({"object": "list", "data": [card(name, service) for name in names]})
 
 
 async def model(request: Request, service: AppState) -> Response:
-    """One of them."""
     name = str(request.path_params["model"])
     service.adapter_of(name)
     return respond(card(name, service))
 
 
 def card(name: str, service: AppState) -> dict[str, Any]:
-    """What is told of a model; an adapter names the model that it changes."""
+    """A model in the list; an adapter names the model that it changes."""
     info = service.backend.info
     return {
         "id": name,

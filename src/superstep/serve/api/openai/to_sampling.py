@@ -25,12 +25,10 @@ def asks_of(
     *,
     names: Mapping[str, str] | None = None,
 ) -> list[AnswerRequest]:
-    """``n`` answers to each prompt, numbered in the order of the prompts.
-
-    The seeds of a prompt's answers do not depend on the prompts beside it.
+    """``n`` answers to each prompt, numbered in the order of the prompts; their seeds do not depend on other prompts.
 
     Raises:
-        RequestError: naming the field of this endpoint.
+        RequestError: names the field of this endpoint.
     """
     adapter = service.adapter_of(fields.model)
     asks: list[AnswerRequest] = []
@@ -52,14 +50,7 @@ def asks_of(
 
 
 def head_of(fields: Common, service: AppState, *, prefix: str, kind: str) -> dict[str, Any]:
-    """How a response begins, and each chunk of a stream.
-
-    Args:
-        fields: of the request.
-        service: that answers.
-        prefix: of its id.
-        kind: its ``object``.
-    """
+    """The begin of a response, and of each chunk of a stream. ``prefix``: of its id. ``kind``: its ``object``."""
     return {
         "id": f"{prefix}-{secrets.token_hex(12)}",
         "object": kind,

@@ -19,7 +19,7 @@ from superstep.serve.api.openai.logprobs_format import token_text
 
 
 class TokenizeFields(Strict):
-    """What is to be tokens: a text, or a conversation as a chat would have it."""
+    """A text to tokenize, or a conversation."""
 
     model: str | None = None
     prompt: str | None = None
@@ -29,14 +29,12 @@ class TokenizeFields(Strict):
 
 
 class DetokenizeFields(Strict):
-    """What is to be text."""
-
     model: str | None = None
     tokens: list[int]
 
 
 async def tokenize(request: Request, service: AppState) -> Response:
-    """The tokens that a prompt would have."""
+    """The tokens of a prompt."""
     fields = read_model(TokenizeFields, await read_json(request, service.limits))
     service.adapter_of(fields.model)
     if (fields.prompt is None) == (fields.messages is None):
@@ -53,7 +51,6 @@ async def tokenize(request: Request, service: AppState) -> Response:
 
 
 async def detokenize(request: Request, service: AppState) -> Response:
-    """The text of some tokens."""
     fields = read_model(DetokenizeFields, await read_json(request, service.limits))
     service.adapter_of(fields.model)
     vocab = service.backend.info.vocab
