@@ -18,7 +18,7 @@ from superstep.engine.flat import buffers, sync
 from superstep.engine.parallel import expert, ring, tensor, ulysses
 from superstep.plan.sharding.sequence import blocks
 from superstep.program.instructions import BackwardWeight
-from superstep.train import batches as batches_module
+from superstep.engine import microbatch as batches_module
 from superstep.train.proof import prove_tolerance
 
 
