@@ -7,11 +7,11 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from superstep.comm.collectives import Pending
+from superstep.comm.collectives import PendingCollective
 from superstep.engine.engine import Engine
 from superstep.engine.instruction_timer import TimedInstruction
 from superstep.engine.microbatch import Microbatch
-from superstep.engine.tracing.operation_trace import Noted
+from superstep.engine.tracing.operation_trace import TracedOperations
 from superstep.program.instructions import Instruction
 
 
@@ -20,7 +20,7 @@ class Born(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.noted = Noted()
+        self.noted = TracedOperations()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -36,7 +36,7 @@ class Watch:
         transient: of those buffers, what comes and goes.
     """
 
-    def __init__(self, noted: Noted, engine: Engine, mine: Sequence[Microbatch]) -> None:
+    def __init__(self, noted: TracedOperations, engine: Engine, mine: Sequence[Microbatch]) -> None:
         self.noted, self.engine, self.mine = noted, engine, mine
         self.alive: list[int] = []
         self.transient: list[int] = []
@@ -49,7 +49,7 @@ class Watch:
     def begin(self) -> None:
         """Nothing."""
 
-    def end(self, instruction: Instruction, under_way: Pending | None) -> None:
+    def end(self, instruction: Instruction, under_way: PendingCollective | None) -> None:
         """Note it."""
         every = [b for each in self.engine.buffers.values() for b in each]
         own = [

@@ -34,7 +34,7 @@ from bench.machine import write_result
 from bench.soak import recoveries, tokens
 from superstep.cli.options import DEMO
 from superstep.cli.prove.fault_injection import SIGNALS
-from superstep.errors import Damaged, StateError
+from superstep.errors import DamagedCheckpoint, StateError
 from superstep.state.checkpoint_dirs import checkpoint_at, checkpoints
 from superstep.state.verify import SingleProcess, verify
 
@@ -115,7 +115,7 @@ def flips(count: int, seed: int, folder: Path) -> dict[str, Any]:
         path.write_bytes(data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :])
         try:
             verify(place)
-        except Damaged:
+        except DamagedCheckpoint:
             pass
         except StateError as error:  # a format that is not ours any more is refused, too
             assert "format" in str(error), error  # noqa: PT017

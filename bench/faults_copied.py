@@ -20,7 +20,7 @@ import torch
 
 from bench.fault_ranks import RANKS, SHAPES, between, forked, pieces, what_is
 from superstep.comm.device import Device
-from superstep.engine.flat.snapshots import Flushed, Snapshots
+from superstep.engine.flat.snapshots import FlushResult, Snapshots
 from superstep.state.checkpoint_dirs import checkpoints
 from superstep.state.manifest import Position
 from superstep.state.snapshots.background_checkpoint import Flusher
@@ -165,7 +165,7 @@ class _Copies:
         self._snapshots.tell(_ignored)
 
 
-def _ignored(_: Flushed) -> None:
+def _ignored(_: FlushResult) -> None:
     """Who counts checkpoints here looks at the disk."""
 
 

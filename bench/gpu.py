@@ -41,7 +41,7 @@ from superstep.comm.mesh import build_mesh
 from superstep.cost.program.memory.memory import rank_bytes
 from superstep.engine.engine import Engine
 from superstep.engine.instruction_timer import TimedInstruction, recorder_for
-from superstep.engine.measure.probe_kernels import Gauge
+from superstep.engine.measure.probe_kernels import TimingOptions
 from superstep.engine.microbatch import microbatches, rows
 from superstep.engine.parallel.flash_partial import attend_block, attend_block_backward
 from superstep.kernels import triton_loader
@@ -170,7 +170,7 @@ def attention_case(device: Device, width: int, length: int, kv_heads: int, dtype
 
     with torch.no_grad():
         mine = ours()
-        ours_s = Gauge(device=device).seconds(ours)
+        ours_s = TimingOptions(device=device).seconds(ours)
     return {
         "dtype": str(dtype),
         "width": width,
@@ -178,7 +178,7 @@ def attention_case(device: Device, width: int, length: int, kv_heads: int, dtype
         "kv_heads": kv_heads,
         "ours": [error(a, b) for a, b in zip(mine, wanted, strict=True)],
         "torch": [error(a, b) for a, b in zip(theirs(), wanted, strict=True)],
-        "time_over_torchs": ours_s / Gauge(device=device).seconds(theirs),
+        "time_over_torchs": ours_s / TimingOptions(device=device).seconds(theirs),
     }
 
 

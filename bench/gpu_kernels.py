@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from superstep.comm.device import Device
-from superstep.engine.measure.probe_kernels import Gauge
-from superstep.kernels.gpu.attention import Sees, attention
+from superstep.engine.measure.probe_kernels import TimingOptions
+from superstep.kernels.gpu.attention import VisibleKeys, attention
 from superstep.kernels.gpu.norm import rms_norm
 from superstep.kernels.gpu.rope import rope
 from superstep.kernels.gpu.swiglu import swiglu
@@ -73,7 +73,7 @@ def measured(operation: Operation, device: Device, compiled: Callable[[Compute],
             errors[name] = [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True)]
         del found
         before = device.count_from_here()
-        seconds[name] = Gauge(device=device).seconds(lambda run=run: computed(run, operation, operation.inputs))
+        seconds[name] = TimingOptions(device=device).seconds(lambda run=run: computed(run, operation, operation.inputs))
         peaks[name] = device.peak_bytes() - before
     faster = {name: taken / seconds["ours"] for name, taken in seconds.items() if name != "ours"}
     return {**row, "seconds": seconds, "faster_by": faster, "peak_bytes": peaks, "errors": errors}
@@ -101,11 +101,11 @@ def attended(
         return bias.masked_fill(distance < 0, -torch.inf)
 
     kinds = {
-        "attention": (Sees(), None),
-        "documents": (Sees(starts=starts), (distance >= 0) & (at >= starts[0][:, None])),
-        "window": (Sees(window=max(1, tokens // 4)), (distance >= 0) & (distance < max(1, tokens // 4))),
-        "alibi": (Sees(bias=alibi(heads, device)), biased(alibi(heads, device).of(distance.clamp(min=0)))),
-        "t5": (Sees(bias=t5(table)), biased(t5(table).of(distance.clamp(min=0)))),
+        "attention": (VisibleKeys(), None),
+        "documents": (VisibleKeys(starts=starts), (distance >= 0) & (at >= starts[0][:, None])),
+        "window": (VisibleKeys(window=max(1, tokens // 4)), (distance >= 0) & (distance < max(1, tokens // 4))),
+        "alibi": (VisibleKeys(bias=alibi(heads, device)), biased(alibi(heads, device).of(distance.clamp(min=0)))),
+        "t5": (VisibleKeys(bias=t5(table)), biased(t5(table).of(distance.clamp(min=0)))),
     }
     for name, (sees, mask) in kinds.items():
         yield Operation(

@@ -29,7 +29,7 @@ from superstep.cost.program.memory.memory_fit import by_category
 from superstep.cost.program.time.operation import UnitOperations
 from superstep.cost.program.time.predict import predict
 from superstep.engine.engine import Engine
-from superstep.engine.measure.probe_kernels import Gauge
+from superstep.engine.measure.probe_kernels import TimingOptions
 from superstep.engine.measure.probe_machine import measure_here
 from superstep.engine.microbatch import microbatches, rows
 from superstep.engine.saved_activations import with_kept
@@ -93,7 +93,7 @@ def turns(world: World, run: Resolved, seen: tuple[UnitOperations, ...], rounds:
         cpu_s = time.process_time()
         steps = [step() for _ in range(STEPS)]
         cpu_s = (time.process_time() - cpu_s) / STEPS
-        machine = measure_here(run, seen, world, Gauge(device=Device("cpu"), budget_s=0.01))
+        machine = measure_here(run, seen, world, TimingOptions(device=Device("cpu"), budget_s=0.01))
         found.append(
             {
                 "measured_s": max(gather(statistics.median(steps))),

@@ -25,7 +25,7 @@ from superstep.cost.closed.memory import COMMUNICATOR_BYTES, CONTEXT_BYTES, USAB
 from superstep.hardware.cluster_file import cluster
 from superstep.plan.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from superstep.planner.price import pricing_of
-from superstep.planner.search import PricedPlan, Side, search
+from superstep.planner.search import PricedPlan, PricedProblem, search
 from superstep.planner.search_problem import Rule, SearchProblem
 from superstep.planner.tie_break import TIE
 
@@ -166,14 +166,14 @@ def told(found: PricedPlan) -> dict[str, object]:
     return asdict(found.plan.plan_config(0, found.side.problem))
 
 
-def for_software(side: Side, expert: Expert) -> Side:
+def for_software(side: PricedProblem, expert: Expert) -> PricedProblem:
     """The plans that the expert's software can run, at its prices."""
     rates, stack = price_of(side.problem.cluster, expert.software)
     pricing = replace(side.pricing, rates=rates, stack=stack, keeping=keeping_of(expert.software.holds))
-    return Side(problem=replace(side.problem, rules=expert.lacks), pricing=pricing)
+    return PricedProblem(problem=replace(side.problem, rules=expert.lacks), pricing=pricing)
 
 
-def ranked(side: Side, expert: Expert) -> dict[str, object]:
+def ranked(side: PricedProblem, expert: Expert) -> dict[str, object]:
     """Ours and theirs at one software's prices."""
     rules = tuple(Rule(name, value) for name, value in expert.plan.items())
     theirs = replace(side, problem=replace(side.problem, rules=(*side.problem.rules, *rules)))
@@ -215,7 +215,7 @@ def main() -> None:
     rows: dict[str, object] = {}
     for name, expert in EXPERTS.items():
         problem = problem_of(expert)
-        side = Side(problem=problem, pricing=pricing_of(problem))
+        side = PricedProblem(problem=problem, pricing=pricing_of(problem))
         rows[name] = row = {
             "source": expert.source,
             "plan": dict(expert.plan),

@@ -23,7 +23,7 @@ from bench.machine import write_result
 from superstep.hardware.cluster_file import cluster
 from superstep.plan.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from superstep.planner.price import pricing_of
-from superstep.planner.search import Side, chunks_of, search
+from superstep.planner.search import PricedProblem, chunks_of, search
 from superstep.planner.search_problem import SearchProblem
 
 CASES = {
@@ -53,7 +53,7 @@ print(spent.ru_utime + spent.ru_stime)
 """
 
 
-def sides_of(name: str, chips: str, batch: int, sequence: int) -> list[Side]:
+def sides_of(name: str, chips: str, batch: int, sequence: int) -> list[PricedProblem]:
     """The problem in both formats."""
     found = cluster(chips)
     base = RunConfig(
@@ -65,10 +65,10 @@ def sides_of(name: str, chips: str, batch: int, sequence: int) -> list[Side]:
         SearchProblem(base=base, cluster=found, compute=compute, memory_bytes=0.94 * found.chip.memory_bytes)
         for compute in ("bf16", "fp32")
     ]
-    return [Side(problem=problem, pricing=pricing_of(problem)) for problem in problems]
+    return [PricedProblem(problem=problem, pricing=pricing_of(problem)) for problem in problems]
 
 
-def priced_per_s(side: Side, seconds: float) -> float:
+def priced_per_s(side: PricedProblem, seconds: float) -> float:
     """Plans whose bytes and seconds are computed in a second of processor time, with the making of their columns."""
     space = side.space
     cores = space.cores()

@@ -29,7 +29,7 @@ from superstep.engine.engine import Engine
 from superstep.engine.microbatch import microbatches, rows
 from superstep.launch.ranks import World, launch_apart
 from superstep.model.axes import units
-from superstep.monitor.status_page import Beats, Heart, Page, Unwatched
+from superstep.monitor.status_page import HeartbeatReceiver, HeartbeatWriter, NoHeartbeats, StatusPage
 from superstep.plan.config import DataConfig, ModelConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.resolution.resolve import Resolved, resolve
 from superstep.program.instructions import Instruction
@@ -43,10 +43,10 @@ CALLS = 2000
 VOCAB = 1024
 
 
-class Switched(Unwatched):
+class Switched(NoHeartbeats):
     """Beats that are now one's and now another's, at no cost of its own."""
 
-    def turn(self, to: Beats) -> None:
+    def turn(self, to: HeartbeatReceiver) -> None:
         """From here on they are these."""
         self.begin, self.waits, self.works, self.rests = to.begin, to.waits, to.works, to.rests  # type: ignore[method-assign]
 
@@ -68,8 +68,8 @@ def run_of() -> Resolved:
 
 def _rank(world: World, run: Resolved, pairs: int) -> dict[str, Any]:
     mesh = build_mesh(run.plan, world.rank, world.device, timeout=timedelta(minutes=5))
-    page, beats = Page(), Switched()
-    heart = Heart(os.dup(page.handle))
+    page, beats = StatusPage(), Switched()
+    heart = HeartbeatWriter(os.dup(page.handle))
     engine = Engine(run, units(run.shape), mesh, heart=beats)
     generator = torch.Generator().manual_seed(1)
     shape = (run.config.train.batch_sequences, run.config.data.sequence_tokens)
@@ -81,7 +81,7 @@ def _rank(world: World, run: Resolved, pairs: int) -> dict[str, Any]:
     for number in range(WARM + pairs):
         # Which of a pair is first changes, as what comes second may find more in the caches.
         for name in ("off", "on") if number % 2 else ("on", "off"):
-            beats.turn(heart if name == "on" else Unwatched())
+            beats.turn(heart if name == "on" else NoHeartbeats())
             barrier(CPU)
             begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
             engine.train_step(parts, valid_tokens=tokens.numel(), lr=1e-4)
@@ -91,14 +91,14 @@ def _rank(world: World, run: Resolved, pairs: int) -> dict[str, Any]:
                 seconds[name].append(max(took for took, _ in told))
                 cpu[name].append(sum(each for _, each in told))
     instructions = engine.step_program.ranks[mesh.at.pp]
-    call_s = _calls_s(heart, instructions) - _calls_s(Unwatched(), instructions)
+    call_s = _calls_s(heart, instructions) - _calls_s(NoHeartbeats(), instructions)
     calls = gather(call_s)
     heart.stop()
     mesh.destroy()
     return {"instructions": len(instructions), "seconds": seconds, "cpu_seconds": cpu, "calls_s": max(calls)}
 
 
-def _calls_s(beats: Beats, instructions: Sequence[Instruction]) -> float:
+def _calls_s(beats: HeartbeatReceiver, instructions: Sequence[Instruction]) -> float:
     """What the calls of one step take, the fastest of many times."""
     best = float("inf")
     for _ in range(CALLS):

@@ -41,7 +41,7 @@ from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
 from superstep.comm.objects import RankPeers, barrier, gather
 from superstep.engine.engine import Engine
-from superstep.engine.flat.snapshots import Flushed
+from superstep.engine.flat.snapshots import FlushResult
 from superstep.engine.instruction_timer import HostRecorder
 from superstep.engine.measure.disk import disk_rates
 from superstep.engine.microbatch import microbatches, rows
@@ -101,7 +101,7 @@ class Sitting:
         self._peers = RankPeers(world.rank, world.size)
         self._shapes = tensor_shapes(self._engine)
         self._snapshots = self._engine.keep_snapshots(handles.of(world.rank))
-        self._written: list[Flushed] = []
+        self._written: list[FlushResult] = []
         self._snapshots.lay_out(self._engine.pieces(STATE), self._shapes, {}, folder / "flushed")
         self._apart = dist.new_group(backend="gloo")  # what is saved behind training talks there
         self._step = 0

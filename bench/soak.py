@@ -27,7 +27,16 @@ from typing import Any
 from bench.machine import write_result
 from superstep.cli.options import DEMO
 from superstep.cli.prepare_progress import prepare_with_progress
-from superstep.cli.prove.fault_injection import KINDS, SIGNALS, Hurt, HurtRun, Kind, begin, compare_steps, hurt
+from superstep.cli.prove.fault_injection import (
+    KINDS,
+    SIGNALS,
+    FaultOutcome,
+    FaultyRun,
+    Kind,
+    begin,
+    compare_steps,
+    hurt,
+)
 from superstep.cli.prove.faults import hurt_config
 from superstep.plan.config import ModelConfig, PlanConfig, RunConfig
 from superstep.train.weights.model import resolve_config, vocab_of
@@ -55,7 +64,7 @@ def tokens(config: RunConfig, folder: Path) -> tuple[RunConfig, Path]:
     return config, place
 
 
-def _told(hurts: Sequence[Hurt]) -> dict[str, Any]:
+def _told(hurts: Sequence[FaultOutcome]) -> dict[str, Any]:
     """Seconds of each kind of fault."""
     found: dict[str, Any] = {}
     for kind in KINDS:
@@ -73,7 +82,7 @@ def _told(hurts: Sequence[Hurt]) -> dict[str, Any]:
     return found
 
 
-def _go_on(run: HurtRun, steps: int) -> None:
+def _go_on(run: FaultyRun, steps: int) -> None:
     run.wait_for(lambda: run.step() > 0, "its first step")
     until = run.step() + steps
     run.wait_for(lambda: run.step() >= until, f"step {until}")
@@ -107,7 +116,7 @@ def soak(
     """Faults by chance, each kind in its turn, for so long; then the bits."""
     draw, place = random.Random(seed), folder / "soak"
     place.mkdir()
-    hurts: list[Hurt] = []
+    hurts: list[FaultOutcome] = []
     until_s = time.monotonic() + seconds
     with begin(hurt_config(config, corpus, place / "hurt"), place) as run:
         _go_on(run, 4)

@@ -251,7 +251,7 @@ def call(place, monkeypatch):
     monkeypatch.setattr(grade, "Pool", begin)
     monkeypatch.setattr(rl, "run", begin)
     monkeypatch.setattr(chat, "LocalModel", begin)
-    monkeypatch.setattr(chat, "Remote", begin)
+    monkeypatch.setattr(chat, "RemoteModel", begin)
     monkeypatch.setattr(scaling, "read_runs", begin)
     monkeypatch.setattr(tune, "prepared_tune_job", begin)
     monkeypatch.setattr(train, "_on_hosts", begin)

@@ -47,14 +47,14 @@ class StateError(UserError):
     """A run directory or a checkpoint is not what was asked for."""
 
 
-class Damaged(StateError):
+class DamagedCheckpoint(StateError):
     """A checkpoint is not what was written. ``why`` says so without the mend, for who goes on from an older one."""
 
     def __init__(self, why: str) -> None:
         super().__init__(f"{why}; delete it and resume from an older checkpoint.")
         self.why = why
 
-    def __reduce__(self) -> tuple[type[Damaged], tuple[str]]:
+    def __reduce__(self) -> tuple[type[DamagedCheckpoint], tuple[str]]:
         return type(self), (self.why,)
 
 
@@ -111,7 +111,7 @@ class Fault(SuperstepError):
         return self
 
 
-class Lost(Fault):
+class RankLost(Fault):
     """A rank's process was ended or stopped from outside, or hangs."""
 
     at_s: float = 0.0

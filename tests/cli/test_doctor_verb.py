@@ -16,7 +16,7 @@ from superstep.errors import Fault, disk_fault
 from superstep.observe.append_file import AppendFile
 from superstep.train.run_folder.run_lock import hold, note_preparing, owner
 from superstep.train.run_folder.run_paths import RunFolder
-from superstep.train.throughput import Meter
+from superstep.train.throughput import ThroughputMeter
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux"),
@@ -42,7 +42,7 @@ def test_a_run_is_told_of_while_it_trains_and_after_it_has_failed(place, monkeyp
         if is_enough.is_set():
             raise Fault("that was enough.", rank=0)
 
-    monkeypatch.setattr(Meter, "took", took)
+    monkeypatch.setattr(ThroughputMeter, "took", took)
     flags = ["run.toml", "--train.steps", "100000", "--train.eval-every", "50000", "--state.save-every", "50000"]
     training = threading.Thread(target=lambda: statuses.append(main(["train", *flags])))
     training.start()

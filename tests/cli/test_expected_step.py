@@ -7,7 +7,7 @@ import pytest
 import runs
 from superstep.cli.main import main
 from superstep.launch import ranks
-from superstep.monitor.status_page import Page
+from superstep.monitor.status_page import StatusPage
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")]
 
@@ -17,7 +17,7 @@ def test_every_rank_says_how_long_a_step_is_to_take(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     expected_s = []
 
-    class Kept(Page):
+    class Kept(StatusPage):
         def close(self):
             expected_s.append(self.read().expected_s)
             super().close()

@@ -7,7 +7,7 @@ import pytest
 import runs
 from superstep.cli.main import main
 from superstep.cli.prove import fault_injection, faults
-from superstep.cli.prove.fault_injection import KINDS, Hurt, HurtRun, compare_steps
+from superstep.cli.prove.fault_injection import KINDS, FaultOutcome, FaultyRun, compare_steps
 from superstep.cli.prove.faults import hurt_config, prove_faults, verdict
 from superstep.data.preparation.prepare import prepare
 from superstep.plan.config_io import read_config
@@ -57,7 +57,7 @@ def test_what_cannot_be_hurt_is_refused(tmp_path, monkeypatch, capsys):
 
 def _told(tmp_path, name, losses, first=1):
     """A run that told of these losses."""
-    run = HurtRun(hurt_config(read_config(tmp_path / "run.toml"), tmp_path, tmp_path / name), tmp_path)
+    run = FaultyRun(hurt_config(read_config(tmp_path / "run.toml"), tmp_path, tmp_path / name), tmp_path)
     run.folder.root.mkdir()
     lines = [
         {"event": "step", "step": step, "loss": loss, "grad_norm": 1.0, "lr": 0.1}
@@ -75,7 +75,7 @@ def test_a_bit_a_step_or_a_word_that_is_wrong_is_no_proof(tmp_path):
     assert (count, differs) == (2, "step 2: loss 2.0000000000000004, and 2.0 undisturbed")
     assert "told of twice" in compare_steps(_told(tmp_path, "late", [2.0, 1.0], first=2), whole)[1]
     assert "undisturbed" in compare_steps(_told(tmp_path, "longer", [3.0, 2.0, 1.0, 0.5]), whole)[1]
-    lost = Hurt(kind="killed", what="rank 1", step=7, seen_s=0.1, again_s=2.0, redone=1)
+    lost = FaultOutcome(kind="killed", what="rank 1", step=7, seen_s=0.1, again_s=2.0, redone=1)
     assert verdict([lost], 9, []).startswith("PROVEN: 1 faults within 9 steps")
     assert "a lost rank cost 1 step at most" in verdict([lost], 9, [])
     assert verdict([lost], 9, ["it was told of rank 1 as: rank 0"]) == "NOT PROVEN: 1 faults within 9 steps, 1 wrong."

@@ -13,13 +13,13 @@ from superstep.cli.main import main
 from superstep.grade.task import answer_rollout
 from superstep.grade.verdict import Verdict
 from superstep.observe.drawing.lanes import PAUSE_S, Clock, Lane, LaneItem, draw_lanes, length, merge
-from superstep.observe.events import Retried, Rolled, Saved, StepDone
+from superstep.observe.events import Retried, RolloutStats, Saved, StepDone
 from superstep.observe.jsonl import JsonLines
 from superstep.tune.recipe import write
 from superstep.tune.rl import rollout_log as records
 from superstep.tune.rl.config import RlConfig, RlRecipe
 from superstep.tune.rl.history import read_history
-from superstep.tune.rl.rollout import Answered, Strand
+from superstep.tune.rl.rollout import Strand, TaskAnswer
 from superstep.tune.rl.rollout_log import NAME, RolloutLog
 from superstep.tune.rl.sampling import TaskGroup
 
@@ -36,7 +36,9 @@ def run(tmp_path, monkeypatch):
     recipe = RlRecipe(rl=RlConfig(environment="tasks.py", group=2, groups=2, lag=1))
     (root / "recipe.toml").write_text(write(recipe))
     record, metrics = RolloutLog(root / NAME), JsonLines(root / "metrics.jsonl")
-    answer = Answered(strands=(Strand(tokens=(1, 2), spans=((1, 2),), logprobs=(-1.0,)),), rollout=answer_rollout("a"))
+    answer = TaskAnswer(
+        strands=(Strand(tokens=(1, 2), spans=((1, 2),), logprobs=(-1.0,)),), rollout=answer_rollout("a")
+    )
 
     def sampled(group, version, begin_s, end_s, graded_s):
         answers = (answer, answer)
@@ -51,7 +53,7 @@ def run(tmp_path, monkeypatch):
         metrics.write(StepDone(step=step, loss=0.25 * step, **numbers, **times))
         lost = int(step == 2)
         seen = {"reward": 0.25, "answers": 4 - lost, "lost": lost, "cut": 0, "uniform": 0, "drawn_tokens": 4}
-        metrics.write(Rolled(step=step, lag=lag, seconds=seconds, measures={}, at_s=T + at_s, **seen))
+        metrics.write(RolloutStats(step=step, lag=lag, seconds=seconds, measures={}, at_s=T + at_s, **seen))
         if saved_s:
             metrics.write(Saved(step=step, path="", seconds=saved_s, bytes=1))
 

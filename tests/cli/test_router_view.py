@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from superstep.cli.main import main
-from superstep.observe.events import RouterSeen
+from superstep.observe.events import RouterStats
 from superstep.observe.jsonl import JsonLines
 from superstep.observe.router import ASCII, COLOURS, GUTTER, SHADES, RouterReport, draw_routers
 from superstep.observe.router_balance import busiest, dropped_share, entropy
@@ -132,7 +132,7 @@ def folder_of(folder, model, reports):
     sink = JsonLines(folder / "metrics.jsonl")
     for r in reports:
         counts = {"chosen": tuple(map(tuple, r.chosen)), "dropped": tuple(map(tuple, r.dropped))}
-        sink.write(RouterSeen(step=r.last, steps=r.last - r.first + 1, balance=(1.0, 1.0), z=(0.0, 0.0), **counts))
+        sink.write(RouterStats(step=r.last, steps=r.last - r.first + 1, balance=(1.0, 1.0), z=(0.0, 0.0), **counts))
     sink.close()
     return folder
 

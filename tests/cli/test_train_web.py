@@ -18,7 +18,7 @@ from superstep.cli.main import main
 from superstep.cli.train import live_report as web_module
 from superstep.errors import Fault
 from superstep.observe.page.bundle_html import unpack
-from superstep.train.throughput import Meter
+from superstep.train.throughput import ThroughputMeter
 
 TOKEN = "a-token-of-the-test"
 
@@ -72,7 +72,7 @@ def test_a_run_is_looked_at_while_it_trains(place, monkeypatch, capsys):
         if is_enough.is_set():
             raise Fault("that was enough.", rank=0)
 
-    monkeypatch.setattr(Meter, "took", took)
+    monkeypatch.setattr(ThroughputMeter, "took", took)
     monkeypatch.setenv(web_module.TOKEN, TOKEN)
     monkeypatch.setattr(web_module, "say", urls.append)
     flags = ["run.toml", "--train.steps", "100000", "--train.eval-every", "5", "--state.save-every", "50000", "--web"]

@@ -21,7 +21,7 @@ from superstep.errors import ConfigError
 from superstep.launch import ranks as launching
 from superstep.launch.ranks import launch, launch_on
 from superstep.launch.rendezvous import RankSlot
-from superstep.launch.torchrun import ANSWERS, PREPARED, StoredForm, Value, join
+from superstep.launch.torchrun import ANSWERS, PREPARED, Rank0Value, StoredValue, join
 from superstep.plan.resolution.resolve import resolve
 from superstep.serve.compute.runner.rank_commands import WeightReading
 
@@ -140,7 +140,7 @@ def test_a_rank_that_joins_takes_the_gpu_of_its_number(host, monkeypatch, enviro
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     store = dist.HashStore()
-    store.set(PREPARED, ANSWERS.encode(Value(b"made")))
+    store.set(PREPARED, ANSWERS.encode(Rank0Value(b"made")))
     monkeypatch.setattr(dist, "rendezvous", lambda *args, **kwargs: iter([(store, 5, 8)]))
     groups = []
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **settings: groups.append((backend, settings)))
@@ -148,7 +148,7 @@ def test_a_rank_that_joins_takes_the_gpu_of_its_number(host, monkeypatch, enviro
     join(
         lambda ranks: contextlib.nullcontext("made"),
         lambda world, value: joined.append((world.device, value)),
-        StoredForm(str.encode, bytes.decode),
+        StoredValue(str.encode, bytes.decode),
         lambda value: {"made": "cuda"}[value],
     )
     assert joined == [(Device("cuda", index), "made")]

@@ -24,10 +24,10 @@ from superstep.engine.build_modules import build_loss, build_module, on_part, se
 from superstep.engine.flat.buffers import UnitBuffers
 from superstep.engine.flat.layout import lay_out
 from superstep.engine.layer_table import LayerContext
-from superstep.engine.layers.grad_accumulation import Sums, input_gradient
+from superstep.engine.layers.grad_accumulation import GradientSums, input_gradient
 from superstep.model.expert_dispatch import DispatchContext, LocalDispatch
 from superstep.numerics.dtypes import DTYPES
-from superstep.numerics.objective import Aim
+from superstep.numerics.objective import LossTarget
 from superstep.plan.config import (
     DataConfig,
     LoraConfig,
@@ -185,7 +185,7 @@ class Built:
     x: torch.Tensor
     own: set[int]
     parameters: tuple[torch.nn.Parameter, ...]
-    sums: Sums
+    sums: GradientSums
 
 
 def built(run, unit, *, group=None, is_selective=False):
@@ -197,7 +197,7 @@ def built(run, unit, *, group=None, is_selective=False):
     spec = units_of(run)[unit]
     shared = {slot.spec.name: b.params[slot.local] for b in made for slot in b.layout.slots}
     params = {local: shared[param.name] for local, param in spec.params.items()}
-    sums = Sums()
+    sums = GradientSums()
     context = LayerContext(
         tp=group,
         rules=run.plan.rules,
@@ -234,7 +234,7 @@ def built(run, unit, *, group=None, is_selective=False):
     def forward():
         y = compute(x, None)
         exchange.told()  # lets go of the counts, which stay until they are asked for
-        return loss(y, Aim(targets), 0.5) if unit == last else y
+        return loss(y, LossTarget(targets), 0.5) if unit == last else y
 
     own = {t.untyped_storage().data_ptr() for b in made for t in (b.full, b.gradient)}
     own.add(targets.untyped_storage().data_ptr())

@@ -12,7 +12,7 @@ from superstep.cost.serve import (
     TERMS,
     AttentionGroup,
     ComputeMode,
-    Work,
+    StepWork,
     bounds,
     counts,
     model_of_rank,
@@ -40,7 +40,7 @@ def works(seed, count):
         single = draw.choice([0, 1, 2, 4, 8, 9, 16, 32, 64])
         chunks = [draw.choice([4, 16, 64, 120]) for _ in range(draw.randint(0 if single else 1, 3))]
         drawn = single + draw.randint(0, len(chunks))
-        yield Work(
+        yield StepWork(
             rows=single + sum(chunks),
             requests=single + len(chunks),
             wanted=drawn,
@@ -96,7 +96,7 @@ def test_least_squares_is_the_best_of_all_choices_of_zeros():
 
 def test_a_step_reads_all_weights_once_and_what_it_sees_of_keys():
     made = model()
-    one = Work(rows=1, requests=1, wanted=1, drawn=1, chance=0, paged_keys=100)
+    one = StepWork(rows=1, requests=1, wanted=1, drawn=1, chance=0, paged_keys=100)
     found = dict(zip(TERMS, counts(made, one), strict=True))
     shape = shape_of(ModelConfig(name="demo"))
     block = 2 * shape.width * shape.head_dim * (shape.heads + shape.kv_heads) + 3 * shape.width * shape.ffn
@@ -108,7 +108,7 @@ def test_a_step_reads_all_weights_once_and_what_it_sees_of_keys():
 def test_rows_that_nobody_asks_for_end_where_the_last_layers_keys_are_there():
     made, shape = model(), shape_of(ModelConfig(name="demo"))
     group = (AttentionGroup(texts=1, rows=512, keys=512),)
-    prompt = Work(rows=512, requests=1, wanted=0, drawn=0, chance=0, paged_keys=0, groups=group)
+    prompt = StepWork(rows=512, requests=1, wanted=0, drawn=0, chance=0, paged_keys=0, groups=group)
     many, few = (dict(zip(TERMS, counts(made, prompt, leaves_rows=leaves), strict=True)) for leaves in (False, True))
     behind = shape.width * shape.head_dim * shape.heads + 3 * shape.width * shape.ffn
     assert few["rows_512"] == many["rows_512"] - behind
@@ -119,7 +119,9 @@ def test_rows_that_nobody_asks_for_end_where_the_last_layers_keys_are_there():
 
 def test_experts_are_read_as_far_as_rows_meet_them():
     made = model(experts=8, experts_per_token=2)
-    few, many = (counts(made, Work(rows=n, requests=n, wanted=0, drawn=0, chance=0, paged_keys=0)) for n in (1, 400))
+    few, many = (
+        counts(made, StepWork(rows=n, requests=n, wanted=0, drawn=0, chance=0, paged_keys=0)) for n in (1, 400)
+    )
     read = [sum(each[TERMS.index("rows_1") :]) for each in (few, many)]
     assert read[0] == pytest.approx(made.layers * (made.dense + 2 * made.expert), rel=0.1)
     assert read[1] == pytest.approx(made.layers * (made.dense + 8 * made.expert), rel=0.01)
@@ -128,8 +130,8 @@ def test_experts_are_read_as_far_as_rows_meet_them():
 def test_one_stream_of_a_large_model_waits_for_memory_and_a_prompt_for_products():
     made = model_of_rank(shape_of(ModelConfig(name="llama3-8b")), tp=1, number_bytes=2)
     rate = published_rate(cluster("1xH100"), replace(WAY, is_paged=False), number_bytes=2, weight_bytes=2)
-    one = Work(rows=1, requests=1, wanted=1, drawn=1, chance=0, paged_keys=500)
-    prompt = Work(
+    one = StepWork(rows=1, requests=1, wanted=1, drawn=1, chance=0, paged_keys=500)
+    prompt = StepWork(
         rows=512,
         requests=1,
         wanted=1,

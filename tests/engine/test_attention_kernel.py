@@ -14,7 +14,7 @@ from superstep.comm.device import Device
 from superstep.engine.attention.choose_attention import is_compiled, kernel_of
 from superstep.engine.layers.fused import layer_kernels
 from superstep.kernels import attention, triton_loader
-from superstep.kernels.compile_cpp import Built
+from superstep.kernels.compile_cpp import BuildResult
 from superstep.plan.resolution.resolve import resolve
 
 GPU, CPU = Device("cuda", 0), Device("cpu")
@@ -88,15 +88,15 @@ def test_who_asks_for_torchs_gets_it_and_nothing_is_looked_for(monkeypatch):
 
 
 def test_a_cpu_has_the_one_in_cpp_where_it_compiles(monkeypatch):
-    monkeypatch.setattr(attention, "compile_library", lambda: Built(None, "there is no compiler"))
+    monkeypatch.setattr(attention, "compile_library", lambda: BuildResult(None, "there is no compiler"))
     assert kernel_of(run(), CPU) == "by torch (there is no compiler)"
-    monkeypatch.setattr(attention, "compile_library", lambda: Built(SimpleNamespace()))
+    monkeypatch.setattr(attention, "compile_library", lambda: BuildResult(SimpleNamespace()))
     assert kernel_of(run(), CPU) == kernel_of(run(kernels="triton"), CPU) == "in C++"
 
 
 @pytest.mark.parametrize(("has_tiles", "told"), [(True, "in C++ by AMX"), (False, "in C++")])
 def test_tiles_are_told_of_where_bf16_is_multiplied_by_them(monkeypatch, has_tiles, told):
-    monkeypatch.setattr(attention, "compile_library", lambda: Built(SimpleNamespace()))
+    monkeypatch.setattr(attention, "compile_library", lambda: BuildResult(SimpleNamespace()))
     monkeypatch.setattr("superstep.engine.attention.choose_attention.has_tiles", lambda: has_tiles)
     assert kernel_of(run(compute="bf16"), CPU) == told
     assert kernel_of(run(), CPU) == "in C++"

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from superstep.engine.attention import document_attention
-from superstep.engine.attention.choose_attention import Gathered
+from superstep.engine.attention.choose_attention import GatheredKeys
 from superstep.engine.attention.document_attention import DocumentAttend, WindowAttend
 from superstep.engine.exact.attention import ExactAttend, WholeSequence
 from superstep.engine.parallel import flash_varlen, ring
@@ -90,7 +90,7 @@ def by_heads(group):
 def exactly(group):
     cp = group.size()
     return ExactAttend(
-        positions(16, cp=cp, rank=group.rank()), Gathered(group) if cp > 1 else WholeSequence(), starts=starts()
+        positions(16, cp=cp, rank=group.rank()), GatheredKeys(group) if cp > 1 else WholeSequence(), starts=starts()
     )
 
 

@@ -14,7 +14,7 @@ from superstep.kernels import cpu_library
 from superstep.model.decoder import Block, Head
 from superstep.model.rope import Rope
 from superstep.numerics.loss import IGNORE, linear_cross_entropy_sum
-from superstep.numerics.objective import Aim, CrossEntropy
+from superstep.numerics.objective import CrossEntropy, LossTarget
 from superstep.plan.model.shape import ModelShape
 
 SHAPE = ModelShape(
@@ -111,7 +111,7 @@ def head_loss(dtype, weights=None, *, is_compiled):
     h = torch.randn(2, 9, SHAPE.width).to(dtype).requires_grad_()
     targets = torch.randint(0, SHAPE.vocab, (2, 9))
     targets[0, 3:5] = IGNORE
-    aim = Aim(targets, {} if weights is None else {"weights": weights}, CrossEntropy())
+    aim = LossTarget(targets, {} if weights is None else {"weights": weights}, CrossEntropy())
     weight = head.lm_head.weight
     weight.grad_dtype = torch.float32 if dtype != torch.float64 else None
     loss = linear_cross_entropy_sum(

@@ -5,7 +5,7 @@ import torch
 
 from superstep.comm.device import Device
 from superstep.engine.measure import probe_collectives
-from superstep.engine.measure.probe_kernels import Gauge
+from superstep.engine.measure.probe_kernels import TimingOptions
 
 
 class Late(Device):
@@ -28,9 +28,9 @@ def test_a_gpu_is_timed_over_several_calls_and_a_cpu_over_one():
         now[0] += 2e-6
 
     clock = {"clock": lambda: now[0], "budget_s": 0.0}
-    assert Gauge(device=Waits("cuda", 0), **clock).seconds(work) < 5e-6
-    assert Gauge(device=Waits("cpu"), **clock).seconds(work) == pytest.approx(52e-6)
-    assert Gauge(device=Waits("cuda", 0), **clock).seconds(work, calls=2) < 2.5e-6
+    assert TimingOptions(device=Waits("cuda", 0), **clock).seconds(work) < 5e-6
+    assert TimingOptions(device=Waits("cpu"), **clock).seconds(work) == pytest.approx(52e-6)
+    assert TimingOptions(device=Waits("cuda", 0), **clock).seconds(work, calls=2) < 2.5e-6
 
 
 def test_a_collective_is_timed_without_the_compute_before_it(monkeypatch):
@@ -55,5 +55,5 @@ def test_a_collective_is_timed_without_the_compute_before_it(monkeypatch):
     monkeypatch.setattr(
         probe_collectives, "_work", lambda name, buffer, group: lambda: queue(1e-3 + buffer.nbytes * 1e-9)
     )
-    rate = probe_collectives._rate("all-reduce", Two(), Gauge(device=Waits("cuda", 0), clock=lambda: now[0]))
+    rate = probe_collectives._rate("all-reduce", Two(), TimingOptions(device=Waits("cuda", 0), clock=lambda: now[0]))
     assert (rate.latency_s, rate.bytes_per_s) == pytest.approx((1e-3, 1e9))

@@ -12,7 +12,7 @@ from measured_operations import OPERATIONS
 from superstep.comm.device import Device
 from superstep.engine.instruction_timer import CudaRecorder
 from superstep.engine.measure.launch_cost import launch_s
-from superstep.engine.measure.probe_kernels import PASSES, Gauge, measure_operations
+from superstep.engine.measure.probe_kernels import PASSES, TimingOptions, measure_operations
 from superstep.launch.ranks import World
 from superstep.numerics.tolerance import TOLERANCE
 from superstep.plan.resolution.resolve import resolve
@@ -74,7 +74,7 @@ def test_experts_without_rows_get_nothing(counts):
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_everything_that_a_run_measures_runs_there(dtype):
-    gauge = Gauge(device=GPU, budget_s=0.001)
+    gauge = TimingOptions(device=GPU, budget_s=0.001)
     products, copies = measure_operations(OPERATIONS, dtype, gauge)
     assert len(products) == 4
     assert {copy.kernel for copy in copies} == set(PASSES)

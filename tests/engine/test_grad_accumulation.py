@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from superstep.engine.layers.grad_accumulation import Sums, accumulating_straight, input_gradient
+from superstep.engine.layers.grad_accumulation import GradientSums, accumulating_straight, input_gradient
 from superstep.engine.layers.implementation import install
 from superstep.model.norm import RMSNorm
 
@@ -49,7 +49,7 @@ def test_two_halves_give_the_bits_of_a_whole_backward(of_tokens, dtype):
     gradient = torch.randn(3, 5, 8).to(dtype)
     results = []
     for is_in_two in (False, True):
-        module, sums = model(of_tokens=of_tokens, dtype=dtype), Sums()
+        module, sums = model(of_tokens=of_tokens, dtype=dtype), GradientSums()
         install(module, accumulating_straight(sums))
         start = x if of_tokens else x.clone().requires_grad_()
         edge = get_gradient_edge(module(start))
@@ -131,14 +131,14 @@ def test_layers_of_every_kind_have_the_gradient_that_torch_gives(name):
     buffers = {key: torch.zeros(p.shape) for key, p in layer.named_parameters()}
     for key, param in layer.named_parameters():
         param.grad = buffers[key]
-    install(layer, accumulating_straight(Sums()))
+    install(layer, accumulating_straight(GradientSums()))
     layer(x).backward(gradient)
     for key, buffer in buffers.items():
         torch.testing.assert_close(buffer, wanted[key])
 
 
 def test_after_a_pass_that_failed_sums_are_done_at_once_again():
-    sums, done = Sums(), []
+    sums, done = GradientSums(), []
     x = torch.ones(2, requires_grad=True)
     edge = get_gradient_edge(x * 2)
     with pytest.raises(RuntimeError):

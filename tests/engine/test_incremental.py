@@ -9,7 +9,7 @@ import torch
 import small
 from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
-from superstep.engine.adamw import Hyper
+from superstep.engine.adamw import AdamWSettings
 from superstep.engine.engine import Engine
 from superstep.engine.incremental import PiecemealEngine
 from superstep.engine.microbatch import Microbatch
@@ -22,7 +22,7 @@ from superstep.plan.config import LoraConfig
 from superstep.plan.resolution.resolve import resolve
 from superstep.train.weights.model import units_of
 
-HYPER = Hyper(beta1=0.9, beta2=0.95, eps=1e-12, weight_decay=0.01, clip_norm=0.5)
+HYPER = AdamWSettings(beta1=0.9, beta2=0.95, eps=1e-12, weight_decay=0.01, clip_norm=0.5)
 ROWS, TOKENS = 6, 16
 TWOS = tuple((slice(row, row + 2), TOKENS) for row in range(0, ROWS, 2))
 

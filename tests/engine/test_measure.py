@@ -12,13 +12,18 @@ from hypothesis import strategies as st
 
 from superstep.cli.main import main
 from superstep.comm.device import Device
-from superstep.cost.program.time.op_prices import LIKE, Measured, nearby, seconds
-from superstep.cost.program.time.operation import AttentionOperation, CollectiveOperation, Pass, Product
+from superstep.cost.program.time.op_prices import LIKE, MeasuredMachine, nearby, seconds
+from superstep.cost.program.time.operation import (
+    AttentionOperation,
+    CollectiveOperation,
+    MatmulOperation,
+    MemoryOperation,
+)
 from superstep.cost.program.time.predict import predict
 from superstep.engine.measure import probe_kernels
 from superstep.engine.measure.launch_cost import launch_s
 from superstep.engine.measure.probe_collectives import line
-from superstep.engine.measure.probe_kernels import Gauge, measure_operations
+from superstep.engine.measure.probe_kernels import TimingOptions, measure_operations
 from superstep.engine.tracing.trace_units import operations_of
 from superstep.errors import ConfigError
 from superstep.hardware.chip import CopyRate, ProductRate
@@ -43,7 +48,7 @@ def machine(*, cores=2, launch_s=1e-6, products=None, collectives=()):
             CopyRate(bytes=100_000, bytes_per_s=1e10),
         ),
     )
-    return Measured(cluster=replace(USUAL, chip=chip, collectives=collectives), rate="fp32", is_host=True)
+    return MeasuredMachine(cluster=replace(USUAL, chip=chip, collectives=collectives), rate="fp32", is_host=True)
 
 
 @given(
@@ -90,7 +95,10 @@ def test_without_a_mask_attention_takes_twice_as_long():
 def test_operations_add_up():
     rate = CollectiveRate(name="send", ranks=2, latency_s=1e-3, bytes_per_s=1e6)
     found = machine(collectives=(rate,))
-    product, move = Product(rows=64, width=64, inner=64, count=3), Pass(kernel="copy", bytes=1000, count=2)
+    product, move = (
+        MatmulOperation(rows=64, width=64, inner=64, count=3),
+        MemoryOperation(kernel="copy", bytes=1000, count=2),
+    )
     message = CollectiveOperation(collective="send", axis="cp", bytes=1000)
     expected = 3 * found.product_s(product) + 2 * found.pass_s("copy", 1000) + 1e-3 + 1e-3
     assert seconds((product, move, message), found, lambda axis: 2) == pytest.approx(expected)
@@ -113,20 +121,20 @@ def test_gradients_of_weights_have_rates_of_their_own(small_measure):
     # Each product of the forward pass has both gradients in the backward pass.
     assert shapes["backward", "gradient"] == shapes["weight", "gradient"] == shapes["forward", "product"]
     assert shapes["backward", "product"] == shapes["forward", "product"]
-    rates, _ = measure_operations(block.backward, "fp32", Gauge(device=Device("cpu"), budget_s=0.0))
+    rates, _ = measure_operations(block.backward, "fp32", TimingOptions(device=Device("cpu"), budget_s=0.0))
     assert {rate.kernel for rate in rates} >= {"product", "gradient"}
     of_gradients = ProductRate(kernel="gradient", rate="fp32", rows=64, width=64, inner=64, flops_per_s=1e3)
     found = machine()
     chip = replace(found.cluster.chip, products=(*found.cluster.chip.products, of_gradients))
     slow = replace(found, cluster=replace(found.cluster, chip=chip))
-    product = Product(rows=64, width=64, inner=64)
+    product = MatmulOperation(rows=64, width=64, inner=64)
     gradient = replace(product, kernel="gradient")
     assert slow.product_s(gradient) > 10 * slow.product_s(product)
     assert found.product_s(gradient) == found.product_s(product), "where none was measured"
 
 
 def _is(operation, kernel):
-    return isinstance(operation, Product) and operation.kernel == kernel
+    return isinstance(operation, MatmulOperation) and operation.kernel == kernel
 
 
 def test_more_ranks_than_cores_take_all_their_work_over_the_cores():
@@ -161,7 +169,7 @@ def test_measure_writes_a_file_that_predicts_and_draws_a_roofline(tmp_path, caps
     for unit in ("embedding", "block forward", "block backward", "attention", "head", "optimizer"):
         assert unit in said
         assert unit == "embedding" or unit in plot.read_text(encoding="utf-8")
-    found = Measured(cluster=cluster(str(out)), rate="fp32", is_host=True)
+    found = MeasuredMachine(cluster=cluster(str(out)), rate="fp32", is_host=True)
     assert found.gemm_flops_per_s > 1e8
     run = resolve(RunConfig(model=ModelConfig(name="tiny"), plan=PlanConfig(dp=1, microbatch=4)))
     assert 1e-4 < predict(run, found, operations_of(run, units(run.shape))).step_s < 100
@@ -182,7 +190,7 @@ def test_bad_flags_are_refused_in_one_line(flags, words, capsys):
 
 
 CPU = Device("cpu")
-KERNELS = Gauge(device=CPU, budget_s=0.0, is_compiled=True)
+KERNELS = TimingOptions(device=CPU, budget_s=0.0, is_compiled=True)
 
 
 @pytest.fixture
@@ -194,7 +202,7 @@ def little(small_measure, monkeypatch):
         swept.append(now[0])
         now[0] += 1000
 
-    monkeypatch.setattr(probe_kernels.Sweep, "__call__", sweep)
+    monkeypatch.setattr(probe_kernels.CacheFlusher, "__call__", sweep)
     return now, swept
 
 
@@ -207,7 +215,7 @@ def ticking(gauge, now, monkeypatch):
         now[0] += times
         return self.clock() - start_s
 
-    monkeypatch.setattr(Gauge, "_once", once)
+    monkeypatch.setattr(TimingOptions, "_once", once)
     return replace(gauge, clock=lambda: now[0])
 
 
@@ -241,9 +249,9 @@ def test_kernels_of_our_own_are_seen_measured_and_priced_as_such(small_measure):
         pytest.skip(cpu_library.compile_library().why)
     run = resolve(RunConfig(model=ModelConfig(name="tiny"), plan=PlanConfig(dp=1, microbatch=4)))
     seen = operations_of(run, units(run.shape))
-    found = {o.kernel for unit in seen for o in (*unit.forward, *unit.backward) if isinstance(o, Pass)}
+    found = {o.kernel for unit in seen for o in (*unit.forward, *unit.backward) if isinstance(o, MemoryOperation)}
     assert set(LIKE) <= found
-    _, copies = measure_operations([Pass(kernel=kernel, bytes=0) for kernel in LIKE], "fp32", KERNELS)
+    _, copies = measure_operations([MemoryOperation(kernel=kernel, bytes=0) for kernel in LIKE], "fp32", KERNELS)
     assert set(LIKE) <= {copy.kernel for copy in copies}
     usual = machine()
     for kernel in LIKE:
@@ -265,7 +273,7 @@ def test_many_narrow_products_at_once_have_a_rate_of_their_own(little, monkeypat
     run = resolve(RunConfig(model=moe, plan=PlanConfig(dp=1, microbatch=4)))
     block = operations_of(run, units(run.shape))[1]
     tokens = 4 * run.config.data.sequence_tokens
-    batches = [o for o in (*block.forward, *block.backward) if isinstance(o, Product) and o.kernel == "batch"]
+    batches = [o for o in (*block.forward, *block.backward) if isinstance(o, MatmulOperation) and o.kernel == "batch"]
     assert len(batches) >= 3
     assert {o.batch for o in batches} == {tokens}
     usual = machine()

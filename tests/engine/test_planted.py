@@ -15,7 +15,7 @@ import planted
 import small
 from pool import RankError
 from superstep.cli.doctor.doctor import look
-from superstep.monitor.rank_inspector import Looker, views_of, vitals
+from superstep.monitor.rank_inspector import RankInspector, views_of, vitals
 from superstep.observe.doctor.stragglers import STEPS, WINDOW_S
 from superstep.plan.resolution.resolve import resolve
 from superstep.program.text import describe
@@ -111,7 +111,7 @@ def test_each_fault_is_named_with_its_rank_and_place_and_nothing_is_said_of_heal
         views = patient.views(stack)
 
         def live(**system):
-            return LiveRun(RunFolder(root=patient.place), views, Looker(views, **system))
+            return LiveRun(RunFolder(root=patient.place), views, RankInspector(views, **system))
 
         def go_on(steps):
             first = runs_done(live())
@@ -194,15 +194,15 @@ def test_a_rank_that_leaves_out_a_sum_is_named(pool, tmp_path, job, said):
     try:
         with ExitStack() as stack:
             views = patient.views(stack)
-            live = LiveRun(RunFolder(root=patient.place), views, Looker(views))
+            live = LiveRun(RunFolder(root=patient.place), views, RankInspector(views))
             patient.wait(lambda: runs_done(live) >= 40)
-            assert look(LiveRun(live.folder, views, Looker(views)))[1].findings == (), (
+            assert look(LiveRun(live.folder, views, RankInspector(views)))[1].findings == (), (
                 "of a healthy run nothing is said"
             )
             begun_s = patient.plant("skip")
             findings = ()
             while not findings:
-                run, verdict = look(LiveRun(live.folder, views, Looker(views)))
+                run, verdict = look(LiveRun(live.folder, views, RankInspector(views)))
                 findings = verdict.findings
                 longest_s = max(rank.longest_s for rank in run.ranks)
                 assert time.monotonic() < begun_s + WITHIN_S + 10 * longest_s

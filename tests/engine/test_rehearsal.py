@@ -16,7 +16,14 @@ from superstep.cost.program.buffers import has_fused_loss
 from superstep.cost.program.flops import rank_flops
 from superstep.cost.program.lora import adapted_linears
 from superstep.cost.program.memory.activations import unit_bytes
-from superstep.cost.program.time.operation import AttentionOperation, CollectiveOperation, Pass, Product, collect, flops
+from superstep.cost.program.time.operation import (
+    AttentionOperation,
+    CollectiveOperation,
+    MatmulOperation,
+    MemoryOperation,
+    collect,
+    flops,
+)
 from superstep.cost.program.time.unit_operations import decoder_operations
 from superstep.engine.saved_activations import with_kept
 from superstep.engine.tracing.trace_units import operations_of
@@ -136,8 +143,8 @@ def test_kernels_keep_no_silu_and_do_fewer_passes():
     assert plain.kept_bytes - ours.kept_bytes == silu_bytes
     for way in ("forward", "backward"):
         assert len(getattr(ours, way)) < len(getattr(plain, way))
-        assert sum(o.bytes for o in getattr(ours, way) if isinstance(o, Pass)) < sum(
-            o.bytes for o in getattr(plain, way) if isinstance(o, Pass)
+        assert sum(o.bytes for o in getattr(ours, way) if isinstance(o, MemoryOperation)) < sum(
+            o.bytes for o in getattr(plain, way) if isinstance(o, MemoryOperation)
         )
 
 
@@ -149,7 +156,7 @@ def test_selective_recomputation_keeps_less_and_does_no_product_again(layout):
     assert few_kept.kept_bytes < all_kept.kept_bytes
 
     def large(way):
-        return [o for o in way if isinstance(o, Product | AttentionOperation)]
+        return [o for o in way if isinstance(o, MatmulOperation | AttentionOperation)]
 
     assert sum(o.count for o in few_kept.backward) > sum(o.count for o in all_kept.backward)
     assert flops(large(few_kept.backward)) == flops(large(all_kept.backward))
@@ -190,7 +197,7 @@ def test_attention_counts_as_torch_does():
 
 
 def test_equal_operations_are_counted_together():
-    product, view = Product(rows=2, width=3, inner=4), Pass(kernel="view", bytes=0)
+    product, view = MatmulOperation(rows=2, width=3, inner=4), MemoryOperation(kernel="view", bytes=0)
     send = CollectiveOperation(collective="send", axis="cp", bytes=8)
     found = collect([product, view, replace(product, count=2), send, view])
     assert found == (replace(product, count=3), replace(view, count=2), send)

@@ -13,7 +13,7 @@ from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
 from superstep.engine.engine import Engine
 from superstep.engine.flat import snapshots
-from superstep.engine.flat.snapshots import Flushed, Snapshots
+from superstep.engine.flat.snapshots import FlushResult, Snapshots
 from superstep.engine.instruction_timer import HostRecorder
 from superstep.engine.microbatch import microbatches, rows
 from superstep.errors import Fault
@@ -141,4 +141,4 @@ def test_of_a_checkpoint_is_told_though_the_rank_is_killed_before_it_could():
     told = []
     second.begin(Position(step=7), told.append, is_for_disk=False)
     second.tell(told.append)
-    assert told == [Flushed(step=5, bytes=48, seconds=2.0, is_on_disk=True, problems="")], "once"
+    assert told == [FlushResult(step=5, bytes=48, seconds=2.0, is_on_disk=True, problems="")], "once"

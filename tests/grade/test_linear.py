@@ -19,7 +19,7 @@ from superstep.grade.graders.llm_judge import JudgeError, read_score
 from superstep.grade.graders.maths import Maths
 from superstep.grade.graders.schema import Json
 from superstep.grade.graders.text import Exact, Number
-from superstep.grade.sandbox.sandbox import Answers
+from superstep.grade.sandbox.sandbox import ProgramResult
 from superstep.grade.verdict import line
 from superstep.serve.text.stop_strings import StopFinder
 from superstep.serve.text.tool_call_parser import OPENERS, CallParser
@@ -76,7 +76,7 @@ class _Programs:
     """A sandbox that runs nothing: how long a program takes is not its reader's time."""
 
     def calls(self, source, calls):
-        return Answers("done", ())
+        return ProgramResult("done", ())
 
 
 class _Formulas:

@@ -23,7 +23,7 @@ from superstep.grade.config import GradeConfig, check_config
 from superstep.grade.sandbox import sandbox as room
 from superstep.grade.sandbox.bubblewrap import VisiblePaths, command
 from superstep.grade.sandbox.memory import resident_bytes
-from superstep.grade.sandbox.process import Bounds, Ended, run_bounded
+from superstep.grade.sandbox.process import CommandResult, ProcessLimits, run_bounded
 from superstep.grade.sandbox.sandbox import FunctionCall, interpreter, open_sandbox, read_answers
 from superstep.grade.sandbox.seccomp import (
     AARCH64,
@@ -189,7 +189,7 @@ def test_an_interpreter_out_of_reach_is_not_taken(monkeypatch, tmp_path):
 
 def test_a_process_is_held_to_its_bounds():
     python = [sys.executable, "-c"]
-    bounds = Bounds(30.0, 1 << 30, 1 << 20)
+    bounds = ProcessLimits(30.0, 1 << 30, 1 << 20)
     ended = run_bounded([*python, "print(input()[::-1])"], b"abc\n", bounds)
     assert (ended.status, ended.limit, ended.stdout) == (0, None, b"cba\n")
     assert run_bounded([*python, "import os; os.close(0)"], b"x" * 10**7, bounds).status == 0
@@ -231,7 +231,7 @@ def test_time_in_which_the_machine_stood_still_does_not_count():
 def test_what_a_process_leaves_in_its_session_is_ended():
     mark = f"left-{os.getpid()}"
     source = f"import subprocess; subprocess.Popen(['{mark}', '600'], executable='/bin/sleep')"
-    ended = run_bounded([sys.executable, "-c", source], b"", Bounds(30.0, 1 << 30, 1 << 20))
+    ended = run_bounded([sys.executable, "-c", source], b"", ProcessLimits(30.0, 1 << 30, 1 << 20))
     assert ended.status == 0
     assert [line for line in command_lines() if mark.encode() in line] == []
 
@@ -247,19 +247,19 @@ def test_the_memory_of_a_process_is_seen():
 @pytest.mark.parametrize(
     ("ended", "how"),
     [
-        (Ended(0, None, b'ready\n{"value": 1}\n', b""), "done"),
-        (Ended(0, "timeout", b"ready\n", b""), "timeout"),
-        (Ended(0, "memory", b"ready\n", b""), "memory"),
-        (Ended(0, "output", b"ready\n", b""), "violation"),
-        (Ended(159, None, b"ready\n", b""), "violation"),
-        (Ended(-31, None, b"ready\n", b""), "violation"),
-        (Ended(0, None, b"ready\n[1]\n", b""), "violation"),
-        (Ended(0, None, b"ready\n{\n", b""), "violation"),
-        (Ended(0, None, b"ready\n\xff\n", b""), "violation"),
-        (Ended(0, None, b"ready\n" + b"[" * 100_000, b""), "violation"),
-        (Ended(0, None, b'ready\n{"value": ' + b"9" * 5000 + b"}\n", b""), "violation"),
-        (Ended(0, None, b'ready\n{"raised": "MemoryError: "}\n', b""), "memory"),
-        (Ended(0, None, b'ready\n{"output": "", "status": -31}\n', b""), "violation"),
+        (CommandResult(0, None, b'ready\n{"value": 1}\n', b""), "done"),
+        (CommandResult(0, "timeout", b"ready\n", b""), "timeout"),
+        (CommandResult(0, "memory", b"ready\n", b""), "memory"),
+        (CommandResult(0, "output", b"ready\n", b""), "violation"),
+        (CommandResult(159, None, b"ready\n", b""), "violation"),
+        (CommandResult(-31, None, b"ready\n", b""), "violation"),
+        (CommandResult(0, None, b"ready\n[1]\n", b""), "violation"),
+        (CommandResult(0, None, b"ready\n{\n", b""), "violation"),
+        (CommandResult(0, None, b"ready\n\xff\n", b""), "violation"),
+        (CommandResult(0, None, b"ready\n" + b"[" * 100_000, b""), "violation"),
+        (CommandResult(0, None, b'ready\n{"value": ' + b"9" * 5000 + b"}\n", b""), "violation"),
+        (CommandResult(0, None, b'ready\n{"raised": "MemoryError: "}\n', b""), "memory"),
+        (CommandResult(0, None, b'ready\n{"output": "", "status": -31}\n', b""), "violation"),
     ],
 )
 def test_how_a_program_ended(ended, how):
@@ -269,7 +269,7 @@ def test_how_a_program_ended(ended, how):
 @pytest.mark.parametrize("limit", [None, "timeout", "memory"])
 def test_a_program_that_did_not_begin_is_our_failure(limit):
     with pytest.raises(Fault, match="did not begin"):
-        read_answers(Ended(1, limit, b"", b"bwrap: cannot"), GradeConfig())
+        read_answers(CommandResult(1, limit, b"", b"bwrap: cannot"), GradeConfig())
 
 
 @needs_bubblewrap

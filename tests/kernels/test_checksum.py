@@ -34,7 +34,7 @@ def test_the_kernel_and_torch_agree_with_the_formula(size, first):
 def test_without_a_compiler_the_sums_are_the_same(monkeypatch):
     values = torch.randn(BLOCK + 9, generator=torch.Generator().manual_seed(0))
     by_kernel = int(checksum(values, 3))
-    monkeypatch.setattr(module, "compile_library", lambda: compile_cpp.Built(None, "there is no compiler"))
+    monkeypatch.setattr(module, "compile_library", lambda: compile_cpp.BuildResult(None, "there is no compiler"))
     into = torch.empty_like(values)
     assert int(word_sum(values)) == int(values.view(torch.int32).long().sum())
     assert int(checksum(values, 3)) == int(copy_summed(into, values, 3)) == by_kernel

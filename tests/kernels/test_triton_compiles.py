@@ -24,7 +24,7 @@ from triton.runtime.jit import JITFunction
 
 from longer import longer
 from superstep.kernels.gpu import attention, cross_entropy, norm, rope, swiglu
-from superstep.kernels.gpu.attention import Sees
+from superstep.kernels.gpu.attention import VisibleKeys
 from superstep.kernels.position_bias import alibi, t5
 
 SHARED_BYTES = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
@@ -147,7 +147,7 @@ def test_small_kernels_compile(launched, chip, dtype):
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [64, 80, 128])
 def test_attention_keeps_its_registers(launched, width, tmp_path):
-    found = launched(H100, lambda: attended(width, BF16, Sees()))
+    found = launched(H100, lambda: attended(width, BF16, VisibleKeys()))
     assert len(found) == 4
     assert [one.name for one in found if spilled(one, tmp_path) > 0] == []
 
@@ -160,7 +160,7 @@ FEW = [(86, 128, BF16), (80, 256, FP32), (100, 128, BF16)]
 @pytest.mark.slow
 @pytest.mark.parametrize(("chip", "width", "dtype"), longer(ATTENDED, lambda case: case not in FEW))
 def test_every_chip_has_room_for_attention(launched, chip, width, dtype):
-    assert len(launched(chip, lambda: attended(width, dtype, Sees()))) == 4
+    assert len(launched(chip, lambda: attended(width, dtype, VisibleKeys()))) == 4
 
 
 @pytest.mark.parametrize("part", attention.HALF_SIDES)
@@ -180,7 +180,7 @@ BIASED = [(*case, bias) for case in ATTENDED for bias in ("alibi", "t5")]
 @pytest.mark.slow
 @pytest.mark.parametrize(("chip", "width", "dtype", "bias"), longer(BIASED, lambda case: case != (86, 128, FP32, "t5")))
 def test_attention_of_documents_in_windows_has_room(launched, chip, width, dtype, bias):
-    sees = Sees(
+    sees = VisibleKeys(
         starts=torch.zeros(2, 64, dtype=torch.int64),
         window=100,
         bias={"alibi": alibi(4), "t5": t5(torch.zeros(4, 32))}[bias],

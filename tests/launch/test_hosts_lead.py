@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from superstep.launch.hosts.coordinator import Lead
+from superstep.launch.hosts.coordinator import Coordinator
 from superstep.launch.hosts.coordinator_state import CoordinatorState
-from superstep.launch.hosts.copy_schedule import Steer
-from superstep.launch.hosts.events import Cause, Over
+from superstep.launch.hosts.copy_schedule import ScheduleKeeper
+from superstep.launch.hosts.events import Cause, RunOver
 from superstep.launch.hosts.follow_orders import attend
-from superstep.launch.hosts.listener import Door, JoinRefused, knock
+from superstep.launch.hosts.listener import HostListener, JoinRefused, knock
 from superstep.launch.hosts.member import Member
 from superstep.launch.hosts.membership import HeldStates
 from superstep.launch.hosts.messages import Hello
@@ -71,13 +71,13 @@ class Host(threading.Thread):
 def lead():
     table = CoordinatorState(seats=(None, None), can_recover=True, patience_s=30, since_s=time.time())
     told = []
-    found = Lead(
+    found = Coordinator(
         ("127.0.0.1", 0), SECRET, mine=replace(HELLO, host=0), table=table,
-        prepare=lambda go: (("127.0.0.1", 9), {"dir": "here"}), copies=(Nothing(), Steer(1)), tell=told.append,
+        prepare=lambda go: (("127.0.0.1", 9), {"dir": "here"}), copies=(Nothing(), ScheduleKeeper(1)), tell=told.append,
     )  # fmt: skip
     found.said = told
     yield found
-    found.close(Over(Cause("the test is over")))
+    found.close(RunOver(Cause("the test is over")))
 
 
 def _member(lead, secret=SECRET, patience_s=5, **other):
@@ -104,7 +104,7 @@ def test_both_start_together_are_told_the_same_and_end_together(lead):
     for host in (one, other):
         host.ranks.may_end.set()
     _until(lambda: one.over and other.over)
-    assert one.over == other.over == Over()
+    assert one.over == other.over == RunOver()
 
 
 def test_a_member_that_says_nothing_is_named_within_three_seconds_and_waited_for(lead):
@@ -127,9 +127,9 @@ def test_a_member_that_says_nothing_is_named_within_three_seconds_and_waited_for
 
 def test_a_member_without_its_lead_ends_its_ranks_and_asks_until_its_patience_is_over():
     table = CoordinatorState(seats=(None, None), can_recover=True, patience_s=30, since_s=time.time())
-    first = Lead(
+    first = Coordinator(
         ("127.0.0.1", 0), SECRET, mine=replace(HELLO, host=0), table=table,
-        prepare=lambda go: (("127.0.0.1", 9), {}), copies=(Nothing(), Steer(1)), tell=lambda line: None,
+        prepare=lambda go: (("127.0.0.1", 9), {}), copies=(Nothing(), ScheduleKeeper(1)), tell=lambda line: None,
     )  # fmt: skip
     mine, other = Host(0, first), Host(1, _member(first, patience_s=1.0))
     first.begin()
@@ -166,9 +166,9 @@ def test_a_number_that_is_taken_is_refused(lead):
 
 
 def test_who_comes_after_the_run_is_complete_is_told_at_once():
-    door = Door(("127.0.0.1", 0), SECRET, lambda wire, hello: None, lambda line: None)
+    door = HostListener(("127.0.0.1", 0), SECRET, lambda wire, hello: None, lambda line: None)
     door.close()
     asked = iter((False, True))
     late = Member(door.address, SECRET, mine=HELLO, patience_s=60, copies=Nothing(), is_complete=lambda: next(asked))
     assert late.orders.poll(5.0)
-    assert late.orders.recv() == Over()
+    assert late.orders.recv() == RunOver()

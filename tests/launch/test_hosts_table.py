@@ -9,16 +9,16 @@ from superstep.launch.hosts.coordinator_state import ECHO_S, CoordinatorState, P
 from superstep.launch.hosts.copy_schedule import CopySchedule, HostProgress, steer
 from superstep.launch.hosts.events import (
     AbortAll,
-    Came,
     Cause,
     FetchState,
-    Go,
-    Holds,
+    HostFailed,
+    HostHolds,
+    HostJoined,
     HostLeft,
-    Over,
     RanksDone,
+    RunOver,
+    StartRanks,
     Tick,
-    Troubled,
 )
 from superstep.launch.hosts.membership import CopyPlacement, HeldStates, largest, newest
 from superstep.launch.retry import MOST_TRIES
@@ -43,105 +43,115 @@ def _told(table, *events, at=0.0):
 
 def _running(hosts=2, *, state=None, can_recover=True):
     held = _held(() if state is None else (state,))
-    arrived = [event for host in range(hosts) for event in (Came(host), Holds(host, held))]
+    arrived = [event for host in range(hosts) for event in (HostJoined(host), HostHolds(host, held))]
     table, (go,) = _told(CoordinatorState(seats=(None,) * hosts, can_recover=can_recover, patience_s=60), *arrived)
-    assert isinstance(go, Go)
+    assert isinstance(go, StartRanks)
     assert table.phase is Phase.RUNS
     return table
 
 
 def test_ranks_start_once_all_hosts_are_there_and_end_when_all_are_done():
     table, orders = _told(
-        CoordinatorState(seats=(None,) * 3, can_recover=True, patience_s=60), Came(0), Holds(0, HeldStates())
+        CoordinatorState(seats=(None,) * 3, can_recover=True, patience_s=60), HostJoined(0), HostHolds(0, HeldStates())
     )
-    table, more = _told(table, Came(2), Holds(2, HeldStates()), Came(1))
+    table, more = _told(table, HostJoined(2), HostHolds(2, HeldStates()), HostJoined(1))
     assert orders == more == []
-    table, orders = _told(table, Holds(1, HeldStates()))
-    assert orders == [Go(1, None, None)]
+    table, orders = _told(table, HostHolds(1, HeldStates()))
+    assert orders == [StartRanks(1, None, None)]
     table, orders = _told(table, RanksDone(0, 1), RanksDone(2, 1))
     assert orders == []
-    assert _told(table, RanksDone(1, 1))[1] == [Over()]
+    assert _told(table, RanksDone(1, 1))[1] == [RunOver()]
 
 
 def test_a_lost_rank_ends_all_ranks_and_all_go_on_from_the_newest_common_state():
-    table, orders = _told(_running(), Troubled(1, 1, LOST))
+    table, orders = _told(_running(), HostFailed(1, 1, LOST))
     assert orders == [AbortAll(1, LOST)]
-    table, orders = _told(table, Troubled(0, 1, ECHO), Holds(0, _held((7, 8))))
+    table, orders = _told(table, HostFailed(0, 1, ECHO), HostHolds(0, _held((7, 8))))
     assert orders == []
-    table, orders = _told(table, Holds(1, _held((6, 7))))
-    assert orders == [Go(2, (7, 0), LOST)]
+    table, orders = _told(table, HostHolds(1, _held((6, 7))))
+    assert orders == [StartRanks(2, (7, 0), LOST)]
 
 
 def test_what_a_host_says_of_an_epoch_that_is_over_changes_nothing():
-    table, _ = _told(_running(), Troubled(1, 1, LOST), Holds(0, _held((7,))), Holds(1, _held((7,))))
+    table, _ = _told(_running(), HostFailed(1, 1, LOST), HostHolds(0, _held((7,))), HostHolds(1, _held((7,))))
     assert table.epoch == 2
-    assert _told(table, Troubled(0, 1, MISTAKE), RanksDone(0, 1), RanksDone(1, 1)) == (table, [])
+    assert _told(table, HostFailed(0, 1, MISTAKE), RanksDone(0, 1), RanksDone(1, 1)) == (table, [])
 
 
 def test_a_host_that_comes_back_without_its_memory_fetches_the_copy_and_only_then_all_go_on():
     table, orders = _told(_running(), HostLeft(1, "host 1 is lost"))
     assert [type(order) for order in orders] == [AbortAll]
-    table, orders = _told(table, Troubled(0, 1, ECHO), Holds(0, _held((5, 8), copies=(5,))))
+    table, orders = _told(table, HostFailed(0, 1, ECHO), HostHolds(0, _held((5, 8), copies=(5,))))
     assert orders == []
     assert table.phase is Phase.GATHERS
-    table, orders = _told(table, Came(1), Holds(1, HeldStates()))
+    table, orders = _told(table, HostJoined(1), HostHolds(1, HeldStates()))
     assert orders == [FetchState(1, 0, (5, 0))]
-    table, orders = _told(table, Holds(1, _held((5,))))
-    assert orders == [Go(2, (5, 0), Cause("host 1 is lost", is_lost=True))]
+    table, orders = _told(table, HostHolds(1, _held((5,))))
+    assert orders == [StartRanks(2, (5, 0), Cause("host 1 is lost", is_lost=True))]
 
 
 def test_a_lead_that_has_lost_its_memory_learns_the_epoch_and_fetches_too():
     table = CoordinatorState(seats=(None, None), can_recover=True, patience_s=60)
-    table, orders = _told(table, Came(0), Holds(0, HeldStates()), Came(1, 4), Holds(1, _held((9,), copies=(9,))))
+    table, orders = _told(
+        table, HostJoined(0), HostHolds(0, HeldStates()), HostJoined(1, 4), HostHolds(1, _held((9,), copies=(9,)))
+    )
     assert orders == [FetchState(0, 1, (9, 0))]
-    _, (go,) = _told(table, Holds(0, _held((9,))), at=7.0)
+    _, (go,) = _told(table, HostHolds(0, _held((9,))), at=7.0)
     assert (go.epoch, go.state) == (5, (9, 0))
     assert go.lost == Cause("host 0: its launcher was started again", is_lost=True, at_s=7.0)
 
 
 def test_where_nobody_has_a_state_the_disk_has_it():
     _, orders = _told(
-        _running(), HostLeft(1, "gone"), Holds(0, _held((8,), copies=(5,))), Came(1), Holds(1, HeldStates())
+        _running(),
+        HostLeft(1, "gone"),
+        HostHolds(0, _held((8,), copies=(5,))),
+        HostJoined(1),
+        HostHolds(1, HeldStates()),
     )
-    assert [order.state for order in orders if isinstance(order, Go)] == [None]
+    assert [order.state for order in orders if isinstance(order, StartRanks)] == [None]
 
 
 def test_broken_connections_wait_for_what_broke_them():
-    table, _ = _told(_running(), Troubled(0, 1, ECHO), Holds(0, _held((3,))), Holds(1, _held((3,))))
+    table, _ = _told(_running(), HostFailed(0, 1, ECHO), HostHolds(0, _held((3,))), HostHolds(1, _held((3,))))
     assert table.phase is Phase.ENDS
     silent, orders = _told(table, HostLeft(1, "host 1 is silent"), at=ECHO_S / 2)
     assert (silent.phase, orders) == (Phase.GATHERS, [])
     assert silent.lost.text == "host 1 is silent"
     assert _told(table, Tick(), at=ECHO_S / 2) == (table, [])
-    assert _told(table, Tick(), at=ECHO_S)[1] == [Over(ECHO)], "nothing else was wrong"
+    assert _told(table, Tick(), at=ECHO_S)[1] == [RunOver(ECHO)], "nothing else was wrong"
 
 
 @pytest.mark.parametrize("cause", [MISTAKE, Cause("loss nan", order=0)])
 def test_what_a_restart_does_not_mend_ends_the_run_whoever_else_is_lost(cause):
-    table, _ = _told(_running(), Troubled(1, 1, LOST), Troubled(0, 1, cause), Holds(0, HeldStates()))
-    (over,) = _told(table, Holds(1, HeldStates()))[1]
+    table, _ = _told(_running(), HostFailed(1, 1, LOST), HostFailed(0, 1, cause), HostHolds(0, HeldStates()))
+    (over,) = _told(table, HostHolds(1, HeldStates()))[1]
     assert over.cause.text == cause.text
 
 
 def test_without_copies_a_loss_ends_the_run():
-    table, _ = _told(_running(can_recover=False), Troubled(1, 1, LOST), Holds(0, HeldStates()))
-    assert _told(table, Holds(1, HeldStates()))[1] == [Over(LOST)]
+    table, _ = _told(_running(can_recover=False), HostFailed(1, 1, LOST), HostHolds(0, HeldStates()))
+    assert _told(table, HostHolds(1, HeldStates()))[1] == [RunOver(LOST)]
 
 
 def test_a_run_that_loses_ranks_after_the_same_state_again_and_again_ends():
     table, orders = _running(), []
     for _ in range(MOST_TRIES + 1):
-        table, orders = _told(table, Troubled(1, table.epoch, LOST), Holds(0, _held((7,))), Holds(1, _held((7,))))
-    assert isinstance(orders[-1], Over)
+        table, orders = _told(
+            table, HostFailed(1, table.epoch, LOST), HostHolds(0, _held((7,))), HostHolds(1, _held((7,)))
+        )
+    assert isinstance(orders[-1], RunOver)
     table = _running()
     for step in range(9):
-        table, orders = _told(table, Troubled(1, table.epoch, LOST), Holds(0, _held((step,))), Holds(1, _held((step,))))
-        assert isinstance(orders[-1], Go), "it got further"
+        table, orders = _told(
+            table, HostFailed(1, table.epoch, LOST), HostHolds(0, _held((step,))), HostHolds(1, _held((step,)))
+        )
+        assert isinstance(orders[-1], StartRanks), "it got further"
 
 
 def test_patience_has_an_end_that_names_the_host_and_why_it_is_waited_for():
     table, _ = _told(
-        _running(3), HostLeft(2, "host 2 is silent"), Holds(0, HeldStates()), Holds(1, HeldStates()), at=100.0
+        _running(3), HostLeft(2, "host 2 is silent"), HostHolds(0, HeldStates()), HostHolds(1, HeldStates()), at=100.0
     )
     assert _told(table, Tick(), at=159.0)[1] == []
     (over,) = _told(table, Tick(), at=160.0)[1]
@@ -174,7 +184,8 @@ def test_whatever_happens_all_ranks_start_from_a_state_that_all_have_and_epochs_
         host = luck.randrange(hosts)
         held[host] = _held(luck.sample(range(6), 3), luck.sample(range(6), 2))
         event = luck.choice(
-            (Came(host, epoch), HostLeft(host, "gone"), Holds(host, held[host]), Troubled(host, table.epoch, LOST),
+            (HostJoined(host, epoch), HostLeft(host, "gone"), HostHolds(host, held[host]),
+             HostFailed(host, table.epoch, LOST),
              RanksDone(host, table.epoch), Tick())
         )  # fmt: skip
         before, found = table, after(table, event, number)
@@ -183,11 +194,11 @@ def test_whatever_happens_all_ranks_start_from_a_state_that_all_have_and_epochs_
             return
         for order in found.orders:
             match order:
-                case Go(new, state):
+                case StartRanks(new, state):
                     assert new > epoch
                     epoch = new
                     told = [seat.held for seat in before.seats]
-                    told[host] = held[host] if isinstance(event, Holds) else told[host]
+                    told[host] = held[host] if isinstance(event, HostHolds) else told[host]
                     assert state is None or all(state in each.own for each in told)
                     assert not table.missing
                 case AbortAll(old, _):
@@ -228,7 +239,9 @@ def test_after_a_restart_the_state_that_all_have_is_copied_first():
 def _elastic(hosts, sizes, *, without_s=5.0):
     """A run with plans for so many hosts that trains on all of them."""
     table = CoordinatorState(seats=(None,) * hosts, can_recover=True, patience_s=60, sizes=sizes, without_s=without_s)
-    table, _ = _told(table, *(event for host in range(hosts) for event in (Came(host), Holds(host, HeldStates()))))
+    table, _ = _told(
+        table, *(event for host in range(hosts) for event in (HostJoined(host), HostHolds(host, HeldStates())))
+    )
     assert table.phase is Phase.RUNS
     return table
 
@@ -242,7 +255,9 @@ def test_a_lost_host_is_gone_on_without_and_those_left_write_down_what_they_have
     table = _elastic(3, (1, 2, 3))
     table, orders = _told(table, HostLeft(1, "host 1 is lost"), at=100.0)
     assert [type(order) for order in orders] == [AbortAll]
-    table, orders = _told(table, Holds(0, _held((7, 8), copies=(7,))), Holds(2, _held((7, 8), copies=(7,))), at=100.0)
+    table, orders = _told(
+        table, HostHolds(0, _held((7, 8), copies=(7,))), HostHolds(2, _held((7, 8), copies=(7,))), at=100.0
+    )
     assert orders == []
     assert _told(table, Tick(), at=104.9)[1] == [], "it may come back"
     table, (write,) = _told(table, Tick(), at=105.0)
@@ -256,15 +271,15 @@ def test_a_lost_host_is_gone_on_without_and_those_left_write_down_what_they_have
 
 
 def test_a_host_that_comes_back_in_time_is_waited_for():
-    table, _ = _told(_elastic(2, (1, 2)), HostLeft(1, "gone"), Holds(0, _held((7,), copies=(7,))), at=100.0)
-    _, orders = _told(table, Came(1, 1), Holds(1, _held((7,))), at=104.0)
+    table, _ = _told(_elastic(2, (1, 2)), HostLeft(1, "gone"), HostHolds(0, _held((7,), copies=(7,))), at=100.0)
+    _, orders = _told(table, HostJoined(1, 1), HostHolds(1, _held((7,))), at=104.0)
     assert [(order.state, order.cut) for order in orders] == [((7, 0), CopyPlacement())]
 
 
 def _on_one(step=7):
     """A run on two hosts that goes on with host 0, which has come to a step."""
     table = _elastic(2, (1, 2), without_s=0.0)
-    table, (_, write) = _told(table, HostLeft(1, "gone"), Holds(0, _held((step,), copies=(step,))))
+    table, (_, write) = _told(table, HostLeft(1, "gone"), HostHolds(0, _held((step,), copies=(step,))))
     assert write.sources == (0, 0)
     table, (go,) = _told(table, RanksDone(0, 2))
     assert go.cut == CopyPlacement(3, (0,))
@@ -273,56 +288,61 @@ def _on_one(step=7):
 
 def test_it_grows_back_once_another_state_is_whole_and_what_the_host_had_before_means_nothing():
     table = _on_one()
-    table, orders = _told(table, Tick(9), Came(1, 1), Holds(1, _held((7, 8), copies=(7,))), Tick(9), Tick(9))
+    table, orders = _told(table, Tick(9), HostJoined(1, 1), HostHolds(1, _held((7, 8), copies=(7,))), Tick(9), Tick(9))
     assert orders == [], "the newest state is not thrown away"
     table, (abort,) = _told(table, Tick(10))
     assert abort.cause.is_gain
     assert "host 1" in abort.cause.text
-    mine = Holds(0, _cut((9, 10), cut=CopyPlacement(3, (0,))))
-    table, (write,) = _told(table, Holds(1, _held((7, 8), copies=(7,))), mine)
+    mine = HostHolds(0, _cut((9, 10), cut=CopyPlacement(3, (0,))))
+    table, (write,) = _told(table, HostHolds(1, _held((7, 8), copies=(7,))), mine)
     assert (write.state, write.cut, write.sources) == ((10, 0), CopyPlacement(3, (0,)), (0,))
     table, (go,) = _told(table, RanksDone(0, 4))
     assert (go.epoch, go.state, go.cut) == (5, None, CopyPlacement(5, (0, 1)))
     table, orders = _told(table, RanksDone(0, 5), RanksDone(1, 5))
-    assert orders == [Over()]
+    assert orders == [RunOver()]
 
 
 def test_a_host_that_waits_for_its_turn_may_go_and_the_run_ends_without_it():
     table = _on_one()
     table, orders = _told(
-        table, Came(1, 1), Holds(1, HeldStates()), HostLeft(1, "gone again"), Tick(9), Tick(10), Tick(11)
+        table, HostJoined(1, 1), HostHolds(1, HeldStates()), HostLeft(1, "gone again"), Tick(9), Tick(10), Tick(11)
     )
     assert orders == []
-    assert _told(table, RanksDone(0, 3))[1] == [Over()]
+    assert _told(table, RanksDone(0, 3))[1] == [RunOver()]
 
 
 def test_a_rank_that_is_lost_on_fewer_hosts_waits_for_nobody():
     table = _on_one()
     cut = CopyPlacement(3, (0,))
-    _, orders = _told(table, Troubled(0, 3, LOST), Holds(0, _cut((8,), cut=cut)), at=50.0)
-    assert orders[1:] == [Go(4, (8, 0), Cause(LOST.text, is_lost=True, at_s=50.0), cut)]
+    _, orders = _told(table, HostFailed(0, 3, LOST), HostHolds(0, _cut((8,), cut=cut)), at=50.0)
+    assert orders[1:] == [StartRanks(4, (8, 0), Cause(LOST.text, is_lost=True, at_s=50.0), cut)]
 
 
 def test_where_nobody_has_all_of_a_state_those_left_go_on_from_the_newest_checkpoint():
     table = _elastic(4, (2, 4), without_s=0.0)
-    events = [HostLeft(1, "gone"), HostLeft(2, "gone"), Holds(0, _held((7,), copies=(7,))), Holds(3, _held((7,)))]
+    events = [
+        HostLeft(1, "gone"),
+        HostLeft(2, "gone"),
+        HostHolds(0, _held((7,), copies=(7,))),
+        HostHolds(3, _held((7,))),
+    ]
     _, orders = _told(table, *events)
-    assert [(go.state, go.cut) for go in orders if isinstance(go, Go)] == [(None, CopyPlacement(2, (0, 3)))]
+    assert [(go.state, go.cut) for go in orders if isinstance(go, StartRanks)] == [(None, CopyPlacement(2, (0, 3)))]
 
 
 def test_where_no_plan_is_for_so_few_the_host_is_waited_for_until_patience_ends():
-    table, _ = _told(_elastic(3, (2, 3)), HostLeft(1, "gone"), HostLeft(2, "gone"), Holds(0, _held((7,))), at=100.0)
+    table, _ = _told(_elastic(3, (2, 3)), HostLeft(1, "gone"), HostLeft(2, "gone"), HostHolds(0, _held((7,))), at=100.0)
     table, orders = _told(table, Tick(), at=130.0)
     assert (table.phase, orders) == (Phase.GATHERS, [])
-    assert isinstance(_told(table, Tick(), at=160.0)[1][0], Over)
+    assert isinstance(_told(table, Tick(), at=160.0)[1][0], RunOver)
 
 
 def test_who_is_lost_while_a_state_is_written_down_is_gone_on_without_too():
-    table, _ = _told(_elastic(3, (1, 2, 3), without_s=0.0), HostLeft(1, "gone"), Holds(0, _held((7,), copies=(7,))))
-    table, (write,) = _told(table, Holds(2, _held((7,), copies=(7,))))
+    table, _ = _told(_elastic(3, (1, 2, 3), without_s=0.0), HostLeft(1, "gone"), HostHolds(0, _held((7,), copies=(7,))))
+    table, (write,) = _told(table, HostHolds(2, _held((7,), copies=(7,))))
     assert write.sources == (0, 2, 2)
-    table, orders = _told(table, HostLeft(2, "gone too"), Holds(0, _held((7,), copies=(7,))))
-    assert [type(order) for order in orders] == [AbortAll, Go]
+    table, orders = _told(table, HostLeft(2, "gone too"), HostHolds(0, _held((7,), copies=(7,))))
+    assert [type(order) for order in orders] == [AbortAll, StartRanks]
     assert (orders[-1].state, orders[-1].cut) == (None, CopyPlacement(3, (0,))), "host 1's part is lost with host 2"
 
 
@@ -347,16 +367,17 @@ def _lives(luck):
         host = luck.randrange(hosts)
         held = _cut(luck.sample(range(6), 3), luck.sample(range(6), 3), luck.choice((None, table.cut)))
         event = luck.choice(
-            (Came(host, epoch), HostLeft(host, "gone"), Holds(host, held), Troubled(host, table.epoch, LOST),
+            (HostJoined(host, epoch), HostLeft(host, "gone"), HostHolds(host, held),
+             HostFailed(host, table.epoch, LOST),
              RanksDone(host, table.epoch), Tick(number))
         )  # fmt: skip
         before, found = table, after(table, event, number)
         table = found.table
-        for go in (order for order in found.orders if isinstance(order, Go)):
+        for go in (order for order in found.orders if isinstance(order, StartRanks)):
             assert go.epoch > epoch
             epoch = go.epoch
             told = {h: seat.held for h, seat in enumerate(before.seats) if seat is not None and seat.held is not None}
-            told |= {event.host: event.held} if isinstance(event, Holds) else {}
+            told |= {event.host: event.held} if isinstance(event, HostHolds) else {}
             _check_start(go, table, {h: each for h, each in told.items() if each.cut == go.cut})
             yield go
 

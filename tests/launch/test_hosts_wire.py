@@ -14,10 +14,10 @@ from superstep.kernels.checksum import checksum
 from superstep.launch.hosts import listener as doors
 from superstep.launch.hosts import secure_channel as wires
 from superstep.launch.hosts.coordinator import unlike
-from superstep.launch.hosts.listener import WAITING, Door, JoinRefused, knock
+from superstep.launch.hosts.listener import WAITING, HostListener, JoinRefused, knock
 from superstep.launch.hosts.messages import SILENT_S, Hello, Silence
-from superstep.launch.hosts.secure_channel import MOST_BYTES, PayloadKind, Stranger, Unlike, answer, ask
-from superstep.launch.hosts.state_transfer import RateLimit, Spoilt, Void, receive, send
+from superstep.launch.hosts.secure_channel import MOST_BYTES, OtherProtocol, PayloadKind, WrongSecret, answer, ask
+from superstep.launch.hosts.state_transfer import RateLimit, StateCorrupt, StateDropped, receive, send
 from superstep.state.snapshots.damage import void_damaged
 from superstep.state.snapshots.memory_snapshot import WHOLE, WRITING, made
 
@@ -63,7 +63,7 @@ def test_messages_and_blocks_go_both_ways():
 
 def test_who_has_another_secret_is_a_stranger_to_both():
     one, other = _pair(asks=b"another secret")
-    assert isinstance(one, Stranger)
+    assert isinstance(one, WrongSecret)
     assert isinstance(other, OSError)
 
 
@@ -72,7 +72,7 @@ def test_a_stranger_that_pretends_is_turned_away():
     ours, theirs = socket.socketpair()
     thread = threading.Thread(target=lambda: theirs.sendall(wires.MAGIC + bytes(wires.NONCE) + bytes(wires.PROOF)))
     thread.start()
-    with pytest.raises(Stranger):
+    with pytest.raises(WrongSecret):
         answer(ours, SECRET)
     thread.join()
     theirs.close()
@@ -81,7 +81,7 @@ def test_a_stranger_that_pretends_is_turned_away():
 def test_what_speaks_otherwise_is_no_launcher():
     ours, theirs = socket.socketpair()
     theirs.sendall(b"GET / HTTP/1.1\r\n" * 10)
-    with pytest.raises(Unlike):
+    with pytest.raises(OtherProtocol):
         answer(ours, SECRET)
     theirs.close()
 
@@ -138,14 +138,14 @@ def test_the_door_lets_in_who_knows_the_secret_and_tells_of_others():
         wire.say({"say": "welcome"})
         wire.say(wire.hear())
 
-    door = Door(("127.0.0.1", 0), SECRET, enters, told.append)
+    door = HostListener(("127.0.0.1", 0), SECRET, enters, told.append)
     try:
         wire = knock(door.address, SECRET, HELLO)
         wire.say({"say": "x"})
         assert wire.hear() == {"say": "x"}
         with pytest.raises(JoinRefused, match="there are two"):
             knock(door.address, SECRET, replace(HELLO, hosts=3))
-        with pytest.raises(Stranger):
+        with pytest.raises(WrongSecret):
             knock(door.address, b"another secret", HELLO)
     finally:
         door.close()
@@ -161,7 +161,7 @@ def _welcome(wire, hello):
 def test_slow_strangers_keep_nobody_out_who_knows_the_secret(monkeypatch):
     """However many: who came first loses his place to the next, and guests have other places."""
     monkeypatch.setattr(wires, "GREETING_S", 60.0)
-    door = Door(("127.0.0.1", 0), SECRET, _welcome, lambda text: None)
+    door = HostListener(("127.0.0.1", 0), SECRET, _welcome, lambda text: None)
     strangers = [socket.create_connection(door.address) for _ in range(WAITING + 5)]
     try:
         for each in strangers[5:]:
@@ -189,7 +189,7 @@ def test_each_that_comes_in_a_burst_takes_the_place_of_another_stranger(monkeypa
         raise OSError
 
     monkeypatch.setattr(doors, "answer", answers)
-    door = Door(("127.0.0.1", 0), SECRET, _welcome, lambda text: None)
+    door = HostListener(("127.0.0.1", 0), SECRET, _welcome, lambda text: None)
     monkeypatch.setattr(doors, "_hang_up", lambda sock: hung_up.append(sock.getpeername()))
     strangers = []
     try:
@@ -211,7 +211,7 @@ def test_a_greeting_that_drips_ends_in_time(is_known, monkeypatch):
     """Byte by byte, each of them soon enough: before the secret is shown, and after."""
     monkeypatch.setattr(wires, "GREETING_S", 0.4)
     monkeypatch.setattr(doors, "GREETING_S", 0.4)
-    door = Door(("127.0.0.1", 0), SECRET, _welcome, lambda text: None)
+    door = HostListener(("127.0.0.1", 0), SECRET, _welcome, lambda text: None)
     try:
         sock = ask(door.address, SECRET)._socket if is_known else socket.create_connection(door.address)
         drops = struct.pack("<IBQ", 1000, 1, 0) + bytes(30) if is_known else wires.MAGIC + bytes(wires.NONCE)
@@ -229,7 +229,7 @@ def test_a_greeting_that_drips_ends_in_time(is_known, monkeypatch):
 
 def test_guests_have_a_bound_too(monkeypatch):
     monkeypatch.setattr(doors, "GUESTS", 2)
-    door = Door(("127.0.0.1", 0), SECRET, _welcome, lambda text: None)
+    door = HostListener(("127.0.0.1", 0), SECRET, _welcome, lambda text: None)
     try:
         first, _ = [knock(door.address, SECRET, HELLO) for _ in range(2)]
         with pytest.raises(OSError, match=r"gone|reset"):
@@ -317,7 +317,7 @@ def test_a_state_that_is_overwritten_while_it_is_sent_is_void(memories):
     def sends():
         try:
             send(one, memories, (4, 7), 1, Slow(None))
-        except Void:
+        except StateDropped:
             raised.append(True)
 
     thread = threading.Thread(target=sends)
@@ -340,7 +340,7 @@ def test_a_state_with_a_flipped_bit_is_not_sent_as_whole(memories):
     def sends():
         try:
             send(one, memories, (4, 7), 1, RateLimit(None))
-        except Spoilt:
+        except StateCorrupt:
             raised.append(True)
 
     thread = threading.Thread(target=sends)
@@ -371,14 +371,14 @@ def test_a_bit_that_flips_where_a_state_arrives_is_seen_there(memories, monkeypa
     def sends():
         try:
             send(one, memories, (4, 7), 1, RateLimit(None))
-        except Void as void:
+        except StateDropped as void:
             outcome.append(type(void))
 
     thread = threading.Thread(target=sends)
     thread.start()
     assert receive(other, copies, lambda state, epoch, mark: mark()) is None
     thread.join()
-    assert outcome == [Void], "what was sent is right, and is sent again"
+    assert outcome == [StateDropped], "what was sent is right, and is sent again"
     assert all(copy.states() == {} for copy in copies)
 
 

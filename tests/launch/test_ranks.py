@@ -19,7 +19,7 @@ from ranks import ranks_below
 from superstep.comm.objects import gather
 from superstep.errors import ConfigError, DataError, Fault, SuperstepError, UserError
 from superstep.launch import temporary_folders
-from superstep.launch.failure import Trouble, trouble_of
+from superstep.launch.failure import RankFailure, trouble_of
 from superstep.launch.ranks import RankWorld, launch, launch_parties
 
 
@@ -306,7 +306,7 @@ def _during(cause, error):
 )
 def test_the_cause_comes_before_what_follows_from_it(earlier, later, told):
     reports = [trouble_of(0, earlier), trouble_of(1, later)]
-    reports[1] = Trouble(at_s=reports[0].at_s + 1, order=reports[1].order, error=reports[1].error)
+    reports[1] = RankFailure(at_s=reports[0].at_s + 1, order=reports[1].order, error=reports[1].error)
     first = min(reports, key=lambda trouble: (trouble.order, trouble.at_s))
     assert isinstance(first.error, SuperstepError)
     assert str(first.error).startswith(told)

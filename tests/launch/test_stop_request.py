@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from superstep.launch.stop_request import AGAIN_S, STOPPED, Stop, listening
+from superstep.launch.stop_request import AGAIN_S, STOPPED, StopRequest, listening
 
 
 class Clock:
@@ -21,7 +21,7 @@ def clock():
 
 
 def test_a_request_is_kept_and_what_follows_at_once_is_the_same_one(clock):
-    stop = Stop(clock)
+    stop = StopRequest(clock)
     assert not stop.is_asked
     assert not stop.ask()
     clock.now += 0.9 * AGAIN_S
@@ -33,7 +33,7 @@ def test_a_request_is_kept_and_what_follows_at_once_is_the_same_one(clock):
 
 def test_sigterm_asks_and_a_later_one_ends(clock):
     before = signal.getsignal(signal.SIGTERM)
-    stop, passed = Stop(clock), []
+    stop, passed = StopRequest(clock), []
     with listening(stop, lambda: passed.append(1)):
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.is_asked

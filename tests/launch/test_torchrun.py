@@ -16,12 +16,12 @@ import torch.distributed as dist
 
 from superstep.comm.codec import VERSION
 from superstep.errors import ConfigError, Fault, UserError
-from superstep.launch.torchrun import PREPARED, StoredForm, from_rank_0
+from superstep.launch.torchrun import PREPARED, StoredValue, from_rank_0
 
 pytestmark = pytest.mark.multiproc
 
 
-NUMBER = StoredForm(msgspec.msgpack.encode, msgspec.msgpack.Decoder(int).decode)
+NUMBER = StoredValue(msgspec.msgpack.encode, msgspec.msgpack.Decoder(int).decode)
 
 
 @contextmanager

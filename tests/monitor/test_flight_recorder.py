@@ -16,10 +16,10 @@ from superstep.engine.microbatch import microbatches, rows
 from superstep.launch.stack_dump import ask_spy, threads_of
 from superstep.model.axes import units
 from superstep.monitor.flight_recorder import NOTES, RecordedLines, notes_in
-from superstep.monitor.memory_history import Resident, sizes_in
+from superstep.monitor.memory_history import ResidentMemory, sizes_in
 from superstep.monitor.page_layout import SIZES
 from superstep.monitor.rank_inspector import last_seen, vitals
-from superstep.monitor.status_page import Heart, Page, beside, read_beat
+from superstep.monitor.status_page import HeartbeatWriter, StatusPage, beside, read_beat
 from superstep.observe.doctor.observations import Note
 from superstep.plan.resolution.resolve import resolve
 from superstep.program.instructions import Forward, Recv, Step
@@ -42,7 +42,7 @@ class Clock:
 
 @pytest.fixture
 def page():
-    made = Page()
+    made = StatusPage()
     yield made
     made.close()
 
@@ -70,7 +70,7 @@ def run_through(heart, clock, *, step, wait_ns=7, work_ns=30, within_ns=0):
 
 def test_a_note_has_the_wait_the_work_and_what_was_waited_for_within(page):
     clock = Clock()
-    heart = Heart(os.dup(page.handle), clock)
+    heart = HeartbeatWriter(os.dup(page.handle), clock)
     run_through(heart, clock, step=4, within_ns=11)
     found = notes(page)
     assert [note.what for note in found] == [describe(each) for each in PROGRAM]
@@ -83,7 +83,7 @@ def test_a_note_has_the_wait_the_work_and_what_was_waited_for_within(page):
 
 def test_what_is_beside_the_programs_is_noted_and_is_what_the_rank_does(page):
     clock = Clock()
-    heart = Heart(os.dup(page.handle), clock)
+    heart = HeartbeatWriter(os.dup(page.handle), clock)
     run_through(heart, clock, step=1)
     with beside(heart, "validation"):
         assert read_beat(page.view).instruction == "validation"
@@ -102,7 +102,7 @@ def test_what_is_beside_the_programs_is_noted_and_is_what_the_rank_does(page):
 
 def test_the_newest_are_kept_and_none_is_there_twice(page):
     clock = Clock()
-    heart = Heart(os.dup(page.handle), clock)
+    heart = HeartbeatWriter(os.dup(page.handle), clock)
     runs = NOTES // len(PROGRAM) + 100
     for step in range(1, runs + 1):
         run_through(heart, clock, step=step)
@@ -116,7 +116,7 @@ def test_the_newest_are_kept_and_none_is_there_twice(page):
 @pytest.mark.parametrize("at", ["waits", "works"])
 def test_what_raised_is_where_a_rank_was(page, at):
     clock = Clock()
-    heart = Heart(os.dup(page.handle), clock)
+    heart = HeartbeatWriter(os.dup(page.handle), clock)
     run_through(heart, clock, step=1)
     heart.begin(PROGRAM, step=2)
     heart.waits(0)
@@ -134,7 +134,7 @@ def test_what_raised_is_where_a_rank_was(page, at):
 
 def test_how_a_process_grew_is_kept_from_its_begin_on(page, tmp_path):
     statm = tmp_path / "statm"
-    looks = Resident(page.view, statm)
+    looks = ResidentMemory(page.view, statm)
     for second in range(4000):
         statm.write_text(f"9 {second} 9")
         looks.look(second * 10**9)
@@ -205,8 +205,8 @@ def ran(rank, world):
     for layout in ({"pp": 2, "schedule": "interleaved", "chunks": 2}, {"dp": 2, "zero": 3, "recompute": "full"}):
         run = resolve(small.config(layers=small.layers_for(layout), microbatch=2, **layout), world)
         mesh = build_mesh(run.plan, rank, Device("cpu"), timeout=timedelta(seconds=60))
-        page = Page()
-        heart = Heart(os.dup(page.handle))
+        page = StatusPage()
+        heart = HeartbeatWriter(os.dup(page.handle))
         engine = Engine(run, units(run.shape), mesh, heart=heart)
         mine = rows(run.plan, mesh)
         records = []

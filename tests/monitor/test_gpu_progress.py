@@ -10,11 +10,11 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from superstep.monitor import hang_rules
-from superstep.monitor.activity import Doing
+from superstep.monitor.activity import Activity
 from superstep.monitor.gpu_progress import StreamMarks
 from superstep.monitor.hang_detector import HangDetector, Thread
-from superstep.monitor.rank_inspector import Looker
-from superstep.monitor.status_page import Heart, Page
+from superstep.monitor.rank_inspector import RankInspector
+from superstep.monitor.status_page import HeartbeatWriter, StatusPage
 from superstep.monitor.stopped_process import LOOK_S
 from superstep.program.instructions import Backward, Fetch, Forward, Step
 
@@ -59,8 +59,8 @@ class Event:
 @pytest.fixture
 def rank():
     """A page, the heart that writes it, and the stream of its GPU."""
-    page, stream = Page(":0"), Stream()
-    heart = Heart(os.dup(page.handle), marks=StreamMarks(stream.event, stream.enter))
+    page, stream = StatusPage(":0"), Stream()
+    heart = HeartbeatWriter(os.dup(page.handle), marks=StreamMarks(stream.event, stream.enter))
     yield page, heart, stream
     heart.stop()
     page.close()
@@ -91,18 +91,18 @@ def test_a_page_says_where_the_gpu_is_and_not_where_its_host_has_come_to(rank):
     page, heart, stream = rank
     assert page.read().gpu is None
     issue(heart)
-    assert page.read().doing is Doing.OTHER, "the host has issued everything"
+    assert page.read().doing is Activity.OTHER, "the host has issued everything"
     stream.reached = 4
     gpu = until(page, 4)
-    assert (gpu.issued, gpu.passed, gpu.doing, gpu.step, gpu.index) == (10, 4, Doing.WORKS, 1, 1)
+    assert (gpu.issued, gpu.passed, gpu.doing, gpu.step, gpu.index) == (10, 4, Activity.WORKS, 1, 1)
     assert gpu.instruction == "forward u0 m0 keep=all"
     at = page.read().on_gpu()
-    assert (at.doing, at.index, at.instruction, at.beats) == (Doing.WORKS, 1, gpu.instruction, page.read().beats)
+    assert (at.doing, at.index, at.instruction, at.beats) == (Activity.WORKS, 1, gpu.instruction, page.read().beats)
     stream.reached = 5
     gpu = until(page, 5)
-    assert (gpu.doing, gpu.index, gpu.longest_s) == (Doing.WAITS, 2, 0.0)
+    assert (gpu.doing, gpu.index, gpu.longest_s) == (Activity.WAITS, 2, 0.0)
     stream.reached = 10
-    assert until(page, 10).doing is Doing.OTHER
+    assert until(page, 10).doing is Activity.OTHER
     issue(heart, step=2)
     stream.reached = 14
     gpu = until(page, 14)
@@ -138,7 +138,7 @@ def test_who_looks_from_outside_is_told_where_the_gpu_is(rank):
     issue(heart)
     stream.reached = 4
     until(page, 4)
-    looker = Looker({0: page.view})
+    looker = RankInspector({0: page.view})
     (seen,) = looker.look()
     assert (seen.is_on_gpu, seen.doing, seen.what) == (True, "works", "forward u0 m0 keep=all")
     stream.reached = 5
@@ -158,7 +158,7 @@ def test_a_first_backward_of_90_s_ends_no_run(rank):
     until(page, 6)
     slow = page.read()
     assert slow.on_gpu().instruction == "backward u0 m0"
-    beats = {1: slow, 2: replace(slow, gpu=replace(slow.gpu, doing=Doing.WAITS))}
+    beats = {1: slow, 2: replace(slow, gpu=replace(slow.gpu, doing=Activity.WAITS))}
     now_s = [0.0]
     watcher = HangDetector(lambda: now_s[0], lambda process, number: Thread("S", 100))
 

@@ -8,19 +8,19 @@ from dataclasses import replace
 import pytest
 
 from superstep.monitor import hang_rules as hang
-from superstep.monitor.activity import Doing
+from superstep.monitor.activity import Activity
 from superstep.monitor.hang_detector import HangDetector, Process, Thread, process_of, thread
-from superstep.monitor.status_page import Beat, Heart, Page
+from superstep.monitor.status_page import Heartbeat, HeartbeatWriter, StatusPage
 from superstep.monitor.stopped_process import LOOK_S
 from superstep.program.instructions import Forward, Step
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")
 
-WORKS = Beat(
-    beats=90, doing=Doing.WORKS, step=5, index=3, longest_s=0.02, instruction="forward u1 m0", ticks=40, ticker=7,
+WORKS = Heartbeat(
+    beats=90, doing=Activity.WORKS, step=5, index=3, longest_s=0.02, instruction="forward u1 m0", ticks=40, ticker=7,
     pause_s=0.12, expected_s=0.1,
 )  # fmt: skip
-WAITS = replace(WORKS, doing=Doing.WAITS, index=6, instruction="step")
+WAITS = replace(WORKS, doing=Activity.WAITS, index=6, instruction="step")
 MAIN, TICKER = Thread("S", 100), Thread("S", 300)
 LONGEST_S = 600.0
 
@@ -84,7 +84,7 @@ def test_a_ticker_that_gets_no_processor_says_nothing_of_the_lock():
 
 def test_code_that_has_the_lock_and_no_processor_does_not_hang():
     """A machine with 29 programs for 2 cores: a fifth of a second's work in C takes three, and the ticker is woken."""
-    for elsewhere in (WORKS, replace(WORKS, doing=Doing.OTHER)):
+    for elsewhere in (WORKS, replace(WORKS, doing=Activity.OTHER)):
         world = World(elsewhere)
         world.hold_lock(1)
         world.mains[1] = lambda n: Thread("R", 100 + n, LOOK_S * n * 2 / 29)
@@ -115,7 +115,7 @@ def test_as_long_as_any_rank_goes_on_none_hangs():
 
 
 def test_the_first_time_and_beside_a_program_the_lock_may_be_kept_longer():
-    for beat in (replace(WORKS, longest_s=0.0), replace(WORKS, doing=Doing.OTHER)):
+    for beat in (replace(WORKS, longest_s=0.0), replace(WORKS, doing=Activity.OTHER)):
         world = World(beat)
         world.hold_lock(1)
         assert world.until(hang.HELD_ELSEWHERE_S - LOOK_S) is None
@@ -161,7 +161,7 @@ def test_who_computes_is_given_twenty_times_what_it_took():
 
 
 def test_who_sleeps_may_wait_within_what_it_computes_for_one_that_is_slow():
-    for other in (replace(WORKS, index=2), replace(WORKS, doing=Doing.OTHER)):
+    for other in (replace(WORKS, index=2), replace(WORKS, doing=Activity.OTHER)):
         world = World(WORKS, other)
         world.mains[2] = lambda n: Thread("R", 100 + n, LOOK_S * n / 20)
         assert world.until(60) is None
@@ -188,8 +188,8 @@ def test_a_rank_that_has_run_no_program_never_hangs():
 
 def test_a_page_has_what_the_rank_does_and_the_longest_that_it_took():
     """One step of three runs takes 50 ns, and is not forgotten; what is said of a wait is not a part of it."""
-    now_ns, page = [0], Page()
-    heart = Heart(os.dup(page.handle), lambda: now_ns[0])
+    now_ns, page = [0], StatusPage()
+    heart = HeartbeatWriter(os.dup(page.handle), lambda: now_ns[0])
     assert page.read().beats == 0
     program = (Forward(0, 0, "all"), Step())
     for number, took_ns in enumerate((10, 50, 20), start=1):
@@ -198,7 +198,7 @@ def test_a_page_has_what_the_rank_does_and_the_longest_that_it_took():
         now_ns[0] += 1000
         heart.works(0)
         found = page.read()
-        assert (found.doing, found.step, found.index) == (Doing.WORKS, number, 0)
+        assert (found.doing, found.step, found.index) == (Activity.WORKS, number, 0)
         assert found.instruction == "forward u0 m0 keep=all"
         assert found.longest_s == (0.0, 10e-9, 50e-9)[number - 1]
         now_ns[0] += took_ns
@@ -207,7 +207,7 @@ def test_a_page_has_what_the_rank_does_and_the_longest_that_it_took():
         heart.works()
         heart.rests()
     found = page.read()
-    assert (found.doing, found.instruction, found.beats) == (Doing.OTHER, "", 15)
+    assert (found.doing, found.instruction, found.beats) == (Activity.OTHER, "", 15)
     heart.expect(0.25)
     assert page.read().expected_s == 0.25
     assert page.read().ticker > 0

@@ -7,30 +7,30 @@ from dataclasses import replace
 import pytest
 
 from superstep.monitor import hang_rules as rules
-from superstep.monitor.activity import Doing
+from superstep.monitor.activity import Activity
 from superstep.monitor.gpu_progress import GpuProgress
-from superstep.monitor.hang_rules import RankStanding, kept_s, who_hangs
-from superstep.monitor.status_page import Beat
+from superstep.monitor.hang_rules import StalledRank, kept_s, who_hangs
+from superstep.monitor.status_page import Heartbeat
 
-HOST = Beat(
-    beats=90, doing=Doing.WORKS, step=5, index=9, longest_s=0.02, instruction="step", ticks=40, ticker=7, pause_s=0.12,
-    expected_s=0.1,
+HOST = Heartbeat(
+    beats=90, doing=Activity.WORKS, step=5, index=9, longest_s=0.02, instruction="step", ticks=40, ticker=7,
+    pause_s=0.12, expected_s=0.1,
 )  # fmt: skip
 GPU = GpuProgress(
-    issued=60, passed=50, doing=Doing.WORKS, run=5, step=5, index=3, line=4, instruction="forward u1 m0",
+    issued=60, passed=50, doing=Activity.WORKS, run=5, step=5, index=3, line=4, instruction="forward u1 m0",
     longest_s=0.02, since_ns=1,
 )  # fmt: skip
 LONG_S = 10_000.0
 
 
-def rank(doing=Doing.WORKS, index=3, *, stands_s=LONG_S, held_s=0.0, longest_s=0.02, host=HOST):
+def rank(doing=Activity.WORKS, index=3, *, stands_s=LONG_S, held_s=0.0, longest_s=0.02, host=HOST):
     """A rank whose GPU is there; its host sleeps all the time, and has had no processor."""
     gpu = replace(GPU, doing=doing, index=index, longest_s=longest_s)
     beat = replace(host, gpu=gpu)
-    return RankStanding(beat, unmoved_s=stands_s, held_s=held_s, quiet_s=stands_s, cpu_s=0.0)
+    return StalledRank(beat, unmoved_s=stands_s, held_s=held_s, quiet_s=stands_s, cpu_s=0.0)
 
 
-WAITS, OTHER = Doing.WAITS, Doing.OTHER
+WAITS, OTHER = Activity.WAITS, Activity.OTHER
 FIRST = {"longest_s": 0.0}
 
 CASES = {
@@ -106,8 +106,8 @@ def test_a_lock_is_kept_only_while_its_process_has_a_processor_or_wants_none(cpu
     assert kept_s(0.25, cpu_s, is_ready=is_ready) == expected_s
 
 
-ON_CPU = RankStanding(HOST, unmoved_s=30.0)
-CPU_WAITS = RankStanding(replace(HOST, doing=WAITS), unmoved_s=30.0)
+ON_CPU = StalledRank(HOST, unmoved_s=30.0)
+CPU_WAITS = StalledRank(replace(HOST, doing=WAITS), unmoved_s=30.0)
 ON_CPUS = {
     "held": ([replace(ON_CPU, held_s=1.25), CPU_WAITS], 0),
     "held, beside a program": ([CPU_WAITS, replace(ON_CPU, beat=replace(HOST, doing=OTHER), held_s=2.0)], 1),

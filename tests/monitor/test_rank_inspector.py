@@ -5,8 +5,8 @@ import os
 import pytest
 
 from superstep.monitor.hang_detector import WAKES_PER_S, Process, Thread
-from superstep.monitor.rank_inspector import Looker, Vitals
-from superstep.monitor.status_page import Heart, Page
+from superstep.monitor.rank_inspector import RankInspector, Vitals
+from superstep.monitor.status_page import HeartbeatWriter, StatusPage
 from superstep.program.instructions import Forward, Step
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")
@@ -17,8 +17,8 @@ PROGRAM = (Forward(0, 0, "all"), Step())
 @pytest.fixture
 def view():
     """The page of a rank that works on an instruction, and whose ticker does not tick."""
-    page = Page()
-    heart = Heart(os.dup(page.handle))
+    page = StatusPage()
+    heart = HeartbeatWriter(os.dup(page.handle))
     heart.begin(PROGRAM, step=1)
     heart.rests()  # its ticker begins
     heart.begin(PROGRAM, step=2)
@@ -40,7 +40,7 @@ def view():
 )
 def test_a_lock_is_held_only_by_who_has_a_processor_or_wants_none(view, process, held_after_s):
     now_s = [0.0]
-    looker = Looker(
+    looker = RankInspector(
         {0: view},
         clock=lambda: now_s[0],
         threads=lambda process, number: Thread("R", int(2 * WAKES_PER_S * now_s[0])),

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from superstep.monitor import stopped_process
-from superstep.monitor.stopped_process import LOOK_S, STOPPED_S, Pulse, is_stopped
+from superstep.monitor.stopped_process import LOOK_S, STOPPED_S, ProcessWatch, is_stopped
 
 pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="needs /proc")
 
@@ -27,7 +27,7 @@ class Looks:
 
     def __init__(self):
         self.now_s = 0.0
-        self.pulse = Pulse(lambda: self.now_s)
+        self.pulse = ProcessWatch(lambda: self.now_s)
 
     def __call__(self, processes, passed_s=LOOK_S):
         self.now_s += passed_s

@@ -8,7 +8,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from superstep.engine.layers.grad_accumulation import Sums, accumulating_straight
+from superstep.engine.layers.grad_accumulation import GradientSums, accumulating_straight
 from superstep.engine.layers.implementation import install
 from superstep.kernels.amx_weight_grad import TILES, has_tiles
 from superstep.kernels.product import prefers_fp32
@@ -23,7 +23,7 @@ def gradient_of(device, dtype, outputs, inputs):
     layer = nn.Linear(inputs, outputs, bias=False).to(device, dtype)
     layer.weight.grad_dtype = torch.float32
     layer.weight.grad = torch.zeros(outputs, inputs, device=device)
-    install(layer, accumulating_straight(Sums()))
+    install(layer, accumulating_straight(GradientSums()))
     exact, products, terms = (torch.zeros(outputs, inputs, dtype=torch.float64) for _ in range(3))
     for _ in range(MICROBATCHES):
         # A mean of its own lets the sum grow: rounded to bf16, it would stop to.

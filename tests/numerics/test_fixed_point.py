@@ -12,8 +12,8 @@ from superstep.numerics.exact_self_check import first_difference
 from superstep.numerics.fixed_point import (
     ACTIVATION,
     PARAMETER,
-    Excess,
     OutOfRange,
+    RangeExcess,
     exact_loss_sum,
     from_square_sum,
     require_exact_loss,
@@ -85,7 +85,7 @@ def test_squares_sum_to_the_same_bits_in_any_cut(seed, cut):
 @pytest.mark.parametrize("terms", [2, 3, 5, 64, 1000, 1 << 22])
 @pytest.mark.parametrize("grid", [PARAMETER, ACTIVATION])
 def test_as_many_terms_as_can_meet_never_wrap_around(grid, terms):
-    found = Excess()
+    found = RangeExcess()
     bounded = grid.of(terms, "the gradient of w", found)
     largest = torch.nextafter(torch.tensor(bounded.limit), torch.tensor(0.0))
     for sign in (1.0, -1.0):
@@ -101,7 +101,7 @@ def test_as_many_terms_as_can_meet_never_wrap_around(grid, terms):
 def test_a_sum_of_many_that_would_wrap_around_is_noted():
     """Five of 4000 once gave 3616, and 38.4 in three parts -25.6."""
     for grid, value, times in ((PARAMETER, 4000.0, 5), (ACTIVATION, 12.8, 3)):
-        found = Excess()
+        found = RangeExcess()
         bounded, into = grid.of(times, "the gradient of w", found), torch.zeros(1, dtype=torch.int64)
         for _ in range(times):
             bounded.add(into, torch.tensor([value]))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from superstep.kernels import cpu_library
-from superstep.numerics.loss import IGNORE, Columns, cross_entropy_sum, linear_cross_entropy_sum
+from superstep.numerics.loss import IGNORE, VocabularyColumns, cross_entropy_sum, linear_cross_entropy_sum
 
 B, S, D, V = 3, 10, 32, 96
 
@@ -168,7 +168,7 @@ def test_parts_of_the_vocabulary_have_their_share(dtype, widths, is_compiled):
             targets,
             chunk_tokens=7,
             is_compiled=is_compiled,
-            columns=Columns(first, len(mine), over_ranks),
+            columns=VocabularyColumns(first, len(mine), over_ranks),
         )
         loss.backward()
         assert_near(loss, exact, ROUNDING[dtype])

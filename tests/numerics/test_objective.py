@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from superstep.numerics.loss import IGNORE, linear_cross_entropy_sum
-from superstep.numerics.objective import Aim, objective_sum
+from superstep.numerics.objective import LossTarget, objective_sum
 
 B, S, D, V = 3, 10, 32, 96
 CHUNK = pytest.mark.parametrize("chunk_tokens", [1, 7, 512])
@@ -64,7 +64,7 @@ def assert_near(ours, exact):
 def test_signed_weights_multiply_loss_and_gradients(chunk_tokens, into_buffer):
     h, weight, targets, weights = problem()
     buffer = torch.zeros(V, D) if into_buffer else None
-    aim = Aim(targets, {"weights": weights})
+    aim = LossTarget(targets, {"weights": weights})
     loss = linear_cross_entropy_sum(
         h, weight, targets, chunk_tokens=chunk_tokens, scale=0.1, weight_grad_into=buffer, terms=aim.token_terms
     )
@@ -83,7 +83,7 @@ def test_signed_weights_multiply_loss_and_gradients(chunk_tokens, into_buffer):
 @CHUNK
 def test_any_loss_of_a_token_has_the_gradient_of_autograd(chunk_tokens):
     h, weight, targets, weights = problem()
-    aim = Aim(targets, {"weights": weights}, Bent())
+    aim = LossTarget(targets, {"weights": weights}, Bent())
     linear_cross_entropy_sum(h, weight, targets, chunk_tokens=chunk_tokens, terms=aim.token_terms).backward()
     valid = targets != IGNORE
     loss, dh, dweight = textbook(h, weight, targets, lambda logp: weights[valid] * logp**2 + logp)
@@ -102,7 +102,7 @@ def test_any_loss_of_a_token_has_the_gradient_of_autograd(chunk_tokens):
 def test_weights_of_one_give_the_bits_of_the_plain_loss(chunk_tokens, dtype):
     h, weight, targets, _ = problem()
     found = []
-    for aim in (Aim(targets), Aim(targets, {"weights": torch.ones(B, S)})):
+    for aim in (LossTarget(targets), LossTarget(targets, {"weights": torch.ones(B, S)})):
         leaf, buffer = h.detach().to(dtype).requires_grad_(), torch.zeros(V, D)
         loss = linear_cross_entropy_sum(
             leaf,
@@ -121,7 +121,7 @@ def test_weights_of_one_give_the_bits_of_the_plain_loss(chunk_tokens, dtype):
 def test_tokens_are_told_of_in_their_order():
     h, weight, targets, weights = problem()
     told = []
-    aim = Aim(targets, {"weights": weights}, tell=told.append)
+    aim = LossTarget(targets, {"weights": weights}, tell=told.append)
     linear_cross_entropy_sum(h, weight, targets, chunk_tokens=7, terms=aim.token_terms)
     logp = torch.cat([seen.logp_T for seen in told]).view(B, S)
     exact = (h @ weight.T).log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from superstep.errors import ConfigError, DataError
 from superstep.numerics.loss import IGNORE
-from superstep.numerics.objective import Aim, objective_sum
+from superstep.numerics.objective import LossTarget, objective_sum
 from superstep.numerics.policy import PolicyLoss
 from superstep.numerics.sequence_losses import dpo, sequence_policy
 
@@ -100,7 +100,7 @@ def test_loss_and_gradient_are_those_of_autograd_on_whole_logits(policy, weighs)
         del streams["weights"]
     theirs = textbook(policy, of_targets(logits, targets), streams).sum()
     (exact,) = torch.autograd.grad(theirs, logits)
-    ours = objective_sum(of_targets(logits, targets), Aim(targets, streams, policy))
+    ours = objective_sum(of_targets(logits, targets), LossTarget(targets, streams, policy))
     (gradient,) = torch.autograd.grad(ours, logits)
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(gradient, exact, rtol=1e-10, atol=1e-12)
@@ -199,7 +199,7 @@ def test_two_passes_give_the_gradient_of_a_loss_of_whole_answers(policy, weighs)
     found = sequence_policy(policy, of_targets(logits.detach(), targets), streams, answer, gains, weights)
     assert found.loss == pytest.approx(theirs.item(), rel=1e-12)
     assert found.weights.dtype == torch.float32
-    second = objective_sum(of_targets(logits, targets), Aim(targets, {"weights": found.weights.double()}))
+    second = objective_sum(of_targets(logits, targets), LossTarget(targets, {"weights": found.weights.double()}))
     (gradient,) = torch.autograd.grad(second, logits)
     torch.testing.assert_close(gradient, exact, rtol=1e-6, atol=1e-9)
     assert found.weights[answer < 0].count_nonzero() == 0
@@ -228,7 +228,7 @@ def test_dpo_is_its_closed_form(smoothing):
     (exact,) = torch.autograd.grad(theirs, logits)
     found = dpo(of_targets(logits.detach(), targets), reference, answer, 3, beta=beta, label_smoothing=smoothing)
     assert found.loss == pytest.approx(theirs.item(), rel=1e-12)
-    second = objective_sum(of_targets(logits, targets), Aim(targets, {"weights": found.weights.double()}))
+    second = objective_sum(of_targets(logits, targets), LossTarget(targets, {"weights": found.weights.double()}))
     (gradient,) = torch.autograd.grad(second, logits)
     torch.testing.assert_close(gradient, exact, rtol=1e-6, atol=1e-9)
     # Rafailov 2023, eq. 7 below: each token of a pair is moved by beta · sigmoid(-margin), chosen up and rejected down.
@@ -302,7 +302,9 @@ def test_streams_of_tokens_without_a_target_are_not_looked_at():
     streams = {name: stream.where(targets != IGNORE, torch.nan) for name, stream in streams.items()}
     policy = PolicyLoss(correction="tis", kl_coef=0.1)
     told = []
-    loss, slope = Aim(targets, streams, policy, told.append).terms(of_targets(logits.detach(), targets.clamp(min=0)))
+    loss, slope = LossTarget(targets, streams, policy, told.append).terms(
+        of_targets(logits.detach(), targets.clamp(min=0))
+    )
     assert loss.isfinite().all()
     assert slope.isfinite().all()
     assert slope[targets == IGNORE].count_nonzero() == 0

@@ -12,7 +12,7 @@ import small
 from superstep.cli.doctor.doctor_text import page
 from superstep.observe.doctor.diagnose import _HERE, diagnose
 from superstep.observe.doctor.failure_file import read_box, write_box
-from superstep.observe.doctor.observations import DATA, Disk, Note, RankSeen, RunSeen
+from superstep.observe.doctor.observations import DATA, Disk, Note, RankObservation, RunObservation
 from superstep.observe.multi_step_trace import newest_step, perfetto_steps, trace_of_step
 from superstep.observe.page.doctor import doctor_page, graph
 from superstep.observe.trace import load_trace
@@ -40,7 +40,7 @@ def resolved(layout):
 
 def run_of(layout, ranks=()):
     plan = resolved(layout).plan
-    return RunSeen(program=compile_step(plan), mesh=plan.mesh, ranks=tuple(ranks), host="h")
+    return RunObservation(program=compile_step(plan), mesh=plan.mesh, ranks=tuple(ranks), host="h")
 
 
 class World:
@@ -102,7 +102,7 @@ class World:
             told = {"rank": r, "process": 100 + r, "run": 7, "step": 7, "follows": follows, "looked_s": 1.5}
             told |= {"since_s": 63.0, "longest_s": 0.02, "index": 0 if is_over else index, "is_asleep": True}
             told |= {"doing": "apart" if is_over else doing, "what": "" if is_over else describe(follows[index])}
-            ranks.append(RankSeen(**told | fields))
+            ranks.append(RankObservation(**told | fields))
         return replace(self.run, ranks=tuple(ranks))
 
 
@@ -239,7 +239,9 @@ def paced(world, own_s, *, steps=12, data_s=None, slow=None):
             if data_s:
                 notes.append(Note(run, run, -1, DATA, now_s, now_s, now_s + data_s[r]))
                 now_s = notes[-1].end_s
-        ranks.append(RankSeen(rank=r, process=100 + r, follows=follows, notes=tuple(notes), has_moved=True, run=steps))
+        ranks.append(
+            RankObservation(rank=r, process=100 + r, follows=follows, notes=tuple(notes), has_moved=True, run=steps)
+        )
     return replace(world.run, ranks=tuple(ranks))
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from reported import STEP
 from superstep.observe.events import Evaluated, Fanout, Resumed, RolledBack, RunFinished, Saved
-from superstep.observe.goodput import Counted, spent_s
+from superstep.observe.goodput import GoodputSink, spent_s
 from superstep.observe.jsonl import JsonLines
 
 BACK = RolledBack(step=3, refused=6, why="", loss=9.0, grad_norm=9.0, source="memory", skip="3:4")
@@ -27,7 +27,7 @@ class _Clock:
 
 
 def _run(path, events, *, began, earlier=0.0, clock):
-    sink = Counted(Fanout([JsonLines(path)]), path, began_at_s=began, earlier_s=earlier, clock=clock)
+    sink = GoodputSink(Fanout([JsonLines(path)]), path, began_at_s=began, earlier_s=earlier, clock=clock)
     for event in events:
         clock.now += getattr(event, "step_s", None) or getattr(event, "seconds", 0.0)
         sink.write(event)

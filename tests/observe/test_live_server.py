@@ -20,7 +20,7 @@ from superstep.errors import ConfigError
 from superstep.observe import tail_jsonl
 from superstep.observe.page import live_server as served_module
 from superstep.observe.page.bundle_html import unpack
-from superstep.observe.page.live_server import LiveServer, Shown
+from superstep.observe.page.live_server import LiveServer, ServedPage
 from superstep.train.run_folder.run_paths import RunFolder
 
 TOKEN = "a-token-of-the-test"
@@ -175,7 +175,7 @@ def test_an_update_is_made_once_for_all_and_seldom_where_it_takes_long(monkeypat
         return "x"
 
     served = LiveServer(0, TOKEN, clock=lambda: now[0])
-    served.shown = Shown(page=str, stamp=lambda: next(stamps), update=update, metrics=str)
+    served.shown = ServedPage(page=str, stamp=lambda: next(stamps), update=update, metrics=str)
     for _ in range(300):
         served._update()
         now[0] += 0.5
@@ -199,7 +199,7 @@ def test_what_cannot_be_read_now_is_said_and_more_listeners_than_there_is_room_f
     def broken():
         raise OSError("the disk is away")
 
-    broken_page = Shown(page=broken, stamp=shown.stamp, update=shown.update, metrics=shown.metrics)
+    broken_page = ServedPage(page=broken, stamp=shown.stamp, update=shown.update, metrics=shown.metrics)
     told.tell(3)
     with serving(broken_page) as served:
         assert answer(served, f"/?token={TOKEN}") == (503, "not now: the disk is away\n")
@@ -212,7 +212,7 @@ def test_what_cannot_be_read_now_is_said_and_more_listeners_than_there_is_room_f
 def test_what_is_read_again_is_only_what_is_new(told, monkeypatch):
     texts = []
     monkeypatch.setattr(tail_jsonl, "parse_line", lambda text: texts.append(text) or json.loads(text))
-    one = tail_jsonl.Growing(told.folder.metrics)
+    one = tail_jsonl.GrowingFile(told.folder.metrics)
     assert one.read() == []
     told.tell(3)
     assert len(one.read()) == len(texts) == 3

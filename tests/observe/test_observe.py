@@ -16,7 +16,7 @@ from reported import ROUTERS, STARTED, STEP
 from superstep.errors import Fault
 from superstep.observe.events import Evaluated, Fanout, Resumed, RunFinished, Saved
 from superstep.observe.jsonl import JsonLines, damage, drop_after, line, read
-from superstep.observe.tail_jsonl import Growing
+from superstep.observe.tail_jsonl import GrowingFile
 from superstep.observe.tensorboard import TensorBoard, record
 
 
@@ -139,7 +139,7 @@ def test_a_damaged_line_is_told_by_its_number_and_kept_when_a_run_goes_on(tmp_pa
 
 def test_a_damaged_line_is_told_of_a_file_that_grows(tmp_path):
     path = tmp_path / "m.jsonl"
-    grown = Growing(path)
+    grown = GrowingFile(path)
     texts = _damaged(path, at=3)
     path.write_bytes(b"".join(texts[:2]) + texts[2][:30])
     assert [len(grown.read()), grown.damage()] == [2, ""]

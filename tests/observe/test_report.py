@@ -12,25 +12,33 @@ import pytest
 import step_pages
 import told_runs
 from superstep.observe.page.compare import LEAST_STEPS, compare, mean_and_error
-from superstep.observe.page.report import COLUMNS, MOST_POINTS, RunTold, report_page, run_value, spent_parts, thin_steps
+from superstep.observe.page.report import (
+    COLUMNS,
+    MOST_POINTS,
+    ReportedRun,
+    report_page,
+    run_value,
+    spent_parts,
+    thin_steps,
+)
 
 
 def test_a_change_of_layout_is_marked_after_the_step_before_it():
     lines = list(told_runs.lines(steps=300))
     started = lines[0]
     half = next(k for k, line in enumerate(lines) if line["event"] == "step" and line["step"] == 150)
-    assert run_value(RunTold(name="a", lines=lines))["layouts"] == []
+    assert run_value(ReportedRun(name="a", lines=lines))["layouts"] == []
     same = [*lines[: half + 1], started, *lines[half + 1 :]]
-    assert run_value(RunTold(name="a", lines=same))["layouts"] == []
+    assert run_value(ReportedRun(name="a", lines=same))["layouts"] == []
     other = [*lines[: half + 1], started | {"plan": "dp=1 m=1x4"}, *lines[half + 1 :]]
-    assert run_value(RunTold(name="a", lines=other))["layouts"] == [(150, "dp=1 m=1x4")]
+    assert run_value(ReportedRun(name="a", lines=other))["layouts"] == [(150, "dp=1 m=1x4")]
 
 
 def test_a_run_is_told_as_its_metrics_have_it():
     lines = list(told_runs.lines(steps=300, experts=4))
     one = step_pages.drawn(step_pages.A_RUN, is_measured=True)
     lines[0]["predicted_spent_s"] = spent_parts(one.timeline)
-    value = run_value(RunTold(name="a run", lines=lines, ran=one.measured))
+    value = run_value(ReportedRun(name="a run", lines=lines, ran=one.measured))
     steps = [line for line in lines if line["event"] == "step"]
     assert value["step"] == [line["step"] for line in steps]
     for name in COLUMNS:
@@ -54,7 +62,7 @@ def test_what_was_predicted_stands_beside_what_was_measured():
         "predicted_bytes": {"parameters": 30, "activations": 19},
         "predicted_traffic_bytes": {"pp": 5, "shards": 70},
     }
-    value = run_value(RunTold(name="a run", lines=lines))
+    value = run_value(ReportedRun(name="a run", lines=lines))
     rows = {row[0]: row[1:] for row in value["ledger"]}
     taken_s = sorted(line["step_s"] for line in steps[2:])
     assert rows["a step"] == [0.132, (taken_s[23] + taken_s[24]) / 2, "s"]
@@ -71,21 +79,21 @@ def test_what_was_predicted_stands_beside_what_was_measured():
     started["memory"] = "allocated"
     lines[-1] |= {"peak_bytes": 40 << 20, "step_s": 0.2}
     one = step_pages.drawn(step_pages.A_RUN, is_measured=True)
-    rows = {row[0]: row[1:] for row in run_value(RunTold(name="a", lines=lines, ran=one.measured))["ledger"]}
+    rows = {row[0]: row[1:] for row in run_value(ReportedRun(name="a", lines=lines, ran=one.measured))["ledger"]}
     assert rows["tensors of the fullest rank"] == [49 << 20, 40 << 20, "bytes"]
     assert rows["a step"][1] == 0.2
     assert rows[" compute"][1] > 0
     assert rows[" bubble"][0] is None
     # Of a run that told none of it, as those before it did, there is what it told.
     old = [{key: line[key] for key in line if not key.startswith("predicted")} for line in told_runs.lines(steps=9)]
-    value = run_value(RunTold(name="old", lines=old))
+    value = run_value(ReportedRun(name="old", lines=old))
     assert value["traffic"] == []
     assert all(predicted is None for _, predicted, _, _ in value["ledger"])
 
 
 def test_reinforcement_learning_has_its_rewards_lengths_and_distances():
     lines = list(told_runs.learning(steps=2500))
-    charts = dict(run_value(RunTold(name="rl", lines=lines))["measures"])
+    charts = dict(run_value(ReportedRun(name="rl", lines=lines))["measures"])
     ((_, steps, rewards),) = charts["Reward"]
     rolled = [line for line in lines if line["event"] == "rolled"]
     assert (steps[0], steps[-1], len(steps)) == (1, 2500, 834)
@@ -94,7 +102,7 @@ def test_reinforcement_learning_has_its_rewards_lengths_and_distances():
     assert charts["Distance from the reference (KL)"][0][2][-1] == rolled[-1]["measures"]["reference_kl"]
     assert {"Entropy of the policy", "Policy: ratio", "Sampled tokens a second"} <= charts.keys()
     preferred = [{"event": "measures", "step": k, "names": ["accuracy"], "values": [k / 9]} for k in range(1, 4)]
-    assert run_value(RunTold(name="dpo", lines=preferred))["measures"] == [
+    assert run_value(ReportedRun(name="dpo", lines=preferred))["measures"] == [
         ["Loss: accuracy", [["accuracy", [1, 2, 3], [1 / 9, 2 / 9, 3 / 9]]]]
     ]
 
@@ -102,9 +110,9 @@ def test_reinforcement_learning_has_its_rewards_lengths_and_distances():
 def test_a_fault_is_the_last_that_happened():
     lines = list(told_runs.lines(steps=50))
     assert lines[-1]["event"] == "finished"
-    told = run_value(RunTold(name="a run", lines=lines[:-1], fault="rank 1: gone"))
+    told = run_value(ReportedRun(name="a run", lines=lines[:-1], fault="rank 1: gone"))
     assert told["events"][-1] == [lines[-2]["step"], "fault", "rank 1: gone"]
-    recovered = run_value(RunTold(name="a run", lines=lines, fault="rank 1: gone"))
+    recovered = run_value(ReportedRun(name="a run", lines=lines, fault="rank 1: gone"))
     assert recovered["events"][-1][1] == "finished"
 
 
@@ -169,7 +177,7 @@ def test_settings_that_differ_are_named():
 
 def test_a_page_holds_its_library_and_asks_for_nothing():
     hostile = "</script><script>alert(1)</script>"
-    page = report_page([RunTold(name=hostile, lines=list(told_runs.lines(steps=50)), settings=hostile)])
+    page = report_page([ReportedRun(name=hostile, lines=list(told_runs.lines(steps=50)), settings=hostile)])
     assert "uPlot" in page
     assert "alert(1)</script>" not in page
     assert not re.search(r"""<(script|link|img)[^>]+(src|href)\s*=\s*["'](?!data:)""", page)

@@ -12,11 +12,11 @@ import told_runs
 from longer import longer
 from seen_pages import READY, Seen
 from superstep.observe.doctor.diagnose import Diagnosis, Finding
-from superstep.observe.doctor.observations import RankSeen, RunSeen
+from superstep.observe.doctor.observations import RankObservation, RunObservation
 from superstep.observe.doctor.wait_graph import RankWait
 from superstep.observe.page.compare import compare
 from superstep.observe.page.doctor import doctor_page
-from superstep.observe.page.report import RunTold, report_page, spent_parts
+from superstep.observe.page.report import ReportedRun, report_page, spent_parts
 from superstep.plan.resolution.resolve import resolve
 from superstep.program.compile import compile_step
 
@@ -39,7 +39,7 @@ def report():
         if line["event"] == "step":  # as long as the recorded one
             line["step_s"] *= one.measured.step_s / 0.165
     lines[0]["predicted_traffic_bytes"] = {"shards": 17_000_000, "tp": 55_000_000}
-    told = RunTold(
+    told = ReportedRun(
         name="a made-up run",
         lines=lines,
         settings="[model]\n",
@@ -117,7 +117,7 @@ def test_a_small_number_is_written_with_an_exponent(seen):
     for line in lines:
         if line["event"] == "step":
             line["grad_norm"] = 0.000008362
-    seen.open(report_page([RunTold(name="a run", lines=lines)]))
+    seen.open(report_page([ReportedRun(name="a run", lines=lines)]))
     seen("document.getElementById('curves').scrollIntoView()")
     corner = seen("(({left, top}) => [left, top])(document.querySelector('#curves .u-over').getBoundingClientRect())")
     seen.tab.hover(corner[0] + 150, corner[1] + 60)
@@ -140,7 +140,7 @@ def test_it_fits_a_phone(seen, report):
 
 
 def test_reinforcement_learning_has_curves_of_its_own(seen):
-    seen.open(report_page([RunTold(name="runs/rl", lines=list(told_runs.learning()))]), dark=True)
+    seen.open(report_page([ReportedRun(name="runs/rl", lines=list(told_runs.learning()))]), dark=True)
     titles = seen("[...document.querySelectorAll('figcaption')].map((one) => one.firstChild.textContent)")
     assert titles[1] == "Reward"
     assert {"Tokens of an answer", "Distance from the reference (KL)"} <= set(titles)
@@ -154,10 +154,10 @@ def test_who_waits_for_whom_is_a_picture_that_all_can_read(seen):
     said = "\n".join(["a long line of what was seen, " * 8] * 40)
     plan = resolve(step_pages.A_RUN).plan
     ranks = tuple(
-        RankSeen(rank=rank, doing="waits" if rank else "works", what="forward u1 m0 keep=all", since_s=63.0)
+        RankObservation(rank=rank, doing="waits" if rank else "works", what="forward u1 m0 keep=all", since_s=63.0)
         for rank in range(4)
     )
-    run = RunSeen(program=compile_step(plan), mesh=plan.mesh, ranks=ranks)
+    run = RunObservation(program=compile_step(plan), mesh=plan.mesh, ranks=ranks)
     waits = (RankWait(1, "reduce u3", (0,)), RankWait(2, "act u1 m0", (0,)), RankWait(3, "reduce u3", (), (2,)))
     wrong = Finding(kind="hang", rank=0, what="rank 0 hangs in forward u1 m0")
     verdict = Diagnosis(findings=(wrong,), waits=waits, spent={}, stands=True, step_s=0.1)
@@ -171,7 +171,7 @@ def test_who_waits_for_whom_is_a_picture_that_all_can_read(seen):
 
 
 def test_runs_lie_over_one_another(seen):
-    runs = [RunTold(name=f"made-up {n}", lines=list(told_runs.lines(seed=n, worse=0.1 * n))) for n in range(2)]
+    runs = [ReportedRun(name=f"made-up {n}", lines=list(told_runs.lines(seed=n, worse=0.1 * n))) for n in range(2)]
     losses = tuple({line["step"]: line["loss"] for line in run.lines if line["event"] == "step"} for run in runs)
     found = compare(("made-up 0", "made-up 1"), ({"train.lr": 3e-3}, {"train.lr": 1e-3}), losses)
     seen.open(report_page(runs, [found]), dark=True)

@@ -13,7 +13,7 @@ from reported import ROUTERS, STARTED, STEP
 from superstep.cli.main import main
 from superstep.observe.events import Evaluated, Resumed, Saved
 from superstep.observe.metric_names import Scalars
-from superstep.observe.trackers import Mlflow, Tracked, TrackedRun, Trackio, Wandb
+from superstep.observe.trackers import Mlflow, TrackedRun, TrackerSink, Trackio, Wandb
 from superstep.run.reports import sinks as sinks_module
 
 ASKED = TrackedRun(project="p", name="n", run=None, settings={"train.lr": 1e-3, "plan.dp": 2}, folder="")
@@ -121,7 +121,7 @@ class Kept:
 
 def test_a_run_does_not_wait_for_a_slow_tracker():
     kept, said = Kept(), []
-    sink = Tracked("slow", kept, said.append)
+    sink = TrackerSink("slow", kept, said.append)
     began_s = time.monotonic()
     for event in (STARTED, *(replace(STEP, step=k) for k in range(1, 200)), ROUTERS, Resumed(step=3, path="")):
         sink.write(event)
@@ -139,13 +139,13 @@ def test_a_run_does_not_wait_for_a_slow_tracker():
 def test_what_fails_is_told_once_and_the_run_goes_on():
     kept, said = Kept(RuntimeError("no such host\nand more")), []
     kept.may.set()
-    sink = Tracked("away", kept, said.append)
+    sink = TrackerSink("away", kept, said.append)
     for step in range(50):
         sink.write(replace(STEP, step=step))
         time.sleep(0.001)
     sink.close()
     assert said == ["away has failed, and is told nothing more: no such host"]
-    stuck = Tracked("stuck", Kept(), said.append, leaving_s=0.1)
+    stuck = TrackerSink("stuck", Kept(), said.append, leaving_s=0.1)
     stuck.write(STEP)
     stuck.close()
     assert said[1] == "stuck has not taken all within 0 s; metrics.jsonl has it"

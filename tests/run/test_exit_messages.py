@@ -13,7 +13,7 @@ from superstep.cli.main import main, report
 from superstep.cli.tune import rl
 from superstep.errors import Fault, UserError
 from superstep.launch.failure import trouble_of
-from superstep.launch.hosts.events import Cause, Over
+from superstep.launch.hosts.events import Cause, RunOver
 from superstep.launch.hosts.follow_orders import cause_of
 from superstep.launch.hosts.messages import order_message, order_of
 from superstep.run import exit_messages, launch_ranks
@@ -21,7 +21,7 @@ from superstep.run.console import Silent
 from superstep.run.hosts import multi_host
 from superstep.run.rl import launch_rl
 from superstep.state import checkpoint
-from superstep.train.run_folder.folder_watch import Displaced
+from superstep.train.run_folder.folder_watch import RunFolderMoved
 from superstep.train.run_folder.run_paths import RunFolder
 
 FLAGS = ["train", "run.toml", "--state.dir", "my run", "--train.steps", "4", "--state.save-every", "2"]
@@ -95,9 +95,9 @@ def test_older_checkpoints_are_spoken_of_where_there_are_some(place, monkeypatch
 def test_each_host_is_told_its_own_command_where_the_folder_was_moved(place):
     (place / "moved").mkdir()
     saved.write(place / "moved/checkpoints", 3)
-    fault = Displaced(place / "run", place / "moved", is_removed=False).fault(3)
+    fault = RunFolderMoved(place / "run", place / "moved", is_removed=False).fault(3)
     cause = cause_of(trouble_of(0, fault), "0 (first)")
-    told = order_of(json.loads(json.dumps(order_message(Over(cause)))))
+    told = order_of(json.loads(json.dumps(order_message(RunOver(cause)))))
     for host in range(2):
         verb = f"train --hosts 2 --host {host} --meet 10.0.0.1:29400"
         here = SimpleNamespace(job=SimpleNamespace(folder=RunFolder(root=place / "run"), verb=verb), console=Silent())
@@ -150,9 +150,11 @@ def test_other_hosts_are_not_told_the_command_of_host_0(is_raised, place, monkey
         name="0 (first)",
         console=Silent(),
     )
-    monkeypatch.setattr(multi_host, "Lead", Lead)
+    monkeypatch.setattr(multi_host, "Coordinator", Lead)
     monkeypatch.setattr(multi_host, "prepared_job", lambda *args, **rest: nullcontext(Held(folder)))
-    monkeypatch.setattr(multi_host, "attend", _breaks if is_raised else lambda *args: Over(Cause("rank 1: it broke.")))
+    monkeypatch.setattr(
+        multi_host, "attend", _breaks if is_raised else lambda *args: RunOver(Cause("rank 1: it broke."))
+    )
     with pytest.raises(Fault, match="begin again with: superstep train --hosts 2 --host 0"):
         multi_host._led(here, None)
     assert Lead.closed_with.cause.text == (

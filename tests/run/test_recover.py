@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 
 from superstep.cli.main import main
-from superstep.errors import Fault, Lost
+from superstep.errors import Fault, RankLost
 from superstep.run import launch_rules, recover
 
 
@@ -18,7 +18,7 @@ def _run(steps, ending, passed_over=()):
         told.append(recovered and recovered.step)
         if len(told) > len(steps):
             return ending()
-        raise Lost("killed", rank=1)
+        raise RankLost("killed", rank=1)
 
     found = [(step, passed_over) for step in steps]
     with mock.patch.object(recover, "newest_undamaged", side_effect=found):
@@ -30,9 +30,9 @@ def test_a_run_goes_on_as_long_as_it_gets_further():
 
 
 def test_it_ends_with_the_fault_after_the_same_step_again_and_again_or_without_a_snapshot():
-    with pytest.raises(Lost, match="rank 1: killed"):
+    with pytest.raises(RankLost, match="rank 1: killed"):
         _run([3, 3, 3, 3], lambda: False)
-    with pytest.raises(Lost, match="rank 1: killed"):
+    with pytest.raises(RankLost, match="rank 1: killed"):
         _run([None], lambda: False)
 
 

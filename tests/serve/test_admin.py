@@ -24,11 +24,11 @@ from superstep.model.peft_adapter import linears_of, write_adapter
 from superstep.plan.model.hf_config import from_hf_config
 from superstep.serve.api.admin import ADMIN_ROUTES, allow_path
 from superstep.serve.api.admin_backend import Admin
-from superstep.serve.api.backend import Away
+from superstep.serve.api.backend import BackendAway
 from superstep.serve.app import make_app
 from superstep.serve.config import ServeConfig
 from superstep.serve.files.weights import publish
-from superstep.serve.processes.engine_client import Host
+from superstep.serve.processes.engine_client import EngineClient
 from superstep.serve.scheduling.engine_messages import (
     ChangeWeights,
     EngineStatus,
@@ -39,7 +39,7 @@ from superstep.serve.scheduling.engine_messages import (
     UnloadAdapter,
     Wake,
 )
-from superstep.serve.scheduling.request import AdapterInfo, Info
+from superstep.serve.scheduling.request import AdapterInfo, ModelInfo
 from superstep.serve.text_backend import load_words
 
 KEY = "a-key"
@@ -78,7 +78,7 @@ def folder(tmp_path):
 def answers(engine, folder, *asked, admin=True):
     """The responses to some requests, each a method, a path and what httpx takes."""
     tokenizer = small_tokenizer()
-    info = Info(name="m", vocab=300, context_tokens=9, version="v1", end_of_text=(tokenizer.end_of_text,))
+    info = ModelInfo(name="m", vocab=300, context_tokens=9, version="v1", end_of_text=(tokenizer.end_of_text,))
     key = Admin(key=KEY, folders=[folder], engine=engine) if admin else None
     app = make_app(Scripted(info, lambda request: [], adapters=("tone",)), PlainWords(tokenizer), admin=key)
 
@@ -206,7 +206,7 @@ def test_a_path_is_looked_for_in_each_folder(folder):
     [
         (StateError("w: a.weight has other bits than were written."), 400, "path"),
         (ConfigError("wake: the engine is not asleep."), 400, None),
-        (Away("the engine is restarting; ask again."), 503, None),
+        (BackendAway("the engine is restarting; ask again."), 503, None),
     ],
 )
 def test_what_cannot_be_done_is_told(engine, folder, error, status, param):
@@ -278,7 +278,7 @@ def root(tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(tmp_path_factory, root):
     folder = model_folder.write_folder(tmp_path_factory.mktemp("model"), layers=2, width=32, heads=4, head_dim=8)
-    host = Host(folder, ServeConfig(compute="fp32", context_tokens=128), name="small")
+    host = EngineClient(folder, ServeConfig(compute="fp32", context_tokens=128), name="small")
     info = host.open()
     try:
         app = make_app(host, load_words(folder, info.vocab), admin=Admin(key=KEY, folders=[root, folder], engine=host))

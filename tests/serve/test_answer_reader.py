@@ -34,22 +34,22 @@ from superstep.serve.compute import lora as adapters_module
 from superstep.serve.compute.runner.model_runner import follow
 from superstep.serve.files.reader import BackgroundReader
 from superstep.serve.processes import admin_commands as deeds_module
-from superstep.serve.processes.admin_commands import Deeds
+from superstep.serve.processes.admin_commands import AdminCommands
 from superstep.serve.processes.worker import _obey
 from superstep.serve.scheduling.engine_messages import (
     ORDERS,
     REPORTS,
     ChangeWeights,
-    Do,
     EndEngine,
     EngineStatus,
     LoadAdapter,
     Pause,
     Resume,
+    RunCommand,
     Sleep,
     Wake,
 )
-from superstep.serve.scheduling.request import Info, Request, Sampling
+from superstep.serve.scheduling.request import ModelInfo, Request, Sampling
 
 SOON_S = 2.0
 """Long enough for a small model on a loaded machine, short enough to wait for."""
@@ -200,7 +200,7 @@ def test_a_lock_that_never_comes_holds_up_nothing_that_the_ranks_say(folder, mon
         return Held()
 
     monkeypatch.setattr(deeds_module, "hold", hold)
-    deeds = Deeds(lambda order: None, folder / "model", {}, read_timeout_s=SOON_S)
+    deeds = AdminCommands(lambda order: None, folder / "model", {}, read_timeout_s=SOON_S)
     for name in ("hangs", "good"):
         deeds._keep_newest(folder / name)
         assert deeds.newest == folder / name
@@ -282,7 +282,7 @@ def test_health_is_answered_while_a_path_is_looked_for(tmp_path, monkeypatch):
 
     monkeypatch.setattr(admin_module, "allow_path", allowed)
     tokenizer = small_tokenizer()
-    info = Info(name="m", vocab=300, context_tokens=9, version="v1", end_of_text=(tokenizer.end_of_text,))
+    info = ModelInfo(name="m", vocab=300, context_tokens=9, version="v1", end_of_text=(tokenizer.end_of_text,))
     key = Admin(key="key", folders=[tmp_path], engine=Engine(), timeout_s=1.0)
     app = make_app(Scripted(info, lambda request: []), PlainWords(tokenizer), admin=key)
 
@@ -317,10 +317,10 @@ def test_who_asks_while_weights_to_wake_with_never_come_is_answered(folder):
         done = REPORTS.decode(mine.recv_bytes())
         return done.number, done.standing.state, done.why
 
-    mine.send_bytes(ORDERS.encode(Do(1, Sleep())))
+    mine.send_bytes(ORDERS.encode(RunCommand(1, Sleep())))
     assert said() == (1, "asleep", "")
     for number, deed in enumerate((Wake(str(folder / "hangs")), Resume(), Pause()), 2):
-        mine.send_bytes(ORDERS.encode(Do(number, deed)))
+        mine.send_bytes(ORDERS.encode(RunCommand(number, deed)))
     assert said() == (3, "asleep", "resume: the engine is asleep; wake it first.")
     assert said() == (4, "asleep", "")
     mine.send_bytes(ORDERS.encode(EndEngine()))

@@ -22,7 +22,7 @@ from superstep.http.guard import HEAD_BYTES, Entrance
 from superstep.http.server import make_server
 from superstep.observe.http_access import HostNames
 from superstep.serve.app import make_app
-from superstep.serve.scheduling.request import Info
+from superstep.serve.scheduling.request import ModelInfo
 
 TOKENIZER = small_tokenizer()
 HELLO = [{"role": "user", "content": "hello"}]
@@ -38,7 +38,7 @@ class Setting:
     """A server whose engine answers one piece at a time, when it is let."""
 
     def __init__(self, hosts=None):
-        info = Info(name="small", vocab=TOKENIZER.vocab, context_tokens=64, version="v1", end_of_text=())
+        info = ModelInfo(name="small", vocab=TOKENIZER.vocab, context_tokens=64, version="v1", end_of_text=())
         self.backend = Scripted(info, lambda request: [65] * 8)
         self.entrance = Entrance(hosts=hosts or HostNames())
         self.app = make_app(self.backend, PlainWords(TOKENIZER), entrance=self.entrance)

@@ -15,7 +15,7 @@ from plain_words import PlainWords, small_tokenizer
 from served import served
 from superstep.serve.app import make_app
 from superstep.serve.config import ServeConfig
-from superstep.serve.processes.engine_client import Host
+from superstep.serve.processes.engine_client import EngineClient
 
 pytestmark = pytest.mark.multiproc
 
@@ -26,7 +26,7 @@ EXTRA = {"return_token_ids": True, "ignore_eos": True}
 class Setting:
     """An engine, its server, and where clients find it."""
 
-    def __init__(self, host: Host, url: str) -> None:
+    def __init__(self, host: EngineClient, url: str) -> None:
         self.host, self.url = host, f"{url}/v1"
         self.client = openai.OpenAI(base_url=self.url, api_key="none", max_retries=0)
 
@@ -57,7 +57,7 @@ def setting(tmp_path_factory) -> Iterator[Setting]:
     torch.manual_seed(1)
     LlamaForCausalLM(shape).save_pretrained(folder)
     TOKENIZER.save(folder / "tokenizer.json")
-    host = Host(folder, ServeConfig(compute="fp32", requests=16, exact=True), name="tiny")
+    host = EngineClient(folder, ServeConfig(compute="fp32", requests=16, exact=True), name="tiny")
     host.open()
     try:
         with served(make_app(host, PlainWords(TOKENIZER))) as server:

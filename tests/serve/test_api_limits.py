@@ -23,7 +23,7 @@ from superstep.http.request_error import RequestError
 from superstep.serve.api.generate_endpoint import SamplingFields
 from superstep.serve.api.limits import Limits
 from superstep.serve.app import make_app
-from superstep.serve.scheduling.request import Info, Sampling
+from superstep.serve.scheduling.request import ModelInfo, Sampling
 
 TOKENIZER = small_tokenizer()
 LIMITS = Limits(body_bytes=100_000, stall_s=0.3, queue=4, choices=6, json_depth=20, json_values=20_000)
@@ -48,7 +48,7 @@ class Setting:
 @pytest.fixture(scope="module")
 def setting() -> Iterator[Setting]:
     end = TOKENIZER.end_of_text
-    info = Info(name="small", vocab=TOKENIZER.vocab, context_tokens=64, version="v1", end_of_text=(end,))
+    info = ModelInfo(name="small", vocab=TOKENIZER.vocab, context_tokens=64, version="v1", end_of_text=(end,))
     backend = Scripted(info, lambda request: [1, 2, 3])
     with served(make_app(backend, PlainWords(TOKENIZER), limits=LIMITS)) as server:
         yield Setting(server, backend)

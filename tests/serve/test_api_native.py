@@ -15,7 +15,7 @@ from plain_words import PlainWords, small_tokenizer
 from scripted import Scripted, logprob_of
 from superstep.serve.api.generation import seed_of_choice
 from superstep.serve.app import make_app
-from superstep.serve.scheduling.request import Constraint, Info
+from superstep.serve.scheduling.request import Constraint, ModelInfo
 
 TOKENIZER = small_tokenizer()
 ANSWER = [70, 71, 72, 73, 74]
@@ -26,7 +26,7 @@ class Setting:
     """An application without a port."""
 
     def __init__(self, context_tokens: int = 64) -> None:
-        info = Info(
+        info = ModelInfo(
             name="small", vocab=TOKENIZER.vocab, context_tokens=context_tokens, version="v1", end_of_text=(END,)
         )
         self.backend = Scripted(info, lambda request: ANSWER, adapters=("pirate",))

@@ -17,7 +17,7 @@ from superstep.serve.api.metrics import ServeMetrics
 from superstep.serve.api.openai import chat_fields, completions
 from superstep.serve.app import ROUTES
 from superstep.serve.scheduling.engine_messages import EngineStatus
-from superstep.serve.scheduling.request import Info
+from superstep.serve.scheduling.request import ModelInfo
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "http.md"
 SECTIONS = {part.partition("\n")[0]: part for part in PAGE.read_text(encoding="utf-8").split("\n## ")}
@@ -56,7 +56,7 @@ def test_fields_of_the_native_endpoint():
 
 def test_metrics():
     tokenizer = small_tokenizer()
-    info = Info(name="m", vocab=300, context_tokens=9, version="", end_of_text=(tokenizer.end_of_text,))
+    info = ModelInfo(name="m", vocab=300, context_tokens=9, version="", end_of_text=(tokenizer.end_of_text,))
     metrics = ServeMetrics(Scripted(info, lambda request: []), Drain())
     metrics.end("stop")
     metrics.refuse(400)

@@ -21,11 +21,11 @@ from scripted import Scripted
 from superstep.serve.app import make_app
 from superstep.http.guard import Entrance
 from superstep.http.server import LOOPBACK, listen, serve
-from superstep.serve.scheduling.request import Info
+from superstep.serve.scheduling.request import ModelInfo
 
 tokenizer = small_tokenizer()
 end = (tokenizer.end_of_text,)
-info = Info(name="small", vocab=tokenizer.vocab, context_tokens=64, version="v1", end_of_text=end)
+info = ModelInfo(name="small", vocab=tokenizer.vocab, context_tokens=64, version="v1", end_of_text=end)
 entrance = Entrance()
 app = make_app(Scripted(info, lambda request: [65] * 30), PlainWords(tokenizer), entrance=entrance)
 listening = listen(LOOPBACK, 0)

@@ -11,7 +11,7 @@ from superstep.kernels.amx_weight_grad import has_tiles
 from superstep.model.hf import open_weights
 from superstep.serve.build_engine import load_rank
 from superstep.serve.compute.compiled import compiled_exact
-from superstep.serve.compute.compiled.compiled_decoder import Compiled
+from superstep.serve.compute.compiled.compiled_decoder import CompiledDecoder
 from superstep.serve.compute.flat_batch import RequestRows, Rows
 from superstep.serve.compute.kernels.build import build
 from superstep.serve.compute.torch_forward import TorchForward
@@ -83,7 +83,7 @@ def logits(forward, cuts, page=0):
 @pytest.mark.parametrize("name", MODELS)
 def test_all_bits_are_those_of_torch(name, folders, compiled):
     fast, plain = opened(folders[name], compiled), opened(folders[name])
-    assert isinstance(fast, Compiled)
+    assert isinstance(fast, CompiledDecoder)
     assert isinstance(plain, TorchForward)
     whole = logits(plain, [560])
     assert torch.equal(logits(fast, [560]), whole)
@@ -99,7 +99,7 @@ def test_new_weights_have_the_bits_of_torch(folders, compiled, tmp_path):
     logits(rank.forward, [560])
     memory = rank.party.memory
     memory.switch(memory.read(open_weights(tmp_path)))
-    assert isinstance(rank.forward, Compiled)
+    assert isinstance(rank.forward, CompiledDecoder)
     assert torch.equal(logits(rank.forward, [300, 560]), logits(opened(tmp_path), [560]))
 
 

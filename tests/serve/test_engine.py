@@ -8,7 +8,7 @@ from superstep.serve.batch_generate import generate
 from superstep.serve.compute.sampler import totals_of
 from superstep.serve.engine import InferenceEngine
 from superstep.serve.scheduling.kv_pages import Pages
-from superstep.serve.scheduling.request import Info, Request, Sampling
+from superstep.serve.scheduling.request import ModelInfo, Request, Sampling
 from superstep.serve.scheduling.step import Budget
 
 V = 20
@@ -38,7 +38,7 @@ class Counting:
 
 
 def engine(*, pages=40, tokens=32, requests=4, context=64, ends=(19,), matchers=lambda request: None):
-    info = Info(name="counting", vocab=V, context_tokens=context, end_of_text=ends, version="v")
+    info = ModelInfo(name="counting", vocab=V, context_tokens=context, end_of_text=ends, version="v")
     return InferenceEngine(Counting(), info, Pages(pages, 4), Budget(tokens=tokens, requests=requests), matchers)
 
 

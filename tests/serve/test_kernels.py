@@ -7,19 +7,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from superstep.kernels.compile_cpp import Built
+from superstep.kernels.compile_cpp import BuildResult
 from superstep.model.decoder import Decoder, Sliding, flash
 from superstep.plan.model.shape import SHAPES
-from superstep.serve.compute.compiled.compiled_decoder import Compiled, can_compile
+from superstep.serve.compute.compiled.compiled_decoder import CompiledDecoder, can_compile
 from superstep.serve.compute.flat_batch import RequestRows, Rows
 from superstep.serve.compute.kernels.build import FLAGS, NAMES, SOURCES, build
 from superstep.serve.compute.linears.fast_linears import make_fast
 from superstep.serve.compute.linears.fused_linears import Linears
 from superstep.serve.compute.linears.onednn_linear import packed
-from superstep.serve.compute.linears.panel_weights import LARGE, Panels, in_large_pages, in_panels
+from superstep.serve.compute.linears.panel_weights import LARGE, PanelLinear, in_large_pages, in_panels
 from superstep.serve.compute.linears.quantize import format_named, tokens_to_8_bits
 from superstep.serve.compute.sampler import read_rows, read_totals
-from superstep.serve.compute.tiled_kv_cache import TiledAttention, TiledStore, can_tile
+from superstep.serve.compute.tiled_kv_cache import TiledAttention, TiledKvCache, can_tile
 
 BF16, FP32 = torch.finfo(torch.bfloat16).eps, torch.finfo(torch.float32).eps
 
@@ -46,7 +46,7 @@ def test_products_of_any_number_of_rows(built, rows, outputs, inputs):
         t.bfloat16() for t in (numbers(rows, inputs), numbers(outputs, inputs, seed=1), numbers(outputs))
     )
     product = in_panels(built.library, packed)(weight, bias)
-    assert isinstance(product, Panels)
+    assert isinstance(product, PanelLinear)
     exact = F.linear(x.double(), weight.double(), bias.double())
     size = x.double().abs() @ weight.double().abs().t() + bias.double().abs()
     out = product(x[None])[0]
@@ -61,7 +61,7 @@ def test_products_of_8_bits_are_exact_but_for_one_rounding(built, rows):
     x[0] = 0
     row = format_named("w8a8")
     product = in_panels(built.library, row.pack, row)(weight, bias)
-    assert isinstance(product, Panels)
+    assert isinstance(product, PanelLinear)
     codes, scale = tokens_to_8_bits(x)
     exact = F.linear((codes.double() - 128) * scale.double(), row.encode(weight).weight().double(), bias.double())
     assert ((product(x).double() - exact).abs() <= (BF16 + 4 * FP32) * (exact.abs() + bias.double().abs())).all()
@@ -71,9 +71,9 @@ def test_products_of_8_bits_are_exact_but_for_one_rounding(built, rows):
 
 def test_other_weights_are_laid_out_in_the_other_way(built):
     pack = in_panels(built.library, packed)
-    assert not isinstance(pack(numbers(8, 6).bfloat16(), None), Panels)  # inputs that are no multiple of 4
-    assert not isinstance(pack(numbers(8, 64), None), Panels)
-    assert make_fast([], Built(None, "no compiler"), quantize="w8a8").product(torch.nn.Linear(1, 1)) is None
+    assert not isinstance(pack(numbers(8, 6).bfloat16(), None), PanelLinear)  # inputs that are no multiple of 4
+    assert not isinstance(pack(numbers(8, 64), None), PanelLinear)
+    assert make_fast([], BuildResult(None, "no compiler"), quantize="w8a8").product(torch.nn.Linear(1, 1)) is None
 
 
 # Attention.
@@ -83,7 +83,7 @@ def paged(built, q, k, v, chunks, *, window=None, page_tokens=16, seed=0):
     """Attention of two texts at once, each in chunks, in pages of no order that held numbers that are none."""
     _, tokens, heads, width = k.shape
     pages = -(-tokens // page_tokens)
-    store = TiledStore(layers=2, pages=2 * pages + 3, page_tokens=page_tokens, kv_heads=heads, head_dim=width)
+    store = TiledKvCache(layers=2, pages=2 * pages + 3, page_tokens=page_tokens, kv_heads=heads, head_dim=width)
     store.keys.fill_(torch.nan)
     store.values.fill_(torch.nan)
     order = torch.randperm(2 * pages + 3, generator=torch.Generator().manual_seed(seed)).tolist()
@@ -144,8 +144,10 @@ def compile_(built, model, shape, quantize=None, linears=None):
     modules = [model.embed, *model.block, model.head]
     linears = linears or make_fast(modules, built, quantize=quantize)
     assert can_compile(shape, modules, linears)
-    store = TiledStore(layers=shape.layers, pages=40, page_tokens=16, kv_heads=shape.kv_heads, head_dim=shape.head_dim)
-    return Compiled(built.library, shape, modules, linears, store, None)
+    store = TiledKvCache(
+        layers=shape.layers, pages=40, page_tokens=16, kv_heads=shape.kv_heads, head_dim=shape.head_dim
+    )
+    return CompiledDecoder(built.library, shape, modules, linears, store, None)
 
 
 def rows_of(tokens, first, count, page=0):

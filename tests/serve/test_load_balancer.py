@@ -8,14 +8,14 @@ import pytest
 
 from scripted import Scripted
 from superstep.errors import ConfigError, Fault
-from superstep.serve.api.backend import Away, Health
+from superstep.serve.api.backend import BackendAway, Health
 from superstep.serve.config import ServeConfig
-from superstep.serve.processes.engine_client import Host
+from superstep.serve.processes.engine_client import EngineClient
 from superstep.serve.processes.load_balancer import LoadBalancer
 from superstep.serve.scheduling.engine_messages import Ready, StepOutput
-from superstep.serve.scheduling.request import Counters, Info, Sampling
+from superstep.serve.scheduling.request import Counters, ModelInfo, Sampling
 
-INFO = Info(name="small", vocab=300, context_tokens=4096, version="v", end_of_text=(0,))
+INFO = ModelInfo(name="small", vocab=300, context_tokens=4096, version="v", end_of_text=(0,))
 
 
 class Member(Scripted):
@@ -112,7 +112,7 @@ def test_one_that_is_lost_takes_its_own_streams_along_and_no_other():
         lost, kept = await asyncio.gather(
             answered(replicas, [1] * 9), answered(replicas, [2] * 9), return_exceptions=True
         )
-        assert isinstance(lost, Away)
+        assert isinstance(lost, BackendAway)
         assert kept == [5] * 4
         made[0].is_ready = False
         health = replicas.health()
@@ -133,7 +133,7 @@ def test_whose_weights_are_others_is_seen():
     made = members()
     replicas = LoadBalancer(made)
     assert replicas.health().state == "ready"
-    made[1].info = Info(name="small", vocab=300, context_tokens=4096, version="w", end_of_text=(0,))
+    made[1].info = ModelInfo(name="small", vocab=300, context_tokens=4096, version="w", end_of_text=(0,))
     assert replicas.health() == Health(is_ready=True, state="ready, weights ['v', 'w']")
 
 
@@ -159,7 +159,7 @@ def test_a_host_that_is_told_to_end_while_it_starts_ends(tmp_path, monkeypatch):
 
     starting = threading.Event()
     monkeypatch.setattr("superstep.serve.processes.engine_client.launch_parties", ranks)
-    host = Host(tmp_path, ServeConfig())
+    host = EngineClient(tmp_path, ServeConfig())
     host.begin()
     assert starting.wait(60)
     host.close()
@@ -176,7 +176,7 @@ def _hang(world, folder, *rest):
 @pytest.mark.multiproc
 def test_ranks_that_hang_over_their_weights_are_ended(tmp_path, monkeypatch):
     monkeypatch.setattr("superstep.serve.processes.engine_client.serve_rank", _hang)
-    host = Host(tmp_path, ServeConfig())
+    host = EngineClient(tmp_path, ServeConfig())
     host.begin()
     while not (tmp_path / "weights").exists():
         assert host._keeper.is_alive()
@@ -194,8 +194,8 @@ def test_replicas_that_are_loading_keep_nobody_who_is_told_to_end(tmp_path, monk
     monkeypatch.setattr(
         "superstep.serve.processes.engine_client.launch_parties", lambda kind, worlds, first, cut: cut.poll(60)
     )
-    monkeypatch.setattr(Host, "open", interrupted)
-    made = [Host(tmp_path, ServeConfig()) for _ in range(2)]
+    monkeypatch.setattr(EngineClient, "open", interrupted)
+    made = [EngineClient(tmp_path, ServeConfig()) for _ in range(2)]
     replicas = LoadBalancer(made)
     with pytest.raises(SystemExit):
         replicas.open()
@@ -207,7 +207,7 @@ def test_replicas_that_are_loading_keep_nobody_who_is_told_to_end(tmp_path, monk
 def test_an_engine_that_has_requests_and_makes_no_step_is_not_ready(tmp_path, monkeypatch):
     now_s = [1000.0]
     monkeypatch.setattr("superstep.serve.processes.engine_client.time.monotonic", lambda: now_s[0])
-    host = Host(tmp_path, ServeConfig())
+    host = EngineClient(tmp_path, ServeConfig())
     host._hear(Ready(INFO))
 
     async def ask():

@@ -9,8 +9,8 @@ import pytest
 
 from superstep.errors import ConfigError
 from superstep.serve.config import ServeConfig
-from superstep.serve.processes.engine_client import Host
-from superstep.serve.processes.output_queue import Ear, Mailbox
+from superstep.serve.processes.engine_client import EngineClient
+from superstep.serve.processes.output_queue import OutputListener, OutputQueue
 from superstep.serve.scheduling.engine_messages import (
     ORDERS,
     REPORTS,
@@ -21,9 +21,9 @@ from superstep.serve.scheduling.engine_messages import (
     RequestRefused,
     StepOutput,
 )
-from superstep.serve.scheduling.request import Counters, Info, RequestUpdate, Sampling, TokenOutput
+from superstep.serve.scheduling.request import Counters, ModelInfo, RequestUpdate, Sampling, TokenOutput
 
-INFO = Info(name="small", vocab=300, context_tokens=4096, version="v", end_of_text=(0,))
+INFO = ModelInfo(name="small", vocab=300, context_tokens=4096, version="v", end_of_text=(0,))
 STEPS, REQUESTS = 20, 8
 
 
@@ -64,7 +64,7 @@ def ranks(taken_back):
 def host(tmp_path, monkeypatch):
     taken_back = []
     monkeypatch.setattr("superstep.serve.processes.engine_client.launch_parties", ranks(taken_back))
-    made = Host(tmp_path, ServeConfig())
+    made = EngineClient(tmp_path, ServeConfig())
     made.taken_back = taken_back
     made.open()
     yield made
@@ -150,7 +150,7 @@ def test_an_ear_that_fails_says_so_and_hears_no_more():
         def fails(news):
             raise ValueError("a bug")
 
-        ear, box = Ear(fails), Mailbox()
+        ear, box = OutputListener(fails), OutputQueue()
         for mail in (ear, box):
             mail.put(RequestUpdate(request=1))
             mail.put(RequestUpdate(request=1, finish="stop"))

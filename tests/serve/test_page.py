@@ -12,7 +12,7 @@ from plain_words import PlainWords, small_tokenizer
 from scripted import Scripted
 from served import served
 from superstep.serve.app import make_app
-from superstep.serve.scheduling.request import Info
+from superstep.serve.scheduling.request import ModelInfo
 
 pytestmark = pytest.mark.skipif(browser.PATH is None, reason=f"none of {', '.join(browser.NAMES)} is installed")
 
@@ -73,7 +73,7 @@ def opened():
 
 @contextmanager
 def talking(page):
-    info = Info(
+    info = ModelInfo(
         name=NAME, vocab=TOKENIZER.vocab, context_tokens=4096, version="v", end_of_text=(TOKENIZER.end_of_text,)
     )
     backend = Scripted(info, lambda request: [])

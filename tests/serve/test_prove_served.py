@@ -19,7 +19,7 @@ from superstep.numerics import invariant_attention
 from superstep.plan.model.hf_config import to_hf_config
 from superstep.plan.resolution.resolve import resolve
 from superstep.serve.batch_generate import generate
-from superstep.serve.compute.kv_cache import KeyStore
+from superstep.serve.compute.kv_cache import KvCache
 from superstep.serve.config import ServeConfig
 from superstep.serve.drafting.speculate import Speculation
 from superstep.serve.engine import InferenceEngine
@@ -133,7 +133,7 @@ def _wrong_guess_stands():
 @contextmanager
 def _refused_key_stays():
     """What was guessed where another token was drawn keeps its key, in a page that is known once it is full."""
-    judge, write, kept = Speculation.judge, KeyStore.write, set()
+    judge, write, kept = Speculation.judge, KvCache.write, set()
 
     def judging(self, live, drawn):
         if live.guessed and len(drawn) <= len(live.guessed) and drawn[-1] != live.guessed[len(drawn) - 1]:
@@ -147,7 +147,7 @@ def _refused_key_stays():
         if layer == len(self.keys) - 1:
             kept.difference_update(slots.tolist())
 
-    with mock.patch.object(Speculation, "judge", judging), mock.patch.object(KeyStore, "write", writing):
+    with mock.patch.object(Speculation, "judge", judging), mock.patch.object(KvCache, "write", writing):
         yield
 
 

@@ -16,8 +16,8 @@ from superstep.errors import ConfigError, StateError
 from superstep.model.hf import FILE
 from superstep.model.peft_adapter import linears_of, write_adapter
 from superstep.plan.model.hf_config import from_hf_config
-from superstep.serve.api.admin_backend import Admin, Several
-from superstep.serve.api.backend import Away
+from superstep.serve.api.admin_backend import Admin, EngineGroup
+from superstep.serve.api.backend import BackendAway
 from superstep.serve.app import make_app
 from superstep.serve.config import ServeConfig
 from superstep.serve.files.weights import publish
@@ -77,13 +77,13 @@ def test_where_one_fails_the_others_go_back_and_it_is_named(deed):
     engines = [Steady(), Steady(), Steady()]
     engines[1].fails = StateError("path = '/new': damaged.")
     with pytest.raises(StateError, match=r"^path = '/new': damaged. \(replica 1 of 3; the others stay as they were\)$"):
-        asyncio.run(Several(engines).do(deed))
+        asyncio.run(EngineGroup(engines).do(deed))
     assert [one.deeds for one in engines] == [[deed, ("back", deed)], [deed], [deed, ("back", deed)]]
 
 
 def test_all_are_told_and_the_first_that_does_not_serve_is_shown():
     engines = [Steady(), Steady(), Steady()]
-    several = Several(engines)
+    several = EngineGroup(engines)
     assert asyncio.run(several.do(ChangeWeights("/new"))).version == "/new"
     assert [one.deeds for one in engines] == [[ChangeWeights("/new")]] * 3
     engines[2].standing = EngineStatus(state="paused", version="/new")
@@ -95,31 +95,31 @@ def test_what_fails_on_all_is_told_as_of_one():
     for one in engines:
         one.fails = ConfigError("wake: the engine is not asleep.")
     with pytest.raises(ConfigError, match=r"^wake: the engine is not asleep\.$"):
-        asyncio.run(Several(engines).do(Wake()))
+        asyncio.run(EngineGroup(engines).do(Wake()))
     assert [one.deeds for one in engines] == [[Wake()], [Wake()]]
 
 
 def test_nothing_begins_while_one_is_away():
     engines = [Steady(), Steady()]
     engines[1].is_there = False
-    with pytest.raises(Away, match=r"replica 1 of 2 is not there, and nothing was changed; ask again\.$"):
-        asyncio.run(Several(engines).do(Pause("abort")))
+    with pytest.raises(BackendAway, match=r"replica 1 of 2 is not there, and nothing was changed; ask again\.$"):
+        asyncio.run(EngineGroup(engines).do(Pause("abort")))
     assert [one.deeds for one in engines] == [[], []]
 
 
 def test_one_that_cannot_go_back_is_told_of():
     engines = [Steady(), Steady()]
     engines[0].fails_back = StateError("'/old' is gone.")
-    engines[1].fails = Away("the engine was lost on the way. Ask again.")
-    with pytest.raises(Away, match=r"\(replica 1 of 2; replica 0 could not go back: '/old' is gone\.\)$"):
-        asyncio.run(Several(engines).do(ChangeWeights("/new")))
+    engines[1].fails = BackendAway("the engine was lost on the way. Ask again.")
+    with pytest.raises(BackendAway, match=r"\(replica 1 of 2; replica 0 could not go back: '/old' is gone\.\)$"):
+        asyncio.run(EngineGroup(engines).do(ChangeWeights("/new")))
 
 
 def test_what_takes_memory_waits_for_what_is_undone_and_a_pause_does_not():
     async def run():
         engines = [Steady(), Steady()]
         engines[1].fails = StateError("no.")
-        several = Several(engines)
+        several = EngineGroup(engines)
         await asyncio.gather(
             several.do(ChangeWeights("/a")),
             several.do(ChangeWeights("/b")),
@@ -137,7 +137,7 @@ def test_together_they_have_what_each_of_them_has():
     tone, other = AdapterInfo(name="tone", version="v1"), AdapterInfo(name="other", version="v2")
     engines[0].standing = EngineStatus(version="v", adapters=(tone, other))
     engines[1].standing = EngineStatus(version="v", adapters=(AdapterInfo(name="other", version="v3"), tone))
-    assert Several(engines).standing.adapters == (tone,)
+    assert EngineGroup(engines).standing.adapters == (tone,)
 
 
 @pytest.fixture(scope="module")
@@ -253,7 +253,7 @@ def test_pauses_sleep_and_abort_reach_every_replica(server, made):
     assert [told_by(one)[0] for one in found] == alone
     assert all(count.running == 0 for count in counted)
 
-    server.members[1].do, real = _fails(Away("lost on the way. Ask again.")), server.members[1].do
+    server.members[1].do, real = _fails(BackendAway("lost on the way. Ask again.")), server.members[1].do
     for path in ("pause?mode=wait", "sleep"):
         assert server.admin(path).status_code == 503
         assert [one.health().state for one in server.members] == ["ready", "ready"]
@@ -262,7 +262,7 @@ def test_pauses_sleep_and_abort_reach_every_replica(server, made):
     assert [one.health().state for one in server.members] == ["asleep", "asleep"]
     assert {one.status_code for one in each(server, server.ask)} == {503}
     # One that cannot wake keeps the others asleep; asked again, all wake.
-    server.members[0].do, real = _fails(Away("lost on the way. Ask again.")), server.members[0].do
+    server.members[0].do, real = _fails(BackendAway("lost on the way. Ask again.")), server.members[0].do
     refused = server.admin("wake", {"path": made[2].path.name})
     server.members[0].do = real
     assert (refused.status_code, "replica 0 of 2" in refused.text) == (503, True)

@@ -15,21 +15,21 @@ from superstep.plan.model.lookup import shape_of
 from superstep.serve.engine import InferenceEngine
 from superstep.serve.scheduling.capacity_forecast import ServerSetup, crowds, firsts, rooms
 from superstep.serve.scheduling.kv_pages import Pages
-from superstep.serve.scheduling.request import Info, Request, Sampling
+from superstep.serve.scheduling.request import ModelInfo, Request, Sampling
 from superstep.serve.scheduling.simulate import Arrival, simulate
 from superstep.serve.scheduling.step import Budget
-from superstep.serve.scheduling.step_log import LogFile, Setting, StepRecorder, read_log, samples, work_of
+from superstep.serve.scheduling.step_log import LogFile, LogSettings, StepRecorder, read_log, samples, work_of
 
 WAY = ComputeMode(name="fp32", tp=1, block_keys=8, is_paged=True)
 MODEL = model_of_rank(shape_of(ModelConfig(name="tiny")), tp=1, number_bytes=4)
 
 
 def setting(pages, budget):
-    return Setting(model=MODEL, page_tokens=4, pages=pages, budget=budget, way=WAY)
+    return LogSettings(model=MODEL, page_tokens=4, pages=pages, budget=budget, way=WAY)
 
 
 def engine(pages, budget, watch):
-    info = Info(name="counting", vocab=V, context_tokens=64, end_of_text=(), version="v")
+    info = ModelInfo(name="counting", vocab=V, context_tokens=64, end_of_text=(), version="v")
     return InferenceEngine(Counting(), info, Pages(pages, 4), budget, watch=watch)
 
 

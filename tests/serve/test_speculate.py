@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from paged_toy import SIZE, PagedToy, V
 from superstep.serve.batch_generate import generate
-from superstep.serve.compute.draft_model import SmallModel
+from superstep.serve.compute.draft_model import DraftModel
 from superstep.serve.compute.flat_batch import RequestRows
 from superstep.serve.compute.kv_cache import together
-from superstep.serve.drafting.ngram_drafter import LONGEST, SHORTEST, TRIED, Lookup
-from superstep.serve.drafting.speculate import MOST_MISSES, FromText, Pace, Speculation
+from superstep.serve.drafting.ngram_drafter import LONGEST, SHORTEST, TRIED, PairLookup
+from superstep.serve.drafting.speculate import MOST_MISSES, DraftPace, NgramDrafter, Speculation
 from superstep.serve.engine import InferenceEngine
 from superstep.serve.scheduling.kv_pages import Pages
-from superstep.serve.scheduling.request import Info, Request, Sampling
+from superstep.serve.scheduling.request import ModelInfo, Request, Sampling
 from superstep.serve.scheduling.step import Budget
 
 CONTEXT = 48
@@ -76,7 +76,7 @@ class Parity:
 
 
 def engine(guesser=None, *, pages=100, tokens=64, requests=6, most=4, ends=(19,), **other):
-    info = Info(name="toy", vocab=V, context_tokens=CONTEXT, end_of_text=ends, version="v")
+    info = ModelInfo(name="toy", vocab=V, context_tokens=CONTEXT, end_of_text=ends, version="v")
     made = InferenceEngine(
         PagedToy(pages, **other),
         info,
@@ -91,7 +91,7 @@ def engine(guesser=None, *, pages=100, tokens=64, requests=6, most=4, ends=(19,)
 
 def small(pages, **other):
     """The same model, or one a little different, as the one that guesses."""
-    return SmallModel(PagedToy(pages, **other), vocab=V, page_tokens=SIZE)
+    return DraftModel(PagedToy(pages, **other), vocab=V, page_tokens=SIZE)
 
 
 def samplings(dice):
@@ -136,7 +136,12 @@ def test_answers_do_not_depend_on_guesses(seed):
         "most": dice.randint(1, 9),
     }
     known = [answer.ids for answer in plain]
-    guessers = (FromText(), Knowing(known, dice, 0.2), Knowing(known, dice, 1.0), small(tight["pages"], sharpness=2.9))
+    guessers = (
+        NgramDrafter(),
+        Knowing(known, dice, 0.2),
+        Knowing(known, dice, 1.0),
+        small(tight["pages"], sharpness=2.9),
+    )
     for guesser in guessers:
         made = engine(guesser, **tight)
         assert same(checked(made, prompts, asked), plain)
@@ -207,7 +212,7 @@ def test_rows_of_guesses_are_computed_side_by_side():
 
 
 def test_a_poor_guesser_rests_and_a_good_one_does_not():
-    pace, guessed = Pace(), []
+    pace, guessed = DraftPace(), []
     for known in range(300):
         if not pace.is_resting(known):
             guessed.append(known)
@@ -246,7 +251,7 @@ def searched(tokens, most):
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=80), st.integers(1, 8))
 @settings(max_examples=60)
 def test_a_text_is_looked_up_where_its_end_stood_before(tokens, most):
-    lookup = Lookup()
+    lookup = PairLookup()
     for size in range(1, len(tokens) + 1):
         assert lookup.guess(tokens[:size], most) == searched(tokens[:size], most)
 
@@ -263,4 +268,4 @@ def test_a_text_is_looked_up_where_its_end_stood_before(tokens, most):
     ],
 )
 def test_a_guess_is_what_followed(text, guess):
-    assert Lookup().guess(text, 4) == guess
+    assert PairLookup().guess(text, 4) == guess

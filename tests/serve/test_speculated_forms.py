@@ -9,11 +9,11 @@ from paged_toy import SIZE, PagedToy
 from schemas import SCHEMAS, composed, valid
 from spellings import byte_level
 from superstep.serve.batch_generate import generate
-from superstep.serve.compute.draft_model import SmallModel
-from superstep.serve.drafting.speculate import FromText, Speculation
+from superstep.serve.compute.draft_model import DraftModel
+from superstep.serve.drafting.speculate import NgramDrafter, Speculation
 from superstep.serve.engine import InferenceEngine
 from superstep.serve.scheduling.kv_pages import Pages
-from superstep.serve.scheduling.request import Constraint, Info, Sampling
+from superstep.serve.scheduling.request import Constraint, ModelInfo, Sampling
 from superstep.serve.scheduling.step import Budget
 from superstep.serve.text.grammar import Grammars
 from superstep.serve.text_backend import make_matchers
@@ -28,7 +28,7 @@ def answered(schemas, guesser):
     vocab, end = tokenizer.vocab, tokenizer.end_of_text
     closers = [end, *(tokenizer.core.token_to_id(name) for name in CLOSERS)]
     matchers = make_matchers(Grammars(tokenizer, vocab=vocab), vocab)
-    info = Info(name="toy", vocab=vocab, context_tokens=CONTEXT, end_of_text=(end,), version="v")
+    info = ModelInfo(name="toy", vocab=vocab, context_tokens=CONTEXT, end_of_text=(end,), version="v")
     budget = Budget(tokens=256, requests=24)
     engine = InferenceEngine(
         PagedToy(PAGES, vocab=vocab), info, Pages(PAGES, SIZE), budget, matchers, Speculation(guesser, 4)
@@ -51,8 +51,8 @@ def answered(schemas, guesser):
 def assert_guesses_change_nothing(schemas):
     tokenizer = byte_level()
     plain, _ = answered(schemas, None)
-    small = SmallModel(PagedToy(PAGES, vocab=tokenizer.vocab), vocab=tokenizer.vocab, page_tokens=SIZE)
-    for guesser in (FromText(), small):
+    small = DraftModel(PagedToy(PAGES, vocab=tokenizer.vocab), vocab=tokenizer.vocab, page_tokens=SIZE)
+    for guesser in (NgramDrafter(), small):
         found, counters = answered(schemas, guesser)
         assert [(one.tokens, one.finish) for one in found] == [(one.tokens, one.finish) for one in plain]
         assert counters.accepted_tokens > 0

@@ -8,12 +8,12 @@ import torch
 from schemas import obj
 from spellings import byte_level
 from superstep.errors import ConfigError
-from superstep.serve.api.text_protocol import Said, TextProtocol, ToolUse
+from superstep.serve.api.text_protocol import AnswerPiece, TextProtocol, ToolUse
 from superstep.serve.drafting.grammar_protocol import Matchers
 from superstep.serve.scheduling.request import Constraint, Request, Sampling
 from superstep.serve.text.chat_template import DEFAULT, DEFAULT_STOPS, ChatTemplate
 from superstep.serve.text.grammar import Grammars
-from superstep.serve.text_backend import ModelWords, make_matchers
+from superstep.serve.text_backend import TextBackend, make_matchers
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": obj(a={"type": "boolean"})}}
 USE = ToolUse(tools=(TOOL,), is_required=True)
@@ -25,7 +25,7 @@ def made():
     tokenizer = byte_level()
     grammars = Grammars(tokenizer, vocab=tokenizer.vocab + 9)
     templates = [ChatTemplate({"default": DEFAULT}, stops=DEFAULT_STOPS), ChatTemplate({"default": MISTRAL})]
-    yield [ModelWords(tokenizer, template, grammars) for template in templates], grammars, tokenizer
+    yield [TextBackend(tokenizer, template, grammars) for template in templates], grammars, tokenizer
     for template in templates:
         template.close()
 
@@ -89,7 +89,7 @@ def test_calls_are_asked_for_and_read_back(made):
     for token in [*tokens, tokenizer.end_of_text]:
         said += calls.push(reader.push(token))
     said += [*calls.push(reader.end()), *calls.end()]
-    assert said == [Said(call=0, name="add", arguments=json.dumps({"a": True}))]
+    assert said == [AnswerPiece(call=0, name="add", arguments=json.dumps({"a": True}))]
     with pytest.raises(AssertionError, match="not allowed"):
         form.advance(tokenizer.end_of_text)
 

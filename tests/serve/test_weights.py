@@ -23,9 +23,9 @@ from superstep.plan.config import ModelConfig
 from superstep.plan.model.lookup import shape_of
 from superstep.serve.batch_generate import generate
 from superstep.serve.build_engine import KnownModel, load_rank, open_both, open_engine
-from superstep.serve.compute.compiled.compiled_decoder import Compiled
+from superstep.serve.compute.compiled.compiled_decoder import CompiledDecoder
 from superstep.serve.compute.flat_batch import RequestRows, Rows, to_numbers
-from superstep.serve.compute.kv_cache import KeyStore
+from superstep.serve.compute.kv_cache import KvCache
 from superstep.serve.compute.linears.fused_linears import Linears
 from superstep.serve.compute.runner import model_runner
 from superstep.serve.compute.runner.model_runner import follow
@@ -286,7 +286,7 @@ def test_after_a_change_an_engine_is_as_one_that_was_opened_with_those_weights(p
     assert before != fresh
     assert steward.swap(other.path) == other.version
     assert first_words(engine) == fresh
-    assert ("kernels" in FAST[kind]) == isinstance(steward.model._forward, Compiled)
+    assert ("kernels" in FAST[kind]) == isinstance(steward.model._forward, CompiledDecoder)
     steward.sleep()
     params = steward.model.party.memory._served.params.values()
     assert all(held.values.untyped_storage().size() == 0 for held in params)
@@ -518,8 +518,8 @@ def test_sleep_takes_no_answer_away(folder, published, who):
 def test_a_small_models_keys_go_to_sleep_and_are_computed_again(folder, keeps_weights, monkeypatch):
     """The same model as the small one is always right, but where it lacks a key."""
     stores = []
-    made = KeyStore.__init__
-    monkeypatch.setattr(KeyStore, "__init__", lambda self, **room: (stores.append(self), made(self, **room))[1])
+    made = KvCache.__init__
+    monkeypatch.setattr(KvCache, "__init__", lambda self, **room: (stores.append(self), made(self, **room))[1])
     engine, steward = open_both(folder, guessing(folder, "small"))
     for number in range(3):
         sampling = Sampling(max_tokens=30, ignore_eos=True, seed=number)

@@ -312,7 +312,9 @@ def _write_parts(memories, root, monkeypatch, displaced=None):
     """As the launcher of the only host that is left has them written."""
     monkeypatch.setattr(elastic, "RankPeers", lambda rank, size: SingleProcess())
     handles = Handles(owner=os.getpid(), numbers=tuple(memory.handle for memory in memories))
-    parts = elastic.Parts(handles=(handles,), state=(4, 0), folder=RunFolder(root=root), keep=1, displaced=displaced)
+    parts = elastic.StateParts(
+        handles=(handles,), state=(4, 0), folder=RunFolder(root=root), keep=1, displaced=displaced
+    )
     elastic.write_parts(World(0, 1, Device("cpu")), parts)
 
 

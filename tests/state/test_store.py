@@ -10,7 +10,7 @@ import pytest
 import runs
 from longer import longer
 from superstep.cli.main import main
-from superstep.errors import Damaged, Fault, StateError
+from superstep.errors import DamagedCheckpoint, Fault, StateError
 from superstep.state.checkpoint_dirs import checkpoints
 from superstep.state.object_store.store import CheckpointStore
 from superstep.state.object_store.store_sync import Mirror, fetch_newest
@@ -117,14 +117,14 @@ def test_what_is_damaged_there_is_seen_and_passed_over(here, url, capsys):
     assert main(["checkpoint", "list", url]) == 0
     assert main(["checkpoint", "verify", url]) == 1
     assert "has other bits than were written" in capsys.readouterr().out
-    with pytest.raises(Damaged):
+    with pytest.raises(DamagedCheckpoint):
         store.prune(1)
     assert store.steps() == [4, 6], "nothing is removed while the newest is not whole"
     found = fetch_newest(store, here / "fetched")
     assert [path.name for path in checkpoints(here / "fetched")] == ["step-000004"]
     assert "step-000006 is passed over" in found[0]
     _flip(url, "step-000004/manifest.json", 40)
-    with pytest.raises(Damaged):
+    with pytest.raises(DamagedCheckpoint):
         store.manifest(4)
 
 

@@ -15,7 +15,7 @@ from superstep.engine.saved_activations import with_kept
 from superstep.model.decoder import Sliding, attention_of, flash
 from superstep.plan.resolution.resolve import resolve
 from superstep.serve.compute.flat_batch import RequestRows
-from superstep.serve.compute.kv_cache import FEW, KeyStore
+from superstep.serve.compute.kv_cache import FEW, KvCache
 from superstep.serve.compute.paged_attention import PagedAttention
 
 pytestmark = pytest.mark.strict
@@ -113,7 +113,7 @@ def served(step, window, dtype, width, heads, place):
         pages = -(-(first + count) // PAGE_TOKENS)
         parts.append(RequestRows(first=first, count=count, pages=tuple(range(page, page + pages))))
         page += pages
-    store = KeyStore(
+    store = KvCache(
         layers=2, pages=90, page_tokens=PAGE_TOKENS, kv_heads=heads[1], head_dim=width, dtype=dtype, device=place
     )
     generator = torch.Generator().manual_seed(1)

@@ -19,11 +19,11 @@ from superstep.comm.mesh import build_mesh
 from superstep.engine.engine import Engine
 from superstep.engine.executor import Executor
 from superstep.engine.microbatch import microbatches_of, rows
-from superstep.errors import Lost
+from superstep.errors import RankLost
 from superstep.launch.ranks import launch_on
 from superstep.model.axes import units
 from superstep.monitor import hang_rules
-from superstep.monitor.activity import Doing
+from superstep.monitor.activity import Activity
 from superstep.monitor.hang_detector import HangDetector
 from superstep.plan.resolution.resolve import resolve
 from superstep.program.instructions import Backward
@@ -128,7 +128,7 @@ class Judge:
 
     def is_held_up(self, places):
         """By what the two ranks' GPUs do."""
-        return Doing.OTHER in places or ((self.folder / "held up").exists() and Doing.WAITS in places)
+        return Activity.OTHER in places or ((self.folder / "held up").exists() and Activity.WAITS in places)
 
 
 def launch(monkeypatch, folder, layout, fault, **lowered):
@@ -138,7 +138,7 @@ def launch(monkeypatch, folder, layout, fault, **lowered):
 
 @pytest.mark.parametrize("fault", [sleeps_in_a_backward_pass, has_a_kernel_without_end])
 def test_the_rank_that_hangs_is_named(monkeypatch, tmp_path, fault):
-    with pytest.raises(Lost, match=r"instruction backward u\d+ m0.* hangs: no host and no GPU has gone on") as lost:
+    with pytest.raises(RankLost, match=r"instruction backward u\d+ m0.* hangs: no host and no GPU has gone on") as lost:
         launch(monkeypatch, tmp_path, ZERO_3, fault, GPU_S=1.0, GPU_TIMES=0.0)
     assert lost.value.rank == ON_RANK
     assert lost.value.step == STEPS

@@ -13,7 +13,7 @@ from superstep.comm.mesh import build_mesh
 from superstep.comm.objects import RankPeers
 from superstep.engine.engine import Engine
 from superstep.engine.microbatch import microbatches_of, rows
-from superstep.numerics.fixed_point import PARAMETER, Excess
+from superstep.numerics.fixed_point import PARAMETER, RangeExcess
 from superstep.plan.resolution.resolve import resolve
 from superstep.train.policy.corruption_check import Integrity
 from superstep.train.proof.prove_tolerance import TIMEOUT
@@ -107,7 +107,7 @@ def test_the_host_waits_for_the_rows_of_exact_experts(pool):
 
 @pytest.mark.parametrize("term", [1.0, math.inf, math.nan])
 def test_a_term_without_room_is_found_at_the_end_of_a_step(term):
-    excess, gpu = Excess(), torch.device("cuda", 0)
+    excess, gpu = RangeExcess(), torch.device("cuda", 0)
     grid = PARAMETER.of(4, "the gradient of w", excess)
     large = torch.full((3,), term * grid.limit).to(gpu)
     device_module().take_host_waits()

@@ -12,7 +12,7 @@ from strict_ranks import prove_bits_on_gpus, prove_on_gpus
 from superstep.comm.backend import Transport
 from superstep.comm.device import Device
 from superstep.kernels import attention, cpu_library
-from superstep.kernels.compile_cpp import Built
+from superstep.kernels.compile_cpp import BuildResult
 from superstep.launch.ranks import World
 from superstep.model.unit import initial
 from superstep.plan.config import LoraConfig
@@ -148,7 +148,7 @@ def write_bits_on_cpu(rank, world, run, folder):
     """By torch alone, as a GPU has none of the kernels of ``superstep.kernels`` for exact mode on CPUs."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (cpu_library, attention):
-            patch.setattr(module, "compile_library", lambda: Built(None, "a GPU has none"))
+            patch.setattr(module, "compile_library", lambda: BuildResult(None, "a GPU has none"))
         return write_bits(World(rank, world, Device("cpu")), run, batches(run), folder, stop=1)
 
 

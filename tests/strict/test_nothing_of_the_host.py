@@ -16,7 +16,7 @@ from superstep.comm.mesh import build_mesh
 from superstep.engine.engine import Engine
 from superstep.engine.measure import probe_kernels
 from superstep.engine.measure.launch_cost import launch_s
-from superstep.engine.measure.probe_kernels import Gauge, measure_operations
+from superstep.engine.measure.probe_kernels import TimingOptions, measure_operations
 from superstep.engine.microbatch import microbatches
 from superstep.model.axes import units
 from superstep.numerics.policy import PolicyLoss
@@ -37,8 +37,8 @@ def test_what_is_measured_is_on_the_gpu(dtype, monkeypatch):
     monkeypatch.setattr(probe_kernels, "KEPT_BYTES", probe_kernels.KEPT_BYTES | {"cuda": 4 * LARGEST_BYTES})
     monkeypatch.setattr(probe_kernels, "SIZES", probe_kernels.SIZES | {"cuda": (LARGEST_BYTES // 4, LARGEST_BYTES)})
     with Operators() as operators:
-        products, copies = measure_operations(OPERATIONS, dtype, Gauge(device=GPU, budget_s=0.0))
-        launch_s(Gauge(device=GPU, budget_s=0.0))
+        products, copies = measure_operations(OPERATIONS, dtype, TimingOptions(device=GPU, budget_s=0.0))
+        launch_s(TimingOptions(device=GPU, budget_s=0.0))
     assert len(products) == 4
     assert {copy.kernel for copy in copies} == set(probe_kernels.PASSES)
     assert max(copy.bytes for copy in copies) == LARGEST_BYTES

@@ -8,7 +8,7 @@ import torch
 import low_rank
 from served_ranks import served_by
 from strict_ranks import gpu_of
-from superstep.serve.compute.sampler import SamplingContext, Totals, draw
+from superstep.serve.compute.sampler import LogitTotals, SamplingContext, draw
 from superstep.serve.config import NGRAM, ServeConfig
 from superstep.serve.scheduling.request import Request, Sampling
 
@@ -58,5 +58,5 @@ def test_the_host_waits_once_for_what_was_drawn(pool, tmp_path, name):
 
 def test_a_form_that_the_host_keeps_holds_logits_of_a_gpu():
     logits, allowed = torch.tensor([3.0, 1.0, 2.0], device="cuda"), torch.tensor([False, True, True])
-    told = draw(logits, Totals(3.0, 0.4, 0), Sampling(temperature=0), SamplingContext((), (), allowed), 0)
+    told = draw(logits, LogitTotals(3.0, 0.4, 0), Sampling(temperature=0), SamplingContext((), (), allowed), 0)
     assert told.token == 2

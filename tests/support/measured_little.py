@@ -26,11 +26,11 @@ def measuring_little() -> Iterator[None]:
         "SIZES": dict.fromkeys(probe_kernels.SIZES, (2**12, 2**15)),
     }
     messages = {"SIZES": dict.fromkeys(probe_collectives.SIZES, (2**12, 2**16)), "REPEATS": 3}
-    gauge = partial(probe_kernels.Gauge, budget_s=0.0)
+    gauge = partial(probe_kernels.TimingOptions, budget_s=0.0)
     with (
         mock.patch.multiple(probe_kernels, **sizes),
         mock.patch.multiple(probe_collectives, **messages),
-        mock.patch.object(probe_machine, "Gauge", gauge),
+        mock.patch.object(probe_machine, "TimingOptions", gauge),
     ):
         yield
 

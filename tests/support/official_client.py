@@ -11,7 +11,7 @@ from plain_words import PlainWords, small_tokenizer
 from scripted import Scripted
 from served import served
 from superstep.serve.app import make_app
-from superstep.serve.scheduling.request import Info, Request
+from superstep.serve.scheduling.request import ModelInfo, Request
 
 TOKENIZER = small_tokenizer()
 ANSWER = "naïve 😀 café"
@@ -47,7 +47,7 @@ class OfficialClient:
 @contextmanager
 def official_client() -> Iterator[OfficialClient]:
     """Serves until the block ends."""
-    info = Info(
+    info = ModelInfo(
         name="small",
         vocab=TOKENIZER.vocab,
         context_tokens=256,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from superstep.data.tokenizer import Tokenizer, train_tokenizer
 from superstep.errors import ConfigError
-from superstep.serve.api.text_protocol import Json, Said, ToolUse
+from superstep.serve.api.text_protocol import AnswerPiece, Json, ToolUse
 from superstep.serve.scheduling.request import Constraint
 
 TEXTS = [
@@ -67,26 +67,26 @@ class PlainToolReader:
     text: str = ""
     calls: int = 0
 
-    def push(self, text: str) -> list[Said]:
+    def push(self, text: str) -> list[AnswerPiece]:
         """What is certain now."""
         self.text += text
-        said: list[Said] = []
+        said: list[AnswerPiece] = []
         while match := re.match(r"(?s)(.*?)<call>(\w+) (.*?)</call>", self.text):
-            said += [Said(content=match[1])] if match[1] else []
+            said += [AnswerPiece(content=match[1])] if match[1] else []
             half = len(match[3]) // 2
-            said.append(Said(call=self.calls, name=match[2], arguments=match[3][:half]))
-            said.append(Said(call=self.calls, arguments=match[3][half:]))
+            said.append(AnswerPiece(call=self.calls, name=match[2], arguments=match[3][:half]))
+            said.append(AnswerPiece(call=self.calls, arguments=match[3][half:]))
             self.text = self.text[match.end() :]
             self.calls += 1
         if "<" not in self.text and self.text:
-            said.append(Said(content=self.text))
+            said.append(AnswerPiece(content=self.text))
             self.text = ""
         return said
 
-    def end(self) -> list[Said]:
+    def end(self) -> list[AnswerPiece]:
         """The rest, as text."""
         rest, self.text = self.text, ""
-        return [Said(content=rest)] if rest else []
+        return [AnswerPiece(content=rest)] if rest else []
 
 
 @dataclass

@@ -7,7 +7,7 @@ from dataclasses import replace
 from superstep.hardware.cluster_file import cluster
 from superstep.plan.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from superstep.planner.price import pricing_of
-from superstep.planner.search import Side
+from superstep.planner.search import PricedProblem
 from superstep.planner.search_problem import SearchProblem
 
 
@@ -40,12 +40,12 @@ def problem_of(
     )
 
 
-def side_of(problem: SearchProblem) -> Side:
+def side_of(problem: SearchProblem) -> PricedProblem:
     """A problem with what prices it."""
-    return Side(problem=problem, pricing=pricing_of(problem))
+    return PricedProblem(problem=problem, pricing=pricing_of(problem))
 
 
-def everything(side: Side):
+def everything(side: PricedProblem):
     """All plans of a small space."""
     space = side.space
     return space.with_shardings(space.with_schedules(space.cores()))

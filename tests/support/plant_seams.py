@@ -11,6 +11,7 @@ import torch.distributed as dist
 import small
 from superstep.comm import collectives
 from superstep.engine import adamw, build_modules, executor
+from superstep.engine import microbatch as batches_module
 from superstep.engine.attention import choose_attention
 from superstep.engine.engine import Engine
 from superstep.engine.executor import Executor
@@ -18,7 +19,6 @@ from superstep.engine.flat import buffers, sync
 from superstep.engine.parallel import expert, ring, tensor, ulysses
 from superstep.plan.sharding.sequence import blocks
 from superstep.program.instructions import BackwardWeight
-from superstep.engine import microbatch as batches_module
 from superstep.train.proof import prove_tolerance
 
 

@@ -24,7 +24,7 @@ from superstep.engine.engine import Engine
 from superstep.engine.microbatch import microbatches, rows
 from superstep.launch.stack_dump import answering
 from superstep.model.axes import units
-from superstep.monitor.status_page import Heart, Page
+from superstep.monitor.status_page import HeartbeatWriter, StatusPage
 from superstep.plan.config_io import write_config
 from superstep.program.instructions import Reduce
 from superstep.program.text import write_program
@@ -113,8 +113,8 @@ def train_over_gloo(rank, world, run, place):
 def train(rank, world, run, place):
     """What each rank of the pool does."""
     mesh = build_mesh(run.plan, rank, Device("cpu"), timeout=timedelta(seconds=60))
-    page = Page(f":{rank}")
-    heart = answering(Heart(os.dup(page.handle)))
+    page = StatusPage(f":{rank}")
+    heart = answering(HeartbeatWriter(os.dup(page.handle)))
     engine = Engine(run, units(run.shape), mesh, heart=heart)
     folder = RunFolder(root=Path(place))
     planted = Planted(folder.root, rank, engine._executor)

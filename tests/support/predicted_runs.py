@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from superstep.cost.program.time.op_prices import Measured
+from superstep.cost.program.time.op_prices import MeasuredMachine
 from superstep.cost.program.time.prediction_file import PredictedFrom, write_predicted_from
 from superstep.hardware.chip import CopyRate, ProductRate
 from superstep.hardware.cluster_file import cluster
@@ -17,7 +17,7 @@ _CHIP = replace(
     products=(ProductRate(rate="fp32", rows=64, width=64, inner=64, flops_per_s=3e10),),
     copies=(CopyRate(bytes=1 << 20, bytes_per_s=7e9),),
 )
-MEASURED = Measured(cluster=replace(_USUAL, chip=_CHIP), rate="fp32", is_host=True)
+MEASURED = MeasuredMachine(cluster=replace(_USUAL, chip=_CHIP), rate="fp32", is_host=True)
 
 
 def keep_predicted_from(folder, run, *, is_weighed=False):

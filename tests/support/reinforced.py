@@ -20,7 +20,7 @@ from superstep.errors import Fault
 from superstep.grade.config import GradeConfig
 from superstep.grade.environment import load_environment
 from superstep.launch.ranks import World
-from superstep.launch.stop_request import Stop
+from superstep.launch.stop_request import StopRequest
 from superstep.model.hf import open_weights
 from superstep.plan.config import (
     DataConfig,
@@ -37,15 +37,15 @@ from superstep.train.run_folder.run_paths import RunFolder
 from superstep.tune.program.instructions import Instruction, Role, Swap
 from superstep.tune.program.order import issue_order
 from superstep.tune.rl import rollout_worker as seat_module
-from superstep.tune.rl.colocated import Iterate
+from superstep.tune.rl.colocated import ColocatedRank
 from superstep.tune.rl.config import RlConfig, RolloutConfig
 from superstep.tune.rl.disaggregated.disaggregated import parties_of, sample_apart, train_apart
 from superstep.tune.rl.initial_policy import with_start
 from superstep.tune.rl.job import RlJob, job_of, reinforce, serve_of
 from superstep.tune.rl.rollout_log import RolloutLog
-from superstep.tune.rl.rollout_worker import RolloutWorker, Seated, TrainerLeft
+from superstep.tune.rl.rollout_worker import RolloutWorker, SamplerSettings, TrainerLeft
 from superstep.tune.rl.sampling import RolloutSampler, TaskGroup, words_of
-from superstep.tune.rl.step_rewards import Learnt
+from superstep.tune.rl.step_rewards import RlStepResult
 
 ENVIRONMENT = """
 from superstep.grade.task import Message, Observation, Done, Task
@@ -197,7 +197,7 @@ def uneven(rank: int, size: int, job: RlJob, limit_s: float, pause_s: float) -> 
         limit_s: how long a collective may take while there is sampling.
         pause_s: so long.
     """
-    world, step, sample = dist.group.WORLD, RolloutSampler._step, Iterate._sample
+    world, step, sample = dist.group.WORLD, RolloutSampler._step, ColocatedRank._sample
     assert world is not None
     usual = timedelta(minutes=1)
 
@@ -206,7 +206,7 @@ def uneven(rank: int, size: int, job: RlJob, limit_s: float, pause_s: float) -> 
             time.sleep(pause_s)
         return step(self, *args)  # type: ignore[arg-type]
 
-    def limited(self: Iterate, *args: object) -> None:
+    def limited(self: ColocatedRank, *args: object) -> None:
         dist.barrier()
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=limit_s), world)
         try:
@@ -216,7 +216,7 @@ def uneven(rank: int, size: int, job: RlJob, limit_s: float, pause_s: float) -> 
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RolloutSampler, "_step", slow)
-        patch.setattr(Iterate, "_sample", limited)
+        patch.setattr(ColocatedRank, "_sample", limited)
         patch.setattr(seat_module, "MESH_TIMEOUT", timedelta(seconds=limit_s))
         patch.setattr(seat_module, "BEAT_S", limit_s / 10)
         return run(rank, size, job)
@@ -253,7 +253,7 @@ def run_apart(
             dist.init_process_group(device.backend, init_method=store, rank=number, world_size=each.size, **bound)
             world = World(number, each.size, device, folder=Path(folder))
 
-            def tell(learnt: Learnt, asked: Stop = world.stop) -> None:
+            def tell(learnt: RlStepResult, asked: StopRequest = world.stop) -> None:
                 told.append(_of(learnt))
                 if learnt.step == stop:
                     asked.ask()
@@ -271,7 +271,9 @@ def run_apart(
 
 def leaves(rank: int, size: int, job: RlJob) -> tuple[list[int], list[int]]:
     """The groups that a sampler draws whose listener leaves after two steps, and those that it draws then."""
-    told = Seated(serve=serve_of(job.run, job.rollout), how=job.rollout, group=job.rl.group, seed=0, start=job.start)
+    told = SamplerSettings(
+        serve=serve_of(job.run, job.rollout), how=job.rollout, group=job.rl.group, seed=0, start=job.start
+    )
     words, environment = words_of(job.start), load_environment(job.rl.environment)
     seat = RolloutWorker(World(rank, size, Device("cpu")), told, words, environment, others=(0, 1))
     looks = 0
@@ -302,7 +304,7 @@ def in_turn(job: RlJob) -> RlJob:
     return replace(job, program=replace(job.program, lanes=lanes))
 
 
-def _of(learnt: Learnt) -> dict:
+def _of(learnt: RlStepResult) -> dict:
     return {
         "step": learnt.step,
         "loss": learnt.result.loss,

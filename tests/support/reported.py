@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from superstep.observe.events import RouterSeen, RunStarted, StepDone
+from superstep.observe.events import RouterStats, RunStarted, StepDone
 
 STEP = StepDone(
     step=1,
@@ -22,7 +22,7 @@ STARTED = RunStarted(
     run="runs/demo", plan="demo, dp 2", parameters=7_000_000, world=2, transport="shared memory", steps=6
 )
 
-ROUTERS = RouterSeen(
+ROUTERS = RouterStats(
     step=2,
     steps=2,
     chosen=((6, 2, 0, 0), (2, 2, 2, 2)),

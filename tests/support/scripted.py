@@ -8,8 +8,16 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from superstep.serve.api.backend import Away, Busy, Health
-from superstep.serve.scheduling.request import Counters, Finish, Info, Request, RequestUpdate, Sampling, TokenOutput
+from superstep.serve.api.backend import BackendAway, BackendBusy, Health
+from superstep.serve.scheduling.request import (
+    Counters,
+    Finish,
+    ModelInfo,
+    Request,
+    RequestUpdate,
+    Sampling,
+    TokenOutput,
+)
 
 Script = Callable[[Request], Sequence[int]]
 
@@ -50,7 +58,7 @@ class Scripted:
         live: requests that are being answered.
     """
 
-    info: Info
+    info: ModelInfo
     script: Script
     adapters: tuple[str, ...] = ()
     at_once: int = 1
@@ -75,14 +83,14 @@ class Scripted:
 
     async def _stream(self, request: Request) -> AsyncGenerator[RequestUpdate, None]:
         if self.is_full:
-            raise Busy("the engine's queue is full; ask again.", retry_after_s=7.0)
+            raise BackendBusy("the engine's queue is full; ask again.", retry_after_s=7.0)
         self.asked.append(request)
         self.live += 1
         try:
             for place, news in enumerate(self._pieces(request)):
                 await self._wait()
                 if place == self.fails_after:
-                    raise Away("the engine was lost; ask again.")
+                    raise BackendAway("the engine was lost; ask again.")
                 yield news
             self.ended[request.id] = "finished"
         finally:

@@ -72,8 +72,8 @@ def measured(world, *args):
     of a CPU's seconds those of a GPU: rates that no machine has are refused.
     """
     monitor = Monitor(world.device.index)
-    quicker = partial(probe_kernels.Gauge, clock=lambda: time.perf_counter() / 1000)
-    with measured_little.measuring_little(), mock.patch.object(measure, "Gauge", quicker):
+    quicker = partial(probe_kernels.TimingOptions, clock=lambda: time.perf_counter() / 1000)
+    with measured_little.measuring_little(), mock.patch.object(measure, "TimingOptions", quicker):
         found = measure._rank(world, *args)
     reports = gather(monitor.report())
     assert [(each.races, each.contexts) for each in reports] == [({}, {rank}) for rank in range(world.size)]

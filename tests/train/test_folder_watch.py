@@ -14,11 +14,11 @@ import runs
 import saved
 from superstep.cli.main import main
 from superstep.comm.device import Device
-from superstep.engine.flat.snapshots import Flushed
+from superstep.engine.flat.snapshots import FlushResult
 from superstep.engine.instruction_timer import HostRecorder
 from superstep.engine.torch_profiler import Profiler
 from superstep.errors import DiskFault, Fault
-from superstep.monitor.status_page import Unwatched
+from superstep.monitor.status_page import NoHeartbeats
 from superstep.observe.events import Saved, Warned
 from superstep.observe.jsonl import JsonLines, last_line, read
 from superstep.observe.tensorboard import TensorBoard
@@ -26,10 +26,10 @@ from superstep.serve.files.weights import open_unfinished
 from superstep.state.checkpoint_dirs import checkpoints, step_of
 from superstep.state.manifest import Position
 from superstep.state.verify import SingleProcess
-from superstep.train.run_folder.after_checkpoint import Written, write_trace
+from superstep.train.run_folder.after_checkpoint import WrittenCheckpoint, write_trace
 from superstep.train.run_folder.folder_watch import FolderWatch
 from superstep.train.run_folder.run_paths import RunFolder, write_whole
-from superstep.train.save_schedule import Saves
+from superstep.train.save_schedule import SaveSchedule
 from superstep.train.saving import report_flushed, save
 from superstep.train.trainer import Trainer
 from superstep.tune.rl.rollout_log import NAME, SNAPSHOTS, RolloutLog
@@ -131,10 +131,10 @@ def profiled(folder):
 
 def test_a_checkpoint_from_a_snapshot_is_told_of_where_it_is(tmp_path):
     old, new = (RunFolder(root=tmp_path / name) for name in ("run", "moved"))
-    trainer = SimpleNamespace(saves=Saves(1, 3), folder=new, _began_in=old)
+    trainer = SimpleNamespace(saves=SaveSchedule(1, 3), folder=new, _began_in=old)
     trainer.flushed_to = partial(Trainer.flushed_to, trainer)
     told = []
-    flushed = Flushed(step=3, bytes=1, seconds=1.0, is_on_disk=True, problems="")
+    flushed = FlushResult(step=3, bytes=1, seconds=1.0, is_on_disk=True, problems="")
     report_flushed(trainer, told.append, flushed)
     assert isinstance(told[-1], Warned), "it went with the folder that was removed"
     for folder in (old, new):
@@ -146,13 +146,13 @@ def test_a_checkpoint_from_a_snapshot_is_told_of_where_it_is(tmp_path):
 
 def test_a_run_whose_snapshots_do_not_come_to_the_disk_ends_once_the_newest_checkpoint_is_too_old(tmp_path):
     folder = RunFolder(root=tmp_path / "run")
-    trainer = SimpleNamespace(saves=Saves(2, 3), folder=folder, _began_in=folder)
+    trainer = SimpleNamespace(saves=SaveSchedule(2, 3), folder=folder, _began_in=folder)
     trainer.flushed_to = partial(Trainer.flushed_to, trainer)
     folder.root.mkdir()
     told = []
 
     def tell(step, problems, **how):
-        flushed = Flushed(step=step, bytes=1, seconds=1.0, is_on_disk=not problems, problems=problems)
+        flushed = FlushResult(step=step, bytes=1, seconds=1.0, is_on_disk=not problems, problems=problems)
         report_flushed(trainer, told.append, flushed, **how)
 
     full = "run/checkpoints cannot be written: No space left on device."
@@ -174,7 +174,7 @@ def test_each_try_of_a_save_looks_where_the_folder_is(tmp_path, monkeypatch):
     old.root.mkdir()
     monkeypatch.setattr("superstep.train.save_schedule.PAUSES_S", (0.0,))
     trainer = SimpleNamespace(
-        saves=Saves(1, 3), folder=old, peers=SingleProcess(), heart=Unwatched(), retry_step_s=lambda: None
+        saves=SaveSchedule(1, 3), folder=old, peers=SingleProcess(), heart=NoHeartbeats(), retry_step_s=lambda: None
     )
     trainer.follow_folder = partial(Trainer.follow_folder, trainer)
 
@@ -183,7 +183,7 @@ def test_each_try_of_a_save_looks_where_the_folder_is(tmp_path, monkeypatch):
             old.root.rename(tmp_path / "moved")
             old.root.mkdir()
             raise DiskFault("the disk is full.")
-        return Written(saved.write(trainer.folder.checkpoints, position.step), 1, ())
+        return WrittenCheckpoint(saved.write(trainer.folder.checkpoints, position.step), 1, ())
 
     trainer.save, told = write, []
     with FolderWatch(old, {}) as trainer.watch, pytest.raises(Fault, match="was moved to"):

@@ -12,7 +12,7 @@ import pytest
 import hurting
 import runs
 from superstep.cli.main import main
-from superstep.errors import Lost
+from superstep.errors import RankLost
 from superstep.run import launch_ranks
 from superstep.state.checkpoint_dirs import checkpoints, step_of
 from superstep.state.snapshots import background_checkpoint
@@ -103,7 +103,7 @@ def test_a_damaged_copy_is_refused_by_name_and_the_next_best_state_is_gone_on_fr
             killer.start()
             try:
                 return launch(lost)
-            except Lost:
+            except RankLost:
                 killer.join()
                 for step in damaged:
                     _flip(memories[1], memories[1].whole()[step])

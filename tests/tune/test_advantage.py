@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from superstep.errors import ConfigError, DataError
-from superstep.tune.advantage import Advantage, Answer, advantages
+from superstep.tune.advantage import Advantage, ScoredAnswer, advantages
 
 REWARDS = st.lists(st.floats(-10, 10, width=16), min_size=2, max_size=16)
 
@@ -44,7 +44,7 @@ def test_equal_rewards_have_no_advantage_whatever_their_mean_is_rounded_to(rewar
 
 
 def group(*rewards, tokens=10, cut=()):
-    return [Answer(reward=r, tokens=tokens + i, is_cut=i in cut) for i, r in enumerate(rewards)]
+    return [ScoredAnswer(reward=r, tokens=tokens + i, is_cut=i in cut) for i, r in enumerate(rewards)]
 
 
 def test_weights_and_divisor_make_the_mean_that_a_paper_has():
@@ -82,7 +82,7 @@ def test_the_penalty_grows_over_the_last_tokens():
     rule = Advantage(max_tokens=20, overlong="penalty", overlong_tokens=8, estimator="dr-grpo")
     lengths = [1, 12, 16, 20]
     penalties = [0.0, 0.0, (20 - 8 - 16) / 8, -1.0]
-    shares = rule.shares([[Answer(reward=1.0, tokens=n) for n in lengths]]).groups[0]
+    shares = rule.shares([[ScoredAnswer(reward=1.0, tokens=n) for n in lengths]]).groups[0]
     mean = sum(penalties) / 4
     assert [share.advantage for share in shares] == pytest.approx([p - mean for p in penalties])
 

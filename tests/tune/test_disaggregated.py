@@ -18,12 +18,12 @@ from superstep.grade.verdict import Verdict
 from superstep.launch.failure import trouble_of
 from superstep.plan.config import LoraConfig
 from superstep.tune.program.instructions import RlSchedule
-from superstep.tune.rl.disaggregated.hub_connection import Line
-from superstep.tune.rl.disaggregated.hub_messages import Here, Retired, SampledGroup
-from superstep.tune.rl.disaggregated.rollout_hub import RolloutHub, Window
+from superstep.tune.rl.disaggregated.hub_connection import HubConnection
+from superstep.tune.rl.disaggregated.hub_messages import Retired, SampledGroup, SamplerHello
+from superstep.tune.rl.disaggregated.rollout_hub import RolloutHub, TaskWindow
 from superstep.tune.rl.from_rank0 import WaitLimit
 from superstep.tune.rl.grading import Grading
-from superstep.tune.rl.rollout import Answered
+from superstep.tune.rl.rollout import TaskAnswer
 from superstep.tune.rl.rollout_log import NAME, RolloutLog
 from superstep.tune.rl.sampling import TaskGroup
 
@@ -110,14 +110,14 @@ def meeting(folder, tmp_path):
         grading = Grading(record, None, 0)
         record.verdicts[3] = ()
         owners = {3: 0, 4: samplers - 1}
-        window = Window(0, ASKED)
+        window = TaskWindow(0, ASKED)
         made = RolloutHub(
             address, record, grading, samplers=samplers, ranks=1, owners=owners, window=window, timeout_s=timeout_s
         )
         return made, record
 
     def line(sampler=0, timeout_s=0.2):
-        return Line(address, Here(sampler, 0), timeout_s)
+        return HubConnection(address, SamplerHello(sampler, 0), timeout_s)
 
     return exchange, line
 
@@ -207,8 +207,8 @@ class ByHand:
 def test_a_step_takes_what_is_graded_within_its_window_and_each_task_is_trained_once(folder, tmp_path):
     record, graders = RolloutLog(tmp_path / NAME), ByHand()
     grading, good = Grading(record, graders, 0), Verdict("ok", 1.0)
-    answer = Answered(strands=(), rollout=Rollout((), "stop"))
-    window, address = Window(1, ASKED), Path(folder) / "samplers"
+    answer = TaskAnswer(strands=(), rollout=Rollout((), "stop"))
+    window, address = TaskWindow(1, ASKED), Path(folder) / "samplers"
     exchange = RolloutHub(
         address, record, grading, samplers=1, ranks=1, owners=dict.fromkeys(range(8), 0), window=window, timeout_s=60.0
     )
@@ -218,7 +218,7 @@ def test_a_step_takes_what_is_graded_within_its_window_and_each_task_is_trained_
         return None if found is None else [group.number for group in found[0]]
 
     with exchange:
-        line = Line(address, Here(0, 0), 60.0)
+        line = HubConnection(address, SamplerHello(0, 0), 60.0)
         for number in (1, 2, 3, 4, 5, 6):
             line.tell(SampledGroup(TaskGroup(number=number, version=0, answers=(answer,))))
         while 6 not in graders.asked:
@@ -298,7 +298,7 @@ def test_what_comes_over_a_line_is_never_unpickled(meeting, folder, tmp_path):
             waits(exchange, range(4, 5))
     address = str(Path(folder) / "trainer")
     with Listener(address, "AF_UNIX") as listener:
-        line = Line(Path(address), Here(0, 0), 60.0)
+        line = HubConnection(Path(address), SamplerHello(0, 0), 60.0)
         with listener.accept() as stranger:
             stranger.send_bytes(planted)
             with pytest.raises(Fault, match=r"^what came from the trainer is no message of its"):

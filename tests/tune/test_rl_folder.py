@@ -23,7 +23,7 @@ from superstep.tune.rl.disaggregated.disaggregated import parties_of, sample_apa
 from superstep.tune.rl.job import RlJob, reinforce
 from superstep.tune.rl.rollout_log import NAME
 from superstep.tune.rl.rollout_worker import RolloutWorker
-from superstep.tune.rl.step_rewards import Learnt
+from superstep.tune.rl.step_rewards import RlStepResult
 
 Change = Callable[[Path], None]
 
@@ -83,7 +83,7 @@ def resume(name, *flags):
 def _train(world: World, job: RlJob, change: Change, step: int = 1) -> bool:
     """The run directory changes once a step is done, before that is saved."""
 
-    def tell(learnt: Learnt) -> None:
+    def tell(learnt: RlStepResult) -> None:
         if world.rank == 0 and learnt.step == step:
             change(job.folder.root)
 

@@ -8,7 +8,7 @@ import time
 import pytest
 
 import reinforced
-from superstep.errors import Lost
+from superstep.errors import RankLost
 from superstep.launch.ranks import World, launch_on
 from superstep.state.checkpoint_dirs import checkpoints
 from superstep.tune.rl.job import RlJob, reinforce
@@ -39,7 +39,7 @@ def test_a_rank_that_hangs_is_named(tmp_path):
     job.folder.root.mkdir(exist_ok=True)
     began_s = time.monotonic()
     with pytest.raises(
-        Lost, match=r"rank 1, host \S+, step 1.*its process \d+ hangs: it has kept Python's lock"
+        RankLost, match=r"rank 1, host \S+, step 1.*its process \d+ hangs: it has kept Python's lock"
     ) as lost:
         launch_on("cpu", 2, _hanging, job)
     assert lost.value.rank == 1

@@ -9,17 +9,17 @@ from types import SimpleNamespace
 import pytest
 
 from superstep.errors import DiskFault
-from superstep.monitor.status_page import Unwatched
+from superstep.monitor.status_page import NoHeartbeats
 from superstep.observe.events import Saved, Warned
 from superstep.plan.config import RunConfig, StateConfig
 from superstep.state.manifest import Position
 from superstep.state.verify import SingleProcess
 from superstep.train import save_schedule
-from superstep.train.run_folder.after_checkpoint import Written
-from superstep.train.save_schedule import Saves
-from superstep.train.snapshot_schedule import Copies
+from superstep.train.run_folder.after_checkpoint import WrittenCheckpoint
+from superstep.train.save_schedule import SaveSchedule
+from superstep.train.snapshot_schedule import SnapshotSchedule
 from superstep.tune.rl.config import RlConfig, RolloutConfig
-from superstep.tune.rl.rl_step import Training
+from superstep.tune.rl.rl_step import RlTraining
 
 STEPS = 10
 
@@ -32,9 +32,9 @@ class Disk:
         config = replace(config, data=replace(config.data, sequence_tokens=8))
         self.run = SimpleNamespace(config=config)
         self.position = Position(step=0)
-        self.saves = Saves(2, 2)
-        self.heart = Unwatched()
-        self.copies = Copies(None)
+        self.saves = SaveSchedule(2, 2)
+        self.heart = NoHeartbeats()
+        self.copies = SnapshotSchedule(None)
         self.peers = SingleProcess()
         self.failures = failures
         self.told: list[Saved | Warned] = []
@@ -45,17 +45,17 @@ class Disk:
     def retry_step_s(self) -> None:
         """By the clock nothing is due: the program says when."""
 
-    def save(self, position: Position) -> Written:
+    def save(self, position: Position) -> WrittenCheckpoint:
         if self.failures:
             self.failures -= 1
             raise DiskFault("run/checkpoints cannot be written: No space left on device.")
-        return Written(Path(f"step-{position.step:06}"), 1, ())
+        return WrittenCheckpoint(Path(f"step-{position.step:06}"), 1, ())
 
-    def training(self) -> Training:
+    def training(self) -> RlTraining:
         rl = RlConfig(environment="tasks.py")
-        return Training(rl, RolloutConfig(), STEPS, self, lambda learnt: None, self.told.append)
+        return RlTraining(rl, RolloutConfig(), STEPS, self, lambda learnt: None, self.told.append)
 
-    def save_after(self, training: Training, step: int) -> None:
+    def save_after(self, training: RlTraining, step: int) -> None:
         self.position = Position(step=step)
         training.save()
 

@@ -17,9 +17,9 @@ from superstep.tune.tinker import futures as desks
 from superstep.tune.tinker import request_schema
 from superstep.tune.tinker import service as services
 from superstep.tune.tinker.config import TinkerConfig
-from superstep.tune.tinker.futures import Full
+from superstep.tune.tinker.futures import QueueFull
 from superstep.tune.tinker.saved_models import ABOUT
-from superstep.tune.tinker.service import Unknown
+from superstep.tune.tinker.service import UnknownError
 
 tinker = pytest.importorskip("tinker", reason="the official client is not installed")
 
@@ -339,7 +339,7 @@ def test_in_a_session_a_request_that_comes_again_is_the_same(exact):
     again = [service.sample(sample_body(1, sampling_session_id=number), 100)[0] for _ in range(2)]
     assert again[0] == again[1]
     service.finish(session)
-    with pytest.raises(Unknown, match="it has ended, or was never begun"):
+    with pytest.raises(UnknownError, match="it has ended, or was never begun"):
         service.sample(sample_body(1, sampling_session_id=number), 100)
 
 
@@ -347,11 +347,11 @@ def test_sessions_are_bounded_and_silent_ones_go_first(exact, monkeypatch):
     service = exact.server
     monkeypatch.setattr(services, "MOST_SESSIONS", len(service._sessions) + 2)
     first, second = service.create_session(), service.create_session()
-    with pytest.raises(Full, match="as many as may be at once"):
+    with pytest.raises(QueueFull, match="as many as may be at once"):
         service.create_session()
     service._sessions[first].heard_s -= 2 * services.SILENT_S
     third = service.create_session()
-    with pytest.raises(Unknown):
+    with pytest.raises(UnknownError):
         service.hear(first)
     for session in (second, third):
         service.finish(session)

@@ -9,7 +9,7 @@ from starlette.testclient import TestClient
 from superstep.http.guard import Entrance
 from superstep.tune.tinker import app as apps
 from superstep.tune.tinker.app import PROTOBUF, ROOT, make_app
-from superstep.tune.tinker.futures import Desk, Result
+from superstep.tune.tinker.futures import RequestQueue, Result
 
 SESSION = {"sdk_version": "0.38"}
 
@@ -17,7 +17,7 @@ SESSION = {"sdk_version": "0.38"}
 @pytest.fixture
 def setting():
     entrance = Entrance()
-    desk = Desk(SimpleNamespace(is_idle=True))
+    desk = RequestQueue(SimpleNamespace(is_idle=True))
     service = SimpleNamespace(create_session=lambda: "s-1", desk=desk)
     yield SimpleNamespace(
         client=TestClient(make_app(service, entrance=entrance), "http://localhost"), entrance=entrance, desk=desk

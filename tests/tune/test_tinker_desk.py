@@ -11,7 +11,7 @@ from superstep.errors import ConfigError, DataError, Fault, StateError
 from superstep.tune.tinker import futures as desks
 from superstep.tune.tinker import service as services
 from superstep.tune.tinker.config import TinkerConfig
-from superstep.tune.tinker.futures import Desk, Failed, Full, Result
+from superstep.tune.tinker.futures import QueueFull, RequestFailed, RequestQueue, Result
 from superstep.tune.tinker.saved_models import ABOUT, About, SavedModels, SavedPath, place_of
 
 ABOUT_TEXT = About(
@@ -39,7 +39,7 @@ class Busy:
 @pytest.fixture
 def desk():
     told = []
-    made = Desk(Busy(), told.append)
+    made = RequestQueue(Busy(), told.append)
     made.told, made.sampler = told, made._sampler
     yield made
     made.close()
@@ -83,7 +83,7 @@ def test_whatever_a_request_comes_to_the_next_is_served(desk):
     desk.submit("ours", raises(KeyError("x\ny")))
     desk.submit("good", lambda reply: reply(Result(b"{}")))
     assert outcome(desk, "good") == Result(b"{}")
-    assert outcome(desk, "user") == Failed("data is empty.", is_users=True)
+    assert outcome(desk, "user") == RequestFailed("data is empty.", is_users=True)
     ours = outcome(desk, "ours")
     assert not ours.is_users
     assert ours.message.startswith("KeyError")
@@ -120,7 +120,7 @@ def test_what_waits_is_bounded_until_it_is_done(desk, monkeypatch, bound):
 
     desk.submit("r0", job, size_bytes=10)
     desk.submit("r1", job, size_bytes=10)
-    with pytest.raises(Full, match="2 requests of 20 bytes wait already"):
+    with pytest.raises(QueueFull, match="2 requests of 20 bytes wait already"):
         desk.submit("r2", job, size_bytes=10)
     assert desk.future("r2") is None
     desk.submit("r1", job, size_bytes=10)  # comes again: is no other one
@@ -208,7 +208,7 @@ def test_a_session_has_so_many_samplers_and_the_oldest_go_first(monkeypatch, tmp
         named = [service._add_sampler(session, number, f"tinker://{number}") for number in (1, 2, 3, 3, 4, 5)]
         kept = service._add_sampler(other, 1, None)
         for name in named[:2]:
-            with pytest.raises(services.Unknown, match="is not known; it has ended"):
+            with pytest.raises(services.UnknownError, match="is not known; it has ended"):
                 service.sampler(name)
         assert [service.sampler(name)["model_path"] for name in named[2:]] == [f"tinker://{k}" for k in (3, 3, 4, 5)]
         assert service.sampler(kept)["model_path"] is None, "another client's stay"

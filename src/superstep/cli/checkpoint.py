@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from superstep.cli.arguments.checkpoint import CheckpointArgs, CopyOptions, read
-from superstep.errors import Damaged, StateError
+from superstep.errors import DamagedCheckpoint, StateError
 from superstep.observe.number_format import bytes_text
 from superstep.state.checkpoint_dirs import checkpoints, leftovers
 from superstep.state.export import export
@@ -75,7 +75,7 @@ def _in_store(arguments: CheckpointArgs) -> int:
     for step in steps:
         try:
             manifest = store.verify(step) if arguments.word == "verify" else store.manifest(step)
-        except Damaged as error:
+        except DamagedCheckpoint as error:
             print(f"{store.named(step)}  {error.why}", flush=True)
             are_whole = False
         else:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from superstep.cli.arguments.trace import read
 from superstep.errors import StateError
-from superstep.observe.doctor.observations import RunSeen
+from superstep.observe.doctor.observations import RunObservation
 from superstep.observe.multi_step_trace import newest_step, perfetto_steps, trace_of_step
 from superstep.observe.number_format import seconds_text
 from superstep.train.run_folder.inspect_run import live, read_failure, require_run
@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def observe_run(folder: RunFolder) -> RunSeen:
+def observe_run(folder: RunFolder) -> RunObservation:
     """The run as it is now, or as it was when it failed.
 
     Raises:

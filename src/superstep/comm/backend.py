@@ -27,7 +27,7 @@ from superstep.comm.device import Device
 from superstep.comm.objects import gather
 from superstep.comm.shared_memory.group import BACKEND as SHARED
 from superstep.comm.shared_memory.hierarchical_group import BACKEND as TWO_LEVELS
-from superstep.comm.shared_memory.hierarchical_group import Levels
+from superstep.comm.shared_memory.hierarchical_group import GroupLevels
 from superstep.comm.shared_memory.region import Region, shared_region
 
 CHANNEL_BLOCKS = 4
@@ -86,7 +86,7 @@ class Transport:
         # Of each host's ranks two, made by all in one order; a rank has those of its own.
         near = [self._new(here, device, timeout, SHARED, self.shared) for here in hosts for _ in range(2)]
         far, mine = self._new(ranks, device, timeout), [group for group in near if group is not None]
-        levels = None if far is None else Levels(near=mine[0], letters=mine[1], far=far)
+        levels = None if far is None else GroupLevels(near=mine[0], letters=mine[1], far=far)
         return self._new(ranks, device, timeout, TWO_LEVELS, levels)
 
     def _new(
@@ -95,7 +95,7 @@ class Transport:
         device: Device,
         timeout: timedelta,
         own: str | None = None,
-        options: Region | Levels | Any = None,  # noqa: ANN401 - NCCL's have no type in a torch without it
+        options: Region | GroupLevels | Any = None,  # noqa: ANN401 - NCCL's have no type in a torch without it
     ) -> dist.ProcessGroup | None:
         """The library's group, or one of our own with NCCL's calls."""
         group = dist.new_group(

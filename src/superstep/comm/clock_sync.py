@@ -26,7 +26,7 @@ ROUNDS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Offset:
+class ClockOffset:
     """Seconds to add to this rank's clock for rank 0's, and their largest error in seconds."""
 
     seconds: float
@@ -35,7 +35,7 @@ class Offset:
 
 def offset_to_rank_0(
     device: Device, *, clock: Callable[[], float] = time.perf_counter, host: str | None = None
-) -> Offset:
+) -> ClockOffset:
     """Compare this rank's clock with rank 0's. Every rank calls this together.
 
     Args:
@@ -46,15 +46,15 @@ def offset_to_rank_0(
     host = host or running_system()
     hosts = gather(host)
     if len(set(hosts)) == 1:
-        return Offset(0.0, 0.0)
+        return ClockOffset(0.0, 0.0)
     best = min((_round(device, clock) for _ in range(ROUNDS)), key=lambda found: found.within_s)
     offsets = gather(best)
     if host == hosts[0]:
-        return Offset(0.0, 0.0)
+        return ClockOffset(0.0, 0.0)
     return min((f for f, whose in zip(offsets, hosts, strict=True) if whose == host), key=lambda f: f.within_s)
 
 
-def _round(device: Device, clock: Callable[[], float]) -> Offset:
+def _round(device: Device, clock: Callable[[], float]) -> ClockOffset:
     value = torch.zeros((), dtype=torch.float64, device=device.torch)
     before_s = clock()
     dist.all_reduce(value)
@@ -63,4 +63,4 @@ def _round(device: Device, clock: Callable[[], float]) -> Offset:
     dist.broadcast(value, src=0)
     s = value.item()
     after_s = clock()
-    return Offset(s - (before_s + after_s) / 2, (after_s - before_s) / 2)
+    return ClockOffset(s - (before_s + after_s) / 2, (after_s - before_s) / 2)

@@ -21,7 +21,7 @@ from superstep.comm.shared_memory.group_base import gather_single, scatter_singl
 from superstep.numerics.sending import send as to_device
 
 
-class Pending(Protocol):
+class PendingCollective(Protocol):
     """An operation in progress."""
 
     def wait(self) -> None:
@@ -47,12 +47,12 @@ class _Works:
         return all(work.is_completed() for work in self.works)
 
 
-DONE: Pending = _Works(())
+DONE: PendingCollective = _Works(())
 
 
 @dataclass(frozen=True)
 class _Together:
-    parts: Sequence[Pending]
+    parts: Sequence[PendingCollective]
 
     def wait(self) -> None:
         for part in self.parts:
@@ -62,19 +62,19 @@ class _Together:
         return all(part.is_done() for part in self.parts)
 
 
-def together(parts: Sequence[Pending]) -> Pending:
+def together(parts: Sequence[PendingCollective]) -> PendingCollective:
     """Several operations as one."""
     return parts[0] if len(parts) == 1 else _Together(parts)
 
 
-def all_reduce(buffer: Tensor, group: Group) -> Pending:
+def all_reduce(buffer: Tensor, group: Group) -> PendingCollective:
     """Sum ``buffer`` over the group, in place."""
     work = dist.all_reduce(buffer, group=group, async_op=True)
     assert work is not None
     return _Works((work,))
 
 
-def reduce_scatter(buffer: Tensor, group: Group, *, tag: int) -> Pending:
+def reduce_scatter(buffer: Tensor, group: Group, *, tag: int) -> PendingCollective:
     """Sum ``buffer`` over the group; each rank's own part of it, in place, holds the sum. The rest is undefined.
 
     Concurrent operations on one group need different tags.
@@ -107,7 +107,7 @@ def reduce_scatter(buffer: Tensor, group: Group, *, tag: int) -> Pending:
     return _Works(tuple(works), add)
 
 
-def all_gather(buffer: Tensor, group: Group, *, tag: int) -> Pending:
+def all_gather(buffer: Tensor, group: Group, *, tag: int) -> PendingCollective:
     """Fill ``buffer`` from the parts of the group's ranks; this rank's own part is already in place."""
     size, me = group.size(), group.rank()
     parts = buffer.chunk(size)
@@ -123,12 +123,12 @@ def all_gather(buffer: Tensor, group: Group, *, tag: int) -> Pending:
     return _Works(tuple(works))
 
 
-def send(tensor: Tensor, group: Group, target: int, tag: int) -> Pending:
+def send(tensor: Tensor, group: Group, target: int, tag: int) -> PendingCollective:
     """Start sending to the group's rank ``target``; the tensor must not change until waited for."""
     return _Works((start(dist.isend(tensor, group=group, group_dst=target, tag=_tag(group, tag))),))
 
 
-def receive(tensor: Tensor, group: Group, source: int, tag: int) -> Pending:
+def receive(tensor: Tensor, group: Group, source: int, tag: int) -> PendingCollective:
     """Start receiving from the group's rank ``source``."""
     return _Works((start(dist.irecv(tensor, group=group, group_src=source, tag=_tag(group, tag))),))
 

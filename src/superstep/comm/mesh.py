@@ -27,7 +27,7 @@ Group = dist.ProcessGroup
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sharers:
+class ParameterReplicas:
     """The ranks that hold the same parameters as this one.
 
     Attributes:
@@ -73,7 +73,7 @@ class Mesh:
     device: Device
     transport: Transport
     world: Group | None
-    sharers: dict[Family, Sharers]
+    sharers: dict[Family, ParameterReplicas]
     cp: Group | None
     tp: Group | None
     ep: Group | None
@@ -120,9 +120,9 @@ def build_mesh(
     groups = _Groups(shape, rank, device, timeout, transport or reach(rank, shape.world, device))
     world = groups.world()
 
-    def sharers(family: Family) -> Sharers:
+    def sharers(family: Family) -> ParameterReplicas:
         shards, place = shape.shards(family), shape.sharer(family, at)
-        return Sharers(
+        return ParameterReplicas(
             shards=shards,
             shard=place % shards,
             replica=place // shards,
@@ -132,7 +132,7 @@ def build_mesh(
         )
 
     # Without experts their groups would only cost connections.
-    shared: dict[Family, Sharers] = {f: sharers(f) for f in plan.families if f != "adapters"}
+    shared: dict[Family, ParameterReplicas] = {f: sharers(f) for f in plan.families if f != "adapters"}
     if "adapters" in plan.families:
         shared["adapters"] = shared["dense"]
     has_channels = groups.transport.has_channels

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from superstep.cost.serve import KNOTS, TERMS, ComputeMode, RankModelSize, Work, counts
+from superstep.cost.serve import KNOTS, TERMS, ComputeMode, RankModelSize, StepWork, counts
 from superstep.hardware.serving_rate import ServingRate
 from superstep.hardware.units import Array
 
@@ -19,7 +19,7 @@ TRIMS, TRIM = 3, 4.0
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
     model: RankModelSize
-    work: Work
+    work: StepWork
     seconds: float
 
 

@@ -150,7 +150,7 @@ class AttentionGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class StepWork:
     """An engine step in numbers.
 
     Attributes:
@@ -174,7 +174,7 @@ class Work:
     groups: tuple[AttentionGroup, ...] = ()
 
 
-def counts(model: RankModelSize, work: Work, *, leaves_rows: bool = False) -> Array:
+def counts(model: RankModelSize, work: StepWork, *, leaves_rows: bool = False) -> Array:
     """The count of each kind of work in a step, in the order of ``TERMS``."""
     kv_bytes = 2 * model.key_numbers * model.bytes * model.layers
     gone_on = min(1.0, work.wanted / work.rows) if leaves_rows and work.rows else 1.0
@@ -203,7 +203,7 @@ def counts(model: RankModelSize, work: Work, *, leaves_rows: bool = False) -> Ar
     return np.array([amounts.get(term, 0.0) for term in TERMS])
 
 
-def _products(model: RankModelSize, work: Work, last_rows: float) -> list[tuple[float, float]]:
+def _products(model: RankModelSize, work: StepWork, last_rows: float) -> list[tuple[float, float]]:
     """Numbers of rows, and the weights of products with these rows. ``last_rows``: rows after the last keys."""
     products: list[tuple[float, float]] = [
         (work.rows, model.layers * model.dense - model.behind_keys),
@@ -236,11 +236,11 @@ def way_of(rate: ServingRate) -> ComputeMode:
     )
 
 
-def seconds(rate: ServingRate, model: RankModelSize, work: Work) -> float:
+def seconds(rate: ServingRate, model: RankModelSize, work: StepWork) -> float:
     return float(counts(model, work, leaves_rows=rate.leaves_rows) @ _term_s(rate))
 
 
-def bounds(rate: ServingRate, model: RankModelSize, works: Sequence[Work]) -> dict[str, float]:
+def bounds(rate: ServingRate, model: RankModelSize, works: Sequence[StepWork]) -> dict[str, float]:
     """The shares of some steps' seconds by limit, the largest first."""
     term_s = _term_s(rate)
     total = sum((counts(model, work, leaves_rows=rate.leaves_rows) for work in works), np.zeros(len(TERMS)))

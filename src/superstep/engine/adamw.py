@@ -13,7 +13,14 @@ from superstep.comm.collectives import sum_over
 from superstep.comm.mesh import Group
 from superstep.comm.objects import gather
 from superstep.engine.flat.buffers import UnitBuffers
-from superstep.numerics.fixed_point import BLOCK, Excess, OutOfRange, from_square_sum, require_exact_loss, square_sum
+from superstep.numerics.fixed_point import (
+    BLOCK,
+    OutOfRange,
+    RangeExcess,
+    from_square_sum,
+    require_exact_loss,
+    square_sum,
+)
 from superstep.numerics.sending import send
 
 _ROW = 512
@@ -21,7 +28,7 @@ _ROW = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hyper:
+class AdamWSettings:
     """AdamW's settings that stay the same for the whole run."""
 
     beta1: float
@@ -32,7 +39,7 @@ class Hyper:
 
 
 @dataclass(frozen=True, slots=True)
-class Owned:
+class OwnedRanges:
     """A unit's buffers, and the ranges of its shard that this rank answers for in sums over all ranks."""
 
     buffers: UnitBuffers
@@ -70,7 +77,7 @@ class AdamW:
     """
 
     def __init__(
-        self, units: Sequence[Owned], hyper: Hyper, world: Group | None = None, *, is_exact: bool = False
+        self, units: Sequence[OwnedRanges], hyper: AdamWSettings, world: Group | None = None, *, is_exact: bool = False
     ) -> None:
         self._units = units
         self.hyper = hyper
@@ -84,7 +91,9 @@ class AdamW:
         self._of_unit = [_updates([unit]) for unit in units]
         self._of_all = _updates(units)
 
-    def sums(self, told: Tensor, excess: Excess, flags: Sequence[bool] = ()) -> tuple[float, list[float], list[bool]]:
+    def sums(
+        self, told: Tensor, excess: RangeExcess, flags: Sequence[bool] = ()
+    ) -> tuple[float, list[float], list[bool]]:
         """The squared gradient norm and the numbers ``told``, each summed over all ranks, and which flags any rank has
         set: in the one collective that a step needs anyhow, so that all ranks learn of them after the same step.
 
@@ -182,7 +191,7 @@ class AdamW:
         param.mul_(1 - lr * decay).sub_((first / size).mul_(lr / (1 - h.beta1**self.steps)))
 
 
-def _updates(units: Sequence[Owned]) -> tuple[Update, Update]:
+def _updates(units: Sequence[OwnedRanges]) -> tuple[Update, Update]:
     """Of units, the parts that weight decay is for, and the others."""
     decayed: Update = ([], [], [], [])
     plain: Update = ([], [], [], [])

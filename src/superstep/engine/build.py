@@ -9,20 +9,20 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from superstep.comm.mesh import Mesh
-from superstep.engine.attention.choose_attention import Sight, build_sight
+from superstep.engine.attention.choose_attention import SequenceView, build_sight
 from superstep.engine.build_modules import Compute, Loss, build_loss, build_module, fill_buffers, on_part, selective
 from superstep.engine.exact.modules import ExactLayers, build_exact_loss, grid_of
 from superstep.engine.executor import RankUnits
 from superstep.engine.flat.buffers import UnitBuffers
 from superstep.engine.layer_table import LayerContext
 from superstep.engine.layers.fused import layer_kernels
-from superstep.engine.layers.grad_accumulation import Adder, GradientSink, Sums
+from superstep.engine.layers.grad_accumulation import Adder, GradientSink, GradientSums
 from superstep.engine.step_context import StepContext
-from superstep.model.custom.inspect import Passed, passed
+from superstep.model.custom.inspect import UnitOutput, passed
 from superstep.model.expert_dispatch import ExpertDispatch
 from superstep.model.unit import UnitSpec
 from superstep.numerics.dtypes import DTYPES
-from superstep.numerics.fixed_point import Excess
+from superstep.numerics.fixed_point import RangeExcess
 from superstep.plan.model.outline import Outline
 from superstep.plan.resolution.resolve import Plan, Resolved
 from superstep.plan.sharding.parameters import columns_of, has_cut_output
@@ -52,8 +52,8 @@ def assemble(
     """
     plan, numerics = run.plan, run.config.numerics
     compute_dtype = DTYPES[numerics.compute]
-    sums = Sums()
-    excess = Excess()
+    sums = GradientSums()
+    excess = RangeExcess()
     exact = _exact(run, mesh, buffers, sums, excess)
     shared = _parameters(buffers)
     here = [unit for stage, units in enumerate(plan.stages) if plan.placement[stage] == mesh.at.pp for unit in units]
@@ -111,7 +111,7 @@ def _parameters(buffers: Buffers) -> dict[str, torch.nn.Parameter]:
 def _computed(module: torch.nn.Module, spec: UnitSpec, exchange: ExpertDispatch) -> Compute:
     """The module with the keyword arguments that it takes."""
 
-    def compute(x: torch.Tensor, sight: Sight) -> torch.Tensor:
+    def compute(x: torch.Tensor, sight: SequenceView) -> torch.Tensor:
         given = {"attend": sight.attend, "positions": sight.positions, "exchange": exchange}
         out: torch.Tensor = module(x, **{name: given[name] for name in spec.takes})
         return out
@@ -128,7 +128,7 @@ def _adders(module: torch.nn.Module, exact: ExactLayers | None) -> Iterator[tupl
             yield param, param.grad.add_
 
 
-def _exact(run: Resolved, mesh: Mesh, buffers: Buffers, sums: Sums, excess: Excess) -> ExactLayers | None:
+def _exact(run: Resolved, mesh: Mesh, buffers: Buffers, sums: GradientSums, excess: RangeExcess) -> ExactLayers | None:
     plan, grain, shape = run.plan, run.plan.grain, run.plan.mesh
     if grain is None:
         return None
@@ -174,7 +174,7 @@ def _loss(
 
 def _boundaries(
     run: Resolved, specs: Sequence[UnitSpec], compute: torch.dtype, example: torch.Tensor | None
-) -> tuple[Passed, ...]:
+) -> tuple[UnitOutput, ...]:
     """The shape and dtype of each unit's input on this rank."""
     plan = run.plan
     if example is None:
@@ -184,12 +184,12 @@ def _boundaries(
     rows = torch.empty(plan.microbatch, *dims, dtype=example.dtype, device="meta")
     if run.decoder is not None:  # its shapes are known, and where tokens go to experts depends on them
         stream = torch.Size((*rows.shape, run.decoder.width))
-        found = (Passed(rows.shape, rows.dtype), *[Passed(stream, compute)] * len(specs))
+        found = (UnitOutput(rows.shape, rows.dtype), *[UnitOutput(stream, compute)] * len(specs))
     else:
         with unset_fake_temporarily():  # in a rehearsal too, meta tensors do
             found = passed(specs, rows, compute, "the model")
     ways = plan.mesh.tp if plan.sequence_parallel else 1
-    return found[0], *(Passed(_sequence_part(x.shape, ways), x.dtype) for x in found[1:])
+    return found[0], *(UnitOutput(_sequence_part(x.shape, ways), x.dtype) for x in found[1:])
 
 
 def _sequence_part(shape: torch.Size, ways: int) -> torch.Size:

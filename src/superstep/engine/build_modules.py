@@ -18,7 +18,7 @@ from torch.utils.checkpoint import (
 import superstep.engine.attention.document_attention
 import superstep.engine.parallel.ring  # noqa: F401
 from superstep.comm.mesh import Group
-from superstep.engine.attention.choose_attention import Sight
+from superstep.engine.attention.choose_attention import SequenceView
 from superstep.engine.layer_table import LayerContext, install_layers
 from superstep.engine.layers.implementation import Choice
 from superstep.engine.parallel.sequence_parallel import part
@@ -28,10 +28,10 @@ from superstep.model.decoder import Head
 from superstep.model.meta import on_meta
 from superstep.model.unit import UnitSpec
 from superstep.numerics.loss import IGNORE, cross_entropy_sum, cut_cross_entropy_sum, linear_cross_entropy_sum
-from superstep.numerics.objective import Aim, objective_sum
+from superstep.numerics.objective import LossTarget, objective_sum
 
-Compute = Callable[[Tensor, Sight], Tensor]
-Loss = Callable[[Tensor, Aim, float], Tensor]
+Compute = Callable[[Tensor, SequenceView], Tensor]
+Loss = Callable[[Tensor, LossTarget, float], Tensor]
 UnitLoss = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -92,7 +92,7 @@ def selective(module: Compute, *, is_exact: bool = False) -> Compute:
     Exact mode adds its products up in place, and what was kept may not change; there all is computed again.
     """
 
-    def compute(x: Tensor, sight: Sight) -> Tensor:
+    def compute(x: Tensor, sight: SequenceView) -> Tensor:
         contexts = noop_context_fn if is_exact else partial(create_selective_checkpoint_contexts, _policy)
         out: Tensor = checkpoint(module, x, sight, use_reentrant=False, context_fn=contexts, preserve_rng_state=False)
         return out
@@ -127,7 +127,7 @@ def build_loss(
         return partial(_user_loss, given)
     if not isinstance(head, Head):
 
-        def plain(logits: Tensor, aim: Aim, scale: float) -> Tensor:
+        def plain(logits: Tensor, aim: LossTarget, scale: float) -> Tensor:
             logits = apply_temperature(logits, aim.temperature)
             if tp is None:
                 return _scale_loss(_whole_loss(logits, aim), scale)
@@ -138,7 +138,7 @@ def build_loss(
     linear = head.lm_head
     columns = None if tp is None else own_part(len(linear.weight), vocab, tp)
 
-    def fused(h: Tensor, aim: Aim, scale: float) -> Tensor:
+    def fused(h: Tensor, aim: LossTarget, scale: float) -> Tensor:
         # Either way the scale goes in before gradients are rounded to bf16, so that ZeRO stages give the same bits.
         into = linear.weight.grad if is_straight and torch.is_grad_enabled() else None
         return linear_cross_entropy_sum(
@@ -156,7 +156,7 @@ def build_loss(
     return fused
 
 
-def _whole_loss(logits: Tensor, aim: Aim) -> Tensor:
+def _whole_loss(logits: Tensor, aim: LossTarget) -> Tensor:
     """The loss of whole rows of logits."""
     if aim.is_plain:
         return cross_entropy_sum(logits, aim.targets)
@@ -164,14 +164,14 @@ def _whole_loss(logits: Tensor, aim: Aim) -> Tensor:
     return objective_sum(-F.cross_entropy(logits_TV, targets_T, ignore_index=IGNORE, reduction="none"), aim)
 
 
-def _user_loss(of: UnitLoss, out: Tensor, aim: Aim, scale: float) -> Tensor:
+def _user_loss(of: UnitLoss, out: Tensor, aim: LossTarget, scale: float) -> Tensor:
     return _scale_loss(of(out, aim.targets).float(), scale)
 
 
 def on_part(loss: Loss, tp: Group) -> Loss:
     """The loss of this rank's part of the sequence, where the stream is split and the head is whole."""
 
-    def compute(out: Tensor, aim: Aim, scale: float) -> Tensor:
+    def compute(out: Tensor, aim: LossTarget, scale: float) -> Tensor:
         return loss(out, aim.cut(lambda whole: part(whole, tp)), scale)
 
     return compute

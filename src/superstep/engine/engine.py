@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import torch
 
-from superstep.comm.collectives import DONE, Pending, gather_sequence, sum_over
+from superstep.comm.collectives import DONE, PendingCollective, gather_sequence, sum_over
 from superstep.comm.mesh import Mesh
-from superstep.engine.adamw import AdamW, Hyper, Owned
+from superstep.engine.adamw import AdamW, AdamWSettings, OwnedRanges
 from superstep.engine.build import assemble, sees_part
 from superstep.engine.exact.modules import require_exact
 from superstep.engine.executor import Executor
@@ -26,10 +26,10 @@ from superstep.engine.router_counts import RouterCounts
 from superstep.engine.step_context import Judge, StepContext, StepResult, UpdateArguments
 from superstep.engine.token_metrics import WEIGHTS_MEND, TokenMetrics, require_divisor
 from superstep.errors import ConfigError, Fault
-from superstep.launch.stop_request import Stop
+from superstep.launch.stop_request import StopRequest
 from superstep.model.expert_dispatch import DispatchContext
 from superstep.model.unit import UnitSpec
-from superstep.monitor.status_page import Beats, Unwatched
+from superstep.monitor.status_page import HeartbeatReceiver, NoHeartbeats
 from superstep.numerics.dtypes import DTYPES
 from superstep.numerics.fixed_point import OutOfRange, exact_loss_sum, require_exact_loss
 from superstep.numerics.loss import IGNORE
@@ -72,7 +72,7 @@ class Engine(RankState):
         example: torch.Tensor | None = None,
         *,
         learns: bool = True,
-        heart: Beats | None = None,
+        heart: HeartbeatReceiver | None = None,
         temperature: float = 1.0,
     ) -> None:
         self.evaluation_program = compile_evaluation(run.plan)
@@ -85,8 +85,8 @@ class Engine(RankState):
         super().__init__(run, specs, mesh, learns=learns)
         self.newest_program = self.step_program
         self.optimizer = AdamW(
-            [Owned(b, tuple(self._owned_ranges(unit, b))) for unit, b in self._each() if not b.is_frozen],
-            Hyper(
+            [OwnedRanges(b, tuple(self._owned_ranges(unit, b))) for unit, b in self._each() if not b.is_frozen],
+            AdamWSettings(
                 beta1=config.train.beta1,
                 beta2=config.train.beta2,
                 eps=config.train.eps,
@@ -107,11 +107,11 @@ class Engine(RankState):
         self._excess = machine.excess
         self.snapshots: Snapshots | None = None
         """What copies the state, where anything does."""
-        self._heart = heart or Unwatched()
+        self._heart = heart or NoHeartbeats()
         self._executor = Executor(machine, self._update, self._snapshot, self._heart)
         self._measures: Mapping[str, float] = {}
 
-    def _snapshot(self, unit: int) -> Pending:
+    def _snapshot(self, unit: int) -> PendingCollective:
         return DONE if self.snapshots is None else self.snapshots.copy(unit)
 
     def trained_buffers(self) -> Iterator[UnitBuffers]:
@@ -147,7 +147,7 @@ class Engine(RankState):
         inspect: Callable[[], None] | None = None,
         judge: Judge | None = None,
         record: Recorder | None = None,
-        stop: Stop | None = None,
+        stop: StopRequest | None = None,
     ) -> StepResult:
         """Run the step program.
 
@@ -179,7 +179,12 @@ class Engine(RankState):
             number=self.optimizer.steps + 1,
             is_training=True,
             update=UpdateArguments(
-                valid_tokens=valid_tokens, lr=lr, divisor=divisor, inspect=inspect, judge=judge, stop=stop or Stop()
+                valid_tokens=valid_tokens,
+                lr=lr,
+                divisor=divisor,
+                inspect=inspect,
+                judge=judge,
+                stop=stop or StopRequest(),
             ),
             record=record,
         )

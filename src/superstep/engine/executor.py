@@ -13,18 +13,18 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from superstep.comm.collectives import DONE, Pending, receive, send, together
+from superstep.comm.collectives import DONE, PendingCollective, receive, send, together
 from superstep.comm.mesh import Mesh
-from superstep.engine.attention.choose_attention import Sight
+from superstep.engine.attention.choose_attention import SequenceView
 from superstep.engine.build_modules import Compute, Loss
 from superstep.engine.flat.buffers import UnitBuffers
 from superstep.engine.flat.sync import fetch, reduce, reduce_partial, reduce_replicas, tie
-from superstep.engine.layers.grad_accumulation import Adder, Sum, Sums, input_gradient
+from superstep.engine.layers.grad_accumulation import Adder, GradientSums, Sum, input_gradient
 from superstep.engine.layers.implementation import Choice
 from superstep.engine.step_context import StepContext, StepResult
-from superstep.model.custom.inspect import Passed
-from superstep.monitor.status_page import Beats, Unwatched
-from superstep.numerics.fixed_point import Excess
+from superstep.model.custom.inspect import UnitOutput
+from superstep.monitor.status_page import HeartbeatReceiver, NoHeartbeats
+from superstep.numerics.fixed_point import RangeExcess
 from superstep.program import instructions as ins
 from superstep.program.instructions import Instruction, Program, Wire
 from superstep.program.issue_order import Value
@@ -60,14 +60,14 @@ class RankUnits:
     compute: Mapping[int, Compute]
     chosen: Mapping[int, tuple[Choice, ...]]
     parameters: Mapping[int, Sequence[tuple[nn.Parameter, Adder]]]
-    sums: Sums
+    sums: GradientSums
     selective: Mapping[int, Compute]
     loss: Loss
     loss_dtype: torch.dtype
-    boundaries: Sequence[Passed]
+    boundaries: Sequence[UnitOutput]
     begin: Callable[[StepContext, int], None]
-    excess: Excess
-    sight: Callable[[Tensor | None], Sight]
+    excess: RangeExcess
+    sight: Callable[[Tensor | None], SequenceView]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,18 +88,18 @@ class _Flight:
     """One run of a program, and what is under way within it."""
 
     context: StepContext
-    sights: Sequence[Sight]
+    sights: Sequence[SequenceView]
     loss: Tensor
     step: StepResult | None = None
     inputs: dict[Key, Tensor] = field(default_factory=dict)
     gradients: dict[Key, Tensor] = field(default_factory=dict)
     kept: dict[Key, tuple[Tensor, GradientEdge | None]] = field(default_factory=dict)
     put_off: dict[Key, list[Sum]] = field(default_factory=dict)
-    arriving: dict[Value, Pending] = field(default_factory=dict)
-    fetching: dict[int, Pending] = field(default_factory=dict)
-    reducing: dict[int, Pending] = field(default_factory=dict)
-    leaving: dict[Value, tuple[Pending, Tensor]] = field(default_factory=dict)
-    copying: dict[int, Pending] = field(default_factory=dict)
+    arriving: dict[Value, PendingCollective] = field(default_factory=dict)
+    fetching: dict[int, PendingCollective] = field(default_factory=dict)
+    reducing: dict[int, PendingCollective] = field(default_factory=dict)
+    leaving: dict[Value, tuple[PendingCollective, Tensor]] = field(default_factory=dict)
+    copying: dict[int, PendingCollective] = field(default_factory=dict)
 
 
 class Executor:
@@ -119,11 +119,11 @@ class Executor:
         self,
         machine: RankUnits,
         step: Callable[[StepContext, Tensor], StepResult],
-        snapshot: Callable[[int], Pending] = lambda _: DONE,
-        heart: Beats | None = None,
+        snapshot: Callable[[int], PendingCollective] = lambda _: DONE,
+        heart: HeartbeatReceiver | None = None,
     ) -> None:
         self._machine = machine
-        self._heart = heart or Unwatched()
+        self._heart = heart or NoHeartbeats()
         self._step = step
         self._snapshot = snapshot
         self._program: Program | None = None
@@ -236,7 +236,7 @@ class Executor:
             case ins.Step():
                 self._flight.step = self._step(self._flight.context, self._flight.loss)
 
-    def _under_way(self, instruction: Instruction) -> Pending | None:
+    def _under_way(self, instruction: Instruction) -> PendingCollective | None:
         """What the instruction has just started beside the compute."""
         match instruction:
             case ins.Fetch(unit):

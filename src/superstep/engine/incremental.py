@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from superstep.comm.mesh import Mesh
-from superstep.engine.adamw import Hyper
+from superstep.engine.adamw import AdamWSettings
 from superstep.engine.engine import Engine
 from superstep.engine.microbatch import Microbatch
 from superstep.engine.step_context import StepContext
@@ -97,7 +97,7 @@ class PiecemealEngine(Engine):
         logp = metrics.kept(0).view(microbatch.targets.shape)
         return PassResult(logp=logp, loss=float(loss), measures=measures)
 
-    def update(self, lr: float, hyper: Hyper) -> float:
+    def update(self, lr: float, hyper: AdamWSettings) -> float:
         """Make the update that the gradients ask for, and begin anew; the gradients' norm before clipping.
 
         Args:

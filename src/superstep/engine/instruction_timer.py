@@ -20,9 +20,9 @@ from typing import Any, Protocol
 
 import torch
 
-from superstep.comm.collectives import Pending
+from superstep.comm.collectives import PendingCollective
 from superstep.comm.device import Device
-from superstep.engine.flat.snapshots import Copying
+from superstep.engine.flat.snapshots import UnitCopy
 from superstep.program.instructions import Instruction, Recv, Send, lane
 
 Clock = Callable[[], float]
@@ -47,7 +47,7 @@ class Recorder(Protocol):
     def begin(self) -> None:
         """The next instruction is about to be issued; what it waits for is there."""
 
-    def end(self, instruction: Instruction, under_way: Pending | None) -> None:
+    def end(self, instruction: Instruction, under_way: PendingCollective | None) -> None:
         """It has been issued, and has started ``under_way`` beside the compute, if anything."""
 
     def ran(self) -> list[TimedInstruction]:
@@ -60,7 +60,7 @@ class HostRecorder:
     def __init__(self, clock: Clock = time.perf_counter) -> None:
         self._clock = clock
         self._ran: list[TimedInstruction] = []
-        self._copies: dict[int, Copying] = {}
+        self._copies: dict[int, UnitCopy] = {}
         self._start_s = 0.0
 
     @property
@@ -70,8 +70,8 @@ class HostRecorder:
     def begin(self) -> None:
         self._start_s = self._clock()
 
-    def end(self, instruction: Instruction, under_way: Pending | None) -> None:
-        if isinstance(under_way, Copying):
+    def end(self, instruction: Instruction, under_way: PendingCollective | None) -> None:
+        if isinstance(under_way, UnitCopy):
             self._copies[len(self._ran)] = under_way
         self._ran.append(TimedInstruction(len(self._ran), self._start_s, self._clock()))
 
@@ -106,8 +106,8 @@ class CudaRecorder:
     def begin(self) -> None:
         self._start = self._mark()
 
-    def end(self, instruction: Instruction, under_way: Pending | None) -> None:
-        if under_way is None or isinstance(under_way, Copying):  # a thread of the host waits for a copy, no stream
+    def end(self, instruction: Instruction, under_way: PendingCollective | None) -> None:
+        if under_way is None or isinstance(under_way, UnitCopy):  # a thread of the host waits for a copy, no stream
             self._marks.append((self._start, self._mark(), None))
             return
         queue = _queue(instruction)

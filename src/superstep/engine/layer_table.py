@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from superstep.comm.mesh import Group
 from superstep.engine.exact.modules import ExactLayers, exact_layers
 from superstep.engine.layers.fused import LANGUAGES, LayerKernels, fused_layers
-from superstep.engine.layers.grad_accumulation import Sums, accumulating_after, accumulating_straight
+from superstep.engine.layers.grad_accumulation import GradientSums, accumulating_after, accumulating_straight
 from superstep.engine.layers.implementation import Choice, Forward, Implementation, install
 from superstep.engine.layers.lora import adapting_straight
 from superstep.engine.parallel.expert import splitting_tokens
@@ -53,7 +53,7 @@ class LayerContext:
 
     tp: Group | None
     rules: Rules
-    sums: Sums
+    sums: GradientSums
     sequence_parallel: bool
     is_first: bool
     is_compiled: bool

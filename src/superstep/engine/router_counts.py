@@ -18,7 +18,7 @@ from superstep.plan.model.shape import MoeShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Routed:
+class RoutingResult:
     """What the routers did, by layer.
 
     Attributes:
@@ -63,14 +63,14 @@ class RouterCounts:
             for layer, t in told.items():
                 self._sums[layer] += torch.cat((t.chosen, t.dropped, torch.stack((t.balance, t.z)))).double()
 
-    def take(self) -> Routed:
+    def take(self) -> RoutingResult:
         """The counts of all ranks since this was last asked. Every rank calls this together."""
         sums, steps = sum_over(self._sums.clone(), self._world), self._steps
         self._sums.zero_()
         self._steps = 0
         chosen, dropped, losses = sums.split([self._experts, self._experts, 2], dim=1)
         mean = losses / (self._batch_sequences * max(steps, 1))
-        return Routed(
+        return RoutingResult(
             steps=steps,
             chosen=tuple(tuple(map(int, row)) for row in chosen.tolist()),
             dropped=tuple(tuple(map(int, row)) for row in dropped.tolist()),

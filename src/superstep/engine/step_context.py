@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from superstep.engine.instruction_timer import Recorder
 from superstep.engine.microbatch import Microbatch
 from superstep.engine.token_metrics import TokenMetrics
-from superstep.launch.stop_request import Stop
+from superstep.launch.stop_request import StopRequest
 from superstep.program.instructions import Program
 
 Judge = Callable[[float, float], str]
@@ -37,7 +37,7 @@ class UpdateArguments:
     divisor: float
     inspect: Callable[[], None] | None = None
     judge: Judge | None = None
-    stop: Stop = field(default_factory=Stop)
+    stop: StopRequest = field(default_factory=StopRequest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

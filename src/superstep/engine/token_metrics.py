@@ -12,7 +12,7 @@ from superstep.comm.mesh import Mesh
 from superstep.engine.microbatch import Microbatch
 from superstep.errors import DataError
 from superstep.numerics.fixed_point import exact_loss_sum
-from superstep.numerics.objective import Aim, CrossEntropy, Objective, TrainedTokens
+from superstep.numerics.objective import CrossEntropy, LossTarget, Objective, TrainedTokens
 
 WEIGHTS_MEND = "Or weights and advantages are too large for the divisor of the step, which is to be of their size."
 TOKENS = "tokens"
@@ -89,14 +89,14 @@ class TokenMetrics:
         self._sums: dict[str, Tensor] = {}
         self._maxima: dict[str, Tensor] = {}
 
-    def aim(self, microbatch: Microbatch, m: int, *, is_seen: bool = True) -> Aim:
+    def aim(self, microbatch: Microbatch, m: int, *, is_seen: bool = True) -> LossTarget:
         """What the output of the ``m``-th microbatch is held to; tokens that were seen before are not seen again."""
 
         def tell(seen: TrainedTokens) -> None:
             self._see(m, seen)
 
         tells = tell if is_seen and self.sees else None
-        return Aim(microbatch.targets, microbatch.streams, self._objective, tells, self._temperature)
+        return LossTarget(microbatch.targets, microbatch.streams, self._objective, tells, self._temperature)
 
     def _see(self, m: int, seen: TrainedTokens) -> None:
         if self._keeps:

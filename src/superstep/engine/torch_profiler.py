@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from superstep.comm.collectives import Pending
+from superstep.comm.collectives import PendingCollective
 from superstep.comm.device import Device
 from superstep.engine.instruction_timer import Recorder, TimedInstruction
 from superstep.errors import disk_fault
@@ -77,7 +77,7 @@ class _Named:
         self._range.__enter__()
         self._inner.begin()
 
-    def end(self, instruction: Instruction, under_way: Pending | None) -> None:
+    def end(self, instruction: Instruction, under_way: PendingCollective | None) -> None:
         self._inner.end(instruction, under_way)
         self._range.__exit__(None, None, None)
 

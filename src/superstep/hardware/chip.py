@@ -35,7 +35,7 @@ class CopyRate:
     """The measured rate of memory, for an operation that reads and writes ``bytes`` together.
 
     Attributes:
-        kernel: "copy", or a kind with a rate of its own; the words are those of ``cost.program.time.operation.Pass``.
+        kernel: "copy", or a kind with a rate of its own, named as in ``cost.program.time.operation``.
     """
 
     kernel: str = "copy"

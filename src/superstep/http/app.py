@@ -22,7 +22,7 @@ from superstep.http.drain import Refuse
 from superstep.http.guard import JSON, OPEN_PATHS, Entrance
 from superstep.http.limits import BodyLimits
 from superstep.http.request_error import RequestError
-from superstep.http.sse import Convert, Gone
+from superstep.http.sse import ClientDisconnected, Convert
 from superstep.observe.http_access import bearer_key, is_same_key
 
 S = TypeVar("S")
@@ -73,7 +73,7 @@ def make_app(
         async def answer(request: Request) -> Response:
             try:
                 return await handler(request, state)
-            except Gone:
+            except ClientDisconnected:
                 return Response(status_code=GONE_STATUS)
             except RequestError as error:
                 return errors.refuse(error)

@@ -20,7 +20,7 @@ T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
 
 
-class Strict(BaseModel):
+class StrictBody(BaseModel):
     """A body without unknown fields and without values of another type."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)

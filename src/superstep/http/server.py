@@ -19,7 +19,7 @@ from starlette.applications import Starlette
 from superstep.errors import ConfigError
 from superstep.http.connection import ConnectionLimits, connections_within
 from superstep.http.drain import Drain
-from superstep.launch.stop_request import Stop
+from superstep.launch.stop_request import StopRequest
 
 LOOPBACK = "127.0.0.1"
 KEPT_S = 65
@@ -110,7 +110,7 @@ class _Ending:
     def __init__(self, drain: Drain, grace_s: float, tell: Callable[[str], None]) -> None:
         self.drain = drain
         self.number = 0
-        self._grace_s, self._tell, self._stop = grace_s, tell, Stop()
+        self._grace_s, self._tell, self._stop = grace_s, tell, StopRequest()
 
     def hear(self, number: int) -> None:
         if self._stop.ask():

@@ -25,7 +25,7 @@ MEDIA = {"sse": "text/event-stream; charset=utf-8", "lines": "application/x-ndjs
 DONE = b"data: [DONE]\n\n"
 
 
-class Gone(Exception):
+class ClientDisconnected(Exception):
     """The client disconnected."""
 
 
@@ -44,7 +44,7 @@ async def until_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
     task = asyncio.ensure_future(work)
     await _first_of(task, request.receive)
     if task.cancelled():
-        raise Gone
+        raise ClientDisconnected
     return task.result()
 
 

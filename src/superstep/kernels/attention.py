@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from superstep.kernels import compile_cpp, triton_loader
-from superstep.kernels.compile_cpp import Built
+from superstep.kernels.compile_cpp import BuildResult
 
 SOURCES = tuple(
     Path(__file__).parent / "cpu" / name
@@ -67,7 +67,7 @@ def reference(
 
 
 @cache
-def compile_library() -> Built:
+def compile_library() -> BuildResult:
     return compile_cpp.build(SOURCES, FLAGS, compile_cpp.folder_of(SOURCES[0]))
 
 

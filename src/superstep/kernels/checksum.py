@@ -21,7 +21,7 @@ from torch import Tensor
 
 from superstep.kernels import compile_cpp
 from superstep.kernels.attention import FLAGS
-from superstep.kernels.compile_cpp import Built
+from superstep.kernels.compile_cpp import BuildResult
 
 SOURCES = (Path(__file__).parent / "cpu" / "checksum.cpp",)
 
@@ -30,7 +30,7 @@ BLOCK = 1 << 20
 
 
 @cache
-def compile_library() -> Built:
+def compile_library() -> BuildResult:
     return compile_cpp.build(SOURCES, FLAGS, compile_cpp.folder_of(SOURCES[0]))
 
 

@@ -25,14 +25,14 @@ PATIENCE_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
-class Built:
+class BuildResult:
     """The result of a build: the library, or None and the reason in a line."""
 
     library: ctypes.CDLL | None
     why: str = ""
 
 
-def build(sources: Sequence[Path], flags: Sequence[str], folder: Path) -> Built:
+def build(sources: Sequence[Path], flags: Sequence[str], folder: Path) -> BuildResult:
     """A library, compiled if necessary.
 
     Args:
@@ -44,11 +44,11 @@ def build(sources: Sequence[Path], flags: Sequence[str], folder: Path) -> Built:
     try:
         if library.is_file():
             with contextlib.suppress(OSError):  # a disk that was full, or a machine that lost power, left half of it
-                return Built(ctypes.CDLL(str(library)))
+                return BuildResult(ctypes.CDLL(str(library)))
         compile_file(sources[0], flags, library)
-        return Built(ctypes.CDLL(str(library)))
+        return BuildResult(ctypes.CDLL(str(library)))
     except (OSError, subprocess.SubprocessError) as fault:  # everything works without it too
-        return Built(None, f"compiling {sources[0].name} failed: {reason_of(fault)}")
+        return BuildResult(None, f"compiling {sources[0].name} failed: {reason_of(fault)}")
 
 
 def path_of(sources: Sequence[Path], flags: Sequence[str], folder: Path) -> Path:

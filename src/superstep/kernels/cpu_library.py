@@ -12,7 +12,7 @@ from torch import Tensor
 
 from superstep.kernels import compile_cpp
 from superstep.kernels.attention import FLAGS
-from superstep.kernels.compile_cpp import Built
+from superstep.kernels.compile_cpp import BuildResult
 
 HEADERS = (
     *("attention.h", "cross_entropy.h", "grid.h", "grid_product.h", "norm.h", "numbers.h", "outer.h"),
@@ -27,7 +27,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 @cache
-def compile_library() -> Built:
+def compile_library() -> BuildResult:
     return compile_cpp.build(SOURCES, FLAGS, compile_cpp.folder_of(SOURCES[0]))
 
 

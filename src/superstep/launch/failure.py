@@ -12,7 +12,7 @@ from superstep.errors import Fault, SuperstepError, UserError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trouble:
+class RankFailure:
     """Why a rank did not return.
 
     Attributes:
@@ -28,7 +28,7 @@ class Trouble:
     error: SuperstepError
 
 
-def trouble_of(rank: int, error: BaseException) -> Trouble:
+def trouble_of(rank: int, error: BaseException) -> RankFailure:
     """The report of the error that ended a rank."""
     known: SuperstepError
     order = 3 if is_echo(error) else 2
@@ -45,7 +45,7 @@ def trouble_of(rank: int, error: BaseException) -> Trouble:
         case _:
             text = "".join(traceback.format_exception(error)).rstrip()
             known = Fault(f"{type(error).__name__}: {error}\n{text}", rank=rank)
-    return Trouble(at_s=time.time(), order=order, error=known)
+    return RankFailure(at_s=time.time(), order=order, error=known)
 
 
 def is_echo(error: BaseException) -> bool:

@@ -19,7 +19,7 @@ from contextlib import suppress
 from typing import Any
 
 from superstep.monitor.deadline import ActiveDeadline
-from superstep.monitor.stopped_process import Pulse, is_stopped
+from superstep.monitor.stopped_process import ProcessWatch, is_stopped
 
 PIECE_BYTES = 1 << 16
 
@@ -45,7 +45,7 @@ class LineProcess:
         assert self._child.stdin is not None
         os.set_blocking(self._child.stdin.fileno(), False)
         self._deadline: ActiveDeadline | None = None
-        self._pulse = Pulse()
+        self._pulse = ProcessWatch()
         self._killing = threading.Lock()
         self._killed_s: float | None = None
         self.was_stopped = False
@@ -75,7 +75,7 @@ class LineProcess:
     def ask(self, asked: dict[str, Any], seconds: float) -> dict[str, Any] | None:
         """The answer; None without one in time. Then the process is of no more use: call ``end``."""
         self._deadline = deadline = ActiveDeadline(seconds)
-        self._pulse, self.was_stopped, self.has_ended = Pulse(), False, False
+        self._pulse, self.was_stopped, self.has_ended = ProcessWatch(), False, False
         number = secrets.token_hex(8)
         if not self._write(json.dumps(asked | {NUMBER: number}).encode() + b"\n", deadline):
             return None

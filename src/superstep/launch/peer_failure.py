@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _abort_process_group
 
 from superstep.errors import SuperstepError
-from superstep.launch.stop_request import AGAIN_S, Stop
+from superstep.launch.stop_request import AGAIN_S, StopRequest
 
 FAILED = "superstep/failed"
 """The key where failed ranks count themselves."""
@@ -44,7 +44,7 @@ class PeerWatch:
     ``stop`` request after its step, the first SIGTERM does not end it.
     """
 
-    def __init__(self, store: dist.Store, stop: Stop) -> None:  # type: ignore[name-defined]
+    def __init__(self, store: dist.Store, stop: StopRequest) -> None:  # type: ignore[name-defined]
         self._stop = stop
         self._asked_s: float | None = None
         # A connection of its own: what the rank asks of the store may keep it waiting.

@@ -9,15 +9,15 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from superstep.errors import Fault, Lost
-from superstep.launch.failure import Trouble
+from superstep.errors import Fault, RankLost
+from superstep.launch.failure import RankFailure
 from superstep.launch.process_handle import ProcessHandle
-from superstep.monitor.activity import Doing
+from superstep.monitor.activity import Activity
 from superstep.monitor.hang_detector import HangDetector
-from superstep.monitor.hang_rules import Hung
+from superstep.monitor.hang_rules import HungRank
 from superstep.monitor.rank_inspector import last_seen
-from superstep.monitor.status_page import Beat, Page
-from superstep.monitor.stopped_process import Pulse, is_stopped
+from superstep.monitor.status_page import Heartbeat, StatusPage
+from superstep.monitor.stopped_process import ProcessWatch, is_stopped
 from superstep.observe.doctor.failure_file import write_box
 
 FATAL = "Fatal Python error: "
@@ -54,21 +54,21 @@ class RankProcess:
     process: ProcessHandle
     pipe: Connection
     stderr: Path
-    page: Page | None
+    page: StatusPage | None
 
-    def named(self, trouble: Trouble) -> Trouble:
+    def named(self, trouble: RankFailure) -> RankFailure:
         """Add the party's name, if any, unless the trouble is the user's mistake."""
         if self.party and isinstance(trouble.error, Fault):
             return replace(trouble, error=trouble.error.of(self.party))
         return trouble
 
-    def death(self) -> Trouble:
+    def death(self) -> RankFailure:
         """Why it ended without a report."""
         self.process.join(END_S)
         code = self.process.exit_status()
         if code is None:
             why = "its process has ended, and so has the one that ranks are forked from, which alone was told how."
-            return self._trouble(Lost, why, order=1)
+            return self._trouble(RankLost, why, order=1)
         if code < 0:
             why = f"the process was killed by {signal.Signals(-code).name}"
             why += ", as the system does where memory runs out" if code == -signal.SIGKILL else ""
@@ -80,36 +80,36 @@ class RankProcess:
         lines = self.stderr.read_text(encoding="utf-8", errors="replace").split("\n") if self.stderr.exists() else []
         last = last_line(lines)
         hint = f"; its last line was: {last}" if last and code != -signal.SIGKILL else "."
-        return self._trouble(Lost if code < 0 else Fault, f"{why}{hint}", order=1)
+        return self._trouble(RankLost if code < 0 else Fault, f"{why}{hint}", order=1)
 
-    def stop(self) -> Trouble:
+    def stop(self) -> RankFailure:
         """The trouble of a stopped rank."""
         why = f"its process {self.process.pid} was stopped (SIGSTOP, or Ctrl-Z) and did not go on: all ranks are ended."
-        return self._trouble(Lost, why, order=0)
+        return self._trouble(RankLost, why, order=0)
 
-    def hang(self, hung: Hung, others: Sequence[int]) -> Trouble:
+    def hang(self, hung: HungRank, others: Sequence[int]) -> RankFailure:
         """The trouble of a hanging rank: this one, or one of the ``others``."""
         maybe = f" (or rank {', '.join(map(str, others))}, which stands where it does)" if others else ""
         why = f"its process {self.process.pid} hangs{maybe}: {hung.why}, while no rank goes on; all ranks are ended."
-        return self._trouble(Lost, why, order=0)
+        return self._trouble(RankLost, why, order=0)
 
-    def beat(self) -> Beat | None:
+    def beat(self) -> Heartbeat | None:
         """What it does now, and on a GPU how far that is; None before its first program."""
         beat = None if self.page is None else self.page.read().on_gpu()
         return beat if beat is not None and beat.beats else None
 
-    def _trouble(self, kind: type[Fault], why: str, *, order: int) -> Trouble:
+    def _trouble(self, kind: type[Fault], why: str, *, order: int) -> RankFailure:
         beat, at_s = self.beat(), time.time()
         error = kind(why, rank=self.number)
         if beat is not None:
-            at = beat.instruction if beat.doing is not Doing.OTHER else ""
+            at = beat.instruction if beat.doing is not Activity.OTHER else ""
             error = kind(why, rank=self.number, host=self.host, step=beat.step, instruction=at)
-        if isinstance(error, Lost):
+        if isinstance(error, RankLost):
             error.at_s = at_s
-        return Trouble(at_s=at_s, order=order, error=error)
+        return RankFailure(at_s=at_s, order=order, error=error)
 
 
-class Attending:
+class RankWatch:
     """Watches ranks that have not reported: which is stopped, and which hangs.
 
     Args:
@@ -119,10 +119,10 @@ class Attending:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, *, is_whole: bool = True) -> None:
         self._clock, self._is_whole = clock, is_whole
-        self._pulse = Pulse(clock)
+        self._pulse = ProcessWatch(clock)
         self._watchers: dict[str, HangDetector] = {}
 
-    def look(self, ranks: Sequence[RankProcess]) -> Trouble | None:
+    def look(self, ranks: Sequence[RankProcess]) -> RankFailure | None:
         """The trouble of one of the ranks, if any."""
         processes = {rank.process.pid: rank for rank in ranks}
         stopped = self._pulse.look(processes)

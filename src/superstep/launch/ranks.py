@@ -33,16 +33,16 @@ import torch
 import torch.distributed as dist
 
 from superstep.comm.device import Device, choose, pick
-from superstep.errors import Fault, Lost
-from superstep.launch.failure import Trouble, trouble_of
+from superstep.errors import Fault, RankLost
+from superstep.launch.failure import RankFailure, trouble_of
 from superstep.launch.fork_server import LauncherState, context_of, place_at, stderr_away
 from superstep.launch.process_handle import ProcessHandle
-from superstep.launch.rank_process import END, END_S, Attending, RankProcess, end_all, output_of, pass_on
-from superstep.launch.rendezvous import TIMEOUT, Meeting, RankSlot
+from superstep.launch.rank_process import END, END_S, RankProcess, RankWatch, end_all, output_of, pass_on
+from superstep.launch.rendezvous import TIMEOUT, RankSlot, Rendezvous
 from superstep.launch.stack_dump import answering, own_heart
-from superstep.launch.stop_request import STOPPED, Stop, listening
+from superstep.launch.stop_request import STOPPED, StopRequest, listening
 from superstep.launch.temporary_folders import temporary_folder
-from superstep.monitor.status_page import Beats, Heart, Unwatched, page
+from superstep.monitor.status_page import HeartbeatReceiver, HeartbeatWriter, NoHeartbeats, page
 from superstep.monitor.stopped_process import LOOK_S
 from superstep.plan.config import DeviceKind
 
@@ -75,9 +75,9 @@ class World:
     rank: int
     size: int
     device: Device
-    stop: Stop = field(default_factory=Stop)
+    stop: StopRequest = field(default_factory=StopRequest)
     folder: Path | None = None
-    heart: Beats = field(default_factory=Unwatched)
+    heart: HeartbeatReceiver = field(default_factory=NoHeartbeats)
 
 
 Worker = Callable[Concatenate[World, P], T]
@@ -137,7 +137,7 @@ class RankWorld:
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     name: str = ""
-    meeting: Meeting | None = None
+    meeting: Rendezvous | None = None
 
     def seat(self, number: int, file: Path) -> RankSlot:
         """The slot of a rank, by its number among those launched here."""
@@ -165,7 +165,7 @@ def launch_parties(
         temporary_folder("superstep-launch-") as folder,
         _ranks(parties, kind, folder, first) as ranks,
     ):
-        stop = Stop()
+        stop = StopRequest()
         with listening(stop, lambda: pass_on(ranks)):
             value, trouble = _collect(ranks, cut)
             if trouble is None:
@@ -176,7 +176,7 @@ def launch_parties(
 
 
 def launch_here(
-    kind: DeviceKind, party: RankWorld, cut: Connection, troubled: Callable[[Trouble], None]
+    kind: DeviceKind, party: RankWorld, cut: Connection, troubled: Callable[[RankFailure], None]
 ) -> tuple[Any, bool]:
     """Launch this host's ranks of a party on several hosts.
 
@@ -192,7 +192,7 @@ def launch_here(
         temporary_folder("superstep-launch-") as folder,
         _ranks([party], kind, folder) as ranks,
     ):
-        stop = Stop()
+        stop = StopRequest()
         with listening(stop, lambda: pass_on(ranks)):
             value, trouble = _collect(ranks, cut, is_whole=False)
             if trouble is not None:
@@ -241,7 +241,7 @@ def _start(
         with stderr_away():
             process.start()
     except (OSError, EOFError) as error:
-        lost = Lost(f"the process cannot be started: {error}.", rank=seat.rank)
+        lost = RankLost(f"the process cannot be started: {error}.", rank=seat.rank)
         lost.at_s = time.time()
         raise lost from error
     theirs.close()
@@ -252,14 +252,14 @@ def _start(
 
 def _collect(
     ranks: Sequence[RankProcess], cut: Connection | None, *, is_whole: bool = True
-) -> tuple[Any, Trouble | None]:
+) -> tuple[Any, RankFailure | None]:
     """Wait for every report: rank 0's value, and the first cause of failure. Once ``cut`` is readable, wait only for
     reports that are being sent. ``is_whole`` says that no rank is another host's.
     """
     waiting = {rank.pipe: rank for rank in ranks}
-    troubles: list[Trouble] = []
+    troubles: list[RankFailure] = []
     deadline_s = float("inf")
-    attending = Attending(is_whole=is_whole)
+    attending = RankWatch(is_whole=is_whole)
     value = None
     ends: list[Connection] = [] if cut is None else [cut]
     while waiting and time.monotonic() < deadline_s:
@@ -278,9 +278,9 @@ def _collect(
                 report = pickle.loads(pipe.recv_bytes())
             except (EOFError, OSError):
                 report = rank.death()
-            if isinstance(report, Trouble):
+            if isinstance(report, RankFailure):
                 troubles.append(rank.named(report))
-                grace_s = LOST_GRACE_S if isinstance(report.error, Lost) else GRACE_S
+                grace_s = LOST_GRACE_S if isinstance(report.error, RankLost) else GRACE_S
                 deadline_s = min(deadline_s, time.monotonic() + grace_s)
             elif rank.is_first:
                 (value,) = report
@@ -312,7 +312,11 @@ def _serve(pipe: Connection, place: LauncherState, seat: RankSlot, kind: DeviceK
             seat.take(device)
             if seat.rank == 0:
                 signal.signal(END, _leave)
-            heart = Unwatched() if place.heart is None else answering(Heart(place.heart, marks=device.stream_marks()))
+            heart = (
+                NoHeartbeats()
+                if place.heart is None
+                else answering(HeartbeatWriter(place.heart, marks=device.stream_marks()))
+            )
             value = worker(World(seat.rank, seat.world, device, folder=folder, heart=heart), *args, **kwargs)
             dist.destroy_process_group()
         except BaseException as error:  # noqa: BLE001 - whatever ended the rank must reach the launcher

@@ -14,7 +14,7 @@ TIMEOUT = timedelta(minutes=10)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Meeting:
+class Rendezvous:
     """Where the ranks of several hosts meet, and which of them are launched here.
 
     Attributes:

@@ -21,7 +21,7 @@ from pathlib import Path
 from superstep.comm.device import Device
 from superstep.errors import Fault
 from superstep.monitor.rank_inspector import last_seen
-from superstep.monitor.status_page import Beats, Heart, Unwatched, page
+from superstep.monitor.status_page import HeartbeatReceiver, HeartbeatWriter, NoHeartbeats, page
 from superstep.observe.doctor.failure_file import write_box
 
 PATIENCE_S = 0.5
@@ -38,13 +38,13 @@ _THREAD = re.compile(r"(?:Current thread|Thread) 0x[0-9a-f]+.*:")
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
 
-def answering(heart: Heart) -> Heart:
+def answering(heart: HeartbeatWriter) -> HeartbeatWriter:
     """Make this process dump its stacks on request."""
     _answer(heart)
     return heart
 
 
-def _answer(heart: Heart) -> int:
+def _answer(heart: HeartbeatWriter) -> int:
     """Install the handler; returns the descriptor of its output."""
     with contextlib.suppress(ValueError):  # what is asked too late is passed over; only the main thread can say so
         signal.signal(_signal(), signal.SIG_IGN)
@@ -56,13 +56,13 @@ def _answer(heart: Heart) -> int:
 
 
 @contextlib.contextmanager
-def own_heart(rank: int, device: Device) -> Iterator[Beats]:
+def own_heart(rank: int, device: Device) -> Iterator[HeartbeatReceiver]:
     """The status page of a rank without a launcher."""
     made = page(f":{rank}")
     if made is None:
-        yield Unwatched()
+        yield NoHeartbeats()
         return
-    heart = Heart(os.dup(made.handle), marks=device.stream_marks())
+    heart = HeartbeatWriter(os.dup(made.handle), marks=device.stream_marks())
     handle = _answer(heart)
     try:
         yield heart

@@ -16,7 +16,7 @@ AGAIN_S = 1.0
 """A second request comes at least this much later: torchrun and schedulers repeat a signal."""
 
 
-class Stop:
+class StopRequest:
     """Whether this process was asked to stop after its current step."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -37,7 +37,7 @@ class Stop:
 
 
 @contextmanager
-def listening(stop: Stop, pass_on: Callable[[], None] = lambda: None) -> Iterator[None]:
+def listening(stop: StopRequest, pass_on: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Within the block SIGTERM requests a stop and is passed on; a second one raises SystemExit.
 
     Only the main thread of a process can listen; in other threads this does nothing.

@@ -19,7 +19,7 @@ from superstep.launch.peer_failure import FAILED, PeerWatch, abandon, status_of
 from superstep.launch.ranks import World
 from superstep.launch.rendezvous import TIMEOUT
 from superstep.launch.stack_dump import own_heart
-from superstep.launch.stop_request import Stop
+from superstep.launch.stop_request import StopRequest
 from superstep.plan.config import DeviceKind
 
 R = TypeVar("R")
@@ -33,7 +33,7 @@ PREPARED = "superstep/prepared"
 
 
 @dataclass(frozen=True, slots=True)
-class StoredForm(Generic[T]):
+class StoredValue(Generic[T]):
     """How a value goes through the store. Anybody who reaches its port can write to it, so nothing is unpickled.
     ``decode``: raises msgspec.DecodeError for foreign bytes.
     """
@@ -42,7 +42,7 @@ class StoredForm(Generic[T]):
     decode: Callable[[bytes], T]
 
 
-class Value(msgspec.Struct, frozen=True, tag=True):
+class Rank0Value(msgspec.Struct, frozen=True, tag=True):
     """Rank 0's value."""
 
     encoded: bytes
@@ -55,13 +55,13 @@ class FailureNotice(msgspec.Struct, frozen=True, tag=True):
     exit_status: int
 
 
-ANSWERS: Codec[Value | FailureNotice] = Codec(Value | FailureNotice)
+ANSWERS: Codec[Rank0Value | FailureNotice] = Codec(Rank0Value | FailureNotice)
 
 
 def join(
     prepare: Callable[[int], AbstractContextManager[T]],
     worker: Callable[[World, T], R],
-    form: StoredForm[T],
+    form: StoredValue[T],
     wanted: Callable[[T], DeviceKind | None] = lambda _: None,
 ) -> R:
     """Run ``worker`` as the one rank that torchrun's environment names.
@@ -77,7 +77,7 @@ def join(
         SystemExit: another rank failed first and reports it; one report is enough.
     """
     store, rank, size = next(dist.rendezvous("env://", timeout=TIMEOUT))  # type: ignore[attr-defined]
-    stop = Stop()
+    stop = StopRequest()
     with PeerWatch(store, stop):
         try:
             with ExitStack() as stack:
@@ -107,7 +107,7 @@ def from_rank_0(
     store: dist.Store,  # type: ignore[name-defined]
     rank: int,
     make: Callable[[], T],
-    form: StoredForm[T],
+    form: StoredValue[T],
 ) -> T:
     """What rank 0 makes, on every rank; or its error. Raises Fault where the store holds something else."""
     if rank == 0:
@@ -117,13 +117,13 @@ def from_rank_0(
             words = str(error) if isinstance(error, SuperstepError) else None
             store.set(PREPARED, ANSWERS.encode(FailureNotice(words, status_of(error))))
             raise
-        store.set(PREPARED, ANSWERS.encode(Value(form.encode(value))))
+        store.set(PREPARED, ANSWERS.encode(Rank0Value(form.encode(value))))
         return value
     while not store.check([PREPARED]):
         time.sleep(POLL_S)
     try:
         answer = ANSWERS.decode(store.get(PREPARED))
-        if isinstance(answer, Value):
+        if isinstance(answer, Rank0Value):
             return form.decode(answer.encoded)
     except msgspec.DecodeError as error:
         raise Fault(

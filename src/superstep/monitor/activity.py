@@ -8,7 +8,7 @@ TEXT_BYTES = 64
 """The longest text of an instruction."""
 
 
-class Doing(IntEnum):
+class Activity(IntEnum):
     OTHER = 0
     """Nothing of a program: it reads a batch or writes a checkpoint, for example."""
     WAITS = 1

@@ -32,7 +32,7 @@ BESIDE = "beside: "
 """The prefix of a line of work outside a program."""
 
 
-class Ring:
+class FlightRecorder:
     """The rank's side. ``view``: the memory, ``BYTES`` long."""
 
     def __init__(self, view: mmap.mmap) -> None:

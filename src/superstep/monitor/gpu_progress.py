@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from superstep.monitor.activity import Doing
+from superstep.monitor.activity import Activity
 from superstep.monitor.page_layout import GPU
 
 
@@ -46,7 +46,7 @@ class Mark:
         text: of the instruction.
     """
 
-    doing: Doing
+    doing: Activity
     run: int
     step: int
     index: int
@@ -69,7 +69,7 @@ class GpuProgress:
 
     issued: int
     passed: int
-    doing: Doing
+    doing: Activity
     run: int
     step: int
     index: int
@@ -136,7 +136,7 @@ class StreamMarks:
             return False
 
     def _note_longest(self, now_ns: int) -> None:
-        if self._last is not None and self._last.doing is Doing.WORKS:
+        if self._last is not None and self._last.doing is Activity.WORKS:
             at = self._last.line, self._last.index
             self._longest_ns[at] = max(1, now_ns - self._since_ns, self._longest_ns.get(at, 0))
 
@@ -149,7 +149,7 @@ def read_progress(view: mmap.mmap) -> GpuProgress | None:
     return GpuProgress(
         issued=issued,
         passed=passed,
-        doing=Doing(doing),
+        doing=Activity(doing),
         run=run,
         step=step,
         index=index,

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from superstep.monitor.hang_rules import Hung, RankStanding, kept_s, who_hangs
+from superstep.monitor.hang_rules import HungRank, StalledRank, kept_s, who_hangs
 from superstep.monitor.procfs import stat_in, status_in
-from superstep.monitor.status_page import Beat
+from superstep.monitor.status_page import Heartbeat
 from superstep.monitor.stopped_process import LOOK_S
 
 WAKES_PER_S = 50.0
@@ -84,7 +84,7 @@ def _cpu_s(numbers: Sequence[bytes]) -> float:
 class _Look:
     """A rank, its threads and its process at the last look; the process only where its ticker did not tick."""
 
-    standing: RankStanding
+    standing: StalledRank
     main: Thread | None = None
     ticker: Thread | None = None
     process: Process | None = None
@@ -112,7 +112,7 @@ class HangDetector:
         self._looked_s = clock()
         self._looks: dict[int, _Look] = {}
 
-    def look(self, beats: Mapping[int, Beat]) -> Hung | None:
+    def look(self, beats: Mapping[int, Heartbeat]) -> HungRank | None:
         """The rank that hangs, if any; ``beats`` are those of all processes that have not ended."""
         now_s = self._clock()
         since_s, self._looked_s = now_s - self._looked_s, now_s
@@ -120,14 +120,14 @@ class HangDetector:
         standing = {process: look.standing for process, look in self._looks.items()}
         return who_hangs(standing, is_whole=self._is_whole)
 
-    def _after(self, process: int, beat: Beat, since_s: float) -> _Look:
+    def _after(self, process: int, beat: Heartbeat, since_s: float) -> _Look:
         look, passed_s = self._looks.get(process), min(since_s, LOOK_S)
         if look is None or beat.beats == 0 or beat.moves != look.standing.beat.moves:
-            return _Look(RankStanding(beat))
+            return _Look(StalledRank(beat))
         main = self._threads(process, process)
         ticker = self._threads(process, beat.ticker) if beat.ticker else None
         if main is None or main.state in "Tt":  # somebody has stopped it, or looks at it
-            return _Look(RankStanding(beat))
+            return _Look(StalledRank(beat))
         before = look.standing
         sleeps = main.state in "SD" and look.main is not None and main.switches == look.main.switches
         spent_s = 0.0 if look.main is None else max(0.0, main.cpu_s - look.main.cpu_s)
@@ -136,7 +136,7 @@ class HangDetector:
         whole = None if ticks else self._processes(process, beat.ticker)
         had_s = 0.0 if whole is None or look.process is None else whole.cpu_s - look.process.cpu_s
         kept = kept_s(passed_s, had_s, is_ready=whole is None or whole.is_ready) if is_denied else 0.0
-        standing = RankStanding(
+        standing = StalledRank(
             beat,
             unmoved_s=before.unmoved_s + passed_s,
             held_s=0.0 if ticks else before.held_s + kept,

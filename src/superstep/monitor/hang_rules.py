@@ -28,8 +28,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from superstep.monitor.activity import Doing
-from superstep.monitor.status_page import Beat
+from superstep.monitor.activity import Activity
+from superstep.monitor.status_page import Heartbeat
 
 STANDS_S = 1.0
 """Seconds without progress of any rank before one may hang."""
@@ -62,7 +62,7 @@ GPU_FIRST_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
-class RankStanding:
+class StalledRank:
     """A rank, and how long it has stood.
 
     Attributes:
@@ -73,7 +73,7 @@ class RankStanding:
         cpu_s: its main thread's processor time since its last progress.
     """
 
-    beat: Beat
+    beat: Heartbeat
     unmoved_s: float = 0.0
     held_s: float = 0.0
     quiet_s: float = 0.0
@@ -81,7 +81,7 @@ class RankStanding:
 
 
 @dataclass(frozen=True, slots=True)
-class Hung:
+class HungRank:
     """A rank that hangs.
 
     Attributes:
@@ -92,7 +92,7 @@ class Hung:
     """
 
     process: int
-    beat: Beat
+    beat: Heartbeat
     why: str
     others: tuple[int, ...] = ()
 
@@ -109,7 +109,7 @@ def kept_s(passed_s: float, cpu_s: float, *, is_ready: bool) -> float:
     return min(passed_s, cpu_s) if is_ready else passed_s
 
 
-def who_hangs(ranks: Mapping[int, RankStanding], *, is_whole: bool = True) -> Hung | None:
+def who_hangs(ranks: Mapping[int, StalledRank], *, is_whole: bool = True) -> HungRank | None:
     """The rank that hangs, if any.
 
     Args:
@@ -123,16 +123,16 @@ def who_hangs(ranks: Mapping[int, RankStanding], *, is_whole: bool = True) -> Hu
     return _on_cpus(ranks)
 
 
-def _on_cpus(ranks: Mapping[int, RankStanding]) -> Hung | None:
+def _on_cpus(ranks: Mapping[int, StalledRank]) -> HungRank | None:
     for why, hangs in (("held", _is_held), ("still", _is_still), ("busy", _is_busy)):
         hung = [process for process, rank in ranks.items() if hangs(rank)]
         rest = [rank for process, rank in ranks.items() if process not in hung]
-        if hung and (why != "still" or all(rank.beat.doing is Doing.WAITS for rank in rest)):
+        if hung and (why != "still" or all(rank.beat.doing is Activity.WAITS for rank in rest)):
             return _name_hung(ranks, hung, why)
     return None
 
 
-def _name_hung(ranks: Mapping[int, RankStanding], hung: list[int], why: str) -> Hung:
+def _name_hung(ranks: Mapping[int, StalledRank], hung: list[int], why: str) -> HungRank:
     first, *others = sorted(hung, key=lambda process: _at(ranks[process]))
     rank = ranks[first]
     words = {
@@ -141,41 +141,41 @@ def _name_hung(ranks: Mapping[int, RankStanding], hung: list[int], why: str) -> 
         "busy": f"it has been at this for {rank.unmoved_s:.1f} s, and {rank.beat.longest_s:.2f} s at most before",
     }
     alike = [process for process in others if why != "held" and _at(ranks[process]) == _at(rank)]
-    return Hung(first, rank.beat, words[why], tuple(alike))
+    return HungRank(first, rank.beat, words[why], tuple(alike))
 
 
-def _at(rank: RankStanding) -> tuple[int, int]:
+def _at(rank: StalledRank) -> tuple[int, int]:
     return rank.beat.step, rank.beat.index
 
 
-def _is_held(rank: RankStanding) -> bool:
+def _is_held(rank: StalledRank) -> bool:
     beat = rank.beat
-    is_known = beat.doing is not Doing.OTHER and beat.longest_s > 0.0
+    is_known = beat.doing is not Activity.OTHER and beat.longest_s > 0.0
     floor_s = HELD_S if is_known else HELD_ELSEWHERE_S
     return rank.held_s >= max(floor_s, min(HELD_MOST_S, PAUSES * beat.pause_s))
 
 
-def _is_still(rank: RankStanding) -> bool:
-    return rank.beat.doing is Doing.WORKS and rank.quiet_s >= _limit_s(rank.beat, STILL_S, STILL_TIMES, FIRST_S)
+def _is_still(rank: StalledRank) -> bool:
+    return rank.beat.doing is Activity.WORKS and rank.quiet_s >= _limit_s(rank.beat, STILL_S, STILL_TIMES, FIRST_S)
 
 
-def _is_busy(rank: RankStanding) -> bool:
+def _is_busy(rank: StalledRank) -> bool:
     limit_s = _limit_s(rank.beat, BUSY_S, BUSY_TIMES, FIRST_S)
-    return rank.beat.doing is Doing.WORKS and (rank.cpu_s >= limit_s or rank.unmoved_s >= IDLE_TIMES * limit_s)
+    return rank.beat.doing is Activity.WORKS and (rank.cpu_s >= limit_s or rank.unmoved_s >= IDLE_TIMES * limit_s)
 
 
-def _limit_s(beat: Beat, floor_s: float, times: float, first_s: float) -> float:
+def _limit_s(beat: Heartbeat, floor_s: float, times: float, first_s: float) -> float:
     if beat.longest_s > 0.0:
         return max(floor_s, times * beat.longest_s)
     return max(first_s, FIRST_TIMES * beat.expected_s)
 
 
-def _on_gpus(ranks: Mapping[int, RankStanding], *, is_whole: bool) -> Hung | None:
+def _on_gpus(ranks: Mapping[int, StalledRank], *, is_whole: bool) -> HungRank | None:
     stands_s = min(rank.unmoved_s for rank in ranks.values())
     places = {process: _place(rank) for process, rank in ranks.items()}
     held = {process: place for process, place in places.items() if ranks[process].held_s >= STANDS_S}
-    works = {process: place for process, place in places.items() if place.doing is Doing.WORKS}
-    if not held and (not is_whole or any(place.doing is Doing.OTHER for place in places.values())):
+    works = {process: place for process, place in places.items() if place.doing is Activity.WORKS}
+    if not held and (not is_whole or any(place.doing is Activity.OTHER for place in places.values())):
         return None  # the others may wait for that one, or for one that is not seen, within what they work on
     suspects = held or works
     if not suspects or stands_s < max(_limit_s(p, GPU_S, GPU_TIMES, GPU_FIRST_S) for p in suspects.values()):
@@ -188,9 +188,9 @@ def _on_gpus(ranks: Mapping[int, RankStanding], *, is_whole: bool) -> Hung | Non
         why += "; it keeps Python's lock, in code that is not Python"
     elif (gpu := place.gpu) is not None and gpu.passed < gpu.issued:
         why += f"; its GPU has {gpu.issued - gpu.passed} more to do than this"
-    return Hung(first, place, why, tuple(alike))
+    return HungRank(first, place, why, tuple(alike))
 
 
-def _place(rank: RankStanding) -> Beat:
+def _place(rank: StalledRank) -> Heartbeat:
     """A rank's place: its GPU's, except where Python's lock is held, so that the GPU's is unknown."""
     return rank.beat if rank.held_s >= STANDS_S else rank.beat.on_gpu()

@@ -17,7 +17,7 @@ FIRST_EVERY_S = 2.0
 """The first interval."""
 
 
-class Resident:
+class ResidentMemory:
     """The rank's side. ``view``: its page. ``statm``: of the process."""
 
     def __init__(self, view: mmap.mmap, statm: Path = Path("/proc/self/statm")) -> None:

@@ -18,15 +18,15 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
-from superstep.monitor.activity import Doing
+from superstep.monitor.activity import Activity
 from superstep.monitor.flight_recorder import BYTES, RecordedLines, notes_in
 from superstep.monitor.hang_detector import WAKES_PER_S, Process, Thread, process_of, thread
 from superstep.monitor.hang_rules import kept_s
 from superstep.monitor.memory_history import sizes_in
 from superstep.monitor.procfs import stat_in, status_in
-from superstep.monitor.status_page import NAME, Beat, read_beat
+from superstep.monitor.status_page import NAME, Heartbeat, read_beat
 from superstep.observe.doctor.observations import Doing as Does
-from superstep.observe.doctor.observations import RankSeen
+from superstep.observe.doctor.observations import RankObservation
 from superstep.program.instructions import Instruction
 from superstep.program.text import read_instruction
 
@@ -36,7 +36,7 @@ MOVES_S, MOVES_TIMES = 0.5, 3.0
 HELD_S = 0.75
 """How long a waking ticker must have lacked Python's lock, counted by ``kept_s``."""
 
-_DOES: Mapping[Doing, Does] = {Doing.OTHER: "apart", Doing.WAITS: "waits", Doing.WORKS: "works"}
+_DOES: Mapping[Activity, Does] = {Activity.OTHER: "apart", Activity.WAITS: "waits", Activity.WORKS: "works"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,14 +101,14 @@ class _First:
     """A rank at its first look, or at the first one without progress."""
 
     at_s: float
-    beat: Beat
+    beat: Heartbeat
     vitals: Vitals
     main: Thread | None
     ticker: Thread | None
     process: Process | None
 
 
-class Looker:
+class RankInspector:
     """Looks at ranks repeatedly; times count from the first look, or from the last progress.
 
     Args:
@@ -132,7 +132,7 @@ class Looker:
         self._first: dict[int, _First] = {}
         self._stood: dict[int, _First] = {}
 
-    def look(self) -> tuple[RankSeen, ...]:
+    def look(self) -> tuple[RankObservation, ...]:
         """Every rank now, without its notes."""
         return tuple(self._observe(rank, view) for rank, view in sorted(self._views.items()))
 
@@ -141,7 +141,7 @@ class Looker:
         beats = (read_beat(view) for view in self._views.values())
         return {beat.process: beat.stacks for beat in beats if beat.process}
 
-    def _observe(self, rank: int, view: mmap.mmap) -> RankSeen:
+    def _observe(self, rank: int, view: mmap.mmap) -> RankObservation:
         now_s, beat = self._clock(), read_beat(view).on_gpu()
         vitals_of_rank = self._system(beat.process) if beat.process else Vitals()
         main = self._threads(beat.process, beat.process) if beat.process else None
@@ -160,7 +160,7 @@ class Looker:
             vitals_of_rank.queued_ns - begin.vitals.queued_ns,
         )
         faults = vitals_of_rank.major_faults - begin.vitals.major_faults
-        return RankSeen(
+        return RankObservation(
             rank=rank,
             process=beat.process,
             state=vitals_of_rank.state,
@@ -195,7 +195,7 @@ def _kept_s(first: _First, now: _First) -> float:
     return kept_s(looked_s, had_s, is_ready=after is None or after.is_ready)
 
 
-def with_notes(rank: RankSeen, view: mmap.mmap) -> RankSeen:
+def with_notes(rank: RankObservation, view: mmap.mmap) -> RankObservation:
     """The rank with its last instructions and their list. A rank that raised an error has left its program: its last
     place in it counts.
     """
@@ -210,9 +210,9 @@ def with_notes(rank: RankSeen, view: mmap.mmap) -> RankSeen:
     )
 
 
-def last_seen(view: mmap.mmap, rank: int) -> RankSeen:
+def last_seen(view: mmap.mmap, rank: int) -> RankObservation:
     """A rank of a failed run."""
-    return with_notes(Looker({rank: view}).look()[0], view)
+    return with_notes(RankInspector({rank: view}).look()[0], view)
 
 
 @lru_cache(maxsize=8)

@@ -20,10 +20,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from superstep.monitor.activity import TEXT_BYTES, Doing
-from superstep.monitor.flight_recorder import BESIDE, BYTES, NOWHERE, Ring
+from superstep.monitor.activity import TEXT_BYTES, Activity
+from superstep.monitor.flight_recorder import BESIDE, BYTES, NOWHERE, FlightRecorder
 from superstep.monitor.gpu_progress import GpuProgress, Mark, StreamMarks, read_progress
-from superstep.monitor.memory_history import Resident
+from superstep.monitor.memory_history import ResidentMemory
 from superstep.monitor.page_layout import BEAT, EXPECTED, PROCESS, TICK
 from superstep.program.instructions import Instruction
 from superstep.program.text import describe
@@ -39,7 +39,7 @@ TICKS_KEPT = 600
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
+class Heartbeat:
     """The contents of a page.
 
     Attributes:
@@ -62,7 +62,7 @@ class Beat:
     """
 
     beats: int
-    doing: Doing
+    doing: Activity
     step: int
     index: int
     longest_s: float
@@ -83,15 +83,15 @@ class Beat:
         """Changes when the rank's host or GPU makes progress."""
         return self.beats, 0 if self.gpu is None else self.gpu.passed
 
-    def on_gpu(self) -> Beat:
+    def on_gpu(self) -> Heartbeat:
         """The beat with its GPU's place instead of the host's; unchanged on a CPU."""
         gpu = self.gpu
         if gpu is None:
             return self
-        beside = self.instruction if self.doing is Doing.OTHER else ""
+        beside = self.instruction if self.doing is Activity.OTHER else ""
         return replace(
             self, doing=gpu.doing, run=gpu.run, step=gpu.step, index=gpu.index, line=gpu.line, longest_s=gpu.longest_s,
-            since_ns=gpu.since_ns, instruction=beside if gpu.doing is Doing.OTHER else gpu.instruction,
+            since_ns=gpu.since_ns, instruction=beside if gpu.doing is Activity.OTHER else gpu.instruction,
         )  # fmt: skip
 
 
@@ -105,7 +105,7 @@ class _Known:
     longest_ns: list[int] = field(default_factory=list)
 
 
-class Beats(Protocol):
+class HeartbeatReceiver(Protocol):
     """Receives what a rank does."""
 
     def begin(self, instructions: Sequence[Instruction], *, step: int) -> None:
@@ -128,7 +128,7 @@ class Beats(Protocol):
 
 
 @contextmanager
-def beside(beats: Beats, what: str) -> Iterator[None]:
+def beside(beats: HeartbeatReceiver, what: str) -> Iterator[None]:
     """Within the block the rank does this, where it runs no program."""
     before = beats.turns_to(what)
     try:
@@ -137,7 +137,7 @@ def beside(beats: Beats, what: str) -> Iterator[None]:
         beats.turns_to(before)
 
 
-class Unwatched:
+class NoHeartbeats:
     """Beats of a rank that nobody watches."""
 
     def begin(self, instructions: Sequence[Instruction], *, step: int) -> None:
@@ -159,7 +159,7 @@ class Unwatched:
         return ""
 
 
-class Heart:
+class HeartbeatWriter:
     """A rank's side of its page.
 
     Args:
@@ -174,12 +174,12 @@ class Heart:
         self._view = mmap.mmap(handle, BYTES)
         os.close(handle)
         self._clock = clock
-        self._ring = Ring(self._view)
+        self._ring = FlightRecorder(self._view)
         self._known: dict[int, _Known] = {}
         self._beside: dict[str, int] = {"": NOWHERE}
         self._now = _Known((), [b""], longest_ns=[0])
         self._beats, self._run, self._step, self._at, self._began_ns = 0, 0, 0, 0, 0
-        self._doing = Doing.OTHER
+        self._doing = Activity.OTHER
         self._marks = marks
         self._ticker: threading.Thread | None = None
         self._is_over = threading.Event()
@@ -202,17 +202,17 @@ class Heart:
             self._start_ticker()
 
     def waits(self, index: int | None = None) -> None:
-        self._beat(Doing.WAITS, index)
-        self._mark(Doing.WAITS)
+        self._beat(Activity.WAITS, index)
+        self._mark(Activity.WAITS)
 
     def works(self, index: int | None = None) -> None:
-        self._beat(Doing.WORKS, index)
-        self._mark(Doing.WORKS)
+        self._beat(Activity.WORKS, index)
+        self._mark(Activity.WORKS)
 
     def rests(self) -> None:
         """The list is over, whether or not to its end. After the first list, Python's pauses count."""
-        self._beat(Doing.OTHER, None)
-        self._mark(Doing.OTHER)
+        self._beat(Activity.OTHER, None)
+        self._mark(Activity.OTHER)
         self._start_ticker()
 
     def _start_ticker(self) -> None:
@@ -220,7 +220,7 @@ class Heart:
             self._ticker = threading.Thread(target=self._tick, name="superstep-ticker", daemon=True)
             self._ticker.start()
 
-    def _mark(self, doing: Doing) -> None:
+    def _mark(self, doing: Activity) -> None:
         if self._marks is not None:
             at, known = self._at, self._now
             text = known.texts[at] if doing else b""
@@ -244,27 +244,27 @@ class Heart:
         if what not in self._beside:
             self._beside[what] = self._ring.lay([BESIDE + what])
         self._what, self._what_ns = what, now_ns
-        if self._run and self._doing is Doing.OTHER:
-            self._beat(Doing.OTHER, None)
+        if self._run and self._doing is Activity.OTHER:
+            self._beat(Activity.OTHER, None)
         return before
 
-    def _beat(self, doing: Doing, index: int | None) -> None:
+    def _beat(self, doing: Activity, index: int | None) -> None:
         now_ns, known = self._clock(), self._now
         before, took_ns = self._doing, now_ns - self._began_ns
-        if before is Doing.WORKS and took_ns > known.longest_ns[self._at]:
+        if before is Activity.WORKS and took_ns > known.longest_ns[self._at]:
             known.longest_ns[self._at] = took_ns
-        if index is not None and doing is Doing.WAITS:
-            if before is not Doing.OTHER:
+        if index is not None and doing is Activity.WAITS:
+            if before is not Activity.OTHER:
                 self._note(now_ns, is_done=True)
             self._at, self._ready_ns, self._start_ns, self._within_ns = index, now_ns, 0, 0
-        elif doing is Doing.WORKS:
+        elif doing is Activity.WORKS:
             if self._start_ns == 0:
                 self._start_ns = now_ns
             else:
                 self._within_ns += took_ns
-        elif doing is Doing.OTHER and before is not Doing.OTHER:
+        elif doing is Activity.OTHER and before is not Activity.OTHER:
             # A list that has come to its end waits for what has still to leave; else something was raised.
-            is_done = before is Doing.WAITS and self._start_ns > 0
+            is_done = before is Activity.WAITS and self._start_ns > 0
             self._note(self._began_ns if is_done else 0, is_done=is_done)
         at = self._at
         self._began_ns, self._doing = now_ns, doing
@@ -286,7 +286,7 @@ class Heart:
 
     def _tick(self) -> None:
         ticks, last_ns, me = 0, self._clock(), threading.get_native_id()
-        resident = Resident(self._view)
+        resident = ResidentMemory(self._view)
         before_ns = longest_ns = 0
         while not self._is_over.is_set():
             now_ns = self._clock()
@@ -300,7 +300,7 @@ class Heart:
             self._is_over.wait(TICK_S)
 
 
-class Page:
+class StatusPage:
     """The launcher's side: makes the page, passes its descriptor to a rank, and reads it. ``name``: the rank's name
     within its launch, by which tools outside find the page.
     """
@@ -314,7 +314,7 @@ class Page:
             raise
         self.view = mmap.mmap(self.handle, BYTES)
 
-    def read(self) -> Beat:
+    def read(self) -> Heartbeat:
         return read_beat(self.view)
 
     def close(self) -> None:
@@ -322,25 +322,25 @@ class Page:
         os.close(self.handle)
 
 
-def page(name: str = "") -> Page | None:
+def page(name: str = "") -> StatusPage | None:
     """Make a rank's page; None where the system has no anonymous memory files, or not that much (``ulimit -f``)."""
     if not hasattr(os, "memfd_create"):
         return None
     try:
-        return Page(name)
+        return StatusPage(name)
     except OSError:
         return None
 
 
-def read_beat(view: mmap.mmap) -> Beat:
+def read_beat(view: mmap.mmap) -> Heartbeat:
     """Read a page; read again while a beat is being written."""
     beats, doing, step, index, longest_ns, run, since_ns, line, _, text = BEAT.read_whole(view)
     ticks, ticker, pause_ns = TICK.read(view)
     (expected_ns,) = EXPECTED.read(view)
     process, stacks = PROCESS.read(view)
-    return Beat(
+    return Heartbeat(
         beats=beats,
-        doing=Doing(doing),
+        doing=Activity(doing),
         step=step,
         index=index,
         longest_s=longest_ns / 1e9,

@@ -29,7 +29,7 @@ def is_stopped(process: int) -> bool:
     return state == b"T"
 
 
-class Pulse:
+class ProcessWatch:
     """Looks at some processes repeatedly."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

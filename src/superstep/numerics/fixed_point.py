@@ -42,7 +42,7 @@ class OutOfRange(RuntimeError):
     """A number is outside the range of its grid, or is not a number."""
 
 
-class Excess:
+class RangeExcess:
     """A step's numbers out of range: noted when they appear, and read when the ranks meet, so that all stop together.
     Only the first is kept.
     """
@@ -90,7 +90,7 @@ class Grid:
     bits: int
     terms: int = 2
     name: str = "a gradient"
-    excess: Excess | None = field(default=None, compare=False)
+    excess: RangeExcess | None = field(default=None, compare=False)
 
     @property
     def scale(self) -> float:
@@ -102,7 +102,7 @@ class Grid:
         """The bound of a single term, so that ``terms`` of them stay within 64 bits."""
         return 2.0 ** (63 - self.bits) / self.terms
 
-    def of(self, terms: int, name: str, excess: Excess | None) -> Grid:
+    def of(self, terms: int, name: str, excess: RangeExcess | None) -> Grid:
         """The same grid for a sum of at most ``terms``."""
         return replace(self, terms=1 << max(terms - 1, 1).bit_length(), name=name, excess=excess)
 

@@ -37,7 +37,7 @@ TokenTerms = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
-class Columns:
+class VocabularyColumns:
     """The vocabulary columns of a rank's logits, where ranks share the vocabulary.
 
     Attributes:
@@ -71,7 +71,7 @@ def linear_cross_entropy_sum(  # noqa: PLR0913
     weight_grad_into: Tensor | None = None,
     terms: TokenTerms | None = None,
     is_compiled: bool = False,
-    columns: Columns | None = None,
+    columns: VocabularyColumns | None = None,
     temperature: float = 1.0,
 ) -> Tensor:
     """``cross_entropy_sum(h · weightᵀ)`` with only one chunk of the logits in memory (Hsu 2024).
@@ -94,7 +94,7 @@ def linear_cross_entropy_sum(  # noqa: PLR0913
         temperature: divides the logits.
     """
     h_TD, targets_T = h_BSD.flatten(0, -2), targets_BS.flatten()
-    columns = columns or Columns(0, len(weight_VD), _alone)
+    columns = columns or VocabularyColumns(0, len(weight_VD), _alone)
     rows = _Rows(is_compiled=is_compiled, columns=columns, temperature=temperature)
     if torch.is_grad_enabled() and (h_BSD.requires_grad or weight_VD.requires_grad):
         loss = _LinearCrossEntropySum.apply(  # type: ignore[no-untyped-call]
@@ -109,7 +109,7 @@ def linear_cross_entropy_sum(  # noqa: PLR0913
 
 
 def cut_cross_entropy_sum(
-    logits_BSV: Tensor, targets_BS: Tensor, columns: Columns, terms: TokenTerms | None = None
+    logits_BSV: Tensor, targets_BS: Tensor, columns: VocabularyColumns, terms: TokenTerms | None = None
 ) -> Tensor:
     """``cross_entropy_sum`` where each rank has some columns of the logits (Shoeybi 2019, sec. 3)."""
     logits_TV, targets_T = logits_BSV.flatten(0, -2), targets_BS.flatten()
@@ -140,7 +140,7 @@ class _Rows:
     """How rows of logits are computed, and which columns they have."""
 
     is_compiled: bool
-    columns: Columns
+    columns: VocabularyColumns
     temperature: float = 1.0
 
     def sums(self, logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:

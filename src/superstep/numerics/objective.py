@@ -94,7 +94,7 @@ Tell = Callable[[TrainedTokens], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Aim:
+class LossTarget:
     """The targets and the loss of a microbatch.
 
     Attributes:
@@ -120,7 +120,7 @@ class Aim:
         """``terms``, or None where single tokens are not needed."""
         return None if self.is_plain else self.terms
 
-    def cut(self, part: Callable[[Tensor], Tensor]) -> Aim:
+    def cut(self, part: Callable[[Tensor], Tensor]) -> LossTarget:
         """The same for a part of the tokens."""
         streams = {name: part(stream) for name, stream in self.streams.items()}
         return replace(self, targets=part(self.targets), streams=streams)
@@ -143,7 +143,7 @@ class Aim:
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, logp_T: Tensor, aim: Aim) -> Tensor:
+    def forward(ctx: torch.autograd.function.FunctionCtx, logp_T: Tensor, aim: LossTarget) -> Tensor:
         loss_T, slope_T = aim.terms(logp_T)
         ctx.save_for_backward(slope_T)
         return loss_T.sum()
@@ -154,7 +154,7 @@ class _Sum(torch.autograd.Function):
         return grad * slope_T, None
 
 
-def objective_sum(logp_T: Tensor, aim: Aim) -> Tensor:
+def objective_sum(logp_T: Tensor, aim: LossTarget) -> Tensor:
     """The sum of all tokens' losses, with the objective's derivative for autograd."""
     loss: Tensor = _Sum.apply(logp_T, aim)  # type: ignore[no-untyped-call]
     return loss

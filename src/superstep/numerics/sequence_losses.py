@@ -25,7 +25,7 @@ from superstep.numerics.policy import PolicyLoss, kl_terms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Weighed:
+class SequenceLossResult:
     """The result for a loss of whole answers.
 
     Attributes:
@@ -46,7 +46,7 @@ def sequence_policy(
     answer: Tensor,
     advantages: Tensor,
     weights: Tensor | None = None,
-) -> Weighed:
+) -> SequenceLossResult:
     """``PolicyLoss`` of whole answers, with the ratio s = exp(mean over t of (l_t - old_t)), as in GSPO (Zheng 2025,
     eq. 7): L = sum over answers of -min(s A, clip(s) A); the correction is of the same mean. The distance from the
     reference stays a token's, averaged over its answer.
@@ -78,7 +78,7 @@ def sequence_policy(
         share_T = policy.kl_coef * _each(weight_N / lengths_N, answer_T)
         slope_T = slope_T + (share_T * pull_T).where(answer_T >= 0, 0.0)
         measures["reference_kl"] = _mean(distance_N, counts_N)
-    return Weighed(weights=_weights(slope_T, logp), loss=float((weight_N * loss_N).sum()), measures=measures)
+    return SequenceLossResult(weights=_weights(slope_T, logp), loss=float((weight_N * loss_N).sum()), measures=measures)
 
 
 def _mean(values_N: Tensor, counts_N: Tensor) -> float:
@@ -88,7 +88,7 @@ def _mean(values_N: Tensor, counts_N: Tensor) -> float:
 
 def dpo(
     logp: Tensor, reference: Tensor, answer: Tensor, pairs: int, *, beta: float, label_smoothing: float = 0.0
-) -> Weighed:
+) -> SequenceLossResult:
     """Direct preference optimisation (Rafailov 2023, eq. 7): of each pair, with l(y) the sum over an answer's tokens,
 
         h = beta · ((l(chosen) - ref(chosen)) - (l(rejected) - ref(rejected)))
@@ -126,7 +126,7 @@ def dpo(
         "chosen_reward": beta * float(chosen_P.mean()),
         "rejected_reward": beta * float(rejected_P.mean()),
     }
-    return Weighed(weights=_weights(slope_T, logp), loss=float(loss_P.sum()), measures=measures)
+    return SequenceLossResult(weights=_weights(slope_T, logp), loss=float(loss_P.sum()), measures=measures)
 
 
 def _flat(logp: Tensor, answer: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:

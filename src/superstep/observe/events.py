@@ -177,7 +177,7 @@ class StepDone:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LossTold:
+class LossDetails:
     """Further numbers of a step's loss: with preferences, for example, the share that was ranked right."""
 
     name: ClassVar[str] = "measures"
@@ -190,7 +190,7 @@ class LossTold:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RouterSeen:
+class RouterStats:
     """What the routers of a mixture of experts did in training since their last report."""
 
     name: ClassVar[str] = "router"
@@ -209,7 +209,7 @@ class RouterSeen:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rolled:
+class RolloutStats:
     """What a step of reinforcement learning learnt from."""
 
     name: ClassVar[str] = "rolled"
@@ -336,9 +336,9 @@ Event = (
     | Corrupted
     | Goodput
     | StepDone
-    | LossTold
-    | RouterSeen
-    | Rolled
+    | LossDetails
+    | RouterStats
+    | RolloutStats
     | Retried
     | Evaluated
     | Saved

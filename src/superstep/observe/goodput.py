@@ -50,7 +50,7 @@ class StepSeconds:
         return sum(self._seconds)
 
 
-class Counted:
+class GoodputSink:
     """A sink that adds a ``Goodput`` to the events that it passes on, after each checkpoint and before the end.
 
     Args:

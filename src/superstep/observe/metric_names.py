@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from superstep.observe.events import Evaluated, Event, LossTold, Rolled, RouterSeen, StepDone
+from superstep.observe.events import Evaluated, Event, LossDetails, RolloutStats, RouterStats, StepDone
 from superstep.observe.router_balance import busiest, dropped_share
 
 
@@ -19,13 +19,13 @@ class Scalars:
 def scalars(event: Event) -> Scalars | None:
     """The points of an event; None for an event without any."""
     match event:
-        case StepDone() | LossTold() | RouterSeen() | Rolled() | Evaluated():
+        case StepDone() | LossDetails() | RouterStats() | RolloutStats() | Evaluated():
             return Scalars(event.step, _points(event))
         case _:
             return None
 
 
-def _points(event: StepDone | LossTold | RouterSeen | Rolled | Evaluated) -> dict[str, float]:
+def _points(event: StepDone | LossDetails | RouterStats | RolloutStats | Evaluated) -> dict[str, float]:
     match event:
         case StepDone():
             points = {
@@ -39,16 +39,16 @@ def _points(event: StepDone | LossTold | RouterSeen | Rolled | Evaluated) -> dic
                 "memory/peak_bytes": event.memory_bytes,
             }
             return points if event.mfu is None else points | {"speed/mfu": event.mfu}
-        case LossTold():
+        case LossDetails():
             return {f"loss/{name}": value for name, value in zip(event.names, event.values, strict=True)}
-        case RouterSeen():
+        case RouterStats():
             points = {
                 "router/dropped_share": dropped_share(sum(event.chosen, ()), sum(event.dropped, ())),
                 "router/balance": sum(event.balance) / len(event.balance),
                 "router/z": sum(event.z) / len(event.z),
             }
             return points | {f"router_busiest/layer_{i}": busiest(row) for i, row in enumerate(event.chosen)}
-        case Rolled():
+        case RolloutStats():
             points = {
                 "rollouts/reward": event.reward,
                 "rollouts/cut_share": event.cut / max(1, event.answers + event.lost),

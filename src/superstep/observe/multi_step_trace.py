@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from superstep.observe.chrome_trace import LANES, US
-from superstep.observe.doctor.observations import Note, RankSeen, RunSeen
+from superstep.observe.doctor.observations import Note, RankObservation, RunObservation
 from superstep.program.instructions import Instruction, lane
 from superstep.program.text import read_instruction
 
@@ -20,7 +20,7 @@ WAITS, BESIDE = "waits", "beside"
 ROWS = (*LANES, WAITS, BESIDE)
 
 
-def newest_step(run: RunSeen) -> tuple[int, list[list[Note]]] | None:
+def newest_step(run: RunObservation) -> tuple[int, list[list[Note]]] | None:
     """The newest step that is complete on every pipeline rank, with the notes of each; None without one.
 
     Of the ranks that differ only in dp, cp and tp, the one with index 0 in each counts.
@@ -36,7 +36,7 @@ def newest_step(run: RunSeen) -> tuple[int, list[list[Note]]] | None:
     return each[0][newest][0].step, [steps[newest] for steps in each]
 
 
-def steps_of(rank: RankSeen, instructions: Sequence[Instruction]) -> dict[int, list[Note]]:
+def steps_of(rank: RankObservation, instructions: Sequence[Instruction]) -> dict[int, list[Note]]:
     """The notes of each complete run of this list, by run."""
     known: dict[str, Instruction] = {}
 
@@ -58,7 +58,7 @@ def trace_of_step(step: int, ranks: Sequence[Sequence[Note]]) -> str:
     return json.dumps({"step": step, "ranks": [[[n.index, n.start_s, n.end_s] for n in notes] for notes in ranks]})
 
 
-def perfetto_steps(run: RunSeen, *, name: str, steps: int) -> str:
+def perfetto_steps(run: RunObservation, *, name: str, steps: int) -> str:
     """The last steps for Perfetto, with all that ran between them; validations count as steps."""
     newest = max((note.run for rank in run.ranks for note in rank.notes), default=0)
     kept = {rank.rank: [n for n in rank.notes if n.run > newest - steps] for rank in run.ranks}

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Any
 
-from superstep.observe.events import RouterSeen
+from superstep.observe.events import RouterStats
 from superstep.observe.router_balance import busiest, dropped_share, entropy
 
 GUTTER = 12
@@ -75,7 +75,7 @@ def reports(lines: Iterable[Mapping[str, Any]]) -> list[RouterReport]:
             first=line["step"] - line["steps"] + 1, last=line["step"], chosen=line["chosen"], dropped=line["dropped"]
         )
         for line in lines
-        if line.get("event") == RouterSeen.name
+        if line.get("event") == RouterStats.name
     ]
 
 

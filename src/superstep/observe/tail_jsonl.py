@@ -11,7 +11,7 @@ from typing import Any
 from superstep.observe.jsonl import damage_text, parse_line
 
 
-class Growing:
+class GrowingFile:
     """The objects of a growing file. A run that goes back replaces the file, which is then read again. Thread-safe.
     ``path``: of the file, which may not exist yet.
     """

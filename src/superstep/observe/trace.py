@@ -22,14 +22,14 @@ from superstep.program.timeline import Arrival, Needs, Timeline, TimelineEvent, 
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
+class RecordedStep:
     """A recorded step, with its number in the run."""
 
     step: int
     timeline: Timeline
 
 
-def load_trace(path: Path, program: Program) -> Recorded:
+def load_trace(path: Path, program: Program) -> RecordedStep:
     """Read a run's record of one step of ``program``; raises StateError where it cannot be read or is of another
     program.
     """
@@ -52,7 +52,7 @@ def load_trace(path: Path, program: Program) -> Recorded:
         for at, start_s, end_s in rank
     ]
     ordered = sorted(_untangle(program, events), key=lambda e: (e.start_s, e.rank, e.index))
-    return Recorded(step, Timeline(program, tuple(ordered)))
+    return RecordedStep(step, Timeline(program, tuple(ordered)))
 
 
 def _untangle(program: Program, events: Iterable[TimelineEvent]) -> list[TimelineEvent]:

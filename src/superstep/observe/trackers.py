@@ -146,7 +146,7 @@ def _quiet() -> contextlib.AbstractContextManager[Any]:
     return contextlib.redirect_stdout(io.StringIO())
 
 
-class Tracked:
+class TrackerSink:
     """The sink for a tracker.
 
     Args:

@@ -28,7 +28,7 @@ NOTHING = UnitSeconds(forward_s=0.0, backward_s=0.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Catalogued:
+class ClosedFormSource:
     """``InstructionPrices`` for one plan, from the constants of a catalogue. ``kinds``: for each of KINDS, the part of
     every unit's passes.
     """
@@ -88,12 +88,12 @@ class Catalogued:
         return UPDATE_BYTES * share / float(self.pricing.rates.memory_bytes_per_s)
 
 
-def catalogue_seconds(run: Resolved, layout: Layout, pricing: Pricing) -> Catalogued:
+def catalogue_seconds(run: Resolved, layout: Layout, pricing: Pricing) -> ClosedFormSource:
     """The seconds of a run's units on the chips of ``pricing``."""
     is_mixture = run.shape.moe is not None
     block = _block(run, block_seconds(pricing.model, layout, pricing.rates, pricing.stack, is_mixture=is_mixture))
     first, last = _embedding(layout, pricing), _head(run, layout, pricing)
-    return Catalogued(
+    return ClosedFormSource(
         run,
         layout,
         pricing,

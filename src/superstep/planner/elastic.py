@@ -10,13 +10,13 @@ from superstep.hardware.cluster import Cluster
 from superstep.plan.config import ZERO_BUBBLE, PlanConfig, RunConfig
 from superstep.plan.resolution.resolve import Resolved, resolve
 from superstep.planner.price import pricing_of
-from superstep.planner.search import Side, search
+from superstep.planner.search import PricedProblem, search
 from superstep.planner.search_problem import Rule, SearchProblem
 from superstep.planner.simulate_best import verified
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Smaller:
+class SmallerPlan:
     """A run under a plan for fewer chips. ``step_s``: by the price of its program; only for comparing plans."""
 
     run: Resolved
@@ -34,7 +34,7 @@ def smaller_plan(
     beside: Callable[[Resolved], int] = lambda _: 0,
     *,
     is_host: bool = False,
-) -> Smaller | None:
+) -> SmallerPlan | None:
     """The best plan of a run on other chips: the same computation, and in exact mode the same bits.
 
     Args:
@@ -64,7 +64,7 @@ def smaller_plan(
         is_host=is_host,
         rules=tuple(_kept_rules(config)),
     )
-    side = Side(problem=problem, pricing=pricing_of(problem))
+    side = PricedProblem(problem=problem, pricing=pricing_of(problem))
     if not len(side.space.cores()):
         return None
     for option in search([side], keep=KEPT).best:
@@ -75,7 +75,7 @@ def smaller_plan(
             continue
         priced = verified(option)
         if priced.memory_bytes + beside(again) <= memory_bytes:
-            return Smaller(run=again, step_s=priced.step_s)
+            return SmallerPlan(run=again, step_s=priced.step_s)
     return None
 
 

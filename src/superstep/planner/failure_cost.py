@@ -16,13 +16,13 @@ from superstep.planner.goodput import (
     recommend,
     without_snapshots,
 )
-from superstep.planner.simulate_best import Verified
+from superstep.planner.simulate_best import SimulatedPlan
 
 CHIPS_PER_HOST = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Survival:
+class FailureCost:
     """A plan under failures.
 
     Attributes:
@@ -56,7 +56,7 @@ class Survival:
         return round(seconds / self.step_s)
 
 
-def survival(plan: Verified, failures_per_hour: float | None) -> Survival | None:
+def survival(plan: SimulatedPlan, failures_per_hour: float | None) -> FailureCost | None:
     """A plan under failures; None where the chip's failures are unknown. ``failures_per_hour``: of one chip with its
     share of the host; None takes the catalogue's.
     """
@@ -72,7 +72,7 @@ def survival(plan: Verified, failures_per_hour: float | None) -> Survival | None
     read = hosts * (cluster.disk_read_bytes_per_s or DISK_BYTES_PER_S)
     hazard = Hazard(mtbf_s=mtbf_s(cluster.chips, rate), read_s=state_bytes / read)
     copy_s, flush_s = copied / cluster.chip.host_bytes_per_s, state_bytes / written
-    return Survival(
+    return FailureCost(
         hazard=hazard,
         step_s=plan.step_s,
         copy_s=copy_s,

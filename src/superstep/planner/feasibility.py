@@ -11,7 +11,7 @@ from superstep.cost.closed.memory import Footprint
 from superstep.errors import ConfigError
 from superstep.plan.config import RunConfig
 from superstep.planner.price import pricing_of
-from superstep.planner.search import Side, search
+from superstep.planner.search import PricedProblem, search
 from superstep.planner.search_problem import SearchProblem
 from superstep.planner.space import Space, meshes
 
@@ -24,7 +24,7 @@ MOST_CHIPS = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Smallest:
+class LeastMemory:
     """Approximately the least memory of a plan on one chip."""
 
     bytes: float
@@ -81,7 +81,7 @@ def _with_batch(problem: SearchProblem, sequences: int) -> RunConfig:
     return replace(problem.base, train=replace(problem.base.train, batch_sequences=sequences))
 
 
-def smallest(side: Side) -> Smallest:
+def smallest(side: PricedProblem) -> LeastMemory:
     """Approximately the least memory of a plan: of the cores with the least bounds, on all schedules and shardings."""
     cores = side.space.cores()
     bounds = np.broadcast_to(side.pricing.core_bound_bytes(cores), (len(cores),))
@@ -89,10 +89,10 @@ def smallest(side: Side) -> Smallest:
     plans = side.space.with_shardings(side.space.with_schedules(least))
     best = plans.take(np.array([int(np.argmin(side.pricing.bytes(plans)))]))
     held = side.pricing.held(best)
-    return Smallest(bytes=float(np.broadcast_to(held.reserved, (1,))[0]), held=held)
+    return LeastMemory(bytes=float(np.broadcast_to(held.reserved, (1,))[0]), held=held)
 
 
-def smallest_cluster(sides: Sequence[Side]) -> int | None:
+def smallest_cluster(sides: Sequence[PricedProblem]) -> int | None:
     """The fewest chips of the kind on which a plan fits; None where ``MOST_CHIPS`` do not suffice.
 
     Within a domain the number doubles; beyond it, whole domains double until a plan fits, then it is bisected.
@@ -112,9 +112,9 @@ def smallest_cluster(sides: Sequence[Side]) -> int | None:
     return None if domains is None else domains * domain
 
 
-def _enlarge(problem: SearchProblem, chips: int) -> Side:
+def _enlarge(problem: SearchProblem, chips: int) -> PricedProblem:
     larger = problem.on(chips)
-    return Side(problem=larger, pricing=pricing_of(larger))
+    return PricedProblem(problem=larger, pricing=pricing_of(larger))
 
 
 def _least(fits: Callable[[int], bool], low: int, most: int) -> int | None:

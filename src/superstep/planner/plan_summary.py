@@ -11,7 +11,7 @@ from superstep.cost.program.time.traffic import traffic
 from superstep.cost.program.time.unit_operations import decoder_operations
 from superstep.plan.mesh import MeshShape
 from superstep.planner.search_problem import SearchProblem
-from superstep.planner.simulate_best import Verified
+from superstep.planner.simulate_best import SimulatedPlan
 from superstep.program.compile import compile_step
 
 NEAR = 0.05
@@ -61,7 +61,7 @@ class Figures:
 
 
 def figures(
-    plan: Verified, tokens: float | None, price_per_chip_hour: float | None, *, narrowed: float = 1.0
+    plan: SimulatedPlan, tokens: float | None, price_per_chip_hour: float | None, *, narrowed: float = 1.0
 ) -> Figures:
     """The figures of a run of ``tokens``; ``narrowed``: the interval's remaining width after calibration."""
     problem = plan.found.side.problem
@@ -90,7 +90,7 @@ def figures(
     )
 
 
-def step_interval(plan: Verified, *, narrowed: float = 1.0) -> tuple[float, float]:
+def step_interval(plan: SimulatedPlan, *, narrowed: float = 1.0) -> tuple[float, float]:
     """The 80% interval of a plan's step, in seconds."""
     of = shares(plan)
     traffic = sum(of[name] for name in TRAFFIC)
@@ -110,12 +110,12 @@ def mfu(problem: SearchProblem, tokens_per_s: float) -> float:
     return flops * tokens_per_s / (peak * problem.cluster.chips)
 
 
-def shares(plan: Verified) -> dict[str, float]:
+def shares(plan: SimulatedPlan) -> dict[str, float]:
     """Each part's share of the step, in the order of ``PARTS``."""
     return {name: float(getattr(plan.parts, field)) / plan.step_s for name, field in PARTS.items()}
 
 
-def limits(plan: Verified) -> list[tuple[str, float]]:
+def limits(plan: SimulatedPlan) -> list[tuple[str, float]]:
     """The largest parts of a step beside its compute, and memory where too little is free to recompute less."""
     held_back = [(name, share) for name, share in shares(plan).items() if name != "compute" and share >= 0.01]
     held_back.sort(key=lambda pair: -pair[1])
@@ -129,7 +129,7 @@ def limits(plan: Verified) -> list[tuple[str, float]]:
 
 
 @dataclass(frozen=True, slots=True)
-class CarriedBy:
+class AxisShare:
     """Bytes of a step's collectives and transfers over one axis, on one chip. ``link``: "fast links" where the axis
     stays in a domain, else "network".
     """
@@ -139,7 +139,7 @@ class CarriedBy:
     link: str
 
 
-def carried_by(plan: Verified) -> tuple[CarriedBy, ...]:
+def carried_by(plan: SimulatedPlan) -> tuple[AxisShare, ...]:
     """Each axis' bytes on the pipeline rank with most, and their link; none for a long program."""
     if not plan.is_simulated:
         return ()
@@ -148,7 +148,7 @@ def carried_by(plan: Verified) -> tuple[CarriedBy, ...]:
     most = max(traffic(run, program, decoder_operations(run)), key=lambda carried: sum(carried.values()))
     domain, reach = plan.found.side.problem.cluster.domain, _reach(run.plan.mesh)
     return tuple(
-        CarriedBy(axis, size, "fast links" if reach[axis] <= domain else "network") for axis, size in most.items()
+        AxisShare(axis, size, "fast links" if reach[axis] <= domain else "network") for axis, size in most.items()
     )
 
 

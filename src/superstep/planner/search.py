@@ -32,7 +32,7 @@ Key = tuple[float, float, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Side:
+class PricedProblem:
     """A problem in one format of its products."""
 
     problem: SearchProblem
@@ -47,7 +47,7 @@ class Side:
 class PricedPlan:
     """A plan with its price by the closed form. ``plan``: one row. ``parts``: of its step."""
 
-    side: Side
+    side: PricedProblem
     plan: Plans
     parts: Estimate
     memory_bytes: float
@@ -74,7 +74,7 @@ class SearchResult:
     too_large: int
 
 
-def search(sides: Sequence[Side], *, keep: int, is_pruned: bool = True) -> SearchResult:
+def search(sides: Sequence[PricedProblem], *, keep: int, is_pruned: bool = True) -> SearchResult:
     """The best ``keep`` meshes' best plans, of all formats.
 
     Args:
@@ -125,7 +125,7 @@ class _Kept:
             return float("inf")
         return max(key[0] for key, _ in self.of_mesh.values())
 
-    def offer(self, side: Side, key: Key, mesh: float, priced: PricedPlan) -> None:
+    def offer(self, side: PricedProblem, key: Key, mesh: float, priced: PricedPlan) -> None:
         """Keep a plan if it is among the best."""
         if mesh not in self.of_mesh or key < self.of_mesh[mesh][0]:
             self.of_mesh[mesh] = (key, priced)
@@ -134,7 +134,7 @@ class _Kept:
 
 
 def _batches(
-    side: Side, cores: Plans, counts: Array, kept: _Kept, tally: _Tally, *, is_pruned: bool
+    side: PricedProblem, cores: Plans, counts: Array, kept: _Kept, tally: _Tally, *, is_pruned: bool
 ) -> Iterator[Plans]:
     """Cores in batches of plans that are priced together, until none can be among the best."""
     if not len(cores):
@@ -158,7 +158,7 @@ def _batches(
         at = end
 
 
-def _price(side: Side, cores: Plans, kept: _Kept, tally: _Tally, *, is_pruned: bool) -> None:
+def _price(side: PricedProblem, cores: Plans, kept: _Kept, tally: _Tally, *, is_pruned: bool) -> None:
     for part in chunks_of(side.space.with_schedules(cores)):
         if is_pruned and kept.limit_s < float("inf"):
             part = part.take(side.pricing.schedule_bound_s(part) <= kept.limit_s * SLACK)
@@ -174,7 +174,7 @@ def _price(side: Side, cores: Plans, kept: _Kept, tally: _Tally, *, is_pruned: b
                 _offer(side, plans.take(fits), held[fits], kept, tally)
 
 
-def _offer(side: Side, plans: Plans, held: Array, kept: _Kept, tally: _Tally) -> None:
+def _offer(side: PricedProblem, plans: Plans, held: Array, kept: _Kept, tally: _Tally) -> None:
     parts = side.pricing.seconds(plans)
     step_s = np.broadcast_to(parts.step_s, (len(plans),))
     tally.priced += len(plans)

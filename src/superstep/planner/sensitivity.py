@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from superstep.cost.closed.parallel_degrees import RECOMPUTE
 from superstep.plan.config import Dtype, PlanConfig
 from superstep.planner.price import pricing_of
-from superstep.planner.search import PricedPlan, Side, search
+from superstep.planner.search import PricedPlan, PricedProblem, search
 from superstep.planner.search_problem import Rule, SearchProblem
 from superstep.planner.shortlist import search_fitting
-from superstep.planner.simulate_best import Verified, verified
+from superstep.planner.simulate_best import SimulatedPlan, verified
 from superstep.planner.tie_break import Simplicity, first_of, simplicity
 
 AXES = ("tp", "pp", "cp", "ep", "zero", "replicas", "schedule", "microbatch", "recompute", "sequence_parallel")
@@ -30,7 +30,7 @@ class Neighbour:
 
     field: str
     value: object
-    plan: Verified
+    plan: SimulatedPlan
     slower: float
     spared_bytes: float
 
@@ -40,9 +40,9 @@ class Memo:
     """Searches and programs that were already priced; neighbours of neighbours share most of them."""
 
     searches: dict[Rule, tuple[PricedPlan, ...]] = field(default_factory=dict)
-    programs: dict[PlanConfig, Verified] = field(default_factory=dict)
+    programs: dict[PlanConfig, SimulatedPlan] = field(default_factory=dict)
 
-    def priced(self, side: Side, rule: Rule) -> list[Verified]:
+    def priced(self, side: PricedProblem, rule: Rule) -> list[SimulatedPlan]:
         """The best plans under one more rule, with the price of their programs."""
         if rule not in self.searches:
             problem = side.problem
@@ -50,7 +50,7 @@ class Memo:
             self.searches[rule] = search([ruled], keep=1).best if len(ruled.space.cores()) else ()
         return [self.verified(replace(priced, side=side)) for priced in self.searches[rule]]
 
-    def verified(self, priced: PricedPlan) -> Verified:
+    def verified(self, priced: PricedPlan) -> SimulatedPlan:
         """The price of a plan's program."""
         plan = priced.plan.plan_config(0, priced.side.problem)
         if plan not in self.programs:
@@ -59,8 +59,8 @@ class Memo:
 
 
 def neighbours(
-    best: Verified,
-    known: Sequence[Verified] = (),
+    best: SimulatedPlan,
+    known: Sequence[SimulatedPlan] = (),
     memo: Memo | None = None,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Neighbour]:
@@ -99,8 +99,12 @@ def neighbours(
 
 
 def improve(
-    best: Verified, known: Sequence[Verified] = (), *, rounds: int = 4, tell: Callable[[str], None] = lambda _: None
-) -> tuple[Verified, tuple[Neighbour, ...]]:
+    best: SimulatedPlan,
+    known: Sequence[SimulatedPlan] = (),
+    *,
+    rounds: int = 4,
+    tell: Callable[[str], None] = lambda _: None,
+) -> tuple[SimulatedPlan, tuple[Neighbour, ...]]:
     """The best plan, or one reached by a few steps from neighbour to better neighbour; and its neighbours.
 
     The search ranks by the closed form, and another plan's program may be faster. Of all plans tied with the fastest
@@ -120,21 +124,21 @@ def improve(
         best, rounds = chosen, rounds - 1
 
 
-def simplest(plans: Sequence[Verified]) -> Verified:
+def simplest(plans: Sequence[SimulatedPlan]) -> SimulatedPlan:
     """The simplest of those that are tied with the fastest."""
     return plans[first_of([each.step_s for each in plans], [simplicity_of(each) for each in plans])]
 
 
-def of_kinds(plans: Sequence[Verified]) -> tuple[Verified, ...]:
+def of_kinds(plans: Sequence[SimulatedPlan]) -> tuple[SimulatedPlan, ...]:
     """The first of each kind: plans that cut the same axes are one kind, for any degrees."""
-    best: dict[tuple[bool, ...], Verified] = {}
+    best: dict[tuple[bool, ...], SimulatedPlan] = {}
     for plan in plans:
         mesh = plan.run.plan.mesh
         best.setdefault(tuple(degree > 1 for degree in (mesh.pp, mesh.dp, mesh.cp, mesh.tp, mesh.ep)), plan)
     return tuple(best.values())
 
 
-def simplicity_of(plan: Verified) -> Simplicity:
+def simplicity_of(plan: SimulatedPlan) -> Simplicity:
     """The simplicity of a plan, to compare equally fast ones."""
     mesh, full = plan.run.plan.mesh, plan.run.plan
     share = plan.memory_bytes / plan.found.side.problem.memory_bytes
@@ -153,7 +157,7 @@ class Fallback:
 
     lost: int
     chips: int
-    verified: Verified | None
+    verified: SimulatedPlan | None
 
 
 def fallbacks(problems: Sequence[SearchProblem], nodes: int) -> Iterator[Fallback]:
@@ -167,7 +171,7 @@ def fallbacks(problems: Sequence[SearchProblem], nodes: int) -> Iterator[Fallbac
 
 def _on(problems: Sequence[SearchProblem], lost: int, left: int, node: int) -> Iterator[Fallback]:
     for chips in range(left, 0, -node):
-        sides = [Side(problem=each, pricing=pricing_of(each)) for each in (p.on(chips) for p in problems)]
+        sides = [PricedProblem(problem=each, pricing=pricing_of(each)) for each in (p.on(chips) for p in problems)]
         found = search_fitting([side for side in sides if len(side.space.cores())], keep=1)
         if found is not None:
             yield Fallback(lost=lost, chips=chips, verified=found[1][0])

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from superstep.plan.resolution.resolve import resolve
 from superstep.planner.plan_columns import run_config
-from superstep.planner.search import PricedPlan, SearchResult, Side, search
-from superstep.planner.simulate_best import MOST_INSTRUCTIONS, Verified, instructions_of, verified
+from superstep.planner.search import PricedPlan, PricedProblem, SearchResult, search
+from superstep.planner.simulate_best import MOST_INSTRUCTIONS, SimulatedPlan, instructions_of, verified
 
 BUDGET = 130_000
 """Instructions: about two seconds of a processor."""
@@ -24,7 +24,9 @@ does not skip plans with few communicators.
 """
 
 
-def search_fitting(sides: Sequence[Side], *, keep: int) -> tuple[SearchResult, tuple[Verified, ...]] | None:
+def search_fitting(
+    sides: Sequence[PricedProblem], *, keep: int
+) -> tuple[SearchResult, tuple[SimulatedPlan, ...]] | None:
     """A search's result, and the best plan of each kind by the closed form with the price of its program, the fastest
     first; only those with programs that fit. None without any.
     """
@@ -43,7 +45,7 @@ def search_fitting(sides: Sequence[Side], *, keep: int) -> tuple[SearchResult, t
         limited = [replace(side, pricing=replace(side.pricing, memory_bytes=least)) for side in limited]
 
 
-def fitting(plans: Sequence[Verified]) -> list[Verified]:
+def fitting(plans: Sequence[SimulatedPlan]) -> list[SimulatedPlan]:
     """Those with programs that fit."""
     return [plan for plan in plans if plan.memory_bytes <= plan.found.side.problem.memory_bytes]
 

@@ -18,7 +18,7 @@ from superstep.cost.program.memory.gpu_kept import with_gpu_kept
 from superstep.cost.program.memory.memory import RankBytes, rank_bytes
 from superstep.cost.program.time.instruction_seconds import instruction_seconds
 from superstep.cost.program.time.simulate import simulate
-from superstep.cost.program.time.stragglers import Jitter, Straggled, straggle
+from superstep.cost.program.time.stragglers import Jitter, StragglerResult, straggle
 from superstep.plan.resolution.resolve import Resolved, resolve
 from superstep.planner.closed_form_seconds import KINDS, catalogue_seconds
 from superstep.planner.plan_columns import run_config
@@ -33,7 +33,7 @@ MOST_INSTRUCTIONS = 200_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verified:
+class SimulatedPlan:
     """A plan with the price of its program.
 
     Attributes:
@@ -59,14 +59,14 @@ class Verified:
         return float(self.parts.step_s)
 
 
-def verified(priced: PricedPlan) -> Verified:
+def verified(priced: PricedPlan) -> SimulatedPlan:
     """The price of a plan's program; raises ConfigError where the plan cannot be resolved."""
     problem = priced.side.problem
     run = resolve(run_config(priced.plan.plan_config(0, problem), problem), is_priced=True)
     run = run if problem.is_host else with_gpu_kept(run)
     beyond = 0 if problem.is_host else beyond_reserve(run.plan)
     if run.shape.is_priced_only or instructions_of(run) > MOST_INSTRUCTIONS:
-        return Verified(
+        return SimulatedPlan(
             found=priced,
             run=run,
             parts=priced.parts,
@@ -77,7 +77,7 @@ def verified(priced: PricedPlan) -> Verified:
         )
     program = compile_step(run.plan, is_each_pass_checked=False)
     memory = max(rank_bytes(run, program), key=lambda rank: rank.bytes)
-    return Verified(
+    return SimulatedPlan(
         found=priced,
         run=run,
         parts=simulate_plan(run, program, priced.plan.layout, priced.side.pricing),
@@ -137,7 +137,7 @@ def simulate_plan(run: Resolved, program: Program, layout: Layout, pricing: Pric
     return Estimate(**{name: np.asarray(seconds) for name, seconds in values.items()})
 
 
-def straggled(plan: Verified, jitter: Jitter) -> Straggled | None:
+def straggled(plan: SimulatedPlan, jitter: Jitter) -> StragglerResult | None:
     """A plan's late steps when chips differ; None where its program is too long to sample."""
     if not plan.is_simulated:
         return None

@@ -95,7 +95,7 @@ class Wait:
 
 
 @dataclass(frozen=True, slots=True)
-class Spent:
+class StepBreakdown:
     """One rank's step by use: busy + exposed + bubble = step.
 
     Attributes:
@@ -133,7 +133,7 @@ class Timeline:
         """One rank's events, in the order of issue."""
         return sorted((e for e in self.events if e.rank == rank), key=lambda e: e.index)
 
-    def spent(self) -> tuple[Spent, ...]:
+    def spent(self) -> tuple[StepBreakdown, ...]:
         """Each pipeline rank's step by use."""
         return tuple(
             _time_spent(events, waits) for events, waits in zip(self._of_ranks(), self.stood_still(), strict=True)
@@ -184,7 +184,7 @@ def _waits(events: Sequence[TimelineEvent], needs: Needs, start_s: float, end_s:
     yield from _split(clock_s, end_s, [])
 
 
-def _time_spent(events: Sequence[TimelineEvent], waits: Sequence[Wait]) -> Spent:
+def _time_spent(events: Sequence[TimelineEvent], waits: Sequence[Wait]) -> StepBreakdown:
     """One rank's step by use."""
     busy_s = bubble_s = 0.0
     exposed_s: dict[Lane, float] = dict.fromkeys(("fetch", "reduce", "act", "grad", "snapshot"), 0.0)
@@ -198,7 +198,7 @@ def _time_spent(events: Sequence[TimelineEvent], waits: Sequence[Wait]) -> Spent
             exposed_s[wait.lane] += wait.end_s - wait.start_s
         else:
             bubble_s += wait.end_s - wait.start_s
-    return Spent(busy_s, exposed_s, bubble_s)
+    return StepBreakdown(busy_s, exposed_s, bubble_s)
 
 
 def _channel(event: TimelineEvent) -> Channel:

@@ -20,7 +20,7 @@ from superstep.run.console import Console
 from superstep.run.disk_check import require_disk
 from superstep.run.launch_rules import OWN, Launcher, check_launch
 from superstep.run.memory_check import require_fit
-from superstep.run.recover import Recovered
+from superstep.run.recover import Recovery
 from superstep.state.checkpoint import read_position
 from superstep.state.object_store.store_sync import fetch_newest, mirrored
 from superstep.state.snapshots.memory_snapshot import Handles
@@ -83,7 +83,7 @@ class TrainJob:
     """What is learnt of a batch, where that is not each of its targets."""
     snapshots: Handles | None = None
     """The ranks' memories that outlive them, where there are any."""
-    recovered: Recovered | None = None
+    recovered: Recovery | None = None
     """What was lost, where something was, and the snapshot to go on from in the place of the checkpoint."""
     asked: Resolved | None = None
     """The run as it was asked for, where it goes on under a plan for fewer ranks: the directory keeps that one."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from superstep.comm.codec import Codec
-from superstep.launch.torchrun import StoredForm
+from superstep.launch.torchrun import StoredValue
 from superstep.plan.config import RunConfig
 from superstep.plan.config_io import parse_config, write_config
 from superstep.run.job import TrainJob
@@ -55,7 +55,7 @@ def decode(message: bytes) -> TrainJob | None:
     return None if found is None else _job_of(found)
 
 
-JOB: StoredForm[TrainJob | None] = StoredForm(encode, decode)
+JOB: StoredValue[TrainJob | None] = StoredValue(encode, decode)
 
 
 def _message_of(job: TrainJob) -> JobMessage:

@@ -12,7 +12,7 @@ from superstep.run.console import Console
 from superstep.run.exit_messages import status_of
 from superstep.run.job import TrainJob, asked_device
 from superstep.run.rank import rank
-from superstep.run.recover import Recovered, recovering
+from superstep.run.recover import Recovery, recovering
 from superstep.run.reports.samples import sampling
 from superstep.state.snapshots.background_checkpoint import rank_memories
 from superstep.state.snapshots.memory_snapshot import Handles
@@ -62,7 +62,7 @@ def _train(job: TrainJob, worker: Worker, console: Console) -> bool:
         )
 
 
-def _again(job: TrainJob, handles: Handles, lost: Recovered | None) -> TrainJob:
+def _again(job: TrainJob, handles: Handles, lost: Recovery | None) -> TrainJob:
     """What ranks are told that start with memories, for the first time or after some were lost."""
     told = replace(job, snapshots=handles, recovered=lost)
     return told if lost is None or lost.step is not None else replace(told, checkpoint=newest(job.folder.checkpoints))

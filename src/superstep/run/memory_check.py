@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from superstep.comm.device import Device
 from superstep.cost.program.memory.memory import RankBytes, rank_bytes
-from superstep.cost.program.memory.memory_fit import Overflow, memory_of, overflow, with_communicators
+from superstep.cost.program.memory.memory_fit import MemoryOverflow, memory_of, overflow, with_communicators
 from superstep.cost.program.memory.snapshot_memory import snapshot_bytes
 from superstep.cost.program.time.operation import UnitOperations
 from superstep.cost.program.time.predict import sizes_of
@@ -78,7 +78,7 @@ def _memory(other: Resolved, run: Resolved, seen: Sequence[UnitOperations]) -> t
     return rank_bytes(other, compile_step(other.plan), sizes)
 
 
-def _refusal(found: Overflow) -> str:
+def _refusal(found: MemoryOverflow) -> str:
     parts = ", ".join(f"{name} {bytes_text(size)}" for name, size in found.parts.items())
     mends = [f"{mend.field} to {_literal(mend.value)} ({bytes_text(mend.bytes)})" for mend in found.mends]
     advice = f"set {' or '.join(mends)}" if mends else "no change of one field fits; use more ranks or a smaller model"

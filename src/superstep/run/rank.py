@@ -24,7 +24,7 @@ from superstep.train.corpus_trainer import CorpusTrainer
 from superstep.train.loop import train
 from superstep.train.resume import resume
 from superstep.train.run_folder import run_directory
-from superstep.train.run_folder.report_status import ToldBeside
+from superstep.train.run_folder.report_status import StatusSink
 from superstep.train.run_folder.run_lock import sharing
 from superstep.train.run_folder.run_paths import write_whole
 from superstep.train.throughput import PeakRate
@@ -83,7 +83,7 @@ def _train(world: World, job: TrainJob, console: Console) -> bool:
                 write_whole(job.folder.root / name, text)
             trainer.describe()
             trainer.watch = stack.enter_context(watch_of(job))
-            sink = ToldBeside(world.heart, open_sink(job, stack, peak, trackers, console))
+            sink = StatusSink(world.heart, open_sink(job, stack, peak, trackers, console))
             started = describe_start(job, world, trainer, machine, position.step)
             predicted_step_s = started.predicted_step_s
             sink.write(started)

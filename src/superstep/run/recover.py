@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-from superstep.errors import Lost
+from superstep.errors import RankLost
 from superstep.launch.retry import next_try
 from superstep.state.snapshots.damage import newest_undamaged
 from superstep.state.snapshots.memory_snapshot import SnapshotMemory
 
 
 @dataclass(frozen=True, slots=True)
-class Recovered:
+class Recovery:
     """That a run goes on, and from which snapshot.
 
     Attributes:
@@ -32,7 +32,7 @@ class Recovered:
 
 
 def recovering(
-    launch: Callable[[Recovered | None], bool],
+    launch: Callable[[Recovery | None], bool],
     memories: Sequence[SnapshotMemory],
     idle: AbstractContextManager[object],
     restore: Callable[[], None],
@@ -49,12 +49,12 @@ def recovering(
     Raises:
         Lost: there is none, or ranks are lost again and again after the same step.
     """
-    recovered: Recovered | None = None
+    recovered: Recovery | None = None
     tries = 0
     while True:
         try:
             return launch(recovered)
-        except Lost as lost:
+        except RankLost as lost:
             step, passed_over = newest_undamaged(memories, idle)
             following = next_try(tries, is_same_state=recovered is not None and recovered.step == step)
             if (step is None and not passed_over) or following is None:
@@ -64,4 +64,4 @@ def recovering(
                 for memory in memories:
                     memory.forget_after(-1)
             restore()
-            recovered = Recovered(step, str(lost), lost.at_s, passed_over=passed_over)
+            recovered = Recovery(step, str(lost), lost.at_s, passed_over=passed_over)

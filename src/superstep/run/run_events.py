@@ -8,14 +8,14 @@ from contextlib import ExitStack
 from superstep.cost.program import lora
 from superstep.cost.program.flops import MFU_CONVENTION
 from superstep.cost.program.memory.snapshot_memory import snapshot_bytes
-from superstep.cost.program.time.op_prices import Measured
+from superstep.cost.program.time.op_prices import MeasuredMachine
 from superstep.cost.program.time.predict import predict
 from superstep.cost.program.time.prediction_file import PredictedFrom, write_predicted_from
 from superstep.data.token_files import open_corpus
 from superstep.engine.attention.choose_attention import kernel_of
 from superstep.launch.ranks import World
 from superstep.observe.events import Fanout, RunStarted, Sink
-from superstep.observe.goodput import Counted
+from superstep.observe.goodput import GoodputSink
 from superstep.observe.trackers import Tracker
 from superstep.planner.goodput import DISK_BYTES_PER_S, STATE_BYTES, unhurt
 from superstep.run.console import Console
@@ -43,13 +43,13 @@ def open_sink(
     convention = f"{MFU_CONVENTION if job.run.config.lora is None else lora.CONVENTION}; {against}"
     display = stack.enter_context(console.open_display(mfu_convention=convention, log_every=observe.log_every))
     opened = Fanout(sinks(observe, job.folder, display, trackers, console.warn))
-    counted = Counted(opened, job.folder.metrics, began_at_s=job.began_at_s, earlier_s=job.earlier_s)
+    counted = GoodputSink(opened, job.folder.metrics, began_at_s=job.began_at_s, earlier_s=job.earlier_s)
     stack.callback(counted.close)
     return counted
 
 
 def describe_start(
-    job: TrainJob, world: World, trainer: CorpusTrainer, machine: Measured | None, step: int
+    job: TrainJob, world: World, trainer: CorpusTrainer, machine: MeasuredMachine | None, step: int
 ) -> RunStarted:
     """The first event of a run, or of its next launch, which goes on after ``step``. What the step is predicted from,
     on a machine that was measured, is written into its folder.

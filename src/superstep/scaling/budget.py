@@ -29,7 +29,7 @@ MOST_LOOKS = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Best:
+class BestUse:
     """The size, its tokens, their FLOPs, and the final loss where the fit gives one."""
 
     params: float
@@ -67,14 +67,14 @@ def _least_loss(law: Frontier, flops: float) -> float:
     return law.loss(best.params, best.tokens)
 
 
-def best_of_flops(law: Frontier, flops: float) -> Best:
+def best_of_flops(law: Frontier, flops: float) -> BestUse:
     """The best use of a budget of FLOPs, in closed form."""
     best = law.optimum(flops)
     loss = None if isinstance(law, PowerFrontier) else law.loss(best.params, best.tokens)
-    return Best(params=best.params, tokens=best.tokens, flops=flops, loss=loss)
+    return BestUse(params=best.params, tokens=best.tokens, flops=flops, loss=loss)
 
 
-def best_for(law: Frontier, device_s: float, throughput: Throughput) -> Best | None:
+def best_for(law: Frontier, device_s: float, throughput: Throughput) -> BestUse | None:
     """The size with the lowest final loss after ``device_s`` device-seconds; None where no size near it can be trained.
 
     ``throughput`` is called about 60 times, and may have steps; the size is found to a thousandth. A frontier, which
@@ -114,7 +114,7 @@ def _guess(law: Frontier, device_s: float, throughput: Throughput) -> float:
     return params
 
 
-def _best_of(law: Law, device_s: float, throughput: Throughput, params: float) -> Best:
+def _best_of(law: Law, device_s: float, throughput: Throughput, params: float) -> BestUse:
     flops = device_s * throughput(params)
     tokens = flops / (FLOPS_PER_PARAMETER_AND_TOKEN * params)
-    return Best(params=params, tokens=tokens, flops=flops, loss=law.loss(params, tokens) if tokens > 0 else None)
+    return BestUse(params=params, tokens=tokens, flops=flops, loss=law.loss(params, tokens) if tokens > 0 else None)

@@ -37,7 +37,7 @@ L = TypeVar("L", bound=Law)
 
 
 @dataclass(frozen=True, slots=True)
-class Data:
+class FitData:
     """The fitted points: log N and log D relative to their means, and log L, [points] each."""
 
     n: Array
@@ -58,11 +58,11 @@ class LawForm(Generic[L]):
         law, constants: from the optimizer's constants and back.
     """
 
-    predict: Callable[[Array, Data], tuple[Array, Array]]
+    predict: Callable[[Array, FitData], tuple[Array, Array]]
     bounds: tuple[tuple[float | None, float | None], ...]
-    starts: Callable[[Data], list[Array]]
-    law: Callable[[Array, Data], L]
-    constants: Callable[[L, Data], Array]
+    starts: Callable[[FitData], list[Array]]
+    law: Callable[[Array, FitData], L]
+    constants: Callable[[L, FitData], Array]
 
 
 def fit(form: LawForm[L], runs: Sequence[TrainingRun], start: L | None = None) -> L:
@@ -90,13 +90,13 @@ def residuals(law: Law, runs: Sequence[TrainingRun]) -> Array:
     return np.array([math.log(p.loss / law.loss(run.params, p.tokens)) for run in runs for p in run.points])
 
 
-def _data(runs: Sequence[TrainingRun]) -> Data:
+def _data(runs: Sequence[TrainingRun]) -> FitData:
     rows = table(runs)
     n, d = np.log(rows.params), np.log(rows.tokens)
-    return Data(n - n.mean(), d - d.mean(), np.log(rows.loss), float(n.mean()), float(d.mean()))
+    return FitData(n - n.mean(), d - d.mean(), np.log(rows.loss), float(n.mean()), float(d.mean()))
 
 
-def _objective(constants: Array, form: LawForm[L], data: Data) -> tuple[float, Array]:
+def _objective(constants: Array, form: LawForm[L], data: FitData) -> tuple[float, Array]:
     """The sum of Huber losses, in units of delta squared, and its gradient."""
     predicted, slopes = form.predict(constants, data)
     far = (predicted - data.log_loss) / HUBER_DELTA
@@ -112,14 +112,14 @@ def _log_sum(terms: Array) -> tuple[Array, Array]:
     return most + np.log(total), shares / total
 
 
-def _predict_hoffmann(constants: Array, data: Data) -> tuple[Array, Array]:
+def _predict_hoffmann(constants: Array, data: FitData) -> tuple[Array, Array]:
     e, a, b, alpha, beta = constants
     terms = np.stack([np.full_like(data.n, e), a - alpha * data.n, b - beta * data.d])
     log_loss, shares = _log_sum(terms)
     return log_loss, np.concatenate([shares, [-shares[1] * data.n, -shares[2] * data.d]])
 
 
-def _hoffmann_starts(data: Data) -> list[Array]:
+def _hoffmann_starts(data: FitData) -> list[Array]:
     """E from a tenth of the least loss up, with the rest of the middle loss divided between size and data."""
     least, middle = float(np.exp(data.log_loss.min())), float(np.exp(np.median(data.log_loss)))
     exponents = (0.1, 0.3, 0.5, 0.8, 1.2)
@@ -131,7 +131,7 @@ def _hoffmann_starts(data: Data) -> list[Array]:
     ]
 
 
-def _hoffmann_law(constants: Array, data: Data) -> Hoffmann:
+def _hoffmann_law(constants: Array, data: FitData) -> Hoffmann:
     e, a, b, alpha, beta = constants.tolist()
     return Hoffmann(
         E=math.exp(e),
@@ -142,7 +142,7 @@ def _hoffmann_law(constants: Array, data: Data) -> Hoffmann:
     )
 
 
-def _hoffmann_constants(law: Hoffmann, data: Data) -> Array:
+def _hoffmann_constants(law: Hoffmann, data: FitData) -> Array:
     a = math.log(law.A) - law.alpha * data.mean_n
     b = math.log(law.B) - law.beta * data.mean_d
     return np.array([math.log(law.E), a, b, law.alpha, law.beta])
@@ -157,7 +157,7 @@ HOFFMANN: LawForm[Hoffmann] = LawForm(
 )
 
 
-def _predict_kaplan(constants: Array, data: Data) -> tuple[Array, Array]:
+def _predict_kaplan(constants: Array, data: FitData) -> tuple[Array, Array]:
     """log L = alpha_D · log(exp(u) + exp(v)), with u = (p - alpha_N·n) / alpha_D and v = q / alpha_D - d.
 
     p and q are log L in the middle of the runs for size or for data alone.
@@ -169,7 +169,7 @@ def _predict_kaplan(constants: Array, data: Data) -> tuple[Array, Array]:
     return alpha_d * log_sum, np.stack([by_alpha_d, -of_u * data.n, of_u, of_v])
 
 
-def _kaplan_starts(data: Data) -> list[Array]:
+def _kaplan_starts(data: FitData) -> list[Array]:
     """The middle loss, divided between size and data within the power."""
     middle = float(np.median(data.log_loss))
     return [
@@ -180,7 +180,7 @@ def _kaplan_starts(data: Data) -> list[Array]:
     ]
 
 
-def _kaplan_law(constants: Array, data: Data) -> Kaplan:
+def _kaplan_law(constants: Array, data: FitData) -> Kaplan:
     alpha_d, alpha_n, p, q = constants.tolist()
     return Kaplan(
         alpha_n=alpha_n,
@@ -190,7 +190,7 @@ def _kaplan_law(constants: Array, data: Data) -> Kaplan:
     )
 
 
-def _kaplan_constants(law: Kaplan, data: Data) -> Array:
+def _kaplan_constants(law: Kaplan, data: FitData) -> Array:
     p = law.alpha_n * (math.log(law.n_c) - data.mean_n)
     q = law.alpha_d * (math.log(law.d_c) - data.mean_d)
     return np.array([law.alpha_d, law.alpha_n, p, q])

@@ -34,7 +34,7 @@ from superstep.serve.compute.runner.model_runner import follow
 from superstep.serve.config import ServeConfig, plan_of
 from superstep.serve.engine import InferenceEngine
 from superstep.serve.scheduling.request import Request, Sampling
-from superstep.serve.scheduling.step_log import Entry, Setting, StepRecorder, samples
+from superstep.serve.scheduling.step_log import LogSettings, StepEntry, StepRecorder, samples
 
 WIDTH, LAYERS, VOCAB = 768, 6, 32_768
 """The largest model of random weights: its weights must not stay in a cache where the real one's do not."""
@@ -181,10 +181,10 @@ def _calibrate_one(world: World, folder: Path, serve: ServeConfig, timing: Timin
     give_back()
     _share_cores(world, serve, timing)
     before = _own_bytes(world)
-    settings: list[Setting] = []
-    entries: list[Entry] = []
+    settings: list[LogSettings] = []
+    entries: list[StepEntry] = []
 
-    def watch(setting: Setting) -> StepRecorder:
+    def watch(setting: LogSettings) -> StepRecorder:
         settings.append(setting)
         return StepRecorder(entries.append, timing.clock)
 

@@ -24,7 +24,7 @@ from superstep.model.hf import open_weights
 from superstep.numerics.dtypes import DTYPES
 from superstep.numerics.invariant_attention import BLOCK
 from superstep.plan.resolution.resolve import Resolved
-from superstep.serve.compute.draft_model import SmallModel
+from superstep.serve.compute.draft_model import DraftModel
 from superstep.serve.compute.paged_attention import FAST_BLOCK
 from superstep.serve.compute.runner.choose_backend import ComputeSettings, choose
 from superstep.serve.compute.runner.model_runner import Compute, ModelRunner
@@ -32,16 +32,16 @@ from superstep.serve.compute.runner.rank_commands import CommandChannel
 from superstep.serve.compute.serving_model import ServedUnits, build, fill
 from superstep.serve.config import NGRAM, ServeConfig, check_served, check_vocab, fast, plan_of
 from superstep.serve.drafting.grammar_protocol import Matchers
-from superstep.serve.drafting.speculate import FromText, Guesser, Speculation
+from superstep.serve.drafting.speculate import Drafter, NgramDrafter, Speculation
 from superstep.serve.engine import InferenceEngine, StepObserver
-from superstep.serve.engine_control import Steward
+from superstep.serve.engine_control import EngineController
 from superstep.serve.files.weights import read_version
 from superstep.serve.scheduling.kv_pages import Pages
-from superstep.serve.scheduling.request import Info
+from superstep.serve.scheduling.request import ModelInfo
 from superstep.serve.scheduling.step import Budget
-from superstep.serve.scheduling.step_log import LogFile, Setting
+from superstep.serve.scheduling.step_log import LogFile, LogSettings
 
-Watching = Callable[[Setting], StepObserver]
+Watching = Callable[[LogSettings], StepObserver]
 
 
 def ends_of_text(folder: Path) -> tuple[int, ...]:
@@ -191,7 +191,7 @@ def way_name(serve: ServeConfig) -> str:
     return serve.compute + ("-exact" if serve.exact else "") + (f"-{serve.quantize}" if serve.quantize else "")
 
 
-def _setting(rank: Rank, serve: ServeConfig) -> Setting:
+def _setting(rank: Rank, serve: ServeConfig) -> LogSettings:
     way = ComputeMode(
         name=way_name(serve),
         tp=serve.tp,
@@ -199,7 +199,7 @@ def _setting(rank: Rank, serve: ServeConfig) -> Setting:
         is_paged=rank.is_paged,
         leaves_rows=rank.forward.leaves_rows,
     )
-    return Setting(
+    return LogSettings(
         model=setting_model(rank.run, serve),
         page_tokens=serve.page_tokens,
         pages=rank.pages,
@@ -262,7 +262,7 @@ def open_both(
     matchers: Matchers | None = None,
     known: KnownModel = NOTHING,
     watch: Watching | None = None,
-) -> tuple[InferenceEngine, Steward]:
+) -> tuple[InferenceEngine, EngineController]:
     """``open_engine``, and the steward that changes its weights and puts it to sleep."""
     device = device or Device("cpu")
     rank = load_rank(folder, serve, 0, tp, device, known)
@@ -277,7 +277,7 @@ def open_both(
         small=rank.small,
         read_timeout_s=serve.read_timeout_s,
     )
-    info = Info(
+    info = ModelInfo(
         name=folder.name,
         vocab=rank.run.shape.vocab,
         context_tokens=rank.context_tokens,
@@ -289,11 +289,11 @@ def open_both(
         watch = partial(LogFile, serve.replay)
     seen_by = None if watch is None else watch(setting)
     pages = Pages(rank.pages, serve.page_tokens)
-    guesser: Guesser | None = FromText() if serve.speculate == NGRAM else None
+    guesser: Drafter | None = NgramDrafter() if serve.speculate == NGRAM else None
     if rank.small is not None:
-        guesser = SmallModel(model.guessed, vocab=info.vocab, page_tokens=serve.page_tokens)
+        guesser = DraftModel(model.guessed, vocab=info.vocab, page_tokens=serve.page_tokens)
     speculation = Speculation(guesser, serve.draft_tokens)
     engine = InferenceEngine(model, info, pages, setting.budget, matchers, speculation, seen_by)
     for name, place in serve.adapters:
         engine.adapters.load(name, place)
-    return engine, Steward(engine, model)
+    return engine, EngineController(engine, model)

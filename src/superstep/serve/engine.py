@@ -20,16 +20,16 @@ from torch import Tensor
 from superstep.errors import ConfigError
 from superstep.serve.compute.flat_batch import RequestRows, Rows
 from superstep.serve.compute.sampler import SamplingContext, draw, likeliest, logprob
-from superstep.serve.compute.wanted import Row, read_wanted
+from superstep.serve.compute.wanted import LogitsRow, read_wanted
 from superstep.serve.drafting.grammar_protocol import Matcher, Matchers
 from superstep.serve.drafting.speculate import Speculation
 from superstep.serve.scheduling.apply_step import book, book_computed
 from superstep.serve.scheduling.kv_pages import Pages
-from superstep.serve.scheduling.lora_registry import Holder, Shelf
+from superstep.serve.scheduling.lora_registry import AdapterHolder, LoraRegistry
 from superstep.serve.scheduling.request import (
     Counters,
     Finish,
-    Info,
+    ModelInfo,
     Request,
     RequestUpdate,
     Sampling,
@@ -41,14 +41,14 @@ from superstep.serve.scheduling.scheduler import schedule
 from superstep.serve.scheduling.step import Budget, PositionRange, ScheduledStep, check
 
 
-class StepModel(Holder, Protocol):
+class StepModel(AdapterHolder, Protocol):
     """What computes a step."""
 
     def __call__(self, rows: Rows) -> Tensor:
         """The logits of the wanted rows, fp32: [R, V], or more columns of -inf behind them."""
 
     def totals(self, logits_RV: Tensor) -> Tensor:
-        """``Totals`` of each row, where the logits are: [R, 3], fp64."""
+        """``LogitTotals`` of each row, where the logits are: [R, 3], fp64."""
 
     def wait(self) -> None:
         """Say that there is nothing to compute yet."""
@@ -70,7 +70,7 @@ class StepObserver(Protocol):
         """It is computed, and its tokens are drawn."""
 
 
-class Nobody:
+class NoObserver:
     """A ``StepObserver`` that looks away."""
 
     def start(self) -> None:
@@ -99,7 +99,7 @@ class InferenceEngine:
     def __init__(
         self,
         model: StepModel,
-        info: Info,
+        info: ModelInfo,
         pages: Pages,
         budget: Budget,
         matchers: Matchers | None = None,
@@ -110,12 +110,12 @@ class InferenceEngine:
             raise ValueError(f"{pages.count} pages of {pages.page_tokens} do not hold {info.context_tokens} tokens.")
         self.info = info
         self.pages = pages
-        self.adapters = Shelf(model)
+        self.adapters = LoraRegistry(model)
         self.model = model
         self._budget = budget
         self._matchers: Matchers = matchers or (lambda request: None)
         self.speculation = speculation or Speculation()
-        self._watch = watch or Nobody()
+        self._watch = watch or NoObserver()
         self._running: list[LiveRequest] = []
         self._waiting: list[LiveRequest] = []
         self._matcher: dict[int, Matcher] = {}
@@ -276,7 +276,7 @@ class InferenceEngine:
         live: LiveRequest,
         chunk: PositionRange,
         wanted: Sequence[int],
-        outputs: Mapping[int, Row],
+        outputs: Mapping[int, LogitsRow],
     ) -> RequestUpdate:
         """Book what was computed of a request, and draw its next tokens where all it has is computed."""
         prompt, cached = self._of_prompt(live, chunk, wanted, outputs), live.cached_tokens
@@ -293,7 +293,7 @@ class InferenceEngine:
             self._leave(live)
         return RequestUpdate(request=live.id, prompt=prompt, tokens=tuple(drawn), finish=finish, cached_tokens=cached)
 
-    def _draw_rows(self, live: LiveRequest, rows: Sequence[Row]) -> tuple[list[TokenOutput], Finish | None]:
+    def _draw_rows(self, live: LiveRequest, rows: Sequence[LogitsRow]) -> tuple[list[TokenOutput], Finish | None]:
         """The tokens drawn from rows one after another, as long as each was guessed; and whether the answer ends."""
         drawn: list[TokenOutput] = []
         for row, guess in zip(rows, (*live.guessed, None), strict=True):
@@ -330,7 +330,7 @@ class InferenceEngine:
                     samplings[row] = (how, one.known + nth)
         return samplings
 
-    def _draw(self, live: LiveRequest, row: Row) -> TokenOutput | None:
+    def _draw(self, live: LiveRequest, row: LogitsRow) -> TokenOutput | None:
         """The next token; None where there is none: logits that are no numbers, or a form that became too costly."""
         logits_V, totals, drawn = row
         if not (math.isfinite(totals.largest) and math.isfinite(totals.log_total)):
@@ -349,7 +349,7 @@ class InferenceEngine:
         live: LiveRequest,
         chunk: PositionRange,
         wanted: Sequence[int],
-        outputs: Mapping[int, Row],
+        outputs: Mapping[int, LogitsRow],
     ) -> tuple[TokenOutput, ...]:
         """What is told of the prompt's tokens that follow the chunk's positions."""
         if not live.request.sampling.prompt_logprobs or live.drawn:

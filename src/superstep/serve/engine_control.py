@@ -28,7 +28,7 @@ from superstep.serve.compute.runner.model_runner import ModelRunner
 from superstep.serve.compute.runner.rank_commands import Tensors
 from superstep.serve.engine import InferenceEngine
 from superstep.serve.scheduling import engine_messages as messages
-from superstep.serve.scheduling.engine_messages import Deed, EngineStatus
+from superstep.serve.scheduling.engine_messages import Command, EngineStatus
 
 ADAPTER_S = 0.02
 """How long a step waits for an adapter: most are read by then."""
@@ -37,7 +37,7 @@ REST_S = 0.05
 """How long is waited for a file at a time, where nothing is to be computed."""
 
 
-class Steward:
+class EngineController:
     """Does what it is asked for, between steps; the thread that calls the engine calls it.
 
     Args:
@@ -79,7 +79,7 @@ class Steward:
         """Whether ``tick`` has something to do, or to wait for."""
         return bool(self._line or self._adapter_line or self._done or self._draining is not None)
 
-    def ask(self, number: int, command: Deed) -> None:
+    def ask(self, number: int, command: Command) -> None:
         """Take something on; ``tick`` says when it is done."""
         match command:
             case messages.Pause():

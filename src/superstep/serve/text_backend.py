@@ -1,6 +1,6 @@
 """The words of one model, put together: what the HTTP interface asks of the text part, and the engine of forms.
 
-``ModelWords`` is the ``TokenTexts`` of ``api/words.py``; ``make_matchers`` gives the ``Matchers`` of ``engine.py``.
+``TextBackend`` is the ``TokenTexts`` of ``api/words.py``; ``make_matchers`` gives the ``Matchers`` of ``engine.py``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from superstep.data.tokenizer import Tokenizer, load_tokenizer
-from superstep.serve.api.text_protocol import Json, Said, ToolUse
+from superstep.serve.api.text_protocol import AnswerPiece, Json, ToolUse
 from superstep.serve.build_engine import ends_of_text
 from superstep.serve.scheduling.request import Constraint, Request
 from superstep.serve.text import answer_reader as reader
@@ -25,7 +25,7 @@ from superstep.serve.text.tool_call_parser import OPENERS, CallParser, Delta, fo
 from superstep.serve.text.tool_choice import tool_constraint
 
 
-class ModelWords:
+class TextBackend:
     """Text of one model.
 
     Args:
@@ -133,18 +133,18 @@ class ToolReader:
         self._parser = parser
         self._calls = 0
 
-    def push(self, text: str) -> Sequence[Said]:
+    def push(self, text: str) -> Sequence[AnswerPiece]:
         """What is certain now."""
         return self._read(self._parser.push(text) if self._parser else Delta(text))
 
-    def end(self) -> Sequence[Said]:
+    def end(self) -> Sequence[AnswerPiece]:
         """What was held back, when no text follows."""
         return self._read(self._parser.end() if self._parser else Delta())
 
-    def _read(self, delta: Delta) -> Sequence[Said]:
-        pieces = [Said(content=delta.text)] if delta.text else []
+    def _read(self, delta: Delta) -> Sequence[AnswerPiece]:
+        pieces = [AnswerPiece(content=delta.text)] if delta.text else []
         for call in delta.calls:
-            pieces.append(Said(call=self._calls, name=call.name, arguments=call.arguments))
+            pieces.append(AnswerPiece(call=self._calls, name=call.name, arguments=call.arguments))
             self._calls += 1
         return pieces
 
@@ -201,7 +201,7 @@ def make_matchers(grammars: Grammars, vocab: int) -> Callable[[Request], AnswerF
     return matcher
 
 
-def load_words(folder: Path, vocab: int) -> ModelWords:
+def load_words(folder: Path, vocab: int) -> TextBackend:
     """The text part of a folder's model.
 
     Raises:
@@ -210,7 +210,7 @@ def load_words(folder: Path, vocab: int) -> ModelWords:
     """
     tokenizer = load_tokenizer(folder / "tokenizer.json")
     grammars = Grammars(tokenizer, vocab=vocab, ends=ends_of_text(folder))
-    return ModelWords(tokenizer, load_chat_template(folder), grammars)
+    return TextBackend(tokenizer, load_chat_template(folder), grammars)
 
 
 def forms_of(folder: Path, vocab: int) -> Callable[[Request], AnswerForm | None]:

@@ -23,7 +23,7 @@ from typing import IO, Literal
 
 import torch
 
-from superstep.errors import ConfigError, Damaged, Fault, StateError, is_full
+from superstep.errors import ConfigError, DamagedCheckpoint, Fault, StateError, is_full
 from superstep.model.hf import FILE, INDEX
 from superstep.state.fsync import sync, write_text
 from superstep.state.manifest import Manifest, StoredTensor
@@ -42,7 +42,7 @@ _NAMES: Mapping[Dtype, tuple[str, str, torch.dtype, int]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exported:
+class ExportResult:
     """What was written.
 
     Attributes:
@@ -56,7 +56,7 @@ class Exported:
     has_config: bool
 
 
-def export(checkpoint: Path, out: Path, *, dtype: Dtype, shard_bytes: int) -> Exported:
+def export(checkpoint: Path, out: Path, *, dtype: Dtype, shard_bytes: int) -> ExportResult:
     """Write the weights of a checkpoint as a folder of their own.
 
     Raises:
@@ -100,7 +100,7 @@ def _write(
     out: Path,
     dtype: Dtype,
     shard_bytes: int,
-) -> Exported:
+) -> ExportResult:
     shards = _shards(weights, dtype, shard_bytes)
     files = [FILE] if len(shards) == 1 else [_shard(number, len(shards)) for number in range(1, len(shards) + 1)]
     for file, names in zip(files, shards, strict=True):
@@ -121,7 +121,7 @@ def _write(
     sync(unfinished)
     unfinished.rename(out)
     sync(out.parent)
-    return Exported(files=tuple(files), bytes=total, has_config="config.json" in manifest.beside)
+    return ExportResult(files=tuple(files), bytes=total, has_config="config.json" in manifest.beside)
 
 
 def _shards(weights: Mapping[str, StoredTensor], dtype: Dtype, most_bytes: int) -> list[list[str]]:
@@ -166,13 +166,13 @@ def _copy(checkpoint: Path, name: str, at: StoredTensor, into: IO[bytes], dtype:
         while left:
             data = bytearray(file.read(min(left, BLOCK_BYTES)))
             if not data:
-                raise Damaged(f"{checkpoint} is damaged: {at.file} ends within {name}")
+                raise DamagedCheckpoint(f"{checkpoint} is damaged: {at.file} ends within {name}")
             digest.update(data)
             left -= len(data)
             values = torch.frombuffer(data, dtype=torch.float32).to(_NAMES[dtype][2])
             into.write(bytes_of(values))
     if digest.hexdigest() != at.blake2b:
-        raise Damaged(f"{checkpoint} is damaged: {name} in {at.file} has other bits than were written")
+        raise DamagedCheckpoint(f"{checkpoint} is damaged: {name} in {at.file} has other bits than were written")
 
 
 def _config(text: str, dtype: Dtype) -> str:

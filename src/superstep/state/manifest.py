@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from superstep.errors import Damaged, StateError
+from superstep.errors import DamagedCheckpoint, StateError
 from superstep.state.tensor_file import digest, size_of
 
 FORMAT = 2
@@ -109,7 +109,7 @@ def read_manifest(folder: Path) -> Manifest:
     except PermissionError as error:
         raise StateError(f"{folder / MANIFEST} cannot be read ({error.strerror}); grant access.") from error
     except OSError as error:
-        raise Damaged(f"{folder} is no checkpoint: {MANIFEST} cannot be read ({error})") from error
+        raise DamagedCheckpoint(f"{folder} is no checkpoint: {MANIFEST} cannot be read ({error})") from error
     manifest = manifest_of(data, str(folder))
     _refuse_outside(folder, manifest)
     return manifest
@@ -126,7 +126,7 @@ def manifest_of(data: bytes, folder: str) -> Manifest:
         text = data.decode()
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise Damaged(f"{folder} is no checkpoint: {MANIFEST} cannot be read ({error})") from error
+        raise DamagedCheckpoint(f"{folder} is no checkpoint: {MANIFEST} cannot be read ({error})") from error
     version = content.get("format") if isinstance(content, dict) else None
     if version == 1:
         raise StateError(
@@ -136,11 +136,11 @@ def manifest_of(data: bytes, folder: str) -> Manifest:
     if version != FORMAT:
         raise StateError(f"{folder} is a checkpoint of another format; this version reads format {FORMAT}.")
     if seal({key: value for key, value in content.items() if key != "blake2b"}) != text:
-        raise Damaged(f"{folder} is damaged: {MANIFEST} has other bits than were written")
+        raise DamagedCheckpoint(f"{folder} is damaged: {MANIFEST} has other bits than were written")
     try:
         manifest = _parse(content)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise Damaged(f"{folder} is damaged: {MANIFEST} is not what was written ({error!r})") from error
+        raise DamagedCheckpoint(f"{folder} is damaged: {MANIFEST} is not what was written ({error!r})") from error
     for name in (*manifest.files, *manifest.beside):
         if not _is_plain(name):
             raise _outside(folder, name)
@@ -194,11 +194,13 @@ def _refuse_outside(folder: Path, manifest: Manifest) -> None:
             raise _outside(str(folder), name)
         path = folder / name
         if path.exists() and not path.is_file():
-            raise Damaged(f"{folder}: '{name}' is no regular file and was not written so")
+            raise DamagedCheckpoint(f"{folder}: '{name}' is no regular file and was not written so")
 
 
-def _outside(folder: str, name: str) -> Damaged:
-    return Damaged(f"{folder}: {MANIFEST} names '{name}', which lies outside the checkpoint and was not written so")
+def _outside(folder: str, name: str) -> DamagedCheckpoint:
+    return DamagedCheckpoint(
+        f"{folder}: {MANIFEST} names '{name}', which lies outside the checkpoint and was not written so"
+    )
 
 
 def _is_plain(name: str) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from superstep.errors import Damaged, DiskFault, Fault, StateError, SuperstepError, disk_fault
+from superstep.errors import DamagedCheckpoint, DiskFault, Fault, StateError, SuperstepError, disk_fault
 from superstep.state.all_or_none import Peers, together
 from superstep.state.checkpoint_dirs import checkpoints, is_crowded, prune, set_aside
 from superstep.state.manifest import MANIFEST, Manifest, read_manifest
@@ -45,7 +45,7 @@ def glance(folder: Path) -> Manifest:
     except PermissionError as error:
         raise StateError(f"{error.filename or folder} cannot be read ({error.strerror}); grant access.") from error
     if wrong:
-        raise Damaged(f"{folder} is damaged: {wrong[0]}")
+        raise DamagedCheckpoint(f"{folder} is damaged: {wrong[0]}")
     return manifest
 
 
@@ -105,7 +105,7 @@ def _require_tensors(
     """See that every tensor of a manifest is what was written; each rank reads its share."""
     for wrong in together(peers, lambda: _wrong_tensors(folder, manifest, peers), unreadable):
         if wrong:
-            raise Damaged(f"{folder} is damaged: {wrong[0]}")
+            raise DamagedCheckpoint(f"{folder} is damaged: {wrong[0]}")
 
 
 def newest(root: Path, look: Callable[[Path], object] = glance) -> Path | None:
@@ -118,7 +118,7 @@ def newest(root: Path, look: Callable[[Path], object] = glance) -> Path | None:
     for folder in reversed(checkpoints(root)):
         try:
             look(folder)
-        except Damaged as error:
+        except DamagedCheckpoint as error:
             first = first or error.why
         else:
             return folder
@@ -175,9 +175,9 @@ def _require_whole(newest: Path, peers: Peers) -> None:
 
     try:
         verify(newest, peers, unreadable)
-    except (Damaged, DiskFault) as error:
+    except (DamagedCheckpoint, DiskFault) as error:
         together(peers, lambda: None if peers.rank else set_aside(newest), unreadable)
-        why = error.why if isinstance(error, Damaged) else error.message
+        why = error.why if isinstance(error, DamagedCheckpoint) else error.message
         raise DiskFault(
             f"a checkpoint that has just been written is not whole, and is moved aside; older ones are untouched: {why}"
         ) from error

@@ -13,18 +13,18 @@ from superstep.data.token_stream import Batch, BatchSource, stream_of
 from superstep.engine.engine import StepResult
 from superstep.engine.instruction_timer import Recorder, recorder_for
 from superstep.engine.microbatch import microbatches_of, rows, rows_at
-from superstep.engine.router_counts import Routed
+from superstep.engine.router_counts import RoutingResult
 from superstep.engine.torch_profiler import Profiler
 from superstep.errors import StateError
 from superstep.launch.ranks import World
 from superstep.plan.resolution.resolve import Resolved
 from superstep.state.manifest import Position
 from superstep.train.policy.sequence_loss import Epochs, SequenceLoss, weigh
-from superstep.train.run_folder.after_checkpoint import Written, trace_of, write_trace
+from superstep.train.run_folder.after_checkpoint import WrittenCheckpoint, trace_of, write_trace
 from superstep.train.run_folder.identity import FILE as IDENTITY
 from superstep.train.run_folder.identity import identity_of, identity_text
 from superstep.train.run_folder.run_paths import RunFolder
-from superstep.train.throughput import Meter, PeakRate
+from superstep.train.throughput import PeakRate, ThroughputMeter
 from superstep.train.trainer import Trainer, open_engine
 from superstep.train.weights.hf_files import hf_files
 from superstep.train.weights.lora_base import draw_base
@@ -54,7 +54,7 @@ class CorpusTrainer(Trainer):
         through: Callable[[BatchSource], BatchSource] = lambda stream: stream,
         lesson: SequenceLoss | None = None,
     ) -> None:
-        self.meter = Meter(world.device, rate, world.size)
+        self.meter = ThroughputMeter(world.device, rate, world.size)
         identity = identity_of(run, corpus)
         super().__init__(world, run, open_engine(world, run), folder=folder, identity=identity, files={})
         self._corpus = open_corpus(corpus)
@@ -143,7 +143,7 @@ class CorpusTrainer(Trainer):
         """Whether the model has experts."""
         return self._engine.routers is not None
 
-    def routed(self) -> Routed:
+    def routed(self) -> RoutingResult:
         """What the routers of all ranks did since this was last asked. Every rank calls this together."""
         assert self._engine.routers is not None
         return self._engine.routers.take()
@@ -164,7 +164,7 @@ class CorpusTrainer(Trainer):
         self.meter.ask_memory()
         return total / tokens
 
-    def save(self, position: Position) -> Written:
+    def save(self, position: Position) -> WrittenCheckpoint:
         """Write a checkpoint, and the trace of the last step beside it; then drop checkpoints that are too old. Every
         rank calls this together.
 
@@ -172,7 +172,7 @@ class CorpusTrainer(Trainer):
             DiskFault: the disk does not take the checkpoint: on every rank the same.
         """
         written = super().save(position)
-        return Written(written.path, written.bytes, written.problems + self.write_trace(position.step))
+        return WrittenCheckpoint(written.path, written.bytes, written.problems + self.write_trace(position.step))
 
     def write_trace(self, step: int) -> tuple[str, ...]:
         """Write the trace of the last step; why it could not be, if so. Every rank calls this together."""

@@ -14,8 +14,8 @@ from superstep.observe.doctor.observations import VALIDATION
 from superstep.observe.events import (
     Evaluated,
     Event,
-    LossTold,
-    RouterSeen,
+    LossDetails,
+    RouterStats,
     RunFinished,
     RunStopped,
     Sink,
@@ -55,7 +55,7 @@ def train(trainer: CorpusTrainer, position: Position, sink: Sink) -> Position:
         sink.write(done.event)
         if done.measures:
             told = done.measures
-            sink.write(LossTold(step=position.step, names=tuple(told), values=tuple(told.values())))
+            sink.write(LossDetails(step=position.step, names=tuple(told), values=tuple(told.values())))
         # Also where a run may be gone on with, so that no step is lost or counted twice.
         if trainer.has_routers and (is_saved or position.step % config.observe.log_every == 0):
             sink.write(routers(trainer, position))
@@ -169,10 +169,10 @@ def _stretch(
             yield FinishedStep(event, position, result.is_stop_asked, result.is_copy_refused, result.measures)
 
 
-def routers(trainer: CorpusTrainer, position: Position) -> RouterSeen:
+def routers(trainer: CorpusTrainer, position: Position) -> RouterStats:
     """What the routers did since they were last reported."""
     routed = trainer.routed()
-    return RouterSeen(
+    return RouterStats(
         step=position.step,
         steps=routed.steps,
         chosen=routed.chosen,

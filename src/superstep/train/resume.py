@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from superstep.errors import Damaged, StateError
+from superstep.errors import DamagedCheckpoint, StateError
 from superstep.state.all_or_none import together
 from superstep.state.checkpoint_dirs import checkpoints, set_aside
 from superstep.state.manifest import Position
@@ -15,7 +15,7 @@ from superstep.train.trainer import Trainer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
+class ResumePoint:
     """Where a run goes on.
 
     Attributes:
@@ -39,7 +39,7 @@ def pass_over(checkpoint: Path, look: Callable[[Path], object]) -> tuple[str, ..
     for folder in found[found.index(checkpoint) + 1 :]:
         try:
             look(folder)
-        except Damaged as error:
+        except DamagedCheckpoint as error:
             told.append(_aside(folder, error.why))
     return tuple(told)
 
@@ -48,7 +48,7 @@ def _aside(folder: Path, why: str) -> str:
     return f"{why}; it is now {set_aside(folder).name}"
 
 
-def resume(trainer: Trainer, root: Path) -> Start:
+def resume(trainer: Trainer, root: Path) -> ResumePoint:
     """Load the newest checkpoint under a folder that is whole. Every rank calls this together.
 
     Raises:
@@ -64,8 +64,8 @@ def resume(trainer: Trainer, root: Path) -> Start:
     for folder in reversed(found):
         try:
             position = trainer.load(folder)
-        except Damaged as error:
+        except DamagedCheckpoint as error:
             damaged[folder] = error.why
         else:
-            return Start(position=position, path=folder, damaged=damaged)
+            return ResumePoint(position=position, path=folder, damaged=damaged)
     raise nothing_whole(next(iter(damaged.values()), f"{root} holds no checkpoint"))

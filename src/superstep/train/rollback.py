@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from superstep.errors import Damaged, Fault, disk_fault
+from superstep.errors import DamagedCheckpoint, Fault, disk_fault
 from superstep.observe.events import Corrupted, Event, Fingerprinted, RolledBack
 from superstep.state.all_or_none import together
 from superstep.state.checkpoint_dirs import checkpoints, set_aside, step_of
@@ -211,7 +211,7 @@ def _take_first(trainer: Trainer, states: list[State]) -> RollbackPoint:
     for step, path in states:
         try:
             position = trainer.restore(step) if path is None else trainer.load(path)
-        except Damaged as error:
+        except DamagedCheckpoint as error:
             passed_over += (error.why,)
         else:
             return RollbackPoint(position, MEMORY if path is None else str(path), passed_over)

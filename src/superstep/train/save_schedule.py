@@ -24,7 +24,7 @@ PAUSES_S = (1.0, 5.0, 15.0)
 """Between tries where the run ends unless one succeeds."""
 
 
-class Saves:
+class SaveSchedule:
     """The same on every rank.
 
     Args:
@@ -64,7 +64,7 @@ class Saves:
 
 
 def attempt(
-    saves: Saves,
+    saves: SaveSchedule,
     step: int,
     write: Callable[[], T],
     told: Callable[[Warned], None],

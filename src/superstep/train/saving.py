@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from superstep.engine.flat.snapshots import Flushed
+from superstep.engine.flat.snapshots import FlushResult
 from superstep.errors import DiskFault
 from superstep.monitor.status_page import beside
 from superstep.observe.doctor.observations import CHECKPOINT
 from superstep.observe.events import Event, Saved, Warned
 from superstep.state.manifest import Position
-from superstep.train.run_folder.after_checkpoint import Written
-from superstep.train.run_folder.folder_watch import Displaced
+from superstep.train.run_folder.after_checkpoint import WrittenCheckpoint
+from superstep.train.run_folder.folder_watch import RunFolderMoved
 from superstep.train.save_schedule import attempt
 from superstep.train.trainer import Trainer
 
@@ -26,7 +26,7 @@ def save(trainer: Trainer, position: Position, told: Callable[[Event], None], *,
     """
     start_s = time.perf_counter()
 
-    def write() -> tuple[Written, Displaced | None]:
+    def write() -> tuple[WrittenCheckpoint, RunFolderMoved | None]:
         displaced = trainer.follow_folder()  # at each try: it may be moved between two
         return trainer.save(position), displaced
 
@@ -42,7 +42,9 @@ def save(trainer: Trainer, position: Position, told: Callable[[Event], None], *,
         raise displaced.fault(position.step)
 
 
-def report_flushed(trainer: Trainer, told: Callable[[Event], None], flushed: Flushed, *, is_over: bool = False) -> None:
+def report_flushed(
+    trainer: Trainer, told: Callable[[Event], None], flushed: FlushResult, *, is_over: bool = False
+) -> None:
     """Tell of a checkpoint that was, or could not be, written from a snapshot; a run that is over has one to come.
 
     Raises:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from superstep.engine.flat.snapshots import Flushed, Snapshots
+from superstep.engine.flat.snapshots import FlushResult, Snapshots
 from superstep.state.manifest import Position
 from superstep.state.snapshots.memory_snapshot import DamagedSnapshot
 
 POLL_S = 0.01
 
 
-class Copies:
+class SnapshotSchedule:
     """One rank's; without snapshots nothing is due, and all that is asked for is on the disk.
 
     Args:
@@ -26,7 +26,7 @@ class Copies:
         self.is_flushed = True
         """Whether who owns the memory writes checkpoints from it."""
 
-    def begin(self, position: Position, told: Callable[[Flushed], None]) -> None:
+    def begin(self, position: Position, told: Callable[[FlushResult], None]) -> None:
         """Have the next step copy the state as it is now, where that is due.
 
         Args:
@@ -45,7 +45,7 @@ class Copies:
         self._wanted = position.step
         return True
 
-    def tell(self, told: Callable[[Flushed], None]) -> None:
+    def tell(self, told: Callable[[FlushResult], None]) -> None:
         """Tell of what has come to the disk since this was last asked."""
         if self.snapshots is not None:
             self.snapshots.tell(told)

@@ -25,7 +25,7 @@ class PeakRate:
     peak_flops: float | None
 
 
-class Meter:
+class ThroughputMeter:
     """One rank's; made before its engine, whose memory it counts.
 
     Args:

@@ -22,13 +22,13 @@ from superstep.comm.mesh import Mesh, build_mesh
 from superstep.comm.objects import RankPeers
 from superstep.data.token_stream import Batch
 from superstep.engine.engine import Engine, StepResult
-from superstep.engine.flat.offload import Sleeping
+from superstep.engine.flat.offload import OffloadedBuffers
 from superstep.engine.instruction_timer import HostRecorder, Recorder
 from superstep.engine.microbatch import microbatches_of
-from superstep.errors import Damaged, Fault, StateError
+from superstep.errors import DamagedCheckpoint, Fault, StateError
 from superstep.launch.ranks import World
 from superstep.numerics.objective import Objective
-from superstep.numerics.sequence_losses import Weighed
+from superstep.numerics.sequence_losses import SequenceLossResult
 from superstep.observe.jsonl import read
 from superstep.plan.resolution.resolve import Resolved
 from superstep.program.text import describe, write_program
@@ -45,13 +45,13 @@ from superstep.train.lr_schedule import rate
 from superstep.train.policy.corruption_check import ranks_text
 from superstep.train.policy.gradient_recheck import RowsOf
 from superstep.train.policy.step_policy import StepPolicy
-from superstep.train.run_folder.after_checkpoint import Written
-from superstep.train.run_folder.folder_watch import Displaced, FolderWatch, follow
+from superstep.train.run_folder.after_checkpoint import WrittenCheckpoint
+from superstep.train.run_folder.folder_watch import FolderWatch, RunFolderMoved, follow
 from superstep.train.run_folder.identity import require_same_run
 from superstep.train.run_folder.run_paths import RunFolder, write_whole
-from superstep.train.save_schedule import Saves
-from superstep.train.snapshot_schedule import Copies
-from superstep.train.weights.base_file import Base
+from superstep.train.save_schedule import SaveSchedule
+from superstep.train.snapshot_schedule import SnapshotSchedule
+from superstep.train.weights.base_file import BaseWeights
 from superstep.train.weights.lora_base import begin_base, files_of, resume_base
 from superstep.train.weights.model import tensor_shapes, units_of
 from superstep.train.weights.publish_weights import publish
@@ -104,8 +104,8 @@ class Trainer:
         self.heart = world.heart
         self.peers = RankPeers(world.rank, world.size)
         self.policy = StepPolicy(run, engine, self.peers)
-        self.copies = Copies(run.config.state.snapshot_every)
-        self.saves = Saves(run.config.state.save_every, run.config.state.save_patience)
+        self.copies = SnapshotSchedule(run.config.state.snapshot_every)
+        self.saves = SaveSchedule(run.config.state.save_every, run.config.state.save_patience)
         self.watch: FolderWatch | None = None
         self._device = world.device
         self._stop = world.stop
@@ -153,7 +153,7 @@ class Trainer:
             fill(found, self._engine.pieces(("weight",)), self._shapes, self.peers)
         self._engine.note_loaded(0)
 
-    def _train_beside(self, base: Base) -> None:
+    def _train_beside(self, base: BaseWeights) -> None:
         """Note the weights that adapters are trained beside."""
         if self.peers.rank == 0:
             self._files |= files_of(self.run, base)
@@ -218,7 +218,9 @@ class Trainer:
         assert self.copies.snapshots is not None
         is_damaged = self.peers.gather(self.copies.snapshots.is_damaged(step))
         if any(is_damaged):
-            raise Damaged(f"{ranks_text([r for r, each in enumerate(is_damaged) if each])}: {damaged_text(step)}")
+            raise DamagedCheckpoint(
+                f"{ranks_text([r for r, each in enumerate(is_damaged) if each])}: {damaged_text(step)}"
+            )
         self.policy.integrity.forget()
         position = self.copies.snapshots.fill(step)
         self._engine.note_loaded(step)
@@ -254,7 +256,7 @@ class Trainer:
         *,
         step: int,
         objective: Objective | None = None,
-        weighed: Weighed | None = None,
+        weighed: SequenceLossResult | None = None,
         inspect: Callable[[], None] | None = None,
         rows_of: RowsOf | None = None,
     ) -> StepResult:
@@ -339,7 +341,7 @@ class Trainer:
         """
         return self._engine.logprobs(microbatches_of(batch, self.run.plan, self._mesh))
 
-    def save(self, position: Position) -> Written:
+    def save(self, position: Position) -> WrittenCheckpoint:
         """Write a checkpoint, unless it is there; then drop checkpoints that are too old. Every rank calls this
         together.
 
@@ -348,9 +350,9 @@ class Trainer:
         """
         place = checkpoint_at(self.folder.checkpoints, position.step)
         if is_there(self.peers, place):
-            return Written(place, 0, ())
+            return WrittenCheckpoint(place, 0, ())
         size = self.write(place, position)
-        return Written(place, size, drop_old(place, self.run.config.state.keep, self.peers))
+        return WrittenCheckpoint(place, size, drop_old(place, self.run.config.state.keep, self.peers))
 
     def retry_step_s(self) -> float | None:
         """What a step takes, by which a checkpoint that failed is due again; None: with the next regular one. Every
@@ -363,7 +365,7 @@ class Trainer:
         if self.watch is not None and self.watch.look():
             self._stop.ask()
 
-    def follow_folder(self) -> Displaced | None:
+    def follow_folder(self) -> RunFolderMoved | None:
         """Save where the run directory is now; None where it is where it was. Every rank calls this together."""
         found = follow(self.watch, self.peers, self.folder)
         if found is not None:
@@ -391,7 +393,7 @@ class Trainer:
             self._engine, root, self.peers, shapes=self._shapes, position=position, beside=self._files, keep=keep
         )
 
-    def offload(self, folder: Path | None = None) -> Sleeping:
+    def offload(self, folder: Path | None = None) -> OffloadedBuffers:
         """Give the memory of training back until the returned value's ``wake``, as while the same ranks serve.
 
         Args:

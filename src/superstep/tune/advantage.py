@@ -26,7 +26,7 @@ Overlong = Literal["mask", "penalty"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class ScoredAnswer:
     """What is known of one answer.
 
     Attributes:
@@ -41,7 +41,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
+class TokenShare:
     """What an answer's tokens are given: the streams ``advantages`` and ``weights``."""
 
     advantage: float
@@ -57,7 +57,7 @@ class Advantages:
         divisor: of the step's loss; 0 where nothing counts, and then there is no step.
     """
 
-    groups: tuple[tuple[Share, ...] | None, ...]
+    groups: tuple[tuple[TokenShare, ...] | None, ...]
     divisor: float
 
 
@@ -98,7 +98,7 @@ class Advantage:
     def _margin_tokens(self) -> int:
         return max(self.max_tokens // 5, 1) if self.overlong_tokens is None else self.overlong_tokens
 
-    def shares(self, groups: Sequence[Sequence[Answer]]) -> Advantages:
+    def shares(self, groups: Sequence[Sequence[ScoredAnswer]]) -> Advantages:
         """What the tokens of each answer are given.
 
         Raises:
@@ -111,7 +111,7 @@ class Advantage:
         each = self.max_tokens if self.estimator == "dr-grpo" else 1
         return Advantages(groups=tuple(of_groups), divisor=float(counted * each))
 
-    def _group(self, number: int, group: Sequence[Answer]) -> tuple[Share, ...] | None:
+    def _group(self, number: int, group: Sequence[ScoredAnswer]) -> tuple[TokenShare, ...] | None:
         if len(group) < 2:
             raise ConfigError(
                 f"group {number} has {len(group)} answer: an advantage is one over the other answers; set rl.group to "
@@ -128,15 +128,15 @@ class Advantage:
             return None
         gains = advantages(rewards, self.estimator)
         return tuple(
-            Share(advantage=gain, weight=self._weight(answer)) for gain, answer in zip(gains, group, strict=True)
+            TokenShare(advantage=gain, weight=self._weight(answer)) for gain, answer in zip(gains, group, strict=True)
         )
 
-    def _weight(self, answer: Answer) -> float:
+    def _weight(self, answer: ScoredAnswer) -> float:
         if self.overlong == "mask" and answer.is_cut:
             return 0.0
         return 1.0 / answer.tokens if self.estimator == "grpo" else 1.0
 
-    def _penalty(self, answer: Answer) -> float:
+    def _penalty(self, answer: ScoredAnswer) -> float:
         """What is taken from the reward: 0 until the last tokens, 1 at ``max_tokens``."""
         if self.overlong != "penalty":
             return 0.0

@@ -24,10 +24,10 @@ from superstep.data.preparation.prepare import stamp
 from superstep.data.token_files import SPLITS, SplitName, open_corpus
 from superstep.data.token_stream import Batch, TokenStream, stream_of
 from superstep.errors import DataError, Fault
-from superstep.numerics.sequence_losses import Weighed, dpo
+from superstep.numerics.sequence_losses import SequenceLossResult, dpo
 from superstep.state.all_or_none import together
 from superstep.state.fsync import sync, write_text
-from superstep.train.policy.sequence_loss import Pupil
+from superstep.train.policy.sequence_loss import CurrentModel
 from superstep.tune.config import DpoConfig
 
 MARK = "reference.json"
@@ -109,7 +109,7 @@ class Dpo:
         """Batches of pairs."""
         return PairStream(stream, _place(corpus, split))
 
-    def weigh(self, batch: Batch, logp: Tensor) -> Weighed:
+    def weigh(self, batch: Batch, logp: Tensor) -> SequenceLossResult:
         """The loss of a global batch, and the weight of each target in the second pass."""
         assert isinstance(batch, PairBatch)
         assert batch.owners_BS is not None
@@ -123,7 +123,7 @@ class Dpo:
             label_smoothing=self.label_smoothing,
         )
 
-    def is_remembered(self, pupil: Pupil) -> bool:
+    def is_remembered(self, pupil: CurrentModel) -> bool:
         """Whether the references are those of the run's first weights. Every rank calls this together."""
 
         def look() -> bool:
@@ -137,7 +137,7 @@ class Dpo:
 
         return together(pupil.peers, lambda: look() if pupil.peers.rank == 0 else False, _unreadable)[0]
 
-    def remember(self, pupil: Pupil) -> None:
+    def remember(self, pupil: CurrentModel) -> None:
         """Compute the references, unless they are there. Every rank calls this together."""
         if self.is_remembered(pupil):
             return
@@ -159,7 +159,7 @@ def _place(corpus: Path, split: SplitName) -> Path:
     return corpus / f"{split}.reference"
 
 
-def _write_reference(pupil: Pupil, stream: TokenStream, path: Path) -> None:
+def _write_reference(pupil: CurrentModel, stream: TokenStream, path: Path) -> None:
     """Compute the references of a split; rank 0 writes them beside, and gives the file its name: who has the one open
     that was there goes on reading it.
     """
@@ -189,7 +189,7 @@ def _nothing() -> None:
     pass
 
 
-def _mark(pupil: Pupil) -> dict[str, Any]:
+def _mark(pupil: CurrentModel) -> dict[str, Any]:
     """What the references depend on: the tokens, the first weights, and how log-probabilities are computed."""
     config = pupil.run.config
     weights = sorted(Path(str(config.model.weights)).glob("*.safetensors"))

@@ -25,7 +25,7 @@ from superstep.model.peft_config import CONFIG
 from superstep.plan.config import ModelConfig
 from superstep.plan.model.lookup import shape_of
 from superstep.serve.files.weights import version_of
-from superstep.train.weights.base_file import BASE, Base, read_base
+from superstep.train.weights.base_file import BASE, BaseWeights, read_base
 from superstep.train.weights.lora_base import require_same
 
 BESIDE = (".json", ".txt", ".model", ".jinja")
@@ -36,7 +36,7 @@ OF_THE_ADAPTER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Merged:
+class MergeResult:
     """What was done.
 
     Attributes:
@@ -48,7 +48,7 @@ class Merged:
     linears: int
 
 
-def merge(adapter: Path, out: Path, base: Path | None = None) -> Merged:
+def merge(adapter: Path, out: Path, base: Path | None = None) -> MergeResult:
     """Write the merged model.
 
     Args:
@@ -79,7 +79,7 @@ def merge(adapter: Path, out: Path, base: Path | None = None) -> Merged:
         raise StateError(f"'{out}' cannot be written: {error.strerror or error}.") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-    return Merged(base=base, linears=len(adapted.parts))
+    return MergeResult(base=base, linears=len(adapted.parts))
 
 
 def _base_of(adapter: Path, named: Path | None) -> Path:
@@ -88,7 +88,7 @@ def _base_of(adapter: Path, named: Path | None) -> Path:
         folder = named or base.folder
         if folder is None:
             raise StateError(f"'{adapter}' adds to weights that were drawn from {base.version}, and lie in no folder.")
-        require_same(base, Base(folder, version_of(open_weights(folder))), adapter)
+        require_same(base, BaseWeights(folder, version_of(open_weights(folder))), adapter)
         return folder
     if named is not None:
         return named

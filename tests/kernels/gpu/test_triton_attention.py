@@ -14,7 +14,7 @@ from superstep.engine.attention.document_attention import DocumentAttend
 from superstep.engine.parallel.flash_partial import attend_block, attend_block_backward, merge
 from superstep.kernels import attention as seam
 from superstep.kernels.gpu import attention as kernel
-from superstep.kernels.gpu.attention import Sees, Sides, attend, attend_backward, attention, takes
+from superstep.kernels.gpu.attention import TileSides, VisibleKeys, attend, attend_backward, attention, takes
 from superstep.kernels.position_bias import ByDistance, alibi, t5
 
 NAMES = ("out", "lse", "dq", "dk", "dv", "dbias")
@@ -54,7 +54,7 @@ class Case:
     queries: int = 40
     keys: int = 40
     width: int = 16
-    sees: Sees = field(default_factory=Sees)
+    sees: VisibleKeys = field(default_factory=VisibleKeys)
     dtype: torch.dtype = torch.float32
 
     def inputs(self):
@@ -69,15 +69,17 @@ TABLE = torch.randn(2, 8, generator=torch.Generator().manual_seed(1))
 CASES = {
     "causal": Case(heads=4, kv_heads=2, width=24),
     "bf16": Case(dtype=BF16, queries=33, keys=33),
-    "documents": Case(batch=2, queries=33, keys=33, sees=Sees(starts=starts(33, 18, 5))),
-    "documents of one token": Case(queries=20, keys=20, sees=Sees(starts=starts(20, 1)), dtype=BF16),
-    "window": Case(sees=Sees(window=7)),
-    "window of keys before": Case(queries=20, keys=50, sees=Sees(window=9, ahead=30)),
-    "another rank's keys": Case(queries=20, keys=37, kv_heads=2, sees=Sees(is_causal=False)),
-    "a window that keys have left": Case(queries=30, keys=16, sees=Sees(is_causal=False, window=20, ahead=16)),
-    "alibi": Case(sees=Sees(bias=alibi(2))),
-    "t5": Case(sees=Sees(bias=t5(TABLE, 20)), queries=60, keys=60),
-    "t5 in windows of documents": Case(sees=Sees(bias=t5(TABLE, 12), window=11, starts=starts(40, 24)), dtype=BF16),
+    "documents": Case(batch=2, queries=33, keys=33, sees=VisibleKeys(starts=starts(33, 18, 5))),
+    "documents of one token": Case(queries=20, keys=20, sees=VisibleKeys(starts=starts(20, 1)), dtype=BF16),
+    "window": Case(sees=VisibleKeys(window=7)),
+    "window of keys before": Case(queries=20, keys=50, sees=VisibleKeys(window=9, ahead=30)),
+    "another rank's keys": Case(queries=20, keys=37, kv_heads=2, sees=VisibleKeys(is_causal=False)),
+    "a window that keys have left": Case(queries=30, keys=16, sees=VisibleKeys(is_causal=False, window=20, ahead=16)),
+    "alibi": Case(sees=VisibleKeys(bias=alibi(2))),
+    "t5": Case(sees=VisibleKeys(bias=t5(TABLE, 20)), queries=60, keys=60),
+    "t5 in windows of documents": Case(
+        sees=VisibleKeys(bias=t5(TABLE, 12), window=11, starts=starts(40, 24)), dtype=BF16
+    ),
 }
 
 
@@ -85,7 +87,7 @@ CASES = {
 def small_tiles(monkeypatch, device):
     """In the interpreter tiles are small, so that a few tokens make many of them, of unlike sides."""
     if device == "cpu":
-        small = {"forward": Sides(16, 32, 4), "queries": Sides(32, 16, 4), "keys": Sides(16, 32, 4)}
+        small = {"forward": TileSides(16, 32, 4), "queries": TileSides(32, 16, 4), "keys": TileSides(16, 32, 4)}
         monkeypatch.setattr(kernel, "sides_of", lambda part, *_: small[part])
 
 
@@ -153,7 +155,7 @@ def test_a_query_that_sees_no_key_adds_nothing(device):
 
 def test_parts_of_the_keys_are_put_together(device):
     """As a ring does: by the log-sum-exp forward, and by sums of each part's gradients backward."""
-    case = Case(queries=20, keys=40, sees=Sees(ahead=20, bias=alibi(2)))
+    case = Case(queries=20, keys=40, sees=VisibleKeys(ahead=20, bias=alibi(2)))
     *qkv, grad = (x.to(device) for x in case.inputs())
     q, k, v = qkv
     sees = moved(case.sees, device)
@@ -172,10 +174,10 @@ def test_gradients_reach_a_table_of_buckets(device):
     case = Case(queries=24, keys=24)
     *qkv, grad = (x.to(device) for x in case.inputs())
     table = TABLE.to(device).requires_grad_()
-    (ours,) = torch.autograd.grad(attention(*qkv, Sees(bias=t5(table, 16))), table, grad)
+    (ours,) = torch.autograd.grad(attention(*qkv, VisibleKeys(bias=t5(table, 16))), table, grad)
     wide = TABLE.double().requires_grad_()
     *qkv, grad = (x.double() for x in case.inputs())
-    (wanted,) = torch.autograd.grad(reference(*qkv, Sees(bias=t5(wide, 16)))[0], wide, grad)
+    (wanted,) = torch.autograd.grad(reference(*qkv, VisibleKeys(bias=t5(wide, 16)))[0], wide, grad)
     assert max(errors([ours.cpu()], [wanted])) <= ALLOWED[torch.float32]
 
 
@@ -189,7 +191,7 @@ def test_what_it_is_given_may_lie_anywhere(device):
 def test_a_document_that_starts_one_token_off_is_seen(device):
     case = CASES["documents"]
     shifted = (case.sees.starts + 1).minimum(torch.arange(case.queries))
-    off = replace(case, sees=Sees(starts=torch.where(case.sees.starts > 0, shifted, 0)))
+    off = replace(case, sees=VisibleKeys(starts=torch.where(case.sees.starts > 0, shifted, 0)))
     assert min(errors(found(off, device), expected(case))) > 100 * ALLOWED[torch.float32]
 
 
@@ -220,7 +222,7 @@ def test_a_run_attends_by_it(device, monkeypatch, documents):
     """Through the seam of ``runtime``, as tensors of a GPU do."""
     monkeypatch.setattr(seam, "_of_gpu", lambda x: kernel)
     monkeypatch.setattr(kernel, "takes", lambda *tensors: True)
-    case = Case(batch=2, queries=24, keys=24, sees=Sees(starts=documents))
+    case = Case(batch=2, queries=24, keys=24, sees=VisibleKeys(starts=documents))
     *qkv, grad = (x.transpose(1, 2).to(device) for x in case.inputs())
     leaves = [x.requires_grad_() for x in qkv]
     held = None if documents is None else documents.to(device)

@@ -10,7 +10,7 @@ from typing import Protocol, cast
 
 from superstep.cli.arguments.chat import ChatOptions, read
 from superstep.cli.chat.local import LocalModel
-from superstep.cli.chat.remote import Remote
+from superstep.cli.chat.remote import RemoteModel
 from superstep.errors import UserError
 
 HELP = """\
@@ -20,7 +20,7 @@ HELP = """\
 Ctrl-C stops an answer, Ctrl-D ends."""
 
 
-class Talker(Protocol):
+class ChatPartner(Protocol):
     """Who answers."""
 
     def answer(self, messages: Sequence[Mapping[str, str]]) -> Iterator[str]:
@@ -31,8 +31,10 @@ def main(argv: Sequence[str]) -> int:
     """Talk until the input ends."""
     where, options = read(argv)
     if where.startswith(("http://", "https://")):
-        talker: Talker = Remote(where, model=options.model, key=options.key, fields=_fields(options), note=_note)
-        _note(f"{cast(Remote, talker).name} at {where}")
+        talker: ChatPartner = RemoteModel(
+            where, model=options.model, key=options.key, fields=_fields(options), note=_note
+        )
+        _note(f"{cast(RemoteModel, talker).name} at {where}")
     else:
         local = talker = LocalModel(Path(where), options, _note)
         _note(local.name)
@@ -64,7 +66,7 @@ class ChatHistory:
         prompt: shown where a line is awaited.
     """
 
-    def __init__(self, talker: Talker, system: str | None, *, prompt: str) -> None:
+    def __init__(self, talker: ChatPartner, system: str | None, *, prompt: str) -> None:
         self._talker, self._system, self._prompt = talker, system, prompt
         self._said: list[dict[str, str]] = []
 

@@ -21,7 +21,7 @@ PATIENCE_S = 600.0
 """How long a server may say nothing: others may be before us."""
 
 
-class Remote:
+class RemoteModel:
     """Talks to a server.
 
     Args:

@@ -14,7 +14,7 @@ from superstep.cli.damage import say_damage
 from superstep.cli.doctor.doctor_text import page
 from superstep.errors import StateError
 from superstep.observe.doctor.diagnose import Diagnosis, diagnose
-from superstep.observe.doctor.observations import RunSeen
+from superstep.observe.doctor.observations import RunObservation
 from superstep.observe.jsonl import last_line
 from superstep.observe.page.doctor import doctor_page
 from superstep.train.run_folder.inspect_run import LiveRun, live, over, read_failure, require_run
@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
     return 1 if verdict.findings else 0
 
 
-def examine(folder: RunFolder) -> tuple[RunSeen, Diagnosis] | None:
+def examine(folder: RunFolder) -> tuple[RunObservation, Diagnosis] | None:
     """The run, and what is wrong with it; None where it has ended as it should.
 
     Raises:
@@ -106,7 +106,7 @@ def _has_ended(folder: RunFolder) -> bool:
     return owner(folder) is None
 
 
-def look(run: LiveRun) -> tuple[RunSeen, Diagnosis]:
+def look(run: LiveRun) -> tuple[RunObservation, Diagnosis]:
     """What is seen of a live run within a moment, the stacks of its ranks as well, and what that shows."""
     begin_s = time.monotonic()
     run.looker.look()
@@ -124,7 +124,7 @@ def look(run: LiveRun) -> tuple[RunSeen, Diagnosis]:
     return observed, diagnose(observed)  # again: with the stacks it is known whose code a rank is in
 
 
-def as_json(folder: RunFolder, run: RunSeen, verdict: Diagnosis) -> dict[str, object]:
+def as_json(folder: RunFolder, run: RunObservation, verdict: Diagnosis) -> dict[str, object]:
     """All of it but the notes, which superstep trace writes."""
     left_out = ("notes", "follows")
     ranks = [{name: value for name, value in asdict(rank).items() if name not in left_out} for rank in run.ranks]

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator
 
 from superstep.observe.doctor.diagnose import Diagnosis, Finding
-from superstep.observe.doctor.observations import CHECKPOINT, DATA, REPORT, VALIDATION, RankSeen, RunSeen
+from superstep.observe.doctor.observations import CHECKPOINT, DATA, REPORT, VALIDATION, RankObservation, RunObservation
 from superstep.observe.doctor.stragglers import TimeSpent
 from superstep.observe.doctor.wait_graph import RankWait
 from superstep.observe.number_format import bytes_text, seconds_text
@@ -20,7 +20,7 @@ STARVED = 0.1
 BESIDE = (DATA, VALIDATION, CHECKPOINT, REPORT)
 
 
-def page(name: str, run: RunSeen, verdict: Diagnosis, *, width: int, is_whole: bool) -> str:
+def page(name: str, run: RunObservation, verdict: Diagnosis, *, width: int, is_whole: bool) -> str:
     """The page.
 
     Args:
@@ -38,7 +38,7 @@ def page(name: str, run: RunSeen, verdict: Diagnosis, *, width: int, is_whole: b
     return "\n\n".join("\n".join(part) for part in parts if part)
 
 
-def _head(name: str, run: RunSeen, verdict: Diagnosis, width: int) -> Iterator[str]:
+def _head(name: str, run: RunObservation, verdict: Diagnosis, width: int) -> Iterator[str]:
     step = max((rank.step for rank in run.ranks), default=0)
     pace = f", {seconds_text(verdict.step_s)} a step" if verdict.step_s else ""
     when = f"in step {step}{pace}" if run.is_live else f"as it failed in step {step}{pace}"
@@ -56,7 +56,7 @@ def _finding(number: int, finding: Finding, width: int) -> Iterator[str]:
         yield from textwrap.wrap(line, width, initial_indent="   - ", subsequent_indent="     ")
 
 
-def _waits(run: RunSeen, verdict: Diagnosis) -> Iterator[str]:
+def _waits(run: RunObservation, verdict: Diagnosis) -> Iterator[str]:
     waits = {wait.rank: wait for wait in verdict.waits}
     if not verdict.findings and not waits:
         return
@@ -67,7 +67,7 @@ def _waits(run: RunSeen, verdict: Diagnosis) -> Iterator[str]:
         yield f"  rank {rank.rank:<3} {_doing(rank)}{'' if wait is None else f': {_wait(wait, ranks)}'}"
 
 
-def _doing(rank: RankSeen) -> str:
+def _doing(rank: RankObservation) -> str:
     since = f" for {seconds_text(rank.since_s)}" if rank.since_s else ""
     if rank.doing == "apart":
         return f"{rank.what or 'between its programs'}{since}, after step {rank.step}"
@@ -75,14 +75,14 @@ def _doing(rank: RankSeen) -> str:
     return f"waits in {at}{since}" if rank.doing == "waits" else f"works on {at}{since}"
 
 
-def _wait(wait: RankWait, ranks: dict[int, RankSeen]) -> str:
+def _wait(wait: RankWait, ranks: dict[int, RankObservation]) -> str:
     if wait.past:
         return f"{wait.what}, which rank {', '.join(map(str, wait.past))} is past"
     others = (f"rank {rank}, which {_briefly(ranks[rank])}" for rank in wait.missing)
     return f"{wait.what} from {'; '.join(others)}"
 
 
-def _briefly(rank: RankSeen) -> str:
+def _briefly(rank: RankObservation) -> str:
     verb = {"apart": "is in", "waits": "waits in", "works": "is in"}[rank.doing]
     since = f"{seconds_text(rank.since_s)} " if rank.since_s else ""
     what = rank.brief or "no program"
@@ -110,7 +110,7 @@ def _shares(each: TimeSpent) -> str:
     return "".join(f"{share:8.1%}" for share in shares) + "".join(f"{share:12.1%}" for share in (*beside, rest))
 
 
-def _processes(run: RunSeen) -> Iterator[str]:
+def _processes(run: RunObservation) -> Iterator[str]:
     if not run.is_live:
         return
     for rank in run.ranks:
@@ -121,7 +121,7 @@ def _processes(run: RunSeen) -> Iterator[str]:
         yield f"disk: {bytes_text(run.disk.free_bytes)} free"
 
 
-def _stacks(run: RunSeen, *, is_whole: bool) -> Iterator[str]:
+def _stacks(run: RunObservation, *, is_whole: bool) -> Iterator[str]:
     for rank in run.ranks:
         threads = rank.stacks if is_whole else rank.stacks[:1]
         for number, calls in enumerate(threads):

@@ -12,24 +12,24 @@ from pathlib import Path
 
 from superstep.cli.arguments.measure import read as read_arguments
 from superstep.cli.arguments.measure import run_of
-from superstep.cli.measure.roofline import Roof, RooflinePoint, draw_svg, draw_text
+from superstep.cli.measure.roofline import Roofline, RooflinePoint, draw_svg, draw_text
 from superstep.cli.new_file import write_new_file
 from superstep.cli.serve.serve_settings import kernels_folder
 from superstep.comm.device import choose, gpus
-from superstep.cost.program.time.op_prices import Measured, seconds
+from superstep.cost.program.time.op_prices import MeasuredMachine, seconds
 from superstep.cost.program.time.operation import (
     AttentionOperation,
+    MatmulOperation,
+    MemoryOperation,
     Operation,
     Operations,
-    Pass,
-    Product,
     UnitOperations,
     flops,
 )
 from superstep.engine.measure.disk import SIZE, disk_rates
 from superstep.engine.measure.launch_cost import launch_s
 from superstep.engine.measure.probe_collectives import measure_collectives
-from superstep.engine.measure.probe_kernels import Gauge, measure_operations
+from superstep.engine.measure.probe_kernels import TimingOptions, measure_operations
 from superstep.engine.measure.probe_machine import as_run, distinct, measure_cluster
 from superstep.errors import ConfigError
 from superstep.hardware.cluster_file import write_cluster
@@ -119,20 +119,20 @@ def _grid() -> Iterator[Operation]:
     for rows in SIDES:
         for width in SIDES[:-1]:
             for inner in SIDES[:-1]:
-                yield Product(rows=rows, width=width, inner=inner)
+                yield MatmulOperation(rows=rows, width=width, inner=inner)
     for side in SIDES[1:-1]:
         for tokens in SIDES[1:]:
-            yield Product(rows=side, width=side, inner=tokens, kernel="gradient")
+            yield MatmulOperation(rows=side, width=side, inner=tokens, kernel="gradient")
     for length in LENGTHS:
         for is_backward in (False, True):
             yield AttentionOperation(heads=8, queries=length, keys=length, head_dim=64, is_backward=is_backward)
     for kernel in ("exp", "softmax", "gather"):
-        yield Pass(kernel=kernel, bytes=0)
+        yield MemoryOperation(kernel=kernel, bytes=0)
 
 
-def _rank(world: World, run: Resolved, wanted: tuple[Operation, ...], budget_s: float) -> Measured:
+def _rank(world: World, run: Resolved, wanted: tuple[Operation, ...], budget_s: float) -> MeasuredMachine:
     """What one of the ranks measures, all at once."""
-    gauge = as_run(run, Gauge(device=world.device, budget_s=budget_s))
+    gauge = as_run(run, TimingOptions(device=world.device, budget_s=budget_s))
     dtype = run.config.numerics.compute
     products, copies = measure_operations(wanted, dtype, gauge)
     degrees = [n for n in range(2, world.size + 1) if world.size % n == 0]
@@ -140,7 +140,7 @@ def _rank(world: World, run: Resolved, wanted: tuple[Operation, ...], budget_s: 
     return measure_cluster(world.device, world.size, dtype, launch_s(gauge), (products, copies, rates))
 
 
-def _table(measurement: Measured) -> Iterator[str]:
+def _table(measurement: MeasuredMachine) -> Iterator[str]:
     cluster, chip = measurement.cluster, measurement.cluster.chip
     yield f"{chip.name}, {chip.cores} cores, {bytes_text(chip.memory_bytes)}"
     products = sorted((p for p in chip.products if p.kernel == "product"), key=lambda p: p.flops_per_s)
@@ -166,16 +166,16 @@ def _table(measurement: Measured) -> Iterator[str]:
         yield f"{'disk':18}{read:.3g} GB/s read, {write:.3g} GB/s written"
 
 
-def _roof(measurement: Measured) -> Roof:
+def _roof(measurement: MeasuredMachine) -> Roofline:
     """The fastest product, and the fastest way over memory of what is larger than a cache."""
     large = [c.bytes_per_s for c in measurement.cluster.chip.copies if c.bytes >= LARGE]
-    return Roof(
+    return Roofline(
         flops_per_s=max(p.flops_per_s for p in measurement.cluster.chip.products),
         bytes_per_s=max(large, default=measurement.memory_bytes_per_s),
     )
 
 
-def _points(run: Resolved, units: Sequence[UnitOperations], measurement: Measured) -> Iterator[RooflinePoint]:
+def _points(run: Resolved, units: Sequence[UnitOperations], measurement: MeasuredMachine) -> Iterator[RooflinePoint]:
     """The units of the model: embedding, a block's two ways, its attention, the head, and the optimizer."""
     block = units[1]
     ways: list[tuple[str, Operations]] = [
@@ -198,11 +198,11 @@ def _points(run: Resolved, units: Sequence[UnitOperations], measurement: Measure
 def _bytes(operation: Operation) -> int:
     """What an operation reads and writes."""
     match operation:
-        case Product():
+        case MatmulOperation():
             return 4 * operation.count * operation.numel
         case AttentionOperation(heads=heads, queries=queries, keys=keys, head_dim=width):
             return 4 * operation.count * heads * width * 2 * (queries + keys)
-        case Pass():
+        case MemoryOperation():
             return operation.count * operation.bytes
         case _:
             return 0

@@ -21,7 +21,7 @@ MARGIN = 90
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Roof:
+class Roofline:
     """What a machine can do at most: operations in a second, and bytes over its memory."""
 
     flops_per_s: float
@@ -57,7 +57,7 @@ class RooflinePoint:
         return self.flops / self.seconds if self.seconds else 0.0
 
 
-def draw_text(roof: Roof, points: Sequence[RooflinePoint]) -> list[str]:
+def draw_text(roof: Roofline, points: Sequence[RooflinePoint]) -> list[str]:
     """A line for each unit: where it stands, what limits it, and how near it comes to its roof."""
     lines = [
         f"roofline: {rate_text(roof.flops_per_s)} from {roof.ridge:.3g} FLOPs a byte on, "
@@ -74,7 +74,7 @@ def draw_text(roof: Roof, points: Sequence[RooflinePoint]) -> list[str]:
     return lines
 
 
-def draw_svg(roof: Roof, points: Sequence[RooflinePoint]) -> str:
+def draw_svg(roof: Roofline, points: Sequence[RooflinePoint]) -> str:
     """The picture, both axes logarithmic."""
     shown = [point for point in points if point.intensity > 0 and point.flops_per_s > 0]
     low = min([roof.ridge / 10, *(point.intensity / 2 for point in shown)])

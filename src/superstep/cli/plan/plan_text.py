@@ -10,7 +10,7 @@ from superstep.cost.closed.uncertainty import SHARE, UNSEEN_PEAKS, UNSEEN_STEPS
 from superstep.cost.program.flops import MFU_CONVENTION, parameters
 from superstep.cost.program.memory.memory import RankBytes
 from superstep.cost.program.memory.snapshot_memory import slots_bytes
-from superstep.cost.program.time.stragglers import Jitter, Straggled
+from superstep.cost.program.time.stragglers import Jitter, StragglerResult
 from superstep.observe.number_format import bytes_text, count_text, seconds_text
 from superstep.planner.calibration.calibrate import Calibration
 from superstep.planner.calibration.calibrate_observation import Guide
@@ -18,7 +18,7 @@ from superstep.planner.plan_summary import Figures, carried_by, limits, scale_in
 from superstep.planner.search import SearchResult
 from superstep.planner.search_problem import SearchProblem
 from superstep.planner.sensitivity import Fallback, Neighbour
-from superstep.planner.simulate_best import Verified
+from superstep.planner.simulate_best import SimulatedPlan
 from superstep.planner.tie_break import TIE, tie_places
 from superstep.run.reports.plan_line import plan_text
 
@@ -41,7 +41,7 @@ def header(problem: SearchProblem, answer: SearchResult) -> str:
     )
 
 
-def table(plans: Sequence[Verified], figures: Sequence[Figures]) -> str:
+def table(plans: Sequence[SimulatedPlan], figures: Sequence[Figures]) -> str:
     """The best plans, a line for each and one below it that says what holds it back."""
     has_run = figures[0].run_s is not None
     lines = [f"{'':3}{'step':>9}{'tokens/s':>10}{'MFU':>7}{'memory':>11}{'headroom':>11}  plan"]
@@ -66,7 +66,7 @@ def table(plans: Sequence[Verified], figures: Sequence[Figures]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def snapshot_line(plan: Verified) -> str:
+def snapshot_line(plan: SimulatedPlan) -> str:
     """What snapshots would take of the hosts' memory."""
     cluster, of_rank = plan.found.side.problem.cluster, slots_bytes(plan.run)
     node = min(cluster.domain, cluster.chips)
@@ -76,7 +76,7 @@ def snapshot_line(plan: Verified) -> str:
     )
 
 
-def _layout(plan: Verified) -> str:
+def _layout(plan: SimulatedPlan) -> str:
     full, config = plan.run.plan, plan.run.config.plan
     words = [plan_text(plan.run)]
     words += [f"group={config.microbatch_group}"] if config.microbatch_group else []
@@ -86,7 +86,7 @@ def _layout(plan: Verified) -> str:
     return " ".join(words)
 
 
-def _limits(plan: Verified) -> str:
+def _limits(plan: SimulatedPlan) -> str:
     return "limited by " + ", ".join(f"{name} ({share:.0%})" for name, share in limits(plan))
 
 
@@ -106,7 +106,7 @@ def _run_text(each: Figures) -> str:
     return ", ".join(words)
 
 
-def _ties_text(plans: Sequence[Verified]) -> list[str]:
+def _ties_text(plans: Sequence[SimulatedPlan]) -> list[str]:
     """Which of the plans shown no formula tells from the first."""
     near = tie_places([each.step_s for each in plans])
     if 0 not in near or len(near) == 1:
@@ -172,7 +172,7 @@ def narrowed_text(narrowed: float) -> str:
     return f"Of the range of the first's step, calibration leaves {narrowed:.0%} of the width.\n"
 
 
-def explanation(plan: Verified) -> str:
+def explanation(plan: SimulatedPlan) -> str:
     """The waterfall of a step, and its memory by category."""
     lines = ["Where the step of the first goes, on its busiest pipeline rank:"]
     lines += _bars({name: share * plan.step_s for name, share in shares(plan).items()}, seconds_text)
@@ -185,7 +185,7 @@ def explanation(plan: Verified) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _memory(plan: Verified) -> Iterator[tuple[str, float]]:
+def _memory(plan: SimulatedPlan) -> Iterator[tuple[str, float]]:
     yield "more communicators", plan.communicators_bytes
     if plan.memory is None:
         held = plan.found.side.pricing.held(plan.found.plan)
@@ -232,7 +232,7 @@ def fallback_text(fallbacks: Sequence[Fallback]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def jitter_text(straggled: Straggled | None, jitter: Jitter) -> str:
+def jitter_text(straggled: StragglerResult | None, jitter: Jitter) -> str:
     """How late steps come when chips are not all alike."""
     if straggled is None:
         return "The best plan's program is too long to sample its stragglers.\n"
@@ -246,7 +246,7 @@ def jitter_text(straggled: Straggled | None, jitter: Jitter) -> str:
 
 
 def record(
-    answer: SearchResult, plans: Sequence[Verified], figures: Sequence[Figures], beside: Sequence[Neighbour]
+    answer: SearchResult, plans: Sequence[SimulatedPlan], figures: Sequence[Figures], beside: Sequence[Neighbour]
 ) -> dict[str, Any]:
     """The problem, the best plans and their alternatives as JSON has them, in base units."""
     problem = plans[0].found.side.problem

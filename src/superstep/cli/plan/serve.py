@@ -26,13 +26,13 @@ from superstep.serve.build_engine import setting_model, usual_pages, way_name
 from superstep.serve.compute.linears.quantize import format_named
 from superstep.serve.compute.paged_attention import FAST_BLOCK
 from superstep.serve.config import NGRAM, ServeConfig, check_vocab, fast, plan_named
-from superstep.serve.drafting.speculation_forecast import Guess, guesses
+from superstep.serve.drafting.speculation_forecast import DraftForecast, guesses
 from superstep.serve.scheduling.capacity_forecast import (
-    Crowd,
-    First,
-    Room,
+    ConcurrentRequests,
+    DraftSetup,
+    FirstPrompt,
+    PageCapacity,
     ServerSetup,
-    Small,
     crowds,
     firsts,
     rooms,
@@ -77,18 +77,18 @@ class ServeForecast:
     page_bytes: float
     pages: int
     page_tokens: int
-    rooms: tuple[Room, ...]
-    firsts: tuple[First, ...]
+    rooms: tuple[PageCapacity, ...]
+    firsts: tuple[FirstPrompt, ...]
     prompt_tokens: int
     answer_tokens: int
-    crowds: tuple[Crowd, ...]
+    crowds: tuple[ConcurrentRequests, ...]
     speculate: str
     small_weight_bytes: float
-    guesses: tuple[Guess, ...]
+    guesses: tuple[DraftForecast, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Priced:
+class StepPrices:
     """What steps take.
 
     Attributes:
@@ -99,7 +99,7 @@ class Priced:
 
     rate: ServingRate
     is_measured: bool
-    small: Small | None = None
+    small: DraftSetup | None = None
 
     @property
     def small_bytes(self) -> float:
@@ -174,13 +174,13 @@ def _check(run: Resolved, config: ServeConfig, options: ForecastOptions) -> None
 
 def _price(
     run: Resolved, small: Resolved | None, config: ServeConfig, cluster: Cluster | None, options: ForecastOptions
-) -> Priced:
+) -> StepPrices:
     rate, is_measured = _rate(run, config, cluster, options)
     if small is None:
-        return Priced(rate=rate, is_measured=is_measured)
+        return StepPrices(rate=rate, is_measured=is_measured)
     own, _ = _rate(small, fast(config), cluster, options) if config.exact else (rate, is_measured)
-    guesser = Small(model=setting_model(small, config), rate=own)
-    return Priced(rate=rate, is_measured=is_measured, small=guesser)
+    guesser = DraftSetup(model=setting_model(small, config), rate=own)
+    return StepPrices(rate=rate, is_measured=is_measured, small=guesser)
 
 
 def _rate(
@@ -206,7 +206,7 @@ def _rate(
 
 
 def _free_bytes(
-    cluster: Cluster | None, priced: Priced, run: Resolved, config: ServeConfig, options: ForecastOptions
+    cluster: Cluster | None, priced: StepPrices, run: Resolved, config: ServeConfig, options: ForecastOptions
 ) -> float:
     """What a rank has left once its weights are there."""
     own, beside = weight_bytes(setting_model(run, config), priced.rate), priced.rate.beside_bytes
@@ -231,7 +231,7 @@ def foresee(
     name: str,
     run: Resolved,
     config: ServeConfig,
-    priced: Priced,
+    priced: StepPrices,
     free_bytes: float,
     options: ForecastOptions,
 ) -> ServeForecast:

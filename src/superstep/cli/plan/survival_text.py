@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from superstep.observe.number_format import bytes_text, seconds_text
-from superstep.planner.failure_cost import Survival
+from superstep.planner.failure_cost import FailureCost
 
 
-def survival_text(survival: Survival | None, chip: str) -> str:
+def survival_text(survival: FailureCost | None, chip: str) -> str:
     """How often something fails, how often to keep the state, and how much of the time is then of use."""
     if survival is None:
         return f"How often a {chip} fails, nobody has published: --mtbf gives the hours between failures of one.\n"
@@ -25,7 +25,7 @@ def survival_text(survival: Survival | None, chip: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def survival_record(survival: Survival | None) -> dict[str, float] | None:
+def survival_record(survival: FailureCost | None) -> dict[str, float] | None:
     """The same as JSON has it, in base units."""
     if survival is None:
         return None

@@ -52,7 +52,7 @@ def ranks_of(folder: RunFolder) -> Path:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hurt:
+class FaultOutcome:
     """What became of one fault.
 
     Attributes:
@@ -83,11 +83,11 @@ class _Before:
     file: int
 
 
-def _before(run: HurtRun) -> _Before:
+def _before(run: FaultyRun) -> _Before:
     return _Before(run.step(), time.time(), run.file())
 
 
-class HurtRun:
+class FaultyRun:
     """A run and the process that launches it.
 
     Args:
@@ -230,9 +230,9 @@ class HurtRun:
 
 
 @contextmanager
-def begin(config: RunConfig, place: Path) -> Iterator[HurtRun]:
+def begin(config: RunConfig, place: Path) -> Iterator[FaultyRun]:
     """A run; nothing of it runs on when the block ends."""
-    run = HurtRun(config, place)
+    run = FaultyRun(config, place)
     run.begin()
     try:
         yield run
@@ -240,7 +240,7 @@ def begin(config: RunConfig, place: Path) -> Iterator[HurtRun]:
         run.kill_all()
 
 
-def hurt(run: HurtRun, kind: Kind, draw: random.Random) -> Hurt:
+def hurt(run: FaultyRun, kind: Kind, draw: random.Random) -> FaultOutcome:
     """Have a fault happen to a run that trains, and wait until it trains again.
 
     Raises:
@@ -263,17 +263,19 @@ def hurt(run: HurtRun, kind: Kind, draw: random.Random) -> Hurt:
         if not any(flipped.parent.name in passed for passed in line["passed_over"]):
             wrong = f"it went on from {line['path']}, and passed over {line['passed_over'] or 'nothing'}"
     redone = before.step - int(line["step"])
-    return Hurt(kind=kind, what=what, step=before.step, seen_s=None, again_s=again_s, redone=redone, wrong=wrong)
+    return FaultOutcome(
+        kind=kind, what=what, step=before.step, seen_s=None, again_s=again_s, redone=redone, wrong=wrong
+    )
 
 
-def _hurt_rank(run: HurtRun, kind: Kind, draw: random.Random) -> Hurt:
+def _hurt_rank(run: FaultyRun, kind: Kind, draw: random.Random) -> FaultOutcome:
     ranks = run.ranks()
     number = draw.choice(sorted(ranks))
     before = _before(run)
     os.kill(ranks[number], SIGNALS[kind])
     again_s, line = _trains_again(run, before)
     is_named = line["lost"].startswith(f"rank {number}") and SAID[kind] in line["lost"]
-    return Hurt(
+    return FaultOutcome(
         kind=kind,
         what=f"rank {number}",
         step=before.step,
@@ -284,7 +286,7 @@ def _hurt_rank(run: HurtRun, kind: Kind, draw: random.Random) -> Hurt:
     )
 
 
-def _trains_again(run: HurtRun, after: _Before) -> tuple[float, dict[str, Any]]:
+def _trains_again(run: FaultyRun, after: _Before) -> tuple[float, dict[str, Any]]:
     """Seconds until it had done more steps than before, and what it said of where it went on."""
     metrics: dict[str, Any] = {}
 
@@ -302,7 +304,7 @@ def _trains_again(run: HurtRun, after: _Before) -> tuple[float, dict[str, Any]]:
     return time.time() - after.at_s, metrics
 
 
-def _flip(run: HurtRun, draw: random.Random) -> Path:
+def _flip(run: FaultyRun, draw: random.Random) -> Path:
     """A bit of the newest checkpoint, in one of its files of tensors."""
     newest = checkpoints(run.folder.checkpoints)[-1]
     path = draw.choice(sorted(newest.glob("*.safetensors")))
@@ -312,7 +314,7 @@ def _flip(run: HurtRun, draw: random.Random) -> Path:
     return path
 
 
-def _fill_disk(run: HurtRun) -> Hurt:
+def _fill_disk(run: FaultyRun) -> FaultOutcome:
     """The launcher, which writes checkpoints, may write a page to a file beyond what it has said; then it may again."""
     before, saved = _before(run), checkpoints(run.folder.checkpoints)
 
@@ -330,7 +332,7 @@ def _fill_disk(run: HurtRun) -> Hurt:
             wrong = wrong or str(error)
     resource.prlimit(run.process.pid, resource.RLIMIT_FSIZE, limits)
     run.wait_for(lambda: has_told("saved", before.step), "the next checkpoint")
-    return Hurt(
+    return FaultOutcome(
         kind="full disk",
         what="the launcher's files; the run trained on, and saved again once there was room",
         step=before.step,
@@ -341,7 +343,7 @@ def _fill_disk(run: HurtRun) -> Hurt:
     )
 
 
-def compare_steps(hurt: HurtRun, whole: HurtRun) -> tuple[int, str]:
+def compare_steps(hurt: FaultyRun, whole: FaultyRun) -> tuple[int, str]:
     """How many steps of a hurt run have been held against those of one that nobody hurt, and the first that differs."""
     wanted = {line["step"]: line for line in whole.steps() if line["event"] == "step"}
     steps = [line for line in hurt.steps() if line["event"] == "step"]

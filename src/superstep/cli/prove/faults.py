@@ -10,7 +10,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from superstep.cli.options import sections_of
-from superstep.cli.prove.fault_injection import KINDS, SIGNALS, Hurt, HurtRun, Kind, begin, compare_steps, hurt
+from superstep.cli.prove.fault_injection import (
+    KINDS,
+    SIGNALS,
+    FaultOutcome,
+    FaultyRun,
+    Kind,
+    begin,
+    compare_steps,
+    hurt,
+)
 from superstep.errors import ConfigError, Fault
 from superstep.plan.config import RunConfig, StateConfig
 from superstep.plan.resolution.resolve import Resolved
@@ -69,7 +78,7 @@ def prove_faults(run: Resolved, corpus: Path, *, kinds: Sequence[Kind] = KINDS, 
     return 1 if wrong else 0
 
 
-def verdict(hurts: Sequence[Hurt], steps: int, wrong: Sequence[str]) -> str:
+def verdict(hurts: Sequence[FaultOutcome], steps: int, wrong: Sequence[str]) -> str:
     """The last line."""
     what = f"{len(hurts)} faults within {steps} steps"
     if wrong:
@@ -96,7 +105,7 @@ def hurt_config(config: RunConfig, corpus: Path, folder: Path, *, is_hurt: bool 
     )
 
 
-def _next(run: HurtRun, kind: Kind, draw: random.Random) -> Hurt:
+def _next(run: FaultyRun, kind: Kind, draw: random.Random) -> FaultOutcome:
     _go_on(run, BETWEEN)
     try:
         result = hurt(run, kind, draw)
@@ -109,7 +118,7 @@ def _next(run: HurtRun, kind: Kind, draw: random.Random) -> Hurt:
     return result
 
 
-def _go_on(run: HurtRun, steps: int) -> None:
+def _go_on(run: FaultyRun, steps: int) -> None:
     run.wait_for(lambda: run.step() > 0, "its first step")
     until = run.step() + steps
     run.wait_for(lambda: run.step() >= until, f"step {until}")

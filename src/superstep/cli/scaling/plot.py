@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from superstep.observe.number_format import count_text
-from superstep.scaling.budget import Best, best_of_flops
+from superstep.scaling.budget import BestUse, best_of_flops
 from superstep.scaling.laws import FLOPS_PER_PARAMETER_AND_TOKEN, Hoffmann
 from superstep.scaling.runs import table
 from superstep.scaling.summary import Study
@@ -38,7 +38,7 @@ class PlotAxes:
         return LEFT + across * (WIDTH - LEFT - RIGHT), TOP + down * (HEIGHT - TOP - BOTTOM)
 
 
-def plot_svg(summary: Study, best: Best | None) -> str:
+def plot_svg(summary: Study, best: BestUse | None) -> str:
     """The whole picture."""
     points = table(summary.runs)
     frame = _frame(points.flops.tolist(), points.loss.tolist(), best)
@@ -69,7 +69,7 @@ def plot_svg(summary: Study, best: Best | None) -> str:
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _frame(flops: Sequence[float], losses: Sequence[float], best: Best | None) -> PlotAxes:
+def _frame(flops: Sequence[float], losses: Sequence[float], best: BestUse | None) -> PlotAxes:
     at = [*flops, *([best.flops] if best else [])]
     heights = [*losses, *([best.loss] if best and best.loss is not None else [])]
     margin = 0.06 * (max(heights) - min(heights)) or 0.1

@@ -11,7 +11,7 @@ import numpy as np
 
 from superstep.observe.number_format import count_text
 from superstep.plan.model.shape import ModelShape
-from superstep.scaling.budget import Best, BudgetChoice
+from superstep.scaling.budget import BestUse, BudgetChoice
 from superstep.scaling.fit import HUBER_DELTA, residuals
 from superstep.scaling.laws import FLOPS_PER_PARAMETER_AND_TOKEN, Law
 from superstep.scaling.summary import LEVEL, TRUSTED_FACTOR, Fit, FittedNumber, Study, beyond, constants, take_points
@@ -45,7 +45,7 @@ class FitSummary:
     """
 
     budget: str | None = None
-    best: Best | None = None
+    best: BestUse | None = None
     choices: Mapping[str, BudgetChoice] = dataclasses.field(default_factory=dict)
     shape: ModelShape | None = None
     at: tuple[float, float] | None = None

@@ -17,7 +17,7 @@ from superstep.errors import ConfigError
 from superstep.serve.api.admin_backend import Admin
 from superstep.serve.app import make_app
 from superstep.serve.config import plan_of
-from superstep.serve.processes.engine_client import Host
+from superstep.serve.processes.engine_client import EngineClient
 from superstep.serve.processes.load_balancer import LoadBalancer, replicas_of
 from superstep.serve.scheduling.lora_registry import check_names, folders_of
 from superstep.serve.text_backend import forms_of, load_words
@@ -60,7 +60,9 @@ def _serve(path: Path, options: ServerOptions, port: Port) -> int:
         host.close()
 
 
-def _admin(model: ServedModel, options: ServerOptions, host: Host | LoadBalancer, key: str | None) -> Admin | None:
+def _admin(
+    model: ServedModel, options: ServerOptions, host: EngineClient | LoadBalancer, key: str | None
+) -> Admin | None:
     """What the paths under /admin need; None without a key."""
     if key is None:
         return None

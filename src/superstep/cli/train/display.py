@@ -19,7 +19,7 @@ from rich.text import Text
 
 from superstep.cli.train.progress import Progress, frame, lines
 from superstep.errors import Fault
-from superstep.observe.events import Event, LossTold, StepDone
+from superstep.observe.events import Event, LossDetails, StepDone
 from superstep.run.console import Display
 
 
@@ -66,7 +66,7 @@ class PlainDisplay:
         is_first = self._progress.step is None
         now = time.monotonic()
         self._progress.add(event, now)
-        if isinstance(event, StepDone | LossTold):
+        if isinstance(event, StepDone | LossDetails):
             is_last = event.step == self._progress.steps
             if event.step % self._log_every and not is_first and not is_last:
                 return

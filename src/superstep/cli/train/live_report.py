@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from superstep.errors import ConfigError
-from superstep.observe.page.live_server import LiveServer, Shown
-from superstep.observe.page.report import RunTold, pack_runs, report_page
+from superstep.observe.page.live_server import LiveServer, ServedPage
+from superstep.observe.page.report import ReportedRun, pack_runs, report_page
 from superstep.observe.prometheus import exposition
-from superstep.observe.tail_jsonl import Growing
+from superstep.observe.tail_jsonl import GrowingFile
 from superstep.run.reports.report import facts, read_recorded
 from superstep.train.run_folder.run_paths import RunFolder
 
@@ -79,20 +79,20 @@ class LiveReport:
     """
 
     def __init__(self, folder: RunFolder) -> None:
-        self._folder, self._growing, self._samples = folder, Growing(folder.metrics), Growing(folder.samples)
+        self._folder, self._growing, self._samples = folder, GrowingFile(folder.metrics), GrowingFile(folder.samples)
 
-    def shown(self) -> Shown:
+    def shown(self) -> ServedPage:
         """What is served."""
-        return Shown(
+        return ServedPage(
             page=lambda: report_page([self._told()], is_live=True),
             stamp=self._stamp,
             update=lambda: pack_runs([self._told()]),
             metrics=self._metrics,
         )
 
-    def _told(self) -> RunTold:
+    def _told(self) -> ReportedRun:
         settings = self._folder.config.read_text(encoding="utf-8") if self._folder.config.is_file() else ""
-        return RunTold(
+        return ReportedRun(
             name=str(self._folder.root),
             lines=self._growing.read(),
             samples=self._samples.read(),

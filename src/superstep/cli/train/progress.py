@@ -17,12 +17,12 @@ from superstep.observe.events import (
     Event,
     Fingerprinted,
     Goodput,
-    LossTold,
+    LossDetails,
     Resumed,
     Retried,
-    Rolled,
     RolledBack,
-    RouterSeen,
+    RolloutStats,
+    RouterStats,
     RunFinished,
     RunStarted,
     RunStopped,
@@ -51,8 +51,8 @@ class Progress:
         self.mfu_convention = mfu_convention
         self.started: RunStarted | None = None
         self.step: StepDone | None = None
-        self.routers: RouterSeen | None = None
-        self.rolled: Rolled | None = None
+        self.routers: RouterStats | None = None
+        self.rolled: RolloutStats | None = None
         self.retried: Retried | None = None
         self.evaluated: Evaluated | None = None
         self.saved: Saved | None = None
@@ -73,9 +73,9 @@ class Progress:
                 self.step, self._arrived_s = event, now
                 self.losses.add(event.loss)
                 self._recent.append((event.step, event.elapsed_s))
-            case RouterSeen():
+            case RouterStats():
                 self.routers = event
-            case Rolled():
+            case RolloutStats():
                 self.rolled = event
             case Retried():
                 self.retried = event
@@ -150,9 +150,9 @@ def lines(event: Event, progress: Progress, now: float) -> list[str]:
             ]
             if (left_s := progress.left_s(now)) is not None:
                 parts.append(f"left {duration_text(left_s)}")
-        case LossTold() | Rolled() | Retried():
+        case LossDetails() | RolloutStats() | Retried():
             parts = _of_tuning(event)
-        case RouterSeen():
+        case RouterStats():
             parts = ["routers", *_routers(event)]
         case Evaluated():
             parts = [f"validation loss {event.loss:.4f}", *_beside_validation(progress)]
@@ -306,17 +306,17 @@ def _of_disk(event: Saved | Warned) -> list[str]:
             return [f"warning: {event.text}"]
 
 
-def _of_tuning(event: LossTold | Rolled | Retried) -> list[str]:
+def _of_tuning(event: LossDetails | RolloutStats | Retried) -> list[str]:
     match event:
-        case LossTold():
+        case LossDetails():
             return _measure_words(event)
-        case Rolled():
+        case RolloutStats():
             return _rollout_words(event)
         case Retried():
             return [f"graded again: {event.why}"]
 
 
-def _measure_words(told: LossTold) -> list[str]:
+def _measure_words(told: LossDetails) -> list[str]:
     return [f"{name.replace('_', ' ')} {value:.4g}" for name, value in zip(told.names, told.values, strict=True)]
 
 
@@ -324,7 +324,7 @@ SMALLEST_KL = 1e-6
 """Nats; less is the rounding of two ways to compute the same."""
 
 
-def _rollout_words(rolled: Rolled) -> list[str]:
+def _rollout_words(rolled: RolloutStats) -> list[str]:
     """What a step learnt from, the unusual only where there is some."""
     told = [f"reward {rolled.reward:.4f}", f"{rolled.answers} answers"]
     counts = ((rolled.cut, "cut off"), (rolled.lost, "without a grade"), (rolled.uniform, "groups all alike"))
@@ -337,7 +337,7 @@ def _rollout_words(rolled: Rolled) -> list[str]:
     return [*told, f"{count_text(rolled.drawn_tokens / max(rolled.seconds, 1e-9))} drawn/s"]
 
 
-def _routers(seen: RouterSeen) -> list[str]:
+def _routers(seen: RouterStats) -> list[str]:
     """The one expert of all layers that has the most to do, and what was turned away."""
     loads = [busiest(row) for row in seen.chosen]
     dropped = dropped_share(sum(seen.chosen, ()), sum(seen.dropped, ()))

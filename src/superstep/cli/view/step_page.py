@@ -17,7 +17,7 @@ from superstep.observe.drawing.step_svg import caption_of, draw_svg
 from superstep.observe.page.bubble import FORMULAS
 from superstep.observe.page.step_animation import ChooserEntry, moving_page
 from superstep.observe.page.step_data import StepDrawing, closed_of
-from superstep.observe.trace import Recorded
+from superstep.observe.trace import RecordedStep
 from superstep.plan.config import LOOPED, PlanConfig, Schedule
 from superstep.plan.resolution.resolve import Resolved
 from superstep.program.peak_memory import course
@@ -42,7 +42,7 @@ class StepView:
     machine: Prices
     operations: tuple[UnitOperations, ...]
     prediction: Prediction
-    ran: Recorded | None = None
+    ran: RecordedStep | None = None
 
     def drawn(self) -> StepDrawing:
         """What is drawn of it."""

@@ -33,7 +33,7 @@ from superstep.observe.jsonl import read
 from superstep.observe.number_format import bytes_text, seconds_text
 from superstep.observe.page.report import report_page
 from superstep.observe.router import ASCII, COLOURS, SHADES, draw_routers, reports
-from superstep.observe.trace import Recorded, load_trace
+from superstep.observe.trace import RecordedStep, load_trace
 from superstep.plan.config_io import read_config
 from superstep.plan.resolution.resolve import Resolved
 from superstep.program.compile import compile_step
@@ -48,7 +48,7 @@ from superstep.train.weights.model import operations, resolve_config
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
+class DrawOptions:
     """How to draw.
 
     Attributes:
@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
     """Print the step of a configuration, or a run's recorded step and the predicted one below it."""
     target, options, rest = read_arguments(argv)
     is_plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
-    picture = Picture(
+    picture = DrawOptions(
         width=options.width or shutil.get_terminal_size().columns,
         has_colour=sys.stdout.isatty() and not is_plain,
         is_plain=is_plain,
@@ -104,7 +104,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _of_run(folder: RunFolder, options: argparse.Namespace, picture: Picture) -> None:
+def _of_run(folder: RunFolder, options: argparse.Namespace, picture: DrawOptions) -> None:
     say_damage(folder.metrics)
     if options.program:
         _say(write_program(program_of(folder)))
@@ -121,7 +121,7 @@ def _of_run(folder: RunFolder, options: argparse.Namespace, picture: Picture) ->
         _view_recorded(folder, options, picture)
 
 
-def _view_predicted(run: Resolved, target: str | None, options: argparse.Namespace, picture: Picture) -> None:
+def _view_predicted(run: Resolved, target: str | None, options: argparse.Namespace, picture: DrawOptions) -> None:
     seen = operations(run)
     if seen is None:
         raise ConfigError(
@@ -166,7 +166,7 @@ def _write(step: StepView, target: str | None, options: argparse.Namespace, abou
         webbrowser.open(path.resolve().as_uri())
 
 
-def _memory(run: Resolved, prediction: Prediction, picture: Picture, seen: Sequence[UnitOperations]) -> str:
+def _memory(run: Resolved, prediction: Prediction, picture: DrawOptions, seen: Sequence[UnitOperations]) -> str:
     """What lasts from step to step on each pipeline rank, and what comes and goes, over the step."""
     program = prediction.timeline.program
     sizes = sizes_of(run, seen) or unit_bytes(run)
@@ -182,7 +182,7 @@ def _memory(run: Resolved, prediction: Prediction, picture: Picture, seen: Seque
     return f"{lasting}\n\n{drawn}"
 
 
-def _view_recorded(folder: RunFolder, options: argparse.Namespace, picture: Picture) -> None:
+def _view_recorded(folder: RunFolder, options: argparse.Namespace, picture: DrawOptions) -> None:
     """Both steps on one scale."""
     program = program_of(folder)
     has_report = options.out is None and not options.text
@@ -222,7 +222,7 @@ def _view_recorded(folder: RunFolder, options: argparse.Namespace, picture: Pict
         _report(folder, ran.timeline)
 
 
-def _read_prediction(folder: RunFolder, ran: Recorded) -> StepView | None:
+def _read_prediction(folder: RunFolder, ran: RecordedStep) -> StepView | None:
     """The recorded step with the prediction that the run made of it; None where it made none: of a model whose work
     depends on data, say.
     """
@@ -248,7 +248,7 @@ def _report(folder: RunFolder, ran: Timeline | None = None) -> None:
             _say(f"no report: {folder.report} cannot be written\n")
 
 
-def _routers(folder: RunFolder, layer: int | None, picture: Picture) -> str:
+def _routers(folder: RunFolder, layer: int | None, picture: DrawOptions) -> str:
     require_run(folder)
     run = resolve_config(read_config(folder.config))
     if run.decoder is None or run.decoder.moe is None:
@@ -284,7 +284,7 @@ def _title(prediction: Prediction, machine: Prices, *, when: str = "for this mac
     )
 
 
-def _draw(timeline: Timeline, picture: Picture, scale_s: float) -> str:
+def _draw(timeline: Timeline, picture: DrawOptions, scale_s: float) -> str:
     """The drawing, as wide a part of the picture as the step is of ``scale_s``."""
     columns = round((picture.width - GUTTER) * timeline.step_s / scale_s) if scale_s else picture.width
     return draw_text(timeline, GUTTER + columns, picture.has_colour)

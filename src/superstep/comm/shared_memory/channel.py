@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from superstep.kernels.compile_cpp import Built, build, folder_of, path_of
+from superstep.kernels.compile_cpp import BuildResult, build, folder_of, path_of
 
 SOURCES = tuple(
     Path(__file__).parent / name for name in ("lanes.cpp", "lane.h", "line.h", "messages.h", "steps.h", "sums.h")
@@ -73,7 +73,7 @@ def is_compiled() -> bool:
     return path_of(SOURCES, FLAGS, folder_of(SOURCES[0])).is_file()
 
 
-def library() -> Built:
+def library() -> BuildResult:
     """The C++ library, compiled if necessary."""
     built = build(SOURCES, FLAGS, folder_of(SOURCES[0]))
     if built.library is not None:
@@ -103,7 +103,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Where:
+class GroupSlice:
     """A group's part of the shared file.
 
     Attributes:
@@ -129,7 +129,7 @@ class OperationQueue:
         spin_s: how long it polls before it sleeps: 0 where ranks share cores.
     """
 
-    def __init__(self, native: ctypes.CDLL, where: Where, *, patience_s: float, spin_s: float) -> None:
+    def __init__(self, native: ctypes.CDLL, where: GroupSlice, *, patience_s: float, spin_s: float) -> None:
         size = len(where.locks)
         self._native = native
         self._patience_s = patience_s
@@ -139,7 +139,7 @@ class OperationQueue:
         self._lane = native.lane_open(where.file, where.offset, where.me, size, locks, patience_s, spin_ns)
         if not self._lane:
             raise LaneError(f"{native.lane_bytes(size):,} bytes of shared memory cannot be mapped")
-        self._under_way: list[Started] = []
+        self._under_way: list[StartedOperation] = []
         weakref.finalize(self, native.lane_free, self._lane).atexit = False
         # While modules are taken down, tensors go that a thread may still read.
         self._at_exit = partial(_close, weakref.ref(self))
@@ -157,7 +157,7 @@ class OperationQueue:
         going: Sequence[int] | None = None,
         coming: Sequence[int] | None = None,
         is_waited: bool = False,
-    ) -> Started:
+    ) -> StartedOperation:
         """Start an operation on contiguous tensors, which must not change before it is done.
 
         Args:
@@ -181,7 +181,7 @@ class OperationQueue:
             self._lane,
             *(kind, number, RULES[rule], peer, given.data_ptr(), out.data_ptr(), count, sizes, others, is_waited),
         )
-        started = Started(self, self._native, handle, (given, out), self._patience_s)
+        started = StartedOperation(self, self._native, handle, (given, out), self._patience_s)
         if not is_waited:
             # Memory that is read or written by a thread stays, whoever forgets what he started.
             self._under_way = [each for each in self._under_way if each.is_under_way()]
@@ -213,7 +213,7 @@ def _close(queue: weakref.ref[OperationQueue]) -> None:
         lane.close()
 
 
-class Started:
+class StartedOperation:
     """An operation in progress."""
 
     def __init__(

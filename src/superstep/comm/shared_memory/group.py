@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from superstep.comm.shared_memory.channel import LaneError, OperationKind, OperationQueue, Started, Where
+from superstep.comm.shared_memory.channel import GroupSlice, LaneError, OperationKind, OperationQueue, StartedOperation
 from superstep.comm.shared_memory.group_base import (
-    OwnGroup,
+    ProcessGroupBase,
     own_of,
     require_equal,
     require_one_type,
@@ -35,7 +35,7 @@ SPIN_S = 20e-6
 
 
 class SharedWork(dist.Work):
-    def __init__(self, started: Started, then: Callable[[], object] | None = None) -> None:
+    def __init__(self, started: StartedOperation, then: Callable[[], object] | None = None) -> None:
         super().__init__()
         self._started = started
         self._then = then
@@ -56,7 +56,7 @@ class SharedWork(dist.Work):
         return True
 
 
-class SharedGroup(OwnGroup):
+class SharedGroup(ProcessGroupBase):
     def __init__(self, lane: OperationQueue, region: Region, rank: int, size: int) -> None:
         super().__init__(BACKEND, rank, size)
         self._lane = lane
@@ -129,13 +129,21 @@ class SharedGroup(OwnGroup):
 
     abort = shutdown
 
-    def _start(self, kind: OperationKind, given: Tensor, out: Tensor, count: int, opts: Any, **more: Any) -> Started:  # noqa: ANN401
+    def _start(
+        self,
+        kind: OperationKind,
+        given: Tensor,
+        out: Tensor,
+        count: int,
+        opts: Any,  # noqa: ANN401 - torch's own
+        **more: Any,  # noqa: ANN401
+    ) -> StartedOperation:
         return self._lane.start(kind, given, out, count, is_waited=opts is not None and not opts.asyncOp, **more)
 
 
 def make(opts: Any, region: Region) -> SharedGroup:  # noqa: ANN401
     """Make a group for ``torch.distributed.new_group``; called by its members, each with the group's number."""
-    where = Where(
+    where = GroupSlice(
         file=region.file,
         offset=region.part(int(opts.group_id)),
         me=opts.group_rank,

@@ -21,7 +21,7 @@ gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into
 scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class OwnGroup(dist.ProcessGroup):
+class ProcessGroupBase(dist.ProcessGroup):
     """A group that is no backend of torch's.
 
     Args:

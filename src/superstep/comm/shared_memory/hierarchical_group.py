@@ -29,7 +29,7 @@ from torch import Tensor
 from superstep.comm.shared_memory.channel import CLOSED, ENDS, Rule
 from superstep.comm.shared_memory.group_base import (
     RULES,
-    OwnGroup,
+    ProcessGroupBase,
     gather_single,
     own_of,
     require_one_type,
@@ -58,7 +58,7 @@ _COMBINE: dict[Rule, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.ma
 
 
 @dataclass(frozen=True, slots=True)
-class Levels:
+class GroupLevels:
     """The groups within a group over several hosts.
 
     Attributes:
@@ -94,10 +94,10 @@ class BackgroundOperation(dist.Work):
         return True
 
 
-class TwoLevels(OwnGroup):
+class HierarchicalGroup(ProcessGroupBase):
     """Ranks of several hosts, equally many on each, in the order of hosts."""
 
-    def __init__(self, levels: Levels, rank: int, size: int) -> None:
+    def __init__(self, levels: GroupLevels, rank: int, size: int) -> None:
         super().__init__(BACKEND, rank, size)
         self._levels = levels
         self._seats = levels.near.size()
@@ -341,8 +341,8 @@ def _join_rows(parts: Sequence[Tensor]) -> Tensor:
     return first.as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride(), first.storage_offset())
 
 
-def make(opts: Any, levels: Levels) -> TwoLevels:  # noqa: ANN401
-    return TwoLevels(levels, opts.group_rank, opts.group_size)
+def make(opts: Any, levels: GroupLevels) -> HierarchicalGroup:  # noqa: ANN401
+    return HierarchicalGroup(levels, opts.group_rank, opts.group_size)
 
 
 dist.Backend.register_backend(BACKEND, make, extended_api=True, devices=["cpu"])

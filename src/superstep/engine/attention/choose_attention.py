@@ -18,14 +18,14 @@ from superstep.engine.parallel.ulysses import UlyssesAttend
 from superstep.engine.parallel.zigzag import gather_kv, scatter_sum
 from superstep.kernels.attention import has_tiles, missing
 from superstep.model.decoder import Attend, Sliding, attention_of, flash
-from superstep.numerics.fixed_point import ACTIVATION, Excess
+from superstep.numerics.fixed_point import ACTIVATION, RangeExcess
 from superstep.numerics.sending import send
 from superstep.plan.resolution.resolve import Resolved
 from superstep.plan.sharding.sequence import positions
 
 
 @dataclass(frozen=True, slots=True)
-class Gathered:
+class GatheredKeys:
     """Keys and values of all context-parallel ranks, for exact mode: every rank sees them whole."""
 
     group: Group
@@ -40,7 +40,7 @@ class Gathered:
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class SequenceView:
     """What the units of a rank see of a microbatch's sequences.
 
     Attributes:
@@ -52,20 +52,20 @@ class Sight:
     positions: Tensor | None
 
 
-def build_sight(run: Resolved, mesh: Mesh, excess: Excess) -> Callable[[Tensor | None], Sight]:
+def build_sight(run: Resolved, mesh: Mesh, excess: RangeExcess) -> Callable[[Tensor | None], SequenceView]:
     """The sight of a microbatch, by where the documents of its sequences start: int64 [B, S] on the host, of the whole
     sequences on every rank; None where attention goes across documents. What exact sums have no room for is noted in
     ``excess``.
     """
     tokens, cp = run.config.data.sequence_tokens, mesh.shape.cp
     held = torch.tensor(positions(tokens, cp=cp, rank=mesh.at.cp if cp > 1 else 0))
-    across = Sight(_attend(run, mesh, None, excess), None if cp == 1 else held.to(mesh.device.torch))
+    across = SequenceView(_attend(run, mesh, None, excess), None if cp == 1 else held.to(mesh.device.torch))
 
-    def sight(starts: Tensor | None) -> Sight:
+    def sight(starts: Tensor | None) -> SequenceView:
         if starts is None:
             return across
         # One tensor for all units: they make the tables of their positions once.
-        return Sight(_attend(run, mesh, starts, excess), send(held - starts[:, held], mesh.device.torch))
+        return SequenceView(_attend(run, mesh, starts, excess), send(held - starts[:, held], mesh.device.torch))
 
     return sight
 
@@ -89,7 +89,7 @@ def is_compiled(run: Resolved, device: Device) -> bool:
     return wants_kernels(run, device) and not missing(device.torch)
 
 
-def _attend(run: Resolved, mesh: Mesh, starts: Tensor | None, excess: Excess) -> Attend:
+def _attend(run: Resolved, mesh: Mesh, starts: Tensor | None, excess: RangeExcess) -> Attend:
     grain, group = run.plan.grain, mesh.cp
     if grain is None:
         in_kernel = is_compiled(run, mesh.device)
@@ -107,6 +107,6 @@ def _attend(run: Resolved, mesh: Mesh, starts: Tensor | None, excess: Excess) ->
     there = None if starts is None else starts.to(mesh.device.torch)
     grid = ACTIVATION.of(grain.chunks, "the gradient of a key or a value", excess)
     if group is not None and run.plan.context == "ring":
-        return ExactAttend(positions(grain.chunks, cp=mesh.shape.cp, rank=mesh.at.cp), Gathered(group), grid, there)
+        return ExactAttend(positions(grain.chunks, cp=mesh.shape.cp, rank=mesh.at.cp), GatheredKeys(group), grid, there)
     whole = ExactAttend(range(grain.chunks), WholeSequence(), grid, there)
     return whole if group is None else UlyssesAttend(group, whole)

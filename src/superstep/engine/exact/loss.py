@@ -19,11 +19,17 @@ from superstep.kernels.cross_entropy import apply_temperature
 from superstep.numerics.fixed_point import exact_loss_sum
 from superstep.numerics.invariant_matmul import product, tree_sum
 from superstep.numerics.loss import IGNORE, own_columns
-from superstep.numerics.objective import Aim
+from superstep.numerics.objective import LossTarget
 
 
 def exact_loss(
-    h_BSD: Tensor, weight_WD: Tensor, aim: Aim, scale: float, sink: GradientSink | None, cut: ReductionCut, vocab: int
+    h_BSD: Tensor,
+    weight_WD: Tensor,
+    aim: LossTarget,
+    scale: float,
+    sink: GradientSink | None,
+    cut: ReductionCut,
+    vocab: int,
 ) -> Tensor:
     """The losses of all tokens summed, fp64. Gradients are those of scale · sum; the weight's goes to ``sink``, if
     there is one. Columns beyond ``vocab`` have no probability.
@@ -38,7 +44,7 @@ class _Loss(torch.autograd.Function):
         ctx: Any,  # noqa: ANN401
         h_BSD: Tensor,
         weight_WD: Tensor,
-        aim: Aim,
+        aim: LossTarget,
         scale: float,
         sink: GradientSink | None,
         cut: ReductionCut,

@@ -34,8 +34,8 @@ from superstep.model.moe import Gate, MixtureOfExperts
 from superstep.model.norm import RMSNorm
 from superstep.model.unit import ParamSpec, UnitSpec
 from superstep.numerics.exact_self_check import first_difference
-from superstep.numerics.fixed_point import PARAMETER, Excess, Grid
-from superstep.numerics.objective import Aim
+from superstep.numerics.fixed_point import PARAMETER, Grid, RangeExcess
+from superstep.numerics.objective import LossTarget
 from superstep.plan.model.shape import ModelShape
 from superstep.plan.resolution.lora import ENDS
 from superstep.plan.resolution.reduction_grain import Grain
@@ -100,7 +100,7 @@ def require_exact(compute: torch.dtype, device: Device) -> None:
         )
 
 
-def grid_of(spec: ParamSpec, grain: Grain, shape: ModelShape, excess: Excess) -> Grid:
+def grid_of(spec: ParamSpec, grain: Grain, shape: ModelShape, excess: RangeExcess) -> Grid:
     """The grid of a parameter's gradient, for as many terms as meet in it on any layout: the chunks of every microbatch
     add a product each, a lookup or a norm every token. A tied table has both.
     """
@@ -204,13 +204,13 @@ def exact_layers(spec: UnitSpec, exact: ExactLayers) -> tuple[Implementation, ..
 
 def build_exact_loss(
     head: nn.Module, spec: UnitSpec, exact: ExactLayers, vocab: int
-) -> Callable[[Tensor, Aim, float], Tensor]:
+) -> Callable[[Tensor, LossTarget, float], Tensor]:
     """The loss of the last unit's output: (output, aim, scale) to the sum over all tokens, fp64."""
     assert isinstance(head, Head)
     weight = head.get_parameter("lm_head.weight")
     cut, sink = exact.cut(spec.params["lm_head.weight"]), exact.sinks.get(weight)
 
-    def loss(h: Tensor, aim: Aim, scale: float) -> Tensor:
+    def loss(h: Tensor, aim: LossTarget, scale: float) -> Tensor:
         return exact_loss(h, weight, aim, scale, sink, cut, vocab)
 
     return loss

@@ -18,7 +18,7 @@ from superstep.engine.flat.buffers import UnitBuffers
 from superstep.state.tensor_piece import bytes_of
 
 
-class Sleeping:
+class OffloadedBuffers:
     """What some buffers held. Their memory is given back from here on.
 
     Args:

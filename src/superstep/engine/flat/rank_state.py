@@ -11,7 +11,7 @@ import torch
 from superstep.comm.mesh import Mesh
 from superstep.engine.flat.buffers import Bytes, UnitBuffers
 from superstep.engine.flat.layout import Slot, lay_out
-from superstep.engine.flat.offload import Sleeping
+from superstep.engine.flat.offload import OffloadedBuffers
 from superstep.model.unit import UnitSpec
 from superstep.numerics.dtypes import DTYPES
 from superstep.plan.resolution.resolve import Resolved
@@ -122,13 +122,13 @@ class RankState:
                 if b.is_frozen:
                     b.share(theirs[b.layout.family])
 
-    def sleep(self, folder: Path | None = None) -> Sleeping:
+    def sleep(self, folder: Path | None = None) -> OffloadedBuffers:
         """Give this rank's memory back until the returned value's ``wake``. Between two steps only.
 
         Args:
             folder: for a file with what was held; None keeps that in the host's memory.
         """
-        return Sleeping((b for _, b in self._each()), folder)
+        return OffloadedBuffers((b for _, b in self._each()), folder)
 
     def bytes(self) -> Bytes:
         """What this rank's buffers hold now, by category."""

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from superstep.comm.collectives import DONE, Pending
+from superstep.comm.collectives import DONE, PendingCollective
 from superstep.comm.device import Device
 from superstep.engine.flat.buffers import UnitBuffers
 from superstep.errors import Fault
@@ -42,7 +42,7 @@ from superstep.state.tensor_piece import TensorPiece
 POLL_S = 0.01
 
 
-class Copying:
+class UnitCopy:
     """The copy of a unit, under way."""
 
     def __init__(self, future: Future[tuple[float, float]]) -> None:
@@ -62,7 +62,7 @@ class Copying:
 
 
 @dataclass(frozen=True, slots=True)
-class Flushed:
+class FlushResult:
     """A checkpoint that was, or could not be, written from a snapshot."""
 
     step: int
@@ -184,7 +184,7 @@ class Snapshots:
             if slot in self._watched:
                 self._watched.remove(slot)
 
-    def begin(self, position: Position, told: Callable[[Flushed], None], *, is_for_disk: bool) -> None:
+    def begin(self, position: Position, told: Callable[[FlushResult], None], *, is_for_disk: bool) -> None:
         """The next step copies the state that it finds, which is that of ``position``; ``told`` as in ``tell``."""
         while (slot := self._memory.free_slot()) is None:
             self.tell(told)
@@ -201,7 +201,7 @@ class Snapshots:
             self._watched.append(slot)
         self._slot, self._left, self._checksum = slot, set(self._tensors), 0
 
-    def copy(self, unit: int) -> Pending:
+    def copy(self, unit: int) -> PendingCollective:
         """Start copying a unit, where a snapshot is due."""
         if self._slot is None:
             return DONE
@@ -210,7 +210,7 @@ class Snapshots:
         if is_last:
             self._slot = None
         ready = torch.cuda.current_stream().record_event() if self._stream is not None else None
-        return Copying(self._thread.submit(self._copy, unit, slot, ready, is_last=is_last))
+        return UnitCopy(self._thread.submit(self._copy, unit, slot, ready, is_last=is_last))
 
     def _copy(self, unit: int, slot: int, ready: torch.cuda.Event | None, *, is_last: bool) -> tuple[float, float]:
         begin_s = time.perf_counter()
@@ -251,7 +251,7 @@ class Snapshots:
         found, self._taken = self.refused, self._memory.refused
         return found
 
-    def tell(self, told: Callable[[Flushed], None]) -> None:
+    def tell(self, told: Callable[[FlushResult], None]) -> None:
         """Tell of the checkpoints that have come to the disk since this was last asked, and of those that could not.
         Only then may their slots be used again: if this process is killed before, the next one tells.
         """
@@ -259,7 +259,7 @@ class Snapshots:
         self._watched = [slot for slot in self._watched if memory.get(slot, "disk") != KEPT]  # some were refused
         for slot in [slot for slot in self._watched if memory.get(slot, "disk") in {ON_DISK, FAILED}]:
             told(
-                Flushed(
+                FlushResult(
                     step=memory.get(slot, "step"),
                     bytes=memory.get(slot, "written_bytes"),
                     seconds=memory.get(slot, "microseconds") / 1e6,

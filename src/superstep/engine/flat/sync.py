@@ -9,15 +9,15 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from superstep.comm.collectives import Pending, all_gather, all_reduce, reduce_scatter, together
+from superstep.comm.collectives import PendingCollective, all_gather, all_reduce, reduce_scatter, together
 from superstep.comm.mesh import Group, Mesh
 from superstep.engine.flat.buffers import UnitBuffers
 from superstep.plan.mesh import FAMILIES
 
 
-def fetch(buffers: Sequence[UnitBuffers], mesh: Mesh, unit: int) -> Pending:
+def fetch(buffers: Sequence[UnitBuffers], mesh: Mesh, unit: int) -> PendingCollective:
     """Start gathering a unit's parameters from their shards."""
-    started: list[Pending] = []
+    started: list[PendingCollective] = []
     for number, each in enumerate(buffers):
         group = mesh.sharers[each.layout.family].fetch
         if each.zero and group is not None:
@@ -28,9 +28,9 @@ def fetch(buffers: Sequence[UnitBuffers], mesh: Mesh, unit: int) -> Pending:
     return together(started)
 
 
-def reduce(trained: Sequence[UnitBuffers], mesh: Mesh, unit: int) -> Pending:
+def reduce(trained: Sequence[UnitBuffers], mesh: Mesh, unit: int) -> PendingCollective:
     """Start summing a unit's gradients over the shards."""
-    started: list[Pending] = []
+    started: list[PendingCollective] = []
     for buffers in trained:
         group = mesh.sharers[buffers.layout.family].reduce
         if group is not None and buffers.zero:
@@ -40,9 +40,9 @@ def reduce(trained: Sequence[UnitBuffers], mesh: Mesh, unit: int) -> Pending:
     return together(started)
 
 
-def reduce_replicas(trained: Sequence[UnitBuffers], mesh: Mesh) -> Pending:
+def reduce_replicas(trained: Sequence[UnitBuffers], mesh: Mesh) -> PendingCollective:
     """Start summing a unit's settled gradients over the replicas."""
-    started: list[Pending] = []
+    started: list[PendingCollective] = []
     for buffers in trained:
         group = mesh.sharers[buffers.layout.family].replicas
         if group is not None:

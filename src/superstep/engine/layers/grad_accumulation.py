@@ -34,7 +34,7 @@ Adder = Callable[[Tensor], object]
 """Adds what it is given to a gradient buffer."""
 
 
-class Sums:
+class GradientSums:
     """Where the layers of a rank leave their sums: done at once, or put off while ``put_off`` lasts."""
 
     def __init__(self) -> None:
@@ -64,11 +64,11 @@ class GradientSink:
 
     into: Tensor
     grid: Grid
-    sums: Sums
+    sums: GradientSums
 
 
 def input_gradient(
-    x: Tensor, end: GradientEdge, gradient: Tensor, parameters: Sequence[tuple[nn.Parameter, Adder]], sums: Sums
+    x: Tensor, end: GradientEdge, gradient: Tensor, parameters: Sequence[tuple[nn.Parameter, Adder]], sums: GradientSums
 ) -> tuple[Tensor | None, list[Sum]]:
     """A backward pass that adds to no gradient buffer: the gradient of ``x``, and the sums put off.
 
@@ -93,7 +93,7 @@ def input_gradient(
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, into: Tensor, sums: Sums) -> Tensor:  # noqa: ANN401
+    def forward(ctx: Any, x: Tensor, weight: Tensor, into: Tensor, sums: GradientSums) -> Tensor:  # noqa: ANN401
         ctx.save_for_backward(x, weight)
         ctx.into, ctx.sums = into, sums
         return linear(x, weight)
@@ -108,7 +108,7 @@ class _Linear(torch.autograd.Function):
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, weight: Tensor, into: Tensor, sums: Sums) -> Tensor:  # noqa: ANN401
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor, into: Tensor, sums: GradientSums) -> Tensor:  # noqa: ANN401
         ctx.save_for_backward(tokens)
         ctx.into, ctx.sums = into, sums
         return F.embedding(tokens, weight)
@@ -162,7 +162,7 @@ def hands_to(add: Adder) -> Callable[[Tensor], None]:
     return hand_over
 
 
-def accumulating_straight(sums: Sums) -> tuple[Implementation, ...]:
+def accumulating_straight(sums: GradientSums) -> tuple[Implementation, ...]:
     """The module's plain linears and embeddings. Layers with a forward, hooks or options of their own keep autograd's
     gradient. The weights' ``.grad`` must be there; what is not trained stays as it is.
     """
@@ -173,7 +173,7 @@ def accumulating_straight(sums: Sums) -> tuple[Implementation, ...]:
 
         return applies
 
-    def row(is_kind: Callable[[nn.Module], bool], make: Callable[[Any, Sums], Forward]) -> Implementation:
+    def row(is_kind: Callable[[nn.Module], bool], make: Callable[[Any, GradientSums], Forward]) -> Implementation:
         return Implementation(
             "gradient straight into the buffer",
             "fast mode",
@@ -188,7 +188,7 @@ def accumulating_straight(sums: Sums) -> tuple[Implementation, ...]:
     )
 
 
-def _linear(layer: nn.Linear, sums: Sums) -> Any:  # noqa: ANN401
+def _linear(layer: nn.Linear, sums: GradientSums) -> Any:  # noqa: ANN401
     def forward(x: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
             return F.linear(x, layer.weight, layer.bias)
@@ -198,7 +198,7 @@ def _linear(layer: nn.Linear, sums: Sums) -> Any:  # noqa: ANN401
     return forward
 
 
-def _group_forward(layer: GroupedLinear, sums: Sums) -> Any:  # noqa: ANN401
+def _group_forward(layer: GroupedLinear, sums: GradientSums) -> Any:  # noqa: ANN401
     def forward(x: Tensor, rows_E: Tensor, part_R: Tensor | None = None) -> Tensor:
         into = layer.weight.grad
         assert into is not None
@@ -211,7 +211,7 @@ def _group_forward(layer: GroupedLinear, sums: Sums) -> Any:  # noqa: ANN401
     return forward
 
 
-def _embedding(layer: nn.Embedding, sums: Sums) -> Any:  # noqa: ANN401
+def _embedding(layer: nn.Embedding, sums: GradientSums) -> Any:  # noqa: ANN401
     def forward(tokens: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
             return F.embedding(tokens, layer.weight)

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from superstep.engine.layers.grad_accumulation import Sums
+from superstep.engine.layers.grad_accumulation import GradientSums
 from superstep.engine.layers.implementation import Forward, Implementation
 from superstep.model.lora import AdaptedLinear
 from superstep.numerics.accumulate_product import add_product
 
 
-def adapting_straight(sums: Sums) -> tuple[Implementation, ...]:
+def adapting_straight(sums: GradientSums) -> tuple[Implementation, ...]:
     """The module's adapted linears. Their factors' ``.grad`` must be there."""
     return (
         Implementation(
@@ -31,7 +31,7 @@ def adapting_straight(sums: Sums) -> tuple[Implementation, ...]:
     )
 
 
-def _forward(layer: AdaptedLinear, sums: Sums) -> Forward:
+def _forward(layer: AdaptedLinear, sums: GradientSums) -> Forward:
     def forward(x: Tensor) -> Tensor:
         a, b = layer.lora_A.weight, layer.lora_B.weight
         if not torch.is_grad_enabled():
@@ -75,7 +75,7 @@ class _Adapted(torch.autograd.Function):
         into_a: Tensor,
         into_b: Tensor,
         scale: float,
-        sums: Sums,
+        sums: GradientSums,
     ) -> Tensor:
         out, h_TR = _sum(x, weight_OI, bias_O, a_RI, b_OR, scale)
         ctx.save_for_backward(x, weight_OI, a_RI, b_OR, h_TR)

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from superstep.engine.layers.grad_accumulation import Sum, Sums, accumulating_straight
+from superstep.engine.layers.grad_accumulation import GradientSums, Sum, accumulating_straight
 from superstep.engine.layers.implementation import Forward, install, replace_forward
-from superstep.engine.measure.probe_kernels import Gauge, Sweep
+from superstep.engine.measure.probe_kernels import CacheFlusher, TimingOptions
 from superstep.model.decoder import Block
 from superstep.model.rope import Rope
 from superstep.plan.model.shape import SHAPES
@@ -43,8 +43,8 @@ class _Pausing:
         gauge: whose clock it is.
     """
 
-    def __init__(self, gauge: Gauge) -> None:
-        self._clock, self._sweep = gauge.clock, Sweep(gauge.device)
+    def __init__(self, gauge: TimingOptions) -> None:
+        self._clock, self._sweep = gauge.clock, CacheFlusher(gauge.device)
         self._away_s = 0.0
 
     def __call__(self) -> float:
@@ -67,7 +67,7 @@ class _Pausing:
         return swept
 
 
-class _Sums(Sums):
+class _Sums(GradientSums):
     """Tells when a product is done for a gradient."""
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class _Sums(Sums):
         self.then()
 
 
-def launch_s(gauge: Gauge) -> float:
+def launch_s(gauge: TimingOptions) -> float:
     """Seconds from the start of one operation to that of the next."""
     shape = SHAPES["tiny"]
     device = gauge.device.torch

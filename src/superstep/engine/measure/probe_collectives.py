@@ -19,7 +19,7 @@ from superstep.comm.backend import reach
 from superstep.comm.collectives import reduce_scatter, stack_ranks
 from superstep.comm.mesh import Group
 from superstep.comm.objects import barrier, gather
-from superstep.engine.measure.probe_kernels import Gauge
+from superstep.engine.measure.probe_kernels import TimingOptions
 from superstep.hardware.cluster import Collective, CollectiveRate
 from superstep.launch.ranks import World
 from superstep.launch.rendezvous import TIMEOUT
@@ -33,7 +33,7 @@ COLLECTIVES: tuple[Collective, ...] = ("all-reduce", "all-gather", "reduce-scatt
 
 
 def measure_collectives(
-    world: World, degrees: Iterable[int], gauge: Gauge, names: Sequence[Collective] = COLLECTIVES
+    world: World, degrees: Iterable[int], gauge: TimingOptions, names: Sequence[Collective] = COLLECTIVES
 ) -> tuple[CollectiveRate, ...]:
     """Each collective among so many neighbouring ranks. Every rank calls this together, and gets the same.
 
@@ -55,7 +55,7 @@ def measure_collectives(
     return tuple(found)
 
 
-def _rate(name: Collective, group: Group, gauge: Gauge) -> CollectiveRate:
+def _rate(name: Collective, group: Group, gauge: TimingOptions) -> CollectiveRate:
     points = []
     # In a step a collective comes after compute, which has put to sleep whoever waits for messages.
     busy = torch.ones(512, 512, device=gauge.device.torch)

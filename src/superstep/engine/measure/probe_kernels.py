@@ -22,7 +22,7 @@ from torch import Tensor
 
 from superstep.comm.device import Device
 from superstep.cost.program.time.op_prices import LIKE
-from superstep.cost.program.time.operation import AttentionOperation, Operation, Pass, Product
+from superstep.cost.program.time.operation import AttentionOperation, MatmulOperation, MemoryOperation, Operation
 from superstep.engine.attention.document_attention import DocumentAttend
 from superstep.hardware.chip import CopyRate, ProductRate
 from superstep.kernels import attention as attend
@@ -55,7 +55,7 @@ more than a small kernel, and a step does not wait either."""
 Work = Callable[[], object]
 
 
-class Sweep:
+class CacheFlusher:
     """Fills the caches close to a CPU's core with something else; of a GPU, whose caches a few calls fill, nothing.
 
     Args:
@@ -72,7 +72,7 @@ class Sweep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gauge:
+class TimingOptions:
     """How to time.
 
     Attributes:
@@ -91,7 +91,7 @@ class Gauge:
 
     def seconds(self, work: Work, calls: int = 1) -> float:
         """The median of one of the ``calls`` that ``work`` makes."""
-        sweep = Sweep(self.device)
+        sweep = CacheFlusher(self.device)
         self._once(work, 1)
         at_once = 1
         if self.device.kind == "cuda":
@@ -112,18 +112,18 @@ class Gauge:
 
 
 def measure_operations(
-    operations: Iterable[Operation], dtype: Dtype, gauge: Gauge
+    operations: Iterable[Operation], dtype: Dtype, gauge: TimingOptions
 ) -> tuple[tuple[ProductRate, ...], tuple[CopyRate, ...]]:
     """The rates of these products and attentions, and of these kinds of passes at a few sizes each."""
     products: dict[tuple[str, int, int, int], ProductRate] = {}
     kernels = {"copy": None}
     for operation in operations:
         match operation:
-            case Product():
+            case MatmulOperation():
                 rate = _product(_within(operation, gauge.device), dtype, gauge)
             case AttentionOperation():
                 rate = _attention(operation, dtype, gauge)
-            case Pass(kernel=kernel):
+            case MemoryOperation(kernel=kernel):
                 is_ours = gauge.device.kind == "cpu" and cpu_library.is_compiled()
                 kernels[kernel if is_ours else LIKE.get(kernel, kernel)] = None
                 continue
@@ -138,15 +138,15 @@ def measure_operations(
     return tuple(products.values()), tuple(copies)
 
 
-def _within(product: Product, device: Device) -> Product:
+def _within(product: MatmulOperation, device: Device) -> MatmulOperation:
     """The product, with no dim larger than is worth to measure."""
     most = LARGEST[device.kind] * 4
     rows, width, inner = (min(size, most) for size in (product.rows, product.width, product.inner))
     batch = product.batch if product.kernel == "batch" else 1
-    return Product(rows=rows, width=width, inner=inner, batch=batch, kernel=product.kernel)
+    return MatmulOperation(rows=rows, width=width, inner=inner, batch=batch, kernel=product.kernel)
 
 
-def _product(product: Product, dtype: Dtype, gauge: Gauge) -> ProductRate:
+def _product(product: MatmulOperation, dtype: Dtype, gauge: TimingOptions) -> ProductRate:
     timed = {"product": _product_s, "gradient": _gradient_s, "batch": _batch_s}[product.kernel]
     return ProductRate(
         kernel=product.kernel,
@@ -158,7 +158,7 @@ def _product(product: Product, dtype: Dtype, gauge: Gauge) -> ProductRate:
     )
 
 
-def _product_s(product: Product, dtype: Dtype, gauge: Gauge) -> float:
+def _product_s(product: MatmulOperation, dtype: Dtype, gauge: TimingOptions) -> float:
     weight = _fill((product.width, product.inner), dtype, gauge)
     inputs = _inputs((product.rows, product.inner), dtype, gauge)
     outs = _inputs((product.rows, product.width), dtype, gauge)
@@ -172,13 +172,13 @@ def _product_s(product: Product, dtype: Dtype, gauge: Gauge) -> float:
     return gauge.seconds(multiply)
 
 
-def _batch_s(product: Product, dtype: Dtype, gauge: Gauge) -> float:
+def _batch_s(product: MatmulOperation, dtype: Dtype, gauge: TimingOptions) -> float:
     lefts = _inputs((product.batch, product.rows, product.inner), dtype, gauge)
     rights = _inputs((product.batch, product.inner, product.width), dtype, gauge)
     return gauge.seconds(lambda: torch.bmm(next(lefts), next(rights)))
 
 
-def _gradient_s(product: Product, dtype: Dtype, gauge: Gauge) -> float:
+def _gradient_s(product: MatmulOperation, dtype: Dtype, gauge: TimingOptions) -> float:
     """Without the sum where a step counts that as an operation of its own: after each product of bf16."""
     lefts = _inputs((product.inner, product.rows), dtype, gauge)
     rights = _inputs((product.inner, product.width), dtype, gauge)
@@ -199,7 +199,7 @@ def _gradient_s(product: Product, dtype: Dtype, gauge: Gauge) -> float:
     return max(whole_s - sum_s, whole_s / 10)
 
 
-def _attention(attention: AttentionOperation, dtype: Dtype, gauge: Gauge) -> ProductRate:
+def _attention(attention: AttentionOperation, dtype: Dtype, gauge: TimingOptions) -> ProductRate:
     shape = (1, attention.heads, attention.queries, attention.head_dim)
     keys = (1, attention.heads, attention.keys, attention.head_dim)
     q, k, v = (_fill(dims, dtype, gauge).requires_grad_(attention.is_backward) for dims in (shape, keys, keys))
@@ -220,7 +220,7 @@ def _attention(attention: AttentionOperation, dtype: Dtype, gauge: Gauge) -> Pro
     return _rate(attention, dtype, taken_s)
 
 
-def _compiled_seconds(qkv: attend.Qkv, attention: AttentionOperation, gauge: Gauge) -> float:
+def _compiled_seconds(qkv: attend.Qkv, attention: AttentionOperation, gauge: TimingOptions) -> float:
     is_causal = attention.queries == attention.keys
     if is_causal and gauge.device.kind == "cpu":
         return _called_seconds(qkv, attention, gauge)
@@ -230,7 +230,7 @@ def _compiled_seconds(qkv: attend.Qkv, attention: AttentionOperation, gauge: Gau
     return gauge.seconds(lambda: attend.attend(*qkv, is_causal=is_causal))
 
 
-def _called_seconds(qkv: attend.Qkv, attention: AttentionOperation, gauge: Gauge) -> float:
+def _called_seconds(qkv: attend.Qkv, attention: AttentionOperation, gauge: TimingOptions) -> float:
     """As a block calls it: an operator of Python's, which lays out what the kernel makes."""
     call = DocumentAttend(None, is_compiled=True)
     q, k, v = (x.transpose(1, 2).contiguous().requires_grad_() for x in qkv)
@@ -254,7 +254,7 @@ def _rate(attention: AttentionOperation, dtype: Dtype, taken_s: float) -> Produc
     )
 
 
-def _copy(kernel: str, size: int, gauge: Gauge, memory: Tensor) -> CopyRate:
+def _copy(kernel: str, size: int, gauge: TimingOptions, memory: Tensor) -> CopyRate:
     parts = _PARTS[kernel]
     columns = min(COLUMNS, size // (4 * parts))
     shape = (max(1, size // (4 * parts * columns)), columns)
@@ -324,11 +324,11 @@ _OURS = {"norm": (2, _norm), "gate": (3, _gate), "loss": (1, _loss)}
 _PARTS = {kernel: parts for kernel, (parts, _) in (PASSES | _OURS).items()}
 
 
-def _fill(shape: tuple[int, ...], dtype: Dtype, gauge: Gauge) -> Tensor:
+def _fill(shape: tuple[int, ...], dtype: Dtype, gauge: TimingOptions) -> Tensor:
     return torch.full(shape, 0.5, dtype=DTYPES[dtype], device=gauge.device.torch)
 
 
-def _inputs(shape: tuple[int, ...], dtype: Dtype, gauge: Gauge) -> Iterator[Tensor]:
+def _inputs(shape: tuple[int, ...], dtype: Dtype, gauge: TimingOptions) -> Iterator[Tensor]:
     """Tensors of one shape, in turn."""
     first = _fill(shape, dtype, gauge)
     count = max(1, min(MOST, KEPT_BYTES[gauge.device.kind] // 2 // first.nbytes))

@@ -11,12 +11,12 @@ import torch
 
 from superstep.comm.device import Device
 from superstep.comm.objects import barrier
-from superstep.cost.program.time.op_prices import Measured
+from superstep.cost.program.time.op_prices import MeasuredMachine
 from superstep.cost.program.time.operation import Operation, UnitOperations
 from superstep.engine.attention.choose_attention import is_compiled
 from superstep.engine.measure.launch_cost import launch_s
 from superstep.engine.measure.probe_collectives import COLLECTIVES, measure_collectives
-from superstep.engine.measure.probe_kernels import Gauge, measure_operations
+from superstep.engine.measure.probe_kernels import TimingOptions, measure_operations
 from superstep.hardware.chip import Chip, CopyRate, ProductRate
 from superstep.hardware.cluster import Cluster, Collective, CollectiveRate
 from superstep.hardware.host import cores
@@ -39,10 +39,10 @@ def distinct(units: Iterable[UnitOperations]) -> tuple[Operation, ...]:
 
 
 def measure_here(
-    run: Resolved, operations: Sequence[UnitOperations], world: World, gauge: Gauge | None = None
-) -> Measured:
+    run: Resolved, operations: Sequence[UnitOperations], world: World, gauge: TimingOptions | None = None
+) -> MeasuredMachine:
     """This rank's machine, from the run's own operations, in about a second. Every rank calls this together."""
-    gauge = as_run(run, gauge or Gauge(device=world.device))
+    gauge = as_run(run, gauge or TimingOptions(device=world.device))
     dtype = run.config.numerics.compute
     if world.size > 1:
         barrier(world.device)  # ranks that share caches and memory are to disturb each other as they do in a step
@@ -56,16 +56,16 @@ def measure_here(
     return measure_cluster(world.device, world.size, dtype, launch_s(alone), (products, copies, rates))
 
 
-def measure(run: Resolved, device: Device, operations: Sequence[UnitOperations]) -> Measured:
+def measure(run: Resolved, device: Device, operations: Sequence[UnitOperations]) -> MeasuredMachine:
     """One rank's machine, measured in this process alone; links are those of ``LINK``."""
     dtype = run.config.numerics.compute
-    gauge = as_run(run, Gauge(device=device))
+    gauge = as_run(run, TimingOptions(device=device))
     with _threads(1 if run.plan.mesh.world > 1 else torch.get_num_threads()):
         products, copies = measure_operations(distinct(operations), dtype, gauge)
         return measure_cluster(device, run.plan.mesh.world, dtype, launch_s(gauge), (products, copies, ()))
 
 
-def as_run(run: Resolved, gauge: Gauge) -> Gauge:
+def as_run(run: Resolved, gauge: TimingOptions) -> TimingOptions:
     """To time what the run computes with."""
     return replace(gauge, is_exact=run.plan.grain is not None, is_compiled=is_compiled(run, gauge.device))
 
@@ -100,7 +100,7 @@ def measure_cluster(
     dtype: Dtype,
     launch: float,
     tables: tuple[tuple[ProductRate, ...], tuple[CopyRate, ...], tuple[CollectiveRate, ...]],
-) -> Measured:
+) -> MeasuredMachine:
     """The cluster of these tables, with what else is known of the host."""
     products, copies, rates = tables
     link_bytes_per_s, latency_s = LINK[device.kind]
@@ -132,7 +132,7 @@ def measure_cluster(
         network_latency_s=latency_s,
         collectives=rates,
     )
-    return Measured(cluster=cluster, rate=dtype, is_host=device.kind == "cpu")
+    return MeasuredMachine(cluster=cluster, rate=dtype, is_host=device.kind == "cpu")
 
 
 def host_name(device: Device) -> str:

@@ -35,7 +35,7 @@ from superstep.engine.flat.layout import is_cut
 from superstep.engine.layers.implementation import Forward, Implementation
 from superstep.engine.parallel.sequence_parallel import GatherWhole, KeepOwn, part
 from superstep.model.unit import UnitSpec
-from superstep.numerics.loss import Columns, own_columns
+from superstep.numerics.loss import VocabularyColumns, own_columns
 from superstep.plan.rules import Rules
 
 
@@ -86,7 +86,7 @@ class _Leave(torch.autograd.Function):
 
 
 @dataclass(frozen=True, slots=True)
-class Seam:
+class Boundary:
     """How a tensor enters what is cut, and how it leaves: after a product, and after a lookup."""
 
     enter: Callable[[Tensor, Group], Tensor]
@@ -95,7 +95,7 @@ class Seam:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seams:
+class Boundaries:
     """What happens between what is cut and what is not.
 
     Attributes:
@@ -104,8 +104,8 @@ class Seams:
         end: splits the output of a first unit that had whole sequences.
     """
 
-    whole: Seam
-    split: Seam
+    whole: Boundary
+    split: Boundary
     end: Callable[[Tensor, Group], Tensor]
 
 
@@ -114,14 +114,14 @@ def pass_on(x: Tensor, group: Group) -> Tensor:
     return x
 
 
-OVER_TP = Seams(
-    whole=Seam(_Enter.apply, _Leave.apply, _Leave.apply),
-    split=Seam(_Gather.apply, _Scatter.apply, _Scatter.apply),
+OVER_TP = Boundaries(
+    whole=Boundary(_Enter.apply, _Leave.apply, _Leave.apply),
+    split=Boundary(_Gather.apply, _Scatter.apply, _Scatter.apply),
     end=KeepOwn.apply,
 )
-EXACT_OVER_TP = Seams(
-    whole=Seam(pass_on, pass_on, _Leave.apply),
-    split=Seam(GatherWhole.apply, KeepOwn.apply, _Scatter.apply),
+EXACT_OVER_TP = Boundaries(
+    whole=Boundary(pass_on, pass_on, _Leave.apply),
+    split=Boundary(GatherWhole.apply, KeepOwn.apply, _Scatter.apply),
     end=KeepOwn.apply,
 )
 """Exact mode's: products are whole when they leave. A lookup adds zeros to one number, which is exact."""
@@ -150,7 +150,7 @@ def splitting(
     spec: UnitSpec,
     group: Group,
     rules: Rules,
-    seams: Seams = OVER_TP,
+    seams: Boundaries = OVER_TP,
     *,
     sequence_parallel: bool,
     is_first: bool,
@@ -283,10 +283,10 @@ def _vocabulary_lookup(
     return forward
 
 
-def own_part(columns: int, vocab: int, group: Group) -> Columns:
+def own_part(columns: int, vocab: int, group: Group) -> VocabularyColumns:
     """This rank's columns of a vocabulary, where all have so many of it as it is padded."""
     place = group.rank()
-    return Columns(place * columns, own_columns(columns, place, vocab), partial(_over_ranks, group))
+    return VocabularyColumns(place * columns, own_columns(columns, place, vocab), partial(_over_ranks, group))
 
 
 def _over_ranks(group: Group, lse_C: Tensor, score_C: Tensor) -> tuple[Tensor, Tensor]:

@@ -21,10 +21,10 @@ from superstep.cost.program.time.operation import (
     AttentionOperation,
     Axis,
     CollectiveOperation,
+    MatmulOperation,
+    MemoryOperation,
     Operation,
     Operations,
-    Pass,
-    Product,
     collect,
 )
 from superstep.hardware.cluster import Collective
@@ -82,7 +82,7 @@ _COLLECTIVES: Mapping[str, Collective] = {
 
 
 @dataclass
-class Noted:
+class TracedOperations:
     """What was noted so far: operations, and the memory that they made."""
 
     each: list[Operation] = field(default_factory=list)
@@ -127,12 +127,12 @@ class OperationRecorder(TorchDispatchMode):
     def __init__(self, axes: Mapping[str, Axis]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._axes = axes
-        self._noted = Noted()
+        self._noted = TracedOperations()
 
     @contextmanager
-    def noting(self) -> Iterator[Noted]:
+    def noting(self) -> Iterator[TracedOperations]:
         """What is done within the block."""
-        self._noted = Noted()
+        self._noted = TracedOperations()
         with self:
             yield self._noted
 
@@ -181,7 +181,7 @@ class OperationRecorder(TorchDispatchMode):
         B, S, N, H = q.shape
         fp32 = torch.float32.itemsize
         pair = 2 * k.numel() * fp32
-        yield Pass(kernel="copy", bytes=4 * k.nbytes)
+        yield MemoryOperation(kernel="copy", bytes=4 * k.nbytes)
         for number, block in enumerate(every):
             queries, keys = (len(range(S)[part]) for part in (block.queries(S), block.keys(S)))
             yield AttentionOperation(
@@ -193,11 +193,11 @@ class OperationRecorder(TorchDispatchMode):
                 is_causal=block.is_causal,
             )
             if number > 0:
-                yield Pass(kernel="copy", bytes=3 * fp32 * B * N * queries * H)
-                yield Pass(kernel="copy", bytes=3 * (pair if is_backward else fp32 * B * N * queries))
+                yield MemoryOperation(kernel="copy", bytes=3 * fp32 * B * N * queries * H)
+                yield MemoryOperation(kernel="copy", bytes=3 * (pair if is_backward else fp32 * B * N * queries))
             if is_backward:
-                yield Pass(kernel="copy", bytes=2 * pair)
-        yield Pass(kernel="copy", bytes=2 * q.nbytes)
+                yield MemoryOperation(kernel="copy", bytes=2 * pair)
+        yield MemoryOperation(kernel="copy", bytes=2 * q.nbytes)
         wide = fp32 if is_backward else 0
         axis = self._axes[args[-1]]
         for _ in every[1:]:
@@ -234,7 +234,7 @@ def _product(given: Sequence[Tensor], out: Tensor) -> Operation:
     rows, inner, width = left.shape[-2], left.shape[-1], right.shape[-1]
     is_turned = left.stride(-2) == 1 < left.stride(-1)
     is_narrow, batch = min(rows, width, inner) < NARROW, math.prod(left.shape[:-2])
-    product = Product(
+    product = MatmulOperation(
         rows=rows,
         width=width,
         inner=inner,
@@ -243,21 +243,21 @@ def _product(given: Sequence[Tensor], out: Tensor) -> Operation:
     )
     if not is_narrow or batch > 1:
         return product
-    return Pass(kernel="read", bytes=_bytes(left) + _bytes(right) + _bytes(out), product_flops=product.flops)
+    return MemoryOperation(kernel="read", bytes=_bytes(left) + _bytes(right) + _bytes(out), product_flops=product.flops)
 
 
-def _pass(func: Any, name: str, given: Sequence[Tensor], out: Any) -> Pass:  # noqa: ANN401
+def _pass(func: Any, name: str, given: Sequence[Tensor], out: Any) -> MemoryOperation:  # noqa: ANN401
     returned = func._schema.returns
     is_view = bool(returned) and all(r.alias_info is not None and not r.alias_info.is_write for r in returned)
     if is_view or name.startswith(("_unsafe_view", "empty")) or name == "new_empty":
-        return Pass(kernel="view", bytes=0)
+        return MemoryOperation(kernel="view", bytes=0)
     made = [x for x in tree_iter(out) if isinstance(x, Tensor)]
     kernel = KERNELS.get(name.rstrip("_"), "copy")
     if kernel == "gather":
         # Of the table only the rows that are asked for.
         rows = [x for x in (*given[1:], *made) if x.untyped_storage()._cdata != given[0].untyped_storage()._cdata]
-        return Pass(kernel=kernel, bytes=2 * sum(map(_bytes, rows)))
-    return Pass(kernel=kernel, bytes=sum(map(_bytes, made)) + sum(map(_bytes, given)))
+        return MemoryOperation(kernel=kernel, bytes=2 * sum(map(_bytes, rows)))
+    return MemoryOperation(kernel=kernel, bytes=sum(map(_bytes, made)) + sum(map(_bytes, given)))
 
 
 def _bytes(x: Tensor) -> int:

@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from superstep.comm.backend import GLOO
 from superstep.comm.device import Device
-from superstep.comm.mesh import Group, Mesh, Sharers
+from superstep.comm.mesh import Group, Mesh, ParameterReplicas
 from superstep.cost.program.time.operation import Axis, UnitOperations
 from superstep.engine.build import assemble
 from superstep.engine.executor import RankUnits
@@ -30,11 +30,11 @@ from superstep.engine.flat.layout import lay_out
 from superstep.engine.layers.grad_accumulation import input_gradient
 from superstep.engine.layers.implementation import Choice
 from superstep.engine.parallel.expert import ExpertParallel, build_exchange
-from superstep.engine.tracing.operation_trace import Noted, OperationRecorder
+from superstep.engine.tracing.operation_trace import OperationRecorder, TracedOperations
 from superstep.model.expert_dispatch import DispatchContext
 from superstep.model.unit import UnitSpec
 from superstep.numerics.dtypes import DTYPES
-from superstep.numerics.objective import Aim
+from superstep.numerics.objective import LossTarget
 from superstep.plan.mesh import Coordinate
 from superstep.plan.resolution.resolve import Resolved
 
@@ -105,8 +105,8 @@ def _alone(run: Resolved, device: Device) -> Iterator[Mesh]:
         dist.destroy_process_group()
 
 
-def _sharers(shards: int) -> Sharers:
-    return Sharers(shards=shards, shard=0, replica=0, fetch=None, reduce=None, replicas=None)
+def _sharers(shards: int) -> ParameterReplicas:
+    return ParameterReplicas(shards=shards, shard=0, replica=0, fetch=None, reduce=None, replicas=None)
 
 
 def _axes(mesh: Mesh) -> dict[str, Axis]:
@@ -165,7 +165,7 @@ class _Passed:
 
     x: Tensor
     y: Tensor
-    noted: Noted
+    noted: TracedOperations
 
 
 class _Unit:
@@ -233,7 +233,7 @@ class _Unit:
         with self._recorder.noting() as noted:
             y = self._compute(x, self._sight)
             if self._unit == len(self._run.plan.units) - 1:
-                y = self._machine.loss(y, Aim(self._targets), 1.0)
+                y = self._machine.loss(y, LossTarget(self._targets), 1.0)
         self._exchange.told()  # lets go of the counts, which stay until they are asked for
         return _Passed(x=x, y=y.detach(), noted=noted), get_gradient_edge(y) if y.requires_grad else None
 

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from superstep.comm.mesh import Group
 from superstep.engine.flat.layout import cut, partial_names
 from superstep.engine.layers.implementation import install
-from superstep.engine.parallel.tensor import Seam, Seams, splitting
+from superstep.engine.parallel.tensor import Boundaries, Boundary, splitting
 from superstep.errors import ConfigError
-from superstep.model.custom.inspect import Passed, build, run
+from superstep.model.custom.inspect import UnitOutput, build, run
 from superstep.model.decoder import flash
 from superstep.model.unit import GIVEN, UnitSpec
 from superstep.plan.mesh import Coordinate
@@ -39,7 +39,7 @@ class _Alone:
         return 0
 
 
-def rehearse(resolved: Resolved, specs: Sequence[UnitSpec], between: Sequence[Passed], where: str) -> None:
+def rehearse(resolved: Resolved, specs: Sequence[UnitSpec], between: Sequence[UnitOutput], where: str) -> None:
     """See that every unit runs cut, and gives its part of what it gives whole.
 
     Args:
@@ -106,7 +106,7 @@ def _cut_module(spec: UnitSpec, resolved: Resolved, *, is_first: bool, where: st
     return module
 
 
-def _part(passed: Passed, ways: int) -> Tensor:
+def _part(passed: UnitOutput, ways: int) -> Tensor:
     shape = passed.shape if ways == 1 else (passed.shape[0], passed.shape[1] // ways, *passed.shape[2:])
     return torch.empty(shape, dtype=passed.dtype, device="meta")
 
@@ -123,7 +123,9 @@ def _scatter_dim(x: Tensor, group: Group) -> Tensor:
     return x.chunk(group.size(), 1)[0]
 
 
-_SHAPES = Seams(whole=Seam(_same, _same, _same), split=Seam(_gather_dim, _scatter_dim, _scatter_dim), end=_scatter_dim)
+_SHAPES = Boundaries(
+    whole=Boundary(_same, _same, _same), split=Boundary(_gather_dim, _scatter_dim, _scatter_dim), end=_scatter_dim
+)
 
 
 def _how(resolved: Resolved) -> str:

@@ -5,21 +5,21 @@ from __future__ import annotations
 from typing import Literal
 
 from superstep.grade.task import Message, Rollout
-from superstep.http.body_validation import Strict
+from superstep.http.body_validation import StrictBody
 from superstep.http.request_error import RequestError
 
 MOST_INDEX = 2**63 - 1
 MOST_BATCH = 1024
 
 
-class TurnBody(Strict):
+class TurnBody(StrictBody):
     """A message after the prompt."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str
 
 
-class Item(Strict):
+class Item(StrictBody):
     """A rollout of a task: its turns, or its single answer."""
 
     index: int
@@ -40,7 +40,7 @@ class Item(Strict):
         return Rollout(tuple(Message(turn.role, turn.content) for turn in self.turns or ()), self.finish)
 
 
-class GradeBatch(Strict):
+class GradeBatch(StrictBody):
     """Several rollouts to grade."""
 
     items: list[Item]

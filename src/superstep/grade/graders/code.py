@@ -13,7 +13,7 @@ from typing import Any
 from superstep.grade.graders.check import Tools
 from superstep.grade.graders.final_answer import last_fence
 from superstep.grade.graders.literals import decode, same
-from superstep.grade.sandbox.sandbox import Answers, FunctionCall
+from superstep.grade.sandbox.sandbox import FunctionCall, ProgramResult
 from superstep.grade.verdict import Kind, Verdict, ok, wrong
 
 
@@ -61,7 +61,7 @@ class CodeTests:
         answers = tools.sandbox.calls(source, calls) if calls else tools.sandbox.programs(source, given)
         return self._judge(answers)
 
-    def _judge(self, answers: Answers) -> Verdict:
+    def _judge(self, answers: ProgramResult) -> Verdict:
         if answers.how != "done":
             kind: Kind = answers.how
             return Verdict(kind, 0.0, answers.why)

@@ -17,7 +17,7 @@ from superstep.grade.sandbox.cgroup import Cgroup
 from superstep.grade.sandbox.memory import boxed_bytes, resident_bytes
 from superstep.grade.sandbox.orphans import children, end_each
 from superstep.monitor.deadline import ActiveDeadline
-from superstep.monitor.stopped_process import Pulse, is_stopped
+from superstep.monitor.stopped_process import ProcessWatch, is_stopped
 
 Limit = Literal["timeout", "memory", "output"]
 
@@ -37,7 +37,7 @@ PIECE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class ProcessLimits:
     """Limits of a command; see ``GradeConfig``.
 
     Attributes:
@@ -53,7 +53,7 @@ class Bounds:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class CommandResult:
     """How a command ended.
 
     Attributes:
@@ -80,13 +80,13 @@ class StoppedError(Exception):
 def run_bounded(
     argv: Sequence[str],
     given: bytes,
-    bounds: Bounds,
+    bounds: ProcessLimits,
     *,
     uid: int | None = None,
     fds: Sequence[int] = (),
     folder: Path | None = None,
     inside: str | None = None,
-) -> Ended:
+) -> CommandResult:
     """Run a command to its end, in its own session and with an empty environment.
 
     Args:
@@ -124,20 +124,25 @@ def run_bounded(
         limit = watched.follow()
     finally:
         watched.end()
-    return Ended(child.returncode, limit, bytes(watched.stdout), bytes(watched.stderr[:STDERR_BYTES]))
+    return CommandResult(child.returncode, limit, bytes(watched.stdout), bytes(watched.stderr[:STDERR_BYTES]))
 
 
 class _Watched:
     """A process and its pipes, watched until they end."""
 
     def __init__(
-        self, child: subprocess.Popen[bytes], given: bytes, bounds: Bounds, inside: str | None, others: set[int] | None
+        self,
+        child: subprocess.Popen[bytes],
+        given: bytes,
+        bounds: ProcessLimits,
+        inside: str | None,
+        others: set[int] | None,
     ) -> None:
         self.stdout, self.stderr = bytearray(), bytearray()
         self._child, self._bounds = child, bounds
         self._given = memoryview(given)
         self._deadline = ActiveDeadline(bounds.seconds)
-        self._pulse = Pulse()
+        self._pulse = ProcessWatch()
         self._inside = inside
         self._others = others
         self._looked_at = [] if inside is None else [child.pid]

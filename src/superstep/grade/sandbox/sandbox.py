@@ -21,7 +21,7 @@ from superstep.grade.config import GradeConfig
 from superstep.grade.sandbox.bubblewrap import FOLDER, PACKAGES, PYTHON_FLAGS, UID, VisiblePaths, command
 from superstep.grade.sandbox.cgroup import Cgroup, make_group
 from superstep.grade.sandbox.orphans import adopt_orphans
-from superstep.grade.sandbox.process import Bounds, Ended, StillThereError, StoppedError, run_bounded
+from superstep.grade.sandbox.process import CommandResult, ProcessLimits, StillThereError, StoppedError, run_bounded
 from superstep.grade.sandbox.seccomp import MACHINES, filter_bytes
 from superstep.grade.verdict import line
 
@@ -61,7 +61,7 @@ class FunctionCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
+class ProgramResult:
     """The result of a candidate's program.
 
     Attributes:
@@ -84,11 +84,11 @@ class Sandbox(Protocol):
         """How programs are held to their memory limit."""
         ...
 
-    def calls(self, source: str, calls: Sequence[FunctionCall]) -> Answers:
+    def calls(self, source: str, calls: Sequence[FunctionCall]) -> ProgramResult:
         """Run a source and then call its functions; each record is ``{"value"}`` or ``{"raised"}``."""
         ...
 
-    def programs(self, source: str, inputs: Sequence[str]) -> Answers:
+    def programs(self, source: str, inputs: Sequence[str]) -> ProgramResult:
         """Run a source as a program for each input; each record is ``{"output", "status"}``."""
         ...
 
@@ -109,7 +109,7 @@ def open_sandbox(config: GradeConfig, *, probe: bool = True, adopts: bool = Fals
     if config.sandbox == "none":
         python = Path(config.python) if config.python else Path(sys.executable)
         group = make_group(config.memory_bytes, config.processes, None)
-        return Sandboxed(config, None, python, group=group, adopts=adopts)
+        return BubblewrapSandbox(config, None, python, group=group, adopts=adopts)
     bwrap = shutil.which("bwrap", path="/usr/local/bin:/usr/bin:/bin")
     if bwrap is None:
         raise ConfigError(
@@ -121,21 +121,21 @@ def open_sandbox(config: GradeConfig, *, probe: bool = True, adopts: bool = Fals
     calls = None if machine is None else filter_bytes(machine)
     paths = VisiblePaths(bwrap=Path(bwrap), python=python, prefix=prefix, packages=packages)
     group = make_group(config.memory_bytes + config.disk_bytes, config.processes, _uid())
-    kept = Sandboxed(config, paths, python, calls, group, adopts)
+    kept = BubblewrapSandbox(config, paths, python, calls, group, adopts)
     if probe:
         kept.probe()
     return kept
 
 
 @dataclass(frozen=True, slots=True)
-class Sandboxed:
+class BubblewrapSandbox:
     """Programs in bubblewrap; where ``seen`` is None, unprotected in a plain process.
 
     Attributes:
         seen: the paths that programs see.
         filter: the seccomp filter; None on processors without a list of calls.
         group: the cgroup that limits memory; None where none can be made.
-        adopts: see ``Bounds``.
+        adopts: see ``ProcessLimits``.
     """
 
     config: GradeConfig
@@ -149,10 +149,10 @@ class Sandboxed:
     def memory_bound(self) -> MemoryBound:
         return "watched" if self.group is None else "cgroup"
 
-    def calls(self, source: str, calls: Sequence[FunctionCall]) -> Answers:
+    def calls(self, source: str, calls: Sequence[FunctionCall]) -> ProgramResult:
         return self._run(source, {"calls": [asdict(call) for call in calls]})
 
-    def programs(self, source: str, inputs: Sequence[str]) -> Answers:
+    def programs(self, source: str, inputs: Sequence[str]) -> ProgramResult:
         return self._run(source, {"inputs": list(inputs)})
 
     def probe(self) -> None:
@@ -170,9 +170,9 @@ class Sandboxed:
                 "grade.python to another interpreter, or give more grade.memory_bytes."
             )
 
-    def _run(self, source: str, request: dict[str, Any]) -> Answers:
+    def _run(self, source: str, request: dict[str, Any]) -> ProgramResult:
         if len(source) > SOURCE_BYTES:
-            return Answers("violation", (), f"a program of {len(source)} characters; {SOURCE_BYTES} are read")
+            return ProgramResult("violation", (), f"a program of {len(source)} characters; {SOURCE_BYTES} are read")
         config = self.config
         job = request | {
             "source": source,
@@ -184,7 +184,7 @@ class Sandboxed:
             "limits": self._limits(),
         }
         given = json.dumps(job).encode()
-        bounds = Bounds(config.timeout_s, config.memory_bytes, config.output_bytes, self.group, self.adopts)
+        bounds = ProcessLimits(config.timeout_s, config.memory_bytes, config.output_bytes, self.group, self.adopts)
         for pause_s in (*PAUSES_S, None):
             ended = self._run_to_end(given, bounds)
             if ended.stdout.startswith(READY) or pause_s is None:
@@ -192,7 +192,7 @@ class Sandboxed:
             time.sleep(pause_s)
         return read_answers(ended, config)
 
-    def _run_to_end(self, given: bytes, bounds: Bounds) -> Ended:
+    def _run_to_end(self, given: bytes, bounds: ProcessLimits) -> CommandResult:
         try:
             return self._in_bubblewrap(given, bounds) if self.seen is not None else self._beside(given, bounds)
         except (StillThereError, StoppedError) as error:
@@ -213,7 +213,7 @@ class Sandboxed:
         # In a user namespace of its own it counts the program's processes; elsewhere all of the user's.
         return limits | ({} if self.seen is None else {"processes": self.config.processes + 1})
 
-    def _in_bubblewrap(self, given: bytes, bounds: Bounds) -> Ended:
+    def _in_bubblewrap(self, given: bytes, bounds: ProcessLimits) -> CommandResult:
         assert self.seen is not None
         fd = None if self.filter is None else _memory_file(self.filter)
         run = ("-c", INSIDE.read_text(encoding="utf-8"))
@@ -231,13 +231,13 @@ class Sandboxed:
             if fd is not None:
                 os.close(fd)
 
-    def _beside(self, given: bytes, bounds: Bounds) -> Ended:
+    def _beside(self, given: bytes, bounds: ProcessLimits) -> CommandResult:
         run = [str(self.python), *PYTHON_FLAGS, "-c", INSIDE.read_text(encoding="utf-8")]
         with tempfile.TemporaryDirectory(prefix="superstep-grade-", ignore_cleanup_errors=True) as folder:
             return run_bounded(run, given, bounds, folder=Path(folder))
 
 
-def read_answers(ended: Ended, config: GradeConfig) -> Answers:
+def read_answers(ended: CommandResult, config: GradeConfig) -> ProgramResult:
     """Read the answers of an ended process. Raises Fault where the candidate's program did not start, which is not its
     fault.
     """
@@ -245,20 +245,20 @@ def read_answers(ended: Ended, config: GradeConfig) -> Answers:
     if not ended.stdout.startswith(READY):
         raise Fault(f"the sandbox did not begin: {complaint or ended.limit or f'status {ended.status}'}.")
     if ended.limit is not None:
-        return Answers(*_limit_verdict(ended.limit, config))
+        return ProgramResult(*_limit_verdict(ended.limit, config))
     if ended.status in (-SIGSYS, SHELL_SIGNAL + SIGSYS):
-        return Answers("violation", (), "a system call that is not allowed")
+        return ProgramResult("violation", (), "a system call that is not allowed")
     try:
         replies = tuple(json.loads(one) for one in ended.stdout[len(READY) :].splitlines())
     except (ValueError, RecursionError) as error:  # also: halves of texts, numbers of ten thousand digits
-        return Answers("violation", (), f"its output is no JSON: {error}")
+        return ProgramResult("violation", (), f"its output is no JSON: {error}")
     if not all(isinstance(one, dict) for one in replies):
-        return Answers("violation", (), "its output is no record")
+        return ProgramResult("violation", (), "its output is no record")
     if any(one.get("status") == -SIGSYS for one in replies):
-        return Answers("violation", (), "a system call that is not allowed")
+        return ProgramResult("violation", (), "a system call that is not allowed")
     if any(str(one.get("raised", "")).startswith("MemoryError") for one in replies):
-        return Answers("memory", (), f"more than {config.memory_bytes >> 20} MiB")
-    return Answers("done", replies, complaint)
+        return ProgramResult("memory", (), f"more than {config.memory_bytes >> 20} MiB")
+    return ProgramResult("done", replies, complaint)
 
 
 def _limit_verdict(limit: Literal["timeout", "memory", "output"], config: GradeConfig) -> tuple[How, tuple[()], str]:

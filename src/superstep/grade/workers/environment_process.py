@@ -22,12 +22,12 @@ RESTARTS = 2
 """How often the process is restarted for one call."""
 
 
-class EndedError(Fault):
+class ProcessEndedError(Fault):
     """The process ended during a call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AskedTask(Task):
+class RolloutTask(Task):
     """A task as the rollout worker has it: messages only, with the numbers by which the environment makes it again."""
 
     index: int
@@ -68,7 +68,7 @@ class EnvironmentProcess:
             Fault: the call exceeded its deadline, or the process ended at each attempt.
         """
         reply = self._call({"do": "task", "index": index, "seed": seed}, f"task({index}, {seed})")
-        return AskedTask(prompt=_messages(reply["prompt"]), index=index, seed=seed)
+        return RolloutTask(prompt=_messages(reply["prompt"]), index=index, seed=seed)
 
     def is_pure(self, index: int, seed: int) -> bool:
         """Whether the same numbers give the same task again; raises what ``task`` raises."""
@@ -77,7 +77,7 @@ class EnvironmentProcess:
 
     def reply(self, task: Task, turns: Sequence[Message]) -> Observation | Done:
         """The environment's reply to the last turn of its task; raises what ``task`` raises."""
-        assert isinstance(task, AskedTask), "the task is one of this process"
+        assert isinstance(task, RolloutTask), "the task is one of this process"
         self.open()
         if not self._has_replies:
             return Done()
@@ -91,7 +91,7 @@ class EnvironmentProcess:
         what = f"reply() to turn {nth} of task {task.index}"
         try:
             messages = self._call(request, what)["said"]
-        except EndedError:
+        except ProcessEndedError:
             self._restart()  # with no turns
             if not makes_task(self._process, task.index, task.seed, self._seconds):
                 self._process.kill()  # it may be there still, and would answer the next question no more
@@ -114,7 +114,7 @@ class EnvironmentProcess:
         for _ in range(RESTARTS):
             try:
                 return self._request(request, self._seconds, what)
-            except EndedError:
+            except ProcessEndedError:
                 self._restart()
         return self._request(request, self._seconds, f"{what}, asked {RESTARTS + 1} times")
 
@@ -130,7 +130,7 @@ class EnvironmentProcess:
             why = unanswered(self._process, seconds)
             mend = f"; make it faster, or set {self._setting} higher" if self._process.was_late else ""
             self._process.kill()
-            raise (EndedError if self._process.has_ended else Fault)(f"{self.path}: {what}: {why}{mend}.")
+            raise (ProcessEndedError if self._process.has_ended else Fault)(f"{self.path}: {what}: {why}{mend}.")
         if "refused" in reply:
             raise ConfigError(reply["refused"])
         return reply

@@ -33,7 +33,7 @@ Qkv = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sees:
+class VisibleKeys:
     """Which keys a query sees, and what is added to their scores.
 
     Attributes:
@@ -55,7 +55,7 @@ class Sees:
 
 
 @dataclass(frozen=True, slots=True)
-class Sides:
+class TileSides:
     """The shape of a tile of scores.
 
     Attributes:
@@ -74,7 +74,7 @@ class Sides:
 
 
 Part = Literal["forward", "queries", "keys"]
-Choices = Mapping[int, tuple[Sides, ...]]
+Choices = Mapping[int, tuple[TileSides, ...]]
 """By the largest width of a head: tiles, those for the largest shared memory first."""
 
 A100_BYTES, H100_BYTES = 163 * 1024, 227 * 1024
@@ -84,16 +84,16 @@ A100_BYTES, H100_BYTES = 163 * 1024, 227 * 1024
 
 HALF_SIDES: Mapping[Part, Choices] = {
     "forward": {
-        64: (Sides(128, 64, 4),),
-        128: (Sides(128, 64, 8),),
-        256: (Sides(64, 32, 8, needs_bytes=A100_BYTES), Sides(64, 32, 8, stages=2)),
+        64: (TileSides(128, 64, 4),),
+        128: (TileSides(128, 64, 8),),
+        256: (TileSides(64, 32, 8, needs_bytes=A100_BYTES), TileSides(64, 32, 8, stages=2)),
     },
     "queries": {
-        64: (Sides(64, 64, 4),),
-        128: (Sides(64, 64, 8, needs_bytes=A100_BYTES), Sides(64, 64, 8, stages=2)),
-        256: (Sides(32, 32, 8),),
+        64: (TileSides(64, 64, 4),),
+        128: (TileSides(64, 64, 8, needs_bytes=A100_BYTES), TileSides(64, 64, 8, stages=2)),
+        256: (TileSides(32, 32, 8),),
     },
-    "keys": {64: (Sides(64, 64, 8),), 128: (Sides(32, 64, 8),), 256: (Sides(32, 32, 8),)},
+    "keys": {64: (TileSides(64, 64, 8),), 128: (TileSides(32, 64, 8),), 256: (TileSides(32, 32, 8),)},
 }
 """For 16-bit heads: the largest tiles tried for which an H100 has registers, with as many stages as a chip has room
 for. The compiler reports their needs (``tests/kernels/test_triton_compiles.py``).
@@ -101,37 +101,37 @@ for. The compiler reports their needs (``tests/kernels/test_triton_compiles.py``
 
 FULL_SIDES: Mapping[Part, Choices] = {
     "forward": {
-        64: (Sides(32, 32, 8),),
-        128: (Sides(32, 32, 8, needs_bytes=A100_BYTES), Sides(32, 32, 8, stages=2)),
+        64: (TileSides(32, 32, 8),),
+        128: (TileSides(32, 32, 8, needs_bytes=A100_BYTES), TileSides(32, 32, 8, stages=2)),
         256: (
-            Sides(32, 32, 8, needs_bytes=H100_BYTES),
-            Sides(32, 32, 8, stages=2, needs_bytes=A100_BYTES),
-            Sides(32, 32, 8, stages=1),
+            TileSides(32, 32, 8, needs_bytes=H100_BYTES),
+            TileSides(32, 32, 8, stages=2, needs_bytes=A100_BYTES),
+            TileSides(32, 32, 8, stages=1),
         ),
     },
     "queries": {
-        64: (Sides(32, 32, 8),),
-        128: (Sides(32, 32, 8, needs_bytes=A100_BYTES), Sides(32, 32, 8, stages=2)),
+        64: (TileSides(32, 32, 8),),
+        128: (TileSides(32, 32, 8, needs_bytes=A100_BYTES), TileSides(32, 32, 8, stages=2)),
         256: (
-            Sides(32, 32, 8, needs_bytes=H100_BYTES),
-            Sides(32, 32, 8, stages=1, needs_bytes=A100_BYTES),
-            Sides(16, 16, 4, stages=2),
+            TileSides(32, 32, 8, needs_bytes=H100_BYTES),
+            TileSides(32, 32, 8, stages=1, needs_bytes=A100_BYTES),
+            TileSides(16, 16, 4, stages=2),
         ),
     },
     "keys": {
-        64: (Sides(32, 32, 8),),
-        128: (Sides(32, 32, 8),),
+        64: (TileSides(32, 32, 8),),
+        128: (TileSides(32, 32, 8),),
         256: (
-            Sides(32, 32, 8, needs_bytes=H100_BYTES),
-            Sides(32, 16, 8, stages=2, needs_bytes=A100_BYTES),
-            Sides(16, 16, 4, stages=2),
+            TileSides(32, 32, 8, needs_bytes=H100_BYTES),
+            TileSides(32, 16, 8, stages=2, needs_bytes=A100_BYTES),
+            TileSides(16, 16, 4, stages=2),
         ),
     },
 }
 """For fp32 heads: numbers take twice the room, and each of their products is three."""
 
 
-def sides_of(part: Part, width: int, dtype: torch.dtype, shared_bytes: int) -> Sides:
+def sides_of(part: Part, width: int, dtype: torch.dtype, shared_bytes: int) -> TileSides:
     """The tiles of a kernel on a chip with this much shared memory for a program."""
     choices = (FULL_SIDES if dtype == torch.float32 else HALF_SIDES)[part]
     tiles = next(tiles for limit, tiles in choices.items() if width <= limit)
@@ -151,7 +151,7 @@ def takes(*tensors: Tensor) -> bool:
     )
 
 
-def attend(q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, sees: Sees) -> tuple[Tensor, Tensor]:
+def attend(q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, sees: VisibleKeys) -> tuple[Tensor, Tensor]:
     """The output [B, N, S, H] and its log-sum-exp [B, N, S], fp32. Queries that see no key get 0 and -inf."""
     B, N, S, H = q_BNSH.shape
     sides = sides_of("forward", H, q_BNSH.dtype, shared_bytes(q_BNSH.device))
@@ -167,7 +167,7 @@ def attend(q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, sees: Sees) -> tuple[
 
 
 def attend_backward(
-    grad_BNSH: Tensor, inputs: Qkv, out_BNSH: Tensor, lse_BNS: Tensor, sees: Sees
+    grad_BNSH: Tensor, inputs: Qkv, out_BNSH: Tensor, lse_BNS: Tensor, sees: VisibleKeys
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The keys' share of the gradients of ``inputs`` (q, k, v), and that of a bias by distance, fp32.
 
@@ -203,7 +203,7 @@ def attend_backward(
     return dq, dk, dv, dbias
 
 
-def attention(q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, sees: Sees) -> Tensor:
+def attention(q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, sees: VisibleKeys) -> Tensor:
     """``attend``'s output; gradients reach q, k, v, and a bias by distance."""
     bias = sees.bias.table if isinstance(sees.bias, ByDistance) else None
     return cast(Tensor, _Attention.apply(q_BNSH, k_BKTH, v_BKTH, bias, sees))
@@ -211,7 +211,7 @@ def attention(q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, sees: Sees) -> Ten
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias_ND: Tensor | None, sees: Sees) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias_ND: Tensor | None, sees: VisibleKeys) -> Tensor:
         sees = sees if bias_ND is None else replace(sees, bias=ByDistance(bias_ND))
         out, lse = attend(q, k, v, sees)
         ctx.save_for_backward(q, k, v, out, lse)
@@ -233,9 +233,9 @@ class _Told:
     bias: Tensor
     numbers: tuple[int | float, ...]
     kind: int
-    sees: Sees
+    sees: VisibleKeys
 
-    def constants(self, width: int, sides: Sides) -> dict[str, Any]:
+    def constants(self, width: int, sides: TileSides) -> dict[str, Any]:
         # Tiles of biases would be read ahead like those of keys, and take more shared memory than these do.
         stages = 1 if self.kind == BY_DISTANCE.value else sides.stages
         return {
@@ -252,7 +252,7 @@ class _Told:
         }
 
 
-def _kernel_args(q_BNSH: Tensor, k_BKTH: Tensor, sees: Sees) -> _Told:
+def _kernel_args(q_BNSH: Tensor, k_BKTH: Tensor, sees: VisibleKeys) -> _Told:
     """Missing tensors are passed as an address too, which is not read."""
     N, S, H = q_BNSH.shape[1:]
     starts = q_BNSH if sees.starts is None else sees.starts.to(q_BNSH.device).contiguous()
@@ -267,7 +267,7 @@ def _kernel_args(q_BNSH: Tensor, k_BKTH: Tensor, sees: Sees) -> _Told:
     return _Told(starts, bias, (*sizes, 1 / math.sqrt(H)), kind, sees)
 
 
-def _stops(sees: Sees, tiles: int, columns: int, starts: Tensor) -> Tensor:
+def _stops(sees: VisibleKeys, tiles: int, columns: int, starts: Tensor) -> Tensor:
     """One past the last query that sees any key of a tile, where documents end them: int64 [B, tiles]."""
     if sees.starts is None:
         return starts

@@ -19,18 +19,18 @@ from typing import Protocol
 
 from superstep.errors import SuperstepError, UserError
 from superstep.launch.hosts.coordinator_state import CoordinatorState, Phase, after
-from superstep.launch.hosts.copy_schedule import Steer
-from superstep.launch.hosts.events import Cause, Event, FetchState, Go, HostLeft, Over, Tick
+from superstep.launch.hosts.copy_schedule import ScheduleKeeper
+from superstep.launch.hosts.events import Cause, Event, FetchState, HostLeft, RunOver, StartRanks, Tick
 from superstep.launch.hosts.events import Order as Decision
-from superstep.launch.hosts.listener import MEANINGLESS, Door
+from superstep.launch.hosts.listener import MEANINGLESS, HostListener
 from superstep.launch.hosts.membership import neighbour
 from superstep.launch.hosts.messages import (
     BEAT_S,
     Address,
     Fetching,
     Hello,
+    LeadReached,
     Message,
-    Met,
     Order,
     Orders,
     Silence,
@@ -67,7 +67,7 @@ class _Member:
     progress: Message
 
 
-class Lead:
+class Coordinator:
     """Coordinates until it is closed; sends this host's own orders to ``orders``.
 
     Args:
@@ -88,8 +88,8 @@ class Lead:
         *,
         mine: Hello,
         table: CoordinatorState,
-        prepare: Callable[[Go], tuple[Address, Message]],
-        copies: tuple[HostCopies, Steer],
+        prepare: Callable[[StartRanks], tuple[Address, Message]],
+        copies: tuple[HostCopies, ScheduleKeeper],
         tell: Callable[[str], None],
     ) -> None:
         self._mine, self._table, self._prepare, self._tell = mine, table, prepare, tell
@@ -99,20 +99,20 @@ class Lead:
         self._one = threading.Lock()
         self._is_closed = threading.Event()
         self.orders, self._orders = Pipe(duplex=False)
-        self._door = Door(at, secret, self._enters, tell)
+        self._door = HostListener(at, secret, self._enters, tell)
         self.address = self._door.address
         self._thread = threading.Thread(target=self._run, name="superstep-lead", daemon=True)
         self._thread.start()
 
     def begin(self) -> None:
         """Host 0 is prepared and joins."""
-        self._orders.send(Met())
+        self._orders.send(LeadReached())
 
     def told(self, event: Event) -> None:
         """Receive an event of host 0, or the end of the run."""
         self._events.put(event)
 
-    def close(self, last: Over) -> None:
+    def close(self, last: RunOver) -> None:
         """Announce the end of the run, and stop listening."""
         self._is_closed.set()
         self._thread.join()
@@ -141,13 +141,13 @@ class Lead:
                 self._do(order)
         except (SuperstepError, OSError) as error:  # the run directory cannot be read, say
             self._table = replace(after_event.table, phase=Phase.OVER)
-            self._do(Over(Cause(f"host 0: {error}", is_mistake=isinstance(error, UserError))))
+            self._do(RunOver(Cause(f"host 0: {error}", is_mistake=isinstance(error, UserError))))
         if before.phase is not self._table.phase and self._table.phase is Phase.GATHERS and self._table.missing:
             self._tell(_waiting(self._table))
 
     def _do(self, order: Decision) -> None:
         match order:
-            case Go():
+            case StartRanks():
                 crew = order.crew(len(self._table.seats))
                 if order.cut.hosts and order.cut.epoch == order.epoch:
                     who = f"host {crew[0]} trains" if len(crew) == 1 else f"hosts {', '.join(map(str, crew))} train"

@@ -21,18 +21,18 @@ from enum import Enum
 
 from superstep.launch.hosts.events import (
     AbortAll,
-    Came,
     Cause,
     Event,
     FetchState,
-    Go,
-    Holds,
+    HostFailed,
+    HostHolds,
+    HostJoined,
     HostLeft,
     Order,
-    Over,
     RanksDone,
+    RunOver,
+    StartRanks,
     Tick,
-    Troubled,
 )
 from superstep.launch.hosts.membership import ALL, CopyPlacement, HeldStates, largest, neighbour, newest, sources
 from superstep.launch.retry import next_try
@@ -111,29 +111,29 @@ class CoordinatorState:
 
 
 @dataclass(frozen=True, slots=True)
-class Next:
+class NextState:
     """The state after an event, and the orders."""
 
     table: CoordinatorState
     orders: tuple[Order, ...] = field(default=())
 
 
-def after(table: CoordinatorState, event: Event, now_s: float) -> Next:
+def after(table: CoordinatorState, event: Event, now_s: float) -> NextState:
     if table.phase is Phase.OVER:
-        return Next(table)
+        return NextState(table)
     match event:
-        case Came(host, epoch):
+        case HostJoined(host, epoch):
             # Others are waited for from when host 0 has prepared.
             since_s = now_s if host == 0 else table.since_s
             table = replace(_with(table, host, HostSlot()), epoch=max(table.epoch, epoch), since_s=since_s)
         case HostLeft(host, why):
             return _after_loss(table, Cause(why, is_lost=True, at_s=now_s), host, now_s)
-        case Holds(host, held):
+        case HostHolds(host, held):
             seat = table.seats[host]
             if seat is not None and not _works(table, host):
                 table = _with(table, host, replace(seat, held=held))
                 table = replace(table, cut=max(table.cut, held.cut, key=lambda cut: cut.epoch))
-        case Troubled(_, epoch, cause) if epoch == table.epoch:
+        case HostFailed(_, epoch, cause) if epoch == table.epoch:
             return _trouble(table, replace(cause, at_s=now_s), now_s)
         case RanksDone(host, epoch) if epoch == table.epoch and _works(table, host):
             seat = table.seats[host] or HostSlot()
@@ -155,37 +155,37 @@ def _with(table: CoordinatorState, host: int, seat: HostSlot | None) -> Coordina
     return replace(table, seats=seats)
 
 
-def _after_loss(table: CoordinatorState, cause: Cause, host: int, now_s: float) -> Next:
+def _after_loss(table: CoordinatorState, cause: Cause, host: int, now_s: float) -> NextState:
     if table.seats[host] is None:
-        return Next(table)
+        return NextState(table)
     had_ranks = _works(table, host) or table.phase is Phase.ENDS
     table = _with(table, host, None)
     if table.phase is Phase.GATHERS:
         return _forward(replace(table, lost=table.lost or cause) if table.epoch else table, now_s)
-    return _trouble(table, cause, now_s) if had_ranks else Next(table)
+    return _trouble(table, cause, now_s) if had_ranks else NextState(table)
 
 
-def _trouble(table: CoordinatorState, cause: Cause, now_s: float) -> Next:
+def _trouble(table: CoordinatorState, cause: Cause, now_s: float) -> NextState:
     """Note a cause; the first of an epoch ends all ranks."""
     if table.phase is Phase.ENDS:
         return _forward(replace(table, causes=(*table.causes, cause)), now_s)
     if table.phase is not Phase.RUNS:
-        return Next(table)
+        return NextState(table)
     seats = tuple(None if seat is None else HostSlot() for seat in table.seats)
     ending = replace(table, seats=seats, phase=Phase.ENDS, causes=(cause,), since_s=now_s)
-    return Next(ending, (AbortAll(table.epoch, cause),))
+    return NextState(ending, (AbortAll(table.epoch, cause),))
 
 
-def _grow(table: CoordinatorState, step: int, now_s: float) -> Next:
+def _grow(table: CoordinatorState, step: int, now_s: float) -> NextState:
     """End the ranks where a larger plan is possible, once a new state is complete, so that few steps are repeated."""
     hosts = [host for host in table.here if host in table.crew or _held_states(table, host) is not None]
     crew = largest(hosts, table.sizes, table.crew)
     if table.is_saving or len(crew) <= len(table.crew):
-        return Next(replace(table, newest=None))
+        return NextState(replace(table, newest=None))
     if table.newest is None:
-        return Next(replace(table, newest=step))
+        return NextState(replace(table, newest=step))
     if step <= table.newest:
-        return Next(table)
+        return NextState(table)
     came = " and ".join(str(host) for host in crew if host not in table.crew)
     return _trouble(table, Cause(f"host {came}", is_lost=True, is_gain=True, at_s=now_s), now_s)
 
@@ -195,28 +195,28 @@ def _held_states(table: CoordinatorState, host: int) -> HeldStates | None:
     return None if seat is None else seat.held
 
 
-def _forward(table: CoordinatorState, now_s: float) -> Next:
+def _forward(table: CoordinatorState, now_s: float) -> NextState:
     """Go to the next phase if it is time."""
     match table.phase:
         case Phase.RUNS if all((seat := table.seats[host]) is not None and seat.is_done for host in table.crew):
             if table.is_saving:
                 return _gather_states(replace(table, phase=Phase.GATHERS, is_saving=False, saved=table.state), now_s)
-            return Next(replace(table, phase=Phase.OVER), (Over(),))
+            return NextState(replace(table, phase=Phase.OVER), (RunOver(),))
         case Phase.ENDS if all(seat is None or seat.held is not None for seat in table.seats):
             return _conclude(table, now_s)
         case Phase.GATHERS:
             return _gather_states(table, now_s)
         case _:
-            return Next(table)
+            return NextState(table)
 
 
-def _conclude(table: CoordinatorState, now_s: float) -> Next:
+def _conclude(table: CoordinatorState, now_s: float) -> NextState:
     """All ranks have ended: decide whether the run continues."""
     cause = first(table.causes)
     if cause.order >= ECHO and now_s - table.since_s < ECHO_S:
-        return Next(table)
+        return NextState(table)
     if not cause.is_lost or not table.can_recover:
-        return Next(replace(table, phase=Phase.OVER), (Over(cause),))
+        return NextState(replace(table, phase=Phase.OVER), (RunOver(cause),))
     gathers = replace(table, phase=Phase.GATHERS, causes=(), lost=cause, since_s=now_s, is_saving=False, saved=None)
     return _forward(gathers, now_s)
 
@@ -226,16 +226,16 @@ def first(causes: Sequence[Cause]) -> Cause:
     return min(causes, key=lambda cause: (cause.order, cause.at_s))
 
 
-def _gather_states(table: CoordinatorState, now_s: float) -> Next:
+def _gather_states(table: CoordinatorState, now_s: float) -> NextState:
     crew = _crew(table, now_s)
     if not crew:
         if table.seats[0] is not None and now_s - table.since_s >= table.patience_s:
-            return Next(replace(table, phase=Phase.OVER), (Over(_too_late(table)),))
-        return Next(table)
+            return NextState(replace(table, phase=Phase.OVER), (RunOver(_too_late(table)),))
+        return NextState(table)
     states = {host: _held_states(table, host) for host in table.here}
     known = {host: held for host, held in states.items() if held is not None}
     if len(known) < len(states):
-        return Next(table)
+        return NextState(table)
     held = {host: each for host, each in known.items() if each.cut == table.cut}
     parts = table.cut.crew(len(table.seats))
     state = newest(held, parts)
@@ -243,14 +243,14 @@ def _gather_states(table: CoordinatorState, now_s: float) -> Next:
         for host in crew if state is not None else ():
             if host not in held or state not in held[host].own:
                 assert state is not None
-                return Next(
+                return NextState(
                     _with(table, host, HostSlot()), (FetchState(host, neighbour(host, parts), state, table.cut),)
                 )
-        return _start_ranks(table, Go(table.epoch + 1, state, table.lost, table.cut), state, now_s)
+        return _start_ranks(table, StartRanks(table.epoch + 1, state, table.lost, table.cut), state, now_s)
     if state is not None and state != table.saved:
-        go = Go(table.epoch + 1, state, table.lost, table.cut, sources(held, parts, state))
+        go = StartRanks(table.epoch + 1, state, table.lost, table.cut, sources(held, parts, state))
         return _start_ranks(table, go, state, now_s)
-    go = Go(table.epoch + 1, None, table.lost, CopyPlacement(table.epoch + 1, crew))
+    go = StartRanks(table.epoch + 1, None, table.lost, CopyPlacement(table.epoch + 1, crew))
     return _start_ranks(table, go, state, now_s)
 
 
@@ -266,12 +266,12 @@ def _crew(table: CoordinatorState, now_s: float) -> tuple[int, ...]:
     return largest(table.here, table.sizes, before)
 
 
-def _start_ranks(table: CoordinatorState, go: Go, state: State | None, now_s: float) -> Next:
+def _start_ranks(table: CoordinatorState, go: StartRanks, state: State | None, now_s: float) -> NextState:
     """Start ranks unless it is useless; ``state`` is what they continue from, in memory or saved."""
     is_same = table.state == state and (go.cut == table.cut or bool(go.sources))
     tries = next_try(table.tries, is_same_state=bool(table.epoch) and is_same and table.lost is not None)
     if tries is None:
-        return Next(replace(table, phase=Phase.OVER), (Over(table.lost),))
+        return NextState(replace(table, phase=Phase.OVER), (RunOver(table.lost),))
     if go.state is not None and go.lost is None:
         go = replace(go, lost=Cause("host 0: its launcher was started again", is_lost=True, at_s=now_s))
     begun = replace(
@@ -285,10 +285,10 @@ def _start_ranks(table: CoordinatorState, go: Go, state: State | None, now_s: fl
         newest=None,
     )
     if go.sources:  # what they hold they hold still
-        return Next(replace(begun, is_saving=True, lost=go.lost), (go,))
+        return NextState(replace(begun, is_saving=True, lost=go.lost), (go,))
     seats = tuple(None if seat is None else HostSlot() for seat in table.seats)
     idle = tuple(table.seats[h] if h not in begun.crew else seat for h, seat in enumerate(seats))
-    return Next(replace(begun, seats=idle, lost=None, saved=None, since_s=now_s), (go,))
+    return NextState(replace(begun, seats=idle, lost=None, saved=None, since_s=now_s), (go,))
 
 
 def _too_late(table: CoordinatorState) -> Cause:

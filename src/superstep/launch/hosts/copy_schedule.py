@@ -63,7 +63,7 @@ def steer(course: CopySchedule, progress: Sequence[HostProgress], every: int) ->
     return course
 
 
-class Steer:
+class ScheduleKeeper:
     """The lead's side; keeps the schedule. ``every``: steps between two snapshots."""
 
     def __init__(self, every: int) -> None:

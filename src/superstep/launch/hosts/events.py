@@ -32,7 +32,7 @@ class Cause:
 
 
 @dataclass(frozen=True, slots=True)
-class Came:
+class HostJoined:
     """A host has come, for the first time or again; ``epoch`` is its last."""
 
     host: int
@@ -46,7 +46,7 @@ class HostLeft:
 
 
 @dataclass(frozen=True, slots=True)
-class Holds:
+class HostHolds:
     """A host has no ranks, and holds these states."""
 
     host: int
@@ -54,7 +54,7 @@ class Holds:
 
 
 @dataclass(frozen=True, slots=True)
-class Troubled:
+class HostFailed:
     """A host's ranks are ended because of this."""
 
     host: int
@@ -77,7 +77,7 @@ class Tick:
     newest: int = 0
 
 
-Event = Came | HostLeft | Holds | Troubled | RanksDone | Tick
+Event = HostJoined | HostLeft | HostHolds | HostFailed | RanksDone | Tick
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class FetchState:
 
 
 @dataclass(frozen=True, slots=True)
-class Go:
+class StartRanks:
     """Hosts start their ranks from this state; None means the newest checkpoint, or the start.
 
     Attributes:
@@ -120,10 +120,10 @@ class AbortAll:
 
 
 @dataclass(frozen=True, slots=True)
-class Over:
+class RunOver:
     """The run has ended; without a cause, normally."""
 
     cause: Cause | None = None
 
 
-Order = FetchState | Go | AbortAll | Over
+Order = FetchState | StartRanks | AbortAll | RunOver

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Protocol
 
-from superstep.errors import Fault, Lost, UserError
-from superstep.launch.failure import Trouble
-from superstep.launch.hosts.events import AbortAll, Came, Cause, Event, Holds, Over, RanksDone, Troubled
+from superstep.errors import Fault, RankLost, UserError
+from superstep.launch.failure import RankFailure
+from superstep.launch.hosts.events import AbortAll, Cause, Event, HostFailed, HostHolds, HostJoined, RanksDone, RunOver
 from superstep.launch.hosts.membership import HeldStates
-from superstep.launch.hosts.messages import Adrift, Fetching, Met, Orders
+from superstep.launch.hosts.messages import Fetching, LeadLost, LeadReached, Orders
 
 
 class HostRanks(Protocol):
@@ -22,7 +22,7 @@ class HostRanks(Protocol):
     def fetch(self, order: Fetching) -> None:
         """Fetch their state from another host; after a failure none is held."""
 
-    def run(self, given: Orders, cut: Connection, troubled: Callable[[Trouble], None]) -> bool:
+    def run(self, given: Orders, cut: Connection, troubled: Callable[[RankFailure], None]) -> bool:
         """Start the ranks and wait for them; returns whether all finished. They are ended where ``cut`` becomes
         readable or ``troubled`` is called.
         """
@@ -35,7 +35,7 @@ def attend(
     tell: Callable[[Event], None],
     ranks: HostRanks,
     say: Callable[[str], None],
-) -> Over:
+) -> RunOver:
     """Follow orders until the run is over.
 
     Args:
@@ -47,36 +47,38 @@ def attend(
     epoch = 0
     while True:
         match orders.recv():
-            case Met():
-                tell(Came(host, epoch))
-                tell(Holds(host, ranks.held()))
+            case LeadReached():
+                tell(HostJoined(host, epoch))
+                tell(HostHolds(host, ranks.held()))
             case Fetching() as order:
                 ranks.fetch(order)
-                tell(Holds(host, ranks.held()))
+                tell(HostHolds(host, ranks.held()))
             case AbortAll():
-                tell(Holds(host, ranks.held()))
+                tell(HostHolds(host, ranks.held()))
             case Orders() as given:
                 epoch = now = given.go.epoch
 
-                def troubled(trouble: Trouble, now: int = now) -> None:
-                    tell(Troubled(host, now, cause_of(trouble, name)))
+                def troubled(trouble: RankFailure, now: int = now) -> None:
+                    tell(HostFailed(host, now, cause_of(trouble, name)))
 
                 if ranks.run(given, orders, troubled):
                     tell(RanksDone(host, epoch))
-            case Adrift(why):
+            case LeadLost(why):
                 say(f"{why}; its ranks here are ended, and it is asked for again ...")
-            case Over() as over:
+            case RunOver() as over:
                 return over
 
 
-def cause_of(trouble: Trouble, host: str) -> Cause:
+def cause_of(trouble: RankFailure, host: str) -> Cause:
     """A rank's trouble as a message for other hosts."""
     error = trouble.error
     has_host = isinstance(error, Fault) and error.host
     text = str(error) if has_host or isinstance(error, UserError) else f"host {host}, {error}"
     is_mistake = isinstance(error, UserError)
     saved_in = error.saved_in if isinstance(error, Fault) else ""
-    return Cause(text, is_lost=isinstance(error, Lost), is_mistake=is_mistake, order=trouble.order, saved_in=saved_in)
+    return Cause(
+        text, is_lost=isinstance(error, RankLost), is_mistake=is_mistake, order=trouble.order, saved_in=saved_in
+    )
 
 
 def raised(cause: Cause) -> Fault | UserError:

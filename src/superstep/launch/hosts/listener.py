@@ -18,7 +18,7 @@ from dataclasses import asdict
 
 from superstep.errors import UserError
 from superstep.launch.hosts.messages import Address, Hello
-from superstep.launch.hosts.secure_channel import GREETING_S, SecureChannel, Stranger, answer, ask
+from superstep.launch.hosts.secure_channel import GREETING_S, SecureChannel, WrongSecret, answer, ask
 
 WAITING = 64
 """The most strangers at once."""
@@ -37,7 +37,7 @@ class JoinRefused(UserError):
     """A launcher refuses this host."""
 
 
-class Door:
+class HostListener:
     """Listens until it is closed.
 
     Args:
@@ -100,7 +100,7 @@ class Door:
                     self._strangers.pop(sock, None)
             with self._inside(wire):
                 self._enters(wire, Hello(**wire.hear(within_s=GREETING_S)))
-        except Stranger:
+        except WrongSecret:
             self._tell_of(there)
         except (OSError, *MEANINGLESS):  # a scan of ports, say
             sock.close()

@@ -16,10 +16,20 @@ from contextlib import suppress
 from multiprocessing import Pipe
 
 from superstep.launch.hosts.coordinator import HostCopies
-from superstep.launch.hosts.events import Cause, Event, Over
+from superstep.launch.hosts.events import Cause, Event, RunOver
 from superstep.launch.hosts.listener import MEANINGLESS, JoinRefused, knock
-from superstep.launch.hosts.messages import BEAT_S, Address, Adrift, Hello, Met, Order, Silence, event_message, order_of
-from superstep.launch.hosts.secure_channel import SecureChannel, Stranger, Unlike
+from superstep.launch.hosts.messages import (
+    BEAT_S,
+    Address,
+    Hello,
+    LeadLost,
+    LeadReached,
+    Order,
+    Silence,
+    event_message,
+    order_of,
+)
+from superstep.launch.hosts.secure_channel import OtherProtocol, SecureChannel, WrongSecret
 
 
 class Member:
@@ -67,16 +77,16 @@ class Member:
                 wire = knock(self._lead, self._secret, self._mine)
             except JoinRefused as refused:
                 return self._end(str(refused), is_mistake=True)
-            except Stranger:
+            except WrongSecret:
                 why = "has another secret than this host; give all hosts the same --secret-file or SUPERSTEP_SECRET."
                 return self._end(f"host 0 at {self._where} {why}", is_mistake=True)
-            except Unlike:
+            except OtherProtocol:
                 why = "is no superstep that leads a run, or of another version; see --meet."
                 return self._end(f"what listens at {self._where} {why}", is_mistake=True)
             except OSError as error:
                 # Where its host answers and nobody listens: a link that is down says nothing of the run.
                 if error.errno == errno.ECONNREFUSED and self._is_complete():
-                    return self._orders.send(Over())
+                    return self._orders.send(RunOver())
                 if time.monotonic() - since_s >= self._patience_s:
                     patience = f"{self._patience_s:g} s"
                     return self._end(f"host 0 at {self._where} has not answered within {patience} ({error})")
@@ -92,13 +102,13 @@ class Member:
         return f"{self._lead[0]}:{self._lead[1]}"
 
     def _end(self, why: str, *, is_mistake: bool = False) -> None:
-        self._orders.send(Over(Cause(why, is_mistake=is_mistake)))
+        self._orders.send(RunOver(Cause(why, is_mistake=is_mistake)))
 
     def _is_over(self, wire: SecureChannel) -> bool:
         """Receive orders until the last; False where the lead is gone before that."""
         silence = Silence(time.monotonic())
         self._wire = wire
-        self._orders.send(Met())
+        self._orders.send(LeadReached())
         threading.Thread(target=self._beat, args=(wire, silence), name="superstep-beat", daemon=True).start()
         order: Order
         try:
@@ -110,13 +120,13 @@ class Member:
                     continue
                 order = order_of(message)
                 self._orders.send(order)
-                if isinstance(order, Over):
+                if isinstance(order, RunOver):
                     return True
         except (OSError, *MEANINGLESS) as error:
             is_silent = silence.seconds > 4 * BEAT_S
             why = f"it has said nothing for {silence.seconds:.1f} s" if is_silent else str(error)
             self._wire = None
-            self._orders.send(Adrift(f"host 0 at {self._where} is lost, {why}"))
+            self._orders.send(LeadLost(f"host 0 at {self._where} is lost, {why}"))
             return False
         finally:
             wire.close()

@@ -10,7 +10,17 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from superstep.launch.hosts.events import AbortAll, Came, Cause, Event, Go, Holds, Over, RanksDone, Troubled
+from superstep.launch.hosts.events import (
+    AbortAll,
+    Cause,
+    Event,
+    HostFailed,
+    HostHolds,
+    HostJoined,
+    RanksDone,
+    RunOver,
+    StartRanks,
+)
 from superstep.launch.hosts.membership import ALL, CopyPlacement, HeldStates
 from superstep.state.snapshots.memory_snapshot import State
 
@@ -48,7 +58,7 @@ class Hello:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Orders:
-    """A ``Go`` with what ranks need to start.
+    """A ``StartRanks`` with what ranks need to start.
 
     Attributes:
         store: where the process group meets.
@@ -56,7 +66,7 @@ class Orders:
         next: number and address of the host that has this host's copies; None without copies.
     """
 
-    go: Go
+    go: StartRanks
     store: Address
     facts: Message
     next: Address | None
@@ -72,29 +82,29 @@ class Fetching:
 
 
 @dataclass(frozen=True, slots=True)
-class Adrift:
+class LeadLost:
     """The lead is gone; the member tries to reach it again."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
-class Met:
+class LeadReached:
     """The lead is there."""
 
 
-Order = Orders | Fetching | AbortAll | Over | Adrift | Met
+Order = Orders | Fetching | AbortAll | RunOver | LeadLost | LeadReached
 """Orders to a host's launcher."""
 
 
 def event_message(event: Event) -> Message:
     match event:
-        case Came(_, epoch):
+        case HostJoined(_, epoch):
             return {"say": "came", "epoch": epoch}
-        case Holds(_, held):
+        case HostHolds(_, held):
             parts = {"own": sorted(held.own), "copies": sorted(held.copies)}
             return {"say": "holds", "cut": asdict(held.cut)} | parts
-        case Troubled(_, epoch, cause):
+        case HostFailed(_, epoch, cause):
             return {"say": "troubled", "epoch": epoch, "cause": asdict(cause)}
         case RanksDone(_, epoch):
             return {"say": "done", "epoch": epoch}
@@ -106,11 +116,13 @@ def event_of(host: int, message: Mapping[str, Any]) -> Event:
     """Read a member's event; raises KeyError, TypeError or ValueError for anything else."""
     match message["say"]:
         case "came":
-            return Came(host, int(message["epoch"]))
+            return HostJoined(host, int(message["epoch"]))
         case "holds":
-            return Holds(host, HeldStates(_states(message["own"]), _states(message["copies"]), _cut(message["cut"])))
+            return HostHolds(
+                host, HeldStates(_states(message["own"]), _states(message["copies"]), _cut(message["cut"]))
+            )
         case "troubled":
-            return Troubled(host, int(message["epoch"]), Cause(**message["cause"]))
+            return HostFailed(host, int(message["epoch"]), Cause(**message["cause"]))
         case "done":
             return RanksDone(host, int(message["epoch"]))
         case other:
@@ -129,7 +141,7 @@ def order_message(order: Order) -> Message:
             return {"say": "fetch"} | asdict(order)
         case AbortAll(epoch, cause):
             return {"say": "abort", "epoch": epoch, "cause": asdict(cause)}
-        case Over(cause):
+        case RunOver(cause):
             return {"say": "over", "cause": None if cause is None else asdict(cause)}
         case _:
             raise TypeError(f"{order} is not told")
@@ -140,7 +152,7 @@ def order_of(message: Mapping[str, Any]) -> Order:
     match message["say"]:
         case "go":
             go, at = message["go"], message["next"]
-            orders = Go(
+            orders = StartRanks(
                 int(go["epoch"]),
                 _state(go["state"]),
                 _cause(go["lost"]),
@@ -160,7 +172,7 @@ def order_of(message: Mapping[str, Any]) -> Order:
         case "abort":
             return AbortAll(int(message["epoch"]), Cause(**message["cause"]))
         case "over":
-            return Over(_cause(message["cause"]))
+            return RunOver(_cause(message["cause"]))
         case other:
             raise ValueError(f"'{other}' is no order")
 

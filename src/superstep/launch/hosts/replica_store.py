@@ -18,7 +18,7 @@ from superstep.launch.hosts.listener import MEANINGLESS, JoinRefused, knock
 from superstep.launch.hosts.membership import ALL, CopyPlacement, HeldStates
 from superstep.launch.hosts.messages import BEAT_S, Address, Fetching, Hello, Message, Orders
 from superstep.launch.hosts.secure_channel import SecureChannel
-from superstep.launch.hosts.state_transfer import RateLimit, Spoilt, Void, receive, send
+from superstep.launch.hosts.state_transfer import RateLimit, StateCorrupt, StateDropped, receive, send
 from superstep.state.snapshots.background_checkpoint import NICE
 from superstep.state.snapshots.damage import void_damaged
 from superstep.state.snapshots.memory_snapshot import SnapshotMemory, State, made
@@ -27,7 +27,7 @@ LOOK_S = 0.02
 """Seconds between looks for states to send."""
 
 
-class Keeper:
+class ReplicaStore:
     """A host's states and copies.
 
     Args:
@@ -160,9 +160,9 @@ class Keeper:
             state = wire.hear()["state"]
             try:
                 send(wire, self._copies, (int(state[0]), int(state[1])), self._epoch, RateLimit(None))
-            except Spoilt:
+            except StateCorrupt:
                 self._void_damaged(self._copies)
-            except Void:
+            except StateDropped:
                 pass
             return
         with self._one:
@@ -192,10 +192,10 @@ class Keeper:
             if state not in has:
                 try:
                     send(wire, self._memories, state, epoch, rate)
-                except Spoilt:
+                except StateCorrupt:
                     self._void_damaged(self._memories)
                     continue
-                except Void:
+                except StateDropped:
                     continue
             self._copied = state
 

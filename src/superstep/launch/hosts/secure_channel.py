@@ -40,11 +40,11 @@ SEND_S = 10.0
 _HEAD = struct.Struct("<IBQ")
 
 
-class Stranger(ConnectionError):
+class WrongSecret(ConnectionError):
     """The other side does not know the run's secret."""
 
 
-class Unlike(ConnectionError):
+class OtherProtocol(ConnectionError):
     """The other side speaks another protocol."""
 
 
@@ -146,7 +146,7 @@ def ask(address: tuple[str, int], secret: bytes, *, timeout_s: float = GREETING_
         _require_magic(answer)
         theirs, proof = answer[len(MAGIC) : len(MAGIC) + NONCE], answer[-PROOF:]
         if not hmac.compare_digest(proof, _proof(secret, b"answers", ours + theirs)):
-            raise Stranger("the other side has another secret")
+            raise WrongSecret("the other side has another secret")
         sock.sendall(_proof(secret, b"asks", ours + theirs))
         return _wire(sock, secret, ours + theirs, asks=True)
     except BaseException:
@@ -164,7 +164,7 @@ def answer(sock: socket.socket, secret: bytes) -> SecureChannel:
         theirs, ours = question[len(MAGIC) :], secrets.token_bytes(NONCE)
         sock.sendall(MAGIC + ours + _proof(secret, b"answers", theirs + ours))
         if not hmac.compare_digest(_exactly(sock, PROOF, until_s), _proof(secret, b"asks", theirs + ours)):
-            raise Stranger("the other side has another secret")
+            raise WrongSecret("the other side has another secret")
         return _wire(sock, secret, theirs + ours, asks=False)
     except BaseException:
         sock.close()
@@ -183,7 +183,7 @@ def _set_limit(sock: socket.socket, which: int, seconds: float) -> None:
 
 def _require_magic(received: bytes) -> None:
     if not received.startswith(MAGIC):
-        raise Unlike("the other side is no launcher of this version")
+        raise OtherProtocol("the other side is no launcher of this version")
 
 
 def _proof(key: bytes, *parts: bytes | memoryview) -> bytes:

@@ -21,11 +21,11 @@ from superstep.state.snapshots.memory_snapshot import HOSTS_SLOTS, WHOLE, WRITIN
 MOST_TABLE_BYTES = 2**30
 
 
-class Void(Exception):
+class StateDropped(Exception):
     """The state was not held long enough to send it."""
 
 
-class Spoilt(Void):
+class StateCorrupt(StateDropped):
     """The state's bits are not those that were copied."""
 
 
@@ -57,9 +57,9 @@ def send(wire: SecureChannel, memories: Sequence[SnapshotMemory], state: State, 
     slots = [memory.states().get(state) for memory in memories]
     full = [slot for slot in slots if slot is not None]
     if len(full) < len(memories):
-        raise Void
+        raise StateDropped
     if not all(memory.has_table for memory in memories):
-        raise Spoilt
+        raise StateCorrupt
     ranks = [
         {
             "samples": memory.get(slot, "samples"),
@@ -83,9 +83,9 @@ def send(wire: SecureChannel, memories: Sequence[SnapshotMemory], state: State, 
     wire.say({"say": "whole" if is_whole else "void"})
     is_kept = wire.hear().get("say") == "kept"
     if is_there and wrong:
-        raise Spoilt
+        raise StateCorrupt
     if not (is_kept and is_whole):
-        raise Void
+        raise StateDropped
 
 
 def _send_bytes(wire: SecureChannel, data: bytes | memoryview, rate: RateLimit) -> None:

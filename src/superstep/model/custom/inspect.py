@@ -24,7 +24,7 @@ from superstep.plan.model.outline import Layer, Outline, Parameter, Unit
 
 
 @dataclass(frozen=True, slots=True)
-class Passed:
+class UnitOutput:
     """What passes from one unit to the next."""
 
     shape: torch.Size
@@ -147,7 +147,7 @@ def passed(
     compute: torch.dtype,
     where: str,
     given: Mapping[str, Any] = GIVEN,
-) -> tuple[Passed, ...]:
+) -> tuple[UnitOutput, ...]:
     """The input of each unit in turn, and the output of the last, for an input like ``example``.
 
     Args:
@@ -161,14 +161,14 @@ def passed(
         ConfigError: a unit does not run, gives no tensor, or changes what it must not.
     """
     x = torch.empty(example.shape, dtype=compute if example.is_floating_point() else example.dtype, device="meta")
-    inputs = [Passed(x.shape, x.dtype)]
+    inputs = [UnitOutput(x.shape, x.dtype)]
     for number, spec in enumerate(specs):
         module = build(spec, where).to(compute)
         here = {name: given[name] for name in spec.takes}
         row = x
         x = run(module, spec, x, here, where, is_first=number == 0)
         check_rows(spec, row, here, where)
-        inputs.append(Passed(x.shape, x.dtype))
+        inputs.append(UnitOutput(x.shape, x.dtype))
     return tuple(inputs)
 
 

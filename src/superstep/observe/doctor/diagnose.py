@@ -18,8 +18,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
-from superstep.observe.doctor.observations import CHECKPOINT, DATA, VALIDATION, RankSeen, RunSeen
-from superstep.observe.doctor.stragglers import Slow, TimeSpent, slowest, spent, step_s
+from superstep.observe.doctor.observations import CHECKPOINT, DATA, VALIDATION, RankObservation, RunObservation
+from superstep.observe.doctor.stragglers import SlowRank, TimeSpent, slowest, spent, step_s
 from superstep.observe.doctor.wait_graph import RankWait, Waits, first_of
 
 Kind = Literal[
@@ -103,7 +103,7 @@ class Diagnosis:
     step_s: float
 
 
-def diagnose(run: RunSeen) -> Diagnosis:
+def diagnose(run: RunObservation) -> Diagnosis:
     waits, took_s = Waits(run), step_s(run)
     is_still = bool(run.ranks) and not any(rank.has_moved for rank in run.ranks)
     pace = spent(run)
@@ -119,7 +119,7 @@ def diagnose(run: RunSeen) -> Diagnosis:
     return Diagnosis(findings=tuple(findings), waits=waits.all, spent=pace, stands=is_still, step_s=took_s)
 
 
-def _end_findings(run: RunSeen, waits: Waits) -> Iterator[Finding]:
+def _end_findings(run: RunObservation, waits: Waits) -> Iterator[Finding]:
     if not run.fault:
         return
     if _CROSSED.search(run.fault):
@@ -133,7 +133,7 @@ def _end_findings(run: RunSeen, waits: Waits) -> Iterator[Finding]:
     yield Finding(kind=kind, what=run.fault, rank=rank, step=step or 0, at=at)
 
 
-def _processes(run: RunSeen) -> Iterator[Finding]:
+def _processes(run: RunObservation) -> Iterator[Finding]:
     """Ranks whose process does not run."""
     if not run.is_live:
         return
@@ -148,7 +148,7 @@ def _processes(run: RunSeen) -> Iterator[Finding]:
             )
 
 
-def _standing(run: RunSeen, waits: Waits, took_s: float) -> list[Finding]:
+def _standing(run: RunObservation, waits: Waits, took_s: float) -> list[Finding]:
     """Why there was no progress for too long."""
     ranks = {rank.rank: rank for rank in run.ranks}
     held = [rank for rank in run.ranks if rank.is_held and rank.since_s >= _limit_s(rank, took_s)]
@@ -172,7 +172,7 @@ def _standing(run: RunSeen, waits: Waits, took_s: float) -> list[Finding]:
     return [_hang(rank, run) for rank in hangs if rank.at == first]
 
 
-def _unknown(run: RunSeen, took_s: float) -> list[Finding]:
+def _unknown(run: RunObservation, took_s: float) -> list[Finding]:
     """No progress, and no known rank hangs."""
     since_s = min(rank.since_s for rank in run.ranks)
     if since_s < max(UNKNOWN_S, 2 * TIMES * took_s):
@@ -182,7 +182,7 @@ def _unknown(run: RunSeen, took_s: float) -> list[Finding]:
     return [_of(first, "hang", what, *_top(first))]
 
 
-def _limit_s(rank: RankSeen, took_s: float) -> float:
+def _limit_s(rank: RankObservation, took_s: float) -> float:
     """How long a rank may take for what it does."""
     if rank.doing == "apart":
         before = [n.end_s - n.ready_s for n in rank.notes if n.index < 0 and n.what == rank.what]
@@ -195,12 +195,12 @@ def _limit_s(rank: RankSeen, took_s: float) -> float:
     return FIRST_ASLEEP_S if rank.is_asleep else FIRST_S
 
 
-def _lock_finding(rank: RankSeen) -> Finding:
+def _lock_finding(rank: RankObservation) -> Finding:
     what = f"rank {rank.rank} hangs in {_where(rank)}: code that is not Python keeps Python's lock"
     return _of(rank, "held", what, f"none of its other threads has run for {rank.looked_s:.1f} s and more", *_top(rank))
 
 
-def _skip_findings(run: RunSeen, waits: Waits, least_s: float = 0.0) -> list[Finding]:
+def _skip_findings(run: RunObservation, waits: Waits, least_s: float = 0.0) -> list[Finding]:
     """Ranks that have passed a sum which another has been in for ``least_s``: the odd one of several has left
     it out.
     """
@@ -225,12 +225,12 @@ def _skip_findings(run: RunSeen, waits: Waits, least_s: float = 0.0) -> list[Fin
     return findings
 
 
-def _error_finding(rank: RankSeen) -> Finding:
+def _error_finding(rank: RankObservation) -> Finding:
     what = f"rank {rank.rank} has raised an error in {_where(rank)}, {rank.since_s:.1f} s ago, and nothing goes on"
     return _of(rank, "raised", what, "the launcher says which, once it has ended the ranks")
 
 
-def _circle(run: RunSeen, waits: Waits) -> list[Finding]:
+def _circle(run: RunObservation, waits: Waits) -> list[Finding]:
     """All ranks wait for each other."""
     if any(rank.since_s < STANDS_S for rank in run.ranks) or not waits.all:
         return []
@@ -239,7 +239,7 @@ def _circle(run: RunSeen, waits: Waits) -> list[Finding]:
     return [Finding(kind="circle", what="the ranks wait for each other in a circle", step=first.step, evidence=lines)]
 
 
-def _hang(observed: RankSeen, run: RunSeen) -> Finding:
+def _hang(observed: RankObservation, run: RunObservation) -> Finding:
     others = [rank.rank for rank in run.ranks if rank.rank != observed.rank]
     waiting = f"{_ranks(others)} cannot go on without it" if others else "nothing goes on"
     if observed.doing == "apart":
@@ -262,7 +262,7 @@ def _hang(observed: RankSeen, run: RunSeen) -> Finding:
     return _of(observed, "hang" if sleeps else "busy", what, waiting, *_top(observed))
 
 
-def _users_call(rank: RankSeen) -> str | None:
+def _users_call(rank: RankObservation) -> str | None:
     """The innermost call in user code: not ours, torch's or Python's."""
     for call in rank.stacks[0] if rank.stacks else ():
         if call.startswith(_HERE):
@@ -283,7 +283,7 @@ def _data(pace: Mapping[int, TimeSpent]) -> Iterator[Finding]:
         yield Finding(kind="data", what=what, rank=rank, at=DATA, evidence=(text, *faster))
 
 
-def _slow(slow: list[Slow], known: set[int | None]) -> Iterator[Finding]:
+def _slow(slow: list[SlowRank], known: set[int | None]) -> Iterator[Finding]:
     """Ranks slower than their peers. A rank that comes late from its batch is also slow to compute, with cold
     caches.
     """
@@ -297,14 +297,14 @@ def _slow(slow: list[Slow], known: set[int | None]) -> Iterator[Finding]:
             yield Finding(kind="slow", what=what, rank=each.rank, at=each.what, evidence=(text,))
 
 
-def _swapping(run: RunSeen) -> Iterator[Finding]:
+def _swapping(run: RunObservation) -> Iterator[Finding]:
     for rank in run.ranks:
         if rank.swapped_bytes >= SWAPPED_BYTES and rank.faults_per_s >= SWAPS_PER_S:
             what = f"rank {rank.rank} swaps: {_mib(rank.swapped_bytes)} of it are on disk"
             yield _of(rank, "swaps", what, f"it waited for {rank.faults_per_s:.0f} pages a second, in {_where(rank)}")
 
 
-def _growing(run: RunSeen) -> Iterator[Finding]:
+def _growing(run: RunObservation) -> Iterator[Finding]:
     for rank in run.ranks:
         sizes = [size for _, size in rank.memory]
         quarter = len(sizes) // 4
@@ -322,7 +322,7 @@ def _growing(run: RunSeen) -> Iterator[Finding]:
         )
 
 
-def _disk(run: RunSeen, findings: list[Finding]) -> Iterator[Finding]:
+def _disk(run: RunObservation, findings: list[Finding]) -> Iterator[Finding]:
     free, needed = run.disk.free_bytes, run.disk.needed_bytes
     if free is None or free >= max(needed, LEAST_FREE_BYTES) or any(each.kind == "disk" for each in findings):
         return
@@ -330,15 +330,15 @@ def _disk(run: RunSeen, findings: list[Finding]) -> Iterator[Finding]:
     yield Finding(kind="disk", what=f"the run's disk has {_mib(free)} left{needs}", at=CHECKPOINT)
 
 
-def _of(rank: RankSeen, kind: Kind, what: str, *evidence: str) -> Finding:
+def _of(rank: RankObservation, kind: Kind, what: str, *evidence: str) -> Finding:
     return Finding(kind=kind, what=what, rank=rank.rank, step=rank.step, at=rank.what, evidence=evidence)
 
 
-def _top(rank: RankSeen) -> tuple[str, ...]:
+def _top(rank: RankObservation) -> tuple[str, ...]:
     return (f"it is at {rank.stacks[0][0]}",) if rank.stacks and rank.stacks[0] else ()
 
 
-def _where(rank: RankSeen) -> str:
+def _where(rank: RankObservation) -> str:
     if rank.doing == "apart":
         return rank.what or "no program"
     return f"{rank.brief} of step {rank.step}"

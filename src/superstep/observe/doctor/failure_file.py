@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from superstep.errors import StateError, UserError
-from superstep.observe.doctor.observations import Note, RankSeen
+from superstep.observe.doctor.observations import Note, RankObservation
 from superstep.program.text import describe, read_instruction
 
 RUNS = 20
@@ -23,7 +23,7 @@ RUNS = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Box:
+class FailureFile:
     """The contents of a failure file.
 
     Attributes:
@@ -35,10 +35,10 @@ class Box:
     fault: str
     at_s: float
     host: str
-    ranks: tuple[RankSeen, ...]
+    ranks: tuple[RankObservation, ...]
 
 
-def write_box(fault: str, ranks: Sequence[RankSeen]) -> str:
+def write_box(fault: str, ranks: Sequence[RankObservation]) -> str:
     lists: dict[tuple[str, ...], int] = {}
     written = []
     for rank in ranks:
@@ -52,22 +52,22 @@ def write_box(fault: str, ranks: Sequence[RankSeen]) -> str:
     )
 
 
-def read_box(path: Path) -> Box:
+def read_box(path: Path) -> FailureFile:
     """Read what ``write_box`` wrote; raises StateError for an unreadable or other file."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
         lists = [tuple(read_instruction(text) for text in texts) for texts in raw["lists"]]
         ranks = tuple(_rank(raw_rank, lists) for raw_rank in raw["ranks"])
-        return Box(str(raw["fault"]), float(raw["at_s"]), str(raw["host"]), ranks)
+        return FailureFile(str(raw["fault"]), float(raw["at_s"]), str(raw["host"]), ranks)
     except OSError as error:
         raise StateError(f"{path} cannot be read: {error.strerror}.") from error
     except (ValueError, TypeError, KeyError, IndexError, UserError) as error:
         raise StateError(f"{path} is not what a run leaves when it fails ({error!r}); delete it.") from error
 
 
-def _rank(raw: dict[str, Any], lists: Sequence[Any]) -> RankSeen:
+def _rank(raw: dict[str, Any], lists: Sequence[Any]) -> RankObservation:
     plain = {name: raw[name] for name in _PLAIN}
-    return RankSeen(
+    return RankObservation(
         **plain,
         memory=tuple((float(at_s), int(size)) for at_s, size in raw["memory"]),
         stacks=tuple(tuple(each) for each in raw["stacks"]),
@@ -80,4 +80,4 @@ def _row(note: Note) -> list[Any]:
     return [getattr(note, field.name) for field in fields(Note)]
 
 
-_PLAIN = tuple(f.name for f in fields(RankSeen) if f.name not in ("memory", "stacks", "follows", "notes"))
+_PLAIN = tuple(f.name for f in fields(RankObservation) if f.name not in ("memory", "stacks", "follows", "notes"))

@@ -57,7 +57,7 @@ class Note:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankSeen:
+class RankObservation:
     """One rank.
 
     Attributes:
@@ -142,7 +142,7 @@ class Disk:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunSeen:
+class RunObservation:
     """Observations of a run.
 
     Attributes:
@@ -155,7 +155,7 @@ class RunSeen:
 
     program: Program
     mesh: MeshShape
-    ranks: tuple[RankSeen, ...]
+    ranks: tuple[RankObservation, ...]
     is_live: bool = True
     fault: str = ""
     host: str = ""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
 
-from superstep.observe.doctor.observations import Note, RankSeen, RunSeen
+from superstep.observe.doctor.observations import Note, RankObservation, RunObservation
 
 STEPS, WINDOW_S = 30, 3.0
 """Steps that are looked at, and seconds that they span at least: a moment on a busy machine says nothing."""
@@ -48,7 +48,7 @@ class TimeSpent:
 
 
 @dataclass(frozen=True, slots=True)
-class Slow:
+class SlowRank:
     """A rank that is slower than its peers.
 
     Attributes:
@@ -67,7 +67,7 @@ class Slow:
     steps: int
 
 
-def steps_of(rank: RankSeen, length: int) -> dict[int, list[Note]]:
+def steps_of(rank: RankObservation, length: int) -> dict[int, list[Note]]:
     """The notes of each complete run of the step's program, by run. ``length``: of the rank's list in it."""
     by_run = rank.done_by_run()
     # An evaluation has other instructions, and never the last one of a step.
@@ -79,13 +79,13 @@ def steps_of(rank: RankSeen, length: int) -> dict[int, list[Note]]:
     return {run: whole[run] for run in runs[first:]}
 
 
-def spent(run: RunSeen) -> dict[int, TimeSpent]:
+def spent(run: RunObservation) -> dict[int, TimeSpent]:
     """Of every rank with at least ``ENOUGH`` steps."""
     by_rank = {rank.rank: _time_spent(rank, _length(run, rank)) for rank in run.ranks}
     return {rank: each for rank, each in by_rank.items() if each is not None}
 
 
-def _time_spent(rank: RankSeen, length: int) -> TimeSpent | None:
+def _time_spent(rank: RankObservation, length: int) -> TimeSpent | None:
     steps = steps_of(rank, length)
     if len(steps) <= ENOUGH:
         return None
@@ -102,16 +102,16 @@ def _time_spent(rank: RankSeen, length: int) -> TimeSpent | None:
     return TimeSpent(len(steps) - 1, last_s - first_s, work_s, max(0.0, all_s - work_s), beside)
 
 
-def slowest(run: RunSeen) -> list[Slow]:
+def slowest(run: RunObservation) -> list[SlowRank]:
     """Ranks that take ``SLOW`` times as long as the ranks with the same list, the slowest first."""
-    alike: dict[int, list[RankSeen]] = {}
+    alike: dict[int, list[RankObservation]] = {}
     for rank in run.ranks:
         alike.setdefault(run.mesh.at(rank.rank).pp, []).append(rank)
     slow_ranks = [slow for peers in alike.values() if len(peers) > 1 for slow in _slow_of(run, peers)]
     return sorted(slow_ranks, key=lambda slow: -slow.times)
 
 
-def _slow_of(run: RunSeen, ranks: Sequence[RankSeen]) -> list[Slow]:
+def _slow_of(run: RunObservation, ranks: Sequence[RankObservation]) -> list[SlowRank]:
     steps = {rank.rank: steps_of(rank, _length(run, rank)) for rank in ranks}
     common = sorted(set.intersection(*(set(each) for each in steps.values())))
     if len(common) < ENOUGH:
@@ -126,7 +126,7 @@ def _slow_of(run: RunSeen, ranks: Sequence[RankSeen]) -> list[Slow]:
         peers_s = median(took[p] for p in peers)
         if peers_s > 0 and own_s >= least * peers_s:
             what, own, other = _costliest(steps, rank, peers, common)
-            slow_ranks.append(Slow(rank, own_s / peers_s, what, own, other, len(common)))
+            slow_ranks.append(SlowRank(rank, own_s / peers_s, what, own, other, len(common)))
     return slow_ranks
 
 
@@ -144,7 +144,7 @@ def _costliest(
     return steps[rank][common[0]][at].what, own_s, peers_s
 
 
-def step_s(run: RunSeen) -> float:
+def step_s(run: RunObservation) -> float:
     """The median time from one step's begin to the next, on any rank; 0.0 if unknown."""
     lengths = [
         later[0].ready_s - notes[0].ready_s
@@ -154,7 +154,7 @@ def step_s(run: RunSeen) -> float:
     return median(lengths) if lengths else 0.0
 
 
-def _length(run: RunSeen, rank: RankSeen) -> int:
+def _length(run: RunObservation, rank: RankObservation) -> int:
     return len(run.program.ranks[run.mesh.at(rank.rank).pp])
 
 

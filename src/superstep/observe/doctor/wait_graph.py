@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from superstep.observe.doctor.observations import RankSeen, RunSeen
+from superstep.observe.doctor.observations import RankObservation, RunObservation
 from superstep.plan.mesh import Coordinate, MeshShape
 from superstep.program import instructions as ins
 from superstep.program.instructions import Instruction, is_compute
@@ -49,7 +49,7 @@ class _Need:
 class Waits:
     """The waits of one run."""
 
-    def __init__(self, run: RunSeen) -> None:
+    def __init__(self, run: RunObservation) -> None:
         self._run = run
         self._needs = Needs(run.program)
         self._seen = {rank.rank: rank for rank in run.ranks}
@@ -59,7 +59,7 @@ class Waits:
         """Every rank that waits for another, or for something that others take for done."""
         return tuple(wait for rank in self._run.ranks if (wait := self._of(rank)) is not None)
 
-    def _of(self, rank: RankSeen) -> RankWait | None:
+    def _of(self, rank: RankObservation) -> RankWait | None:
         """A rank's first need that some have not given; or else the first that others have passed."""
         if rank.doing == "apart" or not rank.index < len(rank.follows):
             return None
@@ -72,7 +72,7 @@ class Waits:
                 past = RankWait(rank.rank, need.what, (), beyond)
         return past
 
-    def _has_given(self, rank: int, observed: RankSeen, index: int) -> bool:
+    def _has_given(self, rank: int, observed: RankObservation, index: int) -> bool:
         """Whether a rank has come to an instruction of its list, in the run of a program of ``observed``. A rank that
         waits in a step has come to its sums.
         """
@@ -89,13 +89,13 @@ class Waits:
                     return other.doing == "works"
         return other.at > (observed.run, index)
 
-    def _beyond(self, rank: RankSeen, need: _Need) -> tuple[int, ...]:
+    def _beyond(self, rank: RankObservation, need: _Need) -> tuple[int, ...]:
         assert need.needed is not None
         others = (self._seen[p] for p in need.parts if p != rank.rank and p in self._seen)
         alike = (other for other in others if self._place(other.rank).pp == self._place(rank.rank).pp)
         return tuple(other.rank for other in alike if other.at > (rank.run, need.needed))
 
-    def _of_instruction(self, rank: RankSeen) -> Iterator[_Need]:
+    def _of_instruction(self, rank: RankObservation) -> Iterator[_Need]:
         at, instruction = rank.index, rank.follows[rank.index]
         if rank.doing == "waits":
             for arrival in self._needs(instruction):
@@ -114,7 +114,7 @@ class Waits:
                 if len(members := self._within(rank)) > 1:
                     yield _Need(f"what its group exchanges in {describe(instruction)}", dict.fromkeys(members, at))
 
-    def _arrival(self, observed: RankSeen, arrival: Arrival, before: int) -> Iterator[_Need]:
+    def _arrival(self, observed: RankObservation, arrival: Arrival, before: int) -> Iterator[_Need]:
         """What a lane delivers, if it was started before."""
         at = next((j for j in reversed(range(before)) if brings(observed.follows[j]) == arrival), None)
         if at is None:
@@ -149,10 +149,10 @@ class Waits:
     def _place(self, rank: int) -> Coordinate:
         return self._mesh.at(rank)
 
-    def _over_tp(self, rank: RankSeen) -> tuple[int, ...]:
+    def _over_tp(self, rank: RankObservation) -> tuple[int, ...]:
         return tuple(next(group for group in self._mesh.groups("tp") if rank.rank in group))
 
-    def _tied_ranks(self, rank: RankSeen, unit: int) -> tuple[int, ...]:
+    def _tied_ranks(self, rank: RankObservation, unit: int) -> tuple[int, ...]:
         at = self._place(rank.rank)
         places = self._run.program.holders(unit)
         return tuple(self._mesh.rank(Coordinate(pp=pp, dp=at.dp, cp=at.cp, tp=at.tp)) for pp in places)
@@ -167,7 +167,7 @@ class Waits:
             ranks |= set(next((group for group in groups if rank in group), []))
         return tuple(sorted(ranks))
 
-    def _within(self, observed: RankSeen) -> tuple[int, ...]:
+    def _within(self, observed: RankObservation) -> tuple[int, ...]:
         """The ranks that take part in a rank's compute."""
         mesh = self._mesh
         groups = mesh.sequence_groups() + (mesh.expert_groups() if mesh.ep > 1 else [])

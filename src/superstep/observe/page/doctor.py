@@ -10,7 +10,7 @@ import html
 from collections.abc import Iterable, Iterator, Mapping
 
 from superstep.observe.doctor.diagnose import Diagnosis
-from superstep.observe.doctor.observations import RankSeen, RunSeen
+from superstep.observe.doctor.observations import RankObservation, RunObservation
 from superstep.observe.doctor.wait_graph import RankWait
 from superstep.observe.page.bundle_html import assemble
 
@@ -23,7 +23,7 @@ MOST_LETTERS = 34
 Place = tuple[float, float]
 
 
-def doctor_page(name: str, run: RunSeen, verdict: Diagnosis, text: str) -> str:
+def doctor_page(name: str, run: RunObservation, verdict: Diagnosis, text: str) -> str:
     """The page. ``text``: the findings as text."""
     items = "".join(f"<li>{html.escape(each.what)}</li>" for each in verdict.findings)
     return assemble(
@@ -40,7 +40,7 @@ def doctor_page(name: str, run: RunSeen, verdict: Diagnosis, text: str) -> str:
     )
 
 
-def graph(run: RunSeen, verdict: Diagnosis) -> str:
+def graph(run: RunObservation, verdict: Diagnosis) -> str:
     """The wait graph as SVG."""
     places = dict(_places(run))
     blamed = {each.rank for each in verdict.findings}
@@ -58,7 +58,7 @@ def graph(run: RunSeen, verdict: Diagnosis) -> str:
     )
 
 
-def _places(run: RunSeen) -> Iterator[tuple[int, Place]]:
+def _places(run: RunObservation) -> Iterator[tuple[int, Place]]:
     rows: dict[int, int] = {}
     for rank in run.ranks:
         column = run.mesh.at(rank.rank).pp
@@ -66,7 +66,7 @@ def _places(run: RunSeen) -> Iterator[tuple[int, Place]]:
         yield rank.rank, (MARGIN + column * (WIDE + ACROSS), MARGIN + row * (HIGH + DOWN))
 
 
-def _box(rank: RankSeen, at: Place, *, is_blamed: bool) -> str:
+def _box(rank: RankObservation, at: Place, *, is_blamed: bool) -> str:
     x, y = at
     doing = {"apart": "", "waits": "waits in ", "works": "in "}[rank.doing] + (rank.brief or "between its programs")
     since = f", {rank.since_s:.1f} s" if rank.since_s else ""

@@ -33,7 +33,7 @@ MOST_LISTENERS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shown:
+class ServedPage:
     """What is served.
 
     Attributes:
@@ -72,7 +72,7 @@ class LiveServer:
                 f"--web-port = {port} cannot be listened on at {LOOPBACK} ({error}); choose another, or 0 for any free "
                 "one."
             ) from None
-        self.shown: Shown | None = None
+        self.shown: ServedPage | None = None
 
     @property
     def port(self) -> int:
@@ -82,7 +82,7 @@ class LiveServer:
     def url(self) -> str:
         return f"http://{LOOPBACK}:{self.port}/?token={self._token}"
 
-    def begin(self, shown: Shown) -> None:
+    def begin(self, shown: ServedPage) -> None:
         """Begin to answer."""
         self.shown = shown
         threading.Thread(target=self._server.serve_forever, name="superstep-web", daemon=True).start()

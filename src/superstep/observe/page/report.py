@@ -25,7 +25,7 @@ FORETOLD = ("predicted_memory_bytes", "predicted_spent_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunTold:
+class ReportedRun:
     """One run.
 
     Attributes:
@@ -48,7 +48,7 @@ class RunTold:
     facts: Mapping[str, str] = field(default_factory=dict)
 
 
-def report_page(runs: Sequence[RunTold], comparisons: Sequence[Comparison] = (), *, is_live: bool = False) -> str:
+def report_page(runs: Sequence[ReportedRun], comparisons: Sequence[Comparison] = (), *, is_live: bool = False) -> str:
     """The page; each further run is compared with the first. A live page asks its server for more, which answers with
     ``pack_runs``.
     """
@@ -68,12 +68,12 @@ def report_page(runs: Sequence[RunTold], comparisons: Sequence[Comparison] = (),
     )
 
 
-def pack_runs(runs: Sequence[RunTold]) -> str:
+def pack_runs(runs: Sequence[ReportedRun]) -> str:
     """The page's data on one line."""
     return pack({"runs": [run_value(run) for run in runs]})
 
 
-def run_value(run: RunTold) -> dict[str, Any]:
+def run_value(run: ReportedRun) -> dict[str, Any]:
     """The script's data of one run."""
     lines = list(run.lines)
     started: dict[str, Any] = {}

@@ -13,16 +13,16 @@ from superstep.errors import ConfigError
 from superstep.plan.config import RunConfig
 from superstep.planner.calibration.calibrate_observation import Guide, guide
 from superstep.planner.calibration.published_row import step_slopes
-from superstep.planner.failure_cost import Survival, survival
+from superstep.planner.failure_cost import FailureCost, survival
 from superstep.planner.feasibility import check_problem, smallest, smallest_cluster
 from superstep.planner.plan_summary import Figures, figures
 from superstep.planner.price import pricing_of
 from superstep.planner.ranking.plan_request import PlanRequest, check_request, problems
-from superstep.planner.search import SearchResult, Side
+from superstep.planner.search import PricedProblem, SearchResult
 from superstep.planner.search_problem import SearchProblem
 from superstep.planner.sensitivity import Fallback, Neighbour, fallbacks, improve, of_kinds, simplest
 from superstep.planner.shortlist import fitting, search_fitting
-from superstep.planner.simulate_best import Verified, verified
+from superstep.planner.simulate_best import SimulatedPlan, verified
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,21 +40,21 @@ class FirstPlans:
 
     request: PlanRequest
     known: Guide
-    sides: tuple[Side, ...]
+    sides: tuple[PricedProblem, ...]
     answer: SearchResult
-    priced: tuple[Verified, ...]
+    priced: tuple[SimulatedPlan, ...]
 
     @property
-    def plans(self) -> tuple[Verified, ...]:
+    def plans(self) -> tuple[SimulatedPlan, ...]:
         """The plans to show."""
         return of_kinds((simplest(self.priced), *self.priced))[: self.request.top]
 
-    def figures_of(self, plans: Sequence[Verified]) -> tuple[Figures, ...]:
+    def figures_of(self, plans: Sequence[SimulatedPlan]) -> tuple[Figures, ...]:
         """Step, memory, days and price of plans."""
         request = self.request
         return tuple(figures(plan, request.tokens, request.price, narrowed=self.narrowing(plan)) for plan in plans)
 
-    def narrowing(self, plan: Verified) -> float:
+    def narrowing(self, plan: SimulatedPlan) -> float:
         """What calibration leaves of the width of a plan's interval."""
         if self.known.covariance is self.known.before:
             return 1.0
@@ -77,11 +77,11 @@ class PlanRanking:
     """
 
     answer: SearchResult
-    plans: tuple[Verified, ...]
+    plans: tuple[SimulatedPlan, ...]
     figures: tuple[Figures, ...]
     neighbours: tuple[Neighbour, ...]
     fallbacks: tuple[Fallback, ...]
-    survival: Survival | None
+    survival: FailureCost | None
     best: RunConfig
 
 
@@ -113,7 +113,7 @@ def first_plans(formats: Sequence[SearchProblem], request: PlanRequest, known: G
     known = guide() if known is None else known
     formats = [replace(problem, efficiency=known.efficiency) for problem in formats]
     check_problem(formats[0])
-    sides = tuple(Side(problem=problem, pricing=pricing_of(problem)) for problem in formats)
+    sides = tuple(PricedProblem(problem=problem, pricing=pricing_of(problem)) for problem in formats)
     # More than are shown: their programs may rank otherwise than the closed form.
     found = search_fitting(sides, keep=3 * request.top)
     if found is None:
@@ -150,7 +150,7 @@ def refine(first: FirstPlans, tell: Callable[[str], None] = lambda _: None) -> P
     )
 
 
-def _run_of(plan: Verified, tokens: float | None) -> RunConfig:
+def _run_of(plan: SimulatedPlan, tokens: float | None) -> RunConfig:
     """The run that trains a plan, for as many steps as the tokens take."""
     config = plan.run.config
     if tokens is None:
@@ -159,7 +159,7 @@ def _run_of(plan: Verified, tokens: float | None) -> RunConfig:
     return replace(config, train=replace(config.train, steps=steps))
 
 
-def _too_large(sides: Sequence[Side], request: PlanRequest) -> ConfigError:
+def _too_large(sides: Sequence[PricedProblem], request: PlanRequest) -> ConfigError:
     least, problem = smallest(sides[0]), sides[0].problem
     chips = smallest_cluster(sides)
     mend = f"{chips} of these chips are enough" if chips else "more of these chips do not help"

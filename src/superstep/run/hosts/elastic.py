@@ -15,11 +15,11 @@ from superstep.hardware.cpu_core import cores
 from superstep.hardware.network import usual_cluster
 from superstep.launch.ranks import World
 from superstep.plan.resolution.resolve import Resolved
-from superstep.planner.elastic import Smaller, smaller_plan
+from superstep.planner.elastic import SmallerPlan, smaller_plan
 from superstep.state.snapshots.background_checkpoint import write_down
 from superstep.state.snapshots.held_folder import HeldFolder
 from superstep.state.snapshots.memory_snapshot import Handles, State
-from superstep.train.run_folder.folder_watch import Displaced
+from superstep.train.run_folder.folder_watch import RunFolderMoved
 from superstep.train.run_folder.run_lock import sharing
 from superstep.train.run_folder.run_paths import RunFolder
 
@@ -55,7 +55,7 @@ def plans_of(run: Resolved, hosts: int) -> dict[int, Resolved]:
     return found
 
 
-def _smaller(run: Resolved, hosts: int, size: int) -> Smaller | None:
+def _smaller(run: Resolved, hosts: int, size: int) -> SmallerPlan | None:
     """The best plan on so many hosts, each of so many ranks."""
     if choose(run.config.plan.device, size) == "cpu":
         free_bytes = Device("cpu").free_bytes(size)
@@ -82,7 +82,7 @@ def _gpu() -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
+class StateParts:
     """What a host has of a state.
 
     Attributes:
@@ -97,10 +97,10 @@ class Parts:
     state: State
     folder: RunFolder
     keep: int
-    displaced: Displaced | None = None
+    displaced: RunFolderMoved | None = None
 
 
-def write_parts(world: World, parts: Parts) -> None:
+def write_parts(world: World, parts: StateParts) -> None:
     """One host's part in writing a state down, from which any plan goes on.
 
     Raises:

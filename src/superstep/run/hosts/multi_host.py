@@ -21,30 +21,30 @@ from pathlib import Path
 import superstep
 from superstep.comm.device import choose
 from superstep.errors import ConfigError, SuperstepError, UserError
-from superstep.launch.failure import Trouble
-from superstep.launch.hosts.coordinator import Lead
+from superstep.launch.failure import RankFailure
+from superstep.launch.hosts.coordinator import Coordinator
 from superstep.launch.hosts.coordinator_state import CoordinatorState
-from superstep.launch.hosts.copy_schedule import Steer
-from superstep.launch.hosts.events import Cause, Go, Over
+from superstep.launch.hosts.copy_schedule import ScheduleKeeper
+from superstep.launch.hosts.events import Cause, RunOver, StartRanks
 from superstep.launch.hosts.follow_orders import attend, raised
-from superstep.launch.hosts.listener import Door
+from superstep.launch.hosts.listener import HostListener
 from superstep.launch.hosts.member import Member
 from superstep.launch.hosts.membership import HeldStates
 from superstep.launch.hosts.messages import Address, Fetching, Hello, Message, Orders
 from superstep.launch.hosts.network_interface import address_to
-from superstep.launch.hosts.replica_store import Keeper
+from superstep.launch.hosts.replica_store import ReplicaStore
 from superstep.launch.hosts.tcp_store import TcpStore
 from superstep.launch.ranks import RankWorld, launch_here
-from superstep.launch.rendezvous import Meeting
+from superstep.launch.rendezvous import Rendezvous
 from superstep.plan.config_io import write_config
 from superstep.plan.resolution.resolve import Resolved
 from superstep.run.console import Console
 from superstep.run.exit_messages import ended, stopped
-from superstep.run.hosts.elastic import Parts, plans_of, write_parts
+from superstep.run.hosts.elastic import StateParts, plans_of, write_parts
 from superstep.run.hosts.hosts import Hosts
 from superstep.run.job import Tokens, TrainJob, prepared_job, watch_of
 from superstep.run.rank import rank
-from superstep.run.recover import Recovered
+from superstep.run.recover import Recovery
 from superstep.run.reports.plan_line import plan_text
 from superstep.state.checkpoint import read_position
 from superstep.state.snapshots.memory_snapshot import Handles
@@ -128,7 +128,7 @@ class _Here:
         state = run.config.state
         kept = 0 if state.snapshot_every is None else self.size
         peers, rate = state.peers or 0, state.peer_bytes_per_s
-        self.keeper = Keeper(kept, hosts.secret, peers=peers, bytes_per_s=rate, say=console.say)
+        self.keeper = ReplicaStore(kept, hosts.secret, peers=peers, bytes_per_s=rate, say=console.say)
 
     def hello(self, port: int) -> Hello:
         """Who it is, for other launchers."""
@@ -155,7 +155,7 @@ class _Here:
         """Get a state of its ranks back from another host."""
         self.keeper.fetch(order)
 
-    def run(self, given: Orders, cut: Connection, troubled: Callable[[Trouble], None]) -> bool:
+    def run(self, given: Orders, cut: Connection, troubled: Callable[[RankFailure], None]) -> bool:
         """Start its ranks, and wait for them; whether all have come to their end."""
         if self.job is None:
             self.job = replace(_job(self.resolved, given.facts), verb=self.verb)
@@ -180,10 +180,10 @@ class _Here:
         self.is_stopped = bool(value)
         return is_done
 
-    def _meeting(self, given: Orders, at: int, size: int) -> Meeting:
+    def _meeting(self, given: Orders, at: int, size: int) -> Rendezvous:
         """Where so many ranks of each host meet; this is the ``at``-th of those that have some."""
         world = size * len(given.go.crew(self.hosts.count))
-        return Meeting(store=given.store, first=size * at, world=world, host=self.name)
+        return Rendezvous(store=given.store, first=size * at, world=world, host=self.name)
 
     def _writes(self, given: Orders, job: TrainJob, at: int) -> RankWorld:
         """A rank that writes down what this host has of a state."""
@@ -194,7 +194,7 @@ class _Here:
         displaced = None if self._watch is None else self._watch.look()
         if self._watch is not None and displaced is not None and at == 0:
             self._watch.make(displaced)
-        parts = Parts(
+        parts = StateParts(
             handles=tuple(kept),
             state=go.state,
             folder=job.folder,
@@ -221,12 +221,12 @@ class _Here:
         recovered = None
         if go.lost is not None:
             step = None if go.state is None else go.state[0]
-            recovered = Recovered(step, go.lost.text, go.lost.at_s, is_gain=go.lost.is_gain)
+            recovered = Recovery(step, go.lost.text, go.lost.at_s, is_gain=go.lost.is_gain)
         checkpoint = None if found is None else Path(found)
         return replace(job, checkpoint=checkpoint, recovered=recovered, epoch=go.epoch)
 
 
-def _facts(job: TrainJob, go: Go) -> Message:
+def _facts(job: TrainJob, go: StartRanks) -> Message:
     """What ranks of other hosts are told of the run, all paths whole."""
     checkpoint = job.checkpoint if go.epoch == 1 else newest(job.folder.checkpoints)
     return {
@@ -261,7 +261,7 @@ def _led(here: _Here, tokens: Tokens) -> int:
     hosts, config, console = here.hosts, here.resolved.config, here.console
     stores: list[TcpStore] = []
 
-    def prepare(go: Go) -> tuple[Address, Message]:
+    def prepare(go: StartRanks) -> tuple[Address, Message]:
         assert here.job is not None
         stores[:] = [TcpStore(here.address)]
         return stores[0].address, _facts(here.job, go)
@@ -276,13 +276,13 @@ def _led(here: _Here, tokens: Tokens) -> int:
     )
     try:
         mine = here.hello(hosts.meet[1])
-        lead = Lead(
+        lead = Coordinator(
             (here.address, hosts.meet[1]),
             hosts.secret,
             mine=mine,
             table=table,
             prepare=prepare,
-            copies=(here.keeper, Steer(config.state.snapshot_every or 1)),
+            copies=(here.keeper, ScheduleKeeper(config.state.snapshot_every or 1)),
             tell=console.say,
         )
     except OSError as error:
@@ -290,11 +290,11 @@ def _led(here: _Here, tokens: Tokens) -> int:
             f"--meet = {hosts.meet[0]}:{hosts.meet[1]} is where host 0 is asked, and that is here, but it cannot be: "
             f"{error.strerror}; give an address of this host and a free port."
         ) from error
-    last: Over | None = None
+    last: RunOver | None = None
     try:
         with prepared_job(here.resolved, tokens, console, hosts=hosts.count) as job:
             if job is None:
-                last = Over()
+                last = RunOver()
                 return 0
             here.job = job = replace(job, verb=here.verb)
             lead.begin()
@@ -310,19 +310,19 @@ def _led(here: _Here, tokens: Tokens) -> int:
         last = last or _left(error)
         raise
     finally:
-        lead.close(last or Over(Cause("host 0 has left the run")))
+        lead.close(last or RunOver(Cause("host 0 has left the run")))
 
 
-def _left(error: BaseException) -> Over:
+def _left(error: BaseException) -> RunOver:
     """What other hosts are told where host 0 ends by an error of its own."""
     text = f"host 0: {error}" if isinstance(error, SuperstepError) else "host 0 has left the run"
-    return Over(Cause(text, is_mistake=isinstance(error, UserError)))
+    return RunOver(Cause(text, is_mistake=isinstance(error, UserError)))
 
 
 def _followed(here: _Here) -> int:
     """Any other host."""
     hosts = here.hosts
-    door = Door((here.address, 0), hosts.secret, here.keeper.enters, here.console.say)
+    door = HostListener((here.address, 0), hosts.secret, here.keeper.enters, here.console.say)
     member = Member(
         hosts.meet,
         hosts.secret,
@@ -350,7 +350,7 @@ def _is_complete(run: Resolved, console: Console) -> bool:
     return False
 
 
-def _ending(over: Over, here: _Here) -> int:
+def _ending(over: RunOver, here: _Here) -> int:
     """The exit status."""
     if over.cause is not None:
         error = raised(over.cause)

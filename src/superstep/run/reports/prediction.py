@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from superstep.comm.device import Device
 from superstep.cost.mfu_peak import peak_flops
-from superstep.cost.program.time.op_prices import Measured
+from superstep.cost.program.time.op_prices import MeasuredMachine
 from superstep.cost.program.time.operation import UnitOperations
 from superstep.cost.program.time.predict import Prediction
 from superstep.cost.program.time.traffic import traffic
@@ -17,7 +17,7 @@ from superstep.program.compile import compile_step
 
 
 @dataclass(frozen=True, slots=True)
-class Foretold:
+class PredictionParts:
     """Parts of a prediction; empty where there is none.
 
     Attributes:
@@ -31,14 +31,16 @@ class Foretold:
     traffic_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
-def foretold(run: Resolved, operations: Sequence[UnitOperations] | None, prediction: Prediction | None) -> Foretold:
+def foretold(
+    run: Resolved, operations: Sequence[UnitOperations] | None, prediction: Prediction | None
+) -> PredictionParts:
     """Of a run, as far as it can be told before it begins."""
     carried: Mapping[str, int] = {}
     if operations is not None:
         each = traffic(run, compile_step(run.plan), operations)
         carried = {str(axis): size for axis, size in max(each, key=lambda rank: sum(rank.values())).items()}
     if prediction is None:
-        return Foretold(traffic_bytes=carried)
+        return PredictionParts(traffic_bytes=carried)
     fullest = max(prediction.memory, key=lambda rank: rank.bytes)
     within = {
         "parameters, gathered": fullest.peak.params_bytes,
@@ -57,10 +59,10 @@ def foretold(run: Resolved, operations: Sequence[UnitOperations] | None, predict
     spent_s = spent_parts(prediction.timeline)
     if prediction.before_s:
         spent_s["log-probabilities"] = prediction.before_s
-    return Foretold(spent_s, sizes, carried)
+    return PredictionParts(spent_s, sizes, carried)
 
 
-def peak_of(run: Resolved, device: Device, machine: Measured | None) -> float | None:
+def peak_of(run: Resolved, device: Device, machine: MeasuredMachine | None) -> float | None:
     """FLOP/s that MFU is measured against: what was asked for, the data sheet's figure, on a CPU the measured rate."""
     if run.config.observe.peak_flops is not None:
         return run.config.observe.peak_flops

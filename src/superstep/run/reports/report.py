@@ -12,7 +12,7 @@ from superstep.errors import StateError, SuperstepError, UserError
 from superstep.observe.doctor.failure_file import read_box
 from superstep.observe.events import Event, RunFinished, RunStopped
 from superstep.observe.jsonl import damage, read
-from superstep.observe.page.report import RunTold, report_page
+from superstep.observe.page.report import ReportedRun, report_page
 from superstep.observe.trace import load_trace
 from superstep.plan.config_io import read_config
 from superstep.program.text import read_program
@@ -55,7 +55,7 @@ def _write_report(folder: RunFolder) -> None:
     write_whole(folder.report, report_page([run_told(folder, ran=read_recorded(folder))]))
 
 
-def run_told(folder: RunFolder, *, ran: Timeline | None = None) -> RunTold:
+def run_told(folder: RunFolder, *, ran: Timeline | None = None) -> ReportedRun:
     """What a run's folder holds.
 
     Raises:
@@ -68,7 +68,7 @@ def run_told(folder: RunFolder, *, ran: Timeline | None = None) -> RunTold:
     lines = list(read(folder.metrics))
     if not lines and b"\n" in folder.metrics.read_bytes():  # a torn first line is no damage
         raise StateError(f"{folder.metrics} holds no line that can be read: it is damaged. Take it from a copy.")
-    return RunTold(
+    return ReportedRun(
         name=str(folder.root),
         lines=lines,
         samples=list(read(folder.samples)) if folder.samples.is_file() else [],

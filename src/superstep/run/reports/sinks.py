@@ -13,7 +13,7 @@ from superstep.errors import ConfigError
 from superstep.observe.events import Sink
 from superstep.observe.jsonl import JsonLines
 from superstep.observe.tensorboard import TensorBoard
-from superstep.observe.trackers import Mlflow, Tracked, TrackedRun, Tracker, Trackio, Wandb
+from superstep.observe.trackers import Mlflow, TrackedRun, Tracker, TrackerSink, Trackio, Wandb
 from superstep.plan.config import ObserveConfig, RunConfig
 from superstep.run.reports.report import ReportAtEnd, flat
 from superstep.train.run_folder.run_paths import RunFolder, write_whole
@@ -88,5 +88,5 @@ def sinks(
         found.append(TensorBoard(folder.tensorboard, most_waiting_bytes=WAITING_BYTES))
     if trackers:
         write_whole(folder.trackers, json.dumps({name: tracker.run for name, tracker in trackers.items()}))
-    found += [Tracked(name, tracker, warn) for name, tracker in trackers.items()]
+    found += [TrackerSink(name, tracker, warn) for name, tracker in trackers.items()]
     return [*found, ReportAtEnd(folder)]

@@ -13,7 +13,7 @@ from superstep.launch.retry import next_try
 from superstep.observe.events import Resumed
 from superstep.run.console import Console
 from superstep.run.exit_messages import status_of
-from superstep.run.recover import Recovered, recovering
+from superstep.run.recover import Recovery, recovering
 from superstep.run.reports.report import leave_report
 from superstep.run.reports.samples import sampling
 from superstep.run.rl.rl_rank import rl_rank, rl_sampler
@@ -21,7 +21,7 @@ from superstep.state.snapshots.background_checkpoint import rank_memories
 from superstep.state.snapshots.memory_snapshot import SnapshotMemory, common
 from superstep.tune.rl.disaggregated.disaggregated import parties_of
 from superstep.tune.rl.job import RlJob, note_rollback, own_ranks, relaunched
-from superstep.tune.rl.rl_step import WentBack
+from superstep.tune.rl.rl_step import RunWentBack
 
 
 def launch_rl(job: RlJob, console: Console) -> int | None:
@@ -71,14 +71,14 @@ def _launch_ranks(job: RlJob, console: Console) -> bool:
     )  # what outlives a rank needs ranks apart
 
 
-def _attempt(job: RlJob, memories: Sequence[SnapshotMemory], console: Console, lost: Recovered | None) -> bool:
+def _attempt(job: RlJob, memories: Sequence[SnapshotMemory], console: Console, lost: Recovery | None) -> bool:
     """What ``_launch_ranks`` returns, called again after each time that the run goes back."""
     now = job if lost is None else _after_loss(job, lost)
     tries, newest = 0, -1
     while True:
         try:
             return _launch_ranks(now, console)
-        except WentBack as back:
+        except RunWentBack as back:
             following = next_try(tries, is_same_state=back.to_step == newest)
             if following is None:
                 raise
@@ -92,7 +92,7 @@ def _attempt(job: RlJob, memories: Sequence[SnapshotMemory], console: Console, l
             now = relaunched(job, back.to_step if is_in_memory else None)
 
 
-def _after_loss(job: RlJob, lost: Recovered) -> RlJob:
+def _after_loss(job: RlJob, lost: Recovery) -> RlJob:
     """What ranks are told that are launched after some were lost."""
     again = relaunched(job, lost.step)
     told = Resumed(step=again.program.cursor.step, path="", lost=lost.lost, passed_over=lost.passed_over)

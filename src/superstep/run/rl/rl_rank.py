@@ -17,7 +17,7 @@ from superstep.observe.events import (
     Fanout,
     Resumed,
     Retried,
-    Rolled,
+    RolloutStats,
     RunFinished,
     RunStarted,
     Sink,
@@ -28,7 +28,7 @@ from superstep.run.reports.plan_line import plan_text
 from superstep.run.reports.sinks import open_trackers, sinks
 from superstep.tune.rl.disaggregated.disaggregated import sample_apart, train_apart
 from superstep.tune.rl.job import RlJob, reinforce
-from superstep.tune.rl.step_rewards import Learnt
+from superstep.tune.rl.step_rewards import RlStepResult
 
 
 def rl_rank(world: World, job: RlJob, console: Console) -> bool:
@@ -98,7 +98,7 @@ class RlReport:
             sink.write(Resumed(step=self._step, path=str(self._job.checkpoint or "")))
         return sink
 
-    def learnt(self, learnt: Learnt) -> None:
+    def learnt(self, learnt: RlStepResult) -> None:
         """A step."""
         result = learnt.result
         self._step, self._tokens = learnt.step, learnt.tokens_seen
@@ -119,7 +119,7 @@ class RlReport:
             )
         )
         self.write(
-            Rolled(
+            RolloutStats(
                 step=learnt.step,
                 reward=learnt.reward,
                 answers=learnt.answers,

@@ -28,7 +28,7 @@ from starlette.responses import Response
 
 from superstep.errors import StateError, did_you_mean
 from superstep.http.app import KeyScheme, Routes, read_bearer, with_key
-from superstep.http.body_validation import Strict, read_model
+from superstep.http.body_validation import StrictBody, read_model
 from superstep.http.limits import read_json
 from superstep.http.request_error import RequestError, show
 from superstep.http.sse import respond
@@ -36,23 +36,23 @@ from superstep.serve.api.admin_backend import Admin
 from superstep.serve.api.app_state import AppState
 from superstep.serve.files.reader import BackgroundReader
 from superstep.serve.scheduling import engine_messages as messages
-from superstep.serve.scheduling.engine_messages import Deed, EngineStatus, PauseMode, Requests
+from superstep.serve.scheduling.engine_messages import Command, EngineStatus, PauseMode, Requests
 
 
-class ChangeFields(Strict):
+class ChangeFields(StrictBody):
     """The body of POST /admin/weights."""
 
     path: str = Field(min_length=1)
     requests: Requests = "recompute"
 
 
-class WakeFields(Strict):
+class WakeFields(StrictBody):
     """The body of POST /admin/wake."""
 
     path: str | None = Field(default=None, min_length=1)
 
 
-class AdapterFields(Strict):
+class AdapterFields(StrictBody):
     """The body of POST /admin/adapters."""
 
     name: str = Field(min_length=1, max_length=256)
@@ -217,7 +217,7 @@ def _choices(request: Request, known: Mapping[str, Sequence[str]]) -> Mapping[st
     return request.query_params
 
 
-async def _do(command: Deed, service: AppState) -> Response:
+async def _do(command: Command, service: AppState) -> Response:
     try:
         return _status_response(await admin_of(service).engine.do(command))
     except StateError as error:

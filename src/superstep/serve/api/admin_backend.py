@@ -12,12 +12,12 @@ from typing import Protocol
 import msgspec
 
 from superstep.errors import SuperstepError
-from superstep.serve.api.backend import Away
+from superstep.serve.api.backend import BackendAway
 from superstep.serve.files.reader import TIMEOUT_S
-from superstep.serve.scheduling.engine_messages import Deed, EngineStatus, Pause, Resume
+from superstep.serve.scheduling.engine_messages import Command, EngineStatus, Pause, Resume
 
 
-class Steered(Protocol):
+class SteeredEngine(Protocol):
     """An engine that takes commands, seen from the event loop."""
 
     @property
@@ -25,7 +25,7 @@ class Steered(Protocol):
         """Its status."""
         ...
 
-    async def do(self, command: Deed) -> EngineStatus:
+    async def do(self, command: Command) -> EngineStatus:
         """Do something; returns the status after it.
 
         Raises:
@@ -35,7 +35,7 @@ class Steered(Protocol):
         ...
 
 
-class OneOfSeveral(Steered, Protocol):
+class OneOfSeveral(SteeredEngine, Protocol):
     """An engine that can undo commands."""
 
     @property
@@ -43,7 +43,7 @@ class OneOfSeveral(Steered, Protocol):
         """Whether it takes commands now."""
         ...
 
-    def back(self, command: Deed) -> Sequence[Deed]:
+    def back(self, command: Command) -> Sequence[Command]:
         """The commands that restore its present status after this one."""
         ...
 
@@ -59,11 +59,11 @@ class Admin:
 
     key: str
     folders: Sequence[Path]
-    engine: Steered
+    engine: SteeredEngine
     timeout_s: float = TIMEOUT_S
 
 
-class Several:
+class EngineGroup:
     """Several engines of one model as one: a command is done by all of them or by none."""
 
     def __init__(self, engines: Sequence[OneOfSeveral]) -> None:
@@ -78,15 +78,15 @@ class Several:
         shared = tuple(one for one in shown.adapters if all(one in other.adapters for other in every))
         return msgspec.structs.replace(shown, adapters=shared)
 
-    async def do(self, command: Deed) -> EngineStatus:
-        """Do something on all engines; see ``Steered``. Where one cannot, the others undo it.
+    async def do(self, command: Command) -> EngineStatus:
+        """Do something on all engines; see ``SteeredEngine``. Where one cannot, the others undo it.
 
         Commands run one after the other. Only pauses may come at any time: a running command may wait for their end.
         """
         async with nullcontext() if isinstance(command, Pause | Resume) else self._turn:
             for number, engine in enumerate(self._engines):
                 if not engine.is_there:
-                    raise Away(f"{self._name(number)} is not there, and nothing was changed; ask again.")
+                    raise BackendAway(f"{self._name(number)} is not there, and nothing was changed; ask again.")
             ways_back = [engine.back(command) for engine in self._engines]
             results = await asyncio.gather(*(engine.do(command) for engine in self._engines), return_exceptions=True)
             failed = {number: one for number, one in enumerate(results) if isinstance(one, BaseException)}
@@ -96,10 +96,10 @@ class Several:
             answers = await asyncio.gather(*(self._go_back(number, ways_back[number]) for number in done))
             raise self._failure(failed, [one for one in answers if one])
 
-    async def _go_back(self, number: int, deeds: Sequence[Deed]) -> str:
+    async def _go_back(self, number: int, commands: Sequence[Command]) -> str:
         """Undo one engine's command; returns why it could not."""
         try:
-            for command in deeds:
+            for command in commands:
                 await self._engines[number].do(command)
         except SuperstepError as error:
             return f"replica {number} could not go back: {error}"

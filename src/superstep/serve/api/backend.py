@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from superstep.errors import Fault, SuperstepError
-from superstep.serve.scheduling.request import Counters, Info, RequestUpdate, Sampling
+from superstep.serve.scheduling.request import Counters, ModelInfo, RequestUpdate, Sampling
 
 
-class Busy(SuperstepError):
+class BackendBusy(SuperstepError):
     """The backend's queue is full: the request was not taken, and may be sent again."""
 
     def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
@@ -18,7 +18,7 @@ class Busy(SuperstepError):
         self.retry_after_s = retry_after_s
 
 
-class Away(Fault):
+class BackendAway(Fault):
     """The engine is not available: it starts, restarts, sleeps or is paused."""
 
 
@@ -34,7 +34,7 @@ class Backend(Protocol):
     """An engine, seen from the event loop of the HTTP handlers. No method blocks."""
 
     @property
-    def info(self) -> Info:
+    def info(self) -> ModelInfo:
         """The current model; its version changes with the weights."""
         ...
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from superstep.errors import ConfigError, Fault, SuperstepError
 from superstep.http.request_error import RequestError
-from superstep.serve.api.backend import Away, Busy
+from superstep.serve.api.backend import BackendAway, BackendBusy
 
 
 def refused_by_backend(error: SuperstepError, *, names: Mapping[str, str] | None = None) -> RequestError:
@@ -18,10 +18,10 @@ def refused_by_backend(error: SuperstepError, *, names: Mapping[str, str] | None
         names: this endpoint's names of fields that the engine calls otherwise.
     """
     match error:
-        case Busy():
+        case BackendBusy():
             wait = str(max(1, round(error.retry_after_s)))
             return RequestError(str(error), status=429, code="queue_full", headers={"Retry-After": wait})
-        case Away():
+        case BackendAway():
             return RequestError(str(error), status=503, code="engine_away", headers={"Retry-After": "1"})
         case ConfigError():
             return _of_config(str(error), names or {})

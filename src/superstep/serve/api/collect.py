@@ -37,7 +37,7 @@ class Usage:
 
 
 @dataclass(slots=True)
-class Whole:
+class CollectedAnswer:
     """One answer so far; ``add`` changes it.
 
     Attributes:
@@ -80,9 +80,9 @@ class Whole:
         return "".join(self.texts)
 
 
-async def collect(asks: Sequence[AnswerRequest], service: AppState, usage: Usage) -> list[Whole]:
+async def collect(asks: Sequence[AnswerRequest], service: AppState, usage: Usage) -> list[CollectedAnswer]:
     """All answers, in order, once the last one has ended; changes ``usage``."""
-    answers = [Whole() for _ in asks]
+    answers = [CollectedAnswer() for _ in asks]
 
     def keep(news: AnswerUpdate) -> None:
         usage.add(news)

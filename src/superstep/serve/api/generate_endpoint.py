@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from superstep.errors import ConfigError
-from superstep.http.body_validation import Strict, read_model, takes, value_or
+from superstep.http.body_validation import StrictBody, read_model, takes, value_or
 from superstep.http.limits import read_json
 from superstep.http.request_error import RequestError, show
 from superstep.http.sse import Form, event, respond, stream_response, until_gone
@@ -39,7 +39,7 @@ from superstep.serve.api.limits import biases_of
 from superstep.serve.scheduling.request import Constraint, Sampling, SamplingOptions, TokenOutput
 
 
-class ConstraintFields(Strict):
+class ConstraintFields(StrictBody):
     """The form of an answer."""
 
     kind: Literal["json_schema", "json_object", "regex", "lark"]
@@ -47,7 +47,7 @@ class ConstraintFields(Strict):
 
 
 @takes(SamplingOptions)
-class SamplingFields(Strict):
+class SamplingFields(StrictBody):
     """Like ``Sampling``, but without a seed one is drawn for the request."""
 
     max_tokens: int = 16
@@ -60,7 +60,7 @@ class SamplingFields(Strict):
     constraint: ConstraintFields | None = None
 
 
-class GenerateFields(Strict):
+class GenerateFields(StrictBody):
     """The body of the endpoint."""
 
     prompt: Any = None

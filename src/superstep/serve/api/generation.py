@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from superstep.http.request_error import RequestError
 from superstep.serve.api.app_state import AppState
-from superstep.serve.api.backend import Away
+from superstep.serve.api.backend import BackendAway
 from superstep.serve.api.text_protocol import AnswerTextReader
 from superstep.serve.scheduling.request import (
     Finish,
@@ -175,7 +175,7 @@ async def _merge(asks: Sequence[AnswerRequest], service: AppState) -> AsyncGener
 
 async def answer(ask: AnswerRequest, service: AppState) -> AsyncGenerator[AnswerUpdate, None]:
     """The updates of one answer; the last one has a ``finish``."""
-    following = Following(ask, service)
+    following = AnswerFollower(ask, service)
     stream = service.backend.stream(ask.prompt, ask.sampling, priority=ask.priority, adapter=ask.adapter, salt=ask.salt)
     try:
         async with aclosing(stream):
@@ -184,14 +184,14 @@ async def answer(ask: AnswerRequest, service: AppState) -> AsyncGenerator[Answer
                 yield news
                 if news.finish is not None:
                     return
-        raise Away("the engine ended an answer without a word; ask again.")
+        raise BackendAway("the engine ended an answer without a word; ask again.")
     finally:
         following.end()
 
 
 async def hear(ask: AnswerRequest, service: AppState, keep: Callable[[AnswerUpdate], None]) -> None:
     """The same, passing each update on as it comes: no task wakes up before the last one."""
-    following = Following(ask, service)
+    following = AnswerFollower(ask, service)
 
     def heard(progress: RequestUpdate) -> bool:
         news = following.read(progress)
@@ -206,7 +206,7 @@ async def hear(ask: AnswerRequest, service: AppState, keep: Callable[[AnswerUpda
         following.end()
 
 
-class Following:
+class AnswerFollower:
     """Reads one answer's updates from the engine, and counts them."""
 
     def __init__(self, ask: AnswerRequest, service: AppState) -> None:

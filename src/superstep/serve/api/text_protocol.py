@@ -30,7 +30,7 @@ class ToolUse:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Said:
+class AnswerPiece:
     """A piece of an answer: text for the reader, or part of a call.
 
     Attributes:
@@ -65,9 +65,9 @@ class AnswerTextReader(Protocol):
 class ToolCallReader(Protocol):
     """Finds the calls in one answer's text. The joined pieces do not depend on how the text was cut."""
 
-    def push(self, text: str) -> Sequence[Said]: ...
+    def push(self, text: str) -> Sequence[AnswerPiece]: ...
 
-    def end(self) -> Sequence[Said]:
+    def end(self) -> Sequence[AnswerPiece]:
         """What was held back, at the end."""
         ...
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from superstep.errors import ConfigError
 from superstep.serve.compute.flat_batch import RequestRows, Rows
-from superstep.serve.compute.sampler import SamplingContext, Totals, columns, draw, read_rows
+from superstep.serve.compute.sampler import LogitTotals, SamplingContext, columns, draw, read_rows
 from superstep.serve.drafting.grammar_protocol import Matcher
 from superstep.serve.drafting.speculate import DraftBudget
 from superstep.serve.scheduling.request_state import LiveRequest
@@ -67,12 +67,12 @@ class _Run:
             return 0  # it costs a row, as any bad guess
         context = SamplingContext(self.live.request.prompt, [*self.live.drawn, *self.guesses], allowed)
         sampling = replace(self.live.request.sampling, top_logprobs=0)
-        totals = Totals(largest, 0.0, likeliest)  # nobody asks for its log-probabilities
+        totals = LogitTotals(largest, 0.0, likeliest)  # nobody asks for its log-probabilities
         return draw(logits_V, totals, sampling, context, self.live.known + len(self.guesses)).token
 
 
-class SmallModel:
-    """A ``Guesser``.
+class DraftModel:
+    """A ``Drafter``.
 
     Args:
         compute: gives the small model's logits of the wanted rows, on all ranks that share it.

@@ -16,7 +16,7 @@ from superstep.numerics.sending import send
 from superstep.serve.compute.flat_batch import RequestRows
 
 
-class KeyStore:
+class KvCache:
     """Memory for ``pages`` pages of each layer.
 
     Args:
@@ -63,7 +63,7 @@ class KeyStore:
 
 
 @dataclass(frozen=True, slots=True)
-class Together:
+class SharedKeys:
     """Parts that are computed in one product: with as many rows each, and keys of one number of blocks.
 
     Attributes:
@@ -86,7 +86,7 @@ FEW = 16
 """Texts of so many rows each at the most, new tokens and guesses, are computed side by side."""
 
 
-def together(parts: Sequence[RequestRows], page_tokens: int, block: int, device: torch.device) -> list[Together]:
+def together(parts: Sequence[RequestRows], page_tokens: int, block: int, device: torch.device) -> list[SharedKeys]:
     """The parts of a step, those of as many rows, if few, side by side where their texts have as many blocks."""
     groups: dict[tuple[int, ...], list[tuple[int, RequestRows]]] = {}
     at = 0
@@ -99,7 +99,7 @@ def together(parts: Sequence[RequestRows], page_tokens: int, block: int, device:
 
 def _gather_pages(
     members: Sequence[tuple[int, RequestRows]], page_tokens: int, length: int, device: torch.device
-) -> Together:
+) -> SharedKeys:
     rows, ends, slots = [], [], []
     for at, part in members:
         end = part.first + part.count
@@ -107,4 +107,4 @@ def _gather_pages(
         rows.append(list(range(at, at + part.count)))
         ends.append(list(range(part.first + 1, end + 1)))
         slots.append(held + held[:1] * (length - end))
-    return Together(*(send(torch.tensor(x), device) for x in (rows, ends, slots)))
+    return SharedKeys(*(send(torch.tensor(x), device) for x in (rows, ends, slots)))

@@ -28,7 +28,7 @@ from superstep.serve.files.reader import BackgroundReader
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class LoraSite:
     """A linear that adapters add to.
 
     Attributes:
@@ -65,7 +65,7 @@ class Adapters:
         self.linears = linears_of(served.run.shape)
         self._served = served
         self._tp = tp
-        self._sites: dict[str, Site] = {}
+        self._sites: dict[str, LoraSite] = {}
         self._now: AdapterBatch | None = None
         self._changes = 0
 
@@ -143,7 +143,7 @@ class Adapters:
         return forward
 
 
-def sites_of(served: ServedUnits, tp: Group | None) -> Iterator[tuple[str, Site]]:
+def sites_of(served: ServedUnits, tp: Group | None) -> Iterator[tuple[str, LoraSite]]:
     """Every matrix of the units, by its global name without ``.weight``."""
     grain, rules = served.run.plan.grain, served.run.plan.rules
     for spec, module in zip(served.specs, served.modules, strict=True):
@@ -158,4 +158,4 @@ def sites_of(served: ServedUnits, tp: Group | None) -> Iterator[tuple[str, Site]
                 cells = grain.cells // (1 if tp is None else tp.size())
             additions = Additions(cells, tp if is_cut_in else None)
             name = param.name.removesuffix(".weight")
-            yield name, Site(module.get_submodule(path), param.name, outputs, inputs, additions)
+            yield name, LoraSite(module.get_submodule(path), param.name, outputs, inputs, additions)

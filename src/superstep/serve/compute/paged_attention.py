@@ -26,7 +26,7 @@ from superstep.model.fused_attention import fused_attention
 from superstep.numerics.invariant_attention import BLOCK, attend_rows
 from superstep.numerics.sending import send
 from superstep.serve.compute.flat_batch import RequestRows
-from superstep.serve.compute.kv_cache import KeyStore, Together, slots_of, together
+from superstep.serve.compute.kv_cache import KvCache, SharedKeys, slots_of, together
 
 FAST_BLOCK = 64
 """In fast mode texts are read together whose lengths are of the same so many keys."""
@@ -50,11 +50,11 @@ class AttentionInputs:
     """
 
     slots: Tensor
-    groups: tuple[Together, ...]
+    groups: tuple[SharedKeys, ...]
     mixes: tuple[Mix, ...]
 
 
-def reading(parts: Sequence[RequestRows], store: KeyStore, *, window: int | None, is_exact: bool) -> AttentionInputs:
+def reading(parts: Sequence[RequestRows], store: KvCache, *, window: int | None, is_exact: bool) -> AttentionInputs:
     """The places of a step's rows.
 
     Args:
@@ -81,7 +81,7 @@ def reading(parts: Sequence[RequestRows], store: KeyStore, *, window: int | None
     return AttentionInputs(slots=send(torch.tensor(written), device), groups=tuple(groups), mixes=tuple(mixes))
 
 
-def _hidden(group: Together, starts_nC: Tensor) -> Tensor:
+def _hidden(group: SharedKeys, starts_nC: Tensor) -> Tensor:
     """Which keys its rows do not see: [n, C, L]."""
     place_L = torch.arange(group.slots.shape[1], device=group.slots.device)
     return (place_L >= group.ends[..., None]) | (place_L < starts_nC[..., None])
@@ -91,7 +91,7 @@ def _hidden(group: Together, starts_nC: Tensor) -> Tensor:
 class PagedAttend:
     """The ``attend`` of one layer in one step."""
 
-    store: KeyStore
+    store: KvCache
     layer: int
     step: AttentionInputs
 
@@ -114,7 +114,7 @@ class PagedAttention:
         is_exact: whether bits must not depend on what is computed together.
     """
 
-    def __init__(self, store: KeyStore, *, window: int | None, is_exact: bool) -> None:
+    def __init__(self, store: KvCache, *, window: int | None, is_exact: bool) -> None:
         self._store = store
         self._window = window
         self._is_exact = is_exact

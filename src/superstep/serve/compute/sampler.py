@@ -31,7 +31,7 @@ MOST_NOISE = 1 << 22
 """Numbers of noise that are made at once: 32 MiB."""
 
 
-class Totals(NamedTuple):
+class LogitTotals(NamedTuple):
     """What a row of logits says of its distribution.
 
     Attributes:
@@ -100,7 +100,7 @@ class SampledToken(NamedTuple):
 
 
 TotalsOf = Callable[[Tensor], Tensor]
-"""``Totals`` of each row of logits, side by side where the logits are: [R, 3], fp64."""
+"""``LogitTotals`` of each row of logits, side by side where the logits are: [R, 3], fp64."""
 
 
 def columns(*numbers_R: Tensor) -> Tensor:
@@ -122,12 +122,12 @@ def read_rows(*parts: Tensor) -> list[list[list[float]]]:
     return [piece.view(part.shape).tolist() for piece, part in zip(pieces, parts, strict=True)]
 
 
-def read_totals(rows: Sequence[Sequence[float]]) -> list[Totals]:
+def read_totals(rows: Sequence[Sequence[float]]) -> list[LogitTotals]:
     """Those of rows that were read."""
-    return [Totals(largest, log_total, int(likeliest)) for largest, log_total, likeliest in rows]
+    return [LogitTotals(largest, log_total, int(likeliest)) for largest, log_total, likeliest in rows]
 
 
-class Draws(NamedTuple):
+class SampledTokens(NamedTuple):
     """What was drawn from many rows, where the logits are.
 
     Attributes:
@@ -140,7 +140,9 @@ class Draws(NamedTuple):
     totals: Tensor
 
 
-def draw_rows(logits_DV: Tensor, samplings: Sequence[tuple[Sampling, int]], totals: TotalsOf = totals_of) -> Draws:
+def draw_rows(
+    logits_DV: Tensor, samplings: Sequence[tuple[Sampling, int]], totals: TotalsOf = totals_of
+) -> SampledTokens:
     """Draw from many rows whose logits are taken as they are, but for a temperature above zero: of each row the same as
     if it were alone.
 
@@ -154,10 +156,10 @@ def draw_rows(logits_DV: Tensor, samplings: Sequence[tuple[Sampling, int]], tota
         _draw_piece(logits_DV[first : first + rows], samplings[first : first + rows], totals)
         for first in range(0, len(samplings), rows)
     ]
-    return Draws(*map(torch.cat, zip(*pieces, strict=True)))
+    return SampledTokens(*map(torch.cat, zip(*pieces, strict=True)))
 
 
-def _draw_piece(logits_DV: Tensor, samplings: Sequence[tuple[Sampling, int]], totals: TotalsOf) -> Draws:
+def _draw_piece(logits_DV: Tensor, samplings: Sequence[tuple[Sampling, int]], totals: TotalsOf) -> SampledTokens:
     device = logits_DV.device
     scores_DV = logits_DV / send(torch.tensor([[how.temperature] for how, _ in samplings]), device)
     keys_D1 = send(torch.tensor([[_key(how.seed, position)] for how, position in samplings]), device)
@@ -167,8 +169,8 @@ def _draw_piece(logits_DV: Tensor, samplings: Sequence[tuple[Sampling, int]], to
     tokens = columns(tokens_D1.flatten(), scores_DV.isfinite().sum(-1), own_D, score_D)
     warm = [row for row, (how, _) in enumerate(samplings) if how.temperature != 1.0]
     if not warm:
-        return Draws(tokens, tokens.new_empty(0, len(Totals._fields)))
-    return Draws(tokens, totals(scores_DV[send(torch.tensor(warm), device)]))
+        return SampledTokens(tokens, tokens.new_empty(0, len(LogitTotals._fields)))
+    return SampledTokens(tokens, totals(scores_DV[send(torch.tensor(warm), device)]))
 
 
 def read_draws(
@@ -177,7 +179,7 @@ def read_draws(
     """What was drawn.
 
     Args:
-        parts: of ``Draws``, as ``read_rows`` gives them.
+        parts: of ``SampledTokens``, as ``read_rows`` gives them.
         samplings: as they were drawn.
     """
     tokens, totals = parts
@@ -197,7 +199,7 @@ def draw_plain(
 
 def draw(
     logits_V: Tensor,
-    totals: Totals,
+    totals: LogitTotals,
     sampling: Sampling,
     context: SamplingContext,
     position: int,
@@ -249,16 +251,16 @@ def _temper(scores: Tensor, at: int) -> float:
     return float(scores[at].double() - scores.double().logsumexp(0))
 
 
-def logprob(logits_V: Tensor, totals: Totals, token: int) -> float:
+def logprob(logits_V: Tensor, totals: LogitTotals, token: int) -> float:
     """A token's log-probability, rounded as the trainer's loss is."""
     return _logprob(logits_V[token].item(), totals)
 
 
-def _logprob(logit: float, totals: Totals) -> float:
+def _logprob(logit: float, totals: LogitTotals) -> float:
     return -float(np.float32(totals.log_total) + np.float32(totals.largest) - np.float32(logit))
 
 
-def likeliest(logits_V: Tensor, totals: Totals, count: int) -> tuple[tuple[int, float], ...]:
+def likeliest(logits_V: Tensor, totals: LogitTotals, count: int) -> tuple[tuple[int, float], ...]:
     """The ``count`` likeliest tokens and their log-probabilities."""
     if count == 0:
         return ()

@@ -13,7 +13,7 @@ from superstep.comm.mesh import Group
 from superstep.engine.exact.modules import ExactLayers, exact_layers
 from superstep.engine.flat.layout import lay_out
 from superstep.engine.layer_table import left_to_loss
-from superstep.engine.layers.grad_accumulation import GradientSink, Sums
+from superstep.engine.layers.grad_accumulation import GradientSink, GradientSums
 from superstep.engine.layers.implementation import Implementation, install
 from superstep.engine.parallel.tensor import EXACT_OVER_TP, OVER_TP, splitting
 from superstep.errors import StateError
@@ -110,7 +110,7 @@ def _unit(
     computing: tuple[Implementation, ...] = ()
     if grain is not None:
         # Nothing is summed here that would go to a gradient.
-        nowhere = GradientSink(torch.empty(0), PARAMETER, Sums())
+        nowhere = GradientSink(torch.empty(0), PARAMETER, GradientSums())
         sinks = dict.fromkeys(module.parameters(), nowhere)
         exact = ExactLayers(grain=grain, rules=rules, chunks=1, parts=1, group=tp, sinks=sinks)
         computing = left_to_loss(module, spec) + exact_layers(spec, exact)

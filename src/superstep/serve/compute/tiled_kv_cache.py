@@ -26,7 +26,7 @@ MOST_GROUP, MOST_WIDTH = 16, 256
 """What the attention takes: query heads of a key head, and the width of a head."""
 
 
-class TiledStore:
+class TiledKvCache:
     """Memory for ``pages`` pages of each layer.
 
     Args:
@@ -90,7 +90,7 @@ class TiledAttention:
         window: tokens that a row sees back to; None means all.
     """
 
-    def __init__(self, library: ctypes.CDLL, store: TiledStore, window: int | None) -> None:
+    def __init__(self, library: ctypes.CDLL, store: TiledKvCache, window: int | None) -> None:
         self._library = library
         self._store = store
         self._window = window

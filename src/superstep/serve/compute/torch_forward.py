@@ -64,7 +64,7 @@ class TorchForward:
         return self._logits(h_1TD[:, send(torch.tensor(rows.wanted), device)])
 
     def totals(self, logits_RV: Tensor) -> Tensor:
-        """``Totals`` of each of these rows, in fast mode: [R, 3]."""
+        """``LogitTotals`` of each of these rows, in fast mode: [R, 3]."""
         return totals_of(logits_RV)
 
     def _logits(self, h_1RD: Tensor) -> Tensor:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from superstep.numerics.sending import send
 from superstep.serve.compute.sampler import (
+    LogitTotals,
     SampledToken,
-    Totals,
     TotalsOf,
     draw_rows,
     read_draws,
@@ -24,11 +24,11 @@ from superstep.serve.compute.sampler import (
 from superstep.serve.scheduling.request import Sampling
 
 
-class Row(NamedTuple):
+class LogitsRow(NamedTuple):
     """A row of logits, what is known of it, and what was drawn from it together with others."""
 
     logits: Tensor
-    totals: Totals
+    totals: LogitTotals
     drawn: SampledToken | None
 
 
@@ -39,7 +39,7 @@ def read_wanted(
     totals: TotalsOf,
     *,
     vocab: int,
-) -> dict[int, Row]:
+) -> dict[int, LogitsRow]:
     """By number, what is known of each wanted row.
 
     Args:
@@ -61,4 +61,4 @@ def read_wanted(
     else:
         (rows,) = read_rows(totals_R3)
     known = zip(wanted, logits_RV[:, :vocab], read_totals(rows), strict=True)
-    return {row: Row(logits_V, each, drawn.get(row)) for row, logits_V, each in known}
+    return {row: LogitsRow(logits_V, each, drawn.get(row)) for row, logits_V, each in known}

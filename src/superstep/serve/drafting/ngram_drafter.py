@@ -23,7 +23,7 @@ TRIED = 16
 """Places that are compared for one guess."""
 
 
-class Lookup:
+class PairLookup:
     """Where the pairs of one text stood. The text may only grow between two calls."""
 
     def __init__(self) -> None:

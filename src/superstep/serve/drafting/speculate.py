@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from superstep.serve.drafting.grammar_protocol import Matcher
-from superstep.serve.drafting.ngram_drafter import Lookup
+from superstep.serve.drafting.ngram_drafter import PairLookup
 from superstep.serve.scheduling.request_state import LiveRequest
 from superstep.serve.scheduling.step import ScheduledStep
 
@@ -42,7 +42,7 @@ class DraftBudget:
     counts: Mapping[int, int]
 
 
-class Guesser(Protocol):
+class Drafter(Protocol):
     """Who guesses."""
 
     def offer(self, live: LiveRequest, most: int, matcher: Matcher | None) -> int:
@@ -58,16 +58,16 @@ class Guesser(Protocol):
         """A request ended, or its pages were taken back."""
 
 
-class FromText:
+class NgramDrafter:
     """Guesses from what the request's own text says."""
 
     def __init__(self) -> None:
-        self._lookups: dict[int, Lookup] = {}
+        self._lookups: dict[int, PairLookup] = {}
         self._found: dict[int, tuple[int, ...]] = {}
 
     def offer(self, live: LiveRequest, most: int, matcher: Matcher | None) -> int:
         """As many as were found, up to the first that the answer's form does not allow."""
-        draft = self._lookups.setdefault(live.id, Lookup()).guess(live.tokens, most)
+        draft = self._lookups.setdefault(live.id, PairLookup()).guess(live.tokens, most)
         if matcher is not None and draft:
             draft = draft[: matcher.legal(draft)]
         self._found[live.id] = draft
@@ -86,7 +86,7 @@ class FromText:
         self._found.pop(request, None)
 
 
-class Pace:
+class DraftPace:
     """When one request guesses: one whose guesses are poor rests for some tokens, and longer each time.
 
     A miss counts one, and each guess that stood makes up for one. After the n-th miss on balance the request rests
@@ -115,10 +115,10 @@ class Speculation:
         tokens: the most tokens guessed for one request in a step.
     """
 
-    def __init__(self, guesser: Guesser | None = None, tokens: int = 0) -> None:
+    def __init__(self, guesser: Drafter | None = None, tokens: int = 0) -> None:
         self._guesser = guesser
         self._tokens = tokens
-        self._paces: dict[int, Pace] = {}
+        self._paces: dict[int, DraftPace] = {}
         self.drafts = self.drafted_tokens = self.accepted_tokens = 0
 
     def offer(self, running: Iterable[LiveRequest], matchers: Mapping[int, Matcher]) -> None:
@@ -130,7 +130,7 @@ class Speculation:
         for one in running:
             most = min(self._tokens, one.left - 1)
             is_ready = one.known - one.computed == 1 and most > 0
-            if not is_ready or self._paces.setdefault(one.id, Pace()).is_resting(one.known):
+            if not is_ready or self._paces.setdefault(one.id, DraftPace()).is_resting(one.known):
                 one.drafts = 0
             else:
                 one.drafts = self._guesser.offer(one, most, matchers.get(one.id))

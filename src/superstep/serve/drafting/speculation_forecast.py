@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from superstep.cost.serve import ComputeMode, Work, seconds, way_of
+from superstep.cost.serve import ComputeMode, StepWork, seconds, way_of
 from superstep.serve.scheduling.capacity_forecast import STREAMS, ServerSetup
 from superstep.serve.scheduling.step import PositionRange, ScheduledStep
-from superstep.serve.scheduling.step_log import Entry, Fact, work_of
+from superstep.serve.scheduling.step_log import RequestFact, StepEntry, work_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Guess:
+class DraftForecast:
     """Requests of which all guess in one step.
 
     Attributes:
@@ -40,7 +40,7 @@ class Guess:
     pays_from: float
 
 
-def guesses(server: ServerSetup, *, draft_tokens: int, known: int, replicas: int = 1) -> list[Guess]:
+def guesses(server: ServerSetup, *, draft_tokens: int, known: int, replicas: int = 1) -> list[DraftForecast]:
     """What guessing takes, for some numbers of requests.
 
     Args:
@@ -55,7 +55,7 @@ def guesses(server: ServerSetup, *, draft_tokens: int, known: int, replicas: int
     return [_guess(server, count, share, tokens, known) for count, share, tokens in room if tokens > 0]
 
 
-def _guess(server: ServerSetup, streams: int, share: int, tokens: int, known: int) -> Guess:
+def _guess(server: ServerSetup, streams: int, share: int, tokens: int, known: int) -> DraftForecast:
     way, window = way_of(server.rate), server.model.window
     plain_s = seconds(server.rate, server.model, _work(share, 0, known, way, window))
     step_s = seconds(server.rate, server.model, _work(share, tokens, known, way, window))
@@ -68,7 +68,7 @@ def _guess(server: ServerSetup, streams: int, share: int, tokens: int, known: in
         )
         # The last guess is not computed, but where it ends a page.
         guess_s += _last_s(server, share, known + tokens) / server.page_tokens
-    return Guess(
+    return DraftForecast(
         streams=streams,
         tokens=tokens,
         plain_s=plain_s,
@@ -86,11 +86,11 @@ def _last_s(server: ServerSetup, share: int, known: int) -> float:
     return seconds(rate, model, silent)
 
 
-def _work(requests: int, guessed: int, known: int, way: ComputeMode, window: int | None) -> Work:
+def _work(requests: int, guessed: int, known: int, way: ComputeMode, window: int | None) -> StepWork:
     """A step for one token of each request, and so many guesses of each."""
     chunks: Sequence[PositionRange] = [
         PositionRange(request=number, first=known - 1, count=1 + guessed, pages=()) for number in range(requests)
     ]
-    facts = {number: Fact(known) for number in range(requests)}
-    entry = Entry(at_s=0.0, took_s=0.0, step=ScheduledStep(chunks=tuple(chunks), frees=(), version=""), facts=facts)
+    facts = {number: RequestFact(known) for number in range(requests)}
+    entry = StepEntry(at_s=0.0, took_s=0.0, step=ScheduledStep(chunks=tuple(chunks), frees=(), version=""), facts=facts)
     return work_of(entry, way, window)

@@ -14,18 +14,18 @@ from pathlib import Path
 import msgspec
 
 from superstep.errors import ConfigError, StateError, SuperstepError
-from superstep.serve.api.backend import Away
+from superstep.serve.api.backend import BackendAway
 from superstep.serve.files.reader import TIMEOUT_S, BackgroundReader
 from superstep.serve.files.weights import Lock, hold
 from superstep.serve.scheduling import engine_messages as messages
-from superstep.serve.scheduling.engine_messages import Deed, EngineStatus, Order
-from superstep.serve.scheduling.request import AdapterInfo, Info
+from superstep.serve.scheduling.engine_messages import Command, EngineStatus, Order
+from superstep.serve.scheduling.request import AdapterInfo, ModelInfo
 
 NOBODY = 0
 """The number of a deed whose end nobody waits for."""
 
 
-class Deeds:
+class AdminCommands:
     """Deeds under way.
 
     Args:
@@ -55,7 +55,7 @@ class Deeds:
         self._read_timeout_s = read_timeout_s
         self._lock = self._hold(path)
         self._lock.result()
-        self._asked: dict[int, tuple[Deed, asyncio.Future[EngineStatus]]] = {}
+        self._asked: dict[int, tuple[Command, asyncio.Future[EngineStatus]]] = {}
         self._paused: messages.Pause | None = None
         self._asleep: messages.Sleep | None = None
         self._number = NOBODY
@@ -74,7 +74,7 @@ class Deeds:
 
     # From the event loop.
 
-    async def do(self, command: Deed, state_of: Callable[[], str]) -> EngineStatus:
+    async def do(self, command: Command, state_of: Callable[[], str]) -> EngineStatus:
         """Ask for something, and wait for its end; see ``api.steered.Steered``.
 
         Args:
@@ -89,11 +89,11 @@ class Deeds:
         state = state_of()
         if state != "ready":
             self._asked.pop(number, None)
-            raise Away(f"the engine is {state}; ask again.", rank=0)
-        self._send(messages.Do(number, command))
+            raise BackendAway(f"the engine is {state}; ask again.", rank=0)
+        self._send(messages.RunCommand(number, command))
         return await answer
 
-    def back(self, command: Deed) -> list[Deed]:
+    def back(self, command: Command) -> list[Command]:
         """What brings the engine back to how it stands now, once a deed is done."""
         now = str(self.newest or self._path)
         match command:
@@ -105,7 +105,7 @@ class Deeds:
             case messages.Sleep():
                 return [messages.Wake()]
             case messages.Wake(path):
-                own: list[Deed] = [] if path is None else [messages.ChangeWeights(now)]
+                own: list[Command] = [] if path is None else [messages.ChangeWeights(now)]
                 return [*own, self._asleep or messages.Sleep()]
             case messages.LoadAdapter(name) | messages.UnloadAdapter(name):
                 before = self.adapters.get(name)
@@ -129,7 +129,7 @@ class Deeds:
             why = StateError(done.why) if of_files else ConfigError(done.why)
         _settle(answer, done.standing if why is None else why)
 
-    def began(self, info: Info, adapters: Sequence[AdapterInfo]) -> None:
+    def began(self, info: ModelInfo, adapters: Sequence[AdapterInfo]) -> None:
         """The ranks answer: as they did before they were lost, where they were."""
         self.standing = msgspec.structs.replace(
             self.standing, version=info.version, path=str(self.newest or self._path)
@@ -137,18 +137,20 @@ class Deeds:
         if self._has_begun:
             # What cannot be read any more is left out: the ranks say how they stand after each.
             for name, folder in self.adapters.items():
-                self._send(messages.Do(NOBODY, messages.LoadAdapter(name, str(folder))))
+                self._send(messages.RunCommand(NOBODY, messages.LoadAdapter(name, str(folder))))
         else:
             self.standing = msgspec.structs.replace(self.standing, adapters=tuple(adapters))
         self._has_begun = True
         if self._paused is not None:
-            self._send(messages.Do(NOBODY, self._paused))
+            self._send(messages.RunCommand(NOBODY, self._paused))
         if self._asleep is not None:
-            self._send(messages.Do(NOBODY, self._asleep))
+            self._send(messages.RunCommand(NOBODY, self._asleep))
 
     def lost(self) -> None:
         """The ranks are gone."""
-        away = Away("the engine was lost on the way; its weights are the last that were accepted. Ask again.", rank=0)
+        away = BackendAway(
+            "the engine was lost on the way; its weights are the last that were accepted. Ask again.", rank=0
+        )
         for number in list(self._asked):
             _, answer = self._asked.pop(number)
             _settle(answer, away)
@@ -157,7 +159,7 @@ class Deeds:
         """Let go of the weights."""
         self._lock.give_up()
 
-    def _note(self, command: Deed) -> None:
+    def _note(self, command: Command) -> None:
         match command:
             case messages.Pause():
                 self._paused = command

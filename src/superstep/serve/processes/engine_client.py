@@ -2,7 +2,7 @@
 
     handlers ──stream──► Host ──MessagePack, a socket──► rank 0 ──► the other ranks
                           │ a rank is lost
-                          └── every stream ends at once with ``Away``; the ranks are started again
+                          └── every stream ends at once with ``BackendAway``; the ranks are started again
 
 One thread keeps the ranks alive, one reads what they say and one tells them; none touches what the event loop owns.
 """
@@ -24,14 +24,14 @@ from superstep.errors import ConfigError, Fault, SuperstepError, UserError
 from superstep.launch.ranks import RankWorld, launch_parties
 from superstep.launch.temporary_folders import temporary_folder
 from superstep.plan.config import DeviceKind
-from superstep.serve.api.backend import Away, Health
+from superstep.serve.api.backend import BackendAway, Health
 from superstep.serve.config import ServeConfig
-from superstep.serve.processes.admin_commands import NOBODY, Deeds
-from superstep.serve.processes.output_queue import Ear, Mail, Mailbox
+from superstep.serve.processes.admin_commands import NOBODY, AdminCommands
+from superstep.serve.processes.output_queue import OutputListener, OutputQueue, OutputSink
 from superstep.serve.processes.worker import Forms, serve_rank
 from superstep.serve.scheduling import engine_messages as messages
-from superstep.serve.scheduling.engine_messages import ORDERS, REPORTS, Deed, EngineStatus, Order, Report
-from superstep.serve.scheduling.request import Counters, Info, Request, RequestUpdate, Sampling
+from superstep.serve.scheduling.engine_messages import ORDERS, REPORTS, Command, EngineStatus, Order, Report
+from superstep.serve.scheduling.request import Counters, ModelInfo, Request, RequestUpdate, Sampling
 
 AGAIN_S = (0.0, 1.0, 5.0, 30.0)
 """How long the ranks stay away after they were lost once, twice, ... within ``CALM_S``."""
@@ -45,7 +45,7 @@ STALLED_S = 60.0
 """How long an engine that has requests may compute no step and still be ready."""
 
 
-class Host:
+class EngineClient:
     """A ``Backend`` whose engine runs in processes of its own.
 
     Args:
@@ -74,13 +74,13 @@ class Host:
         self._name = name or folder.name
         self._tell = tell
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._info: Info | None = None
+        self._info: ModelInfo | None = None
         self._state = "starting"
         self._counters = Counters()
         self._pipe: Connection | None = None
         self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
-        self._deeds = Deeds(self._send, folder, dict(serve.adapters), serve.read_timeout_s)
-        self._mail: dict[int, Mail] = {}
+        self._deeds = AdminCommands(self._send, folder, dict(serve.adapters), serve.read_timeout_s)
+        self._mail: dict[int, OutputSink] = {}
         self._moved_s = time.monotonic()
         self._number = 0
         self._is_leaving = False
@@ -96,7 +96,7 @@ class Host:
         threading.Thread(target=self._write, name="orders", daemon=True).start()
         self._keeper.start()
 
-    def open(self) -> Info:
+    def open(self) -> ModelInfo:
         """Wait until the ranks answer; starts them where nobody has.
 
         Raises:
@@ -126,7 +126,7 @@ class Host:
     # From the event loop.
 
     @property
-    def info(self) -> Info:
+    def info(self) -> ModelInfo:
         """Of the model."""
         assert self._info is not None, "the host is open"
         return replace(self._info, version=self._deeds.standing.version)
@@ -140,7 +140,7 @@ class Host:
         self, prompt: tuple[int, ...], sampling: Sampling, *, priority: int = 0, adapter: str = "", salt: str = ""
     ) -> AsyncGenerator[RequestUpdate, None]:
         """The news of one request, up to the one that has a ``finish``; see ``Backend``."""
-        box = Mailbox()
+        box = OutputQueue()
         with self._track(box, prompt, sampling, priority=priority, adapter=adapter, salt=salt):
             while not box.is_over:
                 yield await box.get()
@@ -156,12 +156,12 @@ class Host:
         salt: str = "",
     ) -> None:
         """The same, handed over as it comes; see ``Backend``."""
-        ear = Ear(heard)
+        ear = OutputListener(heard)
         with self._track(ear, prompt, sampling, priority=priority, adapter=adapter, salt=salt):
             await ear.end
 
     @contextmanager
-    def _track(self, mail: Mail, prompt: tuple[int, ...], sampling: Sampling, **rest: Any) -> Iterator[None]:  # noqa: ANN401
+    def _track(self, mail: OutputSink, prompt: tuple[int, ...], sampling: Sampling, **rest: Any) -> Iterator[None]:  # noqa: ANN401
         """A request under way; who leaves before its end takes it back."""
         self._loop = asyncio.get_running_loop()
         self._number += 1
@@ -173,9 +173,9 @@ class Host:
         is_taken = False
         try:
             if self._state != "ready":
-                raise Away(f"the engine is {self._state}; ask again.", rank=0)
+                raise BackendAway(f"the engine is {self._state}; ask again.", rank=0)
             if self._deeds.refusal:
-                raise Away(self._deeds.refusal, rank=0)
+                raise BackendAway(self._deeds.refusal, rank=0)
             self._send(messages.AddRequest(Request(id=number, prompt=tuple(prompt), sampling=sampling, **rest)))
             is_taken = True
             yield
@@ -206,11 +206,11 @@ class Host:
         """Whether its ranks can be told anything."""
         return self._state == "ready"
 
-    def back(self, command: Deed) -> Sequence[Deed]:
+    def back(self, command: Command) -> Sequence[Command]:
         """What undoes a deed; see ``api.steered.Steered``."""
         return self._deeds.back(command)
 
-    async def do(self, command: Deed) -> EngineStatus:
+    async def do(self, command: Command) -> EngineStatus:
         """Do something to the engine; see ``api.steered.Steered``."""
         return await self._deeds.do(command, lambda: self._state)
 
@@ -299,7 +299,7 @@ class Host:
         if self._state == "ready":
             self._state = "restarting"
             self._deeds.lost()
-            lost = Away("the engine was lost on the way and is starting again; ask again.", rank=0)
+            lost = BackendAway("the engine was lost on the way and is starting again; ask again.", rank=0)
             self._hand([(number, lost) for number in list(self._mail)])
 
     def _send(self, order: Order) -> None:

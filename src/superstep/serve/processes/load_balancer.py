@@ -22,13 +22,13 @@ from typing import Protocol
 
 from superstep.errors import SuperstepError
 from superstep.plan.config import DeviceKind
-from superstep.serve.api.admin_backend import OneOfSeveral, Several
+from superstep.serve.api.admin_backend import EngineGroup, OneOfSeveral
 from superstep.serve.api.backend import Backend, Health
 from superstep.serve.config import ServeConfig
-from superstep.serve.processes.engine_client import Host
+from superstep.serve.processes.engine_client import EngineClient
 from superstep.serve.processes.worker import Forms
-from superstep.serve.scheduling.engine_messages import Deed, EngineStatus
-from superstep.serve.scheduling.request import Counters, Info, RequestUpdate, Sampling
+from superstep.serve.scheduling.engine_messages import Command, EngineStatus
+from superstep.serve.scheduling.request import Counters, ModelInfo, RequestUpdate, Sampling
 
 DEPTHS = (1024, 256, 64, 16)
 """Tokens at the beginning of a prompt by which it is known again."""
@@ -43,7 +43,7 @@ class Replica(Backend, OneOfSeveral, Protocol):
     def begin(self) -> None:
         """Start it."""
 
-    def open(self) -> Info:
+    def open(self) -> ModelInfo:
         """Wait until it answers."""
 
     def close(self) -> None:
@@ -61,11 +61,11 @@ class LoadBalancer:
         self._members = list(members)
         self._left = [0] * len(self._members)
         self._seen: OrderedDict[bytes, int] = OrderedDict()
-        self._together = Several(self._members)
+        self._together = EngineGroup(self._members)
 
     # From the thread that opens and closes it.
 
-    def open(self) -> Info:
+    def open(self) -> ModelInfo:
         """Start all at once.
 
         Raises:
@@ -89,7 +89,7 @@ class LoadBalancer:
     # From the event loop.
 
     @property
-    def info(self) -> Info:
+    def info(self) -> ModelInfo:
         """Of the first that answers."""
         return next((one for one in self._members if one.health().is_ready), self._members[0]).info
 
@@ -177,11 +177,11 @@ class LoadBalancer:
 
     @property
     def standing(self) -> EngineStatus:
-        """Of all together; see ``Several``."""
+        """Of all together; see ``EngineGroup``."""
         return self._together.standing
 
-    async def do(self, command: Deed) -> EngineStatus:
-        """Do something to all or to none; see ``Several``."""
+    async def do(self, command: Command) -> EngineStatus:
+        """Do something to all or to none; see ``EngineGroup``."""
         return await self._together.do(command)
 
     def _choose(self, keys: Sequence[tuple[int, bytes]]) -> tuple[int, int]:
@@ -213,13 +213,13 @@ def replicas_of(
     name: str,
     forms: Forms | None,
     tell: Callable[[str], None],
-) -> Host | LoadBalancer:
+) -> EngineClient | LoadBalancer:
     """The engines of a server: a host, or as many as ``serve.dp`` says."""
     if serve.dp == 1:
-        return Host(folder, serve, device=device, name=name, forms=forms, tell=tell)
+        return EngineClient(folder, serve, device=device, name=name, forms=forms, tell=tell)
     return LoadBalancer(
         [
-            Host(
+            EngineClient(
                 folder,
                 replace(serve, replay=_number_path(serve.replay, number)),
                 device=device,

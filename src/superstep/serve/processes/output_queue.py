@@ -11,7 +11,7 @@ from superstep.errors import SuperstepError
 from superstep.serve.scheduling.request import RequestUpdate
 
 
-class Mail(Protocol):
+class OutputSink(Protocol):
     """Where the news of one request goes."""
 
     @property
@@ -22,7 +22,7 @@ class Mail(Protocol):
         """The next news."""
 
 
-class Mailbox:
+class OutputQueue:
     """News that waits until it is asked for. An ``asyncio.Queue`` does twice the work for each piece."""
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class Mailbox:
         return news
 
 
-class Ear:
+class OutputListener:
     """Is told all as it comes.
 
     Args:

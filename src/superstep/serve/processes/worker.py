@@ -15,7 +15,7 @@ from superstep.serve.compute.runner.model_runner import follow
 from superstep.serve.config import ServeConfig, plan_of
 from superstep.serve.drafting.grammar_protocol import Matcher
 from superstep.serve.engine import InferenceEngine
-from superstep.serve.engine_control import Steward
+from superstep.serve.engine_control import EngineController
 from superstep.serve.scheduling import engine_messages as messages
 from superstep.serve.scheduling.engine_messages import ORDERS, REPORTS
 from superstep.serve.scheduling.request import Request
@@ -58,7 +58,7 @@ def serve_rank(
         mesh.destroy()
 
 
-def _obey(engine: InferenceEngine, steward: Steward, pipe: Connection) -> None:
+def _obey(engine: InferenceEngine, steward: EngineController, pipe: Connection) -> None:
     """Orders in, news out, until the other end leaves."""
     while True:
         while pipe.poll(WAIT_S if engine.is_idle and not steward.is_busy else 0):
@@ -75,7 +75,7 @@ def _obey(engine: InferenceEngine, steward: Steward, pipe: Connection) -> None:
                 case messages.AbortRequests(requests):
                     for number in requests:
                         engine.abort(number)
-                case messages.Do(number, deed):
+                case messages.RunCommand(number, deed):
                     steward.ask(number, deed)
                 case messages.EndEngine():
                     engine.end()

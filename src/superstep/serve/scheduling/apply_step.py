@@ -11,7 +11,7 @@ from superstep.serve.scheduling.step import PositionRange, ScheduledStep
 
 
 @dataclass(frozen=True, slots=True)
-class Changed:
+class StepCounts:
     """What was counted while a step was booked.
 
     Attributes:
@@ -31,7 +31,7 @@ def book(
     running: list[LiveRequest],
     waiting: list[LiveRequest],
     pages: Pages,
-) -> Changed:
+) -> StepCounts:
     """Give pages to whom the step gives them, and take them from whom it frees. Both lines stay in their order."""
     queried = hit = 0
     for number in step.frees:
@@ -56,7 +56,7 @@ def book(
         one.pages = chunk.pages
     waiting.sort(key=lambda one: one.urgency)
     running.sort(key=lambda one: one.urgency)
-    return Changed(len(step.frees), queried, hit)
+    return StepCounts(len(step.frees), queried, hit)
 
 
 def book_computed(live: LiveRequest, chunk: PositionRange, pages: Pages, *, end: int, version: str) -> None:

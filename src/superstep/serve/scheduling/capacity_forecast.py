@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from superstep.cost.serve import RankModelSize, Work, bounds, seconds, way_of
+from superstep.cost.serve import RankModelSize, StepWork, bounds, seconds, way_of
 from superstep.hardware.serving_rate import ServingRate
 from superstep.serve.scheduling.kv_pages import Pages
 from superstep.serve.scheduling.simulate import Arrival, Simulated, simulate
@@ -19,7 +19,7 @@ STREAMS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
+class PageCapacity:
     """What the pages have room for.
 
     Attributes:
@@ -32,7 +32,7 @@ class Room:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class First:
+class FirstPrompt:
     """A prompt that comes alone.
 
     Attributes:
@@ -47,7 +47,7 @@ class First:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Crowd:
+class ConcurrentRequests:
     """Requests that come at once.
 
     Attributes:
@@ -56,7 +56,7 @@ class Crowd:
         first_token_s: the median.
         token_s: from one token of an answer to the next, the median over answers of their means.
         preemptions: times that one lost its pages to others.
-        bounds: as of ``First``.
+        bounds: as of ``FirstPrompt``.
     """
 
     streams: int
@@ -68,7 +68,7 @@ class Crowd:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Small:
+class DraftSetup:
     """A model that guesses for the served one.
 
     Attributes:
@@ -84,7 +84,7 @@ class Small:
         """Of a rank."""
         return weight_bytes(self.model, self.rate)
 
-    def prefill_s(self, work: Work) -> float:
+    def prefill_s(self, work: StepWork) -> float:
         """For the rows of a step whose tokens are known: it computes all of them, too, and draws nothing of them."""
         return seconds(self.rate, self.model, replace(work, wanted=0, drawn=0, chance=0))
 
@@ -109,7 +109,7 @@ class ServerSetup:
     page_tokens: int
     budget: Budget
     context_tokens: int
-    small: Small | None = None
+    small: DraftSetup | None = None
 
     @property
     def weight_bytes(self) -> float:
@@ -126,7 +126,7 @@ class ServerSetup:
         """Of a rank, for all pages."""
         return self.pages * self.page_bytes
 
-    def seconds(self, work: Work) -> float:
+    def seconds(self, work: StepWork) -> float:
         """Of a step, the rows of the model that guesses among them; but not what it guesses."""
         return seconds(self.rate, self.model, work) + (0.0 if self.small is None else self.small.prefill_s(work))
 
@@ -148,39 +148,43 @@ def weight_bytes(model: RankModelSize, rate: ServingRate) -> float:
     return model.linears * rate.held_bytes + model.embedding * model.bytes
 
 
-def rooms(server: ServerSetup) -> list[Room]:
+def rooms(server: ServerSetup) -> list[PageCapacity]:
     """Streams of some contexts."""
     sizes = [size for size in (256, 1024, 4096, 16_384, 65_536) if size < server.context_tokens]
     return [
-        Room(context_tokens=size, streams=min(server.budget.requests, server.pages // -(-size // server.page_tokens)))
+        PageCapacity(
+            context_tokens=size, streams=min(server.budget.requests, server.pages // -(-size // server.page_tokens))
+        )
         for size in (*sizes, server.context_tokens)
     ]
 
 
-def firsts(server: ServerSetup) -> list[First]:
+def firsts(server: ServerSetup) -> list[FirstPrompt]:
     """Prompts that come alone."""
     times = []
     for prompt in [size for size in PROMPTS if size < server.context_tokens]:
         alone = server.simulate([Arrival(prompt_tokens=prompt, answer_tokens=1)])
         held = bounds(server.rate, server.model, alone.works)
-        times.append(First(prompt_tokens=prompt, first_token_s=alone.served[0].first_token_s, bounds=held))
+        times.append(FirstPrompt(prompt_tokens=prompt, first_token_s=alone.served[0].first_token_s, bounds=held))
     return times
 
 
-def crowds(server: ServerSetup, *, prompt_tokens: int, answer_tokens: int, replicas: int = 1) -> list[Crowd]:
+def crowds(
+    server: ServerSetup, *, prompt_tokens: int, answer_tokens: int, replicas: int = 1
+) -> list[ConcurrentRequests]:
     """Requests of one length that come at once, shared out among equal servers."""
     arrival = Arrival(prompt_tokens=prompt_tokens, answer_tokens=answer_tokens)
     most = server.budget.requests * replicas
     return [_crowd(server, arrival, count, replicas) for count in STREAMS if count <= most]
 
 
-def _crowd(server: ServerSetup, arrival: Arrival, count: int, replicas: int) -> Crowd:
+def _crowd(server: ServerSetup, arrival: Arrival, count: int, replicas: int) -> ConcurrentRequests:
     # The replica with the most of them ends last.
     share = -(-count // replicas)
     served = server.simulate([arrival] * share)
     tokens = count * arrival.answer_tokens
     between = [(one.last_s - one.first_s) / max(1, one.tokens - 1) for one in served.served]
-    return Crowd(
+    return ConcurrentRequests(
         streams=count,
         tokens_per_s=tokens / served.seconds,
         first_token_s=median(one.first_token_s for one in served.served),

@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from superstep.comm.codec import Codec
-from superstep.serve.scheduling.request import AdapterInfo, Counters, Info, Request, RequestUpdate
+from superstep.serve.scheduling.request import AdapterInfo, Counters, ModelInfo, Request, RequestUpdate
 
 Requests = Literal["recompute", "keep", "wait", "abort"]
 PauseMode = Literal["abort", "wait", "keep"]
@@ -79,14 +79,14 @@ class UnloadAdapter(msgspec.Struct, frozen=True, tag=True):
     name: str
 
 
-Deed = ChangeWeights | Pause | Resume | Sleep | Wake | LoadAdapter | UnloadAdapter
+Command = ChangeWeights | Pause | Resume | Sleep | Wake | LoadAdapter | UnloadAdapter
 
 
-class Do(msgspec.Struct, frozen=True, tag=True):
+class RunCommand(msgspec.Struct, frozen=True, tag=True):
     """To the engine: a deed of whoever runs the server. ``CommandDone`` of the same number follows."""
 
     number: int
-    deed: Deed
+    deed: Command
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,7 +110,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
 class Ready(msgspec.Struct, frozen=True, tag=True):
     """From the engine: it answers from now on."""
 
-    info: Info
+    info: ModelInfo
     adapters: tuple[AdapterInfo, ...] = ()
 
 
@@ -136,7 +136,7 @@ class CommandDone(msgspec.Struct, frozen=True, tag=True):
     why: str = ""
 
 
-Order = AddRequest | AbortRequests | EndEngine | Do
+Order = AddRequest | AbortRequests | EndEngine | RunCommand
 Report = Ready | StepOutput | RequestRefused | CommandDone
 
 ORDERS: Codec[Order] = Codec(Order)

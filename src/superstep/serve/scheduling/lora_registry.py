@@ -23,7 +23,7 @@ WAIT_S = 1.0
 """How long is waited for an adapter at a time."""
 
 
-class Holder(Protocol):
+class AdapterHolder(Protocol):
     """The ranks, as far as adapters go."""
 
     def read_adapter(self, folder: Path) -> None:
@@ -67,14 +67,14 @@ class ChosenAdapter:
 NONE = ChosenAdapter()
 
 
-class Shelf:
+class LoraRegistry:
     """The adapters by name.
 
     Args:
         holder: the ranks.
     """
 
-    def __init__(self, holder: Holder) -> None:
+    def __init__(self, holder: AdapterHolder) -> None:
         self._holder = holder
         self._named: dict[str, ChosenAdapter] = {}
         self._users: Counter[int] = Counter()

@@ -153,7 +153,7 @@ class RequestUpdate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Info:
+class ModelInfo:
     """What is served.
 
     Attributes:

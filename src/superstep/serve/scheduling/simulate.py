@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from superstep.cost.serve import ComputeMode, Work
+from superstep.cost.serve import ComputeMode, StepWork
 from superstep.serve.scheduling.apply_step import book, book_computed
 from superstep.serve.scheduling.kv_pages import Pages
 from superstep.serve.scheduling.request import Request, Sampling
 from superstep.serve.scheduling.request_state import LiveRequest
 from superstep.serve.scheduling.scheduler import schedule
 from superstep.serve.scheduling.step import Budget, check
-from superstep.serve.scheduling.step_log import Entry, fact_of, work_of
+from superstep.serve.scheduling.step_log import StepEntry, fact_of, work_of
 
 VERSION = "simulated"
 
@@ -82,8 +82,8 @@ class Simulated:
     """
 
     served: tuple[SimulatedRequest, ...]
-    entries: tuple[Entry, ...]
-    works: tuple[Work, ...]
+    entries: tuple[StepEntry, ...]
+    works: tuple[StepWork, ...]
     preemptions: int
 
     @property
@@ -99,7 +99,7 @@ class Simulated:
 
 def simulate(
     arrivals: Sequence[Arrival],
-    price: Callable[[Work], float],
+    price: Callable[[StepWork], float],
     *,
     pages: Pages,
     budget: Budget,
@@ -119,8 +119,8 @@ def simulate(
         window: tokens that a row sees back to; None for all.
     """
     clock = _Clock(arrivals, pages, context_tokens)
-    entries: list[Entry] = []
-    works: list[Work] = []
+    entries: list[StepEntry] = []
+    works: list[StepWork] = []
     preemptions = 0
     while clock.has_work():
         step = schedule(clock.running, clock.waiting, pages, budget, version=VERSION)
@@ -128,7 +128,7 @@ def simulate(
         live = {one.id: one for one in (*clock.running, *clock.waiting)}
         check(step, live, budget, page_tokens=pages.page_tokens, version=VERSION)
         facts = {chunk.request: fact_of(live[chunk.request]) for chunk in step.chunks}
-        entry = Entry(at_s=clock.now_s, took_s=0.0, step=step, facts=facts)
+        entry = StepEntry(at_s=clock.now_s, took_s=0.0, step=step, facts=facts)
         works.append(work_of(entry, way, window))
         entries.append(replace(entry, took_s=price(works[-1])))
         preemptions += book(step, live, clock.running, clock.waiting, pages).preemptions
@@ -172,7 +172,7 @@ class _Clock:
             one.began(VERSION)
         return bool(self.running or self.waiting)
 
-    def run(self, entry: Entry, live: Mapping[int, LiveRequest]) -> None:
+    def run(self, entry: StepEntry, live: Mapping[int, LiveRequest]) -> None:
         """Let the seconds of a step pass, and book what it computed."""
         for chunk in entry.step.chunks:
             self._began.setdefault(chunk.request, self.now_s)

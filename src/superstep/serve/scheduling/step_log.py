@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from superstep.cost.fit_serving import MeasuredStep
-from superstep.cost.serve import AttentionGroup, ComputeMode, RankModelSize, Work
+from superstep.cost.serve import AttentionGroup, ComputeMode, RankModelSize, StepWork
 from superstep.errors import StateError
 from superstep.serve.scheduling.request_state import LiveRequest
 from superstep.serve.scheduling.step import Budget, InvalidStep, PositionRange, ScheduledStep, check
@@ -27,7 +27,7 @@ CHANCE, WHOLE = 1, 2
 
 
 @dataclass(frozen=True, slots=True)
-class Fact:
+class RequestFact:
     """What is to be known of a request beside its chunk.
 
     Attributes:
@@ -40,7 +40,7 @@ class Fact:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class StepEntry:
     """A step that was computed.
 
     Attributes:
@@ -54,12 +54,12 @@ class Entry:
     at_s: float
     took_s: float
     step: ScheduledStep
-    facts: Mapping[int, Fact]
+    facts: Mapping[int, RequestFact]
     left: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class LogSettings:
     """What all steps of a log have in common.
 
     Attributes:
@@ -78,19 +78,19 @@ class Setting:
 
 
 class StepRecorder:
-    """Makes an ``Entry`` of each step of an engine; it is the engine's ``Watch``.
+    """Makes an ``StepEntry`` of each step of an engine; it is the engine's ``Watch``.
 
     Args:
         tell: is given each.
         clock: seconds.
     """
 
-    def __init__(self, tell: Callable[[Entry], None], clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, tell: Callable[[StepEntry], None], clock: Callable[[], float] = time.perf_counter) -> None:
         self._tell, self._clock = tell, clock
         self._held: set[int] = set()
         self._first_s: float | None = None
         self._began_s = 0.0
-        self._now: tuple[ScheduledStep, dict[int, Fact], tuple[int, ...]] | None = None
+        self._now: tuple[ScheduledStep, dict[int, RequestFact], tuple[int, ...]] | None = None
 
     def start(self) -> None:
         """Look at the clock."""
@@ -109,7 +109,7 @@ class StepRecorder:
         if self._first_s is None:
             self._first_s = self._began_s
         step, facts, left = self._now
-        self._tell(Entry(at_s=self._began_s - self._first_s, took_s=took_s, step=step, facts=facts, left=left))
+        self._tell(StepEntry(at_s=self._began_s - self._first_s, took_s=took_s, step=step, facts=facts, left=left))
 
 
 class LogFile:
@@ -120,32 +120,32 @@ class LogFile:
         setting: of all steps.
     """
 
-    def __init__(self, path: Path, setting: Setting) -> None:
+    def __init__(self, path: Path, setting: LogSettings) -> None:
         number, self.path = 0, path
         while self.path.exists():
             number += 1
             self.path = path.with_name(f"{path.name}.{number}")
         self._stream = self.path.open("w", encoding="utf-8")
-        self._lines = Lines()
+        self._lines = StepLines()
         self._stream.write(header(setting) + "\n")
         self._stream.flush()
         self._recorder = StepRecorder(self._write)
         self.start, self.begin, self.end = self._recorder.start, self._recorder.begin, self._recorder.end
 
-    def _write(self, entry: Entry) -> None:
+    def _write(self, entry: StepEntry) -> None:
         self._stream.write(self._lines.line(entry) + "\n")
         self._stream.flush()
 
 
-def fact_of(live: LiveRequest) -> Fact:
+def fact_of(live: LiveRequest) -> RequestFact:
     """Of a request, before a step."""
     sampling = live.request.sampling
     is_whole = sampling.prompt_logprobs and not live.drawn
     is_chance = not (sampling.is_plain and sampling.is_greedy)
-    return Fact(live.known, CHANCE * is_chance + WHOLE * is_whole)
+    return RequestFact(live.known, CHANCE * is_chance + WHOLE * is_whole)
 
 
-def work_of(entry: Entry, way: ComputeMode, window: int | None = None) -> Work:
+def work_of(entry: StepEntry, way: ComputeMode, window: int | None = None) -> StepWork:
     """A step in numbers.
 
     Args:
@@ -174,7 +174,7 @@ def work_of(entry: Entry, way: ComputeMode, window: int | None = None) -> Work:
         keys = min(key_count, window) if way.is_paged and window else key_count
         texts = groups[kind].texts + 1 if kind in groups else 1
         groups[kind] = AttentionGroup(texts=texts, rows=chunk.count, keys=keys)
-    return Work(
+    return StepWork(
         rows=entry.step.tokens,
         requests=len(entry.step.chunks),
         wanted=wanted,
@@ -190,13 +190,13 @@ def _whole(keys: int, block: int) -> int:
     return -(-keys // block) * block
 
 
-def samples(setting: Setting, entries: Iterable[Entry]) -> list[MeasuredStep]:
+def samples(setting: LogSettings, entries: Iterable[StepEntry]) -> list[MeasuredStep]:
     """What the steps of a log say of the machine."""
     model = setting.model
     return [MeasuredStep(model, work_of(entry, setting.way, model.window), entry.took_s) for entry in entries]
 
 
-def header(setting: Setting) -> str:
+def header(setting: LogSettings) -> str:
     """The first line of a log."""
     settings = {
         "model": asdict(setting.model),
@@ -209,13 +209,13 @@ def header(setting: Setting) -> str:
     return json.dumps(settings)
 
 
-class Lines:
+class StepLines:
     """Steps as lines; it knows how long each table is, for a line has the pages only that are new."""
 
     def __init__(self) -> None:
         self._pages: dict[int, int] = {}
 
-    def line(self, entry: Entry) -> str:
+    def line(self, entry: StepEntry) -> str:
         """The line of the next step."""
         for request in (*entry.left, *entry.step.frees):
             self._pages.pop(request, None)
@@ -259,8 +259,8 @@ class Replay:
         used_pages: after each.
     """
 
-    setting: Setting
-    entries: list[Entry] = field(default_factory=list)
+    setting: LogSettings
+    entries: list[StepEntry] = field(default_factory=list)
     used_pages: list[int] = field(default_factory=list)
     tables: dict[int, LoggedRequest] = field(default_factory=dict)
 
@@ -279,7 +279,7 @@ class Replay:
             if table.guessed and table.computed - table.guessed <= first <= table.computed:
                 table.computed = first  # those behind it were guessed wrongly
             table.known, table.drafts, table.guessed = known, max(0, chunk.end - known), max(0, chunk.end - known)
-            facts[request] = Fact(known, marks)
+            facts[request] = RequestFact(known, marks)
             chunks.append(chunk)
         step = ScheduledStep(chunks=tuple(chunks), frees=tuple(line["frees"]), version=line["version"])
         page_tokens, budget = self.setting.page_tokens, self.setting.budget
@@ -290,7 +290,7 @@ class Replay:
             self.tables[chunk.request].computed, self.tables[chunk.request].pages = chunk.end, chunk.pages
         self.used_pages.append(len({page for table in self.tables.values() for page in table.pages}))
         left = tuple(line["left"])
-        self.entries.append(Entry(at_s=line["at"], took_s=line["took"], step=step, facts=facts, left=left))
+        self.entries.append(StepEntry(at_s=line["at"], took_s=line["took"], step=step, facts=facts, left=left))
 
 
 def is_log(path: Path) -> bool:
@@ -329,8 +329,8 @@ def read_log(path: Path) -> Replay:
     return replay
 
 
-def _setting(raw: Mapping[str, Any]) -> Setting:
-    return Setting(
+def _setting(raw: Mapping[str, Any]) -> LogSettings:
+    return LogSettings(
         model=RankModelSize(**raw["model"]),
         page_tokens=raw["page_tokens"],
         pages=raw["pages"],
@@ -339,6 +339,6 @@ def _setting(raw: Mapping[str, Any]) -> Setting:
     )
 
 
-def prompt_rows(entry: Entry) -> Sequence[int]:
+def prompt_rows(entry: StepEntry) -> Sequence[int]:
     """Of each chunk the rows whose next token was known already."""
     return [max(0, min(c.count, entry.facts[c.request].known - 1 - c.first)) for c in entry.step.chunks]

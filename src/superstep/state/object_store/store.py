@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from superstep.errors import Damaged, Fault, StateError
+from superstep.errors import DamagedCheckpoint, Fault, StateError
 from superstep.state import checkpoint_dirs
 from superstep.state.fsync import sync
 from superstep.state.manifest import MANIFEST, Manifest, manifest_of, read_manifest
@@ -127,11 +127,11 @@ class CheckpointStore:
                 manifest = manifest_of(self._fs.cat_file(self._at(step, MANIFEST)), self.named(step))
                 for name, file in manifest.files.items():
                     if (stored_bytes := self._size(step, name)) != file.bytes:
-                        raise Damaged(
+                        raise DamagedCheckpoint(
                             f"{self.named(step)} is damaged: {name} has {stored_bytes} bytes, not {file.bytes}"
                         )
             except FileNotFoundError as error:
-                raise Damaged(f"{self.named(step)} is damaged: it lacks {error.args[-1]}") from error
+                raise DamagedCheckpoint(f"{self.named(step)} is damaged: it lacks {error.args[-1]}") from error
         return manifest
 
     def verify(self, step: int) -> Manifest:
@@ -144,12 +144,14 @@ class CheckpointStore:
         with self._asking("read"):
             for name, expected in manifest.beside.items():
                 if digest(self._fs.cat_file(self._at(step, name))) != expected:
-                    raise Damaged(f"{self.named(step)} is damaged: {name} has other bits than were written")
+                    raise DamagedCheckpoint(f"{self.named(step)} is damaged: {name} has other bits than were written")
             parts = [(name, 0, file.header_bytes, file.blake2b, "the header") for name, file in manifest.files.items()]
             parts += [(t.file, t.offset, size_of(t.shape), t.blake2b, name) for name, t in manifest.tensors.items()]
             for file, offset, size, expected, what in parts:
                 if self._digest(self._at(step, file), offset, size) != expected:
-                    raise Damaged(f"{self.named(step)} is damaged: {what} in {file} has other bits than were written")
+                    raise DamagedCheckpoint(
+                        f"{self.named(step)} is damaged: {what} in {file} has other bits than were written"
+                    )
         return manifest
 
     def prune(self, keep: int) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from superstep.errors import Damaged, SuperstepError
+from superstep.errors import DamagedCheckpoint, SuperstepError
 from superstep.state.checkpoint_dirs import checkpoints, set_aside, step_named, step_of
 from superstep.state.object_store.store import CheckpointStore
 from superstep.state.verify import verify
@@ -74,7 +74,7 @@ class Mirror:
                 label = self._label(path)
                 if not self._store.has(path):
                     self._store.push(path)
-            except (Damaged, FileNotFoundError):
+            except (DamagedCheckpoint, FileNotFoundError):
                 if path.exists():
                     raise
                 continue  # deleted on the way, as newer ones have come
@@ -124,7 +124,7 @@ def fetch_newest(store: CheckpointStore, root: Path) -> tuple[str, ...]:
         try:
             place = store.fetch(step, root)
             verify(place)
-        except Damaged as error:
+        except DamagedCheckpoint as error:
             warnings.append(f"{store.named(step)} is passed over: {error.why}")
             if place is not None:
                 set_aside(place)

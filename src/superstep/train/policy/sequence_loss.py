@@ -10,7 +10,7 @@ from torch import Tensor
 
 from superstep.data.token_files import SplitName
 from superstep.data.token_stream import Batch, BatchSource, TokenStream
-from superstep.numerics.sequence_losses import Weighed
+from superstep.numerics.sequence_losses import SequenceLossResult
 from superstep.plan.resolution.resolve import Resolved
 from superstep.state.all_or_none import Peers
 
@@ -22,7 +22,7 @@ class Epochs(BatchSource, Protocol):
     def sequences(self) -> int: ...
 
 
-class Pupil(Protocol):
+class CurrentModel(Protocol):
     """The model as it is now, on this rank of a run."""
 
     @property
@@ -57,7 +57,7 @@ class SequenceLoss(Protocol):
         """Batches with what ``weigh`` needs of them; their divisor is that of the loss."""
         ...
 
-    def weigh(self, batch: Batch, logp: Tensor) -> Weighed:
+    def weigh(self, batch: Batch, logp: Tensor) -> SequenceLossResult:
         """The loss of a global batch, and the weight of each target in the second pass.
 
         Args:
@@ -66,16 +66,16 @@ class SequenceLoss(Protocol):
         """
         ...
 
-    def remember(self, pupil: Pupil) -> None:
+    def remember(self, pupil: CurrentModel) -> None:
         """Keep what is to be known of the weights that the run begins with. Every rank calls this together."""
         ...
 
-    def is_remembered(self, pupil: Pupil) -> bool:
+    def is_remembered(self, pupil: CurrentModel) -> bool:
         """Whether that is known. Every rank calls this together."""
         ...
 
 
-def weigh(loss: SequenceLoss, pupil: Pupil, batch: Batch) -> tuple[Batch, Weighed]:
+def weigh(loss: SequenceLoss, pupil: CurrentModel, batch: Batch) -> tuple[Batch, SequenceLossResult]:
     """A batch with the weights that its targets have now, and what the lesson's loss comes to."""
     weighed = loss.weigh(batch, pupil.logprobs(batch))
     mine = weighed.weights[pupil.rows].to(batch.tokens_BS.device)

@@ -255,7 +255,7 @@ def _restart(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Compared:
+class ServingComparison:
     """One way of serving, beside training.
 
     Attributes:
@@ -273,7 +273,7 @@ class Compared:
     first: tuple[int, int] | None
 
 
-def compare(way: str, trained: Tensor, served: Sequence[Told]) -> Compared:
+def compare(way: str, trained: Tensor, served: Sequence[Told]) -> ServingComparison:
     """Hold the log-probabilities of a way against the losses of training, [B, S]."""
     compared = differing = 0
     largest, first = 0.0, None
@@ -286,4 +286,4 @@ def compare(way: str, trained: Tensor, served: Sequence[Told]) -> Compared:
         if wrong.any():
             largest = max(largest, float((ours - theirs).abs().nan_to_num(float("inf")).max()))
             first = first or (row, start + int(wrong.nonzero()[0]))
-    return Compared(way=way, compared=compared, differing=differing, largest=largest, first=first)
+    return ServingComparison(way=way, compared=compared, differing=differing, largest=largest, first=first)

@@ -30,7 +30,16 @@ from superstep.train.lr_schedule import rate
 from superstep.train.proof.compare import KINDS, Compare, Difference, Yardstick, scales
 from superstep.train.proof.likely_causes import hints
 from superstep.train.proof.reference import reference_steps, unit_steps
-from superstep.train.proof.restart import DATA, POSITION, Again, Bits, data_bits, go_again, hash_tensor, piece_bits
+from superstep.train.proof.restart import (
+    DATA,
+    POSITION,
+    Bits,
+    RestartResult,
+    data_bits,
+    go_again,
+    hash_tensor,
+    piece_bits,
+)
 from superstep.train.proof.sampler import draw_fault
 from superstep.train.proof.stream import stream_fault
 from superstep.train.weights.model import units_of
@@ -57,7 +66,7 @@ class ProofVerdict:
     worst: tuple[Difference, ...]
     first: Difference | None
     hints: tuple[str, ...]
-    again: Again
+    again: RestartResult
     stream: str | None = None
     validation: Difference | None = None
     sampler: str | None = None
@@ -181,7 +190,7 @@ def _beside(world: World, run: Resolved, corpus: Path) -> tuple[str, str]:
     return next(filter(None, gather(mine)), ""), gather(draw_fault() if world.rank == 0 else "")[0]
 
 
-def _check_validation(again: Again, wanted: float | None, yardsticks: Sequence[Yardstick]) -> Difference | None:
+def _check_validation(again: RestartResult, wanted: float | None, yardsticks: Sequence[Yardstick]) -> Difference | None:
     """The validation loss beside the reference's."""
     if again.validation is None or wanted is None:
         return None
@@ -213,7 +222,7 @@ def _judge_runs(
     everyone += scales(everyone, yardsticks[0])
     # What is wrong already is only run again as it was: a training loop refuses a loss that is no number.
     corpus = None if any(d.is_wrong for d in everyone) else corpus
-    again = go_again(world, run, len(batches), bits, straight, corpus) if reruns else Again()
+    again = go_again(world, run, len(batches), bits, straight, corpus) if reruns else RestartResult()
     return _judge(everyone, again, run, specs)
 
 
@@ -246,7 +255,9 @@ def _yardsticks(run: Resolved, folder: Path, one_rank: Path | None) -> Iterator[
         yield Yardstick("one rank", one_rank, SAME_ROUNDING, noise=noise, share=0.25)
 
 
-def _judge(differences: Sequence[Difference], again: Again, run: Resolved, specs: Sequence[UnitSpec]) -> ProofVerdict:
+def _judge(
+    differences: Sequence[Difference], again: RestartResult, run: Resolved, specs: Sequence[UnitSpec]
+) -> ProofVerdict:
     # Of the ranks that hold a piece of one tensor the worst counts.
     names = list(dict.fromkeys(d.against for d in differences))
     parts = [[d for d in differences if d.against == name and d.kind == kind] for name in names for kind in KINDS]

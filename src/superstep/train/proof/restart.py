@@ -46,7 +46,7 @@ POSITION = "the position"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Again:
+class RestartResult:
     """What a second run gave.
 
     Attributes:
@@ -97,7 +97,7 @@ def go_again(
     before: Bits,
     straight: Callable[[], Bits],
     corpus: Path | None,
-) -> Again:
+) -> RestartResult:
     """Run ``count`` steps again and compare their bits with ``before``. Every rank calls this together.
 
     Args:
@@ -123,13 +123,13 @@ def go_again(
         if not rerun and not resumed:
             served = _check_served(world, run, checkpoint_at(RunFolder(root=folder).checkpoints, stop), corpus)
             restart = True if stop < count else None
-            return Again(is_rerun_same=True, is_restart_same=restart, validation=validation, served=served)
+            return RestartResult(is_rerun_same=True, is_restart_same=restart, validation=validation, served=served)
         # Was it a race, or does the training loop do something else than the proof's own steps?
         by_itself = _reran(straight(), before)
         if not by_itself.is_rerun_same:
             return by_itself
         first = f"in the training loop, {rerun}" if rerun else f"after the restart, {resumed}"
-        return Again(is_rerun_same=True, is_restart_same=False, first=first, validation=validation)
+        return RestartResult(is_rerun_same=True, is_restart_same=False, first=first, validation=validation)
     finally:
         # Every rank has told what it found, and so has read what it needs; one that failed waits for none.
         if world.rank == 0:
@@ -141,9 +141,9 @@ def _shown_steps(before: Bits, start: int) -> list[tuple[int, str]]:
     return [(step, what) for step, what in before if step >= start and not what.startswith("gradient")]
 
 
-def _reran(found: Bits, before: Bits) -> Again:
+def _reran(found: Bits, before: Bits) -> RestartResult:
     first = _first(_differing(found, before, before))
-    return Again(is_rerun_same=not first, first=first)
+    return RestartResult(is_rerun_same=not first, first=first)
 
 
 def _differing(found: Bits, before: Bits, wanted: Iterable[tuple[int, str]]) -> list[tuple[int, int, str]]:

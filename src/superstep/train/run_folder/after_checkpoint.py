@@ -17,7 +17,7 @@ from superstep.train.run_folder.run_paths import RunFolder, write_whole
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class WrittenCheckpoint:
     """A checkpoint that was written.
 
     Attributes:

@@ -21,7 +21,7 @@ from superstep.train.run_folder.run_paths import RunFolder, write_whole
 
 
 @dataclass(frozen=True, slots=True)
-class Displaced:
+class RunFolderMoved:
     """A run directory that is no longer where it was.
 
     Attributes:
@@ -58,7 +58,7 @@ class FolderWatch:
         self._held = HeldFolder(folder.root)
         self._root = self._held.path
         self._texts = texts
-        self._found: Displaced | None = None
+        self._found: RunFolderMoved | None = None
 
     def __enter__(self) -> FolderWatch:
         return self
@@ -68,14 +68,14 @@ class FolderWatch:
     ) -> None:
         self._held.__exit__(kind, error, trace)
 
-    def look(self) -> Displaced | None:
+    def look(self) -> RunFolderMoved | None:
         """Where the directory is now, if it is not where it was. Nothing is made."""
         if self._found is None and not self._held.is_there():
             moved = self._held.new_name()
-            self._found = Displaced(self._root, moved or self._beside(), moved is None)
+            self._found = RunFolderMoved(self._root, moved or self._beside(), moved is None)
         return self._found
 
-    def make(self, displaced: Displaced) -> None:
+    def make(self, displaced: RunFolderMoved) -> None:
         """Make the folder beside, in the place of one that was removed."""
         if displaced.is_removed and not displaced.now.exists():
             displaced.now.mkdir(parents=True)
@@ -89,7 +89,7 @@ class FolderWatch:
         return path
 
 
-def follow(watch: FolderWatch | None, peers: Peers, folder: RunFolder) -> Displaced | None:
+def follow(watch: FolderWatch | None, peers: Peers, folder: RunFolder) -> RunFolderMoved | None:
     """Where the run directory is now, if it is not where it was; one that is gone has another in its place afterwards.
     Every rank calls this together.
 
@@ -102,7 +102,7 @@ def follow(watch: FolderWatch | None, peers: Peers, folder: RunFolder) -> Displa
         Fault: that other one cannot be made: on every rank the same.
     """
 
-    def look() -> Displaced | None:
+    def look() -> RunFolderMoved | None:
         change = None if watch is None else watch.look()
         if watch is not None and change is not None:
             watch.make(change)

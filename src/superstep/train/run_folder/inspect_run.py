@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 from superstep.errors import StateError, UserError
 from superstep.launch.stack_dump import ask, ask_spy, threads_of
-from superstep.monitor.rank_inspector import Looker, views_of, with_notes
+from superstep.monitor.rank_inspector import RankInspector, views_of, with_notes
 from superstep.observe.doctor.failure_file import read_box
-from superstep.observe.doctor.observations import Disk, RankSeen, RunSeen
+from superstep.observe.doctor.observations import Disk, RankObservation, RunObservation
 from superstep.plan.config import PlanConfig
 from superstep.plan.config_io import read_config
 from superstep.plan.mesh import MeshShape
@@ -39,14 +39,14 @@ class LiveRun:
 
     folder: RunFolder
     views: Mapping[int, mmap.mmap]
-    looker: Looker
+    looker: RankInspector
 
-    def seen(self) -> RunSeen:
+    def seen(self) -> RunObservation:
         """All that is known of it now, but for stacks."""
         ranks = (with_notes(rank, self.views[rank.rank]) for rank in self.looker.look())
         return _run(self.folder, tuple(ranks))
 
-    def asked(self, run: RunSeen) -> RunSeen:
+    def asked(self, run: RunObservation) -> RunObservation:
         """What was seen, with the stacks of the ranks as they are now. All else is to be seen before: the question may
         wake who sleeps within a call of the system.
         """
@@ -60,7 +60,9 @@ class LiveRun:
 
 
 @contextmanager
-def live(folder: RunFolder, make: Callable[[Mapping[int, mmap.mmap]], Looker] = Looker) -> Iterator[LiveRun | None]:
+def live(
+    folder: RunFolder, make: Callable[[Mapping[int, mmap.mmap]], RankInspector] = RankInspector
+) -> Iterator[LiveRun | None]:
     """The run, while it trains; None where it does not, or not on this host."""
     process = owner(folder)
     views = {} if process is None or not folder.program.is_file() else views_of(process)
@@ -73,7 +75,7 @@ def live(folder: RunFolder, make: Callable[[Mapping[int, mmap.mmap]], Looker] = 
             view.close()
 
 
-def read_failure(folder: RunFolder) -> RunSeen | None:
+def read_failure(folder: RunFolder) -> RunObservation | None:
     """The run as it was when it failed last; None where it has left nothing.
 
     Raises:
@@ -85,7 +87,7 @@ def read_failure(folder: RunFolder) -> RunSeen | None:
     return replace(_run(folder, box.ranks), is_live=False, fault=box.fault, host=box.host)
 
 
-def over(folder: RunFolder) -> RunSeen:
+def over(folder: RunFolder) -> RunObservation:
     """A run that does not train and has left nothing of its ranks."""
     return replace(_run(folder, ()), is_live=False)
 
@@ -115,9 +117,11 @@ def program_of(folder: RunFolder) -> Program:
         raise StateError(f"{folder.program} cannot be read ({error}); resuming the run writes it anew.") from error
 
 
-def _run(folder: RunFolder, ranks: tuple[RankSeen, ...]) -> RunSeen:
+def _run(folder: RunFolder, ranks: tuple[RankObservation, ...]) -> RunObservation:
     mesh = mesh_of(read_config(folder.config).plan)
-    return RunSeen(program=program_of(folder), mesh=mesh, ranks=ranks, host=platform.node(), disk=disk_of(folder))
+    return RunObservation(
+        program=program_of(folder), mesh=mesh, ranks=ranks, host=platform.node(), disk=disk_of(folder)
+    )
 
 
 def mesh_of(plan: PlanConfig) -> MeshShape:

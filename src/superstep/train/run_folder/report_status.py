@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
-from superstep.monitor.status_page import Beats, beside
+from superstep.monitor.status_page import HeartbeatReceiver, beside
 from superstep.observe.doctor.observations import DATA, REPORT
 from superstep.observe.events import Event, Sink
 
 T = TypeVar("T")
 
 
-def report_waits(heart: Beats, batches: Iterable[T]) -> Iterator[T]:
+def report_waits(heart: HeartbeatReceiver, batches: Iterable[T]) -> Iterator[T]:
     """The batches; while one is waited for, the rank says so."""
     each = iter(batches)
     while True:
@@ -23,10 +23,10 @@ def report_waits(heart: Beats, batches: Iterable[T]) -> Iterator[T]:
         yield found
 
 
-class ToldBeside:
+class StatusSink:
     """A sink that is written to beside the programs; whoever listens there keeps the rank."""
 
-    def __init__(self, heart: Beats, sink: Sink) -> None:
+    def __init__(self, heart: HeartbeatReceiver, sink: Sink) -> None:
         self._heart, self._sink = heart, sink
 
     def write(self, event: Event) -> None:

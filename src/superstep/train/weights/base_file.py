@@ -17,7 +17,7 @@ BASE = "base.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Base:
+class BaseWeights:
     """The weights that an adapter adds to.
 
     Attributes:
@@ -29,7 +29,7 @@ class Base:
     version: str
 
 
-def read_base(checkpoint: Path) -> Base:
+def read_base(checkpoint: Path) -> BaseWeights:
     """Which weights the adapter of a checkpoint adds to.
 
     Raises:
@@ -37,7 +37,7 @@ def read_base(checkpoint: Path) -> Base:
     """
     try:
         raw = json.loads((checkpoint / BASE).read_text(encoding="utf-8"))
-        return Base(None if raw["weights"] is None else Path(raw["weights"]), str(raw["version"]))
+        return BaseWeights(None if raw["weights"] is None else Path(raw["weights"]), str(raw["version"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise StateError(
             f"'{checkpoint}' does not say which weights it adds to ({error!r}); it needs {BASE}."

@@ -20,34 +20,34 @@ from superstep.plan.resolution.resolve import Resolved
 from superstep.serve.files.weights import digests, version_of
 from superstep.state.all_or_none import Peers, together
 from superstep.state.load_weights import fill
-from superstep.train.weights.base_file import BASE, Base, read_base
+from superstep.train.weights.base_file import BASE, BaseWeights, read_base
 from superstep.train.weights.model import shapes_of
 from superstep.train.weights.weights_folder import weights_of
 
 
-def draw_base(run: Resolved) -> Base:
+def draw_base(run: Resolved) -> BaseWeights:
     """The weights that a run has which was given none."""
-    return Base(None, f"train.seed = {run.config.train.seed}")
+    return BaseWeights(None, f"train.seed = {run.config.train.seed}")
 
 
-def begin_base(run: Resolved, engine: Engine, peers: Peers, folder: Path) -> Base:
+def begin_base(run: Resolved, engine: Engine, peers: Peers, folder: Path) -> BaseWeights:
     """Fill the frozen weights from a folder. Every rank calls this together.
 
     Raises:
         StateError: they are not this model's, or cannot be read: on every rank the same.
     """
     fill(folder, engine.frozen_pieces(), shapes_of(run), peers)
-    return Base(folder.resolve(), _version(folder, peers))
+    return BaseWeights(folder.resolve(), _version(folder, peers))
 
 
-def resume_base(run: Resolved, engine: Engine, peers: Peers, checkpoint: Path) -> Base:
+def resume_base(run: Resolved, engine: Engine, peers: Peers, checkpoint: Path) -> BaseWeights:
     """Fill them again, as they were when the checkpoint was written; from ``model.weights`` where they have moved.
 
     Raises:
         StateError: they are gone, or have changed: on every rank the same.
     """
 
-    def find() -> tuple[Base, Path | None]:
+    def find() -> tuple[BaseWeights, Path | None]:
         base, named = read_base(checkpoint), run.config.model.weights
         is_there = base.folder is None or base.folder.exists()
         return base, base.folder if is_there or named is None else weights_of(Path(named))
@@ -61,7 +61,7 @@ def resume_base(run: Resolved, engine: Engine, peers: Peers, checkpoint: Path) -
     return resumed
 
 
-def require_same(base: Base, current: Base, adapter: Path) -> None:
+def require_same(base: BaseWeights, current: BaseWeights, adapter: Path) -> None:
     """See that weights are those that an adapter was trained beside.
 
     Raises:
@@ -74,7 +74,7 @@ def require_same(base: Base, current: Base, adapter: Path) -> None:
         )
 
 
-def files_of(run: Resolved, base: Base) -> dict[str, str]:
+def files_of(run: Resolved, base: BaseWeights) -> dict[str, str]:
     """What makes a checkpoint's folder an adapter's, by name."""
     lora = run.config.lora
     assert lora is not None

@@ -20,13 +20,13 @@ from superstep.tune.program.instructions import Grade, Iterations, Publish, Reti
 from superstep.tune.rl.from_rank0 import WaitLimit, from_first
 from superstep.tune.rl.grading import Grading
 from superstep.tune.rl.policy_trainer import PolicyTrainer
-from superstep.tune.rl.rl_step import Training
+from superstep.tune.rl.rl_step import RlTraining
 from superstep.tune.rl.rollout_log import RolloutLog
 from superstep.tune.rl.rollout_worker import RolloutWorker
 from superstep.tune.rl.sampling import TaskGroup
 
 
-class Iterate:
+class ColocatedRank:
     """One rank.
 
     Args:
@@ -45,7 +45,7 @@ class Iterate:
         seed: int,
         timeout_s: float,
         trainer: PolicyTrainer,
-        training: Training,
+        training: RlTraining,
         seat: RolloutWorker,
         environment: Tasks,
         record: RolloutLog,

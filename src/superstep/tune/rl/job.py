@@ -26,7 +26,7 @@ from superstep.train.weights.hf_files import hf_files
 from superstep.tune.program.compile import compile_iterations
 from superstep.tune.program.instructions import Iterations, RlSchedule
 from superstep.tune.program.text import write_iterations
-from superstep.tune.rl.colocated import Iterate
+from superstep.tune.rl.colocated import ColocatedRank
 from superstep.tune.rl.config import RlConfig, RolloutConfig
 from superstep.tune.rl.grading import Grading, Retried, nothing_retried
 from superstep.tune.rl.initial_policy import check_run
@@ -40,9 +40,9 @@ from superstep.tune.rl.memory_budget import (
     sizes_of,
 )
 from superstep.tune.rl.policy_trainer import PolicyTrainer
-from superstep.tune.rl.rl_step import Stopped, Tell, TellSave, Training, tell_nobody
+from superstep.tune.rl.rl_step import RlTraining, RunEnded, Tell, TellSave, tell_nobody
 from superstep.tune.rl.rollout_log import NAME, RolloutLog
-from superstep.tune.rl.rollout_worker import RolloutWorker, Seated
+from superstep.tune.rl.rollout_worker import RolloutWorker, SamplerSettings
 from superstep.tune.rl.sampling import words_of
 
 PROGRAM = "iterations.txt"
@@ -200,10 +200,10 @@ def serve_of(run: Resolved, rollout: RolloutConfig, kernels: Path | None = None)
     )
 
 
-def worker_settings(job: RlJob, serve: ServeConfig) -> Seated:
+def worker_settings(job: RlJob, serve: ServeConfig) -> SamplerSettings:
     """What a sampler is told once."""
     config = job.run.config
-    return Seated(
+    return SamplerSettings(
         serve=serve,
         how=job.rollout,
         group=job.rl.group,
@@ -293,14 +293,14 @@ def reinforce(
             graders = stack.enter_context(Pool(job.rl.environment, job.grade, retried=retried))
             write_whole(job.folder.root / PROGRAM, write_iterations(job.program))
             trainer.watch = stack.enter_context(FolderWatch(job.folder, job.files))
-        training = Training(job.rl, job.rollout, config.train.steps, trainer, tell, tell_save)
+        training = RlTraining(job.rl, job.rollout, config.train.steps, trainer, tell, tell_save)
         grading = Grading(record, graders, config.train.seed)
         timeout_s = job.rollout.timeout_s
-        iterate = Iterate(config.train.seed, timeout_s, trainer, training, seat, environment, record, grading)
+        iterate = ColocatedRank(config.train.seed, timeout_s, trainer, training, seat, environment, record, grading)
         is_stopped = False
         try:
             iterate.run(job.program)
-        except Stopped:
+        except RunEnded:
             is_stopped = True
     seat.close()
     trainer.close()

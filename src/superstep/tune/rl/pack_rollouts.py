@@ -23,7 +23,7 @@ from torch import Tensor
 from superstep.data.token_stream import Batch
 from superstep.errors import ConfigError, Fault
 from superstep.numerics.loss import IGNORE
-from superstep.tune.advantage import Share
+from superstep.tune.advantage import TokenShare
 from superstep.tune.rl.rollout import Strand
 from superstep.tune.rl.sampling import TaskGroup
 
@@ -37,7 +37,7 @@ class PlacedStrand:
     strand: Strand
     group: int
     answer: int
-    share: Share
+    share: TokenShare
 
     @property
     def targets(self) -> Tensor:
@@ -46,7 +46,7 @@ class PlacedStrand:
 
 
 @dataclass(frozen=True, slots=True)
-class Lessons:
+class PackedRollouts:
     """A batch, and where in it each strand lies."""
 
     batch: Batch
@@ -70,14 +70,14 @@ class Lessons:
 
 def lessons_of(
     groups: Sequence[TaskGroup],
-    shares: Sequence[Sequence[Share | None] | None],
+    shares: Sequence[Sequence[TokenShare | None] | None],
     *,
     divisor: float,
     multiple: int,
     tokens: int,
     is_masked: bool,
     keeps_all: bool = True,
-) -> Lessons:
+) -> PackedRollouts:
     """The global batch of a step.
 
     Args:
@@ -120,12 +120,12 @@ def lessons_of(
         streams=streams,
         divisor=divisor,
     )
-    return Lessons(batch, placed)
+    return PackedRollouts(batch, placed)
 
 
 def _place(
     groups: Sequence[TaskGroup],
-    shares: Sequence[Sequence[Share | None] | None],
+    shares: Sequence[Sequence[TokenShare | None] | None],
     *,
     tokens: int,
     is_masked: bool,
@@ -150,7 +150,7 @@ def _place(
                 ends[row] += size
 
 
-def require_same_bits(lessons: Lessons, logprobs_BS: Tensor, version: int) -> None:
+def require_same_bits(lessons: PackedRollouts, logprobs_BS: Tensor, version: int) -> None:
     """See that the sampler's log-probabilities are the trainer's, to the bit.
 
     Args:

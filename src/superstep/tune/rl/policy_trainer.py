@@ -11,11 +11,11 @@ from torch import Tensor
 
 from superstep.data.token_stream import Batch
 from superstep.engine.engine import Engine, StepResult
-from superstep.engine.flat.offload import Sleeping
+from superstep.engine.flat.offload import OffloadedBuffers
 from superstep.engine.microbatch import microbatches_of
 from superstep.launch.ranks import World
 from superstep.numerics.objective import CROSS_ENTROPY, Objective
-from superstep.numerics.sequence_losses import Weighed
+from superstep.numerics.sequence_losses import SequenceLossResult
 from superstep.plan.resolution.resolve import Resolved
 from superstep.state.load_weights import fill
 from superstep.state.manifest import Position
@@ -30,7 +30,7 @@ KEEP_ALL = 1 << 30
 """Published versions that stay: the program retires them, and nothing is cleaned away behind its back."""
 
 
-class Differs(Exception):
+class LogProbDiffers(Exception):
     """A log-probability is not the one that is known from before."""
 
 
@@ -57,7 +57,7 @@ class PolicyTrainer(Trainer):
         super().__init__(world, run, engine, folder=folder, identity=identity, files=files)
         self.position = Position()
         self._temperature = temperature
-        self._asleep: list[Sleeping] = []
+        self._asleep: list[OffloadedBuffers] = []
         self._reference: Engine | None = None
 
     def start(
@@ -132,7 +132,7 @@ class PolicyTrainer(Trainer):
         objective: Objective = CROSS_ENTROPY,
         *,
         is_checked: bool = False,
-        weighed: Weighed | None = None,
+        weighed: SequenceLossResult | None = None,
     ) -> StepResult:
         """One step on a global batch.
 
@@ -150,7 +150,7 @@ class PolicyTrainer(Trainer):
 
         def inspect() -> None:
             if is_checked and self._engine.measures["max_dlogp"] != 0.0:
-                raise Differs
+                raise LogProbDiffers
 
         result = self.take_step(
             self._mine(batch),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from superstep.engine.engine import StepResult
-from superstep.engine.flat.snapshots import Flushed
+from superstep.engine.flat.snapshots import FlushResult
 from superstep.errors import DiskFault, Fault, StateError
 from superstep.grade.verdict import Verdict
 from superstep.numerics.objective import Streams
@@ -23,24 +23,24 @@ from superstep.train.policy.spike_detector import SkippedStep
 from superstep.train.rollback import check_state, go_back, tell_refused
 from superstep.train.saving import report_flushed, save
 from superstep.tune.rl.config import RlConfig, RolloutConfig
-from superstep.tune.rl.pack_rollouts import Lessons, lessons_of, require_same_bits
-from superstep.tune.rl.policy_trainer import Differs, PolicyTrainer
+from superstep.tune.rl.pack_rollouts import PackedRollouts, lessons_of, require_same_bits
+from superstep.tune.rl.policy_trainer import LogProbDiffers, PolicyTrainer
 from superstep.tune.rl.sampling import TaskGroup
-from superstep.tune.rl.step_rewards import Alike, AllCut, Learnt, learnt_of, shares_of
+from superstep.tune.rl.step_rewards import CutAnswerCount, EqualRewardCount, RlStepResult, learnt_of, shares_of
 
 
-class Stopped(Exception):
+class RunEnded(Exception):
     """The run has come to an end before its last step, and what was done is saved."""
 
 
-class WentBack(Fault):
+class RunWentBack(Fault):
     """The run goes on from an earlier state: the ranks end, and their launcher starts them again with what is left."""
 
     to_step: int = 0
     """After which it goes on."""
 
 
-Tell = Callable[[Learnt], None]
+Tell = Callable[[RlStepResult], None]
 TellSave = Callable[[Event], None]
 
 
@@ -48,7 +48,7 @@ def tell_nobody(event: Event) -> None:
     """A ``TellSave`` that does nothing."""
 
 
-class Training:
+class RlTraining:
     """One rank.
 
     Args:
@@ -75,8 +75,8 @@ class Training:
         self._trainer = trainer
         self._tell = tell
         self._tell_save = tell_save
-        self._alike = Alike()
-        self._all_cut = AllCut(rl, how, trainer.run.config.data.sequence_tokens, steps)
+        self._alike = EqualRewardCount()
+        self._all_cut = CutAnswerCount(rl, how, trainer.run.config.data.sequence_tokens, steps)
         self._since_s = time.perf_counter()
 
     def train(
@@ -118,12 +118,12 @@ class Training:
         self._trainer.copies.tell(self._report_flushed)
         if result.is_stop_asked and step + 1 < self._steps:
             self.save(is_last=True)
-            raise Stopped
+            raise RunEnded
         if result.is_copy_refused:
             tell_refused(self._trainer, step + 1, self._tell_save)
             save(self._trainer, self._trainer.position, self._tell_save, is_last=False)
 
-    def _take(self, lessons: Lessons, *, version: int, step: int) -> StepResult:
+    def _take(self, lessons: PackedRollouts, *, version: int, step: int) -> StepResult:
         """A step that stands: its update was made, and the state after it is what was computed.
 
         Raises:
@@ -139,7 +139,7 @@ class Training:
                 return result
             found = go_back(trainer, before, skipped, self._tell_save)
             if found.step != step:
-                back = WentBack(f"{skipped.why}; the run goes back to step {found.step}", step=step + 1)
+                back = RunWentBack(f"{skipped.why}; the run goes back to step {found.step}", step=step + 1)
                 back.to_step = found.step
                 raise back
 
@@ -148,7 +148,7 @@ class Training:
         loss, norm = result.loss, result.grad_norm
         return check_state(self._trainer, step, self._tell_save, is_saved=is_saved, loss=loss, grad_norm=norm)
 
-    def _report_flushed(self, flushed: Flushed, *, is_over: bool = False) -> None:
+    def _report_flushed(self, flushed: FlushResult, *, is_over: bool = False) -> None:
         report_flushed(self._trainer, self._tell_save, flushed, is_over=is_over)
 
     def save(self, *, is_last: bool = False) -> None:
@@ -190,7 +190,7 @@ class Training:
         if self._trainer.follow_folder() is not None:
             self.save()
 
-    def _step(self, lessons: Lessons, *, version: int, step: int) -> StepResult:
+    def _step(self, lessons: PackedRollouts, *, version: int, step: int) -> StepResult:
         batch, streams = lessons.batch, dict(lessons.batch.streams)
         is_exact, is_fresh = self._trainer.run.plan.grain is not None, version == step
         policy = PolicyLoss(
@@ -214,12 +214,12 @@ class Training:
             return self._step_of_answers(lessons, policy, logprobs, streams)
         try:
             return self._trainer.step(replace(batch, streams=streams), policy, is_checked=is_exact and is_fresh)
-        except Differs:
+        except LogProbDiffers:
             require_same_bits(lessons, self._trainer.logprobs_of(batch), version)
             raise AssertionError("a difference was seen in the step, and none behind it") from None
 
     def _step_of_answers(
-        self, lessons: Lessons, policy: PolicyLoss, logprobs_BS: Tensor, streams: Streams
+        self, lessons: PackedRollouts, policy: PolicyLoss, logprobs_BS: Tensor, streams: Streams
     ) -> StepResult:
         """A step whose loss looks at whole answers: their weights are found, then trained with."""
         answer_BS, gains = lessons.answers()

@@ -57,7 +57,7 @@ class Strand:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answered:
+class TaskAnswer:
     """What came of a task: in tokens for the trainer, in words for the grader."""
 
     strands: tuple[Strand, ...]
@@ -150,10 +150,10 @@ class Episode:
         """Have the last turn of the model's be a violation, and the last of all."""
         self._violation = violation
 
-    def with_answer(self) -> Answered:
+    def with_answer(self) -> TaskAnswer:
         """All of it, behind a turn of the model's."""
         rollout = Rollout(tuple(self.turns), self._finish, self._violation)
-        return Answered(strands=(*self._strands, self._open.close()), rollout=rollout)
+        return TaskAnswer(strands=(*self._strands, self._open.close()), rollout=rollout)
 
     def _check_said(self, message: Message) -> Message:
         self.turns.append(message)

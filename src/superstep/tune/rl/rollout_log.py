@@ -28,7 +28,7 @@ from superstep.grade.verdict import Verdict, from_told
 from superstep.observe.append_file import AppendFile
 from superstep.state.fsync import sync
 from superstep.tune.program.instructions import Cursor, RlSchedule
-from superstep.tune.rl.rollout import Answered, Strand
+from superstep.tune.rl.rollout import Strand, TaskAnswer
 from superstep.tune.rl.sampling import TaskGroup
 
 T = TypeVar("T")
@@ -222,7 +222,7 @@ def _group_of(told: dict[str, Any]) -> TaskGroup:
         number=told["group"],
         version=told["version"],
         answers=tuple(
-            Answered(
+            TaskAnswer(
                 strands=tuple(
                     Strand(
                         tokens=tuple(one["tokens"]),

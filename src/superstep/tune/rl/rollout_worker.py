@@ -41,7 +41,7 @@ from superstep.serve.compute.runner.model_runner import follow
 from superstep.serve.compute.runner.rank_commands import Tensors
 from superstep.serve.config import ServeConfig, plan_of
 from superstep.serve.engine import InferenceEngine
-from superstep.serve.engine_control import Steward
+from superstep.serve.engine_control import EngineController
 from superstep.tune.rl.config import RolloutConfig
 from superstep.tune.rl.from_rank0 import BEAT_S
 from superstep.tune.rl.sampling import RolloutSampler, TaskGroup, TextCodec, require_vocab
@@ -52,7 +52,7 @@ ADAPTER = "trained"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seated:
+class SamplerSettings:
     """What a sampler is told once.
 
     Attributes:
@@ -121,7 +121,7 @@ class RolloutWorker:
     def __init__(
         self,
         world: World,
-        settings: Seated,
+        settings: SamplerSettings,
         words: TextCodec,
         environment: Tasks,
         others: tuple[int, int] | None = None,
@@ -139,7 +139,7 @@ class RolloutWorker:
         self._environment = environment
         self._mesh: Mesh | None = None
         self._rank: Rank | None = None
-        self._open: tuple[InferenceEngine, Steward, RolloutSampler] | None = None
+        self._open: tuple[InferenceEngine, EngineController, RolloutSampler] | None = None
 
     @property
     def is_first(self) -> bool:
@@ -193,7 +193,9 @@ class RolloutWorker:
         finally:
             torch.set_num_threads(threads)  # exact mode takes one
 
-    def _take(self, version: Path | Tensors, number: str) -> tuple[InferenceEngine, Steward, RolloutSampler] | None:
+    def _take(
+        self, version: Path | Tensors, number: str
+    ) -> tuple[InferenceEngine, EngineController, RolloutSampler] | None:
         source = self._told.start if self._told.is_beside else version
         folder = source if isinstance(source, Path) else self._told.start
         tp = self._group(folder)

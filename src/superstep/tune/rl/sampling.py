@@ -22,7 +22,7 @@ from superstep.serve.scheduling.request import Finish, Request, Sampling, TokenO
 from superstep.serve.text.chat_template import ChatTemplate, load_chat_template
 from superstep.serve.text.chat_tokens import ChatEncoder
 from superstep.tune.rl.config import RolloutConfig
-from superstep.tune.rl.rollout import Answered, Encoder, Episode, TextDecoder
+from superstep.tune.rl.rollout import Encoder, Episode, TaskAnswer, TextDecoder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class TaskGroup:
 
     number: int
     version: int
-    answers: tuple[Answered, ...]
+    answers: tuple[TaskAnswer, ...]
     drawn_s: tuple[float, float] | None = field(default=None, compare=False)
 
 

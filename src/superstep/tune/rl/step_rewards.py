@@ -9,18 +9,18 @@ from superstep.engine.engine import StepResult
 from superstep.errors import DataError, Fault
 from superstep.grade.verdict import Verdict
 from superstep.state.manifest import Position
-from superstep.tune.advantage import Advantage, Answer, Share
+from superstep.tune.advantage import Advantage, ScoredAnswer, TokenShare
 from superstep.tune.rl.config import RlConfig, RolloutConfig
 from superstep.tune.rl.sampling import TaskGroup
 
-Shares = list[list[Share | None] | None]
+Shares = list[list[TokenShare | None] | None]
 
 MOST_ALIKE = 8
 """Steps in a row of which all rewards are the same, or all answers cut off: then there is nothing to learn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Learnt:
+class RlStepResult:
     """One step of reinforcement learning, as it is told.
 
     Attributes:
@@ -70,7 +70,7 @@ def shares_of(
     decided = [[n for n, verdict in enumerate(each) if verdict.is_decided] for each in verdicts]
     asked = [
         [
-            Answer(
+            ScoredAnswer(
                 reward=each[n].reward,
                 tokens=group.answers[n].drawn_tokens,
                 is_cut=group.answers[n].rollout.finish == "length",
@@ -98,12 +98,12 @@ def learnt_of(
     lr: float,
     seconds: float,
     sampling_s: float,
-) -> Learnt:
+) -> RlStepResult:
     """What is told of a step, after which training stands at a position."""
     rewards = [[one.reward for one in each if one.is_decided] for each in verdicts]
     flat = [reward for each in rewards for reward in each]
     answers = [answer for group in groups for answer in group.answers]
-    return Learnt(
+    return RlStepResult(
         step=position.step,
         result=result,
         reward=sum(flat) / len(flat),
@@ -120,7 +120,7 @@ def learnt_of(
     )
 
 
-class AllCut:
+class CutAnswerCount:
     """Counts steps whose answers were all cut off, and so left out of the loss.
 
     Args:
@@ -155,7 +155,7 @@ class AllCut:
         )
 
 
-class Alike:
+class EqualRewardCount:
     """Counts steps whose rewards are all the same."""
 
     def __init__(self) -> None:

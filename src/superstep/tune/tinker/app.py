@@ -21,10 +21,10 @@ from superstep.http.guard import JSON, Entrance
 from superstep.http.limits import BodyLimits, parse, read_body, read_json
 from superstep.http.request_error import RequestError
 from superstep.tune.tinker import request_schema
-from superstep.tune.tinker.futures import Failed, Full, Outcome
+from superstep.tune.tinker.futures import Outcome, QueueFull, RequestFailed
 from superstep.tune.tinker.proto_messages import read_forward_backward
 from superstep.tune.tinker.saved_models import place_of
-from superstep.tune.tinker.service import TinkerService, Unknown
+from superstep.tune.tinker.service import TinkerService, UnknownError
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -88,7 +88,7 @@ def make_app(service: TinkerService, *, key: str | None = None, entrance: Entran
 
 
 def _convert(error: SuperstepError) -> RequestError:
-    statuses: tuple[tuple[type[SuperstepError], int], ...] = ((Unknown, 404), (Full, 429), (UserError, 400))
+    statuses: tuple[tuple[type[SuperstepError], int], ...] = ((UnknownError, 404), (QueueFull, 429), (UserError, 400))
     return RequestError(str(error), status=next((status for kind, status in statuses if isinstance(error, kind)), 500))
 
 
@@ -215,7 +215,9 @@ async def _retrieve(request: Request, service: TinkerService) -> Response:
     number = (await _body(request, request_schema.Retrieve)).request_id
     future = service.desk.future(number)
     if future is None:
-        raise Unknown(f"request_id = '{number}' is not known; its result was given out long ago, or never promised.")
+        raise UnknownError(
+            f"request_id = '{number}' is not known; its result was given out long ago, or never promised."
+        )
     done, _ = await asyncio.wait([asyncio.wrap_future(future)], timeout=POLL_S)
     if not done:
         return JSONResponse({"type": "try_again", "request_id": number, "queue_state": "active"}, status_code=408)
@@ -224,7 +226,7 @@ async def _retrieve(request: Request, service: TinkerService) -> Response:
 
 
 def _outcome(outcome: Outcome) -> Response:
-    if isinstance(outcome, Failed):
+    if isinstance(outcome, RequestFailed):
         return JSONResponse({"error": outcome.message, "category": "user" if outcome.is_users else "server"})
     return Response(outcome.body, media_type=PROTOBUF if outcome.is_proto else "application/json")
 

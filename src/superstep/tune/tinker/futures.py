@@ -34,7 +34,7 @@ MOST_WAITING, MOST_WAITING_BYTES = 16_384, 1 << 30
 IDLE_S = 5.0
 
 
-class Full(SuperstepError):
+class QueueFull(SuperstepError):
     """There is no room for another request or session now; ask again later."""
 
 
@@ -52,7 +52,7 @@ class Result:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class RequestFailed:
     """Why nothing did.
 
     Attributes:
@@ -64,20 +64,20 @@ class Failed:
     is_users: bool
 
 
-Outcome = Result | Failed
+Outcome = Result | RequestFailed
 Reply = Callable[[Outcome], None]
 Job = Callable[[Reply], None]
 """Does the work; the reply comes once, now or in a later step of the sampler."""
 
 
-def error_of(error: BaseException) -> Failed:
+def error_of(error: BaseException) -> RequestFailed:
     """What a client is told of an error."""
     if isinstance(error, SuperstepError):
-        return Failed(str(error), isinstance(error, UserError))
-    return Failed(f"{type(error).__name__}: {error}".partition("\n")[0], is_users=False)
+        return RequestFailed(str(error), isinstance(error, UserError))
+    return RequestFailed(f"{type(error).__name__}: {error}".partition("\n")[0], is_users=False)
 
 
-class Desk:
+class RequestQueue:
     """Requests and their results.
 
     Args:
@@ -112,7 +112,9 @@ class Desk:
             if request in self._futures:
                 return
             if self._waiting >= MOST_WAITING or self._waiting_bytes + size_bytes > MOST_WAITING_BYTES:
-                raise Full(f"{self._waiting} requests of {self._waiting_bytes} bytes wait already; ask again later.")
+                raise QueueFull(
+                    f"{self._waiting} requests of {self._waiting_bytes} bytes wait already; ask again later."
+                )
             self._drop_left()
             future: Future[Outcome] = Future()
             self._futures[request] = future

@@ -6,22 +6,22 @@ from typing import Any
 
 from pydantic import Field
 
-from superstep.engine.adamw import Hyper
+from superstep.engine.adamw import AdamWSettings
 from superstep.errors import ConfigError
-from superstep.http.body_validation import Strict
+from superstep.http.body_validation import StrictBody
 
 
-class Body(Strict):
+class Body(StrictBody):
     """An object. ``type`` says again what the path says."""
 
     type: str = ""
 
 
-class Open(Strict, extra="ignore"):
+class Open(StrictBody, extra="ignore"):
     """An object that may have fields which mean nothing here."""
 
 
-class Lora(Strict):
+class Lora(StrictBody):
     """Of a new model."""
 
     rank: int
@@ -70,7 +70,7 @@ class OfModel(Body):
     model_id: str
 
 
-class AdamParams(Strict):
+class AdamParams(StrictBody):
     """The settings of one update, as Tinker names them."""
 
     learning_rate: float = 1e-4
@@ -81,7 +81,7 @@ class AdamParams(Strict):
     grad_clip_norm: float = 0.0
 
     @property
-    def hyper(self) -> Hyper:
+    def hyper(self) -> AdamWSettings:
         """The same for our optimizer: no bound where the largest norm is 0.
 
         Raises:
@@ -98,7 +98,7 @@ class AdamParams(Strict):
         for name, (is_kept, rule) in rules.items():
             if not is_kept:
                 raise ConfigError(f"adam_params.{name} = {getattr(self, name)} must be {rule}.")
-        return Hyper(
+        return AdamWSettings(
             beta1=self.beta1,
             beta2=self.beta2,
             eps=self.eps,
@@ -176,7 +176,7 @@ class Prompt(Open):
     chunks: list[PromptChunk]
 
 
-class SamplingParams(Strict):
+class SamplingParams(StrictBody):
     """How to draw."""
 
     max_tokens: int | None = None

@@ -15,7 +15,7 @@ from superstep.errors import ConfigError, StateError, UserError, did_you_mean
 from superstep.tune.tinker import request_schema
 from superstep.tune.tinker.adapter_trainer import AdapterTrainer
 from superstep.tune.tinker.config import TinkerConfig
-from superstep.tune.tinker.futures import Desk, Full, Job, Reply, Result, error_of
+from superstep.tune.tinker.futures import Job, QueueFull, Reply, RequestQueue, Result, error_of
 from superstep.tune.tinker.model_request import ModelRequest
 from superstep.tune.tinker.prompts import sample_request
 from superstep.tune.tinker.proto_messages import ForwardBackward, Sampled, write_sampled
@@ -40,7 +40,7 @@ class ClientSession:
     samplers: dict[str, str | None] = field(default_factory=dict)
 
 
-class Unknown(UserError):
+class UnknownError(UserError):
     """What is asked for is not here."""
 
 
@@ -64,7 +64,7 @@ class TinkerService:
         tell: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.config = config
-        self.desk = Desk(sampler, tell)
+        self.desk = RequestQueue(sampler, tell)
         self.store = store
         self._sampler = sampler
         self._device = device
@@ -88,7 +88,7 @@ class TinkerService:
         if len(self._sessions) >= MOST_SESSIONS:
             self._sessions = {name: one for name, one in self._sessions.items() if not _is_silent(one)}
         if len(self._sessions) >= MOST_SESSIONS:
-            raise Full(f"{MOST_SESSIONS} sessions are there, as many as may be at once; ask again later.")
+            raise QueueFull(f"{MOST_SESSIONS} sessions are there, as many as may be at once; ask again later.")
         name = uuid.uuid4().hex
         self._sessions[name] = ClientSession(time.monotonic())
         return name
@@ -109,7 +109,9 @@ class TinkerService:
 
     def _session(self, name: str) -> ClientSession:
         if name not in self._sessions:
-            raise Unknown(f"session_id = '{name}' is not known; it was finished, or the server has begun again since.")
+            raise UnknownError(
+                f"session_id = '{name}' is not known; it was finished, or the server has begun again since."
+            )
         return self._sessions[name]
 
     def _give_up(self, session: str, reply: Reply) -> None:
@@ -178,7 +180,7 @@ class TinkerService:
         """
         model = self._models.get(name)
         if model is None:
-            raise Unknown(f"model_id = '{name}' is not here; its session has ended, or it was never made.")
+            raise UnknownError(f"model_id = '{name}' is not here; its session has ended, or it was never made.")
         return {
             "type": "get_info",
             "model_data": {"model_name": str(self.config.folder), "tokenizer_id": str(self.config.folder)},
@@ -307,7 +309,7 @@ class TinkerService:
         """
         session = self._sessions.get(sampler.partition(":")[0])
         if session is None or sampler not in session.samplers:
-            raise Unknown(f"sampling_session_id = '{sampler}' is not known; it has ended, or was never begun.")
+            raise UnknownError(f"sampling_session_id = '{sampler}' is not known; it has ended, or was never begun.")
         return session.samplers[sampler]
 
     def sampler(self, name: str) -> dict[str, Any]:

@@ -27,7 +27,7 @@ MemoryOf: TypeAlias = Callable[[RunConfig], tuple[RankBytes, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mend:
+class FitChange:
     """A change that fits: a field of the run, its value, and the fullest rank's bytes."""
 
     field: str
@@ -36,7 +36,7 @@ class Mend:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Overflow:
+class MemoryOverflow:
     """A plan that does not fit.
 
     Attributes:
@@ -53,7 +53,7 @@ class Overflow:
     category: Category
     needed_bytes: int
     limit_bytes: int
-    mends: tuple[Mend, ...]
+    mends: tuple[FitChange, ...]
 
 
 def by_category(rank: RankBytes) -> dict[Category, int]:
@@ -82,7 +82,7 @@ def memory_of(run: Resolved) -> tuple[RankBytes, ...]:
     return rank_bytes(run, compile_step(run.plan))
 
 
-def overflow(config: RunConfig, memory: MemoryOf, limit_bytes: int) -> Overflow | None:
+def overflow(config: RunConfig, memory: MemoryOf, limit_bytes: int) -> MemoryOverflow | None:
     """Why a run does not fit ``limit_bytes`` on each rank; None where it does.
 
     Args:
@@ -96,7 +96,7 @@ def overflow(config: RunConfig, memory: MemoryOf, limit_bytes: int) -> Overflow 
     parts = by_category(ranks[number])
     sums = accumulate(parts.values())
     category = next(name for name, taken in zip(parts, sums, strict=True) if taken > limit_bytes)
-    return Overflow(
+    return MemoryOverflow(
         rank=number,
         parts=parts,
         category=category,
@@ -106,7 +106,7 @@ def overflow(config: RunConfig, memory: MemoryOf, limit_bytes: int) -> Overflow 
     )
 
 
-def _mends(config: RunConfig, memory: MemoryOf, limit_bytes: int) -> Iterator[Mend]:
+def _mends(config: RunConfig, memory: MemoryOf, limit_bytes: int) -> Iterator[FitChange]:
     """The first value of each field that fits."""
     for field, values in _choices(config):
         for value in values:
@@ -117,7 +117,7 @@ def _mends(config: RunConfig, memory: MemoryOf, limit_bytes: int) -> Iterator[Me
             except ConfigError:
                 continue
             if size <= limit_bytes:
-                yield Mend(field=f"plan.{field}", value=value, bytes=size)
+                yield FitChange(field=f"plan.{field}", value=value, bytes=size)
                 break
 
 

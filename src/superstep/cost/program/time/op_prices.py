@@ -1,7 +1,7 @@
 """Prices: seconds of an operation.
 
-A ``MachineRates`` has one rate for each kind, like a data sheet. ``Measured`` looks up measurements: products by shape,
-passes over memory by size, collectives by their latency and rate.
+A ``MachineRates`` has one rate for each kind, like a data sheet. ``MeasuredMachine`` looks up measurements: products by
+shape, passes over memory by size, collectives by their latency and rate.
 
     collectives of b bytes over n ranks, by a ring or by direct exchange (Thakur 2005, sec. 4)
       gather, reduce-scatter, all-to-all    b · (n - 1) / n / link_bytes_per_s + link_latency_s
@@ -20,9 +20,9 @@ from superstep.cost.program.time.operation import (
     AttentionOperation,
     Axis,
     CollectiveOperation,
+    MatmulOperation,
+    MemoryOperation,
     Operations,
-    Pass,
-    Product,
 )
 from superstep.errors import ConfigError
 from superstep.hardware.chip import ProductRate, Rate
@@ -51,7 +51,7 @@ class Prices(Protocol):
     def shared_cores(self) -> int | None:
         """The cores that all ranks of a host share, for computing and sending; None where each rank has a device."""
 
-    def product_s(self, product: Product) -> float:
+    def product_s(self, product: MatmulOperation) -> float:
         """One product, or a batch of them."""
 
     def attention_s(self, attention: AttentionOperation) -> float:
@@ -78,7 +78,7 @@ class MachineRates:
         """None: each rank has its own device."""
         return
 
-    def product_s(self, product: Product) -> float:
+    def product_s(self, product: MatmulOperation) -> float:
         return product.flops / product.count / self.gemm_flops_per_s
 
     def attention_s(self, attention: AttentionOperation) -> float:
@@ -98,7 +98,7 @@ class MachineRates:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class MeasuredMachine:
     """A machine with measurements in its cluster file.
 
     Attributes:
@@ -136,7 +136,7 @@ class Measured:
     def link_bytes_per_s(self) -> float:
         return self.cluster.link_bytes_per_s
 
-    def product_s(self, product: Product) -> float:
+    def product_s(self, product: MatmulOperation) -> float:
         """By the rates of nearby shapes."""
         if product.kernel == "batch" and not self._products("batch"):
             return self.pass_s("read", 4 * product.numel)
@@ -219,11 +219,11 @@ def seconds(operations: Operations, machine: Prices, ranks: Callable[[Axis], int
     total = 0.0
     for operation in operations:
         match operation:
-            case Product():
+            case MatmulOperation():
                 once = machine.product_s(operation)
             case AttentionOperation():
                 once = machine.attention_s(operation)
-            case Pass():
+            case MemoryOperation():
                 once = machine.pass_s(operation.kernel, operation.bytes)
             case CollectiveOperation():
                 once = machine.collective_s(operation.collective, operation.bytes, ranks(operation.axis))

@@ -23,7 +23,7 @@ a tied table, the cp and tp ranks of one sequence, all).
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Product:
+class MatmulOperation:
     """Matrix products of one shape.
 
     Attributes:
@@ -70,7 +70,7 @@ class AttentionOperation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pass:
+class MemoryOperation:
     """Reads and writes of whole tensors by one kernel.
 
     Attributes:
@@ -103,7 +103,7 @@ class CollectiveOperation:
         return 0
 
 
-Operation: TypeAlias = Product | AttentionOperation | Pass | CollectiveOperation
+Operation: TypeAlias = MatmulOperation | AttentionOperation | MemoryOperation | CollectiveOperation
 Operations: TypeAlias = tuple[Operation, ...]
 
 

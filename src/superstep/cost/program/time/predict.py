@@ -155,11 +155,11 @@ def durations(
 ) -> PerUnit:
     """Seconds of each instruction of the run's step; raises like ``predict``."""
     units = decoder_operations(run) if operations is None else operations
-    return instruction_seconds(run, program, Operated(run, machine, tuple(units)))
+    return instruction_seconds(run, program, OperationDurations(run, machine, tuple(units)))
 
 
 @dataclass(frozen=True, slots=True)
-class Operated:
+class OperationDurations:
     """``InstructionPrices`` from the operations of the units, each at a machine's price."""
 
     run: Resolved

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from superstep.cost.program.time.op_prices import Measured
+from superstep.cost.program.time.op_prices import MeasuredMachine
 from superstep.plan.config import PlanConfig
 from superstep.plan.config_io import build, read_tables, write_fields
 
@@ -22,7 +22,7 @@ class PredictedFrom:
 
     is_weighed: bool
     plan: PlanConfig
-    machine: Measured
+    machine: MeasuredMachine
 
 
 def write_predicted_from(value: PredictedFrom) -> str:

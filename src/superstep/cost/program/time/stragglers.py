@@ -44,7 +44,7 @@ class Jitter:
 
 
 @dataclass(frozen=True, slots=True)
-class Straggled:
+class StragglerResult:
     """A step's seconds over samples: ``clean_s`` without jitter, ``late_s`` is exceeded by one step in twenty."""
 
     clean_s: float
@@ -61,7 +61,7 @@ def straggle(
     copies: int,
     samples: int = 16,
     seed: int = 0,
-) -> Straggled:
+) -> StragglerResult:
     """The step of ``copies`` pipelines with ``lockstep`` chips for each rank."""
     clean_s = simulate(program, durations).step_s
     rng = np.random.default_rng(seed)
@@ -76,7 +76,7 @@ def straggle(
     # Among copies the slowest decides: its noise is the largest of as many draws.
     late = np.array([slowest(float(u), copies) for u in rng.random(samples)])
     steps = slow * np.maximum(noisy.mean() + noisy.std() * late, clean_s) / clean_s
-    return Straggled(clean_s, float(steps.mean()), float(np.quantile(steps, 0.95)))
+    return StragglerResult(clean_s, float(steps.mean()), float(np.quantile(steps, 0.95)))
 
 
 def _slow_ranks(

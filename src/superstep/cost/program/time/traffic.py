@@ -28,7 +28,7 @@ from superstep.program.instructions import Instruction, Program
 
 
 @dataclass(frozen=True, slots=True)
-class Carried:
+class AxisTraffic:
     axis: Axis
     bytes: int
 
@@ -49,37 +49,37 @@ def traffic(run: Resolved, program: Program, units: Sequence[UnitOperations]) ->
 
 def _carried_bytes(
     run: Resolved, program: Program, units: Sequence[UnitOperations], rank: int, i: Instruction
-) -> Iterator[Carried]:
+) -> Iterator[AxisTraffic]:
     match i:
         case ins.Forward(unit) | ins.Recompute(unit):
             yield from _within(units[unit].forward)
         case ins.Backward(unit) | ins.BackwardInput(unit):
             yield from _within(units[unit].backward)
         case ins.Send(unit=unit):
-            yield Carried("pp", units[unit].input_bytes)
+            yield AxisTraffic("pp", units[unit].input_bytes)
         case ins.Fetch(unit) | ins.Reduce(unit):
             yield from _over_shards(run, unit, is_fetch=isinstance(i, ins.Fetch))
         case ins.ReduceReplicas(unit):
             owned = rank_parameters(run)[unit]
-            yield Carried("replicas", sum(FP32 * share_numel(run, owned, (f,)) for f in run.plan.families))
+            yield AxisTraffic("replicas", sum(FP32 * share_numel(run, owned, (f,)) for f in run.plan.families))
         case ins.Tie(unit):
-            yield Carried("tie", FP32 * share_numel(run, rank_parameters(run)[unit]))
+            yield AxisTraffic("tie", FP32 * share_numel(run, rank_parameters(run)[unit]))
         case ins.ReducePartial():
             held = [rank_parameters(run)[unit] for unit in program.held_by(rank)]
             # Of a sharded gradient each rank sums its own part: the mean over them.
             ways = run.plan.mesh.shards("dense") if zero_stage(run).shards_optimizer else 1
-            yield Carried("tp", FP32 * partial_elements(run, held) // ways)
+            yield AxisTraffic("tp", FP32 * partial_elements(run, held) // ways)
         case _:
             pass
 
 
-def _within(operations: Operations) -> Iterator[Carried]:
-    return (Carried(message.axis, message.count * message.bytes) for message in messages(operations))
+def _within(operations: Operations) -> Iterator[AxisTraffic]:
+    return (AxisTraffic(message.axis, message.count * message.bytes) for message in messages(operations))
 
 
-def _over_shards(run: Resolved, unit: int, *, is_fetch: bool) -> Iterator[Carried]:
+def _over_shards(run: Resolved, unit: int, *, is_fetch: bool) -> Iterator[AxisTraffic]:
     owned = rank_parameters(run)[unit]
     element = ELEMENT_BYTES[run.config.numerics.compute] if is_fetch else FP32
     for family in run.plan.families if is_fetch else trained_families(run):
         if run.plan.mesh.shards(family) > 1 and (zero_stage(run, family).shards_optimizer or not is_fetch):
-            yield Carried("shards", element * family_numel(run, owned, family))
+            yield AxisTraffic("shards", element * family_numel(run, owned, family))

@@ -25,10 +25,10 @@ from superstep.cost.program.memory.temporaries import CHUNK_TOKENS
 from superstep.cost.program.time.operation import (
     AttentionOperation,
     CollectiveOperation,
+    MatmulOperation,
+    MemoryOperation,
     Operation,
     Operations,
-    Pass,
-    Product,
     UnitOperations,
 )
 from superstep.plan.resolution.resolve import Resolved
@@ -43,8 +43,8 @@ def decoder_operations(run: Resolved) -> tuple[UnitOperations, ...]:
 def _embedding(run: Resolved) -> UnitOperations:
     d, e = local_dims(run), ELEMENT_BYTES[run.config.numerics.compute]
     stream = 2 * d.T * d.D * e
-    backward = Pass(kernel="gather", bytes=2 * stream)
-    forward: Operations = (Pass(kernel="gather", bytes=stream),)
+    backward = MemoryOperation(kernel="gather", bytes=2 * stream)
+    forward: Operations = (MemoryOperation(kernel="gather", bytes=stream),)
     if not run.plan.trains("dense"):
         cut = run.plan.rules.cut("vocab") is not None and run.plan.mesh.tp > 1
         leave = _seam(run, d.T * d.D * e)[1] if cut else ()
@@ -86,8 +86,8 @@ def _block(run: Resolved) -> UnitOperations:
     matrices = owned.matrices // run.plan.mesh.tp + owned.whole + owned.experts // run.plan.mesh.ep
     if factors:
         matrices, moved = owned.adapters_on_rank(run.plan.mesh.tp), moved + 2 * kept_outputs(run)
-    added = Pass(kernel="copy", bytes=2 * FP32 * matrices)
-    plain = Pass(kernel="copy", bytes=e * moved)
+    added = MemoryOperation(kernel="copy", bytes=2 * FP32 * matrices)
+    plain = MemoryOperation(kernel="copy", bytes=e * moved)
     weight: Operations = (*map(_weight_gradient, factors or linears), added)
     # Selective recomputation does everything again but the products and attention.
     again: Operations = (plain, *sent) if run.plan.recompute == "selective" else ()
@@ -98,7 +98,7 @@ def _block(run: Resolved) -> UnitOperations:
             *map(_input_gradient, (*linears, *factors)),
             _back(attention),
             *weight,
-            Pass(kernel="copy", bytes=2 * e * moved),
+            MemoryOperation(kernel="copy", bytes=2 * e * moved),
             *returned,
         ),
         weight=weight,
@@ -106,33 +106,33 @@ def _block(run: Resolved) -> UnitOperations:
     )
 
 
-def _linears(run: Resolved, d: LocalDims) -> Iterator[Product]:
+def _linears(run: Resolved, d: LocalDims) -> Iterator[MatmulOperation]:
     shape = run.shape
-    yield Product(rows=d.T, inner=d.D, width=d.N * d.H)
-    yield Product(rows=d.T, inner=d.D, width=d.K * d.H, count=2)
-    yield Product(rows=d.T, inner=d.N * d.H, width=d.D)
+    yield MatmulOperation(rows=d.T, inner=d.D, width=d.N * d.H)
+    yield MatmulOperation(rows=d.T, inner=d.D, width=d.K * d.H, count=2)
+    yield MatmulOperation(rows=d.T, inner=d.N * d.H, width=d.D)
     if shape.moe is None:
-        yield Product(rows=d.Tf, inner=d.D, width=d.F, count=2)
-        yield Product(rows=d.Tf, inner=d.F, width=d.D)
+        yield MatmulOperation(rows=d.Tf, inner=d.D, width=d.F, count=2)
+        yield MatmulOperation(rows=d.Tf, inner=d.F, width=d.D)
         return
-    yield Product(rows=d.m, inner=d.D, width=shape.moe.logits)
+    yield MatmulOperation(rows=d.m, inner=d.D, width=shape.moe.logits)
     # Each expert has its even share of the rows that come here.
     held = shape.moe.experts // run.plan.mesh.ep
     rows = d.m * shape.moe.experts_per_token
     share = {"rows": rows // held, "count": held} if rows % held == 0 else {"rows": rows, "count": 1}
-    yield Product(rows=share["rows"], inner=d.D, width=d.F, count=2 * share["count"])
-    yield Product(rows=share["rows"], inner=d.F, width=d.D, count=share["count"])
-    yield Product(rows=d.m, inner=shape.moe.experts_per_token, width=d.D)
+    yield MatmulOperation(rows=share["rows"], inner=d.D, width=d.F, count=2 * share["count"])
+    yield MatmulOperation(rows=share["rows"], inner=d.F, width=d.D, count=share["count"])
+    yield MatmulOperation(rows=d.m, inner=shape.moe.experts_per_token, width=d.D)
     if shape.moe.shared_experts:
         inner = shape.moe.shared_experts * d.F
-        yield Product(rows=d.m, inner=d.D, width=inner, count=2)
-        yield Product(rows=d.m, inner=inner, width=d.D)
+        yield MatmulOperation(rows=d.m, inner=d.D, width=inner, count=2)
+        yield MatmulOperation(rows=d.m, inner=inner, width=d.D)
 
 
-def _factors(run: Resolved) -> Iterator[Product]:
+def _factors(run: Resolved) -> Iterator[MatmulOperation]:
     for one in adapted_linears(run):
-        yield Product(rows=one.rows, inner=one.inputs, width=one.rank)
-        yield Product(rows=one.rows, inner=one.rank, width=one.outputs)
+        yield MatmulOperation(rows=one.rows, inner=one.inputs, width=one.rank)
+        yield MatmulOperation(rows=one.rows, inner=one.rank, width=one.outputs)
 
 
 def _attention(run: Resolved, d: LocalDims) -> AttentionOperation:
@@ -154,12 +154,14 @@ def _back(attention: AttentionOperation) -> AttentionOperation:
     )
 
 
-def _input_gradient(forward: Product) -> Product:
-    return Product(rows=forward.rows, inner=forward.width, width=forward.inner, count=forward.count)
+def _input_gradient(forward: MatmulOperation) -> MatmulOperation:
+    return MatmulOperation(rows=forward.rows, inner=forward.width, width=forward.inner, count=forward.count)
 
 
-def _weight_gradient(forward: Product) -> Product:
-    return Product(rows=forward.width, inner=forward.rows, width=forward.inner, kernel="gradient", count=forward.count)
+def _weight_gradient(forward: MatmulOperation) -> MatmulOperation:
+    return MatmulOperation(
+        rows=forward.width, inner=forward.rows, width=forward.inner, kernel="gradient", count=forward.count
+    )
 
 
 def _inner(run: Resolved, d: LocalDims) -> int:
@@ -207,13 +209,13 @@ def _messages(run: Resolved, d: LocalDims, e: int, *, is_backward: bool) -> Iter
 def _head(run: Resolved) -> UnitOperations:
     d, e = local_dims(run), ELEMENT_BYTES[run.config.numerics.compute]
     norm, loss, matrix = 4 * d.t * d.D * e, 5 * FP32 * d.Tv * d.V, FP32 * d.D * d.V
-    logits = Product(rows=d.Tv, inner=d.D, width=d.V)
+    logits = MatmulOperation(rows=d.Tv, inner=d.D, width=d.V)
     is_trained = run.plan.trains("dense")
     back = (_input_gradient(logits), *((_weight_gradient(logits),) if is_trained else ()))
     matrix = matrix if is_trained else 0
 
-    def moved(size: int) -> Pass:
-        return Pass(kernel="copy", bytes=size)
+    def moved(size: int) -> MemoryOperation:
+        return MemoryOperation(kernel="copy", bytes=size)
 
     is_cut = run.plan.mesh.tp > 1 and run.plan.rules.cut("vocab") == "tp"
     enter, leave = _seam(run, d.T * d.D * e) if is_cut else ((), ())

@@ -17,14 +17,14 @@ from superstep.http.request_error import RequestError
 from superstep.http.sse import DONE, event, respond, stream_response, until_gone
 from superstep.serve.api.app_state import AppState
 from superstep.serve.api.backend_errors import refused_by_backend
-from superstep.serve.api.collect import Usage, Whole, collect
+from superstep.serve.api.collect import CollectedAnswer, Usage, collect
 from superstep.serve.api.generation import AnswerRequest, AnswerUpdate, answers, warn_of_cut
 from superstep.serve.api.in_thread import aside, check_constraint, encode_chat
 from superstep.serve.api.openai.chat_fields import ChatFields, tool_use
 from superstep.serve.api.openai.fields import check_common, constraint_of, sampling_of, seed_of, stops_of
 from superstep.serve.api.openai.logprobs_format import chat_logprobs, ids, prompt_logprobs
 from superstep.serve.api.openai.to_sampling import asks_of, head_of
-from superstep.serve.api.text_protocol import Said, ToolCallReader, ToolUse
+from superstep.serve.api.text_protocol import AnswerPiece, ToolCallReader, ToolUse
 from superstep.serve.scheduling.request import Constraint
 
 
@@ -121,7 +121,7 @@ class ChatChoice:
             pieces += self._tools.end()
         return "".join(one.content for one in pieces), [self._call(one) for one in pieces if one.call is not None]
 
-    def _call(self, piece: Said) -> dict[str, Any]:
+    def _call(self, piece: AnswerPiece) -> dict[str, Any]:
         """A piece of a call as a delta; it is also added to its call."""
         assert piece.call is not None
         if piece.call == len(self.calls):
@@ -154,7 +154,7 @@ class ChatChoice:
             choice["prompt_logprobs"] = prompt_logprobs(news.prompt, fields.prompt_top, self._words)
         return choice
 
-    def whole(self, one: Whole) -> dict[str, Any]:
+    def whole(self, one: CollectedAnswer) -> dict[str, Any]:
         news = one.news(self._ask.index)
         content, _ = self.read(news)
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from superstep.http.body_validation import Strict
+from superstep.http.body_validation import StrictBody
 from superstep.http.request_error import RequestError, show
 from superstep.serve.api.openai.fields import Common
 from superstep.serve.api.text_protocol import ToolUse
@@ -16,23 +16,23 @@ NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
 MOST_TOOLS = 128
 
 
-class Function(Strict):
+class Function(StrictBody):
     name: Annotated[str, Field(pattern=NAME)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class Tool(Strict):
+class Tool(StrictBody):
     type: Literal["function"]
     function: Function
 
 
-class ChosenFunction(Strict):
+class ChosenFunction(StrictBody):
     name: str
 
 
-class ChosenTool(Strict):
+class ChosenTool(StrictBody):
     type: Literal["function"]
     function: ChosenFunction
 

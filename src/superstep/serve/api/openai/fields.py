@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import Field
 
-from superstep.http.body_validation import Strict, takes, value_or
+from superstep.http.body_validation import StrictBody, takes, value_or
 from superstep.http.request_error import RequestError
 from superstep.serve.api.generation import SEEDS, drawn_seed
 from superstep.serve.api.limits import Limits, biases_of
@@ -21,14 +21,14 @@ MOST_CHOICES = 128
 """As OpenAI's own."""
 
 
-class StreamOptions(Strict):
+class StreamOptions(StrictBody):
     """Options of a stream."""
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None  # pads OpenAI's chunks against who listens; without effect
 
 
-class SchemaFormat(Strict):
+class SchemaFormat(StrictBody):
     """A schema in a ``response_format``; always strict here."""
 
     name: Annotated[str, Field(max_length=64)]
@@ -37,14 +37,14 @@ class SchemaFormat(Strict):
     strict: bool | None = None
 
 
-class ResponseFormat(Strict):
+class ResponseFormat(StrictBody):
     """The form of an answer."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: SchemaFormat | None = None
 
 
-class WithoutEffect(Strict):
+class WithoutEffect(StrictBody):
     """Fields that have no effect here. They are read, so that misspelt fields can be refused."""
 
     user: str | None = None

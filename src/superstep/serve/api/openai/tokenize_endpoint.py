@@ -8,7 +8,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from superstep.http.body_validation import Strict, read_model, value_or
+from superstep.http.body_validation import StrictBody, read_model, value_or
 from superstep.http.limits import read_json
 from superstep.http.request_error import RequestError
 from superstep.http.sse import respond
@@ -18,7 +18,7 @@ from superstep.serve.api.openai.chat_fields import Tool
 from superstep.serve.api.openai.logprobs_format import token_text
 
 
-class TokenizeFields(Strict):
+class TokenizeFields(StrictBody):
     """A text to tokenize, or a conversation."""
 
     model: str | None = None
@@ -28,7 +28,7 @@ class TokenizeFields(Strict):
     return_token_strs: bool | None = None
 
 
-class DetokenizeFields(Strict):
+class DetokenizeFields(StrictBody):
     model: str | None = None
     tokens: list[int]
 

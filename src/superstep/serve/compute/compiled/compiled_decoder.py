@@ -26,10 +26,10 @@ from superstep.serve.compute.compiled.compiled_lora import AdaptedRows
 from superstep.serve.compute.flat_batch import Rows
 from superstep.serve.compute.kernels.calls import BlockArgs, ModelArgs, StepArgs, Weight, address, as_array, pointer
 from superstep.serve.compute.linears.fused_linears import Product
-from superstep.serve.compute.linears.panel_weights import Panels
+from superstep.serve.compute.linears.panel_weights import PanelLinear
 from superstep.serve.compute.lora import Adapters
 from superstep.serve.compute.sampler import columns
-from superstep.serve.compute.tiled_kv_cache import PlacedRows, TiledStore
+from superstep.serve.compute.tiled_kv_cache import PlacedRows, TiledKvCache
 
 NEVER = -1
 
@@ -57,14 +57,14 @@ class ExactArgs:
     threads: int
 
 
-class Compiled:
+class CompiledDecoder:
     """A dense model of one rank, with its keys.
 
     Args:
         library: the compiled decoder.
         shape: of the model.
         modules: its units.
-        linears: what computes their products; all are ``Panels``.
+        linears: what computes their products; all are ``PanelLinear``.
         store: of keys.
         exact: what exact mode needs; None in fast mode.
         adapters: that are added to it.
@@ -78,7 +78,7 @@ class Compiled:
         shape: ModelShape,
         modules: Sequence[nn.Module],
         linears: LaidOutLinears,
-        store: TiledStore,
+        store: TiledKvCache,
         adapters: Adapters,
         *,
         exact: ExactArgs | None = None,
@@ -147,7 +147,7 @@ class Compiled:
         return logits_RV
 
     def totals(self, logits_RV: Tensor) -> Tensor:
-        """``Totals`` of each row, in fast mode: [R, 3]."""
+        """``LogitTotals`` of each row, in fast mode: [R, 3]."""
         rows, stride = logits_RV.shape
         largest, log_total = torch.empty(2, rows, dtype=torch.float32)
         likeliest = torch.empty(rows, dtype=torch.int64)
@@ -185,7 +185,7 @@ class Compiled:
 
     def _weight(self, layer: nn.Module) -> Weight:
         product = self._linears.product(layer)
-        assert isinstance(product, Panels)
+        assert isinstance(product, PanelLinear)
         return product.weight
 
 
@@ -196,7 +196,7 @@ def can_compile(shape: ModelShape, modules: Sequence[nn.Module], linears: LaidOu
         shape.moe is None
         and type(modules[0]) is Embedding
         and all(type(block) is BlockModule for block in modules[1:-1])
-        and all(isinstance(linears.product(layer), Panels) for layer in layers)
+        and all(isinstance(linears.product(layer), PanelLinear) for layer in layers)
     )
 
 

@@ -19,15 +19,15 @@ from torch import nn
 from superstep.comm.device import Device
 from superstep.kernels.exact_attention import block_address
 from superstep.numerics.invariant_matmul import PIECE, product
-from superstep.serve.compute.compiled.compiled_decoder import Compiled, ExactArgs, can_compile
+from superstep.serve.compute.compiled.compiled_decoder import CompiledDecoder, ExactArgs, can_compile
 from superstep.serve.compute.flat_batch import RequestRows, Rows
-from superstep.serve.compute.kv_cache import KeyStore
+from superstep.serve.compute.kv_cache import KvCache
 from superstep.serve.compute.linears.fused_linears import Product, ValueOf, join, rows_of
-from superstep.serve.compute.linears.panel_weights import Panels, takes
+from superstep.serve.compute.linears.panel_weights import PanelLinear, takes
 from superstep.serve.compute.lora import Adapters
 from superstep.serve.compute.paged_attention import PagedAttention
 from superstep.serve.compute.serving_model import ServedUnits
-from superstep.serve.compute.tiled_kv_cache import TiledStore
+from superstep.serve.compute.tiled_kv_cache import TiledKvCache
 from superstep.serve.compute.torch_forward import TorchForward
 
 NO_ADAPTERS = (
@@ -100,18 +100,20 @@ class ExactProducts:
         width = weight_OI.shape[1] // cells
         if not takes(weight_OI) or cells > MOST_CELLS or width % 2:
             return None
-        return Panels(self._library, weight_OI, bias_O=bias_O, cells=cells)
+        return PanelLinear(self._library, weight_OI, bias_O=bias_O, cells=cells)
 
 
 @dataclass(frozen=True, slots=True)
-class Exactly:
+class CompiledExact:
     """What computes a step, and the products that it takes."""
 
-    compute: Compiled
+    compute: CompiledDecoder
     products: ExactProducts
 
 
-def compile_exactly(library: ctypes.CDLL, served: ServedUnits, store: TiledStore, threads: int) -> Exactly | None:
+def compile_exactly(
+    library: ctypes.CDLL, served: ServedUnits, store: TiledKvCache, threads: int
+) -> CompiledExact | None:
     """The model of one rank in one call a step; None where that has other bits than torch here.
 
     Args:
@@ -128,11 +130,11 @@ def compile_exactly(library: ctypes.CDLL, served: ServedUnits, store: TiledStore
         return None
     adapters = Adapters(served, None, refusal=NO_ADAPTERS)
 
-    def compiled(modules: Sequence[nn.Module], store: TiledStore) -> Compiled:
-        return Compiled(library, shape, modules, products, store, adapters, exact=ExactArgs(found, threads))
+    def compiled(modules: Sequence[nn.Module], store: TiledKvCache) -> CompiledDecoder:
+        return CompiledDecoder(library, shape, modules, products, store, adapters, exact=ExactArgs(found, threads))
 
     is_same = _is_same(served, compiled, store.page_tokens)
-    return Exactly(compiled(served.modules, store), products) if is_same else None
+    return CompiledExact(compiled(served.modules, store), products) if is_same else None
 
 
 def sums_as_torch(library: ctypes.CDLL) -> bool:
@@ -142,13 +144,13 @@ def sums_as_torch(library: ctypes.CDLL) -> bool:
     numbers = torch.Generator().manual_seed(0)
     x_TI, weight_OI = (torch.randn(n, PIECE // 2, generator=numbers).bfloat16() for n in (ASKED_TOKENS, PIECE // 2))
     x_TI, weight_OI = torch.cat((x_TI, x_TI), 1), torch.cat((weight_OI, -weight_OI), 1)
-    compute = Panels(library, weight_OI, cells=1)
+    compute = PanelLinear(library, weight_OI, cells=1)
     counts = 1, WANTED, ASKED_TOKENS
     return all(torch.equal(compute(x), product(x, weight_OI.t()).bfloat16()) for x in (x_TI[:n] for n in counts))
 
 
 def _is_same(
-    served: ServedUnits, compiled: Callable[[Sequence[nn.Module], TiledStore], Compiled], page_tokens: int
+    served: ServedUnits, compiled: Callable[[Sequence[nn.Module], TiledKvCache], CompiledDecoder], page_tokens: int
 ) -> bool:
     """Whether a long prompt, and tokens behind it, have the same bits in the first layer and the head."""
     shape = served.run.shape
@@ -158,9 +160,9 @@ def _is_same(
     pages = tuple(range(-(-count // page_tokens)))
     memory = {"layers": 1, "pages": len(pages), "page_tokens": page_tokens}
     memory |= {"kv_heads": shape.kv_heads, "head_dim": shape.head_dim}
-    keys = KeyStore(**memory, dtype=torch.bfloat16, device=torch.device("cpu"))
+    keys = KvCache(**memory, dtype=torch.bfloat16, device=torch.device("cpu"))
     attention = PagedAttention(keys, window=shape.window, is_exact=True)
-    ways = TorchForward(small, attention, None, Device("cpu")), compiled(small.modules, TiledStore(**memory))
+    ways = TorchForward(small, attention, None, Device("cpu")), compiled(small.modules, TiledKvCache(**memory))
     tokens = torch.randint(shape.vocab, (count,), generator=torch.Generator().manual_seed(0)).tolist()
     for begin, end in ((0, count - 3), (count - 3, count - 1), (count - 1, count)):
         part = RequestRows(first=begin, count=end - begin, pages=pages[: -(-end // page_tokens)])

@@ -6,7 +6,7 @@ import platform
 from pathlib import Path
 
 from superstep.kernels import compile_cpp
-from superstep.kernels.compile_cpp import Built, processor_features
+from superstep.kernels.compile_cpp import BuildResult, processor_features
 
 SOURCES = Path(__file__).parent
 NAMES = (
@@ -33,16 +33,16 @@ NEEDED = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512_
 """Of a processor, as Linux calls them."""
 
 
-def build(folder: Path) -> Built:
+def build(folder: Path) -> BuildResult:
     """The decoder, compiled where it has not been.
 
     Args:
         folder: where compiled files are kept; made where it is not there.
     """
     if platform.machine() != "x86_64":
-        return Built(None, f"it is written for x86_64, and this machine is {platform.machine()}")
+        return BuildResult(None, f"it is written for x86_64, and this machine is {platform.machine()}")
     features = processor_features().split()
     missing = [name for name in NEEDED if name not in features]
     if missing:
-        return Built(None, f"this processor has no {missing[0]}")
+        return BuildResult(None, f"this processor has no {missing[0]}")
     return compile_cpp.build([SOURCES / name for name in NAMES], FLAGS, folder)

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from superstep.kernels.compile_cpp import Built
+from superstep.kernels.compile_cpp import BuildResult
 from superstep.serve.compute.linears.fused_linears import Linears, Pack
 from superstep.serve.compute.linears.onednn_linear import packed
 from superstep.serve.compute.linears.panel_weights import in_panels
 from superstep.serve.compute.linears.quantize import format_named
 
 
-def make_fast(modules: Sequence[nn.Module], built: Built, *, quantize: str | None) -> Linears:
+def make_fast(modules: Sequence[nn.Module], built: BuildResult, *, quantize: str | None) -> Linears:
     """Change the units of a rank. The weights must be there; after new ones, ``lay_out`` of what this gives.
 
     Args:
@@ -30,7 +30,7 @@ def make_fast(modules: Sequence[nn.Module], built: Built, *, quantize: str | Non
     return Linears(modules, _pack(built, row.name), _pack(built, row.head))
 
 
-def _pack(built: Built, name: str) -> Pack:
+def _pack(built: BuildResult, name: str) -> Pack:
     row = format_named(name)
     if built.library is None or row.activations != 8:
         return row.pack

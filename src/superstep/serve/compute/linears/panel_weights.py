@@ -23,7 +23,7 @@ from torch import Tensor
 
 from superstep.serve.compute.kernels.calls import Short, Weight, pointer
 from superstep.serve.compute.linears.fused_linears import Pack, Product
-from superstep.serve.compute.linears.quantize import Format
+from superstep.serve.compute.linears.quantize import WeightFormat
 
 PANEL = 64
 BYTES = 4
@@ -40,7 +40,7 @@ LARGE = 2**21
 
 
 @dataclass(frozen=True, slots=True)
-class Shortened:
+class QuantizedPanels:
     """Panels of short weights.
 
     Attributes:
@@ -58,7 +58,7 @@ class Shortened:
     whole: Tensor
 
 
-class Panels:
+class PanelLinear:
     """A product with one weight.
 
     Args:
@@ -115,7 +115,7 @@ class Panels:
         return out.view(*x.shape[:-1], -1)
 
 
-def in_panels(library: ctypes.CDLL, otherwise: Pack, row: Format | None = None) -> Pack:
+def in_panels(library: ctypes.CDLL, otherwise: Pack, row: WeightFormat | None = None) -> Pack:
     """How weights are laid out for the compiled products.
 
     Args:
@@ -128,9 +128,9 @@ def in_panels(library: ctypes.CDLL, otherwise: Pack, row: Format | None = None) 
         if not takes(weight_OI):
             return otherwise(weight_OI, bias_O)
         if row is None:
-            return Panels(library, weight_OI, bias_O=bias_O)
+            return PanelLinear(library, weight_OI, bias_O=bias_O)
         held = row.encode(weight_OI)
-        return Panels(library, held.codes, scale_O=held.scale[:, 0], bias_O=bias_O)
+        return PanelLinear(library, held.codes, scale_O=held.scale[:, 0], bias_O=bias_O)
 
     return pack
 
@@ -141,7 +141,7 @@ def takes(weight_OI: Tensor) -> bool:
     return is_bf16 and weight_OI.shape[1] % BYTES == 0
 
 
-def shorten(library: ctypes.CDLL, panels: Tensor) -> Shortened | None:
+def shorten(library: ctypes.CDLL, panels: Tensor) -> QuantizedPanels | None:
     """Panels of bf16 numbers [P, I / 2, 64, 2] in fewer bytes; None where their exponents are too far apart."""
     count, steps = panels.shape[:2]
     threads = ctypes.c_int64(torch.get_num_threads())
@@ -152,7 +152,7 @@ def shorten(library: ctypes.CDLL, panels: Tensor) -> Shortened | None:
     whole = int(begin.sum())
     if whole > MOST_WHOLE * count * steps:
         return None
-    out = Shortened(
+    out = QuantizedPanels(
         words=torch.empty(count, steps, SHORT_WORDS, dtype=torch.int16),
         base=base,
         whole_begin=begin.cumsum(0),

@@ -43,7 +43,7 @@ CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8)
 
 
 @dataclass(frozen=True, slots=True)
-class Quantized:
+class QuantizedWeight:
     """A weight as codes.
 
     Attributes:
@@ -64,15 +64,15 @@ class Quantized:
         return ((codes - ZERO_4) * self.scale.float()[..., None] + self.zero.float()[..., None]).flatten(1)
 
 
-def to_8_bits(weight_OI: Tensor) -> Quantized:
+def to_8_bits(weight_OI: Tensor) -> QuantizedWeight:
     """Codes of 8 bits, a scale for each output. Each weight is off by half a scale at most."""
     weight_OI = weight_OI.float()
     # The scale is rounded up to the dtype that kernels take before it is used: then no weight is cut off.
     scale_O1 = _round_up(weight_OI.abs().amax(1, keepdim=True) / MOST_8)
-    return Quantized((weight_OI / scale_O1.float()).round_().clamp_(-MOST_8, MOST_8).to(torch.int8), scale_O1)
+    return QuantizedWeight((weight_OI / scale_O1.float()).round_().clamp_(-MOST_8, MOST_8).to(torch.int8), scale_O1)
 
 
-def to_4_bits(weight_OI: Tensor, group: int) -> Quantized:
+def to_4_bits(weight_OI: Tensor, group: int) -> QuantizedWeight:
     """Codes of 4 bits for each ``group`` of inputs; of several ranges the one that leaves the least squared error."""
     w_OGg = weight_OI.float().unflatten(1, (-1, group))
     low, high = w_OGg.amin(2), w_OGg.amax(2)
@@ -93,7 +93,7 @@ def to_4_bits(weight_OI: Tensor, group: int) -> Quantized:
             torch.where(better, zero, best[2]),
         )
     codes, scale, zero = best
-    return Quantized(codes.to(torch.uint8).flatten(1), scale, zero)
+    return QuantizedWeight(codes.to(torch.uint8).flatten(1), scale, zero)
 
 
 def _round_up(scale: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ def _round_up(scale: Tensor) -> Tensor:
     return torch.where(near.float() >= scale.clamp(min=torch.finfo(torch.bfloat16).tiny), near, up)
 
 
-def int8_product(held: Quantized, bias_O: Tensor | None) -> Product:
+def int8_product(held: QuantizedWeight, bias_O: Tensor | None) -> Product:
     """Weights of 8 bits times what comes, in its dtype."""
     if held.codes.device.type != "cpu":
         return _product_by_decoding(held, bias_O)
@@ -122,7 +122,7 @@ def int8_product(held: Quantized, bias_O: Tensor | None) -> Product:
     return product
 
 
-def w8a8_product(held: Quantized, bias_O: Tensor | None) -> Product:
+def w8a8_product(held: QuantizedWeight, bias_O: Tensor | None) -> Product:
     """Each token rounded to 8 bits with a scale of its own; the sum is of integers, and exact."""
     if not is_mkldnn_weight(held.codes):
         return _product_by_decoding(held, bias_O)
@@ -148,7 +148,7 @@ def tokens_to_8_bits(x_TI: Tensor) -> tuple[Tensor, Tensor]:
     return (x_TI / scale_T1).round_().add_(ZERO_8).to(torch.uint8), scale_T1
 
 
-def int4_product(held: Quantized, bias_O: Tensor | None) -> Product:
+def int4_product(held: QuantizedWeight, bias_O: Tensor | None) -> Product:
     """Weights of 4 bits in groups times what comes, in its dtype."""
     assert held.zero is not None
     if held.codes.device.type != "cpu":
@@ -166,7 +166,7 @@ def int4_product(held: Quantized, bias_O: Tensor | None) -> Product:
     return product
 
 
-def _product_by_decoding(held: Quantized, bias_O: Tensor | None) -> Product:
+def _product_by_decoding(held: QuantizedWeight, bias_O: Tensor | None) -> Product:
     """For devices without a kernel: less memory, and no less time."""
 
     def product(x: Tensor) -> Tensor:
@@ -176,7 +176,7 @@ def _product_by_decoding(held: Quantized, bias_O: Tensor | None) -> Product:
 
 
 @dataclass(frozen=True, slots=True)
-class Format:
+class WeightFormat:
     """A way to hold weights.
 
     Attributes:
@@ -194,8 +194,8 @@ class Format:
     group: int | None
     activations: Literal[8] | None
     head: str
-    encode: Callable[[Tensor], Quantized]
-    product: Callable[[Quantized, Tensor | None], Product]
+    encode: Callable[[Tensor], QuantizedWeight]
+    product: Callable[[QuantizedWeight, Tensor | None], Product]
 
     def pack(self, weight_OI: Tensor, bias_O: Tensor | None) -> Product | None:
         """What ``Linears`` takes. A weight whose inputs do not divide into groups keeps its bits."""
@@ -211,14 +211,14 @@ class Format:
 
 GROUP_4 = 64
 
-FORMATS: tuple[Format, ...] = (
-    Format("int8", 8, None, None, "int8", to_8_bits, int8_product),
-    Format("w8a8", 8, None, 8, "w8a8", to_8_bits, w8a8_product),
-    Format("int4", 4, GROUP_4, None, "int8", lambda weight_OI: to_4_bits(weight_OI, GROUP_4), int4_product),
+FORMATS: tuple[WeightFormat, ...] = (
+    WeightFormat("int8", 8, None, None, "int8", to_8_bits, int8_product),
+    WeightFormat("w8a8", 8, None, 8, "w8a8", to_8_bits, w8a8_product),
+    WeightFormat("int4", 4, GROUP_4, None, "int8", lambda weight_OI: to_4_bits(weight_OI, GROUP_4), int4_product),
 )
 
 
-def format_named(name: str) -> Format:
+def format_named(name: str) -> WeightFormat:
     """A row of the table.
 
     Raises:

@@ -7,18 +7,18 @@ from pathlib import Path
 
 from superstep.comm.device import Device
 from superstep.comm.mesh import Group
-from superstep.kernels.compile_cpp import Built
-from superstep.serve.compute.compiled.compiled_decoder import Compiled, can_compile
+from superstep.kernels.compile_cpp import BuildResult
+from superstep.serve.compute.compiled.compiled_decoder import CompiledDecoder, can_compile
 from superstep.serve.compute.compiled.compiled_exact import compile_exactly
 from superstep.serve.compute.kernels.build import build
-from superstep.serve.compute.kv_cache import KeyStore
+from superstep.serve.compute.kv_cache import KvCache
 from superstep.serve.compute.linears.fast_linears import make_fast
 from superstep.serve.compute.lora import Adapters
 from superstep.serve.compute.paged_attention import PagedAttention
 from superstep.serve.compute.runner.model_runner import Compute
 from superstep.serve.compute.runner.weight_update import RankMemory
 from superstep.serve.compute.serving_model import ServedUnits
-from superstep.serve.compute.tiled_kv_cache import TiledAttention, TiledStore, can_tile
+from superstep.serve.compute.tiled_kv_cache import TiledAttention, TiledKvCache, can_tile
 from superstep.serve.compute.torch_forward import TorchForward
 
 
@@ -64,13 +64,13 @@ def choose(
     built = (
         build(settings.kernels)
         if settings.kernels is not None and device.torch.type == "cpu" and takes
-        else Built(None)
+        else BuildResult(None)
     )
 
     if is_exact:
         # What adapters add in exact mode is defined by torch's products, and not yet made in the compiled decoder.
         if built.library is not None and tp is None and not settings.has_adapters:
-            tiled = TiledStore(**room)
+            tiled = TiledKvCache(**room)
             compute = compile_exactly(built.library, served, tiled, settings.threads)
             if compute is not None:
                 return compute.compute, RankMemory(served, tiled, compute.products)
@@ -78,11 +78,11 @@ def choose(
     else:
         linears = make_fast(served.modules, built, quantize=settings.quantize or None)
     if built.library is None or linears is None:
-        store = KeyStore(**room, dtype=dtype, device=device.torch)
+        store = KvCache(**room, dtype=dtype, device=device.torch)
         attending = PagedAttention(store, window=shape.window, is_exact=is_exact)
         return TorchForward(served, attending, tp, device), RankMemory(served, store, linears)
-    tiled = TiledStore(**room)
+    tiled = TiledKvCache(**room)
     memory = RankMemory(served, tiled, linears)
     if tp is None and can_compile(shape, served.modules, linears):
-        return Compiled(built.library, shape, served.modules, linears, tiled, Adapters(served, tp)), memory
+        return CompiledDecoder(built.library, shape, served.modules, linears, tiled, Adapters(served, tp)), memory
     return TorchForward(served, TiledAttention(built.library, tiled, shape.window), tp, device), memory

@@ -25,13 +25,13 @@ from superstep.serve.compute.lora import Adapters
 from superstep.serve.compute.runner import lora_broadcast
 from superstep.serve.compute.runner.rank_commands import (
     ORDERS,
+    AreWeightsRead,
     CommandChannel,
-    Forget,
-    IsRead,
+    ForgetWeights,
     Order,
-    Read,
+    ReadWeights,
     SleepRanks,
-    Switch,
+    SwitchWeights,
     Tensors,
     WakeRanks,
 )
@@ -62,7 +62,7 @@ class Compute(Protocol):
         """The logits of the wanted rows, fp32 and the same on every rank: [R, V]."""
 
     def totals(self, logits_RV: Tensor) -> Tensor:
-        """``Totals`` of each of these rows, in fast mode: [R, 3]."""
+        """``LogitTotals`` of each of these rows, in fast mode: [R, 3]."""
 
 
 class ModelRunner:
@@ -116,7 +116,7 @@ class ModelRunner:
         return self._small(rows)
 
     def totals(self, logits_RV: Tensor) -> Tensor:
-        """``Totals`` of each row, where the logits are; in exact mode with the bits of training: [R, 3]."""
+        """``LogitTotals`` of each row, where the logits are; in exact mode with the bits of training: [R, 3]."""
         if self._cells is None:
             return self._forward.totals(logits_RV)
         cut = ReductionCut(cells_in=1, cells_out=self._cells, is_cut_in=False, is_cut_out=False, chunks=1, group=None)
@@ -163,7 +163,7 @@ class ModelRunner:
             is_named: whether to find out what they are called.
         """
         if source is None or isinstance(source, Path):
-            self._order(Read(None if source is None else str(source)))
+            self._order(ReadWeights(None if source is None else str(source)))
         else:
             self._require_alone()
         self.party.read(source, is_named=is_named)
@@ -174,7 +174,7 @@ class ModelRunner:
         assert reading is not None, "something is read"
         if not reading.is_over:
             return False
-        self._order(IsRead())
+        self._order(AreWeightsRead())
         return self.party.is_read()
 
     def switch(self) -> None:
@@ -183,13 +183,13 @@ class ModelRunner:
         Raises:
             StateError: some rank could not read it; all are as they were.
         """
-        self._order(Switch())
+        self._order(SwitchWeights())
         self.party.switch()
         self._changes += 1
 
     def forget(self) -> None:
         """Let go of what was read."""
-        self._order(Forget())
+        self._order(ForgetWeights())
         self.party.forget()
 
     def sleep(self, *, keeps_weights: bool) -> None:

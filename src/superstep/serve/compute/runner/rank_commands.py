@@ -33,21 +33,21 @@ FAILURES = (SuperstepError, SafetensorError, OSError, RuntimeError, ValueError, 
 Tensors = Mapping[str, Tensor]
 
 
-class Read(msgspec.Struct, frozen=True, tag=True):
+class ReadWeights(msgspec.Struct, frozen=True, tag=True):
     """Begin to read weights, None for those that were in place."""
 
     path: str | None
 
 
-class IsRead(msgspec.Struct, frozen=True, tag=True):
+class AreWeightsRead(msgspec.Struct, frozen=True, tag=True):
     """Say whether all is read: nobody waits for a rank whose disk is slow."""
 
 
-class Switch(msgspec.Struct, frozen=True, tag=True):
+class SwitchWeights(msgspec.Struct, frozen=True, tag=True):
     """Put what was read into place, if every rank could read it."""
 
 
-class Forget(msgspec.Struct, frozen=True, tag=True):
+class ForgetWeights(msgspec.Struct, frozen=True, tag=True):
     """Let go of what was read."""
 
 
@@ -61,12 +61,12 @@ class WakeRanks(msgspec.Struct, frozen=True, tag=True):
     """Take it again, with the weights that were read, if every rank could read them."""
 
 
-Order = Read | IsRead | Switch | Forget | SleepRanks | WakeRanks
+Order = ReadWeights | AreWeightsRead | SwitchWeights | ForgetWeights | SleepRanks | WakeRanks
 ORDERS: Codec[Order] = Codec(Order)
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedWeights:
     """Weights that were read.
 
     Attributes:
@@ -100,13 +100,13 @@ class WeightReading:
         is_named: bool,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
-        def read(progress: Callable[[], None]) -> Loaded:
+        def read(progress: Callable[[], None]) -> LoadedWeights:
             device.make_current()
             weights = open_weights_source(source)
             try:
                 weights.weights = weights.weights.watch(progress)
                 version = weights.version() if is_named else ""
-                return Loaded(weights, version, memory.read(weights.weights))
+                return LoadedWeights(weights, version, memory.read(weights.weights))
             except BaseException:
                 drop(weights)
                 raise
@@ -186,13 +186,13 @@ class CommandChannel:
         """Do what rank 0 says. What all could not do is rank 0's to tell."""
         try:
             match order:
-                case Read(path):
+                case ReadWeights(path):
                     self.read(None if path is None else Path(path))
-                case IsRead():
+                case AreWeightsRead():
                     self.is_read()
-                case Switch():
+                case SwitchWeights():
                     self.switch()
-                case Forget():
+                case ForgetWeights():
                     self.forget()
                 case SleepRanks(keeps_weights):
                     self.memory.sleep(keeps_weights=keeps_weights)

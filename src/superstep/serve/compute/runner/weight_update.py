@@ -21,10 +21,10 @@ from torch import Tensor
 from superstep.errors import StateError
 from superstep.model.hf import Weights
 from superstep.plan.model.hf_config import from_hf_config
-from superstep.serve.compute.kv_cache import KeyStore
+from superstep.serve.compute.kv_cache import KvCache
 from superstep.serve.compute.linears.fused_linears import ValueOf
 from superstep.serve.compute.serving_model import ServedUnits, fill
-from superstep.serve.compute.tiled_kv_cache import TiledStore
+from superstep.serve.compute.tiled_kv_cache import TiledKvCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class RankMemory:
         has_weights: whether they are there; they are not while it sleeps without them.
     """
 
-    def __init__(self, served: ServedUnits, store: KeyStore | TiledStore, linears: LaidOutWeights | None) -> None:
+    def __init__(self, served: ServedUnits, store: KvCache | TiledKvCache, linears: LaidOutWeights | None) -> None:
         self.changes = 0
         self.has_weights = True
         self._served = served
@@ -76,7 +76,7 @@ class RankMemory:
     @property
     def is_paged(self) -> bool:
         """Whether every row reads its keys in their pages."""
-        return isinstance(self._store, TiledStore)
+        return isinstance(self._store, TiledKvCache)
 
     def read(self, weights: Weights) -> PendingWeights:
         """This rank's part of some weights; those in place are as they were. Any thread may call it.

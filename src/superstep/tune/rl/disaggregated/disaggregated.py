@@ -30,15 +30,15 @@ from superstep.tune.program.instructions import Iterations, Publish, Retire, Sam
 from superstep.tune.program.memory import require_room
 from superstep.tune.program.text import write_iterations
 from superstep.tune.rl.colocated import samples_from
-from superstep.tune.rl.disaggregated.hub_connection import Line
-from superstep.tune.rl.disaggregated.hub_messages import Here, Retired, SampledGroup
-from superstep.tune.rl.disaggregated.rollout_hub import Lesson, RolloutHub, Window
+from superstep.tune.rl.disaggregated.hub_connection import HubConnection
+from superstep.tune.rl.disaggregated.hub_messages import Retired, SampledGroup, SamplerHello
+from superstep.tune.rl.disaggregated.rollout_hub import Lesson, RolloutHub, TaskWindow
 from superstep.tune.rl.from_rank0 import WaitLimit, from_first
 from superstep.tune.rl.grading import Grading, Retried, nothing_retried
 from superstep.tune.rl.job import PROGRAM, RlJob, beside, own_ranks, serve_of, worker_settings
 from superstep.tune.rl.memory_budget import beside_communicators, pages_for, sampler_plan, sizes_of
 from superstep.tune.rl.policy_trainer import PolicyTrainer
-from superstep.tune.rl.rl_step import Stopped, Tell, TellSave, Training, tell_nobody
+from superstep.tune.rl.rl_step import RlTraining, RunEnded, Tell, TellSave, tell_nobody
 from superstep.tune.rl.rollout_log import NAME, SNAPSHOTS, RolloutLog
 from superstep.tune.rl.rollout_worker import RolloutWorker, TrainerLeft
 from superstep.tune.rl.sampling import words_of
@@ -67,7 +67,12 @@ class TrainerLane:
     """
 
     def __init__(
-        self, trainer: PolicyTrainer, training: Training, exchange: RolloutHub | None, snapshots: Path, timeout_s: float
+        self,
+        trainer: PolicyTrainer,
+        training: RlTraining,
+        exchange: RolloutHub | None,
+        snapshots: Path,
+        timeout_s: float,
     ) -> None:
         self._trainer = trainer
         self._training = training
@@ -127,7 +132,7 @@ class SamplerLane:
     """
 
     def __init__(
-        self, seat: RolloutWorker, line: Line, environment: Tasks, seed: int, tasks: Mapping[int, int]
+        self, seat: RolloutWorker, line: HubConnection, environment: Tasks, seed: int, tasks: Mapping[int, int]
     ) -> None:
         self._seat = seat
         self._line = line
@@ -214,7 +219,7 @@ def train_apart(
     if job.rl.kl_coef:
         trainer.keep_reference(job.start)
     timeout_s = job.rollout.timeout_s
-    training = Training(job.rl, job.rollout, job.program.asked.steps, trainer, tell, tell_save)
+    training = RlTraining(job.rl, job.rollout, job.program.asked.steps, trainer, tell, tell_save)
     with ExitStack() as stack:
         exchange = None
         if world.rank == 0:
@@ -224,7 +229,7 @@ def train_apart(
         is_stopped = False
         try:
             lane.run(job.program)
-        except Stopped:
+        except RunEnded:
             is_stopped = True
         if exchange is not None:
             exchange.finish()
@@ -251,7 +256,7 @@ def _open_hub(world: World, job: RlJob, stack: ExitStack, retried: Retried) -> R
         samplers=samplers,
         ranks=job.rollout.tp,
         owners={job.tasks.get(place, place): owner for place, owner in owners_of(job.program, samplers).items()},
-        window=Window(job.rl.window, job.program.asked),
+        window=TaskWindow(job.rl.window, job.program.asked),
         timeout_s=job.rollout.timeout_s,
     )
     return stack.enter_context(exchange)
@@ -274,7 +279,7 @@ def sample_apart(world: World, job: RlJob, number: int) -> None:
         stack.callback(environment.close)
         stack.callback(words.template.close)
         seat = RolloutWorker(world, worker_settings(job, serve), words, environment, others=(number, samplers_of(job)))
-        line = Line(world.folder / SOCKET, Here(number, world.rank), job.rollout.timeout_s)
+        line = HubConnection(world.folder / SOCKET, SamplerHello(number, world.rank), job.rollout.timeout_s)
         SamplerLane(seat, line, environment, job.run.config.train.seed, job.tasks).run(job.program)
         line.close()
         seat.close()

@@ -5,7 +5,7 @@
                          ◀──Version, Leave──       what may be taken, and that no more is wanted
                          ──Bye──▶                  the lane has come to its end
 
-A line that breaks without a ``Bye`` is a fault: the other end has failed before, and says why to the launcher.
+A line that breaks without a ``SamplerEnd`` is a fault: the other end has failed before, and says why to the launcher.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import msgspec
 
 from superstep.errors import Fault
 from superstep.tune.rl.disaggregated.hub_messages import (
-    Bye,
     EndSampling,
     FromSampler,
-    Here,
     Retired,
     SampledGroup,
+    SamplerEnd,
+    SamplerHello,
     Version,
     decode_from_trainer,
     encode,
@@ -37,7 +37,7 @@ LOST = (EOFError, ConnectionError)
 """What a line is broken with."""
 
 
-class Line:
+class HubConnection:
     """The end of a sampler's rank; the thread that samples uses it.
 
     Args:
@@ -49,7 +49,7 @@ class Line:
         Fault: nobody listens.
     """
 
-    def __init__(self, address: Path, here: Here, timeout_s: float) -> None:
+    def __init__(self, address: Path, here: SamplerHello, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._versions: dict[int, Path] = {}
         self._is_over = False
@@ -93,7 +93,7 @@ class Line:
 
     def close(self) -> None:
         """The lane has come to its end."""
-        self._say(Bye())
+        self._say(SamplerEnd())
         self._pipe.close()
 
     def _listen(self, seconds: float) -> None:

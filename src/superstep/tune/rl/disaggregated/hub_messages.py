@@ -10,7 +10,7 @@ import msgspec
 from superstep.tune.rl.sampling import TaskGroup
 
 
-class Here(msgspec.Struct, frozen=True, tag=True):
+class SamplerHello(msgspec.Struct, frozen=True, tag=True):
     """From a sampler's rank: whose line this is."""
 
     sampler: int
@@ -29,7 +29,7 @@ class Retired(msgspec.Struct, frozen=True, tag=True):
     version: int
 
 
-class Bye(msgspec.Struct, frozen=True, tag=True):
+class SamplerEnd(msgspec.Struct, frozen=True, tag=True):
     """From a sampler's rank: it has come to the end of its lane."""
 
 
@@ -44,7 +44,7 @@ class EndSampling(msgspec.Struct, frozen=True, tag=True):
     """From the trainer: no more is wanted."""
 
 
-FromSampler = Here | SampledGroup | Retired | Bye
+FromSampler = SamplerHello | SampledGroup | Retired | SamplerEnd
 FromTrainer = Version | EndSampling
 
 encode = msgspec.msgpack.Encoder().encode

@@ -27,12 +27,12 @@ from superstep.grade.verdict import Verdict
 from superstep.tune.program.instructions import RlSchedule
 from superstep.tune.rl.disaggregated.hub_connection import LOST
 from superstep.tune.rl.disaggregated.hub_messages import (
-    Bye,
     EndSampling,
     FromTrainer,
-    Here,
     Retired,
     SampledGroup,
+    SamplerEnd,
+    SamplerHello,
     Version,
     decode_from_sampler,
     encode,
@@ -44,7 +44,7 @@ from superstep.tune.rl.sampling import TaskGroup
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class TaskWindow:
     """Which places may exchange their tasks: none, or those of the next steps.
 
     Attributes:
@@ -84,7 +84,7 @@ class RolloutHub:
         samplers: int,
         ranks: int,
         owners: Mapping[int, int],
-        window: Window,
+        window: TaskWindow,
         timeout_s: float,
     ) -> None:
         self._record = record
@@ -229,7 +229,7 @@ class RolloutHub:
         try:
             while True:
                 match decode_from_sampler(line.recv_bytes()):
-                    case Here(sampler, rank):
+                    case SamplerHello(sampler, rank):
                         name = f"sampler {sampler}, rank {rank}"
                     case SampledGroup(group):
                         with self._news:  # who finds it on record finds its grades asked for
@@ -237,7 +237,7 @@ class RolloutHub:
                             self._grading.submit(self._record.place(group.number))
                     case Retired(version):
                         self._retire(version)
-                    case Bye():
+                    case SamplerEnd():
                         break
                 with self._news:
                     self._news.notify_all()
