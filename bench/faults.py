@@ -32,7 +32,7 @@ from bench.fault_ranks import RANKS, Linked, between, forked, what_is, write
 from bench.faults_copied import snapshot_kills, snapshot_points
 from bench.machine import write_result
 from bench.soak import recoveries, tokens
-from superstep.cli.options import DEMO
+from superstep.cli.flags.options import DEMO
 from superstep.cli.prove.fault_injection import SIGNALS
 from superstep.errors import DamagedCheckpoint, StateError
 from superstep.state.checkpoint_dirs import checkpoint_at, checkpoints

@@ -26,7 +26,7 @@ from typing import Any
 
 from bench.machine import write_result
 from bench.several import Several, told, why_not
-from superstep.cli.options import DEMO
+from superstep.cli.flags.options import DEMO
 from superstep.cli.prepare_progress import prepare_with_progress
 from superstep.plan.config import PlanConfig, RunConfig, StateConfig
 from superstep.plan.config_io import write_config

@@ -25,7 +25,7 @@ from statistics import median
 from typing import Any
 
 from bench.machine import write_result
-from superstep.cli.options import DEMO
+from superstep.cli.flags.options import DEMO
 from superstep.cli.prepare_progress import prepare_with_progress
 from superstep.cli.prove.fault_injection import (
     KINDS,

@@ -23,7 +23,7 @@ from figures_blocks import FIGURES_BLOCKS
 from hardware_blocks import HARDWARE_BLOCKS
 from layout_blocks import LAYOUT_BLOCKS, fenced, table
 from planner_blocks import PLANNER_BLOCKS
-from superstep.cli.help import field_docs
+from superstep.cli.flags.help import field_docs
 from superstep.cost.program.flops import parameters
 from superstep.cost.program.memory.memory import rank_bytes
 from superstep.cost.program.time.simulate import PerUnit, UnitSeconds, simulate

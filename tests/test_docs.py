@@ -20,13 +20,13 @@ from longer import longer
 from predicted_runs import keep_predicted_from
 from saved import write as write_checkpoint
 from superstep.cli import checkpoint, compare, sample, trace
-from superstep.cli import preload_torch as cli_begin
+from superstep.cli.before_torch import preload_torch as cli_begin
 from superstep.cli.chat import chat
 from superstep.cli.doctor import doctor
+from superstep.cli.flags.options import DEMO
 from superstep.cli.grade import grade
 from superstep.cli.main import VERBS, main
 from superstep.cli.measure import measure
-from superstep.cli.options import DEMO
 from superstep.cli.plan import serve as plan_serve
 from superstep.cli.prove import prove
 from superstep.cli.scaling import scaling

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from superstep.cli.options import DEMO
+from superstep.cli.flags.options import DEMO
 from superstep.cost.program.memory.memory import rank_bytes
 from superstep.errors import ConfigError
 from superstep.plan.config_io import read_config, write_config

@@ -13,11 +13,11 @@ from typing import Any
 __version__ = "0.1.0"
 
 FUNCTIONS = {
-    "train": "superstep.run.api",
-    "tune_sft": "superstep.run.api",
-    "tune_dpo": "superstep.run.api",
-    "tune_rl": "superstep.run.api",
-    "prove": "superstep.run.api",
+    "train": "superstep.run.api.functions",
+    "tune_sft": "superstep.run.api.functions",
+    "tune_dpo": "superstep.run.api.functions",
+    "tune_rl": "superstep.run.api.functions",
+    "prove": "superstep.run.api.functions",
     "plan": "superstep.planner.ranking.rank_layouts",
 }
 """The module of each function."""

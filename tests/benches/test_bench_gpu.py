@@ -77,7 +77,7 @@ def test_a_piece_that_fails_is_noted_and_the_next_one_runs(monkeypatch, tmp_path
 
 def test_its_commands_are_accepted(tmp_path):
     """Of the sizes that a GPU is given, read as the verbs read them."""
-    from superstep.cli.options import DEMO, flags
+    from superstep.cli.flags.options import DEMO, flags
 
     config = flags("train", DEMO, gpu.Size().flags(), description="")
     assert config.plan == gpu.Size().run().config.plan.__class__(dp=1, zero=0, microbatch=1)

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
+from superstep.cli.flags.options import DEMO, Bounds, flags
 from superstep.cli.main import main
-from superstep.cli.options import DEMO, Bounds, flags
 from superstep.errors import ConfigError
 from superstep.plan.config import RunConfig
 

@@ -3,7 +3,7 @@
 import pytest
 
 import model_folder
-from superstep.cli.preload_torch import begin
+from superstep.cli.before_torch.preload_torch import begin
 from superstep.errors import UserError
 from superstep.launch import fork_server
 

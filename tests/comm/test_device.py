@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 import runs
+from superstep.cli.flags.options import DEMO
 from superstep.cli.main import main
-from superstep.cli.options import DEMO
 from superstep.cli.train import train as train_verb
 from superstep.comm.device import Device, choose, pick
 from superstep.comm.objects import barrier

@@ -1,11 +1,11 @@
 """The command, whose ranks measure little of the machine before they begin: ``python small_launcher.py train ...``."""
 
-import superstep.cli.preload_torch
+import superstep.cli.before_torch.preload_torch
 from superstep.cli.main import entry
 
 
 def _small(verb, argv):
-    """``superstep.cli.preload_torch`` as ever; then another rank in the place of the one that launchers know."""
+    """``preload_torch`` as ever; then another rank in the place of the one that launchers know."""
     _begin(verb, argv)
     from measured_little import rank
     from superstep.run import launch_ranks
@@ -15,5 +15,5 @@ def _small(verb, argv):
 
 
 if __name__ == "__main__":
-    _begin, superstep.cli.preload_torch.begin = superstep.cli.preload_torch.begin, _small
+    _begin, superstep.cli.before_torch.preload_torch.begin = superstep.cli.before_torch.preload_torch.begin, _small
     entry()

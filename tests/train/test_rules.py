@@ -4,7 +4,7 @@ import pytest
 from test_parity import assert_proven, references  # noqa: F401
 
 import small
-from superstep.cli.options import flags
+from superstep.cli.flags.options import flags
 from superstep.errors import ConfigError
 from superstep.plan.config import PlanConfig, RunConfig
 from superstep.plan.config_io import read_config, write_config

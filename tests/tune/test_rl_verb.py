@@ -19,7 +19,7 @@ import torch
 
 import reinforced
 from ranks import ranks_below
-from superstep.cli.arguments.tune import read
+from superstep.cli.arguments.tune.tune import read
 from superstep.cli.main import main
 from superstep.observe.page.report import run_value
 from superstep.run.console import Silent

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from superstep.cli.options import YIELDING
+from superstep.cli.flags.options import YIELDING
 from superstep.comm.device import gpus
 from superstep.errors import ConfigError
 from superstep.hardware.host import cores

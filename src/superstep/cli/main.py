@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any
 
 import superstep
-from superstep.cli.options import asks_for_help, asks_for_hosts
+from superstep.cli.flags.options import asks_for_help, asks_for_hosts
 from superstep.errors import SuperstepError, UserError, did_you_mean, disk_fault
 
 
@@ -27,7 +27,7 @@ class Verb:
         module: its ``main`` takes the arguments and gives the exit status.
         extra: of the package, which brings what it needs beside the rest; none where nothing does.
         arguments: the module whose ``read`` takes its arguments without torch; none where ``main`` does.
-        launches: whether it may launch ranks, as ``cli.preload_torch`` finds out, which reads them too.
+        launches: whether it may launch ranks, as ``cli.before_torch.preload_torch`` finds out, which reads them too.
     """
 
     what: str
@@ -48,7 +48,7 @@ VERBS = {
         "post-train a model: sft learns answers, dpo preferences, rl from rewards; merge puts an adapter into its "
         "base; serve is for Tinker's client",
         "superstep.cli.tune.tune",
-        "superstep.cli.arguments.tune",
+        "superstep.cli.arguments.tune.tune",
         extra="serve",
         launches=True,
     ),
@@ -154,7 +154,7 @@ def _run(argv: Sequence[str]) -> int:
     if verb.arguments is not None and (asks_for_help(rest) or not verb.launches):
         importlib.import_module(verb.arguments).read(rest)  # what is wrong is refused before the verb brings torch
     if verb.launches:
-        importlib.import_module("superstep.cli.preload_torch").begin(argv[0], rest)
+        importlib.import_module("superstep.cli.before_torch.preload_torch").begin(argv[0], rest)
     status: int = _import_verb(argv[0], verb).main(rest)
     return status
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from superstep.cli.arguments.serve import NumericsOptions, PlanOptions, ServeOptions, read_model
-from superstep.cli.options import Bounds
+from superstep.cli.flags.options import Bounds
 from superstep.errors import ConfigError
 
 DESCRIPTION = (

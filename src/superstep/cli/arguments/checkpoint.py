@@ -8,8 +8,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
-from superstep.cli.help import page
-from superstep.cli.options import Bounds, asks_for_help, read_flags
+from superstep.cli.flags.help import page
+from superstep.cli.flags.options import Bounds, asks_for_help, read_flags
 from superstep.errors import ConfigError, UserError, did_you_mean
 
 Word = Literal["list", "verify", "export"]

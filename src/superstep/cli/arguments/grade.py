@@ -9,8 +9,8 @@ from typing import Annotated
 
 from superstep.cli.arguments.port import PORTS, PortOptions
 from superstep.cli.arguments.serve import read_model
-from superstep.cli.help import page
-from superstep.cli.options import Bounds, asks_for_help
+from superstep.cli.flags.help import page
+from superstep.cli.flags.options import Bounds, asks_for_help
 from superstep.errors import ConfigError, did_you_mean
 from superstep.grade.config import GradeConfig, check_config
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Annotated
 
 from superstep.cli.arguments.serve import NumericsOptions, PlanOptions, ServeOptions, read_model
-from superstep.cli.new_file import require_new_file
-from superstep.cli.options import Bounds
+from superstep.cli.flags.new_file import require_new_file
+from superstep.cli.flags.options import Bounds
 
 DESCRIPTION = (
     "Say what a server of a model will do before it starts: bytes, pages of keys, contexts x streams, the first token, "

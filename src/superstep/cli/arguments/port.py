@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from superstep.cli.options import Bounds
+from superstep.cli.flags.options import Bounds
 
 GRACE_S = 25.0
 """Less than the 30 s that Kubernetes gives."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
-from superstep.cli.new_file import require_new_file
-from superstep.cli.options import COMMON, DEMO, Bounds, ranks_of, read_flags, read_run, sections_of
+from superstep.cli.flags.new_file import require_new_file
+from superstep.cli.flags.options import COMMON, DEMO, Bounds, ranks_of, read_flags, read_run, sections_of
 from superstep.errors import ConfigError
 from superstep.plan.config import DeviceKind, PlanConfig, RunConfig
 from superstep.plan.mesh import AXES

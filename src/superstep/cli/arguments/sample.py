@@ -8,7 +8,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Annotated
 
-from superstep.cli.options import Bounds, read_flags
+from superstep.cli.flags.options import Bounds, read_flags
 from superstep.errors import ConfigError
 
 DESCRIPTION = "Write text with a trained run: RUN is its folder, PROMPT what the text starts with."

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
 from superstep.cli.arguments.port import PortOptions
-from superstep.cli.options import Bounds, read_flags
+from superstep.cli.flags.options import Bounds, read_flags
 from superstep.errors import ConfigError
 from superstep.plan.config import DeviceKind, Dtype
 

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from superstep.cli.options import Parser
+from superstep.cli.flags.options import Parser
 from superstep.errors import ConfigError
 
 DESCRIPTION = (

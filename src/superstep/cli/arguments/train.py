@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from superstep.cli.arguments.hosts import HostsOptions, hosts_of, web_port_of
-from superstep.cli.options import COMMON, DEMO, named_in, read_flags, read_run, sections_of, settle
+from superstep.cli.flags.options import COMMON, DEMO, named_in, read_flags, read_run, sections_of, settle
 from superstep.plan.config import RunConfig
 from superstep.plan.config_io import read_config
 from superstep.plan.resolution.resolve import Resolved

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from superstep.cli.arguments.measure import read as read_arguments
 from superstep.cli.arguments.measure import run_of
+from superstep.cli.flags.new_file import write_new_file
 from superstep.cli.measure.roofline import Roofline, RooflinePoint, draw_svg, draw_text
-from superstep.cli.new_file import write_new_file
 from superstep.cli.serve.serve_settings import kernels_folder
 from superstep.comm.device import choose, gpus
 from superstep.cost.program.time.op_prices import MeasuredMachine, seconds

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from superstep.cli.arguments.plan_serve import read
-from superstep.cli.new_file import require_new_file
-from superstep.cli.options import read_flags
+from superstep.cli.flags.new_file import require_new_file
+from superstep.cli.flags.options import read_flags
 from superstep.cli.plan.calibrate import calibrate_on
 from superstep.cli.plan.plan_text import (
     alternatives_text,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from superstep.cli.options import sections_of
+from superstep.cli.flags.options import sections_of
 from superstep.cli.prove.fault_injection import (
     KINDS,
     SIGNALS,

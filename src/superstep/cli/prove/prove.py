@@ -12,8 +12,8 @@ from pathlib import Path
 
 from superstep.cli.arguments.prove import ProveOptions, read
 from superstep.cli.choices import describe_changed_layout
-from superstep.cli.new_file import write_new_file
-from superstep.cli.options import settle
+from superstep.cli.flags.new_file import write_new_file
+from superstep.cli.flags.options import settle
 from superstep.cli.prepare_progress import prepare_with_progress
 from superstep.cli.prove.emulated import emulated_lines, is_clean, prove_emulated
 from superstep.cli.prove.exact import ExactCase, prove_bits

@@ -11,7 +11,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Literal
 
-from superstep.cli.options import read_flags
+from superstep.cli.flags.options import read_flags
 from superstep.cli.scaling.plot import plot_svg
 from superstep.cli.scaling.runs import read_runs
 from superstep.cli.scaling.scaling_text import FitSummary, as_json, as_text

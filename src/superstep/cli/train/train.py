@@ -15,8 +15,8 @@ from superstep.cli.arguments.hosts import TORCHRUN
 from superstep.cli.arguments.sample import SampleOptions
 from superstep.cli.arguments.train import TrainArgs, read
 from superstep.cli.choices import describe_changed_layout, idle_places, places_of
+from superstep.cli.flags.options import asks_for_hosts
 from superstep.cli.launcher import is_of_torchrun, launcher
-from superstep.cli.options import asks_for_hosts
 from superstep.cli.prepare_progress import prepare_with_progress
 from superstep.cli.prove import prove
 from superstep.cli.train.live_report import web

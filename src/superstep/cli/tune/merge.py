@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from superstep.cli.arguments.tune_merge import read
+from superstep.cli.arguments.tune.tune_merge import read
 from superstep.train.weights.weights_folder import weights_of
 from superstep.tune.merge import merge
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from superstep.cli.arguments.tune_serve import TinkerOptions, read
+from superstep.cli.arguments.tune.tune_serve import TinkerOptions, read
 from superstep.cli.port import Port, open_port
 from superstep.cli.resolve_model import ServedModel, find_model
 from superstep.cli.serve.serve_settings import kernels_folder

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 
-from superstep.cli.arguments.tune import APART, REWARDS, read_kind, read_rewards
+from superstep.cli.arguments.tune.tune import APART, REWARDS, read_kind, read_rewards
 from superstep.cli.tune import rl, sft_dpo
 
 

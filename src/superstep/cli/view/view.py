@@ -14,7 +14,7 @@ from pathlib import Path
 from superstep.cli.arguments.view import DESCRIPTION
 from superstep.cli.arguments.view import read as read_arguments
 from superstep.cli.damage import say_damage
-from superstep.cli.options import DEMO, flags, read_run, settle
+from superstep.cli.flags.options import DEMO, flags, read_run, settle
 from superstep.cli.view.kernel_table import kernel_table
 from superstep.cli.view.rl_view import draw_rl, is_rolled
 from superstep.cli.view.serve_log_view import draw_replay

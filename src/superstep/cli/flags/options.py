@@ -18,7 +18,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
 
-from superstep.cli.help import write_help
+from superstep.cli.flags.help import write_help
 from superstep.errors import ConfigError, did_you_mean
 from superstep.plan.config import PlanConfig, RunConfig, StateConfig
 from superstep.plan.config_io import alternatives, describe_type, read_config, section_of, table_entry

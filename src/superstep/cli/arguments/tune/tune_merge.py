@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
-from superstep.cli.options import read_flags
+from superstep.cli.flags.options import read_flags
 from superstep.errors import ConfigError
 
 DESCRIPTION = (

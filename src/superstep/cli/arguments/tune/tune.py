@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from superstep.cli.arguments import tune_merge, tune_serve
-from superstep.cli.help import page
-from superstep.cli.options import COMMON, asks_for_help, read_flags
+from superstep.cli.arguments.tune import tune_merge, tune_serve
+from superstep.cli.flags.help import page
+from superstep.cli.flags.options import COMMON, asks_for_help, read_flags
 from superstep.errors import ConfigError, UserError, did_you_mean
 from superstep.tune.config import TuneConfig, read_recipe
 from superstep.tune.recipe import RECIPE

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from superstep.cli.arguments import prove, serve, train, tune, tune_merge, tune_serve
+from superstep.cli.arguments import prove, serve, train
+from superstep.cli.arguments.tune import tune, tune_merge, tune_serve
+from superstep.cli.flags.options import settle
 from superstep.cli.launcher import launcher
-from superstep.cli.options import settle
 from superstep.cli.resolve_model import find_model
 from superstep.cli.serve.serve_settings import serve_config
 from superstep.cli.train.live_report import require_token

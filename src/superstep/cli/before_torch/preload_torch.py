@@ -5,9 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from superstep.cli.arguments import prove, serve, train, tune
-from superstep.cli.options import asks_for_hosts, ranks_of
-from superstep.cli.refusals import check_apart, check_prove, check_rewards, check_serve, check_train, check_tune
+from superstep.cli.arguments import prove, serve, train
+from superstep.cli.arguments.tune import tune
+from superstep.cli.before_torch.refusals import (
+    check_apart,
+    check_prove,
+    check_rewards,
+    check_serve,
+    check_train,
+    check_tune,
+)
+from superstep.cli.flags.options import asks_for_hosts, ranks_of
 from superstep.launch import fork_server
 from superstep.plan.config import PlanConfig
 from superstep.strict.load import load

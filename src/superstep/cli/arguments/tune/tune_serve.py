@@ -9,7 +9,7 @@ from typing import Annotated
 
 from superstep.cli.arguments.port import PortOptions
 from superstep.cli.arguments.serve import NumericsOptions, read_model
-from superstep.cli.options import Bounds
+from superstep.cli.flags.options import Bounds
 from superstep.plan.config import DeviceKind
 
 DESCRIPTION = (

@@ -1,0 +1,1 @@
+"""The arguments of ``superstep tune`` and of its verbs."""

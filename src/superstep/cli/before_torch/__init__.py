@@ -1,0 +1,1 @@
+"""Before torch is imported: mistakes are refused, and the process is begun that ranks are forked from."""
