@@ -181,7 +181,9 @@ def test_a_gpus_memory_is_its_own(host):
     gpu = Device("cuda")
     assert gpu.free_bytes(ranks=8) == 3 * GIB + (2 - 1) * GIB
     assert gpu.capacity_bytes() == 80 * GIB
-    rates = probe_machine.measure_operations((), "fp32", probe_machine.Gauge(device=Device("cpu"), budget_s=0.0))[1]
+    rates = probe_machine.measure_operations(
+        (), "fp32", probe_machine.TimingOptions(device=Device("cpu"), budget_s=0.0)
+    )[1]
     product = probe_machine.ProductRate(rate="fp32", rows=1, width=1, inner=1, flops_per_s=1.0)
     found = probe_machine.measure_cluster(gpu, 1, "fp32", 1e-6, ((product,), rates, ()))
     assert found.cluster.chip.memory_bytes == 80 * GIB
@@ -207,7 +209,9 @@ def test_processor_time_is_no_clock_for_a_gpu(host, monkeypatch):
         return found
 
     product = probe_machine.ProductRate(rate="fp32", rows=1, width=1, inner=1, flops_per_s=1.0)
-    copies = probe_machine.measure_operations((), "fp32", probe_machine.Gauge(device=Device("cpu"), budget_s=0.0))[1]
+    copies = probe_machine.measure_operations(
+        (), "fp32", probe_machine.TimingOptions(device=Device("cpu"), budget_s=0.0)
+    )[1]
     rates = ((product,), copies)
     monkeypatch.setattr(probe_machine, "measure_operations", lambda _, __, gauge: noted("operations", gauge, rates))
     monkeypatch.setattr(probe_machine, "launch_s", lambda gauge: noted("launch", gauge, 1e-6))

@@ -120,7 +120,7 @@ def attend(
     """``reference`` by the kernel; see ``takes``. A row of ``starts_BS`` never falls."""
     if (gpu := _of_gpu(q_BNSH)) is not None:
         result: tuple[Tensor, Tensor] = gpu.attend(
-            q_BNSH, k_BKTH, v_BKTH, gpu.Sees(is_causal=is_causal, starts=starts_BS)
+            q_BNSH, k_BKTH, v_BKTH, gpu.VisibleKeys(is_causal=is_causal, starts=starts_BS)
         )
         return result
     out, lse = empty_like(q_BNSH), torch.empty(q_BNSH.shape[:3])
@@ -145,7 +145,7 @@ def attend_backward(
     """
     q, k, v = inputs
     if (gpu := _of_gpu(q)) is not None:
-        sees = gpu.Sees(is_causal=is_causal, starts=starts_BS)
+        sees = gpu.VisibleKeys(is_causal=is_causal, starts=starts_BS)
         dq, dk, dv, _ = gpu.attend_backward(grad_BNSH, inputs, out_BNSH, lse_BNS, sees)
         return dq, dk, dv
     grads = empty_like(q), empty_like(k), empty_like(v)

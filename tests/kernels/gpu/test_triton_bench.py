@@ -9,7 +9,7 @@ from superstep.comm.device import Device
 
 
 def test_both_sides_compute_the_same(device, monkeypatch):
-    monkeypatch.setattr(gpu_kernels.Gauge, "seconds", lambda self, work: 2.0)
+    monkeypatch.setattr(gpu_kernels.TimingOptions, "seconds", lambda self, work: 2.0)
     monkeypatch.setattr(gpu_kernels, "TOKENS", 16)
     on = Device("cpu") if device == "cpu" else Device("cuda", 0)
     operations = [

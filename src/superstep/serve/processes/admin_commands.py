@@ -75,7 +75,7 @@ class AdminCommands:
     # From the event loop.
 
     async def do(self, command: Command, state_of: Callable[[], str]) -> EngineStatus:
-        """Ask for something, and wait for its end; see ``api.steered.Steered``.
+        """Ask for something, and wait for its end; see ``api.admin_backend.SteeredEngine``.
 
         Args:
             command: what to do.

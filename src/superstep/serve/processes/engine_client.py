@@ -198,7 +198,7 @@ class EngineClient:
 
     @property
     def standing(self) -> EngineStatus:
-        """How the engine stands; see ``api.steered.Steered``."""
+        """How the engine stands; see ``api.admin_backend.SteeredEngine``."""
         return self._deeds.standing
 
     @property
@@ -207,11 +207,11 @@ class EngineClient:
         return self._state == "ready"
 
     def back(self, command: Command) -> Sequence[Command]:
-        """What undoes a deed; see ``api.steered.Steered``."""
+        """What undoes a deed; see ``api.admin_backend.SteeredEngine``."""
         return self._deeds.back(command)
 
     async def do(self, command: Command) -> EngineStatus:
-        """Do something to the engine; see ``api.steered.Steered``."""
+        """Do something to the engine; see ``api.admin_backend.SteeredEngine``."""
         return await self._deeds.do(command, lambda: self._state)
 
     def counters(self) -> Counters:
