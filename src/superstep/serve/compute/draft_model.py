@@ -1,14 +1,15 @@
-"""Guesses of a small model of the same vocabulary, whose keys lie in pages of the same numbers as the large one's.
+"""Draft tokens from a small model with the same vocabulary; its keys lie in pages with the large model's numbers.
 
     step       large                      small
     prompt     p p p p p p                p p p p p p
     draw       d | e f g                  d -> e, e -> f, f -> g
 
-So the prefix cache, taking pages back and giving them back hold for both. A page is known only when both have computed
-all of its keys: before a step the small model computes the rows of known tokens of all chunks, then a row more for each
-guess but the last; that one's key is computed with the next known token, or at once where it ends a page.
+So the prefix cache, allocation and release of pages hold for both models. A page counts as cached only when both models
+have computed all of its keys. Before a step the small model computes the known tokens of all chunks, then one more row
+for each draft token but the last. The last one's key is computed with the next known token, or at once where it ends a
+page.
 
-A guess is drawn as the token itself will be, with the same noise and in the same form. So the two agree often though
+A draft token is drawn with the noise and the grammar of the token itself. So both models often agree even where
 neither takes the likeliest token.
 """
 
@@ -31,14 +32,14 @@ from superstep.serve.scheduling.step import PositionRange
 
 @dataclass(slots=True)
 class _Run:
-    """One request's guesses in the making.
+    """Draft tokens of one request during a step.
 
     Attributes:
         live: the request.
         chunk: of the step.
-        count: tokens to guess.
-        form: of the answer, at the last guess; None where there is none, or where it says no more.
-        guesses: so far.
+        count: tokens to draft.
+        form: the answer's grammar at the last draft token; None without one, or after its end.
+        guesses: draft tokens so far.
     """
 
     live: LiveRequest
@@ -48,7 +49,7 @@ class _Run:
     guesses: list[int] = field(default_factory=list)
 
     def add(self, logits_V: Tensor, largest: float, likeliest: int) -> None:
-        """Guess one token more."""
+        """Draw one more draft token."""
         token = self._draw(logits_V, largest, likeliest)
         self.guesses.append(token)
         if self.form is not None:
@@ -64,10 +65,10 @@ class _Run:
                 self.form = None
         if not math.isfinite(largest):
             self.form = None
-            return 0  # it costs a row, as any bad guess
+            return 0  # costs a row, as any rejected draft token
         context = SamplingContext(self.live.request.prompt, [*self.live.drawn, *self.guesses], allowed)
         sampling = replace(self.live.request.sampling, top_logprobs=0)
-        totals = LogitTotals(largest, 0.0, likeliest)  # nobody asks for its log-probabilities
+        totals = LogitTotals(largest, 0.0, likeliest)  # its log-probabilities are not needed
         return draw(logits_V, totals, sampling, context, self.live.known + len(self.guesses)).token
 
 
@@ -88,11 +89,11 @@ class DraftModel:
         self._behind: set[int] = set()
 
     def offer(self, live: LiveRequest, most: int, matcher: Matcher | None) -> int:
-        """As many as may be."""
+        """All that are allowed."""
         return most
 
     def guess(self, budget: DraftBudget) -> Mapping[int, Sequence[int]]:
-        """A step of this model for each guess, of all requests together."""
+        """Run the small model once for each draft position, for all requests together."""
         runs = [
             _Run(budget.live[chunk.request], chunk, budget.counts.get(chunk.request, 0), _fork(budget, chunk.request))
             for chunk in budget.step.chunks
@@ -104,12 +105,12 @@ class DraftModel:
         return {run.live.id: run.guesses for run in runs if run.count}
 
     def judged(self, request: int, guessed: int, stood: int) -> None:
-        """Where all stood, the last one's key may not be there."""
+        """Note the requests of which all draft tokens were accepted: the last one's key may be missing."""
         if request in self._unfed and guessed == stood:
             self._behind.add(request)
 
     def forget(self, request: int) -> None:
-        """Its pages are others'."""
+        """Drop a request: its pages belong to others now."""
         self._behind.discard(request)
         self._unfed.discard(request)
 
@@ -120,14 +121,14 @@ class DraftModel:
         return _Fed(first, tuple(run.live.tokens[first : min(run.chunk.end, run.live.known)]))
 
     def _is_fed(self, run: _Run, place: int) -> bool:
-        """Whether a guess is computed now: another follows it, or a page ends with it."""
+        """Whether this draft token is computed now: another one follows, or it ends a page."""
         if run.count > place or (run.live.known + place) % self._page_tokens == 0:
             return True
         self._unfed.add(run.live.id)
         return False
 
     def _go_on(self, runs: Sequence[_Run], fed: Sequence[_Fed]) -> None:
-        """Compute some rows of each request, and guess what follows the last of them where guesses are missing."""
+        """Compute rows of each request, and draw the next draft token where some are missing."""
         tokens: list[int] = []
         wanted: list[int] = []
         for run, one in zip(runs, fed, strict=True):
@@ -150,7 +151,7 @@ class DraftModel:
 
 @dataclass(frozen=True, slots=True)
 class _Fed:
-    """Neighbouring tokens of a request, from a position on."""
+    """Consecutive tokens of a request, from position ``first``."""
 
     first: int
     tokens: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Rows: an engine step as its ranks compute it, one flat row of tokens. It travels from rank 0 to the others."""
+"""Rows: the tokens of an engine step in one flat row, in the form in which rank 0 sends them to the other ranks."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRows:
-    """Neighbouring rows of one request.
+    """Consecutive rows of one request.
 
     Attributes:
         first: position of the first row's token.
         count: rows.
-        pages: where the keys of all positions up to the last row's lie.
-        adapter: the number of the adapter that adds to them; 0 is none.
+        pages: pages of the keys of all positions up to the last row's.
+        adapter: the number of the request's adapter; 0 is none.
     """
 
     first: int
@@ -25,13 +25,13 @@ class RequestRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """Tokens side by side.
+    """The tokens of a step.
 
     Attributes:
         tokens: their ids.
-        parts: whose they are, in the same order.
-        wanted: rows whose logits are asked for.
-        is_draft: whether the small model computes them, which guesses.
+        parts: the requests that they belong to, in the same order.
+        wanted: rows of which the logits are needed.
+        is_draft: whether the draft model computes them.
     """
 
     tokens: tuple[int, ...]
@@ -41,12 +41,12 @@ class Rows:
 
 
 def positions(parts: Sequence[RequestRows]) -> list[int]:
-    """The position of each row in its text."""
+    """The position of each row in its request."""
     return [place for part in parts for place in range(part.first, part.first + part.count)]
 
 
 def to_numbers(rows: Rows) -> list[int]:
-    """The rows as numbers in a row, as ranks send them to each other."""
+    """Encode rows as integers, to send between ranks."""
     numbers = [int(rows.is_draft), len(rows.tokens), len(rows.parts), len(rows.wanted), *rows.tokens, *rows.wanted]
     for part in rows.parts:
         numbers += (part.first, part.count, part.adapter, len(part.pages), *part.pages)
@@ -54,7 +54,7 @@ def to_numbers(rows: Rows) -> list[int]:
 
 
 def from_numbers(numbers: Sequence[int]) -> Rows:
-    """The rows that ``to_numbers`` wrote."""
+    """Decode the integers of ``to_numbers``."""
     is_draft, tokens, count, wanted, *rest = numbers
     at = tokens + wanted
     parts = []

@@ -1,4 +1,4 @@
-"""The keys and values of every layer, in pages: the one thing that a server remembers of a text.
+"""The KV cache: keys and values of every layer, in pages.
 
 T  rows of a step         K  key heads of this rank
 L  positions of a text    H  width of one head
@@ -20,13 +20,13 @@ class KvCache:
     """Memory for ``pages`` pages of each layer.
 
     Args:
-        layers: of the model.
+        layers: number of layers of the model.
         pages: of one layer.
         page_tokens: positions of a page.
         kv_heads: key heads of this rank.
         head_dim: width of a head.
-        dtype: of what is kept.
-        device: where it lies.
+        dtype: of keys and values.
+        device: of the memory.
     """
 
     def __init__(
@@ -42,34 +42,33 @@ class KvCache:
     ) -> None:
         self.page_tokens = page_tokens
         shape = (layers, pages * page_tokens, kv_heads, head_dim)
-        # Zeros, not what was there: a weight of zero times a number that is none is none.
+        # Zeros, not uninitialised memory: zero times NaN is NaN.
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
 
     @property
     def bytes(self) -> int:
-        """What it takes."""
         return 2 * self.keys.numel() * self.keys.element_size()
 
     def write(self, layer: int, slots_T: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> None:
-        """Put the keys and values of new positions into their places."""
+        """Write the keys and values of new positions into their slots."""
         self.keys[layer].index_copy_(0, slots_T, k_TKH)
         self.values[layer].index_copy_(0, slots_T, v_TKH)
 
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys and values at some places, each [*slots.shape, K, H]."""
+        """The keys and values of some slots, each [*slots.shape, K, H]."""
         flat = slots.flatten()
         return tuple(x[layer].index_select(0, flat).unflatten(0, slots.shape) for x in (self.keys, self.values))
 
 
 @dataclass(frozen=True, slots=True)
 class SharedKeys:
-    """Parts that are computed in one product: with as many rows each, and keys of one number of blocks.
+    """Requests that are computed in one product: equal numbers of rows, and of key blocks.
 
     Attributes:
         rows: the rows of each, [n, C].
-        ends: how many positions each row sees, [n, C]: those up to its own.
-        slots: where the keys lie, [n, L]; what is behind a text's end repeats its first place.
+        ends: the number of positions that each row attends to, [n, C]: those up to its own.
+        slots: of the keys, [n, L]; the first slot is repeated after a text's end.
     """
 
     rows: Tensor
@@ -78,16 +77,16 @@ class SharedKeys:
 
 
 def slots_of(part: RequestRows, page_tokens: int, *, first: int, end: int) -> list[int]:
-    """Where some positions of a part's text lie in a layer."""
+    """Slots of positions ``first`` to ``end`` of a part in a layer's cache."""
     return [part.pages[place // page_tokens] * page_tokens + place % page_tokens for place in range(first, end)]
 
 
 FEW = 16
-"""Texts of so many rows each at the most, new tokens and guesses, are computed side by side."""
+"""Requests with at most this many rows (new tokens and draft tokens) are computed together."""
 
 
 def together(parts: Sequence[RequestRows], page_tokens: int, block: int, device: torch.device) -> list[SharedKeys]:
-    """The parts of a step, those of as many rows, if few, side by side where their texts have as many blocks."""
+    """The parts of a step; those with equally few rows and equally many key blocks are grouped."""
     groups: dict[tuple[int, ...], list[tuple[int, RequestRows]]] = {}
     at = 0
     for number, part in enumerate(parts):

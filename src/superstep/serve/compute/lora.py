@@ -1,12 +1,12 @@
-"""The adapters of a rank: rows of many requests in one product of the model's, and beside it what each adapter adds.
+"""The LoRA adapters of a rank: one product for the rows of all requests, and each adapter's addition to its own rows.
 
     rows of the step     | plain ... | adapter 1 | adapter 2 ...... |        neighbours, so that each is a slice
     base(x)              |========== one product for all ==========|
-    scale · B(A(x))                  |-- one ----|-- one ----------|        for each linear that the adapter adds to
+    scale · B(A(x))                  |-- one ----|-- one ----------|        for each linear of an adapter
 
-So the model's weights stay as they are, packed or quantized, and may be swapped below (S-LoRA, Sheng 2023).
-An addition is row-local, as products are: in exact mode by the same products, so that a row's bits do not depend on
-whose rows stand beside it, nor on tp. There the sum over a cut input is that over cells, as the linear's own.
+So the model's weights are not changed; they may be packed or quantized, and updated (S-LoRA, Sheng 2023). An addition
+is row-local, as products are: exact mode uses the same products, so that a row's bits depend neither on the other rows
+nor on tp. There the sum over a cut input is over cells, as the linear's own.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from superstep.serve.files.reader import BackgroundReader
 
 @dataclass(frozen=True, slots=True)
 class LoraSite:
-    """A linear that adapters add to.
+    """A linear with possible adapters.
 
     Attributes:
-        layer: itself.
+        layer: the linear.
         weight: its name.
-        outputs: those held here, of the global tensor.
-        inputs: the same.
-        additions: what is added.
+        outputs: the part of the global tensor's outputs that this rank holds.
+        inputs: likewise, of its inputs.
+        additions: the adapters' additions.
     """
 
     layer: nn.Module
@@ -47,15 +47,15 @@ class LoraSite:
 
 
 class Adapters:
-    """The adapters that a rank holds, in the dtype of its weights.
+    """The adapters on a rank, in the dtype of its weights.
 
     Args:
-        served: the units, whose forwards change when the first adapter comes.
-        tp: the ranks that share the model; None where there is one.
-        refusal: why there can be none; empty where there can.
+        served: the units; their forwards are replaced when the first adapter is added.
+        tp: the ranks that share the model; None for one rank.
+        refusal: why the model supports no adapters; empty where it does.
 
     Attributes:
-        folder: that is being read, or was last.
+        folder: of the latest adapter that was read.
     """
 
     def __init__(self, served: ServedUnits, tp: Group | None, refusal: str = "") -> None:
@@ -71,26 +71,26 @@ class Adapters:
 
     @property
     def changes(self) -> int:
-        """Times that an adapter came or went."""
+        """Number of additions and removals of adapters."""
         return self._changes
 
     def factors(self, layer: nn.Module) -> Mapping[int, Factors]:
-        """What is added to a linear, by the adapter's number."""
+        """The factors of a linear, by adapter number."""
         return next((site.additions.factors for site in self._sites.values() if site.layer is layer), {})
 
     @property
     def numbers(self) -> set[int]:
-        """Of the adapters that are held."""
+        """Numbers of the adapters in memory."""
         return {number for site in self._sites.values() for number in site.additions.factors}
 
     @property
     def reader(self) -> BackgroundReader[Adapter]:
-        """Of the adapter that is being read."""
+        """The reader of the adapter that is being read."""
         assert self._reader is not None, "an adapter is read"
         return self._reader
 
     def read(self, folder: Path, timeout_s: float) -> None:
-        """Begin to read an adapter, beside whatever is computed; it is given up after so long."""
+        """Start to read an adapter in the background, within ``timeout_s``."""
         assert self._reader is None, "one at a time"
         self.folder = folder
         self._reader = BackgroundReader(
@@ -98,17 +98,17 @@ class Adapters:
         )
 
     def take_read(self) -> Adapter:
-        """What was read, which is not kept here. Waits for it.
+        """Wait for the reader, and return its adapter.
 
         Raises:
-            UserError: it cannot be read, or did not come in time.
+            UserError: it cannot be read, or the time is over.
         """
         reader, self._reader = self.reader, None
         return reader.result()
 
     @torch.no_grad()
     def put(self, number: int, adapter: Adapter) -> None:
-        """Hold an adapter under a number."""
+        """Add an adapter under a number."""
         self._changes += 1
         if not self._sites:
             self._sites = {name: site for name, site in sites_of(self._served, self._tp) if name in self.linears}
@@ -124,13 +124,12 @@ class Adapters:
             site.additions.factors[number] = Factors(a_RI, b_OR, adapter.scale(name))
 
     def drop(self, number: int) -> None:
-        """Let go of an adapter."""
         self._changes += 1
         for site in self._sites.values():
             site.additions.drop(number)
 
     def begin(self, parts: Sequence[RequestRows], device: torch.device) -> None:
-        """Say whose rows come next."""
+        """Set the rows of the next step."""
         self._now = now_of(parts, device) if self._sites else None
 
     def _adding(self, additions: Additions, inner: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

@@ -1,13 +1,13 @@
-"""What adapters add to one linear's output: products of low rank, for the rows of each adapter.
+"""Low-rank products: what adapters add to one linear's output.
 
     exact    for each adapter   A, the sum over tp, rounded; B, the scale, added in fp32
     fast     one adapter        the same in the dtype of the weights
-             several            one product by the A of all, what is another's put to zero, one product by the B of all
+             several            one product by the A of all, other adapters' columns masked, one product by the B of all
 
-In the third, a step of many requests takes as many calls as a step of one. It computes what it then puts to zero, so
-the ranks together must be few.
+In the third, a step of many requests takes as many calls as a step of one. It computes columns that it then masks, so
+the sum of the ranks must be small.
 
-    T  rows      I  inputs held here      O  outputs held here      R  rank      S  ranks of several adapters together
+    T  rows      I  inputs held here      O  outputs held here      R  rank      S  sum of the ranks of several adapters
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from superstep.numerics.sending import send
 from superstep.serve.compute.flat_batch import RequestRows
 
 MOST_JOINED = 256
-"""The most ranks that are computed for all rows: few beside the widths of models that are worth an adapter."""
+"""The largest sum of ranks that is computed for all rows: small against the width of a model."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterRows:
-    """Neighbouring rows of one adapter.
+    """Consecutive rows of one adapter.
 
     Attributes:
         slot: the adapter's number.
-        rows: which they are.
+        rows: the slice of the step's rows.
     """
 
     slot: int
@@ -47,8 +47,8 @@ class AdapterBatch:
 
     Attributes:
         runs: of each adapter.
-        rows: from the first one's to the last one's.
-        slots: the adapter of each of these, [T, 1]; 0 is none.
+        rows: the slice from the first to the last such row.
+        slots: the adapter of each of these rows, [T, 1]; 0 is none.
     """
 
     runs: tuple[AdapterRows, ...]
@@ -57,7 +57,7 @@ class AdapterBatch:
 
 
 def runs_of(parts: Sequence[RequestRows]) -> tuple[AdapterRows, ...]:
-    """The rows that have an adapter, neighbours of the same one together."""
+    """Rows with adapters; neighbours with the same adapter are joined."""
     runs: list[AdapterRows] = []
     at = 0
     for part in parts:
@@ -72,7 +72,7 @@ def runs_of(parts: Sequence[RequestRows]) -> tuple[AdapterRows, ...]:
 
 
 def now_of(parts: Sequence[RequestRows], device: torch.device) -> AdapterBatch | None:
-    """What a step's linears must know; None where no row has an adapter."""
+    """The adapter rows of a step; None where no row has an adapter."""
     runs = runs_of(parts)
     if not runs:
         return None
@@ -85,7 +85,7 @@ def now_of(parts: Sequence[RequestRows], device: torch.device) -> AdapterBatch |
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """This rank's part of what an adapter adds to a linear: [R, I] and [O, R]."""
+    """This rank's part of an adapter's factors of a linear: [R, I] and [O, R]."""
 
     a: Tensor
     b: Tensor
@@ -94,7 +94,7 @@ class Factors:
 
 @dataclass(frozen=True, slots=True)
 class _Joined:
-    """The factors of several adapters side by side, [S, I] and [O, S] with the scales, and whose each is, [S]."""
+    """Joined factors of several adapters, [S, I] and [O, S] with the scales, and the adapter of each column, [S]."""
 
     slots: tuple[int, ...]
     a: Tensor
@@ -103,7 +103,7 @@ class _Joined:
 
 
 class Additions:
-    """What the adapters that a rank holds add to one linear.
+    """Additions of a rank's adapters to one linear.
 
     Args:
         cells: of exact mode's sum over the inputs held here; None in fast mode.
@@ -117,7 +117,6 @@ class Additions:
         self._joined: _Joined | None = None
 
     def drop(self, slot: int) -> None:
-        """Let go of an adapter."""
         self.factors.pop(slot, None)
         self._joined = None
 
@@ -142,12 +141,12 @@ class Additions:
 
     def _add_joined(self, out_TO: Tensor, x_TI: Tensor, slot_T1: Tensor, joined: _Joined) -> None:
         (h_TS,) = self._over_ranks([x_TI @ joined.a.t()])
-        # Not a product with 0: what is no number in one row would be none in others.
+        # Not a product with 0: NaN in one row would then spread to others.
         h_TS = h_TS.masked_fill(slot_T1 != joined.owners, 0.0)
         out_TO.addmm_(h_TS, joined.b.t())
 
     def _inner(self, x_TI: Tensor, a_RI: Tensor) -> Tensor:
-        """A(x), or what the inputs held here bring to it: fp32 in exact mode."""
+        """A(x), or the partial sum over the inputs held here: fp32 in exact mode."""
         return x_TI @ a_RI.t() if self._cells is None else product(x_TI, a_RI.t(), cells=self._cells)
 
     def _over_ranks(self, inner: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -163,7 +162,7 @@ class Additions:
         return sum(len(self.factors[slot].a) for slot in slots)
 
     def _join(self, slots: tuple[int, ...]) -> _Joined:
-        """Kept until other adapters are in a step: the same ones are, for many tokens."""
+        """Keep the joined factors until a step has other adapters: they stay the same for many tokens."""
         if self._joined is None or self._joined.slots != slots:
             held = [self.factors[slot] for slot in slots]
             self._joined = _Joined(

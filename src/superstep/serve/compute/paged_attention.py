@@ -1,13 +1,13 @@
-"""Attention of a step: every row sees the keys of its own text, wherever their pages are.
+"""Paged attention: every row attends to the keys of its own text, in the text's pages.
 
 One ``attend`` for each layer is passed to the trainer's own blocks. It writes the step's keys and values to their
-places, and reads each text's from its pages. In exact mode a row's bits are those of training, which are those of
+slots, and reads each text's keys from its pages. In exact mode a row's bits are those of training, which are those of
 ``kernels.exact_attention`` where it is compiled, else of ``numerics.invariant_attention``; in fast mode torch attends.
 
-No kernel of a GPU takes grouped heads together with a mask. There the queries of a key head are rows of one product,
-so that keys are read where they lie and not copied for each query head, and a mask is made for a piece of them.
+No kernel of a GPU supports grouped heads together with a mask. There the queries of a key head are rows of one
+product, so that keys are not copied for each query head, and the mask is made in pieces.
 
-    n  texts side by side     N  query heads of this rank    L  places read, in whole blocks
+    n  texts side by side     N  query heads of this rank    L  slots read, in whole blocks
     C  new rows of each       K  key heads, each of G = N / K query heads
 """
 
@@ -29,24 +29,24 @@ from superstep.serve.compute.flat_batch import RequestRows
 from superstep.serve.compute.kv_cache import KvCache, SharedKeys, slots_of, together
 
 FAST_BLOCK = 64
-"""In fast mode texts are read together whose lengths are of the same so many keys."""
+"""Key block of fast mode: texts with equally many blocks of this size are computed together."""
 
 MASKED_ROWS = 256
-"""Rows of a key head that a GPU has a mask of at once."""
+"""Rows of a key head for which a GPU holds a mask at once."""
 
 
 Mix = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Of queries [n, C, N, H], keys and values [n, L, K, H] what each query sees mixed: [n, C, N, H]."""
+"""Attention of queries [n, C, N, H] to keys and values [n, L, K, H]: [n, C, N, H]."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionInputs:
-    """What all layers of a step have in common.
+    """Inputs of attention that all layers of a step share.
 
     Attributes:
-        slots: where each row's key goes, [T].
+        slots: of each row's new key, [T].
         groups: rows that are computed together.
-        mixes: for each group, how its rows attend to what they see.
+        mixes: the attention function of each group.
     """
 
     slots: Tensor
@@ -55,13 +55,13 @@ class AttentionInputs:
 
 
 def reading(parts: Sequence[RequestRows], store: KvCache, *, window: int | None, is_exact: bool) -> AttentionInputs:
-    """The places of a step's rows.
+    """The attention inputs of a step.
 
     Args:
         parts: of the step.
-        store: of keys.
-        window: tokens that a row sees back to, itself among them; None means all.
-        is_exact: whether bits must not depend on what is computed together.
+        store: the KV cache.
+        window: number of tokens that a row attends to, itself included; None means all.
+        is_exact: whether bits must not depend on the batch.
     """
     page_tokens, device = store.page_tokens, store.keys.device
     groups = together(parts, page_tokens, BLOCK if is_exact else FAST_BLOCK, device)
@@ -82,7 +82,7 @@ def reading(parts: Sequence[RequestRows], store: KvCache, *, window: int | None,
 
 
 def _hidden(group: SharedKeys, starts_nC: Tensor) -> Tensor:
-    """Which keys its rows do not see: [n, C, L]."""
+    """The attention mask, True for hidden keys: [n, C, L]."""
     place_L = torch.arange(group.slots.shape[1], device=group.slots.device)
     return (place_L >= group.ends[..., None]) | (place_L < starts_nC[..., None])
 
@@ -96,7 +96,7 @@ class PagedAttend:
     step: AttentionInputs
 
     def __call__(self, q_1TNH: Tensor, k_1TKH: Tensor, v_1TKH: Tensor) -> Tensor:
-        """The mixed values: [1, T, N, H]."""
+        """The attention output: [1, T, N, H]."""
         self.store.write(self.layer, self.step.slots, k_1TKH[0], v_1TKH[0])
         out_TNH = torch.empty_like(q_1TNH[0])
         for group, mix in zip(self.step.groups, self.step.mixes, strict=True):
@@ -106,12 +106,12 @@ class PagedAttend:
 
 
 class PagedAttention:
-    """What attends in a step: called with its parts, gives the ``attend`` of each layer.
+    """Attention of a step: called with its parts, it returns the ``attend`` of each layer.
 
     Args:
-        store: of keys.
-        window: tokens that a row sees back to, itself among them; None means all.
-        is_exact: whether bits must not depend on what is computed together.
+        store: the KV cache.
+        window: number of tokens that a row attends to, itself included; None means all.
+        is_exact: whether bits must not depend on the batch.
     """
 
     def __init__(self, store: KvCache, *, window: int | None, is_exact: bool) -> None:
@@ -120,7 +120,7 @@ class PagedAttention:
         self._is_exact = is_exact
 
     def __call__(self, parts: Sequence[RequestRows]) -> Callable[[int], PagedAttend]:
-        """The ``attend`` of a layer, by its number."""
+        """The function from a layer's index to its ``attend``."""
         store = self._store
         step = reading(parts, store, window=self._window, is_exact=self._is_exact)
         return lambda layer: PagedAttend(store, layer, step)
@@ -148,13 +148,13 @@ def _fast_in_pieces(starts_nC: Tensor, ends_nC: Tensor, q_nCNH: Tensor, k_nLKH: 
 
 
 def _rows(x_nCNH: Tensor, kv_heads: int) -> Tensor:
-    """The queries of a key head in a row: [n, K, G·C, H]."""
+    """Queries grouped by key head: [n, K, G·C, H]."""
     rows: Tensor = x_nCNH.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
     return rows
 
 
 def _unrows(x_nKRH: Tensor, group: int) -> Tensor:
-    """Back from [n, K, G·C, H] to [n, C, N, H]."""
+    """The inverse: [n, K, G·C, H] to [n, C, N, H]."""
     heads: Tensor = x_nKRH.unflatten(2, (group, -1)).permute(0, 3, 1, 2, 4).flatten(2, 3)
     return heads
 

@@ -1,12 +1,12 @@
-"""Drawing tokens: a pure function of the logits, of what was drawn before, and of (seed, position).
+"""The sampler: a pure function of the logits, of earlier tokens, and of (seed, position).
 
 A token is the argmax of logits / temperature plus Gumbel noise (Gumbel 1954; the trick of Maddison 2014), and the noise
-of a token is a hash of seed, position and token. So who else is served, in which order and on which rank, changes no
-draw; and a guessed token may stand exactly where it equals the draw.
+of a token is a hash of seed, position and token. So the draw depends neither on other requests, nor on their order,
+nor on the rank; and a draft token is accepted exactly where it equals the draw.
 
-What is to be known of many rows is computed where the logits are, and read at once: the host waits for a GPU once.
+Statistics of many rows are computed on the logits' device and read together: the host waits once for a GPU.
 
-    V  vocabulary      R  rows      D  rows that are drawn from      W  of these, those of a temperature that is not 1
+    V  vocabulary      R  rows      D  rows that are drawn from      W  of these, those with a temperature that is not 1
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _MIX_1, _MIX_2 = -0x00AE502812AA7333, -0x3B314601E57A13AD
 """The multipliers of MurmurHash3's finalizer, 0xFF51AFD7ED558CCD and 0xC4CEB9FE1A85EC53, as signed numbers."""
 
 MOST_NOISE = 1 << 22
-"""Numbers of noise that are made at once: 32 MiB."""
+"""Noise values made at once: 32 MiB."""
 
 
 class LogitTotals(NamedTuple):
-    """What a row of logits says of its distribution.
+    """Statistics of a row of logits.
 
     Attributes:
         largest: logit.
@@ -47,12 +47,12 @@ class LogitTotals(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SamplingContext:
-    """What the draw of a token depends on beside the logits.
+    """Inputs of a draw besides the logits.
 
     Attributes:
         prompt: the tokens of the prompt.
-        drawn: those drawn so far.
-        allowed: which tokens the answer's form allows next, [V]; None means all.
+        drawn: the answer's tokens so far.
+        allowed: tokens that the grammar allows next, [V]; None means all.
     """
 
     prompt: Sequence[int]
@@ -61,11 +61,11 @@ class SamplingContext:
 
 
 def gumbel(seed: int, position: int, tokens: Tensor) -> Tensor:
-    """Noise for some tokens at a position, fp64: a function of its arguments alone, on any machine.
+    """Gumbel noise of some tokens at a position, fp64: the same on any machine.
 
     Args:
         seed: of the request's draws.
-        position: of the token that is drawn.
+        position: of the drawn token.
         tokens: ids, int64.
     """
     return _noise(_key(seed, position), tokens)
@@ -84,13 +84,13 @@ def _noise(key: int | Tensor, tokens: Tensor) -> Tensor:
 
 
 class SampledToken(NamedTuple):
-    """A token that was drawn.
+    """A drawn token.
 
     Attributes:
         token: its id.
-        finite: how many tokens it was drawn from.
+        finite: number of tokens that could be drawn.
         logit: the model's, of this token.
-        logprob: after the temperature, rounded as the trainer's loss is; None where that is 1.
+        logprob: after the temperature, rounded as the trainer's loss is; None at temperature 1.
     """
 
     token: int
@@ -100,11 +100,11 @@ class SampledToken(NamedTuple):
 
 
 TotalsOf = Callable[[Tensor], Tensor]
-"""``LogitTotals`` of each row of logits, side by side where the logits are: [R, 3], fp64."""
+"""``LogitTotals`` of each row, on the logits' device: [R, 3], fp64."""
 
 
 def columns(*numbers_R: Tensor) -> Tensor:
-    """Numbers of each row side by side, in fp64, which holds every fp32 and every id."""
+    """Stack numbers of each row in fp64, which represents every fp32 and every id exactly."""
     return torch.stack([each.double() for each in numbers_R], -1)
 
 
@@ -116,23 +116,23 @@ def totals_of(logits_RV: Tensor) -> Tensor:
 
 
 def read_rows(*parts: Tensor) -> list[list[list[float]]]:
-    """The rows of each part on the host, which waits once."""
+    """Copy the rows of each part to the host in one transfer."""
     together = torch.cat([part.flatten() for part in parts]).cpu()
     pieces = together.split([part.numel() for part in parts])
     return [piece.view(part.shape).tolist() for piece, part in zip(pieces, parts, strict=True)]
 
 
 def read_totals(rows: Sequence[Sequence[float]]) -> list[LogitTotals]:
-    """Those of rows that were read."""
     return [LogitTotals(largest, log_total, int(likeliest)) for largest, log_total, likeliest in rows]
 
 
 class SampledTokens(NamedTuple):
-    """What was drawn from many rows, where the logits are.
+    """Draws of many rows, on the logits' device.
 
     Attributes:
-        tokens: of each row the token, how many tokens it was drawn from, its logit, and that after the temperature:
-            [D, 4], fp64.
+        tokens: for each row the token, the number of possible tokens, its logit, and that after the temperature: [D,
+            4],
+            fp64.
         totals: after the temperature, of the rows where that is not 1: [W, 3], fp64.
     """
 
@@ -143,12 +143,11 @@ class SampledTokens(NamedTuple):
 def draw_rows(
     logits_DV: Tensor, samplings: Sequence[tuple[Sampling, int]], totals: TotalsOf = totals_of
 ) -> SampledTokens:
-    """Draw from many rows whose logits are taken as they are, but for a temperature above zero: of each row the same as
-    if it were alone.
+    """Draw from many rows that need no change but a temperature above zero; each row as if it were alone.
 
     Args:
         logits_DV: fp32.
-        samplings: of each row, how to draw and the position of the token.
+        samplings: for each row, its sampling parameters and the position of the token.
         totals: of rows after the temperature; in exact mode those with the bits of training.
     """
     rows = max(1, MOST_NOISE // logits_DV.shape[1])
@@ -176,11 +175,11 @@ def _draw_piece(logits_DV: Tensor, samplings: Sequence[tuple[Sampling, int]], to
 def read_draws(
     parts: Sequence[Sequence[Sequence[float]]], samplings: Sequence[tuple[Sampling, int]]
 ) -> list[SampledToken]:
-    """What was drawn.
+    """Decode the draws.
 
     Args:
-        parts: of ``SampledTokens``, as ``read_rows`` gives them.
-        samplings: as they were drawn.
+        parts: of ``SampledTokens``, as ``read_rows`` returns them.
+        samplings: those of ``draw_rows``.
     """
     tokens, totals = parts
     warm = iter(read_totals(totals))
@@ -193,7 +192,7 @@ def read_draws(
 def draw_plain(
     logits_DV: Tensor, samplings: Sequence[tuple[Sampling, int]], totals: TotalsOf = totals_of
 ) -> list[SampledToken]:
-    """``draw_rows``, read at once."""
+    """``draw_rows``, and copy the result to the host."""
     return read_draws(read_rows(*draw_rows(logits_DV, samplings, totals)), samplings)
 
 
@@ -207,15 +206,15 @@ def draw(
     drawn: SampledToken | None = None,
     version: str = "",
 ) -> TokenOutput:
-    """One token, and what is to be told of it.
+    """Draw one token, with its log-probabilities.
 
     Args:
         logits_V: the model's, fp32.
         totals: of the model's own distribution.
-        sampling: how to draw.
-        context: what was drawn before.
+        sampling: the parameters.
+        context: earlier tokens.
         position: of the token.
-        drawn: what ``draw_plain`` has drawn here already.
+        drawn: the result of ``draw_plain`` for this row, if any.
         version: of the weights.
     """
     top = likeliest(logits_V, totals, sampling.top_logprobs)
@@ -269,7 +268,7 @@ def likeliest(logits_V: Tensor, totals: LogitTotals, count: int) -> tuple[tuple[
 
 
 def change_logits(logits_V: Tensor, sampling: Sampling, context: SamplingContext) -> Tensor:
-    """The logits after penalties and biases, and without what the answer's form does not allow; a tensor of its own."""
+    """Logits after penalties, biases and the grammar's mask; a new tensor."""
     scores_V = logits_V.clone()
     if sampling.repetition_penalty != 1.0:
         tokens = send(torch.tensor(sorted({*context.prompt, *context.drawn})), scores_V.device)
@@ -288,7 +287,7 @@ def change_logits(logits_V: Tensor, sampling: Sampling, context: SamplingContext
 
 
 def truncate(scores_V: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """The tokens that may be drawn, by id, and their scores: top-k first, of those top-p, of those min-p."""
+    """The tokens that may be drawn, by id, and their scores: first top-k, then top-p, then min-p."""
     if sampling.top_k == 0 and sampling.top_p == 1.0 and sampling.min_p == 0.0:
         kept = scores_V.isfinite().nonzero().flatten()
         return kept, scores_V[kept]

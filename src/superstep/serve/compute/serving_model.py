@@ -35,10 +35,10 @@ class ServedUnits:
     """The units of a rank.
 
     Attributes:
-        run: the plan that they are cut by.
-        specs: what they are.
-        modules: themselves.
-        params: every parameter held here by its global name, with what it is and its part of the whole.
+        run: the resolved plan.
+        specs: of the units.
+        modules: the units.
+        params: every parameter of this rank by its global name.
         exchange: of mixtures of experts.
     """
 
@@ -50,7 +50,6 @@ class ServedUnits:
 
     @property
     def head(self) -> Head:
-        """The last unit."""
         head = self.modules[-1]
         assert isinstance(head, Head)
         return head
@@ -61,10 +60,10 @@ class RankParameter:
     """A parameter of this rank.
 
     Attributes:
-        spec: what it is globally.
+        spec: of the global parameter.
         shape: of the global tensor.
-        values: the part held here, and rows of zeros behind it where its dim is padded.
-        index: which part of the global tensor that is.
+        values: this rank's part, followed by rows of zeros where its dim is padded.
+        index: the part's place in the global tensor.
     """
 
     spec: ParamSpec
@@ -74,14 +73,14 @@ class RankParameter:
 
 
 def serving_shape(shape: ModelShape) -> ModelShape:
-    """The same model without a limit on the tokens of an expert: whom it would drop depends on who else is asking."""
+    """The same model without expert capacity: which token a limit drops would depend on other requests."""
     if shape.moe is None or shape.moe.router == "dropless":
         return shape
     return replace(shape, moe=replace(shape.moe, capacity_factor=float(shape.moe.experts)))
 
 
 def build(run: Resolved, rank: int, tp: Group | None, device: Device) -> ServedUnits:
-    """The units with memory for their weights, which ``fill`` fills."""
+    """The units with memory for their weights; ``fill`` reads the weights."""
     specs = units(serving_shape(run.shape))
     dtype = DTYPES[run.config.numerics.compute]
     at = Coordinate(pp=0, dp=0, cp=0, tp=rank)
@@ -109,7 +108,7 @@ def _unit(
     grain, rules = run.plan.grain, run.plan.rules
     computing: tuple[Implementation, ...] = ()
     if grain is not None:
-        # Nothing is summed here that would go to a gradient.
+        # Serving has no gradients.
         nowhere = GradientSink(torch.empty(0), PARAMETER, GradientSums())
         sinks = dict.fromkeys(module.parameters(), nowhere)
         exact = ExactLayers(grain=grain, rules=rules, chunks=1, parts=1, group=tp, sinks=sinks)
@@ -124,11 +123,12 @@ def _unit(
 
 @torch.no_grad()
 def fill(served: ServedUnits, weights: Weights) -> None:
-    """Copy this rank's part of every tensor from a folder or a file.
+    """Read this rank's part of every tensor from a folder or a file.
 
     Raises:
-        StateError: the tensors are not this model's, and nothing has been changed then; or one holds NaN or infinity in
-            the dtype that is served.
+        StateError: the tensors belong to another model, and nothing has been changed; or one contains NaN or infinity
+            in
+            the served dtype.
     """
     check_weights(weights, {name: shape for held in served.params.values() for name, shape in _shapes(held)})
     for held in served.params.values():

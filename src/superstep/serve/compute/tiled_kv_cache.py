@@ -1,7 +1,7 @@
-"""Keys and values as the compiled attention reads them, and attention over them.
+"""KV cache in the layout of the compiled attention, and attention over it.
 
-Of 16 places that follow each other, each pair of numbers of a key lies beside that of the other 15 keys; of values,
-each number beside that of the next place. So scores and mixed values are made by the same loop as products.
+Slots come in groups of 16. Each pair of numbers of a key lies beside that of the other 15 keys; of values, each number
+beside that of the next slot. So scores and outputs use the same loop as products.
 
     T  rows of a step         K  key heads of this rank
     N  query heads            H  width of one head
@@ -20,17 +20,17 @@ from superstep.serve.compute.flat_batch import RequestRows
 from superstep.serve.compute.kernels.calls import KvCacheArgs, LayerKvArgs, Places, Queries, address, as_array, pointer
 
 GROUP = 16
-"""Places whose keys lie side by side."""
+"""Slots with keys side by side."""
 
 MOST_GROUP, MOST_WIDTH = 16, 256
-"""What the attention takes: query heads of a key head, and the width of a head."""
+"""Limits of the compiled attention: query heads of a key head, and the width of a head."""
 
 
 class TiledKvCache:
     """Memory for ``pages`` pages of each layer.
 
     Args:
-        layers: of the model.
+        layers: number of layers of the model.
         pages: of one layer.
         page_tokens: positions of a page.
         kv_heads: key heads of this rank.
@@ -47,26 +47,25 @@ class TiledKvCache:
 
     @property
     def bytes(self) -> int:
-        """What it takes."""
         return 2 * self.keys.numel() * self.keys.element_size()
 
     @property
     def all(self) -> KvCacheArgs:
-        """Of all layers, where they are now."""
+        """The current addresses of all layers."""
         return KvCacheArgs(pointer(self.keys), pointer(self.values), self._layer_size)
 
     def layer(self, number: int) -> LayerKvArgs:
-        """Of one layer."""
+        """The current address of one layer."""
         return LayerKvArgs(pointer(self.keys[number]), pointer(self.values[number]), self.kv_heads, self.head_dim)
 
 
 class PlacedRows:
-    """The rows of a step, and where their texts have their keys.
+    """The rows of a step, and the pages of their keys.
 
     Args:
         parts: of the step.
         page_tokens: positions of a page.
-        window: tokens that a row sees back to, itself among them; None means all.
+        window: number of tokens that a row attends to, itself included; None means all.
     """
 
     def __init__(self, parts: Sequence[RequestRows], page_tokens: int, window: int | None) -> None:
@@ -82,12 +81,12 @@ class PlacedRows:
 
 
 class TiledAttention:
-    """What attends in a step: called with its parts, gives the ``attend`` of each layer.
+    """Attention of a step: called with its parts, it returns the ``attend`` of each layer.
 
     Args:
         library: the compiled decoder.
-        store: of keys.
-        window: tokens that a row sees back to; None means all.
+        store: the KV cache.
+        window: number of tokens that a row attends to; None means all.
     """
 
     def __init__(self, library: ctypes.CDLL, store: TiledKvCache, window: int | None) -> None:
@@ -96,7 +95,7 @@ class TiledAttention:
         self._window = window
 
     def __call__(self, parts: Sequence[RequestRows]) -> Callable[[int], Callable[[Tensor, Tensor, Tensor], Tensor]]:
-        """The ``attend`` of a layer, by its number."""
+        """The function from a layer's index to its ``attend``."""
         placed = PlacedRows(parts, self._store.page_tokens, self._window)
         return lambda layer: lambda q, k, v: self._attend(placed, layer, q, k, v)
 
@@ -116,7 +115,7 @@ class TiledAttention:
 
 
 def can_tile(*, heads: int, kv_heads: int, head_dim: int, page_tokens: int, dtype: torch.dtype) -> bool:
-    """Whether the compiled attention takes a model's heads and pages."""
+    """Whether the compiled attention supports a model's heads and pages."""
     return (
         dtype == torch.bfloat16
         and heads % kv_heads == 0

@@ -24,7 +24,7 @@ from superstep.serve.compute.sampler import totals_of
 from superstep.serve.compute.serving_model import ServedUnits
 
 Attending = Callable[[Sequence[RequestRows]], Callable[[int], Attend]]
-"""Given the parts of a step, gives the ``attend`` of each layer."""
+"""Takes the parts of a step, returns the ``attend`` of each layer."""
 
 
 class TorchForward:
@@ -32,9 +32,9 @@ class TorchForward:
 
     Args:
         served: its units.
-        attending: what attends, and keeps the keys.
-        tp: the ranks that share the model; None where there is one.
-        device: where it computes.
+        attending: attention with the KV cache.
+        tp: the ranks that share the model; None for one rank.
+        device: of the computation.
     """
 
     leaves_rows = False
@@ -59,7 +59,7 @@ class TorchForward:
         given = {"exchange": served.exchange} if served.run.shape.moe else {}
         for layer, block in enumerate(blocks):
             h_1TD = block(h_1TD, attend=attend(layer), positions=place_1T, **given)
-        if not rows.wanted:  # a prompt in chunks, alone: products of no rows are not every operation's
+        if not rows.wanted:  # a prompt's chunk alone; some operations do not support zero rows
             return torch.empty(0, self._vocab, device=device)
         return self._logits(h_1TD[:, send(torch.tensor(rows.wanted), device)])
 
@@ -69,7 +69,7 @@ class TorchForward:
 
     def _logits(self, h_1RD: Tensor) -> Tensor:
         out_1RX = self._served.head(h_1RD)
-        if self._served.run.plan.grain is not None:  # in exact mode the head leaves the product to what follows
+        if self._served.run.plan.grain is not None:  # in exact mode the head leaves the product to the code below
             part_RW = product(out_1RX[0], self._served.head.lm_head.weight.t())
         else:
             part_RW = out_1RX[0].float()

@@ -1,4 +1,4 @@
-"""What a step finds of its wanted rows, read at once: the host waits for a GPU once, for what was drawn.
+"""Results of a step's wanted rows, read together: the host waits once for a GPU, for the drawn tokens.
 
 V  vocabulary      R  wanted rows
 """
@@ -25,7 +25,7 @@ from superstep.serve.scheduling.request import Sampling
 
 
 class LogitsRow(NamedTuple):
-    """A row of logits, what is known of it, and what was drawn from it together with others."""
+    """A row of logits, its statistics, and the token drawn from it in the batched draw, if any."""
 
     logits: Tensor
     totals: LogitTotals
@@ -40,14 +40,14 @@ def read_wanted(
     *,
     vocab: int,
 ) -> dict[int, LogitsRow]:
-    """By number, what is known of each wanted row.
+    """Results of each wanted row, by number.
 
     Args:
         wanted: their numbers.
-        samplings: of those that are drawn from as they are, but for a temperature: how, and the position of the token.
+        samplings: of rows for the batched draw: the parameters, and the position of the token.
         logits_RV: fp32.
-        totals: of rows, with the bits of the mode that is served in.
-        vocab: columns; what stands behind them, so that ranks or cells share them evenly, cannot be drawn.
+        totals: of rows, with the bits of the served mode.
+        vocab: columns; columns after them are padding for ranks or cells, and cannot be drawn.
     """
     if not wanted:
         return {}

@@ -1,9 +1,9 @@
 """One step through a dense model in one call of the compiled decoder.
 
-A call of torch costs a few microseconds and a model makes some hundred of them for a token, as long as it takes to read
-its weights. Here threads meet behind each phase, and nothing is called between.
+A call of torch costs a few microseconds. A model makes several hundred for each token, which takes as long as reading
+its weights. Here threads synchronise after each phase, and no Python runs between phases.
 
-T  rows of the step      R  wanted rows      V  vocabulary
+    T  rows of the step      R  wanted rows      V  vocabulary
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ class LaidOutLinears(Protocol):
     """The products of a model's linears."""
 
     changes: int
-    """How often weights came or went."""
+    """Times that weights were replaced or dropped."""
 
     def product(self, layer: nn.Module) -> Product | None:
-        """What computes a layer, together with those of the same input."""
+        """The product that computes a layer, joined with the layers of the same input."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExactArgs:
-    """What the decoder needs in exact mode.
+    """Settings of the decoder in exact mode.
 
     Attributes:
-        functions: where the exponential and the root lie, and the trainer's attention to a block of keys.
-        threads: that share a step; torch's own operations have one.
+        functions: addresses of the exponential, the root, and the trainer's attention to a block of keys.
+        threads: of a step; torch's own operations have one.
     """
 
     functions: tuple[int, int, int]
@@ -58,16 +58,16 @@ class ExactArgs:
 
 
 class CompiledDecoder:
-    """A dense model of one rank, with its keys.
+    """A dense model on one rank, with its KV cache.
 
     Args:
         library: the compiled decoder.
         shape: of the model.
         modules: its units.
-        linears: what computes their products; all are ``PanelLinear``.
-        store: of keys.
-        exact: what exact mode needs; None in fast mode.
-        adapters: that are added to it.
+        linears: their products; all are ``PanelLinear``.
+        store: the KV cache.
+        exact: settings of exact mode; None in fast mode.
+        adapters: LoRA adapters of the rank.
     """
 
     leaves_rows = True
@@ -98,7 +98,7 @@ class CompiledDecoder:
         library.superstep_scratch.restype = ctypes.c_int64
 
     def _find(self) -> None:
-        """Find the weights where they are now."""
+        """Read the current addresses of the weights."""
         shape = self._shape
         self._found = self._linears.changes
         embedding, *blocks, head = self._modules
@@ -158,11 +158,11 @@ class CompiledDecoder:
 
     @property
     def _team(self) -> ctypes.c_int64:
-        """Threads that share a step."""
+        """Number of threads of a step."""
         return ctypes.c_int64(self._threads or torch.get_num_threads())
 
     def _reach(self, tokens: int) -> None:
-        """Let the tables of turns be as long as a text. They grow with the longest one."""
+        """Extend the rotary tables to ``tokens`` positions or more."""
         if tokens > len(self._cosine):
             places = torch.arange(1 << (tokens - 1).bit_length())
             cosine, sine = (x.squeeze(-2) for x in self._rope.tables(places, torch.bfloat16))
@@ -190,7 +190,7 @@ class CompiledDecoder:
 
 
 def can_compile(shape: ModelShape, modules: Sequence[nn.Module], linears: LaidOutLinears) -> bool:
-    """Whether a model's units are such that one call can compute them all."""
+    """Whether the compiled decoder supports all units of a model."""
     layers = [layer for module in modules for layer in module.modules() if isinstance(layer, nn.Linear)]
     return (
         shape.moe is None

@@ -1,9 +1,9 @@
-"""Exact mode's step in one call of the compiled decoder, where it has the bits of torch.
+"""Exact mode's step in one call of the compiled decoder, where it gives the same bits as torch.
 
-The trainer's exact mode is defined by torch's operations and, in attention, by a kernel of ours. The compiled decoder
-calls that kernel, and makes torch's sums in the same order (``kernels/exact.h``), as it was found by comparing; whether
-it does with this torch on this machine is asked at every start, with sums that cancel, and with the model's own first
-layer and its head. Where a bit differs, torch computes: AMX's tiles sum in another order.
+The trainer's exact mode is defined by torch's operations and by our own attention kernel. The compiled decoder calls
+that kernel, and sums in torch's order (``kernels/exact.h``), which was determined by comparison. Each start checks that
+order against this torch on this machine: with sums that cancel, and with the model's first layer and head. Where a bit
+differs, torch computes; AMX's tiles, for example, sum in another order.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ WANTED = 8
 
 
 def functions() -> tuple[int, int, int] | None:
-    """Where the exponential and the root lie that torch itself calls, and the trainer's attention to a block of keys;
+    """Addresses of the exponential and the root that torch calls, and of the trainer's attention to a block of keys.
     None in a torch without MKL, or without a compiler.
     """
     try:
@@ -57,14 +57,14 @@ def functions() -> tuple[int, int, int] | None:
 
 
 class ExactProducts:
-    """The products of a served model, laid out for the compiled decoder; the model's own layers stay as they are.
+    """The products of a served model, laid out for the compiled decoder; the model's own layers are not changed.
 
     Args:
         library: the compiled decoder.
         served: the model, on one rank.
 
     Attributes:
-        changes: how often weights came or went.
+        changes: times that weights were replaced or dropped.
     """
 
     def __init__(self, library: ctypes.CDLL, served: ServedUnits) -> None:
@@ -76,7 +76,7 @@ class ExactProducts:
 
     @torch.no_grad()
     def beside(self, value_of: ValueOf) -> Callable[[], None]:
-        """Lay out weights that the layers may not have yet; what this gives puts the products into place."""
+        """Lay out new weights before the layers have them; the returned function installs the products."""
         made = [self._make(layers, cells, value_of) for layers, cells in self._rows]
 
         def place() -> None:
@@ -86,12 +86,12 @@ class ExactProducts:
         return place
 
     def drop(self) -> None:
-        """Give the memory of what was laid out back."""
+        """Free the memory of the laid-out weights."""
         self.changes += 1
         self._products = [None] * len(self._rows)
 
     def product(self, layer: nn.Module) -> Product | None:
-        """What computes a layer, together with those of the same input."""
+        """The product that computes a layer, joined with the layers of the same input."""
         pairs = zip(self._rows, self._products, strict=True)
         return next((product for (layers, _), product in pairs if layer in layers), None)
 
@@ -105,7 +105,7 @@ class ExactProducts:
 
 @dataclass(frozen=True, slots=True)
 class CompiledExact:
-    """What computes a step, and the products that it takes."""
+    """The function that computes a step, and its products."""
 
     compute: CompiledDecoder
     products: ExactProducts
@@ -114,16 +114,16 @@ class CompiledExact:
 def compile_exactly(
     library: ctypes.CDLL, served: ServedUnits, store: TiledKvCache, threads: int
 ) -> CompiledExact | None:
-    """The model of one rank in one call a step; None where that has other bits than torch here.
+    """The compiled decoder of a model on one rank; None where its bits differ from torch's here.
 
     Args:
         library: the compiled decoder.
-        served: the model, exact, with its weights.
-        store: of keys.
-        threads: that share a step.
+        served: the exact model, with its weights.
+        store: the KV cache.
+        threads: of a step.
     """
-    found, shape = functions(), served.run.shape
-    if found is None or shape.width % 8 or not sums_as_torch(library):
+    addresses, shape = functions(), served.run.shape
+    if addresses is None or shape.width % 8 or not sums_as_torch(library):
         return None
     products = ExactProducts(library, served)
     if not can_compile(shape, served.modules, products):
@@ -131,15 +131,16 @@ def compile_exactly(
     adapters = Adapters(served, None, refusal=NO_ADAPTERS)
 
     def compiled(modules: Sequence[nn.Module], store: TiledKvCache) -> CompiledDecoder:
-        return CompiledDecoder(library, shape, modules, products, store, adapters, exact=ExactArgs(found, threads))
+        return CompiledDecoder(library, shape, modules, products, store, adapters, exact=ExactArgs(addresses, threads))
 
     is_same = _is_same(served, compiled, store.page_tokens)
     return CompiledExact(compiled(served.modules, store), products) if is_same else None
 
 
 def sums_as_torch(library: ctypes.CDLL) -> bool:
-    """Whether products are summed in torch's order here. Of what cancels nothing is left but what was rounded on the
-    way, which another order rounds otherwise; of a model's own sums, rounded to bf16, most hide it.
+    """Whether the decoder sums in torch's order here. The numbers cancel, so that the result consists of rounding
+    errors,
+    which depend on the order; most sums of a model, rounded to bf16, would hide a difference.
     """
     numbers = torch.Generator().manual_seed(0)
     x_TI, weight_OI = (torch.randn(n, PIECE // 2, generator=numbers).bfloat16() for n in (ASKED_TOKENS, PIECE // 2))
@@ -152,7 +153,7 @@ def sums_as_torch(library: ctypes.CDLL) -> bool:
 def _is_same(
     served: ServedUnits, compiled: Callable[[Sequence[nn.Module], TiledKvCache], CompiledDecoder], page_tokens: int
 ) -> bool:
-    """Whether a long prompt, and tokens behind it, have the same bits in the first layer and the head."""
+    """Whether a long prompt and the tokens after it get equal bits in the first layer and the head."""
     shape = served.run.shape
     embed, first, *_, head = served.modules
     small = replace(served, modules=(embed, first, head))
@@ -175,7 +176,7 @@ def _is_same(
 
 
 def _rows(served: ServedUnits) -> list[tuple[tuple[nn.Linear, ...], int]]:
-    """The linears, those of one input together, and into how many parts exact mode cuts their sums."""
+    """The linears, those of one input together, each with its number of cells in exact mode's sums."""
     grain, rules = served.run.plan.grain, served.run.plan.rules
     assert grain is not None
     axes = {held.values.data_ptr(): held.spec.axes for held in served.params.values()}

@@ -1,4 +1,4 @@
-"""The adapters of a step as the compiled decoder reads them."""
+"""The adapters of a step in the compiled decoder's format."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NOBODYS = -1
 
 
 class AdaptedRows:
-    """Finds them anew when an adapter has come or gone.
+    """Adapter factors of a dense model; their addresses are read again after an adapter is added or dropped.
 
     Args:
         adapters: of the rank.
@@ -35,7 +35,7 @@ class AdaptedRows:
         self._of_row = torch.empty(0, dtype=torch.int64)
 
     def of(self, parts: Sequence[RequestRows]) -> AdapterArgs:
-        """Those of a step's rows. What it points to lives until the next call."""
+        """Adapters of a step's rows. The memory that it points to lives until the next call."""
         if not any(part.adapter for part in parts):
             return NONE
         if self._changes != self._adapters.changes:
@@ -45,7 +45,7 @@ class AdaptedRows:
         return AdapterArgs(ctypes.addressof(self._parts), len(self._places), pointer(self._of_row))
 
     def _find(self) -> None:
-        """Where the factors of each linear are: those of one linear side by side, the second turned round."""
+        """Read the addresses of each linear's factors: those of one linear side by side, the second transposed."""
         numbers = sorted(self._adapters.numbers)
         self._places = {number: place for place, number in enumerate(numbers)}
         self._kept = []

@@ -1,4 +1,4 @@
-"""The decoder in C++, for the processors that it is written for."""
+"""Build the C++ decoder, on processors that it supports."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ NAMES = (
     "totals.h",
     "weight.h",
 )
-"""What is compiled, and what it includes."""
+"""Source files, and the headers that they include."""
 
 FLAGS = (
     *("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"),
     *("-fopenmp", "-std=c++20", "-fPIC", "-shared"),
 )
-"""Without contraction: exact mode rounds a product before its sum wherever torch does."""
+"""No contraction: exact mode rounds a product before its sum wherever torch does."""
 
 NEEDED = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vnni")
-"""Of a processor, as Linux calls them."""
+"""Required processor features, by Linux's names."""
 
 
 def build(folder: Path) -> BuildResult:
-    """The decoder, compiled where it has not been.
+    """The compiled decoder; compiled only once.
 
     Args:
-        folder: where compiled files are kept; made where it is not there.
+        folder: for compiled files; created if missing.
     """
     if platform.machine() != "x86_64":
         return BuildResult(None, f"it is written for x86_64, and this machine is {platform.machine()}")

@@ -1,4 +1,4 @@
-"""The compiled decoder's memory as Python sees it: the structures of ``decoder.cpp``, field by field."""
+"""ctypes of the compiled decoder: the structures of ``decoder.cpp``, field by field."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Fields = list[tuple[str, type]]
 
 
 class Short(ctypes.Structure):
-    """What panels of short weights have beside them."""
+    """Extra arrays of panels with shortened weights."""
 
     _fields_: ClassVar[Fields] = [
         ("base", c_void_p),
@@ -56,7 +56,7 @@ class BlockArgs(ctypes.Structure):
 
 
 class ModelArgs(ctypes.Structure):
-    """A dense decoder behind its embedding."""
+    """A dense decoder without its embedding."""
 
     _fields_: ClassVar[Fields] = [
         ("embedding", c_void_p),
@@ -83,7 +83,7 @@ class KvCacheArgs(ctypes.Structure):
 
 
 class LayerKvArgs(ctypes.Structure):
-    """Those of one layer."""
+    """The keys and values of one layer."""
 
     _fields_: ClassVar[Fields] = [
         ("keys", c_void_p),
@@ -94,7 +94,7 @@ class LayerKvArgs(ctypes.Structure):
 
 
 class Places(ctypes.Structure):
-    """Where the rows of a step stand in their texts, and where these have their keys."""
+    """Positions of a step's rows, and the pages of their keys."""
 
     _fields_: ClassVar[Fields] = [
         ("parts", c_void_p),
@@ -106,25 +106,25 @@ class Places(ctypes.Structure):
 
 
 class Queries(ctypes.Structure):
-    """What looks for keys."""
+    """Rows that attend."""
 
     _fields_: ClassVar[Fields] = [("rows", c_void_p), ("stride", c_int64), ("out", c_void_p), ("heads", c_int64)]
 
 
 class LoraArgs(ctypes.Structure):
-    """What an adapter adds to one linear."""
+    """One adapter's addition to a linear."""
 
     _fields_: ClassVar[Fields] = [("a", c_void_p), ("b", c_void_p), ("rank", c_int64), ("scale", c_double)]
 
 
 class AdapterArgs(ctypes.Structure):
-    """The adapters of a step, and which of them each row has."""
+    """The adapters of a step, and each row's adapter."""
 
     _fields_: ClassVar[Fields] = [("parts", c_void_p), ("count", c_int64), ("of_row", c_void_p)]
 
 
 class StepArgs(ctypes.Structure):
-    """What is computed in one call."""
+    """Arguments of one call."""
 
     _fields_: ClassVar[Fields] = [
         ("rows", c_int64),
@@ -141,17 +141,17 @@ class StepArgs(ctypes.Structure):
 
 
 def as_array(numbers: Sequence[int], kind: str) -> array[int]:
-    """Numbers in memory, of a kind as ``array`` calls them: q is int64, i is int32."""
+    """Numbers in memory; ``kind`` as in ``array``: q is int64, i is int32."""
     return array(kind, numbers)
 
 
 def address(of: array[int]) -> int:
-    """Where they begin. Who calls keeps them alive."""
+    """The address of an array. The caller keeps the array alive."""
     return of.buffer_info()[0]
 
 
 def pointer(tensor: Tensor | None) -> int | None:
-    """Where a tensor begins. Who calls keeps it alive, and knows that it is contiguous."""
+    """The address of a contiguous tensor. The caller keeps it alive."""
     if tensor is None:
         return None
     assert tensor.is_contiguous()

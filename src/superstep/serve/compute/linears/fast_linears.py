@@ -1,4 +1,4 @@
-"""What fast mode changes of a model's units, from outside: how linears multiply."""
+"""Fast linears: replace the products of a model's linears, from outside its code."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from superstep.serve.compute.linears.quantize import format_named
 
 
 def make_fast(modules: Sequence[nn.Module], built: BuildResult, *, quantize: str | None) -> Linears:
-    """Change the units of a rank. The weights must be there; after new ones, ``lay_out`` of what this gives.
+    """Replace the linears of a rank's units. The weights must be loaded; after an update, call ``lay_out`` of the
+    result.
 
     Args:
-        modules: the units, whose parameters need no gradient.
-        built: the compiled decoder, or why there is none.
+        modules: the units; their parameters need no gradient.
+        built: the compiled decoder, or the reason why there is none.
         quantize: a format of ``quantize.FORMATS``; None keeps the weights.
 
     Raises:
-        ConfigError: there is no format of that name.
+        ConfigError: the format is unknown.
     """
     if quantize is None:
         return Linears(modules, packed if built.library is None else in_panels(built.library, packed))

@@ -1,10 +1,10 @@
-"""The products of a model done in another way: with weights laid out for it once, from outside the model's code.
+"""Replaced products of a model's linears, with weights laid out once, from outside the model's code.
 
-Each plain linear gets a forward of its own. Linears that read the same input (queries, keys and values; gate and up)
-become one product: a weight of few rows cannot keep the cores busy, and a call costs the same for many rows as for few.
+Each plain linear gets another forward. Linears that read the same input (queries, keys and values; gate and up) become
+one product: a weight with few outputs does not keep all cores busy, and each call has a fixed cost.
 
-The plain weights stay where they are, for three reasons: new weights are copied into them while the server runs, they
-are views of one buffer, which cannot be given back by pieces, and a tied embedding looks its rows up in them.
+The plain weights stay in memory, for three reasons: new weights are copied into them while the server runs; they are
+views of one buffer, which cannot be freed in parts; and a tied embedding reads its rows there.
 
     O  outputs      I  inputs
 """
@@ -24,31 +24,32 @@ from superstep.model.decoder import Attention, Head
 from superstep.model.feedforward import FeedForward
 
 Product = Callable[[Tensor], Tensor]
-"""[..., I] to [..., O]: a linear whose weight and bias it holds."""
+"""[..., I] to [..., O]: a linear, with its own copy of weight and bias."""
 
 Pack = Callable[[Tensor, Tensor | None], Product | None]
-"""Lays out weight [O, I] and bias [O]; what it gives holds no view of either. None where a layer is best left alone."""
+"""Lays out weight [O, I] and bias [O]; the result keeps no view of either. None where a layer should not be replaced.
+"""
 
 ValueOf = Callable[[Tensor], Tensor]
-"""The values that a parameter has, or is to have."""
+"""The current or the future values of a parameter."""
 
 ONE_INPUT: Mapping[type[nn.Module], tuple[str, ...]] = {
     Attention: ("q_proj", "k_proj", "v_proj"),
     FeedForward: ("gate_proj", "up_proj"),
 }
-"""Layers of the model's code that are called with the same input, in the order of the calls."""
+"""Layers that read the same input, in the order of their calls."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """Linears that are computed as one."""
+    """Linears that are computed as one product."""
 
     layers: tuple[nn.Linear, ...]
     pack: Pack
     product: _Shared
 
     def lay_out(self) -> bool:
-        """Bring their weights, as they are now, into the product. Whether there is one."""
+        """Lay out their current weights as one product; False where the layers are not replaced."""
         product = self.made(lambda param: param)
         if product is not None:
             self.product.use(product)
@@ -56,20 +57,20 @@ class _Row:
 
     @torch.no_grad()
     def made(self, value_of: ValueOf) -> Product | None:
-        """The product of their weights with these values; None where a layer is best left alone."""
+        """The product of their weights with these values; None where a layer should not be replaced."""
         return self.pack(*join(self.layers, value_of))
 
 
 class Linears:
-    """The linears of a module whose products were replaced.
+    """The replaced linears of a module.
 
     Args:
-        modules: whose plain linears change; one with a forward, hooks or options of its own stays as it is.
+        modules: their plain linears are replaced; one with a forward, hooks or options of its own is not.
         pack: lays out the weights.
-        pack_head: the same for the product that gives the logits.
+        pack_head: the same for the head.
 
     Attributes:
-        changes: how often weights came or went.
+        changes: times that weights were replaced or dropped.
     """
 
     def __init__(self, modules: Iterable[nn.Module], pack: Pack, pack_head: Pack | None = None) -> None:
@@ -84,21 +85,21 @@ class Linears:
                 replace_forward(layer, row.product.reader(place))
 
     def __len__(self) -> int:
-        """How many layers changed."""
+        """Number of replaced layers."""
         return sum(len(row.layers) for row in self._rows)
 
     def product(self, layer: nn.Module) -> Product | None:
-        """What computes a layer, together with those of the same input; None where it was left alone."""
+        """The joint product that computes a layer; None where it was not replaced."""
         return next((row.product.held for row in self._rows if layer in row.layers), None)
 
     def lay_out(self) -> None:
-        """Lay the weights out again, after new ones have been copied into the layers."""
+        """Lay out the weights again, after new ones were copied into the layers."""
         self.changes += 1
         for row in self._rows:
             row.lay_out()
 
     def beside(self, value_of: ValueOf) -> Callable[[], None]:
-        """Lay out weights that the layers do not have yet; what this gives puts the products into place."""
+        """Lay out new weights before the layers have them; the returned function installs the products."""
         made = [(row.product, row.made(value_of)) for row in self._rows]
 
         def place() -> None:
@@ -110,14 +111,14 @@ class Linears:
         return place
 
     def drop(self) -> None:
-        """Give the memory of what was laid out back. Nothing is to be computed until there is something new."""
+        """Free the memory of the laid-out weights. Nothing may be computed until new ones are installed."""
         self.changes += 1
         for row in self._rows:
             row.product.drop()
 
 
 class _Shared:
-    """One product, of which each of some layers reads its part. They are called one after the other with one input."""
+    """One product that several layers share; each reads its part. They are called in sequence with one input."""
 
     def __init__(self, sizes: list[int]) -> None:
         self._sizes = sizes
@@ -126,22 +127,22 @@ class _Shared:
         self._parts: tuple[Tensor, ...] = ()
 
     def use(self, product: Product) -> None:
-        """Compute with other weights from here on."""
+        """Compute with other weights from now on."""
         self._product = product
         self._input, self._parts = None, ()
 
     @property
     def held(self) -> Product | None:
-        """The product of all layers."""
+        """The joint product of all layers."""
         return self._product
 
     def drop(self) -> None:
-        """Compute nothing from here on."""
+        """Drop the product."""
         self._product = None
         self._input, self._parts = None, ()
 
     def reader(self, place: int) -> Product:
-        """The forward of the layer at a place."""
+        """The forward of the layer with index ``place``."""
         last = len(self._sizes) - 1
 
         def read(x: Tensor) -> Tensor:
@@ -151,7 +152,7 @@ class _Shared:
             if place == 0 or self._input is not x:
                 self._input, self._parts = x, self._product(x).split(self._sizes, -1)
             part = self._parts[place]
-            if place == last:  # nothing is kept for longer than a layer takes
+            if place == last:  # keeps no tensor after the last layer
                 self._input, self._parts = None, ()
             return part
 
@@ -159,14 +160,14 @@ class _Shared:
 
 
 def join(layers: Sequence[nn.Linear], value_of: ValueOf) -> tuple[Tensor, Tensor | None]:
-    """The weights of some linears one above the other, and their biases, if they have some."""
+    """The weights of some linears, stacked over outputs, and their biases, if any."""
     biases = [value_of(layer.bias).detach() for layer in layers if layer.bias is not None]
     weight_OI = torch.cat([value_of(layer.weight).detach() for layer in layers])
     return weight_OI, torch.cat(biases) if biases else None
 
 
 def rows_of(module: nn.Module, is_taken: Callable[[nn.Module], bool]) -> Iterator[tuple[tuple[nn.Linear, ...], bool]]:
-    """The linears that are taken, those of one input together, and whether they give the logits."""
+    """Linears that ``is_taken`` accepts, those of one input together, and whether they give the logits."""
     taken: set[nn.Module] = set()
     for parent in module.modules():
         layers = [getattr(parent, name) for name in ONE_INPUT.get(type(parent), ())]
@@ -184,6 +185,6 @@ def _linear(layer: nn.Module) -> nn.Linear:
 
 
 def _fit(layers: list[nn.Linear]) -> bool:
-    """Whether their weights can be one above the other."""
+    """Whether their weights can be stacked."""
     kinds = {(layer.in_features, layer.weight.dtype, layer.weight.device, layer.bias is None) for layer in layers}
     return len(kinds) == 1

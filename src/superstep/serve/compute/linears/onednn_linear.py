@@ -1,6 +1,6 @@
-"""Linears whose weights are in oneDNN's own order, so that no call has to bring them into it.
+"""Linears with weights in oneDNN's own layout, so that no call has to reorder them.
 
-``F.linear`` hands oneDNN the weight as it lies; for bf16 the reordering is then a part of every product.
+``F.linear`` passes a plain weight to oneDNN; for bf16 every product then reorders it.
 
     O  outputs      I  inputs
 """
@@ -15,16 +15,16 @@ from superstep.serve.compute.linears.fused_linears import Product
 PACKED_DTYPES = (torch.bfloat16, torch.float32)
 
 ROWS = 64
-"""The order that oneDNN chooses for so many rows is the fastest for one row as well, and for 256."""
+"""The layout that oneDNN chooses for this number of rows is also the fastest for one row and for 256."""
 
 
 def is_mkldnn_weight(weight: Tensor) -> bool:
-    """Whether oneDNN is there for a weight that lies so."""
+    """Whether oneDNN supports a weight with this layout."""
     return weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Whether this build of torch, on this machine, lays out such a weight."""
+    """Whether this build of torch, on this machine, can lay out the weight."""
     there = hasattr(torch.ops.mkldnn, "_reorder_linear_weight") and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     return (
         is_mkldnn_weight(weight)
@@ -35,12 +35,12 @@ def can_pack(weight: Tensor) -> bool:
 
 
 def packed(weight_OI: Tensor, bias_O: Tensor | None, *, rows: int = ROWS) -> Product | None:
-    """The product with the weight in oneDNN's order; None where that is not to be had, on a GPU for one.
+    """The product with the weight in oneDNN's layout; None where this is not supported, such as on a GPU.
 
     Args:
         weight_OI: the weight.
         bias_O: the bias.
-        rows: of the input, most of the time: the order that oneDNN chooses may depend on it. Any number is right.
+        rows: typical number of input rows: oneDNN's layout may depend on it. Any number gives a correct result.
     """
     if not can_pack(weight_OI):
         return None

@@ -1,11 +1,10 @@
-"""Weights as the compiled products read them: in panels of 64 outputs, of which 4 bytes of each lie side by side.
+"""Weights in the layout of the compiled products: panels of 64 outputs, with 4 bytes of each output side by side.
 
-Numbers of bf16 take three quarters of their bytes, to the bit (``kernels/short.h``), where their exponents are as near
-to each other as a model's are.
+bf16 weights are stored losslessly in three quarters of their bytes (``kernels/short.h``), where their exponents lie
+as close together as a model's do.
 
-One layout serves any number of rows: for one row the panels are read from the first byte to the last, for many each
-stays in the cache while rows go by. A row's sums are made in the order of its inputs, so that its bits do not depend on
-the rows beside it.
+One layout serves any number of rows: for one row the panels are read in sequence; for many, each panel stays in the
+cache for all rows. A row is summed in the order of its inputs, so that its bits do not depend on the other rows.
 
     O  outputs      I  inputs      T  rows      P  panels
 """
@@ -27,28 +26,28 @@ from superstep.serve.compute.linears.quantize import WeightFormat
 
 PANEL = 64
 BYTES = 4
-"""Of each output, side by side."""
+"""Bytes of each output that lie side by side."""
 
 SHORT_WORDS, WORDS = 96, 128
-"""Words of 16 bits that 64 outputs and two inputs take, short and long."""
+"""16-bit words of 64 outputs and two inputs, shortened and plain."""
 
 MOST_WHOLE = 1 / 8
-"""Of the steps of a weight, those that may be kept whole; with more of them it stays as it is."""
+"""The largest share of a weight's steps that may be stored plain; above it the weight is not shortened."""
 
 LARGE = 2**21
-"""Bytes of a large page."""
+"""Bytes of a large page of memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedPanels:
-    """Panels of short weights.
+    """Panels of shortened weights.
 
     Attributes:
         words: [P, I / 2, 96].
-        base: of each panel.
-        whole_begin: [P + 1]: where its whole steps begin.
-        whole_steps: their numbers.
-        whole: them.
+        base: exponent base of each panel.
+        whole_begin: [P + 1], the index of each panel's first plain step.
+        whole_steps: indices of the plain steps.
+        whole: their values.
     """
 
     words: Tensor
@@ -88,7 +87,7 @@ class PanelLinear:
         laid = in_large_pages(panels if short is None else short.words)
         scale, bias = (None if x is None else _fill(x.float()) for x in (scale_O, bias_O))
         sums = _fill(values_OI.sum(1, dtype=torch.int32)) if self._is_int8 else None
-        # The memory that ``weight`` points into.
+        # Keeps alive the memory that ``weight`` points to.
         self._held = (laid, scale, sums, bias)
         self._beside = () if short is None else (short.base, short.whole_begin, short.whole_steps, short.whole)
         shorts = Short(*map(pointer, self._beside))
@@ -116,11 +115,11 @@ class PanelLinear:
 
 
 def in_panels(library: ctypes.CDLL, otherwise: Pack, row: WeightFormat | None = None) -> Pack:
-    """How weights are laid out for the compiled products.
+    """A ``Pack`` for the compiled products.
 
     Args:
         library: the compiled decoder.
-        otherwise: for weights that these do not take: of another dtype, or of an odd number of inputs.
+        otherwise: for weights that these do not support: another dtype, or an odd number of inputs.
         row: the format of 8-bit weights and inputs; None keeps bf16.
     """
 
@@ -136,13 +135,13 @@ def in_panels(library: ctypes.CDLL, otherwise: Pack, row: WeightFormat | None = 
 
 
 def takes(weight_OI: Tensor) -> bool:
-    """Whether the compiled products take a weight."""
+    """Whether the compiled products support a weight."""
     is_bf16 = weight_OI.dtype == torch.bfloat16 and weight_OI.device.type == "cpu"
     return is_bf16 and weight_OI.shape[1] % BYTES == 0
 
 
 def shorten(library: ctypes.CDLL, panels: Tensor) -> QuantizedPanels | None:
-    """Panels of bf16 numbers [P, I / 2, 64, 2] in fewer bytes; None where their exponents are too far apart."""
+    """Shortened panels of bf16 numbers [P, I / 2, 64, 2]; None where their exponents are too far apart."""
     count, steps = panels.shape[:2]
     threads = ctypes.c_int64(torch.get_num_threads())
     sizes = ctypes.c_int64(count), ctypes.c_int64(steps)
@@ -166,20 +165,21 @@ def shorten(library: ctypes.CDLL, panels: Tensor) -> QuantizedPanels | None:
 
 
 def in_large_pages(x: Tensor) -> Tensor:
-    """The same numbers, contiguous, in pages of 2 MiB where the system gives them: a weight is read from end to end at
-    every step, which goes a twentieth faster where fewer pages are looked up.
+    """A contiguous copy in pages of 2 MiB, where the system has them: every step reads the whole weight, which is 5%
+    faster
+    with fewer page-table entries.
     """
     if x.nbytes < LARGE:
         return x.contiguous()
     room = mmap.mmap(-1, x.nbytes + LARGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     start = -ctypes.addressof(ctypes.c_char.from_buffer(room)) % LARGE
     out = torch.frombuffer(room, dtype=x.dtype, count=x.numel(), offset=start).view(x.shape)
-    with contextlib.suppress(AttributeError, OSError):  # elsewhere than on Linux, or where it was built without
+    with contextlib.suppress(AttributeError, OSError):  # other systems than Linux, or a Python without it
         room.madvise(mmap.MADV_HUGEPAGE, start, x.nbytes // LARGE * LARGE)
     return out.copy_(x)
 
 
 def _fill(of_O: Tensor) -> Tensor:
-    """With the first of them again, up to a whole panel: nobody reads what comes of it."""
+    """Pad to a whole panel with copies of the first output; the results of the padding are not used."""
     missing = -len(of_O) % PANEL
     return torch.cat((of_O, of_O[:1].expand(missing, *of_O.shape[1:]))) if missing else of_O.contiguous()

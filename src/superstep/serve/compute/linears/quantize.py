@@ -1,8 +1,8 @@
-"""Weights of few bits: a table of formats, each with how it is made and how it multiplies.
+"""Weights with few bits: a table of formats, each with its encoding and its product.
 
-What is quantized are the linears of the blocks and the head, which in decoding is a quarter of what a small model
-reads. The embedding is not: a row of it is read for each token, so that smaller rows save no time, and their error
-would go through every layer. The head of a 4-bit format has 8 bits: its errors go straight into the probabilities.
+The linears of the blocks and the head are quantized: in decoding a small model spends most of its reads on them. The
+embedding is not: each token reads one row, so smaller rows save no time, and their error would go through every layer.
+The head of a 4-bit format has 8 bits: its errors go directly into the probabilities.
 
     int8   w = q · s, one s for each output; products in the model's dtype
     w8a8   the same weights; each token's input is rounded to 8 bits too, so that the products are of integers
@@ -29,27 +29,27 @@ MOST_8 = 127
 """Codes of 8 bits go from -127 to 127, so that a weight and its negative have the same error."""
 
 ZERO_8 = 128
-"""Inputs are told without a sign: with one, oneDNN has no fast product of them here (a thousand times slower)."""
+"""Inputs are unsigned: oneDNN has no fast product of signed ones here (a thousand times slower)."""
 
 MOST_4 = 15
 ZERO_4 = 8
-"""Codes of 4 bits go from 0 to 15, and 8 stands for the group's ``z``: the kernels of torch count so."""
+"""Codes of 4 bits go from 0 to 15, and 8 stands for the group's ``z``, as in torch's kernels."""
 
 FEW = 32
-"""Rows up to which torch's product of 8-bit weights is faster than bringing all codes to the dtype first."""
+"""Rows up to which torch's product of 8-bit weights is faster than a product of codes cast to the dtype."""
 
 CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8)
-"""Shares of a group's range that are tried; a few weights cut off may leave less error for all the others."""
+"""Shares of a group's range that are tried; clipping a few weights may leave less error for the others."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """A weight as codes.
+    """A quantized weight.
 
     Attributes:
-        codes: [O, I], int8, or uint8 where they are of 4 bits.
+        codes: [O, I], int8, or uint8 for 4 bits.
         scale: [O, 1] or [O, G].
-        zero: what the code ``ZERO_4`` stands for, [O, G]; None where the code 0 stands for 0.
+        zero: the value of the code ``ZERO_4``, [O, G]; None where the code 0 stands for 0.
     """
 
     codes: Tensor
@@ -57,7 +57,7 @@ class QuantizedWeight:
     zero: Tensor | None = None
 
     def weight(self) -> Tensor:
-        """What the codes stand for, fp32: [O, I]."""
+        """The dequantized weight, fp32: [O, I]."""
         codes = self.codes.float().view(*self.scale.shape, -1)
         if self.zero is None:
             return (codes * self.scale.float()[..., None]).flatten(1)
@@ -65,15 +65,17 @@ class QuantizedWeight:
 
 
 def to_8_bits(weight_OI: Tensor) -> QuantizedWeight:
-    """Codes of 8 bits, a scale for each output. Each weight is off by half a scale at most."""
+    """Codes of 8 bits, one scale for each output. The error of a weight is at most half its scale."""
     weight_OI = weight_OI.float()
-    # The scale is rounded up to the dtype that kernels take before it is used: then no weight is cut off.
+    # The scale is rounded up to the kernels' dtype before it is used: then no weight is clipped.
     scale_O1 = _round_up(weight_OI.abs().amax(1, keepdim=True) / MOST_8)
     return QuantizedWeight((weight_OI / scale_O1.float()).round_().clamp_(-MOST_8, MOST_8).to(torch.int8), scale_O1)
 
 
 def to_4_bits(weight_OI: Tensor, group: int) -> QuantizedWeight:
-    """Codes of 4 bits for each ``group`` of inputs; of several ranges the one that leaves the least squared error."""
+    """Codes of 4 bits, one scale for ``group`` inputs; of the ranges in ``CLIPS``, the one with the least squared
+    error.
+    """
     w_OGg = weight_OI.float().unflatten(1, (-1, group))
     low, high = w_OGg.amin(2), w_OGg.amax(2)
     least = torch.full_like(low, torch.inf)
@@ -97,14 +99,14 @@ def to_4_bits(weight_OI: Tensor, group: int) -> QuantizedWeight:
 
 
 def _round_up(scale: Tensor) -> Tensor:
-    """In bf16, never smaller than given, and never 0."""
+    """In bf16, rounded up, and never 0."""
     up = (scale.clamp(min=torch.finfo(torch.bfloat16).tiny) * (1 + 2.0**-8)).bfloat16()
     near = scale.bfloat16()
     return torch.where(near.float() >= scale.clamp(min=torch.finfo(torch.bfloat16).tiny), near, up)
 
 
 def int8_product(held: QuantizedWeight, bias_O: Tensor | None) -> Product:
-    """Weights of 8 bits times what comes, in its dtype."""
+    """A product of 8-bit weights, in the input's dtype."""
     if held.codes.device.type != "cpu":
         return _product_by_decoding(held, bias_O)
     codes_OI, scale_O = held.codes, held.scale[:, 0]
@@ -112,7 +114,7 @@ def int8_product(held: QuantizedWeight, bias_O: Tensor | None) -> Product:
     def product(x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         if len(rows) > FEW:
-            # The codes themselves are bf16 numbers, so that the scales can come after the product.
+            # The codes are exact in bf16, so the scales can follow the product.
             many = F.linear(x, codes_OI.to(x.dtype)).mul_(scale_O)
             return many if bias_O is None else many + bias_O
         out: Tensor = torch._weight_int8pack_mm(rows, codes_OI, scale_O.to(x.dtype))
@@ -123,7 +125,7 @@ def int8_product(held: QuantizedWeight, bias_O: Tensor | None) -> Product:
 
 
 def w8a8_product(held: QuantizedWeight, bias_O: Tensor | None) -> Product:
-    """Each token rounded to 8 bits with a scale of its own; the sum is of integers, and exact."""
+    """A product that rounds each token to 8 bits with its own scale; the sum is of integers, and exact."""
     if not is_mkldnn_weight(held.codes):
         return _product_by_decoding(held, bias_O)
     ordered = torch.ops.onednn.qlinear_prepack(held.codes, None)
@@ -142,14 +144,14 @@ def w8a8_product(held: QuantizedWeight, bias_O: Tensor | None) -> Product:
 
 
 def tokens_to_8_bits(x_TI: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes of each row, of which ``ZERO_8`` stands for 0, and its scale: [T, I] uint8 and [T, 1] fp32."""
+    """Codes of each row, where ``ZERO_8`` stands for 0, and its scale: [T, I] uint8 and [T, 1] fp32."""
     x_TI = x_TI.float()
     scale_T1 = (x_TI.abs().amax(1, keepdim=True) / MOST_8).clamp_(min=torch.finfo(torch.float32).tiny)
     return (x_TI / scale_T1).round_().add_(ZERO_8).to(torch.uint8), scale_T1
 
 
 def int4_product(held: QuantizedWeight, bias_O: Tensor | None) -> Product:
-    """Weights of 4 bits in groups times what comes, in its dtype."""
+    """A product of 4-bit weights in groups, in the input's dtype."""
     assert held.zero is not None
     if held.codes.device.type != "cpu":
         return _product_by_decoding(held, bias_O)
@@ -167,7 +169,7 @@ def int4_product(held: QuantizedWeight, bias_O: Tensor | None) -> Product:
 
 
 def _product_by_decoding(held: QuantizedWeight, bias_O: Tensor | None) -> Product:
-    """For devices without a kernel: less memory, and no less time."""
+    """A product for devices without a kernel: it saves memory, not time."""
 
     def product(x: Tensor) -> Tensor:
         return F.linear(x, held.weight().to(x.dtype), bias_O)
@@ -177,16 +179,16 @@ def _product_by_decoding(held: QuantizedWeight, bias_O: Tensor | None) -> Produc
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """A way to hold weights.
+    """A format of quantized weights.
 
     Attributes:
         name: as ``serve.quantize`` spells it.
         bits: of a weight.
         group: inputs that share a scale; None means all inputs of an output.
-        activations: bits of what comes in; None leaves it as it is.
-        head: the name of the format of the head.
-        encode: makes the codes.
-        product: multiplies by them.
+        activations: bits of the inputs; None does not round them.
+        head: the name of the head's format.
+        encode: quantizes a weight.
+        product: makes the product.
     """
 
     name: str
@@ -198,14 +200,14 @@ class WeightFormat:
     product: Callable[[QuantizedWeight, Tensor | None], Product]
 
     def pack(self, weight_OI: Tensor, bias_O: Tensor | None) -> Product | None:
-        """What ``Linears`` takes. A weight whose inputs do not divide into groups keeps its bits."""
+        """A ``Pack`` for ``Linears``. A weight with inputs that do not divide into groups is not quantized."""
         if self.group is not None and weight_OI.shape[1] % self.group:
             return packed(weight_OI, bias_O)
         return self.product(self.encode(weight_OI), bias_O)
 
     @property
     def bytes_per_weight(self) -> float:
-        """Bytes that a product reads for each weight, but for the scales of whole outputs."""
+        """Bytes that a product reads for each weight, without the scales of whole outputs."""
         return self.bits / 8 + (0 if self.group is None else 4 / self.group)
 
 
@@ -222,7 +224,7 @@ def format_named(name: str) -> WeightFormat:
     """A row of the table.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: no format has this name.
     """
     row_format = next((row for row in FORMATS if row.name == name), None)
     if row_format is None:

@@ -1,4 +1,4 @@
-"""What the ranks that share a model say to each other, so that all of them go on in the same way."""
+"""Agreement between the ranks that share a model: all of them take the same decision."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from superstep.comm.device import Device
 from superstep.comm.mesh import Group
 
 REASON_BYTES = 1024
-"""The most of a reason that a rank tells the others."""
+"""Longest reason in bytes that a rank sends to the others."""
 
 
 def all_true(mine: bool, group: Group | None, device: Device) -> bool:
-    """Whether it is true on every rank; every rank gets the same answer."""
+    """Whether ``mine`` is true on every rank; the result is equal on all of them."""
     if group is None:
         return mine
     return bool(stack_ranks(torch.tensor([int(mine)], device=device.torch), group).min().item())

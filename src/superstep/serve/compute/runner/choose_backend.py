@@ -1,4 +1,4 @@
-"""How a rank computes a step: as torch does, unit by unit, or in the decoder that is compiled here."""
+"""Backend of a rank: torch, unit by unit, or the compiled decoder."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from superstep.serve.compute.torch_forward import TorchForward
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeSettings:
-    """What a server's settings say of computing.
+    """Settings of the compute backend.
 
     Attributes:
-        pages: of keys.
+        pages: of the KV cache.
         page_tokens: positions of a page.
         quantize: a name of ``quantize.FORMATS``; empty keeps the weights.
-        kernels: the folder for the compiled decoder; None does without.
-        threads: of a step in exact mode, where torch's own operations have one.
+        kernels: the folder for the compiled decoder; None uses torch.
+        threads: of a step in exact mode; torch's own operations have one.
         has_adapters: whether there are adapters from the start.
     """
 
@@ -46,13 +46,13 @@ class ComputeSettings:
 def choose(
     served: ServedUnits, settings: ComputeSettings, tp: Group | None, device: Device
 ) -> tuple[Compute, RankMemory]:
-    """What computes the model of a rank, and the memory of its weights and keys.
+    """The forward of a rank's model, and the memory of its weights and KV cache.
 
     Args:
         served: the units, with their weights.
-        settings: how.
-        tp: the ranks that share the model; None where there is one.
-        device: where it computes.
+        settings: of the backend.
+        tp: the ranks that share the model; None for one rank.
+        device: of the computation.
     """
     shape, is_exact = served.run.shape, served.run.plan.grain is not None
     dtype = next(iter(served.params.values())).values.dtype
@@ -68,7 +68,7 @@ def choose(
     )
 
     if is_exact:
-        # What adapters add in exact mode is defined by torch's products, and not yet made in the compiled decoder.
+        # Exact mode defines adapters by torch's products; the compiled decoder does not support them.
         if built.library is not None and tp is None and not settings.has_adapters:
             tiled = TiledKvCache(**room)
             compute = compile_exactly(built.library, served, tiled, settings.threads)

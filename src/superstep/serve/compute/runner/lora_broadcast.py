@@ -1,4 +1,4 @@
-"""Adapters come and go on the ranks that share a model: rank 0 says so between two steps, and all do it, or none."""
+"""Adapters on the ranks that share a model: rank 0 sends a command between two steps; all ranks apply it, or none."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from superstep.serve.compute.lora import Adapters
 from superstep.serve.compute.runner.agreement import all_true, first_reason
 
 ADAPTER_ORDER = -2
-"""Begins an order among the rows of numbers that rank 0 sends."""
+"""Marks a command among the integer messages of rank 0."""
 
 
 class ReadAdapter(msgspec.Struct, frozen=True, tag=True):
-    """Begin to read a folder, beside the steps; it is given up after so long."""
+    """Start to read a folder in the background, within ``timeout_s``."""
 
     folder: str
     timeout_s: float
 
 
 class IsAdapterRead(msgspec.Struct, frozen=True, tag=True):
-    """Say whether that is over."""
+    """Agree whether reading is over."""
 
 
 class HoldAdapter(msgspec.Struct, frozen=True, tag=True):
-    """Hold the adapter where all have read the same; else let go of what was read."""
+    """Add the adapter where all ranks have read the same one; else drop it."""
 
     number: int
 
 
 class DropAdapter(msgspec.Struct, frozen=True, tag=True):
-    """Let go of one."""
+    """Drop an adapter."""
 
     number: int
 
@@ -49,10 +49,10 @@ ORDERS: Codec[Order] = Codec(Order)
 
 
 def read(adapters: Adapters, folder: Path, group: Group | None, device: Device, timeout_s: float) -> None:
-    """Begin to read an adapter, on every rank; each gives it up after so long. For rank 0.
+    """Start to read an adapter on every rank, within ``timeout_s``. Called on rank 0.
 
     Raises:
-        ConfigError: this model can have none.
+        ConfigError: the model supports no adapters.
     """
     if adapters.refusal:
         raise ConfigError(adapters.refusal)
@@ -61,7 +61,7 @@ def read(adapters: Adapters, folder: Path, group: Group | None, device: Device, 
 
 
 def is_read(adapters: Adapters, group: Group | None, device: Device, most_s: float) -> bool:
-    """Whether every rank has read, or cannot; waits for this rank's own for so long. For rank 0."""
+    """Whether reading is over on every rank; waits ``most_s`` for this rank's reader. Called on rank 0."""
     if not adapters.reader.wait(most_s):
         return False
     _send(IsAdapterRead(), group, device)
@@ -69,23 +69,23 @@ def is_read(adapters: Adapters, group: Group | None, device: Device, most_s: flo
 
 
 def hold(adapters: Adapters, number: int, group: Group | None, device: Device) -> str:
-    """Hold what was read under a number, on every rank; its version. For rank 0.
+    """Add the adapter that was read under a number, on every rank; its version. Called on rank 0.
 
     Raises:
-        UserError: it cannot be used, or is not the same on every rank. No rank holds it then.
+        UserError: it cannot be used, or differs between ranks. Then no rank keeps it.
     """
     _send(HoldAdapter(number), group, device)
     return _hold(adapters, number, group, device).version
 
 
 def drop(adapters: Adapters, number: int, group: Group | None, device: Device) -> None:
-    """Let go of an adapter, on every rank. For rank 0."""
+    """Drop an adapter on every rank. Called on rank 0."""
     _send(DropAdapter(number), group, device)
     adapters.drop(number)
 
 
 def obey(numbers: Sequence[int], adapters: Adapters, group: Group, device: Device) -> None:
-    """Do what rank 0 says, in the numbers behind ``ADAPTER_ORDER``. For the other ranks."""
+    """Apply a command of rank 0: the integers after ``ADAPTER_ORDER``. Called on the other ranks."""
     match ORDERS.from_numbers(numbers):
         case ReadAdapter(folder, timeout_s):
             adapters.read(Path(folder), timeout_s)
@@ -94,7 +94,7 @@ def obey(numbers: Sequence[int], adapters: Adapters, group: Group, device: Devic
         case HoldAdapter(number):
             try:
                 _hold(adapters, number, group, device)
-            except UserError:  # rank 0 says so
+            except UserError:  # rank 0 reports it
                 return
         case DropAdapter(number):
             adapters.drop(number)
@@ -118,7 +118,7 @@ def _hold(adapters: Adapters, number: int, group: Group | None, device: Device) 
 
 
 def _is_same(adapter: Adapter, group: Group | None, device: Device) -> bool:
-    """Whether all ranks have read the same."""
+    """Whether all ranks have read the same adapter."""
     if group is None:
         return True
     mine = torch.tensor([int(adapter.version[:15], 16)], device=device.torch)

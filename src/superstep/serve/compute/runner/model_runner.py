@@ -1,9 +1,9 @@
-"""The model on the ranks that share it: rank 0 says what is computed, all compute it.
+"""The model on the ranks that share it: rank 0 sends each step, and all ranks compute it.
 
 []                          the end
-[changes, rows ...]         a step, made for the weights after so many changes
-[ORDER, bytes ...]          something to be done between two steps
-[ADAPTER_ORDER, bytes ...]  the same, of adapters
+[changes, rows ...]         a step; ``changes`` is the number of the weights' updates
+[ORDER, bytes ...]          a command between two steps
+[ADAPTER_ORDER, bytes ...]  a command about adapters
 """
 
 from __future__ import annotations
@@ -39,25 +39,23 @@ from superstep.serve.compute.sampler import columns
 from superstep.serve.files.reader import TIMEOUT_S
 
 END: list[int] = []
-"""Told to the other ranks when there is nothing more to compute."""
+"""Sent to the other ranks when there are no more steps."""
 
 ORDER = -1
-"""Begins what is no step."""
+"""Marks a command."""
 
 NOTHING = Rows(tokens=(), parts=(), wanted=())
-"""Told to them when there is nothing yet: who waits for too long takes rank 0 for lost."""
+"""Sent while idle: a rank that waits too long takes rank 0 for lost."""
 
 
 class Compute(Protocol):
     """A rank's part of the model."""
 
     leaves_rows: bool
-    """Whether only rows whose logits are wanted go on behind the last layer's keys."""
+    """Whether only wanted rows are computed after the last layer's keys."""
 
     @property
-    def adapters(self) -> Adapters:
-        """What is added to it."""
-
+    def adapters(self) -> Adapters: ...
     def __call__(self, rows: Rows) -> Tensor:
         """The logits of the wanted rows, fp32 and the same on every rank: [R, V]."""
 
@@ -66,16 +64,16 @@ class Compute(Protocol):
 
 
 class ModelRunner:
-    """What the engine calls, on rank 0.
+    """The model that the engine calls, on rank 0.
 
     Args:
         forward: this rank's part of the model.
         cells: the pieces of a sum over the vocabulary in exact mode; None in fast mode.
-        group: the ranks that share the model; None where there is one.
-        device: where they compute.
-        party: this rank's part in what is done between steps; None where nothing ever is.
-        small: this rank's part of the model that guesses; None where there is none.
-        read_timeout_s: how long an adapter may take to be read.
+        group: the ranks that share the model; None for one rank.
+        device: of the computation.
+        party: this rank's channel for commands between steps; None where there are none.
+        small: this rank's part of the draft model; None without one.
+        read_timeout_s: for reading an adapter.
     """
 
     def __init__(
@@ -100,7 +98,7 @@ class ModelRunner:
 
     @property
     def party(self) -> CommandChannel:
-        """This rank's part in what is done between steps."""
+        """This rank's channel for commands between steps."""
         assert self._party is not None, "the model was opened to be changed"
         return self._party
 
@@ -110,13 +108,13 @@ class ModelRunner:
         return self._forward(rows)
 
     def guessed(self, rows: Rows) -> Tensor:
-        """The small model's logits of the wanted rows."""
+        """The draft model's logits of the wanted rows."""
         assert self._small is not None, "nobody guesses without a small model"
         self._begin(replace(rows, is_draft=True))
         return self._small(rows)
 
     def totals(self, logits_RV: Tensor) -> Tensor:
-        """``LogitTotals`` of each row, where the logits are; in exact mode with the bits of training: [R, 3]."""
+        """``LogitTotals`` of each row, on the logits' device; in exact mode with the bits of training: [R, 3]."""
         if self._cells is None:
             return self._forward.totals(logits_RV)
         cut = ReductionCut(cells_in=1, cells_out=self._cells, is_cut_in=False, is_cut_out=False, chunks=1, group=None)
@@ -124,19 +122,19 @@ class ModelRunner:
         return columns(top_R1.flatten(), total_R1.log().flatten(), logits_RV.argmax(-1))
 
     def read_adapter(self, folder: Path) -> None:
-        """Begin to read an adapter on all ranks, beside the steps.
+        """Start to read an adapter on all ranks in the background.
 
         Raises:
-            ConfigError: this model can have none.
+            ConfigError: the model supports no adapters.
         """
         lora_broadcast.read(self._forward.adapters, folder, self._group, self._device, self._read_timeout_s)
 
     def is_adapter_read(self, most_s: float) -> bool:
-        """Whether all ranks' reading of it is over; waits so long for rank 0's own."""
+        """Whether all ranks have read it; waits ``most_s`` for rank 0's own reader."""
         return lora_broadcast.is_read(self._forward.adapters, self._group, self._device, most_s)
 
     def hold_adapter(self, number: int) -> str:
-        """Hold the adapter that was read under a number, on every rank or on none; its version.
+        """Add the adapter that was read under a number, on every rank or none; its version.
 
         Raises:
             UserError: it cannot be used.
@@ -144,23 +142,22 @@ class ModelRunner:
         return lora_broadcast.hold(self._forward.adapters, number, self._group, self._device)
 
     def drop_adapter(self, number: int) -> None:
-        """Let go of an adapter, on every rank."""
         lora_broadcast.drop(self._forward.adapters, number, self._group, self._device)
 
     def wait(self) -> None:
-        """Keep the other ranks waiting."""
+        """Keep the other ranks from timing out while idle."""
         self._tell([self._changes, *to_numbers(NOTHING)])
 
     def end(self) -> None:
-        """Let the other ranks go."""
+        """Stop the other ranks."""
         self._tell(END)
 
     def read(self, source: Path | Tensors | None, *, is_named: bool = True) -> None:
-        """Begin to read weights beside those in place, on all ranks. Tensors are for a model of one rank.
+        """Start to read weights on all ranks in the background. Tensors need a model on one rank.
 
         Args:
             source: of the weights; None means those that were in place.
-            is_named: whether to find out what they are called.
+            is_named: whether to compute the weights' version.
         """
         if source is None or isinstance(source, Path):
             self._order(ReadWeights(None if source is None else str(source)))
@@ -169,7 +166,7 @@ class ModelRunner:
         self.party.read(source, is_named=is_named)
 
     def is_read(self) -> bool:
-        """Whether all ranks' reading is over; rank 0's own is looked at first."""
+        """Whether all ranks have finished reading; rank 0's own reader is checked first."""
         reading = self.party.reading
         assert reading is not None, "something is read"
         if not reading.is_over:
@@ -178,30 +175,30 @@ class ModelRunner:
         return self.party.is_read()
 
     def switch(self) -> None:
-        """Put what was read into place on all ranks.
+        """Install the weights that were read, on all ranks.
 
         Raises:
-            StateError: some rank could not read it; all are as they were.
+            StateError: a rank could not read them; no rank is changed.
         """
         self._order(SwitchWeights())
         self.party.switch()
         self._changes += 1
 
     def forget(self) -> None:
-        """Let go of what was read."""
+        """Drop the weights that were read."""
         self._order(ForgetWeights())
         self.party.forget()
 
     def sleep(self, *, keeps_weights: bool) -> None:
-        """Give memory back on all ranks."""
+        """Free memory on all ranks."""
         self._order(SleepRanks(keeps_weights))
         self.party.memory.sleep(keeps_weights=keeps_weights)
 
     def wake(self) -> str:
-        """Take it again, with what was read; what that is called, empty where nothing was read or named.
+        """Allocate memory again, with the weights that were read; returns their version, or "" without one.
 
         Raises:
-            StateError: the weights cannot be served; all ranks sleep on.
+            StateError: the weights cannot be served; all ranks stay asleep.
         """
         self._order(WakeRanks())
         woken = self.party.wake()
@@ -231,7 +228,7 @@ class ModelRunner:
 def follow(
     forward: Compute, group: Group, device: Device, party: CommandChannel | None = None, small: Compute | None = None
 ) -> None:
-    """What the other ranks do: compute what rank 0 says, until it says the end."""
+    """The loop of the other ranks: compute what rank 0 sends, until ``END``."""
     while numbers := from_first(END, group, device.torch):
         first, *rest = numbers
         if first == ORDER:

@@ -1,11 +1,11 @@
-"""What the ranks that share a model do together beside computing steps: each does its part, or none has done it.
+"""Commands between steps on the ranks that share a model: all ranks apply a command, or none.
 
-    rank 0   Read ......... steps ......... Switch        a thread of each rank reads beside the steps
-    rank 1   Read ......... steps ......... Switch        all say whether they could; then all switch, or none
+    rank 0   Read ......... steps ......... Switch        a thread of each rank reads during the steps
+    rank 1   Read ......... steps ......... Switch        ranks agree on success; then all switch, or none
 
-    rank 0   Sleep ... Read ......... Wake                the same where memory was given back: then nothing is computed
+    rank 0   Sleep ... Read ......... Wake                the same without memory for weights: no steps meanwhile
 
-Orders come between steps, to all ranks in one row, and so every rank does them before the same step.
+All ranks receive the same sequence of steps and commands, so each command comes before the same step on every rank.
 """
 
 from __future__ import annotations
@@ -28,37 +28,37 @@ from superstep.serve.files.reader import TIMEOUT_S, BackgroundReader
 from superstep.serve.files.weights import LockedWeights, hold, open_source, weights_in_memory
 
 FAILURES = (SuperstepError, SafetensorError, OSError, RuntimeError, ValueError, MemoryError)
-"""What weights that cannot be read, or have no room, are met with."""
+"""Errors of weights that cannot be read, or do not fit into memory."""
 
 Tensors = Mapping[str, Tensor]
 
 
 class ReadWeights(msgspec.Struct, frozen=True, tag=True):
-    """Begin to read weights, None for those that were in place."""
+    """Start to read weights; None means those that were in place."""
 
     path: str | None
 
 
 class AreWeightsRead(msgspec.Struct, frozen=True, tag=True):
-    """Say whether all is read: nobody waits for a rank whose disk is slow."""
+    """Agree whether all ranks have finished reading: no rank waits for a slow disk."""
 
 
 class SwitchWeights(msgspec.Struct, frozen=True, tag=True):
-    """Put what was read into place, if every rank could read it."""
+    """Install the weights, if every rank could read them."""
 
 
 class ForgetWeights(msgspec.Struct, frozen=True, tag=True):
-    """Let go of what was read."""
+    """Drop the weights that were read."""
 
 
 class SleepRanks(msgspec.Struct, frozen=True, tag=True):
-    """Give memory back."""
+    """Free memory."""
 
     keeps_weights: bool
 
 
 class WakeRanks(msgspec.Struct, frozen=True, tag=True):
-    """Take it again, with the weights that were read, if every rank could read them."""
+    """Allocate memory again, with the weights that were read, if every rank could read them."""
 
 
 Order = ReadWeights | AreWeightsRead | SwitchWeights | ForgetWeights | SleepRanks | WakeRanks
@@ -70,8 +70,8 @@ class LoadedWeights:
     """Weights that were read.
 
     Attributes:
-        source: where they came from, which is held.
-        version: what they are called; empty where nobody wanted to know.
+        source: their source, kept locked.
+        version: of the weights; empty where it was not needed.
         beside: this rank's part.
     """
 
@@ -81,14 +81,14 @@ class LoadedWeights:
 
 
 class WeightReading:
-    """Weights that are read beside those in place, by a thread that can be given up.
+    """A thread that reads weights into memory of their own, and can be cancelled.
 
     Args:
         memory: of this rank.
-        device: where that is.
-        source: what to read.
-        is_named: whether to find out what the weights are called.
-        timeout_s: how long nothing may come.
+        device: of that memory.
+        source: of the weights.
+        is_named: whether to compute the weights' version.
+        timeout_s: the longest time without progress.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class WeightReading:
                 raise
 
         def drop(weights: LockedWeights) -> None:
-            if weights is not source:  # else somebody else holds it
+            if weights is not source:  # another owner holds it
                 weights.close()
 
         path = (
@@ -126,12 +126,12 @@ class WeightReading:
 
     @property
     def is_over(self) -> bool:
-        """Whether all is read, or cannot be."""
+        """Whether reading has finished or failed."""
         return self.reader.is_over
 
     @property
     def why(self) -> str:
-        """Why the weights cannot be served; empty where they can. Waits for the end."""
+        """The reason why the weights cannot be served; empty where they can. Waits for the end."""
         try:
             self.reader.result()
         except FAILURES as error:
@@ -140,24 +140,24 @@ class WeightReading:
 
     @property
     def version(self) -> str:
-        """What the weights are called; empty where they cannot be served. Waits for the end."""
+        """The weights' version; empty where they cannot be served. Waits for the end."""
         return "" if self.why else self.reader.result().version
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Release everything."""
         if not self.why:
             self.reader.result().source.close()
 
 
 class CommandChannel:
-    """One rank's part.
+    """One rank's end.
 
     Args:
         memory: of this rank.
-        source: where the weights in place came from at first.
-        group: the ranks that share the model; None where there is one.
-        device: where they compute.
-        read_timeout_s: how long a reading may get nothing before it is given up.
+        source: of the first weights in place.
+        group: the ranks that share the model; None for one rank.
+        device: of the computation.
+        read_timeout_s: the longest time that a reader may make no progress.
     """
 
     def __init__(
@@ -174,16 +174,15 @@ class CommandChannel:
 
     @property
     def is_first(self) -> bool:
-        """Whether it is rank 0's."""
         return self._group is None or self._group.rank() == 0
 
     @property
     def reading(self) -> WeightReading | None:
-        """What is being read, or was and is not yet in place."""
+        """The reader of weights that are not yet in place."""
         return self._reading
 
     def obey(self, order: Order) -> None:
-        """Do what rank 0 says. What all could not do is rank 0's to tell."""
+        """Apply a command of rank 0. Errors that all ranks share are reported by rank 0."""
         try:
             match order:
                 case ReadWeights(path):
@@ -203,10 +202,10 @@ class CommandChannel:
                 raise
 
     def check(self, changes: int) -> None:
-        """Hold a step against the weights in place, before it is computed.
+        """Check that a step was made for the weights in place.
 
         Raises:
-            Fault: it is made for others.
+            Fault: it was made for other weights.
         """
         if changes != self.memory.changes:
             rank = 0 if self._group is None else self._group.rank()
@@ -217,11 +216,11 @@ class CommandChannel:
             )
 
     def read(self, source: Path | Tensors | None, *, is_named: bool = True) -> None:
-        """Begin to read.
+        """Start to read.
 
         Args:
-            source: of the weights, or themselves; None means those that were in place.
-            is_named: whether rank 0 is to find out what they are called.
+            source: of the weights, or tensors; None means the weights that were in place.
+            is_named: whether rank 0 computes the version.
         """
         assert self._reading is None, "one at a time"
         self._reading = WeightReading(
@@ -233,15 +232,15 @@ class CommandChannel:
         )
 
     def is_read(self) -> bool:
-        """Whether every rank's reading is over."""
+        """Whether every rank has finished reading."""
         assert self._reading is not None, "something is read"
         return all_true(self._reading.is_over, self._group, self._device)
 
     def switch(self) -> None:
-        """Put what was read into place.
+        """Install the weights that were read.
 
         Raises:
-            StateError: some rank could not read it; all are as they were.
+            StateError: a rank could not read them; no rank is changed.
         """
         reading = self._reading
         assert reading is not None, "something was read"
@@ -255,16 +254,16 @@ class CommandChannel:
         self._keep(loaded.source)
 
     def forget(self) -> None:
-        """Let go of what was read."""
+        """Drop the weights that were read."""
         if self._reading is not None:
             self._reading.close()
             self._reading = None
 
     def wake(self) -> str:
-        """Take memory again, with what was read; what that is called, empty where nothing was read or named.
+        """Allocate memory again, with the weights that were read; returns their version, or "" without one.
 
         Raises:
-            StateError: the weights cannot be served; all ranks sleep on.
+            StateError: the weights cannot be served; all ranks stay asleep.
         """
         why, version, source = "", "", None
         changes = self.memory.changes
@@ -290,7 +289,7 @@ class CommandChannel:
         return version
 
     def _keep(self, source: LockedWeights) -> None:
-        """Hold on to where the weights came from: who sleeps without them needs it once more."""
+        """Keep the source locked: a rank that sleeps without weights reads it again."""
         if self._lock is not None:
             self._lock.close()
         if isinstance(self._source, LockedWeights) and self._source is not source:
@@ -299,12 +298,12 @@ class CommandChannel:
 
 
 def open_weights_source(source: Path | Tensors | LockedWeights) -> LockedWeights:
-    """A path's weights, tensors of this process, or what is open already."""
+    """Lock a path's weights or tensors in memory; a locked source is returned as it is."""
     if isinstance(source, LockedWeights):
         return source
     return open_source(source) if isinstance(source, Path) else LockedWeights(weights_in_memory(source))
 
 
 def reason(error: Exception) -> str:
-    """What is told of weights that cannot be served."""
+    """The message for weights that cannot be served."""
     return str(error) if isinstance(error, SuperstepError) else f"the weights cannot be read: {error!r}."

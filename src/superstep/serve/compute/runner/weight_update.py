@@ -1,12 +1,11 @@
-"""A rank's memory for weights and keys: other weights are read beside, put into place at once, given back and taken.
+"""Update of a rank's weights: new weights are read into memory of their own, installed at once, freed and reloaded.
 
-    read      in a thread, while steps run: this rank's part of every tensor, cut, cast, seen to be finite, laid out
-    switch    between two steps: the parts are copied over the old ones, the laid-out products replace theirs
+    read      in a thread during steps: this rank's part of every tensor, cut, cast, checked for NaN, laid out
+    switch    between two steps: the parts are copied over the old ones, the laid-out products are exchanged
 
-Beside, and not in place: what is found to be damaged, or of another model, has touched nothing by then, and nobody
-waits for a file to be read. It costs the memory of a second set of weights for as long; who has none to spare sleeps,
-and wakes with the new ones. What is copied over stays where it is: views of it, and whatever holds its address, see the
-new values.
+Not in place: damaged or wrong weights then change nothing, and no step waits for a file. It takes the memory of a
+second set of weights meanwhile; a server without it sleeps first, and wakes with the new weights. Copied parameters
+keep their address: views and pointers see the new values.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class PendingWeights:
 
     Attributes:
         parts: this rank's part of each parameter, by name.
-        place: puts the products laid out from them into place.
+        place: installs the products laid out from them.
     """
 
     parts: dict[str, Tensor]
@@ -41,26 +40,25 @@ class PendingWeights:
 
 
 class LaidOutWeights(Protocol):
-    """Products that were laid out from the weights."""
+    """Products laid out from the weights."""
 
     def beside(self, value_of: ValueOf) -> Callable[[], None]:
-        """Lay out weights that are not in place; what this gives puts the products into place."""
+        """Lay out weights that are not in place; the returned function installs the products."""
 
-    def drop(self) -> None:
-        """Give their memory back."""
+    def drop(self) -> None: ...
 
 
 class RankMemory:
-    """The weights and keys of a rank.
+    """The weights and KV cache of a rank.
 
     Args:
         served: the units.
-        store: the keys.
-        linears: the products that were laid out; None where the model's own layers compute.
+        store: the KV cache.
+        linears: the laid-out products; None where the model's own layers compute.
 
     Attributes:
-        changes: of weights so far: the same number on every rank, or they are torn.
-        has_weights: whether they are there; they are not while it sleeps without them.
+        changes: number of updates of the weights; equal on every rank.
+        has_weights: False while it sleeps without weights.
     """
 
     def __init__(self, served: ServedUnits, store: KvCache | TiledKvCache, linears: LaidOutWeights | None) -> None:
@@ -75,14 +73,14 @@ class RankMemory:
 
     @property
     def is_paged(self) -> bool:
-        """Whether every row reads its keys in their pages."""
+        """Whether rows read keys directly in their pages."""
         return isinstance(self._store, TiledKvCache)
 
     def read(self, weights: Weights) -> PendingWeights:
-        """This rank's part of some weights; those in place are as they were. Any thread may call it.
+        """This rank's part of some weights; those in place do not change. Thread-safe.
 
         Raises:
-            StateError: they are another model's, or hold what is no number; names the tensor.
+            StateError: they belong to another model, or contain NaN or infinity; names the tensor.
         """
         empty = {
             name: replace(held, values=torch.zeros_like(held.values)) for name, held in self._served.params.items()
@@ -90,8 +88,8 @@ class RankMemory:
         return self._fill(replace(self._served, params=empty), weights)
 
     def switch(self, beside: PendingWeights) -> None:
-        """Put weights into place. To be called between two steps."""
-        while beside.parts:  # each is let go of as soon as it is copied
+        """Install weights, between two steps."""
+        while beside.parts:  # each part is freed once it is copied
             name, part = beside.parts.popitem()
             values = self._served.params[name].values
             if not self.has_weights:
@@ -102,11 +100,11 @@ class RankMemory:
         self.changes += 1
 
     def sleep_with(self, other: RankMemory) -> None:
-        """Let the keys of another model, in pages of the same numbers, go and come with these. Its weights stay."""
+        """Free and allocate another model's KV cache together with this one. Its weights stay."""
         self._others.append(other)
 
     def sleep(self, *, keeps_weights: bool) -> None:
-        """Give memory back: that of the keys, and of the weights where they are not kept."""
+        """Free the KV cache, and the weights unless ``keeps_weights``."""
         for one in (self, *self._others):
             _give_back(one._store.keys, one._store.values)
         if not keeps_weights:
@@ -116,7 +114,7 @@ class RankMemory:
                 self._linears.drop()
 
     def wake(self, beside: PendingWeights | None) -> None:
-        """Take the memory again, and with it weights where there are none: their memory is used up one by one."""
+        """Allocate memory again, and install weights if given; each of their parts is freed in turn."""
         if beside is not None:
             self.switch(beside)
             self.has_weights = True
@@ -132,14 +130,14 @@ class RankMemory:
             return PendingWeights(parts, lambda: None)
 
         def value_of(param: Tensor) -> Tensor:
-            weights.progress()  # to lay out takes its time as well
+            weights.progress()  # laying out takes time as well
             return parts[self._name_of[id(param)]]
 
         return PendingWeights(parts, self._linears.beside(value_of))
 
 
 def _require_shape(served: ServedUnits, weights: Weights) -> None:
-    """Where a config.json stands beside the weights, it must be of this model: not all of it shows in a tensor."""
+    """A config.json beside the weights must describe this model: tensors do not show all settings."""
     config = weights.path / "config.json"
     if not config.is_file():
         return
@@ -153,7 +151,7 @@ def _require_shape(served: ServedUnits, weights: Weights) -> None:
 
 
 def _give_back(*tensors: Tensor) -> None:
-    # The storage goes, and what looks at it stays: views of it are right again once it is back.
+    # The storage is freed, its views stay: they are valid again after the storage is allocated.
     for tensor in tensors:
         tensor.untyped_storage().resize_(0)
 
