@@ -1,4 +1,4 @@
-"""The form of an answer, as the engine keeps to it; ``serve.text_backend`` makes them of grammars."""
+"""Protocol of the grammar of an answer; ``serve.text_backend`` makes the matchers."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from superstep.serve.scheduling.request import Request
 
 
 class Matcher(Protocol):
-    """The form of one answer, token by token."""
+    """The grammar of one answer, token by token."""
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing may follow."""
+        """Whether the answer must end here."""
 
     def allowed(self) -> Tensor:
-        """Which tokens may come next: bool [V].
+        """The mask of allowed next tokens: bool [V].
 
         Raises:
-            ConfigError: the form is too costly at this place; the answer cannot go on.
+            ConfigError: the grammar is too costly here; the answer cannot go on.
         """
 
     def advance(self, token: int) -> None:
-        """Goes on with a token that was allowed."""
+        """Advance by an allowed token."""
 
     def legal(self, tokens: Sequence[int]) -> int:
-        """How many of some guessed tokens, from the first on, may follow; nothing changes."""
+        """How many of some tokens, from the first on, are allowed; the state does not change."""
 
     def fork(self) -> Matcher:
-        """The same place of the form, to go on from independently."""
+        """An independent copy with the same state."""
 
 
 Matchers = Callable[[Request], Matcher | None]

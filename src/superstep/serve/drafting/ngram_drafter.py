@@ -1,11 +1,12 @@
-"""Guesses from a text itself: what followed when its last tokens stood there before (prompt lookup, Saxena 2023).
+"""Draft tokens from the text itself: what followed the last tokens where they occurred before (prompt lookup, Saxena
+2023).
 
     text      to be or not to be | or not to
-                                   guessed
+    draft
 
-Earlier places are found as a compressor finds its matches (Deutsch 1996): a table from each pair of tokens to where it
-stood last, and for each place the one before it with the same pair. A token more costs as much whatever the text's
-length, and so does a guess.
+Earlier positions are found as a compressor finds its matches (Deutsch 1996): a table from each pair of tokens to its
+last position, and for each position the previous one with the same pair. The cost of a token or draft does not grow
+with the text.
 """
 
 from __future__ import annotations
@@ -14,29 +15,29 @@ from array import array
 from collections.abc import Sequence
 
 SHORTEST = 2
-"""Tokens that must have stood before: one alone says little."""
+"""Tokens that must match: one alone predicts little."""
 
 LONGEST = 16
-"""Tokens that are compared at the most: of two places that agree so far, either will do."""
+"""Most tokens that are compared: longer matches are as good."""
 
 TRIED = 16
-"""Places that are compared for one guess."""
+"""Positions that are compared for one draft."""
 
 
 class PairLookup:
-    """Where the pairs of one text stood. The text may only grow between two calls."""
+    """Positions of the token pairs of one text. The text may only grow between two calls."""
 
     def __init__(self) -> None:
         self._last: dict[tuple[int, int], int] = {}
-        self._before = array("q")  # by the place behind a pair; 0 where there is none, for nothing stands before 0
+        self._before = array("q")  # previous position of the pair before each position; 0 is none, as no pair ends at 0
 
     def guess(self, tokens: Sequence[int], most: int) -> tuple[int, ...]:
-        """The tokens that followed the longest end of the text that stood there before, of several the last one; none
-        where there is none.
+        """The tokens that followed the longest earlier occurrence of the text's end, the last one of equals; empty
+        without one.
 
         Args:
             tokens: the text so far.
-            most: tokens to guess. A copy that meets the text's end goes on with itself.
+            most: tokens to draft. A copy that reaches the text's end continues with itself.
         """
         self._grow(tokens)
         place = self._place(tokens)
@@ -46,7 +47,7 @@ class PairLookup:
         return tuple(tokens[place + step % period] for step in range(most))
 
     def _grow(self, tokens: Sequence[int]) -> None:
-        """Note each pair behind which a token stands."""
+        """Add the pairs of new tokens."""
         for place in range(len(self._before), len(tokens)):
             if place < SHORTEST:
                 self._before.append(0)
@@ -56,7 +57,7 @@ class PairLookup:
             self._last[pair] = place
 
     def _place(self, tokens: Sequence[int]) -> int:
-        """The place behind the longest earlier stand of the text's end; 0 where there is none."""
+        """The position after the longest earlier occurrence of the text's end; 0 without one."""
         if len(tokens) < SHORTEST:
             return 0
         place = self._last.get((tokens[-2], tokens[-1]), 0)
@@ -72,7 +73,7 @@ class PairLookup:
 
 
 def _count_shared(tokens: Sequence[int], place: int) -> int:
-    """How many tokens before a place are those before the text's end."""
+    """Number of equal tokens before ``place`` and before the text's end."""
     size, end = SHORTEST, len(tokens)
     while size < min(LONGEST, place) and tokens[place - size - 1] == tokens[end - size - 1]:
         size += 1

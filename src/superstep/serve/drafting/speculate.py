@@ -1,13 +1,13 @@
-"""Speculation: tokens are guessed behind the known ones of a request, and one step judges them all.
+"""Speculative decoding: draft tokens after a request's known tokens, verified in one step.
 
-    known        a b c d             d was drawn last, its key is not there yet
-    guessed              e f g
+    known        a b c d             d was drawn last, its key is not in the cache yet
+    draft                e f g
     rows               d e f g       one chunk; the logits of all four are wanted
-    drawn              e f x         e and f stand, x is drawn where g was guessed: three tokens of one step
+    drawn              e f x         e and f are accepted, x replaces g: three tokens of one step
 
-A draw is a function of the logits, the request's seed and the position, so a guess stands where it equals the draw, and
-nothing else need be asked (Leviathan 2023 must accept by chance, and so draws other tokens than without guesses).
-What is drawn does not depend on who guesses, nor on whether somebody does.
+A draw is a function of the logits, the request's seed and the position, so a draft token is accepted where it equals
+the draw (Leviathan 2023 accepts by chance, and so draws other tokens than without drafts). The drawn tokens depend
+neither on the drafter, nor on whether there is one.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from superstep.serve.scheduling.request_state import LiveRequest
 from superstep.serve.scheduling.step import ScheduledStep
 
 MOST_MISSES = 6
-"""A request whose guesses are poor rests for 2 to this power of tokens at the most."""
+"""A request with poor drafts pauses for 2 to this power of tokens at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftBudget:
-    """What one step may hold of guesses.
+    """A step's room for draft tokens.
 
     Attributes:
-        step: all of it.
+        step: the whole step.
         live: every request by its number.
-        matchers: of those whose answers have a form.
-        counts: for each request that the step gave room for guesses, how many.
+        matchers: of requests with a grammar.
+        counts: draft tokens of each request that has room for some.
     """
 
     step: ScheduledStep
@@ -43,30 +43,30 @@ class DraftBudget:
 
 
 class Drafter(Protocol):
-    """Who guesses."""
+    """Makes draft tokens."""
 
     def offer(self, live: LiveRequest, most: int, matcher: Matcher | None) -> int:
-        """How many tokens it would guess behind the known ones of a request, before the step is made."""
+        """How many tokens it would draft for a request, before the step is scheduled."""
 
     def guess(self, budget: DraftBudget) -> Mapping[int, Sequence[int]]:
-        """As many tokens as are asked for of each request. Called for every step, before it is computed."""
+        """Exactly as many tokens as ``budget.counts`` says. Called for every step, before it is computed."""
 
     def judged(self, request: int, guessed: int, stood: int) -> None:
-        """How many of a request's guesses stood."""
+        """Report how many of a request's draft tokens were accepted."""
 
     def forget(self, request: int) -> None:
-        """A request ended, or its pages were taken back."""
+        """Drop a request that ended or was preempted."""
 
 
 class NgramDrafter:
-    """Guesses from what the request's own text says."""
+    """Draft tokens from the request's own text."""
 
     def __init__(self) -> None:
         self._lookups: dict[int, PairLookup] = {}
         self._found: dict[int, tuple[int, ...]] = {}
 
     def offer(self, live: LiveRequest, most: int, matcher: Matcher | None) -> int:
-        """As many as were found, up to the first that the answer's form does not allow."""
+        """The number of matched tokens, up to the first that the grammar does not allow."""
         draft = self._lookups.setdefault(live.id, PairLookup()).guess(live.tokens, most)
         if matcher is not None and draft:
             draft = draft[: matcher.legal(draft)]
@@ -74,23 +74,24 @@ class NgramDrafter:
         return len(draft)
 
     def guess(self, budget: DraftBudget) -> Mapping[int, Sequence[int]]:
-        """What was found, as far as there is room."""
+        """The matched tokens, cut to the budget."""
         return {request: self._found[request][:count] for request, count in budget.counts.items()}
 
     def judged(self, request: int, guessed: int, stood: int) -> None:
-        """The text says the same whatever became of it."""
+        """Nothing to learn: the text stays the same."""
 
     def forget(self, request: int) -> None:
-        """Its text is read again from its start, should it go on."""
+        """Drop the table; a request that goes on is indexed again from its start."""
         self._lookups.pop(request, None)
         self._found.pop(request, None)
 
 
 class DraftPace:
-    """When one request guesses: one whose guesses are poor rests for some tokens, and longer each time.
+    """Pause of drafting: a request with poor drafts pauses for some tokens, longer each time.
 
-    A miss counts one, and each guess that stood makes up for one. After the n-th miss on balance the request rests
-    until 2^n more tokens are known. So it depends on the request's own tokens alone.
+    A rejected draft counts one, and each accepted token subtracts one. At a count of n the request pauses until 2^n
+    more
+    tokens are known. So the pause depends on the request's own tokens alone.
     """
 
     def __init__(self) -> None:
@@ -98,21 +99,21 @@ class DraftPace:
         self._until = 0
 
     def is_resting(self, known: int) -> bool:
-        """Whether a request with so many tokens does not guess."""
+        """Whether a request with ``known`` tokens pauses."""
         return known < self._until
 
     def judged(self, known: int, stood: int) -> None:
-        """So many guesses of a step stood; then it had so many tokens."""
+        """Note that ``stood`` draft tokens of a step were accepted, at ``known`` tokens."""
         self._misses = max(0, self._misses - stood) if stood else min(MOST_MISSES, self._misses + 1)
         self._until = 0 if stood else known + 2**self._misses
 
 
 class Speculation:
-    """The engine's guesses.
+    """The engine's speculative decoding.
 
     Args:
-        guesser: who guesses; None where nobody does.
-        tokens: the most tokens guessed for one request in a step.
+        guesser: the drafter; None without speculative decoding.
+        tokens: the most draft tokens of one request in a step.
     """
 
     def __init__(self, guesser: Drafter | None = None, tokens: int = 0) -> None:
@@ -122,8 +123,9 @@ class Speculation:
         self.drafts = self.drafted_tokens = self.accepted_tokens = 0
 
     def offer(self, running: Iterable[LiveRequest], matchers: Mapping[int, Matcher]) -> None:
-        """Say of each request how many positions it would like behind its known ones. Only those that draw a token for
-        each step guess, and never more than they may still draw.
+        """Set the number of draft positions that each request wants. Only requests that draw a token in each step
+        draft, and
+        never more than they may still draw.
         """
         if self._guesser is None:
             return
@@ -136,7 +138,7 @@ class Speculation:
                 one.drafts = self._guesser.offer(one, most, matchers.get(one.id))
 
     def guess(self, step: ScheduledStep, live: Mapping[int, LiveRequest], matchers: Mapping[int, Matcher]) -> None:
-        """Guess as many tokens as the step has room for."""
+        """Draft as many tokens as the step has room for."""
         if self._guesser is None:
             return
         ends = {chunk.request: chunk.end - live[chunk.request].known for chunk in step.chunks}
@@ -147,7 +149,7 @@ class Speculation:
             assert len(live[request].guessed) == count, "a chunk has as many guesses as positions for them"
 
     def judge(self, live: LiveRequest, drawn: Sequence[int]) -> None:
-        """Learn from what was drawn where a request guessed, and let go of the guesses."""
+        """Compare the draft with the drawn tokens, and clear it."""
         guessed, live.guessed, live.drafts = live.guessed, (), 0
         if self._guesser is None or not guessed:
             return
@@ -159,7 +161,7 @@ class Speculation:
         self._guesser.judged(live.id, len(guessed), stood)
 
     def forget(self, request: int) -> None:
-        """A request ended, or its pages were taken back."""
+        """Drop a request that ended or was preempted."""
         if self._guesser is not None:
             self._paces.pop(request, None)
             self._guesser.forget(request)

@@ -1,9 +1,9 @@
-"""What it costs to guess tokens, and how many must stand for it to pay; before the server starts.
+"""Forecast of speculative decoding before the server starts: its cost, and how many tokens must be accepted to pay.
 
-    one step for each token      large: 1 row of each request
-    a step that judges guesses   small: 1 row, as many times as tokens are guessed; large: a row more for each of them
+    one step for each token        large: 1 row of each request
+    a step that verifies a draft   small: 1 row for each draft token in turn; large: one row more for each of them
 
-Nobody knows before how many guesses will stand, which depends on the texts. So both ends are told.
+The acceptance rate depends on the texts and is not known in advance, so both extremes are reported.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from superstep.serve.scheduling.step_log import RequestFact, StepEntry, work_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftForecast:
-    """Requests of which all guess in one step.
+    """Requests that all draft in one step.
 
     Attributes:
-        streams: how many run.
-        tokens: guessed for each; a step may have no room for as many as are asked for.
-        plain_s: a step for one token of each, where nobody guesses.
-        guess_s: what guessing takes; 0 where the text itself says what to guess.
-        step_s: the step that judges them, where all stand.
-        best_tokens_per_s: where all stand.
-        pays_from: guesses of each request that must stand in the mean, for answers to come no later than without.
+        streams: number of running requests.
+        tokens: draft tokens of each; a step may have room for fewer than configured.
+        plain_s: a step for one token of each, without drafts.
+        guess_s: seconds to draft; 0 for drafts from the text.
+        step_s: the step that verifies them, if all are accepted.
+        best_tokens_per_s: if all are accepted.
+        pays_from: mean number of accepted tokens of a request from which answers come no later than without drafts.
     """
 
     streams: int
@@ -41,12 +41,12 @@ class DraftForecast:
 
 
 def guesses(server: ServerSetup, *, draft_tokens: int, known: int, replicas: int = 1) -> list[DraftForecast]:
-    """What guessing takes, for some numbers of requests.
+    """Forecasts for some numbers of requests.
 
     Args:
-        server: what is asked about.
-        draft_tokens: the most guessed for a request.
-        known: tokens of each, in the middle of its answer.
+        server: the configuration.
+        draft_tokens: the most draft tokens of a request.
+        known: tokens of each request, in the middle of its answer.
         replicas: that share the requests.
     """
     counts = [count for count in STREAMS if count <= server.budget.requests * replicas]
@@ -66,7 +66,7 @@ def _guess(server: ServerSetup, streams: int, share: int, tokens: int, known: in
         guess_s = sum(
             seconds(rate, model, _work(share, 0, known + place, own, model.window)) for place in range(tokens)
         )
-        # The last guess is not computed, but where it ends a page.
+        # The last draft token is computed only where it ends a page.
         guess_s += _last_s(server, share, known + tokens) / server.page_tokens
     return DraftForecast(
         streams=streams,
@@ -87,7 +87,7 @@ def _last_s(server: ServerSetup, share: int, known: int) -> float:
 
 
 def _work(requests: int, guessed: int, known: int, way: ComputeMode, window: int | None) -> StepWork:
-    """A step for one token of each request, and so many guesses of each."""
+    """A step for one token of each request, and ``guessed`` draft tokens of each."""
     chunks: Sequence[PositionRange] = [
         PositionRange(request=number, first=known - 1, count=1 + guessed, pages=()) for number in range(requests)
     ]

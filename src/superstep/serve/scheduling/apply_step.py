@@ -1,4 +1,4 @@
-"""What a step changes of the books: who runs, who waits, whose the pages are. Engine and simulator keep them so."""
+"""Apply a step to the requests' state: running, waiting, and their pages. Shared by engine and simulator."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from superstep.serve.scheduling.step import PositionRange, ScheduledStep
 
 @dataclass(frozen=True, slots=True)
 class StepCounts:
-    """What was counted while a step was booked.
+    """Counts of one step.
 
     Attributes:
         preemptions: requests that lost their pages.
         queried_tokens: of texts that were looked up in the prefix cache.
-        hit_tokens: of these, what was there.
+        hit_tokens: of these, the cached ones.
     """
 
     preemptions: int
@@ -32,7 +32,7 @@ def book(
     waiting: list[LiveRequest],
     pages: Pages,
 ) -> StepCounts:
-    """Give pages to whom the step gives them, and take them from whom it frees. Both lines stay in their order."""
+    """Take pages from preempted requests and give pages to scheduled ones. Both queues keep their order."""
     queried = hit = 0
     for number in step.frees:
         one = live[number]
@@ -60,11 +60,13 @@ def book(
 
 
 def book_computed(live: LiveRequest, chunk: PositionRange, pages: Pages, *, end: int, version: str) -> None:
-    """The keys up to ``end`` are there: full pages are known by theirs, and pages behind it are given back."""
+    """Mark positions up to ``end`` as computed: full pages enter the prefix cache, pages after ``end`` are released."""
     live.computed = end
     full = range(chunk.first // pages.page_tokens, end // pages.page_tokens)
     if live.is_mixed:
-        full = range(0)  # found under these weights, they would answer others with keys of the old ones
+        full = range(
+            0
+        )  # keys of several weights: cached under the new version, they would answer other requests with old keys
     keys = live.keys(version) if full else []
     for page in full:
         pages.publish(chunk.pages[page], keys[page])

@@ -1,4 +1,4 @@
-"""What a server will be able to do, before it starts: the simulator on requests of a few kinds."""
+"""Capacity forecast before the server starts: the simulator with a few kinds of requests."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from superstep.serve.scheduling.simulate import Arrival, Simulated, simulate
 from superstep.serve.scheduling.step import Budget
 
 PROMPTS = (32, 128, 512, 2048, 8192, 32_768)
-"""Lengths of prompts whose first token is foreseen, as far as a context has room."""
+"""Prompt lengths of which the first token is forecast, as far as the context allows."""
 STREAMS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-"""Requests at once, as many as run."""
+"""Numbers of concurrent requests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageCapacity:
-    """What the pages have room for.
+    """Capacity of the KV cache.
 
     Attributes:
-        context_tokens: of each of so many.
-        streams: prompts and answers of this length that run at once.
+        context_tokens: of each request.
+        streams: number of such requests that run at once.
     """
 
     context_tokens: int
@@ -33,12 +33,12 @@ class PageCapacity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstPrompt:
-    """A prompt that comes alone.
+    """A single prompt.
 
     Attributes:
         prompt_tokens: its length.
         first_token_s: until its first token.
-        bounds: shares of this time, by what holds it back, the largest first.
+        bounds: shares of this time by bottleneck, the largest first.
     """
 
     prompt_tokens: int
@@ -48,15 +48,15 @@ class FirstPrompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConcurrentRequests:
-    """Requests that come at once.
+    """Requests that arrive together.
 
     Attributes:
-        streams: how many.
+        streams: their number.
         tokens_per_s: of all answers, from the first prompt's arrival to the last token.
         first_token_s: the median.
-        token_s: from one token of an answer to the next, the median over answers of their means.
-        preemptions: times that one lost its pages to others.
-        bounds: as of ``FirstPrompt``.
+        token_s: seconds between tokens of an answer, the median over answers of their means.
+        preemptions: number of preemptions.
+        bounds: as in ``FirstPrompt``.
     """
 
     streams: int
@@ -69,11 +69,11 @@ class ConcurrentRequests:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftSetup:
-    """A model that guesses for the served one.
+    """A draft model.
 
     Attributes:
         model: of a rank.
-        rate: what its steps take.
+        rate: of its steps.
     """
 
     model: RankModelSize
@@ -81,26 +81,27 @@ class DraftSetup:
 
     @property
     def weight_bytes(self) -> float:
-        """Of a rank."""
         return weight_bytes(self.model, self.rate)
 
     def prefill_s(self, work: StepWork) -> float:
-        """For the rows of a step whose tokens are known: it computes all of them, too, and draws nothing of them."""
+        """Seconds for the known rows of a step: the draft model computes all of them, too, and draws no token from
+        them.
+        """
         return seconds(self.rate, self.model, replace(work, wanted=0, drawn=0, chance=0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSetup:
-    """What is asked about.
+    """A server's configuration.
 
     Attributes:
         model: of a rank.
-        rate: what its steps take.
-        pages: of keys.
-        page_tokens: positions of one.
+        rate: of its steps.
+        pages: of the KV cache.
+        page_tokens: positions of a page.
         budget: of a step.
         context_tokens: the most tokens of a prompt and its answer.
-        small: a model that guesses; None where there is none.
+        small: the draft model; None without one.
     """
 
     model: RankModelSize
@@ -113,12 +114,12 @@ class ServerSetup:
 
     @property
     def weight_bytes(self) -> float:
-        """Of a rank, without those of the model that guesses."""
+        """Of a rank, without the draft model's."""
         return weight_bytes(self.model, self.rate)
 
     @property
     def page_bytes(self) -> int:
-        """Of a rank, for one page: keys of both models lie in it."""
+        """Of a rank's page, which holds keys of both models."""
         return self.page_tokens * (self.model.key_bytes + (0 if self.small is None else self.small.model.key_bytes))
 
     @property
@@ -127,11 +128,11 @@ class ServerSetup:
         return self.pages * self.page_bytes
 
     def seconds(self, work: StepWork) -> float:
-        """Of a step, the rows of the model that guesses among them; but not what it guesses."""
+        """Seconds of a step with the draft model's known rows, without its draft tokens."""
         return seconds(self.rate, self.model, work) + (0.0 if self.small is None else self.small.prefill_s(work))
 
     def simulate(self, arrivals: Sequence[Arrival]) -> Simulated:
-        """Answer requests, beginning with empty pages."""
+        """Simulate requests, from an empty KV cache."""
         return simulate(
             arrivals,
             self.seconds,
@@ -144,12 +145,12 @@ class ServerSetup:
 
 
 def weight_bytes(model: RankModelSize, rate: ServingRate) -> float:
-    """Of a rank: linears as they are held, and the rest in the model's numbers."""
+    """Bytes of a rank: linears in their format, the rest in the model's dtype."""
     return model.linears * rate.held_bytes + model.embedding * model.bytes
 
 
 def rooms(server: ServerSetup) -> list[PageCapacity]:
-    """Streams of some contexts."""
+    """Numbers of concurrent requests for some context lengths."""
     sizes = [size for size in (256, 1024, 4096, 16_384, 65_536) if size < server.context_tokens]
     return [
         PageCapacity(
@@ -160,7 +161,7 @@ def rooms(server: ServerSetup) -> list[PageCapacity]:
 
 
 def firsts(server: ServerSetup) -> list[FirstPrompt]:
-    """Prompts that come alone."""
+    """First-token times of single prompts."""
     times = []
     for prompt in [size for size in PROMPTS if size < server.context_tokens]:
         alone = server.simulate([Arrival(prompt_tokens=prompt, answer_tokens=1)])
@@ -172,14 +173,14 @@ def firsts(server: ServerSetup) -> list[FirstPrompt]:
 def crowds(
     server: ServerSetup, *, prompt_tokens: int, answer_tokens: int, replicas: int = 1
 ) -> list[ConcurrentRequests]:
-    """Requests of one length that come at once, shared out among equal servers."""
+    """Throughput of requests of one length that arrive together, divided among equal replicas."""
     arrival = Arrival(prompt_tokens=prompt_tokens, answer_tokens=answer_tokens)
     most = server.budget.requests * replicas
     return [_crowd(server, arrival, count, replicas) for count in STREAMS if count <= most]
 
 
 def _crowd(server: ServerSetup, arrival: Arrival, count: int, replicas: int) -> ConcurrentRequests:
-    # The replica with the most of them ends last.
+    # The replica with the most requests ends last.
     share = -(-count // replicas)
     served = server.simulate([arrival] * share)
     tokens = count * arrival.answer_tokens

@@ -1,4 +1,4 @@
-"""What the process of the HTTP interface and rank 0 of the engine say to each other."""
+"""Messages between the HTTP server's process and rank 0 of the engine."""
 
 from __future__ import annotations
 
@@ -14,28 +14,29 @@ PauseMode = Literal["abort", "wait", "keep"]
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag=True):
-    """To the engine: answer a request."""
+    """To the engine: a new request."""
 
     request: Request
 
 
 class AbortRequests(msgspec.Struct, frozen=True, tag=True):
-    """To the engine: take some requests back."""
+    """To the engine: abort requests."""
 
     requests: tuple[int, ...]
 
 
 class EndEngine(msgspec.Struct, frozen=True, tag=True):
-    """To the engine: end."""
+    """To the engine: stop."""
 
 
 class ChangeWeights(msgspec.Struct, frozen=True, tag=True):
-    """To be done: answer with other weights.
+    """Command: update the weights.
 
     Attributes:
         path: of a snapshot, a checkpoint, a Hugging Face folder or a safetensors file.
-        requests: what becomes of those under way. They begin again with the tokens they have (``recompute``), go on
-            with the keys they have (``keep``), are answered before (``wait``), or are taken back (``abort``).
+        requests: treatment of running requests. They are computed again (``recompute``), keep their keys (``keep``),
+            are
+            finished first (``wait``), or are aborted (``abort``).
     """
 
     path: str
@@ -43,38 +44,39 @@ class ChangeWeights(msgspec.Struct, frozen=True, tag=True):
 
 
 class Pause(msgspec.Struct, frozen=True, tag=True):
-    """To be done: compute nothing. Requests under way stay where they are (``keep``), are answered first (``wait``)
-    or are taken back (``abort``).
+    """Command: compute nothing. Running requests keep their state (``keep``), are finished first (``wait``) or are
+    aborted
+    (``abort``).
     """
 
     mode: PauseMode = "keep"
 
 
 class Resume(msgspec.Struct, frozen=True, tag=True):
-    """To be done: go on after a pause."""
+    """Command: end a pause."""
 
 
 class Sleep(msgspec.Struct, frozen=True, tag=True):
-    """To be done: give the memory of keys back, and that of the weights where they are not kept."""
+    """Command: free the memory of the KV cache, and of the weights unless ``keeps_weights``."""
 
     keeps_weights: bool = False
 
 
 class Wake(msgspec.Struct, frozen=True, tag=True):
-    """To be done: take the memory again, with the weights of a path or else the newest ones."""
+    """Command: allocate memory again, with the weights of a path or else the newest ones."""
 
     path: str | None = None
 
 
 class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
-    """To be done: have an adapter to answer with, in the place of one of the same name."""
+    """Command: load an adapter, in place of one with the same name."""
 
     name: str
     path: str
 
 
 class UnloadAdapter(msgspec.Struct, frozen=True, tag=True):
-    """To be done: have it no more. Requests under way keep it."""
+    """Command: remove an adapter. Running requests keep it."""
 
     name: str
 
@@ -83,21 +85,21 @@ Command = ChangeWeights | Pause | Resume | Sleep | Wake | LoadAdapter | UnloadAd
 
 
 class RunCommand(msgspec.Struct, frozen=True, tag=True):
-    """To the engine: a deed of whoever runs the server. ``CommandDone`` of the same number follows."""
+    """To the engine: an administrator's command. ``CommandDone`` with the same number follows."""
 
     number: int
     deed: Command
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """How the engine stands.
+    """The engine's state.
 
     Attributes:
-        state: ``serving``; ``paused``, where requests wait; ``closed``, a pause in which none is taken; ``asleep``.
+        state: ``serving``; ``paused``, where requests wait; ``closed``, a pause that refuses requests; ``asleep``.
         version: of the weights.
-        path: where they came from.
-        changes: of weights since the engine started.
-        adapters: that can be asked for.
+        path: of the weights.
+        changes: updates of the weights since the engine started.
+        adapters: available ones.
     """
 
     state: Literal["serving", "paused", "closed", "asleep"] = "serving"
@@ -108,14 +110,14 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """From the engine: it answers from now on."""
+    """From the engine: it is ready."""
 
     info: ModelInfo
     adapters: tuple[AdapterInfo, ...] = ()
 
 
 class StepOutput(msgspec.Struct, frozen=True, tag=True):
-    """From the engine: what a step brought."""
+    """From the engine: results of a step."""
 
     progress: tuple[RequestUpdate, ...]
     counters: Counters
@@ -129,7 +131,7 @@ class RequestRefused(msgspec.Struct, frozen=True, tag=True):
 
 
 class CommandDone(msgspec.Struct, frozen=True, tag=True):
-    """From the engine: a deed is done, or cannot be; then nothing has changed, and ``why`` says why."""
+    """From the engine: a command is done; or it failed without any effect, and ``why`` is the reason."""
 
     number: int
     standing: EngineStatus

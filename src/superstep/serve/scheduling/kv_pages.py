@@ -1,12 +1,12 @@
-"""Pages: the keys and values of a server, ``page_tokens`` positions each, counted and shared.
+"""Pages of the KV cache, ``page_tokens`` positions each, with reference counts and a prefix cache.
 
-A page is used by the requests whose table names it, cached where nobody does but its content is known, or free. Full
-pages are known by a key: a chain of SHA-256 over the tokens from the start on, begun with what else decides a key's
-bits. Requests that begin alike share pages; the last, unfinished page is always a request's own.
+A page is used by the requests with it in their block tables; or cached, if no request uses it but its key is known; or
+free. The key of a full page is a chain of SHA-256 over the tokens from the start on, seeded with everything else that
+decides the bits of the keys. Requests with a common prefix share pages; the last, partial page is never shared.
 
-    free queue    [ never used, ... | released longest ago, ..., released last ]      what is taken comes from the left
+    free queue    [ never used, ... | released longest ago, ..., released last ]      pages are taken from the left
 
-So the queue is the order in which cached pages are forgotten, the least recently used first.
+So the queue is the eviction order of cached pages, the least recently used first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 
 def root_key(*parts: str) -> bytes:
-    """Where a chain begins: what decides the keys' bits beside the tokens, such as weights, adapter and salt."""
+    """Seed of a chain: what decides the keys' bits besides the tokens, such as weights, adapter and salt."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(len(part).to_bytes(8, "little") + part.encode())
@@ -26,7 +26,7 @@ def root_key(*parts: str) -> bytes:
 
 
 def page_keys(root: bytes, tokens: Sequence[int], page_tokens: int, *, known: Sequence[bytes] = ()) -> list[bytes]:
-    """The key of each full page of a text; the first ones may be known already."""
+    """The key of each full page of a text; ``known`` are its first keys."""
     keys = list(known)
     last = keys[-1] if keys else root
     for start in range(len(keys) * page_tokens, len(tokens) - page_tokens + 1, page_tokens):
@@ -36,7 +36,7 @@ def page_keys(root: bytes, tokens: Sequence[int], page_tokens: int, *, known: Se
 
 
 class Pages:
-    """Who uses which page, and what the others hold.
+    """Reference counts and keys of all pages.
 
     Args:
         count: pages in all.
@@ -53,21 +53,21 @@ class Pages:
 
     @property
     def free(self) -> int:
-        """Pages that nobody uses, cached ones among them."""
+        """Number of unused pages, cached ones included."""
         return len(self._free)
 
     @property
     def cached(self) -> int:
-        """Pages that nobody uses, and whose content is known."""
+        """Number of unused pages in the prefix cache."""
         return sum(1 for page in self._free if page in self._key_of)
 
     @property
     def used(self) -> int:
-        """Pages that somebody uses."""
+        """Number of pages in use."""
         return self.count - len(self._free)
 
     def found(self, keys: Iterable[bytes]) -> list[int]:
-        """The pages of a text's first keys, as far as they are known without a gap. Nothing is changed."""
+        """Pages of the longest cached prefix. Read-only."""
         pages = []
         for key in keys:
             page = self._page_of.get(key)
@@ -77,27 +77,27 @@ class Pages:
         return pages
 
     def is_free(self, page: int) -> bool:
-        """Whether nobody uses the page."""
+        """Whether no request uses the page."""
         return page in self._free
 
     def users(self, page: int) -> int:
-        """Requests that use the page."""
+        """Number of requests that use the page."""
         return self._users[page]
 
     def next_free(self, *, without: Iterable[int] = ()) -> Iterator[int]:
-        """Free pages in the order in which they are taken. Nothing is changed."""
+        """Free pages in the order of their use. Read-only."""
         kept = set(without)
         return (page for page in self._free if page not in kept)
 
     def share(self, pages: Iterable[int]) -> None:
-        """One more user for each of these, which keep what they hold."""
+        """Add a user to each page; contents stay."""
         for page in pages:
             if self._users[page] == 0:
                 del self._free[page]
             self._users[page] += 1
 
     def take(self, pages: Iterable[int]) -> None:
-        """A first user for each of these free pages, who will write to them: what they held is forgotten."""
+        """Allocate free pages for writing: their keys leave the prefix cache."""
         for page in pages:
             assert self._users[page] == 0, f"page {page} is in use"
             del self._free[page]
@@ -105,8 +105,9 @@ class Pages:
             self._forget(page)
 
     def release(self, pages: Sequence[int]) -> None:
-        """One user less for each page of a table. The end of a text is forgotten before its beginning, and what
-        nobody can find again first of all.
+        """Remove a user from each page of a block table. The end of a text is evicted before its beginning, and
+        uncached pages
+        first of all.
         """
         for page in reversed(pages):
             assert self._users[page] > 0, f"page {page} is released too often"
@@ -117,21 +118,21 @@ class Pages:
                     self._free.move_to_end(page, last=False)
 
     def publish(self, page: int, key: bytes) -> None:
-        """Say what a page holds that is full now. Where another page holds the same, that one stays known."""
+        """Add a full page to the prefix cache. If another page has the same key, that one stays."""
         if key not in self._page_of and page not in self._key_of:
             self._page_of[key] = page
             self._key_of[page] = key
 
     def forget_all(self) -> None:
-        """No page is known any more, as after a change of the weights; used ones stay with their users."""
+        """Empty the prefix cache, as after an update of the weights; users keep their pages."""
         self._key_of.clear()
         self._page_of.clear()
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
-        """Hold the counts against the tables of all requests.
+        """Check the reference counts against the block tables of all requests.
 
         Raises:
-            AssertionError: a page has more or fewer users than are counted, or the queue is not what nobody uses.
+            AssertionError: a count is wrong, or the free queue differs from the unused pages.
         """
         users = [0] * self.count
         for table in tables:

@@ -1,10 +1,10 @@
-"""The adapters that an engine answers with: by name, counted by the requests that use them.
+"""The LoRA adapters of an engine: by name, with reference counts.
 
-    load "tone"   ──► number 1 ──► every rank reads the folder beside the steps, and holds it between two
-    load "tone"   ──► number 2: new requests take it; number 1 goes when its last request has ended
-    unload "tone" ──► no new request; number 2 goes in the same way
+    load "tone"   ──► number 1 ──► every rank reads the folder in the background, and adds it between two steps
+    load "tone"   ──► number 2: new requests use it; number 1 is dropped when its last request has ended
+    unload "tone" ──► no new request; number 2 is dropped in the same way
 
-A number is given out once, so that nothing of an adapter is ever taken for another's.
+Numbers are not reused, so that an adapter's keys are never taken for another's.
 """
 
 from __future__ import annotations
@@ -20,31 +20,30 @@ from superstep.model.peft_config import CONFIG
 from superstep.serve.scheduling.request import AdapterInfo
 
 WAIT_S = 1.0
-"""How long is waited for an adapter at a time."""
+"""Longest single wait for an adapter, in seconds."""
 
 
 class AdapterHolder(Protocol):
-    """The ranks, as far as adapters go."""
+    """The ranks' operations on adapters."""
 
     def read_adapter(self, folder: Path) -> None:
-        """Begin to read an adapter, on every rank.
+        """Start to read an adapter on every rank.
 
         Raises:
-            ConfigError: the model can have none.
+            ConfigError: the model supports no adapters.
         """
 
     def is_adapter_read(self, most_s: float) -> bool:
-        """Whether every rank has read it, or cannot; may wait for so long."""
+        """Whether reading has ended on every rank; waits at most ``most_s``."""
 
     def hold_adapter(self, number: int) -> str:
-        """Hold what was read, on every rank or on none; its version.
+        """Add the adapter that was read, on every rank or none; its version.
 
         Raises:
             UserError: it cannot be used.
         """
 
-    def drop_adapter(self, number: int) -> None:
-        """Let go of one."""
+    def drop_adapter(self, number: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +52,14 @@ class ChosenAdapter:
 
     Attributes:
         number: on the ranks; 0 is none.
-        version: a digest of its content; empty where there is none.
+        version: a digest of its content; empty without one.
     """
 
     number: int = 0
     version: str = ""
 
     def version_with(self, weights: str) -> str:
-        """What a token was computed with."""
+        """The version of a token: weights and adapter."""
         return f"{weights}+{self.version}" if self.version else weights
 
 
@@ -68,7 +67,7 @@ NONE = ChosenAdapter()
 
 
 class LoraRegistry:
-    """The adapters by name.
+    """Adapters by name.
 
     Args:
         holder: the ranks.
@@ -83,14 +82,14 @@ class LoraRegistry:
 
     @property
     def all(self) -> tuple[AdapterInfo, ...]:
-        """Those that can be asked for."""
+        """Available adapters."""
         return tuple(AdapterInfo(name=name, version=chosen.version) for name, chosen in self._named.items())
 
     def load(self, name: str, folder: Path) -> AdapterInfo:
-        """``read`` and ``hold``; waits for what is read meanwhile.
+        """``read``, wait, and ``hold``.
 
         Raises:
-            UserError: it cannot be used. What was there of the name stays.
+            UserError: it cannot be used. An earlier adapter of the name stays.
         """
         self.read(name, folder)
         while not self.is_read(WAIT_S):
@@ -99,14 +98,14 @@ class LoraRegistry:
 
     @property
     def is_reading(self) -> bool:
-        """Whether an adapter is being read, or was and is not yet held."""
+        """Whether an adapter is being read, or waits for ``hold``."""
         return bool(self._reading)
 
     def read(self, name: str, folder: Path) -> None:
-        """Begin to read an adapter.
+        """Start to read an adapter.
 
         Raises:
-            ConfigError: it has no name, or this model can have none.
+            ConfigError: it has no name, or the model supports none.
         """
         if not name:
             raise ConfigError(f"adapter '{folder}' has no name; give it one.")
@@ -114,14 +113,14 @@ class LoraRegistry:
         self._reading = name
 
     def is_read(self, most_s: float) -> bool:
-        """Whether it has been read, or cannot be; may wait for so long."""
+        """Whether reading has ended; waits at most ``most_s``."""
         return self._holder.is_adapter_read(most_s)
 
     def hold(self) -> AdapterInfo:
-        """Answer with what was read, in the place of one of the same name. Requests under way keep what they have.
+        """Add the adapter that was read, in place of one with the same name. Running requests keep theirs.
 
         Raises:
-            UserError: it cannot be used. What was there of the name stays.
+            UserError: it cannot be used. An earlier adapter of the name stays.
         """
         name, self._reading = self._reading, ""
         self._last += 1
@@ -132,27 +131,27 @@ class LoraRegistry:
         return AdapterInfo(name=name, version=made.version)
 
     def unload(self, name: str) -> None:
-        """Take an adapter off the shelf. Requests under way keep it.
+        """Remove an adapter. Running requests keep it.
 
         Raises:
-            ConfigError: there is none of that name.
+            ConfigError: no adapter has this name.
         """
         chosen = self._find(name)
         del self._named[name]
         self._drop_unused(chosen)
 
     def begin(self, name: str) -> ChosenAdapter:
-        """One more request that uses an adapter, or none where the name is empty.
+        """Count one more request of an adapter; no adapter for an empty name.
 
         Raises:
-            ConfigError: there is none of that name.
+            ConfigError: no adapter has this name.
         """
         chosen = self._find(name) if name else NONE
         self._users[chosen.number] += 1
         return chosen
 
     def end(self, chosen: ChosenAdapter) -> None:
-        """One request less."""
+        """Count one request less."""
         self._users[chosen.number] -= 1
         assert self._users[chosen.number] >= 0, f"adapter {chosen.number} is let go of too often"
         self._drop_unused(chosen)
@@ -170,11 +169,12 @@ class LoraRegistry:
 
 
 def folders_of(text: str) -> tuple[tuple[str, Path], ...]:
-    """Names and folders of adapters, from ``NAME=FOLDER`` or folders, with commas between. A folder that is no adapter
-    stands for all adapters in it, each with the name of its folder.
+    """Names and folders of adapters, from comma-separated ``NAME=FOLDER`` or folders. A folder that is no adapter
+    itself
+    stands for all adapters in it, named after their folders.
 
     Raises:
-        ConfigError: a folder is not there or holds no adapter, or a name comes twice.
+        ConfigError: a folder is missing or holds no adapter, or a name is given twice.
     """
     folders: list[tuple[str, Path]] = []
     for part in filter(None, (part.strip() for part in text.split(","))):
@@ -194,10 +194,10 @@ def folders_of(text: str) -> tuple[tuple[str, Path], ...]:
 
 
 def check_names(model: str, names: Sequence[str]) -> None:
-    """See that clients can tell the adapters from the model.
+    """Check that no adapter has the model's name.
 
     Raises:
-        ConfigError: they cannot.
+        ConfigError: one has.
     """
     if model in names:
         raise ConfigError(f"adapter '{model}' has the name of the model; give one of them another.")

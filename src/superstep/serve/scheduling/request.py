@@ -1,6 +1,6 @@
-"""What is asked of the engine, and what it answers: values that every other file here speaks in.
+"""Requests to the engine and their answers: the types that all parts of ``serve`` share.
 
-Nothing here needs torch, so that clients, the API's process and the simulator of schedules read the same types.
+Nothing here needs torch, so that clients, the API's process and the simulator read the same types.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Literal
 from superstep.errors import ConfigError
 
 Finish = Literal["stop", "length", "abort"]
-"""Why an answer ended: a stop token or text, its room, or somebody who took the request back."""
+"""Why an answer ended: a stop token or text, the length limit, or an abort."""
 
 MOST_TOP = 64
-"""The most likeliest tokens that are told beside a drawn one."""
+"""Most top log-probabilities of a token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraint:
-    """What form the answer must have.
+    """The grammar of an answer.
 
     Attributes:
         kind: of grammar.
@@ -34,22 +34,22 @@ class Constraint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingOptions:
-    """Numbers that change which token is drawn. Each endpoint takes every one of them, under these names."""
+    """Sampling parameters. Every endpoint accepts all of them, under these names."""
 
     temperature: float = 1.0
     """Divides the logits before drawing; 0 takes the likeliest token."""
     top_k: int = 0
-    """Draw among so many likeliest tokens; 0 means all."""
+    """Draw among this many likeliest tokens; 0 means all."""
     top_p: float = 1.0
-    """Draw among the likeliest tokens that together have this probability (Holtzman 2019)."""
+    """Draw among the likeliest tokens with this total probability (Holtzman 2019)."""
     min_p: float = 0.0
-    """Draw among tokens of at least this share of the likeliest one's probability."""
+    """Draw among tokens with at least this share of the likeliest one's probability."""
     presence_penalty: float = 0.0
-    """Taken from the logits of tokens that were drawn."""
+    """Subtracted from the logits of tokens in the answer so far."""
     frequency_penalty: float = 0.0
-    """The same for each time they were."""
+    """Subtracted once for each occurrence in the answer so far."""
     repetition_penalty: float = 1.0
-    """Divides the logits of tokens that were seen, in the prompt too, where above 0 (Keskar 2019)."""
+    """Divides positive logits of tokens in prompt or answer, and multiplies negative ones (Keskar 2019)."""
 
 
 _read_options = attrgetter(*(option.name for option in fields(SamplingOptions) if option.name != "temperature"))
@@ -61,14 +61,14 @@ class Sampling(SamplingOptions):
     """How to draw the tokens of an answer.
 
     Attributes:
-        max_tokens: the most tokens to draw; the context's end comes first where it is nearer.
-        seed: of the draws: equal seeds give equal answers to equal prompts, whoever else is served.
+        max_tokens: the most tokens to draw; the context's end may come first.
+        seed: of the draws: equal seeds and prompts give equal answers, whatever else is served.
         logit_bias: added to the logits of some tokens.
         stop_tokens: end the answer.
-        ignore_eos: the model's own end of text does not end it.
-        top_logprobs: how many of the likeliest tokens are told beside each drawn one.
-        prompt_logprobs: whether the tokens of the prompt have their log-probabilities told as well.
-        constraint: the form of the answer.
+        ignore_eos: the model's own end of text does not end the answer.
+        top_logprobs: number of likeliest tokens reported for each drawn one.
+        prompt_logprobs: whether log-probabilities of the prompt's tokens are reported.
+        constraint: the grammar of the answer.
     """
 
     max_tokens: int = 16
@@ -82,12 +82,11 @@ class Sampling(SamplingOptions):
 
     @property
     def is_greedy(self) -> bool:
-        """Whether nothing is left to chance."""
         return self.temperature == 0.0
 
     @property
     def is_plain(self) -> bool:
-        """Whether the logits are drawn from as the model gives them, but for the temperature."""
+        """Whether the model's logits are drawn from unchanged but for the temperature."""
         return _read_options(self) == _UNCHANGED and not self.logit_bias and self.constraint is None
 
 
@@ -98,10 +97,10 @@ class Request:
     Attributes:
         id: a number of the engine's own.
         prompt: token ids, at least one.
-        sampling: how to answer.
-        priority: smaller ones go first; among equals the one that came first.
-        adapter: the name of the adapter to answer with; empty for the model itself.
-        salt: prompts share what is cached of them only under equal salts.
+        sampling: its parameters.
+        priority: smaller ones go first; among equals the first to arrive.
+        adapter: the adapter's name; empty for the model itself.
+        salt: prompts share cached pages only under equal salts.
     """
 
     id: int
@@ -114,15 +113,15 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenOutput:
-    """What is told of a token.
+    """A token with its log-probabilities.
 
     Attributes:
         token: its id.
         logprob: of the model's own distribution, in nats.
-        drawn_logprob: of the distribution that was drawn from: after penalties, temperature, and what was cut off.
+        drawn_logprob: of the distribution that was drawn from: after penalties, temperature and truncation.
         kept: tokens that could have been drawn; 0 means all.
         top: the likeliest tokens of the model's own distribution and their log-probabilities, the likeliest first.
-        version: of the weights that it was computed with, and behind a ``+`` that of the adapter, if there is one.
+        version: of its weights, followed by ``+`` and that of the adapter, if any.
     """
 
     token: int
@@ -135,14 +134,14 @@ class TokenOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestUpdate:
-    """News of one request.
+    """New results of one request.
 
     Attributes:
         request: its number.
-        prompt: of the prompt's tokens but the first, where that was asked for; with the first news.
-        tokens: drawn since the last news.
-        finish: why it ended; None while it goes on.
-        cached_tokens: of the prompt, those whose keys were there already; known with the first news.
+        prompt: of the prompt's tokens but the first, if requested; in the first update.
+        tokens: drawn since the last update.
+        finish: why it ended; None while it runs.
+        cached_tokens: of the prompt, from the prefix cache; set in the first update.
     """
 
     request: int
@@ -154,7 +153,7 @@ class RequestUpdate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """What is served.
+    """The served model.
 
     Attributes:
         name: of the model.
@@ -173,10 +172,10 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterInfo:
-    """An adapter that can be asked for.
+    """An available adapter.
 
     Attributes:
-        name: that requests give.
+        name: in requests.
         version: a digest of its content.
     """
 
@@ -186,19 +185,19 @@ class AdapterInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counters:
-    """Numbers of an engine at one moment; sums count from its start.
+    """Numbers of an engine at one moment; totals count from its start.
 
     Attributes:
-        running: requests that have pages and are computed.
-        waiting: requests that have none yet, or lost them to others.
-        pages: of keys and values, free, cached and used together.
-        used_pages: those of running requests.
+        running: requests with pages.
+        waiting: requests without pages: new, or preempted.
+        pages: of the KV cache: free, cached and used together.
+        used_pages: of running requests.
         preemptions: times that a request lost its pages to another one.
         prefix_queried_tokens: of texts that were looked up in the prefix cache.
-        prefix_hit_tokens: of those, what was there.
-        drafts: times that tokens were guessed for a request.
-        drafted_tokens: those that were guessed.
-        accepted_tokens: of those, the ones that stood.
+        prefix_hit_tokens: of those, the cached ones.
+        drafts: number of drafts.
+        drafted_tokens: draft tokens.
+        accepted_tokens: of those, the accepted ones.
     """
 
     running: int = 0
@@ -214,7 +213,7 @@ class Counters:
 
 
 def check_request(request: Request, *, vocab: int, context_tokens: int) -> None:
-    """Refuse what cannot be answered, before the engine sees it.
+    """Check a request before it reaches the engine.
 
     Raises:
         ConfigError: the message names the field, its value, the rule and what would work.
@@ -241,11 +240,11 @@ def check_request(request: Request, *, vocab: int, context_tokens: int) -> None:
 
 
 def cut_text(name: str, wanted: int | None, most: int) -> str | None:
-    """That an answer is shorter than was asked for, because the context ends; None where it need not be.
+    """The warning that the context's end cuts an answer; None where it does not.
 
     Args:
-        name: of what was asked for.
-        wanted: tokens; None where nobody asked for a number of them.
+        name: of the field.
+        wanted: tokens; None without a limit in the request.
         most: tokens that the context has room for.
     """
     if wanted is None or wanted <= most:
@@ -265,7 +264,7 @@ def _check_ranges(sampling: Sampling) -> None:
         "seed": (sampling.seed, 0, 2**64 - 1),
     }
     for name, (value, least, most) in ranges.items():
-        if not least <= value <= most:  # a NaN is in no range
+        if not least <= value <= most:  # NaN is in no range
             room = f"at least {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
             raise ConfigError(f"{name} = {value} must be {room}.")
     if not 0.0 < sampling.top_p <= 1.0:

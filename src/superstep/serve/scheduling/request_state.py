@@ -1,4 +1,4 @@
-"""A request on its way: its tokens so far, its pages, and what was told of it."""
+"""The engine's state of a request: its tokens, its pages and its results so far."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from superstep.serve.scheduling.request import Finish, Request
 
 
 class LiveRequest:
-    """The engine's own record of a request; the schedule and ``check`` read it.
+    """The engine's own record of a request; the scheduler and ``check`` read it.
 
     Args:
-        request: what was asked.
-        order: how many came before it.
+        request: the request.
+        order: number of requests before it.
         page_tokens: positions of a page.
         end_of_text: the model's tokens that end an answer.
         context_tokens: the most tokens, prompt and answer together.
-        adapter: that it is answered with.
+        adapter: of the request.
 
     Attributes:
-        drafts: positions that it would like behind its known tokens, for guesses.
-        guessed: what a step has there.
-        prompt_told: tokens of the prompt that have been told of, where that was asked for; nothing is of the first.
-        is_mixed: whether its keys are of several weights. Pages of such keys are nobody else's.
+        drafts: wanted draft positions after its known tokens.
+        guessed: the draft tokens of a step.
+        prompt_told: tokens of the prompt that were reported, if requested; the first has no log-probability.
+        is_mixed: whether its keys come from several weights. Such pages are not shared.
     """
 
     def __init__(
@@ -57,12 +57,11 @@ class LiveRequest:
 
     @property
     def id(self) -> int:
-        """The request's number."""
         return self.request.id
 
     @property
     def known(self) -> int:
-        """Tokens of the prompt, and those drawn."""
+        """Tokens of the prompt and the answer so far."""
         return len(self.tokens)
 
     @property
@@ -77,7 +76,7 @@ class LiveRequest:
 
     @property
     def urgency(self) -> tuple[int, int]:
-        """Sorts requests: the smallest goes first."""
+        """The sort key of requests: the smallest goes first."""
         return self.request.priority, self.order
 
     def keys(self, version: str) -> list[bytes]:
@@ -89,21 +88,21 @@ class LiveRequest:
         return self._keys
 
     def page_keys(self) -> Sequence[bytes]:
-        """Of the pages that it may share: one of its tokens at least is computed, to draw the next from."""
+        """Keys of the pages that it may share: at least one token is computed, to draw the next from."""
         if self.request.sampling.prompt_logprobs:
             return ()
         return self.keys(self._version)[: (self.known - 1) // self._page_tokens]
 
     def began(self, version: str) -> None:
-        """Under which weights its pages are looked for."""
+        """Set the version of the weights for the prefix cache."""
         self.keys(version)
 
     def restart(self) -> None:
-        """Its pages were taken back: it begins again, with the tokens that it has."""
+        """Reset after preemption: it keeps its tokens."""
         self.computed, self.pages, self.drafts, self.guessed, self.is_mixed = 0, (), 0, (), False
 
     def take(self, token: int) -> Finish | None:
-        """One more token of the answer; whether it is the last."""
+        """Add a token to the answer; the finish reason if it is the last."""
         self.tokens.append(token)
         if token in self._ends:
             return "stop"

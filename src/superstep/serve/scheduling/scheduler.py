@@ -1,10 +1,10 @@
-"""schedule: which positions the next step computes. A pure function: the engine applies what it returns.
+"""schedule: the positions that the next step computes. A pure function: the engine applies its result.
 
-Requests that run come first, in the order of their priority and arrival, and share the step's rows; what is left begins
-waiting ones. A long prompt takes what it can get and goes on in the next step (chunked prefill, Agrawal 2023), beside
-the new tokens of others (continuous batching, Yu 2022). Where pages run out, the request that would be served last
-gives its pages back and begins again later, from what is still cached of it (Kwon 2023). Guesses come last: they take
-rows and pages that nobody else has a use for in this step.
+Running requests come first, by priority and arrival, and share the step's rows; waiting requests get the rest. A long
+prompt is computed over several steps (chunked prefill, Agrawal 2023), beside the new tokens of others (continuous
+batching, Yu 2022). When pages run out, the least urgent request is preempted: it returns its pages and starts again
+later, from what is still cached of it (Kwon 2023). Draft tokens come last: they take only rows and pages that are left
+over in this step.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ class WaitingRequest(RunningRequest, Protocol):
     """A request without pages."""
 
     def page_keys(self) -> Sequence[bytes]:
-        """Of the pages that it may share: at least one of its tokens is in none of them."""
+        """Keys of the pages that it may share; at least one of its tokens is in none of them."""
 
 
 def schedule(
     running: Sequence[RunningRequest], waiting: Sequence[WaitingRequest], pages: Pages, budget: Budget, *, version: str
 ) -> ScheduledStep:
-    """The next step; nothing is changed.
+    """The next step. Read-only.
 
     Args:
-        running: requests that have pages, the most urgent first.
-        waiting: requests that have none, in the order in which they shall begin.
-        pages: who uses what.
-        budget: what the step may hold.
+        running: requests with pages, the most urgent first.
+        waiting: requests without pages, in the order of their start.
+        pages: their current users.
+        budget: limits of a step.
         version: of the weights in place.
     """
     plan = _Plan(pages, budget)
@@ -47,7 +47,7 @@ def schedule(
         if count <= 0 or plan.grow(request, count):
             at += 1
         else:
-            plan.free(kept.pop())  # itself, where it is the last
+            plan.free(kept.pop())  # the request itself, if it is the last
     if not plan.frees:
         for request in waiting:
             if len(kept) >= budget.requests or plan.left_tokens <= 0 or not plan.begin(request):
@@ -58,7 +58,7 @@ def schedule(
 
 
 class _Plan:
-    """A step in the making, and the pages as they would be after it."""
+    """A step under construction, with the pages as they would be after it."""
 
     def __init__(self, pages: Pages, budget: Budget) -> None:
         self._pages = pages
@@ -70,7 +70,7 @@ class _Plan:
         self.frees: list[int] = []
 
     def grow(self, request: RunningRequest, count: int) -> bool:
-        """Give a running request ``count`` positions; False where the pages do not suffice."""
+        """Give a running request ``count`` positions; False if there are too few pages."""
         fresh = self._fresh(self._missing(request.computed + count, len(request.pages)))
         if fresh is None:
             return False
@@ -78,8 +78,8 @@ class _Plan:
         return True
 
     def begin(self, request: WaitingRequest) -> bool:
-        """Begin with a waiting request, with as many positions as the step has room for."""
-        # What this step gave to somebody who writes to it is not to be found any more.
+        """Start a waiting request, with as many positions as the step has room for."""
+        # A page that this step gives away for writing leaves the prefix cache.
         cached = list(takewhile(lambda page: page not in self._taken, self._pages.found(request.page_keys())))
         first = len(cached) * self._pages.page_tokens
         count = min(request.known - first, self.left_tokens)
@@ -93,7 +93,7 @@ class _Plan:
         return True
 
     def draft(self, requests: Mapping[int, RunningRequest]) -> None:
-        """Room for guesses behind the known tokens of running requests, as far as rows and free pages are left over."""
+        """Add draft positions of running requests, as far as rows and free pages are left over."""
         for at, chunk in enumerate(self.chunks):
             request = requests.get(chunk.request)
             if request is None or chunk.end < request.known:
@@ -106,7 +106,7 @@ class _Plan:
                     break
 
     def free(self, request: RunningRequest) -> None:
-        """Take a running request's pages back."""
+        """Preempt a running request."""
         self.frees.append(request.id)
         self._released += request.pages
         taken = next((chunk for chunk in self.chunks if chunk.request == request.id), None)
@@ -116,12 +116,12 @@ class _Plan:
         return -(-positions // self._pages.page_tokens) - held
 
     def _fresh(self, count: int) -> list[int] | None:
-        """Free pages that the step has not given away; None where there are too few."""
+        """Unclaimed free pages; None if there are too few."""
         if count <= 0:
             return []
         pages = list(islice(self._pages.next_free(without=self._claimed), count))
         if len(pages) < count:
-            # Pages of a freed request, which nobody else uses, come last: they may be found again.
+            # Pages that only a preempted request used come last: they may be found again.
             givers = Counter(self._released)
             spare = [p for p in reversed(givers) if p not in self._claimed and self._pages.users(p) == givers[p]]
             pages += spare[: count - len(pages)]

@@ -1,8 +1,8 @@
-"""The simulator: the engine's own schedule, on a clock instead of a model.
+"""Simulator of a server: the engine's own scheduler, with a cost function in place of the model.
 
     arrivals ──► schedule ──check──► price ──► when each request has its first token, its last, and how long it waited
 
-Requests, pages, schedule, ``check`` and the books are those of the engine; a step takes what a cost function says.
+Requests, pages, scheduler and ``check`` are those of the engine; a cost function gives the seconds of a step.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ VERSION = "simulated"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
-    """A request as it comes.
+    """A request's arrival.
 
     Attributes:
-        at_s: when.
+        at_s: time of arrival.
         prompt_tokens: of its prompt.
-        answer_tokens: of its answer, which nothing ends before.
-        is_greedy: whether nothing is left to chance.
-        same: of the prompt's first tokens, how many are those of every other request.
+        answer_tokens: of its answer; it never ends earlier.
+        is_greedy: whether it takes the likeliest tokens.
+        same: length of the prefix that all requests share.
     """
 
     at_s: float = 0.0
@@ -43,13 +43,13 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedRequest:
-    """What became of a request.
+    """Times of a request.
 
     Attributes:
-        arrived_s: when it came.
-        began_s: when its first position was computed.
-        first_s: when its first token was there.
-        last_s: when its last one was.
+        arrived_s: arrival.
+        began_s: start of its first computed position.
+        first_s: its first token.
+        last_s: its last token.
         tokens: of its answer.
     """
 
@@ -61,23 +61,22 @@ class SimulatedRequest:
 
     @property
     def first_token_s(self) -> float:
-        """From its arrival to its first token."""
         return self.first_s - self.arrived_s
 
     @property
     def wait_s(self) -> float:
-        """From its arrival until it was begun."""
+        """From its arrival to its start."""
         return self.began_s - self.arrived_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulated:
-    """What became of all.
+    """Results of a simulation.
 
     Attributes:
         served: each request, in the order of arrivals.
         entries: the steps.
-        works: the same, in numbers.
+        works: of the steps.
         preemptions: times that a request lost its pages.
     """
 
@@ -93,7 +92,6 @@ class Simulated:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all answers."""
         return sum(one.tokens for one in self.served) / self.seconds
 
 
@@ -107,16 +105,16 @@ def simulate(
     context_tokens: int,
     window: int | None = None,
 ) -> Simulated:
-    """Answer requests on a clock.
+    """Simulate requests.
 
     Args:
         arrivals: sorted by time.
         price: seconds of a step.
-        pages: as the server begins with.
+        pages: initial state.
         budget: of a step.
         way: how steps are computed.
         context_tokens: the most tokens of a prompt and its answer.
-        window: tokens that a row sees back to; None for all.
+        window: number of tokens that a row attends to; None for all.
     """
     clock = _Clock(arrivals, pages, context_tokens)
     entries: list[StepEntry] = []
@@ -137,7 +135,7 @@ def simulate(
 
 
 class _Clock:
-    """Requests and the time."""
+    """Requests and the simulated time."""
 
     def __init__(self, arrivals: Sequence[Arrival], pages: Pages, context_tokens: int) -> None:
         self.running: list[LiveRequest] = []
@@ -160,7 +158,7 @@ class _Clock:
         self._last: dict[int, float] = {}
 
     def has_work(self) -> bool:
-        """Whether a request is there; time passes until one is."""
+        """Whether a request is left; moves the time to the next arrival while idle."""
         while self._arrived < len(self._coming):
             at_s, is_idle = self._arrivals[self._arrived].at_s, not (self.running or self.waiting)
             if at_s > self.now_s and not is_idle:
@@ -173,7 +171,7 @@ class _Clock:
         return bool(self.running or self.waiting)
 
     def run(self, entry: StepEntry, live: Mapping[int, LiveRequest]) -> None:
-        """Let the seconds of a step pass, and book what it computed."""
+        """Advance the time by a step, and apply its results."""
         for chunk in entry.step.chunks:
             self._began.setdefault(chunk.request, self.now_s)
         self.now_s += entry.took_s
@@ -190,7 +188,7 @@ class _Clock:
                 one.restart()
 
     def served(self) -> Iterator[SimulatedRequest]:
-        """What became of each."""
+        """Results of each request."""
         for number, one in enumerate(self._arrivals):
             yield SimulatedRequest(
                 arrived_s=one.at_s,

@@ -1,11 +1,11 @@
-"""An engine step as a value: which positions of which requests are computed, and into which pages.
+"""An engine step as a value: the positions of requests that are computed, and their pages.
 
     Chunk(request=7, first=512, count=256, ...)     a part of a long prompt
     Chunk(request=3, first=90, count=1, ...)        one new token
-    Chunk(request=4, first=41, count=4, ...)        one new token and three drafted ones, to be judged
+    Chunk(request=4, first=41, count=4, ...)        one new token and three draft tokens
 
-Prompt, new token and draft are one thing: positions whose keys are not there yet. The schedule makes a step, ``check``
-holds it against the rules, the executor runs it; the simulator and a replay read the same value.
+Prompt, new token and draft are treated alike: positions without keys in the cache. The scheduler makes a step,
+``check`` verifies its rules, the executor runs it; the simulator and a replay read the same value.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from superstep.errors import SuperstepError
 
 
 class RunningRequest(Protocol):
-    """A request on its way, as the schedule sees it.
+    """A request as the scheduler reads it.
 
     Attributes:
         id: its number.
-        known: tokens that it has: the prompt's, and those drawn so far.
-        computed: of these, the ones whose keys and values are there.
-        pages: its table.
-        drafts: tokens guessed behind the known ones.
+        known: tokens of the prompt and the answer so far.
+        computed: of these, those with keys in the cache.
+        pages: its block table.
+        drafts: draft tokens after the known ones.
     """
 
     @property
@@ -47,10 +47,10 @@ class PositionRange:
 
     Attributes:
         request: its number.
-        first: the first position; the keys of all before it are there.
+        first: the first position; all earlier keys are in the cache.
         count: positions.
-        pages: the request's table after the step, as many pages as the positions up to the last one need.
-        shared: of these, the first ones that were found and are not written to; known when a request begins.
+        pages: the request's block table after the step, with as many pages as the positions up to the last one need.
+        shared: number of its first pages from the prefix cache, which are not written; set when a request starts.
     """
 
     request: int
@@ -67,11 +67,11 @@ class PositionRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduledStep:
-    """What the engine does at once.
+    """One step of the engine.
 
     Attributes:
         chunks: in the order of their rows.
-        frees: requests whose pages are taken back before; they begin again later.
+        frees: requests that are preempted before the step; they start again later.
         version: of the weights, the same for all.
     """
 
@@ -81,13 +81,12 @@ class ScheduledStep:
 
     @property
     def tokens(self) -> int:
-        """Rows of the step."""
         return sum(chunk.count for chunk in self.chunks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """What one step may hold.
+    """Limits of one step.
 
     Attributes:
         tokens: the most rows.
@@ -105,17 +104,17 @@ class InvalidStep(SuperstepError):
 def check(
     step: ScheduledStep, live: Mapping[int, RunningRequest], budget: Budget, *, page_tokens: int, version: str
 ) -> None:
-    """Hold a step against the rules, before anything is computed.
+    """Check a step's rules before it is computed.
 
     Args:
         step: the step.
-        live: every request by its number, as it is before the step.
-        budget: what a step may hold.
+        live: every request by its number, in the state before the step.
+        budget: limits of a step.
         page_tokens: positions of one page.
-        version: of the weights that are in place.
+        version: of the weights in place.
 
     Raises:
-        InvalidStep: the message says which rule.
+        InvalidStep: the message names the rule.
     """
     if step.version != version:
         raise InvalidStep(f"the step is made for weights {step.version}, and {version} are in place.")
@@ -151,7 +150,7 @@ def _check_chunk(chunk: PositionRange, request: RunningRequest, page_tokens: int
 
 
 def _check_writes(step: ScheduledStep, live: Mapping[int, RunningRequest], page_tokens: int) -> None:
-    """No page is written by two, nor by one while another reads it."""
+    """No page has two writers, nor a writer and another reader."""
     freed = set(step.frees)
     tables = {number: request.pages for number, request in live.items() if number not in freed}
     tables |= {chunk.request: chunk.pages for chunk in step.chunks}

@@ -1,10 +1,10 @@
-"""The replay log: each engine step as a line, written while the server runs; read back it is checked, drawn and priced.
+"""The step log: one line for each engine step, written by the server; a replay is checked, drawn and priced.
 
     {"model": {...}, "page_tokens": 16, "pages": 512, "tokens": 512, "requests": 64, "way": {...}}
     {"at": 0.01, "took": 0.02, "version": "", "chunks": [[7, 0, 256, 0, 300, 0, [0, 1, ...]]], "frees": [], "left": []}
 
-A chunk is request, first position, positions, shared pages, tokens known before, marks, and the pages that its table
-grew by. ``left`` names requests that have ended since the line before.
+A chunk is request, first position, positions, shared pages, tokens known before, marks, and the new pages of its block
+table. ``left`` names requests that have ended since the line before.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from superstep.serve.scheduling.request_state import LiveRequest
 from superstep.serve.scheduling.step import Budget, InvalidStep, PositionRange, ScheduledStep, check
 
 CHANCE, WHOLE = 1, 2
-"""Marks: the request draws by chance; the logits of all its rows are wanted."""
+"""Marks: the request samples; the logits of all its rows are wanted."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestFact:
-    """What is to be known of a request beside its chunk.
+    """Facts of a request that its chunk does not show.
 
     Attributes:
-        known: tokens that it had before the step.
+        known: tokens before the step.
         marks: ``CHANCE`` and ``WHOLE``, added.
     """
 
@@ -44,9 +44,9 @@ class StepEntry:
     """A step that was computed.
 
     Attributes:
-        at_s: when it began, in seconds after the first one.
-        took_s: from then until its tokens were drawn.
-        step: itself.
+        at_s: its start, in seconds after the first step.
+        took_s: from its start until its tokens were drawn.
+        step: the scheduled step.
         facts: of each request with a chunk.
         left: requests that have ended since the step before.
     """
@@ -60,14 +60,14 @@ class StepEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogSettings:
-    """What all steps of a log have in common.
+    """Settings that all steps of a log share.
 
     Attributes:
         model: the part of a rank.
         page_tokens: positions of a page.
-        pages: how many there are.
+        pages: their number.
         budget: of a step.
-        way: how they were computed.
+        way: how steps were computed.
     """
 
     model: RankModelSize
@@ -78,10 +78,10 @@ class LogSettings:
 
 
 class StepRecorder:
-    """Makes an ``StepEntry`` of each step of an engine; it is the engine's ``Watch``.
+    """Makes a ``StepEntry`` of each step of an engine; it is the engine's ``Watch``.
 
     Args:
-        tell: is given each.
+        tell: receives each entry.
         clock: seconds.
     """
 
@@ -93,17 +93,16 @@ class StepRecorder:
         self._now: tuple[ScheduledStep, dict[int, RequestFact], tuple[int, ...]] | None = None
 
     def start(self) -> None:
-        """Look at the clock."""
         self._began_s = self._clock()
 
     def begin(self, step: ScheduledStep, live: Mapping[int, LiveRequest]) -> None:
-        """Note what is known before."""
+        """Record the state before a step."""
         left = tuple(sorted(self._held - live.keys()))
         self._held = (self._held & live.keys()) - set(step.frees) | {chunk.request for chunk in step.chunks}
         self._now = step, {chunk.request: fact_of(live[chunk.request]) for chunk in step.chunks}, left
 
     def end(self) -> None:
-        """Tell of it."""
+        """Report the step."""
         assert self._now is not None
         took_s = self._clock() - self._began_s
         if self._first_s is None:
@@ -116,7 +115,7 @@ class LogFile:
     """A ``Watch`` that writes a log.
 
     Args:
-        path: of the file; where it is there already, as after a restart, a number is put behind its name.
+        path: of the file; if it exists, as after a restart, a number is added to its name.
         setting: of all steps.
     """
 
@@ -138,7 +137,7 @@ class LogFile:
 
 
 def fact_of(live: LiveRequest) -> RequestFact:
-    """Of a request, before a step."""
+    """Facts of a request before a step."""
     sampling = live.request.sampling
     is_whole = sampling.prompt_logprobs and not live.drawn
     is_chance = not (sampling.is_plain and sampling.is_greedy)
@@ -146,12 +145,12 @@ def fact_of(live: LiveRequest) -> RequestFact:
 
 
 def work_of(entry: StepEntry, way: ComputeMode, window: int | None = None) -> StepWork:
-    """A step in numbers.
+    """A step's work for the cost model.
 
     Args:
         entry: the step.
         way: how it is computed.
-        window: tokens that a row sees back to; None for all.
+        window: number of tokens that a row attends to; None for all.
     """
     wanted = drawn = chance = paged = powers = 0
     groups: dict[tuple[int, int, int | None], AttentionGroup] = {}
@@ -169,7 +168,7 @@ def work_of(entry: StepEntry, way: ComputeMode, window: int | None = None) -> St
         blocks = -(-chunk.end // way.block_keys)
         is_alone = chunk.count > 1
         kind = (chunk.count, blocks, number if is_alone else None)
-        # In their pages, rows see the keys up to their own: half of those of the chunk on average.
+        # With paged attention, rows attend to the keys up to their own: half of the chunk's on average.
         key_count = chunk.first + (chunk.count + 1) // 2 if way.is_paged else blocks * way.block_keys
         keys = min(key_count, window) if way.is_paged and window else key_count
         texts = groups[kind].texts + 1 if kind in groups else 1
@@ -191,7 +190,7 @@ def _whole(keys: int, block: int) -> int:
 
 
 def samples(setting: LogSettings, entries: Iterable[StepEntry]) -> list[MeasuredStep]:
-    """What the steps of a log say of the machine."""
+    """Measured seconds of a log's steps."""
     model = setting.model
     return [MeasuredStep(model, work_of(entry, setting.way, model.window), entry.took_s) for entry in entries]
 
@@ -210,13 +209,12 @@ def header(setting: LogSettings) -> str:
 
 
 class StepLines:
-    """Steps as lines; it knows how long each table is, for a line has the pages only that are new."""
+    """Encodes steps as lines; it keeps the length of each block table, as a line has only the new pages."""
 
     def __init__(self) -> None:
         self._pages: dict[int, int] = {}
 
     def line(self, entry: StepEntry) -> str:
-        """The line of the next step."""
         for request in (*entry.left, *entry.step.frees):
             self._pages.pop(request, None)
         chunks: list[list[Any]] = []
@@ -238,7 +236,7 @@ class StepLines:
 
 @dataclass(slots=True)
 class LoggedRequest:
-    """A request of a log, as ``check`` sees it."""
+    """A request of a log, as ``check`` reads it."""
 
     id: int
     known: int = 0
@@ -246,17 +244,17 @@ class LoggedRequest:
     pages: tuple[int, ...] = ()
     drafts: int = 0
     guessed: int = 0
-    """Of the positions computed last, those that may have been guessed wrongly."""
+    """Of the last positions, those with draft tokens that may be rejected."""
 
 
 @dataclass(slots=True)
 class Replay:
-    """A log that is read: every step has been held against the rules.
+    """A log; every step was checked.
 
     Attributes:
         setting: of all steps.
         entries: the steps.
-        used_pages: after each.
+        used_pages: after each step.
     """
 
     setting: LogSettings
@@ -265,7 +263,7 @@ class Replay:
     tables: dict[int, LoggedRequest] = field(default_factory=dict)
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """The step of a line.
+        """Decode and check the step of a line.
 
         Raises:
             InvalidStep: it breaks a rule.
@@ -277,7 +275,7 @@ class Replay:
             table = self.tables.setdefault(request, LoggedRequest(request))
             chunk = PositionRange(request=request, first=first, count=count, pages=(*table.pages, *new), shared=shared)
             if table.guessed and table.computed - table.guessed <= first <= table.computed:
-                table.computed = first  # those behind it were guessed wrongly
+                table.computed = first  # later draft tokens were rejected
             table.known, table.drafts, table.guessed = known, max(0, chunk.end - known), max(0, chunk.end - known)
             facts[request] = RequestFact(known, marks)
             chunks.append(chunk)
@@ -294,7 +292,7 @@ class Replay:
 
 
 def is_log(path: Path) -> bool:
-    """Whether a file begins as a log does."""
+    """Whether a file begins like a log."""
     try:
         with path.open(encoding="utf-8") as stream:
             return '"page_tokens"' in stream.readline(4096)
@@ -303,7 +301,7 @@ def is_log(path: Path) -> bool:
 
 
 def read_log(path: Path) -> Replay:
-    """The steps of a log, each held against the rules. A last line that is not whole is left out: the server may write.
+    """The steps of a log, each one checked. An incomplete last line is skipped: the server may be writing it.
 
     Raises:
         StateError: it is no log, or a step breaks a rule; the message names the line.
@@ -340,5 +338,5 @@ def _setting(raw: Mapping[str, Any]) -> LogSettings:
 
 
 def prompt_rows(entry: StepEntry) -> Sequence[int]:
-    """Of each chunk the rows whose next token was known already."""
+    """For each chunk, the number of rows with a known next token."""
     return [max(0, min(c.count, entry.facts[c.request].known - 1 - c.first)) for c in entry.step.chunks]

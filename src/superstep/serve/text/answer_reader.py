@@ -1,4 +1,4 @@
-"""One answer as it is read: tokens in, text that may be given out, and the stop text that ends it."""
+"""Reads one answer: tokens in, text out, up to the stop text."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from superstep.serve.text.stop_strings import StopFinder
 
 @dataclass(frozen=True, slots=True)
 class TextUpdate:
-    """What one more token brought.
+    """Result of one more token.
 
     Attributes:
-        text: to be given out; may be empty.
-        tokens: that it covers, after those of the news before. Log-probabilities are told with the text.
+        text: new text; may be empty.
+        tokens: number of tokens of this text. Log-probabilities are reported with the text.
         stop: the stop text that ended the answer; None while it goes on.
     """
 
@@ -25,10 +25,10 @@ class TextUpdate:
 
 
 class AnswerReader:
-    """Detokenizes one answer and looks for its stop texts. Not to be shared by threads.
+    """Detokenizes one answer and finds its stop texts. Not thread-safe.
 
-    The arguments are those of ``Detokenizer`` and ``StopFinder``. Tokens wait while their text does. The last news
-    covers those of a stop text that is left out: they were drawn.
+    The arguments are those of ``Detokenizer`` and ``StopFinder``. Tokens wait while their text does. The last update
+    counts the tokens of a stop text that is left out: they were drawn.
     """
 
     def __init__(
@@ -47,15 +47,15 @@ class AnswerReader:
 
     @property
     def stop(self) -> str | None:
-        """The stop text that was found; the engine is then told to abort, and no token may be pushed."""
+        """The stop text of the answer; the engine then aborts the request, and no token may follow."""
         return self._stop
 
     def push(self, token: int) -> TextUpdate:
-        """Reads one more token."""
+        """Read one more token."""
         return self._read(self._detokenizer.push(token))
 
     def end(self) -> TextUpdate:
-        """What still waited when no token follows. A stop text that the last characters complete is found here too."""
+        """The remaining text after the last token. A stop text that it completes is found here too."""
         if self._stop is not None:
             return TextUpdate()
         news = self._read(self._detokenizer.end())

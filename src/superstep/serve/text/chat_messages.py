@@ -1,7 +1,7 @@
-"""The messages of a chat, as clients send them, made into what chat templates read.
+"""Chat messages in the form that chat templates read.
 
-Text in parts becomes one text, the arguments of tool calls become objects, fields that are null are left out. What a
-template could not show is refused, never dropped in silence.
+Text in parts is joined, the arguments of tool calls become objects, null fields are left out. Content that a template
+could not show is refused, never dropped silently.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ FIELDS = {
     "assistant": ("role", "content", "name", "tool_calls", "reasoning_content", "reasoning"),
     "tool": ("role", "content", "name", "tool_call_id"),
 }
-"""What a message may say."""
+"""Fields of a message, by role."""
 
 WITHOUT_EFFECT = ("annotations", "audio", "function_call", "refusal")
-"""Fields that OpenAI's client sends back with an answer: nothing is lost with them where they are empty."""
+"""Fields that OpenAI's client returns with an answer; empty ones are ignored."""
 
 MOST_DEPTH = 64
-"""Of objects within objects; templates and JSON readers go down them by recursion."""
+"""Nesting of objects; templates and JSON readers are recursive."""
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages as a template reads them.
+    """Convert messages for a template.
 
     Raises:
         ConfigError: the message names the field, its value, the rule and what would work.
@@ -42,7 +42,7 @@ def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 
 
 def check_value(value: object, where: str, depth: int = 0) -> None:
-    """Refuse what is no JSON, is nested too deep, or holds half a character.
+    """Check that a value is JSON, not nested too deep, and without lone surrogates.
 
     Raises:
         ConfigError: the message names the place.
@@ -118,7 +118,7 @@ def _text(content: object, where: str, *, is_needed: bool) -> str:
 
 
 def _plain_call(call: object, where: str) -> dict[str, Any]:
-    """A call that was made before, with its arguments as an object."""
+    """An earlier tool call, with its arguments as an object."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ConfigError(
@@ -132,7 +132,7 @@ def _plain_call(call: object, where: str) -> dict[str, Any]:
 
 
 def _short(value: object) -> str:
-    """A value as an error shows it."""
+    """A value, shortened for an error message."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 

@@ -1,10 +1,10 @@
-"""Chats made into prompts by the template that comes with a model.
+"""Chat templates: chats to prompts, by the model's template.
 
 A model without one gets ``DEFAULT``: each message as ``Role: text``, an empty line between them, and ``Assistant:`` at
-the end. It asks nothing of the vocabulary, so that a model fresh from training can be talked to; ``"\\n\\nUser:"`` then
-ends its answers.
+the end. It needs no special tokens, so that a model fresh from training can chat; ``"\n\nUser:"`` then ends its
+answers.
 
-How a prompt's text becomes token ids is told in ``chat_tokens.py``.
+``chat_tokens.py`` encodes a prompt's text as token ids.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ MOST_SOURCE = 1_000_000
 """Characters of a template; the longest ones have 20,000."""
 
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""Names under which templates ask for special tokens."""
+"""Variables of templates for special tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chat:
-    """What is to be made into a prompt.
+    """A chat to be rendered.
 
     Attributes:
-        messages: as OpenAI's chat completions take them.
+        messages: as in OpenAI's chat completions.
         tools: that the model may call, as OpenAI's API describes them.
         add_generation_prompt: the prompt ends where the assistant's answer begins.
-        continue_final_message: the prompt ends with the last message's text, which the model goes on with.
+        continue_final_message: the prompt ends with the last message's text, which the model continues.
         extra: further variables of the template, such as ``enable_thinking``.
     """
 
@@ -56,24 +56,22 @@ class Chat:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrefix:
-    """A beginning of a chat: its first messages, and whether the beginning of an answer follows them."""
+    """A prefix of a chat: its number of messages, and whether the start of an answer follows them."""
 
     messages: int
     is_open: bool
 
 
 class ChatTemplate:
-    """A model's template, or its several ones: ``tool_use`` is taken for chats with tools, ``default`` for others.
+    """A model's template or templates: ``tool_use`` for chats with tools, ``default`` for others.
 
     Args:
         sources: Jinja texts by name; at least ``default``.
-        special: values of ``bos_token`` and the like.
+        special: values of ``bos_token`` and others.
         stops: texts that end an answer, where no token does.
 
     Attributes:
-        sources: as given.
-        special: as given.
-        stops: as given.
+        sources, special, stops: the arguments.
     """
 
     def __init__(
@@ -85,20 +83,20 @@ class ChatTemplate:
         self._processes = {name: TemplateProcess(source) for name, source in self.sources.items()}
 
     def source(self, *, has_tools: bool = False) -> str:
-        """The Jinja text that is used."""
+        """The Jinja text of a chat with or without tools."""
         return self.sources[self._name(has_tools=has_tools)]
 
     def check(self) -> None:
-        """Sees that each template can be read.
+        """Compile each template.
 
         Raises:
-            ConfigError: with the line that cannot.
+            ConfigError: names the line with the error.
         """
         for process in self._processes.values():
             process.check()
 
     def close(self) -> None:
-        """Ends the processes that render; another chat starts them again."""
+        """End the rendering processes; another chat starts them again."""
         for process in self._processes.values():
             process.close()
 
@@ -106,15 +104,15 @@ class ChatTemplate:
         """The prompt's text.
 
         Raises:
-            ConfigError: for messages that cannot be, or a template that refuses them, is broken, or asks for too much.
+            ConfigError: messages are invalid, the template refuses them or fails, or it exceeds its limits.
         """
         return self.render_marked(chat, ())[0]
 
     def render_marked(self, chat: Chat, control: Sequence[str], plain: Sequence[str] = ()) -> tuple[str, Marks]:
-        """The prompt's text, with marks round what the client wrote like a control token.
+        """The prompt's text, with marks around the client's spellings of control tokens.
 
         Args:
-            chat: what to render.
+            chat: the chat.
             control: spellings of control tokens.
             plain: of added tokens that are control tokens only where the template spells them.
 
@@ -140,10 +138,10 @@ class ChatTemplate:
     def render_many(
         self, chats: Sequence[tuple[Chat, Sequence[ChatPrefix]]], control: Sequence[str], plain: Sequence[str] = ()
     ) -> list[tuple[list[str], Marks]]:
-        """Of each chat the texts of its beginnings, all with the same marks; a template is asked for all at once.
+        """The texts of each chat's prefixes, all with the same marks; a template renders all in one call.
 
         Args:
-            chats: chats, whole; whether one opens or continues an answer is not looked at. The turns of each text.
+            chats: complete chats, with their prefixes; opening or continuing an answer is ignored.
             control: spellings of control tokens.
             plain: of added tokens that are control tokens only where the template spells them.
 
@@ -184,11 +182,11 @@ class ChatTemplate:
 
 
 def load_chat_template(folder: Path) -> ChatTemplate:
-    """The template of a model's folder: ``chat_template.jinja`` and ``additional_chat_templates``, else what
-    ``tokenizer_config.json`` holds, else ``DEFAULT``.
+    """The template of a model's folder: ``chat_template.jinja`` and ``additional_chat_templates``, else the one in
+    ``tokenizer_config.json``, else ``DEFAULT``.
 
     Raises:
-        ConfigError: for files that cannot be read, or a template that cannot be compiled.
+        ConfigError: files cannot be read, or a template cannot be compiled.
     """
     config = _json(folder / "tokenizer_config.json")
     names = {**_json(folder / "special_tokens_map.json"), **config}
@@ -251,13 +249,13 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _token(held: object) -> str:
-    """A special token, which the file spells or describes."""
+    """A special token, given as text or as an object."""
     text = held.get("content") if isinstance(held, dict) else held
     return text if isinstance(text, str) else ""
 
 
 def _cut(text: str, end: str) -> str:
-    """The text up to the end of the last message, without white space there if the template takes it off."""
+    """The text up to the end of the last message, without the white space that the template strips there."""
     place = text.rfind(end)
     if place < 0:
         raise ConfigError(

@@ -1,7 +1,7 @@
-"""Chats made into token ids: the template's control tokens are tokens, and what a client wrote never is.
+"""Chats to token ids: the template's control tokens become tokens, and a client's text never does.
 
-A message that spells ``<|im_end|>`` is encoded as those characters, so nobody can end their message and speak as the
-system. A template's control tokens are the special ones of the tokenizer, and those added tokens that it spells itself.
+A message that spells ``<|im_end|>`` is encoded as those characters, so that no client can end a message and speak as
+the system. A template's control tokens are the tokenizer's special ones, and those added tokens that it spells itself.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ Part = tuple[list[int], bool]
 
 @dataclass(frozen=True, slots=True)
 class PromptPiece:
-    """What stands in a prompt from some place on: its text and its ids."""
+    """A suffix of a prompt: its text and ids."""
 
     text: str
     ids: tuple[int, ...]
 
 
 class ChatEncoder:
-    """Makes prompts of chats. May be shared by threads.
+    """Encodes chats as prompts. Thread-safe.
 
     Args:
         template: of the model.
         tokenizer: of the model.
 
     Attributes:
-        template: as given.
+        template: the argument.
         special: ids of the tokenizer's special tokens.
     """
 
@@ -56,11 +56,11 @@ class ChatEncoder:
         """The ids of a prompt.
 
         Args:
-            chat: to be made into it.
+            chat: the chat.
             most_bytes: of its text; None for any number. A tokenizer takes about a second for a megabyte.
 
         Raises:
-            ConfigError: for messages that cannot be, or a template that refuses them, is broken, or asks for too much.
+            ConfigError: messages are invalid, the template refuses them or fails, or it exceeds its limits.
         """
         text, marks = self.template.render_marked(chat, self._control, self._added)
         if most_bytes is not None and (size := len(text.encode())) > most_bytes:
@@ -70,7 +70,7 @@ class ChatEncoder:
         return [id_ for ids, _ in self._parts(text, marks, is_amid=False) for id_ in ids]
 
     def behind(self, chat: Chat, before: str = "") -> PromptPiece | None:
-        """What stands in a prompt behind a text whose ids are known already; None where it does not begin with that.
+        """The part of a prompt after a text with known ids; None where the prompt does not begin with that text.
 
         Raises:
             ConfigError: as ``tokens``.
@@ -87,14 +87,14 @@ class ChatEncoder:
         return PromptPiece(shown[len(before) :], tuple(id_ for ids, _ in parts for id_ in ids))
 
     def turns(self, chats: Sequence[tuple[Chat, Sequence[ChatPrefix]]]) -> list[tuple[list[str], Marks]]:
-        """Of each chat the texts of its beginnings, all with the same marks; raises as ``tokens`` does."""
+        """The texts of each chat's prefixes, all with the same marks; raises as ``tokens`` does."""
         return self.template.render_many(chats, self._control, self._added)
 
     def parts(self, texts: Sequence[str], marks: Marks) -> list[list[Part]]:
-        """The ids of texts that follow each other, as if the model had been given each before the next one was there.
+        """The ids of consecutive texts, each encoded without the next one.
 
         Returns:
-            Of each text its parts: their ids, and whether the client wrote them like a control token.
+            For each text its parts: their ids, and whether the client wrote them like a control token.
         """
         parts: list[list[Part]] = []
         is_amid = False
@@ -104,7 +104,7 @@ class ChatEncoder:
         return parts
 
     def plain(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of texts that follow each other and that no template made."""
+        """The ids of consecutive texts without a template."""
         ids: list[list[int]] = []
         for text in texts:
             ids.append((self._encode_amid if any(ids) else self._encode)(text, is_plain=True))
@@ -115,7 +115,7 @@ class ChatEncoder:
 
     def _encoded(self, pieces: Iterable[tuple[str, bool]], *, is_amid: bool) -> Iterator[Part]:
         for part, is_marked in pieces:
-            # An added token that is not special is found in any text, but not in halves of its spelling.
+            # A tokenizer finds an added token that is not special in any text, but not in halves of its spelling.
             halves = (part[:1], part[1:]) if is_marked and part in self._added else (part,)
             for half in filter(None, halves):
                 ids = (self._encode_amid if is_amid else self._encode)(half, is_plain=is_marked)
@@ -123,7 +123,7 @@ class ChatEncoder:
                 yield ids, is_marked
 
     def _encode_amid(self, text: str, *, is_plain: bool) -> list[int]:
-        """The ids of a text that others precede: after a newline no tokenizer puts a space before it."""
+        """The ids of a text that follows another: after a newline no tokenizer puts a space before it."""
         ids = self._encode("\n" + text, is_plain=is_plain)
         size = len(self._newline)
         return ids[size:] if ids[:size] == self._newline else self._encode(text, is_plain=is_plain)

@@ -1,6 +1,6 @@
-"""Marks round what a client wrote like a control token, so that it is told from the template's own after rendering.
+"""Marks around a client's spellings of control tokens, to distinguish them from the template's own after rendering.
 
-The marks are private characters that stand nowhere in the chat or its template, so nobody can forge one.
+The marks are private characters that occur neither in the chat nor in its template, so no client can forge them.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from typing import Any
 from superstep.errors import ConfigError
 
 FIRST = 0xF0000
-"""The first private character of plane 15, where nobody puts meanings."""
+"""The first private character of plane 15, which has no standard meaning."""
 
 LAST = FIRST + 0xFFFE
 
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """Three characters and what they stand round.
+    """Three characters, and the spellings that they mark.
 
     Attributes:
         begin: before a spelling.
         close: after it.
-        end: after the text of the last message, where that is gone on with.
+        end: after the last message's text, where that is continued.
         control: spellings that are marked everywhere.
-        in_others: spellings that are marked everywhere but in the assistant's messages, which may well hold them.
+        in_others: spellings that are marked except in the assistant's messages, which may contain them.
     """
 
     begin: str
@@ -39,7 +39,7 @@ class Marks:
     in_others: tuple[str, ...] = ()
 
     def put(self, variables: Mapping[str, Any]) -> dict[str, Any]:
-        """A template's variables with marks, in fresh objects."""
+        """A template's variables with marks, in new objects."""
         everywhere = _pattern(self.control)
         elsewhere = _pattern((*self.control, *self.in_others))
         marked = {name: self._mark(value, elsewhere) for name, value in variables.items() if name != "messages"}
@@ -50,7 +50,7 @@ class Marks:
         return marked
 
     def split(self, text: str) -> Iterator[tuple[str, bool]]:
-        """A marked text in parts, each with whether it is a marked one. Marks without their partner are left out."""
+        """Parts of a marked text, and whether each was marked. Unpaired marks are left out."""
         marked = re.compile(f"{self.begin}([^{self.begin}{self.close}]*){self.close}|[{self.begin}{self.close}]")
         place = 0
         for match in marked.finditer(text):
@@ -70,16 +70,16 @@ class Marks:
 
 
 def marks_for(variables: Mapping[str, Any], control: Sequence[str], source: str, plain: Sequence[str] = ()) -> Marks:
-    """Marks that stand nowhere in a chat.
+    """Marks that do not occur in a chat.
 
     Args:
         variables: of the template.
         control: spellings of control tokens.
         source: the template.
-        plain: spellings of added tokens that are no control tokens; those in the template are taken for such.
+        plain: spellings of other added tokens; those in the template count as control tokens.
 
     Raises:
-        ConfigError: where somebody used all the characters that could be marks.
+        ConfigError: the chat uses all characters that could be marks.
     """
     taken = source + json.dumps(variables, ensure_ascii=False)
     free = list(islice((char for char in map(chr, range(FIRST, LAST)) if char not in taken), 3))
@@ -92,6 +92,6 @@ def marks_for(variables: Mapping[str, Any], control: Sequence[str], source: str,
 
 
 def _pattern(spellings: Sequence[str]) -> re.Pattern[str] | None:
-    """Any of some spellings, a longer one before those that it begins with."""
+    """Any of some spellings, longer ones first."""
     longest = sorted(filter(None, spellings), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest))) if longest else None

@@ -1,6 +1,6 @@
-"""Text as tokens come: the pieces of an answer, joined, are the tokenizer's text of all its tokens.
+"""Incremental detokenization: the joined pieces of an answer equal the tokenizer's text of all its tokens.
 
-Characters that are cut across tokens wait until they are whole. The work for a token does not grow with the answer.
+Characters that span tokens wait until they are complete. The work for a token does not grow with the answer.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from superstep.data.tokenizer import Tokenizer
 from superstep.serve.text.incremental_decoders import BYTE, IncrementalDecoder, byte_level, end_of, push_through, steps
 
 BEFORE = "."
-"""Stands for the text before: no decoder changes it."""
+"""A placeholder for preceding text: no decoder changes it."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """Text that has become certain.
+    """Text that is certain.
 
     Attributes:
         text: may be empty.
-        tokens: how many tokens were pushed for it, after those of the piece before; 0 while they wait.
+        tokens: number of tokens since the piece before; 0 while they wait.
     """
 
     text: str = ""
@@ -31,11 +31,11 @@ class TextDelta:
 
 
 class TokenTexts:
-    """What a tokenizer's tokens look like, read once and used by every answer.
+    """Spellings of a tokenizer's tokens, read once for all answers.
 
     Args:
         tokenizer: of the model.
-        shown: spellings of special tokens that are text even where special tokens are left out: marks of tool calls.
+        shown: spellings of special tokens that are shown even where special tokens are skipped: marks of tool calls.
     """
 
     def __init__(self, tokenizer: Tokenizer, shown: Collection[str] = ()) -> None:
@@ -51,22 +51,22 @@ class TokenTexts:
         )
 
     def name(self, token: int, *, skip_special: bool = False) -> str | None:
-        """A token as its vocabulary spells it; None for one that has no text: unknown, or special and skipped."""
+        """A token's spelling in the vocabulary; None for one without text: unknown, or special and skipped."""
         if not 0 <= token < len(self._names) or (skip_special and token in self._skipped):
             return None
         return self._names[token]
 
     def is_special(self, token: int) -> bool:
-        """Whether a token is a sign of the model's own, such as its end of text."""
+        """Whether a token is a special one, such as the end of text."""
         return token in self._special
 
     @cached_property
     def longest_bytes(self) -> int:
-        """Bytes of the longest token: a text of more than ``n`` times as many has more than ``n`` tokens."""
+        """Bytes of the longest token: a text with more than ``n`` times as many has more than ``n`` tokens."""
         return max(len(self.bytes_of(token)) for token in range(len(self._names)))
 
     def bytes_of(self, token: int) -> bytes:
-        """The bytes of one token amid a text: part of a character, perhaps, or a word with the space before it."""
+        """The bytes of a token inside a text: possibly a part of a character, or a word with the space before it."""
         name = self.name(token)
         if name is None:
             return b""
@@ -78,7 +78,7 @@ class TokenTexts:
         return self._amid(name).encode()
 
     def text_of(self, token: int) -> str:
-        r"""One token as text; ``bytes:\xe4\xb8`` where it is no whole character, as OpenAI's API says it."""
+        r"""A token's text; ``bytes:\xe4\xb8`` for partial characters, as in OpenAI's API."""
         raw = self.bytes_of(token)
         try:
             return raw.decode()
@@ -86,20 +86,20 @@ class TokenTexts:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
     def _amid(self, name: str) -> str:
-        """A token's text where another one is before it, whose own text is cut off again."""
+        """A token's text after another token."""
         chain = self.fresh_steps()
         text = push_through(chain, [BEFORE, name]) + end_of(chain)
         return text.removeprefix(BEFORE)
 
 
 class Detokenizer:
-    """One answer's text. Not to be shared by threads.
+    """The text of one answer. Not thread-safe.
 
     Args:
         words: of the tokenizer.
         skip_special: whether special tokens are left out, rather than spelled.
-        is_amid: whether the text follows another one, such as a prompt. Then its first token keeps the space before it,
-            which SentencePiece's decoders take off the start of a text.
+        is_amid: whether the text follows another one, such as a prompt. Then its first token keeps its leading space,
+            which SentencePiece's decoders strip at the start of a text.
     """
 
     def __init__(self, words: TokenTexts, *, skip_special: bool = False, is_amid: bool = False) -> None:
@@ -112,7 +112,7 @@ class Detokenizer:
             self._before = self._before.removeprefix(push_through(self._chain, [BEFORE]))
 
     def push(self, token: int) -> TextDelta:
-        """The text that one more token makes certain, which may be none."""
+        """The new certain text, which may be empty."""
         self._waiting += 1
         name = self._words.name(token, skip_special=self._skip_special)
         if name is None:
@@ -120,12 +120,12 @@ class Detokenizer:
         return self._piece(push_through(self._chain, [name]))
 
     def push_all(self, tokens: Iterable[int]) -> TextDelta:
-        """The same for several tokens at once."""
+        """``push`` for several tokens."""
         pieces = [self.push(token) for token in tokens]
         return TextDelta("".join(piece.text for piece in pieces), sum(piece.tokens for piece in pieces))
 
     def end(self) -> TextDelta:
-        """What still waited when no token follows; broken characters become U+FFFD."""
+        """The remaining text after the last token; broken characters become U+FFFD."""
         text = end_of(self._chain).removeprefix(self._before)
         tokens, self._waiting = self._waiting, 0
         return TextDelta(text, tokens)

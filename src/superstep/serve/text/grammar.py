@@ -1,7 +1,7 @@
-"""Answers of a given form: which tokens may follow, after each token, by a JSON schema, an expression or a grammar.
+"""Structured output: the allowed tokens after each token, by a JSON schema, a regular expression or a grammar.
 
-The work is done by llguidance (Earley's parser over derivatives of regular expressions, walked along the tree of all
-tokens). What it may spend is bounded by counts, so that a schema made to explode is refused, whatever the machine.
+llguidance does the work (Earley's parser over derivatives of regular expressions, along the trie of all tokens). Its
+cost is limited by counts, so that a schema made to explode is refused on any machine.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ MOST_CHARS = 262_144
 """Of a schema or a grammar."""
 
 MOST_KEPT = 64
-"""Compiled grammars that are kept for the next request with the same one."""
+"""Cached compiled grammars."""
 
 TRIED = 4
-"""Tokens of an answer that are tried before its grammar is taken."""
+"""Tokens of a trial answer, before a grammar is accepted."""
 
 SPACES = r"[ \n\t]{0,40}"
-"""White space in JSON: a model that likes it cannot fill its whole answer with it."""
+"""White space in JSON, limited so that a model cannot fill its answer with it."""
 
 LIMITS = llguidance.LLParserLimits(
     max_items_in_row=2_000,
@@ -41,14 +41,14 @@ LIMITS = llguidance.LLParserLimits(
     max_grammar_size=100_000,
     verbose_errors=False,
 )
-"""What one grammar may cost before its first token, and at each."""
+"""Limits of one grammar, before its first token and at each token."""
 
 
 class GrammarMatcher:
-    """One answer held to its form. Not to be shared by threads.
+    """The grammar of one answer. Not thread-safe.
 
     Args:
-        core: the library's matcher, this object's alone.
+        core: the library's matcher, owned by this object.
         vocab: of the model: bits of the mask.
     """
 
@@ -59,21 +59,21 @@ class GrammarMatcher:
 
     @property
     def is_done(self) -> bool:
-        """Whether the answer is whole and nothing may follow it."""
+        """Whether the answer must end here."""
         return self._core.is_stopped()
 
     @property
     def may_end(self) -> bool:
-        """Whether the answer is whole as it is, though more may follow."""
+        """Whether the answer may end here."""
         return self._core.is_accepting()
 
     def mask(self) -> NDArray[np.int32]:
-        """Which tokens may follow: bit ``k % 32`` of word ``k // 32`` for token k. Valid until the next call.
+        """Allowed next tokens: bit ``k % 32`` of word ``k // 32`` for token k. Valid until the next call.
 
-        Once the answer is whole, the end of text is among them; when it is done, alone.
+        Where the answer may end, the end of text is allowed; where it must end, nothing else.
 
         Raises:
-            ConfigError: the grammar is too costly at this place; the request cannot go on.
+            ConfigError: the grammar is too costly here; the request cannot go on.
         """
         if not self._is_known:
             self._core.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
@@ -82,7 +82,7 @@ class GrammarMatcher:
         return self._mask
 
     def advance(self, token: int) -> bool:
-        """Goes on with a token; False, and nothing changes, where it may not follow.
+        """Advance by a token; False, without a change, where it is not allowed.
 
         Raises:
             ConfigError: as ``mask``.
@@ -90,7 +90,7 @@ class GrammarMatcher:
         return self.advance_all([token]) == 1
 
     def advance_all(self, tokens: Sequence[int]) -> int:
-        """Goes on with the first tokens that may follow one after another, and says how many these were.
+        """Advance by the longest allowed prefix of some tokens; its length.
 
         Raises:
             ConfigError: as ``mask``.
@@ -101,18 +101,18 @@ class GrammarMatcher:
         return taken
 
     def legal(self, tokens: Sequence[int]) -> int:
-        """How many of some tokens, from the first on, may follow; nothing changes."""
+        """How many of some tokens, from the first on, are allowed; the state does not change."""
         return self._core.validate_tokens(list(tokens))
 
     def rollback(self, tokens: int) -> None:
-        """Takes back the last tokens: a draft that was not kept."""
+        """Undo the last tokens: a rejected draft."""
         if tokens:
             is_back = self._core.rollback(tokens)
             assert is_back, self._core.get_error()
             self._is_known = False
 
     def fork(self) -> GrammarMatcher:
-        """The same state, to go on from independently."""
+        """An independent copy with the same state."""
         return GrammarMatcher(self._core.deep_copy(), 32 * len(self._mask))
 
     def _refuse_error(self) -> None:
@@ -121,12 +121,12 @@ class GrammarMatcher:
 
 
 class Grammars:
-    """Makes matchers for one tokenizer. May be shared by threads.
+    """Makes matchers for one tokenizer. Thread-safe.
 
     Args:
         tokenizer: of the model.
-        vocab: of the model, where it is larger than the tokenizer's; no token beyond that one ever may follow.
-        ends: further tokens that end an answer, beside the tokenizer's end of text.
+        vocab: of the model, if larger than the tokenizer's; tokens beyond that are never allowed.
+        ends: tokens that end an answer, besides the tokenizer's end of text.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, vocab: int | None = None, ends: Iterable[int] = ()) -> None:
@@ -140,7 +140,7 @@ class Grammars:
         """A matcher at the start of an answer.
 
         Raises:
-            ConfigError: a schema or grammar that is none, is not supported, or is too large; the message says why.
+            ConfigError: a schema or grammar is invalid, not supported, or too large; the message says why.
         """
         with self._lock:
             core = self._kept.pop(constraint, None)
@@ -164,11 +164,11 @@ class Grammars:
 
 
 BAD_BYTE = b"\xff"
-"""Is in no UTF-8; the library marks special tokens with it."""
+"""Occurs in no UTF-8; the library marks special tokens with it."""
 
 
 class _Spelled:
-    """A tokenizer as llguidance takes one that it cannot read from JSON: each token's bytes, and how to encode."""
+    """A tokenizer for llguidance where it cannot read the JSON: each token's bytes, and an encoder."""
 
     is_tokenizer_wrapper = True
 
@@ -186,11 +186,11 @@ class _Spelled:
         self._longest = max(map(len, self.tokens))
 
     def plain(self) -> Iterator[tuple[int, bytes]]:
-        """Tokens that are only text, with their bytes."""
+        """Tokens of plain text, with their bytes."""
         return ((token, raw) for token, raw in enumerate(self.tokens) if raw and token not in self._added)
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """The longest token first, again and again; the tokenizer itself would put a space before the text."""
+        """Encode greedily by the longest token; the tokenizer itself would put a space before the text."""
         rest = text.encode() if isinstance(text, str) else text
         tokens = []
         while rest:
@@ -203,11 +203,11 @@ class _Spelled:
 
 
 def _library_tokenizer(tokenizer: Tokenizer, vocab: int, stops: list[int]) -> llguidance.LLTokenizer:
-    """The library's reading of the tokenizer's JSON where its bytes are ours, else our own."""
+    """The library's reading of the tokenizer's JSON if its bytes equal ours, else our own."""
     spelled = _Spelled(tokenizer, vocab)
     try:
         read = llguidance.LLTokenizer(tokenizer.core.to_str(), n_vocab=vocab, eos_token=stops)
-    except ValueError:  # a decoder that it does not know
+    except ValueError:  # the library does not support the decoder
         read = None
     if read is not None and all(read.decode_bytes([token]) == raw for token, raw in spelled.plain()):
         return read
@@ -215,7 +215,7 @@ def _library_tokenizer(tokenizer: Tokenizer, vocab: int, stops: list[int]) -> ll
 
 
 def _try_grammar(core: llguidance.LLMatcher) -> str:
-    """The error that the first tokens of an answer end with: expressions are unfolded where they are used."""
+    """The error after the first tokens of a trial answer, as the library expands expressions lazily."""
     core = core.deep_copy()
     for _ in range(TRIED):
         mask = np.frombuffer(core.compute_bitmask(), dtype=np.uint8)
@@ -227,7 +227,7 @@ def _try_grammar(core: llguidance.LLMatcher) -> str:
 
 
 def _grammar(constraint: Constraint) -> str:
-    """What llguidance reads."""
+    """The grammar in llguidance's format."""
     match constraint.kind:
         case "json_object":
             return _schema({"type": "object"})
@@ -260,11 +260,11 @@ def _read(text: str) -> dict[str, object] | bool:
 
 
 def _line(error: str) -> str:
-    """One line of a library's error."""
+    """A library's error in one line."""
     if error.startswith("NoExtension"):
         return "no token of this tokenizer can begin such a text"
     lines = [line.strip() for line in error.splitlines() if line.strip()]
     first = lines[0] if lines else "no reason was given"
-    # Of an expression that cannot be read, the reason stands below a drawing of the place.
+    # For an unreadable expression, the reason stands below a drawing of the place.
     reason = next((line for line in lines[1:] if first.endswith(":") and line.startswith("error:")), "")
     return f"{first[:300]} {reason[:300]}".rstrip(". ")

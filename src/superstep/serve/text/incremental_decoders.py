@@ -1,12 +1,12 @@
-"""How a tokenizer's decoder puts tokens together, as steps that take one token at a time.
+"""Incremental decoders: a tokenizer's decoder as steps that take one token at a time.
 
-Each decoder of the ``tokenizers`` library that a language model's tokenizer has is an ``IncrementalDecoder`` here:
-tokens go in one by one, and what is certain comes out. A chain of steps gives the library's own text.
+Each decoder of the ``tokenizers`` library that language models use is an ``IncrementalDecoder`` here: tokens go in one
+by one, and certain text comes out. A chain of steps gives the library's own text.
 
-The library's ``DecodeStream`` (0.23) is quicker, 0.6 us a token in the place of 2, but does not serve: on a vocabulary
-with byte fallback (Llama, Gemma) 42% of random answers make it raise "Invalid prefix encountered" and 17% get a wrong
-text; a run of 4,000 broken bytes takes it 3 s, as it decodes the run again for each token; and what waits at the end of
-an answer cannot be had from it.
+The library's ``DecodeStream`` (0.23) is faster (0.6 us a token instead of 2), but cannot be used: on a vocabulary with
+byte fallback (Llama, Gemma) 42% of random answers make it raise "Invalid prefix encountered" and 17% get a wrong text;
+a run of 4,000 broken bytes takes 3 s, as each token decodes the run again; and it cannot return the pending text at the
+end of an answer.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 BYTE = re.compile(r"<0x(\+[0-9A-Fa-f]|[0-9A-Fa-f]{2})>")
-"""How a SentencePiece vocabulary spells a byte."""
+"""A byte in a SentencePiece vocabulary."""
 
 
 class IncrementalDecoder(Protocol):
-    """Takes the tokens of one answer in order."""
+    """Receives the tokens of one answer in order."""
 
     def push(self, token: str) -> list[str]:
-        """What is certain after one more token."""
+        """The certain text after one more token."""
         ...
 
     def end(self) -> list[str]:
-        """What is left when no token follows."""
+        """The remaining text after the last token."""
         ...
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The character for each byte in a byte-level vocabulary (Radford 2019): printable ones stand for themselves."""
+    """The character of each byte in a byte-level vocabulary (Radford 2019): printable ones stand for themselves."""
     plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + k): byte for k, byte in enumerate(others)}
@@ -43,7 +43,7 @@ ALPHABET = _byte_alphabet()
 
 
 def byte_level(token: str) -> bytes:
-    """The bytes that a token of a byte-level vocabulary stands for; its own where it is not in that alphabet."""
+    """The bytes of a token in a byte-level vocabulary; its UTF-8 where it is not in that alphabet."""
     try:
         return bytes([ALPHABET[char] for char in token])
     except KeyError:
@@ -51,7 +51,7 @@ def byte_level(token: str) -> bytes:
 
 
 class ByteLevel:
-    """Bytes into text, where characters may be cut across tokens."""
+    """Bytes to text; characters may span tokens."""
 
     def __init__(self) -> None:
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
@@ -64,9 +64,9 @@ class ByteLevel:
 
 
 class ByteFallback:
-    """Tokens such as ``<0xE4>`` into text.
+    """Tokens such as ``<0xE4>`` to text.
 
-    A run of them that is no UTF-8 becomes as many U+FFFD, so each run waits for its end.
+    Each byte of a run that is not UTF-8 becomes U+FFFD, so a run waits for its end.
     """
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class ByteFallback:
 
 
 class Each:
-    """The same change to every token."""
+    """One function for every token."""
 
     def __init__(self, change: Callable[[str], str]) -> None:
         self._change = change
@@ -103,7 +103,7 @@ class Each:
 
 
 class Metaspace:
-    """A sign for the space; the first token of a text loses it where one was put before the text."""
+    """The space symbol to a space; the first token loses it where the encoder prepended one."""
 
     def __init__(self, sign: str, *, is_prepended: bool) -> None:
         self._sign = sign
@@ -118,7 +118,7 @@ class Metaspace:
 
 
 class StripStart:
-    """At most ``most`` of a character less at the start of the whole text."""
+    """Strip at most ``most`` of a character at the start of the whole text."""
 
     def __init__(self, char: str, most: int) -> None:
         self._char = char
@@ -136,7 +136,7 @@ class StripStart:
 
 
 class Joined:
-    """Spaces between tokens: what the library does for a tokenizer without a decoder."""
+    """Spaces between tokens, as the library does for a tokenizer without a decoder."""
 
     def __init__(self) -> None:
         self._between = ""
@@ -150,7 +150,7 @@ class Joined:
 
 
 class DecodeAtEnd:
-    """Tokens that are decoded all at once at the end: the last resort, for decoders that need what follows."""
+    """Decode all tokens at the end: the last resort, for decoders that need what follows."""
 
     def __init__(self, decode: Callable[[list[str]], str]) -> None:
         self._decode = decode
@@ -166,7 +166,7 @@ class DecodeAtEnd:
 
 
 def strip_start(text: str, char: str, most: int) -> str:
-    """Without the first ``most`` characters that are ``char``."""
+    """Strip at most ``most`` leading ``char``."""
     cut = 0
     while cut < min(most, len(text)) and text[cut] == char:
         cut += 1
@@ -176,11 +176,11 @@ def strip_start(text: str, char: str, most: int) -> str:
 def steps(
     decoder: Mapping[str, Any] | None, decode_all: Callable[[list[str]], str]
 ) -> Callable[[], list[IncrementalDecoder]]:
-    """A maker of fresh steps for a decoder as it stands in ``tokenizer.json``.
+    """A factory of steps for a decoder of ``tokenizer.json``.
 
     Args:
         decoder: the table under ``decoder``; None joins tokens by spaces.
-        decode_all: the library's own decoding of all tokens at once, for decoders that have no steps here.
+        decode_all: the library's own decoding of all tokens, for decoders without steps here.
     """
     if decoder is None:
         return lambda: [Joined()]
@@ -203,7 +203,7 @@ def _parts(decoder: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _single(part: Mapping[str, Any]) -> Callable[[], IncrementalDecoder] | None:
-    """A step that sees tokens; None for a decoder that is not known."""
+    """A step on tokens; None for an unknown decoder."""
     match part:
         case {"type": "ByteLevel"}:
             return ByteLevel
@@ -222,7 +222,7 @@ def _single(part: Mapping[str, Any]) -> Callable[[], IncrementalDecoder] | None:
 
 
 def _fuse(part: Mapping[str, Any]) -> Callable[[], IncrementalDecoder] | None:
-    """A step that sees pieces of one text, wherever they are cut."""
+    """A step on pieces of one text, wherever they are cut."""
     match part:
         case {"type": "Fuse"}:
             return lambda: Each(str)
@@ -232,7 +232,7 @@ def _fuse(part: Mapping[str, Any]) -> Callable[[], IncrementalDecoder] | None:
 
 
 def push_through(chain: Sequence[IncrementalDecoder], tokens: Iterable[str]) -> str:
-    """What comes out of a chain of steps for some tokens."""
+    """The output of a chain of steps for some tokens."""
     pieces = list(tokens)
     for step in chain:
         pieces = [piece for token in pieces for piece in step.push(token)]
@@ -240,7 +240,7 @@ def push_through(chain: Sequence[IncrementalDecoder], tokens: Iterable[str]) -> 
 
 
 def end_of(chain: Sequence[IncrementalDecoder]) -> str:
-    """What a chain of steps still held."""
+    """The remaining output of a chain of steps."""
     pieces: list[str] = []
     for step in chain:
         pieces = [piece for token in pieces for piece in step.push(token)] + step.end()

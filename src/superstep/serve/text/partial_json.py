@@ -1,23 +1,24 @@
-"""Where a JSON object or list ends in text that still comes, and whether it can be one at all."""
+"""Finds the end of a JSON object or list in a stream of text, and rejects what cannot be one."""
 
 from __future__ import annotations
 
 from typing import Literal
 
 MOST_DEPTH = 64
-"""Of brackets within brackets."""
+"""Of nested brackets."""
 
 BARE = frozenset('{}[]:," \t\r\n0123456789+-.eEtrufalsn')
-"""All that stands outside a text in JSON."""
+"""All characters outside of strings in JSON."""
 
 Seen = Literal["more", "end", "broken"]
 
 
 class JsonScan:
-    """Sees one character after another, from the opening bracket on.
+    """Reads one character at a time, from the opening bracket on.
 
-    It knows brackets and texts, not all of JSON: what it lets pass is read by ``json`` at the end. What it stops at can
-    be no JSON, so that text which only begins like a call is given out at once.
+    It knows brackets and strings, not all of JSON: ``json`` reads the result at the end. What it rejects cannot be
+    JSON, so
+    text that only begins like a call is released at once.
     """
 
     def __init__(self) -> None:
@@ -26,7 +27,7 @@ class JsonScan:
         self._is_escaped = False
 
     def see(self, char: str) -> Seen:
-        """One more character: the value goes on, ends with it, or is broken by it."""
+        """Read a character: the value goes on, ends here, or is invalid."""
         if self._is_text:
             return self._see_text(char)
         if char not in BARE or (not self._brackets and char not in "{["):

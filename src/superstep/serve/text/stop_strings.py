@@ -1,7 +1,7 @@
-"""Stop texts: an answer ends where one of them is complete, and nothing of it is given out.
+"""Stop texts: an answer ends where one is complete, and the stop text is left out.
 
-The text may be cut anywhere. Of stop texts that are complete at the same character the longest counts, so that none of
-its characters was given out before. What may still become a stop text is held back until it cannot.
+The stream may be cut anywhere. Of stop texts that end at the same character the longest counts, so that none of its
+characters was released before. Text that may become a stop text is held back.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from superstep.errors import ConfigError
 
 MOST_STOPS = 32
-"""Each character of an answer is compared with each stop text, so their number is bounded."""
+"""Limit of the number: each character is compared with each stop text."""
 
 MOST_CHARS = 1000
-"""The longest stop text: so many characters of an answer may have to wait."""
+"""The longest stop text: as many characters of an answer may be held back."""
 
 
 @dataclass(frozen=True, slots=True)
 class StopResult:
-    """What may be given out.
+    """Released text.
 
     Attributes:
         text: may be empty.
@@ -32,7 +32,7 @@ class StopResult:
 
 
 def check_stops(stops: Sequence[str]) -> None:
-    """Refuse stop texts that cannot be looked for.
+    """Check the stop texts of a request.
 
     Raises:
         ConfigError: the message names the value, the rule and what would work.
@@ -47,11 +47,11 @@ def check_stops(stops: Sequence[str]) -> None:
 
 
 class StopFinder:
-    """Looks for stop texts in one answer.
+    """Finds stop texts in one answer.
 
     Args:
-        stops: as ``check_stops`` allows them; none lets everything pass.
-        include_stop: whether the stop text itself is given out too.
+        stops: checked by ``check_stops``; empty releases everything.
+        include_stop: whether the stop text itself is released too.
     """
 
     def __init__(self, stops: Sequence[str], *, include_stop: bool = False) -> None:
@@ -63,7 +63,7 @@ class StopFinder:
         self._is_over = False
 
     def push(self, text: str) -> StopResult:
-        """What more text makes certain, and the stop text that is complete with it. Text after that one is dropped."""
+        """Released text after more input, and the stop text that it completes. Text after that one is dropped."""
         assert not self._is_over, "a stop text was found before"
         if not self._stops:
             return StopResult(text)
@@ -79,12 +79,12 @@ class StopFinder:
         return StopResult(buffer[:certain])
 
     def end(self) -> StopResult:
-        """What was held back, now that no text follows."""
+        """The text that was held back, after the end."""
         held, self._held = self._held, ""
         return StopResult("" if self._is_over else held)
 
     def _advance(self, char: str) -> str | None:
-        """One more character (Knuth, Morris & Pratt 1977, for each stop text); the longest that it completes."""
+        """Advance each stop text by a character (Knuth, Morris & Pratt 1977); the longest that is complete."""
         done = ""
         for k, (stop, borders) in enumerate(zip(self._stops, self._borders, strict=True)):
             size = self._matched[k]
@@ -99,7 +99,7 @@ class StopFinder:
 
 
 def _borders(stop: str) -> tuple[int, ...]:
-    """For each prefix: the length of its longest proper prefix that is also its suffix."""
+    """For each prefix, the length of its longest proper prefix that is also its suffix."""
     borders = [0] * len(stop)
     size = 0
     for place in range(1, len(stop)):

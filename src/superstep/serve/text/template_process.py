@@ -1,4 +1,4 @@
-"""The process that renders chat templates, as the server sees it: a text, or one line that says why not."""
+"""The server's side of the process that renders chat templates: a text, or one line with the reason of a failure."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from superstep.errors import ConfigError, Fault
 from superstep.launch.line_process import LineProcess
 
 SECONDS = 2.0
-"""Of the processor, for one text. Templates take a few milliseconds."""
+"""CPU seconds of one text. Templates take a few milliseconds."""
 
 BYTES = 1 << 30
-"""The most memory of the process: Python and Jinja take 0.1 GB of it."""
+"""The most memory of the process; Python and Jinja take 0.1 GB of it."""
 
 MOST_CHARS = 8_000_000
-"""The longest text; a million tokens are shorter."""
+"""The longest text in characters; a million tokens are shorter."""
 
 CHILD = Path(__file__).with_name("template_worker.py")
 
 
 class TemplateProcess:
-    """Renders one template. May be shared by threads, which take turns.
+    """Renders one template. Thread-safe; threads take turns.
 
-    The process starts with the first text and is started anew after one that ended it. It ends with its input: when
-    this object is closed, or the process that owns it ends.
+    The process starts with the first text, and again after a text that killed it. It ends when its input closes: when
+    this
+    object is closed, or the owning process ends.
     """
 
     def __init__(self, source: str) -> None:
@@ -40,12 +41,12 @@ class TemplateProcess:
         """The text of a template.
 
         Raises:
-            ConfigError: the template is broken, refuses these messages, or asks for too much time or memory.
+            ConfigError: the template fails, refuses the messages, or exceeds its limits of time or memory.
         """
         return self.render_all([variables])[0]
 
     def render_all(self, every: Sequence[Mapping[str, Any]]) -> list[str]:
-        """The text for each of some variables, all of them at one turn; raises as ``render`` does, or
+        """The texts for several sets of variables, in one turn; raises as ``render`` does, or
 
         Raises:
             Fault: its process was stopped, and another one as well.
@@ -55,21 +56,21 @@ class TemplateProcess:
             try:
                 self._start()
                 return self._ask(request)
-            except Fault:  # a text is a function of what is given: another process says the same
+            except Fault:  # rendering is deterministic: a new process gives the same text
                 self._start()
                 return self._ask(request)
 
     def check(self) -> None:
-        """Sees that the template can be read at all.
+        """Compile the template.
 
         Raises:
-            ConfigError: with the line of the template that cannot.
+            ConfigError: names the line with the error.
         """
         with self._lock:
             self._start()
 
     def close(self) -> None:
-        """Ends the process; a later text starts it again."""
+        """End the process; a later text starts it again."""
         with self._lock:
             self._end()
 

@@ -1,12 +1,12 @@
-"""A chat template, rendered in a process of its own: run as ``python -P template_worker.py``, one JSON line in, one
-out.
+"""Renders a chat template in a process of its own: ``python -P template_worker.py``, one JSON line in, one out.
 
-A template comes with a model from anywhere, and Jinja's sandbox keeps it from attributes, not from work without end. So
-this process has little time for each text and little memory, both kept by the system, and no module of ours.
+A template comes with a model from anywhere, and Jinja's sandbox protects attributes, but does not stop endless work. So
+the system limits this process's time for each text and its memory, and it imports none of our modules.
 
-The first line is ``{"source", "seconds", "bytes", "chars"}``, each later one ``{"variables"}``, a list: those of some
-texts. An answer is ``{"texts"}`` or ``{"error"}``, with the line's ``number``. Where the time for one text runs out,
-the process ends without an answer.
+The first line is ``{"source", "seconds", "bytes", "chars"}``, each later one ``{"variables"}``, a list: one set for
+each
+text. An answer is ``{"texts"}`` or ``{"error"}``, with the line's ``number``. When the time of one text runs out, the
+process ends without an answer.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 PRIVATE = 0xF0000
-"""Characters from here on are the caller's marks; JSON keeps them as they are."""
+"""Characters from here on are the caller's marks; JSON does not escape them."""
 
 
 class Generation(Extension):
-    """``{% generation %}`` marks what the model wrote, for training; here it changes nothing."""
+    """``{% generation %}`` marks the model's text, for training; here it has no effect."""
 
     tags = {"generation"}  # noqa: RUF012 - as the library declares it
 
@@ -62,7 +62,7 @@ def _refuse_private(name: object) -> None:
 
 
 def environment() -> ImmutableSandboxedEnvironment:
-    """What Hugging Face's templates expect of Jinja."""
+    """Jinja with the settings that Hugging Face's templates need."""
     made = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[LoopControlExtension, Generation]
     )
@@ -78,7 +78,7 @@ def tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON without the escapes for HTML that Jinja's own filter makes."""
+    """JSON without the HTML escapes of Jinja's own filter."""
     text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
     if not ensure_ascii:
         return text
@@ -86,17 +86,21 @@ def tojson(
 
 
 def raise_exception(message: str) -> NoReturn:
-    """A template's own refusal of some messages."""
+    """A template's own refusal of messages."""
     raise TemplateError(message)
 
 
 def strftime_now(pattern: str) -> str:
-    """Today's date, as a template likes it."""
+    """The current date, formatted."""
     return datetime.now().strftime(pattern)
 
 
 def render(template: jinja2.Template, variables: Mapping[str, Any], most_chars: int) -> str:
-    """The text, or a ``ValueError`` as soon as it is longer than that."""
+    """The text.
+
+    Raises:
+        ValueError: it becomes too long.
+    """
     pieces, chars = [], 0
     for piece in template.generate(**variables):
         chars += len(piece)
@@ -107,7 +111,7 @@ def render(template: jinja2.Template, variables: Mapping[str, Any], most_chars: 
 
 
 def reason(error: Exception) -> str:
-    """One line for what a template did wrong."""
+    """A template's error in one line."""
     if isinstance(error, MemoryError):
         return "it asks for too much memory"
     if isinstance(error, RecursionError):
@@ -118,7 +122,7 @@ def reason(error: Exception) -> str:
 
 
 def allow(seconds: float) -> None:
-    """So much of the processor's time from now on; 0 for any. The system ends the process then, whatever it does."""
+    """Limit the CPU time from now on; 0 removes the limit. The system then ends the process."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
@@ -128,7 +132,7 @@ def answer(request: Mapping[str, object], reply: Mapping[str, object]) -> None:
 
 
 def serve() -> None:
-    """Renders until its input ends."""
+    """Render until the input ends."""
     task = json.loads(sys.stdin.readline())
     resource.setrlimit(resource.RLIMIT_AS, (task["bytes"], task["bytes"]))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -1,11 +1,12 @@
-"""Tool calls in a model's answer, told from its text as it comes.
+"""Tool calls in a model's answer, parsed from its text as it arrives.
 
     hermes    <tool_call>{"name": ..., "arguments": {...}}</tool_call>      Hermes, Qwen
     llama     {"name": ..., "parameters": {...}} at the start of a line     Llama 3, after <|python_tag|> or not
     mistral   [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]          Mistral
 
-A call is told when it is whole: only then is it known to be one, and what turns out to be none stays text. Text round
-calls stays text too, but for white space next to them. A call of a tool that was not offered is none.
+A call is reported when it is complete: only then it is certain. Everything else stays text, without the white space
+next
+to calls. A call of a tool that was not offered stays text.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ CLOSER = "</tool_call>"
 SPACE = frozenset(" \t\r\n")
 
 BEGIN = re.compile(r'\s*(\[\s*)?\{\s*"(name|arguments|parameters|type|id)"\s*:')
-"""How the JSON of a call begins; an answer in other JSON need not wait for its end."""
+"""The start of a call's JSON; an answer in other JSON need not wait for its end."""
 
 MOST_CALL = 262_144
-"""Characters of a call; what is longer is text."""
+"""Characters of a call; longer ones are text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +47,11 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What more text of an answer brought.
+    """New content of an answer.
 
     Attributes:
         text: of the answer itself; may be empty.
-        calls: that became whole, in order.
+        calls: that became complete, in order.
     """
 
     text: str = ""
@@ -58,7 +59,7 @@ class Delta:
 
 
 def form_of(template: str) -> Form | None:
-    """How a model calls tools, by its chat template; None where that shows no form that is known."""
+    """The format of a model's tool calls, by its chat template; None for an unknown one."""
     if "[TOOL_CALLS]" in template:
         return "mistral"
     if "<tool_call>" in template:
@@ -69,7 +70,7 @@ def form_of(template: str) -> Form | None:
 
 
 class CallParser:
-    """Parses one answer. Where its text is cut changes nothing in what is told.
+    """Parses one answer. The result does not depend on where its text is cut.
 
     Args:
         form: of the model's calls.
@@ -97,13 +98,13 @@ class CallParser:
         self._done: list[ToolCall] = []
 
     def push(self, text: str) -> Delta:
-        """What more text makes certain."""
+        """New certain content."""
         for char in text:
             self._see(char)
         return self._flush()
 
     def end(self) -> Delta:
-        """What still waited when no text follows. A call that is whole but for its closing mark counts."""
+        """The remaining content after the last text. A call without only its closing mark counts."""
         if self._state == "close":
             self._take()
         self._release()
@@ -166,9 +167,9 @@ class CallParser:
             self._end_body()
 
     def _give_up(self) -> None:
-        """What was held is no call; one may begin within it, as after an opener that another one follows.
+        """Treat the held text as text; a call may begin inside it, as after an opener that another one follows.
 
-        Not so in Llama's form, where calls that hold each other would be read again and again.
+        Not so in Llama's format, where nested calls would be parsed again and again.
         """
         again = [] if self._form == "llama" else self._held[self._opened + 1 :]
         del self._held[len(self._held) - len(again) :]
@@ -198,19 +199,19 @@ class CallParser:
             self._see(char)
 
     def _enter(self) -> None:
-        """A call may begin here."""
+        """Start a possible call."""
         self._state, self._begun = "body", 0
         self._scan, self._body, self._has_key = JsonScan(), [], False
 
     def _take(self) -> None:
-        """What was held is a call."""
+        """Accept the held text as a call."""
         self._done += self._calls
         self._held = []
         self._state, self._begun = "text", 0
         self._is_line_start = self._is_after_call = True
 
     def _release(self) -> None:
-        """What was held is text, except white space that a call is before."""
+        """Release the held text, without white space after a call."""
         held, self._held = "".join(self._held), []
         self._state, self._begun = "text", 0
         if held:
@@ -226,7 +227,7 @@ class CallParser:
 
 
 def read_calls(text: str, form: Form, names: frozenset[str]) -> tuple[ToolCall, ...]:
-    """The calls that a JSON text makes, or none where any of them is malformed."""
+    """The calls in a JSON text; empty if any of them is malformed."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -252,5 +253,5 @@ def _read_call(value: object, form: Form, names: frozenset[str]) -> ToolCall | N
 
 
 def _is_unicode(text: str) -> bool:
-    """Whether a text has no half of a surrogate pair, which JSON's escapes can spell."""
+    """Whether a text has no lone surrogate, which JSON's escapes can spell."""
     return not any("\ud800" <= char <= "\udfff" for char in text)

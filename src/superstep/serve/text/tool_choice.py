@@ -1,4 +1,4 @@
-"""Which tools a client offers, and the form that ``tool_choice`` asks of the answer."""
+"""The tools of a request, and the grammar that ``tool_choice`` requires."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from superstep.serve.text.tool_call_parser import CLOSER, OPENERS, Form
 MOST_TOOLS = 128
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""JSON as Python writes it, which is how models saw their calls in training."""
+"""JSON in Python's format, in which models saw calls in training."""
 
 
 def check_tools(tools: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """The names of the tools that are offered.
+    """Check the offered tools; their names.
 
     Raises:
         ConfigError: the message names the field, its value, the rule and what would work.
@@ -43,17 +43,17 @@ def tool_constraint(
     *,
     is_parallel: bool = True,
 ) -> Constraint | None:
-    """What the answer must be; None where it may be text.
+    """The grammar of the answer; None where it may be text.
 
     Args:
         tools: that are offered.
         choice: ``none``, ``auto``, ``required``, or ``{"type": "function", "function": {"name": ...}}``.
-        form: in which the model calls tools, which ``CallParser`` reads back.
-        tokenizer: of the model: marks of a call may be tokens of their own.
+        form: of the model's calls, which ``CallParser`` reads.
+        tokenizer: of the model: marks of a call may be single tokens.
         is_parallel: whether several calls may be made where any tool may be called.
 
     Raises:
-        ConfigError: for tools or a choice that cannot be.
+        ConfigError: the tools or the choice are invalid.
     """
     names = check_tools(tools)
     if choice in ("none", "auto"):
@@ -100,7 +100,7 @@ def _chosen_name(choice: Mapping[str, Any], names: Sequence[str]) -> str:
 
 
 def _lark(functions: Sequence[Mapping[str, Any]], form: Form, tokenizer: Tokenizer, *, is_many: bool) -> str:
-    """The grammar of one call, or of one and more, of some functions."""
+    """The grammar of one call, or of one or more, of some functions."""
     schema = _call_schema(functions, "parameters" if form == "llama" else "arguments")
     opener = _mark(OPENERS[form], tokenizer)
     match form:
@@ -118,7 +118,9 @@ def _lark(functions: Sequence[Mapping[str, Any]], form: Form, tokenizer: Tokeniz
 
 
 def _mark(text: str, tokenizer: Tokenizer) -> str:
-    """A mark of calls in a grammar: its token where it has one, which its characters do not match, else these."""
+    """A mark of calls in a grammar: its token if it has one, as that does not match its characters; else the
+    characters.
+    """
     for token, added in tokenizer.core.get_added_tokens_decoder().items():
         if added.content == text:
             return f"<[{token}]>"
@@ -126,7 +128,7 @@ def _mark(text: str, tokenizer: Tokenizer) -> str:
 
 
 def _call_schema(functions: Sequence[Mapping[str, Any]], field: str) -> dict[str, Any]:
-    """A call of one of some functions, whose parameters stand under ``$defs``."""
+    """The schema of a call of some functions, with their parameters under ``$defs``."""
     defs = {}
     calls = []
     for k, function in enumerate(functions):
@@ -143,7 +145,7 @@ def _call_schema(functions: Sequence[Mapping[str, Any]], field: str) -> dict[str
 
 
 def _move_references(schema: Any, root: str) -> Any:  # noqa: ANN401 - any JSON
-    """A schema whose references to itself lead to its new place."""
+    """A schema with its references moved to ``root``."""
     if isinstance(schema, Mapping):
         return {key: _move_reference(key, value, root) for key, value in schema.items()}
     if isinstance(schema, list):
