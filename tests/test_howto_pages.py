@@ -10,6 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from superstep.cli.main import main
+from superstep.numerics.own_loss import load_loss
 
 ROOT = Path(__file__).parents[1]
 
@@ -31,7 +35,9 @@ def changed(page: str, folder: Path, *, without: str | None = None) -> Path:
     for each in found:
         if without is not None and without in each[1]:
             continue
-        name = re.findall(r"`(src/superstep/[\w/]+\.py)`", text[: each.start()])[-1]
+        name = re.findall(r"`((?:src/superstep|recipes)/[\w/]+\.py)`", text[: each.start()])[-1]
+        if name.startswith("recipes/"):
+            continue
         lines = each[1].splitlines(keepends=True)
         before = "".join(line[1:] for line in lines if line[0] != "+")
         after = "".join(line[1:] for line in lines if line[0] != "-")
@@ -162,6 +168,79 @@ else:
 """
 
 
+LOSS = """
+import torch
+
+from superstep.numerics.objective import LossTarget, objective_sum
+from superstep.numerics.policy import PolicyLoss
+from superstep.tune.rl.config import RlConfig, RolloutConfig, check_rl
+from superstep.tune.tinker.losses import LOSSES, find_loss
+
+torch.manual_seed(0)
+logits = torch.randn(64, 9, dtype=torch.float64, requires_grad=True)
+targets = torch.randint(9, (64,))
+logp = logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+old = logp.detach() + torch.randn(64, dtype=torch.float64)
+gain = torch.randn(64, dtype=torch.float64)
+_, policy = find_loss("cispo", {"clip_low_threshold": 0.7, "clip_high_threshold": 1.4})
+assert (policy.surrogate, round(policy.clip_low, 9), round(policy.clip_high, 9)) == ("cispo", 0.3, 0.4)
+theirs = -(gain * (logp - old).exp().clamp(0.7, 1.4).detach() * logp).sum()
+(expected,) = torch.autograd.grad(theirs, logits, retain_graph=True)
+streams = {"advantages": gain, "old": old}
+ours = objective_sum(logp, LossTarget(targets, streams, policy))
+(gradient,) = torch.autograd.grad(ours, logits)
+torch.testing.assert_close(ours, theirs)
+torch.testing.assert_close(gradient, expected)
+told = policy.watch(logp.detach(), streams)
+assert set(told) == {*policy.sums, *policy.maxima}
+check_rl(RlConfig(environment="tasks.py", surrogate="cispo"), RolloutConfig())
+"""
+
+
+ROUTE = """
+import asyncio
+
+import httpx
+
+from plain_words import PlainWords, small_tokenizer
+from scripted import Scripted
+from superstep.serve.app import make_app
+from superstep.serve.scheduling.request import ModelInfo
+
+tokenizer = small_tokenizer()
+end = (tokenizer.end_of_text,)
+info = ModelInfo(name="small", vocab=tokenizer.vocab, context_tokens=64, version="v1", end_of_text=end)
+words = PlainWords(tokenizer)
+app = make_app(Scripted(info, lambda request: []), words)
+
+
+async def send(path, body):
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+        return await client.post(path, json=body)
+
+
+messages = [{"role": "user", "content": "the quick fox"}]
+found = asyncio.run(send("/render", {"messages": messages}))
+assert found.status_code == 200, found.text
+tokens = words.chat(messages, [])
+assert found.json() == {"prompt": words.decode(tokens), "count": len(tokens)}
+assert "the quick fox" in found.json()["prompt"]
+for body, param in (({}, "messages"), ({"messages": []}, "messages"), ({"messages": messages, "tokns": 1}, "tokns")):
+    found = asyncio.run(send("/render", body))
+    assert (found.status_code, found.json()["error"]["param"]) == (400, param), found.text
+assert asyncio.run(send("/render", {"messages": messages, "model": "other"})).status_code == 404
+assert "POST /render" in asyncio.run(send("/nowhere", {})).json()["error"]["message"]
+"""
+
+
+REWARD = """
+from superstep.grade.graders.text import Words
+
+verdicts = [Words(text, "a b c d").verdict(None) for text in ("a b c d", "a b d c", "b a d c", "a b c d e", "")]
+assert [(each.kind, each.score) for each in verdicts] == [("ok", 1.0), ("ok", 0.5), *[("wrong", 0.0)] * 3], verdicts
+"""
+
+
 @pytest.mark.parametrize("page", sorted(each.name for each in (ROOT / "docs" / "howto").glob("add-a*.md")))
 def test_an_extension_touches_three_files_at_most(page):
     if page != "add-a-pass.md":  # a pass is compiled into the step, which is more
@@ -187,3 +266,49 @@ def test_a_sampler_option_that_is_added_as_the_page_says_draws_as_plain_code_doe
 def test_a_sampler_option_that_lacks_the_change_of_which_the_page_warns_is_found(tmp_path):
     source = changed("add-a-sampler-option.md", tmp_path, without="sampling.top_a == 0.0:")
     assert "the number of tokens to draw from is" in run(SAMPLER, source, tmp_path)
+
+
+def test_a_loss_that_is_added_as_the_page_says_has_the_derivative_of_autograd(tmp_path):
+    run(LOSS, changed("add-a-loss.md", tmp_path), tmp_path)
+
+
+def test_a_route_that_is_added_as_the_page_says_answers_and_refuses(tmp_path):
+    run(ROUTE, changed("add-an-http-route.md", tmp_path), tmp_path)
+
+
+def block(page: str, language: str) -> str:
+    """The first fenced block of a language on a page."""
+    text = (ROOT / "docs" / "howto" / page).read_text(encoding="utf-8")
+    found = re.search(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    assert found is not None
+    return found[1]
+
+
+def test_the_file_of_the_page_about_losses_of_one_s_own_is_the_recipe():
+    recipe = (ROOT / "recipes" / "focal_loss.py").read_text(encoding="utf-8")
+    assert block("own-loss.md", "python") == recipe
+    logp = torch.tensor([-0.1, -2.0])
+    torch.testing.assert_close(
+        load_loss(str(ROOT / "recipes" / "focal_loss.py"))(logp), -((1 - logp.exp()) ** 2) * logp
+    )
+
+
+def test_a_reward_as_the_page_says_it_withstands_the_attacks_and_its_first_version_does_not(tmp_path, capsys):
+    recipe = ROOT / "recipes" / "sort_words.py"
+    good = block("add-a-reward.md", "python")
+    assert good == recipe.read_text(encoding="utf-8")
+    change = block("add-a-reward.md", "diff").splitlines(keepends=True)
+    later, first = ("".join(line[1:] for line in change if line[0] == sign) for sign in "-+")
+    assert good.count(later) == 1
+    naive = tmp_path / "naive.py"
+    naive.write_text(good.replace(later, first), encoding="utf-8")
+    assert main(["grade", "check", str(recipe), "--grade.sandbox", "none"]) == 0
+    assert "none of them paid" in capsys.readouterr().out
+    assert main(["grade", "check", str(naive), "--grade.sandbox", "none"]) == 1
+    said = capsys.readouterr().out
+    assert "WEAK  prompt copied: is paid 1" in said
+    assert "WEAK  every option: is paid 1" in said
+
+
+def test_a_check_that_is_added_as_the_page_says_decides(tmp_path):
+    run(REWARD, changed("add-a-reward.md", tmp_path), tmp_path)

@@ -13,11 +13,13 @@ from superstep.errors import ConfigError, StateError
 from superstep.grade.environment import load_environment
 from superstep.grade.task import Message, Task
 from superstep.grade.verdict import grader_error, ok, wrong
+from superstep.numerics.policy import PolicyLoss
 from superstep.serve.build_engine import open_engine
 from superstep.serve.config import ServeConfig
 from superstep.serve.scheduling.request import TokenOutput
 from superstep.tune.program.instructions import Cursor, RlSchedule
 from superstep.tune.rl.config import RlConfig, RolloutConfig, check_rl
+from superstep.tune.rl.rl_step import policy_loss
 from superstep.tune.rl.rollout import Episode
 from superstep.tune.rl.rollout_log import NAME, RolloutLog
 from superstep.tune.rl.sampling import RolloutSampler, _Part, require_vocab, seed_of, words_of
@@ -161,6 +163,7 @@ def test_what_cannot_be_asked_is_named(sampler, environment, words, folder):
         ({"group": 1}, {}, "rl.group = 1: the answers of a group are compared with each other; set it to 2 or more"),
         ({"lag": -1}, {}, "rl.lag = -1 must be at least 0"),
         ({"groups": 0}, {}, "rl.groups = 0 must be at least 1"),
+        ({"surrogate": "score", "ratio": "sequence"}, {}, "rl.surrogate = 'score' with rl.ratio = 'sequence'"),
         ({"clip_low": 0.0}, {}, "rl.clip_low = 0.0 must be above 0 and at most 1"),
         ({"clip_high": float("nan")}, {}, "rl.clip_high = nan must be above 0"),
         ({"kl_coef": -1.0}, {}, "rl.kl_coef = -1.0 must be 0 or more"),
@@ -172,3 +175,17 @@ def test_a_recipe_that_cannot_work_is_refused(rl, rollout, error):
     check_rl(RlConfig(environment="tasks.py"), RolloutConfig())
     with pytest.raises(ConfigError, match=re.escape(error)):
         check_rl(RlConfig(**({"environment": "tasks.py"} | rl)), RolloutConfig(**rollout))
+
+
+def test_the_loss_of_a_recipe_is_that_of_its_fields():
+    rl = RlConfig(surrogate="ratio", clip_low=0.1, clip_high=0.3, correction="tis", kl_coef=0.5)
+    assert policy_loss(rl, is_exact=False, is_fresh=True) == PolicyLoss(
+        surrogate="ratio",
+        clip_low=0.1,
+        clip_high=0.3,
+        correction="tis",
+        watches_sampler=True,
+        kl_coef=0.5,
+        is_fresh=True,
+    )
+    assert policy_loss(RlConfig(), is_exact=True, is_fresh=True) == PolicyLoss()

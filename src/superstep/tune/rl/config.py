@@ -13,6 +13,7 @@ from superstep.tune.advantage import Estimator
 from superstep.tune.program.instructions import Placement
 from superstep.tune.recipe import Recipe, Usual, read
 
+Surrogate = Literal["score", "ratio", "clip"]
 Correction = Literal["none", "tis", "mis"]
 Ratio = Literal["token", "sequence"]
 CutOff = Literal["none", "mask", "penalty"]
@@ -51,6 +52,8 @@ class RlConfig:
     """How rewards of a group become advantages: grpo (Shao 2024), rloo (Ahmadian 2024) or dr-grpo (Liu 2025)."""
     ratio: Ratio = "token"
     """Whose probability is held against the sampler's: a token's, or a whole answer's (GSPO, Zheng 2025)."""
+    surrogate: Surrogate = "clip"
+    """The loss of an advantage: score (Williams 1992), ratio (importance sampling) or clip (PPO, Schulman 2017)."""
     clip_low: float = 0.2
     """How far below 1 a ratio still counts."""
     clip_high: float = 0.2
@@ -140,6 +143,11 @@ def check_rl(rl: RlConfig, rollout: RolloutConfig) -> None:
         if value < least:
             raise ConfigError(f"{name} = {value} must be at least {least}.")
     _check_placement(rl, rollout)
+    if rl.surrogate == "score" and rl.ratio == "sequence":
+        raise ConfigError(
+            "rl.surrogate = 'score' with rl.ratio = 'sequence': score has no ratio; set rl.ratio = 'token', or "
+            "rl.surrogate to clip."
+        )
     if not 0.0 < rl.clip_low <= 1.0:
         raise ConfigError(f"rl.clip_low = {rl.clip_low} must be above 0 and at most 1: a ratio is never below 0.")
     if not rl.kl_coef >= 0.0:

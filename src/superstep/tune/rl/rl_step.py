@@ -193,14 +193,7 @@ class RlTraining:
     def _step(self, lessons: PackedRollouts, *, version: int, step: int) -> StepResult:
         batch, streams = lessons.batch, dict(lessons.batch.streams)
         is_exact, is_fresh = self._trainer.run.plan.grain is not None, version == step
-        policy = PolicyLoss(
-            clip_low=self._rl.clip_low,
-            clip_high=self._rl.clip_high,
-            correction=self._rl.correction,
-            watches_sampler=not is_exact,
-            kl_coef=self._rl.kl_coef,
-            is_fresh=is_fresh and not is_exact,
-        )
+        policy = policy_loss(self._rl, is_exact=is_exact, is_fresh=is_fresh)
         if self._rl.kl_coef:
             streams["reference"] = self._trainer.reference(batch)
         is_whole = self._rl.ratio == "sequence"
@@ -228,3 +221,16 @@ class RlTraining:
         weighed = sequence_policy(policy, logprobs_BS, streams, answer_BS, gains)
         batch = replace(lessons.batch, streams={"weights": weighed.weights}, divisor=float(len(gains)))
         return self._trainer.step(batch, weighed=weighed)
+
+
+def policy_loss(rl: RlConfig, *, is_exact: bool, is_fresh: bool) -> PolicyLoss:
+    """The loss of a recipe. ``is_fresh``: whether the answers were sampled with the weights that are trained."""
+    return PolicyLoss(
+        surrogate=rl.surrogate,
+        clip_low=rl.clip_low,
+        clip_high=rl.clip_high,
+        correction=rl.correction,
+        watches_sampler=not is_exact,
+        kl_coef=rl.kl_coef,
+        is_fresh=is_fresh and not is_exact,
+    )

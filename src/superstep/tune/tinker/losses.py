@@ -17,7 +17,7 @@ import numpy as np
 
 from superstep.errors import DataError, did_you_mean
 from superstep.numerics.objective import CROSS_ENTROPY, Objective
-from superstep.numerics.policy import PolicyLoss
+from superstep.numerics.policy import PolicyLoss, Surrogate
 from superstep.tune.tinker.proto_messages import Datum, Numbers
 
 TARGETS = "target_tokens"
@@ -43,13 +43,13 @@ class NamedLoss:
     settings: Mapping[str, float]
 
 
-def _clip(bounds: Mapping[str, float]) -> Objective:
+def _clip(bounds: Mapping[str, float], surrogate: Surrogate = "clip") -> Objective:
     low, high = bounds[LOW], bounds[HIGH]
     if not 0 <= low <= 1 <= high:
         raise DataError(
             f"loss_fn_config has {LOW} = {low:g} and {HIGH} = {high:g}; give one of 0 to 1, one of 1 or more."
         )
-    return PolicyLoss(surrogate="clip", clip_low=1 - low, clip_high=high - 1)
+    return PolicyLoss(surrogate=surrogate, clip_low=1 - low, clip_high=high - 1)
 
 
 POLICY = {"logprobs": "old", "advantages": "advantages"}
