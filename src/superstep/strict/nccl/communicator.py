@@ -114,6 +114,9 @@ class Communicator(dist.ProcessGroup):
             raise RuntimeError(f"No backend type associated with device type {device.type}")
         return self
 
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        self.options._timeout = timeout
+
     def _set_sequence_number_for_group(self) -> None:
         pass
 
