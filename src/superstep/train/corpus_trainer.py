@@ -1,4 +1,4 @@
-"""Training on a corpus: what the loop of train, sft and dpo drives. Batches of tokens, validation, traces of steps."""
+"""Training on a corpus, for train, sft and dpo: batches of tokens, validation, traces of steps."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class CorpusTrainer(Trainer):
         run: the resolved run.
         folder: the run directory, prepared.
         corpus: the folder of token files, prepared.
-        rate: what MFU is measured by, where it is known.
-        through: what the batches of the training stream go through before they are read ahead.
-        lesson: what is learnt of a batch, where that is not each of its targets.
+        rate: operations and peak for MFU, if known.
+        through: transforms the training batches before they are prefetched.
+        lesson: a loss of whole sequences; None for a loss of each target.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class CorpusTrainer(Trainer):
         if (self._corpus.manifest.kind == "pairs") != (lesson is not None):
             verb = {"text": "train", "answers": "tune sft", "pairs": "tune dpo"}[self._corpus.manifest.kind]
             raise StateError(f"the tokens in {corpus} are those of superstep {verb}; go on with the run by that.")
-        if world.rank == 0:  # made before the first step, as they may fail
+        if world.rank == 0:  # before the first step, as it may fail
             self._files |= hf_files(run.config, run.decoder, corpus / "tokenizer.json")
             self._files["corpus.json"] = (corpus / "corpus.json").read_text(encoding="utf-8")
             self._files[IDENTITY] = identity_text(identity)
@@ -80,24 +80,23 @@ class CorpusTrainer(Trainer):
 
     @property
     def transport(self) -> str:
-        """How the ranks reach each other; empty where there is one."""
+        """The ranks' transport; empty for one rank."""
         return self._mesh.transport.describe() if self._mesh.shape.world > 1 else ""
 
     @property
     def rows(self) -> slice:
-        """The rows of a global batch that this rank reads."""
+        """Rows of a global batch that this rank reads."""
         return rows(self.run.plan, self._mesh)
 
     @property
     def corpus(self) -> Path:
-        """The folder of token files."""
         return self._corpus.folder
 
     def start(self) -> Position:
-        """Start with the weights that ``model.weights`` names, where it names any. Every rank calls this together.
+        """Start with the weights of ``model.weights``, if set. Every rank calls this together.
 
         Raises:
-            StateError: there are none, or they are not this model's.
+            StateError: the weights are missing, or belong to another model.
         """
         named = self.run.config.model.weights
         self.begin(None if named is None else Path(named))
@@ -106,22 +105,23 @@ class CorpusTrainer(Trainer):
         return Position()
 
     def load(self, checkpoint: Path) -> Position:
-        """Go on from a checkpoint; with adapters, beside the weights that it was trained beside."""
+        """Resume from a checkpoint; adapters also need their base weights."""
         if self._lesson is not None and not self._lesson.is_remembered(self):
             self.start()
         return super().load(checkpoint)
 
     @contextmanager
     def batches(self, sample: int, steps: int) -> Iterator[Prefetcher]:
-        """This rank's rows of the next global batches from a cursor on, read ahead."""
+        """Prefetch this rank's rows of the next global batches, from cursor ``sample``."""
         depth = self.run.config.data.prefetch_steps
         mine = rows(self.run.plan, self._mesh)
-        with Prefetcher(self._train, start_sample=sample, rows=mine, depth=depth, steps=steps) as found:
-            yield found
+        with Prefetcher(self._train, start_sample=sample, rows=mine, depth=depth, steps=steps) as prefetcher:
+            yield prefetcher
 
     def step(self, batch: Batch, lr: float, *, step: int, sample: int | None = None) -> StepResult:
-        """One training step, the ``step``-th. Where the cursor of its batch is given, its gradient may be held against
-        what other ranks compute.
+        """One training step, the ``step``-th. With ``sample``, the cursor of its batch, its gradient may be checked
+        against
+        other ranks'.
         """
         if self._lesson is not None:
             batch, weighed = weigh(self._lesson, self, batch)
@@ -140,11 +140,10 @@ class CorpusTrainer(Trainer):
 
     @property
     def has_routers(self) -> bool:
-        """Whether the model has experts."""
         return self._engine.routers is not None
 
     def routed(self) -> RoutingResult:
-        """What the routers of all ranks did since this was last asked. Every rank calls this together."""
+        """Statistics of all ranks' routers since the last call. Every rank calls this together."""
         assert self._engine.routers is not None
         return self._engine.routers.take()
 
@@ -165,8 +164,7 @@ class CorpusTrainer(Trainer):
         return total / tokens
 
     def save(self, position: Position) -> WrittenCheckpoint:
-        """Write a checkpoint, and the trace of the last step beside it; then drop checkpoints that are too old. Every
-        rank calls this together.
+        """Write a checkpoint and the trace of the last step; then drop old checkpoints. Every rank calls this together.
 
         Raises:
             DiskFault: the disk does not take the checkpoint: on every rank the same.
@@ -175,10 +173,10 @@ class CorpusTrainer(Trainer):
         return WrittenCheckpoint(written.path, written.bytes, written.problems + self.write_trace(position.step))
 
     def write_trace(self, step: int) -> tuple[str, ...]:
-        """Write the trace of the last step; why it could not be, if so. Every rank calls this together."""
+        """Write the trace of the last step; returns problems. Every rank calls this together."""
         trace = trace_of(self._record, step, mesh=self._mesh, device=self._device)
         return write_trace(self.peers, self.folder, trace)
 
     def retry_step_s(self) -> float | None:
-        """What a step takes. Every rank calls this together."""
+        """Typical seconds of a step. Every rank calls this together."""
         return self.peers.gather(self.meter.typical_step_s())[0]

@@ -1,4 +1,4 @@
-"""The loop. What a step computes is the program's business; what is told of it, the sink's."""
+"""The training loop: it drives the trainer step by step, and writes events to the sink."""
 
 from __future__ import annotations
 
@@ -31,8 +31,14 @@ from superstep.train.saving import report_flushed, save, warn
 
 @dataclass(frozen=True, slots=True)
 class FinishedStep:
-    """A finished step, where training stands after it, and whether it shall stop there, or be saved in the place of a
-    snapshot that was damaged.
+    """A finished step.
+
+    Attributes:
+        event: its loss, norm and rate.
+        position: of training after it.
+        is_stop_asked: whether the run stops here.
+        is_copy_refused: whether to save now, in place of a damaged snapshot.
+        measures: details of the loss.
     """
 
     event: StepDone
@@ -43,8 +49,8 @@ class FinishedStep:
 
 
 def train(trainer: CorpusTrainer, position: Position, sink: Sink) -> Position:
-    """Train from ``position`` to the last step, or to the one that a rank is asked to stop in; validate and save on
-    the way.
+    """Train from ``position`` to the last step, or until a rank receives a stop signal; validate and save on the
+    way.
     """
     config = trainer.run.config
     last = config.train.steps
@@ -54,12 +60,12 @@ def train(trainer: CorpusTrainer, position: Position, sink: Sink) -> Position:
         is_saved = is_stopped or done.is_copy_refused or trainer.is_saved(position.step)
         sink.write(done.event)
         if done.measures:
-            told = done.measures
-            sink.write(LossDetails(step=position.step, names=tuple(told), values=tuple(told.values())))
-        # Also where a run may be gone on with, so that no step is lost or counted twice.
+            measures = done.measures
+            sink.write(LossDetails(step=position.step, names=tuple(measures), values=tuple(measures.values())))
+        # Also before a possible resume, so that no step is lost or counted twice.
         if trainer.has_routers and (is_saved or position.step % config.observe.log_every == 0):
             sink.write(routers(trainer, position))
-        # Who is asked to stop may have seconds to save in.
+        # A run with a stop signal may have only seconds left to save.
         if not is_stopped and (position.step % config.train.eval_every == 0 or position.step == last):
             sink.write(evaluate(trainer, position))
         is_displaced = is_saved and trainer.follow_folder() is not None
@@ -95,13 +101,13 @@ def steps(
     seen: Callable[[Batch], None] | None = None,
     told: Callable[[Event], None] = lambda _: None,
 ) -> Generator[FinishedStep, None, None]:
-    """One value for each step that is taken, until the last; after one that is not, the run goes on from before it.
+    """Run steps until the last one; after a rejected step, the run goes back and continues.
 
     Args:
-        trainer: what is driven.
-        position: where training stands.
-        seen: told what a rank reads before it is trained on.
-        told: of each time that the run goes back.
+        trainer: the trainer.
+        position: where training starts.
+        seen: called with each batch of this rank before it is trained on.
+        told: called with the event of each rollback.
     """
     last = trainer.run.config.train.steps
     trainer.policy.integrity.begin(position.step)
@@ -117,7 +123,7 @@ def steps(
 
 
 def _check(trainer: CorpusTrainer, done: FinishedStep, told: Callable[[Event], None]) -> SkippedStep | None:
-    """What is wrong with the state after a step, if anything."""
+    """Check the state after a step; None if it is correct."""
     step, event = done.position.step, done.event
     is_saved = done.is_stop_asked or done.is_copy_refused or trainer.is_saved(step)
     return check_state(trainer, step, told, is_saved=is_saved, loss=event.loss, grad_norm=event.grad_norm)
@@ -130,7 +136,7 @@ def _stretch(
     seen: Callable[[Batch], None] | None,
     told: Callable[[Event], None],
 ) -> Generator[FinishedStep | SkippedStep, None, None]:
-    """The steps between two places where data is left out, or to the first that is not taken."""
+    """Steps up to the next gap in the data, or to the first rejected step."""
     size = trainer.run.config.train.batch_sequences
     cursor = position.samples + size * trainer.policy.spikes.batches_left_out_after(position.step)
     with trainer.batches(cursor, last - position.step) as batches:
@@ -170,7 +176,7 @@ def _stretch(
 
 
 def routers(trainer: CorpusTrainer, position: Position) -> RouterStats:
-    """What the routers did since they were last reported."""
+    """Router statistics since the last report."""
     routed = trainer.routed()
     return RouterStats(
         step=position.step,

@@ -24,12 +24,15 @@ def learning_rate(
     decay_steps: int | None,
     min_lr_ratio: float,
 ) -> float:
-    """The rate of the update that follows ``step`` finished steps, for step = 0 .. steps - 1.
+    """The rate of the update after ``step`` finished steps, for step = 0 .. steps - 1.
 
-    It rises linearly from lr / warmup_steps, reaches ``lr`` in the last warm-up step, and falls to
-    min_lr_ratio · lr in the last step: from there on as a cosine (Loshchilov 2017, without restarts), or over
-    the last ``decay_steps`` alone as a line (warmup-stable-decay, Hu 2024; none means a fifth of the steps).
-    A fall that would begin within the warm-up begins after it. Past the last step the rate stays.
+    It rises linearly from lr / warmup_steps, reaches ``lr`` in the last warm-up step, and falls to min_lr_ratio · lr in
+    the
+    last step: as a cosine (Loshchilov 2017, without restarts), or linearly over the last ``decay_steps``
+    (warmup-stable-
+    decay, Hu 2024; None means a fifth of the steps). A fall that would begin within the warm-up begins after it. After
+    the
+    last step the rate stays.
     """
     if step < warmup_steps:
         return lr * ((step + 1) / warmup_steps)
@@ -45,7 +48,7 @@ def learning_rate(
 
 
 def rate(train: TrainConfig, step: int) -> float:
-    """The learning rate that a run's ``[train]`` section asks for."""
+    """The learning rate of a run's ``[train]`` section."""
     return learning_rate(
         step,
         steps=train.steps,

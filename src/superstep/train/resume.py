@@ -1,4 +1,4 @@
-"""Going on from the newest checkpoint that is whole; those after it are told of and moved aside."""
+"""Resume from the newest complete checkpoint; newer, damaged ones are reported and moved aside."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from superstep.train.trainer import Trainer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumePoint:
-    """Where a run goes on.
+    """Where a run resumes.
 
     Attributes:
         path: the checkpoint.
-        damaged: newer ones, and what is wrong with each.
+        damaged: newer ones, with the damage of each.
     """
 
     position: Position
@@ -28,20 +28,20 @@ class ResumePoint:
     damaged: dict[Path, str]
 
     def set_damaged_aside(self) -> tuple[str, ...]:
-        """Give the damaged ones other names, as the run will come by their steps again; a line for each."""
+        """Rename the damaged checkpoints, as the run will reach their steps again; one line each."""
         return tuple(_aside(folder, why) for folder, why in self.damaged.items())
 
 
 def pass_over(checkpoint: Path, look: Callable[[Path], object]) -> tuple[str, ...]:
-    """Move newer checkpoints than this one aside, which ``look`` has found damaged; a line for each."""
-    found = checkpoints(checkpoint.parent)
-    told = []
-    for folder in found[found.index(checkpoint) + 1 :]:
+    """Move newer checkpoints than this one aside, if ``look`` raises Damaged; one line each."""
+    folders = checkpoints(checkpoint.parent)
+    lines = []
+    for folder in folders[folders.index(checkpoint) + 1 :]:
         try:
             look(folder)
         except DamagedCheckpoint as error:
-            told.append(_aside(folder, error.why))
-    return tuple(told)
+            lines.append(_aside(folder, error.why))
+    return tuple(lines)
 
 
 def _aside(folder: Path, why: str) -> str:
@@ -49,19 +49,19 @@ def _aside(folder: Path, why: str) -> str:
 
 
 def resume(trainer: Trainer, root: Path) -> ResumePoint:
-    """Load the newest checkpoint under a folder that is whole. Every rank calls this together.
+    """Load the newest complete checkpoint of a folder. Every rank calls this together.
 
     Raises:
-        StateError: none is, or it is not of this run: on every rank the same.
+        StateError: there is none, or it belongs to another run: on every rank the same.
     """
 
     def unreadable(error: Exception) -> StateError:
         return StateError(f"{root} cannot be read ({error}); mend that, then resume.")
 
-    # One rank looks: what another sees of a network file system may be older.
-    found = together(trainer.peers, lambda: [] if trainer.peers.rank else checkpoints(root), unreadable)[0]
+    # Only one rank reads the folder: on a network file system other ranks may see an older state.
+    folders = together(trainer.peers, lambda: [] if trainer.peers.rank else checkpoints(root), unreadable)[0]
     damaged: dict[Path, str] = {}
-    for folder in reversed(found):
+    for folder in reversed(folders):
         try:
             position = trainer.load(folder)
         except DamagedCheckpoint as error:

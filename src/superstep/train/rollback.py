@@ -1,12 +1,12 @@
-"""Back to an earlier state after a step that was not taken.
+"""Rollback to an earlier state after a rejected step.
 
-    state of step  ... 300        400 401 ... 499 │ 500 refused
+    state of step  ... 300        400 401 ... 499 │ 500 rejected
                         │          └── back_steps ──┘
     there are           300, and 498 and 499 in memory
     goes on from        300; steps 301 to 399 as before, then skip_batches are left out
 
-The step changed nothing. States after the one that the run goes back to are suspected with it: those in memory are
-void, and checkpoints are moved aside, so that nothing ever goes on from them.
+The rejected step changed nothing. States after the target are suspect as well: those in memory are dropped, and
+checkpoints are moved aside, so that no run ever resumes from them.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ MEMORY = "memory"
 
 
 def go_back(trainer: Trainer, position: Position, refused: SkippedStep, report: Callable[[Event], None]) -> Position:
-    """Where the run goes on from. Every rank calls this together.
+    """The position after the rollback. Every rank calls this together.
 
     Args:
-        trainer: with its state as the step found it, or as it was found corrupt.
-        position: where training stands by that state.
-        refused: the step that does not stand.
-        report: of what is done.
+        trainer: with the state before the step, or with a corrupt state.
+        position: of that state.
+        refused: the rejected step.
+        report: receives events.
 
     Raises:
-        Fault: it has gone back often enough, or there is no state to go back to.
+        Fault: the limit of rollbacks is reached, or there is no earlier state.
     """
     if refused.corruption is not None:
         return _replay(trainer, position, refused, refused.corruption, report)
@@ -65,7 +65,7 @@ def go_back(trainer: Trainer, position: Position, refused: SkippedStep, report: 
 def _replay(
     trainer: Trainer, position: Position, refused: SkippedStep, corruption: Corruption, report: Callable[[Event], None]
 ) -> Position:
-    """Back to before something was found corrupt: from there the steps are done again."""
+    """Go back to before a corruption and repeat the steps."""
     integrity = trainer.policy.integrity
     if not integrity.note(corruption):
         raise Fault(
@@ -74,7 +74,7 @@ def _replay(
             rank=corruption.ranks[0],
             step=refused.step,
         )
-    if corruption.how == "recomputed":  # the update was not made, and the state is what it was
+    if corruption.how == "recomputed":  # without the update, the state is unchanged
         report(_event(position, refused, RollbackPoint(position), ""))
         tell(trainer, corruption, corruption.how, position.step, report)
         return position
@@ -100,12 +100,12 @@ def _replay(
 def check_state(
     trainer: Trainer, step: int, told: Callable[[Event], None], *, is_saved: bool, loss: float, grad_norm: float
 ) -> SkippedStep | None:
-    """What is wrong with the state after a step, as far as that is looked at. Every rank calls this together.
+    """Check the state after a step, if due. Every rank calls this together.
 
     Args:
-        trainer: that has taken the step.
+        trainer: after the step.
         step: its number.
-        told: of fingerprints, and of who was wrong earlier.
+        told: receives fingerprints, and the wrong ranks of earlier corruptions.
         is_saved: whether a checkpoint follows.
         loss: of the step.
         grad_norm: of the step.
@@ -125,7 +125,7 @@ def check_state(
 
 
 def tell(trainer: Trainer, corruption: Corruption, how: How, step: int, report: Callable[[Event], None]) -> None:
-    """Say which ranks were wrong. Every rank calls this together."""
+    """Report the wrong ranks. Every rank calls this together."""
     report(
         Corrupted(
             step=step,
@@ -139,7 +139,7 @@ def tell(trainer: Trainer, corruption: Corruption, how: How, step: int, report: 
 
 
 def tell_refused(trainer: Trainer, step: int, report: Callable[[Event], None]) -> None:
-    """Say which rank's snapshot was damaged, so that the disk did not get it. Every rank calls this together."""
+    """Report the rank with a damaged snapshot, which was not written to disk. Every rank calls this together."""
     refused = trainer.peers.gather(trainer.copies.take_refused())[0]
     if refused is not None:
         report(
@@ -169,12 +169,12 @@ def _event(position: Position, refused: SkippedStep, source: RollbackPoint, skip
 
 @dataclass(frozen=True, slots=True)
 class RollbackPoint:
-    """What a run goes back to.
+    """Target of a rollback.
 
     Attributes:
-        position: where training stood; None where there is no such state.
-        name: where that is from: memory, or the path of a checkpoint.
-        passed_over: what is wrong with each state that was looked at before it.
+        position: of training; None without a state.
+        name: the source: memory, or the path of a checkpoint.
+        passed_over: damage of each state that was tried before.
     """
 
     position: Position | None
@@ -183,12 +183,13 @@ class RollbackPoint:
 
 
 State = tuple[int, Path | None]
-"""The step of a state, and the checkpoint that it is in; None: it is in memory."""
+"""The step of a state, and its checkpoint; None: it is in memory."""
 
 
 def _states(trainer: Trainer, position: Position, aim: int) -> tuple[list[State], list[State]]:
-    """The states that are no younger than step ``aim``, newest first, and the others; the one in place not among them.
-    What is on its way to the disk is there before, so that it cannot come to be seen later.
+    """States up to step ``aim``, newest first, and later ones; the current state is not among them. Pending writes to
+    disk
+    finish first, so that none appears later.
     """
     trainer.copies.drain()
     peers = trainer.peers
@@ -197,7 +198,7 @@ def _states(trainer: Trainer, position: Position, aim: int) -> tuple[list[State]
     def unreadable(error: Exception) -> Fault:
         return disk_fault(error, trainer.folder.checkpoints, what="read")
 
-    # One rank looks: what another sees of a network file system may be older.
+    # Only one rank reads the folder: on a network file system other ranks may see an older state.
     on_disk = together(peers, lambda: [] if peers.rank else checkpoints(trainer.folder.checkpoints), unreadable)[0]
     states = in_memory + [(step_of(path), path) for path in on_disk]
     # Of one step, memory comes first.
@@ -206,7 +207,7 @@ def _states(trainer: Trainer, position: Position, aim: int) -> tuple[list[State]
 
 
 def _take_first(trainer: Trainer, states: list[State]) -> RollbackPoint:
-    """The first of them that is whole."""
+    """Restore the first complete state."""
     passed_over: tuple[str, ...] = ()
     for step, path in states:
         try:
@@ -219,7 +220,7 @@ def _take_first(trainer: Trainer, states: list[State]) -> RollbackPoint:
 
 
 def _void(trainer: Trainer, step: int) -> None:
-    """See that nothing goes on from a later state."""
+    """Make later states unusable."""
     trainer.copies.forget_after(step)
 
     def move() -> None:

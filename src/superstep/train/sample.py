@@ -1,4 +1,4 @@
-"""Text from a model of one's own, of which the engine knows no keys to keep: a plain loop, one token at a time."""
+"""Text from a user's own model without a KV cache: a plain loop, one token at a time."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ def generate(
     seed: int,
     end_of_text: int,
 ) -> Iterator[int]:
-    """Token after token, until the end of the text or ``tokens`` of them.
+    """Generate tokens, until the end of the text or ``tokens`` of them.
 
     Args:
         model: the trained model: tokens [1, S] to logits [1, S, V].
         prompt: at least one token.
-        tokens: the most tokens to give.
-        window_tokens: how far the model looks back: the sequence length it was trained on.
+        tokens: the most tokens.
+        window_tokens: the model's context: the sequence length of its training.
         temperature: divides the logits before drawing; 0 takes the likeliest token.
         seed: of the draws.
         end_of_text: the token that ends it.
     """
     generator = torch.Generator().manual_seed(seed)
-    seen = list(prompt)
+    tokens_so_far = list(prompt)
     for _ in range(tokens):
-        logits_V = model(torch.tensor([seen[-window_tokens:]]))[0, -1].float()
+        logits_V = model(torch.tensor([tokens_so_far[-window_tokens:]]))[0, -1].float()
         if temperature == 0:
             token = int(logits_V.argmax())
         else:
             token = int(torch.multinomial((logits_V / temperature).softmax(-1), 1, generator=generator))
         if token == end_of_text:
             return
-        seen.append(token)
+        tokens_so_far.append(token)
         yield token

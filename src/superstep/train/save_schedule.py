@@ -1,8 +1,8 @@
-"""When checkpoints are due, and what a run does where the disk does not take one: it trains on, and saves again soon.
+"""When checkpoints are due, and what follows a failed one: the run trains on, and saves again soon.
 
 save_every = 200, save_patience = 3
 
-step 200 is not saved ── the run trains on ── saves again about 30 s later ── ... ── not after step 600 either: it ends
+step 200 is not saved ── the run trains on ── saves again about 30 s later ── ... ── step 600 fails too: it ends
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from superstep.observe.events import Warned
 T = TypeVar("T")
 
 AGAIN_S = 30.0
-"""How long a run trains on before it tries again."""
+"""Seconds of training before a failed save is retried."""
 
 PAUSES_S = (1.0, 5.0, 15.0)
-"""Between tries where the run ends unless one succeeds."""
+"""Pauses between retries of the last possible save."""
 
 
 class SaveSchedule:
-    """The same on every rank.
+    """The schedule of saves, equal on every rank.
 
     Args:
         every: steps between checkpoints.
-        patience: how many times so many steps the newest checkpoint may be old.
+        patience: multiples of ``every`` that the newest checkpoint may be old.
     """
 
     def __init__(self, every: int, patience: int) -> None:
@@ -43,19 +43,19 @@ class SaveSchedule:
         return step % self._every == 0 or step == self._again
 
     def note_saved(self, step: int) -> None:
-        """The disk has the state after a step."""
+        """Record a saved step."""
         self._newest, self._again = step, None
 
     def is_too_old(self, step: int) -> bool:
-        """Whether a run that has come to a step must end if it cannot be saved."""
+        """Whether the run must end if this step cannot be saved."""
         return step - self._newest >= self._most_steps
 
     def try_again(self, step: int, step_s: float | None) -> int:
-        """Have a checkpoint due again after one that failed; after which step.
+        """Schedule the retry of a failed checkpoint; the step that it follows.
 
         Args:
             step: that was not saved.
-            step_s: what a step takes, where that is known.
+            step_s: seconds of a step, if known.
         """
         regular = step + self._every - step % self._every
         soon = regular if step_s is None else step + max(1, math.ceil(AGAIN_S / max(step_s, 1e-6)))
@@ -75,23 +75,23 @@ def attempt(
     """Save the state after a step. Every rank calls this together.
 
     Args:
-        saves: what is due.
+        saves: the schedule.
         step: finished steps.
-        write: does it; raises the same on every rank.
-        told: of what went wrong.
+        write: writes it; raises the same on every rank.
+        told: receives warnings.
         is_last: whether the run ends here.
-        step_s: what a step takes; the same on every rank.
+        step_s: seconds of a step; the same on every rank.
 
     Returns:
-        What ``write`` returned; None where the disk did not take it, and the run is to train on.
+        The result of ``write``; None if the disk failed and the run trains on.
 
     Raises:
-        DiskFault: the disk does not take it, several times, and the run ends here or the newest checkpoint is too old.
+        DiskFault: the disk failed repeatedly, and the run ends here or the newest checkpoint is too old.
     """
     pauses_s = iter(PAUSES_S)
     while True:
         try:
-            found = write()
+            written = write()
         except DiskFault as fault:
             if not is_last and not saves.is_too_old(step):
                 again = saves.try_again(step, step_s())
@@ -104,4 +104,4 @@ def attempt(
             time.sleep(pause_s)
         else:
             saves.note_saved(step)
-            return found
+            return written

@@ -1,4 +1,4 @@
-"""Saving the state after a step: by the ranks, or by who writes checkpoints from their snapshots."""
+"""Saving of the state after a step: by the ranks, or in the background from their snapshots."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from superstep.train.trainer import Trainer
 
 
 def save(trainer: Trainer, position: Position, told: Callable[[Event], None], *, is_last: bool) -> None:
-    """Write a checkpoint of where training stands; where the disk does not take it, have one due again soon.
+    """Write a checkpoint; if the disk fails, schedule another one soon.
 
     Raises:
-        Fault: the run directory was moved or removed; the state is saved where it is now, or beside.
-        DiskFault: the disk does not take it, and the run cannot go on without.
+        Fault: the run directory was moved or removed; the state is saved at its new path, or beside.
+        DiskFault: the disk fails, and the run cannot continue without a checkpoint.
     """
     start_s = time.perf_counter()
 
     def write() -> tuple[WrittenCheckpoint, RunFolderMoved | None]:
-        displaced = trainer.follow_folder()  # at each try: it may be moved between two
+        displaced = trainer.follow_folder()  # at each try: it may be moved in between
         return trainer.save(position), displaced
 
     with beside(trainer.heart, CHECKPOINT):
-        found = attempt(trainer.saves, position.step, write, told, is_last=is_last, step_s=trainer.retry_step_s)
-    if found is None:
+        result = attempt(trainer.saves, position.step, write, told, is_last=is_last, step_s=trainer.retry_step_s)
+    if result is None:
         return
-    written, displaced = found
+    written, displaced = result
     seconds = time.perf_counter() - start_s
     told(Saved(step=position.step, path=str(written.path), seconds=seconds, bytes=written.bytes))
     warn(written.problems, position, told)
@@ -45,10 +45,10 @@ def save(trainer: Trainer, position: Position, told: Callable[[Event], None], *,
 def report_flushed(
     trainer: Trainer, told: Callable[[Event], None], flushed: FlushResult, *, is_over: bool = False
 ) -> None:
-    """Tell of a checkpoint that was, or could not be, written from a snapshot; a run that is over has one to come.
+    """Report a checkpoint that was written from a snapshot, or failed; after the run's end another one follows.
 
     Raises:
-        DiskFault: it could not, and the newest checkpoint is too old to go on.
+        DiskFault: it failed, and the newest checkpoint is too old to continue.
     """
     if flushed.is_on_disk:
         trainer.saves.note_saved(flushed.step)
@@ -63,6 +63,6 @@ def report_flushed(
 
 
 def warn(problems: Sequence[str], position: Position, told: Callable[[Event], None]) -> None:
-    """Tell of what went wrong beside a checkpoint."""
+    """Report problems beside a checkpoint."""
     for problem in problems:
         told(Warned(step=position.step, text=problem))

@@ -1,4 +1,4 @@
-"""Copies of the state in memory that outlives the rank, and those that the disk shall have: what the loop asks for."""
+"""Schedule of snapshots in memory that outlives the rank, and of those that are written to disk."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ POLL_S = 0.01
 
 
 class SnapshotSchedule:
-    """One rank's; without snapshots nothing is due, and all that is asked for is on the disk.
+    """The schedule of one rank; without snapshots nothing is due, and requests go to the disk.
 
     Args:
         every: steps between two.
@@ -27,11 +27,11 @@ class SnapshotSchedule:
         """Whether who owns the memory writes checkpoints from it."""
 
     def begin(self, position: Position, told: Callable[[FlushResult], None]) -> None:
-        """Have the next step copy the state as it is now, where that is due.
+        """Let the next step copy the current state, if due.
 
         Args:
-            position: where training stands by that state.
-            told: of what has come to the disk, where its place in memory is needed.
+            position: of that state.
+            told: receives results of writes to disk, when their memory is needed.
         """
         is_wanted = self._wanted == position.step
         if self.snapshots is not None and (is_wanted or position.step % self._every == 0):
@@ -39,32 +39,32 @@ class SnapshotSchedule:
             self.snapshots.begin(position, told, is_for_disk=is_wanted)
 
     def want(self, position: Position) -> bool:
-        """Have the state as it is now written to disk while training goes on; False where nobody does so."""
+        """Request that the current state is written to disk in the background; False without snapshots on disk."""
         if self.snapshots is None or not self.is_flushed:
             return False
         self._wanted = position.step
         return True
 
     def tell(self, told: Callable[[FlushResult], None]) -> None:
-        """Tell of what has come to the disk since this was last asked."""
+        """Report writes to disk since the last call."""
         if self.snapshots is not None:
             self.snapshots.tell(told)
 
     def take_refused(self) -> DamagedSnapshot | None:
-        """The snapshot that did not come to the disk, as it was damaged; once, and on rank 0."""
+        """The damaged snapshot that was not written to disk; returned once, on rank 0."""
         return None if self.snapshots is None else self.snapshots.take_refused()
 
     def steps(self) -> set[int]:
-        """Those whose state is whole in this rank's memory."""
+        """Steps with complete state in this rank's memory."""
         return set() if self.snapshots is None else self.snapshots.steps()
 
     def forget_after(self, step: int) -> None:
-        """Have no state of a later step, nor want one."""
+        """Drop states and requests of later steps."""
         self._wanted = None
         if self.snapshots is not None:
             self.snapshots.forget_after(step)
 
     def drain(self) -> None:
-        """Wait until the disk has what it shall have, or cannot."""
+        """Wait until pending writes to disk have ended."""
         while self.snapshots is not None and self.snapshots.is_behind():
             time.sleep(POLL_S)

@@ -1,4 +1,4 @@
-"""What a rank measures of its run beside the steps: their seconds, its memory, and what MFU is held against."""
+"""Measurements of a rank: seconds of its steps, its memory, and MFU."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ WARM_UP_STEPS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeakRate:
-    """What MFU is measured by.
+    """Reference of MFU.
 
     Attributes:
-        flops_per_token: operations that training on one token needs.
+        flops_per_token: operations of training on one token.
         peak_flops: FLOP/s of one rank's device.
     """
 
@@ -26,12 +26,12 @@ class PeakRate:
 
 
 class ThroughputMeter:
-    """One rank's; made before its engine, whose memory it counts.
+    """Meter of one rank; made before its engine, to count the engine's memory.
 
     Args:
-        device: where the rank computes.
-        rate: what MFU is measured by, where it is known.
-        ranks: how many there are.
+        device: of the rank.
+        rate: reference of MFU, if known.
+        ranks: their number.
     """
 
     def __init__(self, device: Device, rate: PeakRate, ranks: int) -> None:
@@ -44,36 +44,34 @@ class ThroughputMeter:
         self._steps_s: list[float] = []
 
     def mfu(self, tokens_per_s: float) -> float | None:
-        """Model FLOP/s as a share of the ranks' peak, where that is known."""
+        """Model FLOP/s as a share of the ranks' peak; None if unknown."""
         if self._peak_flops is None or self._flops_per_token is None:
             return None
         return tokens_per_s * self._flops_per_token / self._peak_flops
 
     def memory_bytes(self) -> int:
-        """The largest memory of any rank when last asked, and this rank's now."""
+        """The largest memory of any rank at the last exchange, or this rank's now."""
         self._memory_bytes = max(self._memory_bytes, self._device.memory_bytes())
         return self._memory_bytes
 
     def ask_memory(self) -> None:
-        """Ask every rank for its memory. Every rank calls this together."""
+        """Exchange the memory of all ranks. Every rank calls this together."""
         self._memory_bytes = max(gather(self._device.memory_bytes()))
 
     def took(self, step_s: float) -> None:
-        """Note what a step took."""
         self._steps_s.append(step_s)
 
     def typical_step_s(self) -> float | None:
-        """The median step since this process began, but for the first ones, which find memory; None of fewer than
-        three.
-        """
+        """The median step since this process began, without warm-up; None of fewer than three."""
         later = self._steps_s[WARM_UP_STEPS:]
         return statistics.median(later) if later else None
 
     def peak_bytes(self) -> int | None:
-        """The most that tensors have taken on any rank since before its engine. Every rank calls this together.
+        """Peak memory of tensors on any rank since before its engine. Every rank calls this together.
 
-        None on a CPU: its process grows by libraries, by pages of the corpus and by what its allocator keeps as well,
-        by more than by a small model.
+        None on a CPU: its process also grows by libraries, by pages of the corpus and by the allocator's cache, more
+        than by a
+        small model.
         """
         if self._device.kind == "cpu":
             return None

@@ -1,10 +1,10 @@
-"""The trainer: one rank's engine, what a step is held to, the state on disk and in memory, the weights for servers.
+"""The trainer: one rank's engine, the policy of a step, state on disk and in memory, weights for servers.
 
     pretraining, sft, dpo     CorpusTrainer    batches of a corpus, validation
     rewards                   PolicyTrainer    batches of rollouts, a reference, versions of the weights
-    Tinker                    AdapterTrainer   gradients and updates as a client asks for them
+    Tinker                    AdapterTrainer   gradients and updates on a client's request
 
-What differs between them is where a batch comes from and what its loss is.
+They differ in the source of batches and in the loss.
 """
 
 from __future__ import annotations
@@ -71,21 +71,21 @@ def open_engine(world: World, run: Resolved, *, temperature: float = 1.0) -> Eng
 
 
 class Trainer:
-    """One rank's part of a model that is trained.
+    """One rank's part of a trained model.
 
     Args:
         world: the launched ranks.
         run: the resolved run.
         engine: of this rank.
         folder: the run directory.
-        identity: what a checkpoint says of its run.
+        identity: of the run, for checkpoints.
         files: texts of a checkpoint and of published weights, by name; rank 0's count.
 
     Attributes:
         peers: the ranks.
-        policy: what a step is held to.
-        copies: the state in memory that outlives this rank, where there is such.
-        saves: when checkpoints are due.
+        policy: checks of a step.
+        copies: snapshots in memory that outlives this rank, if any.
+        saves: the schedule of checkpoints.
         watch: of the run directory; None but on rank 0.
     """
 
@@ -118,24 +118,25 @@ class Trainer:
 
     @property
     def unpinned(self) -> str:
-        """Why a GPU cannot copy straight into the memory of snapshots; empty where it can, or there are none."""
+        """Why a GPU cannot copy directly into snapshot memory; empty where it can, or without snapshots."""
         return "" if self.copies.snapshots is None else self.copies.snapshots.unpinned
 
     @property
     def layers(self) -> str:
-        """What computes the layers of this rank."""
+        """Implementations of this rank's layers."""
         return self._engine.layers
 
     def describe(self) -> None:
-        """Write the program that runs into the run directory."""
+        """Write the program into the run directory."""
         write_whole(self.folder.program, write_program(self._engine.step_program))
 
     def begin(self, folder: Path | None) -> None:
-        """Start with the weights of a folder, or of a run's newest checkpoint, where one is named. Adapters are trained
-        beside them. Every rank calls this together.
+        """Start with the weights of a folder, or of a run's newest checkpoint, if given. Adapters are trained on top of
+        them.
+        Every rank calls this together.
 
         Raises:
-            StateError: there are none, or they are not this model's.
+            StateError: the weights are missing, or belong to another model.
         """
         if folder is None:
             return
@@ -143,23 +144,23 @@ class Trainer:
         def unreadable(error: Exception) -> StateError:
             return StateError(f"model.weights = '{folder}' cannot be read ({error}).")
 
-        # One rank says which: another run may be writing the next checkpoint.
-        found = together(self.peers, lambda: weights_of(folder) if not self.peers.rank else None, unreadable)[0]
-        assert found is not None
-        verify_weights(found, self.peers)
+        # One rank decides: another run may be writing the next checkpoint.
+        weights = together(self.peers, lambda: weights_of(folder) if not self.peers.rank else None, unreadable)[0]
+        assert weights is not None
+        verify_weights(weights, self.peers)
         if self.run.config.lora is not None:
-            self._train_beside(begin_base(self.run, self._engine, self.peers, found))
+            self._train_beside(begin_base(self.run, self._engine, self.peers, weights))
         else:
-            fill(found, self._engine.pieces(("weight",)), self._shapes, self.peers)
+            fill(weights, self._engine.pieces(("weight",)), self._shapes, self.peers)
         self._engine.note_loaded(0)
 
     def _train_beside(self, base: BaseWeights) -> None:
-        """Note the weights that adapters are trained beside."""
+        """Record the base weights of adapters."""
         if self.peers.rank == 0:
             self._files |= files_of(self.run, base)
 
     def load(self, checkpoint: Path) -> Position:
-        """Go on from a checkpoint; with adapters, beside the weights that it was trained beside."""
+        """Resume from a checkpoint; adapters also need their base weights."""
         require_same_run(checkpoint, self._identity)
         position = self.read(checkpoint)
         if self.run.config.lora is not None:
@@ -167,10 +168,10 @@ class Trainer:
         return position
 
     def read(self, place: Path, kinds: Sequence[Kind] = STATE) -> Position:
-        """Fill the state, or some kinds of it, from a checkpoint. Every rank calls this together.
+        """Read the state, or some kinds of it, from a checkpoint. Every rank calls this together.
 
         Raises:
-            StateError: it is damaged, or of another model: on every rank the same. Nothing has changed.
+            StateError: it is damaged, or belongs to another model: on every rank the same. Nothing has changed.
         """
         self.policy.integrity.forget()
         position = load(place, self._engine.pieces(kinds), self.peers)
@@ -178,7 +179,7 @@ class Trainer:
         return position
 
     def write(self, place: Path, position: Position) -> int:
-        """Write the state as a checkpoint; how many bytes. Every rank calls this together.
+        """Write the state as a checkpoint; its bytes. Every rank calls this together.
 
         Raises:
             DiskFault: the disk does not take it: on every rank the same.
@@ -187,16 +188,16 @@ class Trainer:
         return save(place, self._engine.pieces(STATE), position, self.peers, tensors=shapes, beside=self._files)
 
     def keep_snapshots(self, memory: SnapshotMemory, recovered: int | None, *, epoch: int = 0) -> Position | None:
-        """Copy the state into a memory that outlives this rank, from here on.
+        """Start to copy the state into memory that outlives this rank.
 
         Args:
             memory: of this rank.
-            recovered: the step whose state is in it and shall be gone on from, if any.
-            epoch: how often launchers of several hosts have started ranks: none of them has all memories, and ranks
-                write checkpoints. 0 where one launcher does.
+            recovered: the step in it to resume from, if any.
+            epoch: number of starts by launchers of several hosts: none of them has all memories, and ranks write
+                checkpoints. 0 with one launcher.
 
         Returns:
-            Where training stands, if that.
+            The resumed position, if any.
         """
         self.copies.snapshots = snapshots = self._engine.keep_snapshots(memory)
         self.copies.is_flushed = epoch == 0
@@ -210,10 +211,10 @@ class Trainer:
         return position
 
     def restore(self, step: int) -> Position:
-        """Go back to the state of a step that is whole in memory, on every rank. Every rank calls this together.
+        """Restore a complete state from memory, on every rank. Every rank calls this together.
 
         Raises:
-            Damaged: some rank's has other bits than were copied; on every rank the same, before anything is changed.
+            Damaged: a rank's copy has other bits than were copied; on every rank the same, before anything is changed.
         """
         assert self.copies.snapshots is not None
         is_damaged = self.peers.gather(self.copies.snapshots.is_damaged(step))
@@ -227,22 +228,22 @@ class Trainer:
         return position
 
     def recall(self, position: Position) -> None:
-        """Remember what this run has told of its steps before, and saved. Every rank calls this together."""
+        """Restore the run's history from its metrics and checkpoints. Every rank calls this together."""
         spikes = self.policy.spikes
         known = list(read(self.folder.metrics)) if not self.peers.rank and self.folder.metrics.exists() else []
         taken = [line for line in known if line.get("event") == "step" and line["step"] <= position.step]
         wanted = [line for line in known if line.get("event") == "rolled_back"] + taken[-spikes.window_steps :]
-        found = [] if self.peers.rank else checkpoints(self.folder.checkpoints)
-        lines, newest = self.peers.gather((wanted, step_of(found[-1]) if found else 0))[0]
+        saved = [] if self.peers.rank else checkpoints(self.folder.checkpoints)
+        lines, newest = self.peers.gather((wanted, step_of(saved[-1]) if saved else 0))[0]
         spikes.recall(lines, position.step)
         self.saves.note_saved(newest)
 
     def pieces(self, kinds: Sequence[Kind]) -> Iterator[TensorPiece]:
-        """What this rank holds of the state."""
+        """This rank's pieces of the state."""
         return self._engine.pieces(kinds)
 
     def learning_rate(self, step: int) -> float:
-        """The rate of the update that follows ``step`` finished steps."""
+        """The rate of the update after ``step`` finished steps."""
         return rate(self.run.config.train, step)
 
     def is_saved(self, step: int) -> bool:
@@ -266,15 +267,14 @@ class Trainer:
             batch: the rows of this rank.
             lr: the learning rate.
             step: its number.
-            objective: what is made of the batch's streams; None means what ``train.loss`` says.
-            weighed: the loss of whole answers, where the batch's weights were found by it.
+            objective: of the batch's streams; None means the loss of ``train.loss``.
+            weighed: the loss of whole sequences, if the batch's weights come from it.
             inspect: called when the gradients are final, before the update.
-            rows_of: the rows of any data-parallel place: then the gradient may be held against what other ranks make
-                of it.
+            rows_of: the rows of any data-parallel place, for the recheck of the gradient.
 
         Raises:
-            Fault: what torch raised, with the instruction that it was raised in; or the policy refuses the step, and
-                there are no rules to go back by.
+            Fault: an error of torch, with its instruction; or the policy rejects the step, and there are no rules for a
+                rollback.
         """
         divisor = batch.divisor or batch.valid_tokens
         loss = None if weighed is None else weighed.loss / divisor
@@ -303,14 +303,14 @@ class Trainer:
 
     @contextmanager
     def _recording(self, step: int) -> Iterator[Recorder]:
-        """Note when each instruction of a step runs."""
+        """Record the time of each instruction of a step."""
         del step
         self._record = HostRecorder()
         yield self._record
 
     def _fault(self, error: RuntimeError, step: int) -> Fault:
         instructions = self._engine.newest_program.ranks[self._mesh.at.pp]
-        # What is on record has been issued; the next one was not.
+        # Recorded instructions were issued; the next one failed.
         at = self._record.issued
         return Fault(
             str(error).partition("\n")[0],
@@ -323,7 +323,7 @@ class Trainer:
         """Stop before a broken state is saved.
 
         Raises:
-            Fault: the loss or the gradient norm is not a number.
+            Fault: the loss or the gradient norm is not finite.
         """
         if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
             raise Fault(
@@ -342,8 +342,7 @@ class Trainer:
         return self._engine.logprobs(microbatches_of(batch, self.run.plan, self._mesh))
 
     def save(self, position: Position) -> WrittenCheckpoint:
-        """Write a checkpoint, unless it is there; then drop checkpoints that are too old. Every rank calls this
-        together.
+        """Write a checkpoint, unless it exists; then drop old checkpoints. Every rank calls this together.
 
         Raises:
             DiskFault: the disk does not take the checkpoint: on every rank the same.
@@ -355,27 +354,26 @@ class Trainer:
         return WrittenCheckpoint(place, size, drop_old(place, self.run.config.state.keep, self.peers))
 
     def retry_step_s(self) -> float | None:
-        """What a step takes, by which a checkpoint that failed is due again; None: with the next regular one. Every
-        rank calls this together.
+        """Seconds of a step, for the retry of a failed checkpoint; None: retry with the next regular one. Every rank
+        calls
+        this together.
         """
         return None
 
     def look_at_folder(self) -> None:
-        """Ask for a stop after the step where the run directory is no longer where it was."""
+        """Request a stop after the step if the run directory was moved or removed."""
         if self.watch is not None and self.watch.look():
             self._stop.ask()
 
     def follow_folder(self) -> RunFolderMoved | None:
-        """Save where the run directory is now; None where it is where it was. Every rank calls this together."""
-        found = follow(self.watch, self.peers, self.folder)
-        if found is not None:
-            self.folder = RunFolder(root=found.now)
-        return found
+        """Move to the run directory's new path; None if it is unchanged. Every rank calls this together."""
+        moved = follow(self.watch, self.peers, self.folder)
+        if moved is not None:
+            self.folder = RunFolder(root=moved.now)
+        return moved
 
     def flushed_to(self, step: int) -> Path | None:
-        """Where the checkpoint is that was written from a snapshot; None where it went with a run directory that was
-        removed.
-        """
+        """The checkpoint that was written from a snapshot; None if it was removed with the run directory."""
         place, old_place = (checkpoint_at(each.checkpoints, step) for each in (self.folder, self._began_in))
         if place == old_place:
             return place
@@ -386,21 +384,21 @@ class Trainer:
 
         Args:
             root: the folder of snapshots, such as one in /dev/shm; all ranks see it.
-            position: where training stands.
-            keep: newest snapshots that stay in any case.
+            position: of training.
+            keep: newest snapshots that always stay.
         """
         return publish(
             self._engine, root, self.peers, shapes=self._shapes, position=position, beside=self._files, keep=keep
         )
 
     def offload(self, folder: Path | None = None) -> OffloadedBuffers:
-        """Give the memory of training back until the returned value's ``wake``, as while the same ranks serve.
+        """Free the memory of training until the returned value's ``wake``, as while the same ranks serve.
 
         Args:
-            folder: for a file with what was held; None keeps that in the host's memory.
+            folder: for a file with the state; None keeps it in the host's memory.
         """
         return self._engine.sleep(folder)
 
     def close(self) -> None:
-        """Give the process groups back."""
+        """Destroy the process groups."""
         self._mesh.destroy()

@@ -1,15 +1,15 @@
-"""Silent corruption: bits that are not what was computed, found before they are saved as good.
+"""Silent corruption: state with bits that were not computed, detected before it is saved.
 
     step s                                  step s + 1
     ... update ─ check ──────────────────── at rest? ─ update ...
          │        │                          │          │
          │        copies on other ranks      │          each unit still has these sums when it is read
          │        have the same sums         nothing has written to the state since
-         the sums of each unit, as it is written (``train.policy.state_sums``): the check finds them still
+         the sums of each unit, as it is written (``train.policy.state_sums``): the check compares them
 
-Ranks that hold the same part of a tensor compare the sums of its bits. Where they differ, most of them are right; where
-there are two, the steps are done again, and the one that is farther from what comes out then was wrong. What one rank
-alone holds can only be compared with its own sums: between two updates it changes where memory does, on that rank.
+Ranks that hold the same part of a tensor compare the sums of its bits. Where they differ, the majority is right; with
+two ranks the steps are computed again, and the rank that is farther from the result was wrong. State without a copy on
+another rank can only be compared with its own sums: if it changes between two updates, that rank's memory is at fault.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ from superstep.train.policy.state_sums import StateSums
 
 KINDS: tuple[Kind, ...] = (*STATE, "gradient")
 MOST_TIMES = 3
-"""How often state is found corrupt before the run ends."""
+"""Corrupt states after which the run ends."""
 
 How = Literal["majority", "replay", "at rest", "recomputed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corruption:
-    """State that is not what was computed.
+    """Corrupt state.
 
     Attributes:
-        step: the step after which it was found.
+        step: the step after which it was detected.
         what: the tensors, in words.
-        ranks: those that were wrong; those that contradict each other, while that is not known.
-        how: how it is known; None: it is to be found out by doing the steps again.
-        elements: what the ranks hold.
+        ranks: those that were wrong; while that is unknown, those that differ.
+        how: how this was decided; None: the steps are to be computed again.
+        elements: values on the ranks.
     """
 
     step: int
@@ -71,11 +71,11 @@ class Corruption:
 
 
 class Integrity:
-    """One rank's.
+    """Integrity checks of one rank.
 
     Args:
-        every: steps between two checks; None makes none.
-        engine: what holds the state.
+        every: steps between two checks; None disables them.
+        engine: holds the state.
         peers: the ranks.
     """
 
@@ -93,39 +93,39 @@ class Integrity:
         self._found: Corruption | None = None
 
     def begin(self, step: int) -> None:
-        """The state after a step is taken for good, from where training goes on. Every rank calls this together."""
+        """Accept the state after a step as correct; training continues from it. Every rank calls this together."""
         self._passed.extend((step, step))
         if self.every is not None:
             self._look()
             self._own.take()
 
     def forget(self) -> None:
-        """Another state is loaded: what was known of the one before says nothing of it."""
+        """Drop the sums, because another state is loaded."""
         if self._sums is not None:
             self._sums.forget()
 
     def watch(self, *, is_due: bool) -> None:
-        """Before a step: whether the state after it is looked at."""
+        """Before a step: set whether the state after it is checked."""
         if self._sums is not None:
             self._sums.is_wanted = is_due
 
     @property
     def aim(self) -> int:
-        """The newest step of which no copy can have caught what was found: one before the last that was."""
+        """The newest step with copies that predate the detected corruption: the check before the last one."""
         return self._passed[0]
 
     def note(self, corruption: Corruption) -> bool:
-        """Take a finding in; whether the run may still be gone on with."""
+        """Record a corruption; False if the run must end."""
         self._times += 1
         self._pending = corruption if corruption.how is None else None
         return self._times <= MOST_TIMES
 
     def is_due(self, step: int, *, is_saved: bool) -> bool:
-        """Whether the state after a step is looked at: what will be saved always is."""
+        """Whether the state after a step is checked; always before it is saved."""
         return self.every is not None and (is_saved or step % self.every == 0)
 
     def resolved(self, step: int) -> Corruption | None:
-        """What the steps, done again, say of an earlier finding, where they have come to it. Every rank calls this
+        """Decide an earlier corruption from recomputed steps, once they reach its step. Every rank calls this
         together.
         """
         pending = self._pending
@@ -140,7 +140,7 @@ class Integrity:
         return Corruption(step=step, what=pending.what, ranks=ranks or pending.ranks, how="replay")
 
     def check(self, step: int) -> tuple[dict[Kind, str], Corruption | None]:
-        """The fingerprint of each kind of state, and what is wrong, if anything. Every rank calls this together."""
+        """The fingerprint of each kind of state, and the corruption, if any. Every rank calls this together."""
         pieces = self._look()
         sums = bit_sums(pieces)
         device = self._engine.mesh.device.torch
@@ -165,7 +165,7 @@ class Integrity:
         wrong = self._find_changed(step, self._own.changed(state))
         if wrong is not None:
             return prints, wrong
-        # Copies that are all alike sum to a multiple of each; 64 bits wrap around for both sides alike.
+        # Equal copies sum to a multiple of each; 64-bit overflow is the same on both sides.
         is_wrong = (summed[slots] != count * sums[at]).any().to(torch.int64).view(1)
         if int(sum_over(is_wrong, self._engine.mesh.world)):
             return prints, self._suspect(step, pieces)
@@ -174,19 +174,20 @@ class Integrity:
         return prints, None
 
     def gradient(self) -> str:
-        """The fingerprint of the gradient that the ranks have now. Every rank calls this together."""
+        """The fingerprint of the ranks' current gradient. Every rank calls this together."""
         owned = [piece for piece in self._look() if piece.kind == "gradient" and piece.is_owner]
         device = self._engine.mesh.device.torch
         total = (bit_sums(owned).to(device) * salts(owned).to(device)).sum().view(1)
         return fingerprint_text(int(sum_over(total, self._engine.mesh.world)))
 
     def note_recomputed(self, corruption: Corruption) -> None:
-        """That the gradient of the step to come is not what other ranks make of it."""
+        """Record that the gradient of the next step differs from other ranks'."""
         self._found = corruption
 
     def at_rest(self, step: int) -> str:
-        """Why the step to come may not be taken: the state has changed since it was checked after ``step``. Every rank
-        calls this together.
+        """Why the next step must not run: the state has changed since its check after ``step``; empty if it has not.
+        Every
+        rank calls this together.
         """
         if self._sums is None or not self._sums.are_known:
             return ""
@@ -197,12 +198,11 @@ class Integrity:
         return f"{corruption.what} changed in the memory of {ranks_text(corruption.ranks)} since step {step}"
 
     def _find_changed(self, step: int, changed: torch.Tensor) -> Corruption | None:
-        """Which ranks' state something else than an update has changed, up to or in a step. Every rank calls this
-        together.
+        """Ranks with state that changed outside of an update, up to or in a step. Every rank calls this together.
 
         Args:
-            step: in which that is seen.
-            changed: of each of this rank's pieces.
+            step: the step of the check.
+            changed: for each of this rank's pieces.
         """
         wrong = torch.zeros(self._peers.size, dtype=torch.int64, device=self._engine.mesh.device.torch)
         wrong[self._peers.rank] = changed.any()
@@ -226,21 +226,21 @@ class Integrity:
 
     @property
     def has_found(self) -> bool:
-        """Whether the last step came upon something."""
+        """Whether the last step detected a corruption."""
         return self._found is not None
 
     def take(self) -> Corruption | None:
-        """What ``at_rest`` has found; once."""
+        """The corruption that ``at_rest`` detected; returned once."""
         corruption, self._found = self._found, None
         return corruption
 
     def hosts(self, ranks: Sequence[int]) -> tuple[str, ...]:
-        """The hosts of ranks. Every rank calls this together."""
+        """Host names of ranks. Every rank calls this together."""
         every = self._peers.gather(platform.node())
         return tuple(every[rank] for rank in ranks)
 
     def _look(self) -> list[TensorPiece]:
-        """This rank's pieces, the state first. Once, the ranks tell each other which parts they hold."""
+        """This rank's pieces, the state first. The first call exchanges between ranks which parts they hold."""
         if not self._pieces:
             pieces = [*self._engine.pieces(STATE), *self._engine.pieces(("gradient",))]
             self._pieces = [piece for piece in pieces if piece.values.numel()]
@@ -254,7 +254,7 @@ class Integrity:
         return self._pieces
 
     def _suspect(self, step: int, pieces: Sequence[TensorPiece]) -> Corruption:
-        """Which elements ranks hold with different bits, and which of them are outvoted."""
+        """Elements in which ranks differ, and the outvoted ranks."""
         held = {part: piece for piece in pieces if (part := part_of(piece)) in set(self._shared)}
         sums = self._peers.gather({part: block_sums(piece.values) for part, piece in held.items()})
         blocks = {part: differing({rank: sums[rank][part] for rank in self._holders[part]}) for part in self._shared}
@@ -280,11 +280,10 @@ class Integrity:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Ranks in words."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _list_names(names: Sequence[str]) -> str:
-    """The first of some names, and how many others there are."""
+    """The first of some names, and the number of the others."""
     first, *others = dict.fromkeys(names)
     return f"{first} and {len(others)} other tensors" if others else first

@@ -1,12 +1,12 @@
-"""A step's gradient, computed by other ranks: what one rank alone computes, held against what another does.
+"""Recheck of a step's gradient: ranks compute each other's rows and compare.
 
     place of dp     0    1    2        rows of the batch
     recomputed      x1   x2   x0       each computes those of the next
     the step        x0   x1   x2       its own
 
-In exact mode the sums over places have the same bits whoever computes which rows, so that a difference is an error of a
-processor. It is seen before the update, which is then not made. After that each place's rows are computed alone, by
-three places where there are so many: the one that others contradict is named.
+In exact mode the sums over places have the same bits, whichever rank computes which rows, so a difference is a
+processor's error. It is detected before the update, which is then skipped. Then each place's rows are computed alone,
+by three places if possible: the one that differs from the others is named.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from superstep.plan.resolution.resolve import Plan
 from superstep.train.policy.corruption_check import Corruption, Integrity
 
 Compute = Callable[[int, int], str]
-"""The fingerprint of the gradient of one place's rows, computed by another: (whose rows, who computes)."""
+"""The fingerprint of one place's gradient, computed by a place: (place of the rows, computing place)."""
 
 RowsOf = Callable[[int], Batch]
-"""The rows of the global batch that a data-parallel place trains on, given the place."""
+"""The rows of the global batch of a data-parallel place."""
 
 MOST_VOTES = 3
 
 RECOMPUTED, DIFFERS = "recomputed", "its gradient is not what other ranks compute"
-"""Why a step is not taken."""
+"""Reasons of rejected steps."""
 
 
 class GradientRecheck:
-    """One rank's.
+    """The recheck of one rank.
 
     Args:
-        every: steps between two that are computed twice; None computes none.
+        every: steps between two rechecks; None disables them.
         plan: of the run.
-        engine: computes.
-        integrity: reads the gradient.
+        engine: computes the gradient.
+        integrity: computes its fingerprint.
     """
 
     def __init__(self, every: int | None, plan: Plan, engine: Engine, integrity: Integrity) -> None:
@@ -54,12 +54,12 @@ class GradientRecheck:
         self._integrity = integrity
 
     def is_due(self, step: int) -> bool:
-        """Whether the gradient of a step is computed twice."""
         return self._every is not None and step % self._every == 0
 
     def gradient(self, rows_of: RowsOf, objective: Objective | None, *, shift: int, only: int | None = None) -> str:
-        """The fingerprint of a global batch's gradient, where each place of dp computes the rows of another; of one
-        place's rows only, if that is asked for. The state stays as it is. Every rank calls this together.
+        """The fingerprint of a global batch's gradient, where each place of dp computes another's rows; of place
+        ``only`` alone,
+        if given. The state does not change. Every rank calls this together.
         """
         mesh = self._engine.mesh
         place = (mesh.at.dp + shift) % mesh.shape.dp
@@ -77,8 +77,8 @@ class GradientRecheck:
         return self._integrity.gradient() if result.refused == RECOMPUTED else result.refused
 
     def blame(self, rows_of: RowsOf, objective: Objective | None, step: int) -> Corruption:
-        """Which ranks compute a step's gradient otherwise than others do; all, where that cannot be told. Every rank
-        calls this together.
+        """Ranks with a wrong gradient of a step; all ranks if that cannot be decided. Every rank calls this
+        together.
         """
         shape = self._engine.mesh.shape
 
@@ -91,11 +91,11 @@ class GradientRecheck:
 
 
 def wrong_places(compute: Compute, places: int) -> tuple[int, ...]:
-    """The places that compute otherwise than most, or than themselves; none where that cannot be told."""
+    """Places that differ from the majority or from themselves; empty if that cannot be decided."""
     wrong: set[int] = set()
     for rows in range(places):
         who = [(rows - shift) % places for shift in range(min(MOST_VOTES, places))]
-        # Of two, each computes twice: what does not agree with itself is wrong.
+        # With two places, each computes twice: one that differs from itself is wrong.
         times = 1 if places >= MOST_VOTES else 2
         gradients = {place: [compute(rows, place) for _ in range(times)] for place in who}
         wrong |= {place for place, prints in gradients.items() if len(set(prints)) > 1}

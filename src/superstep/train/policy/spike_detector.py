@@ -1,11 +1,11 @@
-"""Which steps a run does not take, and which data it leaves out: what it has to remember for that.
+"""Spike detector: steps that a run rejects, and data that it skips.
 
     loss  ╷                        ·         mean + sigmas · standard deviation
           │ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─
           │ . ' . · . ' · . . ' .            the window: the steps before
           └──────────────────────────────
 
-It is told what all ranks know and nothing else, so that each of them comes to the same.
+Its inputs are equal on all ranks, so that every rank decides the same.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from superstep.plan.skip_and_rollback import batches_left_out
 from superstep.train.policy.corruption_check import Corruption
 
 LEAST_SPREAD = 1e-6
-"""Of a mean: less is rounding, where all steps are alike."""
+"""Smallest spread, relative to the mean: below it is rounding, where all steps are alike."""
 
 
 @dataclass(frozen=True, slots=True)
 class SkippedStep:
-    """A step that was not taken.
+    """A rejected step.
 
     Attributes:
         step: its number.
         why: the rule that it broke, with the figures.
-        corruption: what was found wrong with the state, if that is why.
+        corruption: of the state, if that is the reason.
     """
 
     step: int
@@ -43,11 +43,11 @@ class SkippedStep:
 
 
 class SpikeDetector:
-    """One run's.
+    """The detector of one run.
 
     Args:
-        rules: which steps are not taken; None takes all.
-        skip: what is left out, as ``train.skip`` has it.
+        rules: for rejected steps; None accepts all.
+        skip: data to skip, as in ``train.skip``.
     """
 
     def __init__(self, rules: RollbackConfig | None, skip: Iterable[str]) -> None:
@@ -59,7 +59,7 @@ class SpikeDetector:
         self._last_refused = 0
 
     def why_not(self, loss: float, grad_norm: float) -> str:
-        """Why a step is not to be taken; empty where it is."""
+        """Why a step is rejected; empty if it is accepted."""
         if self.rules is None:
             return ""
         rules = (("loss", loss, self.rules.loss_sigmas, 1), ("gradient norm", grad_norm, self.rules.norm_sigmas, 2))
@@ -79,19 +79,19 @@ class SpikeDetector:
         return ""
 
     def took(self, step: int, loss: float, grad_norm: float) -> None:
-        """Note a step that was taken."""
+        """Record an accepted step."""
         self._window.append((step, loss, grad_norm))
 
     def batches_left_out_after(self, step: int) -> int:
-        """How many batches are left out after a step."""
+        """Number of batches to skip after a step."""
         return self._left_out.get(step, 0)
 
     def next_gap(self, step: int, last: int) -> int:
-        """The next step after which data is left out, ``last`` at the latest."""
+        """The next step after which data is skipped, at most ``last``."""
         return min([last, *(each for each in self._left_out if each > step)])
 
     def is_hopeless(self, refused: SkippedStep) -> bool:
-        """Whether the run has gone back often enough; counts this one."""
+        """Count a rollback; whether there were too many."""
         assert self.rules is not None
         self._count(refused.step)
         return self._repeats > self.rules.repeats
@@ -102,18 +102,19 @@ class SpikeDetector:
         self._last_refused = max(self._last_refused, refused)
 
     def forget_after(self, step: int) -> None:
-        """Forget what came after a step."""
+        """Drop records after a step."""
         while self._window and self._window[-1][0] > step:
             self._window.pop()
 
     def go_back(self, step: int, refused: SkippedStep) -> str:
-        """Forget what came after a step; what of the data is left out from there on, as ``train.skip`` has it."""
+        """Drop records after a step; returns the data to skip from there on, in the format of ``train.skip``."""
         assert self.rules is not None
         self.forget_after(step)
         if not self.rules.skip_batches:
             return ""
-        # Where the state is an older one, the steps to there are done again as they were; where it is a younger one,
-        # what came before it is not left out any more.
+        # If the run goes back further, the steps up to the aim are repeated unchanged; if less far, batches before that
+        # state
+        # are not skipped any more.
         aim = refused.step - 1 - self.rules.back_steps
         after = max(step, aim)
         batches = self.rules.skip_batches - (after - aim)
@@ -124,7 +125,7 @@ class SpikeDetector:
         self._left_out[after] = self._left_out.get(after, 0) + batches
 
     def recall(self, lines: Iterable[Mapping[str, Any]], step: int) -> None:
-        """Take in what the run has told of its steps up to ``step``, in ``metrics.jsonl``."""
+        """Restore from the run's ``metrics.jsonl``, up to ``step``."""
         for line in (line for line in lines if line.get("step", 0) <= step):
             match line["event"]:
                 case "step" if line["loss"] is not None and line["grad_norm"] is not None:

@@ -1,9 +1,8 @@
-"""The sums of the bits of one rank's state, as its updates write them: what nothing else may change.
+"""Bit sums of one rank's state, taken as updates write it: nothing else may change it.
 
-    update of unit u          before_update: has it changed since?    after_update: these are its sums now
+    update of unit u          before_update: has it changed since?    after_update: take its new sums
 
-Sums are taken unit by unit: between what an update writes and its sum, or a comparison and what the update reads, lies
-no more than the update of one unit.
+Sums are taken unit by unit: at most one unit's update lies between a write and its sum, or a comparison and the read.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from superstep.state.tensor_piece import TensorPiece
 
 
 class StateSums:
-    """Of one rank; a watcher of its optimizer.
+    """Sums of one rank; an observer of its optimizer.
 
     Args:
-        pieces: of the state that it trains: views of the buffers.
+        pieces: of the trained state: views of the buffers.
         buffers: of every unit that the optimizer updates.
     """
 
@@ -42,29 +41,28 @@ class StateSums:
 
     @property
     def are_known(self) -> bool:
-        """Whether there is something to compare with."""
         return self._sums is not None
 
     def take(self, sums: Tensor | None = None) -> None:
-        """The state is what it is to be; its sums, where they are known already."""
+        """Accept the current state; ``sums`` are its sums, if known."""
         self._sums = bit_sums(self._pieces) if sums is None else sums.clone()
         self._has_changed = None
 
     def forget(self) -> None:
-        """The state is written to from elsewhere."""
+        """Drop the sums: the state is written outside of an update."""
         self._sums = self._has_changed = None
 
     def changed(self, sums: Tensor) -> Tensor:
-        """Which pieces were changed by something else, bool [pieces]; none where nothing is known.
+        """Pieces that something else changed, bool [pieces]; all False without sums.
 
         Args:
-            sums: of the pieces as they are now.
+            sums: of the current pieces.
         """
         changed = torch.zeros_like(sums, dtype=torch.bool) if self._has_changed is None else self._has_changed
         return changed if self._sums is None else changed | (sums != self._sums)
 
     def before_update(self, buffers: UnitBuffers) -> None:
-        """An update is about to read a unit."""
+        """Compare a unit before an update reads it."""
         numbers, at = self._of[id(buffers)], self._at[id(buffers)]
         if self._sums is not None and numbers:
             changed = torch.zeros_like(self._sums, dtype=torch.bool)
@@ -72,7 +70,7 @@ class StateSums:
             self._has_changed = changed if self._has_changed is None else self._has_changed | changed
 
     def after_update(self, buffers: UnitBuffers) -> None:
-        """An update has written a unit."""
+        """Take a unit's sums after its update."""
         numbers = self._of[id(buffers)]
         if not self.is_wanted:
             self._sums = None

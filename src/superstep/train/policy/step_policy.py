@@ -1,6 +1,6 @@
-"""What a step is held to before its update is made: its loss and norm, the state at rest, the gradient of other ranks.
+"""Checks of a step before its update: loss and norm, the state at rest, the gradient of other ranks.
 
-judge_of(step) ──► the engine runs the program ──► judge(loss, norm): why the update may not be made, or ""
+judge_of(step) ──► the engine runs the program ──► judge(loss, norm): why the update is rejected, or ""
                                                      └─► explain: which ranks were wrong, where that is why
 """
 
@@ -17,7 +17,7 @@ from superstep.train.policy.spike_detector import SkippedStep, SpikeDetector
 
 
 class StepPolicy:
-    """One rank's; every rank comes to the same.
+    """The policy of one rank; all ranks decide the same.
 
     Args:
         run: the resolved run.
@@ -25,8 +25,8 @@ class StepPolicy:
         peers: the ranks.
 
     Attributes:
-        spikes: which steps are not taken, and which data is left out.
-        integrity: what is known of the state's bits.
+        spikes: rejected steps and skipped data.
+        integrity: checks of the state's bits.
     """
 
     def __init__(self, run: Resolved, engine: Engine, peers: RankPeers) -> None:
@@ -42,13 +42,13 @@ class StepPolicy:
     def judge_of(
         self, step: int, *, is_saved: bool, loss: float | None, rows_of: RowsOf | None, objective: Objective | None
     ) -> Judge | None:
-        """What is asked before the update of a step; None where nothing is. Every rank calls this together.
+        """The check before the update of a step; None without one. Every rank calls this together.
 
         Args:
             step: its number.
             is_saved: whether a checkpoint follows it.
-            loss: in the place of the engine's; None takes the engine's.
-            rows_of: the rows of each data-parallel place; None: the gradient is not computed twice.
+            loss: replaces the engine's; None uses the engine's.
+            rows_of: the rows of each data-parallel place; None disables the recheck of the gradient.
             objective: of the step.
         """
         self.integrity.watch(is_due=self.integrity.is_due(step, is_saved=is_saved))
@@ -67,10 +67,10 @@ class StepPolicy:
         return judge
 
     def explain(self, result: StepResult, step: int, rows_of: RowsOf | None, objective: Objective | None) -> None:
-        """Find out who was wrong where a gradient was not what other ranks compute. Every rank calls this together.
+        """Find the wrong ranks if a gradient differed from other ranks'. Every rank calls this together.
 
         Raises:
-            Fault: the step was refused, and there are no rules to go back by: a sum has left its exact range.
+            Fault: the step was rejected, and there are no rules for a rollback: a sum has left its exact range.
         """
         if result.refused == DIFFERS:
             assert rows_of is not None
@@ -79,5 +79,5 @@ class StepPolicy:
             raise Fault(result.refused, rank=self._rank, step=step)
 
     def skipped(self, result: StepResult, step: int) -> SkippedStep:
-        """A step that was refused."""
+        """The record of a rejected step."""
         return SkippedStep(step, result.refused, result.loss, result.grad_norm, self.integrity.take())

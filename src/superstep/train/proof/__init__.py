@@ -1,1 +1,1 @@
-"""The proof of a layout: a run beside one process, tensor by tensor or bit by bit, and through a restart."""
+"""The proof of a layout: against one process, within a tolerance or bit by bit, and through a restart."""

@@ -1,9 +1,9 @@
-"""Every layout that fits a number of ranks, for ``prove --all``.
+"""Every layout of a number of ranks, for ``prove --all``.
 
-The degrees of the mesh are crossed in full, and each mesh meets every schedule and every ZeRO stage that it can have.
-What is independent of them (recompute, sequence parallelism, ring or Ulysses, replicas, uneven stages, rules that leave
-matrices whole, tied or untied head, packed or padded sequences, the size of a microbatch) is dealt out in turn, so that
-every value meets every axis without a product of all.
+All degrees of the mesh are combined, and each mesh with each of its schedules and ZeRO stages. Independent settings
+(recompute, sequence parallelism, ring or Ulysses, replicas, uneven stages, rules that leave matrices whole, tied or
+untied head, packed or padded sequences, the microbatch size) rotate, so that every value meets every axis without a
+product of all.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ RULES: tuple[tuple[tuple[str, Rule], ...], ...] = ((), (("ffn", "none"),), (), (
 
 
 def layouts(config: RunConfig, world: int) -> Iterator[Resolved]:
-    """The resolved runs, all with ``world`` ranks. What the model or the batch does not allow is left out.
+    """Resolved runs with ``world`` ranks. Layouts that the model or the batch does not allow are left out.
 
-    In exact mode all have the microbatch of ``config.plan``, or of one sequence: bits depend on it.
+    In exact mode all have the microbatch of ``config.plan``, or one sequence: bits depend on it.
     """
     number = 0
     for mesh in _meshes(world):
@@ -45,17 +45,17 @@ def _meshes(world: int) -> Iterator[MeshShape]:
 
 
 def _ways(mesh: MeshShape) -> Iterator[PlanConfig]:
-    """Schedule and ZeRO stage: as many pairs as it takes for each to come up."""
+    """Pairs of schedule and ZeRO stage, as many as it takes to use each once."""
     schedules = list(_schedules(mesh.pp))
     zeros = range(4) if mesh.data > 1 else range(1)
     for at in range(max(len(schedules), len(zeros))):
-        # Round and round, a step further each time, so that pairs differ between meshes.
+        # Rotate by one more step each time, so that pairs differ between meshes.
         turn = mesh.pp + mesh.cp + mesh.tp
         yield replace(schedules[at % len(schedules)], zero=zeros[(at + turn + at // len(zeros)) % len(zeros)])
 
 
 def _rules(config: RunConfig, number: int) -> tuple[tuple[str, Rule], ...]:
-    """The run's own; of a decoder of ours in fast mode, in turn with others over them."""
+    """The run's own rules; for our decoder in fast mode, further rules in turn."""
     own = dict(config.plan.rules)
     if config.model.source is not None or config.numerics.exact:
         return config.plan.rules
@@ -78,7 +78,7 @@ def _schedules(pp: int) -> Iterator[PlanConfig]:
 
 
 def _dealt(config: RunConfig, way: PlanConfig, mesh: MeshShape, number: int) -> PlanConfig:
-    """What this layout's turn has for it."""
+    """The rotating settings of one layout."""
     can_replicate = mesh.data % 4 == 0 or (mesh.data > 2 and mesh.data % 2 == 0)
     plan = replace(
         way,
@@ -97,14 +97,14 @@ def _dealt(config: RunConfig, way: PlanConfig, mesh: MeshShape, number: int) -> 
 
 
 def _experts(config: RunConfig, mesh: MeshShape, number: int) -> int:
-    """In turn every number of ranks that can share out the experts."""
+    """In turn, every number of ranks that can share the experts."""
     moe = None if config.model.source else shape_of(config.model).moe
     choices = [n for n in divisors(mesh.world // mesh.pp) if moe is not None and moe.experts % n == 0] or [1]
     return choices[number % len(choices)]
 
 
 def _uneven(config: RunConfig, plan: PlanConfig) -> PlanConfig:
-    """The plan with as many units as can be on its first stage; of a decoder of ours."""
+    """A plan of our decoder with as many units as possible on its first stage."""
     if config.model.source is not None:
         return plan
     others = plan.pp * plan.chunks - 1
@@ -113,8 +113,8 @@ def _uneven(config: RunConfig, plan: PlanConfig) -> PlanConfig:
 
 
 def _first(config: RunConfig, plan: PlanConfig, mesh: MeshShape, number: int, world: int) -> Resolved | None:
-    """The layout with the first microbatch size that it can have; a ring where heads are too few for Ulysses, no
-    expert parallelism where it does not go with replicas.
+    """The layout with the first valid microbatch size; with a ring if heads are too few for Ulysses, and without expert
+    parallelism if that does not go with replicas.
     """
     tries: tuple[tuple[Context, int], ...] = ((plan.context, plan.ep), ("ring", plan.ep), ("ring", 1))
     for context, ep in dict.fromkeys(tries):
@@ -126,7 +126,7 @@ def _first(config: RunConfig, plan: PlanConfig, mesh: MeshShape, number: int, wo
 
 
 def _microbatches(config: RunConfig, mesh: MeshShape, number: int) -> list[int]:
-    """Sizes to try: in turn one that fills the pipeline twice over and one that fills it once."""
+    """Sizes to try: in turn one that fills the pipeline twice, and one that fills it once."""
     if config.numerics.exact:
         return [config.plan.microbatch or 1]
     share = config.train.batch_sequences // mesh.dp

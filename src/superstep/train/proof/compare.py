@@ -1,4 +1,6 @@
-"""Comparing one step of a layout with a yardstick: files of what the same step gave elsewhere, a tensor at a time."""
+"""Comparison of one step of a layout with a yardstick: files with the same step's results elsewhere, tensor by
+tensor.
+"""
 
 from __future__ import annotations
 
@@ -16,27 +18,29 @@ from superstep.numerics.tolerance import Tolerance
 from superstep.state.tensor_piece import TensorPiece
 
 FEW = 256
-"""Elements of a tensor below which roundings need not average out: a norm over a head, where gradients cancel."""
+"""Elements of a tensor below which roundings need not average out, such as a norm over a head with cancelling
+gradients.
+"""
 
 CAP = 3.0
-"""Noise of a large tensor, in tolerances, that is believed."""
+"""Largest noise of a large tensor, in tolerances."""
 
 Against = Literal["the reference", "one rank"]
 KINDS = ("loss", "gradient", "scale", "norm", "moment", "square", "update")
-"""What is compared in each step, in the order in which it is computed."""
+"""Compared kinds, in the order of computation within a step."""
 
 KIND_OF = {"gradient": "gradient", "weight": "update", "exp_avg": "moment", "exp_avg_sq": "square"}
-"""The kind that a piece of the state is compared as."""
+"""The kind under which a piece of the state is compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class Yardstick:
-    """What a layout is compared with: a file for each step, and how far it may lie from that.
+    """Results to compare with: a file for each step, and the allowed distance.
 
     Attributes:
-        noise: two folders of such files, whose distance is what the dtype itself makes of a tensor; None where the
-            tolerance says enough.
-        share: of that distance, which is allowed where it is more than the tolerance.
+        noise: two folders of such files; their distance is the dtype's rounding of a tensor. None where the tolerance
+            suffices.
+        share: of that distance, allowed where it is more than the tolerance.
     """
 
     against: Against
@@ -46,8 +50,9 @@ class Yardstick:
     share: float = 1.0
 
     def most(self, kind: str, step: int, noise: float, elements: int) -> float:
-        """What is allowed of a tensor whose noise was measured. A tensor of few elements may have any; of others, noise
-        that is far beyond the tolerance is a fault of the engine on one rank.
+        """Allowed difference of a tensor with measured noise. For a tensor with few elements the noise is not limited;
+        for
+        others, noise far above the tolerance would be the engine's fault on one rank.
         """
         allowed = self.allowed.of(kind, is_first=step == 0)
         noise = noise if elements < FEW else min(noise, CAP * allowed)
@@ -60,13 +65,13 @@ class Difference:
 
     Attributes:
         kind: one of ``KINDS``: loss, gradient, the scale of all gradients together, their norm before clipping, Adam's
-            moments (the first is a sum of the gradients that left the clip, the second of their squares) or update.
+            moments (the first sums clipped gradients, the second their squares) or update.
         name: the tensor's global name; empty for the loss, the scale and the norm.
-        relative: how far the layout lies from the yardstick, as ``numerics.tolerance`` defines it.
+        relative: distance from the yardstick, as ``numerics.tolerance`` defines it.
         allowed: the tolerance.
         against: the yardstick.
-        ratio: the factor that comes nearest to turning the yardstick's into ours; NaN where that is all zeros.
-        beside: how far ours lies from that multiple, relative to it.
+        ratio: the best factor from the yardstick's value to ours; NaN where that is all zeros.
+        beside: our distance from that multiple, relative to it.
         square: the sum of squares of the yardstick's.
     """
 
@@ -82,16 +87,16 @@ class Difference:
 
     @property
     def is_wrong(self) -> bool:
-        """Whether it is more than rounding; a NaN is."""
+        """Whether it exceeds the tolerance; NaN does."""
         return not self.relative <= self.allowed
 
     @property
     def badness(self) -> float:
-        """The difference as a share of what is allowed; a NaN is worse than any."""
+        """The difference as a share of the tolerance; NaN is worse than any."""
         return float("inf") if self.relative != self.relative else self.relative / self.allowed
 
     def describe(self) -> str:
-        """One line for a person."""
+        """The difference in one line."""
         what = self.kind if not self.name else f"{self.kind} of {self.name}"
         what = "scale of all gradients" if self.kind == "scale" else what
         beside = "" if self.against == "the reference" else f" from {self.against}'s"
@@ -99,13 +104,13 @@ class Difference:
 
 
 class Compare:
-    """Compares one step with each yardstick; with none, nothing.
+    """Compares one step with each yardstick.
 
     Args:
-        specs: what each global tensor is.
-        seed: of the first values, which updates are counted from.
+        specs: of each global tensor.
+        seed: of the initial values, from which updates are counted.
         step: the step, from 0 on.
-        yardsticks: what to compare with.
+        yardsticks: to compare with.
     """
 
     def __init__(self, specs: dict[str, ParamSpec], seed: int, step: int, yardsticks: Sequence[Yardstick]) -> None:
@@ -116,7 +121,7 @@ class Compare:
         self._files: dict[Path, Any] = {}
 
     def step(self, result: StepResult) -> list[Difference]:
-        """The loss and the norm."""
+        """Compare the loss and the norm."""
         differences = []
         for yard in self._yardsticks:
             with safe_open(yard.folder / f"{self._step}.safetensors", framework="pt") as file:
@@ -129,7 +134,7 @@ class Compare:
         return differences
 
     def pieces(self, pieces: Iterator[TensorPiece], take: Callable[[TensorPiece, Tensor], None]) -> list[Difference]:
-        """Each piece, which ``take`` is given as well, on the CPU."""
+        """Compare each piece; ``take`` receives it as well, on the CPU."""
         differences = []
         for piece in pieces:
             values = piece.values.detach().cpu().contiguous()
@@ -143,7 +148,7 @@ class Compare:
             start = initial(self._specs[piece.name], piece.shape, self._seed).double()
             ours, whole = ours - part_of(start, piece), whole - start
         theirs = part_of(whole, piece)
-        # A tensor that is all zeros in the reference must be so here.
+        # A tensor of zeros in the reference must be zero here.
         size = float(whole.norm()) or 1e-30
         noise = 0.0
         if yard.noise is not None:
@@ -184,8 +189,8 @@ class Compare:
 
 
 def scales(differences: Sequence[Difference], yard: Yardstick) -> Iterator[Difference]:
-    """Of each step the factor that comes nearest to turning all the yardstick's gradients into ours: what every rank
-    holds counts. Roundings go up as often as down, so in a sum over all elements little is left of them.
+    """For each step, the best common factor from the yardstick's gradients to ours, over all ranks. Roundings have both
+    signs, so they cancel in a sum over all elements.
     """
     mine = [d for d in differences if d.kind == "gradient" and d.against == yard.against]
     for step in sorted({d.step for d in mine}):
@@ -205,5 +210,5 @@ def scales(differences: Sequence[Difference], yard: Yardstick) -> Iterator[Diffe
 
 
 def part_of(tensor: Tensor, piece: TensorPiece) -> Tensor:
-    """Of a whole tensor what a piece is."""
+    """The part of a whole tensor that a piece holds."""
     return tensor[piece.index].reshape(-1)[piece.low : piece.low + piece.values.numel()]

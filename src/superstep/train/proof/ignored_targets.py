@@ -1,15 +1,15 @@
-"""Ragged: the batches of a stream with part of their targets ignored, so that a wrong divisor shows.
+"""Ragged: batches with some ignored targets, which show a wrong divisor.
 
-A packed batch has as many targets on every rank and in every microbatch; dividing by one's own number, or by the mean
-of them, would change nothing. Here each row of a global batch ends a little earlier than the one before it:
+A packed batch has equally many targets on every rank and in every microbatch; division by one rank's number, or by the
+mean, would make no difference. Here each row of a global batch ends a little earlier than the one before it:
 
     row 0   ● ● ● ● ● ● ● ○        ● a target that counts
     row 1   ● ● ● ● ● ● ○ ○        ○ one that is ignored
     row 2   ● ● ● ● ● ○ ○ ○
     row 3   ● ● ● ● ○ ○ ○ ○
 
-With a document mask, documents begin in each row as well, in every row and step elsewhere. A batch of two steps may lie
-within one long document, and there an engine without any mask would be right.
+With a document mask, documents also begin inside each row, at different places in every row and step. A batch of two
+steps may lie within one long document, and there an engine without any mask would be correct.
 """
 
 from __future__ import annotations
@@ -22,23 +22,21 @@ from superstep.data.token_stream import Batch, BatchSource
 from superstep.numerics.loss import IGNORE
 
 CUTS = 3
-"""Documents that begin within an odd row; in an even one there is one less."""
+"""Documents that begin within an odd row; an even row has one less."""
 
 STRIDE = 19
-"""Tokens by which they begin later in the next row."""
+"""Shift of their starts from row to row, in tokens."""
 
 
 class Divided:
-    """A source of batches, in whose rows documents begin beside those of the source. Without a document mask it changes
-    nothing.
-    """
+    """A source of batches with additional document starts. Without a document mask it changes nothing."""
 
     def __init__(self, source: BatchSource) -> None:
         self._source = source
         self.batch_sequences = source.batch_sequences
 
     def batch(self, sample: int, rows: slice) -> Batch:
-        """These rows of the global batch that starts at cursor ``sample``."""
+        """Rows of the global batch at cursor ``sample``."""
         whole = self._source.batch(sample, slice(0, self.batch_sequences))
         if whole.starts_BS is None:
             return whole.rows(rows)
@@ -46,7 +44,7 @@ class Divided:
         tokens = starts_BS.shape[1]
         for row in range(self.batch_sequences):
             for place in _cuts(sample + row, tokens):
-                # The document goes on from there as one of its own, up to where it ended.
+                # The rest of the document becomes a document of its own, up to the same end.
                 rest = starts_BS[row, place:]
                 rest[rest < place] = place
                 targets_BS[row, place - 1] = IGNORE
@@ -63,7 +61,7 @@ def documents_begun(batch: Batch) -> int:
 
 
 def _cuts(sample: int, tokens: int) -> set[int]:
-    """Where documents begin in the row of a sample, never at its first token."""
+    """Document starts in the row of a sample, never its first token."""
     if tokens < 2:
         return set()
     count = CUTS - (sample + 1) % 2
@@ -71,8 +69,8 @@ def _cuts(sample: int, tokens: int) -> set[int]:
 
 
 class Ragged:
-    """A source of batches, of whose rows the last targets are ignored: of the last row half. Where a sample lies in a
-    batch decides how many, so that any rank may read any rows. With a document mask they are ``Divided``.
+    """A source of batches that ignores the last targets of rows: half of the last row. The number depends on a sample's
+    place in the batch, so that any rank may read any rows. With a document mask they are ``Divided``.
     """
 
     def __init__(self, source: BatchSource) -> None:
@@ -80,7 +78,7 @@ class Ragged:
         self.batch_sequences = source.batch_sequences
 
     def batch(self, sample: int, rows: slice) -> Batch:
-        """These rows of the global batch that starts at cursor ``sample``."""
+        """Rows of the global batch at cursor ``sample``."""
         whole = self._source.batch(sample, slice(0, self.batch_sequences))
         targets_BS = whole.targets_BS.clone()
         tokens = targets_BS.shape[1]
@@ -88,7 +86,7 @@ class Ragged:
             place = (sample + row) % self.batch_sequences
             targets_BS[row, tokens - tokens * (place + 1) // (2 * self.batch_sequences) :] = IGNORE
         ignored = int(((whole.targets_BS != IGNORE) & (targets_BS == IGNORE)).sum())
-        # The source's own count, less what was taken away here: a count that is wrong stays wrong.
+        # The source's own count, minus the targets ignored here: a wrong count stays wrong.
         return replace(whole, targets_BS=targets_BS, valid_tokens=whole.valid_tokens - ignored).rows(rows)
 
 

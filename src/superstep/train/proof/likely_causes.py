@@ -1,4 +1,4 @@
-"""From the first wrong value to what is worth looking at: a factor that gradients share, and instructions."""
+"""Likely causes of the first wrong value: a factor that gradients share, and instructions."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from superstep.program.text import describe
 from superstep.train.proof.compare import Difference
 
 SAME_FACTOR = 1e-3
-"""How far factors of tensors may lie from each other, and a tensor from its multiple, to count as one factor; in bf16
-as far as its tolerance."""
+"""Relative distance of factors of tensors, and of a tensor from its multiple, that counts as one factor; in bf16 the
+tolerance.
+"""
 
 MOST = 6
-"""Instructions that are named; more would hide that little is known."""
+"""Most instructions that are named; more would hide that little is known."""
 
 
 def hints(
     first: Difference, differences: Sequence[Difference], program: Program, specs: Sequence[UnitSpec]
 ) -> Iterator[str]:
-    """What can be said of the first wrong value, a line each."""
+    """Hints about the first wrong value, one line each."""
     same = [d for d in differences if (d.step, d.kind, d.against) == (first.step, first.kind, first.against)]
     wrong = {d.name for d in same if d.is_wrong}
     if first.name:
@@ -37,12 +38,12 @@ def hints(
 
 
 def _scale(same: Sequence[Difference], wrong: set[str], first: Difference) -> str:
-    """How many tensors are wrong, and by which factor if it is one."""
+    """How many tensors are wrong, and their common factor, if any."""
     names = {d.name for d in same}
     count = f"all {len(names)}" if wrong == names else f"{len(wrong)} of {len(names)}"
     what = {"gradient": "gradients", "moment": "first moments", "square": "second moments", "update": "updates"}
     text = f"{count} {what[first.kind]}"
-    # What is zero has any factor; such pieces say nothing.
+    # Zeros have any factor; such pieces are left out.
     those = [d for d in same if d.name in wrong and d.ratio == d.ratio]
     within = max(SAME_FACTOR, first.allowed)
     if not those:
@@ -56,13 +57,13 @@ def _scale(same: Sequence[Difference], wrong: set[str], first: Difference) -> st
 def _producers(
     first: Difference, wrong: set[str], names: set[str], program: Program, specs: Sequence[UnitSpec]
 ) -> Iterator[Instruction]:
-    """The instructions that can have made it, of what was right before it."""
+    """Instructions that can have made it from correct inputs."""
     every = [i for rank in program.ranks for i in rank]
     match first.kind:
         case "gradient":
             yield from _of_gradients(every, wrong, names, specs)
         case "loss" if first.step > 0:
-            # All weights were right after the step before: what gathers them is left.
+            # All weights were correct after the step before: only their gathers are left.
             yield from (i for i in every if isinstance(i, ins.Fetch))
         case "loss" | "scale":
             return
@@ -87,7 +88,7 @@ def _of_gradients(
     sums = [
         i for i in every if isinstance(i, ins.Reduce | ins.Settle | ins.ReduceReplicas | ins.Tie) and i.unit in units
     ]
-    # A backward pass that goes wrong does so for every unit below it: from the highest wrong unit on.
+    # A wrong backward pass affects all units below: report from the highest wrong unit on.
     if len(units) > 1 and untouched and max(units) < min(untouched):
         top = max(units)
         yield from (i for i in every if isinstance(i, ins.Backward | ins.BackwardInput) and i.unit == top)

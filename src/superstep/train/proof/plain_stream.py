@@ -1,7 +1,6 @@
-"""What a stream must read, in plain code: token after token out of the token files, and nothing of
-``data.token_stream``.
+"""A stream in plain code: token by token from the token files, without ``data.token_stream``.
 
-A row is three lists of S numbers: tokens, targets, and where in the row each token's document starts.
+A row is three lists of S numbers: tokens, targets, and the start of each token's document within the row.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ class PlainSplit:
     """A split of a corpus as numbered rows.
 
     Attributes:
-        split: tokens, and where documents begin.
-        data: whether rows are packed or padded, and whether documents are kept apart.
-        padding: the token behind a document's end.
-        seed: of the order; None takes rows as they lie, which validation does.
+        split: tokens and document bounds.
+        data: whether rows are packed or padded, and whether documents are separated.
+        padding: the token after a document's end.
+        seed: of the order; None keeps the order of the file, as in validation.
     """
 
     split: Split
@@ -41,12 +40,11 @@ class PlainSplit:
 
     @property
     def count(self) -> int:
-        """Rows in all."""
         size, tokens = self.data.sequence_tokens, len(self.split.tokens)
         return (tokens - 1) // size if self.data.packed else int(self._pieces().sum())
 
     def rows(self, sample: int, count: int) -> list[Row]:
-        """The rows of ``count`` samples from the ``sample``-th on, epoch after epoch."""
+        """Rows of ``count`` samples from the ``sample``-th on, epoch after epoch."""
         return [self._row(number) for number in self._numbers(sample, count)]
 
     def batches(self, size: int, count: int) -> tuple[Batch, ...]:
@@ -90,13 +88,14 @@ class PlainSplit:
         return ids[:-1] + [self.padding] * missing, ids[1:] + [IGNORE] * missing, [0] * size
 
     def _pieces(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """Rows of each document: of its tokens all but the last have a target."""
+        """Rows of each document: all its tokens but the last have a target."""
         return np.ceil((np.diff(self.split.bounds) - 1) / self.data.sequence_tokens).astype(np.int64)
 
 
 def shuffle(position: int, count: int, seed: int, epoch: int) -> int:
-    """Where an epoch's order has a position: a Feistel network of ``ROUNDS`` rounds over the smallest domain of 4^h
-    that holds ``count``, gone through again while it leaves that (Luby and Rackoff 1988; Black and Rogaway 2002).
+    """The row at a position of an epoch's order: a Feistel network of ``ROUNDS`` rounds over the smallest domain of 4^h
+    that
+    holds ``count``, iterated while the result is outside (Luby and Rackoff 1988; Black and Rogaway 2002).
     """
     half = 1
     while 4**half < count:

@@ -1,4 +1,6 @@
-"""What a layout is proven on: batches, settings and yardsticks that let a fault show, and what they leave unseen."""
+"""Inputs of a proof: batches, settings and yardsticks that make faults visible, and the faults that they cannot
+show.
+"""
 
 from __future__ import annotations
 
@@ -26,27 +28,28 @@ from superstep.train.proof.stream import plain_split
 from superstep.train.weights.model import resolve_config, units_of
 
 DECAY = 20.0
-"""Weight decay while proving: against first weights of 0.02 it makes 0.4 of what Adam makes, where 0.1 would make a
-tenth of what an update may differ by."""
+"""Weight decay of proofs: against initial weights of 0.02 it makes 0.4 of Adam's update, where 0.1 would make a tenth
+of an update's tolerance.
+"""
 
 
 MOST_VALIDATED = 2
-"""Batches of a validation while proving: of two it shows where one is left out, or counts for more than its tokens."""
+"""Batches of a validation in proofs: two show whether one is left out, or has a wrong weight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProofCase:
-    """A layout and what it is proven on.
+    """A layout, and the inputs of its proof.
 
     Attributes:
         run: with clipping lowered and weight decay raised where a fault in them would not show.
         train: the run's own section.
-        batches: one for each step, with targets ignored.
+        batches: one for each step, with ignored targets.
         folder: of the reference's files.
         one_rank: of the files of one rank of the engine in bf16; None in fp32.
         corpus: the folder of token files.
         reruns: whether it runs again, through the training loop and a restart.
-        validation: what the reference says of the held-out text, with the first weights.
+        validation: the reference's loss on the held-out text, with the initial weights.
     """
 
     run: Resolved
@@ -60,7 +63,7 @@ class ProofCase:
 
 
 class Cases:
-    """Makes cases; what several of them share is made once.
+    """Makes cases; shared inputs are made once.
 
     Args:
         root: an empty folder for the files of references.
@@ -75,7 +78,7 @@ class Cases:
         self._known: dict[Path, tuple[float, float]] = {}
 
     def case(self, run: Resolved, *, reruns: bool) -> ProofCase:
-        """The case of a layout. Writes the files of its references, where that is not done yet."""
+        """The case of a layout. Writes its references' files once."""
         config = run.config
         validated = min(config.train.eval_batches, MOST_VALIDATED)
         train = replace(config.train, steps=max(config.train.steps, self._steps), eval_batches=validated)
@@ -107,12 +110,12 @@ class Cases:
         )
 
     def _validation_batches(self, config: RunConfig, train: TrainConfig) -> tuple[Batch, ...]:
-        """What a validation goes over: as many global batches as are asked for, or as there are."""
+        """Batches of a validation: as many as configured, or as there are."""
         plain, size = plain_split(config, open_corpus(self._corpus), "validation"), train.batch_sequences
         return plain.batches(size, max(1, min(train.eval_batches, plain.count // size)))
 
     def _one_rank(self, run: Resolved, batches: tuple[Batch, ...], beside: Path) -> Path | None:
-        """In bf16: what the engine gives on one rank, at the same microbatch."""
+        """In bf16: the engine's results on one rank, at the same microbatch."""
         if run.config.numerics.compute == "fp32":
             return None
         folder = beside / f"one rank, microbatch={run.plan.microbatch}"
@@ -138,7 +141,7 @@ def prove_case(world: World, case: ProofCase) -> ProofVerdict:
 
 
 def compared_lines(case: ProofCase, verdict: ProofVerdict) -> Iterator[str]:
-    """What was compared, a line each."""
+    """What was compared, one line each."""
     steps, train = len(case.batches), case.run.config.train
     yield (
         f"losses, gradients, their norm, Adam's moments and updates of {steps} steps, on every rank that holds them, "
@@ -177,7 +180,7 @@ def compared_lines(case: ProofCase, verdict: ProofVerdict) -> Iterator[str]:
 
 
 def unseen(case: ProofCase) -> Iterator[str]:
-    """What the verdict says nothing of, a line each."""
+    """What the verdict does not cover, one line each."""
     allowed = reference(case.run, case.folder).allowed
     below = f"differences below {allowed.gradient:.0e} of a gradient, {allowed.update:.0e} of an update"
     if case.one_rank is None:

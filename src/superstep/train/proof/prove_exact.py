@@ -1,7 +1,7 @@
-"""prove --exact: a layout computes the bits that one rank computes, and goes on from any other layout's checkpoint.
+"""prove --exact: a layout computes the bits of one rank, and resumes from any other layout's checkpoint.
 
 The reference is the engine itself on one rank, in exact mode, at the same microbatch size;
-``train.proof.prove_tolerance`` holds that one against a reference that has nothing of the engine.
+``train.proof.prove_tolerance`` compares that one with a reference without the engine.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from superstep.train.lr_schedule import rate
 from superstep.train.weights.model import tensor_shapes, units_of
 
 KINDS = ("loss", "gradient", "norm", "weight")
-"""What is compared in each step, in the order in which it is computed."""
+"""Compared kinds, in the order of computation within a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BitDifference:
-    """A value whose bits are not the reference's.
+    """A value with other bits than the reference's.
 
     Attributes:
         kind: one of ``KINDS``.
         name: the tensor's global name; empty for the loss and the norm.
-        differing: its numbers that differ.
+        differing: number of differing elements.
         largest: the largest difference.
     """
 
@@ -51,20 +51,20 @@ class BitDifference:
     largest: float
 
     def describe(self) -> str:
-        """One line for a person."""
+        """The difference in one line."""
         what = self.kind if not self.name else f"{self.kind} of {self.name}"
         return f"step {self.step}: {what} differs in {self.differing} numbers, by up to {self.largest:.1e}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExactVerdict:
-    """What a layout was found to be.
+    """The verdict on a layout.
 
     Attributes:
         compared: numbers compared, over all steps and ranks.
-        differing: those whose bits differ.
-        first: the first value that does, in the order of ``KINDS`` within each step; None if none does.
-        first_resumed: the same after going on from another layout's checkpoint.
+        differing: those with other bits.
+        first: the first differing value, in the order of ``KINDS`` within each step; None without one.
+        first_resumed: the same after resuming from another layout's checkpoint.
     """
 
     compared: int
@@ -74,7 +74,7 @@ class ExactVerdict:
 
     @property
     def is_proven(self) -> bool:
-        """Whether every bit was the same."""
+        """Whether all bits are equal."""
         return self.first is None and self.first_resumed is None
 
 
@@ -83,8 +83,8 @@ class Relay:
     """Checkpoints between layouts, of the same step.
 
     Attributes:
-        take: the one to go on from.
-        leave: where to leave one; nothing is there yet. None leaves none.
+        take: the one to resume from.
+        leave: the path of a new one; None writes none.
         step: finished steps in both.
     """
 
@@ -94,8 +94,9 @@ class Relay:
 
 
 def write_bits(world: World, run: Resolved, batches: Sequence[Batch], folder: Path, *, stop: int) -> Path:
-    """Run the reference on its one rank: a file of bits for each step, as ``train.proof.prove_tolerance``
-    writes them, and a checkpoint after step ``stop``.
+    """Run the reference on one rank: a file of bits for each step, as ``train.proof.prove_tolerance`` writes them, and
+    a
+    checkpoint after step ``stop``.
 
     Returns:
         The checkpoint.
@@ -131,7 +132,8 @@ def _step(
 
 def prove_exact(world: World, run: Resolved, batches: Sequence[Batch], folder: Path, relay: Relay) -> ExactVerdict:
     """Run the plan on the launched ranks, from the start and from another layout's checkpoint, and compare every number
-    that a rank holds with the reference in ``folder``. Rank 0's verdict is about all of them.
+    of
+    each rank with the reference in ``folder``. Rank 0's verdict covers all ranks.
     """
     mesh = _mesh(world, run)
     try:
@@ -152,7 +154,7 @@ def prove_exact(world: World, run: Resolved, batches: Sequence[Batch], folder: P
 
 
 def _first(differences: Sequence[BitDifference]) -> BitDifference | None:
-    # Of the tensors that differ, the one that does so in most of its numbers is nearest to the cause.
+    # The tensor with the most differing elements is nearest to the cause.
     return min(differences, key=lambda d: (d.step, KINDS.index(d.kind), -d.differing), default=None)
 
 
@@ -166,7 +168,7 @@ def _follow(  # noqa: PLR0913
     world: World,
     relay: Relay | None,
 ) -> tuple[int, list[BitDifference]]:
-    """The steps from ``start`` on: how many numbers were compared, and which values differ."""
+    """Run the steps from ``start`` on: the number of compared numbers, and the differing values."""
     compared, differences = 0, list[BitDifference]()
     for step, batch in enumerate(batches[start:], start):
         bits = _Bits(step, folder / f"{step}.safetensors")

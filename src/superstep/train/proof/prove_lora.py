@@ -1,8 +1,8 @@
-"""prove --serve, with adapters: nobody's log-probability depends on the adapters of those beside it.
+"""prove --serve with adapters: a log-probability does not depend on the adapters of other requests.
 
-Every text is asked for three times at once: with one adapter, with another, and with none. Those with none must have
-the bits of training; those with an adapter the bits that they have where they are computed alone. Whether adapters add
-what they should is no question of bits, and is tested beside merged weights.
+Every text is computed three times in one batch: with one adapter, with another, and with none. Those with none must
+have the bits of training; those with an adapter the bits that they have alone. Whether adapters add the right values is
+tested elsewhere, against merged weights.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from superstep.train.proof.prove_serving import Told
 
 ADAPTERS = ("one", "other")
 RANKS = (8, 3)
-"""Of the two: the second is no power of two."""
+"""Ranks of the two adapters: the second is no power of two."""
 
 SCORED = Sampling(max_tokens=1, prompt_logprobs=True, ignore_eos=True, temperature=0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterTexts:
-    """What is told of texts.
+    """Results of texts.
 
     Attributes:
         alone: with the first adapter, one text after the other.
-        adapted: with it, all at once, with the others beside.
+        adapted: with it, in one batch with the others.
         plain: without an adapter, in the same steps.
     """
 
@@ -44,7 +44,7 @@ class AdapterTexts:
 
 
 def write_adapters(root: Path, shape: ModelShape) -> None:
-    """Two adapters of random factors that add to every linear as much as training might."""
+    """Write two adapters of random factors for every linear, of the size that training might reach."""
     for number, (name, rank) in enumerate(zip(ADAPTERS, RANKS, strict=True)):
         draw = torch.Generator().manual_seed(number)
         parts = {
@@ -64,7 +64,7 @@ def beside_adapters(engine: InferenceEngine, texts: Sequence[Sequence[int]], roo
     Args:
         engine: idle.
         texts: of one length.
-        root: where ``write_adapters`` wrote.
+        root: the folder of ``write_adapters``.
     """
     first, other = ADAPTERS
     for name in ADAPTERS:
@@ -82,5 +82,5 @@ def beside_adapters(engine: InferenceEngine, texts: Sequence[Sequence[int]], roo
 
 
 def losses_of(texts: Sequence[Told]) -> Tensor:
-    """What is told of whole texts, as training tells it: [B, S]."""
+    """Losses of whole texts in training's format: [B, S]."""
     return -torch.tensor([logprobs for _, logprobs in texts], dtype=torch.float32)

@@ -1,9 +1,9 @@
-"""prove --serve: a server gives every token the log-probability that training gave it, to the bit.
+"""prove --serve: a server's log-probability of every token equals training's, bit for bit.
 
-The engine answers prompts, and says the log-probability of each token. The trainer, on its own layout in exact mode,
-says the loss of each token of the same texts. Then the engine comes to these tokens in every other way in which a
-server may: among others, alone, in chunks, from cached pages, with pages taken back on the way, with guesses that stand
-and guesses that do not.
+The engine answers prompts, with the log-probability of each token. The trainer, on its own layout in exact mode,
+computes the loss of each token of the same texts. Then the engine computes these tokens on every other path that a
+server may take: for example alone, in chunks, from cached pages, after preemption, with accepted draft tokens and with
+rejected ones.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ from superstep.train.weights.model import units_of
 
 def losses_in_training(world: World, run: Resolved, checkpoint: Path, batches: Sequence[Batch]) -> list[Tensor]:
     """The loss of every token of each batch, on the run's own layout, with a checkpoint's weights: fp32 [B, S], whole
-    on every rank. Targets that are ignored have 0.
+    on
+    every rank. Ignored targets have 0.
     """
     mesh = build_mesh(run.plan, world.rank, world.device, timeout=timedelta(seconds=300))
     try:
@@ -49,7 +50,7 @@ def losses_in_training(world: World, run: Resolved, checkpoint: Path, batches: S
         for batch in batches:
             mine = batch.rows(rows(run.plan, mesh))
             losses = [-logprobs for logprobs in engine.own_logprobs(microbatches_of(mine, run.plan, mesh))]
-            # Where each of them lies in the batch: numbers, cut as the tokens are.
+            # The index of each token in the batch, cut as the tokens are.
             places = torch.arange(batch.tokens_BS.numel()).view_as(batch.tokens_BS)[rows(run.plan, mesh)]
             held = [part.tokens for part in microbatches(places, places, run.plan, mesh)]
             by_batch.append(_whole(batch, [(p.cpu(), x.cpu()) for p, x in zip(held, losses, strict=False)]))
@@ -59,13 +60,13 @@ def losses_in_training(world: World, run: Resolved, checkpoint: Path, batches: S
 
 
 def batch_of(texts: Sequence[Sequence[int]]) -> Batch:
-    """Texts of one length as a batch of the trainer's. The target of the last position is none of the text."""
+    """Texts of one length as a batch of the trainer's. The target of the last position is not part of the text."""
     tokens_BS = torch.tensor([list(text) for text in texts])
     return Batch(tokens_BS, tokens_BS.roll(-1, 1), tokens_BS.numel(), None)
 
 
 def _whole(batch: Batch, parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """The losses of a batch from those of all ranks; those that several ranks computed must be the same."""
+    """A batch's losses from those of all ranks; values that several ranks computed must be equal."""
     whole = torch.full((batch.tokens_BS.numel(),), float("nan"))
     for theirs in gather(list(parts)):
         for places, losses in theirs:
@@ -79,18 +80,18 @@ def _whole(batch: Batch, parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingPath:
-    """A way in which a server may come to a token.
+    """A path by which a server computes a token.
 
     Attributes:
-        name: what it is called.
-        step_tokens: rows of a step, where they are few.
-        pages: of keys, where they are few.
-        texts: the first so many are come to, where each takes many steps; None means all.
+        name: of the path.
+        step_tokens: a small number of rows of a step; None uses the default.
+        pages: a small KV cache; None uses the default.
+        texts: number of texts, where each takes many steps; None means all.
         is_alone: one prompt after the other, not all together.
-        is_twice: once more with the keys that are there from the first time.
+        is_twice: a second time, from cached pages.
         is_restarted: half of each answer by one engine, the rest by another.
-        guesses: from the text, as ``superstep serve`` has them, or known ones of which some are made wrong.
-        as_prompt: the whole text is a prompt whose tokens are told of, not drawn.
+        guesses: from the text, as ``superstep serve`` does, or known tokens with some of them changed.
+        as_prompt: the whole text is a prompt with log-probabilities; nothing is drawn.
     """
 
     name: str
@@ -105,11 +106,11 @@ class ServingPath:
 
     @property
     def engines(self) -> int:
-        """How many it needs, one after the other."""
+        """Number of engines, one after the other."""
         return 2 if self.is_restarted else 1
 
     def of(self, serve: ServeConfig) -> ServeConfig:
-        """The engine that it needs."""
+        """The settings of its engine."""
         return replace(
             serve,
             step_tokens=self.step_tokens or serve.step_tokens,
@@ -119,11 +120,11 @@ class ServingPath:
 
 
 FEW = 16
-"""Texts of a way that takes many steps for each."""
+"""Texts of a path that takes many steps for each."""
 
 
 def ways(tokens: int) -> tuple[ServingPath, ...]:
-    """Every way that is tried, for texts of so many tokens."""
+    """All paths, for texts of ``tokens`` tokens."""
     page_tokens = ServeConfig().page_tokens
     whole = -(-tokens // page_tokens)
     return (
@@ -144,12 +145,12 @@ def ways(tokens: int) -> tuple[ServingPath, ...]:
 
 
 def logprobs_of(ways: Sequence[ServingPath], prompts: Sequence[Sequence[int]], tokens: int) -> int:
-    """How many log-probabilities some ways tell of texts of ``tokens`` tokens that begin with these prompts."""
+    """Number of log-probabilities of some paths, for texts of ``tokens`` tokens with these prompts."""
     return sum(tokens - (1 if way.as_prompt else len(p)) for way in ways for p in prompts[: way.texts])
 
 
 class KnownTexts:
-    """Guesses the texts themselves, but every third token is another: so many guesses stand, and many do not.
+    """Drafts the texts themselves, with every third token changed: so some are accepted, and many are not.
 
     Args:
         texts: by the number of their request.
@@ -159,11 +160,11 @@ class KnownTexts:
         self._texts = texts
 
     def offer(self, live: LiveRequest, most: int, matcher: object) -> int:
-        """As many as may be."""
+        """All that are allowed."""
         return most
 
     def guess(self, budget: DraftBudget) -> Mapping[int, Sequence[int]]:
-        """What comes next, more or less."""
+        """The next tokens, with some of them changed."""
         drafts = {}
         for request, count in budget.counts.items():
             known = budget.live[request].known
@@ -174,27 +175,27 @@ class KnownTexts:
         return drafts
 
     def judged(self, request: int, guessed: int, stood: int) -> None:
-        """It knows already."""
+        """Nothing to learn."""
 
     def forget(self, request: int) -> None:
-        """It does not."""
+        """Nothing to drop."""
 
 
 Told = tuple[int, tuple[float, ...]]
-"""The position of a text from which on log-probabilities of the next token are told, and these."""
+"""The first position with a log-probability of the next token, and these."""
 
 Open = Callable[[], InferenceEngine]
-"""Opens an engine as a way needs it, the one before having ended."""
+"""Opens an engine for a path, after the one before has ended."""
 
 
 def answers(
     engine: InferenceEngine, way: ServingPath, prompts: Sequence[Sequence[int]], tokens: int
 ) -> list[PromptResult]:
-    """Drawn in a way, so that prompt and answer together have ``tokens`` tokens.
+    """Answers on a path; prompt and answer together have ``tokens`` tokens.
 
     Args:
-        engine: idle, opened as the way needs it.
-        way: how.
+        engine: idle, opened for the path.
+        way: the path.
         prompts: shorter than that.
         tokens: of a text.
     """
@@ -213,8 +214,8 @@ def _sampling(number: int, tokens: int) -> Sampling:
 def told_of(
     opened: Open, way: ServingPath, texts: Sequence[Sequence[int]], prompts: Sequence[Sequence[int]]
 ) -> list[Told]:
-    """The log-probabilities of texts that ``answers`` gave to prompts, come to in this way. None of a text of which
-    other tokens were drawn.
+    """The log-probabilities of texts from ``answers``, computed on this path. Empty for a text with other drawn
+    tokens.
     """
     texts, prompts = texts[: way.texts], prompts[: way.texts]
     engine = opened()
@@ -233,14 +234,13 @@ def told_of(
 
 
 def ids_of(told: Sequence[Token]) -> list[int]:
-    """The tokens."""
     return [one.token for one in told]
 
 
 def _restart(
     engine: InferenceEngine, opened: Open, prompts: Sequence[Sequence[int]], tokens: int
 ) -> list[tuple[Token, ...]]:
-    """Half of each answer, and the rest by another engine, which is given the first half as a part of the prompt."""
+    """Half of each answer, and the rest by another engine, with the first half as a part of the prompt."""
     halves = [max(1, (tokens - len(prompt)) // 2) for prompt in prompts]
     first = generate(engine, prompts, [_sampling(number, half) for number, half in enumerate(halves)])
     begun = [[*prompt, *half.ids] for prompt, half in zip(prompts, first, strict=True)]
@@ -248,22 +248,22 @@ def _restart(
     other = opened()
     numbers = [number for number, text in enumerate(begun) if len(text) < tokens]
     rest = generate(other, [begun[n] for n in numbers], [_sampling(n, tokens - len(begun[n])) for n in numbers])
-    told = [answer.tokens for answer in first]
+    answered = [answer.tokens for answer in first]
     for number, answer in zip(numbers, rest, strict=True):
-        told[number] += answer.tokens
-    return told
+        answered[number] += answer.tokens
+    return answered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingComparison:
-    """One way of serving, beside training.
+    """One path of serving, compared with training.
 
     Attributes:
         way: its name.
         compared: log-probabilities.
-        differing: those with other bits; all of a text whose tokens were others.
+        differing: those with other bits; all of a text with other tokens.
         largest: the largest difference.
-        first: text and position of the first one that differs; None if none does.
+        first: text and position of the first difference; None without one.
     """
 
     way: str
@@ -274,7 +274,7 @@ class ServingComparison:
 
 
 def compare(way: str, trained: Tensor, served: Sequence[Told]) -> ServingComparison:
-    """Hold the log-probabilities of a way against the losses of training, [B, S]."""
+    """Compare the log-probabilities of a path with the losses of training, [B, S]."""
     compared = differing = 0
     largest, first = 0.0, None
     for row, (start, logprobs) in enumerate(served):

@@ -49,17 +49,17 @@ TIMEOUT = timedelta(seconds=120)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProofVerdict:
-    """What a layout was found to be.
+    """The verdict on a layout.
 
     Attributes:
         compared: values compared, over all steps and ranks.
-        worst: the largest difference of each kind from each yardstick, as a share of its tolerance decides.
-        first: the first value that is wrong, in the order of ``KINDS`` within each step; None if none is.
-        hints: what is told of it: one factor that all gradients share, the instructions that made it.
-        again: what a second run gave, and one that was stopped and resumed.
-        stream: what the stream reads otherwise than plain code, in words; None where it was not asked.
-        validation: the loss on the held-out text beside the reference's; None likewise.
-        sampler: what is drawn, or told of a draw, otherwise than by plain code; None likewise.
+        worst: the largest difference of each kind from each yardstick, relative to its tolerance.
+        first: the first wrong value, in the order of ``KINDS`` within each step; None without one.
+        hints: likely causes: a factor that all gradients share, the instructions that made it.
+        again: of a second run, and one that was stopped and resumed.
+        stream: a difference between stream and plain code, in words; None if not checked.
+        validation: the loss on the held-out text against the reference's; None likewise.
+        sampler: a difference between sampler and plain code, in words; None likewise.
     """
 
     compared: int
@@ -73,20 +73,19 @@ class ProofVerdict:
 
     @property
     def is_deterministic(self) -> bool | None:
-        """Whether a second run gave the same bits; None where it was not asked."""
+        """Whether a second run gave the same bits; None if not checked."""
         return self.again.is_rerun_same
 
     @property
     def is_proven(self) -> bool:
-        """Whether everything held."""
         return self.first is None and self.again.is_same and not any(self.wrong_beside)
 
     @property
     def wrong_beside(self) -> tuple[str, ...]:
-        """What is wrong beside the steps, in words."""
+        """Faults outside of the steps, in words."""
         is_off = self.validation is not None and self.validation.is_wrong
-        told = self.validation.describe() if self.validation is not None and is_off else ""
-        return tuple(text for text in (self.stream, told, self.sampler) if text)
+        validation = self.validation.describe() if self.validation is not None and is_off else ""
+        return tuple(text for text in (self.stream, validation, self.sampler) if text)
 
 
 def write_reference(
@@ -97,10 +96,10 @@ def write_reference(
     *,
     clips: bool = False,
 ) -> TrainConfig:
-    """Run the reference and keep what each step gave in a file of its own.
+    """Run the reference, and write the results of each step to a file.
 
     Returns:
-        The optimisation as it was: ``clips`` lowers ``clip_norm`` where it would not be at work.
+        The train section in effect: ``clips`` lowers ``clip_norm`` where it would have no effect.
     """
     steps = reference_steps if isinstance(model, ModelShape) else unit_steps
     clip_norm = train.clip_norm
@@ -118,16 +117,16 @@ def write_step(folder: Path, step: int, tensors: dict[str, Tensor], *, loss: flo
     """The file of a step that ``Compare`` reads."""
     numbers = {"loss": loss, "grad_norm": grad_norm}
     single = {name: torch.tensor(value, dtype=torch.float64) for name, value in numbers.items()}
-    # A tied or shared memory would be refused by the format; every tensor is written whole.
+    # The format refuses tied or shared memory; every tensor is written whole.
     whole = {name: value.contiguous() for name, value in tensors.items()}
     save_file(whole | single, folder / f"{step}.safetensors")
 
 
 def write_one_rank(world: World, run: Resolved, batches: Sequence[Batch], folder: Path) -> None:
-    """Run the engine on its one rank, and keep what each step gave as ``write_reference`` does.
+    """Run the engine on one rank, and write the results of each step as ``write_reference`` does.
 
-    With the same dtype and the same microbatch it makes the same roundings as any layout that cuts no product, which a
-    reference in fp32 does not.
+    With the same dtype and the same microbatch it makes the same roundings as any layout that cuts no product, unlike a
+    reference in fp32.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as on every launched rank: products over more threads may sum in another order
@@ -152,20 +151,19 @@ def prove(  # noqa: PLR0913
 ) -> ProofVerdict:
     """Run the plan on the launched ranks and compare each step with the reference in ``folder``.
 
-    Every rank compares what it holds, replicas included; rank 0's verdict is about all of them.
+    Every rank compares its own parts, replicas included; rank 0's verdict covers all ranks.
 
     Args:
         world: the launched ranks.
         run: the resolved run.
         batches: one for each step.
-        folder: where ``write_reference`` wrote.
-        one_rank: where ``write_one_rank`` did, in bf16.
-        reruns: run once more, which must give the same bits.
+        folder: of ``write_reference``.
+        one_rank: of ``write_one_rank``, in bf16.
+        reruns: run a second time, which must give the same bits.
         specs: the units of a model that the run's configuration does not name.
-        corpus: the token files that the batches are from. With them the second run is one of the training loop, over
-            its own stream, and is stopped, saved and resumed on the way; and stream and sampler are held against plain
-            code.
-        validation: what the reference says of the held-out text of that corpus, with the first weights.
+        corpus: the token files of the batches. With them the second run is one of the training loop, over its own
+            stream, and is stopped, saved and resumed on the way; and stream and sampler are compared with plain code.
+        validation: the reference's loss on the held-out text of that corpus, with the initial weights.
     """
     specs = specs or units_of(run)
     has_order = _has_order(world, run)
@@ -181,7 +179,7 @@ def prove(  # noqa: PLR0913
 
 
 def _beside(world: World, run: Resolved, corpus: Path) -> tuple[str, str]:
-    """What the stream reads and what the sampler draws otherwise than plain code: the first that any rank finds."""
+    """Differences of stream and sampler from plain code: the first of any rank."""
     mesh = build_mesh(run.plan, world.rank, world.device, timeout=TIMEOUT)
     try:
         mine = stream_fault(run, mesh, corpus)
@@ -191,7 +189,7 @@ def _beside(world: World, run: Resolved, corpus: Path) -> tuple[str, str]:
 
 
 def _check_validation(again: RestartResult, wanted: float | None, yardsticks: Sequence[Yardstick]) -> Difference | None:
-    """The validation loss beside the reference's."""
+    """The validation loss against the reference's."""
     if again.validation is None or wanted is None:
         return None
     relative = abs(again.validation - wanted) / (abs(wanted) or 1e-30)
@@ -200,7 +198,7 @@ def _check_validation(again: RestartResult, wanted: float | None, yardsticks: Se
 
 
 def _has_order(world: World, run: Resolved) -> bool:
-    """Operations of anyone's own may have no kernel with one order on a GPU: what a rerun gives is not asked there."""
+    """Whether a rerun must give equal bits: a user's own operations may have no deterministic kernel on a GPU."""
     return world.device.kind == "cpu" or run.decoder is not None
 
 
@@ -213,33 +211,33 @@ def _judge_runs(
     reruns: bool,
     corpus: Path | None,
 ) -> ProofVerdict:
-    found, bits = _straight(world, run, specs, batches, yardsticks)
+    compared, bits = _straight(world, run, specs, batches, yardsticks)
 
     def straight() -> Bits:
         return _straight(world, run, specs, batches, ())[1]
 
-    everyone = [d for part in gather(found) for d in part]
+    everyone = [d for part in gather(compared) for d in part]
     everyone += scales(everyone, yardsticks[0])
-    # What is wrong already is only run again as it was: a training loop refuses a loss that is no number.
+    # A wrong run is only repeated without the training loop, which refuses a loss that is not finite.
     corpus = None if any(d.is_wrong for d in everyone) else corpus
     again = go_again(world, run, len(batches), bits, straight, corpus) if reruns else RestartResult()
     return _judge(everyone, again, run, specs)
 
 
 def differences(world: World, run: Resolved, batches: Sequence[Batch], folder: Path) -> list[Difference]:
-    """What ``prove`` judges: every compared value of every rank."""
-    found, _ = _straight(world, run, units_of(run), batches, (reference(run, folder),))
-    return [d for part in gather(found) for d in part]
+    """Every compared value of every rank, as ``prove`` judges them."""
+    compared, _ = _straight(world, run, units_of(run), batches, (reference(run, folder),))
+    return [d for part in gather(compared) for d in part]
 
 
 def reference(run: Resolved, folder: Path) -> Yardstick:
-    """The reference in ``folder``, and how far a run may lie from it."""
+    """The reference in ``folder``, with a run's tolerance."""
     allowed = tolerance(run.config.numerics.compute, has_experts="experts" in run.plan.families)
     return Yardstick("the reference", folder, allowed)
 
 
 def has_same_roundings(run: Resolved) -> bool:
-    """Whether a layout rounds to the compute dtype what one rank does: where no product or exchange is cut."""
+    """Whether a layout rounds to the compute dtype as one rank does: no product or exchange is cut."""
     mesh = run.plan.mesh
     return mesh.tp == mesh.cp == mesh.ep == 1
 
@@ -264,8 +262,8 @@ def _judge(
     worst = tuple(max(part, key=lambda d: d.badness) for part in parts if part)
     wrong = [d for d in differences if d.is_wrong]
     first = min(wrong, key=lambda d: (d.step, KINDS.index(d.kind), names.index(d.against), -d.badness), default=None)
-    told = () if first is None else tuple(hints(first, differences, compile_step(run.plan), specs))
-    return ProofVerdict(compared=len(differences), worst=worst, first=first, hints=told, again=again)
+    likely = () if first is None else tuple(hints(first, differences, compile_step(run.plan), specs))
+    return ProofVerdict(compared=len(differences), worst=worst, first=first, hints=likely, again=again)
 
 
 def _straight(
@@ -276,11 +274,12 @@ def _straight(
     yardsticks: Sequence[Yardstick],
     keep: Path | None = None,
 ) -> tuple[list[Difference], Bits]:
-    """The steps of one run: differences from the yardsticks, and hashes of every bit this rank held. A lone rank keeps
-    them in files in ``keep``.
+    """The steps of one run: differences from the yardsticks, and hashes of all bits of this rank. A single rank writes
+    them
+    to files in ``keep``.
     """
     mesh = build_mesh(run.plan, world.rank, world.device, timeout=TIMEOUT)
-    found: list[Difference] = []
+    compared: list[Difference] = []
     bits: Bits = {}
     try:
         engine = Engine(run, specs, mesh, example=batches[0].tokens_BS[:1])
@@ -292,15 +291,15 @@ def _straight(
                 tokens=position.tokens + batch.valid_tokens,
             )
             compare = Compare(global_specs(specs), run.config.train.seed, step, yardsticks)
-            found += _step(engine, batch, step, compare, bits, keep)
+            compared += _step(engine, batch, step, compare, bits, keep)
             bits[step, POSITION] = repr(position)
     finally:
         mesh.destroy()
-    return found, bits
+    return compared, bits
 
 
 def plain_steps(world: World, run: Resolved, batches: Sequence[Batch]) -> Iterator[None]:
-    """Train on the batches and look at nothing; it yields after each step has been issued."""
+    """Train on the batches without checks; it yields after each step has been issued."""
     mesh = build_mesh(run.plan, world.rank, world.device, timeout=TIMEOUT)
     try:
         engine = Engine(run, units_of(run), mesh, example=batches[0].tokens_BS[:1])
@@ -324,7 +323,7 @@ def _train(engine: Engine, mine: Batch, step: int, inspect: Callable[[], None] |
 
 def _step(engine: Engine, batch: Batch, step: int, compare: Compare, bits: Bits, keep: Path | None) -> list[Difference]:
     mine = batch.rows(rows(engine.run.plan, engine.mesh))
-    found: list[Difference] = []
+    compared: list[Difference] = []
     tensors: dict[str, Tensor] = {}
 
     def take(piece: TensorPiece, values: Tensor) -> None:
@@ -333,10 +332,12 @@ def _step(engine: Engine, batch: Batch, step: int, compare: Compare, bits: Bits,
             tensors[f"{piece.kind}/{piece.name}"] = values.view(piece.shape).clone()
 
     bits[step, DATA] = data_bits(mine)
-    result = _train(engine, mine, step, inspect=lambda: found.extend(compare.pieces(engine.pieces(["gradient"]), take)))
+    result = _train(
+        engine, mine, step, inspect=lambda: compared.extend(compare.pieces(engine.pieces(["gradient"]), take))
+    )
     bits[step, "loss"], bits[step, "norm"] = repr(result.loss), repr(result.grad_norm)
-    found += compare.step(result)
-    found += compare.pieces(engine.pieces(STATE), take)
+    compared += compare.step(result)
+    compared += compare.pieces(engine.pieces(STATE), take)
     if keep is not None:
         write_step(keep, step, tensors, loss=result.loss, grad_norm=result.grad_norm)
-    return found
+    return compared

@@ -1,8 +1,8 @@
-"""The reference: the same steps on one process in fp32, written without any of the engine.
+"""The reference: the same steps on one process in fp32, without the engine.
 
 No program, no buffers, no wrapped layers: the plain decoder, or a list of units in a row, autograd, and torch's own
-optimizer. With a document mask, plain attention of each document by itself. What it judges others by must be better
-than they are, so it sums in fp64 what torch sums in fp32: losses and norms (``clip_grad_norm_`` is off by 3e-5 at 2^21
+optimizer. With a document mask, plain attention of each document by itself. It must be more precise than the runs that
+it judges, so it sums in fp64 what torch sums in fp32: losses and norms (``clip_grad_norm_`` is off by 3e-5 at 2^21
 elements and by 6e-4 at 2^24).
 """
 
@@ -36,12 +36,13 @@ Parts = Sequence[tuple[ParamSpec, nn.Parameter]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceStep:
-    """One step as one device computes it: what the layout must reproduce. The loss is the cross entropy alone; the
-    routers' losses are in the gradients.
+    """One step on one device, which the layout must reproduce. The loss is the cross entropy alone; the routers' losses
+    are
+    in the gradients.
 
     Attributes:
         grad_norm: before clipping.
-        clip_norm: what the gradients were clipped to.
+        clip_norm: the norm that gradients were clipped to.
         gradients: before clipping.
         exp_avg: the first moments, which are sums of clipped gradients: unlike an update of Adam's they are not divided
             by the gradient's own size, so a clip by a wrong number shows.
@@ -63,10 +64,12 @@ def reference_steps(
 
     Args:
         shape: the model.
-        train: the optimisation.
-        batches: one for each step, with all rows of the global batch. Their valid tokens are counted anew; a divisor
-            that is given stays, and ``weights`` multiply the cross entropy.
-        clips: lower ``clip_norm`` to a quarter of the first gradients' norm where it is larger, so that it is at work.
+        train: the train section.
+        batches: one for each step, with all rows of the global batch. Valid tokens are counted again; a given divisor
+            is
+            used, and ``weights`` multiply the cross entropy.
+        clips: lower ``clip_norm`` to a quarter of the first gradients' norm where it is larger, so that it has an
+            effect.
     """
     forward, specs = _decoder(shape, train.seed)
     yield from _steps(forward, specs, token_losses(train), train, batches, clips=clips)
@@ -91,8 +94,9 @@ def _decoder(shape: ModelShape, seed: int) -> tuple[Forward, Parts]:
 def unit_steps(
     specs: Sequence[UnitSpec], train: TrainConfig, batches: Sequence[Batch], *, clips: bool = False
 ) -> Iterator[ReferenceStep]:
-    """The same for units of anyone's: each row's input goes through them one after the other. What a loss of their own
-    divides by, the batch says. Where units have adapters, nothing else is trained.
+    """The same for a list of units: each row's input goes through them in sequence. A loss of their own is divided by
+    the
+    batch's divisor. With adapters, nothing else is trained.
     """
     forward, parts = _row(specs, train.seed)
     trained = [part for part in parts if part[0].factor is not None] or parts
@@ -111,7 +115,7 @@ def _row(specs: Sequence[UnitSpec], seed: int) -> tuple[Forward, Parts]:
 
 @torch.no_grad()
 def reference_validation(model: ModelShape | Sequence[UnitSpec], seed: int, batches: Sequence[Batch]) -> float:
-    """Nats per target that counts over some batches, with the first weights."""
+    """Nats per counted target over some batches, with the initial weights."""
     forward, _ = _decoder(model, seed) if isinstance(model, ModelShape) else _row(model, seed)
     own = None if isinstance(model, ModelShape) else model[-1].loss
     loss_sum = own or TokenLosses()
@@ -125,7 +129,7 @@ def reference_validation(model: ModelShape | Sequence[UnitSpec], seed: int, batc
 
 
 class TokenLosses:
-    """The loss of every target that counts, fp32 each, times its weight, summed in fp64.
+    """The loss of every counted target, fp32 each, times its weight, summed in fp64.
 
     Args:
         function: of their log-probabilities; None is the cross entropy.
@@ -145,12 +149,12 @@ class TokenLosses:
 
 
 def token_losses(train: TrainConfig) -> TokenLosses:
-    """What ``train.loss`` says, or the cross entropy."""
+    """The loss of ``train.loss``, or the cross entropy."""
     return TokenLosses(None if train.loss is None else load_loss(train.loss))
 
 
 def _divisor(batch: Batch, *, is_counted: bool) -> float:
-    """What the loss of a batch is divided by: what it says, or its valid tokens, counted anew or as it says."""
+    """The divisor of a batch's loss: its own, or its valid tokens, optionally counted again."""
     if batch.divisor is not None:
         return batch.divisor
     return int((batch.targets_BS != IGNORE).sum()) if is_counted else batch.valid_tokens
@@ -180,7 +184,7 @@ def _steps(
         divisor = _divisor(batch, is_counted=isinstance(loss_sum, TokenLosses))
         weights = batch.streams.get("weights")
         loss = 0.0
-        # Row by row: nothing of how a layout splits the batch is repeated here.
+        # Row by row: independent of a layout's split of the batch.
         for number, (tokens, targets) in enumerate(zip(batch.tokens_BS, batch.targets_BS, strict=True)):
             now = DispatchContext(sequences=(number,), batch_sequences=len(batch.tokens_BS), seed=train.seed, step=step)
             out = forward(tokens[None], now, _sight(batch, number))
@@ -192,7 +196,7 @@ def _steps(
             row = total / divisor
             row.backward()
             loss += float(row.detach())
-        # What the loss does not depend on has a gradient too.
+        # Parameters without influence on the loss have a gradient too.
         grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in params]
         gradients = {n: x.clone() for (spec, _), grad in zip(specs, grads, strict=True) for n, x in spec.views(grad)}
         norm = sqrt(sum(map(_square, grads)))
@@ -216,13 +220,14 @@ def _steps(
 
 
 def _sight(batch: Batch, number: int) -> Mapping[str, Any]:
-    """What a row's tokens see."""
+    """Attention and positions of a row."""
     return {} if batch.starts_BS is None else _documents(batch.starts_BS[number].tolist())
 
 
 def _documents(starts: Sequence[int]) -> dict[str, Any]:
-    """What a row's tokens see whose documents start at ``starts``: attention of one document after the other, and
-    positions that begin at 0 in each.
+    """Attention and positions of a row with documents that begin at ``starts``: attention of one document after the
+    other,
+    and positions that begin at 0 in each.
     """
     ends = [*sorted(set(starts)), len(starts)]
 
@@ -233,5 +238,5 @@ def _documents(starts: Sequence[int]) -> dict[str, Any]:
 
 
 def _square(values: Tensor) -> float:
-    """The sum of squares, fp64 from the squares on; a part at a time, which needs no copy of the whole in fp64."""
+    """The sum of squares in fp64, in parts, which needs no copy of the whole in fp64."""
     return sum(float(part.double().square_().sum()) for part in values.reshape(-1).split(2**20))

@@ -1,11 +1,11 @@
-"""A second run: the same steps once more, through the training loop itself, stopped and resumed on the way.
+"""A second run: the same steps again, through the training loop itself, stopped and resumed on the way.
 
     first run     the proof's own batches        step 0   step 1    compared with the reference, hashed
     second run    trainer, stream, prefetch     step 0   step 1    the same hashes; saved between the two
                   a new trainer, loaded                  step 1    the same hashes
 
-Before its first step the second run validates; what it has saved is served. So the data cursor, the checkpoint, the
-count of steps behind the learning rate, and what each rank consumes are in the proof.
+Before its first step the second run validates; its checkpoint is served. So the proof covers the data cursor, the
+checkpoint, the step count of the learning rate, and the batches of each rank.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from superstep.train.run_folder.run_paths import RunFolder
 from superstep.train.throughput import PeakRate
 
 Bits = dict[tuple[int, str], str]
-"""Of a step and of what is named, its bits or a hash of them."""
+"""Bits or hashes by step and name."""
 
 
 DATA = "the batch that a rank reads"
@@ -47,14 +47,14 @@ POSITION = "the position"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartResult:
-    """What a second run gave.
+    """Results of a second run.
 
     Attributes:
-        is_rerun_same: whether it gave the same bits; None where it was not asked.
-        is_restart_same: whether the steps after a restart did; None where there was none.
-        first: the first that differs, in words.
-        validation: the loss on the held-out text before the first step; None where there was no training loop.
-        served: what a server of the checkpoint tells otherwise than a plain decoder, in words; None where none did.
+        is_rerun_same: whether it gave the same bits; None if not checked.
+        is_restart_same: whether the steps after a restart did; None without one.
+        first: the first difference, in words.
+        validation: the loss on the held-out text before the first step; None without a training loop.
+        served: a difference between a server of the checkpoint and a plain decoder, in words; None if not checked.
     """
 
     is_rerun_same: bool | None = None
@@ -65,12 +65,11 @@ class RestartResult:
 
     @property
     def is_same(self) -> bool:
-        """Whether nothing differed."""
         return self.is_rerun_same is not False and self.is_restart_same is not False
 
 
 def data_bits(batch: Batch) -> str:
-    """A hash of what a rank consumes in a step."""
+    """A hash of a rank's batch."""
     numbers = (batch.valid_tokens, batch.divisor, sorted(batch.streams))
     digest = hashlib.blake2b(repr(numbers).encode(), digest_size=16)
     streams = (stream for _, stream in sorted(batch.streams.items()))
@@ -81,7 +80,7 @@ def data_bits(batch: Batch) -> str:
 
 
 def piece_bits(piece: TensorPiece) -> str:
-    """What a piece is called among the bits: each of a rank's pieces is another."""
+    """A name of a piece among the bits, unique on its rank."""
     return f"{piece.kind} of {piece.name}" + (f" from element {piece.low} on" if piece.low else "")
 
 
@@ -104,9 +103,9 @@ def go_again(
         world: the launched ranks.
         run: the resolved run.
         count: steps.
-        before: what the first run gave.
+        before: bits of the first run.
         straight: runs them as the first run did.
-        corpus: the folder of token files that the batches are from; None: only ``straight`` can be run again.
+        corpus: the folder of token files of the batches; None: only ``straight`` can run again.
     """
     if corpus is None:
         return _reran(straight(), before)
@@ -114,30 +113,30 @@ def go_again(
     folder = Path(gather(tempfile.mkdtemp(prefix="superstep-restart-") if world.rank == 0 else "")[0])
     try:
         stop = (count + 1) // 2
-        found, validation = _loop(world, run, folder, corpus, range(count), stop)
-        rerun = _first(_differing(found, before, _shown_steps(before, 0)))
+        bits, validation = _loop(world, run, folder, corpus, range(count), stop)
+        rerun = _first(_differing(bits, before, _shown_steps(before, 0)))
         resumed = ""
         if not rerun and stop < count:
-            found, _ = _loop(world, run, folder, corpus, range(stop, count), stop)
-            resumed = _first(_differing(found, before, _shown_steps(before, stop)))
+            bits, _ = _loop(world, run, folder, corpus, range(stop, count), stop)
+            resumed = _first(_differing(bits, before, _shown_steps(before, stop)))
         if not rerun and not resumed:
             served = _check_served(world, run, checkpoint_at(RunFolder(root=folder).checkpoints, stop), corpus)
             restart = True if stop < count else None
             return RestartResult(is_rerun_same=True, is_restart_same=restart, validation=validation, served=served)
-        # Was it a race, or does the training loop do something else than the proof's own steps?
+        # Distinguish a race from a difference between the training loop and the proof's own steps.
         by_itself = _reran(straight(), before)
         if not by_itself.is_rerun_same:
             return by_itself
         first = f"in the training loop, {rerun}" if rerun else f"after the restart, {resumed}"
         return RestartResult(is_rerun_same=True, is_restart_same=False, first=first, validation=validation)
     finally:
-        # Every rank has told what it found, and so has read what it needs; one that failed waits for none.
+        # All ranks have reported and need no files any more; a failed rank is not waited for.
         if world.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def _shown_steps(before: Bits, start: int) -> list[tuple[int, str]]:
-    """What the training loop shows of the steps from there on: not the gradients."""
+    """Bits that the training loop shows from step ``start`` on: no gradients."""
     return [(step, what) for step, what in before if step >= start and not what.startswith("gradient")]
 
 
@@ -147,7 +146,7 @@ def _reran(found: Bits, before: Bits) -> RestartResult:
 
 
 def _differing(found: Bits, before: Bits, wanted: Iterable[tuple[int, str]]) -> list[tuple[int, int, str]]:
-    """What differs: its step, its place in the order in which it was computed, and the two in words."""
+    """Differences: the step, the place in the order of computation, and a text."""
     return [
         (key[0], place, f"step {key[0]}: {key[1]} differs")
         for place, key in enumerate(wanted)
@@ -156,12 +155,12 @@ def _differing(found: Bits, before: Bits, wanted: Iterable[tuple[int, str]]) -> 
 
 
 def _first(mine: list[tuple[int, int, str]]) -> str:
-    """The first difference of any rank, the same on every rank; nothing where none has one."""
+    """The first difference of any rank, the same on every rank; empty without one."""
     return min((part[0] for part in gather(mine[:1]) if part), default=(0, 0, ""))[2]
 
 
 def _check_served(world: World, run: Resolved, checkpoint: Path, corpus: Path) -> str | None:
-    """What rank 0's server of a checkpoint tells wrongly, on every rank; None where it cannot be asked."""
+    """A fault of rank 0's server of a checkpoint, on every rank; None if the run cannot be served."""
     if not can_serve(run):
         return None
     fault = ""
@@ -174,27 +173,28 @@ def _check_served(world: World, run: Resolved, checkpoint: Path, corpus: Path) -
 def _loop(
     world: World, run: Resolved, folder: Path, corpus: Path, wanted: range, stop: int
 ) -> tuple[Bits, float | None]:
-    """What the training loop gives for these steps: from the start, leaving a checkpoint of ``stop`` finished steps; or
-    from that. And from the start, the validation loss before them.
+    """Bits of the training loop for these steps: from the start, with a checkpoint after ``stop`` steps; or from that.
+    And
+    from the start, the validation loss before them.
     """
-    gc.collect()  # an engine is a ring of references: else the one before it would still be held
+    gc.collect()  # an engine has reference cycles: otherwise the earlier one would stay in memory
     rate = PeakRate(flops_per_token=None, peak_flops=None)
     trainer = CorpusTrainer(world, run, RunFolder(root=folder), corpus, rate, through=Ragged)
-    found: Bits = {}
+    bits: Bits = {}
     try:
         position = trainer.load(checkpoint_at(trainer.folder.checkpoints, stop)) if wanted.start else Position()
         validation = None if wanted.start else evaluate(trainer, position).loss
-        seen: list[Batch] = []
-        running = steps(trainer, position, seen.append)
+        batches: list[Batch] = []
+        running = steps(trainer, position, batches.append)
         for step, done in zip(wanted, islice(running, len(wanted)), strict=False):
-            batch, event = seen[-1], done.event
-            found[step, DATA] = data_bits(batch)
-            found[step, "loss"], found[step, "norm"] = repr(event.loss), repr(event.grad_norm)
-            found |= {(step, piece_bits(piece)): hash_tensor(piece.values) for piece in trainer.pieces(STATE)}
-            found[step, POSITION] = repr(done.position)
+            batch, event = batches[-1], done.event
+            bits[step, DATA] = data_bits(batch)
+            bits[step, "loss"], bits[step, "norm"] = repr(event.loss), repr(event.grad_norm)
+            bits |= {(step, piece_bits(piece)): hash_tensor(piece.values) for piece in trainer.pieces(STATE)}
+            bits[step, POSITION] = repr(done.position)
             if not wanted.start and step + 1 == stop:
                 trainer.save(done.position)
         running.close()
     finally:
         trainer.close()
-    return found, validation
+    return bits, validation

@@ -1,7 +1,7 @@
-"""prove: the sampler against plain code: which tokens may be drawn, which one is, and what is told of it.
+"""prove: the sampler against plain code: the allowed tokens, the drawn one, and its log-probabilities.
 
-The rule of a draw is held against a few lines of plain Python on random logits. Then a server of the checkpoint that
-the proof has saved draws tokens, and their log-probabilities are held against a decoder of plain torch.
+A draw is compared with a few lines of plain Python on random logits. Then a server of the proof's checkpoint draws
+tokens, and their log-probabilities are compared with a decoder of plain torch.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ ROWS, VOCAB = 16, 101
 """Of random logits."""
 
 NEAR = 1e-4
-"""Nats by which log-probabilities of fp32 may differ; they are rounded to 1e-6, and the model's sums to 1e-5."""
+"""Allowed difference of fp32 log-probabilities in nats; they are rounded to 1e-6, and the model's sums to 1e-5."""
 
 NEAR_BF16 = 0.1
-"""The same of a model in bf16, whose logits of size 4 have a spacing of 0.03."""
+"""The same of a model in bf16: its logits of size 4 have a spacing of 0.03."""
 
 PROMPTS, TOKENS = 4, 8
 """Answers of the served checkpoint, and tokens of each."""
 
 
 class PlainDraw(NamedTuple):
-    """What a draw must be.
+    """The expected draw.
 
     Attributes:
         token: its id.
-        kept: tokens that could have been drawn.
+        kept: number of tokens that could be drawn.
         logprob: of the model's distribution.
         drawn_logprob: of the one that was drawn from.
     """
@@ -64,8 +64,9 @@ class PlainDraw(NamedTuple):
 
 
 def plain_draw(logits: Sequence[float], how: Sampling, position: int) -> PlainDraw:
-    """A draw as its documentation says it: top-k first, of those top-p, of those min-p, then the largest sum of score
-    and Gumbel noise, which is a hash of seed, position and token.
+    """A draw as documented: first top-k, then top-p, then min-p, then the largest sum of score and Gumbel noise, which
+    is a
+    hash of seed, position and token.
     """
     logprobs = _log_softmax(dict(enumerate(logits)))
     if how.temperature == 0.0:
@@ -100,36 +101,36 @@ def _gumbel(seed: int, position: int, token: int) -> float:
 
 
 def draw_fault() -> str:
-    """What is drawn otherwise than plain code does, in words; empty where nothing is."""
+    """A difference between draws and plain code, in words; empty without one."""
     logits_RV = 3 * torch.randn(ROWS, VOCAB, generator=torch.Generator().manual_seed(0))
     for how in SAMPLINGS:
         (rows,) = read_rows(totals_of(logits_RV))
         for position, (logits_V, totals) in enumerate(zip(logits_RV, read_totals(rows), strict=True)):
-            told = draw(logits_V, totals, how, SamplingContext((), ()), position)
+            drawn = draw(logits_V, totals, how, SamplingContext((), ()), position)
             wanted = plain_draw(logits_V.tolist(), how, position)
-            found = (
-                ("token", told.token, wanted.token, 0.0),
-                ("number of tokens to draw from", told.kept or VOCAB, wanted.kept, 0.0),
-                ("log-probability", told.logprob, wanted.logprob, NEAR),
-                ("log-probability after temperature and cuts", told.drawn_logprob, wanted.drawn_logprob, NEAR),
+            comparisons = (
+                ("token", drawn.token, wanted.token, 0.0),
+                ("number of tokens to draw from", drawn.kept or VOCAB, wanted.kept, 0.0),
+                ("log-probability", drawn.logprob, wanted.logprob, NEAR),
+                ("log-probability after temperature and cuts", drawn.drawn_logprob, wanted.drawn_logprob, NEAR),
             )
-            for name, ours, plain, allowed in found:
+            for name, ours, plain, allowed in comparisons:
                 if not abs(ours - plain) <= allowed:
-                    asked = f"temperature {how.temperature}, top_k {how.top_k}, top_p {how.top_p}, min_p {how.min_p}"
-                    return f"the sampler, with {asked}: the {name} is {ours:g}, not {plain:g}"
+                    settings = f"temperature {how.temperature}, top_k {how.top_k}, top_p {how.top_p}, min_p {how.min_p}"
+                    return f"the sampler, with {settings}: the {name} is {ours:g}, not {plain:g}"
     return ""
 
 
 def can_serve(run: Resolved) -> bool:
-    """Whether a checkpoint of the run can be held against a plain decoder, row by row."""
+    """Whether a checkpoint of the run can be compared with a plain decoder, row by row."""
     return run.decoder is not None and run.decoder.moe is None and run.config.lora is None
 
 
 def find_served_fault(run: Resolved, checkpoint: Path, texts: Sequence[Sequence[int]]) -> str:
-    """What a server of a checkpoint tells otherwise than a plain decoder, in words; empty where nothing is.
+    """A difference between a server of a checkpoint and a plain decoder, in words; empty without one.
 
     Args:
-        run: of ``can_serve``.
+        run: for which ``can_serve`` is true.
         checkpoint: of its weights.
         texts: tokens to begin with.
     """
@@ -137,8 +138,8 @@ def find_served_fault(run: Resolved, checkpoint: Path, texts: Sequence[Sequence[
     serve = ServeConfig(context_tokens=run.config.data.sequence_tokens, requests=PROMPTS, compute=compute)
     engine = open_engine(checkpoint, serve)
     prompts = [list(text[: max(1, len(text) - TOKENS)]) for text in texts[:PROMPTS]]
-    asked = [Sampling(seed=n, max_tokens=TOKENS, ignore_eos=True) for n in range(len(prompts))]
-    answers = generate(engine, prompts, asked)
+    samplings = [Sampling(seed=n, max_tokens=TOKENS, ignore_eos=True) for n in range(len(prompts))]
+    answers = generate(engine, prompts, samplings)
     engine.end()
     decoder = Decoder(run.shape)
     load_weights(checkpoint, global_tensors(decoder, units(run.shape)))
@@ -146,11 +147,11 @@ def find_served_fault(run: Resolved, checkpoint: Path, texts: Sequence[Sequence[
     for prompt, answer in zip(prompts, answers, strict=True):
         with torch.no_grad():
             logprobs_SV = decoder(torch.tensor([prompt + answer.ids]))[0].log_softmax(-1)
-        for place, told in enumerate(answer.tokens, len(prompt)):
-            plain = float(logprobs_SV[place - 1, told.token])
-            if not abs(told.logprob - plain) <= allowed:
+        for place, output in enumerate(answer.tokens, len(prompt)):
+            plain = float(logprobs_SV[place - 1, output.token])
+            if not abs(output.logprob - plain) <= allowed:
                 return (
-                    f"the sampler of the saved checkpoint: token {place} (id {told.token}) has log-probability "
-                    f"{told.logprob:g}, and {plain:g} by a plain decoder; {allowed:g} is allowed"
+                    f"the sampler of the saved checkpoint: token {place} (id {output.token}) has log-probability "
+                    f"{output.logprob:g}, and {plain:g} by a plain decoder; {allowed:g} is allowed"
                 )
     return ""

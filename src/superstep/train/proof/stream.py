@@ -1,9 +1,9 @@
-"""prove: the stream of a run against plain code, on each rank, whatever the proof's own batches are.
+"""prove: the stream of a run against plain code, on each rank, independent of the proof's own batches.
 
     cursor 0, the batch behind it, the batch in which an epoch ends      training: packed, masked, padded
     cursor 0, the batch behind it                                        validation: the same
 
-All three kinds of rows are read from the run's token files, also those that the run has not chosen.
+All three kinds of rows are read from the run's token files, whichever the run uses.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ from superstep.plan.resolution.resolve import Resolved
 from superstep.train.proof.plain_stream import PlainSplit, Row
 
 KINDS = {"packed": (True, False), "masked": (True, True), "padded": (False, False)}
-"""Of rows: ``data.packed`` and ``data.document_mask``."""
+"""Kinds of rows: ``data.packed`` and ``data.document_mask``."""
 
 
 def plain_split(config: RunConfig, corpus: Corpus, split: SplitName) -> PlainSplit:
-    """A split as the run reads it."""
     return PlainSplit(
         split=corpus.train if split == "train" else corpus.validation,
         data=config.data,
@@ -36,7 +35,7 @@ def plain_split(config: RunConfig, corpus: Corpus, split: SplitName) -> PlainSpl
 
 
 def stream_fault(run: Resolved, mesh: Mesh, folder: Path) -> str:
-    """What this rank reads otherwise than plain code does, in words; empty where nothing is."""
+    """A difference between this rank's rows and plain code, in words; empty without one."""
     corpus, place, mine = open_corpus(folder), run.plan.mesh.at(mesh.rank).dp, rows(run.plan, mesh)
     for split in SPLITS:
         for kind, (is_packed, is_masked) in KINDS.items():
@@ -57,18 +56,18 @@ def stream_fault(run: Resolved, mesh: Mesh, folder: Path) -> str:
 
 
 def _samples(count: int, size: int, *, is_shuffled: bool) -> list[int]:
-    """Cursors of the batches that are looked at."""
+    """Cursors of the checked batches."""
     return [0, size, *([max(0, count - size // 2)] if is_shuffled else ())]
 
 
 def _faults(batch: Batch, wanted: list[Row], first: int, share: int) -> Iterator[str]:
-    """What is wrong with a rank's rows of a batch.
+    """Faults in a rank's rows of a batch.
 
     Args:
         batch: the rows.
         wanted: those of the whole batch.
-        first: the number of the first that is this rank's.
-        share: how many are.
+        first: the number of this rank's first row.
+        share: its number of rows.
     """
     counted = sum(target != IGNORE for _, targets, _ in wanted for target in targets)
     if batch.valid_tokens != counted:
@@ -76,14 +75,14 @@ def _faults(batch: Batch, wanted: list[Row], first: int, share: int) -> Iterator
     if len(batch.tokens_BS) != share:
         yield f"{len(batch.tokens_BS)} rows are read, and {share} are its own"
     for row, (tokens, targets, starts) in enumerate(wanted[first : first + share]):
-        for name, found, plain in (
+        for name, ours, plain in (
             ("token", batch.tokens_BS, tokens),
             ("target", batch.targets_BS, targets),
             ("start of the document", batch.starts_BS, starts),
         ):
-            if found is None:
+            if ours is None:
                 continue
-            at = next((n for n, (a, b) in enumerate(zip(found[row].tolist(), plain, strict=True)) if a != b), None)
+            at = next((n for n, (a, b) in enumerate(zip(ours[row].tolist(), plain, strict=True)) if a != b), None)
             if at is not None:
-                said = f"the {name} of place {at} is {int(found[row, at])}, not {plain[at]}"
-                yield f"row {first + row} of the batch: {said}"
+                difference = f"the {name} of place {at} is {int(ours[row, at])}, not {plain[at]}"
+                yield f"row {first + row} of the batch: {difference}"

@@ -1,1 +1,1 @@
-"""The folder of a run: its paths, lock, identity and status, and what is looked at in it after a fault."""
+"""The folder of a run: its paths, lock, identity and status, and how it is inspected after a fault."""

@@ -1,4 +1,4 @@
-"""What surrounds a checkpoint of a session: the trace of the last step, and what is told of the checkpoint."""
+"""The trace of the last step, and the report of a written checkpoint."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ from superstep.train.run_folder.run_paths import RunFolder, write_whole
 
 @dataclass(frozen=True, slots=True)
 class WrittenCheckpoint:
-    """A checkpoint that was written.
+    """A written checkpoint.
 
     Attributes:
-        path: where it is.
-        bytes: of its tensors; 0 where it was there.
-        problems: what could not be done beside it, a line each: a trace that is not written, an old checkpoint that is
-            not deleted.
+        path: of its folder.
+        bytes: of its tensors; 0 where it already existed.
+        problems: one line each: a trace that could not be written, an old checkpoint that could not be deleted.
     """
 
     path: Path
@@ -33,7 +32,7 @@ class WrittenCheckpoint:
 
 
 def trace_of(record: Recorder, step: int, *, mesh: Mesh, device: Device) -> str:
-    """When each instruction of the last step ran. Every rank calls this together."""
+    """Times of each instruction of the last step. Every rank calls this together."""
     at = mesh.at
     offset_s = offset_to_rank_0(device).seconds
     mine = [(ran.index, ran.start_s + offset_s, ran.end_s + offset_s) for ran in record.ran()]
@@ -45,7 +44,7 @@ def write_trace(peers: Peers, folder: RunFolder, trace: str) -> tuple[str, ...]:
     """Write the trace, on rank 0. Every rank calls this together.
 
     Returns:
-        Why it could not be written, if so: a run goes on without.
+        Problems: a run continues without a trace.
     """
     problems: tuple[str, ...] = ()
     if peers.rank == 0:

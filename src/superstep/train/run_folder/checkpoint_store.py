@@ -10,14 +10,14 @@ from superstep.state.object_store.store import CheckpointStore
 
 
 def store_of(run: Resolved, checkpoint: Path | None) -> CheckpointStore | None:
-    """The store that a run names, if any.
+    """The run's object store, if configured.
 
     Args:
-        run: whose it is.
-        checkpoint: what the run goes on from on the disk, if anything.
+        run: the resolved run.
+        checkpoint: the local one that the run resumes from, if any.
 
     Raises:
-        StateError: it cannot be used, or holds a run that this one is not to go on with.
+        StateError: it cannot be used, or holds another run.
     """
     state = run.config.state
     if state.store is None:

@@ -1,4 +1,4 @@
-"""What is left of a run that failed: what every rank did then, in its folder, for ``superstep doctor`` to read."""
+"""Record of a failed run: what every rank did, in its folder, for ``superstep doctor``."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ T = TypeVar("T")
 
 
 def leaving_words(folder: RunFolder, launch: Callable[[], T]) -> T:
-    """What ``launch`` returns.
+    """Call ``launch``.
 
     Raises:
-        Fault: as it does; where what every rank did could be written down, it says where.
+        Fault: as ``launch``; names the record's path if it could be written.
     """
     try:
         return launch()
     except Fault as fault:
-        if fault.said and folder.program.is_file():  # a run that has not begun leaves nothing
+        if fault.said and folder.program.is_file():  # a run that has not begun leaves no record
             try:
                 write_whole(folder.fault, fault.said)
-            except Fault:  # the disk is full, say: then that is what was wrong
+            except Fault:  # such as a full disk, which then is the original fault
                 raise fault from None
             fault.adding(f"superstep doctor {shlex.quote(str(folder.root))} says what every rank did ({folder.fault}).")
         raise

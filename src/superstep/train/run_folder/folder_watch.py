@@ -1,6 +1,6 @@
-"""Whether the run directory is still where the run began: somebody may move or remove it meanwhile.
+"""Detects whether the run directory was moved or removed during the run.
 
-    same device and inode under the name     nothing has happened
+    same device and inode under the name     unchanged
     it has another name now                  the state is saved there, and the run ends
     it is gone                               the state is saved in NAME.rescued beside, and the run ends
 
@@ -22,11 +22,11 @@ from superstep.train.run_folder.run_paths import RunFolder, write_whole
 
 @dataclass(frozen=True, slots=True)
 class RunFolderMoved:
-    """A run directory that is no longer where it was.
+    """A run directory that was moved or removed.
 
     Attributes:
-        was: its old name.
-        now: where the state is saved: its new name, or a folder beside.
+        was: its old path.
+        now: the path for the state: its new name, or a folder beside.
         is_removed: whether it is gone.
     """
 
@@ -35,7 +35,7 @@ class RunFolderMoved:
     is_removed: bool
 
     def fault(self, step: int) -> Fault:
-        """What ends the run once the state after ``step`` is saved."""
+        """The fault that ends the run once the state after ``step`` is saved."""
         what = (
             f"was removed, with its metrics and older checkpoints; the state is saved in {self.now}"
             if self.is_removed
@@ -47,11 +47,11 @@ class RunFolderMoved:
 
 
 class FolderWatch:
-    """Holds the run directory, which stays the same directory under whatever name.
+    """Keeps the run directory open, under whatever name.
 
     Args:
-        folder: is there.
-        texts: what a folder needs to be gone on with, by name of file.
+        folder: an existing directory.
+        texts: files that a folder needs to be resumed, by name.
     """
 
     def __init__(self, folder: RunFolder, texts: Mapping[str, str]) -> None:
@@ -69,14 +69,14 @@ class FolderWatch:
         self._held.__exit__(kind, error, trace)
 
     def look(self) -> RunFolderMoved | None:
-        """Where the directory is now, if it is not where it was. Nothing is made."""
+        """The new path of the directory, if it changed. Read-only."""
         if self._found is None and not self._held.is_there():
             moved = self._held.new_name()
             self._found = RunFolderMoved(self._root, moved or self._beside(), moved is None)
         return self._found
 
     def make(self, displaced: RunFolderMoved) -> None:
-        """Make the folder beside, in the place of one that was removed."""
+        """Make the folder that replaces a removed one."""
         if displaced.is_removed and not displaced.now.exists():
             displaced.now.mkdir(parents=True)
             for name, text in self._texts.items():
@@ -90,16 +90,15 @@ class FolderWatch:
 
 
 def follow(watch: FolderWatch | None, peers: Peers, folder: RunFolder) -> RunFolderMoved | None:
-    """Where the run directory is now, if it is not where it was; one that is gone has another in its place afterwards.
-    Every rank calls this together.
+    """The new path of the run directory, if it changed; a removed one is replaced. Every rank calls this together.
 
     Args:
         watch: rank 0's.
         peers: the ranks.
-        folder: where it was.
+        folder: its old path.
 
     Raises:
-        Fault: that other one cannot be made: on every rank the same.
+        Fault: the replacement cannot be made: on every rank the same.
     """
 
     def look() -> RunFolderMoved | None:

@@ -1,6 +1,6 @@
-"""What a checkpoint says of its run, in run.json: the seed, the data and the model. It is of no other run's use.
+"""The run's identity in a checkpoint, run.json: seed, data and model. Other runs cannot resume from it.
 
-The manifest has the hash of the file, as of all that stands beside the tensors.
+The manifest has the hash of the file, as of all files beside the tensors.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from superstep.state.tensor_file import digest
 FILE = "run.json"
 
 TOKENS = "the tokens of data.corpus"
-"""What their digest is called."""
+"""The name of their digest."""
 
 SAMPLE_BYTES = 1 << 16
-"""Of the token file, from its beginning and from its end: with its size they tell corpora apart."""
+"""Bytes of the token file that are hashed at its beginning and end; with its size they distinguish corpora."""
 
 _ELSEWHERE = ("weights", "source")
-"""Fields of the model that are paths: the same model may lie elsewhere by now."""
+"""Fields of the model that are paths: the same model may have moved."""
 
 
 def identity_of(run: Resolved, corpus: Path | None = None) -> dict[str, str]:
-    """What a run's checkpoints say of it, by the names of fields; of its tokens where their folder is given."""
+    """A run's identity by field names; with its tokens if their folder is given."""
     model = asdict(run.config.model)
     identity = {"train.seed": str(run.config.train.seed)}
     identity |= {f"model.{k}": str(v) for k, v in model.items() if v is not None and k not in _ELSEWHERE}
@@ -35,16 +35,14 @@ def identity_of(run: Resolved, corpus: Path | None = None) -> dict[str, str]:
 
 
 def identity_text(identity: Mapping[str, str]) -> str:
-    """The text of the file."""
     return json.dumps(identity, indent=1) + "\n"
 
 
 def require_same_run(checkpoint: Path, identity: Mapping[str, str]) -> None:
-    """See that a checkpoint is of this run. One that says nothing of its run, or is damaged there, is let pass: who
-    loads it holds all of it against its hashes.
+    """Check that a checkpoint belongs to this run. A missing or damaged file passes: the loader verifies all hashes.
 
     Raises:
-        StateError: it is of another.
+        StateError: it belongs to another run.
     """
     try:
         saved = json.loads((checkpoint / FILE).read_text(encoding="utf-8"))

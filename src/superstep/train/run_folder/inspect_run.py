@@ -1,4 +1,4 @@
-"""A run as it is seen from outside: while it is live out of its ranks' memory, else out of the file that it left."""
+"""State of a run from outside: from its ranks' memory while it runs, else from its fault record."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from superstep.train.run_folder.run_lock import owner, sharers
 from superstep.train.run_folder.run_paths import RunFolder
 
 STOPPED = ("T", "t", "")
-"""States of a process that answers no question."""
+"""States of a process that cannot answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class LiveRun:
-    """A run whose ranks can be looked at.
+    """A running run that can be inspected.
 
     Attributes:
         folder: of the run.
-        views: the page of each rank.
-        looker: that looks at them.
+        views: the status page of each rank.
+        looker: inspects the ranks.
     """
 
     folder: RunFolder
@@ -42,13 +42,13 @@ class LiveRun:
     looker: RankInspector
 
     def seen(self) -> RunObservation:
-        """All that is known of it now, but for stacks."""
+        """The current state, without stacks."""
         ranks = (with_notes(rank, self.views[rank.rank]) for rank in self.looker.look())
         return _run(self.folder, tuple(ranks))
 
     def asked(self, run: RunObservation) -> RunObservation:
-        """What was seen, with the stacks of the ranks as they are now. All else is to be seen before: the question may
-        wake who sleeps within a call of the system.
+        """The observation with the ranks' current stacks. Take it last: the request may wake a process that sleeps in a
+        system call.
         """
         places = self.looker.stacks()
         stacks = ask({rank.process: places.get(rank.process, 0) for rank in run.ranks if rank.state not in STOPPED})
@@ -63,10 +63,10 @@ class LiveRun:
 def live(
     folder: RunFolder, make: Callable[[Mapping[int, mmap.mmap]], RankInspector] = RankInspector
 ) -> Iterator[LiveRun | None]:
-    """The run, while it trains; None where it does not, or not on this host."""
+    """The run while it trains; None if it does not, or runs on another host."""
     process = owner(folder)
     views = {} if process is None or not folder.program.is_file() else views_of(process)
-    if len(views) == 1:  # ranks that nobody has launched, torchrun's say, have a page each
+    if len(views) == 1:  # ranks without our launcher, as with torchrun, have a page each
         views = {rank: view for each in sharers(folder) for rank, view in views_of(each).items()} or views
     try:
         yield LiveRun(folder, views, make(views)) if views else None
@@ -76,10 +76,10 @@ def live(
 
 
 def read_failure(folder: RunFolder) -> RunObservation | None:
-    """The run as it was when it failed last; None where it has left nothing.
+    """The run at its last failure; None without a record.
 
     Raises:
-        StateError: what it has left cannot be read.
+        StateError: the record cannot be read.
     """
     if not folder.fault.is_file():
         return None
@@ -88,12 +88,12 @@ def read_failure(folder: RunFolder) -> RunObservation | None:
 
 
 def over(folder: RunFolder) -> RunObservation:
-    """A run that does not train and has left nothing of its ranks."""
+    """A run that is not running and has no record."""
     return replace(_run(folder, ()), is_live=False)
 
 
 def require_run(folder: RunFolder) -> None:
-    """See that a folder is a run's.
+    """Check that a folder is a run's.
 
     Raises:
         StateError: it is not.
@@ -125,16 +125,16 @@ def _run(folder: RunFolder, ranks: tuple[RankObservation, ...]) -> RunObservatio
 
 
 def mesh_of(plan: PlanConfig) -> MeshShape:
-    """The mesh of a run, whose configuration has every automatic field filled in."""
+    """The mesh of a run, from a configuration without automatic fields."""
     dp, ep = plan.dp or 1, plan.ep or 1
     return MeshShape(pp=plan.pp, dp=dp, cp=plan.cp, tp=plan.tp, ep=ep, replicas=plan.replicas)
 
 
 def disk_of(folder: RunFolder) -> Disk:
-    """Where a run writes."""
+    """Disk space that a run needs."""
     needed = 0
     with suppress(OSError):
-        # By their names alone: what is in one is known to code that brings torch, for which nobody here has the time.
+        # By names alone: reading checkpoints needs torch, which takes too long to import here.
         for path in sorted(folder.checkpoints.glob("step-" + "[0-9]" * 6))[-1:]:
             needed = sum(os.lstat(each).st_size for each in path.iterdir())
     try:

@@ -1,4 +1,4 @@
-"""What a rank does beside its programs, told to its heart: it waits for a batch, or tells what was done."""
+"""Reports to a rank's heartbeat what it does outside of the program: waiting for a batch, or writing events."""
 
 from __future__ import annotations
 
@@ -13,27 +13,25 @@ T = TypeVar("T")
 
 
 def report_waits(heart: HeartbeatReceiver, batches: Iterable[T]) -> Iterator[T]:
-    """The batches; while one is waited for, the rank says so."""
+    """Iterate over batches; the rank reports while it waits."""
     each = iter(batches)
     while True:
         with beside(heart, DATA):
-            found = next(each, None)
-        if found is None:
+            batch = next(each, None)
+        if batch is None:
             return
-        yield found
+        yield batch
 
 
 class StatusSink:
-    """A sink that is written to beside the programs; whoever listens there keeps the rank."""
+    """A sink that reports to the heartbeat while it writes."""
 
     def __init__(self, heart: HeartbeatReceiver, sink: Sink) -> None:
         self._heart, self._sink = heart, sink
 
     def write(self, event: Event) -> None:
-        """Write to the sink."""
         with beside(self._heart, REPORT):
             self._sink.write(event)
 
     def close(self) -> None:
-        """Close the sink."""
         self._sink.close()

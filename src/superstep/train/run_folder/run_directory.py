@@ -1,4 +1,4 @@
-"""The run directory: made new, gone on with, or left alone; never overwritten."""
+"""The run directory: created, resumed, or refused; never overwritten."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from superstep.plan.resolution.resolve import Resolved
 from superstep.state.verify import glance, newest
 from superstep.train.run_folder.run_paths import RunFolder, write_whole
 
-# What may not change within one run: the weights or the cursor would mean something else.
+# Fields that may not change within a run: weights or cursor would be invalid.
 _FIXED = ("model", "data.corpus", "data.tokenizer", "data.text_field", "data.sequence_tokens", "data.packed",
           "data.validation_fraction", "train.seed", "lora")  # fmt: skip
 
 
 def choose(run: Resolved, look: Callable[[Path], object] = glance) -> tuple[Resolved, RunFolder, Path | None]:
-    """Where the run will live, as ``state.existing`` says. Nothing is made or changed.
+    """Choose the run directory, as ``state.existing`` says. Read-only.
 
     Args:
-        run: what was asked for.
-        look: raises Damaged for a checkpoint that cannot be gone on from.
+        run: the requested run.
+        look: raises Damaged for a checkpoint that cannot be resumed.
 
     Returns:
-        The run, with the directory it was given; the directory; and the checkpoint to go on from, if any: the newest
-        that ``look`` finds nothing wrong with.
+        The run, with its directory; the directory; and the checkpoint to resume from, if any: the newest one for which
+        ``look`` raises nothing.
 
     Raises:
-        StateError: the directory holds a run and was not told what to do, or holds something else, or no checkpoint
-            of it is whole.
-        ConfigError: the run to go on with is of another model or of other data.
+        StateError: the directory holds a run and ``state.existing`` is not set, or holds something else, or none of its
+            checkpoints is complete.
+        ConfigError: the run to resume has another model or other data.
     """
     state = run.config.state
     folder = RunFolder(root=Path(state.dir))
@@ -94,10 +94,10 @@ def _check_same(before: RunConfig, now: RunConfig) -> None:
 
 
 def check_tokens(checkpoint: Path, corpus: Path) -> None:
-    """See that the prepared corpus is the one that a checkpoint was trained on.
+    """Check that the prepared corpus is the one of a checkpoint.
 
     Raises:
-        StateError: it is another, and the run's weights and cursor would mean nothing to it.
+        StateError: it is another, for which the run's weights and cursor would be invalid.
     """
     for name in ("tokenizer.json", "corpus.json"):
         if _stable(checkpoint / name) != _stable(corpus / name):
@@ -108,16 +108,16 @@ def check_tokens(checkpoint: Path, corpus: Path) -> None:
 
 
 def _stable(path: Path) -> object:
-    """A JSON file without what changes when the same text is prepared again elsewhere."""
+    """A JSON file without the fields that change when the same text is prepared elsewhere."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        fields = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise StateError(f"{path} cannot be read ({error}); resume from an older checkpoint.") from error
-    return {key: value for key, value in found.items() if key != "fingerprint"}
+    return {key: value for key, value in fields.items() if key != "fingerprint"}
 
 
 def write(run: Resolved, folder: RunFolder) -> None:
-    """Save the resolved configuration: from here on the directory holds a run.
+    """Save the resolved configuration: from then on the directory holds a run.
 
     Raises:
         Fault: it cannot be written.

@@ -1,11 +1,11 @@
-"""Whose a run directory is: two runs never write to one.
+"""Lock of a run directory: two runs never write to one.
 
-The process that prepares a run locks the folder itself; the system drops that lock with the process, however it ends.
-It says who it is in a file beside. Ranks may live a moment longer than the process that launched them: as long as they
-do they share a lock of that file, which the next run waits for.
+The process that prepares a run locks the folder itself; the system releases that lock with the process, however it
+ends. A file names the process. Ranks may outlive their launcher for a moment: they share a lock of that file, which the
+next run waits for.
 
-    runs/demo           locked by the launcher, alone
-    runs/demo/run.lock  who that is: {"pid": 4711, ...}; locked by its ranks together
+    runs/demo           locked by the launcher, exclusively
+    runs/demo/run.lock  its owner: {"pid": 4711, ...}; locked by its ranks, shared
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from superstep.errors import DiskFault, Fault, StateError, disk_fix, is_full
 from superstep.train.run_folder.run_paths import RunFolder
 
 LEAVING_S = 10.0
-"""How long ranks without a launcher are waited for; they end within three seconds of it."""
+"""How long to wait for ranks without a launcher; they end within three seconds of it."""
 
 POLL_S = 0.05
 
 
 @contextmanager
 def hold(folder: RunFolder) -> Iterator[None]:
-    """Make the directory, and keep other processes from writing to it for the length of the block.
+    """Create the directory, and lock it for the block.
 
-    What was made and is still empty at the end is removed again: a run that never began leaves nothing.
+    What was created and is still empty at the end is removed: a run that never began leaves nothing.
 
     Raises:
-        StateError: the directory cannot be made, or another process holds it; names that one.
+        StateError: the directory cannot be created, or another process holds it; names that one.
         Fault: the disk is full.
     """
     made = [path for path in (folder.root, *folder.root.parents) if not path.exists()]
@@ -50,23 +50,23 @@ def hold(folder: RunFolder) -> Iterator[None]:
         is_ours = True
         yield
     finally:
-        # One that was moved or removed meanwhile may have a successor under its name, which is not ours to tidy.
+        # A moved or removed directory may have a successor under its name, which belongs to others.
         is_there = _is_same(folder.root, handle)
         if is_ours and is_there:
             with suppress(OSError):
                 folder.lock.unlink()
         os.close(handle)
         for path in (folder.root / "data", *made) if is_there else ():
-            with suppress(OSError):  # it is not empty: something of the run is there
+            with suppress(OSError):  # not empty: it has files of the run
                 path.rmdir()
 
 
 @contextmanager
 def sharing(folder: RunFolder) -> Iterator[None]:
-    """Within the block no run that comes after this one writes to the directory: what every rank is in."""
+    """Lock held by every rank: no later run writes to the directory within the block."""
     try:
         handle = os.open(folder.lock, os.O_RDONLY)
-    except OSError:  # ranks that a test runs, say, without a launcher
+    except OSError:  # ranks without a launcher, as in tests
         yield
         return
     try:
@@ -78,16 +78,16 @@ def sharing(folder: RunFolder) -> Iterator[None]:
 
 
 def note_preparing(folder: RunFolder, text: str) -> None:
-    """Write into the lock's file of a directory, which this process holds, how far it is; an empty text: it is done."""
-    with suppress(OSError, ValueError):  # who asks is told less
+    """Write the progress of preparation into the lock file; an empty text means done."""
+    with suppress(OSError, ValueError):  # the status is optional
         before = folder.lock.read_text(encoding="utf-8")
         after = json.dumps(json.loads(before) | {"preparing": text}) + "\n"
-        with folder.lock.open("r+", encoding="utf-8") as file:  # in place: who reads it meanwhile finds no empty file
+        with folder.lock.open("r+", encoding="utf-8") as file:  # in place, so that readers never see an empty file
             file.write(after.ljust(len(before)))
 
 
 def preparing(folder: RunFolder) -> str | None:
-    """What the process that holds a directory does before its ranks begin; None where there is none, or they have."""
+    """What the owner of a directory does before its ranks begin; None without an owner, or after."""
     process = owner(folder)
     if process is None:
         return None
@@ -101,17 +101,17 @@ def preparing(folder: RunFolder) -> str | None:
 
 
 def owner(folder: RunFolder) -> int | None:
-    """The process that writes to the directory now, where there is one and it is on this host."""
+    """The process on this host that writes to the directory; None without one."""
     try:
-        told = json.loads(folder.lock.read_text(encoding="utf-8"))
-        process = int(told["pid"])
+        record = json.loads(folder.lock.read_text(encoding="utf-8"))
+        process = int(record["pid"])
         handle = os.open(folder.root, os.O_RDONLY)
     except (OSError, ValueError, KeyError, TypeError):
         return None
     try:
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        return process if told.get("host") == platform.node() else None
+        return process if record.get("host") == platform.node() else None
     except OSError:  # a file system without locks: the number alone is known
         return process if Path(f"/proc/{process}").exists() else None
     finally:
@@ -120,13 +120,13 @@ def owner(folder: RunFolder) -> int | None:
 
 
 def sharers(folder: RunFolder) -> list[int]:
-    """The processes of this host that are in a run's ``sharing``, as far as they may be seen."""
-    lock, found = str(folder.lock.resolve()), []
+    """Processes of this host that hold a run's shared lock, as far as permissions show them."""
+    lock, processes = str(folder.lock.resolve()), []
     for place in Path("/proc").glob("[0-9]*/fd"):
         with suppress(OSError):
             if any(os.readlink(handle) == lock for handle in place.iterdir()):
-                found.append(int(place.parent.name))
-    return sorted(found)
+                processes.append(int(place.parent.name))
+    return sorted(processes)
 
 
 def _is_same(path: Path, handle: int) -> bool:
@@ -153,13 +153,13 @@ def _lock(handle: int, folder: RunFolder) -> None:
 
 
 def _lock_error(folder: RunFolder, error: OSError, what: str) -> Fault | StateError:
-    """A full disk is a fault, and any other reason the user's to mend."""
-    told = f"state.dir = '{folder.root}' cannot be {what}: {error.strerror or error}; {disk_fix(error)}"
-    return DiskFault(f"{told}.") if is_full(error) else StateError(f"{told}, or name another --state.dir.")
+    """A DiskFault if the disk is full, else a StateError."""
+    problem = f"state.dir = '{folder.root}' cannot be {what}: {error.strerror or error}; {disk_fix(error)}"
+    return DiskFault(f"{problem}.") if is_full(error) else StateError(f"{problem}, or name another --state.dir.")
 
 
 def _wait_for_ranks(folder: RunFolder) -> None:
-    """Wait until no rank of a run before is left."""
+    """Wait until no rank of an earlier run is left."""
     if not folder.lock.exists():
         return
     deadline_s = time.monotonic() + LEAVING_S
@@ -189,9 +189,9 @@ def _self() -> dict[str, object]:
 
 
 def _owner(path: Path) -> str:
-    """The process that a lock's file names."""
+    """The process that a lock file names."""
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
-        return f"process {int(told['pid'])} on {told['host']}, since {told['since']}"
+        record = json.loads(path.read_text(encoding="utf-8"))
+        return f"process {int(record['pid'])} on {record['host']}, since {record['since']}"
     except (OSError, ValueError, KeyError, TypeError):
         return "another process"

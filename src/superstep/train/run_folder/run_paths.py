@@ -1,4 +1,4 @@
-"""The run directory's files: where each lies, and how one is written whole."""
+"""Paths of the run directory's files, and atomic writing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from superstep.errors import disk_fault
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFolder:
-    """Where the parts of a run lie."""
+    """Paths of a run's files."""
 
     root: Path
 
@@ -27,27 +27,27 @@ class RunFolder:
 
     @property
     def prediction(self) -> Path:
-        """From what its step was predicted: the plan that ran, and the machine as its ranks measured it."""
+        """Inputs of the predicted step: the plan, and the machine as its ranks measured it."""
         return self.root / "prediction.toml"
 
     @property
     def trace(self) -> Path:
-        """When each instruction of the last step ran."""
+        """Times of each instruction of the last step."""
         return self.root / "trace.json"
 
     @property
     def steps(self) -> Path:
-        """When each instruction of the last steps ran on every rank, once it was asked for; for Perfetto."""
+        """Times of each instruction of the last steps on every rank, on request; for Perfetto."""
         return self.root / "steps.json"
 
     @property
     def fault(self) -> Path:
-        """What every rank did when the run failed last."""
+        """What every rank did at the last failure."""
         return self.root / "fault.json"
 
     @property
     def doctor(self) -> Path:
-        """What the doctor says of the run, once it was asked for as a page."""
+        """The doctor's page, on request."""
         return self.root / "doctor.html"
 
     @property
@@ -57,12 +57,12 @@ class RunFolder:
 
     @property
     def samples(self) -> Path:
-        """What the model wrote after each checkpoint, one JSON object for each."""
+        """Generated texts after each checkpoint, one JSON object for each."""
         return self.root / "samples.jsonl"
 
     @property
     def report(self) -> Path:
-        """The page of its curves, and of what happened."""
+        """The page with curves and events."""
         return self.root / "report.html"
 
     @property
@@ -72,35 +72,34 @@ class RunFolder:
 
     @property
     def trackers(self) -> Path:
-        """By which trackers of others know the run."""
+        """Ids of the run in experiment trackers."""
         return self.root / "trackers.json"
 
     @property
     def lock(self) -> Path:
-        """Who writes to the directory now."""
+        """The owner of the directory."""
         return self.root / "run.lock"
 
     @property
     def profiles(self) -> Path:
-        """What torch's profiler saw of chosen steps, a trace of each and rank; for Perfetto."""
+        """Traces of torch's profiler for chosen steps and each rank; for Perfetto."""
         return self.root / "profiles"
 
     @property
     def checkpoints(self) -> Path:
-        """The checkpoints."""
         return self.root / "checkpoints"
 
 
 def write_whole(path: Path, text: str, *, makes_folder: bool = False) -> None:
-    """Write a file; it is the new one or still the old one, never a part of either.
+    """Write a file atomically: it is the old or the new one, never a part of either.
 
     Args:
         path: of the file.
         text: of it.
-        makes_folder: whether its folder is made where it is not there: never a run's own, which may have been moved.
+        makes_folder: whether to create its folder: never for a run's own, which may have been moved.
 
     Raises:
-        DiskFault: the disk is full or broken, or the folder is not there.
+        DiskFault: the disk is full or broken, or the folder is missing.
     """
     partial = path.with_name(path.name + ".partial")
     try:

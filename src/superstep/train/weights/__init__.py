@@ -1,1 +1,1 @@
-"""The weights that a run begins with, adapters beside them, and the folders in which they are published."""
+"""Initial weights of a run, base weights of adapters, and folders of published weights."""

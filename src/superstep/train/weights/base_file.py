@@ -1,8 +1,8 @@
-"""Which weights an adapter adds to, as a file beside it says. Without torch.
+"""The base weights of an adapter, named by a file beside it. Without torch.
 
     base.json       {"weights": folder, "version": digest}
 
-Where no weights were given, as while a layout is proven, the base is drawn from ``train.seed``, and has no folder.
+Without given weights, as in proofs, the base is drawn from ``train.seed``, and has no folder.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ BASE = "base.json"
 
 @dataclass(frozen=True, slots=True)
 class BaseWeights:
-    """The weights that an adapter adds to.
+    """Base weights.
 
     Attributes:
-        folder: a checkpoint, or one of Hugging Face's; None where the weights were drawn.
-        version: the digest of its tensors, whatever files they lie in; or what they were drawn from.
+        folder: a checkpoint or Hugging Face folder; None where the weights were drawn.
+        version: the digest of its tensors, independent of their files; or the seed.
     """
 
     folder: Path | None
@@ -30,10 +30,10 @@ class BaseWeights:
 
 
 def read_base(checkpoint: Path) -> BaseWeights:
-    """Which weights the adapter of a checkpoint adds to.
+    """The base weights of an adapter's checkpoint.
 
     Raises:
-        StateError: it does not say so.
+        StateError: the file is missing or invalid.
     """
     try:
         raw = json.loads((checkpoint / BASE).read_text(encoding="utf-8"))

@@ -1,15 +1,15 @@
-"""What makes a checkpoint a Hugging Face folder: configurations beside the weights, so that generation ends where a
-document does.
+"""Files that make a checkpoint a Hugging Face folder: configurations beside the weights, so that generation ends where
+a document does.
 
     config.json              the decoder, and its special tokens
-    generation_config.json   which tokens end a text
+    generation_config.json   the tokens that end a text
     tokenizer.json           text to ids
-    tokenizer_config.json    which of its tokens are special
-    chat_template.jinja      how it is shown conversations, where it has learnt them
+    tokenizer_config.json    its special tokens
+    chat_template.jinja      how conversations are rendered, if it has learnt them
 
-A run on a foreign ``tokenizer.json`` keeps what lies beside it, and on a ``config.json`` of that vocabulary its ids:
-those that end a text there go on doing so, and the token that ends this run's documents joins them, as do those that
-end its answers. How conversations were shown is told by the ``chat.json`` beside the run's tokens.
+A run on a foreign ``tokenizer.json`` keeps the files beside it, and on a ``config.json`` of that vocabulary its ids:
+its end-of-text tokens stay, and the token that ends this run's documents joins them, as do those that end its answers.
+``chat.json`` beside the run's tokens names the rendering of conversations.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def hf_files(config: RunConfig, shape: ModelShape | None, tokenizer: Path) -> di
 
     Args:
         config: the run's.
-        shape: the decoder's; None for a model of the user's own, which no other loader knows.
+        shape: the decoder's; None for a user's own model, which no other loader supports.
         tokenizer: the ``tokenizer.json`` that made the run's tokens.
 
     Raises:
@@ -44,9 +44,9 @@ def hf_files(config: RunConfig, shape: ModelShape | None, tokenizer: Path) -> di
         if set(chat["sources"]) == {"default"}:
             files["chat_template.jinja"] = names.pop("chat_template")[0]["template"]
     files["tokenizer_config.json"] = _text(names)
-    if shape is None or config.lora is not None:  # a folder of an adapter is no model's
+    if shape is None or config.lora is not None:  # an adapter's folder is not a model
         return files
-    # With a tokenizer of its own, trained on the corpus, a foreign shape's ids would be any words.
+    # With a tokenizer trained on the corpus, a foreign shape's ids would be arbitrary words.
     is_foreign = config.data.tokenizer is not None and config.model.name.endswith(".json")
     foreign = Path(config.model.name) if is_foreign else None
     settings = _object(foreign)
@@ -95,7 +95,7 @@ def _known_ids(ids: dict[str, Any]) -> dict[str, Any]:
 
 
 def _object(path: Path | None) -> dict[str, Any]:
-    """The object in a file; of a file that is not there, or holds none, an empty one."""
+    """The object in a file; empty for a missing or invalid file."""
     if path is None or not path.is_file():
         return {}
     try:

@@ -1,4 +1,4 @@
-"""What a run begins with is the model that it trains: seen before any rank is launched."""
+"""Check a run's initial weights before any rank is launched."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from superstep.train.weights.weights_folder import weights_of
 
 
 def check_start(run: Resolved) -> None:
-    """See that the weights of ``model.weights`` are the model's, before any rank is launched.
+    """Check that the weights of ``model.weights`` fit the model, before any rank is launched.
 
     Raises:
-        ConfigError: adapters are to be trained, and there are no weights that they would add to.
-        StateError: there are none, or tensors are missing, surplus or of another shape.
+        ConfigError: adapters are to be trained, and there are no base weights.
+        StateError: weights are missing, or tensors are missing, surplus or of another shape.
     """
     if run.config.model.weights is None and run.config.lora is not None:
         raise ConfigError(

@@ -1,7 +1,7 @@
-"""The weights that adapters are trained beside: read, never written, and the same whenever the run goes on.
+"""Base weights of adapters: read, never written, and the same whenever the run resumes.
 
-A checkpoint of such a run has the adapter alone, as a folder of PEFT's. Which weights it adds to stands beside it, with
-a digest of their content (``base_file``).
+A checkpoint of such a run has the adapter alone, as a PEFT folder. A file beside it names its base weights, with a
+digest of their content (``base_file``).
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from superstep.train.weights.weights_folder import weights_of
 
 
 def draw_base(run: Resolved) -> BaseWeights:
-    """The weights that a run has which was given none."""
+    """The base of a run without given weights."""
     return BaseWeights(None, f"train.seed = {run.config.train.seed}")
 
 
 def begin_base(run: Resolved, engine: Engine, peers: Peers, folder: Path) -> BaseWeights:
-    """Fill the frozen weights from a folder. Every rank calls this together.
+    """Read the frozen weights from a folder. Every rank calls this together.
 
     Raises:
-        StateError: they are not this model's, or cannot be read: on every rank the same.
+        StateError: they belong to another model, or cannot be read: on every rank the same.
     """
     fill(folder, engine.frozen_pieces(), shapes_of(run), peers)
     return BaseWeights(folder.resolve(), _version(folder, peers))
 
 
 def resume_base(run: Resolved, engine: Engine, peers: Peers, checkpoint: Path) -> BaseWeights:
-    """Fill them again, as they were when the checkpoint was written; from ``model.weights`` where they have moved.
+    """Read the frozen weights of a checkpoint again; from ``model.weights`` if they have moved.
 
     Raises:
         StateError: they are gone, or have changed: on every rank the same.
@@ -52,7 +52,7 @@ def resume_base(run: Resolved, engine: Engine, peers: Peers, checkpoint: Path) -
         is_there = base.folder is None or base.folder.exists()
         return base, base.folder if is_there or named is None else weights_of(Path(named))
 
-    # One rank says which: another run may be writing the next checkpoint.
+    # One rank decides: another run may be writing the next checkpoint.
     paths = together(peers, lambda: None if peers.rank else find(), _unreadable(checkpoint / BASE))[0]
     assert paths is not None
     base, folder = paths
@@ -62,7 +62,7 @@ def resume_base(run: Resolved, engine: Engine, peers: Peers, checkpoint: Path) -
 
 
 def require_same(base: BaseWeights, current: BaseWeights, adapter: Path) -> None:
-    """See that weights are those that an adapter was trained beside.
+    """Check that weights are an adapter's base.
 
     Raises:
         StateError: they are not.
@@ -75,7 +75,7 @@ def require_same(base: BaseWeights, current: BaseWeights, adapter: Path) -> None
 
 
 def files_of(run: Resolved, base: BaseWeights) -> dict[str, str]:
-    """What makes a checkpoint's folder an adapter's, by name."""
+    """Files that make a checkpoint's folder an adapter's, by name."""
     lora = run.config.lora
     assert lora is not None
     strengths = dict.fromkeys(targets_of(run.outline, lora), (lora.rank, lora.alpha))

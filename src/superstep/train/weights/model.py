@@ -30,10 +30,10 @@ from superstep.plan.resolution.resolve import Resolved, resolve
 
 
 def resolve_config(config: RunConfig, world: int | None = None) -> Resolved:
-    """``resolve``, for a decoder of ours and for the model of ``model.source`` alike.
+    """``resolve``, for our decoder and for the model of ``model.source`` alike.
 
     Raises:
-        ConfigError: as ``resolve`` does; the file cannot be used; or its units do not run as they are, or cut.
+        ConfigError: as ``resolve``; the file cannot be used; or its units do not run, whole or cut.
     """
     source = config.model.source
     if config.train.loss is not None:
@@ -73,7 +73,7 @@ def _check_logits(config: RunConfig, shape: torch.Size) -> None:
 
 
 def _check_documents(config: RunConfig, specs: Sequence[UnitSpec]) -> None:
-    """See that the units can be told of documents: by their attention, and by positions of each sequence's own."""
+    """Check that the units accept documents: attention and positions as arguments."""
     source, tokens = config.model.source, config.data.sequence_tokens
     needs = {"attend": "attention as an argument", "positions": "positions, which begin at 0 in each document"}
     for name, what in needs.items():
@@ -88,13 +88,13 @@ def _check_documents(config: RunConfig, specs: Sequence[UnitSpec]) -> None:
 
 
 def units_of(run: Resolved) -> Sequence[UnitSpec]:
-    """The units that a run's configuration names, with the adapters that it asks for."""
+    """The units of a run's configuration, with its adapters."""
     specs = load_units(run.config) if run.decoder is None else units(run.decoder)
     return specs if run.config.lora is None else adapt(specs, run.outline, run.config.lora)
 
 
 def model_alone(run: Resolved) -> Resolved:
-    """The same run of the model alone."""
+    """The same run without adapters."""
     return run if run.config.lora is None else resolve_config(replace(run.config, lora=None))
 
 
@@ -112,19 +112,21 @@ def shapes_of(run: Resolved) -> dict[str, torch.Size]:
 
 
 def operations(run: Resolved) -> tuple[UnitOperations, ...] | None:
-    """What each unit of the run does on a rank; None for units of the user's own whose course depends on data."""
+    """The operations of each unit of the run on a rank; None for a user's own units with data-dependent control
+    flow.
+    """
     specs = units_of(run)
     if run.decoder is not None:
         return operations_of(run, specs)
     try:
         return operations_of(run, specs)
-    except RuntimeError:  # fake tensors have no values to decide by
+    except RuntimeError:  # fake tensors have no values to branch on
         return None
 
 
 def flops_per_token(run: Resolved, traced: Sequence[UnitOperations] | None) -> float | None:
-    """Operations that training on one token needs, as ``cost.program.flops.MFU_CONVENTION`` has them; of units of
-    the user's own as they were seen to do it, None where they were not.
+    """Operations of training on one token, by ``cost.program.flops.MFU_CONVENTION``; for a user's own units, those that
+    were traced, None without a trace.
     """
     tokens, mesh = run.config.data.sequence_tokens, run.plan.mesh
     if run.decoder is not None and run.config.lora is not None:
@@ -132,7 +134,7 @@ def flops_per_token(run: Resolved, traced: Sequence[UnitOperations] | None) -> f
     if run.decoder is not None:
         return model_flops_per_token(run.decoder, tokens)
     if traced is not None and mesh.tp * mesh.cp > 1:
-        # What is not cut every rank does, and it must not count twice.
+        # Work that is not cut runs on every rank, and must count once.
         whole = replace(run.plan, mesh=MeshShape(), placement=(0,) * len(run.plan.stages), sequence_parallel=False)
         traced = operations(replace(run, plan=whole))
     if traced is None:
@@ -141,14 +143,14 @@ def flops_per_token(run: Resolved, traced: Sequence[UnitOperations] | None) -> f
 
 
 def vocab_of(run: Resolved) -> int:
-    """As many ids as the tokenizer may have."""
+    """The number of ids that the tokenizer may have."""
     vocab = run.config.model.vocab if run.decoder is None else run.decoder.vocab
     assert vocab is not None, "a model of the user's own is resolved with its vocabulary"
     return vocab
 
 
 def tensor_shapes(engine: Engine) -> dict[str, tuple[int, ...]]:
-    """The shape of every global tensor that is trained, in the order of the model. Every rank calls this together."""
+    """The shape of every trained global tensor, in the order of the model. Every rank calls this together."""
     shapes: dict[str, tuple[int, ...]] = {}
     for part in gather({p.name: p.shape for p in engine.pieces(("weight",))}):
         shapes |= part

@@ -1,8 +1,7 @@
-"""A running trainer's weights as a snapshot that servers open: what post-training does after each of its updates.
+"""Publish a running trainer's weights as a snapshot for servers, as post-training does after each update.
 
-Every rank writes its own slices of the global tensors, as for a checkpoint, under Hugging Face names and in fp32. A
-folder in shared memory makes it a copy, without a disk. Of a run with adapters the snapshot is the adapter, as a folder
-of PEFT's.
+Every rank writes its own slices of the global tensors, as for a checkpoint, under Hugging Face names and in fp32. In
+shared memory it is a copy without a disk. With adapters, the snapshot is the adapter, as a PEFT folder.
 """
 
 from __future__ import annotations
@@ -31,19 +30,19 @@ def publish(
     beside: Mapping[str, str | Path],
     keep: int = KEEP,
 ) -> PublishedWeights:
-    """Write a snapshot, and remove older ones that nobody holds. Every rank calls this together, between two steps.
+    """Write a snapshot, and remove older ones that are not in use. Every rank calls this together, between two steps.
 
     Args:
         engine: of this rank.
         root: the folder of snapshots; all ranks see it.
         peers: the ranks.
         shapes: of every global tensor.
-        position: where training stands.
-        beside: files to put beside the tensors, such as a config.json. Rank 0's count.
-        keep: newest snapshots that stay in any case.
+        position: of training.
+        beside: files to add, such as a config.json. Rank 0's count.
+        keep: newest snapshots that always stay.
 
     Raises:
-        Fault: it cannot be written: on every rank the same; a DiskFault where that is the disk's.
+        Fault: it cannot be written: on every rank the same; a DiskFault for an error of the disk.
     """
 
     def unwritable(error: Exception) -> Fault:

@@ -1,4 +1,4 @@
-"""The weights that a path names: of another run, of a checkpoint, or of a Hugging Face folder. Without torch."""
+"""Resolve a path to weights: of a run, of a checkpoint, or of a Hugging Face folder. Without torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def weights_of(path: Path) -> Path:
     """The folder of weights that a path names: the newest checkpoint of a run, else the folder itself.
 
     Raises:
-        StateError: it is not there, or a run without a checkpoint.
+        StateError: it does not exist, or is a run without a checkpoint.
     """
     if not path.exists():
         raise StateError(f"'{path}' is not there; name a run, a checkpoint or a Hugging Face folder.")
@@ -22,14 +22,14 @@ def weights_of(path: Path) -> Path:
 
 
 def newest_checkpoint(run: Path) -> Path:
-    """The last checkpoint that a run wrote. Its tensors are not read: who reads them holds them against their hashes.
+    """The last checkpoint of a run. Its tensors are not read: the reader verifies their hashes.
 
     Raises:
-        StateError: it has none yet.
-        Damaged: a glance shows that it is not what was written. An older one is not what was asked for.
+        StateError: there is none yet.
+        Damaged: it is incomplete. An older one would not be the requested one.
     """
-    found = checkpoints(RunFolder(root=run).checkpoints)
-    if not found:
+    folders = checkpoints(RunFolder(root=run).checkpoints)
+    if not folders:
         raise StateError(f"'{run}' has no checkpoint yet; train it for at least state.save_every steps.")
-    glance(found[-1])
-    return found[-1]
+    glance(folders[-1])
+    return folders[-1]
