@@ -1,15 +1,15 @@
-"""From the rewards of a group of answers to what each of their tokens is multiplied by.
+"""From the rewards of a group of answers to the weights of their tokens.
 
-A group is several answers to one prompt. None of them is good or bad by itself, only against the others:
+A group is several answers to one prompt. Their rewards count only relative to each other:
 
     estimator   A of answer i                          its tokens' weight   divisor of the loss
     grpo        (r_i - mean) / std                     1 / |y_i|            answers               Shao 2024, eq. 3
     rloo        r_i - mean of the others               1                    answers               Ahmadian 2024, eq. 8
     dr-grpo     r_i - mean                             1                    answers · max_tokens  Liu 2025, sec. 3.1
 
-``std`` is of a sample, with n - 1 below. Weights and divisor are of numbers that are known before the step, so that the
-loss does not depend on how it is split. Plain floats and correctly rounded sums: the same bits anywhere, and for the
-answers of a group in any order.
+``std`` is that of a sample, with divisor n - 1. Weights and divisor depend only on numbers that are known before the
+step, so that the loss does not depend on how it is split. Plain floats and correctly rounded sums: the same bits on any
+machine, and for the answers of a group in any order.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ Overlong = Literal["mask", "penalty"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredAnswer:
-    """What is known of one answer.
+    """One graded answer.
 
     Attributes:
         reward: its grade.
-        tokens: those that the policy chose, above zero.
-        is_cut: whether it ended because it was too long.
+        tokens: number of the policy's tokens, above zero.
+        is_cut: whether the length limit ended it.
     """
 
     reward: float
@@ -42,7 +42,7 @@ class ScoredAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenShare:
-    """What an answer's tokens are given: the streams ``advantages`` and ``weights``."""
+    """Values of an answer's tokens in the streams ``advantages`` and ``weights``."""
 
     advantage: float
     weight: float
@@ -50,7 +50,7 @@ class TokenShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advantages:
-    """What a batch of groups is given.
+    """Advantages of a batch of groups.
 
     Attributes:
         groups: of each answer; None for a group that is left out.
@@ -63,20 +63,20 @@ class Advantages:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advantage:
-    """How rewards are judged.
+    """Settings of advantages.
 
     Attributes:
         estimator: see above.
-        max_tokens: how long an answer may be.
-        overlong: what becomes of an answer that was cut: ``mask`` leaves its tokens out of the loss, though its reward
-            counts for the others; ``penalty`` takes from the reward of every answer that is nearly too long (Yu 2025,
-            eq. 13); None does nothing.
-        overlong_tokens: over how many last tokens the penalty grows from 0 to 1.
-        drop_uniform: leave out a group whose rewards are all equal, from the divisor too (Yu 2025, sec. 3.2). Else its
+        max_tokens: limit of an answer's length.
+        overlong: treatment of cut answers: ``mask`` leaves their tokens out of the loss, though their rewards count for
+            the others; ``penalty`` reduces the reward of every answer near the limit (Yu 2025, eq. 13); None does
+            nothing.
+        overlong_tokens: number of last tokens over which the penalty grows from 0 to 1.
+        drop_uniform: leave out a group with equal rewards, from the divisor too (Yu 2025, sec. 3.2). Otherwise its
             answers count, with an advantage of zero.
 
     Raises:
-        ConfigError: a number lies where it means nothing.
+        ConfigError: a number is out of range.
     """
 
     estimator: Estimator = "grpo"
@@ -99,14 +99,14 @@ class Advantage:
         return max(self.max_tokens // 5, 1) if self.overlong_tokens is None else self.overlong_tokens
 
     def shares(self, groups: Sequence[Sequence[ScoredAnswer]]) -> Advantages:
-        """What the tokens of each answer are given.
+        """The advantage and weight of each answer's tokens.
 
         Raises:
-            ConfigError: a group has one answer, which nothing can be held against.
-            DataError: a reward is no number, or an answer has no token.
+            ConfigError: a group has only one answer, so that nothing can be compared.
+            DataError: a reward is NaN, or an answer has no token.
         """
         of_groups = [self._group(number, group) for number, group in enumerate(groups)]
-        # In float, as the order of these sums is that of nothing but whole numbers.
+        # In float: sums of whole numbers do not depend on their order.
         counted = sum(share.weight > 0 for shares in of_groups if shares is not None for share in shares)
         each = self.max_tokens if self.estimator == "dr-grpo" else 1
         return Advantages(groups=tuple(of_groups), divisor=float(counted * each))
@@ -137,7 +137,7 @@ class Advantage:
         return 1.0 / answer.tokens if self.estimator == "grpo" else 1.0
 
     def _penalty(self, answer: ScoredAnswer) -> float:
-        """What is taken from the reward: 0 until the last tokens, 1 at ``max_tokens``."""
+        """The reduction of the reward: 0 until the last tokens, 1 at ``max_tokens``."""
         if self.overlong != "penalty":
             return 0.0
         over = answer.tokens - (self.max_tokens - self._margin_tokens)
@@ -145,7 +145,7 @@ class Advantage:
 
 
 def advantages(rewards: Sequence[float], estimator: Estimator) -> tuple[float, ...]:
-    """How much better than the others each answer of a group is; zero for all where all rewards are equal."""
+    """Advantages of a group's answers; all zero where all rewards are equal."""
     count = len(rewards)
     if min(rewards) == max(rewards):  # their mean may be rounded to another number
         return (0.0,) * count

@@ -1,4 +1,4 @@
-"""The chat template that a model is tuned with: its own, another, or one that asks nothing of a vocabulary."""
+"""The chat template of a tuned model: its own, another, or a default without special tokens."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ PLAIN = (
     "{% endfor %}"
     "{% if add_generation_prompt %}Assistant:{% endif %}"
 )
-"""As servers show chats to a model without a template, but that the end of text ends an answer: that can be learnt."""
+"""The server's default template, with the end of text after an answer, so that it can be learnt."""
 
 
 def template_of(folder: Path, tokenizer: Tokenizer, named: str | None) -> ChatTemplate:
     """The template to tune with.
 
     Args:
-        folder: of the model to begin with.
-        tokenizer: of it.
-        named: a file with a template in the place of the folder's.
+        folder: of the initial model.
+        tokenizer: of that model.
+        named: a template file that replaces the folder's.
 
     Raises:
         ConfigError: it cannot be read.

@@ -1,4 +1,4 @@
-"""TuneConfig: a run, and what post-training is told besides. One recipe.toml holds both."""
+"""TuneConfig: a run and the settings of post-training, in one recipe.toml."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ USUAL: Usual = {
     "train": {"lr": 2e-5, "weight_decay": 0.0},
     "state": {"dir": "runs/tuned"},
 }
-"""What a recipe says of a run where it says nothing: other than a run that begins with random weights."""
+"""Defaults of a recipe's run that differ from those of a run with random weights."""
 
 USUAL_TOKENS = 1024
-"""Of a sequence whose length is left out, where the model was made for as many."""
+"""Default sequence length, if the model supports it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,33 +30,43 @@ class SftConfig:
     """How conversations become sequences to learn."""
 
     template: str | None = None
-    """A Jinja file that shows conversations, kept with the checkpoints; none takes the template of `start`, and where
-    that has none, one of ours that ends answers with the end of text."""
+    """A Jinja chat template, kept with the checkpoints; none uses the template of `start`, or, without one there, a
+    default
+    that ends answers with the end of text.
+    """
     too_long: TooLong = "refuse"
-    """What to do with a conversation that is longer than a sequence: refuse it by its line, drop it, or truncate it at
-    its end. What is dropped and truncated is counted."""
+    """What to do with a conversation that is longer than a sequence: refuse it and name its line, drop it, or truncate
+    it
+    at its end. Dropped and truncated ones are counted.
+    """
     epochs: float | None = None
-    """Passes over the sequences that conversations make, in the place of `train.steps`; the last step may go a little
-    beyond. Raise it to go on with a run."""
+    """Passes over the sequences of the conversations, in place of `train.steps`; the last step may go a little beyond.
+    Raise
+    it to continue a run.
+    """
     history: History = "refuse"
-    """What to do where the template shows earlier turns otherwise than they were said, without their thoughts say:
-    refuse the record, or split it, so that each turn is learnt after what was shown before it."""
+    """What to do where the template renders earlier turns differently, such as without their thoughts: refuse the
+    record,
+    or split it, so that each turn is learnt after the text that was rendered before it.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DpoConfig:
-    """Direct preference optimisation (Rafailov 2023): of two answers the better one is made likelier. Records are shown
-    and cut as `sft` says."""
+    """Direct preference optimisation (Rafailov 2023): make the better of two answers likelier. Records are rendered and
+    cut
+    as `sft` says.
+    """
 
     beta: float = 0.1
-    """How near the model stays to the one that it begins with; above 0."""
+    """How close the model stays to its initial weights; above 0."""
     label_smoothing: float = 0.0
     """The share of preferences that may be wrong (conservative DPO, Mitchell 2023); below one half."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneConfig(Recipe):
-    """One recipe, whole."""
+    """A complete recipe."""
 
     data: ProposedData = field(default_factory=lambda: ProposedData(**USUAL["data"]))
     train: TrainConfig = field(default_factory=lambda: TrainConfig(**USUAL["train"]))
@@ -66,15 +76,15 @@ class TuneConfig(Recipe):
 
 
 def read_recipe(path: Path) -> TuneConfig:
-    """The recipe that a TOML file describes; raises as ``recipe.read`` does."""
+    """The recipe in a TOML file; raises as ``recipe.read`` does."""
     return read(TuneConfig, USUAL, path)
 
 
 def check_recipe(kind: Literal["sft", "dpo"], config: TuneConfig) -> None:
-    """See that a recipe's own numbers can be.
+    """Check a recipe's own settings.
 
     Raises:
-        ConfigError: one cannot, or the recipe says twice how long its run is.
+        ConfigError: one is invalid, or the recipe gives the run's length twice.
     """
     if kind == "dpo":
         _check_dpo(config.dpo)

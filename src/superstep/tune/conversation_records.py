@@ -1,11 +1,11 @@
-"""Records to learn from: a conversation, or a prompt and its completion, out of a line of JSON or a row of parquet.
+"""Training records: a conversation, or a prompt and its completion, from a line of JSON or a row of parquet.
 
     {"messages": [{"role": "user", ...}, {"role": "assistant", ...}], "tools": [...]}
     {"prompt": "2 + 2 =", "completion": " 4"}                                     as they are, no template
     {"prompt": [{"role": "user", ...}], "completion": [{"role": "assistant", ...}]}
     {"prompt": ..., "chosen": ..., "rejected": ...}                               two answers, for preferences
 
-An assistant's message may say ``"weight": 0``, as OpenAI's fine-tuning files have it: it is shown and not learnt.
+An assistant's message may have ``"weight": 0``, as in OpenAI's fine-tuning files: it is context and not learnt.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Conversation:
     """Messages, and which of them are learnt.
 
     Attributes:
-        where: the record stands.
-        messages: as OpenAI's chat completions take them.
+        where: the place of the record.
+        messages: as in OpenAI's chat completions.
         tools: that the model may call.
-        learnt: of each message whether it is an answer to learn.
+        learnt: for each message, whether it is an answer to learn.
     """
 
     where: str
@@ -42,7 +42,7 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """A text and how it goes on, neither of which a template has seen."""
+    """A text and its completion, without a template."""
 
     where: str
     prompt: str
@@ -53,17 +53,17 @@ Record = Conversation | Completion
 
 
 def records(paths: tuple[str, ...]) -> Iterator[tuple[Record, int]]:
-    """Each record of some files, and the bytes that it was read from.
+    """Each record of some files, and its bytes.
 
     Raises:
-        DataError: a file cannot be read, or a record is none of the forms; names the line.
+        DataError: a file cannot be read, or a record has none of the forms; names the line.
     """
     for fields in objects(paths):
         yield record_of(fields), fields.read_bytes
 
 
 def preferences(paths: tuple[str, ...]) -> Iterator[tuple[Record, Record, int]]:
-    """Of each record the answer that is preferred, the other one, and the bytes that it was read from.
+    """Each record's preferred answer, the other one, and its bytes.
 
     Raises:
         DataError: a file cannot be read, or a record is no preference; names the line.
@@ -77,15 +77,15 @@ def preferences(paths: tuple[str, ...]) -> Iterator[tuple[Record, Record, int]]:
 
 
 def record_error(where: str, rule: str, mend: str) -> DataError:
-    """One line about a record."""
+    """An error about a record, in one line."""
     return refusal(f"'{where}'", rule, mend)
 
 
 def record_of(fields: RecordFields) -> Record:
-    """What a record says.
+    """Parse a record.
 
     Raises:
-        DataError: it is none of the forms.
+        DataError: it has none of the forms.
     """
     where, values = fields.where, {name: value for name, value in fields.values.items() if value is not None}
     if "messages" in values:
@@ -100,14 +100,14 @@ def record_of(fields: RecordFields) -> Record:
 
 
 def _read_preferred(fields: RecordFields, name: str) -> Record:
-    """One answer of a preference. Without a prompt of its own, it is the last message."""
+    """One answer of a preference. Without a separate prompt, it is the last message."""
     values = {key: value for key, value in fields.values.items() if value is not None}
     is_whole = isinstance(values[name], list) and isinstance(values.get("prompt", ""), str)
     if not is_whole:
         if "prompt" not in values:
             raise record_error(fields.where, f"has a {name} answer and no prompt", "give the prompt, or whole messages")
         return _read_completed(fields.where, values["prompt"], name, values)
-    # Whole conversations, whose last message is the answer; a prompt that is text says its first one again.
+    # Whole conversations, with the answer as the last message; a text prompt repeats the first message.
     messages = _messages(values[name], name, fields.where)
     if not messages or messages[-1].get("role") != "assistant":
         raise record_error(fields.where, f"has {name} messages that do not end with an answer", "end them with one")
@@ -151,7 +151,7 @@ def _messages(value: object, name: str, where: str) -> tuple[Message, ...]:
     for message in value:
         if message.get("weight", 0) not in (0, 1):
             raise record_error(where, f"has a message of weight {message['weight']}", "a weight is 0 or 1")
-    # Columns of parquet have every key of every message, null where it says nothing.
+    # Columns of parquet have every key of every message, null where it is absent.
     return tuple({key: inner for key, inner in message.items() if inner is not None} for message in value)
 
 
@@ -160,7 +160,7 @@ def _are_answers(messages: Sequence[Message]) -> tuple[bool, ...]:
 
 
 def _parse_value(value: object, name: str, where: str) -> Any:  # noqa: ANN401 - any JSON
-    """A list, which a column of parquet may hold as its JSON."""
+    """A list, which a column of parquet may hold as JSON text."""
     if not isinstance(value, str):
         return value
     try:

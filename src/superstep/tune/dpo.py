@@ -1,7 +1,7 @@
-"""Direct preference optimisation: of two answers to a prompt the better one is made likelier, next to a reference.
+"""Direct preference optimisation: make the better of two answers to a prompt likelier, relative to a reference.
 
-The reference is the model that the run begins with. Its log-probabilities are computed once, before the first step, and
-kept beside the tokens: one fp32 for each place of each sequence, so that no second model is held.
+The reference is the run's initial model. Its log-probabilities are computed once, before the first step, and stored
+beside the tokens: one fp32 for each place of each sequence, so that no second model is in memory.
 
     tokens ──► logprobs of the start ──► train.reference       once
     batch  ──► logprobs now ──► dpo(now, reference) ──► weights ──► a step of weighted cross entropy
@@ -31,17 +31,18 @@ from superstep.train.policy.sequence_loss import CurrentModel
 from superstep.tune.config import DpoConfig
 
 MARK = "reference.json"
-"""Says of which weights the references beside it are; written last."""
+"""Names the weights of the references beside it; written last."""
 
 
 @dataclass(frozen=True, slots=True)
 class PairBatch(Batch):
-    """Some rows of a global batch of preferences, and of all its rows what the loss needs.
+    """Rows of a global batch of preferences, with inputs of the loss for all its rows.
 
     Attributes:
-        owners_BS: which answer each target of the whole global batch belongs to: 2 i the chosen one of pair i, 2 i + 1
-            the rejected one, -1 none.
-        reference_BS: log-probabilities of the same targets at the start.
+        owners_BS: the answer of each target of the whole global batch: 2 i the chosen one of pair i, 2 i + 1 the
+            rejected
+            one, -1 none.
+        reference_BS: the initial log-probabilities of the same targets.
         pairs: in the whole global batch.
     """
 
@@ -51,16 +52,16 @@ class PairBatch(Batch):
 
 
 def lesson_of(config: DpoConfig) -> Dpo:
-    """The lesson that a recipe asks for."""
+    """The loss of a recipe."""
     return Dpo(beta=config.beta, label_smoothing=config.label_smoothing)
 
 
 class PairStream:
-    """A stream of conversations that lie in pairs.
+    """A stream of conversations in pairs.
 
     Args:
         stream: of them.
-        path: of the reference of its split; it need not be there before the first batch.
+        path: of the reference of its split; needed from the first batch on.
     """
 
     def __init__(self, stream: TokenStream, path: Path) -> None:
@@ -70,7 +71,7 @@ class PairStream:
 
     @property
     def sequences(self) -> int:
-        """Distinct sequences."""
+        """Number of distinct sequences."""
         return self._stream.sequences
 
     @property
@@ -79,7 +80,7 @@ class PairStream:
         return self._stream.batch_sequences
 
     def batch(self, sample: int, rows: slice) -> PairBatch:
-        """These rows of the global batch that starts at cursor ``sample``."""
+        """Rows of the global batch at cursor ``sample``."""
         if self._reference is None:
             shape = (self._stream.sequences, self._stream.sequence_tokens)
             self._reference = np.memmap(self._path, np.float32, "r", shape=shape)
@@ -95,10 +96,10 @@ class PairStream:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dpo:
-    """The lesson of preferences.
+    """The loss of preferences.
 
     Attributes:
-        beta: how near the model stays to the reference.
+        beta: how close the model stays to the reference.
         label_smoothing: the share of preferences that may be wrong.
     """
 
@@ -124,7 +125,7 @@ class Dpo:
         )
 
     def is_remembered(self, pupil: CurrentModel) -> bool:
-        """Whether the references are those of the run's first weights. Every rank calls this together."""
+        """Whether the references belong to the run's initial weights. Every rank calls this together."""
 
         def look() -> bool:
             try:
@@ -132,16 +133,16 @@ class Dpo:
             except (OSError, ValueError):
                 return False
             wanted = _mark(pupil)
-            # A run that goes on does not need the weights that it began with.
+            # A resumed run does not need its initial weights.
             return bool({**wanted, "weights": wanted["weights"] or mark.get("weights")} == mark)
 
         return together(pupil.peers, lambda: look() if pupil.peers.rank == 0 else False, _unreadable)[0]
 
     def remember(self, pupil: CurrentModel) -> None:
-        """Compute the references, unless they are there. Every rank calls this together."""
+        """Compute the references, unless they exist. Every rank calls this together."""
         if self.is_remembered(pupil):
             return
-        # Until both splits are there the folder says of none whose they are.
+        # Until both splits are complete, the folder must not name their weights.
         forget = partial((pupil.corpus / MARK).unlink, missing_ok=True)
         together(pupil.peers, forget if pupil.peers.rank == 0 else _nothing, _unwritable)
         corpus = open_corpus(pupil.corpus)
@@ -160,8 +161,9 @@ def _place(corpus: Path, split: SplitName) -> Path:
 
 
 def _write_reference(pupil: CurrentModel, stream: TokenStream, path: Path) -> None:
-    """Compute the references of a split; rank 0 writes them beside, and gives the file its name: who has the one open
-    that was there goes on reading it.
+    """Compute the references of a split. Rank 0 writes a temporary file and renames it: readers with the old file open
+    are
+    not affected.
     """
     beside = path.with_name(path.name + ".partial")
     is_writing = pupil.peers.rank == 0
@@ -190,7 +192,7 @@ def _nothing() -> None:
 
 
 def _mark(pupil: CurrentModel) -> dict[str, Any]:
-    """What the references depend on: the tokens, the first weights, and how log-probabilities are computed."""
+    """Inputs of the references: the tokens, the initial weights, and the numerics of log-probabilities."""
     config = pupil.run.config
     weights = sorted(Path(str(config.model.weights)).glob("*.safetensors"))
     return {

@@ -1,4 +1,4 @@
-"""How long a tuned run is: so many steps, or so many passes over its sequences."""
+"""The length of a tuned run: a number of steps, or of passes over its sequences."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from superstep.train.weights.model import resolve_config
 
 
 def length_of(epochs: float | None) -> Callable[[Resolved, Path], Resolved] | None:
-    """What gives a run the steps of so many passes over its prepared sequences; None where it counts steps."""
+    """A function that sets a run's steps to ``epochs`` passes over its prepared sequences; None without epochs."""
 
     def lengthened(run: Resolved, corpus: Path) -> Resolved:
         assert epochs is not None, "it counts passes"
         sequences = stream_of(run.config, open_corpus(corpus), "train").sequences
-        # What rounding adds to a product is no step of its own.
+        # A rounding error of the product adds no step.
         steps = max(1, math.ceil(epochs * sequences / run.config.train.batch_sequences - 1e-9))
         return resolve_config(replace(run.config, train=replace(run.config.train, steps=steps)))
 

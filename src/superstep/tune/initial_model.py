@@ -1,4 +1,4 @@
-"""What a tuned run takes from what it starts with: weights, shape, tokenizer. Without torch."""
+"""What a tuned run takes from its initial model: weights, shape, tokenizer. Without torch."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from superstep.tune.recipe import RECIPE, run_with, start_folder
 
 
 def run_of(config: TuneConfig) -> RunConfig:
-    """The run that a recipe describes. One that goes on keeps the model that it began with.
+    """The run of a recipe. A resumed run keeps its initial model.
 
     Raises:
-        ConfigError: the recipe cannot be followed, or is not the one that the run began with.
-        StateError: there is no model to begin with.
+        ConfigError: the recipe is invalid, or differs from the run's own.
+        StateError: there is no initial model.
     """
     folder = RunFolder(root=Path(config.state.dir))
     saved = folder.root / RECIPE
@@ -30,7 +30,7 @@ def run_of(config: TuneConfig) -> RunConfig:
             "another --state.dir."
         )
     before, run = read_recipe(saved), read_config(folder.config)
-    before = replace(before, sft=replace(before.sft, epochs=config.sft.epochs))  # a run may be made longer
+    before = replace(before, sft=replace(before.sft, epochs=config.sft.epochs))  # a run may be extended
     for name in ("start", "sft", "dpo"):
         was, now = getattr(before, name), getattr(config, name)
         if was != now:
@@ -42,7 +42,7 @@ def run_of(config: TuneConfig) -> RunConfig:
 
 
 def start_from(config: TuneConfig) -> RunConfig:
-    """The run that a recipe describes, with the model of ``start``.
+    """The run of a recipe, with the model of ``start``.
 
     Raises:
         ConfigError: the recipe names no start, or another model besides.

@@ -1,15 +1,15 @@
-"""Which tokens of a conversation are learnt: found by rendering its beginnings, for any chat template.
+"""The loss mask of a conversation: which tokens are learnt, computed by rendering its prefixes, for any template.
 
     prompt of turn i   the messages before it, and the template's beginning of an answer
     whole of turn i    the messages up to it
 
     |  prompt of the first turn  |  its answer  |  what leads to the next turn  |  its answer  |
-       told                         learnt up to    told                           learnt
+       context                      learnt up to    context                        learnt
                                     its end of turn
 
-Each text begins with the one before it; a template for which that is not so rewrites what was said. What lies between
-two of them is encoded by itself, as a model meets it: it is given the prompt's tokens and says the answer's. Of an
-answer the tokens up to the one that ends the turn are learnt; what a template puts behind it the model never says.
+Each text begins with the one before it; otherwise the template rewrites earlier messages. The difference of two texts
+is encoded by itself, as in generation: the model gets the prompt's tokens and produces the answer's. Of an answer the
+tokens up to the one that ends the turn are learnt; the model never produces what a template puts after it.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from superstep.tune.conversation_records import Completion, Conversation, Record
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizedConversation:
-    """A conversation as tokens.
+    """A tokenized conversation.
 
     Attributes:
-        ids: of all of it.
+        ids: of the whole conversation.
         is_answer: for each id 1 where it is learnt, 0 elsewhere.
-        answer_bytes: of the text that is learnt.
+        answer_bytes: of the learnt text.
     """
 
     ids: tuple[int, ...]
@@ -43,16 +43,16 @@ class TokenizedConversation:
 
 
 class Masker:
-    """Makes samples of records.
+    """Makes samples from records.
 
     Args:
         template: of the model.
         tokenizer: of the model.
-        ends: ids that the model is known to end an answer with.
-        history: what to do where a template shows earlier turns otherwise than when they were said.
+        ends: ids that are known to end the model's answers.
+        history: what to do where a template renders earlier turns differently later.
 
     Attributes:
-        ends: those that answers were ended with so far.
+        ends: ids that have ended answers so far.
     """
 
     def __init__(
@@ -65,10 +65,10 @@ class Masker:
         self.ends: set[int] = set()
 
     def samples(self, record: Record) -> list[TokenizedConversation]:
-        """A record as tokens: one sample, or several where earlier turns are shown otherwise than they were said.
+        """A record as tokens: one sample, or several where earlier turns are rendered differently later.
 
         Raises:
-            DataError: the template cannot show it, rewrites it, or leaves nothing to learn; names the record's line.
+            DataError: the template cannot render it, rewrites it, or leaves nothing to learn; names the record's line.
         """
         if isinstance(record, Completion):
             return [self._mask_completion(record)]
@@ -79,15 +79,15 @@ class Masker:
         return self._mask_conversation(record, *shown)
 
     def many(self, several: Sequence[Record]) -> list[list[TokenizedConversation]]:
-        """``samples`` of each record; the template is asked for all of them at once.
+        """``samples`` of each record; the template renders all of them in one call.
 
         Raises:
-            DataError: as ``samples``, for the first record that it raises for.
+            DataError: as ``samples``, for the first faulty record.
         """
         chats = [record for record in several if isinstance(record, Conversation)]
         try:
             shown = dict(zip(map(id, chats), self._encoder.turns(list(map(self._template_input, chats))), strict=True))
-        except (ConfigError, DataError):  # of one of them, or of all together: who it is shows one by one
+        except (ConfigError, DataError):  # of one of them, or of all together: each is tried alone
             return [self.samples(record) for record in several]
         return [
             [self._mask_completion(record)]
@@ -97,15 +97,15 @@ class Masker:
         ]
 
     def _mask_completion(self, record: Completion) -> TokenizedConversation:
-        told, said = self._encoder.plain([record.prompt, record.completion])
+        prompt_ids, completion_ids = self._encoder.plain([record.prompt, record.completion])
         end = self._tokenizer.end_of_text
         self.ends.add(end)
-        if not told:  # something must come before what is predicted
-            told = [end]
-        return _sample([(told, False), ([*said, end], True)], len(record.completion.encode()))
+        if not prompt_ids:  # a prediction needs a token before it
+            prompt_ids = [end]
+        return _sample([(prompt_ids, False), ([*completion_ids, end], True)], len(record.completion.encode()))
 
     def _template_input(self, record: Conversation) -> tuple[Chat, list[ChatPrefix]]:
-        """What the template is to show of a record."""
+        """The chat and prefixes to render for a record."""
         self._check_shown(record)
         answers = _answers(record)
         if answers[0] == 0:
@@ -162,9 +162,9 @@ class Masker:
         return _sample(parts, answer_bytes)
 
     def _end_of_turn(self, record: Conversation, number: int, parts: list[Part]) -> int:
-        """How many ids of an answer there are up to the one that ends it."""
+        """The number of an answer's ids up to the one that ends it."""
         sizes = list(accumulate(len(ids) for ids, _ in parts))
-        # What a message spells like a control token is encoded as its characters, and ends nothing.
+        # A message's spelling of a control token is encoded as characters, and ends nothing.
         for (ids, _), size in zip(reversed(parts), reversed(sizes), strict=True):
             for k in range(len(ids) - 1, -1, -1):
                 if ids[k] in self._known_ends:
@@ -190,7 +190,7 @@ class Masker:
         )
 
     def _check_shown(self, record: Conversation) -> None:
-        """See that the template shows tools and their calls at all."""
+        """Check that the template renders tools and their calls."""
         source = self._encoder.template.source(has_tools=bool(record.tools))
         calls = any(message.get("tool_calls") for message in record.messages)
         for word, is_there in (("tools", bool(record.tools)), ("tool_calls", calls)):
@@ -203,7 +203,7 @@ class Masker:
 
 
 def _answers(record: Conversation) -> list[int]:
-    """The places of its answers."""
+    """The indices of its answers."""
     return [k for k, message in enumerate(record.messages) if message.get("role") == "assistant"]
 
 

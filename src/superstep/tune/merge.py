@@ -1,6 +1,6 @@
-"""An adapter merged into the weights that it adds to: a folder as Hugging Face writes it, with nothing beside.
+"""Merge an adapter into its base weights: a folder in Hugging Face's format, without an adapter.
 
-    W' = W + scale · B A        computed in fp32, rounded once to the dtype that W is stored in
+    W' = W + scale · B A        computed in fp32, rounded once to the stored dtype of W
 
 Files keep their names and their tensors, and are read and written one at a time. The base is only read.
 """
@@ -29,19 +29,19 @@ from superstep.train.weights.base_file import BASE, BaseWeights, read_base
 from superstep.train.weights.lora_base import require_same
 
 BESIDE = (".json", ".txt", ".model", ".jinja")
-"""How files end that make a folder of weights a model: its shape, its tokenizer, its template."""
+"""Endings of files that make a folder of weights a model: its shape, its tokenizer, its template."""
 NOT_BESIDE = ("manifest.json", "corpus.json", BASE, CONFIG, INDEX)
 OF_THE_ADAPTER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-"""What training may have changed, and is taken from the adapter's folder where it is there."""
+"""Files that training may have changed: the adapter's folder takes precedence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergeResult:
-    """What was done.
+    """The result of a merge.
 
     Attributes:
-        base: the weights that were merged into.
-        linears: how many of them changed.
+        base: the base weights.
+        linears: number of changed linears.
     """
 
     base: Path
@@ -52,13 +52,13 @@ def merge(adapter: Path, out: Path, base: Path | None = None) -> MergeResult:
     """Write the merged model.
 
     Args:
-        adapter: a checkpoint with an adapter, or a folder as PEFT writes it.
+        adapter: a checkpoint with an adapter, or a PEFT folder.
         out: the folder to make.
-        base: a folder of the weights; None takes those that the adapter says.
+        base: a folder of the weights; None uses the adapter's own base.
 
     Raises:
-        ConfigError: ``out`` is there, or the adapter adds to what the base does not have.
-        StateError: a folder is not what it should be, or the base is not the one that training began with.
+        ConfigError: ``out`` exists, or the adapter has linears that the base does not have.
+        StateError: a folder is invalid, or the base is not the one of the training.
     """
     if out.exists():
         raise ConfigError(f"--out = '{out}' is there already; name a folder that is not.")

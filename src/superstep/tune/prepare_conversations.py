@@ -1,4 +1,6 @@
-"""Conversations prepared: shown by the model's template, encoded, marked, packed, and written to files, once."""
+"""Preparation of conversations: rendered by the model's template, encoded, masked, packed, and written to files,
+once.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +34,13 @@ T = TypeVar("T")
 Kind = Literal["sft", "dpo"]
 
 KINDS: Mapping[Kind, TokenKind] = {"sft": "answers", "dpo": "pairs"}
-"""What the token files hold."""
+"""Kinds of token files."""
 
 REPORT_EVERY = 64
 """Records between two reports."""
 
 AT_ONCE = 64
-"""Records that the template's process is asked for together: to ask takes longer than to render one."""
+"""Records that the template's process renders in one call: a call takes longer than a rendering."""
 
 
 def _unheard(progress: PrepareProgress) -> None:
@@ -47,10 +49,10 @@ def _unheard(progress: PrepareProgress) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Conversations:
-    """What is to be prepared, and how.
+    """Settings of a preparation.
 
     Attributes:
-        run: the run that will read it; its model and tokenizer are those of the start.
+        run: the run that will read it, with the initial model and tokenizer.
         sft: how records become sequences.
         vocab: of the model.
         kind: of records: answers to learn, or preferences between two.
@@ -69,19 +71,20 @@ class Conversations:
         tell: Callable[[str], None] = unheard,
         is_shared: bool = False,
     ) -> Corpus:
-        """Make the files in a folder, or open those that an equal call has made.
+        """Make the files in a folder, or open those of an earlier equal call.
 
-        One process at a time prepares a folder; another waits for it and opens what it made.
+        One process at a time prepares a folder; another one waits and opens the result.
 
         Args:
             folder: for the files.
-            report: told how far it is.
-            tell: given a line for the user where another process is waited for.
-            is_shared: whether other runs may go on with what the folder holds, so that it is not replaced.
+            report: receives the progress.
+            tell: receives a line for the user while another process is waited for.
+            is_shared: whether other runs may use the folder, so that it is not replaced.
 
         Raises:
             ConfigError, DataError: the settings, the tokenizer, the template or a record cannot be used, or a shared
-                folder holds tokens of others.
+                folder
+                holds other tokens.
             Fault: the folder cannot be written, or the disk is full.
         """
         self._refuse_settings()
@@ -90,7 +93,7 @@ class Conversations:
             fingerprint = self._fingerprint(template)
             if not _holds(folder, fingerprint):
                 with turn(folder, tell):
-                    if not _holds(folder, fingerprint):  # nobody has made it meanwhile
+                    if not _holds(folder, fingerprint):  # no other process has made it meanwhile
                         if is_shared and is_whole(folder):
                             raise DataError(
                                 f"data.cache = '{folder}' holds the tokens of other settings; name another folder, or "
@@ -102,7 +105,7 @@ class Conversations:
         return open_corpus(folder)
 
     def is_prepared(self, folder: Path) -> bool:
-        """Whether the folder holds what ``prepare`` would make; raises as it does."""
+        """Whether the folder holds the result of ``prepare``; raises as it does."""
         template = self._template()
         template.close()
         return _holds(folder, self._fingerprint(template))
@@ -147,7 +150,7 @@ class Conversations:
         return hashlib.sha256(json.dumps(shaped_by).encode()).hexdigest()
 
     def _shaping(self) -> dict[str, object]:
-        """Settings that tokens depend on; the template stands beside with its text."""
+        """Settings that tokens depend on, without the template, which is hashed by its text."""
         return {name: value for name, value in asdict(replace(self.sft, template=None)).items() if name != "epochs"}
 
     def _ends(self) -> tuple[int, ...]:
@@ -180,7 +183,7 @@ class Conversations:
     def _items(
         self, masker: Masker, files: AnswerFiles, report: Report
     ) -> Iterator[tuple[int, list[TokenizedConversation]]]:
-        """What stays in one sequence, with the number of its record: a sample that fits, or the two of a preference."""
+        """Units that stay in one sequence, with the number of their record: a sample, or the two of a preference."""
         total, read = source_bytes(self.run.data), 0
         for number, (where, items, read_bytes) in enumerate(self._records(masker)):
             read += read_bytes
@@ -192,7 +195,7 @@ class Conversations:
                 report(PrepareProgress("encoding", read, total))
 
     def _records(self, masker: Masker) -> Iterator[tuple[str, list[list[TokenizedConversation]], int]]:
-        """Where each record stands, its items, and its bytes."""
+        """The place of each record, its units, and its bytes."""
         if self.kind == "sft":
             for some in _several(records(self.run.data.corpus)):
                 for (record, read_bytes), samples in zip(some, masker.many([one for one, _ in some]), strict=True):
@@ -209,7 +212,7 @@ class Conversations:
     def _fitting(
         self, item: list[TokenizedConversation], where: str, files: AnswerFiles
     ) -> list[TokenizedConversation] | None:
-        """An item as it fits into a sequence, in which a sample takes a place less than it has tokens."""
+        """A unit cut to a sequence, if it fits; a sample takes one place less than it has tokens."""
         room, needed = self.run.data.sequence_tokens, sum(len(sample.ids) - 1 for sample in item)
         if needed <= room:
             return item
@@ -230,7 +233,7 @@ class Conversations:
 
 
 def _several(every: Iterable[T]) -> Iterator[list[T]]:
-    """So many at a time as a template is asked for at once."""
+    """Batches of records for one call of the template."""
     rest = iter(every)
     while some := list(islice(rest, AT_ONCE)):
         yield some

@@ -1,4 +1,4 @@
-"""Recipe: a run, and what post-training is told besides. One recipe.toml holds both."""
+"""Recipe: a run and the settings of post-training, in one recipe.toml."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from superstep.train.run_folder.run_paths import RunFolder
 from superstep.train.weights.weights_folder import weights_of
 
 RECIPE = "recipe.toml"
-"""What a recipe is called in the directory of its run."""
+"""The recipe's file in the directory of its run."""
 
 Usual = Mapping[str, Mapping[str, Any]]
-"""What a kind of recipe says of a run where it says nothing, by section: other than a run that begins with random
-weights."""
+"""Defaults by section that differ from those of a run with random weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe(ProposedRun):
-    """What every kind of recipe has; each adds sections of its own."""
+    """Settings of every kind of recipe; each adds sections of its own."""
 
     start: str = ""
-    """What to begin with: a run, a checkpoint or a Hugging Face folder. Its shape, tokenizer and chat template are the
-    tuned model's."""
+    """Initial model: a run, a checkpoint or a Hugging Face folder. The tuned model has its shape, tokenizer and chat
+    template.
+    """
 
 
 R = TypeVar("R", bound=Recipe)
 
 
 def read(kind: type[R], usual: Usual, path: Path) -> R:
-    """The recipe that a TOML file describes; what it leaves out keeps the default.
+    """The recipe in a TOML file; missing values keep their defaults.
 
     Raises:
         ConfigError: the file cannot be read, is not TOML, or has an unknown key or a value of the wrong type.
@@ -52,20 +52,20 @@ def write(recipe: Recipe) -> str:
     lines = [f"start = {literal(recipe.start)}", ""]
     for each in fields(recipe):
         section = getattr(recipe, each.name)
-        if is_dataclass(section) and (each.name != "model" or section != ModelConfig()):  # it is that of the start
+        if is_dataclass(section) and (each.name != "model" or section != ModelConfig()):  # the start has its own
             lines += [f"[{each.name}]", *write_fields(section), ""]
     return "\n".join(lines)
 
 
 def start_folder(start: str) -> Path:
-    """The folder of the model that a recipe begins with: weights, ``config.json`` and ``tokenizer.json``.
+    """The folder of a recipe's initial model: weights, ``config.json`` and ``tokenizer.json``.
 
     Args:
-        start: as the recipe has it.
+        start: of the recipe.
 
     Raises:
-        ConfigError: it is empty, or names a run of a model of the user's own.
-        StateError: there is no model, or not all of it.
+        ConfigError: it is empty, or names a run of a user's own model.
+        StateError: the model is missing or incomplete.
     """
     if not start:
         raise ConfigError(
@@ -84,14 +84,14 @@ def start_folder(start: str) -> Path:
 
 
 def run_with(proposed: ProposedRun, model: ModelConfig, tokenizer: str | None, usual_tokens: int) -> RunConfig:
-    """The run that a recipe proposes, with the model that it begins with.
+    """A proposed run, with its initial model.
 
     Args:
         tokenizer: the model's.
-        usual_tokens: of a sequence where the recipe has no length, or as many as the model was made for, if fewer.
+        usual_tokens: default sequence length, at most the model's.
 
     Raises:
-        ConfigError: the model is none that can be trained.
+        ConfigError: the model cannot be trained.
     """
     tokens = proposed.data.sequence_tokens
     if tokens is None:
@@ -103,17 +103,17 @@ def run_with(proposed: ProposedRun, model: ModelConfig, tokenizer: str | None, u
 
 
 def refuse_own_loss(train: TrainConfig, verb: str) -> None:
-    """See that a verb whose loss is its own is given no other.
+    """Refuse ``train.loss`` for a verb with its own loss.
 
     Raises:
-        ConfigError: it is.
+        ConfigError: it is set.
     """
     if train.loss is not None:
         raise ConfigError(f"train.loss = '{train.loss}': superstep {verb} has a loss of its own; leave train.loss out.")
 
 
 def shorter_sequences(proposed: ProposedRun, run: RunConfig, usual_tokens: int) -> str | None:
-    """That sequences whose length a recipe leaves out are shorter than usual; None where they are not."""
+    """A note that the default sequence length is reduced; None where it is not."""
     tokens = run.data.sequence_tokens
     if proposed.data.sequence_tokens is not None or tokens == usual_tokens:
         return None

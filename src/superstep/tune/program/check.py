@@ -1,9 +1,9 @@
-"""check: what must hold of every program of iterations, however its lanes run beside each other.
+"""check: the rules of every program of iterations, for any interleaving of its lanes.
 
-Each group that is not on record is sampled once, with the version that its place in the run says, at most ``lag`` steps
-old; each is graded once, each step trained once, in order. A snapshot is taken only after it is published, and is
-removed only when all that a restart could sample with it is on record. Shared ranks do only what they have the memory
-for. No lane waits for ever.
+Each unrecorded group is sampled once, with the version that its place in the run says, at most ``lag`` steps old; each
+is graded once, each step trained once, in order. A snapshot is taken only after it is published, and is removed only
+when a restart cannot need it any more. Shared ranks run only instructions for which they have the memory. No lane waits
+forever.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def check(program: Iterations) -> Iterations:
 
 
 class _Lane:
-    """One lane, run symbolically: the rules that its own order decides."""
+    """One lane, run symbolically: the rules about its own order."""
 
     def __init__(self, program: Iterations, lane: Lane) -> None:
         self.program = program
@@ -63,7 +63,7 @@ class _Lane:
         self.seen: set[Instruction] = set()
 
     def run(self, i: Instruction) -> str:
-        """Advance over one instruction; the rule it breaks, or nothing."""
+        """Advance by one instruction; the rule it breaks, or an empty text."""
         if not isinstance(i, _KINDS[self.lane]):
             return f"lane {self.lane} does none of these"
         if i in self.seen and not isinstance(i, ins.Swap):
@@ -89,7 +89,7 @@ class _Lane:
                 return ""
 
     def _away(self, role: Role) -> str:
-        """What is wrong where the ranks have given the memory for this back."""
+        """The error if the ranks have freed this role's memory."""
         return f"the ranks' memory is the other's; swap to '{role}' first" if self.role not in (None, role) else ""
 
     def _check_known(self, group: int) -> str:
@@ -139,7 +139,7 @@ class _Lane:
 
 
 def _leftovers(program: Iterations) -> Iterator[str]:
-    """The rules that the program as a whole breaks."""
+    """Rules that the program as a whole breaks."""
     schedule, cursor = program.asked, program.cursor
     sampled = Counter(i.group for _, i in program if isinstance(i, ins.Sample))
     published = {i.version for _, i in program if isinstance(i, ins.Publish)} | cursor.published
@@ -161,7 +161,7 @@ def _leftovers(program: Iterations) -> Iterator[str]:
 
 
 def _too_early(program: Iterations) -> Iterator[str]:
-    """Snapshots that go, in some order in which the lanes may run, while somebody still needs them."""
+    """Snapshots that may be removed, in some interleaving, while they are still needed."""
     clock = clocks(program)
     for place, i in program:
         match i:

@@ -1,4 +1,4 @@
-"""compile: what is asked of a run, and where it stands, become a program."""
+"""compile: a schedule and the run's cursor become a program."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ START = Cursor()
 
 
 def compile_iterations(schedule: RlSchedule, cursor: Cursor = START) -> Iterations:
-    """What is left to do from a cursor on, checked.
+    """The remaining program from a cursor on, checked.
 
-    Groups on record are not sampled again, and a version that samples no other group is not published.
+    Recorded groups are not sampled again, and a version without groups to sample is not published.
     """
     steps = range(cursor.step, schedule.steps)
     graded = tuple(ins.Grade(group) for step in steps for group in schedule.groups_of(step))
@@ -31,7 +31,7 @@ def compile_iterations(schedule: RlSchedule, cursor: Cursor = START) -> Iteratio
 
 
 def after(program: Iterations, done: Sequence[Instruction]) -> Cursor:
-    """Where a run stands that ended after these of its instructions, however it ended."""
+    """The cursor of a run that ended after these instructions, however it ended."""
     step = max((i.step for i in done if isinstance(i, ins.Save)), default=program.cursor.step)
     recorded = {i.group for i in done if isinstance(i, ins.Sample)} | program.cursor.recorded
     published = {i.version for i in done if isinstance(i, ins.Publish)} | program.cursor.published
@@ -76,7 +76,7 @@ def _trainer(schedule: RlSchedule, cursor: Cursor) -> Iterator[Instruction]:
         yield ins.Publish(cursor.step)
     for step in range(cursor.step, schedule.steps):
         yield ins.Train(step)
-        # The sampler waits for the snapshot, and nobody for what is saved.
+        # The sampler waits for the snapshot; nothing waits for the checkpoint.
         if step + 1 in wanted:
             yield ins.Publish(step + 1)
         yield from _save(schedule, step + 1)

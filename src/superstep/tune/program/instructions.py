@@ -1,16 +1,16 @@
-"""Post-training by reinforcement learning as a value: the instructions of a run, in lanes.
+"""Reinforcement learning as a value: the instructions of a run, in lanes.
 
-*Version* v is the weights after v steps of training; *group* g is a task that is answered several times, the group's
-answers being compared with each other. Step s trains on the groups from s·G on, G to a step. With lag 1 and G = 2,
-where sampler and trainer have ranks of their own:
+*Version* v is the weights after v steps of training; *group* g is a task that is answered several times, with the
+answers compared with each other. Step s trains on the groups from s·G on, G to a step. With lag 1 and G = 2, where
+sampler and trainer have ranks of their own:
 
     sampler   take v0  sample g0 v0  sample g1 v0  sample g2 v0  sample g3 v0  retire v0  take v1  sample g4 v1 ...
     grader             grade g0      grade g1      grade g2      grade g3      grade g4 ...
     trainer   publish v0  train s0  save s1  publish v1  train s1  save s2  publish v2 ...
 
-A lane does its instructions one after the other. What one waits for on another lane follows from what it uses, and is
-told by ``uses``. Which version samples which group is written down, not found out: whatever the clock does, a run and
-its repetition train on the same tokens.
+A lane runs its instructions in sequence. Dependencies on other lanes follow from what an instruction uses (``uses``).
+The program says which version samples which group: independent of timing, a run and its repetition train on the same
+tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Lane = Literal["ranks", "sampler", "grader", "trainer"]
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Answer a group's task, with the weights of a version; the answers go on record."""
+    """Answer a group's task, with the weights of a version, and record the answers."""
 
     group: int
     version: int
@@ -37,7 +37,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Grade:
-    """Have a group's answers graded; the grades go on record."""
+    """Grade a group's answers, and record the grades."""
 
     group: int
 
@@ -58,28 +58,28 @@ class Publish:
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """Put a published version's weights into the sampler's place."""
+    """Install a published version's weights in the sampler."""
 
     version: int
 
 
 @dataclass(frozen=True, slots=True)
 class Retire:
-    """Remove a snapshot: nobody will take it again, not after a restart either."""
+    """Remove a snapshot that is not needed any more, not even after a restart."""
 
     version: int
 
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Keep the trainer's whole state after so many steps: where a restart begins."""
+    """Write a checkpoint of the trainer after this many steps: where a restart begins."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class Swap:
-    """Shared ranks change what they do: memory of the one is given back, that of the other taken."""
+    """Shared ranks change their role: the memory of one is freed, that of the other allocated."""
 
     to: Role
 
@@ -94,12 +94,12 @@ class InvalidIterations(SuperstepError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RlSchedule:
-    """What is asked of a run.
+    """The schedule of a run.
 
     Attributes:
-        steps: of training, all of them.
+        steps: of training, in all.
         groups: that a step trains on.
-        lag: the most versions that the sampler's weights may be older than those that are trained; 0 is on policy.
+        lag: the most versions that the sampler's weights may be older than the trained ones; 0 is on policy.
         placement: shared: the same ranks sample and train in turn; apart: others do.
         save_every: steps between two saves; the last step is followed by one.
     """
@@ -131,10 +131,11 @@ class RlSchedule:
         return range(step * self.groups, (step + 1) * self.groups)
 
     def version_of(self, group: int) -> int:
-        """The version that samples a group: a function of the group alone, so that a restart finds the same.
+        """The version that samples a group: a function of the group alone, so that a restart gives the same.
 
         Shared ranks sample for ``lag`` + 1 steps at once, and swap once for all of them; ranks of their own sample as
-        far ahead as they may.
+        far ahead
+        as they may.
         """
         step = self.step_of(group)
         return step - step % (self.lag + 1) if self.placement == "shared" else max(0, step - self.lag)
@@ -142,12 +143,12 @@ class RlSchedule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cursor:
-    """Where a run stands: all that a restart needs to know.
+    """The progress of a run, sufficient for a restart.
 
     Attributes:
-        step: that the saved state has finished.
-        recorded: groups from that step on whose answers are on record.
-        published: versions whose snapshots are there.
+        step: number of steps in the saved state.
+        recorded: groups from that step on with recorded answers.
+        published: versions with existing snapshots.
     """
 
     step: int = 0
@@ -157,10 +158,10 @@ class Cursor:
 
 @dataclass(frozen=True, kw_only=True)
 class Iterations:
-    """What is left of a run, as a program.
+    """The rest of a run, as a program.
 
     Attributes:
-        asked: of the whole run.
+        asked: the schedule of the whole run.
         cursor: where it begins.
         lanes: the instructions of each.
     """
@@ -175,17 +176,17 @@ class Iterations:
 
     @cached_property
     def places(self) -> dict[Instruction, Place]:
-        """Where an instruction is; of ``Swap``, which comes often, one of the places."""
+        """The place of each instruction; one of the places of a repeated ``Swap``."""
         return {i: place for place, i in self}
 
     def lane(self, name: Lane) -> tuple[Instruction, ...]:
-        """The instructions of a lane; none where there is no such lane."""
+        """The instructions of a lane; empty for an absent lane."""
         return dict(self.lanes).get(name, ())
 
     def uses(self, i: Instruction) -> tuple[Instruction, ...]:
-        """What must have ended, on whichever lane, before the instruction can begin; its own lane's order is besides.
+        """Instructions, on any lane, that must end before this one can begin; in addition to the order of its own lane.
 
-        What the cursor has on record needs no instruction.
+        Recorded work needs no instruction.
         """
         match i:
             case Sample(_, version):

@@ -1,4 +1,4 @@
-"""What a program of iterations holds in memory, at every instant and however its lanes run beside each other."""
+"""Memory of a program of iterations, at every instant and for any interleaving of its lanes."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ Where = Literal["ranks", "sampler", "trainer", "host"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Bytes of what a run holds, each on the fullest rank.
+    """Bytes of a run's parts, each on the fullest rank.
 
     Attributes:
         weights: of the sampler.
-        keys: of its pages.
-        answering: that the sampler has besides: weights laid out for its products, what its steps make and drop.
-        taking: that a version needs beside the weights in place, until it has taken it.
-        training: what a trainer holds between steps: weights, gradients, moments, and the weights of a reference.
-        step: what a step needs more, its activations above all.
-        asleep: of the trainer's, what stays while shared ranks sample.
-        kept: of the sampler's, what stays while shared ranks train.
+        keys: of its KV cache.
+        answering: of the sampler in addition: weights laid out for its products, temporaries of its steps.
+        taking: that a new version needs beside the current weights, until it is installed.
+        training: of a trainer between steps: weights, gradients, moments, and the weights of a reference.
+        step: in addition during a step, mostly activations.
+        asleep: of the trainer, while shared ranks sample.
+        kept: of the sampler, while shared ranks train.
         snapshot: of one version, on the host.
-        group: of one group's answers, on the host, from their draw to their step.
+        group: of one group's answers, on the host, from sampling to training.
     """
 
     weights: int = 0
@@ -47,7 +47,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class PeakUse:
-    """The most bytes that are held in a place while one instruction runs."""
+    """The most bytes in a place while one instruction runs."""
 
     where: Where
     at: Place
@@ -55,17 +55,18 @@ class PeakUse:
 
 
 def memory(program: Iterations, sizes: Sizes) -> list[PeakUse]:
-    """The bytes of every instruction: of the ranks that do it, and of the host where it puts something there.
+    """The bytes of every instruction: on its ranks, and on the host where it adds something there.
 
-    What the ranks of a lane hold follows from that lane alone. What lies on the host is the most over all orders in
-    which the lanes may run.
+    The memory of a lane's ranks follows from that lane alone. On the host it is the maximum over all interleavings of
+    the
+    lanes.
     """
     uses = [held for lane, all_of in program.lanes for held in _lane(lane, all_of, sizes)]
     return uses + _host(program, sizes)
 
 
 def peaks(program: Iterations, sizes: Sizes) -> dict[Where, PeakUse]:
-    """For each place the instruction that holds most."""
+    """For each place, the instruction with the most bytes."""
     peak_uses: dict[Where, PeakUse] = {}
     for held in memory(program, sizes):
         if held.where not in peak_uses or held.bytes > peak_uses[held.where].bytes:
@@ -74,10 +75,10 @@ def peaks(program: Iterations, sizes: Sizes) -> dict[Where, PeakUse]:
 
 
 def require_room(program: Iterations, sizes: Sizes, room: Mapping[Where, int]) -> None:
-    """Refuse a program that some place has no room for, before it begins.
+    """Check a program's memory before it begins.
 
     Raises:
-        ConfigError: names the instruction that needs most, and what it needs.
+        ConfigError: a place has too little memory; names the instruction that needs most, and its bytes.
     """
     for where, held in peaks(program, sizes).items():
         if where in room and held.bytes > room[where]:
@@ -118,7 +119,7 @@ def _lane(lane: Lane, instructions: Sequence[Instruction], s: Sizes) -> list[Pea
                 match i:
                     case ins.Swap(to):
                         now = sampling if to == "sample" else training
-                        # The one gives its memory back before the other takes its own.
+                        # One role frees its memory before the other allocates its own.
                         peak = max(peak, now)
                     case ins.Train():
                         peak = now + s.step
@@ -135,9 +136,10 @@ def _sampling(i: Instruction, s: Sizes) -> int:
 
 
 def _host(program: Iterations, sizes: Sizes) -> list[PeakUse]:
-    """After each publish and each sample, the versions that may be there and the groups that may wait to be trained.
+    """After each publish and each sample, the most versions that may exist, and the most groups that may wait for
+    training.
 
-    That is what can have come by then in some run, less what has gone by then in every run: the most of each, though
+    That is what may have come by then in some run, less what is gone by then in every run: the maximum of each, though
     perhaps not of both at one instant.
     """
     clock = clocks(program)
@@ -155,7 +157,7 @@ def _host(program: Iterations, sizes: Sizes) -> list[PeakUse]:
             continue
         versions, groups = len(cursor.published), len(cursor.recorded)
         for lane, _ in program.lanes:
-            # Clocks grow along a lane, so what comes after the place in every run is the lane's end.
+            # Clocks grow along a lane, so the end of the lane has everything that comes after the place in every run.
             come = place[1] + 1 if lane == place[0] else bisect_right(known[lane, place[0]], place[1])
             gone = clock[place].get(lane, 0)
             versions += brings[lane][come][0] - takes[lane][gone][0]
@@ -165,7 +167,7 @@ def _host(program: Iterations, sizes: Sizes) -> list[PeakUse]:
 
 
 def _counts(instructions: Sequence[Instruction], kinds: tuple[type[Instruction], ...]) -> list[tuple[int, ...]]:
-    """How many instructions of each kind there are among the first n, for every n."""
+    """Counts of each kind among the first n instructions, for every n."""
     counts = [(0,) * len(kinds)]
     for i in instructions:
         counts.append(tuple(n + isinstance(i, kind) for n, kind in zip(counts[-1], kinds, strict=True)))

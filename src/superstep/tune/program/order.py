@@ -1,4 +1,4 @@
-"""The order of a program's instructions: one in which they can run, and which of two comes first in every one."""
+"""The order of a program's instructions: one valid order, and which of two comes first in every order."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from superstep.tune.program.instructions import Instruction, InvalidIterations, 
 from superstep.tune.program.text import describe
 
 Clock = Mapping[Lane, int]
-"""For each lane, how many of its instructions have ended for certain."""
+"""For each lane, the number of its instructions that have certainly ended."""
 
 
 def issue_order(program: Iterations) -> list[Place]:
-    """Every instruction's place, each after all that it waits for.
+    """Every instruction's place, each after its dependencies.
 
     Raises:
-        InvalidIterations: some wait for ever; the message says who waits for what.
+        InvalidIterations: there is a deadlock; the message names the waiting instructions.
     """
     at: dict[Lane, int] = {lane: 0 for lane, _ in program.lanes}
     done: set[Instruction] = set()
@@ -42,10 +42,11 @@ def _wait(program: Iterations, lane: Lane, at: int, done: set[Instruction]) -> s
 
 
 def clocks(program: Iterations) -> dict[Place, Clock]:
-    """For each instruction, what has ended for certain once it has, itself among it (Mattern 1989's vector clocks).
+    """For each instruction, what has certainly ended once it has, itself included (Mattern 1989's vector clocks).
 
-    Of two instructions the one comes before the other in every run if it is within the other's clock; if neither is,
-    they may run side by side.
+    One instruction precedes another in every run if it is within the other's clock; if neither is, they may run at the
+    same
+    time.
     """
     clocks_by_place: dict[Place, Clock] = {}
     instructions = dict(program)
@@ -63,5 +64,5 @@ def clocks(program: Iterations) -> dict[Place, Clock]:
 
 
 def is_before(clock: Mapping[Place, Clock], one: Place, other: Place) -> bool:
-    """Whether the one has ended in every run before the other begins."""
+    """Whether ``one`` has ended in every run before ``other`` begins."""
     return one != other and clock[other].get(one[0], 0) > one[1]

@@ -1,4 +1,4 @@
-"""simulate: the seconds of a program of iterations before it runs, and where its lanes stand idle."""
+"""simulate: the seconds of a program of iterations before it runs, and the idle times of its lanes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class InstructionRates:
     """Seconds of each instruction.
 
     Attributes:
-        sample_s: of a group, among as many others as are sampled at once.
+        sample_s: of a group, in a batch of usual size.
         grade_s: of a group.
         train_s: of a step.
         publish_s: of a snapshot.
@@ -33,7 +33,6 @@ class InstructionRates:
     swap_s: float = 0.0
 
     def of(self, i: Instruction) -> float:
-        """Seconds of one instruction."""
         match i:
             case ins.Sample():
                 return self.sample_s
@@ -55,11 +54,11 @@ class InstructionRates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedProgram:
-    """A program on a clock.
+    """A simulated program.
 
     Attributes:
-        spans: when each instruction begins and ends, in seconds.
-        seconds: of all.
+        spans: start and end of each instruction, in seconds.
+        seconds: in all.
         busy_s: of each lane.
     """
 
@@ -73,7 +72,7 @@ class SimulatedProgram:
 
 
 def simulate(program: Iterations, rates: InstructionRates) -> SimulatedProgram:
-    """Each instruction begins as soon as its lane is free and what it uses has ended."""
+    """Simulate: each instruction begins once its lane is free and its dependencies have ended."""
     spans: dict[Place, tuple[float, float]] = {}
     free: dict[Lane, float] = {lane: 0.0 for lane, _ in program.lanes}
     busy: dict[Lane, float] = dict(free)

@@ -1,4 +1,4 @@
-"""The text form of a program of iterations: one instruction a line. It round-trips.
+"""The text form of a program of iterations: one instruction per line. It round-trips.
 
 iterations steps=2 groups=1 lag=0 placement=shared save_every=1 from=0 recorded= published=
 lane ranks
@@ -66,7 +66,7 @@ _FORMS: tuple[tuple[str, Callable[[re.Match[str]], Instruction]], ...] = (
 
 
 def read_instruction(text: str) -> Instruction:
-    """The instruction that ``describe`` wrote.
+    """Parse the text of ``describe``.
 
     Raises:
         UserError: the text is no instruction.
@@ -85,10 +85,10 @@ _HEAD = (
 
 
 def read_iterations(text: str) -> Iterations:
-    """The program that ``write_iterations`` wrote.
+    """Parse the text of ``write_iterations``.
 
     Raises:
-        UserError: a line that is no part of one, with its number.
+        UserError: a line is invalid; names its number.
     """
     lines = text.splitlines()
     head = re.fullmatch(_HEAD, lines[0] if lines else "")

@@ -1,10 +1,10 @@
 """iterate: the program of a run of reinforcement learning, executed by ranks that sample and train in turn.
 
     ranks     publish ─ swap ─ take ─ sample g0 g1 ... ─ swap ─ train ─ save ─ ...
-    grader                              └ g0 ┘ └ g1 ┘         (rank 0's, beside the others)
+    grader                              └ g0 ┘ └ g1 ┘         (on rank 0, in parallel)
 
-Each rank goes through the same lane, one ``case`` for each instruction. What is sampled and graded goes on record as
-soon as it is known, and is told to all ranks; everything else follows from the record, the weights and the program.
+Each rank runs the same lane, one ``case`` for each instruction. Samples and grades are recorded at once, and sent to
+all ranks; everything else follows from the record, the weights and the program.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class ColocatedRank:
 
     Args:
         seed: of the tasks.
-        timeout_s: how long grades may be waited for.
-        trainer: this rank's weights.
-        training: its part in training.
-        seat: its part in sampling.
+        timeout_s: for grades.
+        trainer: this rank's trainer.
+        training: its steps.
+        seat: its rollout worker.
         environment: of the tasks.
-        record: what is known; rank 0 keeps it.
+        record: of rollouts; rank 0 writes it.
         grading: rank 0's.
     """
 
@@ -62,11 +62,11 @@ class ColocatedRank:
         self._sampling_s = 0.0
 
     def run(self, program: Iterations) -> None:
-        """Everything that a program lists.
+        """Run the whole program.
 
         Raises:
-            Stopped: that was asked for, and what was done is saved.
-            Fault: the run directory was moved or removed, and what was done is saved.
+            Stopped: a stop was requested, and the state is saved.
+            Fault: the run directory was moved or removed, and the state is saved.
         """
         self._grading.begin(program)
         lane = program.lane("ranks")
@@ -74,7 +74,7 @@ class ColocatedRank:
         hands_over = self._hands_over(program)
         at = 0
         while at < len(lane):
-            if isinstance(lane[at], Publish | Train):  # the memory of training is awake
+            if isinstance(lane[at], Publish | Train):  # the memory of training is allocated
                 self._training.require_folder()
             match lane[at]:
                 case Sample(_, version):
@@ -91,7 +91,7 @@ class ColocatedRank:
                 case Retire(version):
                     self._record.retire(version)
                 case Swap(to):
-                    # The sampler takes its memory with a version, and gives it back behind the last of its groups.
+                    # The sampler allocates its memory with a version, and frees it after the last of its groups.
                     self._trainer.sleep() if to == "sample" else self._trainer.wake()
                 case Train(step):
                     self._train(program.asked.groups_of(step), step)
@@ -102,8 +102,9 @@ class ColocatedRank:
             at += 1
 
     def _hands_over(self, program: Iterations) -> bool:
-        """Whether versions go from memory to memory: shared ranks take what they have just published, and every rank
-        has it whole, as its sampler wants it.
+        """Whether versions are passed in memory: shared ranks take what they have just published, and every rank has
+        the whole
+        model, as its sampler needs it.
         """
         schedule = program.asked
         return schedule.placement == "shared" and self._seat.is_alone and self._trainer.weights() is not None
@@ -139,7 +140,7 @@ class ColocatedRank:
 
 
 def samples_from(lane: Sequence[object]) -> list[int]:
-    """The groups that a lane samples first: they are drawn together."""
+    """The groups that a lane samples first: they are sampled together."""
     versions = []
     for i in lane:
         if not isinstance(i, Sample):

@@ -1,4 +1,4 @@
-"""RlRecipe: a run, and what reinforcement learning is told besides. One recipe.toml holds both."""
+"""RlRecipe: a run and the settings of reinforcement learning, in one recipe.toml."""
 
 from __future__ import annotations
 
@@ -23,35 +23,38 @@ USUAL: Usual = {
     "train": {"lr": 1e-5, "weight_decay": 0.0, "warmup_steps": 0, "min_lr_ratio": 1.0},
     "state": {"dir": "runs/rl", "save_every": 10},
 }
-"""What a recipe says of a run where it says nothing: other than a run that begins with random weights."""
+"""Defaults of a recipe's run that differ from those of a run with random weights."""
 
 USUAL_TOKENS = 512
-"""Of a sequence whose length is left out, where the model was made for as many."""
+"""Default sequence length, if the model supports it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RlConfig:
-    """What is learnt, and how far a step may go."""
+    """The loss, and the limits of a step."""
 
     environment: str = ""
     """A Python file with `task(index, seed)`, `grade(task, rollout)` and, for several turns, `reply(task, turns)`."""
     group: int = 8
-    """Answers to each task; they are compared with each other."""
+    """Answers to each task, which are compared with each other."""
     groups: int = 8
     """Tasks of a step."""
     rows: int | None = None
-    """Rows of a step's batch that its plan reckons with; none takes one for each answer. Answers lie side by side in
-    them, and a step has as many microbatches as they fill."""
+    """Rows of a step's batch that its plan assumes; none uses one for each answer. Several answers share a row, and a
+    step
+    has as many microbatches as they fill.
+    """
     lag: int = 0
-    """The most steps that the weights which sampled an answer may be older than those that are trained; 0 is on
-    policy."""
+    """The most steps that the weights of an answer may be older than the trained ones; 0 is on policy."""
     window: int = 0
-    """Of how many later steps a step may take graded groups in place of its own that are not there yet, at most `lag`:
-    for ranks apart in fast mode. Answers may then be so many steps older than `lag` says."""
+    """From how many later steps a step may take graded groups in place of its own missing ones, at most `lag`: for
+    ranks
+    apart in fast mode. Answers may then be that many steps older than `lag` says.
+    """
     estimator: Estimator = "grpo"
     """How rewards of a group become advantages: grpo (Shao 2024), rloo (Ahmadian 2024) or dr-grpo (Liu 2025)."""
     ratio: Ratio = "token"
-    """Whose probability is held against the sampler's: a token's, or a whole answer's (GSPO, Zheng 2025)."""
+    """The unit of the probability ratio to the sampler: a token, or a whole answer (GSPO, Zheng 2025)."""
     surrogate: Surrogate = "clip"
     """The loss of an advantage: score (Williams 1992), ratio (importance sampling) or clip (PPO, Schulman 2017)."""
     clip_low: float = 0.2
@@ -59,16 +62,18 @@ class RlConfig:
     clip_high: float = 0.2
     """How far above 1 it does; more than `clip_low` keeps unlikely tokens alive (DAPO, Yu 2025)."""
     kl_coef: float = 0.0
-    """Weight of the distance from the weights that the run started from, which are then kept on the ranks, too (k3,
-    Schulman 2020)."""
+    """Weight of the distance from the run's initial weights, which then also stay on the ranks (k3, Schulman 2020)."""
     correction: Correction = "none"
-    """For a sampler whose log-probabilities are not the trainer's: weigh a token by their ratio up to a bound (tis), or
-    leave it out beyond that (mis)."""
+    """For a sampler with other log-probabilities than the trainer's: weigh a token by their ratio up to a bound (tis),
+    or
+    leave it out beyond that (mis).
+    """
     overlong: CutOff = "mask"
-    """What becomes of answers that are too long: mask leaves out those that were cut off, penalty takes from the reward
-    of all that come near the most tokens (DAPO), none does nothing."""
+    """Treatment of long answers: mask leaves out those that were cut, penalty reduces the reward of all near the token
+    limit (DAPO), none does nothing.
+    """
     drop_uniform: bool = False
-    """Leave out groups whose rewards are all equal (DAPO); they teach nothing, and would count in the divisor."""
+    """Leave out groups with equal rewards (DAPO); they teach nothing, but count in the divisor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,27 +85,29 @@ class RolloutConfig:
     turns: int = 1
     """The most turns of an answer."""
     temperature: float = 1.0
-    """Divides the logits before a token is drawn, and in training too: the policy is what was sampled from."""
+    """Divides the logits in sampling, and in training too: the trained policy is the sampled one."""
     placement: Placement = "shared"
-    """shared: the ranks that train sample as well, in turn; apart: processes of their own sample, beside training where
-    `rl.lag` is 1 or more."""
+    """shared: the training ranks sample as well, in turn; apart: processes of their own sample, in parallel with
+    training
+    where `rl.lag` is 1 or more.
+    """
     ranks: int | None = None
-    """Ranks that sample, where they are apart; none takes `tp` of them."""
+    """Ranks that sample, where they are apart; none uses `tp` of them."""
     tp: int = 1
-    """Ranks that share a sampler's model; divides all that sample."""
+    """Ranks that share a sampler's model; divides the number of sampling ranks."""
     pages: int | None = None
-    """Pages of keys of a sampler; none takes as many as a quarter of the free memory allows."""
+    """Pages of a sampler's KV cache; none uses a quarter of the free memory."""
     requests: int = 64
     """The most answers that a sampler computes at once."""
     timeout_s: float = 600.0
-    """How long a lane may wait for another one."""
+    """Time limit in seconds of waiting for another lane."""
     reply_timeout_s: float = 60.0
-    """How long the environment may take over a task, or over its reply to a turn; then the run ends."""
+    """Time limit in seconds of the environment's task and reply; then the run ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RlRecipe(Recipe):
-    """One recipe, whole."""
+    """A complete recipe."""
 
     data: ProposedData = field(default_factory=lambda: ProposedData(**USUAL["data"]))
     train: TrainConfig = field(default_factory=lambda: TrainConfig(**USUAL["train"]))
@@ -111,12 +118,12 @@ class RlRecipe(Recipe):
 
 
 def read_rl(path: Path) -> RlRecipe:
-    """The recipe that a TOML file describes; raises as ``recipe.read`` does."""
+    """The recipe in a TOML file; raises as ``recipe.read`` does."""
     return read(RlRecipe, USUAL, path)
 
 
 def check_rl(rl: RlConfig, rollout: RolloutConfig) -> None:
-    """Refuse what cannot work.
+    """Check the settings.
 
     Raises:
         ConfigError: names the field, its value and the rule.

@@ -1,4 +1,4 @@
-"""What rank 0 waits for and finds, on every rank."""
+"""Results that rank 0 waits for, sent to every rank."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from superstep.errors import SuperstepError
 T = TypeVar("T")
 
 BEAT_S = 20.0
-"""How long the others are kept waiting at a time: a collective has a time limit of its own."""
+"""Longest single wait of the other ranks: a collective has a time limit of its own."""
 
 
 class WaitLimit:
-    """How long something may be waited for.
+    """A time limit for waiting.
 
     Args:
         seconds: in all.
@@ -27,25 +27,25 @@ class WaitLimit:
         self.renew()
 
     def renew(self) -> None:
-        """Wait as long again: something has come."""
+        """Start again, after progress."""
         self._until_s = time.monotonic() + self.seconds
 
     @property
     def left_s(self) -> float:
-        """What is left of it."""
+        """Seconds left."""
         return max(0.0, self._until_s - time.monotonic())
 
 
 def from_first(rank: int, find: Callable[[float], T | None], meanwhile: Callable[[], None] = lambda: None) -> T:
-    """What rank 0 finds, on every rank. Every rank calls this together.
+    """Rank 0's result, on every rank. Every rank calls this together.
 
     Args:
         rank: of this process.
-        find: waits for so many seconds at most; None where there is nothing yet. Rank 0's counts.
-        meanwhile: called on every rank each time that there is nothing yet.
+        find: waits at most the given seconds; None without a result yet. Rank 0's counts.
+        meanwhile: called on every rank each time there is no result yet.
 
     Raises:
-        SuperstepError: what rank 0 met instead, on every rank.
+        SuperstepError: rank 0's error, on every rank.
     """
     while True:
         result: T | None = None

@@ -1,4 +1,4 @@
-"""The lane of graders: grades are asked for once answers are on record, and waited for where a step needs them."""
+"""The lane of graders: grades are requested once answers are recorded, and awaited where a step needs them."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ def nothing_retried(verdict: Verdict) -> None:
 
 
 class Graders(Protocol):
-    """Who grades: ``grade.workers.pool.Pool``."""
+    """Interface of ``grade.workers.pool.Pool``."""
 
     def submit(self, index: int, seed: int, rollout: Rollout) -> Future[Verdict]:
-        """The verdict, once it is there."""
+        """A future of the verdict."""
 
 
 class Grading:
     """The lane, on the rank that keeps the record; on others it does nothing.
 
     Args:
-        record: what is known.
+        record: of rollouts.
         graders: None on the other ranks.
         seed: of the tasks.
 
     Attributes:
-        heard: called when a grade is there, on whichever thread; does nothing, unless it is set.
+        heard: called on any thread when a grade arrives; does nothing by default.
     """
 
     def __init__(self, record: RolloutLog, graders: Graders | None, seed: int) -> None:
@@ -48,14 +48,14 @@ class Grading:
         self.heard: Callable[[], None] = _nothing
 
     def begin(self, program: Iterations) -> None:
-        """Have those of a program's groups graded that are on record without grades."""
+        """Request grades for a program's recorded groups without them."""
         for i in program.lane("grader"):
             assert isinstance(i, Grade), "the grader grades"
             if i.group in self._record.groups:
                 self.submit(i.group)
 
     def submit(self, place: int) -> None:
-        """Have a group graded that is on record. Any thread may call it."""
+        """Request grades of a recorded group. Thread-safe."""
         if self._graders is not None and place not in self._record.verdicts:
             group = self._record.groups[place]
             pending = [self._graders.submit(group.number, self._seed, answer.rollout) for answer in group.answers]
@@ -64,12 +64,12 @@ class Grading:
                 one.add_done_callback(lambda _: self.heard())
 
     def is_done(self, place: int) -> bool:
-        """Whether a group is on record and nothing of its grades has to be waited for."""
+        """Whether a group is recorded and all its grades have arrived."""
         pending = self._asked.get(self._record.task(place), [])
         return place in self._record.groups and all(one.done() for one in pending)
 
     def graded(self, places: Sequence[int], beat_s: float, patience: WaitLimit) -> list[tuple[Verdict, ...]] | None:
-        """The grades of some groups on record; None where some are not there after ``beat_s``.
+        """The grades of recorded groups; None if some are missing after ``beat_s``.
 
         Raises:
             ConfigError: the environment has no such task.
@@ -94,4 +94,4 @@ class Grading:
 
 
 def _nothing() -> None:
-    """Nobody hears."""
+    """The default of ``heard``."""

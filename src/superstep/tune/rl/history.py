@@ -1,4 +1,4 @@
-"""What a run of reinforcement learning has recorded, for people to look at: which version answered what, and when.
+"""The history of a run of reinforcement learning, for display: which version answered which group, and when.
 
 Read from ``rollouts.jsonl`` and ``metrics.jsonl``, also while the run writes them.
 """
@@ -15,12 +15,12 @@ from superstep.errors import StateError
 from superstep.observe import jsonl
 
 Span = tuple[float, float]
-"""When something began and ended, in seconds since 1970."""
+"""Start and end, in seconds since 1970."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnsweredGroup:
-    """A group that was answered."""
+    """A group with answers."""
 
     group: int
     version: int
@@ -30,16 +30,16 @@ class AnsweredGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """A step that was trained.
+    """A trained step.
 
     Attributes:
         step: finished steps, this one included.
-        span: from the last grade of its groups on, or from when the ranks had nothing else to do.
+        span: from the last grade of its groups, or from when the ranks were free.
         loss: of the step.
-        reward: the mean of all answers that have a grade.
-        answers: how many have.
-        lost: how many have none.
-        lag: how many versions older the sampler's weights were.
+        reward: the mean of all graded answers.
+        answers: number of graded answers.
+        lost: number of answers without a grade.
+        lag: number of versions by which the sampler's weights were older.
     """
 
     step: int
@@ -53,16 +53,16 @@ class Trained:
 
 @dataclass(slots=True)
 class History:
-    """What is on record.
+    """The recorded history.
 
     Attributes:
         drawn: groups by number.
-        graded: when each group was graded.
-        tasks: in the places of the program that have exchanged theirs.
-        published: when each version was.
+        graded: times of each group's grading.
+        tasks: of places that have exchanged theirs.
+        published: time of each version.
         trained: the steps, in order.
-        saved: when checkpoints were written.
-        retried: what became of graders whose answers were graded again.
+        saved: times of checkpoints.
+        retried: failures of graders that were repeated.
     """
 
     drawn: dict[int, AnsweredGroup] = field(default_factory=dict)
@@ -74,15 +74,15 @@ class History:
     retried: list[str] = field(default_factory=list)
 
     def tasks_of(self, step: int, groups: int) -> list[int]:
-        """What a step of so many groups trained on; steps count from 1."""
+        """Tasks of a step with this many groups; steps count from 1."""
         return [self.tasks.get(place, place) for place in range((step - 1) * groups, step * groups)]
 
 
 def read_history(rollouts: Path, metrics: Path, groups: int) -> History:
-    """What two files tell of a run whose steps have so many groups.
+    """The history in a run's two files, for steps with this many groups.
 
     Raises:
-        StateError: a file is damaged, or nothing in it has a time.
+        StateError: a file is damaged, or has no times.
     """
     history = History()
     if rollouts.is_file():
@@ -103,7 +103,7 @@ def read_history(rollouts: Path, metrics: Path, groups: int) -> History:
 
 
 def _each(path: Path, take: Callable[[dict[str, Any]], None]) -> None:
-    """Every whole line. The last one may be being written."""
+    """Parse every complete line. The last one may be incomplete."""
     data = path.read_bytes()
     for number, line in enumerate(data[: data.rfind(b"\n") + 1].splitlines(), start=1):
         try:
@@ -129,7 +129,7 @@ def _of_record(history: History, line: dict[str, Any]) -> None:
             tasks = history.tasks
             tasks[place], tasks[other] = tasks.get(other, other), tasks.get(place, place)
         case {"group": _} | {"grades": _} | {"published": _} | {"retired": _}:
-            pass  # of a version that kept no times
+            pass  # from a version that recorded no times
         case _:
             raise ValueError("neither a group, grades nor a snapshot")
 

@@ -1,4 +1,4 @@
-"""What a run of reinforcement learning begins with, and what it may be told. Without torch."""
+"""Initial model and checks of a run of reinforcement learning. Without torch."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from superstep.tune.rl.config import USUAL_TOKENS, RlConfig, RlRecipe, RolloutCo
 
 
 def with_start(proposed: ProposedRun, rl: RlConfig, start: str) -> tuple[RunConfig, Path]:
-    """A proposed run with the model, the tokenizer and the weights of what it begins with.
+    """A proposed run with the model, the tokenizer and the weights of its start.
 
     Returns:
         The configuration, and the folder.
 
     Raises:
-        ConfigError: none is named.
+        ConfigError: no start is named.
         StateError: it is no model.
     """
     folder = start_folder(start)
@@ -36,11 +36,11 @@ def with_start(proposed: ProposedRun, rl: RlConfig, start: str) -> tuple[RunConf
 
 
 def check_tokenizer(start: str, config: RunConfig) -> None:
-    """See that the model has a row for every id of the tokenizer that it begins with.
+    """Check that the model has a row for every id of its tokenizer.
 
     Args:
-        start: as the recipe has it.
-        config: as ``with_start`` gives it.
+        start: of the recipe.
+        config: of ``with_start``.
 
     Raises:
         ConfigError: it has not.
@@ -55,10 +55,10 @@ def check_tokenizer(start: str, config: RunConfig) -> None:
 
 
 def check_run(config: RunConfig, rl: RlConfig, rollout: RolloutConfig) -> None:
-    """See that a run is told nothing that cannot work, or that reinforcement learning does not do.
+    """Check that reinforcement learning supports a run's settings.
 
     Raises:
-        ConfigError: it is; names the field.
+        ConfigError: it does not; names the field.
     """
     check_rl(rl, rollout)
     refuse_own_loss(config.train, "tune rl")
@@ -88,7 +88,7 @@ def check_run(config: RunConfig, rl: RlConfig, rollout: RolloutConfig) -> None:
 
 
 def check_same(recipe: RlRecipe, folder: RunFolder) -> None:
-    """See that a run that goes on asks for the same groups: what is on record is theirs.
+    """Check that a resumed run needs the same groups as the recorded ones.
 
     Raises:
         ConfigError: it does not; names the field.

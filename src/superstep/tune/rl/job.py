@@ -1,4 +1,4 @@
-"""A run of reinforcement learning: what its launcher finds out, and what each of its ranks does."""
+"""A run of reinforcement learning: preparation in the launcher, and the work of each rank."""
 
 from __future__ import annotations
 
@@ -46,27 +46,27 @@ from superstep.tune.rl.rollout_worker import RolloutWorker, SamplerSettings
 from superstep.tune.rl.sampling import words_of
 
 PROGRAM = "iterations.txt"
-"""What is left of the run, as a text."""
+"""The rest of the run, as text."""
 
 TEMPLATE = "chat_template.jinja"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RlJob:
-    """What every rank is told.
+    """The job that every rank receives.
 
     Attributes:
         run: the resolved run.
-        rl: what is learnt.
-        rollout: how answers are sampled.
-        grade: what a grade may take.
+        rl: settings of the loss.
+        rollout: settings of sampling.
+        grade: limits of a grade.
         folder: the run directory.
-        start: the folder of the model that it began with: its tokenizer and its template.
-        checkpoint: where it goes on; None at its beginning.
+        start: the folder of the initial model, with its tokenizer and template.
+        checkpoint: where it resumes; None at its beginning.
         program: what is left to do.
-        tasks: the number of a place's task, where it is another; see ``RolloutLog``.
-        kernels: the folder of compiled decoders; None computes without.
-        files: texts of the run directory that a run is gone on with, by name.
+        tasks: task numbers of places that have exchanged theirs; see ``RolloutLog``.
+        kernels: the folder of compiled decoders; None uses torch.
+        files: texts of the run directory that a resumed run needs, by name.
     """
 
     run: Resolved
@@ -81,15 +81,15 @@ class RlJob:
     kernels: Path | None = None
     files: Mapping[str, str] = field(default_factory=dict)
     snapshots: Handles | None = None
-    """The memories of the ranks that train, which outlive them, where there are any."""
+    """Memories of the training ranks that outlive them, if any."""
     recovered: int | None = None
-    """The step whose snapshot the run goes on from; None: it is the checkpoint."""
+    """The step of the snapshot from which the run resumes; None: from the checkpoint."""
 
     resumed: Resumed | None = None
-    """How it goes on after ranks were lost, if they were."""
+    """How it resumes after a loss of ranks, if so."""
 
     def memory(self, rank: int) -> SnapshotMemory | None:
-        """That a rank's state is copied into, if it is."""
+        """The snapshot memory of a rank, if any."""
         return None if self.snapshots is None else self.snapshots.of(rank)
 
 
@@ -104,11 +104,11 @@ def job_of(  # noqa: PLR0913
     checkpoint: Path | None,
     kernels: Path | None = None,
 ) -> RlJob:
-    """What every rank shall be told, once it is seen that the run can begin.
+    """Check that the run can begin, and make its job.
 
     Raises:
-        ConfigError: something in it cannot work; the environment's first task among that.
-        StateError: what is on record is of another recipe.
+        ConfigError: a setting is invalid, or the environment's first task fails.
+        StateError: the record belongs to another recipe.
     """
     check_run(run.config, rl, rollout)
     with EnvironmentProcess(rl.environment, rollout.reply_timeout_s) as environment:
@@ -117,7 +117,7 @@ def job_of(  # noqa: PLR0913
     program, tasks = left_of(run, rl, rollout, folder, step)
     require_snapshot_room(program, run, folder.root)
     world = run.plan.mesh.world
-    # What a GPU has left its rank alone can tell.
+    # Only a GPU's own rank knows its free memory.
     if choose(run.config.plan.device, world + own_ranks(rollout)) == "cpu":
         if rollout.placement == "apart":
             pages = pages_apart(run, serve_of(run, rollout, kernels), rl, program, Device("cpu").free_bytes(1))
@@ -142,12 +142,12 @@ def job_of(  # noqa: PLR0913
 def left_of(
     run: Resolved, rl: RlConfig, rollout: RolloutConfig, folder: RunFolder, step: int
 ) -> tuple[Iterations, Mapping[int, int]]:
-    """What is left to do after a step, by what is on record; and the tasks of places that have exchanged theirs.
+    """The remaining program after a step, by the record; and tasks of places that have exchanged theirs.
 
     Raises:
-        StateError: what is on record is of another recipe.
+        StateError: the record belongs to another recipe.
     """
-    asked = RlSchedule(
+    schedule = RlSchedule(
         steps=run.config.train.steps,
         groups=rl.groups,
         lag=rl.lag,
@@ -161,11 +161,11 @@ def left_of(
                 f"{folder.root / NAME} holds groups of {len(group.answers)} answers, and rl.group = {rl.group}; set it "
                 "back, or begin a new run (--state.existing new)."
             )
-    return compile_iterations(asked, record.cursor(asked, step)), record.tasks
+    return compile_iterations(schedule, record.cursor(schedule, step)), record.tasks
 
 
 def relaunched(job: RlJob, recovered: int | None) -> RlJob:
-    """What ranks are told that are launched again: after a snapshot's step, or after the newest checkpoint."""
+    """The job of restarted ranks: after a snapshot's step, or after the newest checkpoint."""
     checkpoint = newest(job.folder.checkpoints)
     saved = 0 if checkpoint is None else read_position(checkpoint).step
     step = saved if recovered is None else recovered
@@ -174,19 +174,19 @@ def relaunched(job: RlJob, recovered: int | None) -> RlJob:
 
 
 def note_rollback(folder: RunFolder, step: int) -> None:
-    """Note on record that the run has gone back to a step."""
+    """Record that the run has gone back to a step."""
     record = RolloutLog(folder.root / NAME)
     record.go_back(step)
     record.close()
 
 
 def own_ranks(rollout: RolloutConfig) -> int:
-    """Ranks that sample and do nothing else."""
+    """Ranks that only sample."""
     return 0 if rollout.placement == "shared" else rollout.ranks or rollout.tp
 
 
 def serve_of(run: Resolved, rollout: RolloutConfig, kernels: Path | None = None) -> ServeConfig:
-    """How the sampler's engine is opened on each rank."""
+    """Settings of the sampler's engine on each rank."""
     return ServeConfig(
         context_tokens=run.config.data.sequence_tokens,
         pages=rollout.pages,
@@ -195,13 +195,13 @@ def serve_of(run: Resolved, rollout: RolloutConfig, kernels: Path | None = None)
         exact=run.config.numerics.exact,
         tp=rollout.tp,
         dp=max(1, (own_ranks(rollout) or run.plan.mesh.world) // rollout.tp),
-        # What adapters add in exact mode is not made in the compiled decoder.
+        # Exact mode's adapters are not supported by the compiled decoder.
         kernels=None if run.config.lora is not None and run.config.numerics.exact else kernels,
     )
 
 
 def worker_settings(job: RlJob, serve: ServeConfig) -> SamplerSettings:
-    """What a sampler is told once."""
+    """Settings of a sampler."""
     config = job.run.config
     return SamplerSettings(
         serve=serve,
@@ -223,10 +223,10 @@ def with_room(
     gives_back: bool,
     kernels: Path | None = None,
 ) -> RolloutConfig:
-    """How answers are sampled, with pages for which there is room beside what trains.
+    """Sampling settings with pages that fit beside the trainer.
 
     Raises:
-        ConfigError: some instruction of the program has no room on a rank.
+        ConfigError: an instruction of the program does not fit on a rank.
     """
     serve = serve_of(run, rollout, kernels)
     pages = pages_for(run, serve, free_bytes)
@@ -235,7 +235,7 @@ def with_room(
 
 
 def require_pure(environment: EnvironmentProcess, seed: int) -> None:
-    """See that the same numbers give the same task: after a restart they must.
+    """Check that equal numbers give equal tasks, as a restart needs.
 
     Raises:
         ConfigError: they do not, or the file cannot be used.
@@ -249,7 +249,7 @@ def require_pure(environment: EnvironmentProcess, seed: int) -> None:
 
 
 def beside(job: RlJob) -> dict[str, str]:
-    """The text files of a checkpoint and of a snapshot: a folder as Hugging Face writes it."""
+    """The text files of a checkpoint and of a snapshot, for a Hugging Face folder."""
     files = hf_files(job.run.config, job.run.decoder, job.start / "tokenizer.json")
     template = job.start / TEMPLATE
     return files | ({TEMPLATE: template.read_text(encoding="utf-8")} if template.is_file() else {})
@@ -262,8 +262,8 @@ def reinforce(
     tell_save: TellSave = tell_nobody,
     retried: Retried = nothing_retried,
 ) -> bool:
-    """One rank, from assembly to the last step; whether it was asked to stop before that, and has."""
-    # Read by every rank before the first of them adds to it, which takes a collective.
+    """One rank, from assembly to the last step; whether it stopped early on request."""
+    # Every rank reads the record before rank 0 adds to it, which takes a collective.
     record = RolloutLog(job.folder.root / NAME, is_kept=world.rank == 0)
     record.forget(range(job.program.cursor.step * job.rl.groups))
     barrier(world.device)

@@ -1,4 +1,4 @@
-"""The bytes of a run of reinforcement learning, known before it begins, and whether there is room for them."""
+"""Memory budget of a run of reinforcement learning, checked before it begins."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from superstep.tune.program.memory import Sizes, Where, peaks, require_room
 from superstep.tune.rl.config import RlConfig
 
 STREAMS = 3
-"""Of a batch: advantages, the log-probabilities at sampling time, the sampler's or the reference's."""
+"""Streams of a batch: advantages, the log-probabilities at sampling time, the sampler's or the reference's."""
 
 TOKEN_BYTES = 200
-"""Of an answer's token on the host: an id and a log-probability as Python has them, and their shares of lists."""
+"""Bytes of an answer's token on the host: Python's id and log-probability, and their shares of lists."""
 
 
 def pages_for(run: Resolved, serve: ServeConfig, free_bytes: int) -> int:
-    """Pages of keys of a sampler: those that are asked for, or the usual ones.
+    """Pages of a sampler's KV cache: configured, or the default.
 
     Args:
-        run: that is trained; a sampled context is a row of its batch.
-        serve: how it samples.
+        run: the trained run; a sampled context is a row of its batch.
+        serve: settings of the sampler.
         free_bytes: of a rank.
     """
     least = -(-run.config.data.sequence_tokens // serve.page_tokens)
@@ -42,19 +42,19 @@ def pages_for(run: Resolved, serve: ServeConfig, free_bytes: int) -> int:
 
 
 def beside_communicators(free_bytes: int, *plans: Plan) -> int:
-    """What a rank has left of a GPU beside the communicators of its plans: of the trainer's, of the sampler's."""
+    """Free bytes of a GPU without the communicators of its plans: of the trainer's, of the sampler's."""
     return max(0, free_bytes - sum(max(communicator_bytes(plan)) for plan in plans))
 
 
 def sizes_of(run: Resolved, serve: ServeConfig, rl: RlConfig, *, pages: int, gives_back: bool) -> Sizes:
-    """What ranks hold, on the fullest of them.
+    """Bytes on the fullest rank.
 
     Args:
-        run: that is trained.
-        serve: how they sample.
-        rl: how many answers a group has.
-        pages: of keys.
-        gives_back: whether shared ranks give the trainer's memory back while they sample.
+        run: the trained run.
+        serve: settings of the sampler.
+        rl: with the number of answers of a group.
+        pages: of the KV cache.
+        gives_back: whether shared ranks free the trainer's memory while they sample.
     """
     served = setting_model(sampler_plan(run, serve), serve)
     ranks, reference_bytes = memory_of(run), weights_bytes(run, compile_step(run.plan))
@@ -75,17 +75,18 @@ def sizes_of(run: Resolved, serve: ServeConfig, rl: RlConfig, *, pages: int, giv
 
 
 def _packed_bytes(served: RankModelSize, serve: ServeConfig, *, is_host: bool) -> int:
-    """Weights once more, in the order in which a CPU's products read them: in fast mode, and where exact mode's step is
-    compiled (``serve.compute.runner.choose_backend``).
+    """A copy of the weights in the layout of a CPU's products: in fast mode, and for a compiled exact step
+    (``serve.compute.runner.choose_backend``).
     """
     is_compiled = serve.kernels is not None and serve.compute == "bf16" and serve.tp == 1
     return served.linears * served.bytes if is_host and (is_compiled or not serve.exact) else 0
 
 
 def _stepping(served: RankModelSize, serve: ServeConfig, run: Resolved, rl: RlConfig) -> int:
-    """What one of its steps makes and drops: keys and values of all contexts side by side, once more as wide numbers
-    and whole heads in exact mode; logits of every context and their totals; a chunk of prompts in a feed-forward, and
-    in exact mode the terms of a product of it.
+    """Temporaries of a sampler's step: keys and values of all contexts, and in exact mode copies as fp32 and for whole
+    heads; logits of every context and their totals; a chunk of prompts in a feed-forward, and in exact mode the terms
+    of
+    its product.
     """
     tokens = run.config.data.sequence_tokens
     contexts = min(serve.requests, -(-rl.group * rl.groups * (rl.lag + 1) // serve.dp))
@@ -95,28 +96,28 @@ def _stepping(served: RankModelSize, serve: ServeConfig, run: Resolved, rl: RlCo
     inner = served.behind_keys // served.width * served.bytes
     grain = sampler_plan(run, serve).plan.grain
     terms = 0 if grain is None else exact_terms(grain.cells, serve.tp) * rows * served.width * FP32
-    # The terms of the last product are there when the widest of the others have gone.
+    # The terms of the last product exist after the widest of the others are freed.
     return of_a_layer * (3 if serve.exact else 1) + 2 * logits + max(rows * inner, terms + rows * inner // 2)
 
 
 def require_sizes(program: Iterations, sizes: Sizes, free_bytes: int) -> None:
-    """Refuse what has no room on some rank, naming the instruction that needs most; raises as ``require_room``."""
+    """Check memory of a rank; raises as ``require_room``."""
     room: Mapping[Where, int] = {"ranks": free_bytes}
     require_room(program, sizes, room)
 
 
 def pages_apart(run: Resolved, serve: ServeConfig, rl: RlConfig, program: Iterations, free_bytes: int) -> int:
-    """Pages of keys of samplers that have processes of their own on the host that trains.
+    """Pages of samplers with processes of their own on the trainer's host.
 
     Args:
-        run: that is trained, which takes its memory first.
-        serve: how they sample.
-        rl: how many answers a group has.
+        run: the trained run, which takes its memory first.
+        serve: settings of the samplers.
+        rl: with the number of answers of a group.
         program: of the run.
         free_bytes: of the host.
 
     Raises:
-        ConfigError: some instruction has no room.
+        ConfigError: an instruction does not fit.
     """
     trainers, samplers = run.plan.mesh.world, serve.tp * serve.dp
     sizes = sizes_of(run, serve, rl, pages=0, gives_back=False)
@@ -128,15 +129,15 @@ def pages_apart(run: Resolved, serve: ServeConfig, rl: RlConfig, program: Iterat
 
 
 def require_snapshot_room(program: Iterations, run: Resolved, root: Path) -> None:
-    """Refuse a run whose snapshots have no room where they are handed over.
+    """Check that snapshots fit into their folder.
 
     Args:
         program: of the run.
-        run: that is trained.
+        run: the trained run.
         root: of the run directory.
 
     Raises:
-        ConfigError: names the most of them that lie there at once.
+        ConfigError: names the most snapshots that exist at once.
     """
     needed = peaks(program, Sizes(snapshot=4 * run.outline.numel)).get("host")
     free = free_bytes(root)
@@ -148,5 +149,5 @@ def require_snapshot_room(program: Iterations, run: Resolved, root: Path) -> Non
 
 
 def sampler_plan(run: Resolved, serve: ServeConfig) -> Resolved:
-    """The model as a sampler's ranks share it."""
+    """The plan of a sampler's ranks."""
     return plan_named(run.config.model.name, serve)

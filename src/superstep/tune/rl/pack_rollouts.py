@@ -1,12 +1,12 @@
-"""Graded groups as a global batch: strands side by side in rows, and what the loss reads of each drawn token.
+"""Graded groups as a global batch: several strands in a row, and the inputs of the loss for each drawn token.
 
     row of tokens    p p p a b c │ q q d e │ . .        p, q prompts; a to e drawn; . padding
     targets          - - a b c - │ - d e - │ - -
     advantages       0 0 x x x 0 │ 0 y y 0 │ 0 0
     starts           0 0 0 0 0 0 │ 6 6 6 6 │ 10 10
 
-A strand is in one row, whole, and attention stays within it. The order of strands is that of their groups, and a strand
-goes into the first row that has room, so that a batch is a function of its groups alone.
+A strand lies in one row as a whole, and attention stays within it. Strands follow the order of their groups, and each
+goes into the first row with room, so that a batch is a function of its groups alone.
 
 Dims: B rows, S tokens of a row.
 """
@@ -30,7 +30,7 @@ from superstep.tune.rl.sampling import TaskGroup
 
 @dataclass(frozen=True, slots=True)
 class PlacedStrand:
-    """Where a strand lies in a batch, and whose it is."""
+    """A strand's place in a batch, and its answer."""
 
     row: int
     first: int
@@ -41,20 +41,20 @@ class PlacedStrand:
 
     @property
     def targets(self) -> Tensor:
-        """The places in the row whose targets are the drawn tokens: each that before it."""
+        """Places in the row with drawn tokens as targets: each is one before its token."""
         return self.first + torch.tensor(self.strand.drawn) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class PackedRollouts:
-    """A batch, and where in it each strand lies."""
+    """A batch, and the place of each strand in it."""
 
     batch: Batch
     placed: tuple[PlacedStrand, ...]
 
     def answers(self) -> tuple[Tensor, Tensor]:
-        """Which answer each target belongs to, from 0 and -1 where it is none's, int64 [B, S]; and the advantage of
-        each: fp64 [N].
+        """The answer of each target, counted from 0 and -1 for none, int64 [B, S]; and the advantage of each:
+        fp64 [N].
         """
         answer_BS = torch.full_like(self.batch.tokens_BS, -1)
         numbers: dict[tuple[int, int], int] = {}
@@ -82,12 +82,12 @@ def lessons_of(
 
     Args:
         groups: of the step.
-        shares: of each group's answers; None leaves one out, or a whole group.
+        shares: of each group's answers; None leaves out an answer, or a whole group.
         divisor: of the loss.
-        multiple: of which the batch's rows are one; it has no more of them than its strands need.
+        multiple: the batch's rows are the smallest multiple of it that holds the strands.
         tokens: of a row.
-        is_masked: whether a row may hold several strands, each as if it stood alone.
-        keeps_all: whether answers that add nothing to the gradient are computed as well, to see what they say.
+        is_masked: whether a row may hold several separate strands.
+        keeps_all: whether answers without a gradient are computed as well, for the metrics.
 
     Raises:
         ConfigError: a strand is longer than a row.
@@ -131,7 +131,7 @@ def _place(
     is_masked: bool,
     keeps_all: bool,
 ) -> Iterator[PlacedStrand]:
-    """Each strand that is learnt from, in the first row with room."""
+    """Place each strand in the first row with room."""
     ends: list[int] = []
     for group, each in zip(groups, shares, strict=True):
         for number, (answer, share) in enumerate(zip(group.answers, each or (), strict=each is not None)):
@@ -151,15 +151,15 @@ def _place(
 
 
 def require_same_bits(lessons: PackedRollouts, logprobs_BS: Tensor, version: int) -> None:
-    """See that the sampler's log-probabilities are the trainer's, to the bit.
+    """Check that the sampler's log-probabilities equal the trainer's, bit for bit.
 
     Args:
-        lessons: of tokens that the weights as they are have sampled.
+        lessons: of tokens that the current weights have sampled.
         logprobs_BS: the trainer's, fp32.
         version: of the weights.
 
     Raises:
-        Fault: one is not; names the first token of which that is so.
+        Fault: one differs; names the first token.
     """
     for one in lessons.placed:
         ours, theirs = logprobs_BS[one.row, one.targets], torch.tensor(one.strand.logprobs)

@@ -27,25 +27,25 @@ from superstep.train.trainer import Trainer, open_engine
 from superstep.train.weights.model import model_alone, shapes_of, units_of
 
 KEEP_ALL = 1 << 30
-"""Published versions that stay: the program retires them, and nothing is cleaned away behind its back."""
+"""Published versions that stay: only the program retires them."""
 
 
 class LogProbDiffers(Exception):
-    """A log-probability is not the one that is known from before."""
+    """A log-probability differs from the known one."""
 
 
 class PolicyTrainer(Trainer):
-    """What shared ranks, or a trainer's own, do of an iteration.
+    """The trainer of shared or separate ranks.
 
     Args:
         world: the launched ranks.
         run: the resolved run.
         folder: the run directory.
         files: texts of a checkpoint and of a snapshot; rank 0's count.
-        temperature: that answers are sampled with; it divides the logits of the trainer and of the reference, too.
+        temperature: of sampling; it also divides the logits of the trainer and of the reference.
 
     Attributes:
-        position: where training stands.
+        position: of training.
     """
 
     def __init__(
@@ -67,13 +67,13 @@ class PolicyTrainer(Trainer):
         memory: SnapshotMemory | None = None,
         recovered: int | None = None,
     ) -> None:
-        """Go on from a checkpoint, or begin with the weights of a folder; adapters stand beside these.
+        """Resume from a checkpoint, or start with the weights of a folder, with adapters on top.
 
         Args:
             checkpoint: None at the run's beginning.
-            start: the folder that it began with.
+            start: the folder of the initial weights.
             memory: for snapshots of this rank's state; None keeps none.
-            recovered: the step whose snapshot the run goes on from; None: it is the checkpoint.
+            recovered: the step of the snapshot to resume from; None: from the checkpoint.
         """
         if checkpoint is None:
             self.begin(start)
@@ -87,8 +87,9 @@ class PolicyTrainer(Trainer):
             self.describe()
 
     def keep_reference(self, start: Path) -> None:
-        """Keep the weights of a folder beside those that are trained, to say what they say. Adapters leave these as
-        they are: then both have the same memory, where each rank has them whole.
+        """Keep the weights of a folder as a reference beside the trained ones. Adapters leave the base unchanged: then
+        both
+        share its memory, where each rank has it whole.
         """
         run = model_alone(self.run)
         self._reference = Engine(
@@ -101,25 +102,26 @@ class PolicyTrainer(Trainer):
         self._reference.note_loaded(0)
 
     def reference(self, batch: Batch) -> Tensor:
-        """``logprobs_of`` the weights that are kept."""
+        """``logprobs_of`` with the reference weights."""
         assert self._reference is not None, "a reference was asked for"
         return self._reference.logprobs(microbatches_of(self._mine(batch), self.run.plan, self._mesh)).cpu()
 
     def logprobs_of(self, batch: Batch) -> Tensor:
-        """The log-probability of each target of a global batch, with the weights as they are: fp32 [B, S], whole."""
+        """The log-probability of each target of a global batch, with the current weights: fp32 [B, S], whole."""
         return self.logprobs(self._mine(batch)).cpu()
 
     @property
     def multiple(self) -> int:
-        """Of which the rows of a global batch are one: each place has whole microbatches, and where they pass several
-        stages as many as the plan says, or that several times.
+        """The rows of a global batch are a multiple of this: each place has whole microbatches, and with several stages
+        a
+        multiple of the plan's number.
         """
         plan = self.run.plan
         each = plan.microbatch * (1 if plan.mesh.pp == 1 else plan.microbatches)
         return plan.mesh.dp * each
 
     def _rows_of(self, batch: Batch, place: int) -> Batch:
-        """The rows of a global batch that a data-parallel place trains on."""
+        """The rows of a global batch of a data-parallel place."""
         count = len(batch.tokens_BS) // self.run.plan.mesh.dp
         return batch.rows(slice(place * count, (place + 1) * count))
 
@@ -138,13 +140,13 @@ class PolicyTrainer(Trainer):
 
         Args:
             batch: whole; each rank takes its rows.
-            objective: what is made of its streams.
-            is_checked: whether each log-probability must be the one that is known from before, to the bit.
-            weighed: the loss of whole answers, by which the batch's weights were found.
+            objective: of its streams.
+            is_checked: whether each log-probability must equal the known one, bit for bit.
+            weighed: the loss of whole answers, if the batch's weights come from it.
 
         Raises:
-            Differs: one is not. The weights are as they were.
-            Fault: the loss or the gradient's norm is no number.
+            Differs: one does not. The weights are unchanged.
+            Fault: the loss or the gradient's norm is not finite.
         """
         step = self.position.step + 1
 
@@ -172,8 +174,9 @@ class PolicyTrainer(Trainer):
         return result
 
     def weights(self) -> dict[str, Tensor] | None:
-        """The weights whole, by name: the memory that is trained. None where this rank has a part of them, or gives its
-        memory back to who samples; and of adapters, which are handed over in a folder.
+        """The whole trained weights by name, sharing memory. None where this rank has a part of them or frees its
+        memory for
+        sampling; and for adapters, which are passed in a folder.
         """
         if self._device.kind != "cpu" or self.run.config.lora is not None:
             return None
@@ -185,17 +188,19 @@ class PolicyTrainer(Trainer):
         return {piece.name: piece.values.view(piece.shape) for piece in pieces}
 
     def publish_version(self, version: int, root: Path) -> Path:
-        """Write the weights, of which this is the version, as a snapshot. Every rank calls this together."""
+        """Write the weights of this version as a snapshot. Every rank calls this together."""
         assert version == self.position.step, "the program says when"
         return self.publish(root, self.position, keep=KEEP_ALL).path
 
     def sleep(self) -> None:
-        """Give the memory of training back while shared ranks sample. On a CPU it would go from memory to memory."""
+        """Free the memory of training while shared ranks sample; not on a CPU, where it would only move within
+        memory.
+        """
         if self._device.kind != "cpu":
             self._asleep = [engine.sleep() for engine in (self._engine, self._reference) if engine is not None]
 
     def wake(self) -> None:
-        """Take it again."""
+        """Allocate and restore it."""
         for held in self._asleep:
             held.wake()
         self._asleep = []

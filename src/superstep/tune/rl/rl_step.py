@@ -1,4 +1,4 @@
-"""Training on graded groups, on one rank of those that train: a step, what is told of it, and its save."""
+"""Training on graded groups, on one training rank: a step, its report, and its checkpoint."""
 
 from __future__ import annotations
 
@@ -30,14 +30,16 @@ from superstep.tune.rl.step_rewards import CutAnswerCount, EqualRewardCount, RlS
 
 
 class RunEnded(Exception):
-    """The run has come to an end before its last step, and what was done is saved."""
+    """The run ended before its last step, and the state is saved."""
 
 
 class RunWentBack(Fault):
-    """The run goes on from an earlier state: the ranks end, and their launcher starts them again with what is left."""
+    """The run goes back to an earlier state: the ranks end, and their launcher restarts them with the remaining
+    program.
+    """
 
     to_step: int = 0
-    """After which it goes on."""
+    """The step to resume after."""
 
 
 Tell = Callable[[RlStepResult], None]
@@ -52,12 +54,12 @@ class RlTraining:
     """One rank.
 
     Args:
-        rl: what is learnt.
-        how: answers are sampled.
+        rl: settings of the loss.
+        how: settings of sampling.
         steps: of the whole run.
-        trainer: this rank's part in training.
-        tell: told of each step.
-        tell_save: told of each checkpoint, and of what went wrong with one.
+        trainer: this rank's trainer.
+        tell: receives each step.
+        tell_save: receives each checkpoint, and its problems.
     """
 
     def __init__(
@@ -88,10 +90,10 @@ class RlTraining:
             step: finished steps.
             groups: of the step.
             verdicts: of each group's answers.
-            sampling_s: since the step before, those in which was sampled, or waited for it.
+            sampling_s: seconds of sampling, or of waiting for it, since the step before.
 
         Raises:
-            Stopped: that was asked for, and the step is saved.
+            Stopped: a stop was requested, and the step is saved.
             DataError: there has been nothing to learn for too many steps.
         """
         self._all_cut.see(groups)
@@ -124,10 +126,10 @@ class RlTraining:
             save(self._trainer, self._trainer.position, self._tell_save, is_last=False)
 
     def _take(self, lessons: PackedRollouts, *, version: int, step: int) -> StepResult:
-        """A step that stands: its update was made, and the state after it is what was computed.
+        """Take a step, and check its update and the state after it.
 
         Raises:
-            WentBack: to an earlier state, where it does not.
+            WentBack: to an earlier state, after a rejected step.
         """
         trainer, policy, before = self._trainer, self._trainer.policy, self._trainer.position
         while True:
@@ -137,10 +139,10 @@ class RlTraining:
             if skipped is None:
                 policy.spikes.took(step + 1, result.loss, result.grad_norm)
                 return result
-            found = go_back(trainer, before, skipped, self._tell_save)
-            if found.step != step:
-                back = RunWentBack(f"{skipped.why}; the run goes back to step {found.step}", step=step + 1)
-                back.to_step = found.step
+            position = go_back(trainer, before, skipped, self._tell_save)
+            if position.step != step:
+                back = RunWentBack(f"{skipped.why}; the run goes back to step {position.step}", step=step + 1)
+                back.to_step = position.step
                 raise back
 
     def _check(self, result: StepResult, step: int) -> SkippedStep | None:
@@ -152,10 +154,10 @@ class RlTraining:
         report_flushed(self._trainer, self._tell_save, flushed, is_over=is_over)
 
     def save(self, *, is_last: bool = False) -> None:
-        """Write a checkpoint; where the disk does not take it, the next one may, unless the run ends with this one.
+        """Write a checkpoint; if the disk fails, the next one may succeed, unless the run ends with this one.
 
         Raises:
-            Fault: the run directory was moved or removed; the state is saved where it is now, or beside.
+            Fault: the run directory was moved or removed; the state is saved at its new path, or beside.
         """
         trainer, position = self._trainer, self._trainer.position
         is_last = is_last or position.step == self._steps or trainer.follow_folder() is not None
@@ -168,12 +170,13 @@ class RlTraining:
         save(trainer, position, self._tell_save, is_last=is_last)
 
     def publish(self, version: int, root: Path) -> Path:
-        """Write the weights, of which this is the version, as a snapshot. Every rank calls this together.
+        """Write the weights of this version as a snapshot. Every rank calls this together.
 
         Raises:
-            Fault: it cannot be written; or the run directory was moved or removed meanwhile, and the state is saved
-                where it is now, or beside.
-            StateError: what was written is not there any more.
+            Fault: it cannot be written; or the run directory was moved or removed, and the state is saved at its new
+                path, or
+                beside.
+            StateError: the written files are gone.
         """
         try:
             return self._trainer.publish_version(version, root)
@@ -182,10 +185,10 @@ class RlTraining:
             raise
 
     def require_folder(self) -> None:
-        """See that the run directory is where the run began. Every rank calls this together.
+        """Check that the run directory was not moved. Every rank calls this together.
 
         Raises:
-            Fault: it was moved or removed; the state is saved where it is now, or beside.
+            Fault: it was moved or removed; the state is saved at its new path, or beside.
         """
         if self._trainer.follow_folder() is not None:
             self.save()
@@ -197,7 +200,8 @@ class RlTraining:
         if self._rl.kl_coef:
             streams["reference"] = self._trainer.reference(batch)
         is_whole = self._rl.ratio == "sequence"
-        # In exact mode the sampler's are the trainer's. Else the trainer's own, where it still has these weights.
+        # In exact mode the sampler's equal the trainer's. Otherwise the trainer's own, while it still has these
+        # weights.
         if not policy.is_fresh:
             streams["old"] = streams["sampled"]
         if is_whole:
@@ -214,7 +218,7 @@ class RlTraining:
     def _step_of_answers(
         self, lessons: PackedRollouts, policy: PolicyLoss, logprobs_BS: Tensor, streams: Streams
     ) -> StepResult:
-        """A step whose loss looks at whole answers: their weights are found, then trained with."""
+        """A step with a loss of whole answers: first their weights, then a weighted step."""
         answer_BS, gains = lessons.answers()
         if not len(gains):
             return self._trainer.step(replace(lessons.batch, streams={"weights": torch.zeros_like(logprobs_BS)}))

@@ -1,12 +1,12 @@
-"""A rollout in tokens: what the sampler is asked, what it drew, and what the trainer trains on are the same ids.
+"""A rollout in tokens: sampler, environment and trainer use the same ids.
 
     prompt ids │ drawn ids │ ids of the environment's words │ drawn ids │ ...
                └─ trained ─┘                                └─ trained ─┘
 
-A turn appends ids to those before it; no text that has ids is given ids again, as no tokenizer promises to split a text
-as a model wrote it. The template alone says what stands between two turns: the chat is rendered with the new messages,
-and what stands behind the text so far is encoded. Where a template shows what was said before differently, as those do
-that leave out the thinking of earlier turns, the strand ends, and the next turn begins one of its own.
+A turn appends ids to the earlier ones; no text is tokenized twice, as no tokenizer promises to split a text as a model
+wrote it. The template defines the text between two turns: the chat is rendered with the new messages, and the part
+after the text so far is encoded. Where a template renders earlier messages differently, as those do that leave out the
+thinking of earlier turns, the strand ends, and the next turn begins a new one.
 """
 
 from __future__ import annotations
@@ -23,27 +23,26 @@ from superstep.serve.text.chat_tokens import PromptPiece
 
 
 class Encoder(Protocol):
-    """Makes token ids of chats: ``serve.text.chat_tokens.ChatEncoder``."""
+    """Encodes chats: ``serve.text.chat_tokens.ChatEncoder``."""
 
     def behind(self, chat: Chat, before: str = "") -> PromptPiece | None:
-        """What stands in a chat's prompt behind a text; None where it does not begin with that."""
+        """The part of a chat's prompt after a text; None where the prompt does not begin with it."""
 
 
 class TextDecoder(Protocol):
-    """Makes text of token ids: ``data.tokenizer.Tokenizer``."""
+    """Decodes token ids: ``data.tokenizer.Tokenizer``."""
 
-    def decode(self, tokens: list[int]) -> str:
-        """The text of some ids."""
+    def decode(self, tokens: list[int]) -> str: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strand:
-    """Tokens that followed each other in the sampler's context.
+    """Consecutive tokens in the sampler's context.
 
     Attributes:
-        tokens: prompt, answers and what was said between them.
-        spans: of the drawn ones: the first, and the one behind the last.
-        logprobs: of the drawn ones in their order, of the distribution that they were drawn from.
+        tokens: prompt, answers and the text between them.
+        spans: of the drawn tokens, as [first, end).
+        logprobs: of the drawn tokens in order, of the distribution that they were drawn from.
     """
 
     tokens: tuple[int, ...]
@@ -58,20 +57,20 @@ class Strand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskAnswer:
-    """What came of a task: in tokens for the trainer, in words for the grader."""
+    """The answer to a task: in tokens for the trainer, in words for the grader."""
 
     strands: tuple[Strand, ...]
     rollout: Rollout
 
     @property
     def drawn_tokens(self) -> int:
-        """How many were drawn."""
+        """Number of drawn tokens."""
         return sum(len(strand.logprobs) for strand in self.strands)
 
 
 @dataclass(slots=True)
 class _Open:
-    """The strand that goes on."""
+    """The current strand."""
 
     text: str
     tokens: list[int]
@@ -89,7 +88,7 @@ class Episode:
         messages: the task's.
         encoder: of the model's template and tokenizer.
         decoder: of the same tokenizer.
-        ends: tokens that end a turn; they are no part of what was said.
+        ends: tokens that end a turn and are no part of its text.
     """
 
     def __init__(
@@ -106,7 +105,7 @@ class Episode:
         self._open = self._begin()
 
     def again(self) -> Episode:
-        """Another attempt at the same task, while neither has a turn: the template is not asked twice."""
+        """Another attempt at the same task, before the first turn: the template is not rendered again."""
         assert not self.turns, "an attempt is its own once something was said"
         other = copy(self)
         other.turns, other._messages, other._strands = [], list(self._messages), []
@@ -115,11 +114,11 @@ class Episode:
 
     @property
     def prompt(self) -> tuple[int, ...]:
-        """What the sampler is asked next."""
+        """The next prompt of the sampler."""
         return tuple(self._open.tokens)
 
     def answer(self, outputs: Sequence[TokenOutput], finish: Finish) -> Message:
-        """Append a turn of the model's; what it said."""
+        """Append a turn of the model; its message."""
         now, ids = self._open, [one.token for one in outputs]
         now.spans.append((len(now.tokens), len(now.tokens) + len(ids)))
         now.tokens += ids
@@ -130,13 +129,13 @@ class Episode:
         return self._check_said(Message("assistant", text))
 
     def observe(self, messages: Sequence[Message]) -> None:
-        """Append what the environment says to the last turn; the model's next turn begins behind it."""
+        """Append the environment's reply to the last turn; the model's next turn follows it."""
         now, last = self._open, self._messages[-1]
         assert last.role == "assistant", "an environment replies to a turn"
         for message in messages:
             self._check_said(message)
         for content in dict.fromkeys((last.content, last.content.strip())):
-            # Some templates put their own space before what is said, which the model has then drawn itself.
+            # Some templates put a space before a message, which the model has then drawn itself.
             ids_behind = self._encoder.behind(self._chat(len(messages), content), now.text)
             if ids_behind is not None:
                 is_closed = now.tokens[-1] in self._ends and ids_behind.ids[:1] == (now.tokens[-1],)
@@ -147,11 +146,11 @@ class Episode:
         self._open = self._begin()
 
     def refuse(self, violation: str) -> None:
-        """Have the last turn of the model's be a violation, and the last of all."""
+        """Mark the model's last turn as a violation, and end."""
         self._violation = violation
 
     def with_answer(self) -> TaskAnswer:
-        """All of it, behind a turn of the model's."""
+        """The complete answer, after a turn of the model."""
         rollout = Rollout(tuple(self.turns), self._finish, self._violation)
         return TaskAnswer(strands=(*self._strands, self._open.close()), rollout=rollout)
 
@@ -166,7 +165,7 @@ class Episode:
         return _Open(piece.text, list(piece.ids))
 
     def _chat(self, behind: int, content: str) -> Chat:
-        """The chat so far; ``content`` is what the message before the last ``behind`` ones says."""
+        """The chat so far; ``content`` replaces the message before the last ``behind`` ones."""
         shown = [{"role": message.role, "content": message.content} for message in self._messages]
         if behind:
             shown[-behind - 1]["content"] = content

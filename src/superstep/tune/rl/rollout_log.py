@@ -1,15 +1,15 @@
-"""The record of a run's groups: what was sampled and how it was graded, a line each, appended as soon as it is known.
+"""The rollout log: samples and grades of a run's groups, one line each, appended at once.
 
     rollouts.jsonl     {"group": 3, "version": 2, "answers": [...], "took_s": [1789.5, 1791.0]}
                        {"grades": 3, "verdicts": [...], "took_s": [1791.0, 1791.1]}
                        {"published": 3, "name": "...", "at_s": 1789.2}   {"retired": 2}   {"exchanged": [3, 5]}
                        {"rolled_back": 1}
 
-A killed run has lost nothing of it but the line that it was writing. What stands here is not sampled again. Times are
-seconds since 1970, for people to look at: nothing that a run does depends on them.
+A killed run loses at most the line that it was writing. Recorded groups are not sampled again. Times are seconds since
+1970, for display: the run does not depend on them.
 
-A group of the program is a *place*: of a step, and of a version that samples it. The task in a place is that of the
-same number, unless two places have exchanged theirs. Lines name tasks, but for an exchange.
+A group of the program is a *place*: of a step, and of a version that samples it. The task in a place has the same
+number, unless two places have exchanged theirs. Lines name tasks, except for an exchange.
 """
 
 from __future__ import annotations
@@ -36,28 +36,26 @@ T = TypeVar("T")
 NAME = "rollouts.jsonl"
 
 SNAPSHOTS = "weights"
-"""The folder of a run's snapshots, beside its record."""
+"""The folder of a run's snapshots, beside its log."""
 
 
 class RolloutLog:
-    """What is on record, and the file that it is in.
+    """The recorded state, and its file. Thread-safe.
 
     Args:
-        path: of the file; made where it is absent.
-        is_kept: whether this process writes; others look on from what they are told.
+        path: of the file; created if missing.
+        is_kept: whether this process writes; others receive updates.
 
     Attributes:
         groups: by place.
         verdicts: of each graded group, likewise.
-        tasks: the number of each place's task, where it is another.
+        tasks: task numbers of places that have exchanged theirs.
         published: the folder of each version's snapshot.
-        snapshots: where they lie.
-        lock: held by who writes a snapshot until it is on record; none is removed meanwhile.
-
-    Any thread may add to it.
+        snapshots: their parent folder.
+        lock: held while a snapshot is written and recorded; none is removed meanwhile.
 
     Raises:
-        StateError: a line is none of ours.
+        StateError: a line is invalid.
     """
 
     def __init__(self, path: Path, *, is_kept: bool = True) -> None:
@@ -79,7 +77,7 @@ class RolloutLog:
         self._file = AppendFile(path) if is_kept else None
 
     def cursor(self, asked: RlSchedule, step: int) -> Cursor:
-        """Where a run stands whose saved state has finished so many steps. Snapshots that are gone do not count."""
+        """The cursor of a run whose saved state has finished ``step`` steps. Removed snapshots do not count."""
         return Cursor(
             step=step,
             recorded=frozenset(group for group in self.groups if step <= asked.step_of(group) < asked.steps),
@@ -87,21 +85,21 @@ class RolloutLog:
         )
 
     def keep_answers(self, group: TaskGroup) -> None:
-        """Keep a group's answers."""
+        """Record a group's answers."""
         self._keep(_group_told(group))
 
     def graded(self, group: int, verdicts: tuple[Verdict, ...]) -> None:
-        """Keep a group's grades."""
+        """Record a group's grades."""
         spans = [verdict.graded_s for verdict in verdicts if verdict.graded_s is not None]
         took = (min(begin for begin, _ in spans), max(end for _, end in spans)) if spans else None
         self._keep({"grades": group, "verdicts": [verdict.told() for verdict in verdicts]} | _took(took))
 
     def exchange(self, place: int, other: int) -> None:
-        """Give two places each other's tasks, with what is known of them."""
+        """Exchange the tasks of two places, with their results."""
         self._keep({"exchanged": [place, other]})
 
     def go_back(self, step: int) -> None:
-        """Have nothing on record that weights of a later step than this have sampled: they will be others."""
+        """Drop samples of weights after this step: those weights will differ."""
         self._keep({"rolled_back": step})
 
     def task(self, place: int) -> int:
@@ -109,16 +107,16 @@ class RolloutLog:
         return self.tasks.get(place, place)
 
     def place(self, task: int) -> int:
-        """Where a task is."""
+        """The place of a task."""
         return self._places.get(task, task)
 
     def publish(self, version: int, path: Path | None) -> None:
-        """Keep where a version's snapshot lies; None for one that went from memory to memory."""
+        """Record the folder of a version's snapshot; None for one that was passed in memory."""
         name = {} if path is None else {"name": path.name}
         self._keep({"published": version} | name | {"at_s": round(time.time(), 3)})
 
     def retire(self, version: int) -> None:
-        """Keep that it is gone. Who keeps the record removes it."""
+        """Record that a version is gone. The process that writes the log removes it."""
         with self.lock:
             path = self.published.get(version)
             self._keep({"retired": version})
@@ -127,19 +125,18 @@ class RolloutLog:
                 shutil.rmtree(path, ignore_errors=True)
 
     def tidy(self) -> None:
-        """Remove what a killed run wrote of snapshots and did not come to note."""
+        """Remove snapshots that a killed run did not record."""
         for path in self.snapshots.iterdir() if self.snapshots.is_dir() else ():
             if path not in self.published.values():
                 shutil.rmtree(path, ignore_errors=True)
 
     def forget(self, groups: range) -> None:
-        """Let go of what was trained on. It stays in the file."""
+        """Drop groups after training. They stay in the file."""
         for group in groups:
             self.groups.pop(group, None)
             self.verdicts.pop(group, None)
 
     def close(self) -> None:
-        """Close the file."""
         if self._file is not None:
             self._file.close()
 
@@ -164,7 +161,7 @@ class RolloutLog:
             case {"published": int(version), "name": str(name)}:
                 self.published[version] = self.snapshots / name
             case {"published": int()}:
-                pass  # it went when its process did
+                pass  # removed with its process
             case {"retired": int(version)}:
                 self.published.pop(version, None)
             case _:
@@ -179,12 +176,12 @@ class RolloutLog:
 
 
 def _exchange(held: dict[int, T], place: int, other: int) -> None:
-    found = {place: held.pop(other, None), other: held.pop(place, None)}
-    held |= {at: one for at, one in found.items() if one is not None}
+    exchanged = {place: held.pop(other, None), other: held.pop(place, None)}
+    held |= {at: one for at, one in exchanged.items() if one is not None}
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    """The whole lines of a file. What a killed writer left of a last one is cut off."""
+    """The complete lines of a file. An incomplete last line of a killed writer is cut off."""
     data = path.read_bytes()
     whole = data.rfind(b"\n") + 1
     if whole < len(data):
@@ -213,7 +210,7 @@ def _group_told(group: TaskGroup) -> dict[str, Any]:
 
 
 def _took(span: tuple[float, float] | None) -> dict[str, Any]:
-    """When it began and ended, where that is known."""
+    """Start and end, if known."""
     return {} if span is None else {"took_s": [round(at_s, 3) for at_s in span]}
 
 

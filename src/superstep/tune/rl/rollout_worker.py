@@ -1,8 +1,8 @@
-"""A rank's part in sampling: each rank, or each few of them, has an engine, which sleeps where nothing is sampled.
+"""The rollout worker of a rank: one engine for each rank or few ranks, which sleeps between samplings.
 
-trainer   dp=2 tp=2      ranks 0 1 2 3
-sampler   2 of tp=2      0 1 │ 2 3         each answers every second group
-sampler   4 of tp=1      0 │ 1 │ 2 │ 3
+    trainer   dp=2 tp=2      ranks 0 1 2 3
+    sampler   2 of tp=2      0 1 │ 2 3         each answers every second group
+    sampler   4 of tp=1      0 │ 1 │ 2 │ 3
 
 Samplers with ranks of their own are a world each.
 
@@ -11,8 +11,8 @@ Replicas finish at different times, and meet until all are done:
     replica 0   sample ── meet ── sample ── meet ─ done ─ meet ─────────── meet
     replica 1   sample ── meet ── sample ── meet ── sample ── meet ── sample ─ done ─ meet
 
-A collective's time limit is there for what a replica does from one meeting to the next, not for all of its sampling:
-a slow replica is waited for, and one that does not go on ends the run.
+So a collective's time limit covers the work between two meetings, not a whole sampling: slow replicas are waited for,
+and a stuck one ends the run.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ from superstep.tune.rl.sampling import RolloutSampler, TaskGroup, TextCodec, req
 
 MESH_TIMEOUT = timedelta(minutes=10)
 ADAPTER = "trained"
-"""What the sampler calls the adapters that are trained."""
+"""The name of the trained adapters in the sampler."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerSettings:
-    """What a sampler is told once.
+    """Settings of a sampler.
 
     Attributes:
-        serve: how the model is served; ``tp`` ranks share it.
-        how: answers are sampled.
+        serve: of its engine; ``tp`` ranks share the model.
+        how: of sampling.
         group: answers to a task.
         seed: of the run.
-        start: the folder of the model that the run began with.
-        is_beside: whether adapters are trained beside its weights: versions are these adapters', and else whole models.
+        start: the folder of the run's initial model.
+        is_beside: whether versions are adapters beside its weights; otherwise whole models.
     """
 
     serve: ServeConfig
@@ -73,16 +73,16 @@ class SamplerSettings:
 
 
 class TrainerLeft(Exception):
-    """Who listens to a sampler wants no more."""
+    """The trainer needs no more samples."""
 
 
 class ReplicaGroup:
-    """Those of one world that begin to sample together, seen from the first rank of one of them.
+    """Replicas of one world that sample together, on the first rank of one of them.
 
     Args:
-        group: the first rank of each; None where there is one replica.
-        device: where this one computes.
-        every_s: how often they meet.
+        group: the first rank of each; None for one replica.
+        device: of this one.
+        every_s: seconds between meetings.
     """
 
     def __init__(self, group: Group | None, device: Device, every_s: float) -> None:
@@ -93,11 +93,11 @@ class ReplicaGroup:
 
     @property
     def is_due(self) -> bool:
-        """Whether the next meeting is."""
+        """Whether the next meeting is due."""
         return time.monotonic() - self._met_s >= self._every_s
 
     def meet(self, *, is_done: bool) -> bool:
-        """Wait for the others, at most for as long as a step of theirs takes; whether all of them are done.
+        """Wait for the others, at most for a step of theirs; whether all of them are done.
 
         Args:
             is_done: whether this one is.
@@ -108,14 +108,14 @@ class ReplicaGroup:
 
 
 class RolloutWorker:
-    """A rank's part in sampling.
+    """A rank's rollout worker.
 
     Args:
         world: the launched ranks.
-        settings: how to sample.
-        words: of the model.
-        environment: that the tasks are of.
-        others: samplers in other worlds: this one's number, and how many there are. None where all are in this world.
+        settings: of sampling.
+        words: codec of the model.
+        environment: of the tasks.
+        others: samplers in other worlds: this one's number, and their count. None where all are in this world.
     """
 
     def __init__(
@@ -143,12 +143,12 @@ class RolloutWorker:
 
     @property
     def is_first(self) -> bool:
-        """Whether it speaks for the ranks that share its model."""
+        """Whether it is the first of the ranks that share its model."""
         return self._world.rank % self._told.serve.tp == 0
 
     @property
     def is_alone(self) -> bool:
-        """Whether it has its model whole."""
+        """Whether it has the whole model."""
         return self._told.serve.tp == 1
 
     def sample(
@@ -158,20 +158,22 @@ class RolloutWorker:
         tasks: Sequence[tuple[int, Task]],
         tell: Callable[[], None] = lambda: None,
     ) -> Iterator[TaskGroup]:
-        """Take a version, answer this replica's share of some tasks, and give the memory back once the other replicas
-        of this world have answered theirs.
+        """Take a version, answer this replica's share of some tasks, and free the memory once the other replicas of
+        this world
+        are done.
 
-        Nothing comes from ranks that are not the first of their replica. All of it must be asked for, unless ``tell``
-        raises ``TrainerLeft``: then it ends here.
+        Ranks that are not the first of their replica yield nothing. The iterator must be exhausted, unless ``tell``
+        raises
+        ``TrainerLeft``: then it ends.
 
         Args:
-            source: of the version: a snapshot's folder, or whole tensors for a rank that is alone.
+            source: of the version: a snapshot's folder, or whole tensors for a rank with the whole model.
             version: its number.
             tasks: with their groups.
             tell: called after each of the engine's steps, and each answer.
         """
         threads = torch.get_num_threads()
-        # A version from a folder is held against its digests, which name it.
+        # A version from a folder is verified by its digests, which name it.
         engine = self._take(source, "" if isinstance(source, Path) else f"step {version}")
         try:
             if engine is not None:
@@ -191,7 +193,7 @@ class RolloutWorker:
                 if self._told.serve.tp > 1:
                     engine[0].end()  # the others train now; they follow again with the next version
         finally:
-            torch.set_num_threads(threads)  # exact mode takes one
+            torch.set_num_threads(threads)  # exact mode uses one
 
     def _take(
         self, version: Path | Tensors, number: str
@@ -256,13 +258,13 @@ class RolloutWorker:
         return self._mesh
 
     def _replicas(self) -> ReplicaGroup:
-        """Those of this world, seen from the first rank of one."""
+        """Replicas of this world, on the first rank of one."""
         group = None
         if self._here > 1:
             group = world_group() if self.is_alone else self._mesh_at.sharers["dense"].fetch
         return ReplicaGroup(group, self._world.device, BEAT_S)
 
     def close(self) -> None:
-        """Let go of the engine and its ranks."""
+        """Release the engine and its ranks."""
         if self._mesh is not None:
             self._mesh.destroy()

@@ -1,8 +1,8 @@
-"""Sampling groups: the engine answers each of their tasks several times, turn by turn, as many at once as it can.
+"""Sampling of groups: the engine answers each task several times, turn by turn, in large batches.
 
-What is drawn for an answer depends on the weights, its prompt and its seed, and the seed on nothing but the run's, the
-group, the answer's place in it and the turn. In exact mode the bits of a token do not depend on what is computed beside
-it either, so that a group sampled again after a restart is the same group.
+The draws of an answer depend on the weights, its prompt and its seed, and the seed only on the run's seed, the group,
+the answer's index in it and the turn. In exact mode the bits of a token do not depend on the batch either, so that a
+group sampled again after a restart is the same group.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from superstep.tune.rl.rollout import Encoder, Episode, TaskAnswer, TextDecoder
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskGroup:
-    """A task that was answered several times.
+    """A task with several answers.
 
     Attributes:
         number: of the group.
         version: of the weights that sampled it.
-        answers: as many as a group has.
-        drawn_s: when that was begun, and when it was done, in seconds since 1970. It is no part of what was drawn.
+        answers: of the group.
+        drawn_s: start and end of sampling, in seconds since 1970; not part of the result.
     """
 
     number: int
@@ -44,13 +44,13 @@ class TaskGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextCodec:
-    """What makes token ids of words, and words of ids.
+    """Conversion between words and token ids.
 
     Attributes:
         encoder: of chats.
         decoder: of answers.
         vocab: one more than the largest id.
-        template: to be closed in the end.
+        template: must be closed at the end.
     """
 
     encoder: Encoder
@@ -73,7 +73,7 @@ def words_of(folder: Path) -> TextCodec:
 
 
 def require_vocab(words: TextCodec, vocab: int, folder: Path) -> None:
-    """See that a model knows every token of its tokenizer.
+    """Check that a model has every token of its tokenizer.
 
     Raises:
         ConfigError: it does not.
@@ -86,7 +86,7 @@ def require_vocab(words: TextCodec, vocab: int, folder: Path) -> None:
 
 
 def seed_of(seed: int, group: int, member: int, turn: int) -> int:
-    """Of the draws of one turn: the same wherever and whenever it is drawn."""
+    """The seed of one turn's draws: independent of place and time."""
     text = f"rollout:{seed}:{group}:{member}:{turn}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
@@ -96,12 +96,12 @@ class RolloutSampler:
 
     Args:
         engine: idle.
-        words: of its model.
-        environment: that says something to a turn.
-        how: answers are sampled.
+        words: codec of its model.
+        environment: replies to turns.
+        how: settings of sampling.
         group: answers to a task.
         seed: of the run.
-        adapter: that every answer is drawn with, by its name in the engine; empty for none.
+        adapter: name of the adapter in the engine; empty for none.
     """
 
     def __init__(
@@ -126,16 +126,16 @@ class RolloutSampler:
     def sample(
         self, tasks: Sequence[tuple[int, Task]], version: int, tell: Callable[[], None] = lambda: None
     ) -> Iterator[TaskGroup]:
-        """Each group once all of its answers are there, in the order in which that happens.
+        """Yield each group once all of its answers are complete.
 
         Args:
-            tasks: groups and what is asked of them.
-            version: that the engine has in place.
-            tell: called after each of the engine's steps, and each answer: what the environment says to one may take.
+            tasks: groups and their tasks.
+            version: of the engine's weights.
+            tell: called after each of the engine's steps, and each answer, as the environment's reply may take time.
 
         Raises:
-            ConfigError: a task cannot be asked, or the environment fails.
-            Fault: the model's logits are no numbers.
+            ConfigError: a task is invalid, or the environment fails.
+            Fault: the model's logits are not finite.
         """
         begin_s = time.time()
         parts = [_Part(number, member, task) for number, task in tasks for member in range(self._group)]
@@ -168,7 +168,7 @@ class RolloutSampler:
                         answers = tuple(talk.with_answer() for talk in talks[first : first + self._group])
                         yield TaskGroup(number=number, version=version, answers=answers, drawn_s=(begin_s, time.time()))
         finally:
-            if not self.engine.is_idle:  # somebody has left on the way
+            if not self.engine.is_idle:  # the trainer left during sampling
                 self.engine.abort_all()
                 self.engine.step()
 
@@ -193,7 +193,7 @@ class RolloutSampler:
             raise ConfigError(f"{self._environment.path}: task {part.number}: {error}") from None
 
     def _goes_on(self, part: _Part, talk: Episode, finish: Finish) -> bool:
-        """Whether the model has another turn, the environment having said something."""
+        """Whether the model has another turn, after the environment's reply."""
         turns = sum(message.role == "assistant" for message in talk.turns)
         if turns >= self._how.turns or finish == "length":
             return False
@@ -207,7 +207,7 @@ class RolloutSampler:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One answer to be drawn: its group, its place in it, and the task."""
+    """One answer to be drawn: its group, its index in it, and the task."""
 
     number: int
     member: int

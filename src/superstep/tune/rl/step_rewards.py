@@ -1,4 +1,4 @@
-"""What graded groups come to: the advantages of their answers, and what is told of a step."""
+"""Results of graded groups: the advantages of their answers, and the report of a step."""
 
 from __future__ import annotations
 
@@ -16,25 +16,26 @@ from superstep.tune.rl.sampling import TaskGroup
 Shares = list[list[TokenShare | None] | None]
 
 MOST_ALIKE = 8
-"""Steps in a row of which all rewards are the same, or all answers cut off: then there is nothing to learn."""
+"""Consecutive steps with equal rewards, or with all answers cut, after which the run ends: there is nothing to learn.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RlStepResult:
-    """One step of reinforcement learning, as it is told.
+    """The report of one step of reinforcement learning.
 
     Attributes:
         step: finished steps.
         result: of the trainer.
-        reward: the mean of all answers that have a grade.
-        answers: how many have.
-        lost: how many have none: their grader failed.
-        cut: answers that were cut off.
-        uniform: groups whose rewards were all equal.
-        lag: how many steps older the sampler's weights were than those that were trained.
+        reward: the mean of all graded answers.
+        answers: number of graded answers.
+        lost: number of answers without a grade, as their grader failed.
+        cut: answers that were cut.
+        uniform: groups with equal rewards.
+        lag: number of steps by which the sampler's weights were older than the trained ones.
         drawn_tokens: of all answers.
         seconds: since the step before.
-        sampling_s: of them, those in which was sampled.
+        sampling_s: of them, in sampling.
         lr: the learning rate.
         tokens_seen: with a target, since the run began.
     """
@@ -57,9 +58,9 @@ class RlStepResult:
 def shares_of(
     rl: RlConfig, how: RolloutConfig, groups: Sequence[TaskGroup], verdicts: Sequence[Sequence[Verdict]]
 ) -> tuple[Shares, float]:
-    """What the tokens of each answer are given, and the divisor of the loss; 0 where nothing counts.
+    """Advantages and weights of each answer's tokens, and the divisor of the loss; 0 where nothing counts.
 
-    An answer whose grader failed is left out, and so is a group of which fewer than two have a grade.
+    An answer without a grade is left out, and so is a group with fewer than two grades.
     """
     judge = Advantage(
         estimator=rl.estimator,
@@ -68,7 +69,7 @@ def shares_of(
         drop_uniform=rl.drop_uniform,
     )
     decided = [[n for n, verdict in enumerate(each) if verdict.is_decided] for each in verdicts]
-    asked = [
+    groups_of_answers = [
         [
             ScoredAnswer(
                 reward=each[n].reward,
@@ -79,14 +80,14 @@ def shares_of(
         ]
         for group, each, known in zip(groups, verdicts, decided, strict=True)
     ]
-    found = judge.shares([each for each in asked if len(each) > 1])
-    rest = iter(found.groups)
+    advantages = judge.shares([each for each in groups_of_answers if len(each) > 1])
+    rest = iter(advantages.groups)
     shares: Shares = []
     for group, known in zip(groups, decided, strict=True):
         given = next(rest) if len(known) > 1 else None
         by_place = dict(zip(known, given or (), strict=given is not None))
         shares.append(None if given is None else [by_place.get(n) for n in range(len(group.answers))])
-    return shares, found.divisor
+    return shares, advantages.divisor
 
 
 def learnt_of(
@@ -99,7 +100,7 @@ def learnt_of(
     seconds: float,
     sampling_s: float,
 ) -> RlStepResult:
-    """What is told of a step, after which training stands at a position."""
+    """The report of a step, after which training is at ``position``."""
     rewards = [[one.reward for one in each if one.is_decided] for each in verdicts]
     flat = [reward for each in rewards for reward in each]
     answers = [answer for group in groups for answer in group.answers]
@@ -121,11 +122,11 @@ def learnt_of(
 
 
 class CutAnswerCount:
-    """Counts steps whose answers were all cut off, and so left out of the loss.
+    """Counts consecutive steps with all answers cut, and so left out of the loss.
 
     Args:
-        rl: what is learnt.
-        how: answers are sampled.
+        rl: settings of the loss.
+        how: settings of sampling.
         tokens: of a row of the batch.
         steps: of the whole run.
     """
@@ -138,7 +139,7 @@ class CutAnswerCount:
         self._steps = 0
 
     def see(self, groups: Sequence[TaskGroup]) -> None:
-        """One more step.
+        """Add a step.
 
         Raises:
             DataError: there is nothing to learn.
@@ -156,14 +157,14 @@ class CutAnswerCount:
 
 
 class EqualRewardCount:
-    """Counts steps whose rewards are all the same."""
+    """Counts consecutive steps with equal rewards."""
 
     def __init__(self) -> None:
         self._steps = 0
         self._reward = 0.0
 
     def see(self, step: int, verdicts: Sequence[Sequence[Verdict]]) -> None:
-        """One more step.
+        """Add a step.
 
         Raises:
             DataError: there is nothing to learn.

@@ -34,7 +34,7 @@ from superstep.tune.tinker.saved_models import ABOUT, About
 
 STEP = "step-000000"
 ROUND_TOKENS = 16
-"""Rows are padded to multiples of so many tokens, so that few lengths come up."""
+"""Rows are padded to multiples of this number of tokens, so that few lengths occur."""
 
 
 class AdapterTrainer(Trainer):
@@ -42,16 +42,16 @@ class AdapterTrainer(Trainer):
 
     Args:
         config: of the service.
-        wanted: of the model.
+        wanted: the client's request.
         version: the digest of the base's weights.
-        device: where it computes.
-        beside: another created model, whose frozen weights it shares; None reads them.
+        device: of the computation.
+        beside: another created model, to share its frozen weights; None reads them.
 
     Attributes:
         wanted: with its seed.
 
     Raises:
-        ConfigError: the model cannot be trained so.
+        ConfigError: the model cannot be trained.
         StateError: the base cannot be read.
     """
 
@@ -78,7 +78,7 @@ class AdapterTrainer(Trainer):
 
     @property
     def about(self) -> About:
-        """What stands beside what is saved of it."""
+        """The description beside its saved weights."""
         wanted = self.wanted
         assert wanted.seed is not None
         return About(
@@ -94,11 +94,11 @@ class AdapterTrainer(Trainer):
         )
 
     def forward_backward(self, request: ForwardBackward) -> bytes:
-        """Add the gradient of some sequences, if one is wanted, and say what came of them: a ``ForwardBackwardOutput``.
+        """Add the gradient of some sequences, if requested; the ``ForwardBackwardOutput``.
 
         Raises:
-            DataError: they cannot be learnt from. No gradient has been added.
-            Fault: the pass failed. If it was to add gradients, all since the last update are gone.
+            DataError: the sequences are invalid. No gradient has been added.
+            Fault: the pass failed. If it added gradients, all since the last update are dropped.
         """
         if not request.data:
             raise DataError("data is empty; give at least one sequence.")
@@ -110,31 +110,31 @@ class AdapterTrainer(Trainer):
         work = self._incremental.look if request.forward_only else self._incremental.add
         loss, tokens = 0.0, 0
         logprobs: dict[int, Numbers] = {}
-        told: dict[str, float] = {}
+        joined: dict[str, float] = {}
         for places in self._groups(lessons):
             microbatch = self._microbatch([lessons[at] for at in places])
             try:
-                found = work(microbatch, objective)
+                passed = work(microbatch, objective)
             except RuntimeError as error:
                 raise self._failed(error, request) from error
             counted = int((microbatch.streams["weights"] != 0).sum())
-            told = _joined(objective, told, tokens, found, counted)
-            loss, tokens = loss + found.loss, tokens + counted
-            rows = found.logp.detach().float().cpu()
+            joined = _joined(objective, joined, tokens, passed, counted)
+            loss, tokens = loss + passed.loss, tokens + counted
+            rows = passed.logp.detach().float().cpu()
             logprobs |= {at: rows[row, : len(lessons[at].tokens)].numpy() for row, at in enumerate(places)}
-        metrics = {"loss:sum": loss} | _named(objective, told)
+        metrics = {"loss:sum": loss} | _named(objective, joined)
         return write_output([logprobs[at] for at in range(len(lessons))], metrics)
 
     def _failed(self, error: Exception, request: ForwardBackward) -> Fault:
-        """What is told of a pass that failed; half of its gradients are none."""
-        said = str(error).partition("\n")[0]
+        """The error of a failed pass, after dropping its partial gradients."""
+        message = str(error).partition("\n")[0]
         if request.forward_only:
-            return Fault(said)
+            return Fault(message)
         self._incremental.drop_gradients()
-        return Fault(f"{said} The gradients since the last update are gone; give the sequences again.")
+        return Fault(f"{message} The gradients since the last update are gone; give the sequences again.")
 
     def _groups(self, lessons: Sequence[TrainingSequence]) -> Iterator[list[int]]:
-        """The sequences of each pass, those of like lengths together."""
+        """The sequences of each pass, grouped by length."""
         group: list[int] = []
         for at in sorted(range(len(lessons)), key=lambda at: len(lessons[at].tokens)):
             if group and (len(group) + 1) * self._padded(lessons[at]) > self._config.batch_tokens:
@@ -159,7 +159,7 @@ class AdapterTrainer(Trainer):
         names = lessons[0].streams
         streams = {name: rows(lambda one, name=name: one.streams[name], torch.float32, 0.0) for name in names}  # type: ignore[misc]
         if "weights" not in streams:
-            # A token without an advantage changes nothing; what is told of tokens is not to be told of it.
+            # A token without an advantage has no gradient and must not count in the metrics.
             streams["weights"] = (streams["advantages"] != 0).float()
         return Microbatch(
             tokens=rows(lambda one: one.tokens, torch.long, 0),
@@ -168,17 +168,17 @@ class AdapterTrainer(Trainer):
         )
 
     def optim_step(self, adam: AdamParams) -> Mapping[str, float]:
-        """Update the adapter by the gradients that were added; what is told of it.
+        """Update the adapter by the added gradients; the metrics.
 
         Raises:
             ConfigError: a setting is out of range.
-            Fault: a gradient is no number.
+            Fault: a gradient is not finite.
         """
         norm = self._incremental.update(adam.learning_rate, adam.hyper)
         return {"unclipped_grad_l2:mean": norm}
 
     def adapter(self) -> Adapter:
-        """The adapter as it is."""
+        """The current adapter."""
         factors: dict[str, dict[str, torch.Tensor]] = {}
         for piece in self.pieces(("weight",)):
             name = piece.name.removeprefix(PREFIX)
@@ -189,12 +189,12 @@ class AdapterTrainer(Trainer):
         )
 
     def write_sampler(self, folder: Path) -> None:
-        """Write the adapter as PEFT reads it."""
+        """Write the adapter in PEFT's format."""
         write_adapter(folder, self.adapter(), base=str(self._config.folder))
         (folder / ABOUT).write_text(self.about.text, encoding="utf-8")
 
     def save_model(self, folder: Path) -> None:
-        """Write what training goes on from.
+        """Write the state for resuming.
 
         Raises:
             Fault: it cannot be written.
@@ -203,21 +203,21 @@ class AdapterTrainer(Trainer):
         (folder / ABOUT).write_text(self.about.text, encoding="utf-8")
 
     def load_model(self, folder: Path, about: About, *, optimizer: bool) -> None:
-        """Go on from what was saved; gradients are forgotten.
+        """Resume from saved state; gradients are dropped.
 
         Args:
             folder: of it.
-            about: what stands beside it.
-            optimizer: whether moments and updates are taken over as well; else they begin anew.
+            about: its description.
+            optimizer: whether to load moments and updates as well; otherwise they start new.
 
         Raises:
-            StateError: it is of another model, or damaged. Nothing has changed.
+            StateError: it belongs to another model, or is damaged. Nothing has changed.
         """
         require_base(about, self._version, self._config.name)
-        found = checkpoints(folder)
-        if not found:
+        folders = checkpoints(folder)
+        if not folders:
             raise StateError(f"'{folder}' holds no checkpoint; save it again.")
-        self.read(found[-1], STATE if optimizer else ("weight",))
+        self.read(folders[-1], STATE if optimizer else ("weight",))
         if not optimizer:
             for piece in self.pieces(("exp_avg", "exp_avg_sq")):
                 piece.values.zero_()
@@ -226,7 +226,7 @@ class AdapterTrainer(Trainer):
 
 
 def require_base(about: About, version: str, name: str) -> None:
-    """See that saved weights add to this base.
+    """Check that saved weights belong to this base.
 
     Raises:
         StateError: they do not.
@@ -241,7 +241,7 @@ def require_base(about: About, version: str, name: str) -> None:
 def _joined(
     objective: Objective, metrics: Mapping[str, float], tokens: int, result: PassResult, counted: int
 ) -> dict[str, float]:
-    """Means and maxima of what came before and of another pass together."""
+    """Means and maxima of earlier passes joined with those of another."""
     if not metrics:
         return dict(result.measures)
     both = max(1, tokens + counted)
@@ -255,5 +255,5 @@ def _joined(
 
 
 def _named(objective: Objective, metrics: Mapping[str, float]) -> dict[str, float]:
-    """Behind each name how Tinker's client joins its numbers of several requests."""
+    """Metrics with the suffix by which Tinker's client joins several requests."""
     return {f"{name}:{'max' if name in objective.maxima else 'mean'}": value for name, value in metrics.items()}

@@ -1,6 +1,6 @@
-"""Tinker's HTTP interface, as its SDK 0.38 speaks it: which path is which verb.
+"""Tinker's HTTP interface for its SDK 0.38: the routes.
 
-What takes time is answered with a number at once; ``/retrieve_future`` waits for what came of it.
+Long requests are answered with a number at once; ``/retrieve_future`` waits for the result.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ M = TypeVar("M", bound=BaseModel)
 PROTOBUF = "application/x-protobuf"
 ROOT = "/api/v1"
 POLL_S = 25.0
-"""How long a request for a result is held; the SDK asks again after it."""
+"""How long a request for a result is held; the SDK repeats it then."""
 
 LIMITS = BodyLimits(body_bytes=64 << 20)
 
@@ -41,11 +41,11 @@ KEY_SCHEME = KeyScheme(
 )
 
 OPEN_PATHS = tuple(ROOT + path for path in ("/healthz", "/session_heartbeat", "/retrieve_future"))
-"""Answered also while the server drains: what was promised is fetched by them."""
+"""Paths that stay open while the server drains, to fetch promised results."""
 
 CLIENT_CONFIG = {
     "pjwt_auth_enabled": False,
-    "parallel_fwdbwd_chunks": False,  # requests run in the order in which they come
+    "parallel_fwdbwd_chunks": False,  # requests run in the order of arrival
     "proto_compress_fwdbwd": False,
     "sample_use_retrieve_futures": False,
     "custom_loss_server_side": False,
@@ -62,9 +62,9 @@ def make_app(service: TinkerService, *, key: str | None = None, entrance: Entran
     """The application.
 
     Args:
-        service: which it drives.
-        key: that clients must show; None asks for none.
-        entrance: what stands before it; None lets loopback names in.
+        service: behind it.
+        key: that clients must send; None needs none.
+        entrance: checks of requests; None admits loopback names.
     """
     entrance = entrance or Entrance()
 
@@ -93,7 +93,7 @@ def _convert(error: SuperstepError) -> RequestError:
 
 
 def _refuse(error: RequestError) -> Response:
-    """In the form that Tinker's client reads."""
+    """An error in the format of Tinker's client."""
     return JSONResponse({"detail": error.message}, status_code=error.status, headers=error.headers)
 
 
@@ -122,7 +122,7 @@ async def _dynamic_config(request: Request, service: TinkerService) -> Response:
 
 async def _telemetry(request: Request, service: TinkerService) -> Response:
     await read_body(request, LIMITS)
-    return JSONResponse({"status": "accepted"})  # and not kept
+    return JSONResponse({"status": "accepted"})  # and dropped
 
 
 async def _capabilities(request: Request, service: TinkerService) -> Response:

@@ -1,4 +1,4 @@
-"""How Tinker's verbs are served."""
+"""Settings of the Tinker service."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from superstep.plan.config import Dtype
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TinkerConfig:
-    """What is served, and the most of it.
+    """The served model and limits.
 
     Attributes:
         folder: of the base model.
-        name: that clients call it by, beside the folder's path.
-        root: the folder of what is saved.
+        name: for clients, besides the folder's path.
+        root: the folder of saved weights.
         compute: dtype of weights, in training as in sampling.
-        exact: whether what is sampled has the trainer's bits.
+        exact: whether samples have the trainer's bits.
         context_tokens: the most tokens of a sequence, and of a prompt with its answer.
         alpha: the strength of adapters; their product is multiplied by alpha / rank.
         most_rank: the largest rank of an adapter.
         models: the most created models at once.
-        adapters: the most saved weights that the sampler holds at once; others are read again when they are asked for.
-        batch_tokens: the most tokens, padding among them, of one pass.
-        kernels: the folder for operations that are compiled here; None computes without.
+        adapters: the most saved weights that the sampler holds at once; others are read again on request.
+        batch_tokens: the most tokens of one pass, padding included.
+        kernels: the folder of compiled operations; None uses torch.
     """
 
     folder: Path

@@ -1,11 +1,10 @@
-"""Futures: what is asked for lies here until it is done, and its result until it is fetched.
+"""Futures: a queue of requests, and their results until clients fetch them.
 
     handlers ──submit──► queue ──► one thread: trains, saves, and between these steps of the sampler
         ▲                             │
         └──── wait(request) ◄── result┘
 
-Requests run in the order in which they came. One that comes twice, as from a client whose connection broke, is the
-same request: it is done once.
+Requests run in the order of arrival. A repeated request, as after a broken connection, runs once.
 """
 
 from __future__ import annotations
@@ -23,24 +22,24 @@ from superstep.errors import SuperstepError, UserError
 from superstep.tune.tinker.sampler import PromptSampler
 
 KEPT = 256
-"""Results that are kept once they were given out: a connection may break on the way, and the client ask again."""
+"""Fetched results that are kept for repeated requests after a broken connection."""
 
 LEFT_S, MOST_LEFT = 3600.0, 16_384
-"""How long a result lies here that no client fetches, and how many of them do: the oldest go first."""
+"""Time and number limits of results that no client fetches: the oldest are dropped."""
 
 MOST_WAITING, MOST_WAITING_BYTES = 16_384, 1 << 30
-"""Requests that are not done yet, and the bytes of their bodies, of all clients together."""
+"""Limits of pending requests of all clients, and of the bytes of their bodies."""
 
 IDLE_S = 5.0
 
 
 class QueueFull(SuperstepError):
-    """There is no room for another request or session now; ask again later."""
+    """There is no room for another request or session now; try again later."""
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What came of a request.
+    """The result of a request.
 
     Attributes:
         body: for the client.
@@ -53,11 +52,11 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class RequestFailed:
-    """Why nothing did.
+    """The error of a request.
 
     Attributes:
         message: one line.
-        is_users: whether the client can mend it.
+        is_users: whether it is the client's mistake.
     """
 
     message: str
@@ -67,11 +66,11 @@ class RequestFailed:
 Outcome = Result | RequestFailed
 Reply = Callable[[Outcome], None]
 Job = Callable[[Reply], None]
-"""Does the work; the reply comes once, now or in a later step of the sampler."""
+"""Does the work; replies once, now or in a later step of the sampler."""
 
 
 def error_of(error: BaseException) -> RequestFailed:
-    """What a client is told of an error."""
+    """An error as the client receives it."""
     if isinstance(error, SuperstepError):
         return RequestFailed(str(error), isinstance(error, UserError))
     return RequestFailed(f"{type(error).__name__}: {error}".partition("\n")[0], is_users=False)
@@ -81,8 +80,8 @@ class RequestQueue:
     """Requests and their results.
 
     Args:
-        sampler: which the thread drives.
-        tell: given a line about what should not have happened.
+        sampler: driven by the thread.
+        tell: receives lines about unexpected errors.
     """
 
     def __init__(self, sampler: PromptSampler, tell: Callable[[str], None] = lambda line: None) -> None:
@@ -98,11 +97,11 @@ class RequestQueue:
         self._thread.start()
 
     def submit(self, request: str, job: Job, size_bytes: int = 0) -> None:
-        """Put a request in line, unless it is known already.
+        """Add a request to the queue, unless it is a repetition.
 
         Args:
             request: its name.
-            job: what is to be done.
+            job: its work.
             size_bytes: of its body, which is held until it is done.
 
         Raises:
@@ -133,19 +132,19 @@ class RequestQueue:
         self._queue.put((job, reply))
 
     def _drop_left(self) -> None:
-        """Forget results that nobody fetched, of long ago or beyond measure."""
+        """Drop results beyond the limits that no client fetched."""
         long_ago_s = time.monotonic() - LEFT_S
         while self._left and (len(self._left) > MOST_LEFT or next(iter(self._left.values())) < long_ago_s):
             oldest, _ = self._left.popitem(last=False)
             self._futures.pop(oldest, None)
 
     def future(self, request: str) -> Future[Outcome] | None:
-        """What is waited for; None where it is not known."""
+        """The future of a request; None for an unknown one."""
         with self._lock:
             return self._futures.get(request)
 
     def given(self, request: str) -> None:
-        """Note that a result was given out; those of long ago go."""
+        """Note that a result was fetched; the oldest fetched ones are dropped."""
         with self._lock:
             self._left.pop(request, None)
             self._given[request] = None
@@ -155,7 +154,7 @@ class RequestQueue:
                 self._futures.pop(oldest, None)
 
     def close(self) -> None:
-        """Finish what is being done and end the thread; what waits is refused."""
+        """Finish the current request and end the thread; waiting ones are refused."""
         self._queue.put(None)
         self._thread.join()
 

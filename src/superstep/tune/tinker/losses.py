@@ -1,4 +1,4 @@
-"""The losses that Tinker knows by name, and the streams that they are fed by.
+"""Tinker's losses by name, and their input streams.
 
     name                 inputs beside target_tokens   loss, summed over tokens               in numerics/policy.py
     cross_entropy        weights (else 1)              -w · logp                              CrossEntropy
@@ -28,13 +28,13 @@ Settings = Mapping[str, float | str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedLoss:
-    """A loss by its name at Tinker's.
+    """A loss under Tinker's name.
 
     Attributes:
-        make: the objective, from the settings.
-        streams: what it is fed by: our name of each input.
-        optional: of the inputs, those that may be left out: 1 then stands for each token.
-        settings: that it takes, and what they are without being set.
+        make: makes the objective from the settings.
+        streams: our name of each input.
+        optional: inputs that may be left out: they default to 1 for each token.
+        settings: with their defaults.
     """
 
     make: Callable[[Mapping[str, float]], Objective]
@@ -67,7 +67,7 @@ def find_loss(name: str, settings: Settings) -> tuple[NamedLoss, Objective]:
     """A loss by its name.
 
     Raises:
-        DataError: it is not here, or a setting is not its own.
+        DataError: it is unknown, or has no such setting.
     """
     loss = LOSSES.get(name)
     if loss is None:
@@ -84,11 +84,11 @@ def find_loss(name: str, settings: Settings) -> tuple[NamedLoss, Objective]:
 
 @dataclass(frozen=True, slots=True)
 class TrainingSequence:
-    """A sequence as it is trained on: numpy rows of one length.
+    """A training sequence: numpy rows of one length.
 
     Attributes:
         tokens: of the input.
-        targets: what comes after each.
+        targets: the token after each.
         streams: of the targets.
     """
 
@@ -98,11 +98,11 @@ class TrainingSequence:
 
 
 def lesson(datum: Datum, at: int, name: str, *, vocab: int, most_tokens: int) -> TrainingSequence:
-    """A sequence, held against the loss and the model.
+    """A sequence, checked against the loss and the model.
 
     Args:
-        datum: as it came.
-        at: its place among the others.
+        datum: from the request.
+        at: its index.
         name: of the loss.
         vocab: token ids are below this.
         most_tokens: of a sequence.

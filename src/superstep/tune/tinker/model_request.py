@@ -1,4 +1,4 @@
-"""What a client asks of a model, and the plan that follows from it."""
+"""A client's request for a model, and its plan."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ EXACT_CHUNKS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRequest:
-    """What a client asks of a new model.
+    """A client's request for a new model.
 
     Attributes:
         rank: of its adapter.
-        seed: of the first values; None draws one.
+        seed: of the initial values; None draws one.
         train_mlp, train_attn, train_unembed: which linears get adapters.
     """
 
@@ -40,10 +40,10 @@ class ModelRequest:
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """Of the blocks; the head takes no adapter.
+        """The linears of the blocks with adapters; the head has none.
 
         Raises:
-            ConfigError: nothing is left.
+            ConfigError: none is left.
         """
         linears = (*(ATTENTION if self.train_attn else ()), *(FEED_FORWARD if self.train_mlp else ()))
         if not linears:
@@ -55,10 +55,10 @@ class ModelRequest:
 
 
 def run_of(config: TinkerConfig, wanted: ModelRequest) -> Resolved:
-    """The plan by which a model is trained.
+    """The training plan of a model.
 
     Raises:
-        ConfigError: it cannot be.
+        ConfigError: the request is invalid.
     """
     if not 1 <= wanted.rank <= config.most_rank:
         raise ConfigError(f"lora_config.rank = {wanted.rank} must be from 1 to {config.most_rank}.")

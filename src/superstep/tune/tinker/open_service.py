@@ -1,4 +1,4 @@
-"""From a folder to a service: the sampler's engine is opened at once, models when clients create them."""
+"""Open the service of a folder: the sampler's engine at once, models when clients create them."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def open_service(
     """The service of a folder's model.
 
     Raises:
-        ConfigError: it cannot be served so.
+        ConfigError: it cannot be served with these settings.
         StateError: the folder holds no model, or it is damaged.
     """
-    # In exact mode what is compiled here has no adapters; these are to come and go.
+    # In exact mode the compiled decoder supports no adapters, which this service needs.
     serve = ServeConfig(
         context_tokens=config.context_tokens,
         compute=config.compute,

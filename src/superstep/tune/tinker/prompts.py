@@ -1,4 +1,4 @@
-"""A prompt as a client asks it, and as the sampler answers it."""
+"""A client's prompt, converted for the sampler."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from superstep.tune.tinker.sampler import SampleRequest
 
 
 def sample_request(body: request_schema.SampleBody, adapter: Path | None, context_tokens: int) -> SampleRequest:
-    """What a body asks of the sampler.
+    """The sampler's request of a body.
 
     Raises:
-        ConfigError: something that is not here.
+        ConfigError: a field is not supported.
     """
     absent = {
         "target_prompt_logprobs": body.target_prompt_logprobs is not None,

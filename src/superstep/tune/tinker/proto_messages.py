@@ -1,4 +1,4 @@
-"""Tinker's messages that go as protobuf: what is to be learnt from, and what came of it, as ``tinker.proto`` lists."""
+"""Tinker's protobuf messages, as in ``tinker.proto``: training sequences and results."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ DTYPES: Mapping[int, np.dtype[Any]] = {
 }
 
 LOSS_RETURN = "TorchLossReturn"
-"""The type of the outputs of a loss, by which the client reads them."""
+"""The type of a loss's outputs, by which the client reads them."""
 
 Numbers = NDArray[Any]
-"""Of fp32, int64 or int32."""
+"""Arrays of fp32, int64 or int32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Datum:
-    """One sequence to learn from.
+    """One training sequence.
 
     Attributes:
         tokens: of the input.
-        inputs: what the loss reads, by name.
+        inputs: of the loss, by name.
     """
 
     tokens: tuple[int, ...]
@@ -50,7 +50,7 @@ class ForwardBackward:
         data: the sequences.
         loss_fn: the loss by name.
         config: its settings.
-        forward_only: no gradient is wanted.
+        forward_only: without a gradient.
     """
 
     model_id: str
@@ -62,10 +62,10 @@ class ForwardBackward:
 
 
 def read_forward_backward(body: bytes) -> ForwardBackward:
-    """The request in a body.
+    """Parse the request in a body.
 
     Raises:
-        DataError: it cannot be read, or holds what is not here; names the sequence.
+        DataError: it cannot be read, or has unsupported fields; names the sequence.
     """
     message = pb.ForwardBackwardRequest()
     try:
@@ -120,7 +120,7 @@ def _numbers(data: bytes, dtype: int, name: str) -> Numbers:
 
 
 def write_output(logprobs: Sequence[NDArray[np.float32]], metrics: Mapping[str, float]) -> bytes:
-    """What came of sequences.
+    """Encode results of sequences.
 
     Args:
         logprobs: of the targets of each.
@@ -135,10 +135,10 @@ def write_output(logprobs: Sequence[NDArray[np.float32]], metrics: Mapping[str, 
 
 
 Top = Sequence[Sequence[tuple[int, float]]]
-"""For each token the likeliest ones at its place, with their log-probabilities."""
+"""For each token, the likeliest ones at its place with their log-probabilities."""
 
 NO_TOKEN, NO_LOGPROB = 0, -99999.0
-"""In a cell without one."""
+"""Empty cells."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,10 +147,10 @@ class SampledSequence:
 
     Attributes:
         tokens: drawn.
-        logprobs: of them, by the distribution that they were drawn from: after temperature and what was cut off. Only
-            then is exp(trainer's - these) an importance weight.
-        is_cut: whether its room ended it.
-        top: the likeliest tokens at each place; None where they were not asked for.
+        logprobs: of the distribution that they were drawn from: after temperature and truncation. Only then is
+            exp(trainer's - these) an importance weight.
+        is_cut: whether the length limit ended it.
+        top: the likeliest tokens at each place; None if not requested.
     """
 
     tokens: Sequence[int]
@@ -164,10 +164,10 @@ class Sampled:
     """The answers to a prompt.
 
     Attributes:
-        sequences: as many as were asked for.
-        prompt: the log-probability of each of its tokens, NaN where there is none; None where nobody asked.
-        prompt_top: the likeliest tokens at each place of the prompt; None where nobody asked.
-        cached_tokens: of the prompt, those whose keys were there already.
+        sequences: as many as requested.
+        prompt: the log-probability of each of its tokens, NaN for the first; None if not requested.
+        prompt_top: the likeliest tokens at each place of the prompt; None if not requested.
+        cached_tokens: of the prompt, from the prefix cache.
     """
 
     sequences: Sequence[SampledSequence]

@@ -1,4 +1,4 @@
-"""Bodies of JSON, as Tinker's SDK 0.38 sends them. A field that is not known is refused, not passed over."""
+"""JSON bodies of Tinker's SDK 0.38. Unknown fields are refused, not ignored."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from superstep.http.body_validation import StrictBody
 
 
 class Body(StrictBody):
-    """An object. ``type`` says again what the path says."""
+    """An object; ``type`` repeats the path."""
 
     type: str = ""
 
 
 class Open(StrictBody, extra="ignore"):
-    """An object that may have fields which mean nothing here."""
+    """An object that may have fields without an effect here."""
 
 
 class Lora(StrictBody):
-    """Of a new model."""
+    """The adapter of a new model."""
 
     rank: int
     seed: int | None = None
@@ -32,7 +32,7 @@ class Lora(StrictBody):
 
 
 class Optimizer(Open):
-    """Which optimizer; other kinds have fields of their own."""
+    """The optimizer; other kinds have fields of their own."""
 
     type: str = "adamw"
 
@@ -71,7 +71,7 @@ class OfModel(Body):
 
 
 class AdamParams(StrictBody):
-    """The settings of one update, as Tinker names them."""
+    """The settings of one update, under Tinker's names."""
 
     learning_rate: float = 1e-4
     beta1: float = 0.9
@@ -82,10 +82,10 @@ class AdamParams(StrictBody):
 
     @property
     def hyper(self) -> AdamWSettings:
-        """The same for our optimizer: no bound where the largest norm is 0.
+        """Settings of our optimizer: no clipping where the largest norm is 0.
 
         Raises:
-            ConfigError: a number lies where it means nothing.
+            ConfigError: a number is out of range.
         """
         rules = {
             "learning_rate": (0 <= self.learning_rate < float("inf"), "at least 0 and finite"),
@@ -164,20 +164,16 @@ class CreateSampling(Body):
 
 
 class PromptChunk(Open):
-    """A part of a prompt."""
-
     type: str = "encoded_text"
     tokens: list[int] = Field(default_factory=list)
 
 
 class Prompt(Open):
-    """Parts one after another."""
-
     chunks: list[PromptChunk]
 
 
 class SamplingParams(StrictBody):
-    """How to draw."""
+    """Sampling parameters."""
 
     max_tokens: int | None = None
     seed: int | None = None

@@ -1,4 +1,4 @@
-"""Answers of saved weights: an engine that takes adapters as they are asked for, and lets go of the oldest."""
+"""Samples of saved weights: an engine that loads adapters on request, and drops the least recently used."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from superstep.tune.tinker.proto_messages import Sampled, SampledSequence
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRequest:
-    """A prompt and how to answer it.
+    """A prompt and its sampling parameters.
 
     Attributes:
         prompt: token ids.
-        samples: answers.
-        sampling: how; each answer has a seed of its own, the first this one's.
+        samples: number of answers.
+        sampling: parameters; each answer has a seed of its own, the first this one's.
         stops: texts that end an answer.
-        top_sampled: likeliest tokens that are told at each place of an answer.
+        top_sampled: number of likeliest tokens at each place of an answer.
         top_prompt: likewise of the prompt.
-        last: of the prompt's tokens, only so many have a log-probability told; None means all.
+        last: number of last prompt tokens with a log-probability; None means all.
         adapter: the folder of saved weights; None for the base.
     """
 
@@ -84,11 +84,11 @@ class PromptSampler:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nobody waits for an answer."""
+        """Whether no prompt is pending."""
         return not self._orders
 
     def ask(self, request: SampleRequest, tell: Tell) -> None:
-        """Put a prompt in line; ``tell`` is called once, with all of its answers or with what went wrong.
+        """Add a prompt; ``tell`` is called once, with all of its answers or with an error.
 
         Raises:
             UserError: it cannot be answered.
@@ -122,7 +122,7 @@ class PromptSampler:
         return Request(id=self._last, prompt=request.prompt, sampling=sampling, adapter=adapter)
 
     def _hold(self, folder: Path) -> str:
-        """The name of an adapter that is now there. Answers under way keep those that go."""
+        """Load an adapter if needed; its name. Running answers keep dropped ones."""
         name = str(folder)
         if name not in self._held:
             self.engine.adapters.load(name, folder)
@@ -134,7 +134,7 @@ class PromptSampler:
         return name
 
     def step(self) -> None:
-        """Compute one step, and tell what is done."""
+        """Compute one step, and report finished prompts."""
         try:
             news = self.engine.step()
         except (SuperstepError, RuntimeError) as error:
@@ -158,7 +158,7 @@ class PromptSampler:
                 self._tell(order)
 
     def _take(self, answer: _Answer, tokens: Sequence[TokenOutput]) -> None:
-        """Keep tokens up to the one that completes a text which ends the answer."""
+        """Keep tokens up to the one that completes a stop text."""
         for output in tokens:
             if answer.finish is not None:
                 return
@@ -193,7 +193,7 @@ class PromptSampler:
         order.tell(Sampled(sequences=drawn, prompt=prompt, prompt_top=prompt_top, cached_tokens=order.cached_tokens))
 
     def _fail(self, error: SuperstepError) -> None:
-        """Tell everybody who waits."""
+        """Report an error to all pending prompts."""
         orders = {id(order): order for order in self._orders.values()}
         self._orders.clear()
         self.engine.abort_all()

@@ -1,7 +1,7 @@
-"""What is saved, and how it is called.
+"""Saved weights, and their paths.
 
 tinker://MODEL/weights/NAME            root/MODEL/weights/NAME/          a checkpoint: adapter, moments, tinker.json
-tinker://MODEL/sampler_weights/NAME    root/MODEL/sampler_weights/NAME/  an adapter as PEFT writes it, tinker.json
+tinker://MODEL/sampler_weights/NAME    root/MODEL/sampler_weights/NAME/  an adapter in PEFT's format, tinker.json
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,199}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class About:
-    """What stands beside saved weights.
+    """The description beside saved weights.
 
     Attributes:
-        base: the name of the model that they add to.
-        version: the digest of that model's weights.
+        base: the name of the base model.
+        version: the digest of the base's weights.
         rank: of the adapter.
         alpha: its strength.
-        train_mlp, train_attn, train_unembed: what the client asked to train.
-        seed: of the first values.
+        train_mlp, train_attn, train_unembed: the trained parts.
+        seed: of the initial values.
         step: updates so far.
     """
 
@@ -52,7 +52,7 @@ class About:
 
     @property
     def text(self) -> str:
-        """Of the file."""
+        """The content of the file."""
         return json.dumps(asdict(self), indent=1) + "\n"
 
 
@@ -66,15 +66,15 @@ class SavedPath:
 
     @property
     def path(self) -> str:
-        """As clients have it."""
+        """The path for clients."""
         return f"{SCHEME}{self.model}/{self.kind}/{self.name}"
 
 
 def place_of(path: str) -> SavedPath:
-    """The parts of a path.
+    """Parse a path.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is invalid.
     """
     model, _, rest = path.removeprefix(SCHEME).partition("/")
     kind, _, name = rest.partition("/")
@@ -87,21 +87,21 @@ def place_of(path: str) -> SavedPath:
 
 
 class SavedModels:
-    """The saved weights under a folder.
+    """The saved weights in a folder.
 
     Args:
-        root: the folder; it is made where it is not there.
+        root: the folder; created if missing.
     """
 
     def __init__(self, root: Path) -> None:
         self._root = root
 
     def find(self, path: str, kind: Kind) -> tuple[Path, About]:
-        """Where saved weights are, and what they are.
+        """The folder and description of saved weights.
 
         Raises:
-            ConfigError: the path is of another kind, or none.
-            StateError: there are none, or they are damaged.
+            ConfigError: the path is of another kind, or invalid.
+            StateError: they are missing or damaged.
         """
         place = place_of(path)
         if place.kind != kind:
@@ -118,10 +118,10 @@ class SavedModels:
 
     @contextmanager
     def saving(self, place: SavedPath, *, overwrite: bool = False) -> Iterator[Path]:
-        """A folder to write into, which has its name once the block is through.
+        """A temporary folder to write into, which gets its name at the end of the block.
 
         Raises:
-            ConfigError: the name is none, or taken.
+            ConfigError: the name is invalid, or taken.
             Fault: it cannot be written.
         """
         if not NAME.fullmatch(place.name):
@@ -147,7 +147,7 @@ class SavedModels:
             shutil.rmtree(new, ignore_errors=True)
 
     def told(self, model: str) -> Iterator[dict[str, Any]]:
-        """What clients are told of what was saved of a model, the oldest first."""
+        """The saved weights of a model for clients, the oldest first."""
         saved = [
             ((path / ABOUT).stat().st_mtime, SavedPath(model, kind, path.name), path)
             for kind in KINDS

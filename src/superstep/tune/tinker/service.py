@@ -1,4 +1,4 @@
-"""Tinker's verbs: what each means for the models, the sampler and what is saved."""
+"""Tinker's service: requests on models, the sampler and saved weights."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ from superstep.tune.tinker.sampler import PromptSampler
 from superstep.tune.tinker.saved_models import SavedModels, SavedPath
 
 SILENT_S = 300.0
-"""A session of which nothing was heard for so long gives its models up where others need the room: its client tells
-every ten seconds that it is there."""
+"""A session without a heartbeat for this long gives up its models when others need the room; clients send one every
+ten seconds.
+"""
 
 MOST_SAMPLES = 1024
 MOST_SESSIONS = 4096
@@ -34,25 +35,25 @@ MOST_SAMPLERS = 65_536
 
 @dataclass(slots=True)
 class ClientSession:
-    """A client's, with the saved weights of its sampling sessions by name; None for the base."""
+    """A client's session, with the saved weights of its sampling sessions by name; None for the base."""
 
     heard_s: float
     samplers: dict[str, str | None] = field(default_factory=dict)
 
 
 class UnknownError(UserError):
-    """What is asked for is not here."""
+    """An id is unknown."""
 
 
 class TinkerService:
-    """What the HTTP interface drives.
+    """The service behind the HTTP interface.
 
     Args:
         config: with every field filled.
         sampler: of the base.
-        store: of what is saved.
-        device: where models are trained.
-        tell: given a line about what should not have happened.
+        store: of saved weights.
+        device: for training.
+        tell: receives lines about unexpected errors.
     """
 
     def __init__(
@@ -74,16 +75,16 @@ class TinkerService:
 
     @property
     def models(self) -> tuple[str, ...]:
-        """The created models that are there."""
+        """The created models."""
         return tuple(self._models)
 
     # Sessions
 
     def create_session(self) -> str:
-        """A new one, in the place of silent ones where there are too many.
+        """Create a session; silent ones are dropped if there are too many.
 
         Raises:
-            Full: too many clients are there.
+            Full: there are too many clients.
         """
         if len(self._sessions) >= MOST_SESSIONS:
             self._sessions = {name: one for name, one in self._sessions.items() if not _is_silent(one)}
@@ -94,7 +95,7 @@ class TinkerService:
         return name
 
     def hear(self, session: str) -> None:
-        """Note that a session's client is there.
+        """Note a heartbeat of a session.
 
         Raises:
             Unknown: there is no such session.
@@ -102,7 +103,7 @@ class TinkerService:
         self._session(session).heard_s = time.monotonic()
 
     def finish(self, session: str) -> None:
-        """End a session: its models are given up."""
+        """End a session and its models."""
         self._session(session)
         del self._sessions[session]
         self.desk.submit(f"{session}:finish", lambda reply: self._give_up(session, reply))
@@ -122,7 +123,7 @@ class TinkerService:
     # Models
 
     def create_model(self, body: request_schema.CreateModel) -> str:
-        """Put the making of a model in line; the request's number."""
+        """Queue the creation of a model; the request's number."""
         self.hear(body.session_id)
         name = f"{body.session_id}:train:{body.model_seq_id}"
 
@@ -173,10 +174,10 @@ class TinkerService:
             raise ConfigError(f"base_model = '{name}' is not served{did_you_mean(name or '', known)}")
 
     def info(self, name: str) -> dict[str, Any]:
-        """What a client is told of a model.
+        """A description of a model for clients.
 
         Raises:
-            Unknown: it is not there.
+            Unknown: it does not exist.
         """
         model = self._models.get(name)
         if model is None:
@@ -193,7 +194,7 @@ class TinkerService:
     # Training
 
     def forward_backward(self, body: ForwardBackward, size_bytes: int) -> str:
-        """Put sequences in line, which came in a body of so many bytes; the request's number."""
+        """Queue training sequences from a body of ``size_bytes``; the request's number."""
         return self._submit(
             f"{body.model_id}:{body.seq_id}",
             lambda reply: reply(Result(self._model(body.model_id).forward_backward(body), is_proto=True)),
@@ -201,7 +202,7 @@ class TinkerService:
         )
 
     def optim_step(self, body: request_schema.OptimStep) -> str:
-        """Put an update in line; the request's number."""
+        """Queue an update; the request's number."""
 
         def job(reply: Reply) -> None:
             if body.adam_params is None:
@@ -211,7 +212,7 @@ class TinkerService:
         return self._submit(self._name_request(body.model_id, body.seq_id), job)
 
     def save_weights(self, body: request_schema.SaveWeights) -> str:
-        """Put a save in line; the request's number."""
+        """Queue a save; the request's number."""
 
         def job(reply: Reply) -> None:
             model = self._model(body.model_id)
@@ -223,7 +224,7 @@ class TinkerService:
         return self._submit(self._name_request(body.model_id, body.seq_id), job)
 
     def save_for_sampler(self, body: request_schema.SaveForSampler) -> str:
-        """Put a save for the sampler in line; the request's number. Without a name it comes with a sampling session."""
+        """Queue a save for the sampler; the request's number. Without a name it gets a sampling session."""
 
         def job(reply: Reply) -> None:
             if body.kind != "snapshot":
@@ -243,7 +244,7 @@ class TinkerService:
         return self._submit(self._name_request(body.model_id, body.seq_id), job)
 
     def load_weights(self, body: request_schema.LoadWeights) -> str:
-        """Put a load in line, onto a model or as a new one; the request's number."""
+        """Queue a load, onto a model or as a new one; the request's number."""
         is_new = body.session_id is not None
         if is_new:
             self.hear(body.session_id or "")
@@ -278,7 +279,7 @@ class TinkerService:
     # Sampling
 
     def create_sampling(self, body: request_schema.CreateSampling) -> str:
-        """A sampling session of saved weights, or of the base.
+        """Create a sampling session of saved weights, or of the base.
 
         Raises:
             UserError: there are no such weights.
@@ -291,7 +292,7 @@ class TinkerService:
         return self._add_sampler(body.session_id, body.sampling_session_seq_id, body.model_path)
 
     def _add_sampler(self, session: str, number: int | None, path: str | None) -> str:
-        """A sampling session's name, the same for one that is asked for again."""
+        """Add a sampling session; its name, which is the same for a repeated request."""
         if session not in self._sessions:
             raise StateError(f"session_id = '{session}' has ended; create another.")
         samplers = self._sessions[session].samplers
@@ -313,7 +314,7 @@ class TinkerService:
         return session.samplers[sampler]
 
     def sampler(self, name: str) -> dict[str, Any]:
-        """What a client is told of a sampling session.
+        """A description of a sampling session for clients.
 
         Raises:
             Unknown: there is no such session.
@@ -321,7 +322,7 @@ class TinkerService:
         return {"sampler_id": name, "base_model": str(self.config.folder), "model_path": self._weights_of(name)}
 
     def sample(self, body: request_schema.SampleBody, size_bytes: int) -> tuple[str, list[str]]:
-        """Put a prompt in line, which came in a body of so many bytes; the request's number, and one of each answer."""
+        """Queue a prompt from a body of ``size_bytes``; the request's number, and one for each answer."""
         path = body.model_path
         if body.sampling_session_id is not None:
             path = self._weights_of(body.sampling_session_id)
@@ -329,7 +330,7 @@ class TinkerService:
             self._require_base(body.base_model)
         if not 1 <= body.num_samples <= MOST_SAMPLES:
             raise ConfigError(f"num_samples = {body.num_samples} must be from 1 to {MOST_SAMPLES}.")
-        # Without a session two clients may give the same number, so that no request is one that comes again.
+        # Without a session two clients may use the same number, so no request counts as a repetition.
         has_session = body.sampling_session_id is not None
         name = self._name_request(body.sampling_session_id or "sample", body.seq_id if has_session else None)
 
@@ -351,7 +352,7 @@ class TinkerService:
         return name
 
     def _name_request(self, of: str, number: int | None) -> str:
-        """A request's name: the same for one that comes again."""
+        """A request's name: the same for a repeated request."""
         return f"{of}:{uuid.uuid4().hex if number is None else number}"
 
 

@@ -2,10 +2,10 @@
 
     trainer     publish v0 ─────────────── train s0 ─ publish v1 ─ train s1 ─ publish v2 ...
                          └▶ sampler    take v0 ─ sample g0 to g3 ─ retire v0 ─ take v1 ─ sample g4, g5 ...
-                            grader                 └ g0 ┘ └ g1 ┘               (rank 0's of the trainer)
+                            grader                 └ g0 ┘ └ g1 ┘               (on the trainer's rank 0)
 
-Each goes through its own lane of the program. What one waits for on another lane comes over the lines of
-``RolloutHub``: which version samples which group is the program's to say, whoever is faster.
+Each runs its own lane of the program. Results of other lanes arrive over the connections of ``RolloutHub``; the program
+says which version samples which group, independent of timing.
 """
 
 from __future__ import annotations
@@ -44,26 +44,26 @@ from superstep.tune.rl.rollout_worker import RolloutWorker, TrainerLeft
 from superstep.tune.rl.sampling import words_of
 
 SOCKET = "samplers"
-"""Where samplers and the trainer meet, in the folder of their launch."""
+"""The socket between samplers and trainer, in the folder of their launch."""
 
 REMOVAL_S = 1.0
-"""How long it may take to remove a version's folder."""
+"""Seconds to wait for a version's folder to be removed."""
 
 
 def samplers_of(job: RlJob) -> int:
-    """How many samplers there are: each is a world of ``rollout.tp`` ranks."""
+    """Number of samplers: each is a world of ``rollout.tp`` ranks."""
     return own_ranks(job.rollout) // job.rollout.tp
 
 
 class TrainerLane:
-    """One rank of those that train.
+    """One training rank.
 
     Args:
-        trainer: this rank's weights.
-        training: its part in training.
+        trainer: this rank's trainer.
+        training: its steps.
         exchange: rank 0's; None on the others.
-        snapshots: where they are written.
-        timeout_s: how long samplers and graders may be waited for.
+        snapshots: their folder.
+        timeout_s: for samplers and graders.
     """
 
     def __init__(
@@ -81,11 +81,11 @@ class TrainerLane:
         self._timeout_s = timeout_s
 
     def run(self, program: Iterations) -> None:
-        """Everything that the lane lists.
+        """Run the whole lane.
 
         Raises:
-            Stopped: that was asked for, and what was done is saved.
-            Fault: the run directory was moved or removed, and what was done is saved.
+            Stopped: a stop was requested, and the state is saved.
+            Fault: the run directory was moved or removed, and the state is saved.
         """
         for i in program.lane("trainer"):
             self._training.require_folder()
@@ -124,11 +124,11 @@ class SamplerLane:
     """One rank of a sampler.
 
     Args:
-        seat: its part in sampling.
+        seat: its rollout worker.
         line: to the trainer.
         environment: of the tasks.
         seed: of the tasks.
-        tasks: the number of a place's task, where it is another.
+        tasks: task numbers of places that have exchanged theirs.
     """
 
     def __init__(
@@ -142,16 +142,16 @@ class SamplerLane:
         self._has_left = False
 
     def run(self, program: Iterations) -> None:
-        """Everything that the lane lists, or what of it is wanted."""
+        """Run the lane, until its end or until the trainer needs no more."""
         lane = program.lane("sampler")
         taken: Path | None = None
         at = 0
         while at < len(lane):
             match lane[at]:
                 case Take(version):
-                    # Of ranks that share a model none may leave alone.
-                    taken, *_ = told = gather(self._line.version(version))
-                    if None in told:
+                    # Ranks that share a model must leave together.
+                    taken, *_ = paths = gather(self._line.version(version))
+                    if None in paths:
                         return
                 case Sample(_, version):
                     assert taken is not None, "a version was taken"
@@ -180,28 +180,29 @@ class SamplerLane:
             self._has_left = True
 
     def _is_removed(self, folder: Path) -> bool:
-        """Whether a version has gone, most likely with the run directory. The trainer sees that before long, saves the
-        state and ends the run; it would not come to that if a sampler ended first.
+        """Whether a version's folder is gone, most likely with the run directory. The trainer will detect that, save
+        the state
+        and end the run; it could not if a sampler failed first.
         """
         return self._line.ends_within(REMOVAL_S) or not folder.exists()
 
     def _look(self) -> None:
-        """After each step of the engine."""
+        """Called after each step of the engine."""
         if self._line.is_over:
             self._has_left = True
             raise TrainerLeft
 
 
 def owners_of(program: Iterations, samplers: int) -> dict[int, int]:
-    """Which sampler draws each group: those that are drawn together are dealt out in turn."""
+    """The sampler of each group: groups that are sampled together are divided in turn."""
     lane = program.lane("sampler")
-    found: dict[int, int] = {}
+    owners: dict[int, int] = {}
     at = 0
     while at < len(lane):
         batch = samples_from(lane[at:])
-        found |= {number: nth % samplers for nth, number in enumerate(batch)}
+        owners |= {number: nth % samplers for nth, number in enumerate(batch)}
         at += max(1, len(batch))
-    return found
+    return owners
 
 
 def train_apart(
@@ -211,7 +212,7 @@ def train_apart(
     tell_save: TellSave = tell_nobody,
     retried: Retried = nothing_retried,
 ) -> bool:
-    """One rank of those that train, from assembly to the last step; whether it was asked to stop before that."""
+    """One training rank, from assembly to the last step; whether it stopped early on request."""
     require_own_room(world, job, "trainer")
     texts = beside(job) if world.rank == 0 else {}
     trainer = PolicyTrainer(world, job.run, job.folder, texts, temperature=job.rollout.temperature)
@@ -238,7 +239,7 @@ def train_apart(
 
 
 def _open_hub(world: World, job: RlJob, stack: ExitStack, retried: Retried) -> RolloutHub:
-    """What rank 0 has besides: the record, graders, and the ends of all lines."""
+    """Rank 0's additional parts: the record, graders, and the connections."""
     assert world.folder is not None, "the ranks were launched"
     record = RolloutLog(job.folder.root / NAME)
     stack.callback(record.close)
@@ -263,7 +264,7 @@ def _open_hub(world: World, job: RlJob, stack: ExitStack, retried: Retried) -> R
 
 
 def sample_apart(world: World, job: RlJob, number: int) -> None:
-    """One rank of a sampler, until no more is wanted.
+    """One rank of a sampler, until the trainer needs no more.
 
     Args:
         world: the ranks that share the sampler's model.
@@ -286,10 +287,10 @@ def sample_apart(world: World, job: RlJob, number: int) -> None:
 
 
 def require_own_room(world: World, job: RlJob, who: Literal["sampler", "trainer"]) -> int | None:
-    """Pages for which there is room, once it is seen that everything has. Of a CPU that is known beforehand.
+    """Check memory, and choose the pages of the KV cache. On a CPU both are known before the launch.
 
     Raises:
-        ConfigError: something has no room on this rank's GPU.
+        ConfigError: something does not fit on this rank's GPU.
     """
     if world.device.kind == "cpu":
         return job.rollout.pages
@@ -306,8 +307,8 @@ def parties_of(job: RlJob, train: Callable[..., bool], sample: Callable[..., Non
 
     Args:
         job: of the run.
-        train: what a trainer's rank does: given its world and the job.
-        sample: what a sampler's does: given the sampler's number, too.
+        train: runs a trainer's rank, with its world and the job.
+        sample: runs a sampler's rank, with the sampler's number too.
     """
     trainer = RankWorld(name="trainer", size=job.run.plan.mesh.world, worker=train, args=(job,))
     samplers = [

@@ -1,11 +1,12 @@
-"""The line between samplers and the trainer's rank 0, where they are processes of their own on one host.
+"""The connection between samplers and the trainer's rank 0, in separate processes of one host.
 
-    sampler 0, each rank ──Here──▶                 whose line it is
-                         ──Drawn, Retired──▶       what is drawn, in order; the first rank's
-                         ◀──Version, Leave──       what may be taken, and that no more is wanted
-                         ──Bye──▶                  the lane has come to its end
+    sampler 0, each rank ──Here──▶                 its numbers
+                         ──Drawn, Retired──▶       samples, in order; from the first rank
+                         ◀──Version, Leave──       available versions, and the end
+                         ──Bye──▶                  the end of the lane
 
-A line that breaks without a ``SamplerEnd`` is a fault: the other end has failed before, and says why to the launcher.
+A connection that breaks without a ``SamplerEnd`` is a fault: the other end has failed, and reports the reason to the
+launcher.
 """
 
 from __future__ import annotations
@@ -31,19 +32,19 @@ from superstep.tune.rl.disaggregated.hub_messages import (
 from superstep.tune.rl.from_rank0 import WaitLimit
 
 AGAIN_S = 0.05
-"""How soon a line is tried again that nobody listens to yet."""
+"""Pause between attempts to connect."""
 
 LOST = (EOFError, ConnectionError)
-"""What a line is broken with."""
+"""Errors of a broken connection."""
 
 
 class HubConnection:
-    """The end of a sampler's rank; the thread that samples uses it.
+    """The end of a sampler's rank, used by its sampling thread.
 
     Args:
-        address: of the socket that the trainer's rank 0 listens to.
-        here: whose line it is.
-        timeout_s: how long the trainer may be waited for.
+        address: of the socket of the trainer's rank 0.
+        here: numbers of this rank.
+        timeout_s: for the trainer.
 
     Raises:
         Fault: nobody listens.
@@ -58,15 +59,15 @@ class HubConnection:
 
     @property
     def is_over(self) -> bool:
-        """Whether no more is wanted."""
+        """Whether the trainer needs no more."""
         self._listen(0.0)
         return self._is_over
 
     def version(self, version: int) -> Path | None:
-        """The snapshot of a version, once it is there; None where no more is wanted.
+        """The snapshot of a version, once it exists; None if the trainer needs no more.
 
         Raises:
-            Fault: the trainer is late, or has gone.
+            Fault: the trainer is late, or the connection broke.
         """
         patience = WaitLimit(self._timeout_s)
         self._listen(0.0)
@@ -77,10 +78,10 @@ class HubConnection:
         return None if self._is_over else self._versions[version]
 
     def ends_within(self, seconds: float | None = None) -> bool:
-        """Whether no more is wanted, once that is said or after so many seconds; None waits as long as for a version.
+        """Wait at most ``seconds`` for the end; None waits as long as for a version.
 
         Raises:
-            Fault: the trainer has gone.
+            Fault: the connection broke.
         """
         patience = WaitLimit(self._timeout_s if seconds is None else seconds)
         while not self.is_over and patience.left_s:
@@ -88,16 +89,16 @@ class HubConnection:
         return self._is_over
 
     def tell(self, message: SampledGroup | Retired) -> None:
-        """What was drawn, or that no more will be."""
+        """Send samples, or the end of a version's samples."""
         self._say(message)
 
     def close(self) -> None:
-        """The lane has come to its end."""
+        """Report the end of the lane, and close."""
         self._say(SamplerEnd())
         self._pipe.close()
 
     def _listen(self, seconds: float) -> None:
-        """Take what is there, or what comes within so many seconds."""
+        """Receive pending messages, and those of the next ``seconds``."""
         try:
             while self._pipe.poll(seconds):
                 match decode_from_trainer(self._pipe.recv_bytes()):

@@ -1,6 +1,6 @@
-"""What a sampler's ranks and the trainer's rank 0 send each other over a ``hub_connection``, as MessagePack.
+"""Messages between a sampler's ranks and the trainer's rank 0 over a ``hub_connection``, as MessagePack.
 
-No pickle: a message of one can do nothing to the other but be one of these.
+No pickle: a message can only be one of these types.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from superstep.tune.rl.sampling import TaskGroup
 
 
 class SamplerHello(msgspec.Struct, frozen=True, tag=True):
-    """From a sampler's rank: whose line this is."""
+    """From a sampler's rank: its numbers."""
 
     sampler: int
     rank: int
@@ -24,24 +24,24 @@ class SampledGroup(msgspec.Struct, frozen=True, tag=True):
 
 
 class Retired(msgspec.Struct, frozen=True, tag=True):
-    """From a sampler's first rank: it has drawn all that it shall with a version."""
+    """From a sampler's first rank: it does not need a version any more."""
 
     version: int
 
 
 class SamplerEnd(msgspec.Struct, frozen=True, tag=True):
-    """From a sampler's rank: it has come to the end of its lane."""
+    """From a sampler's rank: it has reached the end of its lane."""
 
 
 class Version(msgspec.Struct, frozen=True, tag=True):
-    """From the trainer: a snapshot that may be taken, and its folder."""
+    """From the trainer: an available snapshot, and its folder."""
 
     version: int
     path: str
 
 
 class EndSampling(msgspec.Struct, frozen=True, tag=True):
-    """From the trainer: no more is wanted."""
+    """From the trainer: no more samples are needed."""
 
 
 FromSampler = SamplerHello | SampledGroup | Retired | SamplerEnd

@@ -1,9 +1,9 @@
-"""Where samplers with ranks of their own and the trainer meet: on the trainer's rank 0, which keeps the record.
+"""The hub of samplers with ranks of their own: on the trainer's rank 0, which keeps the record.
 
-    lines, a thread each     groups ──▶ record ──▶ graders        retired by all ──▶ the snapshot is removed
-    the thread that trains   publishes ──▶ every line             waits for groups and grades
+    connections, a thread each   groups ──▶ record ──▶ graders        retired by all ──▶ the snapshot is removed
+    the training thread          publishes ──▶ all connections        waits for groups and grades
 
-What comes is on record as soon as it is heard, while the main thread trains.
+Results are recorded when they arrive, while the main thread trains.
 """
 
 from __future__ import annotations
@@ -45,34 +45,34 @@ from superstep.tune.rl.sampling import TaskGroup
 
 @dataclass(frozen=True, slots=True)
 class TaskWindow:
-    """Which places may exchange their tasks: none, or those of the next steps.
+    """Places that may exchange their tasks: none, or those of the next steps.
 
     Attributes:
-        steps: how many.
-        asked: of the run.
+        steps: number of next steps.
+        asked: the schedule of the run.
     """
 
     steps: int
     asked: RlSchedule
 
     def places(self, first: int, task: int) -> range:
-        """Where a task may go that is not there yet: to places from ``first`` on, not far from its own."""
+        """Places for a missing task: from ``first`` on, near its own."""
         last = min(self.asked.step_of(task) + self.steps, self.asked.steps - 1)
         return range(first, self.asked.groups_of(last).stop)
 
 
 class RolloutHub:
-    """The trainer's end of all lines.
+    """The trainer's end of all connections.
 
     Args:
-        address: of the socket to listen to.
-        record: that is kept.
-        grading: of what is on it.
-        samplers: how many there are.
-        ranks: of each, who all have a line.
-        owners: which sampler draws each task.
+        address: of the socket to listen on.
+        record: of rollouts.
+        grading: of recorded groups.
+        samplers: their number.
+        ranks: of each; all of them connect.
+        owners: the sampler of each task.
         window: of places.
-        timeout_s: how long samplers and graders may be waited for.
+        timeout_s: for samplers and graders.
     """
 
     def __init__(  # noqa: PLR0913
@@ -116,20 +116,20 @@ class RolloutHub:
             self._is_closed = True
             for line in self._lines:
                 _hang_up(line)
-        with suppress(OSError):  # who waits for a line is woken by one
+        with suppress(OSError):  # a connection wakes the accepting thread
             Client(str(self._address), "AF_UNIX").close()
         self._accepting.join()
 
     def publish(self, version: int, write: Callable[[], Path]) -> None:
-        """Write a snapshot, and tell the samplers."""
-        # One of the same bits that is retired just now is either gone before, or stays.
+        """Write a snapshot, and report it to the samplers."""
+        # A snapshot of the same bits that is being retired is either gone before, or stays.
         with self._record.lock:
             path = write()
             self._record.publish(version, path)
         self._tell(Version(version, str(path)))
 
     def wait(self, places: range, beat_s: float, patience: WaitLimit) -> Lesson | None:
-        """The groups of a step with their grades; None where some are not there after ``beat_s``.
+        """The groups of a step with their grades; None if some are missing after ``beat_s``.
 
         Raises:
             ConfigError: the environment has no such task.
@@ -152,11 +152,11 @@ class RolloutHub:
         return None if verdicts is None else ([self._record.groups[place] for place in places], verdicts)
 
     def forget(self, places: range) -> None:
-        """Let go of what was trained on."""
+        """Drop groups after training."""
         self._record.forget(places)
 
     def _missing(self, places: range) -> list[int]:
-        """The places that have to be waited for. Those within the window exchange theirs with others that are done."""
+        """The missing places. Places within the window exchange their tasks with finished ones."""
         if not self._window.steps:
             return [place for place in places if place not in self._record.groups]
         missing = [place for place in places if not self._grading.is_done(place)]
@@ -183,10 +183,10 @@ class RolloutHub:
             self._news.notify_all()
 
     def finish(self) -> None:
-        """Let the samplers go, and wait until they have gone.
+        """End the samplers, and wait for them.
 
         Raises:
-            Fault: one does not, or goes without a word.
+            Fault: one does not end, or breaks its connection.
         """
         self._tell(EndSampling())
         patience = WaitLimit(self._timeout_s)
@@ -205,10 +205,10 @@ class RolloutHub:
         with self._news:
             self._told.append(message)
             for line in self._lines:
-                with suppress(OSError):  # one that is lost is found out by who reads
+                with suppress(OSError):  # its reading thread detects a broken connection
                     line.send_bytes(encode(message))
 
-    # A thread for each line, and one that waits for them.
+    # A thread for each connection, and one that accepts them.
 
     def _accept(self, count: int) -> None:
         with self._listener:
@@ -232,7 +232,7 @@ class RolloutHub:
                     case SamplerHello(sampler, rank):
                         name = f"sampler {sampler}, rank {rank}"
                     case SampledGroup(group):
-                        with self._news:  # who finds it on record finds its grades asked for
+                        with self._news:  # a recorded group already has its grades requested
                             self._record.keep_answers(group)
                             self._grading.submit(self._record.place(group.number))
                     case Retired(version):
@@ -266,7 +266,7 @@ Lesson = tuple[list[TaskGroup], list[tuple[Verdict, ...]]]
 
 
 def _hang_up(line: Connection) -> None:
-    """Both ends see its end. To close it would wake nobody who reads it here."""
+    """Shut down both directions: closing alone would not wake the local reader."""
     with suppress(OSError), socket.socket(fileno=os.dup(line.fileno())) as end:
         end.shutdown(socket.SHUT_RDWR)
 
