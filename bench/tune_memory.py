@@ -49,9 +49,10 @@ from superstep.plan.resolution.resolve import resolve
 from superstep.serve.files import reader
 from superstep.train.run_folder.run_paths import RunFolder
 from superstep.tune.program.memory import peaks
+from superstep.tune.rl.colocated import reinforce
 from superstep.tune.rl.config import RlConfig, RolloutConfig
 from superstep.tune.rl.initial_policy import with_start
-from superstep.tune.rl.job import RlJob, job_of, reinforce, serve_of
+from superstep.tune.rl.job import RlJob, job_of, serve_of
 from superstep.tune.rl.memory_budget import sizes_of
 
 TASKS = """

@@ -5,22 +5,19 @@ import pty
 import re
 import select
 import signal
-import socket
 import subprocess
 import sys
 import time
-from dataclasses import replace
 
 import psutil
 import pytest
 
 import runs
 import small_launcher
+from join_ranks import join_ranks
 from longer import longer
-from pool import IMPORTED
 from ranks import ranks_below
-from superstep.cli.main import entry, main
-from superstep.launch.fork_server import fork_context, place_at
+from superstep.cli.main import main
 from superstep.state.checkpoint import read_position
 from superstep.state.checkpoint_dirs import checkpoints
 
@@ -222,30 +219,12 @@ def test_torchruns_ranks_join_and_stop_together(tmp_path, monkeypatch):
 
 
 def test_ranks_that_join_are_refused_together(tmp_path, monkeypatch):
-    """As srun starts them: by nobody who imports torch for them, of which they are forks here."""
     runs.make_files(tmp_path)
     monkeypatch.chdir(tmp_path)
     assert main(["train", "run.toml", "--train.steps", "1"]) == 0
     before = runs.files(tmp_path / "run")
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    shared = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    ranks = []
-    for rank in range(2):
-        its = replace(place_at(tmp_path / f"said-{rank}"), environment=shared | {"RANK": str(rank)})
-        ranks.append(fork_context(IMPORTED).Process(target=_joins, args=(its, ["train", "run.toml", "--plan.dp", "2"])))
-        ranks[-1].start()
-    for rank in ranks:
-        rank.join(60)
-    assert [rank.exitcode for rank in ranks] == [2, 2]
-    said = "".join((tmp_path / f"said-{rank}").read_text() for rank in range(2))
+    statuses, said = join_ranks(tmp_path, ["train", "run.toml", "--plan.dp", "2"])
+    assert statuses == [2, 2]
     assert said.count("\n") == 1, said
     assert said.startswith("superstep: state.dir = 'run' already holds a run. ")
     assert runs.files(tmp_path / "run") == before
-
-
-def _joins(place, argv):
-    place.take()
-    sys.argv = ["superstep", *argv]
-    entry()

@@ -71,9 +71,9 @@ def test_reinforcement_learning_says_the_same(place, monkeypatch, capsys):
     folder.root.mkdir()
     folder.config.touch()
     saved.write(folder.checkpoints, 3)
-    monkeypatch.setattr(rl, "prepared_rl_job", lambda *_: nullcontext(SimpleNamespace(folder=folder)))
+    monkeypatch.setattr(rl, "prepared_rl_job", lambda *_, **__: nullcontext(SimpleNamespace(folder=folder)))
     monkeypatch.setattr(launch_rl, "_launch", _breaks)
-    assert report(lambda: rl.run(None)) == 1
+    assert report(lambda: rl.run(lambda: None)) == 1
     said = capsys.readouterr().err
     assert (
         f"The newest checkpoint is {folder.checkpoints}/step-000003; go on with: superstep tune rl --state.dir" in said

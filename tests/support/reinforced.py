@@ -37,11 +37,11 @@ from superstep.train.run_folder.run_paths import RunFolder
 from superstep.tune.program.instructions import Instruction, Role, Swap
 from superstep.tune.program.order import issue_order
 from superstep.tune.rl import rollout_worker as seat_module
-from superstep.tune.rl.colocated import ColocatedRank
+from superstep.tune.rl.colocated import ColocatedRank, reinforce
 from superstep.tune.rl.config import RlConfig, RolloutConfig
 from superstep.tune.rl.disaggregated.disaggregated import parties_of, sample_apart, train_apart
 from superstep.tune.rl.initial_policy import with_start
-from superstep.tune.rl.job import RlJob, job_of, reinforce, serve_of
+from superstep.tune.rl.job import RlJob, job_of, serve_of
 from superstep.tune.rl.rollout_log import RolloutLog
 from superstep.tune.rl.rollout_worker import RolloutWorker, SamplerSettings, TrainerLeft
 from superstep.tune.rl.sampling import RolloutSampler, TaskGroup, words_of

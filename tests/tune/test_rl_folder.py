@@ -19,8 +19,9 @@ from superstep.launch.ranks import World, launch_on, launch_parties
 from superstep.observe.jsonl import last_line, read
 from superstep.state.checkpoint_dirs import checkpoints, step_of
 from superstep.train.weights import publish_weights
+from superstep.tune.rl.colocated import reinforce
 from superstep.tune.rl.disaggregated.disaggregated import parties_of, sample_apart, train_apart
-from superstep.tune.rl.job import RlJob, reinforce
+from superstep.tune.rl.job import RlJob
 from superstep.tune.rl.rollout_log import NAME
 from superstep.tune.rl.rollout_worker import RolloutWorker
 from superstep.tune.rl.step_rewards import RlStepResult

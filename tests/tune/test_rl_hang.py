@@ -11,7 +11,8 @@ import reinforced
 from superstep.errors import RankLost
 from superstep.launch.ranks import World, launch_on
 from superstep.state.checkpoint_dirs import checkpoints
-from superstep.tune.rl.job import RlJob, reinforce
+from superstep.tune.rl.colocated import reinforce
+from superstep.tune.rl.job import RlJob
 from superstep.tune.rl.policy_trainer import PolicyTrainer
 
 HANGS_S = 1_000

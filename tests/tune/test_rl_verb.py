@@ -132,18 +132,6 @@ def test_what_is_wrong_with_a_recipe_is_said_in_one_line(argv, error, capsys, tm
     assert said.count("\n") == 1
 
 
-def test_torchrun_is_told_to_leave_the_ranks_to_the_verb(start, tmp_path, monkeypatch, capsys):
-    root, path = recipe(tmp_path, start, "run")
-    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "1")):
-        monkeypatch.setenv(name, value)
-    assert main(["tune", "rl", str(path)]) == 2
-    said = capsys.readouterr().err
-    assert "tune rl launches its ranks itself, on one host: start it once, without torchrun (or srun), and ask" in said
-    assert "for 2 ranks with --plan.dp or --plan.tp." in said
-    assert said.count("\n") == 1
-    assert not root.exists()
-
-
 @pytest.mark.long
 @pytest.mark.multiproc
 def test_a_run_by_the_verb_goes_on_where_it_was_stopped(start, tmp_path, capfd):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from superstep.errors import Fault
+from superstep.launch.ranks import World
 from superstep.launch.stop_request import STOPPED
 from superstep.run.console import Console
 from superstep.run.reports.report import leave_report
@@ -71,6 +72,19 @@ def status_of(go: Callable[[], bool], folder: RunFolder, console: Console, verb:
             return status
         raise
     return stopped(folder, console, verb) if is_stopped else None
+
+
+def status_under_torchrun(world: World, go: Callable[[], bool], folder: RunFolder, console: Console, verb: str) -> int:
+    """The exit status of a rank that torchrun or srun has started; rank 0 speaks for all. As ``status_of``."""
+    try:
+        is_stopped = go()
+    except (KeyboardInterrupt, SystemExit, Fault) as error:
+        if world.rank == 0 and (status := ended(error, folder, console, verb, is_of_torchrun=True)) is not None:
+            return status
+        raise
+    if is_stopped and world.rank == 0:
+        return stopped(folder, console, verb, is_of_torchrun=True)
+    return STOPPED if is_stopped else 0
 
 
 def how_to_go_on(

@@ -74,7 +74,7 @@ def require_alone(config: RunConfig, web_port: int | None, launcher: str) -> Non
     """
     if config.observe.sample is not None:
         raise ConfigError(
-            f"observe.sample = '{config.observe.sample}' needs ranks that one launcher of superstep train has, not "
+            f"observe.sample = '{config.observe.sample}' needs ranks that one launcher of superstep has, not "
             f"those of {launcher}; leave it out, and run superstep sample RUN PROMPT."
         )
     if web_port is not None:

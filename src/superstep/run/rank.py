@@ -9,11 +9,11 @@ from superstep.comm.objects import gather
 from superstep.engine.measure.probe_machine import measure_here
 from superstep.errors import Fault
 from superstep.launch.ranks import World
-from superstep.launch.stop_request import STOPPED, listening
+from superstep.launch.stop_request import listening
 from superstep.observe.events import Fanout, Resumed, Sink, Warned
 from superstep.observe.jsonl import damage
 from superstep.run.console import Console
-from superstep.run.exit_messages import ended, stopped
+from superstep.run.exit_messages import status_under_torchrun
 from superstep.run.job import TrainJob, watch_of
 from superstep.run.memory_check import require_fit
 from superstep.run.reports.prediction import peak_of
@@ -34,19 +34,7 @@ def rank_of_torchrun(world: World, job: TrainJob | None, console: Console) -> in
     """One rank's exit status; rank 0 speaks for all."""
     if job is None:
         return 0
-    try:
-        is_stopped = rank(world, job, console)
-    except (KeyboardInterrupt, SystemExit, Fault) as error:
-        if world.rank == 0 and (status := _ended(error, job, console)) is not None:
-            return status
-        raise
-    if is_stopped and world.rank == 0:
-        return stopped(job.folder, console, job.verb, is_of_torchrun=True)
-    return STOPPED if is_stopped else 0
-
-
-def _ended(error: BaseException, job: TrainJob, console: Console) -> int | None:
-    return ended(error, job.folder, console, job.verb, is_of_torchrun=True)
+    return status_under_torchrun(world, lambda: rank(world, job, console), job.folder, console, job.verb)
 
 
 def rank(world: World, job: TrainJob, console: Console) -> bool:

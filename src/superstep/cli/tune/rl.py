@@ -2,28 +2,45 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
 
-from superstep.cli.launcher import is_of_torchrun
+from superstep.cli.launcher import is_of_torchrun, launcher
 from superstep.cli.serve.serve_settings import kernels_folder
 from superstep.cli.train.terminal import Terminal
-from superstep.errors import ConfigError
+from superstep.launch.torchrun import join
+from superstep.plan.config import DeviceKind
 from superstep.run.rl.launch_rl import launch_rl
 from superstep.run.rl.prepare_rl import prepared_rl_job
+from superstep.run.rl.rl_job_message import RL_JOB
+from superstep.run.rl.rl_rank import rl_rank_of_torchrun
 from superstep.tune.rl.config import RlRecipe
+from superstep.tune.rl.job import RlJob
 
 
-def run(recipe: RlRecipe) -> int:
-    """Learn from rewards as a recipe says; the exit status."""
+def run(read: Callable[[], RlRecipe]) -> int:
+    """Learn from rewards; the exit status.
+
+    Args:
+        read: the recipe; under torchrun rank 0 alone reads it.
+    """
     if is_of_torchrun():
-        raise ConfigError(
-            "superstep tune rl launches its ranks itself, on one host: start it once, without torchrun (or srun), and "
-            f"ask for {os.environ['WORLD_SIZE']} ranks with --plan.dp or --plan.tp."
-        )
-    with prepared_rl_job(recipe, kernels_folder(None), Terminal()) as job:
+        worker = partial(rl_rank_of_torchrun, console=Terminal())
+        return join(lambda ranks: _prepared(read(), ranks), worker, RL_JOB, _device)
+    with _prepared(read()) as job:
         if job is None:
             return 0
         if (status := launch_rl(job, Terminal())) is not None:
             return status
     print(f"\nResults: {job.folder.root}", flush=True)
     return 0
+
+
+def _prepared(recipe: RlRecipe, ranks: int | None = None) -> AbstractContextManager[RlJob | None]:
+    return prepared_rl_job(recipe, kernels_folder(None), Terminal(), launcher=launcher(), ranks=ranks)
+
+
+def _device(job: RlJob | None) -> DeviceKind | None:
+    """The device that a run asks for."""
+    return None if job is None else job.run.config.plan.device

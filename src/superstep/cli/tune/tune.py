@@ -16,5 +16,5 @@ def main(argv: Sequence[str]) -> int:
         status: int = importlib.import_module(f"superstep.cli.tune.{argv[0]}").main(argv[1:])
         return status
     if argv[:1] == [REWARDS]:
-        return rl.run(read_rewards(argv[1:]))
+        return rl.run(lambda: read_rewards(argv[1:]))
     return sft_dpo.run(lambda: read_kind(argv))

@@ -16,7 +16,7 @@ from superstep.run.exit_messages import status_of
 from superstep.run.recover import Recovery, recovering
 from superstep.run.reports.report import leave_report
 from superstep.run.reports.samples import sampling
-from superstep.run.rl.rl_rank import rl_rank, rl_sampler
+from superstep.run.rl.rl_rank import VERB, rl_rank, rl_sampler
 from superstep.state.snapshots.background_checkpoint import rank_memories
 from superstep.state.snapshots.memory_snapshot import SnapshotMemory, common
 from superstep.tune.rl.disaggregated.disaggregated import parties_of
@@ -35,7 +35,7 @@ def launch_rl(job: RlJob, console: Console) -> int | None:
         Lost: a rank was lost, and there is no snapshot; or it is lost again and again after the same step.
         WentBack: the run goes back again and again to the same step.
     """
-    return status_of(lambda: _launch(job, console), job.folder, console, "tune rl")
+    return status_of(lambda: _launch(job, console), job.folder, console, VERB)
 
 
 def _launch(job: RlJob, console: Console) -> bool:

@@ -8,12 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from superstep.comm.device import Device, choose
+from superstep.errors import ConfigError
+from superstep.plan.config import RunConfig
 from superstep.plan.config_io import write_config
 from superstep.run.console import Console
 from superstep.run.disk_check import require_disk
+from superstep.run.launch_rules import OWN, Launcher, check_launch, require_alone
 from superstep.run.memory_check import require_fit
 from superstep.run.reports.plan_line import plan_text
-from superstep.run.reports.sinks import require_trackers
 from superstep.state.checkpoint import read_position
 from superstep.state.object_store.store_sync import fetch_newest, mirrored
 from superstep.state.verify import newest, verify
@@ -24,13 +26,15 @@ from superstep.train.run_folder.run_lock import hold
 from superstep.train.run_folder.run_paths import write_whole
 from superstep.train.weights.model import operations, resolve_config
 from superstep.tune.recipe import RECIPE, shorter_sequences, write
-from superstep.tune.rl.config import USUAL_TOKENS, RlRecipe
+from superstep.tune.rl.config import USUAL_TOKENS, RlRecipe, RolloutConfig
 from superstep.tune.rl.initial_policy import check_same, check_tokenizer, with_start
 from superstep.tune.rl.job import RlJob, job_of
 
 
 @contextmanager
-def prepared_rl_job(recipe: RlRecipe, kernels: Path | None, console: Console) -> Iterator[RlJob | None]:
+def prepared_rl_job(
+    recipe: RlRecipe, kernels: Path | None, console: Console, *, launcher: Launcher = OWN, ranks: int | None = None
+) -> Iterator[RlJob | None]:
     """The job of a recipe's ranks, with the run's directory held for the length of the block; None where the run is
     complete.
 
@@ -38,17 +42,22 @@ def prepared_rl_job(recipe: RlRecipe, kernels: Path | None, console: Console) ->
         recipe: of the run.
         kernels: the folder of compiled decoders; None samples without.
         console: shows what there is to say before the first step.
+        launcher: of the ranks.
+        ranks: that another launcher has; None where superstep launches them.
     """
     config, start = with_start(recipe, recipe.rl, recipe.start)
     if (shorter := shorter_sequences(recipe, config, USUAL_TOKENS)) is not None:
         console.say(shorter)
-    require_trackers(config.observe)
+    check_launch(config, 1, launcher)
+    if not launcher.is_own:
+        _require_joined(config, recipe.rollout)
     check_tokenizer(recipe.start, config)
-    choice, folder, checkpoint = run_directory.choose(resolve_config(config), verify)
+    choice, folder, checkpoint = run_directory.choose(resolve_config(config, ranks), verify)
     check_same(recipe, folder)
     store = store_of(choice, checkpoint)
-    if choose(choice.config.plan.device, choice.plan.mesh.world) == "cpu":
-        require_fit(choice, Device("cpu"), operations(choice), ranks=choice.plan.mesh.world)
+    here = choice.plan.mesh.world
+    if choose(choice.config.plan.device, launcher.ranks_here(here)) == "cpu":
+        require_fit(choice, Device("cpu"), operations(choice), ranks=launcher.local_ranks or here)
     with hold(folder), mirrored(folder.checkpoints, store, choice.config.state.keep):
         if store is not None and choice.config.state.existing == "resume":
             for told in fetch_newest(store, folder.checkpoints):
@@ -69,6 +78,7 @@ def prepared_rl_job(recipe: RlRecipe, kernels: Path | None, console: Console) ->
             start=start,
             checkpoint=checkpoint,
             kernels=kernels,
+            ranks_here=launcher.local_ranks or here,
         )
         has_begun = folder.config.is_file()
         for why in pass_over(checkpoint, verify) if checkpoint is not None else ():
@@ -82,3 +92,17 @@ def prepared_rl_job(recipe: RlRecipe, kernels: Path | None, console: Console) ->
         if not has_begun:
             console.say(f"{folder.root}: {plan_text(choice)}")
         yield replace(job, files=files)
+
+
+def _require_joined(config: RunConfig, rollout: RolloutConfig) -> None:
+    """See that nothing is wanted that ranks of torchrun or srun cannot do.
+
+    Raises:
+        ConfigError: something is; names the field.
+    """
+    require_alone(config, None, "torchrun and srun")
+    if rollout.placement == "apart":
+        raise ConfigError(
+            "rollout.placement = 'apart' needs ranks that superstep launches itself, on one host; set it to 'shared', "
+            "or start the run without torchrun and srun."
+        )

@@ -24,17 +24,30 @@ from superstep.observe.events import (
     StepDone,
 )
 from superstep.run.console import Console
+from superstep.run.exit_messages import status_under_torchrun
 from superstep.run.reports.plan_line import plan_text
 from superstep.run.reports.sinks import open_trackers, sinks
+from superstep.train.run_folder.run_lock import sharing
+from superstep.tune.rl.colocated import reinforce
 from superstep.tune.rl.disaggregated.disaggregated import sample_apart, train_apart
-from superstep.tune.rl.job import RlJob, reinforce
+from superstep.tune.rl.job import RlJob
 from superstep.tune.rl.step_rewards import RlStepResult
+
+VERB = "tune rl"
+"""The words after superstep that go on with a run."""
+
+
+def rl_rank_of_torchrun(world: World, job: RlJob | None, console: Console) -> int:
+    """One rank's exit status; rank 0 speaks for all."""
+    if job is None:
+        return 0
+    return status_under_torchrun(world, lambda: rl_rank(world, job, console), job.folder, console, VERB)
 
 
 def rl_rank(world: World, job: RlJob, console: Console) -> bool:
     """One rank that trains; whether it was asked to stop before the last step, and has."""
     train = reinforce if job.rollout.placement == "shared" else train_apart
-    with _faults(world), listening(world.stop), ExitStack() as stack:
+    with _faults(world), listening(world.stop), sharing(job.folder), ExitStack() as stack:
         report = RlReport(world, job, console, stack)
         is_stopped = train(world, job, report.learnt, report.write, report.retried)
         if not is_stopped:

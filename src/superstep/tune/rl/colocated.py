@@ -11,19 +11,38 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
-from superstep.comm.objects import gather
+from superstep.comm.objects import barrier, gather
 from superstep.grade.environment import Tasks
+from superstep.grade.workers.environment_process import EnvironmentProcess
+from superstep.grade.workers.pool import Pool
+from superstep.launch.ranks import World
 from superstep.serve.compute.runner.rank_commands import Tensors
+from superstep.train.run_folder.folder_watch import FolderWatch
+from superstep.train.run_folder.run_paths import write_whole
 from superstep.tune.program.instructions import Grade, Iterations, Publish, Retire, Sample, Save, Swap, Take, Train
+from superstep.tune.program.text import write_iterations
 from superstep.tune.rl.from_rank0 import WaitLimit, from_first
-from superstep.tune.rl.grading import Grading
+from superstep.tune.rl.grading import Grading, Retried, nothing_retried
+from superstep.tune.rl.job import (
+    PROGRAM,
+    RlJob,
+    beside,
+    continue_from,
+    note_rollback,
+    serve_of,
+    with_room,
+    worker_settings,
+)
+from superstep.tune.rl.memory_budget import beside_communicators, sampler_plan
 from superstep.tune.rl.policy_trainer import PolicyTrainer
-from superstep.tune.rl.rl_step import RlTraining
-from superstep.tune.rl.rollout_log import RolloutLog
+from superstep.tune.rl.rl_step import RlTraining, RunEnded, RunWentBack, Tell, TellSave, tell_nobody
+from superstep.tune.rl.rollout_log import NAME, RolloutLog
 from superstep.tune.rl.rollout_worker import RolloutWorker
-from superstep.tune.rl.sampling import TaskGroup
+from superstep.tune.rl.sampling import TaskGroup, words_of
 
 
 class ColocatedRank:
@@ -147,3 +166,78 @@ def samples_from(lane: Sequence[object]) -> list[int]:
             break
         versions.append(i.group)
     return versions
+
+
+def reinforce(
+    world: World,
+    job: RlJob,
+    tell: Tell = lambda learnt: None,
+    tell_save: TellSave = tell_nobody,
+    retried: Retried = nothing_retried,
+) -> bool:
+    """One rank, from assembly to the last step; whether it stopped early on request."""
+    record = _open_log(world, job)
+    environment = EnvironmentProcess(job.rl.environment, job.rollout.reply_timeout_s)
+    words = words_of(job.start)
+    job = _with_room(world, job)
+    texts = beside(job) if world.rank == 0 else {}
+    trainer = PolicyTrainer(world, job.run, job.folder, texts, temperature=job.rollout.temperature)
+    trainer.start(job.checkpoint, job.start, job.memory(world.rank), job.recovered)
+    if job.rl.kl_coef:
+        trainer.keep_reference(job.start)
+    seed = job.run.config.train.seed
+    serve = serve_of(job.run, job.rollout, job.kernels)
+    seat = RolloutWorker(world, worker_settings(job, serve), words, environment)
+    with ExitStack() as stack:
+        stack.callback(environment.close)
+        stack.callback(words.template.close)
+        stack.callback(lambda: record.close())
+        graders = None
+        if world.rank == 0:
+            graders = stack.enter_context(Pool(job.rl.environment, job.grade, retried=retried))
+            trainer.watch = stack.enter_context(FolderWatch(job.folder, job.files))
+        while True:
+            if world.rank == 0:
+                write_whole(job.folder.root / PROGRAM, write_iterations(job.program))
+            training = RlTraining(job.rl, job.rollout, job.run.config.train.steps, trainer, tell, tell_save)
+            grading = Grading(record, graders, seed)
+            timeout_s = job.rollout.timeout_s
+            iterate = ColocatedRank(seed, timeout_s, trainer, training, seat, environment, record, grading)
+            try:
+                iterate.run(job.program)
+                is_stopped = False
+                break
+            except RunEnded:
+                is_stopped = True
+                break
+            except RunWentBack as back:
+                record.close()
+                if world.rank == 0:
+                    note_rollback(job.folder, back.to_step)
+                barrier(world.device)  # the others read it
+                job = continue_from(job, back.to_step)
+                record = _open_log(world, job)
+    seat.close()
+    trainer.close()
+    return is_stopped
+
+
+def _open_log(world: World, job: RlJob) -> RolloutLog:
+    """The record of the groups that are still to be trained on. Every rank calls this together."""
+    # Every rank reads the record before rank 0 adds to it, which takes a collective.
+    record = RolloutLog(job.folder.root / NAME, is_kept=world.rank == 0)
+    record.forget(range(job.program.cursor.step * job.rl.groups))
+    barrier(world.device)
+    if world.rank == 0:
+        record.tidy()
+    return record
+
+
+def _with_room(world: World, job: RlJob) -> RlJob:
+    """The job with as many pages as fit on each rank's GPU. On CPUs they are known beforehand."""
+    if world.device.kind == "cpu":
+        return job
+    both = job.run.plan, sampler_plan(job.run, serve_of(job.run, job.rollout, job.kernels)).plan
+    free_bytes = beside_communicators(world.device.free_bytes(1), *both)
+    rollout = with_room(job.run, job.rl, job.rollout, job.program, free_bytes, gives_back=True)
+    return replace(job, rollout=replace(rollout, pages=min(pages for pages in gather(rollout.pages) if pages)))

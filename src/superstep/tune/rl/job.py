@@ -3,47 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from superstep.comm.device import Device, choose
-from superstep.comm.objects import barrier, gather
 from superstep.errors import ConfigError, StateError
 from superstep.grade.config import GradeConfig
 from superstep.grade.workers.environment_process import EnvironmentProcess
-from superstep.grade.workers.pool import Pool
-from superstep.launch.ranks import World
 from superstep.observe.events import Resumed
 from superstep.plan.resolution.resolve import Resolved
 from superstep.serve.config import ServeConfig
 from superstep.state.checkpoint import read_position
 from superstep.state.snapshots.memory_snapshot import Handles, SnapshotMemory
 from superstep.state.verify import newest
-from superstep.train.run_folder.folder_watch import FolderWatch
-from superstep.train.run_folder.run_paths import RunFolder, write_whole
+from superstep.train.run_folder.run_paths import RunFolder
 from superstep.train.weights.hf_files import hf_files
 from superstep.tune.program.compile import compile_iterations
 from superstep.tune.program.instructions import Iterations, RlSchedule
-from superstep.tune.program.text import write_iterations
-from superstep.tune.rl.colocated import ColocatedRank
 from superstep.tune.rl.config import RlConfig, RolloutConfig
-from superstep.tune.rl.grading import Grading, Retried, nothing_retried
 from superstep.tune.rl.initial_policy import check_run
 from superstep.tune.rl.memory_budget import (
-    beside_communicators,
     pages_apart,
     pages_for,
     require_sizes,
     require_snapshot_room,
-    sampler_plan,
     sizes_of,
 )
-from superstep.tune.rl.policy_trainer import PolicyTrainer
-from superstep.tune.rl.rl_step import RlTraining, RunEnded, Tell, TellSave, tell_nobody
 from superstep.tune.rl.rollout_log import NAME, RolloutLog
-from superstep.tune.rl.rollout_worker import RolloutWorker, SamplerSettings
-from superstep.tune.rl.sampling import words_of
+from superstep.tune.rl.rollout_worker import SamplerSettings
 
 PROGRAM = "iterations.txt"
 """The rest of the run, as text."""
@@ -103,8 +90,20 @@ def job_of(  # noqa: PLR0913
     start: Path,
     checkpoint: Path | None,
     kernels: Path | None = None,
+    ranks_here: int | None = None,
 ) -> RlJob:
     """Check that the run can begin, and make its job.
+
+    Args:
+        run: the resolved run.
+        rl: what is learnt.
+        rollout: how answers are sampled.
+        grade: what a grade may take.
+        folder: the run directory.
+        start: the folder of the model that it begins with.
+        checkpoint: where it goes on; None at its beginning.
+        kernels: the folder of compiled decoders; None computes without.
+        ranks_here: ranks that train on this host; None: all of them.
 
     Raises:
         ConfigError: a setting is invalid, or the environment's first task fails.
@@ -123,7 +122,7 @@ def job_of(  # noqa: PLR0913
             pages = pages_apart(run, serve_of(run, rollout, kernels), rl, program, Device("cpu").free_bytes(1))
             rollout = replace(rollout, pages=pages)
         else:
-            free_bytes = Device("cpu").free_bytes(world)
+            free_bytes = Device("cpu").free_bytes(ranks_here or world)
             rollout = with_room(run, rl, rollout, program, free_bytes, gives_back=False, kernels=kernels)
     return RlJob(
         run=run,
@@ -164,13 +163,18 @@ def left_of(
     return compile_iterations(schedule, record.cursor(schedule, step)), record.tasks
 
 
+def continue_from(job: RlJob, step: int) -> RlJob:
+    """The job with the remaining program after a step, according to the record."""
+    program, tasks = left_of(job.run, job.rl, job.rollout, job.folder, step)
+    return replace(job, program=program, tasks=tasks)
+
+
 def relaunched(job: RlJob, recovered: int | None) -> RlJob:
     """The job of restarted ranks: after a snapshot's step, or after the newest checkpoint."""
     checkpoint = newest(job.folder.checkpoints)
     saved = 0 if checkpoint is None else read_position(checkpoint).step
     step = saved if recovered is None else recovered
-    program, tasks = left_of(job.run, job.rl, job.rollout, job.folder, step)
-    return replace(job, checkpoint=checkpoint, recovered=recovered, program=program, tasks=tasks)
+    return continue_from(replace(job, checkpoint=checkpoint, recovered=recovered), step)
 
 
 def note_rollback(folder: RunFolder, step: int) -> None:
@@ -253,55 +257,3 @@ def beside(job: RlJob) -> dict[str, str]:
     files = hf_files(job.run.config, job.run.decoder, job.start / "tokenizer.json")
     template = job.start / TEMPLATE
     return files | ({TEMPLATE: template.read_text(encoding="utf-8")} if template.is_file() else {})
-
-
-def reinforce(
-    world: World,
-    job: RlJob,
-    tell: Tell = lambda learnt: None,
-    tell_save: TellSave = tell_nobody,
-    retried: Retried = nothing_retried,
-) -> bool:
-    """One rank, from assembly to the last step; whether it stopped early on request."""
-    # Every rank reads the record before rank 0 adds to it, which takes a collective.
-    record = RolloutLog(job.folder.root / NAME, is_kept=world.rank == 0)
-    record.forget(range(job.program.cursor.step * job.rl.groups))
-    barrier(world.device)
-    if world.rank == 0:
-        record.tidy()
-    environment = EnvironmentProcess(job.rl.environment, job.rollout.reply_timeout_s)
-    words = words_of(job.start)
-    if world.device.kind == "cuda":
-        both = job.run.plan, sampler_plan(job.run, serve_of(job.run, job.rollout, job.kernels)).plan
-        free_bytes = beside_communicators(world.device.free_bytes(1), *both)
-        rollout = with_room(job.run, job.rl, job.rollout, job.program, free_bytes, gives_back=True)
-        job = replace(job, rollout=replace(rollout, pages=min(pages for pages in gather(rollout.pages) if pages)))
-    texts = beside(job) if world.rank == 0 else {}
-    trainer = PolicyTrainer(world, job.run, job.folder, texts, temperature=job.rollout.temperature)
-    trainer.start(job.checkpoint, job.start, job.memory(world.rank), job.recovered)
-    if job.rl.kl_coef:
-        trainer.keep_reference(job.start)
-    config = job.run.config
-    serve = serve_of(job.run, job.rollout, job.kernels)
-    seat = RolloutWorker(world, worker_settings(job, serve), words, environment)
-    with ExitStack() as stack:
-        stack.callback(environment.close)
-        stack.callback(words.template.close)
-        stack.callback(record.close)
-        graders = None
-        if world.rank == 0:
-            graders = stack.enter_context(Pool(job.rl.environment, job.grade, retried=retried))
-            write_whole(job.folder.root / PROGRAM, write_iterations(job.program))
-            trainer.watch = stack.enter_context(FolderWatch(job.folder, job.files))
-        training = RlTraining(job.rl, job.rollout, config.train.steps, trainer, tell, tell_save)
-        grading = Grading(record, graders, config.train.seed)
-        timeout_s = job.rollout.timeout_s
-        iterate = ColocatedRank(config.train.seed, timeout_s, trainer, training, seat, environment, record, grading)
-        is_stopped = False
-        try:
-            iterate.run(job.program)
-        except RunEnded:
-            is_stopped = True
-    seat.close()
-    trainer.close()
-    return is_stopped

@@ -34,8 +34,8 @@ class RunEnded(Exception):
 
 
 class RunWentBack(Fault):
-    """The run goes back to an earlier state: the ranks end, and their launcher restarts them with the remaining
-    program.
+    """The run goes back to an earlier state, which the trainer has. With samplers apart all ranks end, and their
+    launcher restarts them with the remaining program.
     """
 
     to_step: int = 0
@@ -141,6 +141,7 @@ class RlTraining:
                 return result
             position = go_back(trainer, before, skipped, self._tell_save)
             if position.step != step:
+                trainer.position = position
                 back = RunWentBack(f"{skipped.why}; the run goes back to step {position.step}", step=step + 1)
                 back.to_step = position.step
                 raise back
