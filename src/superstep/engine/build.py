@@ -1,4 +1,4 @@
-"""Assembly: a rank's buffers, modules, attention and loss, put together into what the executor drives."""
+"""Assembly of a rank's buffers, modules, attention and loss for the executor."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ def assemble(
     begin: Callable[[StepContext, int], None],
     example: torch.Tensor | None,
 ) -> RankUnits:
-    """What one rank runs.
+    """The units of one rank.
 
     Args:
         run: the resolved run.
         specs: the model's units.
         mesh: the launched ranks.
-        buffers: of every unit whose parameters this rank holds.
+        buffers: of every unit with parameters on this rank.
         exchange: of mixtures of experts.
         begin: called with the number of a microbatch before any computation with it.
-        example: one row of input, where it is no row of tokens.
+        example: one row of input, if it is no row of tokens.
     """
     plan, numerics = run.plan, run.config.numerics
     compute_dtype = DTYPES[numerics.compute]
@@ -57,7 +57,9 @@ def assemble(
     exact = _exact(run, mesh, buffers, sums, excess)
     shared = _parameters(buffers)
     here = [unit for stage, units in enumerate(plan.stages) if plan.placement[stage] == mesh.at.pp for unit in units]
-    # Of a compiled model the blocks are: embedding and head are faster with gradients that go straight into place.
+    # Of a compiled model only the blocks are compiled: embedding and head are faster with gradients that are
+    # accumulated
+    # in place.
     built = {
         unit: build_module(
             specs[unit],
@@ -103,13 +105,13 @@ def sees_part(plan: Plan, outline: Outline) -> bool:
 
 
 def _parameters(buffers: Buffers) -> dict[str, torch.nn.Parameter]:
-    """By global name: units that name the same tensor share it."""
+    """Parameters by global name: units that name the same tensor share it."""
     every = [b for unit in buffers.values() for b in unit]
     return {slot.spec.name: b.params[slot.local] for b in every for slot in b.layout.slots}
 
 
 def _computed(module: torch.nn.Module, spec: UnitSpec, exchange: ExpertDispatch) -> Compute:
-    """The module with the keyword arguments that it takes."""
+    """A call of the module with the keyword arguments that it accepts."""
 
     def compute(x: torch.Tensor, sight: SequenceView) -> torch.Tensor:
         given = {"attend": sight.attend, "positions": sight.positions, "exchange": exchange}
@@ -120,7 +122,7 @@ def _computed(module: torch.nn.Module, spec: UnitSpec, exchange: ExpertDispatch)
 
 
 def _adders(module: torch.nn.Module, exact: ExactLayers | None) -> Iterator[tuple[torch.nn.Parameter, Adder]]:
-    """For each parameter, what adds a gradient to its buffer."""
+    """For each parameter, the function that adds a gradient to its buffer."""
     for param in module.parameters():
         if exact is not None and param.requires_grad:
             yield param, functools.partial(exact.sinks[param].grid.add, exact.sinks[param].into)
@@ -179,17 +181,17 @@ def _boundaries(
     plan = run.plan
     if example is None:
         example = torch.empty(1, run.config.data.sequence_tokens, dtype=torch.long)
-    # Context-parallel ranks have a part of what is a sequence.
+    # Context-parallel ranks have a part of a sequence.
     dims = (example.shape[1] // plan.mesh.cp, *example.shape[2:]) if plan.mesh.cp > 1 else example.shape[1:]
     rows = torch.empty(plan.microbatch, *dims, dtype=example.dtype, device="meta")
-    if run.decoder is not None:  # its shapes are known, and where tokens go to experts depends on them
+    if run.decoder is not None:  # its shapes are known, and its routing depends on them
         stream = torch.Size((*rows.shape, run.decoder.width))
-        found = (UnitOutput(rows.shape, rows.dtype), *[UnitOutput(stream, compute)] * len(specs))
+        outputs = (UnitOutput(rows.shape, rows.dtype), *[UnitOutput(stream, compute)] * len(specs))
     else:
-        with unset_fake_temporarily():  # in a rehearsal too, meta tensors do
-            found = passed(specs, rows, compute, "the model")
+        with unset_fake_temporarily():  # meta tensors suffice, in a rehearsal too
+            outputs = passed(specs, rows, compute, "the model")
     ways = plan.mesh.tp if plan.sequence_parallel else 1
-    return found[0], *(UnitOutput(_sequence_part(x.shape, ways), x.dtype) for x in found[1:])
+    return outputs[0], *(UnitOutput(_sequence_part(x.shape, ways), x.dtype) for x in outputs[1:])
 
 
 def _sequence_part(shape: torch.Size, ways: int) -> torch.Size:

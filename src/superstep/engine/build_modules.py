@@ -1,4 +1,4 @@
-"""The modules of a rank: plain model code, given this rank's parameters and changed from outside as the plan says."""
+"""The modules of a rank: plain model code with this rank's parameters, changed from outside according to the plan."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ UnitLoss = Callable[[Tensor, Tensor], Tensor]
 def build_module(
     spec: UnitSpec, params: Mapping[str, nn.Parameter], context: LayerContext
 ) -> tuple[nn.Module, tuple[Choice, ...]]:
-    """The unit's module with the given parameters in place, and what its layers compute with."""
+    """The unit's module with the given parameters, and the implementations of its layers."""
     with on_meta():
         module = spec.build()
     for local in spec.params:
@@ -51,7 +51,7 @@ def build_module(
 
 
 def fill_buffers(module: nn.Module, spec: UnitSpec, device: torch.device, compute: torch.dtype) -> None:
-    """Give the module the buffers that it has where it is built with memory: constants such as a mask."""
+    """Fill the module's buffers, such as a mask, from a copy that is built with memory."""
     if next(module.buffers(), None) is None:
         return
     with torch.device(device):
@@ -86,10 +86,10 @@ def _policy(ctx: object, op: object, *args: object, **kwargs: object) -> Checkpo
 
 
 def selective(module: Compute, *, is_exact: bool = False) -> Compute:
-    """The module, keeping only what its products and its attention gave; norms, rotary embedding and gates are
-    computed again, which costs passes over memory and no product (after Korthikanti 2022, sec. 5).
+    """The module with selective recompute: it keeps the results of products and attention; norms, rotary embedding and
+    gates are computed again, which costs memory traffic and no product (after Korthikanti 2022, sec. 5).
 
-    Exact mode adds its products up in place, and what was kept may not change; there all is computed again.
+    Exact mode sums products in place, and kept tensors may not change; there everything is computed again.
     """
 
     def compute(x: Tensor, sight: SequenceView) -> Tensor:
@@ -111,9 +111,10 @@ def build_loss(
 ) -> Loss:
     """The loss of the last unit's output: (output, aim, scale) to the sum over all tokens.
 
-    Its gradient is that of scale · sum. A decoder's whole head is fused with the loss, so that no whole logits exist;
-    ``is_straight`` lets it add the weight's gradient to the buffer at once, in the forward, which the program allows
-    where the buffer stays for the whole step (ZeRO 0 and 1).
+    Its gradient is that of scale · sum. A decoder's whole head is fused with the loss, so that the whole logits never
+    exist; ``is_straight`` lets it add the weight's gradient to the buffer in the forward, which the program allows
+    where
+    the buffer exists for the whole step (ZeRO 0 and 1).
 
     Args:
         head: the last unit's module.
@@ -139,7 +140,8 @@ def build_loss(
     columns = None if tp is None else own_part(len(linear.weight), vocab, tp)
 
     def fused(h: Tensor, aim: LossTarget, scale: float) -> Tensor:
-        # Either way the scale goes in before gradients are rounded to bf16, so that ZeRO stages give the same bits.
+        # In both cases the scale is applied before gradients are rounded to bf16, so that ZeRO stages give the same
+        # bits.
         into = linear.weight.grad if is_straight and torch.is_grad_enabled() else None
         return linear_cross_entropy_sum(
             h,
@@ -178,7 +180,7 @@ def on_part(loss: Loss, tp: Group) -> Loss:
 
 
 class _Scale(torch.autograd.Function):
-    """The identity, whose gradient is multiplied."""
+    """The identity with a scaled gradient."""
 
     @staticmethod
     def forward(ctx: object, x: Tensor, scale: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""The engine: one rank's units built from a resolved run, and the two things it does: train a step, evaluate."""
+"""The engine: one rank's units built from a resolved run; it runs training steps and evaluations."""
 
 from __future__ import annotations
 
@@ -52,15 +52,15 @@ class Engine(RankState):
         run: the resolved run.
         specs: the model's units.
         mesh: the launched ranks.
-        example: one row of input, [1, ...], where it is no row of tokens; its shape and dtype count.
-        learns: whether it takes steps; what only evaluates has neither gradients nor moments.
-        heart: told where its programs are.
-        temperature: divides the logits, in losses and in log-probabilities: what tokens were sampled with, where they
-            were.
+        example: one row of input, [1, ...], if it is no row of tokens; its shape and dtype count.
+        learns: whether it trains; without training there are neither gradients nor moments.
+        heart: receives the progress of programs.
+        temperature: divides the logits, in losses and in log-probabilities: the sampling temperature of the tokens, if
+            any.
 
     Attributes:
         routers: counts of the training steps; None without experts.
-        layers: what computes the layers of this rank, on one line.
+        layers: implementations of this rank's layers, on one line.
         newest_program: of the newest training step, which depends on its number of microbatches.
     """
 
@@ -115,18 +115,18 @@ class Engine(RankState):
         return DONE if self.snapshots is None else self.snapshots.copy(unit)
 
     def trained_buffers(self) -> Iterator[UnitBuffers]:
-        """Those that the optimizer updates."""
+        """Buffers that the optimizer updates."""
         return (b for _, b in self._each() if not b.is_frozen)
 
     def keep_snapshots(self, memory: SnapshotMemory) -> Snapshots:
-        """Have the state copied into a memory by the step program, where it has a ``Snapshot`` and one is due."""
+        """Let the step program copy the state into a memory, where it has a ``Snapshot`` and one is due."""
         frozen = self.step_program.frozen
         trained = {u: [b for b in each if not b.is_frozen] for u, each in self.buffers.items() if u not in frozen}
         self.snapshots = Snapshots(memory, trained, self.mesh.device)
         return self.snapshots
 
     def _begin(self, context: StepContext, m: int) -> None:
-        """Tell the exchange which sequences come next."""
+        """Set the next sequences in the exchange."""
         plan, train, count = self.run.plan, self.run.config.train, len(context.microbatches)
         first = (self.mesh.at.dp * count + m) * plan.microbatch
         self._exchange.now = DispatchContext(
@@ -152,22 +152,24 @@ class Engine(RankState):
         """Run the step program.
 
         Args:
-            microbatches: this data-parallel rank's, in order. For another number of them than the plan's, which must be
-                the same on all ranks, a program is made and kept.
+            microbatches: of this data-parallel rank, in order. For another number than the plan's, which must be the
+                same on
+                all ranks, a program is compiled and kept.
             valid_tokens: of the whole global batch.
             lr: the learning rate.
             divisor: the one divisor of the loss, above zero; None means ``valid_tokens``.
-            objective: what is made of a target's log-probability and of the microbatches' streams; None means what
-                ``train.loss`` says.
+            objective: of a target's log-probability and of the microbatches' streams; None means the loss of
+                ``train.loss``.
             inspect: called when the gradients are final, before the update.
-            judge: asked before it with what all ranks know; where it says why, none makes the update. Without it a
-                sum that leaves its exact range is a fault, with it a reason.
-            record: what notes when each instruction ran.
-            stop: whether this rank is asked to stop; asked for at the end of the step.
+            judge: called before the update with numbers that are equal on all ranks; a reason rejects the update.
+                Without it
+                a sum that leaves its exact range is a fault, with it a reason.
+            record: records when each instruction ran.
+            stop: whether this rank has a request to stop; read at the end of the step.
 
         Raises:
-            DataError: the divisor divides nothing, or a stream is missing or of another shape than the targets.
-            ConfigError: the last unit has a loss of its own, which knows nothing of streams and objectives.
+            DataError: the divisor is invalid, or a stream is missing or of another shape than the targets.
+            ConfigError: the last unit has a loss of its own, which supports no streams and objectives.
         """
         divisor = require_divisor(float(valid_tokens) if divisor is None else divisor)
         self.newest_program, _ = self._programs(len(microbatches))
@@ -199,7 +201,7 @@ class Engine(RankState):
         return result
 
     def _programs(self, count: int) -> tuple[Program, Program]:
-        """A step and an evaluation of so many microbatches on a rank."""
+        """Step and evaluation programs for ``count`` microbatches on a rank."""
         plan = self.run.plan
         if count == plan.microbatches:
             return self.step_program, self.evaluation_program
@@ -211,7 +213,7 @@ class Engine(RankState):
     def _watching(
         self, objective: Objective, microbatches: Sequence[Microbatch], *, keeps: bool = False
     ) -> TokenMetrics:
-        """What the loss is in the run of a program to come."""
+        """The metrics and loss of the next run of a program."""
         is_exact, temperature = self.run.plan.grain is not None, self._temperature
         watch = TokenMetrics(
             objective, microbatches, self.mesh, is_exact=is_exact, keeps=keeps, temperature=temperature
@@ -224,7 +226,7 @@ class Engine(RankState):
         return watch
 
     def _update(self, context: StepContext, loss: torch.Tensor) -> StepResult:
-        """Make the update of a step whose gradients are complete, or say why it is refused.
+        """Update the parameters after a step's backward passes, or return the reason of a rejection.
 
         Args:
             context: of the step.
@@ -239,10 +241,10 @@ class Engine(RankState):
             self._heart.waits()
             is_copy_refused = self.snapshots is not None and self.snapshots.refused is not None
             own_flags = arguments.stop.is_asked, is_copy_refused
-            square, told, flags = self.optimizer.sums(mine, self._excess, own_flags)
+            square, sums, flags = self.optimizer.sums(mine, self._excess, own_flags)
             self._heart.works()
-            self._measures = self._mean_measures(context.metrics, told[1:])
-            loss_value, norm, refused = told[0] / arguments.divisor, math.sqrt(square), ""
+            self._measures = self._mean_measures(context.metrics, sums[1:])
+            loss_value, norm, refused = sums[0] / arguments.divisor, math.sqrt(square), ""
         except OutOfRange as error:
             if arguments.judge is None:
                 mend = "" if context.metrics.is_plain else f" {WEIGHTS_MEND}"
@@ -268,16 +270,16 @@ class Engine(RankState):
 
     @property
     def measures(self) -> Mapping[str, float]:
-        """What the objective tells of the newest step, for ``inspect`` too."""
+        """The objective's measures of the newest step, also available in ``inspect``."""
         return self._measures
 
     @property
     def _sees_part(self) -> bool:
-        """Whether each tp rank sees a part of the tokens of its own."""
+        """Whether each tp rank processes its own part of the tokens."""
         return sees_part(self.run.plan, self.run.outline)
 
     def _to_sum(self, metrics: TokenMetrics, loss: torch.Tensor) -> torch.Tensor:
-        """What is to be summed over all ranks after a run: the loss, and what was seen of the tokens, fp64."""
+        """Numbers to sum over all ranks after a run: the loss, and metrics of the tokens, fp64."""
         # Where every tp rank computed the same loss, one of them counts it.
         is_counted = self.mesh.at.tp == 0 or self._sees_part
         loss = (loss * is_counted).double().view(1)
@@ -288,21 +290,21 @@ class Engine(RankState):
             return {}
         measures, size = metrics.told(summed)
         if self.run.plan.grain is not None:
-            require_exact_loss(size)  # losses of both signs may leave the range together and sum to little
+            require_exact_loss(size)  # losses of both signs may leave the range together and still have a small sum
         return measures
 
     def evaluate(
         self, microbatches: Sequence[Microbatch], *, objective: Objective = CROSS_ENTROPY
     ) -> tuple[float, float]:
-        """The loss summed over the tokens of one global batch, and how many have a target, on all ranks; with a stream
-        ``weights``, the sizes of their weights together.
+        """The loss summed over the tokens of one global batch, and the number of targets, on all ranks; with a stream
+        ``weights``, the sum of their sizes.
         """
         metrics = self._watching(objective, microbatches)
         own_loss = self._evaluate(metrics, microbatches)
         weighed = [_weight_sum(m) for m in microbatches]
         is_counted = self.mesh.at.tp == 0 and self.mesh.at.pp == self.run.plan.placement[-1]
-        told = torch.cat((self._to_sum(metrics, own_loss)[:1], torch.stack(weighed).sum().view(1) * is_counted))
-        loss, weight = sum_over(told, self.mesh.world).tolist()
+        totals = torch.cat((self._to_sum(metrics, own_loss)[:1], torch.stack(weighed).sum().view(1) * is_counted))
+        loss, weight = sum_over(totals, self.mesh.world).tolist()
         return loss, weight
 
     def _evaluate(self, metrics: TokenMetrics, microbatches: Sequence[Microbatch]) -> torch.Tensor:
@@ -311,31 +313,33 @@ class Engine(RankState):
         number = self.optimizer.steps
         context = StepContext(program=program, microbatches=microbatches, metrics=metrics, number=number)
         loss = self._executor.run(context).loss
-        self._exchange.told()  # of training alone is kept count
+        self._exchange.told()  # drop the counts: only training counts
         return loss
 
     def own_logprobs(self, microbatches: Sequence[Microbatch]) -> list[torch.Tensor]:
         """The log-probability of each target of this rank's microbatches, fp32, in their order and of the targets'
-        shape; zero where a target is ignored. None on ranks without the last unit. Every rank calls it.
+        shape; zero
+        for ignored targets. None on ranks without the last unit. Every rank calls this together.
         """
         watch = self._watching(CROSS_ENTROPY, [_bare(m) for m in microbatches], keeps=True)
         self._evaluate(watch, microbatches)
         if not watch.has_kept:
             return []
         ways = self.mesh.tp.size() if self.mesh.tp is not None and self._sees_part else 1
-        found = []
+        logprobs = []
         for m, microbatch in enumerate(microbatches):
             rows, *dims = microbatch.targets.shape
             if ways == 1:
-                found.append(watch.kept(m).view(rows, *dims))
+                logprobs.append(watch.kept(m).view(rows, *dims))
             else:
                 assert self.mesh.tp is not None
-                found.append(gather_sequence(watch.kept(m).view(rows, dims[0] // ways, *dims[1:]), self.mesh.tp))
-        return found
+                logprobs.append(gather_sequence(watch.kept(m).view(rows, dims[0] // ways, *dims[1:]), self.mesh.tp))
+        return logprobs
 
     def logprobs(self, microbatches: Sequence[Microbatch]) -> torch.Tensor:
-        """The log-probability of each target of the whole global batch, [rows, S] and fp32, the same on
-        every rank: in exact mode the same bits on every layout. Zero where a target is ignored. Every rank calls it.
+        """The log-probability of each target of the whole global batch, [rows, S] and fp32, the same on every rank: in
+        exact
+        mode the same bits on every layout. Zero for ignored targets. Every rank calls this together.
         """
         own, at = self.own_logprobs(microbatches), self.mesh.at
         size, *dims = microbatches[0].targets.shape
@@ -344,7 +348,7 @@ class Engine(RankState):
         whole = torch.zeros(
             count * self.mesh.shape.dp, *([tokens, *dims[1:]] if dims else []), device=self.mesh.device.torch
         )
-        # Of the ranks that share a token one adds it to the others' zeros, which rounds nothing.
+        # Of the ranks that share a token one adds it to the others' zeros, which is exact.
         if own and at.tp == 0:
             mine = torch.cat(own)
             first = at.dp * count
@@ -356,7 +360,7 @@ class Engine(RankState):
         return sum_over(whole, self.mesh.world)
 
     def note_loaded(self, steps: int) -> None:
-        """To be called after the state was written to from outside: parameters follow the master weights.
+        """Call this after the state was written from outside: parameters are refreshed from the master weights.
 
         Args:
             steps: updates that the optimizer has made.
@@ -373,7 +377,7 @@ def _bare(microbatch: Microbatch) -> Microbatch:
 
 
 def _weight_sum(microbatch: Microbatch) -> torch.Tensor:
-    """How many targets a microbatch has, or the sizes of their weights together: fp64, in any order."""
+    """The number of a microbatch's targets, or the sum of their weights' sizes: fp64, in any order."""
     counts = microbatch.targets != IGNORE
     weights = microbatch.streams.get("weights")
     return exact_loss_sum(counts if weights is None else weights.abs().where(counts, 0.0))

@@ -1,7 +1,7 @@
 """The executor: a program's instructions, interpreted on one rank.
 
-Each unit is a piece of autograd graph of its own: it starts at a detached input and ends at its output, so that a
-unit's backward is final for its parameters and its gradients can leave at once.
+Each unit is an autograd graph of its own: it starts at a detached input and ends at its output, so that a unit's
+gradients are final after its backward and can be reduced at once.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ Key = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class RankUnits:
-    """What the executor drives: one rank's units, ready to run.
+    """One rank's units for the executor.
 
     Attributes:
         mesh: place and groups.
         buffers: of every unit this rank holds, one for each family of its parameters.
-        trained: those of them that have gradients.
+        trained: buffers with gradients.
         compute: unit number to its module, for the units this rank computes.
-        chosen: what their layers compute with.
-        parameters: of each of these modules, and what adds to the gradient of each.
-        sums: where their layers leave what is added to gradient buffers.
-        selective: the same, keeping less for the backward pass.
+        chosen: implementations of their layers.
+        parameters: of each of these modules, with the function that adds to the gradient of each.
+        sums: of their layers, for additions to gradient buffers.
+        selective: modules that keep less for the backward pass.
         loss: of the last unit's output; only its holder uses it.
         loss_dtype: of its result.
         boundaries: shape and dtype of each unit's input.
         begin: called with the number of a microbatch before any computation with it.
-        excess: where exact sums note what they have no room for.
-        sight: attention and positions of a microbatch, by where its documents start.
+        excess: overflows of exact sums.
+        sight: attention and positions of a microbatch, by its document starts.
     """
 
     mesh: Mesh
@@ -72,11 +72,11 @@ class RankUnits:
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """What a run of a program gives.
+    """The result of a program's run.
 
     Attributes:
-        loss: summed over this rank's tokens, fp64; zero where the rank has no head.
-        step: of the program's ``Step``, where it has one.
+        loss: summed over this rank's tokens, fp64; zero on ranks without the head.
+        step: of the program's ``Step``, if it has one.
     """
 
     loss: Tensor
@@ -85,7 +85,7 @@ class RunResult:
 
 @dataclass
 class _Flight:
-    """One run of a program, and what is under way within it."""
+    """The state of one run of a program."""
 
     context: StepContext
     sights: Sequence[SequenceView]
@@ -106,14 +106,14 @@ class Executor:
     """Runs programs on one rank.
 
     Args:
-        machine: what to drive.
-        step: the optimizer's update, called by the Step instruction with the loss summed so far.
+        machine: the rank's units.
+        step: the optimizer's update, called by the Step instruction with the loss so far.
         snapshot: starts copying the state of a unit, where a snapshot is due.
-        heart: told where it is.
+        heart: receives the progress.
     """
 
     _flight: _Flight
-    """The run that is under way: there is one within ``run`` alone."""
+    """The current run; set only within ``run``."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class Executor:
         flight = self._flight = _Flight(
             context,
             [self._machine.sight(microbatch.starts) for microbatch in context.microbatches],
-            # fp64 whatever the unit's own dtype: microbatches may be many.
+            # fp64 whatever the unit's own dtype: there may be many microbatches.
             torch.zeros((), dtype=torch.float64, device=device),
         )
         program, place = context.program, self._machine.mesh.at.pp
@@ -148,7 +148,7 @@ class Executor:
             self._follow(instructions)
         finally:
             self._heart.rests()
-            del self._flight  # with its sights go the tables of their positions
+            del self._flight  # its sights hold tables of positions
         return RunResult(flight.loss, flight.step)
 
     def _follow(self, instructions: Sequence[Instruction]) -> None:
@@ -167,13 +167,13 @@ class Executor:
         self._release(tuple(self._flight.leaving))
 
     def _release(self, sent: Iterable[Value]) -> None:
-        """Give back the memory of what was sent: now, or on a GPU once it has left. All but the last of a step has."""
+        """Free the memory of sent tensors: now, or on a GPU once they are sent. All but the last of a step are."""
         for value in sent:
             pending, _ = self._flight.leaving.pop(value)
             pending.wait()
 
     def _ready(self, instruction: Instruction) -> None:
-        """Wait for what the instruction needs from the other lanes."""
+        """Wait for an instruction's inputs from other lanes."""
         flight = self._flight
         match instruction:
             case ins.Forward(unit, m):
@@ -237,7 +237,7 @@ class Executor:
                 self._flight.step = self._step(self._flight.context, self._flight.loss)
 
     def _under_way(self, instruction: Instruction) -> PendingCollective | None:
-        """What the instruction has just started beside the compute."""
+        """The collective that the instruction has just started."""
         match instruction:
             case ins.Fetch(unit):
                 return self._flight.fetching[unit]
@@ -263,7 +263,7 @@ class Executor:
             flight.inputs[unit + 1, m] = y.detach()
 
     def _input(self, m: int) -> Tensor:
-        # A tensor of its own, because what is computed from it may be asked for its gradient.
+        # A tensor of its own, as its gradient may be needed.
         return self._flight.context.microbatches[m].tokens.detach().to(self._machine.boundaries[0].dtype)
 
     def _compute(
@@ -273,7 +273,7 @@ class Executor:
         self._machine.begin(context, m)
         module = (self._machine.selective if is_selective else self._machine.compute)[unit]
         with torch.set_grad_enabled(keeps_graph):
-            # The first unit's input has no use for a gradient, but for a graph where there is no parameter.
+            # The first unit's input needs no gradient, unless it has no parameter for a graph.
             if keeps_graph and x.is_floating_point() and (unit > 0 or not self._machine.buffers[unit]):
                 x.requires_grad_()
             y = module(x, flight.sights[m])
@@ -302,9 +302,9 @@ class Executor:
         self._flight.put_off[unit, m] = []
         if edge is not None:
             parts = self._machine.parameters[unit], self._machine.sums
-            found, self._flight.put_off[unit, m] = input_gradient(x, edge, gradient, *parts)
-            if found is not None:
-                self._flight.gradients[unit, m] = found
+            input_grad, self._flight.put_off[unit, m] = input_gradient(x, edge, gradient, *parts)
+            if input_grad is not None:
+                self._flight.gradients[unit, m] = input_grad
 
     def _backward_weight(self, unit: int, m: int) -> None:
         self._ready_gradients(unit)
@@ -318,7 +318,7 @@ class Executor:
                 buffers.ready_gradient()
 
     def _going_back(self, unit: int, m: int) -> tuple[Tensor, GradientEdge | None, Tensor]:
-        """The unit's input, where its graph ends if anything in it has a gradient, and the gradient there."""
+        """The unit's input, the end of its graph if anything in it has a gradient, and the gradient there."""
         self._machine.begin(self._flight.context, m)
         x, edge = self._flight.kept.pop((unit, m))
         gradient = self._one if unit == self._last_unit else self._flight.gradients.pop((unit + 1, m))
@@ -344,11 +344,11 @@ class Executor:
         self._values(wire)[unit, m] = tensor
 
     def _channel(self, source: int, target: int, wire: Wire, peer: int) -> tuple[torch.distributed.ProcessGroup, int]:
-        """The group that a transfer goes over, and the peer's rank in it."""
+        """The group of a transfer, and the peer's rank in it."""
         mesh = self._machine.mesh
         group = mesh.channels[source, target, wire] if mesh.transport.has_channels else mesh.pp
         assert group is not None
-        # Not its place in the pipeline: a group sorts its ranks, so that a channel upwards and one back look alike.
+        # Not its place in the pipeline: a group sorts its ranks, so channels in both directions look alike.
         return group, torch.distributed.get_group_rank(group, mesh.peer(peer))
 
     def _tag(self, wire: Wire, unit: int, m: int) -> int:
@@ -361,5 +361,5 @@ class Executor:
 
 
 def _edge(y: Tensor) -> GradientEdge | None:
-    """Where a unit's graph ends; a first unit that is frozen has none."""
+    """The end of a unit's graph; a frozen first unit has none."""
     return get_gradient_edge(y) if y.requires_grad else None

@@ -1,11 +1,11 @@
-"""A step in pieces: gradients of several calls are added up, and the update comes when it is asked for.
+"""Incremental steps: gradients of several calls are added, and the update is a separate call.
 
     add(batch)  add(batch)  ...  update(lr, hyper)
        │           │                 │
        └─ + ───────┴─ gradient ──────┘ zero again
 
-The loss is a sum here, divided by nothing: who asks for an update weighs the tokens himself. So how the tokens are
-shared out to calls makes no difference.
+The loss is a sum without a divisor: the caller weighs the tokens. So the distribution of tokens over calls makes no
+difference.
 """
 
 from __future__ import annotations
@@ -31,18 +31,20 @@ from superstep.plan.resolution.resolve import Resolved
 from superstep.program.instructions import Program, Step
 
 EXACT_SCALE = 2.0**-12
-"""In exact mode gradients are kept so much smaller: its sums are made for the mean of some thousand tokens, and a power
-of two rounds nothing."""
+"""Exact mode scales gradients by this: its sums have a range for the mean of some thousand tokens, and a power of two
+is
+exact.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassResult:
-    """What a pass over some tokens found.
+    """The result of a pass over some tokens.
 
     Attributes:
-        logp: of each target, fp32, of the targets' shape; zero where there is none.
+        logp: of each target, fp32, of the targets' shape; zero for ignored ones.
         loss: summed over the targets.
-        measures: what the objective tells of them, by name.
+        measures: of the objective, by name.
     """
 
     logp: Tensor
@@ -51,10 +53,10 @@ class PassResult:
 
 
 class PiecemealEngine(Engine):
-    """An engine of one rank that takes its steps in pieces.
+    """An engine of one rank with separate gradients and updates.
 
     Args:
-        run: the resolved run; rows and lengths of what is given may differ from it.
+        run: the resolved run; rows and lengths of the inputs may differ from it.
         specs: the model's units.
         mesh: of one rank.
 
@@ -72,7 +74,7 @@ class PiecemealEngine(Engine):
         self._scale = 1.0 if run.plan.grain is None else EXACT_SCALE
 
     def add(self, microbatch: Microbatch, objective: Objective) -> PassResult:
-        """Add the gradient of some sequences to what was added since the last update.
+        """Add the gradient of some sequences to those since the last update.
 
         Raises:
             DataError: a stream is missing, or of another shape than the targets.
@@ -98,15 +100,16 @@ class PiecemealEngine(Engine):
         return PassResult(logp=logp, loss=float(loss), measures=measures)
 
     def update(self, lr: float, hyper: AdamWSettings) -> float:
-        """Make the update that the gradients ask for, and begin anew; the gradients' norm before clipping.
+        """Update by the added gradients, and zero them; the gradients' norm before clipping.
 
         Args:
             lr: the learning rate.
             hyper: of this update.
 
         Raises:
-            Fault: a gradient is no number, or exact sums have no room for it; there was no update, and the gradients
-                are gone.
+            Fault: a gradient is not finite, or exceeds the range of exact sums; there was no update, and the gradients
+                are
+                dropped.
         """
         scale, nothing = self._scale, torch.zeros(1, dtype=torch.float64, device=self.mesh.device.torch)
         try:
@@ -123,7 +126,7 @@ class PiecemealEngine(Engine):
         return norm / scale
 
     def drop_gradients(self) -> None:
-        """Forget what was added."""
+        """Zero the gradients."""
         self._excess.clear()
         for _, b in self._each():
             if not b.is_frozen:

@@ -1,14 +1,14 @@
 """Recorders: when each instruction of a step ran, on a CPU by its clock, on a GPU by events on its streams.
 
-A CPU has done an instruction of the compute lane when it goes on. A GPU has only been told of it: the host is far
-ahead, and what it notes are launches. So there every instruction leaves two events, which are read after the step:
+A CPU has finished a compute instruction when it goes on. On a GPU the host is far ahead, and only notes launches. So
+there every instruction records two events, which are read after the step:
 
     compute stream     ──●─ Forward ─●──●─ Forward ─●──        a ● on the stream before and after the instruction
                          │ Fetch is started
     of its own           └──── waits for the collective ──●    its end: a stream that does nothing but wait for it
 
-NCCL's streams are its own; but one that waits for the work of a lane, in order, passes each end when it comes. A
-collective begins when the compute stream has come to it and its lane is done with the one before.
+NCCL's streams are internal; but a stream that waits for a lane's collectives in order passes each end when it comes. A
+collective begins when the compute stream has reached it and its lane has finished the one before.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, slots=True)
 class TimedInstruction:
-    """One instruction as it ran: seconds of this host's monotonic clock."""
+    """Times of one instruction, in seconds of this host's monotonic clock."""
 
     index: int
     start_s: float
@@ -38,24 +38,24 @@ class TimedInstruction:
 
 
 class Recorder(Protocol):
-    """Told of each instruction as it is issued."""
+    """Records each instruction as it is issued."""
 
     @property
     def issued(self) -> int:
-        """Instructions that have been issued without an error."""
+        """Number of instructions that were issued without an error."""
 
     def begin(self) -> None:
-        """The next instruction is about to be issued; what it waits for is there."""
+        """The next instruction is about to be issued; its inputs are ready."""
 
     def end(self, instruction: Instruction, under_way: PendingCollective | None) -> None:
-        """It has been issued, and has started ``under_way`` beside the compute, if anything."""
+        """It has been issued, and has started ``under_way``, if anything."""
 
     def ran(self) -> list[TimedInstruction]:
-        """When each ran. On a GPU this waits for all of them."""
+        """Times of each. On a GPU this waits for all of them."""
 
 
 class HostRecorder:
-    """By the host's clock: when it came to an instruction, and when it went on."""
+    """Records by the host's clock: the start of an instruction, and the return of its call."""
 
     def __init__(self, clock: Clock = time.perf_counter) -> None:
         self._clock = clock
@@ -83,12 +83,12 @@ class HostRecorder:
 
 
 class CudaRecorder:
-    """By events on the streams of one GPU, put on the host's clock when all have passed.
+    """Records events on the streams of one GPU, converted to the host's clock at the end.
 
     Args:
         device: the GPU.
         clock: the host's.
-        cuda: torch's module, or what stands in for it.
+        cuda: torch's module, or a replacement.
     """
 
     def __init__(self, device: Device, clock: Clock = time.perf_counter, cuda: Any = torch.cuda) -> None:  # noqa: ANN401
@@ -107,7 +107,7 @@ class CudaRecorder:
         self._start = self._mark()
 
     def end(self, instruction: Instruction, under_way: PendingCollective | None) -> None:
-        if under_way is None or isinstance(under_way, UnitCopy):  # a thread of the host waits for a copy, no stream
+        if under_way is None or isinstance(under_way, UnitCopy):  # a host thread waits for a copy, not a stream
             self._marks.append((self._start, self._mark(), None))
             return
         queue = _queue(instruction)
@@ -116,7 +116,7 @@ class CudaRecorder:
         stream = self._waiting[queue]
         stream.wait_event(self._start)
         with self._cuda.stream(stream):
-            under_way.wait()  # on NCCL that tells this stream to; the compute stream is told later, and again
+            under_way.wait()  # on NCCL this stream waits; the compute stream waits later, in a call of its own
             self._marks.append((self._start, self._mark(), queue))
 
     def ran(self) -> list[TimedInstruction]:
@@ -128,15 +128,15 @@ class CudaRecorder:
         def at_s(event: Any) -> float:  # noqa: ANN401
             return now_s - float(event.elapsed_time(last)) / 1000
 
-        found: list[TimedInstruction] = []
+        timed: list[TimedInstruction] = []
         free_s: dict[object, float] = {}
         for index, (start, end, queue) in enumerate(self._marks):
             start_s, end_s = at_s(start), at_s(end)
             if queue is not None:
                 start_s = min(max(start_s, free_s.get(queue, start_s)), end_s)
                 free_s[queue] = end_s
-            found.append(TimedInstruction(index, start_s, end_s))
-        return found
+            timed.append(TimedInstruction(index, start_s, end_s))
+        return timed
 
     def _mark(self) -> Any:  # noqa: ANN401
         event = self._cuda.Event(enable_timing=True)
@@ -145,12 +145,12 @@ class CudaRecorder:
 
 
 def recorder_for(device: Device, *, is_kept: bool) -> Recorder:
-    """The recorder of a step: what the events of a GPU cost is spent only where their times are kept."""
+    """The recorder of a step: events of a GPU are only recorded where their times are kept."""
     return CudaRecorder(device) if device.kind == "cuda" and is_kept else HostRecorder()
 
 
 def _queue(instruction: Instruction) -> object:
-    """What runs in order among itself: a channel between two ranks, or a kind of collective."""
+    """Instructions that run in order: on a channel between two ranks, or of one kind of collective."""
     match instruction:
         case Send(wire, _, _, peer) | Recv(wire, _, _, peer):
             return type(instruction), wire, peer

@@ -1,6 +1,6 @@
-"""What each layer of a unit computes with: the one place where it is decided, and in which order.
+"""The table of layers: the one place that chooses the implementation of each layer, and their order.
 
-In the place of the layer, the first that applies:
+In place of the layer, the first that applies:
 
     the loss        the head's product, which the loss multiplies by itself, a chunk of tokens at a time
     exact mode      sums of one order                                              numerics.exact
@@ -8,7 +8,7 @@ In the place of the layer, the first that applies:
     fast mode       kernels for norms, gates and the rotary embedding              numerics.kernels
                     adapted linears, then linears, embeddings and experts, whose gradients go straight into the buffer
 
-Round it, inner ones first, all that apply:
+Around it, inner ones first, all that apply:
 
     tensor parallel     a lookup or a product is summed, an input enters, the unit's output is split
     experts             each tp rank has its share of the tokens
@@ -38,16 +38,16 @@ from superstep.plan.rules import Rules
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerContext:
-    """What the choice of a unit's layers depends on.
+    """Inputs of the choice of a unit's layers.
 
     Attributes:
         tp: the ranks that tensors are cut over; None where they are whole.
-        rules: what is cut.
-        sums: where layers leave what they add to gradient buffers.
+        rules: which axes are cut.
+        sums: of layers, for additions to gradient buffers.
         sequence_parallel: the stream is split over the sequence.
-        is_first: the unit takes the input, whose sequences are whole.
+        is_first: the unit takes the input, with whole sequences.
         is_compiled: torch.compile makes its code.
-        kernels: what computes the loss, norms, gates and the rotary embedding.
+        kernels: of the loss, norms, gates and the rotary embedding.
         exact: of exact mode; None in fast mode.
     """
 
@@ -62,7 +62,7 @@ class LayerContext:
 
 
 def install_layers(module: nn.Module, spec: UnitSpec, context: LayerContext) -> tuple[Choice, ...]:
-    """Give each layer of a unit's module its forward; what was chosen."""
+    """Set the forward of each layer of a unit's module; the choices."""
     return install(module, _computing(module, spec, context), _around(module, spec, context))
 
 
@@ -77,9 +77,9 @@ def _computing(module: nn.Module, spec: UnitSpec, context: LayerContext) -> tupl
 
 
 def _around(module: nn.Module, spec: UnitSpec, context: LayerContext) -> tuple[Implementation, ...]:
-    found: tuple[Implementation, ...] = ()
+    around: tuple[Implementation, ...] = ()
     if context.tp is not None:
-        found += splitting(
+        around += splitting(
             module,
             spec,
             context.tp,
@@ -89,12 +89,12 @@ def _around(module: nn.Module, spec: UnitSpec, context: LayerContext) -> tuple[I
             is_first=context.is_first,
         )
         if not context.sequence_parallel:
-            found += splitting_tokens(context.tp)
-    return found + _NOT_COMPILED if context.is_compiled else found
+            around += splitting_tokens(context.tp)
+    return around + _NOT_COMPILED if context.is_compiled else around
 
 
 def left_to_loss(module: nn.Module, spec: UnitSpec, kernels: LayerKernels = "torch") -> tuple[Implementation, ...]:
-    """The head of a decoder, unless the unit has a loss of its own. What enters a cut head still enters there."""
+    """The head of a decoder, unless the unit has a loss of its own. The input of a cut head still enters there."""
     if not isinstance(module, Head) or spec.loss is not None:
         return ()
     head = module.lm_head
@@ -119,7 +119,7 @@ def _outside_compile(path: str, layer: nn.Module, inner: Forward) -> Forward:
 
 _NOT_COMPILED = (
     Implementation(
-        "outside torch.compile",  # how many rows an expert has is known when it runs
+        "outside torch.compile",  # an expert's number of rows is only known at run time
         "numerics.compile",
         lambda path, layer: isinstance(layer, MixtureOfExperts),
         _outside_compile,

@@ -1,8 +1,7 @@
-"""keep_what_is_freed: memory that a step has used is there for the next one.
+"""keep_what_is_freed: keep a step's freed memory for the next step.
 
-C's library gives memory back to the system as soon as a step has no use for it, and the next microbatch asks for it
-again. The system clears a page before it hands it over: on a virtual machine that takes longer than what is computed in
-it, and of a step of the benchmark's it was up to a tenth.
+C's library returns freed memory to the system, and the next microbatch allocates it again. The system clears each page
+first: on a virtual machine that takes longer than the computation in it, up to a tenth of a step of the benchmark.
 """
 
 from __future__ import annotations
@@ -10,16 +9,17 @@ from __future__ import annotations
 import ctypes
 
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
-"""Of ``mallopt(3)``: free memory at the heap's end from which it shrinks; and a piece's size from which it is mapped by
-itself, and unmapped when it is freed."""
+"""Options of ``mallopt(3)``: free memory at the heap's end from which it shrinks; and the size from which a piece is
+mapped by itself, and unmapped when it is freed.
+"""
 
 NEVER = -1
 LARGEST_BYTES = 32 * 2**20
-"""The most that glibc allows for a piece of the heap; larger ones come and go as before."""
+"""glibc's limit for a piece of the heap; larger ones are still mapped and unmapped."""
 
 
 def keep_what_is_freed() -> bool:
-    """Tell C's library so, for good; whether it knows how. Other libraries than glibc go on as they do."""
+    """Set the options, permanently; whether they are supported. Other libraries than glibc ignore them."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):

@@ -16,13 +16,14 @@ from superstep.plan.sharding.sequence import positions
 
 @dataclass(frozen=True, kw_only=True)
 class Microbatch:
-    """One microbatch on this rank: tokens and targets [microbatch, S], or any input [microbatch, ...] and class
-    numbers [microbatch].
+    """One microbatch on this rank: tokens and targets [microbatch, S], or any input [microbatch, ...] and class numbers
+    [microbatch].
 
     Attributes:
-        starts: with a document mask: where in its row each token's document starts, of the whole sequences and on the
+        starts: with a document mask: the start of each token's document within its row, of the whole sequences and on
+            the
             host, whichever tokens this rank holds: int64 [microbatch, cp · S].
-        streams: by name, what the loss reads of each target: fp32, of the targets' shape.
+        streams: inputs of the loss for each target, by name: fp32, of the targets' shape.
     """
 
     tokens: Tensor
@@ -32,12 +33,12 @@ class Microbatch:
 
 
 def rows(plan: Plan, mesh: Mesh) -> slice:
-    """The rows of the global batch that this rank's data-parallel place trains on."""
+    """The rows of the global batch of this rank's data-parallel place."""
     return rows_at(plan, mesh.at.dp)
 
 
 def rows_at(plan: Plan, place: int) -> slice:
-    """The rows of the global batch that a data-parallel place trains on."""
+    """The rows of the global batch of a data-parallel place."""
     count = plan.microbatches * plan.microbatch
     return slice(place * count, (place + 1) * count)
 
@@ -52,7 +53,7 @@ def microbatches(
 ) -> list[Microbatch]:
     """This rank's tokens of its rows, cut into microbatches on its device, and its streams likewise.
 
-    Each has ``starts_BS`` of its rows whole, on the host, whichever tokens the rank holds.
+    Each has the whole ``starts_BS`` of its rows on the host, whichever tokens the rank holds.
     """
     device = mesh.device.torch
     names = tuple(streams or {})
@@ -75,5 +76,5 @@ def microbatches(
 
 
 def microbatches_of(batch: Batch, plan: Plan, mesh: Mesh) -> list[Microbatch]:
-    """The same of a batch with the rows of this rank's data-parallel place."""
+    """The same for a batch with the rows of this rank's data-parallel place."""
     return microbatches(batch.tokens_BS, batch.targets_BS, plan, mesh, batch.starts_BS, batch.streams)

@@ -1,7 +1,7 @@
-"""What the routers of all ranks did over a stretch of steps.
+"""Router statistics of all ranks over several steps.
 
-Each rank adds up its own microbatches on its device, where nothing waits for them; the ranks are summed only when
-somebody asks, once every few steps, in one collective of layers · (2·E + 2) numbers.
+Each rank adds up its own microbatches on its device, without a wait; the ranks are summed only on request, once every
+few steps, in one collective of layers · (2·E + 2) numbers.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from superstep.plan.model.shape import MoeShape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingResult:
-    """What the routers did, by layer.
+    """Router statistics by layer.
 
     Attributes:
-        steps: training steps that are counted.
+        steps: counted training steps.
         chosen: for each expert the (token, choice) pairs that chose it.
-        dropped: for each expert those among them that it had no room for.
+        dropped: for each expert those among them beyond its capacity.
         balance: the balance loss, mean over sequences, not weighted.
         z: the z-loss, likewise.
     """
@@ -50,9 +50,9 @@ class RouterCounts:
         self._world = mesh.world
         self._experts = moe.experts
         self._batch_sequences = batch_sequences
-        # The ranks that share a sequence all told of the whole of it; one of them counts.
+        # Ranks that share a sequence all have the counts of the whole; one of them adds them.
         self._is_counted = mesh.at.cp == mesh.at.tp == 0
-        # Counts stay whole numbers below 2^53.
+        # Counts stay exact integers below 2^53.
         self._sums = torch.zeros(layers, 2 * moe.experts + 2, dtype=torch.float64, device=mesh.device.torch)
         self._steps = 0
 
@@ -64,7 +64,7 @@ class RouterCounts:
                 self._sums[layer] += torch.cat((t.chosen, t.dropped, torch.stack((t.balance, t.z)))).double()
 
     def take(self) -> RoutingResult:
-        """The counts of all ranks since this was last asked. Every rank calls this together."""
+        """The counts of all ranks since the last call. Every rank calls this together."""
         sums, steps = sum_over(self._sums.clone(), self._world), self._steps
         self._sums.zero_()
         self._steps = 0

@@ -1,4 +1,4 @@
-"""Which of what kernels may keep a run's do: the memory that is foreseen is that of what computes."""
+"""Activations that kernels keep: the memory forecast must match the kernels in use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from superstep.plan.saved_activations import SavedActivations
 
 
 def with_kept(run: Resolved, device: Device) -> Resolved:
-    """The run, knowing what its kernels keep on a device."""
+    """The run with the kept activations of its kernels on a device."""
     if run.decoder is None:
         return run
     width, head_dim = run.decoder.width, run.decoder.head_dim

@@ -1,7 +1,7 @@
-"""What one run of a program is given, and what its ``Step`` gives back.
+"""Inputs of one run of a program, and the result of its ``Step``.
 
-A frozen context goes from the engine through ``Executor.run`` to the handlers of the instructions, ``Step``'s update
-among them: no argument of a step waits in a field for a later call.
+A frozen context is passed from the engine through ``Executor.run`` to the handlers of the instructions, ``Step``'s
+update included: no argument of a step waits in a field for a later call.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from superstep.launch.stop_request import StopRequest
 from superstep.program.instructions import Program
 
 Judge = Callable[[float, float], str]
-"""Why a step of this loss and gradient norm is not to be taken; empty where it is."""
+"""Why a step with this loss and gradient norm is rejected; empty if it is accepted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +28,8 @@ class UpdateArguments:
         lr: the learning rate.
         divisor: of the loss.
         inspect: called when the gradients are final, before the update.
-        judge: may refuse the update.
-        stop: whether this rank is asked to stop.
+        judge: may reject the update.
+        stop: whether this rank has a request to stop.
     """
 
     valid_tokens: int
@@ -45,14 +45,14 @@ class StepContext:
     """One run of a program.
 
     Attributes:
-        program: what every rank runs.
+        program: of every rank.
         microbatches: of this data-parallel rank, in order.
-        metrics: what the loss is, and what sees the tokens.
-        scale: what the loss's gradient is multiplied with: one over the divisor of the whole step.
+        metrics: the loss, and metrics of the tokens.
+        scale: factor of the loss's gradient: one over the divisor of the whole step.
         number: of the training step that the run is part of, or follows.
-        is_training: whether routers draw their noise as a training step does.
-        update: what a ``Step`` in the program does.
-        record: notes when each instruction ran.
+        is_training: whether routers draw noise as in training.
+        update: of a ``Step`` in the program.
+        record: records when each instruction ran.
     """
 
     program: Program
@@ -67,16 +67,16 @@ class StepContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """One training step, seen from all ranks.
+    """The result of one training step, over all ranks.
 
     Attributes:
-        loss: of the global batch, over its divisor: nats per valid token, unless said otherwise.
+        loss: of the global batch, over its divisor: nats per valid token by default.
         grad_norm: the global gradient norm before clipping.
         tokens: valid tokens of the global batch.
-        is_stop_asked: whether any rank was asked to stop before the step's sums were taken.
-        is_copy_refused: whether a snapshot was damaged that the disk was to have.
-        measures: what the objective tells of the tokens that count, by name.
-        refused: why the update was not made; empty where it was.
+        is_stop_asked: whether any rank had a request to stop before the step's sums were taken.
+        is_copy_refused: whether a snapshot for the disk was damaged.
+        measures: of the objective over counted tokens, by name.
+        refused: why the update was rejected; empty if it was made.
     """
 
     loss: float

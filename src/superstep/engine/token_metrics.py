@@ -1,4 +1,4 @@
-"""What is seen of the tokens while a program runs: their log-probabilities, and what an objective tells of them."""
+"""Metrics of tokens during a program: their log-probabilities, and the measures of an objective."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SIZE = "size"
 
 
 def require_divisor(divisor: float) -> float:
-    """The divisor of a step, if it can be one.
+    """Check the divisor of a step.
 
     Raises:
         DataError: it is not above zero.
@@ -48,21 +48,21 @@ def _require_streams(objective: Objective, microbatches: Sequence[Microbatch]) -
 
 
 class TokenMetrics:
-    """What one rank sees in one run of a program.
+    """The metrics of one rank in one run of a program.
 
     Sums are of numbers on a grid, as the loss of exact mode, so that their order does not matter.
 
     Args:
-        objective: what is made of a log-probability.
+        objective: of a log-probability.
         microbatches: of this data-parallel rank.
         mesh: the launched ranks.
-        is_exact: whether the losses' sum must keep within a range, which losses of both signs do not show.
+        is_exact: whether the losses' sum must stay within a range, which losses of both signs do not show.
         keeps: whether log-probabilities are kept.
         temperature: divides the logits.
 
     Attributes:
         is_plain: whether the loss is the cross entropy of every target; on all ranks or on none.
-        sees: whether there is anything to be seen of single tokens, likewise.
+        sees: whether single tokens have metrics, likewise.
 
     Raises:
         DataError: a stream is missing, or is no fp32 number for each target.
@@ -90,7 +90,7 @@ class TokenMetrics:
         self._maxima: dict[str, Tensor] = {}
 
     def aim(self, microbatch: Microbatch, m: int, *, is_seen: bool = True) -> LossTarget:
-        """What the output of the ``m``-th microbatch is held to; tokens that were seen before are not seen again."""
+        """The loss target of the ``m``-th microbatch; recomputed tokens are not counted again."""
 
         def tell(seen: TrainedTokens) -> None:
             self._see(m, seen)
@@ -104,8 +104,8 @@ class TokenMetrics:
         counts_T = seen.counts_T
         if "weights" in seen.streams:
             counts_T = counts_T & (seen.streams["weights"] != 0)
-        told = {TOKENS: counts_T, SIZE: seen.loss_T.abs()} | dict(self._objective.watch(seen.logp_T, seen.streams))
-        for name, values_T in told.items():
+        values = {TOKENS: counts_T, SIZE: seen.loss_T.abs()} | dict(self._objective.watch(seen.logp_T, seen.streams))
+        for name, values_T in values.items():
             values_T = values_T.detach().double().where(counts_T, 0.0)
             if name in self._objective.maxima:
                 self._maxima[name] = torch.maximum(self._maxima.get(name, values_T.new_zeros(())), values_T.amax())
@@ -118,17 +118,17 @@ class TokenMetrics:
 
     @property
     def has_kept(self) -> bool:
-        """Whether this rank saw any token."""
+        """Whether this rank has kept any token."""
         return bool(self._kept)
 
     def _names(self) -> tuple[str, ...]:
         return (TOKENS, SIZE, *self._objective.sums)
 
     def numbers(self, *, is_counted: bool) -> Tensor:
-        """What is to be summed over all ranks, fp64: the sums, and of each maximum a place for every rank.
+        """Numbers to sum over all ranks, fp64: the sums, and for each maximum a slot for every rank.
 
         Args:
-            is_counted: whether this rank's tokens are seen by no other that counts them too.
+            is_counted: whether no other rank counts this rank's tokens.
         """
         device, world = self._mesh.device.torch, self._mesh.shape.world
         zero = torch.zeros((), dtype=torch.float64, device=device)
@@ -139,8 +139,9 @@ class TokenMetrics:
         return torch.cat((torch.stack(sums), maxima.flatten()))
 
     def told(self, summed: Sequence[float]) -> tuple[dict[str, float], float]:
-        """What ``numbers``, summed over all ranks, say: means over the tokens that count and maxima, by name; and the
-        sizes of all losses together.
+        """Decode ``numbers``, summed over all ranks: means over counted tokens and maxima, by name; and the sum of the
+        sizes of
+        all losses.
         """
         names = self._names()
         sums: Mapping[str, float] = dict(zip(names, summed, strict=False))

@@ -1,4 +1,4 @@
-"""A step as torch's profiler sees it: operations and kernels of a rank, below the instructions that they belong to."""
+"""Profile of a step by torch's profiler: operations and kernels of a rank, under their instructions."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from superstep.program.text import describe
 
 @dataclass(frozen=True, slots=True)
 class Profiler:
-    """What watches the steps that were chosen.
+    """Profiles the chosen steps.
 
     Attributes:
-        steps: which they are.
-        folder: where the traces go, one of each step and rank.
+        steps: the chosen steps.
+        folder: for the traces, one of each step and rank.
         rank: this one.
-        device: where it computes.
-        instructions: of a step of it.
+        device: of this rank.
+        instructions: of a step on this rank.
     """
 
     steps: tuple[int, ...]
@@ -37,7 +37,7 @@ class Profiler:
 
     @contextmanager
     def watching(self, step: int, record: Recorder) -> Iterator[Recorder]:
-        """Within the block the step is run, and told to the recorder that this gives; then its trace is written.
+        """Within the block, run the step with the yielded recorder; then its trace is written.
 
         Raises:
             Fault: the disk is full or broken.
@@ -46,14 +46,14 @@ class Profiler:
             yield record
             return
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.device.kind == "cuda" else [])]
-        with profile(activities=activities) as seen:
+        with profile(activities=activities) as profiler:
             yield _Named(record, self.instructions)
             self.device.synchronize()
         path = self.folder / f"step-{step:06d}-rank-{self.rank}.json"
         partial = path.with_name(f"{path.name}.partial")
         try:
-            self.folder.mkdir(exist_ok=True)  # not the run's own: one that was removed gets no other
-            seen.export_chrome_trace(str(partial))
+            self.folder.mkdir(exist_ok=True)  # not the run's own folder: a removed one is not made again
+            profiler.export_chrome_trace(str(partial))
             partial.replace(path)
         except (OSError, RuntimeError) as error:
             with suppress(OSError):
@@ -62,7 +62,7 @@ class Profiler:
 
 
 class _Named:
-    """A recorder under which each instruction is a range of the trace."""
+    """A recorder that makes each instruction a range of the trace."""
 
     def __init__(self, inner: Recorder, instructions: Sequence[Instruction]) -> None:
         self._inner, self._instructions = inner, instructions

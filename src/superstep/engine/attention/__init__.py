@@ -1,1 +1,1 @@
-"""Which attention a layer computes with, and attention within documents."""
+"""The attention of a layer, and attention within documents."""

@@ -1,4 +1,4 @@
-"""Which attention a rank runs, and which positions its tokens have: those of the sequence, or of their documents."""
+"""The attention of a rank, and the positions of its tokens: those of the sequence, or of their documents."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from superstep.plan.sharding.sequence import positions
 
 @dataclass(frozen=True, slots=True)
 class GatheredKeys:
-    """Keys and values of all context-parallel ranks, for exact mode: every rank sees them whole."""
+    """Exchange of exact mode: every rank gathers keys and values of all context-parallel ranks."""
 
     group: Group
 
     def gather(self, x_BsKH: Tensor) -> Tensor:
-        """Those of the whole sequence, in its order."""
+        """The whole sequence, in order."""
         return gather_kv(x_BsKH, self.group)
 
     def scatter_sum(self, x_BSKH: Tensor) -> Tensor:
-        """The sum over ranks, of this rank's own."""
+        """The sum over ranks, for this rank's own tokens."""
         return scatter_sum(x_BSKH, self.group)
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceView:
-    """What the units of a rank see of a microbatch's sequences.
+    """Attention and positions of a microbatch's sequences.
 
     Attributes:
         attend: the attention of the plan.
@@ -53,9 +53,9 @@ class SequenceView:
 
 
 def build_sight(run: Resolved, mesh: Mesh, excess: RangeExcess) -> Callable[[Tensor | None], SequenceView]:
-    """The sight of a microbatch, by where the documents of its sequences start: int64 [B, S] on the host, of the whole
-    sequences on every rank; None where attention goes across documents. What exact sums have no room for is noted in
-    ``excess``.
+    """A function from document starts to a microbatch's sight: int64 [B, S] on the host, of the whole sequences on
+    every
+    rank; None where attention crosses documents. Overflows of exact sums are noted in ``excess``.
     """
     tokens, cp = run.config.data.sequence_tokens, mesh.shape.cp
     held = torch.tensor(positions(tokens, cp=cp, rank=mesh.at.cp if cp > 1 else 0))
@@ -64,14 +64,14 @@ def build_sight(run: Resolved, mesh: Mesh, excess: RangeExcess) -> Callable[[Ten
     def sight(starts: Tensor | None) -> SequenceView:
         if starts is None:
             return across
-        # One tensor for all units: they make the tables of their positions once.
+        # One tensor for all units: its tables of positions are made once.
         return SequenceView(_attend(run, mesh, starts, excess), send(held - starts[:, held], mesh.device.torch))
 
     return sight
 
 
 def kernel_of(run: Resolved, device: Device) -> str:
-    """What computes attention, in words."""
+    """The implementation of attention, in words."""
     if run.plan.grain is not None:
         return "in exact mode"
     if not wants_kernels(run, device):
@@ -85,7 +85,7 @@ def kernel_of(run: Resolved, device: Device) -> str:
 
 
 def is_compiled(run: Resolved, device: Device) -> bool:
-    """Whether ``kernels.attention`` computes it."""
+    """Whether ``kernels.attention`` computes attention."""
     return wants_kernels(run, device) and not missing(device.torch)
 
 

@@ -1,7 +1,7 @@
-"""Attention of whole sequences, and within documents: those of a packed sequence each as if it stood alone.
+"""Attention of whole sequences, and within documents: each document of a packed sequence as if it stood alone.
 
-What is computed is a triangle for each document, so a sequence of many costs less than one of few. Where documents
-start is read off the host's memory: a GPU is not waited for. Where ``kernels.attention`` computes, it may lie there.
+Each document is a triangle of scores, so a sequence of many documents costs less than one of few. Document starts are
+read on the host, so that no GPU is waited for; for ``kernels.attention`` they may be on the GPU.
 
     B  sequences    N  query heads           S  positions    H  width of one head
                     K  key and value heads
@@ -29,36 +29,37 @@ class DocumentAttend:
     """Causal attention of whole sequences, or within each of their documents, as ``model.decoder.Attend``.
 
     Attributes:
-        starts: int64 [B, S], on the host, or where ``kernels.attention`` computes: for each position, where in its row
-            its document starts; None for one in each.
-        is_compiled: whether ``kernels.attention`` computes it, where that takes such heads.
+        starts: int64 [B, S], on the host, or on the device for ``kernels.attention``: for each position, the start of
+            its
+            document within the row; None for one document in each row.
+        is_compiled: whether ``kernels.attention`` computes it, where it supports the heads.
     """
 
     starts: Tensor | None = None
     is_compiled: bool = False
 
     def __call__(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Tensor:
-        """The mixed values: [B, S, N, H]."""
+        """The attention output: [B, S, N, H]."""
         out_BSNH: Tensor = document_attention(q_BSNH, k_BSKH, v_BSKH, self.starts, self.is_compiled)[0]
         return out_BSNH
 
 
 @dataclass(frozen=True, slots=True)
 class WindowAttend:
-    """``model.decoder.Sliding`` by ``kernels.attention``, which lets each query begin where it likes. Heads that have
-    no place there are left to ``Sliding``.
+    """``model.decoder.Sliding`` by ``kernels.attention``, with a start for each query. Unsupported heads use
+    ``Sliding``.
     """
 
     window: int
 
     def __call__(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Tensor:
-        """The mixed values: [B, S, N, H]."""
+        """The attention output: [B, S, N, H]."""
         if not kernel.fits(q_BSNH, k_BSKH, v_BSKH):
             return Sliding(self.window)(q_BSNH, k_BSKH, v_BSKH)
         B, S = q_BSNH.shape[:2]
         places = torch.arange(S, device=q_BSNH.device)
         starts_BS = (places - (self.window - 1)).clamp_(min=0).expand(B, S) if self.window < S else None
-        whole = (x.contiguous() for x in (q_BSNH, k_BSKH, v_BSKH))  # these the kernel takes
+        whole = (x.contiguous() for x in (q_BSNH, k_BSKH, v_BSKH))  # contiguous, as the kernel needs
         out_BSNH: Tensor = document_attention(*whole, starts_BS, True)[0]  # noqa: FBT003
         return out_BSNH
 
@@ -86,12 +87,12 @@ def _document_attention_backward(  # noqa: PLR0913
     grad_BNSH, out_BNSH = grad.transpose(1, 2), out.transpose(1, 2)
     qkv = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     if is_compiled and kernel.takes(*qkv, grad_BNSH, out_BNSH):
-        found = kernel.attend_backward(grad_BNSH, qkv, out_BNSH, lse, is_causal=True, starts_BS=starts)
+        gradients = kernel.attend_backward(grad_BNSH, qkv, out_BNSH, lse, is_causal=True, starts_BS=starts)
     elif starts is None:
-        found = attend_block_backward(grad_BNSH, qkv, out_BNSH, lse, is_causal=True)
+        gradients = attend_block_backward(grad_BNSH, qkv, out_BNSH, lse, is_causal=True)
     else:
-        found = attend_parts_backward(grad_BNSH, qkv, out_BNSH, lse, bounds(starts.cpu()))
-    dq, dk, dv = (x.transpose(1, 2).contiguous() for x in found)
+        gradients = attend_parts_backward(grad_BNSH, qkv, out_BNSH, lse, bounds(starts.cpu()))
+    dq, dk, dv = (x.transpose(1, 2).contiguous() for x in gradients)
     return dq, dk, dv
 
 

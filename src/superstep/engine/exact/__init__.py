@@ -1,1 +1,1 @@
-"""Exact mode: layers, attention and loss whose bits are the same on every layout."""
+"""Exact mode: layers, attention and loss with the same bits on every layout."""

@@ -1,9 +1,9 @@
-"""Causal attention whose bits do not depend on who computes which part.
+"""Causal attention with bits that do not depend on the layout.
 
-What a query sees is computed from its document's start in blocks of keys, whoever computes it and with what beside it:
-by ``kernels.exact_attention`` on a CPU, and where that cannot be had by ``numerics.invariant_attention``. For gradients
-the sequence is cut into chunks, the same on every layout. A key serves the queries of several chunks: their parts of
-its gradient are put on a fixed grid and added as integers.
+A query's result is computed in blocks of keys from its document's start, independent of the rank and the batch: by
+``kernels.exact_attention`` on a CPU, and otherwise by ``numerics.invariant_attention``. For gradients the sequence is
+cut into chunks, the same on every layout. A key serves the queries of several chunks: their parts of its gradient are
+rounded to a fixed grid and added as integers.
 
     B  sequences      N  query heads              P  the keys that a chunk's queries may see
     C  a chunk        K  key and value heads      G  query heads of one key head, N / K
@@ -25,24 +25,22 @@ from superstep.numerics.invariant_attention import BLOCK, attend_rows, pad_keys,
 
 
 class KeyExchange(Protocol):
-    """How keys and values of a sequence meet that lies on several ranks."""
+    """Exchange of keys and values of a sequence that is split over ranks."""
 
     def gather(self, x_BsKH: Tensor) -> Tensor:
-        """Those of the whole sequence, in its order."""
+        """The whole sequence, in order."""
 
     def scatter_sum(self, x_BSKH: Tensor) -> Tensor:
-        """The way back: this rank's own, summed over ranks."""
+        """The inverse: the sum over ranks of this rank's own tokens."""
 
 
 class WholeSequence:
-    """The whole sequence lies here."""
+    """The exchange of a whole sequence."""
 
     def gather(self, x_BsKH: Tensor) -> Tensor:
-        """The same."""
         return x_BsKH
 
     def scatter_sum(self, x_BSKH: Tensor) -> Tensor:
-        """The same."""
         return x_BSKH
 
 
@@ -51,10 +49,10 @@ class ExactAttend:
     """Causal attention over chunks of a sequence.
 
     Attributes:
-        chunks: numbers of the chunks that this rank's queries are of, in the order in which they lie.
-        exchange: how it gets the keys and values of the others.
+        chunks: numbers of the chunks of this rank's queries, in memory order.
+        exchange: for keys and values of other ranks.
         grid: of the gradients of keys and values, to which every chunk of a sequence may add.
-        starts: with a document mask: for each position of the whole sequences, where its document starts: [B, S].
+        starts: with a document mask: for each position of the whole sequences, the start of its document: [B, S].
     """
 
     chunks: Sequence[int]
@@ -63,12 +61,12 @@ class ExactAttend:
     starts: Tensor | None = None
 
     def __call__(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Tensor:
-        """The mixed values: [B, S, N, H]."""
+        """The attention output: [B, S, N, H]."""
         out: Tensor = _Attend.apply(q_BSNH, k_BSKH, v_BSKH, self)  # type: ignore[no-untyped-call]
         return out
 
     def parts(self, chunk: int, length: int, sequences: int) -> Iterator[QueryPart]:
-        """The pieces of a chunk whose queries see keys from one start on: all sequences, or each document's own."""
+        """Parts of a chunk with the same first key: all sequences, or each document."""
         first, end = chunk * length, (chunk + 1) * length
         if self.starts is None:
             yield QueryPart(slice(0, sequences), first, end, 0)
@@ -81,10 +79,10 @@ class ExactAttend:
 
 @dataclass(frozen=True, slots=True)
 class QueryPart:
-    """Queries that see the same keys but for later ones.
+    """Queries with the same keys, apart from later ones.
 
     Attributes:
-        sequences: whose they are.
+        sequences: of the queries.
         first: position of the first query.
         end: one past the last one's.
         start: position of the first key.
@@ -96,7 +94,7 @@ class QueryPart:
     start: int
 
     def hidden(self, device: torch.device) -> Tensor:
-        """Which keys a query does not see, of whole blocks of them: [queries, P]."""
+        """Mask of hidden keys, of whole blocks: [queries, P]."""
         keys = self.end - self.start + -(self.end - self.start) % BLOCK
         place = torch.arange(self.first - self.start, self.end - self.start, device=device)
         return torch.arange(keys, device=device) > place[:, None]
@@ -112,9 +110,9 @@ class _Attend(torch.autograd.Function):
             return _attend_rows(how, q, keys, values)
         out, lse_BNS = torch.empty_like(q), q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
         for parts, (rows, places) in _stretches(how, q):
-            here, seen = (rows, places), (rows, slice(parts[0].start, parts[-1].end))
+            here, keys_here = (rows, places), (rows, slice(parts[0].start, parts[-1].end))
             first = parts[0].first - parts[0].start
-            mixed, lse = kernel.attend(_wide(q[here]), _wide(keys[seen]), _wide(values[seen]), first=first)
+            mixed, lse = kernel.attend(_wide(q[here]), _wide(keys[keys_here]), _wide(values[keys_here]), first=first)
             out[here], lse_BNS[rows, :, places] = mixed.transpose(1, 2), lse
         ctx.save_for_backward(q, keys, values, out, lse_BNS)
         return out
@@ -134,14 +132,14 @@ class _Attend(torch.autograd.Function):
 
 
 def _attend_rows(how: ExactAttend, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """The mixed values by torch's operations, a chunk's queries at a time."""
+    """The attention output by torch's operations, a chunk's queries at a time."""
     out = torch.empty_like(q)
     for part, here in _parts(how, q):
-        seen, heads = slice(part.start, part.end), q.shape[2] // keys.shape[2]
+        places_of_keys, heads = slice(part.start, part.end), q.shape[2] // keys.shape[2]
         mixed = attend_rows(
             _rows(q[here], keys.shape[2]),
-            pad_keys(_by_head(keys[part.sequences, seen])),
-            pad_keys(_by_head(values[part.sequences, seen])),
+            pad_keys(_by_head(keys[part.sequences, places_of_keys])),
+            pad_keys(_by_head(values[part.sequences, places_of_keys])),
             part.hidden(q.device).repeat(heads, 1),
         )
         out[here] = _unrows(mixed, q[here]).to(q.dtype)
@@ -149,20 +147,20 @@ def _attend_rows(how: ExactAttend, q: Tensor, keys: Tensor, values: Tensor) -> T
 
 
 def _in_kernel(how: ExactAttend, of: tuple[Tensor, ...], to: tuple[Tensor, Tensor, Tensor]) -> None:
-    """The gradients of queries, keys and values, of the output's, of these, of the output and of its lse."""
+    """The gradients of queries, keys and values, from the output's gradient, inputs, output and lse."""
     grad, q, keys, values, out, lse_BNS = of
     dq, dkeys, dvalues = to
     for parts, (rows, places) in _stretches(how, q):
-        here, seen = (rows, places), (rows, slice(parts[0].start, parts[-1].end))
+        here, keys_here = (rows, places), (rows, slice(parts[0].start, parts[-1].end))
         gradient, outside = kernel.add_backward(
             _wide(grad[here]),
-            (_wide(q[here]), _wide(keys[seen]), _wide(values[seen])),
+            (_wide(q[here]), _wide(keys[keys_here]), _wide(values[keys_here])),
             _wide(out[here]),
             lse_BNS[rows, :, places],
             first=parts[0].first - parts[0].start,
             summed=kernel.Summed(
-                dk=dkeys[seen].transpose(1, 2),
-                dv=dvalues[seen].transpose(1, 2),
+                dk=dkeys[keys_here].transpose(1, 2),
+                dv=dvalues[keys_here].transpose(1, 2),
                 ends=[part.end - parts[0].first for part in parts],
                 scale=how.grid.scale,
                 limit=how.grid.limit,
@@ -179,21 +177,23 @@ def _by_torch(how: ExactAttend, of: tuple[Tensor, Tensor, Tensor, Tensor], to: t
     dq, dkeys, dvalues = to
     kv_heads = keys.shape[2]
     for part, here in _parts(how, q):
-        seen = slice(part.start, part.end)
+        places_of_keys = slice(part.start, part.end)
         count = part.end - part.start
-        own_keys, own_values = (_by_head(x[part.sequences, seen]) for x in (keys, values))
+        own_keys, own_values = (_by_head(x[part.sequences, places_of_keys]) for x in (keys, values))
         rows, drows = (pad_rows(_rows(x[here], kv_heads)) for x in (q, grad))
         hidden = pad_rows(part.hidden(q.device).repeat(q.shape[2] // kv_heads, 1))
         p = probabilities(rows, pad_keys(own_keys), hidden)[..., :count]
         dp = torch.bmm(drows, own_values.transpose(1, 2))
-        dvalues[part.sequences, seen] += _by_token(how.grid.put_(torch.bmm(p.transpose(1, 2), drows)), kv_heads)
+        dvalues[part.sequences, places_of_keys] += _by_token(
+            how.grid.put_(torch.bmm(p.transpose(1, 2), drows)), kv_heads
+        )
         ds = (dp - (p * dp).sum(-1, keepdim=True)).mul_(p).mul_(q.shape[-1] ** -0.5)
         dq[here] = _unrows(torch.bmm(ds, own_keys), q[here]).to(q.dtype)
-        dkeys[part.sequences, seen] += _by_token(how.grid.put_(torch.bmm(ds.transpose(1, 2), rows)), kv_heads)
+        dkeys[part.sequences, places_of_keys] += _by_token(how.grid.put_(torch.bmm(ds.transpose(1, 2), rows)), kv_heads)
 
 
 def _stretches(how: ExactAttend, q_BSNH: Tensor) -> Iterator[tuple[list[QueryPart], tuple[slice, slice]]]:
-    """Parts whose keys begin at one place and whose queries follow one another, and where those lie."""
+    """Consecutive parts with the same first key, and their slices."""
     begun: dict[tuple[int, int], tuple[list[QueryPart], tuple[slice, slice]]] = {}
     for part, (rows, places) in _parts(how, q_BSNH):
         key = rows.start, part.start
@@ -213,7 +213,7 @@ def _wide(x_BSNH: Tensor) -> Tensor:
 
 
 def _parts(how: ExactAttend, q_BSNH: Tensor) -> Iterator[tuple[QueryPart, tuple[slice, slice]]]:
-    """Each part of this rank's queries, and where they lie among them."""
+    """Each part of this rank's queries, and their slices."""
     length = q_BSNH.shape[1] // len(how.chunks)
     for at, chunk in enumerate(how.chunks):
         for part in how.parts(chunk, length, q_BSNH.shape[0]):
@@ -228,19 +228,19 @@ def _by_head(x_BSKH: Tensor) -> Tensor:
 
 
 def _by_token(x: Tensor, kv_heads: int) -> Tensor:
-    """Back from [B·K, S, H] to [B, S, K, H]."""
+    """[B·K, S, H] to [B, S, K, H]."""
     parted: Tensor = x.unflatten(0, (-1, kv_heads))
     return parted.transpose(1, 2)
 
 
 def _rows(x_BCNH: Tensor, kv_heads: int) -> Tensor:
-    """The queries of a key head in a row: [B·K, G·C, H], fp32."""
+    """Queries grouped by key head: [B·K, G·C, H], fp32."""
     B, C, N, H = x_BCNH.shape
     return x_BCNH.float().view(B, C, kv_heads, N // kv_heads, H).permute(0, 2, 3, 1, 4).reshape(B * kv_heads, -1, H)
 
 
 def _unrows(rows: Tensor, like_BCNH: Tensor) -> Tensor:
-    """Back from [B·K, G·C, H] to [B, C, N, H]."""
+    """[B·K, G·C, H] to [B, C, N, H]."""
     B, C, N, H = like_BCNH.shape
     kv_heads = rows.shape[0] // B
     G = N // kv_heads

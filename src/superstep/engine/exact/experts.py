@@ -1,9 +1,9 @@
-"""Mixtures of experts in exact mode: the same bits wherever a token's experts are, and whoever brings it.
+"""Mixtures of experts in exact mode: the same bits, whichever ranks hold a token and its experts.
 
-What is computed for a single token needs no care but that its product has no other bits among more rows. A weight's
-gradient sums over tokens: those of one expert are taken in the order of the microbatch, a part of the sequence at a
-time; each part is one product, put on a fixed grid. A part lies on one rank on every layout, and its rows come to the
-expert together.
+The computation of a single token only needs products that do not depend on the number of rows. A weight's gradient sums
+over tokens: those of one expert are taken in the order of the microbatch, a part of the sequence at a time; each part
+is one product, rounded to a fixed grid. A part lies on one rank on every layout, and its rows reach the expert
+together.
 
     T  tokens held here      R  rows, sorted by expert      E  experts held here
     k  experts of a token    I, O  inputs and outputs of a product
@@ -50,7 +50,7 @@ class _GroupedLinear(torch.autograd.Function):
         sink: GradientSink,
     ) -> Tensor:
         ctx.save_for_backward(x_RI, weight_EOI, rows_E, part_R)
-        ctx.sink, ctx.rows = sink, rows_E.tolist()  # a GPU is waited for here, and not in the backward pass again
+        ctx.sink, ctx.rows = sink, rows_E.tolist()  # a GPU is waited for here, and not again in the backward pass
         return _products(x_RI, weight_EOI.transpose(1, 2), ctx.rows)
 
     @staticmethod
@@ -62,7 +62,7 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def _products(x_RI: Tensor, matrix_EIO: Tensor, rows: Sequence[int]) -> Tensor:
-    """Each expert's rows times its matrix, [R, O]; zeros for rows of nobody."""
+    """Each expert's rows times its matrix, [R, O]; zeros for padding rows."""
     nobodys = len(x_RI) - sum(rows)
     groups = zip(x_RI.split([*rows, nobodys]), matrix_EIO, strict=False)
     parts = [product(group, matrix).to(x_RI.dtype) if len(group) else group @ matrix for group, matrix in groups]
@@ -81,7 +81,7 @@ def _add_parts(sink: GradientSink, grad_RO: Tensor, x_RI: Tensor, rows_E: Tensor
 
 
 def _by_part(rows_E: Tensor, part_R: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows of every part of every expert, in their order, and where each of these begins. None is nobody's."""
+    """The rows of every part of every expert, in order, and the start of each of these. No padding rows."""
     expert_R = torch.arange(len(rows_E), device=rows_E.device).repeat_interleave(rows_E, output_size=len(part_R))
     parts = int(part_R.max()) + 1 if len(part_R) else 1
     key_R = expert_R * parts + part_R

@@ -1,9 +1,9 @@
-"""Linear layers, embeddings and norms whose results and gradients have the same bits on every layout.
+"""Linear layers, embeddings and norms with results and gradients that have the same bits on every layout.
 
-Their sums run over four things. Over the inner dim of a product: in cells, as ``numerics.invariant_matmul`` does it,
-and across tensor-parallel ranks as the upper levels of the same tree. Over tokens, in a weight's gradient: each chunk
-of the sequence is one product, put on a fixed grid and added as an integer, so that chunks may lie on any context-
-parallel or data-parallel rank. What a rank computes for a single token needs no sum and no care.
+There are four kinds of sums. Over the inner dim of a product: in cells, as in ``numerics.invariant_matmul``, and across
+tensor-parallel ranks as the upper levels of the same tree. Over tokens, in a weight's gradient: each chunk of the
+sequence is one product, rounded to a fixed grid and added as an integer, so that chunks may lie on any context-parallel
+or data-parallel rank. Computations on a single token need no sum over ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from superstep.numerics.invariant_matmul import product, tree_sum
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReductionCut:
-    """How a linear layer's sums are cut on this rank.
+    """The cut of a linear layer's sums on this rank.
 
     Attributes:
         cells_in: cells of the input dim held here.
@@ -87,9 +87,7 @@ def add_weight_gradient(sink: GradientSink, grad_BSO: Tensor, x_BSI: Tensor, chu
 def exact_linear(
     layer: nn.Linear, sink: GradientSink | None, cut: ReductionCut, bias_sink: GradientSink | None
 ) -> Forward:
-    """The layer's new forward; the gradients of its weight and of its bias, if it has one, go to the sinks. What is
-    frozen has none.
-    """
+    """The layer's new forward; the gradients of its weight and bias go to the sinks. Frozen parameters have none."""
     bias = layer.bias
 
     def forward(x_BSI: Tensor) -> Tensor:
@@ -103,7 +101,7 @@ def exact_linear(
 
 
 class _Bias(torch.autograd.Function):
-    """A bias of outputs that this rank alone has; its gradient is summed over tokens on a fixed grid."""
+    """A bias of outputs on this rank alone; its gradient is summed over tokens on a fixed grid."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, bias: Tensor, sink: GradientSink) -> Tensor:  # noqa: ANN401
@@ -120,7 +118,7 @@ def linear(x_BSI: Tensor, weight_OI: Tensor, sink: GradientSink | None, cut: Red
     """x · weightᵀ; the weight's gradient goes to ``sink``, if there is one."""
     if not torch.is_grad_enabled():
         return forward_product(x_BSI, weight_OI, cut)
-    # The sum goes past autograd, so the graph hangs on the weight where the input carries no gradient.
+    # The sum bypasses autograd, so the graph needs the weight where the input has no gradient.
     out: Tensor = _Linear.apply(x_BSI, weight_OI, sink, cut)  # type: ignore[no-untyped-call]
     return out
 
@@ -156,8 +154,9 @@ def exact_embedding(layer: nn.Embedding, sink: GradientSink) -> Forward:
 
 
 class _Norm(torch.autograd.Function):
-    """RMSNorm as ``model.norm`` writes it, with sums over the row that do not depend on the number of rows, and one
-    over rows that does not depend on their order.
+    """RMSNorm as in ``model.norm``, with sums over the row that do not depend on the number of rows, and a sum over
+    rows
+    that does not depend on their order.
     """
 
     @staticmethod

@@ -1,9 +1,9 @@
-"""Linears with adapters in exact mode: every sum in the order of ``exact.linear``, whatever is cut.
+"""Linears with adapters in exact mode: every sum in the order of ``exact.linear``, for any cut.
 
     y = W x, rounded      h = A x, rounded      out = scale · (B h) + y, added in fp32 and rounded once
 
 Servers in exact mode compute the same (``serve.compute.lora_kernels``). Of a linear that is cut over tp one factor is
-whole; what it meets is whole too, so that every rank has the whole of its gradient.
+whole; its inputs are whole too, so that every rank has its whole gradient.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from superstep.numerics.invariant_matmul import product
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Parts:
-    """How the sums of a linear and of its factors are cut, and where the factors' gradients go."""
+    """Cuts of a linear and its factors, and the sinks of the factors' gradients."""
 
     linear: ReductionCut
     a: ReductionCut
@@ -42,7 +42,7 @@ def exact_adapted(
     """The layer's new forward.
 
     Args:
-        layer: whose own parameters are frozen.
+        layer: with frozen parameters of its own.
         cuts: of it, of A and of B.
         sinks: of A and of B.
     """
@@ -94,7 +94,7 @@ class _Adapted(torch.autograd.Function):
         grad_TO = grad_BSO.flatten(0, -2)
         dh = parts.b.over_ranks(product(grad_TO, b_OR, cells=parts.b.cells_out), is_cut=parts.b.is_cut_out)
         dh_BSR = dh.mul_(parts.scale).to(x_BSI.dtype).view_as(h_BSR)
-        # The scale goes to the narrow factor of B's gradient, as it does to that of A's.
+        # The scale is applied to the narrow factor of B's gradient, as to that of A's.
         scaled_BSR = (h_BSR.float() * parts.scale).to(h_BSR.dtype)
         parts.sink_b.sums.do(partial(add_weight_gradient, parts.sink_b, grad_BSO, scaled_BSR, parts.b.chunks))
         parts.sink_a.sums.do(partial(add_weight_gradient, parts.sink_a, dh_BSR, x_BSI.detach(), parts.a.chunks))

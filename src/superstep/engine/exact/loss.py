@@ -1,4 +1,4 @@
-"""The loss of exact mode: cross-entropy whose bits do not depend on how the vocabulary and the tokens are cut.
+"""The loss of exact mode: cross-entropy with bits that do not depend on the cut of vocabulary and tokens.
 
 B  sequences      D  width
 S  positions      W  this rank's columns of the vocabulary
@@ -31,8 +31,9 @@ def exact_loss(
     cut: ReductionCut,
     vocab: int,
 ) -> Tensor:
-    """The losses of all tokens summed, fp64. Gradients are those of scale · sum; the weight's goes to ``sink``, if
-    there is one. Columns beyond ``vocab`` have no probability.
+    """The summed losses of all tokens, fp64. Gradients are those of scale · sum; the weight's goes to ``sink``, if
+    there is
+    one. Columns from ``vocab`` on have no probability.
     """
     out: Tensor = _Loss.apply(h_BSD, weight_WD, aim, scale, sink, cut, vocab)  # type: ignore[no-untyped-call]
     return out
@@ -90,11 +91,11 @@ class _Loss(torch.autograd.Function):
 
 
 def totals_(scores_RW: Tensor, cut: ReductionCut) -> tuple[Tensor, Tensor, Tensor]:
-    """What a row's log-probabilities are made of; a column's is ``score - top - log(total)``.
+    """Components of a row's log-probabilities; a column's is ``score - top - log(total)``.
 
     Args:
-        scores_RW: this rank's columns, of rows of any number; they are overwritten.
-        cut: how the columns are cut.
+        scores_RW: this rank's columns of any number of rows; overwritten.
+        cut: of the columns.
 
     Returns:
         exp(score - top), its sum over all columns of all ranks, and the largest score: [R, W], [R, 1], [R, 1].
@@ -106,7 +107,7 @@ def totals_(scores_RW: Tensor, cut: ReductionCut) -> tuple[Tensor, Tensor, Tenso
 
 
 def _over_ranks(values: Tensor, cut: ReductionCut, op: dist.ReduceOp.RedOpType) -> Tensor:
-    """A sum or a maximum that rounds nothing, so that its order does not matter."""
+    """A sum or maximum without rounding, so that its order does not matter."""
     if cut.group is not None and cut.is_cut_out:
         dist.all_reduce(values, op=op, group=cut.group)
     return values

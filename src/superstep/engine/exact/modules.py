@@ -1,7 +1,7 @@
-"""Exact mode put on a plain module from outside: its layers' sums become those of ``exact_linear``.
+"""Exact mode, applied to a plain module from outside: its layers' sums become those of ``exact_linear``.
 
-A layer gives whole results on every tensor-parallel rank, so that entering and leaving a region where heads or ffn are
-split (see ``tensor_parallel``) adds nothing up: with sequence parallelism they gather and cut, else they do nothing.
+A layer gives whole results on every tensor-parallel rank, so that entering and leaving a region with split heads or ffn
+(see ``tensor_parallel``) sums nothing: with sequence parallelism they gather and cut, otherwise they do nothing.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ from superstep.plan.rules import Rules
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExactLayers:
-    """What a rank's layers need to know in exact mode.
+    """Settings of a rank's layers in exact mode.
 
     Attributes:
         grain: the pieces of every sum.
-        rules: what is cut over tp, on whatever degree.
-        chunks: chunks of the sequence that this rank holds.
-        parts: parts of the sequence that this rank brings to a mixture of experts, which tp shares out too.
+        rules: which axes are cut over tp, for any degree.
+        chunks: chunks of the sequence on this rank.
+        parts: parts of the sequence that this rank sends to a mixture of experts, which tp splits too.
         group: the tp ranks; None where tp = 1.
-        sinks: for each parameter that is trained, where its gradient is added: int64, of its shape.
+        sinks: for each trained parameter, the target of its gradient: int64, of its shape.
     """
 
     grain: Grain
@@ -63,7 +63,7 @@ class ExactLayers:
     sinks: Mapping[nn.Parameter, GradientSink]
 
     def cut(self, param: ParamSpec) -> ReductionCut:
-        """How the sums of a linear layer are cut; the dims of its weight are (output, input)."""
+        """The cut of a linear layer's sums; the dims of its weight are (output, input)."""
         if "shared_ffn" in param.axes:
             return ReductionCut(
                 cells_in=1, cells_out=1, is_cut_in=False, is_cut_out=False, chunks=self.parts, group=None
@@ -81,14 +81,14 @@ class ExactLayers:
 
 
 difference = cache(first_difference)
-"""A machine stays what it is: a process that opens an engine for each of many layouts asks once."""
+"""Cached: a process that opens engines for many layouts checks the machine once."""
 
 
 def require_exact(compute: torch.dtype, device: Device) -> None:
-    """See that exact mode's promise can be kept here, on one thread: more would order sums as they come.
+    """Check that this machine supports exact mode, and use one thread: more would sum in varying order.
 
     Raises:
-        ConfigError: this machine orders some sum by what is computed beside it.
+        ConfigError: this machine's order of some sum depends on the batch.
     """
     if device.kind == "cpu":
         torch.set_num_threads(1)
@@ -101,8 +101,9 @@ def require_exact(compute: torch.dtype, device: Device) -> None:
 
 
 def grid_of(spec: ParamSpec, grain: Grain, shape: ModelShape, excess: RangeExcess) -> Grid:
-    """The grid of a parameter's gradient, for as many terms as meet in it on any layout: the chunks of every microbatch
-    add a product each, a lookup or a norm every token. A tied table has both.
+    """The grid of a parameter's gradient, for the most terms on any layout: the chunks of every microbatch add a
+    product
+    each, a lookup or a norm every token. A tied table has both.
     """
     products = grain.microbatches * max(grain.chunks, grain.parts)
     if "experts" in spec.axes:
@@ -119,8 +120,9 @@ def grid_of(spec: ParamSpec, grain: Grain, shape: ModelShape, excess: RangeExces
 
 
 def exact_layers(spec: UnitSpec, exact: ExactLayers) -> tuple[Implementation, ...]:
-    """The layers whose sums have an order of their own here. Parameters of layers that are not known are added as
-    autograd gives them: the same bits for any split of the batch, not of a tensor.
+    """Implementations with a fixed order of sums. Unknown layers use autograd's gradients: the same bits for any split
+    of
+    the batch, but not of a tensor.
     """
     sinks = exact.sinks
 

@@ -1,4 +1,4 @@
-"""The gate of a feed-forward, element by element: the same bits wherever in a tensor an element lies."""
+"""The gate of a feed-forward, element by element: bits do not depend on an element's place in the tensor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from superstep.kernels import swiglu
 
 
 class _SiLU(torch.autograd.Function):
-    """x · sigmoid(x) by exponential and division: torch's own differs between a vector and its last few elements."""
+    """x · sigmoid(x) by exponential and division: torch's own differs between a vector and the remainder."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: ANN401

@@ -1,1 +1,1 @@
-"""Flat buffers: how parameters, gradients and moments lie in them and are sharded (ZeRO); their snapshots."""
+"""Flat buffers: layout and sharding (ZeRO) of parameters, gradients and moments; their snapshots."""

@@ -1,19 +1,19 @@
-"""The memory of one flat buffer's parameters: themselves, gradients and optimizer, cut as the ZeRO stage says.
+"""The memory of one flat buffer: parameters, gradients and optimizer state, cut by the ZeRO stage.
 
     zero                  0        1        2        3       (Rajbhandari 2020, fig. 1; N shards)
     full     compute      whole    whole    whole    while fetched
     gradient fp32         whole    whole    1/N      1/N     whole from backward to settle (2, 3)
-      exact: int64, and beside it what the optimizer reads, fp32: whole, 1/N, 1/N, 1/N
+      exact: int64, with the optimizer's fp32 copy: whole, 1/N, 1/N, 1/N
     master   fp32         whole    1/N      1/N      1/N
     moments  fp32 × 2     whole    1/N      1/N      1/N
 
-In fp32 the master weights are not a copy: they are the own part of ``full`` (zero 0 to 2). The parameters that the
-modules see are views of ``full``, and their ``.grad`` views of the gradient buffer: autograd adds in place, into the
-memory that is reduced. Dropping a buffer empties its storage and keeps the views, so the graph may hold on to a
-parameter across a free and a fetch.
+In fp32 the master weights are not a copy: they are the own part of ``full`` (zero 0 to 2). Modules' parameters are
+views of ``full``, and their ``.grad`` views of the gradient buffer: autograd adds in place, into the memory that is
+reduced. Dropping a buffer empties its storage and keeps the views, so the graph may keep a parameter across a free and
+a fetch.
 
-What is frozen, as a model's own weights beside adapters, has the parameters alone, in the compute dtype: no gradient,
-no master weights, no moments. They never change, so that all stages but the third keep them whole.
+Frozen parameters, such as base weights of adapters, exist in the compute dtype alone: no gradient, no master weights,
+no moments. They never change, so that all stages but the third keep them whole.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ class UnitBuffers(ZeroStage):
     """The memory of one flat buffer on one rank.
 
     Args:
-        layout: how the parameters lie.
-        zero: the ZeRO stage; a lone shard makes it 0.
-        shards: ranks that share out one copy.
+        layout: of the parameters.
+        zero: the ZeRO stage; a single shard makes it 0.
+        shards: ranks that share one copy.
         place: this rank's place among them.
-        compute: the dtype of the parameters that modules see.
-        device: where the buffers lie.
-        seed: of the first values.
-        is_exact: gradients are integers on a fixed grid, as exact mode sums them.
+        compute: the dtype of modules' parameters.
+        device: of the buffers.
+        seed: of the initial values.
+        is_exact: gradients are integers on a fixed grid, as in exact mode.
         is_frozen: the parameters are not trained.
     """
 
@@ -97,7 +97,7 @@ class UnitBuffers(ZeroStage):
             self.drop_full()
 
     def _beside_master(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Zeros for the share that this rank trains."""
+        """Zeros for this rank's trained share."""
         return torch.zeros(0 if self.is_frozen else self._share, dtype=dtype, device=self.full.device)
 
     def _first_master(self, seed: int) -> Tensor:
@@ -118,8 +118,9 @@ class UnitBuffers(ZeroStage):
         return buffer[self.start : self.stop]
 
     def _parameter(self, slot: Slot) -> nn.Parameter:
-        # .data gives the view a version counter of its own: a fetch between forward and backward is no change that
-        # autograd should complain of.
+        # .data gives the view a version counter of its own: autograd must not treat a fetch between forward and
+        # backward as a
+        # change.
         values = self.full.data[slot.start : slot.stop].view(slot.local_shape)
         param = nn.Parameter(values, requires_grad=not self.is_frozen)
         if self.is_frozen:
@@ -130,56 +131,56 @@ class UnitBuffers(ZeroStage):
         return param
 
     def _sink(self, slot: Slot) -> Tensor:
-        """The part of the gradient buffer that a parameter's gradient is added to."""
+        """The part of the gradient buffer for a parameter."""
         return self.gradient.data[slot.start : slot.stop].view(slot.local_shape)
 
     def finish_gradient(self) -> None:
-        """Have ``reduced``, the own part of the summed gradient, in fp32: what the optimizer reads."""
+        """Convert the own part of the summed gradient to fp32 in ``reduced``, for the optimizer."""
         if self._is_exact:
             PARAMETER.take_into(self.reduced, self.gradient_shard)
 
     def refresh(self) -> None:
-        """Write the master weights into the own part of the parameters that modules see."""
+        """Copy the master weights into the own part of the modules' parameters."""
         if self.master.data_ptr() != self._part(self.full).data_ptr():
             self._part(self.full).copy_(self.master)
 
     def restore_full(self) -> None:
-        """Give the parameters their memory back, before they are fetched (ZeRO 3)."""
+        """Allocate the parameters' memory before a fetch (ZeRO 3)."""
         if self.shards_parameters:
             self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
 
     def drop_full(self) -> None:
-        """Let go of the gathered parameters (ZeRO 3)."""
+        """Free the gathered parameters (ZeRO 3)."""
         if self.shards_parameters:
             self.full.untyped_storage().resize_(0)
 
     def ready_gradient(self) -> None:
-        """Have a gradient buffer to add to; a new one is zero."""
+        """Allocate a gradient buffer, if needed; a new one is zero."""
         if not self._is_gradient_there:
             self.gradient.untyped_storage().resize_(self.gradient.numel() * self.gradient.element_size())
             self.gradient.zero_()
             self._is_gradient_there = True
 
     def drop_gradient(self) -> None:
-        """Let go of the full gradient buffer (ZeRO 2 and 3)."""
+        """Free the full gradient buffer (ZeRO 2 and 3)."""
         self.gradient.untyped_storage().resize_(0)
         self._is_gradient_there = False
 
     def settle(self) -> None:
-        """Add the reduced part of the gradient to the shard, and let go of the rest."""
+        """Add the reduced part of the gradient to the shard, and free the rest."""
         if self.shards_gradients:
             self.gradient_shard.add_(self._part(self.gradient))
             self.drop_gradient()
 
     def zero_gradient(self) -> None:
-        """Start a step."""
+        """Zero the gradients at the start of a step."""
         if self.shards_gradients:
             self.gradient_shard.zero_()
         else:
             self.gradient.zero_()
 
     def share(self, other: UnitBuffers) -> None:
-        """Take another's memory, of the same frozen parameters, and give the own back."""
+        """Share another's memory of the same frozen parameters, and free the own."""
         assert self.is_frozen, "what is trained is each one's own"
         assert self.zero == other.zero == 0, "whole on this rank"
         assert self.layout == other.layout, "of the same parameters"
@@ -188,8 +189,9 @@ class UnitBuffers(ZeroStage):
             param.data = other.params[local].data
 
     def held(self) -> Iterator[tuple[Slot, int, int]]:
-        """What of each parameter lies in this rank's shard, without padding: the slot, and the first and last element
-        (exclusive) of the local tensor, flattened.
+        """The parts of parameters in this rank's shard, without padding: the slot, and the first and last element
+        (exclusive) of
+        the local tensor, flattened.
         """
         for slot in self.layout.slots:
             low, high = max(slot.start, self.start), min(slot.held, self.stop)
@@ -202,7 +204,7 @@ class UnitBuffers(ZeroStage):
         return shard[offset + low : offset + high]
 
     def bytes(self) -> Bytes:
-        """What the buffers hold now. Master weights that are no copy count as parameters; all that is frozen does."""
+        """The buffers' current memory. Master weights without a copy count as parameters, and so do frozen weights."""
         full = self.full.untyped_storage().nbytes()
         is_copy = self.master.untyped_storage().data_ptr() != self.full.untyped_storage().data_ptr()
         master = self.master.untyped_storage().nbytes() if is_copy else 0

@@ -1,9 +1,9 @@
-"""How a unit's parameters lie in flat buffers, and which part of which global tensor each rank holds.
+"""Layout of a unit's parameters in flat buffers, and the part of each global tensor on each rank.
 
-A flat buffer is what ZeRO gathers, reduces and updates at once. A unit has one for its dense parameters and, if it
-has experts, one for theirs, because other ranks share those. Inside a buffer lie first the matrices, then the vectors,
-so that weight decay is a range; those whose gradient is partial over tp meet in the middle, so that they are a range
-too. The end is padded until the buffer splits evenly over its shards.
+A flat buffer is gathered, reduced and updated as one. A unit has one for its dense parameters and, if it has experts,
+one for theirs, because other ranks share those. In a buffer the matrices come first, then the vectors, so that weight
+decay is a range; those with gradients that are partial over tp meet in the middle, so that they are a range too. The
+end is padded until the buffer splits evenly over its shards.
 
     | wq | wk | wv | wo | gate | up | down | router || q_norm | k_norm | input_norm | post_norm | bias | pad |
       matrices, decayed                              vectors
@@ -33,12 +33,12 @@ class Slot:
 
     Attributes:
         local: its name in the unit's module.
-        spec: what it is globally.
+        spec: of the global parameter.
         shape: the global tensor's shape.
-        index: the part of the global tensor this rank's place holds, a slice for each dim.
+        index: this rank's part of the global tensor, a slice for each dim.
         padding: rows of zeros after them, where a dim that tp cuts is padded.
         start: its first element in the flat buffer.
-        is_partial: whether the tp ranks all hold it whole and each sees only a part of its gradient.
+        is_partial: whether the tp ranks all hold it whole and each has only a part of its gradient.
     """
 
     local: str
@@ -51,12 +51,12 @@ class Slot:
 
     @property
     def held_shape(self) -> tuple[int, ...]:
-        """The shape of the part of the global tensor held here."""
+        """The shape of this rank's part of the global tensor."""
         return tuple(s.stop - s.start for s in self.index)
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """The shape of the parameter here: that of the part, and its padding."""
+        """The shape of the local parameter: that of the part, and its padding."""
         rows, *others = self.held_shape or (1,)
         return (rows + self.padding, *others) if self.index else ()
 
@@ -81,10 +81,10 @@ class BufferLayout:
     """One flat buffer.
 
     Attributes:
-        family: which ranks hold the same.
+        family: parameters with the same sharing ranks.
         slots: the parameters, in the order of the buffer; a tied parameter is in its owner's buffer only.
-        decayed: elements before this one take weight decay.
-        partial: the range of elements whose gradients are partial over tp.
+        decayed: elements before this one have weight decay.
+        partial: the range of elements with gradients that are partial over tp.
         numel: elements in use.
         padded: elements in all, a multiple of the shards.
     """
@@ -107,20 +107,20 @@ def lay_out(
     padding: Sequence[tuple[str, int]] = (),
     is_exact: bool = False,
 ) -> tuple[tuple[BufferLayout, ...], ...]:
-    """The flat buffers of every unit, as the rank at ``at`` holds them; a unit without parameters has none.
+    """The flat buffers of every unit, on the rank at ``at``; a unit without parameters has none.
 
     Args:
         specs: the units.
         mesh: the degrees.
         at: the rank's place.
-        rules: what is cut.
-        sequence_parallel: whether the stream between is split over tp.
+        rules: which axes are cut.
+        sequence_parallel: whether the residual stream is split over tp.
         padding: for each padded axis, the rows of its parameters over all ranks.
-        is_exact: exact mode, where what is summed over tp is whole on every rank.
+        is_exact: exact mode, where sums over tp are whole on every rank.
 
     Raises:
-        ConfigError: a dim of a parameter does not split as the rules ask, or of the units that share a whole parameter
-            one sees all tokens and another only its rank's.
+        ConfigError: a dim of a parameter does not split as the rules need, or units that share a whole parameter differ
+            in whether they see all tokens or only their rank's.
     """
     owned: set[str] = set()
     layouts = []
@@ -169,33 +169,35 @@ def is_cut(spec: UnitSpec, rules: Rules) -> bool:
 def partial_names(
     specs: Sequence[UnitSpec], rules: Rules, *, sequence_parallel: bool, is_exact: bool = False
 ) -> frozenset[str]:
-    """The whole parameters of whose gradients a tp rank sees only a part, in every unit that reads them.
+    """Whole parameters with gradients that are partial over tp, in every unit that reads them.
 
     Raises:
         ConfigError: one unit sees all tokens and another only its rank's.
     """
-    found: dict[str, bool] = {}
+    partial: dict[str, bool] = {}
     for unit, spec in enumerate(specs):
         sees_part = sequence_parallel and (unit > 0 or not is_cut(spec, rules))
         for local, param in spec.params.items():
             is_partial = _is_partial(spec, local, rules, sees_part=sees_part, is_exact=is_exact)
-            if found.setdefault(param.name, is_partial) != is_partial:
+            if partial.setdefault(param.name, is_partial) != is_partial:
                 raise ConfigError(
                     f"{param.name} is whole and shared by units of which '{spec.name}' sees other tokens of a split "
                     "sequence than the first; set plan.sequence_parallel to false."
                 )
-    return frozenset(name for name, is_partial in found.items() if is_partial)
+    return frozenset(name for name, is_partial in partial.items() if is_partial)
 
 
 def _is_partial(spec: UnitSpec, local: str, rules: Rules, *, sees_part: bool, is_exact: bool) -> bool:
-    """Whether a tp rank sees only a part of a parameter's gradient.
+    """Whether a tp rank has only a part of a parameter's gradient.
 
-    Of a linear that is cut, one factor of an adapter is whole, and meets the part of the other that lies here: what a
-    rank then knows of its gradient is what its own columns or rows bring, but in exact mode, which sums them at once.
+    Of a cut linear, one factor of an adapter is whole and multiplies the local part of the other: the rank's gradient
+    then
+    covers its own columns or rows, except in exact mode, which sums them at once.
 
-    Routers and shared experts see their rank's tokens, and with a split sequence so does all that is whole; but for a
-    first unit that is cut, which has whole sequences. What works inside the heads of a cut layer beside it, as norms of
-    queries and keys do, sees its rank's heads.
+    Routers and shared experts process their rank's tokens, and with a split sequence so do all whole layers; but a cut
+    first unit has whole sequences. Whole layers inside the heads of a cut layer, such as norms of queries and keys,
+    process
+    their rank's heads.
     """
     axes = spec.params[local].axes
     if rules.cuts_any(axes):
@@ -211,7 +213,7 @@ def _is_partial(spec: UnitSpec, local: str, rules: Rules, *, sees_part: bool, is
 
 
 def linear_of(spec: UnitSpec, local: str) -> ParamSpec | None:
-    """The weight of the linear that a factor of an adapter stands beside; None of other parameters."""
+    """The weight of the linear that an adapter's factor belongs to; None for other parameters."""
     factor = spec.params[local].factor
     return None if factor is None else spec.params[f"{local.removesuffix(ENDS[factor])}.weight"]
 
@@ -245,8 +247,9 @@ def cut(
     rules: Rules,
     padding: Sequence[tuple[str, int]] = (),
 ) -> tuple[slice, ...]:
-    """The part of a global tensor that the rank at ``at`` holds, before ZeRO. Of a padded one the last ranks hold
-    fewer rows, or none.
+    """The part of a global tensor on the rank at ``at``, before ZeRO. Of a padded one the last ranks hold fewer rows,
+    or
+    none.
 
     Raises:
         ConfigError: a dim does not split over the mesh axis that the rules give its logical axis.
@@ -272,7 +275,7 @@ def _padding(
     rules: Rules,
     padding: Sequence[tuple[str, int]],
 ) -> int:
-    """Rows of a parameter here that are none of the global tensor's."""
+    """Padding rows of a parameter on this rank."""
     rows = dict(padding)
     if not spec.axes or spec.axes[0] not in rows:
         return 0

@@ -1,8 +1,7 @@
-"""A trainer's memory given back between two steps, while the same processes serve; and taken again.
+"""Offload of a trainer's memory between two steps, while the same processes serve.
 
-What the next step needs goes to the host's memory, or into a file: weights and moments. Gradients go nowhere: a step
-begins with none. Storages are emptied and filled in place, so that parameters and other views of them stay what they
-are.
+Weights and moments go to the host's memory, or into a file. Gradients are dropped: a step begins without them. Storages
+are emptied and filled in place, so that parameters and other views of them stay valid.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from superstep.state.tensor_piece import bytes_of
 
 
 class OffloadedBuffers:
-    """What some buffers held. Their memory is given back from here on.
+    """The content of some buffers; their memory is freed.
 
     Args:
         buffers: of a rank, between two steps.
-        folder: for a file that has no name; None keeps what they held in the host's memory.
+        folder: for an unnamed file; None keeps the content in the host's memory.
     """
 
     def __init__(self, buffers: Iterable[UnitBuffers], folder: Path | None) -> None:
@@ -39,7 +38,7 @@ class OffloadedBuffers:
                     tensor.untyped_storage().resize_(0)
 
     def wake(self) -> None:
-        """Take the memory again, as it was; gradients are zero. To be called once."""
+        """Allocate and restore the memory; gradients are zero. Call it once."""
         if self._file is not None:
             self._file.seek(0)
         for tensor, size, held in self._held:
@@ -77,5 +76,5 @@ def _distinct(*tensors: Tensor) -> list[Tensor]:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """All of a tensor's storage."""
+    """A tensor's whole storage."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

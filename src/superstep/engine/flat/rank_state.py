@@ -1,4 +1,4 @@
-"""What one rank holds of a run: the memory of its units, and the state that lies in it."""
+"""State of one rank: the memory of its units, and the tensors in it."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class RankState:
         run: the resolved run.
         specs: the model's units.
         mesh: the launched ranks.
-        learns: whether what the plan trains is trained; else it has neither gradients nor moments.
+        learns: whether it trains; without training there are neither gradients nor moments.
 
     Attributes:
-        buffers: of each unit whose parameters the rank holds, one for each family of them.
-        step_program: what is held and for how long follows from it.
+        buffers: of each unit with parameters on this rank, one for each family of them.
+        step_program: decides which tensors are kept, and for how long.
     """
 
     def __init__(self, run: Resolved, specs: Sequence[UnitSpec], mesh: Mesh, *, learns: bool) -> None:
@@ -71,7 +71,7 @@ class RankState:
         return ((unit, b) for unit, buffers in self.buffers.items() for b in buffers)
 
     def _owned_ranges(self, unit: int, b: UnitBuffers) -> Iterator[tuple[int, int]]:
-        """The ranges of a shard that no other rank counts: whole where cut, else on the first place."""
+        """The ranges of a shard that only this rank counts: everything where cut, else on the first place."""
         at, sharers = self.mesh.at, self.mesh.sharers[b.layout.family]
         if (
             at.pp != min(self.step_program.holders(unit))
@@ -85,11 +85,11 @@ class RankState:
                 yield start, start + high - low
 
     def pieces(self, kinds: Sequence[Kind]) -> Iterator[TensorPiece]:
-        """What this rank holds of the state, piece by piece, in the order of the units: of all that is trained."""
+        """This rank's trained state, piece by piece, in the order of the units."""
         return self._pieces(kinds, is_frozen=False)
 
     def frozen_pieces(self) -> Iterator[TensorPiece]:
-        """What this rank holds of the weights that are not trained, in the compute dtype."""
+        """This rank's frozen weights, in the compute dtype."""
         return self._pieces(("weight",), is_frozen=True)
 
     def _pieces(self, kinds: Sequence[Kind], *, is_frozen: bool) -> Iterator[TensorPiece]:
@@ -115,7 +115,7 @@ class RankState:
         return any(b.shards_parameters for _, b in self._each())
 
     def share_frozen(self, other: RankState) -> None:
-        """Take the memory of another holding of the same model for what is not trained."""
+        """Share the memory of another state of the same model for frozen weights."""
         for unit, mine in self.buffers.items():
             theirs = {b.layout.family: b for b in other.buffers[unit]}
             for b in mine:
@@ -123,15 +123,15 @@ class RankState:
                     b.share(theirs[b.layout.family])
 
     def sleep(self, folder: Path | None = None) -> OffloadedBuffers:
-        """Give this rank's memory back until the returned value's ``wake``. Between two steps only.
+        """Free this rank's memory until the returned value's ``wake``. Between two steps only.
 
         Args:
-            folder: for a file with what was held; None keeps that in the host's memory.
+            folder: for a file with the content; None keeps it in the host's memory.
         """
         return OffloadedBuffers((b for _, b in self._each()), folder)
 
     def bytes(self) -> Bytes:
-        """What this rank's buffers hold now, by category."""
+        """This rank's current memory, by category."""
         every = [b.bytes() for _, b in self._each()]
         return Bytes(
             params=sum(b.params for b in every),
@@ -142,7 +142,7 @@ class RankState:
 
 
 def _pieces(kind: Kind, slot: Slot, low: int, values: torch.Tensor, is_owner: bool) -> Iterator[TensorPiece]:
-    """What the elements of a slot from ``low`` on are globally: a piece of one tensor, or of each of a stack."""
+    """The pieces of global tensors in a slot from element ``low`` on: one tensor, or each of a stack."""
     stacked = 1 if slot.spec.stack else 0
     names = slot.spec.stack[slot.index[0]] if stacked else (slot.spec.name,)
     numel = math.prod(slot.held_shape[stacked:])

@@ -1,10 +1,10 @@
-"""A rank's side of snapshots: its buffers, copied into shared memory beside the compute.
+"""Snapshots of a rank's buffers, copied into shared memory in parallel with compute.
 
     train_step   Fetch ─ Snapshot u0 ─ Forward u0 ─ Snapshot u1 ─ Forward u1 ─ ... ─ Step
     the copies              ══ u0 ══════ u1 ══ ...                                   waits for the last of them
 
-On a CPU a thread copies. On a GPU it tells a stream of its own to, from which the bytes go to pinned memory. A slot's
-checksum is made in the same pass, of what is copied from.
+On a CPU a thread copies. On a GPU it uses a stream of its own, which copies to pinned memory. A slot's checksum is
+computed from the source in the same pass.
 """
 
 from __future__ import annotations
@@ -43,34 +43,32 @@ POLL_S = 0.01
 
 
 class UnitCopy:
-    """The copy of a unit, under way."""
+    """A running copy of a unit."""
 
     def __init__(self, future: Future[tuple[float, float]]) -> None:
         self._future = future
 
     def wait(self) -> None:
-        """Return once it is done."""
         self._future.result()
 
     def is_done(self) -> bool:
-        """Whether it is."""
         return self._future.done()
 
     def ran_s(self) -> tuple[float, float] | None:
-        """When it began and ended, by the host's clock; None of one that is under way."""
+        """Start and end on the host's clock; None while it runs."""
         return self._future.result() if self._future.done() else None
 
 
 @dataclass(frozen=True, slots=True)
 class FlushResult:
-    """A checkpoint that was, or could not be, written from a snapshot."""
+    """The result of writing a checkpoint from a snapshot."""
 
     step: int
     bytes: int
     seconds: float
     is_on_disk: bool
     problems: str
-    """Why it is not on the disk, or what could not be done beside it."""
+    """Why it is not on the disk, or problems beside it."""
 
 
 class Snapshots:
@@ -79,11 +77,11 @@ class Snapshots:
     Args:
         memory: the rank's.
         buffers: of each unit that it trains.
-        device: where they lie.
+        device: of the buffers.
 
     Attributes:
         bytes: of a state.
-        unpinned: why a GPU cannot copy straight into the memory; empty where it can.
+        unpinned: why a GPU cannot copy directly into the memory; empty where it can.
     """
 
     def __init__(self, memory: SnapshotMemory, buffers: Mapping[int, Sequence[UnitBuffers]], device: Device) -> None:
@@ -97,7 +95,7 @@ class Snapshots:
                 self._tensors[unit].append((tensor, self.bytes))
                 self.bytes += tensor.numel() * tensor.element_size()
         self._thread = ThreadPoolExecutor(1, "superstep-snapshot", device.make_current)
-        compile_library()  # beside nothing: the first copy is not to wait for a compiler
+        compile_library()  # in advance, so that the first copy does not wait for a compiler
         self._slot: int | None = None
         self._checksum = 0
         self._taken: DamagedSnapshot | None = None
@@ -116,7 +114,7 @@ class Snapshots:
         folder: Path,
         slots: int = SLOTS,
     ) -> None:
-        """Say in the memory what it will hold: ``pieces`` are views of the buffers."""
+        """Write the layout of the state into the memory: ``pieces`` are views of the buffers."""
         placed = [(piece, self._offset(piece.values)) for piece in pieces if piece.values.numel()]
         self._memory.lay_out(
             {
@@ -131,25 +129,25 @@ class Snapshots:
         self._pin()
 
     def _offset(self, values: Tensor) -> int:
-        """The byte of a slot that a view of a buffer begins at."""
+        """The byte offset in a slot of a view of a buffer."""
         begins = {tensor.data_ptr(): offset for each in self._tensors.values() for tensor, offset in each}
         first = max(begin for begin in begins if begin <= values.data_ptr())
         return begins[first] + values.data_ptr() - first
 
     def _pin(self) -> None:
-        """Have the GPU copy straight into the memory; where the host refuses, by way of a buffer of the driver's."""
+        """Pin the memory for direct copies by the GPU; if the host refuses, the driver's buffer is used."""
         if self._stream is not None:
             whole = torch.frombuffer(self._memory.view, dtype=torch.uint8)
             self.unpinned = self._device.pin(whole.data_ptr(), whole.numel())
 
     def restore(self, step: int) -> Position:
-        """Fill the buffers with the state after a step, in a process that has not seen it; what is of later ones is
-        void. Raises as ``fill``.
+        """Fill the buffers with the state after a step, in a new process; later states are dropped. Raises as
+        ``fill``.
         """
         position = self.fill(step)
         self.forget_after(step)
         for slot in self._memory.slots:
-            if self._memory.get(slot, "disk") in {WANTED, ON_DISK, FAILED}:  # nobody has told of it yet
+            if self._memory.get(slot, "disk") in {WANTED, ON_DISK, FAILED}:  # no process has reported it yet
                 self._watched.append(slot)
         self._pin()
         return position
@@ -158,14 +156,14 @@ class Snapshots:
         """Fill the buffers with the state after a step.
 
         Raises:
-            Fault: they have other bits now than were copied into the memory.
+            Fault: their bits differ from those that were copied into the memory.
         """
         slot = self._memory.whole()[step]
-        found = 0
+        total = 0
         for tensor, offset in self._places():
             tensor.copy_(self._memory.values(slot, offset, tensor.numel()))
-            found += int(checksum(tensor, offset // 4))
-        if not self._memory.is_sealed(slot, found):
+            total += int(checksum(tensor, offset // 4))
+        if not self._memory.is_sealed(slot, total):
             raise Fault(f"{damaged_text(step)}; resume the run.", step=step)
         return self._memory.position(slot)
 
@@ -174,18 +172,18 @@ class Snapshots:
         return self._memory.is_damaged(self._memory.whole()[step])
 
     def steps(self) -> set[int]:
-        """Those whose state is whole."""
+        """Steps with complete state."""
         return set(self._memory.whole())
 
     def forget_after(self, step: int) -> None:
-        """Void what is of later steps, and what is not whole."""
+        """Drop later states, and incomplete ones."""
         self.turn += 1
         for slot in self._memory.forget_after(step):
             if slot in self._watched:
                 self._watched.remove(slot)
 
     def begin(self, position: Position, told: Callable[[FlushResult], None], *, is_for_disk: bool) -> None:
-        """The next step copies the state that it finds, which is that of ``position``; ``told`` as in ``tell``."""
+        """Let the next step copy the current state, which is that of ``position``; ``told`` as in ``tell``."""
         while (slot := self._memory.free_slot()) is None:
             self.tell(told)
             time.sleep(POLL_S)
@@ -219,7 +217,7 @@ class Snapshots:
         else:
             with torch.cuda.stream(self._stream):
                 self._stream.wait_event(ready)
-                # Read on this stream: on the thread's own, which is that of the compute, it would wait for all of that.
+                # Read on this stream: the thread's own is that of the compute, and would wait for all of it.
                 checksum = sum(map(int, self._copy_now(unit, slot)))
             self._stream.synchronize()
         self._checksum += checksum
@@ -236,24 +234,25 @@ class Snapshots:
         ]
 
     def _places(self) -> Iterator[tuple[Tensor, int]]:
-        """Each buffer, and its byte in a slot."""
+        """Each buffer, and its byte offset in a slot."""
         for each in self._tensors.values():
             yield from each
 
     @property
     def refused(self) -> DamagedSnapshot | None:
-        """The snapshot that did not come to the disk, as it was damaged, until that is taken; on rank 0 alone."""
-        found = self._memory.refused
-        return None if found == self._taken else found
+        """The damaged snapshot that was not written to disk, until it is taken; on rank 0 alone."""
+        damaged = self._memory.refused
+        return None if damaged == self._taken else damaged
 
     def take_refused(self) -> DamagedSnapshot | None:
-        """The same, once. The memory has it until the disk has another: who is killed before asks for that again."""
-        found, self._taken = self.refused, self._memory.refused
-        return found
+        """``refused``, once. The memory keeps it until another one is on disk, for a process that is killed before."""
+        damaged, self._taken = self.refused, self._memory.refused
+        return damaged
 
     def tell(self, told: Callable[[FlushResult], None]) -> None:
-        """Tell of the checkpoints that have come to the disk since this was last asked, and of those that could not.
-        Only then may their slots be used again: if this process is killed before, the next one tells.
+        """Report checkpoints that were written since the last call, and failed ones. Only then may their slots be used
+        again:
+        if this process is killed before, the next one reports them.
         """
         memory = self._memory
         self._watched = [slot for slot in self._watched if memory.get(slot, "disk") != KEPT]  # some were refused
@@ -273,14 +272,14 @@ class Snapshots:
                 memory.refuse(None)
 
     def is_behind(self) -> bool:
-        """Whether the disk is still to have a snapshot."""
+        """Whether a snapshot still has to be written to disk."""
         return any(self._memory.get(slot, "disk") == WANTED for slot in self._watched)
 
     def close(self) -> None:
-        """Let the thread end."""
+        """End the thread."""
         self._thread.shutdown()
 
 
 def _state(b: UnitBuffers) -> tuple[Tensor, ...]:
-    """What a checkpoint has of a buffer. All of it is fp32."""
+    """A buffer's state in a checkpoint, all fp32."""
     return b.master, b.exp_avg, b.exp_avg_sq

@@ -1,6 +1,6 @@
-"""What ranks that hold the same parameters do together: gather them, and sum their gradients.
+"""Synchronisation of ranks with the same parameters: gather them, and sum their gradients.
 
-What is frozen is gathered and never summed.
+Frozen weights are gathered and never summed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def fetch(buffers: Sequence[UnitBuffers], mesh: Mesh, unit: int) -> PendingColle
         if each.zero and group is not None:
             each.restore_full()
             each.refresh()
-            # Of a unit's buffers two may go over one group.
+            # Two buffers of a unit may use the same group.
             started.append(all_gather(each.full, group, tag=len(FAMILIES) * unit + number))
     return together(started)
 

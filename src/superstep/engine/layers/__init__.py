@@ -1,1 +1,1 @@
-"""What linears, norms and gates compute in training: gradient accumulation, LoRA, fused layers."""
+"""Linears, norms and gates in training: gradient accumulation, LoRA, fused layers."""

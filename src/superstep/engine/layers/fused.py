@@ -1,7 +1,7 @@
-"""Which of a module's own steps a kernel takes over: norms, the rotary embedding and gates of fast mode.
+"""Fused layers of fast mode: kernels for norms, the rotary embedding and gates.
 
-The modules stay as they are written; as everywhere in ``engine``, it is their forward that is replaced. What a kernel
-does not take, a head of 24 numbers say, goes the module's own way.
+The modules' code is not changed; their forwards are replaced, as everywhere in ``engine``. Unsupported sizes, such as a
+head of 24 numbers, use the module's own code.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from superstep.model.rope import Rope
 from superstep.plan.resolution.resolve import Resolved
 
 LayerKernels = Literal["torch", "c++", "triton"]
-"""What computes the loss, norms, gates and the rotary embedding, between products."""
+"""Implementation of the loss, norms, gates and the rotary embedding."""
 
 LANGUAGES = {"c++": "C++", "triton": "Triton"}
 
 Takes = Callable[..., bool]
-"""Whether a kernel computes with such tensors."""
+"""Whether a kernel supports some tensors."""
 
 
 def wants_kernels(run: Resolved, device: Device) -> bool:
-    """Whether a run is to compute with ``superstep.kernels``, where they can be had: a GPU's are asked for by name."""
+    """Whether a run uses ``superstep.kernels``, if available; on a GPU only by name."""
     wanted = ("auto", "triton") if device.kind == "cpu" else ("triton",)
     return run.plan.grain is None and run.config.numerics.kernels in wanted
 
 
 def layer_kernels(run: Resolved, device: Device) -> LayerKernels:
-    """What computes the loss, norms, gates and the rotary embedding."""
+    """The implementation of the loss, norms, gates and the rotary embedding."""
     if not wants_kernels(run, device):
         return "torch"
     if device.kind == "cpu":
@@ -53,7 +53,7 @@ def fused_layers(kernels: LayerKernels) -> tuple[Implementation, ...]:
             return ()
         case "c++":
             return _rows(LANGUAGES[kernels], _norm, gate=(swiglu.swiglu, _takes_gate), turn=(rope.turn, rope.takes))
-        case "triton":  # imported here: nothing that a CPU runs needs Triton
+        case "triton":  # imported here: a CPU needs no Triton
             by_norm, by_gate, by_rope = map(triton_loader.module, ("norm", "swiglu", "rope"))
 
             def norm_by_triton(layer: RMSNorm, own: Forward) -> Forward:
@@ -100,7 +100,7 @@ def _takes_gate(gate: Tensor, up: Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class FusedRotary:
-    """The rotary embedding by a kernel where it takes the heads, from the tables of the model's own."""
+    """The rotary embedding by a kernel where it supports the heads, from the model's own tables."""
 
     rope: Rope
     turn: Callable[..., Tensor]
@@ -125,7 +125,7 @@ def gated(
     """The layer's forward with ``gate_by(gate, up)`` for silu(gate) · up, where the kernel ``takes`` them."""
 
     def forward(x: Tensor, *rows: Tensor | None) -> Tensor:
-        """Of experts it is told as well which rows are whose."""
+        """Experts also pass the number of rows of each."""
         gate, up = layer.gate_proj(x, *rows), layer.up_proj(x, *rows)
         inner = gate_by(gate, up) if takes(gate, up) else layer.act_fn(gate) * up
         out: Tensor = layer.down_proj(inner, *rows)

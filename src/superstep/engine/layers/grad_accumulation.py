@@ -1,10 +1,10 @@
-"""Layers whose weight gradients go straight into the gradient buffer.
+"""Layers that add weight gradients directly to the gradient buffer.
 
 Autograd would make a new tensor for a weight's gradient and then add it to the buffer: one more pass over memory as
-large as the weight for every microbatch, and for an embedding a whole table that is nearly all zeros. These do the
-sum in the product, or in the rows that were looked up; and they can leave it for later, when the backward pass comes
-in two. What is summed is fp32; which products are rounded to bf16 before says ``numerics.accumulate_product``, and for
-experts ``model.experts``.
+large as the weight for every microbatch, and for an embedding a whole table that is nearly all zeros. These layers add
+in the product, or in the rows that were looked up; and they can defer the addition, when the backward pass has two
+parts. Sums are fp32; ``numerics.accumulate_product`` says which products are rounded to bf16 before, and for experts
+``model.experts``.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ Sum = Callable[[], object]
 """Adds to a gradient buffer."""
 
 Adder = Callable[[Tensor], object]
-"""Adds what it is given to a gradient buffer."""
+"""Adds its argument to a gradient buffer."""
 
 
 class GradientSums:
-    """Where the layers of a rank leave their sums: done at once, or put off while ``put_off`` lasts."""
+    """Additions of a rank's layers: done at once, or deferred within ``put_off``."""
 
     def __init__(self) -> None:
         self._waiting: list[Sum] | None = None
 
     def do(self, add: Sum) -> None:
-        """Run ``add`` now, or note it."""
+        """Run ``add`` now, or defer it."""
         if self._waiting is None:
             add()
         else:
@@ -49,7 +49,7 @@ class GradientSums:
 
     @contextmanager
     def put_off(self) -> Iterator[list[Sum]]:
-        """The sums that come up within the block, in their order, to be run by the caller."""
+        """Collect the additions within the block, in order, for the caller to run."""
         noted: list[Sum] = []
         self._waiting = noted
         try:
@@ -60,7 +60,7 @@ class GradientSums:
 
 @dataclass(frozen=True, slots=True)
 class GradientSink:
-    """Where a parameter's gradient goes in exact mode: the part of a gradient buffer, the grid, and who says when."""
+    """The target of a parameter's gradient in exact mode: a part of a gradient buffer, the grid, and the additions."""
 
     into: Tensor
     grid: Grid
@@ -70,25 +70,27 @@ class GradientSink:
 def input_gradient(
     x: Tensor, end: GradientEdge, gradient: Tensor, parameters: Sequence[tuple[nn.Parameter, Adder]], sums: GradientSums
 ) -> tuple[Tensor | None, list[Sum]]:
-    """A backward pass that adds to no gradient buffer: the gradient of ``x``, and the sums put off.
+    """A backward pass that adds to no gradient buffer: the gradient of ``x``, and the deferred additions.
 
-    Linears and embeddings put off their product or their rows. What autograd gives for other parameters, such as the
-    weights of norms, is made now and added later; for a layer with products of its own that is its whole gradient.
-    What waits is detached: a graph that it hung on would hold ``x``.
+    Linears and embeddings defer their product or their rows. Autograd's gradients of other parameters, such as the
+    weights
+    of norms, are computed now and added later; for a layer with products of its own that is its whole gradient.
+    Deferred
+    tensors are detached: a graph would hold ``x``.
 
     Args:
-        x: where the graph begins; tokens have no gradient.
-        end: where it ends, and ``gradient`` is that of.
-        parameters: all that the graph may reach, and what adds a gradient to the buffer of each.
-        sums: where the layers leave what they add.
+        x: the start of the graph; tokens have no gradient.
+        end: the end of the graph, with ``gradient``.
+        parameters: all that the graph may reach, with the function that adds to the buffer of each.
+        sums: of the layers.
     """
     ends = [parameter for parameter, _ in parameters]
     inputs = [x, *ends] if x.requires_grad else ends
     with sums.put_off() as later:
-        found = torch.autograd.grad([end], inputs, [gradient], allow_unused=True)
-    of_parameters = found[len(inputs) - len(ends) :]
+        gradients = torch.autograd.grad([end], inputs, [gradient], allow_unused=True)
+    of_parameters = gradients[len(inputs) - len(ends) :]
     later += [partial(add, grad) for (_, add), grad in zip(parameters, of_parameters, strict=True) if grad is not None]
-    return found[0] if x.requires_grad else None, later
+    return gradients[0] if x.requires_grad else None, later
 
 
 class _Linear(torch.autograd.Function):
@@ -130,9 +132,9 @@ def _add_rows(into: Tensor, tokens: Tensor, grad: Tensor) -> None:
 
 
 def accumulating_after() -> tuple[Implementation, ...]:
-    """For layers whose own code makes the gradients, as of a compiled module: each is added to the buffer as it comes.
+    """For layers with autograd's gradients, such as a compiled module: each is added to the buffer when it is complete.
 
-    Left to itself, autograd would first turn a bf16 gradient into an fp32 one, and then add that.
+    By default, autograd would first convert a bf16 gradient to fp32, and then add that.
     """
 
     def build(path: str, layer: nn.Module, inner: Forward) -> Forward:
@@ -152,7 +154,7 @@ def has_own_parameters(path: str, layer: nn.Module) -> bool:
 
 
 def hands_to(add: Adder) -> Callable[[Tensor], None]:
-    """A hook that hands a parameter's gradient to ``add`` as soon as it is whole, and keeps none."""
+    """A hook that passes a parameter's complete gradient to ``add``, and keeps none."""
 
     def hand_over(param: Tensor) -> None:
         assert param.grad is not None
@@ -164,7 +166,7 @@ def hands_to(add: Adder) -> Callable[[Tensor], None]:
 
 def accumulating_straight(sums: GradientSums) -> tuple[Implementation, ...]:
     """The module's plain linears and embeddings. Layers with a forward, hooks or options of their own keep autograd's
-    gradient. The weights' ``.grad`` must be there; what is not trained stays as it is.
+    gradient. The weights' ``.grad`` must exist; frozen layers are not changed.
     """
 
     def trained(is_kind: Callable[[nn.Module], bool]) -> Callable[[str, nn.Module], bool]:
@@ -215,7 +217,7 @@ def _embedding(layer: nn.Embedding, sums: GradientSums) -> Any:  # noqa: ANN401
     def forward(tokens: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
             return F.embedding(tokens, layer.weight)
-        # Tokens carry no gradient, so the graph hangs on the weight; its own gradient is left as it is.
+        # Tokens carry no gradient, so the graph needs the weight; its own gradient is not changed.
         out: Tensor = _Embedding.apply(tokens, layer.weight, layer.weight.grad, sums)  # type: ignore[no-untyped-call]
         return out
 

@@ -1,8 +1,8 @@
-"""An implementation of a layer, and how a module's layers get theirs.
+"""An implementation of a layer, and its installation in a module.
 
-Model code stays plain: what a run computes in a layer's place is decided here, once, when the module is built. The
-table of a run is two lists (``engine.layer_table``). The first implementation that applies to a layer computes in its
-place; then every one of the second list that applies goes round what is there, in the list's order, inner ones first.
+Model code stays plain: the implementation of each layer is chosen here, once, when the module is built. A run's table
+is two lists (``engine.layer_table``). The first implementation that applies to a layer replaces it; then every one of
+the second list that applies wraps the result, in the list's order, inner ones first.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 Forward = Callable[..., Tensor]
-"""What a module is called for."""
+"""A module's forward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +22,11 @@ class Implementation:
     """One way to compute a layer.
 
     Attributes:
-        name: what it does, for people.
-        why: the setting that asks for it.
+        name: for display.
+        why: the setting that chooses it.
         applies: whether it computes this layer, by its path in the module and the layer.
-        build: the layer's new forward, from its path, the layer, and the forward that it has so far.
-        is_whole: it computes what the layers inside would; they get no implementation.
+        build: the layer's new forward, from its path, the layer, and its forward so far.
+        is_whole: it computes the inner layers as well; they get no implementation.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Implementation:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What computes one layer: implementations from the inside out; none where the layer runs as it is written."""
+    """The choice for one layer: implementations from the inside out; empty where the layer runs its own code."""
 
     path: str
     layer: str
@@ -53,12 +53,12 @@ def names_of(choices: Iterable[Choice]) -> str:
 def install(
     module: nn.Module, computing: Sequence[Implementation], around: Sequence[Implementation] = ()
 ) -> tuple[Choice, ...]:
-    """Give each layer of the module its forward.
+    """Set the forward of each layer of the module.
 
     Args:
-        module: its layers are replaced in place.
-        computing: the first that applies to a layer is taken.
-        around: each that applies is taken, inner ones first.
+        module: its layers are changed in place.
+        computing: the first that applies to a layer is used.
+        around: all that apply are used, inner ones first.
     """
     choices: list[Choice] = []
     passed_over: set[nn.Module] = set()
@@ -75,5 +75,5 @@ def install(
 
 
 def replace_forward(layer: nn.Module, forward: Any) -> None:  # noqa: ANN401
-    """Give one layer another forward. An attribute of the instance is found before the class's method, which stays."""
+    """Set a layer's forward. Python finds the instance's attribute before the class's method, which stays."""
     layer.forward = forward

@@ -1,5 +1,5 @@
-"""Linears with adapters in fast mode: one graph for the linear and its factors, whose gradients go straight into the
-gradient buffer as those of ``engine.layers.grad_accumulation`` do. The linear's own weight is frozen.
+"""Linears with adapters in fast mode: one graph for the linear and its factors, with gradients that are added directly
+to the gradient buffer as in ``engine.layers.grad_accumulation``. The linear's own weight is frozen.
 
     T  tokens      I  inputs held here      O  outputs held here      R  rank
 """
@@ -19,7 +19,7 @@ from superstep.numerics.accumulate_product import add_product
 
 
 def adapting_straight(sums: GradientSums) -> tuple[Implementation, ...]:
-    """The module's adapted linears. Their factors' ``.grad`` must be there."""
+    """The module's adapted linears. Their factors' ``.grad`` must exist."""
     return (
         Implementation(
             "linear and factors, gradients straight into the buffer",
@@ -38,8 +38,8 @@ def _forward(layer: AdaptedLinear, sums: GradientSums) -> Forward:
             out, _ = _sum(x, layer.weight, layer.bias, a, b, layer.scale)
             return out
         factors = (a, b, a.grad, b.grad)
-        found: Tensor = _Adapted.apply(x, layer.weight, layer.bias, *factors, layer.scale, sums)  # type: ignore[no-untyped-call]
-        return found
+        result: Tensor = _Adapted.apply(x, layer.weight, layer.bias, *factors, layer.scale, sums)  # type: ignore[no-untyped-call]
+        return result
 
     return forward
 
@@ -57,8 +57,9 @@ def _sum(
 
 
 def _narrow(left: Tensor, right: Tensor, scale: float = 1.0) -> Tensor:
-    """scale · left · right, by an operation that selective recomputation does again: it keeps what wide products gave,
-    and the sum of both is one.
+    """scale · left · right, by an operation that selective recompute repeats: it keeps the results of wide products,
+    and the
+    sum of both is one.
     """
     return torch.baddbmm(left.new_empty(()), left[None], right[None], beta=0, alpha=scale)[0]
 

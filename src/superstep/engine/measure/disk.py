@@ -1,4 +1,4 @@
-"""measure_disk: bytes a second that a folder's disk takes and gives, of one file written in a row."""
+"""measure_disk: bytes per second that a folder's disk writes and reads, of one file."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import time
 from pathlib import Path
 
 SIZE = 2**26
-"""Bytes of the file that is written and read."""
+"""Bytes of the test file."""
 
 
 def disk_rates(folder: Path) -> tuple[float, float]:
-    """Read and write rates in bytes a second. What was written is asked to leave the system's cache before it is read;
-    where that cannot be asked, the cache may answer.
+    """Read and write rates in bytes per second. The file is dropped from the system's cache before it is read; where
+    that
+    is not possible, the cache may answer.
     """
     path, block = folder / "disk", os.urandom(2**20)
     start_s = time.perf_counter()

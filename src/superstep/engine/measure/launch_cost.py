@@ -1,9 +1,9 @@
-"""measure_launch: what an operation takes where there is next to nothing to compute.
+"""measure_launch: seconds of an operation with almost nothing to compute.
 
-That is a block of our own decoder with one short sequence and a narrow stream, forward and backward, as the engine
-drives it, over the number of its operations: Python, autograd and the dispatcher, and no kernel to speak of. In a step
-kernels lie between them, after which a CPU finds their code and objects in no cache close to its core; so after every
-layer the caches are filled with something else. An operation of 10 µs in a loop takes 20 so.
+The measured work is a block of our own decoder with one short sequence and a narrow stream, forward and backward, as
+the engine runs it, divided by the number of its operations: Python, autograd and the dispatcher, with negligible
+kernels. In a real step kernels run in between, after which a CPU finds code and objects in no near cache; so after
+every layer the caches are overwritten. An operation of 10 µs in a loop then takes 20.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from superstep.plan.model.shape import SHAPES
 
 
 class _Counter(TorchDispatchMode):
-    """How many operations pass by."""
+    """Counts operations."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -37,10 +37,10 @@ class _Counter(TorchDispatchMode):
 
 
 class _Pausing:
-    """A clock that stands still while it sweeps.
+    """A clock that stops during sweeps.
 
     Args:
-        gauge: whose clock it is.
+        gauge: with the clock.
     """
 
     def __init__(self, gauge: TimingOptions) -> None:
@@ -51,13 +51,13 @@ class _Pausing:
         return self._clock() - self._away_s
 
     def sweep(self) -> None:
-        """Fill the caches with something else."""
+        """Overwrite the caches."""
         start_s = self._clock()
         self._sweep()
         self._away_s += self._clock() - start_s
 
     def after(self, forward: Forward) -> Forward:
-        """A layer's forward, and a sweep."""
+        """A layer's forward with a sweep after it."""
 
         def swept(x: torch.Tensor) -> torch.Tensor:
             out = forward(x)
@@ -68,7 +68,7 @@ class _Pausing:
 
 
 class _Sums(GradientSums):
-    """Tells when a product is done for a gradient."""
+    """Signals when a gradient's product is done."""
 
     def __init__(self) -> None:
         super().__init__()

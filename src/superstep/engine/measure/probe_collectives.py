@@ -2,8 +2,7 @@
 
     seconds = latency + bytes / rate       (the alpha-beta model; Hockney 1994)
 
-Every size weighs the same: what is minimised are relative errors. All groups of one size are at work at once, as they
-are in a step.
+Every size has the same weight: the fit minimises relative errors. All groups of one size run at once, as in a step.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from superstep.launch.ranks import World
 from superstep.launch.rendezvous import TIMEOUT
 
 SIZES = {"cpu": (2**12, 2**16, 2**19, 2**21), "cuda": (2**12, 2**18, 2**22, 2**26)}
-"""Bytes of the whole tensor on one rank. NVLink is all latency still at 2 MiB."""
+"""Bytes of the whole tensor on one rank. NVLink is still bound by latency at 2 MiB."""
 
 REPEATS = 9
 
@@ -35,29 +34,29 @@ COLLECTIVES: tuple[Collective, ...] = ("all-reduce", "all-gather", "reduce-scatt
 def measure_collectives(
     world: World, degrees: Iterable[int], gauge: TimingOptions, names: Sequence[Collective] = COLLECTIVES
 ) -> tuple[CollectiveRate, ...]:
-    """Each collective among so many neighbouring ranks. Every rank calls this together, and gets the same.
+    """Measure each collective in groups of neighbouring ranks. Every rank calls this together, and gets the same.
 
     Args:
         world: the launched ranks.
-        degrees: sizes of groups; those that do not divide the ranks, and 1, are passed over.
-        gauge: how to time.
-        names: which collectives.
+        degrees: sizes of groups; 1 and those that do not divide the ranks are skipped.
+        gauge: of timing.
+        names: of the collectives.
     """
-    found = []
+    rates = []
     transport = reach(world.rank, world.size, world.device)
     for degree in sorted({d for d in degrees if d > 1 and world.size % d == 0}):
         firsts = range(0, world.size, degree)
         groups = [transport.group(range(f, f + degree), device=world.device, timeout=TIMEOUT) for f in firsts]
         group = groups[world.rank // degree]
         assert group is not None
-        found += [_rate(name, group, gauge) for name in names]
+        rates += [_rate(name, group, gauge) for name in names]
         dist.destroy_process_group(group)
-    return tuple(found)
+    return tuple(rates)
 
 
 def _rate(name: Collective, group: Group, gauge: TimingOptions) -> CollectiveRate:
     points = []
-    # In a step a collective comes after compute, which has put to sleep whoever waits for messages.
+    # In a step a collective follows compute, during which waiting threads go to sleep.
     busy = torch.ones(512, 512, device=gauge.device.torch)
     for size in SIZES[gauge.device.kind]:
         # A whole number of parts: not every number of ranks is a power of two.
@@ -81,7 +80,7 @@ def _rate(name: Collective, group: Group, gauge: TimingOptions) -> CollectiveRat
 
 def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """Latency and rate of the line through (bytes, seconds) with the least sum of squared relative errors; neither is
-    below nought.
+    negative.
     """
     # Weighted by 1/seconds, the equations are latency/t + bytes/(rate·t) = 1.
     ones = [(1 / t, size / t) for size, t in points]
@@ -106,7 +105,7 @@ def _work(name: Collective, buffer: Tensor, group: Group) -> Callable[[], object
         case "all-reduce":
             return lambda: dist.all_reduce(buffer, group=group)
         case "all-gather":
-            # As a unit does it, which waits for it; parameters are gathered beside the compute.
+            # As for a unit's own wait; parameters are gathered in parallel with compute.
             own = buffer.chunk(size)[me]
             return lambda: stack_ranks(own, group)
         case "reduce-scatter":
@@ -115,7 +114,7 @@ def _work(name: Collective, buffer: Tensor, group: Group) -> Callable[[], object
             given = torch.empty_like(buffer)
             return lambda: dist.all_to_all_single(given, buffer, group=group)
         case "send":
-            # Round the ring, so that every rank sends and receives once, as neighbours in a pipeline do.
+            # Around the ring, so that every rank sends and receives once, as neighbours in a pipeline do.
             arriving = torch.empty_like(buffer)
             ends = [
                 dist.P2POp(dist.isend, buffer, group=group, group_peer=(me + 1) % size),

@@ -1,10 +1,10 @@
-"""measure: how fast this rank multiplies, attends and moves memory, by shape and size.
+"""measure: rates of this rank's products, attention and memory traffic, by shape and size.
 
-Each kind of operation is run by itself, as often as a small budget allows, and the median counts. What it reads and
-gives takes turns in more memory than the caches close to a core hold: in small copies over one another memory seems
-twice as fast. On a CPU these caches are filled with something else before every run, as the operation before does in a
-step, where its code too has left them: of small operations that is most of the time (an addition of a few numbers took
-3.5 µs in a loop, and 19 so; a norm by our kernel 59 and 147).
+Each kind of operation runs by itself, repeatedly within a small budget, and the median counts. Inputs and outputs
+rotate through more memory than the near caches hold: repeated small copies would seem twice as fast. On a CPU the near
+caches are overwritten before every run, as earlier operations do in a step, together with the code: for small
+operations that is most of the time (an addition of a few numbers took 3.5 µs in a loop, and 19 this way; a norm by our
+kernel 59 and 147).
 """
 
 from __future__ import annotations
@@ -33,37 +33,39 @@ from superstep.numerics.dtypes import DTYPES
 from superstep.plan.config import Dtype
 
 KEPT_BYTES = {"cpu": 2**25, "cuda": 2**29}
-"""What lies side by side: half of it inputs, half of it outputs. A GPU's one cache holds 50 to 126 MB (H100, B200)."""
+"""Bytes of rotating memory: half of it inputs, half of it outputs. A GPU's cache holds 50 to 126 MB (H100, B200)."""
 
 MOST = 64
-"""Tensors that take turns."""
+"""Most rotating tensors."""
 
 SIZES = {"cpu": tuple(2**n for n in (12, 15, 18, 20, 22, 24)), "cuda": tuple(2**n for n in (12, 16, 20, 24, 26, 28))}
-"""Bytes of the passes that are measured; between them lie those of a step. A GPU is done with 16 MiB in the time of two
-launches, and its rate must be known beyond."""
+"""Measured bytes of memory passes, around those of a step. A GPU needs only two launches' time for 16 MiB, and its rate
+must be known beyond.
+"""
 
 COLUMNS = 1024
-"""Of what is normalised, softmaxed or looked up row by row."""
+"""Columns of row-wise operations: norms, softmax, lookups."""
 
 LARGEST = {"cpu": 1024, "cuda": 16384}
-"""The largest dim of a product that is measured: beyond it the rate rises little, and one product takes long."""
+"""The largest measured dim of a product: beyond it the rate rises little, and one product takes long."""
 
 AT_ONCE_S = 0.001
-"""On a GPU as many calls are timed together as take about this long, and 20 at most: to wait for the end of each costs
-more than a small kernel, and a step does not wait either."""
+"""On a GPU, calls of about this time are timed together, at most 20: waiting for each would cost more than a small
+kernel, and a step does not wait either.
+"""
 
 Work = Callable[[], object]
 
 
 class CacheFlusher:
-    """Fills the caches close to a CPU's core with something else; of a GPU, whose caches a few calls fill, nothing.
+    """Overwrites the near caches of a CPU core; does nothing on a GPU, where a few calls fill the caches.
 
     Args:
-        device: which of the two it is.
+        device: CPU or GPU.
     """
 
     def __init__(self, device: Device) -> None:
-        # Four MiB: twice what a core of today has.
+        # Four MiB: twice the near caches of a current core.
         self._memory = torch.zeros(KEPT_BYTES["cpu"] // 32) if device.kind == "cpu" else None
 
     def __call__(self) -> None:
@@ -73,12 +75,12 @@ class CacheFlusher:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimingOptions:
-    """How to time.
+    """Options of timing.
 
     Attributes:
-        device: what is measured.
-        budget_s: how long each operation is repeated, after once to warm up.
-        clock: seconds of any clock that only moves forward: the wall's, or of processor time where others disturb.
+        device: to measure.
+        budget_s: seconds of repetitions of each operation, after one warm-up.
+        clock: seconds of any monotonic clock: the wall's, or of processor time on a busy machine.
         is_exact: whether products are torch's own, as in exact mode, and not those of ``kernels.product``.
         is_compiled: whether attention is that of ``kernels.attention``.
     """
@@ -90,7 +92,7 @@ class TimingOptions:
     is_compiled: bool = False
 
     def seconds(self, work: Work, calls: int = 1) -> float:
-        """The median of one of the ``calls`` that ``work`` makes."""
+        """The median seconds of one of the ``calls`` in ``work``."""
         sweep = CacheFlusher(self.device)
         self._once(work, 1)
         at_once = 1
@@ -132,14 +134,14 @@ def measure_operations(
         products[rate.kernel, rate.rows, rate.width, rate.inner] = rate
     kernels |= dict.fromkeys(("read", "write", "update"))
     sizes = SIZES[gauge.device.kind]
-    # One memory for all: where each had its own, finding its pages took longer than measuring.
+    # One memory for all: separate ones would take longer to allocate than to measure.
     memory = _fill((2, KEPT_BYTES[gauge.device.kind] // 8), "fp32", gauge)
     copies = [_copy(kernel, size, gauge, memory) for kernel in kernels if kernel in _PARTS for size in sizes]
     return tuple(products.values()), tuple(copies)
 
 
 def _within(product: MatmulOperation, device: Device) -> MatmulOperation:
-    """The product, with no dim larger than is worth to measure."""
+    """The product, with its dims limited to ``LARGEST``."""
     most = LARGEST[device.kind] * 4
     rows, width, inner = (min(size, most) for size in (product.rows, product.width, product.inner))
     batch = product.batch if product.kernel == "batch" else 1
@@ -179,7 +181,7 @@ def _batch_s(product: MatmulOperation, dtype: Dtype, gauge: TimingOptions) -> fl
 
 
 def _gradient_s(product: MatmulOperation, dtype: Dtype, gauge: TimingOptions) -> float:
-    """Without the sum where a step counts that as an operation of its own: after each product of bf16."""
+    """Without the sum that a step counts as a separate operation: after each product of bf16."""
     lefts = _inputs((product.inner, product.rows), dtype, gauge)
     rights = _inputs((product.inner, product.width), dtype, gauge)
     totals = _inputs((product.rows, product.width), "fp32", gauge)
@@ -231,7 +233,7 @@ def _compiled_seconds(qkv: attend.Qkv, attention: AttentionOperation, gauge: Tim
 
 
 def _called_seconds(qkv: attend.Qkv, attention: AttentionOperation, gauge: TimingOptions) -> float:
-    """As a block calls it: an operator of Python's, which lays out what the kernel makes."""
+    """With the call of a block: a Python operator, which copies the kernel's layout."""
     call = DocumentAttend(None, is_compiled=True)
     q, k, v = (x.transpose(1, 2).contiguous().requires_grad_() for x in qkv)
     if not attention.is_backward:
@@ -249,7 +251,7 @@ def _rate(attention: AttentionOperation, dtype: Dtype, taken_s: float) -> Produc
         rows=attention.queries,
         width=attention.keys,
         inner=attention.head_dim,
-        # As if it were causal, of which there is half as much to do.
+        # At the rate of a causal one, which has half the operations.
         flops_per_s=attention.flops / attention.count / taken_s * (1 if is_causal else 2),
     )
 
@@ -272,7 +274,7 @@ def _copy(kernel: str, size: int, gauge: TimingOptions, memory: Tensor) -> CopyR
 
 
 def _update(x: Tensor, other: Tensor, out: Tensor) -> object:
-    # The kernel reads the count of steps on the device; an element that is there costs no launch of its own.
+    # The kernel reads the step count on the device; an existing element needs no launch.
     torch._fused_adamw_(
         [x],
         [other],
@@ -291,8 +293,8 @@ def _update(x: Tensor, other: Tensor, out: Tensor) -> object:
     return None
 
 
-# Kinds of passes: in how many parts their bytes are read and written, and what does it to an input, another input that
-# stays the same, and an output.
+# Kinds of passes: how many times their bytes are read or written, and the operation on an input, a constant input, and
+# an output.
 PASSES: dict[str, tuple[int, Callable[[Tensor, Tensor, Tensor], object]]] = {
     "copy": (3, lambda x, other, out: torch.mul(x, other, out=out)),
     "read": (1, lambda x, other, out: torch.linalg.vector_norm(x, dim=-1, keepdim=True)),
@@ -319,7 +321,7 @@ def _loss(like: Tensor) -> Callable[[Tensor], object]:
     return lambda x: cross_entropy.row_sums(x, targets, x.shape[1])
 
 
-# Those of our own kernels, which make their output. As operators written in Python they take longer to begin.
+# Our own kernels, which allocate their output. As Python operators they start more slowly.
 _OURS = {"norm": (2, _norm), "gate": (3, _gate), "loss": (1, _loss)}
 _PARTS = {kernel: parts for kernel, (parts, _) in (PASSES | _OURS).items()}
 
@@ -329,7 +331,7 @@ def _fill(shape: tuple[int, ...], dtype: Dtype, gauge: TimingOptions) -> Tensor:
 
 
 def _inputs(shape: tuple[int, ...], dtype: Dtype, gauge: TimingOptions) -> Iterator[Tensor]:
-    """Tensors of one shape, in turn."""
+    """Tensors of one shape, in rotation."""
     first = _fill(shape, dtype, gauge)
     count = max(1, min(MOST, KEPT_BYTES[gauge.device.kind] // 2 // first.nbytes))
     return cycle([first, *(first.clone() for _ in range(count - 1))])

@@ -1,4 +1,4 @@
-"""measure_here: the ranks of a run, as the cost model knows them, measured by themselves all at once."""
+"""measure_here: a run's ranks measure themselves for the cost model, all at once."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from superstep.plan.config import Dtype
 from superstep.plan.resolution.resolve import Resolved
 
 LINK = {"cpu": (4.4e9, 60e-6), "cuda": (4.5e11, 20e-6)}
-"""Bytes/s and seconds of latency between two ranks where none were measured.
+"""Default bytes/s and latency in seconds between two ranks, without a measurement.
 
 cpu: shared memory, two processes on two cores of an AMD EPYC (Zen 5): 16 MiB exchanged both ways took 3.9 ms, 4 bytes
-56 µs (``bench/results/collectives.json``). cuda: one direction of NVLink 4 as its data sheet has it, not measured.
+56 µs (``bench/results/collectives.json``). cuda: one direction of NVLink 4 by its data sheet, not measured.
 """
 
 
 def distinct(units: Iterable[UnitOperations]) -> tuple[Operation, ...]:
-    """Every operation of some units once, whatever their number."""
+    """Every distinct operation of some units."""
     ways = [operations for unit in units for operations in (unit.forward, unit.backward, unit.weight)]
     return tuple(dict.fromkeys(operation for operations in ways for operation in operations))
 
@@ -45,8 +45,8 @@ def measure_here(
     gauge = as_run(run, gauge or TimingOptions(device=world.device))
     dtype = run.config.numerics.compute
     if world.size > 1:
-        barrier(world.device)  # ranks that share caches and memory are to disturb each other as they do in a step
-    # Where ranks take turns on a core, the wait for a turn is added for the whole step, and must not count here.
+        barrier(world.device)  # ranks that share caches and memory must run at the same time, as in a step
+    # Where ranks share a core, the wait for a turn is added for the whole step, and must not count here.
     takes_turns = world.device.kind == "cpu" and world.size > cores()
     alone = replace(gauge, clock=time.process_time) if takes_turns else gauge
     products, copies = measure_operations(distinct(operations), dtype, alone)
@@ -66,13 +66,13 @@ def measure(run: Resolved, device: Device, operations: Sequence[UnitOperations])
 
 
 def as_run(run: Resolved, gauge: TimingOptions) -> TimingOptions:
-    """To time what the run computes with."""
+    """Timing options with the run's kernels."""
     return replace(gauge, is_exact=run.plan.grain is not None, is_compiled=is_compiled(run, gauge.device))
 
 
 @contextmanager
 def _threads(count: int) -> Iterator[None]:
-    """As many threads as a launched rank has: one, where there are several."""
+    """Use a launched rank's number of threads: one, with several ranks."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -101,7 +101,7 @@ def measure_cluster(
     launch: float,
     tables: tuple[tuple[ProductRate, ...], tuple[CopyRate, ...], tuple[CollectiveRate, ...]],
 ) -> MeasuredMachine:
-    """The cluster of these tables, with what else is known of the host."""
+    """The cluster of these tables, with further facts of the host."""
     products, copies, rates = tables
     link_bytes_per_s, latency_s = LINK[device.kind]
     sends = [rate for rate in rates if rate.name == "send"]
@@ -136,7 +136,7 @@ def measure_cluster(
 
 
 def host_name(device: Device) -> str:
-    """The device as its maker names it; a CPU by what the system says of it."""
+    """The device's name from its maker; a CPU's from the system."""
     if device.kind != "cpu":
         return device.name
     try:

@@ -1,1 +1,1 @@
-"""Tensor, sequence, context (ring attention, Ulysses) and expert parallelism round plain modules."""
+"""Tensor, sequence, context (ring attention, Ulysses) and expert parallelism around plain modules."""

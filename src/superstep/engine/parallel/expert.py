@@ -1,16 +1,16 @@
-"""Expert parallelism: each rank holds some of the experts, and tokens travel to them and back (Lepikhin 2020).
+"""Expert parallelism: each rank holds some of the experts, and tokens are sent to them and back (Lepikhin 2020).
 
-ep folds over the dp · cp · tp ranks of a pipeline stage: ep neighbours, tp counted fastest, share out the experts.
-Every rank brings the tokens that it has anyway, and no token is there twice, so that the seams follow:
+ep folds over the dp · cp · tp ranks of a pipeline stage: ep neighbours, tp counted fastest, share the experts. Every
+rank sends its own tokens, and no token is there twice:
 
     routing    the logits of whole sequences are gathered among the ranks that hold parts of them; each decides
                alike, for the whole, and keeps the decisions for its own tokens
-    experts    all-to-all over ep: first how many rows go where, then the rows; the same way back
+    experts    all-to-all over ep: first the numbers of rows, then the rows; the same way back
     tp         with sequence parallelism tokens are split already; without, the block takes its share of them
                before and gathers after
 
-So router, shared experts and the norm before them are whole on each rank and see its tokens alone: their gradients are
-partial over every axis that splits tokens, tp among them. An expert's gradient is whole for its ep group.
+So router, shared experts and the norm before them are whole on each rank and process its tokens alone: their gradients
+are partial over every axis that splits tokens, tp included. An expert's gradient is whole for its ep group.
 
     B  sequences            T  tokens held here: B · s       R  rows: T · k (token, choice) pairs
     S  positions            k  experts of a token            P  ranks
@@ -39,11 +39,11 @@ from superstep.plan.sharding.sequence import positions
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceParts:
-    """How the ranks of a group share the positions of their sequences.
+    """The split of sequences over a group's ranks.
 
     Attributes:
         group: ranks that hold parts of the same sequences.
-        positions: [P, s], the positions that each of them holds, in the order in which it holds them.
+        positions: [P, s], the positions on each rank, in its order.
     """
 
     group: Group
@@ -61,8 +61,8 @@ class ExpertParallel(LocalDispatch):
     Args:
         experts: the ep ranks' group; None where every expert is here.
         sequence: how sequences are split; None where they are whole.
-        now: what goes through the model first.
-        parts: exact mode: parts of what is held here of each sequence.
+        now: the first sequences.
+        parts: exact mode: number of parts of each sequence on this rank.
     """
 
     def __init__(
@@ -94,10 +94,10 @@ class ExpertParallel(LocalDispatch):
         going_PE = rows_E.view(group.size(), experts.held)
         coming_PE = torch.empty_like(going_PE)
         dist.all_to_all_single(coming_PE, going_PE.contiguous(), group=group)
-        # A GPU is waited for, once: an exchange of unequal parts takes their sizes from the host.
+        # A GPU is waited for, once: an exchange of unequal parts needs their sizes on the host.
         going, coming = torch.stack((going_PE, coming_PE)).sum(2).tolist()
         x_AD = _travel(x_RD, going, coming, sum(coming), group)
-        # By rank and then by expert as they come, by expert alone as the products want them.
+        # Rows arrive by rank and expert; products need them by expert.
         expert_A = torch.arange(experts.held, device=x_TD.device).repeat(group.size())
         expert_A = expert_A.repeat_interleave(coming_PE.flatten(), output_size=len(x_AD))
         order_A, held_E = sort_by_expert(expert_A[:, None], experts.held)
@@ -108,7 +108,7 @@ class ExpertParallel(LocalDispatch):
         return unsort(y_RD, order_R).view(*expert_Tk.shape, -1)
 
     def _origins(self, part_R: Tensor | None, going: list[int], coming: list[int], group: Group) -> Tensor | None:
-        """Which part of which rank's sequences each row is of that came."""
+        """The rank and part of the sequence of each arrived row."""
         if part_R is None or self._parts is None:
             return None
         part_A = part_R.new_empty(sum(coming))
@@ -136,9 +136,9 @@ def _travel(x: Tensor, going: list[int], coming: list[int], rows: int, group: Gr
 
 
 class _Travel(torch.autograd.Function):
-    """All-to-all of rows: ``going[p]`` of the first ones to rank p, ``coming[p]`` from it; the gradient goes back.
+    """All-to-all of rows: the first ``going[p]`` to rank p, ``coming[p]`` from it; the gradient goes back.
 
-    The result has ``rows`` rows, zeros behind those that came: rows of nobody stay at home.
+    The result has ``rows`` rows, with zeros after those that arrived: padding rows are not sent.
     """
 
     @staticmethod
@@ -153,7 +153,7 @@ class _Travel(torch.autograd.Function):
 
 
 def _all_to_all(x: Tensor, going: list[int], coming: list[int], rows: int, group: Group) -> Tensor:
-    # Gloo has this too, and is as fast with it as with messages of our own (2 and 4 ranks, 1 MB to each).
+    # Gloo supports this too, as fast as messages of our own (2 and 4 ranks, 1 MB to each).
     out = x.new_empty(rows, x.shape[1])
     arrived = sum(coming)
     dist.all_to_all_single(out[:arrived], x[: sum(going)], coming, going, group=group)
@@ -164,8 +164,9 @@ def _all_to_all(x: Tensor, going: list[int], coming: list[int], rows: int, group
 class _Whole(torch.autograd.Function):
     """Forward gathers whole sequences, backward takes the own part.
 
-    Every rank of the group computes the same of the whole, so that each has the whole gradient already, but for that
-    of its own tokens' outputs, which is nought elsewhere: there is nothing to sum.
+    Every rank of the group computes the same from the whole, so each has the whole gradient already, apart from that of
+    its
+    own tokens' outputs, which is zero elsewhere: there is nothing to sum.
     """
 
     @staticmethod
@@ -180,7 +181,7 @@ class _Whole(torch.autograd.Function):
 
 
 def splitting_tokens(tp: Group) -> tuple[Implementation, ...]:
-    """A mixture of experts whose input is whole on every tp rank: each works on its share."""
+    """A mixture of experts with a whole input on every tp rank: each works on its share."""
 
     def build(path: str, block: nn.Module, inner: Forward) -> Forward:
         def forward(x_BSD: Tensor, *, exchange: ExpertDispatch) -> Tensor:

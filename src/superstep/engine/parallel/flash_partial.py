@@ -1,10 +1,10 @@
-"""Attention of some queries to some keys with torch's fused kernels, whose parts can be put together.
+"""Attention of some queries to some keys with torch's fused kernels; the parts can be merged.
 
     B  sequences    N  query heads           S  queries    H  width of one head
                     K  key and value heads   T  keys
 
-Softmax over parts of the keys needs of each part its output and its log-sum-exp (lse) alone. Going back, each part's
-gradients follow from the output and lse of the *whole*, as scores are computed again (Dao 2022, alg. 4):
+To merge a softmax over parts of the keys, each part's output and log-sum-exp (lse) suffice. In the backward, each
+part's gradients follow from the output and lse of the *whole*, as scores are computed again (Dao 2022, alg. 4):
 P = exp(scores - lse), dScores = P · (dP - rowsum(dOut · out)).
 """
 
@@ -22,18 +22,20 @@ from superstep.model.fused_attention import expand_heads, fill_up, has_flash
 _ATEN = torch.ops.aten
 
 _EFFICIENT_ALIGN = 32
-"""The memory-efficient kernel keeps lse in rows of a multiple of this."""
+"""The memory-efficient kernel pads rows of lse to a multiple of this."""
 
 _FEW_QUERIES = 128
-"""Up to these the CPU's backward kernel takes 6 to 13 times as long for bf16 as for the same numbers in fp32 (AVX-512,
-torch 2.13); at 256 they are about even, and beyond that bf16 is faster."""
+"""Up to this number the CPU's backward kernel takes 6 to 13 times as long for bf16 as for fp32 (AVX-512, torch 2.13);
+at
+256 they are about equal, and beyond that bf16 is faster.
+"""
 
 
 def attend_block(
     q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, *, is_causal: bool, is_compiled: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The output [B, N, S, H] and lse [B, N, S], fp32; neither shares memory with an argument. ``is_compiled`` has it
-    computed by ``kernels.attention``, where that takes such heads.
+    """The output [B, N, S, H] and lse [B, N, S], fp32; neither shares memory with an argument. With ``is_compiled``,
+    ``kernels.attention`` computes it where it supports the heads.
     """
     if is_compiled and kernel.takes(q_BNSH, k_BKTH, v_BKTH):
         return kernel.attend(q_BNSH, k_BKTH, v_BKTH, is_causal=is_causal)
@@ -52,7 +54,7 @@ def attend_block(
 
 
 def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Add a part of the keys to the output and the lse of those before, in place; ``out`` and ``lse`` are fp32.
+    """Merge a part of the keys into the output and lse of earlier parts, in place; ``out`` and ``lse`` are fp32.
 
     The part's weight is exp(part_lse) / (exp(lse) + exp(part_lse)): as a sigmoid it cannot overflow.
     """
@@ -72,11 +74,11 @@ def attend_block_backward(
     """This block's share of the gradients of ``inputs`` (q, k, v).
 
     Args:
-        grad_BNSH: the gradient of the whole output, as are the next two of all keys and not of this block's.
-        inputs: as they went forward.
+        grad_BNSH: the gradient of the whole output; the next two are also of all keys, not of this block's.
+        inputs: of the forward.
         out_BNSH: the output.
         lse_BNS: its lse.
-        is_causal: as it went forward.
+        is_causal: of the forward.
         is_compiled: see ``attend_block``.
     """
     if is_compiled and kernel.takes(grad_BNSH, *inputs, out_BNSH):
@@ -89,18 +91,18 @@ def attend_block_backward(
         given = (x.to(dtype) for x in (grad_BNSH, q, k, v, out))
         dq, dk, dv = (share.to(q.dtype) for share in op(*given, lse, 0.0, is_causal))
         return dq, dk, dv
-    no_seed = torch.zeros((), dtype=torch.int64, device=q.device)  # without dropout the kernels do not look at it
+    no_seed = torch.zeros((), dtype=torch.int64, device=q.device)  # unused by the kernels without dropout
     width, scale = q.shape[-1], 1 / math.sqrt(q.shape[-1])
     grad, q, k, v, out = (fill_up(x) for x in (grad_BNSH, q, k, v, out))
     if has_flash(q):
         op = _ATEN._scaled_dot_product_flash_attention_backward
         longest = q.shape[2], k.shape[2]
-        found = op(grad, q, k, v, out, lse, None, None, *longest, 0.0, is_causal, no_seed, no_seed, scale=scale)
+        gradients = op(grad, q, k, v, out, lse, None, None, *longest, 0.0, is_causal, no_seed, no_seed, scale=scale)
     else:
         op = _ATEN._scaled_dot_product_efficient_attention_backward
         lse = F.pad(lse, (0, -lse.shape[2] % _EFFICIENT_ALIGN), value=torch.inf)
         wide, wanted = (expand_heads(k, q), expand_heads(v, q)), [True, True, True, False]
-        found = op(grad, q, *wide, None, out, lse, no_seed, no_seed, 0.0, wanted, is_causal, scale=scale)
-    dq, dk, dv = (x[..., :width] for x in found[:3])
+        gradients = op(grad, q, *wide, None, out, lse, no_seed, no_seed, 0.0, wanted, is_causal, scale=scale)
+    dq, dk, dv = (x[..., :width] for x in gradients[:3])
     dk, dv = (x if x.shape[1] == k.shape[1] else x.unflatten(1, (k.shape[1], -1)).sum(2) for x in (dk, dv))
     return dq, dk, dv

@@ -1,12 +1,12 @@
-"""Causal attention of neighbouring parts of a sequence, each of which sees itself alone.
+"""Causal attention of consecutive parts of a sequence, each of which attends to itself alone.
 
-``cuts`` says for each row where its parts begin, from 0 on, and last how many tokens there are. A GPU takes all parts
-of all rows in one launch where its kernel can. A CPU takes narrow rows whole, under a mask: scores for nothing cost
-less there than laying parts out. Through wider ones it goes part by part, and computes no score between two of them;
-short parts, of which a call each would cost more than its products, are laid below others of about their length::
+``cuts`` has the starts of each row's parts, from 0 on, and last the number of tokens. A GPU computes all parts of all
+rows in one launch where its kernel can. A CPU computes narrow rows whole, under a mask: masked scores cost less there
+than a new layout. Wider rows are computed part by part, without scores between parts; short parts, of which a call each
+would cost more than its products, are stacked with others of about their length::
 
     a a a b b │ c c c . .        a a a
-                           ->    b b ·        what fills up comes last, so that no token sees it
+                           ->    b b ·        padding comes last, so that no token sees it
                                  c c c
 
     B  sequences    N  query heads           S  tokens    T  tokens of all rows: B · S
@@ -31,25 +31,26 @@ from superstep.numerics.sending import send
 _ATEN = torch.ops.aten
 
 SHORT = 128
-"""Tokens of the longest part that is computed together with others."""
+"""Tokens of the longest part that is stacked with others."""
 
 NARROW = 128
-"""Tokens of the widest row that is taken whole: at 64 that takes a third of the time that parts take, at 128 about as
-long (AVX-512, torch 2.13)."""
+"""Tokens of the widest row that is computed whole: at 64 that takes a third of the time of parts, at 128 about as long
+(AVX-512, torch 2.13).
+"""
 
 Cuts = Sequence[Sequence[int]]
 Qkv = tuple[Tensor, Tensor, Tensor]
 
 
 def bounds(starts_BS: Tensor) -> list[list[int]]:
-    """Of each row: where its documents start, from 0 on, and last its length."""
+    """For each row, the starts of its documents, from 0 on, and last its length."""
     tokens = starts_BS.shape[1]
     is_first = starts_BS == torch.arange(tokens)
     return [[*row.nonzero().flatten().tolist(), tokens] for row in is_first]
 
 
 def starts_of(cuts: Cuts) -> Tensor:
-    """The reverse of ``bounds``."""
+    """The inverse of ``bounds``."""
     begins, sizes = zip(*((start, stop - start) for cut in cuts for start, stop in pairwise(cut)), strict=True)
     return torch.tensor(begins).repeat_interleave(torch.tensor(sizes)).view(len(cuts), -1)
 
@@ -99,19 +100,19 @@ def attend_parts_backward(grad_BNSH: Tensor, inputs: Qkv, out_BNSH: Tensor, lse_
         no_seed = torch.zeros((), dtype=torch.int64, device=q.device)
         given = grad, q, k, v, out, lse_NT, ends.places, ends.places, ends.longest, ends.longest
         op, scale = _ATEN._flash_attention_backward, 1 / math.sqrt(H)
-        found = op(*given, 0.0, True, no_seed, no_seed, scale=scale)  # noqa: FBT003
-        dq, dk, dv = (x.unflatten(0, (B, S))[..., :H].transpose(1, 2) for x in found)
+        gradients = op(*given, 0.0, True, no_seed, no_seed, scale=scale)  # noqa: FBT003
+        dq, dk, dv = (x.unflatten(0, (B, S))[..., :H].transpose(1, 2) for x in gradients)
         return dq, dk, dv
     if _is_narrow(inputs[0]):
         wide = (x.float() for x in (grad_BNSH, *inputs, out_BNSH))
         op = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward
-        found = op(*wide, lse_BNS.contiguous(), 0.0, False, attn_mask=_mask(cuts))  # noqa: FBT003
-        dq, dk, dv = (x.to(inputs[0].dtype) for x in found)
+        gradients = op(*wide, lse_BNS.contiguous(), 0.0, False, attn_mask=_mask(cuts))  # noqa: FBT003
+        dq, dk, dv = (x.to(inputs[0].dtype) for x in gradients)
         return dq, dk, dv
     grads = tuple(x.new_empty(B, S, x.shape[1], H).transpose(1, 2) for x in inputs)
     for stack in _stacks(cuts, S, inputs[0].device):
         q, k, v = (stack.lay(x) for x in inputs)
-        # exp(score - inf) is nothing: no gradient comes from what fills up.
+        # exp(score - inf) is 0: padding has no gradient.
         lse = stack.lay(lse_BNS[..., None], fill=torch.inf)[..., 0]
         grad, out = (stack.lay(x, fill=0.0) for x in (grad_BNSH, out_BNSH))
         for share, whole in zip(attend_block_backward(grad, (q, k, v), out, lse, is_causal=True), grads, strict=True):
@@ -124,7 +125,7 @@ def _is_narrow(x_BNSH: Tensor) -> bool:
 
 
 def _mask(cuts: Cuts) -> Tensor:
-    """What is added to the scores of whole rows: [B, 1, S, S], fp32."""
+    """The additive mask of whole rows: [B, 1, S, S], fp32."""
     tokens = cuts[0][-1]
     starts_BS = starts_of(cuts)
     is_seen = (starts_BS[:, :, None] == starts_BS[:, None, :]) & torch.ones(tokens, tokens, dtype=torch.bool).tril()
@@ -133,13 +134,13 @@ def _mask(cuts: Cuts) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Stack:
-    """Some parts below one another.
+    """Stacked parts.
 
     Attributes:
-        source: of each place, the token among those of all rows: [P, L]. What fills up repeats its part's last.
-        is_filled: of each place, whether nothing is there: [P, L].
-        places: those that are not filled up, by number.
-        tokens: of each of these, the token among those of all rows.
+        source: for each place, the index of its token among all rows: [P, L]. Padding repeats its part's last.
+        is_filled: for each place, whether it is padding: [P, L].
+        places: indices without padding.
+        tokens: the token of each of these among all rows.
     """
 
     source: Tensor
@@ -149,30 +150,30 @@ class _Stack:
 
     @classmethod
     def of(cls, parts: Sequence[tuple[int, int]], device: torch.device) -> Self:
-        """Of each part, from its first token to behind its last, what it has of the longest part's length."""
+        """Stack parts, from first to last token (exclusive), padded to the longest."""
         starts, stops = torch.tensor(parts).unbind(1)
         places = starts[:, None] + torch.arange(int((stops - starts).max()))
         source = torch.minimum(places, stops[:, None] - 1)
         is_filled = places >= stops[:, None]
-        # Found on the host: how many there are would have it wait for a GPU.
-        found = source, is_filled, (~is_filled).flatten().nonzero().flatten(), source[~is_filled]
-        return cls(*(send(each, device) for each in found))
+        # Computed on the host: their number would make it wait for a GPU.
+        tensors = source, is_filled, (~is_filled).flatten().nonzero().flatten(), source[~is_filled]
+        return cls(*(send(each, device) for each in tensors))
 
     def lay(self, x_BNSH: Tensor, fill: float | None = None) -> Tensor:
-        """[P, N, L, H]; None fills up with whatever there is."""
+        """[P, N, L, H]; with ``fill`` None the padding is arbitrary."""
         x_PLNH = _in_a_row(x_BNSH)[self.source]
         if fill is not None:
             x_PLNH.masked_fill_(self.is_filled[..., None, None], fill)
         return x_PLNH.transpose(1, 2)
 
     def back(self, x_PNLH: Tensor, into_BNSH: Tensor) -> None:
-        """The reverse: write the parts where they are in their rows."""
+        """The inverse: write the parts to their places in the rows."""
         S = into_BNSH.shape[2]
         into_BNSH.transpose(1, 2)[self.tokens // S, self.tokens % S] = _in_a_row(x_PNLH)[self.places]
 
 
 def _stacks(cuts: Cuts, tokens: int, device: torch.device) -> Iterator[_Stack]:
-    """All parts: the short ones of about one length together, and each long one alone."""
+    """All parts: short ones of about one length together, and each long one alone."""
     alike: dict[int, list[tuple[int, int]]] = {}
     for row, cut in enumerate(cuts):
         for start, stop in pairwise(cut):
@@ -191,10 +192,10 @@ def _in_a_row(x_BNSH: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Ends:
-    """The parts of all rows in one row, as kernels for sequences of many lengths want them.
+    """The parts of all rows in one row, for kernels of variable-length sequences.
 
     Attributes:
-        places: int32, where each part starts, and last where they end.
+        places: int32, the start of each part, and last their end.
         longest: tokens of the longest part.
     """
 

@@ -1,17 +1,17 @@
 """Ring attention (Liu, Zaharia, Abbeel 2023) over a zig-zag cut of the sequence.
 
-Queries stay, keys and values go round: each rank computes its queries against the keys it has, while these are already
-on their way to the next rank and the next ones on their way here. Which scores a rank computes of which keys is
-``plan.sharding.sequence.blocks``. Going back, keys and values go round once more; their gradients travel with them,
-gather each rank's share, and make one hop more than the keys to come home.
+Queries stay, keys and values go round: each rank computes its queries against its current keys, while these are sent to
+the next rank and the next ones arrive. ``plan.sharding.sequence.blocks`` gives the scores of each block. In the
+backward, keys and values go round once more; their gradients travel with them, collect each rank's share, and make one
+hop more than the keys to return.
 
     B  sequences    N  query heads           S  a rank's own tokens
                     K  key and value heads   T  keys of a block
     H  width of one head
 
-Both directions are operators of torch's dispatcher rather than plain Python, for what stands around them: selective
-recompute can keep the result and not each block's (those are cp times as large, and computing them again would send
-everything again), and a compiler sees one opaque call.
+Both directions are operators of torch's dispatcher rather than plain Python: selective recompute can keep the result
+and not each block's (those are cp times as large, and computing them again would send everything again), and a compiler
+sees one opaque call.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from superstep.kernels import attention as kernel
 from superstep.plan.sharding.documents import RankTokens, tiles
 from superstep.plan.sharding.sequence import AttentionBlock, blocks
 
-# Both rings are under way at once, on one group.
+# Both rings run at once, on one group.
 _KEYS_TAG, GRADIENTS_TAG = 0, 1
 
 
@@ -40,21 +40,22 @@ _KEYS_TAG, GRADIENTS_TAG = 0, 1
 class RingAttend:
     """Causal attention of a sequence cut in zig-zag over the ranks of ``group``, as ``model.decoder.Attend``.
 
-    Each rank gives and gets its own tokens, in the order of ``plan.sharding.sequence.positions``. What is kept for the
-    backward is the rank's own q, k, v, output and lse. Nothing else may be under way on the group.
+    Inputs and output are the rank's own tokens, in the order of ``plan.sharding.sequence.positions``. The backward
+    keeps
+    the rank's own q, k, v, output and lse. The group may have no other communication meanwhile.
     """
 
     group: Group
     starts: Tensor | None = None
-    """With a document mask: where each token's document starts, of the whole sequences and on the host: [B, cp · S]."""
+    """With a document mask: the start of each token's document, of the whole sequences and on the host: [B, cp · S]."""
 
     is_compiled: bool = False
-    """Whether ``kernels.attention`` computes the blocks, where it takes such heads."""
+    """Whether ``kernels.attention`` computes the blocks, where it supports the heads."""
 
     def __call__(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Tensor:
-        """The mixed values: [B, S, N, H]."""
-        told = self.starts, self.is_compiled, self.group.group_name
-        out_BSNH: Tensor = ring_attention(q_BSNH, k_BSKH, v_BSKH, *told)[0]
+        """The attention output: [B, S, N, H]."""
+        settings = self.starts, self.is_compiled, self.group.group_name
+        out_BSNH: Tensor = ring_attention(q_BSNH, k_BSKH, v_BSKH, *settings)[0]
         return out_BSNH
 
 
@@ -71,7 +72,7 @@ class Hop:
         if size == 1:
             return cls([], leaving)
         arriving = torch.empty_like(leaving)
-        # As one batch: NCCL runs a group's operations in turn, and every rank would wait to be received from.
+        # As one batch: NCCL runs a group's operations in turn, and every rank would wait for a receiver.
         ends = [
             dist.P2POp(dist.isend, leaving, group=group, tag=tag, group_peer=(me + 1) % size),
             dist.P2POp(dist.irecv, arriving, group=group, tag=tag, group_peer=(me - 1) % size),
@@ -79,14 +80,14 @@ class Hop:
         return cls(dist.batch_isend_irecv(ends), arriving)
 
     def finish(self) -> Tensor:
-        """What came; what left may change from now on."""
+        """The arrived tensor; the sent one may change from now on."""
         for work in self.works:
             work.wait()
         return self.arriving
 
 
 def _round(kv: Tensor, group: Group) -> Iterator[tuple[AttentionBlock, Tensor]]:
-    """Each block with all keys and values of its source, [2, B, T, K, H]; meanwhile the next ones are coming."""
+    """Each block with all keys and values of its source, [2, B, T, K, H]; the next ones arrive meanwhile."""
     mine = blocks(group.rank(), group.size())
     for block in mine:
         hop = None if block is mine[-1] else Hop.start(kv, group, _KEYS_TAG)
@@ -97,7 +98,7 @@ def _round(kv: Tensor, group: Group) -> Iterator[tuple[AttentionBlock, Tensor]]:
 
 @dataclass(frozen=True, slots=True)
 class _Documents:
-    """Where each row's documents start, and what that leaves of a rank's blocks."""
+    """Document starts of each row, and their cuts of a rank's blocks."""
 
     rows: Sequence[Sequence[int]]
     cp: int
@@ -120,23 +121,23 @@ class _Documents:
 
 @dataclass(frozen=True, slots=True)
 class _Rectangle:
-    """Rows, queries of the own tokens, and keys of a source's that come before all of these."""
+    """Rows, own queries, and a source's keys that precede all of these."""
 
     rows: slice
     queries: slice
     keys: slice
 
     def asking(self, x: Tensor) -> Tensor:
-        """Out of the own [B, N, S, ...]."""
+        """A slice of the own [B, N, S, ...]."""
         return x[self.rows, :, self.queries]
 
     def answering(self, kv: Tensor) -> Tensor:
-        """Out of the source's [2, B, T, K, H]."""
+        """A slice of the source's [2, B, T, K, H]."""
         return kv[:, self.rows, self.keys]
 
 
 def _rectangles(block: AttentionBlock, tokens: int, documents: _Documents | None) -> Iterator[_Rectangle]:
-    """What is computed with another rank's keys."""
+    """The computed rectangles with another rank's keys."""
     if documents is not None:
         yield from documents.rectangles(block)
     else:
@@ -144,7 +145,7 @@ def _rectangles(block: AttentionBlock, tokens: int, documents: _Documents | None
 
 
 def _group_by_name(group: str) -> Group:
-    # An operator's arguments are tensors, numbers and strings; torch's own collectives go by this name, too.
+    # An operator's arguments are tensors, numbers and strings; torch's own collectives use this name, too.
     return _resolve_process_group(group)  # type: ignore[arg-type]
 
 
@@ -244,7 +245,7 @@ def _own_backward(
 
 
 def _stack_gradients(dk_BKTH: Tensor, dv_BKTH: Tensor) -> Tensor:
-    """Gradients as they travel: [2, B, T, K, H], fp32."""
+    """Gradients in the format of the ring: [2, B, T, K, H], fp32."""
     return torch.stack((dk_BKTH.transpose(1, 2), dv_BKTH.transpose(1, 2))).float()
 
 

@@ -1,5 +1,5 @@
-"""A sequence split over the ranks of a group, gathered and cut where there is nothing to sum: every rank has the whole
-of what it is to keep a part of, and of its gradient.
+"""A split sequence over the ranks of a group, gathered and cut without a sum: every rank has the whole tensor and its
+gradient.
 """
 
 from __future__ import annotations

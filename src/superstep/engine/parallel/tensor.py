@@ -1,20 +1,21 @@
-"""Tensor parallelism put on a plain module from outside (Shoeybi 2019), with sequence parallelism (Korthikanti 2022).
+"""Tensor parallelism, applied to a plain module from outside (Shoeybi 2019), with sequence parallelism (Korthikanti
+2022).
 
-The table of logical axes says which matrices were cut. What happens at the seams follows from it:
+The table of logical axes says which matrices are cut. The communication follows from it:
 
     embedding cut over its rows    look up the own rows, zeros elsewhere, sum over tp
     linear cut over its output     its input enters; each rank has its own columns, and its part of the bias
     linear cut over its input      each rank has a part of the sum: sum over tp, then add the bias once
     everything else                nothing
 
-Without sequence parallelism the residual stream is whole on every rank: entering is the identity (and sums
-gradients going back), leaving is an all-reduce. A tensor that several cut linears read, as queries, keys and values
-do, enters once. With sequence parallelism the stream is split over the sequence: entering gathers it, leaving
-reduce-scatters it, and what lies between, cut or not, works on S / tp tokens. Then it is the smallest module with
-linears of both kinds, such as attention, whose input enters, so that its own code sees whole sequences.
+Without sequence parallelism the residual stream is whole on every rank: entering is the identity (and sums gradients in
+the backward), leaving is an all-reduce. A tensor that several cut linears read, as queries, keys and values do, enters
+once. With sequence parallelism the stream is split over the sequence: entering gathers it, leaving reduce-scatters it,
+and everything between, cut or not, works on S / tp tokens. Then the input enters the smallest module with linears of
+both kinds, such as attention, so that its own code sees whole sequences.
 
-The first unit has whole sequences. Where a lookup is all of it, leaving splits them; else its output is split at the
-end, so that what it adds to the lookup, such as learned positions, sees every token.
+The first unit has whole sequences. Where it is only a lookup, leaving splits them; otherwise its output is split at the
+end, so that additions to the lookup, such as learned positions, see every token.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class _Leave(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """How a tensor enters what is cut, and how it leaves: after a product, and after a lookup."""
+    """How a tensor enters a cut region, and how it leaves: after a product, and after a lookup."""
 
     enter: Callable[[Tensor, Group], Tensor]
     leave: Callable[[Tensor, Group], Tensor]
@@ -96,7 +97,7 @@ class Boundary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Boundaries:
-    """What happens between what is cut and what is not.
+    """Boundaries between cut and whole regions.
 
     Attributes:
         whole: where the residual stream is whole.
@@ -110,7 +111,7 @@ class Boundaries:
 
 
 def pass_on(x: Tensor, group: Group) -> Tensor:
-    """Nothing is left to sum."""
+    """The identity: nothing is left to sum."""
     return x
 
 
@@ -124,11 +125,11 @@ EXACT_OVER_TP = Boundaries(
     split=Boundary(GatherWhole.apply, KeepOwn.apply, _Scatter.apply),
     end=KeepOwn.apply,
 )
-"""Exact mode's: products are whole when they leave. A lookup adds zeros to one number, which is exact."""
+"""Of exact mode: products are whole when they leave. A lookup adds zeros to one number, which is exact."""
 
 
 class _Entrance:
-    """Lets a tensor enter once, however many cut layers of the unit read it."""
+    """Lets a tensor enter once, for all cut layers of the unit that read it."""
 
     def __init__(self, enter: Callable[[Tensor, Group], Tensor], group: Group) -> None:
         self._enter = enter
@@ -141,7 +142,7 @@ class _Entrance:
         return self._last[1]
 
     def close(self) -> None:
-        """Let go of what entered last."""
+        """Drop the last entered tensor."""
         self._last = None
 
 
@@ -155,7 +156,7 @@ def splitting(
     sequence_parallel: bool,
     is_first: bool,
 ) -> tuple[Implementation, ...]:
-    """What goes round the module's layers, by the unit's table of axes. The weights are cut already."""
+    """Wrappers of the module's layers, by the unit's table of axes. The weights are cut already."""
     is_whole = is_first and not _is_lookup(spec, rules)
     is_split = sequence_parallel and not is_whole
     seam = seams.split if is_split else seams.whole
@@ -200,35 +201,36 @@ def splitting(
 
 
 def _cut_layers(spec: UnitSpec, rules: Rules) -> dict[str, int]:
-    """For each layer whose weight is cut, by its path in the unit's module, the dim that is."""
-    found = {}
+    """For each layer with a cut weight, by its path in the unit's module, the cut dim."""
+    dims = {}
     for local, param in spec.params.items():
         path, _, leaf = local.rpartition(".")
         cut = [dim for dim, axis in enumerate(param.axes) if rules.cut(axis) == "tp"]
         # An adapter's factors are within the layer that enters or leaves.
         if leaf == "weight" and cut and param.factor is None:
-            found[path] = cut[0]
-    return found
+            dims[path] = cut[0]
+    return dims
 
 
 def _regions(module: nn.Module, spec: UnitSpec, rules: Rules) -> dict[str, str]:
-    """For each linear that is cut over its output, the path of the smallest module around it that also has one cut
-    over its input; without those around which there is none but the whole unit.
+    """For each linear cut over its output, the path of the smallest module around it that also has one cut over its
+    input;
+    without those where only the whole unit has.
     """
     cut = {p: dim for p, dim in _cut_layers(spec, rules).items() if isinstance(module.get_submodule(p), nn.Linear)}
     rows = [path for path, dim in cut.items() if dim == 1]
-    found = {}
+    regions = {}
     for path in (path for path, dim in cut.items() if dim == 0):
         around = path.rpartition(".")[0]
         while around and not any(row.startswith(f"{around}.") for row in rows):
             around = around.rpartition(".")[0]
         if around:
-            found[path] = around
-    return found
+            regions[path] = around
+    return regions
 
 
 def _is_lookup(spec: UnitSpec, rules: Rules) -> bool:
-    """Whether all that a unit has is one table, cut over its rows."""
+    """Whether a unit is only a table, cut over its rows."""
     tables = [param.axes for param in spec.params.values()]
     return len(tables) == 1 and len(tables[0]) == 2 and rules.cut(tables[0][0]) == "tp"
 
@@ -284,7 +286,7 @@ def _vocabulary_lookup(
 
 
 def own_part(columns: int, vocab: int, group: Group) -> VocabularyColumns:
-    """This rank's columns of a vocabulary, where all have so many of it as it is padded."""
+    """This rank's columns of a padded vocabulary."""
     place = group.rank()
     return VocabularyColumns(place * columns, own_columns(columns, place, vocab), partial(_over_ranks, group))
 

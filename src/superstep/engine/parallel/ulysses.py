@@ -1,4 +1,4 @@
-"""Ulysses (Jacobs 2023): for the time of attention, a rank changes its tokens of all heads for all tokens of its heads.
+"""Ulysses (Jacobs 2023): during attention, a rank exchanges its tokens of all heads for all tokens of its heads.
 
 B  sequences    N  query heads           S  positions    s  a rank's own tokens
                 K  key and value heads   H  width of one head
@@ -22,16 +22,18 @@ from superstep.model.decoder import Attend, flash
 class UlyssesAttend:
     """Causal attention of a sequence cut in zig-zag over the ranks of ``group``, as ``model.decoder.Attend``.
 
-    Each rank gives and gets its own tokens, in the order of ``plan.sharding.sequence.positions``; ``inner`` sees the
-    whole sequence in its order. The group's size is one of ``plan.sharding.sequence.cp_of_heads``. With more ranks than
-    key and value heads, each head goes to all ranks whose queries it serves, and their gradients for it are summed.
+    Inputs and output are the rank's own tokens, in the order of ``plan.sharding.sequence.positions``; ``inner`` sees
+    the
+    whole sequence in order. The group's size is one of ``plan.sharding.sequence.cp_of_heads``. With more ranks than key
+    and
+    value heads, each head is sent to all ranks of its queries, and their gradients for it are summed.
     """
 
     group: Group
     inner: Attend = flash
 
     def __call__(self, q_BsNH: Tensor, k_BsKH: Tensor, v_BsKH: Tensor) -> Tensor:
-        """The mixed values: [B, s, N, H]."""
+        """The attention output: [B, s, N, H]."""
         ranks = self.group.size()
         heads = [_heads_by_rank(x, ranks) for x in (q_BsNH, k_BsKH, v_BsKH)]
         packed = torch.cat(heads, dim=3).movedim(2, 0)
@@ -43,7 +45,9 @@ class UlyssesAttend:
 
 
 def _heads_by_rank(x_BsNH: Tensor, ranks: int) -> Tensor:
-    """The heads each rank needs, [B, s, ranks, n, H]: its share of them, or the one it shares with its neighbours."""
+    """The heads that each rank needs, [B, s, ranks, n, H]: its share of them, or the one it shares with its
+    neighbours.
+    """
     B, s, heads, H = x_BsNH.shape
     if heads < ranks:
         return x_BsNH.unsqueeze(3).expand(B, s, heads, ranks // heads, H).reshape(B, s, ranks, 1, H)
@@ -51,7 +55,7 @@ def _heads_by_rank(x_BsNH: Tensor, ranks: int) -> Tensor:
 
 
 def _exchange(x: Tensor, group: Group) -> Tensor:
-    """``x[r]`` goes to rank r; what came from rank r stands at [r]."""
+    """``x[r]`` is sent to rank r; the tensor from rank r is at [r]."""
     out: Tensor = Exchange.apply(x, group)  # type: ignore[no-untyped-call]
     return out
 

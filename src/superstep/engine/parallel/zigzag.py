@@ -1,7 +1,7 @@
-"""A sequence cut in zig-zag over the ranks of a group: in whole, in order, and back.
+"""A sequence cut in zig-zag over the ranks of a group: gathered in order, and cut again.
 
-These are plain functions for tensors of any dtype. Each is the other's transpose: gathering takes a rank's tokens to
-all ranks, and ``scatter_sum`` brings what all ranks have for them back to it.
+Plain functions for tensors of any dtype. Each is the other's transpose: gathering sends a rank's tokens to all ranks,
+and ``scatter_sum`` sums all ranks' contributions to a rank's tokens.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def gather_kv(x_BsKH: Tensor, group: Group) -> Tensor:
 
 
 def scatter_sum(x_BSKH: Tensor, group: Group) -> Tensor:
-    """The sum over ranks of what each has for the whole sequence, for this rank's tokens: [B, s, K, H].
+    """The sum over ranks of their tensors of the whole sequence, for this rank's tokens: [B, s, K, H].
 
-    On a CPU it is a sum in rank order. The sum's bits are free of the order for integers only.
+    On a CPU it is a sum in rank order. Only for integers the bits do not depend on the order.
     """
     parts = by_rank(x_BSKH, group.size())
     reduce_scatter(parts.view(-1), group, tag=0).wait()

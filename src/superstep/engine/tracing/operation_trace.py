@@ -1,4 +1,4 @@
-"""Notes every operation of the dispatcher as ``cost.program.time.operation`` has it."""
+"""Records every operation of the dispatcher in the format of ``cost.program.time.operation``."""
 
 from __future__ import annotations
 
@@ -64,12 +64,10 @@ KERNELS: Mapping[str, str] = {
     "gather": "gather",
     "scatter_add": "gather",
 }
-"""Kinds of kernels by the operator's name; all others go at the rate of a copy."""
+"""Kinds of kernels by the operator's name; all others have the rate of a copy."""
 
 NARROW = 8
-"""Products with a side below this read their matrix once for so few operations that memory decides; of many in a batch
-their number decides.
-"""
+"""Products with a side below this are bound by the memory traffic of their matrix; in a batch, their number decides."""
 
 _COLLECTIVES: Mapping[str, Collective] = {
     "allreduce_": "all-reduce",
@@ -83,15 +81,15 @@ _COLLECTIVES: Mapping[str, Collective] = {
 
 @dataclass
 class TracedOperations:
-    """What was noted so far: operations, and the memory that they made."""
+    """Operations so far, and the memory that they allocated."""
 
     each: list[Operation] = field(default_factory=list)
     peak_bytes: int = 0
-    """The most of that memory that was there at once."""
+    """The peak of that memory."""
     _storages: dict[int, tuple[StorageWeakRef, int]] = field(default_factory=dict)
 
     def born(self, out: Any) -> None:  # noqa: ANN401
-        """Note the storages of what an operation gave."""
+        """Note the storages of an operation's results."""
         for tensor in tree_iter(out):
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
@@ -101,13 +99,13 @@ class TracedOperations:
                     self.peak_bytes = max(self.peak_bytes, sum(size for _, size in self._storages.values()))
 
     def _let_go(self) -> None:
-        """Forget what is no longer there: its address may come again."""
+        """Drop freed storages: their addresses may be used again."""
         gone = [address for address, (ref, _) in self._storages.items() if ref.expired()]
         for address in gone:
             del self._storages[address]
 
     def alive_bytes(self, *, but: Sequence[Tensor] = ()) -> int:
-        """What is still there of the memory noted, apart from some tensors'."""
+        """Memory that is still allocated, without some tensors'."""
         own = {tensor.untyped_storage()._cdata for tensor in but}
         return sum(size for address, (ref, size) in self._storages.items() if address not in own and not ref.expired())
 
@@ -118,7 +116,7 @@ class TracedOperations:
 
 
 class OperationRecorder(TorchDispatchMode):
-    """Notes what passes by while ``noting``.
+    """Records operations within ``noting``.
 
     Args:
         axes: of each process group, by its name.
@@ -131,7 +129,7 @@ class OperationRecorder(TorchDispatchMode):
 
     @contextmanager
     def noting(self) -> Iterator[TracedOperations]:
-        """What is done within the block."""
+        """Record the operations within the block."""
         self._noted = TracedOperations()
         with self:
             yield self._noted
@@ -140,12 +138,12 @@ class OperationRecorder(TorchDispatchMode):
         kwargs = kwargs or {}
         given = [x for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)]
         if func is _ATEN.searchsorted.Tensor:
-            # Where each expert's rows begin: an even share, of real numbers, since sizes follow from them.
+            # Starts of each expert's rows: an even share of real numbers, since sizes follow from them.
             return _even(given[0].numel(), given[1].numel() - 1)
         if given and not any(isinstance(x, FakeTensor) for x in given):
             with _disable_current_modes():
                 out = func(*args, **kwargs)
-                if func.namespace == "c10d":  # how many rows go where: as many come
+                if func.namespace == "c10d":  # numbers of rows: as many arrive
                     given[0].copy_(given[1])
                     self._noted.each += self._operations(func, args, given, out)
                 return out
@@ -171,8 +169,9 @@ class OperationRecorder(TorchDispatchMode):
             yield _pass(func, name, given, out)
 
     def _ring(self, name: str, args: Any, given: Sequence[Tensor]) -> Iterator[Operation]:  # noqa: ANN401
-        """Each block of a rank's keys is attended to, while the next ones come; gradients make one hop more. Around
-        that keys and values are laid side by side, parts are added to what was before, and the sum is laid out.
+        """Attention to each block of a rank's keys, while the next ones arrive; gradients make one hop more. In
+        addition, keys
+        and values are stacked, parts are merged, and the sum is copied.
         """
         is_backward = "backward" in name
         q, k = given[1:3] if is_backward else given[:2]
@@ -217,7 +216,7 @@ class OperationRecorder(TorchDispatchMode):
 
 
 def _even(pairs: int, experts: int) -> Tensor:
-    """Where equal shares of the pairs begin, and where the last one ends: [experts + 1]."""
+    """Starts of equal shares of the pairs, and the end of the last one: [experts + 1]."""
     with _disable_current_modes():
         return torch.arange(experts + 1) * pairs // experts
 
@@ -229,7 +228,7 @@ def _attention(name: str, given: Sequence[Tensor]) -> AttentionOperation:
 
 
 def _product(given: Sequence[Tensor], out: Tensor) -> Operation:
-    """A product, or where it is so narrow that memory decides, a pass over what it reads."""
+    """A product, or for a narrow one, bound by memory, a pass over its inputs."""
     left, right = given[-2:]
     rows, inner, width = left.shape[-2], left.shape[-1], right.shape[-1]
     is_turned = left.stride(-2) == 1 < left.stride(-1)
@@ -254,14 +253,14 @@ def _pass(func: Any, name: str, given: Sequence[Tensor], out: Any) -> MemoryOper
     made = [x for x in tree_iter(out) if isinstance(x, Tensor)]
     kernel = KERNELS.get(name.rstrip("_"), "copy")
     if kernel == "gather":
-        # Of the table only the rows that are asked for.
+        # Of the table only the looked-up rows.
         rows = [x for x in (*given[1:], *made) if x.untyped_storage()._cdata != given[0].untyped_storage()._cdata]
         return MemoryOperation(kernel=kernel, bytes=2 * sum(map(_bytes, rows)))
     return MemoryOperation(kernel=kernel, bytes=sum(map(_bytes, made)) + sum(map(_bytes, given)))
 
 
 def _bytes(x: Tensor) -> int:
-    """What is read of it: expanded dims count once."""
+    """Bytes that are read: expanded dims count once."""
     return x.element_size() * math.prod(
         size for size, step in zip(x.shape, x.stride(), strict=True) if step or size == 1
     )

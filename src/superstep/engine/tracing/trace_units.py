@@ -1,9 +1,9 @@
-"""What every unit of a run does, operation by operation, from its own modules on fake tensors.
+"""Operations of every unit of a run, traced from its own modules on fake tensors.
 
-The modules are those that a rank would build, cut and changed as the plan says; tensors have shapes and no memory, and
-process groups send nothing. So operations, their sizes, and what is kept for the backward pass are not estimated but
-read off, of our decoder as of any model. Where sizes depend on data, rows of experts say, every expert gets its even
-share.
+The modules are those that a rank would build, cut and changed by the plan; tensors have shapes and no memory, and
+process groups send nothing. So operations, their sizes, and activations kept for the backward pass are not estimated
+but observed, for our decoder as for any model. Where sizes depend on data, such as rows of experts, every expert gets
+its even share.
 """
 
 from __future__ import annotations
@@ -44,24 +44,25 @@ FIRST = Coordinate(pp=0, dp=0, cp=0, tp=0)
 def operations_of(run: Resolved, specs: Sequence[UnitSpec]) -> tuple[UnitOperations, ...]:
     """Every unit's operations on one microbatch, on the first rank, in model order.
 
-    Blocks of our own decoder are all alike, so that one of them speaks for all. Exact mode is seen as fast mode: its
-    sums ask for values, which are not there. No process group may be there yet.
+    Blocks of our own decoder are all alike, so one of them is traced for all. Exact mode is traced as fast mode: its
+    sums
+    need values, which do not exist here. No process group may exist yet.
     """
-    # What a compiler would make of a unit is not seen either: its operations are those of eager mode.
+    # A compiler's changes to a unit are not traced either: its operations are those of eager mode.
     config = replace(run.config, numerics=replace(run.config.numerics, compile=False))
     run = replace(run, plan=replace(run.plan, grain=None), config=config)
-    last, seen = len(specs) - 1, _speaking(run, specs)
+    last, units = len(specs) - 1, _speaking(run, specs)
     with _alone(run, Device("cpu")) as mesh, FakeTensorMode(allow_non_fake_inputs=True):
-        machine, exchange = _machine(run, specs, mesh, seen)
+        machine, exchange = _machine(run, specs, mesh, units)
         recorder = OperationRecorder(_axes(mesh))
         exchange.now = DispatchContext(sequences=tuple(range(run.plan.microbatch)), step=0)
-        found = {unit: _Unit(run, machine, exchange, unit, recorder).operations() for unit in seen}
-    return tuple(found[unit] if unit in found else found[1] for unit in range(last + 1))
+        traced = {unit: _Unit(run, machine, exchange, unit, recorder).operations() for unit in units}
+    return tuple(traced[unit] if unit in traced else traced[1] for unit in range(last + 1))
 
 
 def layers_of(run: Resolved, specs: Sequence[UnitSpec], device: Device) -> dict[int, tuple[Choice, ...]]:
-    """What the layers of each unit compute with, on the first rank; of our own decoder's blocks, those of the first.
-    No process group may be there yet.
+    """The implementations of each unit's layers, on the first rank; of our own decoder's blocks, those of the first. No
+    process group may exist yet.
     """
     with _alone(run, device) as mesh, FakeTensorMode(allow_non_fake_inputs=True):
         machine, _ = _machine(run, specs, mesh, _speaking(run, specs))
@@ -69,14 +70,14 @@ def layers_of(run: Resolved, specs: Sequence[UnitSpec], device: Device) -> dict[
 
 
 def _speaking(run: Resolved, specs: Sequence[UnitSpec]) -> Sequence[int]:
-    """The units that speak for all: of our own decoder embedding, first block and head."""
+    """The traced units: of our own decoder embedding, first block and head."""
     last = len(specs) - 1
     return range(last + 1) if run.decoder is None else sorted({0, min(1, last), last})
 
 
 @contextmanager
 def _alone(run: Resolved, device: Device) -> Iterator[Mesh]:
-    """The mesh of the first rank; only groups that a unit sends over, and they send nothing."""
+    """The mesh of the first rank, with only the groups that a unit uses; they send nothing."""
     shape, has_experts = run.plan.mesh, "experts" in run.plan.families
     sequence = shape.cp * shape.tp
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=max(shape.world, 1))
@@ -123,7 +124,7 @@ def _axes(mesh: Mesh) -> dict[str, Axis]:
 def _machine(
     run: Resolved, specs: Sequence[UnitSpec], mesh: Mesh, seen: Sequence[int]
 ) -> tuple[RankUnits, ExpertParallel]:
-    """What an executor would drive, with the units to be seen on one pipeline rank."""
+    """The executor's units, with the traced ones on one pipeline rank."""
     plan = run.plan
     stages = tuple(tuple(unit for unit in units if unit in seen) for units in plan.stages)
     alone = replace(plan, stages=stages, placement=(0,) * len(stages))
@@ -161,7 +162,7 @@ def _machine(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Passed:
-    """One forward pass: input, output without its graph, and what it did and left."""
+    """One forward pass: input, output without its graph, its operations and its kept memory."""
 
     x: Tensor
     y: Tensor
@@ -181,12 +182,12 @@ class _Unit:
         tokens = machine.boundaries[0].shape[1] if run.plan.mesh.cp > 1 else run.config.data.sequence_tokens
         self._targets = torch.zeros(run.plan.microbatch, tokens, dtype=torch.long)
         data = run.config.data
-        # One document fills the sequence: what others there will be is not known yet, and they make for less to do.
+        # One document fills the sequence: other documents are not known yet, and would reduce the work.
         starts = torch.zeros(run.plan.microbatch, data.sequence_tokens, dtype=torch.long) if data.is_masked else None
         self._sight = machine.sight(starts)
 
     def operations(self) -> UnitOperations:
-        """All of them."""
+        """Operations of all passes."""
         self._forward()  # makes the rotary tables, which stay
         once, end = self._forward()
         kept_bytes = once.x.nbytes + once.noted.alive_bytes(but=self._own(once))
@@ -202,14 +203,14 @@ class _Unit:
             )
         with self._recorder.noting() as backward:
             torch.autograd.backward(end, gradient)
-        # The other way to go back: first the input's gradient, then the weights'.
+        # The backward in two parts: first the input's gradient, then the weights'.
         again, end = self._forward()
         assert end is not None
         parameters, sums = self._machine.parameters[self._unit], self._machine.sums
         with self._recorder.noting() as halfway:
-            found, later = input_gradient(again.x, end, gradient, parameters, sums)
+            input_grad, later = input_gradient(again.x, end, gradient, parameters, sums)
         del end
-        gone = self._own(again) if found is None else [*self._own(again), found]
+        gone = self._own(again) if input_grad is None else [*self._own(again), input_grad]
         between_bytes = again.noted.alive_bytes(but=gone) + halfway.alive_bytes(but=gone)
         with self._recorder.noting() as weight, torch.no_grad():
             for add in later:
@@ -225,7 +226,7 @@ class _Unit:
         )
 
     def _forward(self) -> tuple[_Passed, GradientEdge | None]:
-        """A forward pass, and where its graph ends; a first unit that is frozen has none."""
+        """A forward pass, and the end of its graph; a frozen first unit has none."""
         passed = self._machine.boundaries[self._unit]
         x = torch.zeros(passed.shape, dtype=passed.dtype)
         if x.is_floating_point() and (self._unit > 0 or not self._machine.buffers[self._unit]):
@@ -234,10 +235,10 @@ class _Unit:
             y = self._compute(x, self._sight)
             if self._unit == len(self._run.plan.units) - 1:
                 y = self._machine.loss(y, LossTarget(self._targets), 1.0)
-        self._exchange.told()  # lets go of the counts, which stay until they are asked for
+        self._exchange.told()  # drops the counts
         return _Passed(x=x, y=y.detach(), noted=noted), get_gradient_edge(y) if y.requires_grad else None
 
     def _own(self, passed: _Passed) -> list[Tensor]:
-        """What is there anyway, and what has its own place in the account."""
+        """Tensors that exist anyway, and are accounted for elsewhere."""
         buffers = [b for each in self._machine.buffers.values() for b in each]
         return [passed.x, passed.y, self._targets, *(t for b in buffers for t in (b.full, b.gradient))]

@@ -1,7 +1,7 @@
 """rehearse: a user's units as a tensor-parallel rank would run them, on the meta device, before any is launched.
 
-The parameters are cut and the layers changed as they will be; entering and leaving change shapes as they will, and send
-nothing. So a head that is cut in two, or code that counts on the whole sequence, is found in milliseconds.
+The parameters are cut and the layers changed as in the run; entering and leaving change shapes, and send nothing. So
+errors such as a head that is cut in two, or code that needs the whole sequence, show in milliseconds.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from superstep.plan.sharding.parameters import has_cut_output
 
 @dataclass(frozen=True)
 class _Alone:
-    """As much of a process group as the changed layers ask for."""
+    """The parts of a process group that the changed layers need."""
 
     ranks: int
 
@@ -40,13 +40,13 @@ class _Alone:
 
 
 def rehearse(resolved: Resolved, specs: Sequence[UnitSpec], between: Sequence[UnitOutput], where: str) -> None:
-    """See that every unit runs cut, and gives its part of what it gives whole.
+    """Check that every unit runs cut, and gives the matching part of its whole output.
 
     Args:
         resolved: the run.
         specs: the units.
         between: the input of each whole unit, and the output of the last.
-        where: where the units come from.
+        where: the source of the units.
 
     Raises:
         ConfigError: a unit does not; the line says what would help.
