@@ -150,12 +150,12 @@ class Masker:
     ) -> TokenizedConversation:
         parts: list[tuple[list[int], bool]] = []
         answer_bytes = 0
-        for (number, _, is_learnt), found in zip(chain, encoded, strict=True):
-            ids = [id_ for part, _ in found for id_ in part]
+        for (number, _, is_learnt), encoded_part in zip(chain, encoded, strict=True):
+            ids = [id_ for part, _ in encoded_part for id_ in part]
             if not is_learnt:
                 parts.append((ids, False))
                 continue
-            end = self._end_of_turn(record, number, found)
+            end = self._end_of_turn(record, number, encoded_part)
             self.ends.add(ids[end - 1])
             answer_bytes += len(self._tokenizer.decode(ids[: end - 1]).encode())
             parts += [(ids[:end], True), (ids[end:], False)]
