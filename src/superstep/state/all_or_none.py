@@ -1,4 +1,4 @@
-"""Work that every rank does or none: one rank's failure becomes every rank's, before any of them goes on."""
+"""Work that all ranks complete or none: one rank's failure is raised on every rank, before any of them continues."""
 
 from __future__ import annotations
 
@@ -14,13 +14,9 @@ class Peers(Protocol):
     """The ranks that save or load together."""
 
     @property
-    def rank(self) -> int:
-        """This one's number."""
-
+    def rank(self) -> int: ...
     @property
-    def size(self) -> int:
-        """How many there are."""
-
+    def size(self) -> int: ...
     def gather(self, value: T) -> list[T]:
         """Every rank's value, in rank order, on every rank."""
 
@@ -30,11 +26,11 @@ def together(peers: Peers, work: Callable[[], T], describe: Callable[[Exception]
 
     Args:
         peers: the ranks.
-        work: this rank's part; what it returns is sent to every rank.
-        describe: the error to raise for one that was not raised on purpose.
+        work: this rank's part; its result is sent to every rank.
+        describe: converts an unexpected error to the raised one.
 
     Returns:
-        What each rank's work returned, in rank order.
+        The results of all ranks, in rank order.
 
     Raises:
         SuperstepError: the error of the first rank that failed, on every rank; a Fault names that rank.

@@ -1,19 +1,18 @@
-"""Checkpoints: the whole model on disk, whatever layout wrote it.
+"""Checkpoints: the whole model on disk, independent of the layout that wrote it.
 
     checkpoints/step-000200/
-        model.safetensors        global weights, fp32, under Hugging Face names; of adapters alone
-                                 adapter_model.safetensors, as PEFT names it and them
+        model.safetensors        global weights, fp32, under Hugging Face names; with adapters only those:
+                                 adapter_model.safetensors, under PEFT's names
         optimizer.safetensors    exp_avg.NAME and exp_avg_sq.NAME
         config.json              of the model, for other loaders
         tokenizer.json
-        run.json                 whose it is (train.identity)
+        run.json                 the run's identity (train.identity)
         manifest.json            the position, and hashes of all the rest and of itself
 
-Ranks write their own slices into the same files; where they do so through several page caches, no two of them write
-one page (``state.file_shares``). Everything is written into a folder beside, which is renamed into place once the disk
-has
-all of it: a checkpoint that can be seen is whole. Rank 0 alone makes, renames and deletes; after each step of a save
-all ranks learn whether it went well on all of them.
+Ranks write their own slices into the same files; with several page caches, no two of them write one page
+(``state.file_shares``). Everything is written into a temporary folder, which is renamed once all of it is on disk: a
+visible checkpoint is complete. Rank 0 alone makes, renames and deletes folders; after each step of a save all ranks
+learn whether it succeeded on all of them.
 """
 
 from __future__ import annotations
@@ -73,21 +72,21 @@ def save(
     """Write a checkpoint. Every rank calls this together.
 
     Args:
-        folder: where it will stand; nothing does yet.
+        folder: its path; it must not exist.
         pieces: this rank's.
-        position: where training stands.
+        position: of training.
         peers: the ranks.
         tensors: the shape of every global tensor of each kind.
         beside: files to put beside the tensors: a text, or the file to copy. Rank 0's count.
-        confirm: called once the pieces have been written and before the checkpoint has its name; raises where they were
-            not what should have been written.
+        confirm: called once the pieces have been written and before the checkpoint has its name; raises if they had
+            changed.
 
     Returns:
         Bytes of tensors on disk.
 
     Raises:
-        Fault: it cannot be written: on every rank the same, of the first rank that could not; a DiskFault where that
-            is the disk's. Nothing that was there before is touched.
+        Fault: it cannot be written: on every rank the same, of the first rank that failed; a DiskFault for an error of
+            the disk. Earlier checkpoints are not touched.
     """
     saving = _Saving(folder, peers)
     try:
@@ -106,7 +105,7 @@ def save(
 
 
 class _Saving:
-    """One rank's part in a save, step by step."""
+    """One rank's part of a save, step by step."""
 
     def __init__(self, folder: Path, peers: Peers) -> None:
         self.folder = folder
@@ -120,7 +119,7 @@ class _Saving:
         return together(self.peers, work, self._unwritable)
 
     def begin(self, pieces: Iterable[TensorPiece], tensors: Tensors) -> None:
-        """See what is to be written; rank 0 makes the folder and the files."""
+        """Collect the pieces to write; rank 0 makes the folder and the files."""
         self.files = tensor_files(tensors)
         for piece in pieces:
             if piece.is_owner and piece.values.numel():
@@ -130,19 +129,19 @@ class _Saving:
             checkpoint_dirs.begin(self.folder)
             for name, layout in self.files.items():
                 with (self.partial / name).open("wb") as opened:
-                    # What goes through a map must have its room: a full disk would be a bus error there.
+                    # A memory map needs allocated space: a full disk would be a bus error there.
                     if sys.platform == "linux":
                         os.posix_fallocate(opened.fileno(), 0, layout.total)
                     else:
                         opened.truncate(layout.total)
 
     def claim(self) -> Claim:
-        """What this rank will write, and through which page cache."""
+        """The ranges that this rank will write, and its page cache."""
         ranges: dict[str, list[Range]] = {}
         if self.peers.rank == 0:
             ranges = {name: [(0, len(layout.header))] for name, layout in self.files.items()}
         for piece, file, offset in self._mine:
-            # A block of columns has gaps, which others fill: what matters is where they can come near each other.
+            # A block of columns has gaps, which other ranks fill: the claim covers the whole span.
             first, last = (
                 next(runs(piece.shape, piece.index, at, 1)).offset
                 for at in (piece.low, piece.low + piece.values.numel() - 1)
@@ -151,7 +150,7 @@ class _Saving:
         return Claim(page_cache(self.partial), {file: granules(runs_of_file) for file, runs_of_file in ranges.items()})
 
     def write(self, shares: FileShares) -> list[int]:
-        """Write what this rank has; the ranks that it leaves a parcel for."""
+        """Write this rank's bytes; the ranks with a parcel from this one."""
         with writing(self.partial, list(self.files), self.peers.rank, shares) as writer:
             if self.peers.rank == 0:
                 for name, layout in self.files.items():
@@ -164,7 +163,7 @@ class _Saving:
             return writer.sync()
 
     def unpack(self, shares: FileShares, parcels: Sequence[Sequence[int]]) -> None:
-        """Write what other ranks left for this one."""
+        """Write the parcels of other ranks."""
         with writing(self.partial, list(self.files), self.peers.rank, shares) as writer:
             for sender, owners in enumerate(parcels):
                 if self.peers.rank in owners:
@@ -172,7 +171,7 @@ class _Saving:
             writer.sync()
 
     def hashes(self) -> dict[str, str]:
-        """The hashes of this rank's share of the tensors, as they are on disk."""
+        """The hashes of this rank's share of the tensors, read from disk."""
         every = [(file, name) for file, layout in self.files.items() for name in layout.shapes]
         return {
             name: digest_of(self.partial / file, self.files[file].offsets[name], size_of(self.files[file].shapes[name]))
@@ -180,7 +179,7 @@ class _Saving:
         }
 
     def publish(self, position: Position, hashes: Mapping[str, str], beside: Mapping[str, str | Path]) -> None:
-        """On rank 0, write what stands beside the tensors, the manifest last, and give the folder its name."""
+        """On rank 0, write the files beside the tensors, the manifest last, and rename the folder."""
         if self.peers.rank:
             return
         remove_parcels(self.partial)
@@ -206,14 +205,14 @@ class _Saving:
         checkpoint_dirs.publish(self.partial, self.folder)
 
     def discard(self) -> None:
-        """On rank 0, delete what was written. Every rank has closed its files by then."""
+        """On rank 0, delete the temporary folder. Every rank has closed its files by then."""
         if self.peers.rank == 0:
             with suppress(OSError):  # it is deleted before the next save
                 checkpoint_dirs.discard(self.partial)
 
     def _unwritable(self, error: Exception) -> Fault:
         what = "the checkpoint cannot be written"
-        with suppress(OSError):  # whose disk may be what is wrong
+        with suppress(OSError):  # the disk itself may have failed
             what += ", and older ones are untouched" if checkpoint_dirs.checkpoints(self.folder.parent) else ""
         if isinstance(error, OSError):
             return DiskFault(f"{what}: {disk_fault(error, self.partial).message}")
@@ -224,8 +223,8 @@ def load(folder: Path, pieces: Iterable[TensorPiece], peers: Peers) -> Position:
     """Fill this rank's pieces from a checkpoint of any layout. Every rank calls this together.
 
     Raises:
-        Damaged: the checkpoint is not what was written: on every rank the same, before a piece is filled.
-        StateError: it is not of this model, of another format, or cannot be read.
+        Damaged: the checkpoint is damaged: on every rank the same, before a piece is filled.
+        StateError: it belongs to another model, has another format, or cannot be read.
     """
 
     def unreadable(error: Exception) -> StateError:
@@ -246,7 +245,7 @@ def load(folder: Path, pieces: Iterable[TensorPiece], peers: Peers) -> Position:
 
 
 def read_position(folder: Path) -> Position:
-    """Where training stood when a checkpoint was written.
+    """The position in a checkpoint.
 
     Raises:
         StateError: it is no checkpoint.
@@ -255,7 +254,7 @@ def read_position(folder: Path) -> Position:
 
 
 def _foreign(manifest: Manifest, pieces: Sequence[TensorPiece]) -> list[str]:
-    """What this rank needs and the checkpoint does not have."""
+    """Tensors that this rank needs and the checkpoint does not have."""
     stored = manifest.tensors
     return [
         f"the run needs {name} {list(piece.shape)}, and the checkpoint "

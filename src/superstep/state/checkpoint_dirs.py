@@ -1,12 +1,12 @@
-"""The folders of checkpoints: which are whole, which are ours to delete, and how one comes to be seen.
+"""The folders of checkpoints: which are complete, which may be deleted, and how one is published.
 
     step-000200.partial/    being written; holds the file "superstep-unfinished" until all else is on the disk
-    step-000200/            whole, unless it holds that mark: then it was being deleted
-    step-000200.aside/      was in the way and is not known to be ours: moved, never deleted
-    step-000200.rolled-back/    is of steps that the run has gone back before: likewise
-    step-000200.damaged/    was passed over when the run went on, as something in it is not what was written: likewise
+    step-000200/            complete, unless it holds that mark: then it was being deleted
+    step-000200.aside/      was in the way and may not be ours: moved, never deleted
+    step-000200.rolled-back/    after the target of a rollback: likewise
+    step-000200.damaged/    skipped by a resumed run, as it is damaged: likewise
 
-Only a folder of exactly such a name that holds a manifest of ours, or that mark, is ever deleted.
+Only a folder with exactly such a name that holds a manifest of ours, or that mark, is ever deleted.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ _PARTIAL = ".partial"
 
 
 def checkpoint_at(root: Path, step: int) -> Path:
-    """Where the checkpoint of a step stands."""
+    """The path of a step's checkpoint."""
     assert step >= 0, f"a checkpoint of step {step}"
     return root / f"step-{step:06d}"
 
 
 def partial_of(folder: Path) -> Path:
-    """Where a checkpoint is written before it is whole."""
+    """The path of an unfinished checkpoint."""
     return folder.with_name(folder.name + _PARTIAL)
 
 
 def checkpoints(root: Path) -> list[Path]:
-    """The whole checkpoints under a folder, oldest first."""
+    """The complete checkpoints in a folder, oldest first."""
     by_step = {step: path for path in _folders(root) if (step := step_named(path.name)) is not None}
     return [path for _, path in sorted(by_step.items()) if (path / MANIFEST).is_file() and not _is_marked(path)]
 
 
 def leftovers(root: Path) -> list[Path]:
-    """Folders beside the checkpoints that have been, or will be, or stood in the way of one."""
+    """Folders beside the checkpoints: unfinished, deleted, or moved aside."""
     whole = checkpoints(root)
     return sorted(
         path for path in _folders(root) if path not in whole and step_named(path.name.partition(".")[0]) is not None
@@ -51,10 +51,10 @@ def leftovers(root: Path) -> list[Path]:
 
 
 def prune(root: Path, keep: int) -> tuple[str, ...]:
-    """Delete all but the newest ``keep`` checkpoints, and what a crash left half-written or half-deleted.
+    """Delete all but the newest ``keep`` checkpoints, and remains of a crash.
 
     Returns:
-        A line for each folder that could not be deleted. The next call tries it again.
+        One line for each folder that could not be deleted. The next call tries it again.
     """
     problems = []
     try:
@@ -70,7 +70,7 @@ def prune(root: Path, keep: int) -> tuple[str, ...]:
 
 
 def is_crowded(root: Path, keep: int) -> bool:
-    """Whether ``prune`` would delete a whole checkpoint."""
+    """Whether ``prune`` would delete a complete checkpoint."""
     return len(_ours(root)) > keep
 
 
@@ -79,17 +79,17 @@ def _ours(root: Path) -> list[Path]:
 
 
 def begin(folder: Path) -> Path:
-    """Make the folder that a checkpoint is written into, empty but for its mark.
+    """Make the folder for an unfinished checkpoint, with only its mark.
 
     Raises:
-        Fault: a whole checkpoint has the name that this one will have.
+        Fault: a complete checkpoint has its final name.
     """
     if folder in checkpoints(folder.parent):
         raise Fault(f"{folder} already holds a checkpoint; move it away.")
     partial = partial_of(folder)
     _clear_the_way(partial)
     if not partial.parent.exists():
-        partial.parent.mkdir()  # not the run's own folder: one that was moved gets no other under its old name
+        partial.parent.mkdir()  # not the run's own folder: a moved one is not made again under its old name
         sync(partial.parent.parent)
     partial.mkdir()
     write_text(partial / MARK, "")
@@ -97,7 +97,7 @@ def begin(folder: Path) -> Path:
 
 
 def publish(partial: Path, folder: Path) -> None:
-    """Give a checkpoint its name, once every file in it is on the disk."""
+    """Rename a checkpoint to its final name, once every file in it is on the disk."""
     (partial / MARK).unlink()
     sync(partial)
     _clear_the_way(folder)
@@ -105,23 +105,23 @@ def publish(partial: Path, folder: Path) -> None:
     try:
         sync(folder.parent)
     except OSError:
-        folder.rename(partial)  # a name that the disk may not have is not to be seen
+        folder.rename(partial)  # the new name may not be on disk and must not be visible
         raise
 
 
 def discard(partial: Path) -> None:
-    """Delete a checkpoint that could not be written."""
+    """Delete an unfinished checkpoint."""
     if _is_left(partial):
         _delete(partial)
 
 
 def set_aside(folder: Path, why: Literal["damaged", "rolled-back"] = "damaged") -> Path:
-    """Move a checkpoint out of the way that nothing shall go on from; where it is now."""
+    """Move an unusable checkpoint aside; its new path."""
     return _move_aside(folder, why)
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step that a checkpoint's name tells."""
+    """The step in a checkpoint's name."""
     step = step_named(checkpoint.name)
     assert step is not None, f"{checkpoint} is no checkpoint's name"
     return step
@@ -156,7 +156,7 @@ def _folders(root: Path) -> Iterator[Path]:
 
 
 def _leavings(root: Path) -> list[Path]:
-    """What a crash, or a disk that failed, left of checkpoints."""
+    """Remains of checkpoints after a crash or a failed disk."""
     partial = (path for path in _folders(root) if step_named(path.name.removesuffix(_PARTIAL)) is not None)
     return [path for path in partial if _is_left(path)]
 
@@ -166,7 +166,7 @@ def _is_marked(path: Path) -> bool:
 
 
 def _is_left(path: Path) -> bool:
-    """Whether a folder is what we left of a checkpoint: marked, or written but not yet renamed, or just made."""
+    """Whether a folder is an unfinished checkpoint of ours: marked, or written but not yet renamed, or just made."""
     if path.is_symlink() or not path.is_dir():
         return False
     is_written = path.name.endswith(_PARTIAL) and is_manifest_of_ours(path / MANIFEST)
@@ -175,12 +175,12 @@ def _is_left(path: Path) -> bool:
 
 
 def _delete(path: Path) -> None:
-    """Delete a folder. Its mark comes first and goes last: what a crash leaves of it is no checkpoint, and ours."""
+    """Delete a folder. Its mark is added first and removed last: after a crash the rest is no checkpoint, and ours."""
     write_text(path / MARK, "")
     sync(path)
     aside = partial_of(path)
     if not path.name.endswith(_PARTIAL) and not aside.exists():
-        path = path.rename(aside)  # even empty it is known as ours then
+        path = path.rename(aside)  # even empty it is recognised as ours then
     for child in path.iterdir():
         if child.name == MARK:
             continue

@@ -1,11 +1,11 @@
-"""A rank's bytes on their way into an unfinished checkpoint.
+"""Writes a rank's bytes into an unfinished checkpoint.
 
-What this rank writes itself goes to its place. What another rank writes goes into a parcel for that rank, a file that
-no third one touches; once all parcels are closed, each rank puts those for it in their places.
+A rank writes its own ranges directly. Bytes for another rank's ranges go into a parcel for that rank, a file that no
+third rank uses; once all parcels are closed, each rank writes those addressed to it.
 
-Bytes are written, not mapped: a disk that fails says so here, and no page is read that is written whole. But a block of
-columns is many short runs, between which the ranks of a host would wait for each other's lock of the file at every one:
-where they share one page cache, those go through a map. The room for them has been taken before.
+Bytes are written, not mapped: a failing disk then raises here, and no page is read before it is overwritten. But a
+block of columns is many short runs, for each of which the ranks of a host would wait for each other's lock of the file:
+with a common page cache, those are mapped. Their space is allocated before.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from superstep.state.tensor_file import ELEMENT_BYTES
 from superstep.state.tensor_piece import FlatRange
 
 _LABEL = struct.Struct("<HQQ")
-"""Before each run of bytes in a parcel: the number of the file, the offset, the size."""
+"""Header of each run of bytes in a parcel: the number of the file, the offset, the size."""
 
 SHORT_BYTES = 1 << 18
-"""Runs shorter than this on average go through a map, where there are several."""
+"""Runs shorter than this on average are mapped, if there are several."""
 
 
 class Writer:
-    """Writes this rank's bytes; to be used within ``writing``, which closes every file."""
+    """Writes this rank's bytes; use it within ``writing``, which closes every file."""
 
     def __init__(self, folder: Path, files: list[str], rank: int, shares: FileShares, stack: ExitStack) -> None:
         self._folder = folder
@@ -43,7 +43,7 @@ class Writer:
         self._parcels: dict[int, IO[bytes]] = {}
 
     def put_runs(self, file: str, offset: int, data: memoryview, ranges: Sequence[FlatRange]) -> None:
-        """The runs of a piece, of the tensor that starts at ``offset`` of a file."""
+        """Write the runs of a piece, of the tensor that starts at ``offset`` of a file."""
         is_mapped = len(ranges) > 1 and len(data) < SHORT_BYTES * len(ranges) and len(set(self._shares.caches)) == 1
         view = self._map(file) if is_mapped else None
         for run in ranges:
@@ -55,7 +55,7 @@ class Writer:
                 view[at : at + len(part)] = part
 
     def put(self, file: str, offset: int, data: memoryview) -> None:
-        """Bytes of a file, from ``offset`` on."""
+        """Write bytes of a file, from ``offset`` on."""
         for low, high, owner in self._shares.parts(self._rank, file, offset, offset + len(data)):
             part = data[low - offset : high - offset]
             if owner == self._rank:
@@ -64,10 +64,10 @@ class Writer:
                 self._pack(owner, file, low, part)
 
     def unpack(self, sender: int) -> None:
-        """Put what another rank has left for this one in its place.
+        """Write another rank's parcel for this one.
 
         Raises:
-            OSError: the parcel is not whole.
+            OSError: the parcel is incomplete.
         """
         with parcel(self._folder, sender, self._rank).open("rb") as file:
             while label := file.read(_LABEL.size):
@@ -78,7 +78,7 @@ class Writer:
                 self._write(self._files[number], offset, memoryview(data))
 
     def sync(self) -> list[int]:
-        """Wait until the disk has everything; the ranks that have a parcel to unpack."""
+        """Wait until everything is on disk; the ranks that have a parcel to unpack."""
         for view in self._maps.values():
             view.flush()
         for handle in self._handles.values():
@@ -121,11 +121,11 @@ def writing(folder: Path, files: list[str], rank: int, shares: FileShares) -> It
 
 
 def parcel(folder: Path, sender: int, owner: int) -> Path:
-    """Where one rank leaves bytes for another."""
+    """The path of one rank's parcel for another."""
     return folder / f"{sender}-to-{owner}.parcel"
 
 
 def remove_parcels(folder: Path) -> None:
-    """Remove those that were unpacked."""
+    """Remove the unpacked parcels."""
     for path in folder.glob("*.parcel"):
         path.unlink()

@@ -1,12 +1,12 @@
-"""The weights of a checkpoint as a folder for other loaders: in shards, in fp32 or bf16, with nothing of training.
+"""Export of a checkpoint's weights as a folder for other loaders: in shards, in fp32 or bf16, without training state.
 
-    out/model.safetensors                                    or, of more bytes than a shard may have,
+    out/model.safetensors                                    or, above the size of a shard,
     out/model-00001-of-00002.safetensors ...                 shards, and
-    out/model.safetensors.index.json                         which tensor is in which
-    out/config.json, tokenizer.json, ...                     as they stand beside the weights
+    out/model.safetensors.index.json                         the shard of each tensor
+    out/config.json, tokenizer.json, ...                     the files beside the weights
 
-Every byte is held against its hash on the way, and a few megabytes are in memory at a time. The folder gets its name
-once the disk has all of it.
+All hashes are verified on the way, with a few megabytes in memory at a time. The folder gets its name once all of it is
+on disk.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from superstep.state.verify import glance
 
 Dtype = Literal["fp32", "bf16"]
 OF_TRAINING = ("corpus.json",)
-"""What stands beside the weights for a run that goes on, and means nothing to others."""
+"""Files that only a resumed run needs."""
 
 _NAMES: Mapping[Dtype, tuple[str, str, torch.dtype, int]] = {
     "fp32": ("F32", "float32", torch.float32, 4),
@@ -43,12 +43,12 @@ _NAMES: Mapping[Dtype, tuple[str, str, torch.dtype, int]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportResult:
-    """What was written.
+    """The result of an export.
 
     Attributes:
         files: the files of tensors.
         bytes: of tensors.
-        has_config: whether other loaders can build the model; that of a user's own file has no ``config.json``.
+        has_config: whether other loaders can build the model; a user's own model has no ``config.json``.
     """
 
     files: tuple[str, ...]
@@ -57,11 +57,11 @@ class ExportResult:
 
 
 def export(checkpoint: Path, out: Path, *, dtype: Dtype, shard_bytes: int) -> ExportResult:
-    """Write the weights of a checkpoint as a folder of their own.
+    """Write the weights of a checkpoint to a folder.
 
     Raises:
-        ConfigError: ``out`` is there already.
-        Damaged: the checkpoint is not what was written.
+        ConfigError: ``out`` exists.
+        Damaged: the checkpoint is damaged.
         StateError: it holds no model's weights, or cannot be read.
         Fault: ``out`` cannot be written. Nothing of it is left.
     """
@@ -125,7 +125,7 @@ def _write(
 
 
 def _shards(weights: Mapping[str, StoredTensor], dtype: Dtype, most_bytes: int) -> list[list[str]]:
-    """The names of each shard, in their order; a tensor that is larger than a shard has one of its own."""
+    """The names of each shard, in order; a tensor larger than a shard has one of its own."""
     shards: list[list[str]] = [[]]
     held = 0
     for name, at in weights.items():
@@ -159,7 +159,7 @@ def _header(tensors: Mapping[str, StoredTensor], dtype: Dtype) -> bytes:
 
 
 def _copy(checkpoint: Path, name: str, at: StoredTensor, into: IO[bytes], dtype: Dtype) -> None:
-    """Append a tensor's values, held against their hash."""
+    """Append a tensor's values, after verifying their hash."""
     left, digest = size_of(at.shape), hashlib.blake2b(digest_size=16)
     with (checkpoint / at.file).open("rb") as file:
         file.seek(at.offset)

@@ -1,15 +1,15 @@
-"""Which rank writes which bytes of a file where the ranks see it through several page caches.
+"""Which rank writes which bytes of a file, if ranks have several page caches.
 
-Two hosts that write different bytes of one page of a network file system can each send the whole page to the server:
-theirs, and what they last knew of the rest. The later one undoes the earlier. So a page that hosts share is written by
-one of them, and the others hand their bytes to it:
+Two hosts that write different bytes of one page of a network file system may each send the whole page to the server,
+with stale bytes for the rest. The later one undoes the earlier. So a page that hosts share is written by one of them,
+and the others send their bytes to it:
 
     file        |  granule  |  granule  |  granule  |
     host A      ============            .            .
     host B      .      ==================            .      the first granule is shared: one rank of A or B owns it
     host C      .           .           =============
 
-What lies within one page cache is coherent: there all ranks write side by side, and nothing is handed over.
+Within one page cache all is coherent: there all ranks write directly.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ GRANULE = 1 << 16
 """Bytes; no Linux has larger pages than these for files."""
 
 STRETCH = 256 * GRANULE
-"""Bytes of shared granules in a row that one rank owns; the next are another's, so that work is shared out too."""
+"""Bytes of consecutive shared granules with one owner; the next have another owner, to divide the work."""
 
 Range = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What one rank will write.
+    """The ranges that one rank will write.
 
     Attributes:
-        cache: which page cache it writes through.
-        ranges: for each file the ranges of bytes, in whole granules, ascending and apart.
+        cache: its page cache.
+        ranges: for each file the ranges of bytes, in whole granules, ascending and disjoint.
     """
 
     cache: str
@@ -46,7 +46,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Bytes that several page caches would write, and the rank that does."""
+    """Bytes that several page caches would write, and the rank that writes them."""
 
     low: int
     high: int
@@ -55,13 +55,13 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class FileShares:
-    """Who writes what, the same on every rank."""
+    """The writer of each range, the same on every rank."""
 
     caches: tuple[str, ...]
     stretches: Mapping[str, Sequence[Stretch]]
 
     def parts(self, rank: int, file: str, low: int, high: int) -> Iterator[tuple[int, int, int]]:
-        """The bytes ``low`` to ``high``, which ``rank`` has, as (low, high, the rank that writes them)."""
+        """Split ``rank``'s bytes ``low`` to ``high`` into (low, high, the rank that writes them)."""
         stretches = self.stretches.get(file, ())
         at = max(bisect_right(stretches, low, key=lambda stretch: stretch.low) - 1, 0)
         while low < high and at < len(stretches):
@@ -81,12 +81,12 @@ class FileShares:
 
 
 def page_cache(folder: Path) -> str:
-    """A name for the page cache that this process sees a folder through: the same for all who share it."""
+    """A name for the page cache of this process's view of a folder: the same for all who share it."""
     return f"{running_system()} {os.stat(folder).st_dev}"
 
 
 def running_system() -> str:
-    """A name for this machine since it was started: who shares it shares the kernel, its caches and its clock."""
+    """A name for this machine since its boot: equal names share the kernel, its caches and its clock."""
     try:
         kernel = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     except OSError:
@@ -95,7 +95,7 @@ def running_system() -> str:
 
 
 def granules(ranges: Iterable[Range]) -> list[Range]:
-    """Ranges of bytes in whole granules, ascending, those that touch as one."""
+    """Ranges of bytes in whole granules, ascending, with adjacent ones joined."""
     rounded: list[Range] = []
     for low, high in sorted((low // GRANULE * GRANULE, -(-high // GRANULE) * GRANULE) for low, high in ranges):
         if rounded and low <= rounded[-1][1]:
@@ -106,7 +106,7 @@ def granules(ranges: Iterable[Range]) -> list[Range]:
 
 
 def share_out(claims: Sequence[Claim]) -> FileShares:
-    """Who writes what, of what every rank would write."""
+    """The writers, from the claims of all ranks."""
     caches = tuple(claim.cache for claim in claims)
     files = {file for claim in claims for file in claim.ranges} if len(set(caches)) > 1 else set()
     return FileShares(caches, {file: tuple(_stretches(file, claims)) for file in sorted(files)})

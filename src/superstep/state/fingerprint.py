@@ -1,8 +1,8 @@
-"""Fingerprints: sums of bits, read as integers, that any layout gives alike and that one flipped bit changes.
+"""Fingerprints: sums of bits as integers, the same on any layout, that one flipped bit changes.
 
-A value's 32 bits are read as an integer. Integers add in any order to the same, so that the sum over a tensor does not
-depend on who holds which part of it. A bit that flips changes the sum by a power of two, which no 64 bits lose. What it
-does not see: two errors that cancel, and elements that changed places.
+A value's 32 bits are read as an integer. A sum of integers does not depend on the order, so the sum over a tensor does
+not depend on its distribution. A flipped bit changes the sum by a power of two, which 64 bits cannot lose. It does not
+detect two errors that cancel, and swapped elements.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from superstep.kernels.checksum import word_sum
 from superstep.state.tensor_piece import Kind, TensorPiece
 
 BLOCK = 1024
-"""Elements that are summed apart, to find which differ."""
+"""Elements that are summed separately, to locate differences."""
 
 MOST_ELEMENTS = 256
-"""That are looked at one by one."""
+"""Most elements that are compared one by one."""
 
 _WORD = 1 << 64
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class TensorPart:
-    """Which elements of which global tensor a piece holds: ranks whose pieces are of one part hold copies."""
+    """The elements of a global tensor in a piece: ranks with equal parts hold copies."""
 
     kind: Kind
     name: str
@@ -47,14 +47,14 @@ def part_of(piece: TensorPiece) -> TensorPart:
 
 
 def bit_sums(pieces: Sequence[TensorPiece]) -> Tensor:
-    """The sum of each piece's bits: int64 [pieces], modulo 2^64, on the device that holds them."""
+    """The sum of each piece's bits: int64 [pieces], modulo 2^64, on the pieces' device."""
     device = pieces[0].values.device if pieces else None
     sums = [word_sum(piece.values) for piece in pieces]
     return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64, device=device)
 
 
 def salts(pieces: Sequence[TensorPiece]) -> Tensor:
-    """An odd factor for each piece's tensor, so that two that change places change the sum: int64 [pieces]."""
+    """An odd factor for each piece's tensor, so that swapped tensors change the sum: int64 [pieces]."""
     numbers = [
         int.from_bytes(hashlib.blake2b(f"{p.kind} {p.name}".encode(), digest_size=8).digest()) | 1 for p in pieces
     ]
@@ -72,10 +72,10 @@ def _sign(word: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Element:
-    """An element that ranks hold with different bits.
+    """An element in which ranks differ.
 
     Attributes:
-        part: what it is an element of, the ``at``-th.
+        part: that contains it, as the ``at``-th.
         bits: by rank.
     """
 
@@ -84,7 +84,7 @@ class Element:
     bits: Mapping[int, int]
 
     def describe(self) -> str:
-        """Which it is."""
+        """Kind and tensor of the element."""
         return f"{self.part.kind} of {self.part.name}"
 
 
@@ -94,7 +94,7 @@ def block_sums(values: Tensor) -> list[int]:
 
 
 def differing(of_ranks: Mapping[int, Sequence[int]]) -> list[int]:
-    """The places at which ranks do not all have the same."""
+    """The indices at which ranks differ."""
     return [at for at, each in enumerate(zip(*of_ranks.values(), strict=True)) if len(set(each)) > 1]
 
 
@@ -105,7 +105,7 @@ def bits_of(values: Tensor, block: int) -> list[int]:
 
 
 def outvote(elements: Sequence[Element]) -> tuple[int, ...] | None:
-    """The ranks that most others contradict; None where they are not a minority everywhere."""
+    """The ranks that differ from the majority; None where they are not a minority everywhere."""
     wrong: set[int] = set()
     for element in elements:
         (most, votes), *_ = Counter(element.bits.values()).most_common()
@@ -116,8 +116,9 @@ def outvote(elements: Sequence[Element]) -> tuple[int, ...] | None:
 
 
 def farthest(elements: Sequence[Element], truth: Sequence[float]) -> tuple[int, ...]:
-    """The ranks whose elements are farther from what a second computation gave than another's; none where all are as
-    far. A wrong number has gone into the sums of all ranks meanwhile, so that the right ones may be a little off too.
+    """The ranks with elements farther from a second computation than another's; empty if all are equally far. A wrong
+    number
+    has entered the sums of all ranks meanwhile, so that the right ones may be a little off too.
     """
     wrong: set[int] = set()
     for element, right in zip(elements, truth, strict=True):

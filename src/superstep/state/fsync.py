@@ -1,4 +1,4 @@
-"""What survives a power cut: bytes and names that the disk has, not only the operating system."""
+"""fsync: bytes and names that survive a power cut, as they are on disk and not only in the operating system."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def sync(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and those above it; their names are on the disk afterwards."""
+    """Make a folder and its parents, with their names on disk."""
     made = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in made:
@@ -25,7 +25,7 @@ def make_folder(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file whose bytes are on the disk afterwards; its name is there once its folder is synced."""
+    """Write a file with its bytes on disk; its name is there once its folder is synced."""
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -33,6 +33,6 @@ def write_text(path: Path, text: str) -> None:
 
 
 def free_bytes(path: Path) -> int:
-    """Bytes that are free on the disk that a folder lies on, or will lie on."""
+    """Free bytes of the disk of a folder, which need not exist."""
     there = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.is_dir())
     return shutil.disk_usage(there).free

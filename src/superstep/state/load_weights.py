@@ -1,10 +1,10 @@
-"""First values out of a folder of weights: each rank reads the parts that are its own, and no others.
+"""Initial values from a folder of weights: each rank reads only its own parts.
 
 Of a tensor that is cut over tp and ZeRO::
 
     stored [6, 4]      a piece's block: columns 2 and 3; its values: elements 5 to 8 of that block
     . . a b
-    . . c d            rows 2 to 4 of the block hold them: these are read, and the ends cut off
+    . . c d            rows 2 to 4 of the block contain them: these are read, and the ends cut off
     . . e f  <-  5
     . . g h  <-  6 7
     . . i j  <-  8
@@ -25,11 +25,11 @@ from superstep.state.all_or_none import Peers, together
 from superstep.state.tensor_piece import TensorPiece
 
 MOST_ELEMENTS = 1 << 24
-"""Of a tensor that is read at once, about."""
+"""Elements of a tensor that are read at once, approximately."""
 
 
 def fill(folder: Path, pieces: Iterable[TensorPiece], shapes: Mapping[str, Sequence[int]], peers: Peers) -> None:
-    """Fill this rank's pieces from a folder as Hugging Face writes it, or a checkpoint. Every rank calls this together.
+    """Fill this rank's pieces from a Hugging Face folder, or a checkpoint. Every rank calls this together.
 
     Args:
         folder: of the weights; values of any floating dtype become fp32.
@@ -38,8 +38,8 @@ def fill(folder: Path, pieces: Iterable[TensorPiece], shapes: Mapping[str, Seque
         peers: the ranks.
 
     Raises:
-        StateError: there are no weights, or they are not this model's: on every rank the same. Nothing has been filled
-            where tensors are missing, surplus or of another shape.
+        StateError: the weights are missing, or belong to another model: on every rank the same. Nothing has been filled
+            if tensors are missing, surplus or of another shape.
     """
 
     def unreadable(error: Exception) -> SuperstepError:

@@ -1,9 +1,9 @@
-"""The manifest of a checkpoint: the position, and what every byte of the folder was when it was written.
+"""The manifest of a checkpoint: the position, and hashes of every byte of the folder.
 
     {"format": 2, "position": {...}, "files": {...}, "tensors": {...}, "beside": {...}, "blake2b": "..."}
 
-The last entry is the hash of all others, as text. The text is the only one of its content: a manifest that would be
-written otherwise is not what was written, so that no byte of it can change unseen.
+The last entry is the hash of all others, as text. The text of a content is unique: any other text is an error, so that
+no byte of it can change undetected.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MANIFEST = "manifest.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
-    """Where training stands.
+    """The position of training.
 
     Attributes:
         step: finished steps, which is also the optimizer's count of updates.
@@ -47,7 +47,7 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor lies, and its hash."""
+    """A tensor's place in its file, and its hash."""
 
     file: str
     offset: int
@@ -57,7 +57,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What is in a checkpoint.
+    """The content of a checkpoint.
 
     Attributes:
         files: the files of tensors, by name.
@@ -93,16 +93,16 @@ def write_manifest(manifest: Manifest) -> str:
 
 
 def seal(content: Mapping[str, Any]) -> str:
-    """The one text of a manifest's content, with the hash of it."""
+    """The unique text of a manifest's content, with its hash."""
     return json.dumps({**content, "blake2b": digest(json.dumps(content, indent=1).encode())}, indent=1) + "\n"
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint. What it says lies within the folder; its tensors are not read.
+    """The manifest of a checkpoint. Its paths lie within the folder; its tensors are not read.
 
     Raises:
-        Damaged: there is none, it is not what was written, or it names what is not in the folder.
-        StateError: it is of another format, or this user may not read it.
+        Damaged: it is missing, damaged, or names files outside of the folder.
+        StateError: it has another format, or this user may not read it.
     """
     try:
         data = (folder / MANIFEST).read_bytes()
@@ -116,11 +116,11 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def manifest_of(data: bytes, folder: str) -> Manifest:
-    """The manifest that these bytes are, of a checkpoint of this name. What it says is one file's name each.
+    """Parse a manifest, of a checkpoint with this name. Each of its names is a single file name.
 
     Raises:
-        Damaged: they are not what was written, or name what is not in the folder.
-        StateError: it is of another format.
+        Damaged: it is damaged, or names files outside of the folder.
+        StateError: it has another format.
     """
     try:
         text = data.decode()
@@ -148,7 +148,7 @@ def manifest_of(data: bytes, folder: str) -> Manifest:
 
 
 def is_manifest_of_ours(path: Path) -> bool:
-    """Whether a file is a manifest of this or another format, as far as can be told at a glance."""
+    """Whether a file is a manifest of any format, by a quick check."""
     try:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):

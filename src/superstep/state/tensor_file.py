@@ -1,4 +1,4 @@
-"""The safetensors files of a checkpoint: where each global tensor lies, before a byte of it is written."""
+"""The safetensors files of a checkpoint: the place of each global tensor, before any byte is written."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ FILES: Mapping[Kind, str] = {
     "exp_avg_sq": "optimizer.safetensors",
 }
 ADAPTER_FILE = "adapter_model.safetensors"
-"""Of the weights of adapters, by the names that PEFT gives them."""
+"""The file of adapters' weights, under PEFT's names."""
 ELEMENT_BYTES = 4
 BLOCK_BYTES = 1 << 22
-"""What is read and hashed at once."""
+"""Bytes that are read and hashed at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorFile:
-    """A safetensors file: its header, and where each tensor starts."""
+    """A safetensors file: its header, and each tensor's offset."""
 
     header: bytes
     offsets: Mapping[str, int]
@@ -42,7 +42,7 @@ def entry(kind: Kind, name: str) -> str:
 
 
 def file_of(kind: Kind, name: str) -> str:
-    """The file that a tensor lies in."""
+    """The file of a tensor."""
     return ADAPTER_FILE if kind == "weight" and name.startswith(PREFIX) else FILES[kind]
 
 
@@ -52,7 +52,7 @@ def size_of(shape: tuple[int, ...]) -> int:
 
 
 def tensor_files(tensors: Mapping[Kind, Mapping[str, tuple[int, ...]]]) -> dict[str, TensorFile]:
-    """The files that hold global tensors of these kinds, names and shapes."""
+    """The files for global tensors of these kinds, names and shapes."""
     contents: dict[str, dict[str, tuple[int, ...]]] = {}
     for kind, shapes in tensors.items():
         for name, shape in shapes.items():
@@ -76,7 +76,7 @@ def _tensor_file(shapes: Mapping[str, tuple[int, ...]]) -> TensorFile:
 
 
 def digest(data: bytes | memoryview) -> str:
-    """The hash that manifests hold."""
+    """The hash in manifests."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
@@ -84,7 +84,7 @@ def digest_of(path: Path, offset: int, size: int) -> str:
     """The hash of a part of a file.
 
     Raises:
-        OSError: it cannot be read, or ends before.
+        OSError: it cannot be read, or ends early.
     """
     digest = hashlib.blake2b(digest_size=16)
     buffer = memoryview(bytearray(min(size, BLOCK_BYTES)))

@@ -1,4 +1,4 @@
-"""The training state as a value: pieces of global tensors, whatever layout holds them."""
+"""The training state as a value: pieces of global tensors, for any layout."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-if TYPE_CHECKING:  # who reads the manifest of a checkpoint alone needs no torch
+if TYPE_CHECKING:  # reading a manifest alone needs no torch
     from torch import Tensor
 
 Kind = Literal["weight", "exp_avg", "exp_avg_sq", "gradient"]
@@ -19,7 +19,7 @@ STATE: tuple[Kind, ...] = ("weight", "exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorPiece:
-    """What one rank holds of one global tensor.
+    """One rank's part of one global tensor.
 
     A tensor-parallel place holds a block of the tensor, and its ZeRO shard a run of the block's elements:
 
@@ -30,10 +30,10 @@ class TensorPiece:
     Attributes:
         name: the global tensor's name.
         shape: the global tensor's shape.
-        index: the block that this rank's tensor-parallel place holds.
-        low: the first element of the flattened block that lies here.
+        index: the block of this rank's tensor-parallel place.
+        low: the index in the flattened block of the first element.
         values: the elements from there on, fp32, flat; writing to them changes the state.
-        is_owner: whether this rank answers for the piece where several ranks hold the same.
+        is_owner: whether this rank counts for the piece where several ranks hold copies.
     """
 
     kind: Kind
@@ -47,12 +47,12 @@ class TensorPiece:
 
 @dataclass(frozen=True, slots=True)
 class FlatRange:
-    """Elements that lie one after the other in the flattened global tensor.
+    """Consecutive elements of the flattened global tensor.
 
     Attributes:
-        offset: the first one's place in the tensor.
-        at: its place among the values of the piece.
-        count: how many there are.
+        offset: the first one's index in the tensor.
+        at: its index in the values of the piece.
+        count: number of elements.
     """
 
     offset: int
@@ -61,9 +61,9 @@ class FlatRange:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor of the CPU; who reads it keeps the tensor.
+    """The memory of a contiguous CPU tensor; the reader must keep the tensor alive.
 
-    Not by way of numpy: torch never gives a storage back that numpy has seen, and trainers' memory shall be.
+    Not through numpy: torch cannot free a storage that was shared with numpy, and trainers' memory must be freed.
     """
     assert tensor.is_contiguous()
     assert tensor.device.type == "cpu"
@@ -74,7 +74,8 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def runs(shape: tuple[int, ...], index: tuple[slice, ...], low: int, count: int) -> Iterator[FlatRange]:
-    """Where elements ``low`` to ``low + count`` of the flattened block ``index`` lie in a tensor, in ascending order.
+    """The runs of a tensor that hold elements ``low`` to ``low + count`` of the flattened block ``index``, in ascending
+    order.
 
     A block that is whole but for its first dim is one run; one of columns is a run in each row.
     """

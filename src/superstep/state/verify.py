@@ -1,7 +1,8 @@
-"""Whether a checkpoint is what was written: at a glance, or every byte of it.
+"""Verification of a checkpoint: a quick glance, or every byte.
 
-A glance reads the manifest, the sizes and headers of the files of tensors, and the small files beside them. It is free,
-and finds what a crash, a full disk or a lost file leaves. What a broken disk does to a tensor, only reading it shows.
+A glance reads the manifest, the sizes and headers of the files of tensors, and the small files beside them. It costs
+almost nothing, and detects the results of a crash, a full disk or a lost file. Damage of tensors by a broken disk shows
+only when they are read.
 """
 
 from __future__ import annotations
@@ -28,16 +29,15 @@ class SingleProcess:
     size: int = 1
 
     def gather(self, value: T) -> list[T]:
-        """The one value."""
         return [value]
 
 
 def glance(folder: Path) -> Manifest:
-    """The manifest of a checkpoint whose small parts are what was written.
+    """The manifest of a checkpoint, after checking its small parts.
 
     Raises:
-        Damaged: one of them is not.
-        StateError: it is of another format, or this user may not read it.
+        Damaged: one of them has changed.
+        StateError: it has another format, or this user may not read it.
     """
     manifest = read_manifest(folder)
     try:
@@ -52,17 +52,18 @@ def glance(folder: Path) -> Manifest:
 def verify(
     folder: Path, peers: Peers | None = None, unreadable: Callable[[Exception], SuperstepError] | None = None
 ) -> Manifest:
-    """The manifest of a checkpoint of which every byte is what was written. Every rank calls this together, and reads
-    its share of the tensors.
+    """The manifest of a checkpoint, after verifying every byte. Every rank calls this together, and reads its share of
+    the
+    tensors.
 
     Args:
         folder: the checkpoint.
-        peers: the ranks; none where there is one.
-        unreadable: the error to raise for what the system raises; a StateError by default.
+        peers: the ranks; None for one rank.
+        unreadable: converts the system's errors; to a StateError by default.
 
     Raises:
-        Damaged: something is not: on every rank the same.
-        StateError: it is of another format, or this user may not read it.
+        Damaged: something has changed: on every rank the same.
+        StateError: it has another format, or this user may not read it.
     """
     peers = peers or SingleProcess()
     unreadable = unreadable or _unreadable(folder, "resume from another")
@@ -73,13 +74,13 @@ def verify(
 
 
 def verify_weights(folder: Path, peers: Peers | None = None) -> None:
-    """See that the weights of a checkpoint are what was written, and what stands beside them; its moments are not read.
-    A folder without a manifest, as other tools write it, has nothing that it could be held against. Every rank calls
-    this together, and reads its share.
+    """Verify the weights of a checkpoint, and the files beside them; its moments are not read. A folder of other tools
+    has no
+    manifest to compare with. Every rank calls this together, and reads its share.
 
     Raises:
-        Damaged: something is not: on every rank the same.
-        StateError: it is of another format, or this user may not read it.
+        Damaged: something has changed: on every rank the same.
+        StateError: it has another format, or this user may not read it.
     """
     peers = peers or SingleProcess()
 
@@ -102,17 +103,17 @@ def _unreadable(folder: Path, mend: str) -> Callable[[Exception], StateError]:
 def _require_tensors(
     folder: Path, manifest: Manifest, peers: Peers, unreadable: Callable[[Exception], SuperstepError]
 ) -> None:
-    """See that every tensor of a manifest is what was written; each rank reads its share."""
+    """Verify every tensor of a manifest; each rank reads its share."""
     for wrong in together(peers, lambda: _wrong_tensors(folder, manifest, peers), unreadable):
         if wrong:
             raise DamagedCheckpoint(f"{folder} is damaged: {wrong[0]}")
 
 
 def newest(root: Path, look: Callable[[Path], object] = glance) -> Path | None:
-    """The newest checkpoint under a folder that ``look`` finds nothing wrong with; None where there is none at all.
+    """The newest checkpoint in a folder for which ``look`` raises nothing; None if there is none at all.
 
     Raises:
-        StateError: there are some, and each is damaged; or one is of another format, or may not be read.
+        StateError: all of them are damaged; or one has another format, or may not be read.
     """
     first = ""
     for folder in reversed(checkpoints(root)):
@@ -128,14 +129,14 @@ def newest(root: Path, look: Callable[[Path], object] = glance) -> Path | None:
 
 
 def nothing_whole(why: str) -> StateError:
-    """What to say where no checkpoint of a run can be gone on from."""
+    """The error for a run without a usable checkpoint."""
     return StateError(
         f"{why}; no older checkpoint of the run is whole. Put one back, or begin again by --state.existing new."
     )
 
 
 def is_there(peers: Peers, place: Path) -> bool:
-    """Whether a run that was recovered saved a checkpoint before a rank was lost. Every rank calls this together."""
+    """Whether a checkpoint exists already, as after a recovery. Every rank calls this together."""
 
     def unreadable(error: Exception) -> Fault:
         return disk_fault(error, place.parent, what="read")
@@ -144,14 +145,15 @@ def is_there(peers: Peers, place: Path) -> bool:
 
 
 def drop_old(newest: Path, keep: int, peers: Peers) -> tuple[str, ...]:
-    """Delete old checkpoints but for ``keep``, once the newest has been read back: a whole one always stays. Every rank
-    calls this together.
+    """Delete all but ``keep`` checkpoints, after verifying the newest: a complete one always stays. Every rank calls
+    this
+    together.
 
     Returns:
-        A line for each thing that could not be done: old checkpoints stay longer then.
+        One line for each problem: old checkpoints stay longer then.
 
     Raises:
-        DiskFault: the newest is not what was written: it has been moved aside, and nothing deleted.
+        DiskFault: the newest is damaged: it has been moved aside, and nothing deleted.
     """
     root = newest.parent
 
@@ -184,7 +186,7 @@ def _require_whole(newest: Path, peers: Peers) -> None:
 
 
 def _wrong_tensors(folder: Path, manifest: Manifest, peers: Peers) -> list[str]:
-    """Of this rank's share of the tensors, those that have other bits."""
+    """Damaged tensors in this rank's share."""
     parts = [(t.file, t.offset, size_of(t.shape), t.blake2b, name) for name, t in manifest.tensors.items()]
     return _wrong_parts(folder, parts[peers.rank :: peers.size])
 
@@ -210,7 +212,7 @@ def _wrong_parts(folder: Path, parts: list[tuple[str, int, int, str, str]]) -> l
 
 
 def _wrong_files(folder: Path, manifest: Manifest) -> list[str]:
-    """Files that are missing or of another size, and small ones that have other bits."""
+    """Files that are missing or of another size, and damaged small ones."""
     wrong = []
     for name, file in manifest.files.items():
         try:

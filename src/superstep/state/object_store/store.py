@@ -1,11 +1,11 @@
-"""Checkpoints in an object store: copies of those on the disk, under a URL that fsspec knows.
+"""Checkpoints in an object store: copies of those on the disk, under a URL that fsspec supports.
 
     s3://bucket/run/step-000200/model.safetensors
                                /optimizer.safetensors ...
                                /manifest.json           written last, removed first
 
-Nothing there can be renamed into its place. So a checkpoint is whole from when its manifest is there: what a crash
-leaves before has none, and is removed with the next copy. Every object's size is asked for before that.
+Objects cannot be renamed there. So a checkpoint is complete once its manifest exists: remains of a crash have none, and
+are removed with the next copy. Every object's size is checked before that.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class CheckpointStore:
     """The checkpoints under a URL.
 
     Args:
-        url: of the folder that they lie in.
+        url: of their folder.
 
     Raises:
-        StateError: what fsspec needs for it is not installed, or it is no URL that fsspec knows.
+        StateError: fsspec's package for it is not installed, or the URL is not supported.
     """
 
     def __init__(self, url: str) -> None:
@@ -46,7 +46,7 @@ class CheckpointStore:
         self._fs, self._root = _open_store(self.url)
 
     def steps(self) -> list[int]:
-        """Those of whole checkpoints, oldest first."""
+        """Steps of complete checkpoints, oldest first."""
         steps = []
         with self._asking("listed"):
             for name in self._names(self._root):
@@ -56,11 +56,11 @@ class CheckpointStore:
         return sorted(steps)
 
     def push(self, checkpoint: Path) -> None:
-        """Copy a whole checkpoint here; one of its step that is here already is replaced.
+        """Copy a complete checkpoint to the store; an existing one of its step is replaced.
 
         Raises:
-            Fault: it cannot be written, or is not there whole afterwards.
-            Damaged: it is not whole on the disk.
+            Fault: it cannot be written, or is incomplete afterwards.
+            Damaged: it is incomplete on the disk.
         """
         manifest, step = read_manifest(checkpoint), checkpoint_dirs.step_of(checkpoint)
         sizes = {name: file.bytes for name, file in manifest.files.items()}
@@ -79,7 +79,7 @@ class CheckpointStore:
             self._fs.pipe_file(self._at(step, MANIFEST), (checkpoint / MANIFEST).read_bytes())
 
     def has(self, checkpoint: Path) -> bool:
-        """Whether this very checkpoint is here, whole."""
+        """Whether this very checkpoint is in the store, complete."""
         step = checkpoint_dirs.step_of(checkpoint)
         with self._asking("read"):
             self._fs.invalidate_cache()
@@ -94,10 +94,10 @@ class CheckpointStore:
             self._remove(step)
 
     def fetch(self, step: int, root: Path) -> Path:
-        """Copy a checkpoint from here to a folder of checkpoints, where it gets its name once all of it is there.
+        """Copy a checkpoint from the store to a local folder, where it gets its name once it is complete.
 
         Raises:
-            Damaged: it is not whole here.
+            Damaged: it is incomplete in the store.
             Fault: it cannot be read or written.
         """
         manifest = self.manifest(step)
@@ -116,10 +116,10 @@ class CheckpointStore:
         return place
 
     def manifest(self, step: int) -> Manifest:
-        """Of a checkpoint; its files have the sizes that it says.
+        """The manifest of a checkpoint, after checking the sizes of its files.
 
         Raises:
-            Damaged: it is not what was written, or a file is missing or of another size.
+            Damaged: it is damaged, or a file is missing or of another size.
         """
         with self._asking("read"):
             self._fs.invalidate_cache()
@@ -135,10 +135,10 @@ class CheckpointStore:
         return manifest
 
     def verify(self, step: int) -> Manifest:
-        """The manifest of a checkpoint of which every byte is what was written.
+        """The manifest of a checkpoint, after verifying every byte.
 
         Raises:
-            Damaged: something is not.
+            Damaged: something has changed.
         """
         manifest = self.manifest(step)
         with self._asking("read"):
@@ -155,11 +155,12 @@ class CheckpointStore:
         return manifest
 
     def prune(self, keep: int) -> None:
-        """Remove all but the newest ``keep`` checkpoints, and what a crash left; first the newest is read back, so that
-        one that is whole always stays.
+        """Remove all but the newest ``keep`` checkpoints, and remains of a crash; the newest is verified first, so that
+        a
+        complete one always stays.
 
         Raises:
-            Damaged: the newest is not what was written; nothing has been removed.
+            Damaged: the newest is damaged; nothing has been removed.
         """
         whole = self.steps()
         if len(whole) > keep:
@@ -167,7 +168,7 @@ class CheckpointStore:
         with self._asking("removed"):
             for name in self._names(self._root):
                 step = checkpoint_dirs.step_named(name)
-                # What is younger than the newest whole one may be on its way here.
+                # A step after the newest complete one may be in transfer.
                 if step is not None and whole and step not in whole[-keep:] and step < whole[-1]:
                     self._remove(step)
 
@@ -181,7 +182,7 @@ class CheckpointStore:
             self._fs.rm_file(self._at(step, MANIFEST))
         for name in self._names(self._at(step)):
             self._fs.rm_file(self._at(step, name))
-        if self._fs.isdir(self._at(step)):  # of a store that has folders
+        if self._fs.isdir(self._at(step)):  # of a store with folders
             self._fs.rmdir(self._at(step))
 
     def _names(self, path: str) -> list[str]:
@@ -211,7 +212,7 @@ class CheckpointStore:
 
     @contextmanager
     def _asking(self, what: str) -> Iterator[None]:
-        """Whatever a store's client raises is a fault with its URL."""
+        """Converts any error of a store's client into a fault with its URL."""
         try:
             yield
         except (Fault, StateError):

@@ -1,9 +1,9 @@
-"""A run's checkpoints, copied to a store while it goes on, and fetched from there where the disk has none.
+"""A run's checkpoints, copied to a store during the run, and fetched from there if the disk has none.
 
     with mirrored(folder.checkpoints, store, keep=2):
-        ...                 ranks save to the disk; what is whole there is copied, and training waits for nothing
+        ...                 ranks save to the disk; complete checkpoints are copied, and training does not wait
 
-The process that launched the ranks copies, so that what a killed rank had saved still comes there.
+The process that launched the ranks copies, so that a killed rank's checkpoints are copied as well.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from superstep.state.verify import verify
 POLL_S = 0.5
 
 RETRY_S = 10.0
-"""After a store has failed."""
+"""Pause after a store has failed."""
 
 
 class Mirror:
-    """Copies what is new.
+    """Copies new checkpoints.
 
     Args:
-        root: the folder of checkpoints on the disk.
-        store: where they are copied to.
-        keep: how many stay there.
+        root: the local folder of checkpoints.
+        store: their destination.
+        keep: number of checkpoints that stay there.
     """
 
     def __init__(self, root: Path, store: CheckpointStore, keep: int) -> None:
@@ -43,10 +43,10 @@ class Mirror:
         self._thread.start()
 
     def end(self) -> None:
-        """Copy what is left to copy; the thread ends.
+        """Copy the remaining ones; the thread ends.
 
         Raises:
-            Fault: it cannot be.
+            Fault: they cannot be copied.
         """
         self._is_over.set()
         self._thread.join()
@@ -58,11 +58,11 @@ class Mirror:
             try:
                 self.catch_up()
                 wait_s = POLL_S
-            except (SuperstepError, OSError):  # it may pass; at the end it is told
+            except (SuperstepError, OSError):  # it may be temporary; at the end it is raised
                 wait_s = RETRY_S
 
     def catch_up(self) -> None:
-        """Have in the store what the disk has, and nothing of steps that the run has gone back before."""
+        """Copy the disk's checkpoints to the store, and remove those of rolled-back steps."""
         whole = checkpoints(self._root)
         for left in sorted(self._root.glob("step-*.rolled-back*")):
             step = step_named(left.name.partition(".")[0])
@@ -77,14 +77,14 @@ class Mirror:
             except (DamagedCheckpoint, FileNotFoundError):
                 if path.exists():
                     raise
-                continue  # deleted on the way, as newer ones have come
+                continue  # deleted meanwhile, as newer ones have come
             self._there.add(label)
         if new:
             self._store.prune(self._keep)
 
     @staticmethod
     def _label(path: Path) -> tuple[int, bytes]:
-        """A checkpoint, and which: after a rollback another has its name."""
+        """The identity of a checkpoint: after a rollback another one has its name."""
         try:
             return step_of(path), (path / "manifest.json").read_bytes()[-64:]
         except FileNotFoundError:
@@ -93,10 +93,10 @@ class Mirror:
 
 @contextmanager
 def mirrored(root: Path, store: CheckpointStore | None, keep: int) -> Iterator[None]:
-    """For the length of the block what is saved is copied, where there is a store.
+    """Within the block, checkpoints are copied, if there is a store.
 
     Raises:
-        Fault: the last cannot be, where nothing else is wrong.
+        Fault: the last one cannot be copied, and there is no other error.
     """
     if store is None:
         yield
@@ -105,15 +105,16 @@ def mirrored(root: Path, store: CheckpointStore | None, keep: int) -> Iterator[N
     try:
         yield
     except BaseException:
-        with suppress(SuperstepError, OSError):  # what came first is told
+        with suppress(SuperstepError, OSError):  # the first error is raised
             mirror.end()
         raise
     mirror.end()
 
 
 def fetch_newest(store: CheckpointStore, root: Path) -> tuple[str, ...]:
-    """Copy the newest whole checkpoint of a store to the disk, where that has none as new; a line for each that is
-    passed over, as it is damaged.
+    """Copy the newest complete checkpoint of a store to the disk, unless that has one as new; one line for each damaged
+    one
+    that is skipped.
     """
     here = max(map(step_of, checkpoints(root)), default=-1)
     warnings = []

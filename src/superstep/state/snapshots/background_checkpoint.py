@@ -1,12 +1,12 @@
-"""Checkpoints written from snapshots, beside training, by the process that owns their memory.
+"""Checkpoints in the background, written from snapshots by the process that owns their memory.
 
     with rank_memories(ranks, root, keep=2) as kept:
-        ...                             ranks train, mark a snapshot as wanted on disk, and go on
+        ...                             ranks train, mark a snapshot as wanted on disk, and continue
 
-The folder is the one that the ranks themselves would write: of the same pieces, with the same code. What is whole in
-memory when a rank is killed still comes to the disk. Before the folder has its name, the slots that it was written from
-are compared with their checksums: of one that is damaged there is no checkpoint, and the ranks copy their state again.
-Nothing is written, nor removed, where another folder has taken the run directory's name.
+The folder is the same as one written by the ranks: the same pieces, with the same code. A complete snapshot is still
+written when its rank is killed. Before the folder gets its name, the slots are compared with their checksums: a damaged
+one gives no checkpoint, and the ranks copy their state again. Nothing is written or removed where another folder has
+taken the run directory's name.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ POLL_S = 0.02
 NICE = 10
 
 PAUSES_S = (1.0, 2.0, 4.0)
-"""Between tries to write a snapshot down."""
+"""Pauses between attempts to write a snapshot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class RankMemories:
     """Memories of ranks, which outlive them.
 
     Attributes:
-        handles: with which the ranks find them.
+        handles: for the ranks to open them.
         memories: of all ranks.
         idle: within it nothing is written from them.
     """
@@ -68,7 +68,7 @@ class RankMemories:
 
 @contextmanager
 def rank_memories(ranks: int, root: Path, *, keep: int) -> Iterator[RankMemories]:
-    """Memories for the length of the block, and checkpoints in ``root``, of which ``keep`` stay, written from them."""
+    """Memories for the block, and checkpoints in ``root`` written from them, of which ``keep`` stay."""
     with ExitStack() as stack:
         handles, memories = made(ranks)
         for memory in memories:
@@ -78,12 +78,12 @@ def rank_memories(ranks: int, root: Path, *, keep: int) -> Iterator[RankMemories
 
 
 class Flusher:
-    """A thread that writes what is wanted on disk.
+    """A thread that writes the wanted snapshots to disk.
 
     Args:
         memories: of all ranks.
-        root: the run directory, which is there.
-        keep: how many checkpoints stay.
+        root: the run directory, which exists.
+        keep: number of checkpoints that stay.
     """
 
     def __init__(self, memories: Sequence[SnapshotMemory], root: Path, *, keep: int) -> None:
@@ -103,7 +103,7 @@ class Flusher:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """What was wanted before is written first."""
+        """Pending snapshots are written first."""
         self._is_over.set()
         self._thread.join()
         self._root.__exit__(kind, error, trace)
@@ -122,7 +122,7 @@ class Flusher:
                 self._is_over.wait(pause_s)
 
     def _write(self, snapshot: WantedSnapshot) -> float:
-        """Write a snapshot down; how long to wait before the next look."""
+        """Write a snapshot; seconds until the next check."""
         began_s = time.perf_counter()
         parts = list(zip(self._memories, snapshot.slots, strict=True))
         try:
@@ -147,13 +147,13 @@ class Flusher:
         return 0.0
 
     def _pause_s(self, snapshot: WantedSnapshot) -> float | None:
-        """How long to wait before a snapshot that could not be written is tried again; None where it is not."""
+        """Seconds before a failed snapshot is tried again; None where it is given up."""
         tries = self._failed[1] if self._failed is not None and self._failed[0] == snapshot else 0
         self._failed = snapshot, tries + 1
         return PAUSES_S[tries] if tries < len(PAUSES_S) else None
 
     def _refuse(self, snapshot: WantedSnapshot, wrong: Sequence[int]) -> None:
-        """Have the disk want a snapshot no longer; rank 0 reads why, and all ranks copy their state again."""
+        """Withdraw a snapshot from the disk; rank 0 reads the reason, and all ranks copy their state again."""
         for rank, (memory, slot) in enumerate(zip(self._memories, snapshot.slots, strict=True)):
             if rank in wrong:
                 memory.void(slot)
@@ -169,21 +169,22 @@ def write_down(
     peers: Peers,
     require: Callable[[], None] = lambda: None,
 ) -> tuple[int, tuple[str, ...]]:
-    """Write a state as a checkpoint. All who have parts of it call this together.
+    """Write a state as a checkpoint. All owners of its parts call this together.
 
     Args:
-        parts: memories of ranks, and the slot of each; that of rank 0 has what stands beside.
+        parts: memories of ranks, and the slot of each; that of rank 0 has the files beside the tensors.
         root: of the checkpoints.
-        keep: how many stay.
-        peers: who has the other parts.
-        require: called before anything is looked at, before the checkpoint has its name, and before older ones are
-            removed; raises where nothing may be written there.
+        keep: number of checkpoints that stay.
+        peers: owners of the other parts.
+        require: called at the start, before the checkpoint has its name, and before older ones are removed; raises
+            where
+            nothing may be written there.
 
     Returns:
-        Bytes of tensors on disk, 0 where it was there; and a line for each old checkpoint that cannot be deleted.
+        Bytes of tensors on disk, 0 if it exists already; and one line for each old checkpoint that cannot be deleted.
 
     Raises:
-        Fault: it cannot be written: a DiskFault where that is the disk's; or a slot is damaged.
+        Fault: it cannot be written: a DiskFault for an error of the disk; or a slot is damaged.
     """
 
     def confirm() -> None:
@@ -194,7 +195,7 @@ def write_down(
     tables, position = [memory.table() for memory, _ in parts], parts[0][0].position(parts[0][1])
     place = checkpoint_at(root, position.step)
     require()
-    if is_there(peers, place):  # the run has come by this step before
+    if is_there(peers, place):  # the run has been at this step before
         return 0, ()
     mine: dict[str, str] = next((table["beside"] for table in tables if table["beside"]), {})
     pieces = (piece for memory, slot in parts for piece in pieces_of(memory, slot))

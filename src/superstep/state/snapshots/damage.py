@@ -1,8 +1,8 @@
-"""Snapshots with other bits than were copied: found by their checksums, made void, and told by name.
+"""Damaged snapshots: found by their checksums, dropped, and reported with their rank.
 
-before a lost rank is recovered from a slot     the next older state that is whole everywhere, or a checkpoint
+before a lost rank is recovered from a slot     the next older state that is complete everywhere, or a checkpoint
 after a checkpoint was written from slots       it is discarded before it has a name, and another copy is taken
-after a slot was sent to another host           it is void there and here, and another is sent
+after a slot was sent to another host           it is dropped there and here, and another is sent
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Part = tuple[SnapshotMemory, int]
 
 
 def find_damaged(parts: Sequence[Part]) -> list[int]:
-    """Which of some slots are damaged, by their place among them. They are read side by side."""
+    """Indices of the damaged slots. They are read in parallel."""
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         results = threads.map(lambda part: part[0].is_damaged(part[1]), parts)
         return [at for at, is_damaged in enumerate(results) if is_damaged]
@@ -28,12 +28,13 @@ def find_damaged(parts: Sequence[Part]) -> list[int]:
 def newest_undamaged(
     memories: Sequence[SnapshotMemory], idle: AbstractContextManager[object]
 ) -> tuple[int | None, tuple[str, ...]]:
-    """The newest step whose state every rank has, whole and undamaged; and what is wrong with newer ones, which become
-    void.
+    """The newest step with a complete and undamaged state on every rank; and a line for each damaged newer one, which
+    is
+    dropped.
 
     Args:
         memories: of all ranks.
-        idle: within it nobody else reads them.
+        idle: within it nothing else reads them.
     """
     warnings: list[str] = []
     while (step := common(memories)) is not None:
@@ -48,7 +49,7 @@ def newest_undamaged(
 
 
 def void_damaged(memories: Sequence[SnapshotMemory], first: int = 0) -> list[str]:
-    """Have no state that is damaged; what was wrong with each.
+    """Drop damaged states; one line for each.
 
     Args:
         memories: of ranks.

@@ -1,4 +1,4 @@
-"""A folder that is held open: the same one under whatever name. Meanwhile no other is given its number on the disk."""
+"""An open folder: the same one under any name. Meanwhile its inode number is not reused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class HeldFolder:
     """A descriptor of a folder.
 
     Args:
-        path: is there.
+        path: an existing folder.
     """
 
     def __init__(self, path: Path) -> None:
@@ -30,25 +30,25 @@ class HeldFolder:
         os.close(self._handle)
 
     def is_there(self) -> bool:
-        """Whether it still has its name, be it by a link."""
+        """Whether it still has its name, possibly by a link."""
         try:
             return os.path.samestat(self.path.stat(), os.fstat(self._handle))
         except (FileNotFoundError, NotADirectoryError):
             return False
-        except OSError:  # the disk fails, which is told elsewhere
+        except OSError:  # a failing disk is reported elsewhere
             return True
 
     def refuse_another(self) -> None:
-        """See that no other folder has taken its name.
+        """Check that no other folder has taken its name.
 
         Raises:
-            Fault: one has, and nothing is to be written there.
+            Fault: one has, and nothing may be written there.
         """
         if self.path.exists() and not self.is_there():
             raise Fault(f"'{self.path}' is another folder now, and nothing is written there.")
 
     def new_name(self) -> Path | None:
-        """None where there is none, or the system does not tell it."""
+        """Its new path; None if it was removed, or the system does not tell."""
         with suppress(OSError):
             name = Path(os.readlink(f"/proc/self/fd/{self._handle}"))
             if os.path.samestat(name.stat(), os.fstat(self._handle)):

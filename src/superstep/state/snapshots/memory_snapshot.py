@@ -1,21 +1,21 @@
-"""Snapshots: the state in memory that outlives the rank it is of.
+"""Snapshots: state in memory that outlives its rank.
 
 Each rank has a piece of shared memory. The launcher makes it and keeps it open; it has no name and no file, so that
-nothing of it is left once all processes have ended, however they did.
+nothing is left once all processes have ended, however they ended.
 
-    header      for each slot: which step's state it holds, whether all of it, whether the disk shall have it too, and
-                its checksum
-    table       JSON: where in a slot each piece of a global tensor lies, and what a checkpoint has beside
-    slot 0      weights and moments, as the rank's own buffers have them
-    slot 1      the next snapshot goes into a slot that holds neither the newest whole one
-    slot 2      nor one that is on its way to the disk
-    slot 3      nor those that are on their way to another host, where there are several: only there is a fourth
+    header      for each slot: the step of its state, whether it is complete, whether to write it to disk, and its
+                checksum
+    table       JSON: the place of each piece of a global tensor in a slot, and a checkpoint's other files
+    slot 0      weights and moments, in the layout of the rank's own buffers
+    slot 1      the next snapshot goes into a slot that holds neither the newest complete one
+    slot 2      nor one that is being written to disk
+    slot 3      nor those that are being sent to another host, with several hosts: only there is a fourth
 
-A rank writes a slot's state last, so what a kill interrupts is never taken for whole. While a rank copies the state of
-step k, all ranks have done step k, and so each holds that of an earlier step, whole: k - ``snapshot_every``, if not k.
+A rank marks a slot complete last, so an interrupted copy never counts. While a rank copies the state of step k, all
+ranks have done step k, and so each has the complete state of an earlier step: k - ``snapshot_every``, if not k.
 
-A slot's checksum is made of the rank's own buffers while they are copied. Whoever uses a slot compares it
-(``state.snapshots.damage``): an error of the copy is seen, and a bit that has flipped since.
+A slot's checksum is computed from the rank's own buffers during the copy. Every reader of a slot verifies it
+(``state.snapshots.damage``): this detects errors of the copy, and bits that flipped later.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ from superstep.state.tensor_piece import TensorPiece
 
 SLOTS = 3
 HOSTS_SLOTS = 4
-"""Where states go to another host: the one that every other host has, and the next."""
+"""With several hosts: the state that every other host has, and the next."""
 
 EMPTY, WRITING, WHOLE = 0, 1, 2
 KEPT, WANTED, ON_DISK, FAILED = 0, 1, 2, 3
-"""Whether the disk shall have a slot: no; yes; it has; it cannot."""
+"""Whether a slot goes to disk: no; requested; written; failed."""
 
 State = tuple[int, int]
-"""A state that was copied: after which step, and in which turn of the run. One that goes back takes another turn."""
+"""A copied state: its step, and the turn of the run. A rollback begins another turn."""
 
 Field = Literal[
     "state", "step", "samples", "tokens", "disk", "written_bytes", "microseconds", "turn", "is_held", "checksum"
 ]
 _FIELDS: tuple[Field, ...] = get_args(Field)
 _IDENTITY: tuple[Field, ...] = ("step", "samples", "tokens", "turn")
-"""What the checksum of a slot has beside the words of its state."""
+"""Fields in the checksum of a slot, besides the words of its state."""
 
 _IDENTITY_AT = 1 << 40
-"""The place of the first of them: behind the words of any state."""
+"""The index of the first of them: after the words of any state."""
 
 NOTE_BYTES = 768
 _NOTES = 1024
@@ -69,12 +69,12 @@ PAGE = 4096
 
 @dataclass(frozen=True, slots=True)
 class Handles:
-    """The ranks' memories, as a process that did not make them finds them.
+    """References to the ranks' memories for other processes.
 
     Attributes:
-        owner: the number of the process that did, and lives.
+        owner: the process that made them; it must be alive.
         numbers: its descriptors, by rank.
-        first: the first of the ranks; others are another host's.
+        first: the first of the ranks; others belong to other hosts.
     """
 
     owner: int
@@ -88,25 +88,25 @@ class Handles:
 
 @dataclass(frozen=True, slots=True)
 class DamagedSnapshot:
-    """A snapshot that the disk did not get: the step of its state, and the rank whose copy was damaged."""
+    """A snapshot that was not written to disk: the step of its state, and the rank with the damaged copy."""
 
     step: int
     rank: int
 
 
 class SnapshotMemory:
-    """One rank's shared memory. Closing it leaves what is in it to those that have it open."""
+    """One rank's shared memory. Closing it does not affect other processes that have it open."""
 
     def __init__(self, handle: int) -> None:
         self.handle = handle
         self._map: mmap.mmap | None = None
 
     def lay_out(self, table: Mapping[str, Any], slot_bytes: int, slots: int = SLOTS) -> None:
-        """Give it its size and its table; the slots are empty. A table that is there already must be this one."""
+        """Set its size and its table; the slots are empty. An existing table must be equal."""
         self.lay_out_text(json.dumps(table).encode(), slot_bytes, slots)
 
     def lay_out_text(self, text: bytes, slot_bytes: int, slots: int) -> None:
-        """``lay_out``, of a table that is text already."""
+        """``lay_out`` with a table as text."""
         at = -(-(PAGE + len(text)) // PAGE) * PAGE
         room = -(-slot_bytes // PAGE) * PAGE
         os.ftruncate(self.handle, at + slots * room)
@@ -120,12 +120,12 @@ class SnapshotMemory:
 
     @property
     def is_laid_out(self) -> bool:
-        """Whether its rank has come so far."""
+        """Whether its rank has written the table."""
         return os.fstat(self.handle).st_size > 0 and self._get(_LAID_OUT) == 1
 
     @property
     def view(self) -> mmap.mmap:
-        """All of it."""
+        """The whole memory."""
         if self._map is None:
             self._map = mmap.mmap(self.handle, os.fstat(self.handle).st_size)
         return self._map
@@ -137,23 +137,23 @@ class SnapshotMemory:
 
     @property
     def slot_bytes(self) -> int:
-        """Of each slot."""
+        """Bytes of each slot."""
         return self._get(_SLOT_BYTES)
 
     @property
     def asked(self) -> int:
-        """The step whose state another host shall have; 0 while there is none."""
+        """The step for another host; 0 without a request."""
         return self._get(_ASKED)
 
     def ask(self, step: int) -> None:
-        """Have the state of a step held for another host, once it is copied."""
+        """Request that the state of a step is kept for another host, once it is copied."""
         self._put(_ASKED, step)
 
     def text(self) -> bytes:
-        """The table as it is written.
+        """The table as text.
 
         Raises:
-            Fault: it has other bits now.
+            Fault: it is damaged.
         """
         if not self.has_table:
             raise Fault("the table of a snapshot's memory has other bits than were written; resume the run.")
@@ -165,30 +165,30 @@ class SnapshotMemory:
         return zlib.crc32(self.view[PAGE : PAGE + self._get(_TABLE_BYTES)]) == self._get(_TABLE_CRC)
 
     def table(self) -> dict[str, Any]:
-        """What its rank wrote there."""
+        """The parsed table."""
         table: dict[str, Any] = json.loads(self.text())
         return table
 
     def get(self, slot: int, field: Field) -> int:
-        """A number of a slot."""
+        """A field of a slot."""
         return self._get(self._place(slot, field))
 
     def put(self, slot: int, field: Field, value: int) -> None:
-        """Set a number of a slot."""
+        """Set a field of a slot."""
         self._put(self._place(slot, field), value)
 
     def note(self, slot: int) -> str:
-        """What the process that writes checkpoints has said of a slot."""
+        """The message about a slot from the process that writes checkpoints."""
         at = _NOTES + slot * NOTE_BYTES
         return bytes(self.view[at : at + NOTE_BYTES]).rstrip(b"\0").decode(errors="ignore")
 
     def put_note(self, slot: int, text: str) -> None:
-        """Say something of a slot; the end of a longer text is left out."""
+        """Set the message about a slot; a longer text is cut."""
         at = _NOTES + slot * NOTE_BYTES
         self.view[at : at + NOTE_BYTES] = text.encode()[:NOTE_BYTES].ljust(NOTE_BYTES, b"\0")
 
     def position(self, slot: int) -> Position:
-        """Where training stood."""
+        """The position of a slot's state."""
         return Position(step=self.get(slot, "step"), samples=self.get(slot, "samples"), tokens=self.get(slot, "tokens"))
 
     def start(self, slot: int) -> int:
@@ -196,11 +196,11 @@ class SnapshotMemory:
         return self._get(_SLOTS_AT) + slot * self._get(_SLOT_BYTES)
 
     def values(self, slot: int, offset: int, count: int) -> torch.Tensor:
-        """So many fp32 values of a slot, from a byte of it on; writing to them writes there."""
+        """A view of ``count`` fp32 values of a slot, from a byte offset; writable."""
         return torch.frombuffer(self.view, dtype=torch.float32, count=count, offset=self.start(slot) + offset)
 
     def seal(self, slot: int, words: int) -> None:
-        """Note the checksum of the words that were copied into a slot, whose position and turn are set."""
+        """Set a slot's checksum from the sum of its copied words; position and turn are set already."""
         self.put(slot, "checksum", (words + self._identity(slot)) % _MODULUS)
 
     def is_damaged(self, slot: int) -> bool:
@@ -208,39 +208,39 @@ class SnapshotMemory:
         return not (self.is_sealed(slot, int(checksum(self.words(slot)))) and self.has_table)
 
     def words(self, slot: int) -> torch.Tensor:
-        """All of a slot, int32."""
+        """All words of a slot, int32."""
         count = self.slot_bytes // 4
         return torch.frombuffer(self.view, dtype=torch.int32, count=count, offset=self.start(slot))
 
     def is_sealed(self, slot: int, words: int) -> bool:
-        """Whether this is the checksum of the words that were copied into a slot."""
+        """Whether this sum of words matches a slot's checksum."""
         return (words + self._identity(slot)) % _MODULUS == self.get(slot, "checksum")
 
     def _identity(self, slot: int) -> int:
         return sum(self.get(slot, field) * (2 * (_IDENTITY_AT + at) + 1) for at, field in enumerate(_IDENTITY))
 
     def whole(self) -> dict[int, int]:
-        """The slot of each step whose state is whole."""
+        """The slot of each step with a complete state."""
         if not self.is_laid_out:
             return {}
         return {self.get(slot, "step"): slot for slot in self.slots if self.get(slot, "state") == WHOLE}
 
     def states(self, *, held: bool = False) -> dict[State, int]:
-        """The slot of each state that is whole; of those alone that are held for another host, if so asked."""
+        """The slot of each complete state; with ``held``, only those kept for another host."""
         if not self.is_laid_out:
             return {}
         slots = [s for s in self.slots if self.get(s, "state") == WHOLE and (self.get(s, "is_held") or not held)]
         return {(self.get(slot, "step"), self.get(slot, "turn")): slot for slot in slots}
 
     def hold_only(self, steps: Iterable[int]) -> None:
-        """Hold no state of another step for another host."""
+        """Keep only the states of these steps for another host."""
         kept = set(steps)
         for slot in self.slots if self.is_laid_out else ():
             if self.get(slot, "step") not in kept:
                 self.put(slot, "is_held", 0)
 
     def forget_after(self, step: int) -> list[int]:
-        """Void what is of later steps, and what is not whole; the slots that it was in."""
+        """Drop later states, and incomplete ones; their slots."""
         slots = self.slots if self.is_laid_out else ()
         gone = [s for s in slots if self.get(s, "state") != WHOLE or self.get(s, "step") > step]
         for slot in gone:
@@ -248,7 +248,7 @@ class SnapshotMemory:
         return gone
 
     def void(self, slot: int) -> None:
-        """Have nothing in a slot. Where the table is damaged, nothing in any: the memory is laid out again."""
+        """Empty a slot. If the table is damaged, all of them: the memory is laid out again."""
         self.put(slot, "state", EMPTY)
         self.put(slot, "disk", KEPT)
         self.put(slot, "is_held", 0)
@@ -257,25 +257,25 @@ class SnapshotMemory:
 
     @property
     def refused(self) -> DamagedSnapshot | None:
-        """The snapshot that the disk was to have and did not get, as it was damaged; until it is forgotten."""
+        """The damaged snapshot that was not written to disk, until it is cleared."""
         step = self._get(_REFUSED_STEP)
         return DamagedSnapshot(step, self._get(_REFUSED_RANK)) if step else None
 
     def refuse(self, refused: DamagedSnapshot | None) -> None:
-        """Note it, or forget it."""
+        """Set it, or clear it."""
         self._put(_REFUSED_RANK, 0 if refused is None else refused.rank)
         self._put(_REFUSED_STEP, 0 if refused is None else refused.step)
 
     def waiting(self) -> dict[int, int]:
-        """The whole slot of each step that the disk shall have. Another slot may hold the same step, copied again."""
+        """The complete slot of each step requested on disk. Another slot may hold the same step, copied again."""
         if not self.is_laid_out:
             return {}
         slots = [slot for slot in self.slots if self.get(slot, "state") == WHOLE]
         return {self.get(slot, "step"): slot for slot in slots if self.get(slot, "disk") == WANTED}
 
     def free_slot(self) -> int | None:
-        """Where the next snapshot may go; None while the disk or another host is behind, or nobody has noted that it is
-        not, or that a slot could not be written.
+        """The slot for the next snapshot; None while the disk or another host is behind, or a write is not confirmed
+        yet.
         """
         whole = self.whole()
         newest = whole[max(whole)] if whole else None
@@ -283,7 +283,7 @@ class SnapshotMemory:
         return next(slots, None)
 
     def close(self) -> None:
-        """Let go of it. Tensors of ``values`` keep the mapping."""
+        """Close it. Tensors of ``values`` keep the mapping."""
         os.close(self.handle)
 
     @staticmethod
@@ -299,24 +299,24 @@ class SnapshotMemory:
 
 
 def made(ranks: int, first: int = 0) -> tuple[Handles, list[SnapshotMemory]]:
-    """Memory for so many ranks, from a first one on, owned by this process."""
+    """Make the memories of ``ranks`` ranks from ``first`` on, owned by this process."""
     handles = [os.memfd_create(f"superstep-rank-{first + rank}") for rank in range(ranks)]
     return Handles(os.getpid(), tuple(handles), first), [SnapshotMemory(handle) for handle in handles]
 
 
 def common(memories: Sequence[SnapshotMemory]) -> int | None:
-    """The newest step whose state every rank has whole."""
+    """The newest step with a complete state on every rank."""
     steps = set.intersection(*(set(memory.whole()) for memory in memories)) if memories else set()
     return max(steps, default=None)
 
 
 def damaged_text(step: int) -> str:
-    """What is said of a slot that is damaged."""
+    """The message about a damaged slot."""
     return f"the copy of step {step} in memory has other bits than were copied"
 
 
 def describe_pieces(pieces: Iterable[tuple[TensorPiece, int]]) -> list[dict[str, Any]]:
-    """Pieces, each with its byte in a slot, as a table has them."""
+    """Pieces with their byte offsets in a slot, in the table's format."""
     return [
         {
             "kind": piece.kind,
@@ -333,7 +333,7 @@ def describe_pieces(pieces: Iterable[tuple[TensorPiece, int]]) -> list[dict[str,
 
 
 def pieces_of(memory: SnapshotMemory, slot: int) -> Iterator[TensorPiece]:
-    """What a rank's slot holds of the global tensors: no copy of it."""
+    """Pieces of global tensors in a rank's slot: views, no copies."""
     for entry in memory.table()["pieces"]:
         yield TensorPiece(
             kind=entry["kind"],
@@ -348,14 +348,14 @@ def pieces_of(memory: SnapshotMemory, slot: int) -> Iterator[TensorPiece]:
 
 @dataclass(frozen=True, slots=True)
 class WantedSnapshot:
-    """A snapshot that the disk shall have: each rank's slot of one step."""
+    """A snapshot to write to disk: each rank's slot of one step."""
 
     position: Position
     slots: tuple[int, ...]
 
 
 def oldest_wanted(memories: Sequence[SnapshotMemory]) -> WantedSnapshot | None:
-    """The oldest snapshot that the disk shall have and that every rank has whole."""
+    """The oldest snapshot requested on disk that is complete on every rank."""
     of_step = [memory.waiting() for memory in memories]
     steps = set.intersection(*(set(each) for each in of_step)) if of_step else set()
     if not steps:
@@ -365,5 +365,5 @@ def oldest_wanted(memories: Sequence[SnapshotMemory]) -> WantedSnapshot | None:
 
 
 def folder_of(memory: SnapshotMemory) -> Path:
-    """Where rank 0 wants its checkpoints."""
+    """Rank 0's folder of checkpoints."""
     return Path(memory.table()["folder"])
