@@ -1,7 +1,7 @@
-"""The files of prepared conversations while they are written: first in the order of their records, then in that of the
-sequences that they are packed into.
+"""Writes the files of prepared conversations: first in the order of their records, then in that of their packed
+sequences.
 
-    samples ──► train.heap, validation.heap      ids and marks, as they come
+    samples ──► train.heap, validation.heap      ids and marks, as they arrive
             ──► pack                             which conversations share a sequence
             ──► train.tokens, .index, ...        one sequence after the other
 """
@@ -29,18 +29,18 @@ _PARTIAL = ".partial"
 
 
 class AnswerFiles:
-    """Conversations under partial names, until ``publish`` renames their files.
+    """Conversations under temporary names, until ``publish`` renames their files.
 
     Args:
         folder: for the files.
         tokenizer: of the model.
-        sequence_tokens: of the sequences to pack for.
+        sequence_tokens: of the packed sequences.
         packed: whether several may share one.
-        kind: what an item is: one conversation, or the two of a preference.
+        kind: of an item: one conversation, or the two of a preference.
 
     Attributes:
-        dropped: conversations that were too long and are left out.
-        truncated: those of which the end is left out.
+        dropped: number of conversations that were too long and are left out.
+        truncated: number of truncated conversations.
     """
 
     def __init__(
@@ -68,11 +68,11 @@ class AnswerFiles:
         return len(self._items[split])
 
     def told(self) -> str:
-        """What there is so far, in words."""
+        """A summary in words."""
         return f"{self.items('train') + self.items('validation')} fit, {self.dropped} were dropped"
 
     def expected_bytes(self, source_bytes: int) -> int:
-        """About how large the files will be: text has three bytes a token or more, and each is there twice."""
+        """Approximate size of the files: text has three bytes a token or more, and each is there twice."""
         return 2 * (source_bytes // 3) * (np.dtype(self._dtype).itemsize + 1)
 
     def open(self, stack: ExitStack) -> None:
@@ -83,8 +83,9 @@ class AnswerFiles:
     def append(
         self, number: int, item: Sequence[tuple[Sequence[int], bytes]], fraction: float, answer_bytes: int
     ) -> None:
-        """Write an item: conversations that stay in one sequence, each its ids and its marks. By the hash of the
-        record's number it is held out.
+        """Write an item: conversations that stay in one sequence, each with its ids and marks. The hash of the record's
+        number
+        decides whether it is held out.
         """
         split: SplitName = "validation" if hold_out([number], fraction)[0] else "train"
         for ids, marks in item:
@@ -95,7 +96,7 @@ class AnswerFiles:
         self._answer_bytes += answer_bytes
 
     def hold_out_one(self) -> None:
-        """Move the last item to validation where none was held out."""
+        """Move the last item to validation if none was held out."""
         if self.items("validation") or self.items("train") < 2:
             return
         count = self._items["train"].pop()
@@ -149,7 +150,7 @@ class AnswerFiles:
                 np.save(file, values)
 
     def finish(self, fingerprint: str, chat: Mapping[str, Any]) -> None:
-        """Write what stands beside: the tokenizer, how chats are shown, the manifest."""
+        """Write the other files: the tokenizer, the rendering of chats, the manifest."""
         self._tokenizer.save(self.path("tokenizer.json"))
         self.path("chat.json").write_text(json.dumps(chat, indent=2) + "\n", encoding="utf-8")
         train, validation = self._answers["train"], self._answers["validation"]
@@ -176,14 +177,14 @@ class AnswerFiles:
         self.path("corpus.json").write_text(json.dumps(asdict(manifest), indent=2) + "\n", encoding="utf-8")
 
     def publish(self) -> None:
-        """Give all files their names."""
+        """Rename all files."""
         for name in HEAPS:
             self.path(name).unlink()
         publish(self.folder, (*ANSWER_FILES, *FILES), _PARTIAL)
 
     def discard(self) -> None:
         for name in (*HEAPS, *ANSWER_FILES, *FILES):
-            with suppress(OSError):  # called while something else has failed already
+            with suppress(OSError):  # called after another failure
                 self.path(name).unlink()
 
 

@@ -1,11 +1,11 @@
-"""Conversations as sequences: each whole, several side by side, with a loss on answers alone.
+"""Conversations as sequences: each whole, several in a sequence, with a loss on answers alone.
 
-Beside the token files of a corpus lie, for each split::
+Beside the token files of a corpus there are, for each split::
 
-    train.answers   uint8, one for each token: 1 where the model is to say it, 0 where it is told it
-    train.packs     int64 .npy [n + 1, 2]: the conversation that each sequence begins with, and the answer tokens before
+    train.answers   uint8, one for each token: 1 where it is learnt, 0 where it is context
+    train.packs     int64 .npy [n + 1, 2]: the first conversation of each sequence, and the answer tokens before
 
-Conversations lie in the order of their sequences, so that a sequence is one stretch of the file. A conversation of L
+Conversations are in the order of their sequences, so that a sequence is one range of the file. A conversation of L
 tokens takes L - 1 places: its last token is a target only. With a document mask each is as if it stood alone::
 
     tokens of a, b   a0 a1 a2 a3 | b0 b1 b2      place   0  1  2  3  4  5
@@ -28,7 +28,7 @@ from superstep.numerics.loss import IGNORE
 
 
 class AnswerCut:
-    """A split of conversations, cut into the sequences that it was packed into.
+    """A split of conversations, cut into its packed sequences.
 
     Args:
         split: the conversations.
@@ -57,9 +57,7 @@ class AnswerCut:
         return int((before[numbers_N + 1] - before[numbers_N]).sum())
 
     def owners(self, number: int) -> tuple[NDArray[np.int64], int]:
-        """Of each target that is learnt the number of its conversation in the sequence, -1 elsewhere; and how many
-        there are.
-        """
+        """For each learnt target the index of its conversation in the sequence, -1 elsewhere; and their number."""
         owners_S = np.full(self._length, -1, np.int64)
         conversations = self._conversations(number)
         for k, (start, stop, place) in enumerate(conversations):
@@ -67,7 +65,7 @@ class AnswerCut:
         return owners_S, len(conversations)
 
     def starts(self, number: int) -> NDArray[np.int64]:
-        """Where in the sequence each token's conversation starts; the padding is one of its own."""
+        """The start of each token's conversation within the sequence; the padding is one of its own."""
         starts_S = np.zeros(self._length, np.int64)
         end = 0
         for start, stop, place in self._conversations(number):
@@ -77,7 +75,7 @@ class AnswerCut:
         return starts_S
 
     def _conversations(self, number: int) -> list[tuple[int, int, int]]:
-        """Of each conversation of a sequence: its first token, one past its last one, and its place there."""
+        """For each conversation of a sequence: its first token, one past its last one, and its place there."""
         first, last = self._packs[number, 0], self._packs[number + 1, 0]
         bounds = self._bounds[first : last + 1].tolist()
         origin = bounds[0]

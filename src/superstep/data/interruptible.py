@@ -1,4 +1,4 @@
-"""A call that Python cannot interrupt, made so that it can."""
+"""Makes a blocking call interruptible."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ T = TypeVar("T")
 
 
 def run_aside(call: Callable[[], T]) -> T:
-    """What ``call`` returns or raises, from a thread of its own.
+    """Run ``call`` in a thread of its own; its result or error.
 
-    A signal's handler runs between two steps of the interpreter, which a library's long call has none of. Here it runs
-    at once; if it raises, the thread is left behind, and ends with its call or with the process.
+    A signal's handler runs between two steps of the interpreter, of which a library's long call has none. Here it runs
+    at
+    once; if it raises, the thread is left behind, and ends with its call or with the process.
     """
     results: list[T] = []
     errors: list[BaseException] = []

@@ -1,7 +1,7 @@
-"""Packing: items of given sizes put into as few sequences as is cheap to find, none of them cut.
+"""Packing: items of given sizes into few sequences, none of them cut.
 
-Best fit decreasing: the largest item first, each into the fullest sequence that it fits into. It takes at most 11/9 of
-the fewest sequences, and 6/9 of one more (Dósa 2007, for first fit; best fit does no worse there: Johnson 1973).
+Best fit decreasing: the largest item first, each into the fullest sequence with room. It needs at most 11/9 of the
+minimum, and 6/9 of one more (Dósa 2007, for first fit; best fit is no worse there: Johnson 1973).
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from collections.abc import Sequence
 
 
 def pack(sizes: Sequence[int], capacity: int) -> list[list[int]]:
-    """The numbers of the items of each sequence. What comes first of an equal list is the same on every machine.
+    """The items of each sequence, by number. Equal lists give equal results on every machine.
 
-    Items keep their order within a sequence, and sequences have that of their first items, so that a stretch of them is
-    a fair sample of all.
+    Items keep their order within a sequence, and sequences have that of their first items, so that any range of them is
+    a
+    fair sample.
     """
     assert all(0 < size <= capacity for size in sizes), "no item is larger than a sequence"
     rows: list[list[int]] = []

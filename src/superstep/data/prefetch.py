@@ -16,8 +16,9 @@ from superstep.errors import ConfigError
 class Prefetcher:
     """Iterates over ``(batch, data_wait_s)``: the next batches, and the seconds the caller waited for each.
 
-    An error of the reading thread is raised by the iteration, after the batches that were read before it. The
-    thread ends at ``close``, at the end of a ``with`` block, after ``steps`` batches, or with the process.
+    An error of the reading thread is raised by the iteration, after the batches that were read before it. The thread
+    ends
+    at ``close``, at the end of a ``with`` block, after ``steps`` batches, or with the process.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Prefetcher:
         self.close()
 
     def close(self) -> None:
-        """Ends the thread and drops what it had read; takes at most the time of the batch it is reading."""
+        """End the thread and drop its batches; takes at most the time of the batch being read."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -68,7 +69,7 @@ class Prefetcher:
         self._ready.clear()
 
     def _read(self, sample: int, steps: int | None) -> None:
-        """The thread: reads a batch whenever fewer than ``depth`` are ready."""
+        """The thread: read a batch whenever fewer than ``depth`` are ready."""
         try:
             while steps is None or steps > 0:
                 with self._changed:

@@ -1,12 +1,12 @@
-"""Sample order: a pseudo-random permutation that is computed where it is needed, never stored.
+"""Sample order: a pseudo-random permutation that is computed on demand, never stored.
 
-A Feistel network is a bijection whatever its round function is, because every round can be undone::
+A Feistel network is a bijection for any round function, because every round can be undone::
 
     left, right  ->  right, left ^ f(right, key)
 
-It permutes [0, 4^h) for halves of h bits. A permutation of [0, length) follows by cycle walking: what lands
-outside goes through again until it lands inside (Black and Rogaway 2002, "Ciphers with arbitrary finite
-domains"). The domain is less than four times the length, so that takes fewer than four passes on average.
+It permutes [0, 4^h) for halves of h bits. A permutation of [0, length) follows by cycle walking: a result outside is
+permuted again until it is inside (Black and Rogaway 2002, "Ciphers with arbitrary finite domains"). The domain is less
+than four times the length, so that takes fewer than four passes on average.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 ROUNDS = 8
-"""Four make a good permutation of a large domain (Luby and Rackoff 1988); small domains profit from more."""
+"""Four make a good permutation of a large domain (Luby and Rackoff 1988); small domains need more."""
 
 _WORD = (1 << 64) - 1
 
@@ -29,7 +29,7 @@ def mix64(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def permute(positions: NDArray[np.int64], length: int, *, seed: int, epoch: int) -> NDArray[np.int64]:
-    """Where the permutation of [0, length) that (seed, epoch) chooses sends each position."""
+    """The images of positions under the permutation of [0, length) for (seed, epoch)."""
     half_bits = max(1, ((length - 1).bit_length() + 1) // 2)
     keys = _round_keys(seed, epoch)
     images = _feistel(positions.astype(np.uint64), half_bits, keys)

@@ -1,7 +1,7 @@
-"""Passages: long texts cut where the tokens of the parts are the tokens of the whole.
+"""Passages: long texts cut where the tokens of the parts equal those of the whole.
 
-A text may be a file of one line, so that it is never held whole: it comes in parts of any size, and the cuts depend on
-its characters alone, not on how it came.
+A text may be a file of one line, so it is never in memory as a whole: it comes in parts of any size, and the cuts
+depend on its characters alone, not on the parts.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 PASSAGE_CHARS = 1 << 16
-"""How long a passage is at least, but for a document's last: enough to share the work out."""
+"""Minimum length of a passage, except for a document's last: enough to divide the work."""
 
 SLACK_CHARS = 1 << 18
-"""How far beyond that a place to cut is looked for."""
+"""Distance beyond that in which a cut is searched."""
 
 # The patterns that cut text into words for byte-level BPE (GPT-2's, Llama 3's, Qwen's) all end a word at such a place,
 # whether the text goes on or not. In the order of preference: a line that starts without blanks; a single blank between
@@ -29,7 +29,7 @@ _WORD_ENDS = (
 )
 
 LONG_RUN = 1024
-"""Characters without a blank, or blanks alone, that no language has: data, or text written without blanks."""
+"""Characters without a blank, or blanks alone, beyond normal language: data, or text written without blanks."""
 
 _LONG_RUN = re.compile(rf"\S{{{LONG_RUN},}}|\s{{{LONG_RUN},}}")
 _RUN_PART, _RUN_STRIDE = 64, 256
@@ -48,11 +48,12 @@ class DocumentPart:
 
 
 def passages(parts: Iterable[DocumentPart], chars: int, slack: int = SLACK_CHARS) -> Iterator[DocumentPart]:
-    """The documents again, in passages of ``chars`` to ``chars + slack`` characters; a document's last may be shorter.
+    """The documents in passages of ``chars`` to ``chars + slack`` characters; a document's last may be shorter.
 
-    Under byte-level BPE the passages have the ids of the whole, but where no word ends for ``slack`` characters: there
-    the cut goes through a word. A tokenizer that adds a blank at the start of a text (Llama 2) adds one at the start
-    of each passage.
+    Under byte-level BPE the passages have the ids of the whole, unless no word ends for ``slack`` characters: there the
+    cut
+    goes through a word. A tokenizer that adds a blank at the start of a text (Llama 2) adds one at the start of each
+    passage.
     """
     text = ""
     for part in parts:
@@ -69,7 +70,7 @@ def passages(parts: Iterable[DocumentPart], chars: int, slack: int = SLACK_CHARS
 
 
 def _cut(text: str, first: int, last: int) -> int:
-    """Where to cut between two places, of which at least the second lies within the text."""
+    """A cut between two places, of which at least the second lies within the text."""
     matches = (pattern.search(text, first, last + 1) for pattern in _WORD_ENDS)
     return next((match.start() for match in matches if match), last)
 
@@ -77,7 +78,7 @@ def _cut(text: str, first: int, last: int) -> int:
 def spread_sample(texts: Iterable[str], chars: int) -> list[str]:
     """Every k-th of the texts, for the smallest power of two k that keeps to ``chars`` characters.
 
-    One pass, with never more than ``chars`` and a text in memory: when full, every second one goes.
+    One pass, with never more than ``chars`` and a text in memory: when full, every second one is dropped.
     """
     kept: list[str] = []
     kept_chars, stride = 0, 1
@@ -95,8 +96,9 @@ def spread_sample(texts: Iterable[str], chars: int) -> list[str]:
 def short_words(texts: Iterable[str]) -> Iterator[str]:
     """The texts for training a tokenizer; of long runs a quarter, in short parts.
 
-    To learn merges, a word is gone through whole for each of its pairs that is merged: one of a megabyte takes hours.
-    And words that all differ take a hundred bytes of memory for each of their characters.
+    Learning merges reads a whole word again for each of its merged pairs: a word of a megabyte takes hours. And words
+    that
+    all differ take a hundred bytes of memory for each of their characters.
     """
     for text in texts:
         start = 0

@@ -3,13 +3,13 @@
 A prepared folder holds::
 
     train.tokens  validation.tokens   every document's ids, each followed by the end of text; uint16 or uint32
-    train.index   validation.index    int64 .npy: where each document starts, and last where the stream ends
-    tokenizer.json                    what made the ids
+    train.index   validation.index    int64 .npy: the start of each document, and last the end of the stream
+    tokenizer.json                    the tokenizer of the ids
     corpus.json                       the manifest, written last: a folder without one is not prepared
 
-Whole documents are held out for validation, chosen by a hash of their number: spread over the corpus, the
-same for every seed, and unmoved by documents that are added at the end. A corpus of a few long documents
-cannot be split so; there the tail of the stream is held out too.
+Whole documents are held out for validation, chosen by a hash of their number: spread over the corpus, the same for
+every seed, and unaffected by documents that are added at the end. A corpus of a few long documents cannot be split so;
+there the tail of the stream is held out too.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ FILES = (
     "tokenizer.json",
     "corpus.json",
 )
-"""The files of a prepared folder, in the order they are named: the manifest last."""
+"""The files of a prepared folder, in the order of renaming: the manifest last."""
 
 ANSWER_FILES = (
     "train.answers",
@@ -47,15 +47,15 @@ ANSWER_FILES = (
     "validation.packs",
     "chat.json",
 )
-"""What a prepared folder of conversations holds besides; ``chat.json`` says how they are shown."""
+"""Additional files of prepared conversations; ``chat.json`` describes their rendering."""
 
 FORMAT = 1
-"""Changes when the files do, so that files of an older format are made again."""
+"""Changes with the format, so that files of an older format are made again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorpusManifest:
-    """What ``corpus.json`` says about the files beside it.
+    """The content of ``corpus.json``.
 
     Attributes:
         fingerprint: a hash of the inputs (paths, sizes, times of change) and the settings that shape them.
@@ -64,12 +64,13 @@ class CorpusManifest:
         bytes_per_token: text_bytes over the tokens of both splits, ends of text included.
         unigram_nats: the cross-entropy, in nats per token, of the validation split under the token counts of
             the train split, one added to each. A model that does no better knows nothing of order.
-        null_records: passed over because their text is null.
-        kind: whether every token is learnt, or answers alone (``answers.py``), or those are in pairs, the better one
-            first; of answers the figures above are.
-        sequence_tokens: of the sequences that conversations were packed for.
-        dropped: conversations that were too long and are left out.
-        truncated: those of which the end is left out.
+        null_records: number of skipped records with a null text.
+        kind: whether every token is learnt, or answers alone (``answers.py``), or pairs of answers, the better one
+            first;
+            then the figures above cover answers only.
+        sequence_tokens: of the packed sequences of conversations.
+        dropped: number of conversations that were too long and are left out.
+        truncated: number of truncated conversations.
     """
 
     format: int
@@ -98,8 +99,8 @@ class Split:
     Attributes:
         tokens: every document, each followed by the end of text.
         bounds: document i is ``tokens[bounds[i] : bounds[i + 1]]``.
-        answers: for each token whether the model is to say it; None where it is to say all.
-        packs: of conversations: with which each sequence begins, and the answer tokens before it.
+        answers: for each token whether it is learnt; None where all are.
+        packs: of conversations: the first one of each sequence, and the answer tokens before it.
     """
 
     tokens: TokenArray
@@ -118,15 +119,15 @@ class Corpus:
     validation: Split
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that made the ids, loaded from the folder."""
+        """The tokenizer of the ids, loaded from the folder."""
         return load_tokenizer(self.folder / "tokenizer.json")
 
 
 def open_corpus(folder: Path) -> Corpus:
-    """A prepared folder, open for reading. Any number of processes may have it open.
+    """Open a prepared folder for reading. Any number of processes may open it.
 
     Raises:
-        DataError: where the folder was not prepared, or its files are not what the manifest says.
+        DataError: the folder is not prepared, or its files differ from the manifest.
     """
     try:
         manifest = CorpusManifest(**json.loads((folder / "corpus.json").read_text(encoding="utf-8")))
@@ -140,7 +141,7 @@ def open_corpus(folder: Path) -> Corpus:
 
 
 def _open_split(folder: Path, split: SplitName, manifest: CorpusManifest) -> Split:
-    # Maps read nothing yet: the lengths are checked here, the pages come when they are used.
+    # Maps read nothing yet: lengths are checked here, pages are read on use.
     tokens: TokenArray = np.memmap(folder / f"{split}.tokens", manifest.dtype, "r")
     bounds: NDArray[np.int64] = np.load(folder / f"{split}.index", mmap_mode="r")
     stated = manifest.train_tokens if split == "train" else manifest.validation_tokens
@@ -156,7 +157,7 @@ def _open_split(folder: Path, split: SplitName, manifest: CorpusManifest) -> Spl
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether the folder holds a corpus, of whatever text."""
+    """Whether the folder holds a complete corpus."""
     try:
         open_corpus(folder)
     except DataError:

@@ -1,22 +1,22 @@
 """Stream: one split of a corpus as global batches, at any position.
 
-The position is one cursor: the number of samples consumed since the start. With n sequences in an epoch,
-sample s is sequence ``permute(s mod n)`` of epoch ``s div n``. So what comes next depends on the seed and the
-cursor alone, never on how many ranks read or have read::
+The position is one cursor: the number of samples consumed since the start. With n sequences in an epoch, sample s is
+sequence ``permute(s mod n)`` of epoch ``s div n``. So the next batch depends on the seed and the cursor alone, never on
+the number of ranks::
 
     cursor 30, 4 sequences in the batch      rank 0 of 2        rank 1 of 2
     samples 30 31 32 33                      rows 0:2 = 30 31   rows 2:4 = 32 33
 
-With a document mask a packed sequence is its documents side by side, each as if it stood alone: every token comes with
-the place where its document starts, and the last token of a document has no target, since nothing that it may see tells
-which document comes next::
+With a document mask a packed sequence is several documents, each as if it stood alone: every token has the place where
+its document starts, and the last token of a document has no target, since nothing that it attends to predicts the next
+document::
 
     bounds of the stream  ... 5 8 ...    sequence of tokens 4 to 11      place   0 1 2 3 4 5 6 7
                                          documents a, b, c               token   a b b b c c c c
                                                                          starts  0 1 1 1 4 4 4 4
                                                                          target  - b b - c c c c
 
-Dims: B the rows asked for, S sequence_tokens, N any number of sequences.
+Dims: B the requested rows, S sequence_tokens, N any number of sequences.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class Batch:
     Attributes:
         tokens_BS: int64 ids.
         targets_BS: int64, the id that follows each token; IGNORE where there is no loss.
-        valid_tokens: targets with a loss in the *whole* global batch, whatever rows these are.
-        starts_BS: int64, where in its row each token's document starts; None where attention goes across documents.
-        streams: by name, what the loss reads of each target beside the model's word for it: fp32 [B, S], where [b, s]
-            is of ``targets_BS[b, s]``. ``weights`` are factors of a target's loss, of any sign.
-        divisor: of the loss of the *whole* global batch, whatever rows these are; None means ``valid_tokens``.
+        valid_tokens: targets with a loss in the *whole* global batch, whichever rows these are.
+        starts_BS: int64, the start of each token's document within its row; None where attention crosses documents.
+        streams: further inputs of the loss for each target, by name: fp32 [B, S], where [b, s] belongs to
+            ``targets_BS[b, s]``. ``weights`` are factors of a target's loss, of any sign.
+        divisor: of the loss of the *whole* global batch, whichever rows these are; None means ``valid_tokens``.
     """
 
     tokens_BS: Tensor  # noqa: N815 - the suffix names the dims
@@ -67,28 +67,28 @@ class Batch:
 
 
 class BatchSource(Protocol):
-    """Where global batches come from; reading changes nothing."""
+    """A source of global batches; reading changes nothing."""
 
     @property
     def batch_sequences(self) -> int: ...
 
     def batch(self, sample: int, rows: slice) -> Batch:
-        """These rows of the global batch that starts at cursor ``sample``."""
+        """Rows of the global batch at cursor ``sample``."""
         ...
 
 
 class SequenceCut(Protocol):
-    """How a split is cut into numbered sequences."""
+    """A split cut into numbered sequences."""
 
     @property
     def sequences(self) -> int: ...
 
     def read(self, number: int, tokens_S: NDArray[np.int64], targets_S: NDArray[np.int64]) -> None:
-        """Writes the ids of a sequence and its targets; padding and its IGNORE are there already."""
+        """Write the ids of a sequence and its targets; padding and its IGNORE are there already."""
         ...
 
     def valid_tokens(self, numbers_N: NDArray[np.int64]) -> int:
-        """Targets with a loss in these sequences together, found without reading a token."""
+        """Total targets with a loss in these sequences, computed without reading tokens."""
         ...
 
 
@@ -124,7 +124,7 @@ class PackedCut:
         return total - int((stop_N - first_N).sum())
 
     def starts(self, number: int) -> NDArray[np.int64]:
-        """Where in the sequence each token's document starts: 0 for what goes on from the sequence before."""
+        """The start of each token's document within the sequence: 0 for one that continues from the sequence before."""
         start = number * self._length
         first, stop = self._bounds_after(np.array([start]))
         places = self._bounds[first[0] : stop[0]] - start
@@ -134,7 +134,7 @@ class PackedCut:
         return np.maximum.accumulate(starts_S)
 
     def _bounds_after(self, starts_N: NDArray[np.int64]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-        """Of sequences by their first tokens: the bounds between it and where the next sequence begins, as a range.
+        """For sequences by their first tokens: the bounds between it and the start of the next sequence, as a range.
 
         A bound at the sequence's first token ends no document in it, one at the next sequence's does.
         """
@@ -167,7 +167,7 @@ class DocumentCut:
         return int(self._locate(numbers_N)[2].sum())
 
     def _locate(self, numbers_N: NDArray[np.int64]) -> tuple[NDArray[np.int64], ...]:
-        """Of each piece: its document, where in the document it starts, and how many targets it has."""
+        """For each piece: its document, its start within the document, and its number of targets."""
         documents_N = np.searchsorted(self._pieces_before, numbers_N, side="right") - 1
         starts_N = (numbers_N - self._pieces_before[documents_N]) * self._length
         return documents_N, starts_N, np.minimum(self._targets[documents_N] - starts_N, self._length)
@@ -196,7 +196,7 @@ class TokenStream:
             self._cut = packed_cut = PackedCut(files, sequence_tokens, is_masked=document_mask)
         else:
             self._cut = DocumentCut(files, sequence_tokens)
-        # A sequence that is no packed one has one document, and there is nothing to keep apart.
+        # Without packing a sequence has one document, and needs no mask.
         self._masked = packed_cut if document_mask else None
         self._padding = corpus.manifest.end_of_text
         self._is_shuffled = split == "train"
@@ -207,11 +207,11 @@ class TokenStream:
 
     @property
     def sequences(self) -> int:
-        """Distinct sequences: what one epoch shows once."""
+        """Number of distinct sequences of an epoch."""
         return self._cut.sequences
 
     def batch(self, sample: int, rows: slice) -> Batch:
-        """These rows of the global batch that starts at cursor ``sample``. A batch may span epochs."""
+        """Rows of the global batch at cursor ``sample``. A batch may span epochs."""
         numbers = self.numbers(sample)
         chosen = numbers[rows]
         tokens_BS = np.full((len(chosen), self.sequence_tokens), self._padding, np.int64)
@@ -232,8 +232,9 @@ class TokenStream:
         return torch.from_numpy(np.stack(rows) if rows else np.empty((0, self.sequence_tokens), np.int64))
 
     def owners(self, sample: int) -> tuple[Tensor, int]:
-        """Which conversation each learnt target of the whole global batch belongs to, [batch_sequences, S], from 0; -1
-        where none is learnt. And how many there are.
+        """The conversation of each learnt target of the whole global batch, [batch_sequences, S], from 0; -1 for
+        others. And
+        their number.
         """
         assert isinstance(self._cut, AnswerCut), "of conversations alone it is known"
         rows, before = [], 0
@@ -257,7 +258,7 @@ class TokenStream:
 
 
 def stream_of(config: RunConfig, corpus: Corpus, split: SplitName) -> TokenStream:
-    """A split of the corpus, as the run reads it."""
+    """A split of the corpus with the run's settings."""
     return TokenStream(
         corpus,
         split,

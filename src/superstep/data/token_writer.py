@@ -1,4 +1,4 @@
-"""The files of a prepared corpus while they are written: under partial names, and renamed all at once."""
+"""Writes the files of a prepared corpus: under temporary names, renamed together at the end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PARTIAL = ".partial"
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """A part of a document: what is encoded at once."""
+    """A part of a document that is encoded at once."""
 
     text: str
     document: int
@@ -42,7 +42,7 @@ def hold_out(document_numbers: list[int], fraction: float) -> list[bool]:
 
 
 def publish(folder: Path, names: Sequence[str], suffix: str) -> None:
-    """Give files their names, the manifest's last; until then, and while it happens, the folder holds no corpus."""
+    """Rename files, the manifest last; until then the folder holds no corpus."""
     for name in names:
         with (folder / f"{name}{suffix}").open("rb+") as file:
             os.fsync(file.fileno())
@@ -52,7 +52,7 @@ def publish(folder: Path, names: Sequence[str], suffix: str) -> None:
 
 
 class PartialFiles:
-    """The files of a corpus under their partial names, until ``publish`` renames them."""
+    """The files of a corpus under temporary names, until ``publish`` renames them."""
 
     def __init__(self, folder: Path, tokenizer: Tokenizer) -> None:
         self.folder = folder
@@ -75,7 +75,7 @@ class PartialFiles:
         return len(self._bounds[split]) - 1
 
     def expected_bytes(self, source_bytes: int) -> int:
-        """About how large the token files will be; before any text is encoded, two bytes of text a token."""
+        """Approximate size of the token files; before any text is encoded, two bytes of text a token."""
         tokens = self.tokens("train") + self.tokens("validation")
         tokens_per_byte = tokens / self.text_bytes if self.text_bytes else 0.5
         return round(source_bytes * tokens_per_byte) * np.dtype(self.dtype).itemsize
@@ -86,7 +86,7 @@ class PartialFiles:
             self._streams[split] = stack.enter_context(self.path(f"{split}.tokens").open("wb"))
 
     def append(self, block: Sequence[Passage], validation_fraction: float) -> None:
-        """Encodes and writes the next passages, each to the split of its document."""
+        """Encode and write the next passages, each to the split of its document."""
         encoded = run_aside(lambda: self.tokenizer.encode_batch([passage.text for passage in block]))
         are_held_out = hold_out([passage.document for passage in block], validation_fraction)
         for passage, ids, is_held_out in zip(block, encoded, are_held_out, strict=True):
@@ -99,7 +99,7 @@ class PartialFiles:
                 self._bounds[split].append(self._tokens[split])
 
     def hold_out_tail(self, validation_fraction: float) -> None:
-        """Moves the end of train to validation where documents are less than half of the share wanted."""
+        """Move the end of train to validation if documents are less than half of the wanted share."""
         wanted = round(validation_fraction * (self.tokens("train") + self.tokens("validation")))
         missing = wanted - self.tokens("validation")
         if 2 * missing <= wanted:
@@ -120,7 +120,7 @@ class PartialFiles:
         self._tokens["validation"] += missing
 
     def finish(self, fingerprint: str, null_records: int) -> None:
-        """Writes what stands beside the tokens: indexes, tokenizer, manifest."""
+        """Write the files beside the tokens: indexes, tokenizer, manifest."""
         for split in SPLITS:
             with self.path(f"{split}.index").open("wb") as file:
                 np.save(file, np.array(self._bounds[split], np.int64))
@@ -129,12 +129,12 @@ class PartialFiles:
         self.path("corpus.json").write_text(manifest + "\n", encoding="utf-8")
 
     def publish(self) -> None:
-        """Gives all files their names. A manifest never stands over files that it does not describe."""
+        """Rename all files. The manifest only ever describes the files in place."""
         publish(self.folder, FILES, _PARTIAL)
 
     def discard(self) -> None:
         for name in FILES:
-            with suppress(OSError):  # called while something else has failed already
+            with suppress(OSError):  # called after another failure
                 self.path(name).unlink()
 
     def _manifest(self, fingerprint: str, null_records: int) -> CorpusManifest:
@@ -157,7 +157,7 @@ class PartialFiles:
         )
 
     def _counts(self, split: SplitName) -> NDArray[np.int64]:
-        """How often each id occurs in the split."""
+        """Occurrences of each id in the split."""
         tokens: TokenArray = np.memmap(self.path(f"{split}.tokens"), self.dtype, "r")
         counts = np.zeros(self.tokenizer.vocab, np.int64)
         for start in range(0, len(tokens), BLOCK_TOKENS):

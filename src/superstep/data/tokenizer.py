@@ -18,13 +18,13 @@ from superstep.errors import DataError
 
 END_OF_TEXT = "<|endoftext|>"
 ENDS_OF_TEXT = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<|im_end|>")
-"""What a loaded tokenizer may call the end of a document; the first that it knows is taken."""
+"""Possible end-of-text tokens of a loaded tokenizer; the first one in its vocabulary is used."""
 
 SMALLEST_VOCAB = 257
 """The 256 bytes and the end of text."""
 
 SAMPLE_CHARS = 16_000_000
-"""The most text a tokenizer is trained on: 3 s on two cores. A quarter of it costs 1 % of bytes per token."""
+"""The most text to train a tokenizer on: 3 s on two cores. A quarter of it costs 1 % of bytes per token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,22 +50,22 @@ class Tokenizer:
         return [encoding.ids for encoding in self.core.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, tokens: list[int]) -> str:
-        """The text of some ids, special tokens spelled out. Bytes that are no UTF-8 become U+FFFD."""
+        """The text of some ids, with special tokens spelled out. Invalid UTF-8 becomes U+FFFD."""
         return self.core.decode(tokens, skip_special_tokens=False)
 
     def save(self, path: Path) -> None:
-        """Writes a ``tokenizer.json`` that Hugging Face's libraries load too."""
+        """Write a ``tokenizer.json`` that Hugging Face's libraries load too."""
         path.write_text(self.core.to_str(pretty=True), encoding="utf-8")
 
 
 def train_tokenizer(texts: Iterable[str], vocab: int) -> Tokenizer:
-    """Byte-level BPE of at most ``vocab`` ids: fewer where the text has too few repeated pairs.
+    """Byte-level BPE of at most ``vocab`` ids: fewer if the text has too few repeated pairs.
 
-    Equal texts give equal tokenizers. Trains on at most ``SAMPLE_CHARS`` characters, spread evenly over
-    them. Can be interrupted at any time.
+    Equal texts give equal tokenizers. Trains on at most ``SAMPLE_CHARS`` characters, spread evenly over them. Can be
+    interrupted at any time.
 
     Raises:
-        DataError: where the vocabulary cannot hold every byte.
+        DataError: the vocabulary cannot hold every byte.
     """
     if vocab < SMALLEST_VOCAB:
         raise DataError(
@@ -87,10 +87,10 @@ def train_tokenizer(texts: Iterable[str], vocab: int) -> Tokenizer:
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer of a ``tokenizer.json``; its truncation and padding are turned off.
+    """The tokenizer of a ``tokenizer.json``, without its truncation and padding.
 
     Raises:
-        DataError: where the file is no tokenizer, or knows none of ``ENDS_OF_TEXT``.
+        DataError: the file is no tokenizer, or has none of ``ENDS_OF_TEXT``.
     """
     if not path.is_file():
         inside = path / "tokenizer.json"
@@ -114,7 +114,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 
 def _wrap(core: tokenizers.Tokenizer, end: str) -> Tokenizer:
-    core.encode_special_tokens = True  # the library's name for: encode their spelling as plain text
+    core.encode_special_tokens = True  # the library's option to encode their spelling as plain text
     end_of_text = core.token_to_id(end)
     assert end_of_text is not None
     return Tokenizer(core, end_of_text, 1 + max(core.get_vocab(with_added_tokens=True).values()))

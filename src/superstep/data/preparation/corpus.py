@@ -5,8 +5,8 @@
     a folder           its files, then its subfolders, each in sorted order
     any other file     one document
 
-Text is UTF-8, or what a byte order mark says. A folder's hidden files (a leading dot), binary files (a NUL byte) and
-links to folders are left out. Empty documents are left out everywhere.
+Text is UTF-8, or the encoding of its byte order mark. A folder's hidden files (a leading dot), binary files (a NUL
+byte) and links to folders are left out. Empty documents are left out everywhere.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ LIBRARY_SKIPS = frozenset({"site-packages", "dist-packages", "test", "tests", "i
 """Folders of the standard library that are installed packages, tests or caches, at any depth."""
 
 PART_CHARS = 1 << 20
-"""Of a record's text: parts of it are made of the whole."""
+"""Characters of a record's text in one part."""
 
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A file to read, and how it was found: named itself, inside a named folder, or in Python's library."""
+    """A file to read, and its origin: named itself, in a named folder, or in Python's library."""
 
     path: Path
     origin: Literal["named", "folder", "library"]
 
 
 def source_files(paths: tuple[str, ...]) -> Iterator[SourceFile]:
-    """The files that a ``CorpusReader`` reads, in its order.
+    """The files of a ``CorpusReader``, in its order.
 
     Raises:
-        DataError: where a path does not exist or a folder cannot be listed.
+        DataError: a path does not exist, or a folder cannot be listed.
     """
     for name in paths or (None,):
         yield from _files_of(name)
@@ -63,7 +63,7 @@ class CorpusReader:
 
     Attributes:
         read_bytes: of the files, so far.
-        nulls: records passed over because their text is null.
+        nulls: number of skipped records with a null text.
     """
 
     def __init__(self, config: DataConfig) -> None:
@@ -74,10 +74,10 @@ class CorpusReader:
     def parts(self) -> Iterator[DocumentPart]:
         """The documents, in parts.
 
-        Files of the standard library that are not text are left out; anywhere else they are an error.
+        Files of the standard library that are not text are left out; elsewhere they are an error.
 
         Raises:
-            DataError: where a path cannot be read as text, or holds none.
+            DataError: a path cannot be read as text, or holds none.
         """
         for name in self._config.corpus or (None,):
             has_text = False
@@ -153,13 +153,13 @@ def _walk(folder: Path, skips: frozenset[str]) -> Iterator[Path]:
         folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in skips)
         for name in sorted(names):
             path = Path(parent, name)
-            # What is neither there nor a file is a broken link, and reading it says so; a pipe would block.
+            # A broken link is included, so that reading it raises an error; a pipe would block.
             if not name.startswith(".") and (path.is_file() or not path.exists()):
                 yield path
 
 
 def _is_text(file: SourceFile) -> bool:
-    """Whether to read a file, asked before any of it is passed on: a NUL can be anywhere in it."""
+    """Whether a file is text, decided before any of it is yielded: a NUL can be anywhere in it."""
     encoding = encoding_of(file.path)
     place = None if encoding.is_wide else find_nul(file.path)
     if place is not None:
@@ -176,7 +176,7 @@ def _is_text(file: SourceFile) -> bool:
 
 
 def objects(paths: tuple[str, ...]) -> Iterator[RecordFields]:
-    """Every record of some .jsonl and .parquet files, whole.
+    """Every whole record of some .jsonl and .parquet files.
 
     Raises:
         DataError: a path is no such file or folder of them, or cannot be read.
@@ -202,7 +202,7 @@ def objects(paths: tuple[str, ...]) -> Iterator[RecordFields]:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Turns what reading ``path`` raises into a DataError."""
+    """Converts errors of reading ``path`` into a DataError."""
     try:
         yield
     except FileNotFoundError:

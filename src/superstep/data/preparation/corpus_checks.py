@@ -1,4 +1,4 @@
-"""Corpora that cannot be trained on as asked, each refused in one line."""
+"""Checks of corpora and their settings; each error is one line."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from superstep.plan.config import DataConfig, setting_text
 
 
 def refuse_settings(config: DataConfig) -> None:
-    """Raises a ConfigError where no corpus could be made as asked."""
+    """Raise a ConfigError for settings without a valid corpus."""
     if not 0 < config.validation_fraction < 1:
         raise ConfigError(
             f"data.validation_fraction = {config.validation_fraction} is no share of the documents; "
@@ -18,7 +18,7 @@ def refuse_settings(config: DataConfig) -> None:
 
 
 def refuse_short(config: DataConfig, train_tokens: int, validation_tokens: int) -> None:
-    """Raises a DataError where a split is shorter than one sequence and the token after it."""
+    """Raise a DataError for a split shorter than one sequence and the token after it."""
     length = config.sequence_tokens
     need = length + 1 if config.packed else 2
     for split, tokens, mend in (("train", train_tokens, "lower"), ("validation", validation_tokens, "raise")):
@@ -31,7 +31,7 @@ def refuse_short(config: DataConfig, train_tokens: int, validation_tokens: int) 
 
 
 def refuse_one_document(config: DataConfig, train_documents: int) -> None:
-    """Raises a DataError where documents are to be kept apart and the whole text is one."""
+    """Raise a DataError for a document mask on a text of one document."""
     if config.is_masked and train_documents < 2:
         raise DataError(
             "data.document_mask = true keeps documents apart, and data.corpus is one document; give each its own file, "

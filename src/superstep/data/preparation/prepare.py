@@ -1,4 +1,4 @@
-"""Preparing a corpus: its text read, a tokenizer trained where none is named, every document encoded to files."""
+"""Preparation of a corpus: read the text, train a tokenizer unless one is named, encode every document to files."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from superstep.plan.config import DataConfig
 from superstep.state.fsync import free_bytes
 
 BLOCK_CHARS = 1 << 20
-"""Text that is encoded and written at once: nothing interrupts it, and it takes under a second."""
+"""Characters that are encoded and written at once: without interruption, in under a second."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrepareProgress:
-    """How far a corpus is prepared.
+    """Progress of a preparation.
 
     Attributes:
         stage: reading to train a tokenizer, training it, or encoding.
@@ -56,21 +56,22 @@ def prepare(
     tell: Callable[[str], None] = unheard,
     is_shared: bool = False,
 ) -> Corpus:
-    """Makes the token files of ``config`` in ``folder``, or opens those that an equal call has made.
+    """Make the token files of ``config`` in ``folder``, or open those of an earlier equal call.
 
-    One process at a time prepares a folder; another waits for it and opens what it made. A corpus that the
-    folder holds already stays whole until the new one is; what a killed call left is made again.
+    One process at a time prepares a folder; another one waits and opens the result. An existing corpus stays complete
+    until
+    the new one is; remains of a killed call are made again.
 
     Args:
         vocab: the model's vocabulary; a tokenizer is trained up to it, a loaded one must fit in it.
-        report: told how far it is, about once for each megabyte.
-        tell: given a line for the user where another process is waited for.
-        is_shared: whether other runs may go on with the tokens that the folder holds, so that they are not replaced.
+        report: receives the progress, about once for each megabyte.
+        tell: receives a line for the user while another process is waited for.
+        is_shared: whether other runs may use the folder's tokens, so that they are not replaced.
 
     Raises:
-        ConfigError, DataError: where the settings, the text or the tokenizer cannot be used, or a shared folder holds
-            tokens of others.
-        Fault: where the folder cannot be written, or the disk is full.
+        ConfigError, DataError: the settings, the text or the tokenizer cannot be used, or a shared folder holds other
+            tokens.
+        Fault: the folder cannot be written, or the disk is full.
     """
     refuse_settings(config)
     tokenizer = None if config.tokenizer is None else load_tokenizer(Path(config.tokenizer))
@@ -81,7 +82,7 @@ def prepare(
         )
     if not is_prepared(config, vocab, folder):
         with turn(folder, tell):
-            if not is_prepared(config, vocab, folder):  # nobody has made it meanwhile
+            if not is_prepared(config, vocab, folder):  # no other process has made it meanwhile
                 if is_shared:
                     refuse_others(config, vocab, folder)
                 _Preparation(config, report).build(tokenizer, vocab, folder)
@@ -97,10 +98,10 @@ def is_prepared(config: DataConfig, vocab: int, folder: Path) -> bool:
 
 
 def refuse_others(config: DataConfig, vocab: int, folder: Path) -> None:
-    """See that a folder, where it holds tokens, holds those of these settings: a run may wait to go on with others.
+    """Check that a folder holds no tokens of other settings, which another run may need.
 
     Raises:
-        DataError: it holds others.
+        DataError: it does.
     """
     if not is_whole(folder) or is_prepared(config, vocab, folder):
         return
@@ -122,7 +123,7 @@ def _fingerprint(config: DataConfig, vocab: int) -> str:
 
 
 def stamp(path: Path) -> tuple[str, int, int]:
-    """Differs when a file does: its path, bytes and time of change in nanoseconds; a broken link has none."""
+    """Path, size and modification time in nanoseconds, to detect changes; a broken link has none."""
     try:
         status = path.stat()
     except OSError:
@@ -131,7 +132,7 @@ def stamp(path: Path) -> tuple[str, int, int]:
 
 
 def source_bytes(config: DataConfig) -> int:
-    """Of all files of a corpus."""
+    """Bytes of all files of a corpus."""
     return sum(max(stamp(file.path)[1], 0) for file in source_files(config.corpus))
 
 
@@ -142,11 +143,11 @@ class PreparedFiles(Protocol):
     def folder(self) -> Path: ...
 
     def discard(self) -> None:
-        """Delete what was written."""
+        """Delete the partial files."""
         ...
 
     def expected_bytes(self, source_bytes: int) -> int:
-        """About how large they will be."""
+        """Approximate final size."""
         ...
 
 
@@ -159,9 +160,9 @@ class _Preparation:
         self._total_bytes = source_bytes(config)
 
     def build(self, tokenizer: Tokenizer | None, vocab: int, folder: Path) -> None:
-        """Writes every file under a partial name, then gives all of them their names."""
+        """Write every file under a temporary name, then rename all of them."""
         config = self._config
-        fingerprint = _fingerprint(config, vocab)  # of the files as they are before they are read
+        fingerprint = _fingerprint(config, vocab)  # from the state of the files before they are read
         files = PartialFiles(folder, tokenizer or self._train_tokenizer(vocab))
         reader = CorpusReader(config)
         with writing(files, config):
@@ -204,7 +205,7 @@ def _blocks(parts: Iterator[DocumentPart]) -> Iterator[list[Passage]]:
 
 @contextmanager
 def writing(files: PreparedFiles, config: DataConfig) -> Iterator[None]:
-    """Discards the partial files after a failure, and turns the system's errors into Faults."""
+    """Discard the partial files after a failure, and convert the system's errors into Faults."""
     try:
         yield
     except OSError as error:

@@ -1,7 +1,7 @@
-"""One process at a time prepares a folder; the next one waits for it, and finds what it made.
+"""Lock of a folder's preparation: the next process waits, and uses the result.
 
-The lock is the system's, on a file in the folder: it ends with the process that holds it, however that ended, so that
-none is ever left behind. What the file says is for those who wait. It is removed by who held it.
+The lock is the system's, on a file in the folder: it ends with its process, however that ended. The file's text is for
+waiting processes. The owner removes it.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ TRIES = 100
 
 
 def unheard(line: str) -> None:
-    """Tells nobody."""
+    """Ignores a line."""
 
 
 @contextmanager
 def turn(folder: Path, tell: Callable[[str], None] = unheard) -> Iterator[None]:
-    """Hold a folder for the length of the block; it is made first, and removed again where nothing came into it.
+    """Lock a folder for the block; it is created first, and removed again if it stays empty.
 
-    A file system without locks, or a folder that cannot be written, is not waited for: who writes there will say what
-    is wrong.
+    A file system without locks, or a folder that cannot be written, is not waited for: the write itself will raise the
+    error.
 
     Args:
-        folder: what one process at a time may write to.
-        tell: given a line for the user where another process has it.
+        folder: that one process at a time may write to.
+        tell: receives a line for the user while another process has it.
     """
     made: list[Path] = []
     handle = _take(folder, made, tell)
@@ -38,18 +38,18 @@ def turn(folder: Path, tell: Callable[[str], None] = unheard) -> Iterator[None]:
         yield
     finally:
         if handle is not None:
-            # Removed while it is held: who has opened it by then finds out that it is no longer the folder's.
+            # Removed while locked: a process that has opened it by then detects that it is no longer the folder's.
             with suppress(OSError):
                 (folder / LOCK).unlink()
             os.close(handle)
-        with suppress(OSError):  # something is in it
+        with suppress(OSError):  # it is not empty
             for path in made:
                 path.rmdir()
 
 
 def _take(folder: Path, made: list[Path], tell: Callable[[str], None]) -> int | None:
-    """A descriptor that holds the lock of a folder, once it is this process's turn; None where there can be none.
-    The folders that had to be made are added to ``made``.
+    """A descriptor that holds the lock of a folder; None where locks are not supported. Created folders are added to
+    ``made``.
     """
     is_told = False
     while (handle := _open(folder, made)) is not None:
@@ -78,7 +78,7 @@ def _open(folder: Path, made: list[Path]) -> int | None:
             folder.mkdir(parents=True, exist_ok=True)
             return os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
         except FileNotFoundError:
-            continue  # another process has just removed the folder, empty as it was
+            continue  # another process has just removed the empty folder
         except OSError:
             break
     return None

@@ -1,4 +1,4 @@
-"""What is said of a corpus that cannot be read: place, rule and mend in one line."""
+"""Errors of a corpus that cannot be read: place, rule and fix in one line."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from superstep.errors import DataError, did_you_mean
 
 
 def refusal(value: str, rule: str, mend: str) -> DataError:
-    """One line about a path of the corpus."""
+    """An error about a path of the corpus."""
     return DataError(f"data.corpus: {value} {rule}; {mend}.")
 
 
 def undecodable(path: Path, where: str, encoding: str, offset: int) -> DataError:
-    """About bytes that are no text, with the command that makes them text where they are of the usual other kind."""
+    """An error about bytes that are no text, with a command that converts them from a common encoding."""
     source, target = shlex.quote(str(path)), shlex.quote(f"{path.with_suffix('')}.utf8{path.suffix}")
     mend = f"convert it, for example: iconv -f LATIN1 -t UTF-8 {source} > {target}"
     if encoding != "UTF-8":
@@ -23,14 +23,14 @@ def undecodable(path: Path, where: str, encoding: str, offset: int) -> DataError
 
 
 def no_field(text_field: str, where: str, fields: list[str]) -> DataError:
-    """About a record without the field that was asked for."""
+    """An error about a record without the text field."""
     choices = did_you_mean(text_field, fields) if fields else "; leave the empty object out."
     have = ", ".join(fields) or "none"
     return DataError(f"data.text_field = '{text_field}' is not in {where}, whose fields are: {have}{choices}")
 
 
 def no_text(value: object, text_field: str, where: str) -> DataError:
-    """About a field that holds something else than text."""
+    """An error about a field that is not text."""
     return DataError(
         f"data.text_field = '{text_field}' is {kind(value)} in {where}, not text; "
         "set data.text_field to a field that always holds text, or leave that record out."
@@ -38,7 +38,7 @@ def no_text(value: object, text_field: str, where: str) -> DataError:
 
 
 def null_text(text_field: str, where: str) -> DataError:
-    """About a field that is null, where that is not to be passed over."""
+    """An error about a null field, where nulls are not skipped."""
     return DataError(
         f"data.text_field = '{text_field}' is null in {where}; set data.nulls to 'skip' to pass such records over, "
         "or leave them out."
@@ -46,7 +46,7 @@ def null_text(text_field: str, where: str) -> DataError:
 
 
 def kind(value: object) -> str:
-    """What JSON calls the type of a value."""
+    """JSON's name for the type of a value."""
     match value:
         case None:
             return "null"

@@ -14,18 +14,18 @@ from superstep.data.preparation.text_files import Encoding, lines
 from superstep.errors import DataError
 
 LONGEST_RECORD_BYTES = 1 << 28
-"""Of one line: it is held whole, three times over, until it is cut into parts."""
+"""Bytes of one line: it is in memory three times until it is cut into parts."""
 
 LONGEST_CELL_BYTES = 1 << 27
-"""Of one cell of parquet, which is held six times over while it is decoded."""
+"""Bytes of one cell of parquet: it is in memory six times while it is decoded."""
 
 READ_BYTES = 1 << 23
-"""Of a parquet column, about: what is decoded at once."""
+"""Approximate bytes of a parquet column that are decoded at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextRecord:
-    """A record's text, None where it is null; and the bytes of the file that it was read from, about."""
+    """A record's text, or None for null; and the approximate bytes that it was read from."""
 
     text: str | None
     read_bytes: int
@@ -33,7 +33,7 @@ class TextRecord:
 
 @dataclass(frozen=True, slots=True)
 class RecordFields:
-    """A record whole, where it stands, and the bytes of the file that it was read from, about."""
+    """A whole record, its place, and the approximate bytes that it was read from."""
 
     where: str
     values: dict[str, Any]
@@ -45,7 +45,7 @@ def json_lines(path: Path, encoding: Encoding, text_field: str) -> Iterator[Text
 
     Raises:
         DataError: a line is not UTF-8 or no object, or its field no text.
-        UndecodableError: the file is of another encoding than its mark says.
+        UndecodableError: the file's encoding differs from its mark.
     """
     for decoded, where, read_bytes in _decode_lines(path, encoding):
         yield TextRecord(_text_of_line(decoded, text_field, where), read_bytes)
@@ -58,7 +58,7 @@ def json_objects(path: Path, encoding: Encoding) -> Iterator[RecordFields]:
 
 
 def _decode_lines(path: Path, encoding: Encoding) -> Iterator[tuple[str, str, int]]:
-    """Each line that is not blank, where it stands, and its bytes."""
+    """Each line that is not blank, its place, and its bytes."""
     offset = len(encoding.mark)
     for number, line in enumerate(lines(path, encoding, LONGEST_RECORD_BYTES), 1):
         where = f"{path}:{number}"
@@ -69,7 +69,7 @@ def _decode_lines(path: Path, encoding: Encoding) -> Iterator[tuple[str, str, in
             decoded = line.decode()
         except UnicodeDecodeError as error:
             raise undecodable(path, where, "UTF-8", offset + error.start) from None
-        del line  # a long one need not be held beside what is made of it
+        del line  # free a long line before its result is used
         offset += read_bytes
         if decoded.strip():
             yield decoded, where, read_bytes
@@ -103,7 +103,7 @@ def parquet_rows(path: Path, text_field: str) -> Iterator[TextRecord]:
     """One record for each row.
 
     Raises:
-        DataError: pyarrow is not there, the file is not sound, or the column is not there or holds no text.
+        DataError: pyarrow is not installed, the file is damaged, or the column is missing or holds no text.
     """
     with _parquet(path) as table:
         if text_field not in table.schema_arrow.names:
@@ -123,7 +123,7 @@ def parquet_objects(path: Path) -> Iterator[RecordFields]:
 
 @contextmanager
 def _parquet(path: Path) -> Iterator[Any]:
-    """The open file; what is wrong with it is told in a line."""
+    """The open file; its errors become one line."""
     try:
         from pyarrow import ArrowException, parquet
     except ImportError:
@@ -138,7 +138,7 @@ def _parquet(path: Path) -> Iterator[Any]:
 
 
 def _blocks(path: Path, table: Any, columns: list[str] | None) -> Iterator[tuple[Any, int, int]]:  # noqa: ANN401
-    """Some rows at a time, the number of the first of them, and the bytes of each, about."""
+    """Blocks of rows, the number of their first row, and the approximate bytes of each."""
     per_row = path.stat().st_size // max(table.metadata.num_rows, 1)
     row = 1
     for group in range(table.num_row_groups):
@@ -155,7 +155,7 @@ def _text_of_cell(cell: Any, text_field: str, where: str) -> str | None:  # noqa
 
 
 def _rows_at_once(group: object) -> int:
-    """As many rows of a group as take about ``READ_BYTES``; rows of one group are taken to be alike."""
+    """Rows of a group with about ``READ_BYTES``, if all rows are alike."""
     size: int = group.total_byte_size  # type: ignore[attr-defined]
     rows: int = group.num_rows  # type: ignore[attr-defined]
     return max(1, min(rows, READ_BYTES * rows // max(size, 1)))

@@ -1,4 +1,4 @@
-"""Text files, read in blocks or by lines: what marks at their start say of their encoding, and what is no text."""
+"""Text files, read in blocks or by lines: encodings from byte order marks, and detection of binary files."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import IO
 
 BLOCK_BYTES = 1 << 20
-"""Read at once."""
+"""Bytes read at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """How a file's bytes are text.
+    """The encoding of a file.
 
     Attributes:
-        name: for a person, and for Python.
-        mark: the byte order mark that said so; empty where there is none, and the text is UTF-8.
+        name: for display, and for Python.
+        mark: the byte order mark; empty without one, and the text is UTF-8.
     """
 
     name: str
@@ -27,7 +27,7 @@ class Encoding:
 
     @property
     def is_wide(self) -> bool:
-        """Whether zero bytes are a part of its text."""
+        """Whether its text may contain zero bytes."""
         return not self.name.startswith("UTF-8")
 
 
@@ -45,7 +45,7 @@ class UndecodableError(Exception):
     """Bytes that are no text.
 
     Attributes:
-        encoding: the name of what they were taken for.
+        encoding: the assumed encoding.
         offset: of the first of them in the file.
     """
 
@@ -56,14 +56,14 @@ class UndecodableError(Exception):
 
 
 def encoding_of(path: Path) -> Encoding:
-    """What the file's first bytes say; UTF-8 where they say nothing."""
+    """The encoding by the file's byte order mark; UTF-8 without one."""
     with path.open("rb") as file:
         start = file.read(4)
     return next((each for each in _MARKED if start.startswith(each.mark)), Encoding("UTF-8", b""))
 
 
 def find_nul(path: Path) -> int | None:
-    """Where the first zero byte is, which text of narrow encodings has none of."""
+    """The offset of the first zero byte, which text of narrow encodings does not contain."""
     offset = 0
     with path.open("rb") as file:
         while data := file.read(BLOCK_BYTES):
@@ -74,10 +74,10 @@ def find_nul(path: Path) -> int | None:
 
 
 def blocks(path: Path, encoding: Encoding) -> Iterator[tuple[str, int]]:
-    """The text without its mark, block by block, each with the bytes that it was read from; the last has no text.
+    """The text without its mark, block by block, each with the number of its bytes; the last has no text.
 
     Raises:
-        UndecodableError: the file is of another encoding.
+        UndecodableError: the file has another encoding.
     """
     decoder = codecs.getincrementaldecoder(encoding.name)()
     offset = len(encoding.mark)
@@ -97,10 +97,10 @@ def blocks(path: Path, encoding: Encoding) -> Iterator[tuple[str, int]]:
 
 
 def lines(path: Path, encoding: Encoding, longest: int) -> Iterator[bytes]:
-    """The lines as UTF-8, without the file's mark. One of ``longest`` bytes is not whole: the rest follows.
+    """The lines as UTF-8, without the file's mark. A line of ``longest`` bytes is incomplete: the rest follows.
 
     Raises:
-        UndecodableError: a wide file is of another encoding; a narrow one is not looked at.
+        UndecodableError: a wide file has another encoding; a narrow one is not checked.
     """
     with path.open("rb") as file:
         file.seek(len(encoding.mark))
