@@ -1,7 +1,7 @@
-"""The decoder's units: its modules, and for each parameter what ``plan.model.axes`` says of it and how it starts.
+"""The decoder's units: its modules, and for each parameter its axes from ``plan.model.axes`` and its initial values.
 
-The plan's rules map logical axes to mesh axes (``heads -> tp``), as GSPMD does by annotation (Xu 2021); the
-model itself knows nothing of them.
+The plan's rules map logical axes to mesh axes (``heads -> tp``), as GSPMD does by annotation (Xu 2021); the model
+itself has no such knowledge.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from superstep.plan.model.axes import EMBED_AXES, HEAD_AXES, Axes, block_axes, b
 from superstep.plan.model.shape import ModelShape
 
 RESIDUAL = ("self_attn.o_proj.weight", "down_proj.weight")
-"""How the names end of what is added to the residual stream. It starts smaller by sqrt(2 · layers), so that depth does
-not grow the stream's variance (Radford 2019)."""
+"""Endings of names of layers that add to the residual stream. Their initial values are smaller by sqrt(2 · layers), so
+that depth does not grow the stream's variance (Radford 2019).
+"""
 
 
 def units(shape: ModelShape) -> tuple[UnitSpec, ...]:
-    """The decoder as units: ``embed``, ``block.0``, ..., ``head``. A tied head names the embedding's."""
+    """The decoder as units: ``embed``, ``block.0``, ..., ``head``. A tied head names the embedding's parameter."""
     rope = Rope(shape)
     table = block_axes(shape)
     takes = ("attend", "positions", "exchange") if shape.moe else ("attend", "positions")
@@ -43,7 +44,7 @@ def units(shape: ModelShape) -> tuple[UnitSpec, ...]:
 def _block_spec(shape: ModelShape, name: str, local: str, axes: Axes) -> ParamSpec:
     std = shape.init_std / (math.sqrt(2 * shape.layers) if local.endswith(RESIDUAL) else 1.0)
     if "router" in axes and shape.moe and shape.moe.router == "noisy-topk":
-        std = 0.0  # with no signal and all noise the load starts even (Shazeer 2017, appendix A)
+        std = 0.0  # without signal and with noise alone the load starts even (Shazeer 2017, appendix A)
     if axes[0] != "experts":
         return _spec(name, axes, std)
     assert shape.moe is not None

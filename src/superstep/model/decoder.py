@@ -1,15 +1,14 @@
 """A decoder of the Llama, Mistral and Qwen families, as one would write it for one device.
 
-Nothing here knows of parallelism. Two habits let ``engine`` cut the modules from outside: the number of
-heads is read off the projection's output, never off the shape; attention, and the exchange of a mixture of
-experts, are arguments.
+It has no parallelism. Two conventions let ``engine`` cut the modules from outside: the number of heads is read from the
+projection's output, never from the shape; attention, and the dispatch of a mixture of experts, are arguments.
 
     B  sequences              D  width of the residual stream
     S  positions              F  inner width of the feed-forward
     N  query heads            H  width of one head
     K  key and value heads    V  vocabulary
 
-Module names are Hugging Face's, so that a parameter's global name is its name here behind a prefix.
+Module names are Hugging Face's, so that a parameter's global name is its name here with a prefix.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Attend(Protocol):
     """Causal attention. Each key and value head serves N / K neighbouring query heads."""
 
     def __call__(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, /) -> Tensor:
-        """The mixed values: [B, S, N, H]."""
+        """The attention output: [B, S, N, H]."""
 
 
 def flash(q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Tensor:
@@ -45,18 +44,18 @@ def flash(q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Sliding:
-    """Attention of which a token sees itself and the ``window - 1`` tokens before it (Mistral, Jiang 2023).
+    """Attention of each token to itself and the ``window - 1`` tokens before it (Mistral, Jiang 2023).
 
-    Queries go in blocks of a window, each of which meets the keys of its own block and of the one before.
+    Queries are computed in blocks of a window, each with the keys of its own block and of the one before.
     """
 
     window: int
 
     def __call__(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Tensor:
-        """The mixed values: [B, S, N, H]."""
+        """The attention output: [B, S, N, H]."""
         if q_BSNH.shape[1] <= self.window:
             return flash(q_BSNH, k_BSKH, v_BSKH)
-        if q_BSNH.is_cuda:  # once, for both blocks that meet a key
+        if q_BSNH.is_cuda:  # once, for both blocks of a key
             k_BSKH, v_BSKH = (
                 expand_heads(x.transpose(1, 2), q_BSNH.transpose(1, 2)).transpose(1, 2) for x in (k_BSKH, v_BSKH)
             )
@@ -78,7 +77,7 @@ class Sliding:
 
 
 def attention_of(shape: ModelShape) -> Attend:
-    """What a model's attention is on one device."""
+    """The attention of a model on one device."""
     return flash if shape.window is None else Sliding(shape.window)
 
 
@@ -156,7 +155,7 @@ class Head(nn.Module):
 
 
 class Decoder(nn.Module):
-    """All units in a row: the model on one device, and the reference for every layout of it."""
+    """All units in sequence: the model on one device, and the reference for every layout of it."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The one seam of a mixture-of-experts block: where its sequences, its experts and its noise come from.
+"""The interface of a mixture-of-experts block: the source of its sequences, its experts and its noise.
 
 B  sequences of a microbatch           T  tokens held here: B · s
 S  positions of a whole sequence       k  experts of a token
@@ -19,13 +19,13 @@ from superstep.numerics.position_rng import standard_normal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DispatchContext:
-    """What is going through the model.
+    """The current microbatch.
 
     Attributes:
         sequences: the number of each row of the microbatch within the global batch.
         batch_sequences: sequences of the global batch: the one divisor of the routers' losses.
         seed: of the run.
-        step: of the run; None in evaluation, where nothing is left to chance.
+        step: of the run; None in evaluation, without noise.
     """
 
     sequences: tuple[int, ...] = ()
@@ -36,11 +36,11 @@ class DispatchContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerRouterCounts:
-    """What one layer's router did with the whole sequences of a microbatch, on the device that did it.
+    """Statistics of one layer's router for the whole sequences of a microbatch, on its device.
 
     Attributes:
-        chosen: [E], (token, choice) pairs that each expert was chosen by.
-        dropped: [E], those among them that it had no room for.
+        chosen: [E], (token, choice) pairs that chose each expert.
+        dropped: [E], those among them beyond its capacity.
         balance: the sequences' balance losses, summed; not weighted.
         z: the sequences' z-losses, summed; not weighted.
     """
@@ -60,39 +60,38 @@ class LayerRouterCounts:
 
 
 class ExpertDispatch(Protocol):
-    """How a block reaches what may lie elsewhere. Ranks that hold parts of the same sequences all decide for the
-    whole of them, alike; each then carries its own tokens to the experts and back.
+    """A block's exchange with other ranks. Ranks that hold parts of the same sequences all compute the same routing for
+    the
+    whole; each then sends its own tokens to the experts and back.
     """
 
     now: DispatchContext
-    """To be set before each forward, and before each backward that computes a forward again."""
+    """Set it before each forward, and before each backward that repeats a forward."""
 
     def whole(self, x_BsE: Tensor) -> Tensor:
-        """Whole sequences, [B, S, E], from the parts that the ranks hold; backward takes the own part."""
+        """Whole sequences, [B, S, E], from the ranks' parts; backward takes the own part."""
 
     def share(self, x_BSk: Tensor) -> Tensor:
         """The own part of whole sequences: [B, s, k]."""
 
     def noise(self, layer: int, S: int, width: int) -> Tensor | None:
-        """[B, S, width] draws of normal(0, 1): a function of seed, step, layer, sequence and place alone. None in
+        """[B, S, width] draws of normal(0, 1): a function of seed, step, layer, sequence and position alone. None in
         evaluation.
         """
 
     def run(self, x_TD: Tensor, expert_Tk: Tensor, experts: Experts) -> Tensor:
-        """Each token through its experts, by their global numbers: [T, k, D], zeros where there is NOBODY."""
+        """Each token through its experts, by their global numbers: [T, k, D], zeros for NOBODY."""
 
     def tell(self, layer: int, counts: LayerRouterCounts) -> None:
-        """Note what a router did. Told again for the same sequences, as when a forward is computed again, it counts
-        once.
-        """
+        """Record a router's statistics. A repeated record for the same sequences, as in recompute, counts once."""
 
 
 class LocalDispatch:
     """All sequences whole, and all experts here.
 
     Args:
-        now: what goes through the model first.
-        parts: exact mode: parts of what is held here of each sequence, whose gradients are summed one by one.
+        now: the first sequences.
+        parts: exact mode: number of parts of each sequence here, with separately summed gradients.
     """
 
     def __init__(self, now: DispatchContext | None = None, *, parts: int | None = None) -> None:
@@ -119,7 +118,7 @@ class LocalDispatch:
         return unsort(y_RD, order_R).view(*expert_Tk.shape, -1)
 
     def _part(self, order_R: Tensor, expert_Tk: Tensor) -> Tensor | None:
-        """Which part of its sequence each row is of."""
+        """The part of the sequence of each row."""
         if self._parts is None:
             return None
         T, k = expert_Tk.shape
@@ -130,7 +129,7 @@ class LocalDispatch:
         self._told[layer, self.now.sequences] = counts
 
     def told(self) -> dict[int, LayerRouterCounts]:
-        """For each layer, what its router did with all sequences since this was last asked."""
+        """For each layer, its router's statistics since the last call."""
         total: dict[int, LayerRouterCounts] = {}
         for (layer, _), counts in self._told.items():
             total[layer] = total[layer] + counts if layer in total else counts

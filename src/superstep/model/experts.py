@@ -1,7 +1,7 @@
-"""Experts: many feed-forwards side by side, each on its own rows of one tensor.
+"""Experts: many feed-forwards in parallel, each on its own rows of one tensor.
 
-Rows lie sorted by expert, and ``rows_E`` says how many each one has; what lies behind the last expert's belongs to
-nobody. So one product for all experts reads every weight and every row once, whatever the split.
+Rows are sorted by expert, and ``rows_E`` has the number of each; rows after the last expert's are padding. So one
+product for all experts reads every weight and every row once, whatever the split.
 
     E  experts held here                T  tokens
     R  rows, sorted by expert           k  experts of a token
@@ -24,7 +24,7 @@ AddGradient = Callable[[Tensor, Tensor, Tensor], object]
 """Takes the gradient of a grouped product's output [R, O], its input [R, I] and ``rows_E``."""
 
 ALIGNED_WIDTH = 8
-"""Numbers of bf16 in 16 bytes: of which rows and columns are a multiple in torch's kernel for all experts."""
+"""Numbers of bf16 in 16 bytes: torch's grouped kernel needs rows and columns in multiples of this."""
 
 GROUPED_CAPABILITIES = (9, 10)
 """The major compute capabilities of GPUs that have this kernel."""
@@ -39,12 +39,12 @@ class GroupedLinear(nn.Module):
         nn.init.normal_(self.weight, 0.0, inputs**-0.5)
 
     def forward(self, x_RI: Tensor, rows_E: Tensor, part_R: Tensor | None = None) -> Tensor:
-        """[R, O]; zeros for rows of nobody. Which part of which sequence a row is of changes nothing here."""
+        """[R, O]; zeros for padding rows. The part of the sequence of each row has no effect here."""
         return grouped_linear(x_RI, self.weight, rows_E)
 
 
 class Experts(nn.Module):
-    """SwiGLU feed-forwards (Shazeer 2020). How many are held here is read off the weights."""
+    """SwiGLU feed-forwards (Shazeer 2020). The number of experts here is read from the weights."""
 
     def __init__(self, experts: int, width: int, ffn: int) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Experts(nn.Module):
 
     @property
     def held(self) -> int:
-        """Experts held here."""
+        """Number of experts held here."""
         return self.gate_proj.weight.shape[0]
 
     def forward(self, x_RD: Tensor, rows_E: Tensor, part_R: Tensor | None = None) -> Tensor:
@@ -68,7 +68,7 @@ def grouped_linear(x_RI: Tensor, weight_EOI: Tensor, rows_E: Tensor, add: AddGra
     """Each expert's rows times its weight, transposed: [R, O].
 
     Args:
-        add: adds the weight's gradient where it belongs, in the backward; autograd gets none then.
+        add: adds the weight's gradient to its buffer in the backward; autograd then gets none.
     """
     out: Tensor = _GroupedLinear.apply(x_RI, weight_EOI, rows_E, add)  # type: ignore[no-untyped-call]
     return out
@@ -96,12 +96,12 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def products(x_RI: Tensor, matrix_EIO: Tensor, rows_E: Tensor) -> Tensor:
-    """Each expert's rows times its matrix: [R, O]; zeros for rows of nobody."""
+    """Each expert's rows times its matrix: [R, O]; zeros for padding rows."""
     if not len(x_RI):
         return x_RI.new_zeros(0, matrix_EIO.shape[2])
     if is_grouped(x_RI, matrix_EIO):
         return kernel_products(x_RI, matrix_EIO, rows_E)
-    rows = rows_E.tolist()  # a GPU is waited for: each product is a call of its own, whose size the host has to know
+    rows = rows_E.tolist()  # a GPU is waited for: each product is a call of its own, with a size that the host needs
     parts = [
         of_any_rows(part, matrix)
         for part, matrix in zip(x_RI.split([*rows, len(x_RI) - sum(rows)]), matrix_EIO, strict=False)
@@ -110,9 +110,10 @@ def products(x_RI: Tensor, matrix_EIO: Tensor, rows_E: Tensor) -> Tensor:
 
 
 def add_outer_products(into_EOI: Tensor, grad_RO: Tensor, x_RI: Tensor, rows_E: Tensor) -> None:
-    """Add each expert's gradᵀ · x to its part of ``into_EOI``, whatever the dtype of that.
+    """Add each expert's gradᵀ · x to its part of ``into_EOI``, of any dtype.
 
-    The one kernel for all experts gives bf16 alone (torch 2.13): there each product is rounded once before it is added.
+    The one kernel for all experts returns bf16 only (torch 2.13): there each product is rounded once before it is
+    added.
     """
     if not len(x_RI):
         return
@@ -128,7 +129,8 @@ def add_outer_products(into_EOI: Tensor, grad_RO: Tensor, x_RI: Tensor, rows_E: 
 
 def is_grouped(*factors: Tensor) -> bool:
     """Whether torch has one kernel for all experts here: bf16 on a GPU of compute capability 9.x or 10.x, in rows of
-    whole 16 bytes. Elsewhere its operator has a product for each expert too (``_grouped_mm_cuda`` in torch's
+    whole
+    16 bytes. Elsewhere its operator uses a product for each expert too (``_grouped_mm_cuda`` in torch's
     ``aten/src/ATen/native/cuda/GroupedBlas.cpp``, 2.11 to 2.13).
     """
     return (
@@ -138,27 +140,29 @@ def is_grouped(*factors: Tensor) -> bool:
 
 
 def kernel_products(x_RI: Tensor, matrix_EIO: Tensor, rows_E: Tensor) -> Tensor:
-    """``products`` in one kernel, with nothing read back from the device; there is a row at least."""
+    """``products`` in one kernel, without a copy to the host; there is at least one row."""
     end_E = rows_E.cumsum(0, dtype=torch.int32)
     out_RO = F.grouped_mm(x_RI, matrix_EIO, offs=end_E)
-    # The kernel leaves what lies behind the last expert as it found it. Selective recompute keeps the kernel's result,
-    # which may not change then.
+    # The kernel leaves the padding rows uninitialised. Selective recompute keeps the kernel's result, which must not
+    # change
+    # then.
     is_nobodys_R = torch.arange(len(x_RI), device=x_RI.device) >= end_E[-1]
     return out_RO.masked_fill(is_nobodys_R[:, None], 0.0)
 
 
 def kernel_outer_products(grad_RO: Tensor, x_RI: Tensor, rows_E: Tensor) -> Tensor:
-    """Each expert's gradᵀ · x in one kernel: [E, O, I]; zeros for an expert without rows. There is a row at least."""
+    """Each expert's gradᵀ · x in one kernel: [E, O, I]; zeros for an expert without rows. There is at least one row."""
     out_EOI = F.grouped_mm(grad_RO.t(), x_RI, offs=rows_E.cumsum(0, dtype=torch.int32))
-    # On compute capability 10.0 the kernel leaves those of an expert without rows as it found them (pytorch #172439).
+    # On compute capability 10.0 the kernel leaves those of an expert without rows uninitialised (pytorch #172439).
     return out_EOI.masked_fill_((rows_E == 0)[:, None, None], 0.0)
 
 
 def sort_by_expert(expert_Tk: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """The order in which (token, choice) pairs lie as rows, [T·k], and the rows of each expert, [E].
+    """The order of (token, choice) pairs as rows, [T·k], and the number of rows of each expert, [E].
 
-    Within an expert the pairs keep their order; those of nobody come last. No size depends on what the tensor holds, so
-    that a GPU is not waited for, as ``bincount`` would.
+    Within an expert the pairs keep their order; padding comes last. No size depends on the tensor's values, so that a
+    GPU
+    is not waited for, as ``bincount`` would.
     """
     expert_R = expert_Tk.flatten()
     sorted_R, order_R = expert_R.where(expert_R >= 0, experts).sort(stable=True)
@@ -172,7 +176,7 @@ def spread(x_TD: Tensor, order_R: Tensor, k: int) -> Tensor:
 
 
 def unsort(y_RD: Tensor, order_R: Tensor) -> Tensor:
-    """The rows back in the order of the pairs: ``out[order] = y``."""
+    """The rows in the order of the pairs again: ``out[order] = y``."""
     out: Tensor = _Unsort.apply(y_RD, order_R)  # type: ignore[no-untyped-call]
     return out
 

@@ -1,8 +1,9 @@
-"""Torch's fused attention, with heads as the kernels of a GPU take them.
+"""Torch's fused attention, with heads in the formats of GPU kernels.
 
-Where none of them does, torch makes all scores at once, [S, T] of each head. The flash kernel takes 16-bit numbers in
-heads of up to 256, and no mask. The memory-efficient one takes fp32, wider heads and masks, but each query head needs a
-key head of its own, of whole 16 bytes (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
+Where no kernel supports the heads, torch computes all scores at once, [S, T] of each head. The flash kernel supports
+16-bit numbers in heads of up to 256, and no mask. The memory-efficient one supports fp32, wider heads and masks, but
+each query head needs a key head of its own, of whole 16 bytes
+(aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
 
     B  sequences    N  query heads           S  queries    H  width of one head
                     K  key and value heads   T  keys
@@ -21,9 +22,9 @@ ALIGNED_BYTES = 16
 
 
 def fused_attention(q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, is_seen: Tensor | None = None) -> Tensor:
-    """The mixed values, [B, N, S, H]: causal, or of the keys that ``is_seen`` says, [S, T] or [B, 1, S, T]."""
+    """The attention output, [B, N, S, H]: causal, or with the mask ``is_seen``, [S, T] or [B, 1, S, T]."""
     q, k, v = q_BNSH, k_BKTH, v_BKTH
-    if not q.is_cuda:  # a CPU's kernels know groups, masks and any width
+    if not q.is_cuda:  # a CPU's kernels support groups, masks and any width
         return F.scaled_dot_product_attention(q, k, v, attn_mask=is_seen, is_causal=is_seen is None, enable_gqa=True)
     width = q.shape[-1]
     if is_seen is not None or not has_flash(q):
@@ -40,17 +41,17 @@ def fused_attention(q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, is_seen: Ten
 
 
 def has_flash(x: Tensor) -> bool:
-    """Whether a GPU's flash kernel takes heads of this dtype and width, at most filled up."""
+    """Whether a GPU's flash kernel supports heads of this dtype and width, possibly padded."""
     return x.is_cuda and x.element_size() == 2 and x.shape[-1] <= WIDEST_FLASH
 
 
 def expand_heads(x_BKTH: Tensor, q_BNSH: Tensor) -> Tensor:
-    """Each key or value head for all of its query heads: [B, N, T, H], itself where it has one."""
+    """Each key or value head repeated for all of its query heads: [B, N, T, H]; the input itself for one query head."""
     group = q_BNSH.shape[1] // x_BKTH.shape[1]
     return x_BKTH if group == 1 else x_BKTH.repeat_interleave(group, dim=1)
 
 
 def fill_up(x: Tensor) -> Tensor:
-    """Zeros behind each head up to whole 16 bytes; itself where it has them. No score changes by them."""
+    """Pad each head with zeros to whole 16 bytes, if needed. Scores do not change."""
     missing = -x.shape[-1] % (ALIGNED_BYTES // x.element_size())
     return F.pad(x, (0, missing)) if missing else x

@@ -1,8 +1,8 @@
-"""Weights in and out of a folder as Hugging Face writes it: safetensors by global name, and a config.json.
+"""Weights in and out of a Hugging Face folder: safetensors by global name, and a config.json.
 
 folder/config.json
 folder/model.safetensors                           all tensors, or
-folder/model.safetensors.index.json                which file holds which tensor, and
+folder/model.safetensors.index.json                the file of each tensor, and
 folder/model-00001-of-00004.safetensors ...        those files
 """
 
@@ -26,14 +26,14 @@ from superstep.plan.model.shape import ModelShape
 FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 HEADER_BYTES = 100_000_000
-"""The most that safetensors takes as the head of a file."""
+"""safetensors' limit of a file's header."""
 ROWS_AT_ONCE = 4096
-"""Of a matrix that is only compared."""
+"""Rows of a matrix that are compared at once."""
 _EMBED, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class HfTensor(Protocol):
-    """A tensor in a file. Indexing it, as one would index the tensor, reads that part alone."""
+    """A tensor in a file. Indexing it like a tensor reads only that part."""
 
     def get_shape(self) -> list[int]: ...
 
@@ -41,7 +41,7 @@ class HfTensor(Protocol):
 
 
 class Weights(Mapping[str, HfTensor]):
-    """The tensors of a folder by global name, none of them read yet. The files stay mapped while it lives.
+    """The tensors of a folder by global name, not read yet. The files stay mapped while it lives.
 
     Args:
         path: of the folder or file.
@@ -55,7 +55,7 @@ class Weights(Mapping[str, HfTensor]):
         self._file_of = file_of
 
     def watch(self, progress: Callable[[], None]) -> Weights:
-        """The same, for who wants to know that reading goes on."""
+        """The same, with ``progress`` called before each tensor."""
         return Weights(self.path, self._file_of, progress)
 
     def __getitem__(self, name: str) -> HfTensor:
@@ -71,7 +71,7 @@ class Weights(Mapping[str, HfTensor]):
 
 
 def open_weights(path: Path) -> Weights:
-    """The weights in a folder, or in one safetensors file, ready to be read slice by slice.
+    """The weights in a folder, or in one safetensors file, to be read slice by slice.
 
     Raises:
         StateError: there are none, or they cannot be read.
@@ -96,18 +96,18 @@ def open_weights(path: Path) -> Weights:
 
 
 def require_regular(file: Path) -> None:
-    """Refuse what may never come to an end: to open a FIFO waits for a writer, in safetensors with Python's lock held.
+    """Refuse files that may block forever: opening a FIFO waits for a writer, in safetensors with Python's lock held.
 
     Raises:
         StateError: it is no regular file.
-        OSError: it is not there.
+        OSError: it does not exist.
     """
     if not stat.S_ISREG(file.stat().st_mode):
         raise StateError(f"{file} is no regular file; name a file of weights.")
 
 
 def _read_header(file: Path) -> None:
-    """Read what safetensors reads with Python's lock held: where it never comes, other threads go on meanwhile."""
+    """Read the header first, without Python's lock: if the read blocks, other threads continue."""
     with file.open("rb", buffering=0) as stream:
         size_bytes = int.from_bytes(stream.read(8), "little")
         stream.read(min(size_bytes, HEADER_BYTES))
@@ -117,7 +117,7 @@ def _index_files(folder: Path) -> list[Path]:
     """The files that a folder's index names.
 
     Raises:
-        StateError: one does not lie in the folder: who may read a folder may not be led out of it by its index.
+        StateError: one lies outside of the folder: an index must not lead a reader out of it.
     """
     names = sorted(set(json.loads((folder / INDEX).read_text("utf-8"))["weight_map"].values()))
     for name in names:
@@ -129,7 +129,7 @@ def _index_files(folder: Path) -> list[Path]:
 
 
 def check_weights(weights: Weights, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Holds a folder's tensors against the global shapes of a model's.
+    """Compare a folder's tensors with the global shapes of a model.
 
     Raises:
         StateError: tensors are missing, unknown or of another shape, or the head of a tied model is not tied.
@@ -154,10 +154,10 @@ def check_weights(weights: Weights, shapes: Mapping[str, Sequence[int]]) -> None
 
 
 def load_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Fills whole tensors, given by global name, in place; the stored dtype is cast to theirs.
+    """Fill whole tensors, by global name, in place; the stored dtype is cast to theirs.
 
     Raises:
-        StateError: the folder's tensors are not these. Nothing has been filled then.
+        StateError: the folder has other tensors. Nothing has been filled then.
     """
     weights = open_weights(path)
     check_weights(weights, {name: tensor.shape for name, tensor in tensors.items()})
@@ -167,12 +167,12 @@ def load_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def save_weights(path: Path, tensors: Mapping[str, Tensor], shape: ModelShape) -> None:
-    """Writes whole tensors, given by global name, as a folder that Hugging Face's loaders read."""
+    """Write whole tensors, by global name, as a Hugging Face folder."""
     path.mkdir(parents=True, exist_ok=True)
     dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
     config = {**to_hf_config(shape), "torch_dtype": dtype}
     (path / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    # A reader sees the old file or the new one, never half of it.
+    # A reader sees the old file or the new one, never a part of it.
     unfinished = path / f"{FILE}.unfinished"
     save_file({name: x.detach().contiguous() for name, x in tensors.items()}, unfinished, {"format": "pt"})
     unfinished.replace(path / FILE)
@@ -180,7 +180,7 @@ def save_weights(path: Path, tensors: Mapping[str, Tensor], shape: ModelShape) -
 
 
 def _is_same(one: HfTensor, other: HfTensor) -> bool:
-    """Whether two matrices are equal; a few rows of them are held at a time."""
+    """Whether two matrices are equal; a few rows of them are in memory at a time."""
     if one.get_shape() != other.get_shape():
         return False
     starts = range(0, one.get_shape()[0], ROWS_AT_ONCE)
@@ -188,7 +188,7 @@ def _is_same(one: HfTensor, other: HfTensor) -> bool:
 
 
 def _is_spare(name: str) -> bool:
-    """Whether a checkpoint may hold this tensor for nothing: old Llama files store the rotary frequencies."""
+    """Whether a checkpoint may hold this tensor without use: old Llama files store the rotary frequencies."""
     return name == _HEAD or name.endswith("rotary_emb.inv_freq")
 
 

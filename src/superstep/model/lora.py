@@ -1,9 +1,9 @@
-"""Linears with adapters, put into units from outside (LoRA, Hu 2021): ``plan.resolution.lora`` says which linears.
+"""Linears with adapters, added to units from outside (LoRA, Hu 2021); ``plan.resolution.lora`` chooses the linears.
 
     y = W x + b + scale · B (A x)
 
-A unit keeps its code. Where it builds a linear that gets an adapter, an ``AdaptedLinear`` stands in its place, with the
-same parameters under the same names and the two factors below it, named as PEFT names them.
+A unit keeps its code. Where it builds a linear that gets an adapter, an ``AdaptedLinear`` replaces it, with the same
+parameters under the same names and the two factors below it, under PEFT's names.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from superstep.plan.resolution.lora import ENDS, factor_names, targets_of
 
 
 class AdaptedLinear(nn.Linear):
-    """A linear and what an adapter adds to it.
+    """A linear with an adapter.
 
     Args:
-        linear: what it stands in for; its parameters are taken over.
-        rank: between the factors.
-        scale: what the factors' product is multiplied by.
+        linear: that it replaces; its parameters are reused.
+        rank: of the factors.
+        scale: of the factors' product.
     """
 
     def __init__(self, linear: nn.Linear, rank: int, scale: float) -> None:
@@ -55,7 +55,7 @@ def adapt(specs: Sequence[UnitSpec], outline: Outline, lora: LoraConfig) -> tupl
     Args:
         specs: the model's own.
         outline: of them, with adapters or without.
-        lora: which.
+        lora: the adapter's settings.
     """
     targets = set(targets_of(outline, lora))
     return tuple(_add_factors(spec, targets, lora) for spec in specs)

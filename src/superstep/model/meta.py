@@ -1,4 +1,4 @@
-"""Modules without values: what is built here has shapes on the meta device, and nothing is drawn for it."""
+"""Modules without values: shapes on the meta device, and no random draws."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ def on_meta() -> Iterator[None]:
 
 
 class _Undrawn(TorchFunctionMode):
-    """Leaves out what torch knows on the meta device by its compiler alone: a millisecond for each tensor, and a second
-    for the first.
+    """Skips random initialisation, for which torch needs its compiler on the meta device: a millisecond for each
+    tensor, and
+    a second for the first.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401

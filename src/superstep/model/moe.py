@@ -1,6 +1,6 @@
-"""A mixture of experts in the place of a block's feed-forward, as one would write it for one device.
+"""A mixture of experts in place of a block's feed-forward, as one would write it for one device.
 
-    y = Σ over the token's experts of weight · expert(x)   (+ shared experts, which see every token)
+    y = Σ over the token's experts of weight · expert(x)   (+ shared experts, which process every token)
 
 The losses of the router are in no output: they enter the backward pass where the block's output does, so that a unit
 stays one tensor in and one tensor out. The training's loss is
@@ -29,8 +29,9 @@ from superstep.plan.model.shape import ModelShape
 
 
 class Gate(nn.Module):
-    """The router's logits. They are fp32 whatever the dtype of ``x``: rounded to bf16, near ties fall the other way
-    and training grows unstable (Fedus 2021, sec. 2.4; Zoph 2022, sec. 3).
+    """The router's logits, in fp32 for any dtype of ``x``: rounded to bf16, near ties are decided differently and
+    training
+    becomes unstable (Fedus 2021, sec. 2.4; Zoph 2022, sec. 3).
     """
 
     def __init__(self, shape: ModelShape) -> None:
@@ -49,7 +50,7 @@ class Gate(nn.Module):
 
 
 def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x · weightᵀ in fp32 or wider. What is kept for the backward pass stays in the dtype of ``x``."""
+    """x · weightᵀ in fp32 or wider. Tensors for the backward pass stay in the dtype of ``x``."""
     return cast(Tensor, _WideLinear.apply(x, weight))  # type: ignore[no-untyped-call]
 
 
@@ -62,7 +63,7 @@ class _WideLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ANN401
         x, weight = ctx.saved_tensors
-        # The weight's leaves as it is: autograd rounds it, or keeps it where weight.grad_dtype is fp32.
+        # The weight's gradient is not cast: autograd rounds it, or keeps it where weight.grad_dtype is fp32.
         return (grad @ _wide(weight)).to(x.dtype), grad.flatten(0, -2).t() @ _wide(x).flatten(0, -2)
 
 
@@ -71,7 +72,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 class MixtureOfExperts(nn.Module):
-    """The block's feed-forward, each token through a few of many.
+    """The block's feed-forward, each token through a few of many experts.
 
     Args:
         shape: the model's.
@@ -85,7 +86,7 @@ class MixtureOfExperts(nn.Module):
         self.gate = Gate(shape)
         self.experts = Experts(shape.moe.experts, shape.width, shape.ffn)
         shared = shape.moe.shared_experts
-        # Experts side by side that all see the same tokens are one wide one.
+        # Shared experts all process the same tokens, so they are one wide expert.
         self.shared_experts = FeedForward(shape.width, shared * shape.ffn) if shared else None
 
     def forward(self, x_BsD: Tensor, *, exchange: ExpertDispatch) -> Tensor:
@@ -104,7 +105,7 @@ class MixtureOfExperts(nn.Module):
         return (weight_Tk.unsqueeze(1) @ y_TkD).squeeze(1)
 
     def route(self, x_BsD: Tensor, exchange: ExpertDispatch) -> Routing:
-        """The decisions for the whole sequences of which these tokens are a part; the exchange is told."""
+        """The routing of the whole sequences that contain these tokens; the exchange receives its statistics."""
         logits_BSE = exchange.whole(self.gate(x_BsD))
         noise_BSE = exchange.noise(self.layer, logits_BSE.shape[1], noise_width(self.moe))
         if noise_BSE is not None:
@@ -125,7 +126,7 @@ class MixtureOfExperts(nn.Module):
 
 
 def with_loss(y: Tensor, loss: Tensor) -> Tensor:
-    """``y`` as it is; in the backward ``loss`` gets the gradient 1, as if it were added to the training's loss."""
+    """``y`` unchanged; in the backward ``loss`` gets the gradient 1, as if it were added to the training's loss."""
     return cast(Tensor, _WithLoss.apply(y, loss))  # type: ignore[no-untyped-call]
 
 

@@ -1,11 +1,11 @@
-"""Adapters: low-rank additions to a model's linears (LoRA, Hu 2021), in and out of a folder as peft writes it.
+"""Adapters: low-rank additions to a model's linears (LoRA, Hu 2021), in and out of a peft folder.
 
 folder/adapter_config.json          rank, alpha, and which linears
 folder/adapter_model.safetensors    base_model.model.<linear>.lora_A.weight and ...lora_B.weight
 
-    y = base(x) + scale · B(A(x))       scale = alpha / R, or alpha / sqrt(R) where stabilized (Kalajdzievski 2023)
+y = base(x) + scale · B(A(x))       scale = alpha / R, or alpha / sqrt(R) where stabilized (Kalajdzievski 2023)
 
-    R  rank      I  inputs of the linear      O  its outputs
+R  rank      I  inputs of the linear      O  its outputs
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ A, B = ENDS["a"], ENDS["b"]
 
 @dataclass(frozen=True, slots=True)
 class LoraFactors:
-    """What is added to one linear.
+    """The adapter of one linear.
 
     Attributes:
         a: the first factor, [R, I].
@@ -51,18 +51,17 @@ class LoraFactors:
 
     @property
     def rank(self) -> int:
-        """Between the factors."""
         return self.a.shape[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:
-    """What is added to a model.
+    """The adapter of a model.
 
     Attributes:
         parts: for each linear, by its global name without ``.weight``.
         is_stabilized: whether alpha is divided by the root of the rank (``use_rslora``).
-        version: a digest of the files that it was read from; empty where it was made here.
+        version: a digest of its files; empty for one that was not read from files.
     """
 
     parts: Mapping[str, LoraFactors]
@@ -70,18 +69,19 @@ class Adapter:
     version: str = ""
 
     def scale(self, name: str) -> float:
-        """What a linear's addition is multiplied by."""
+        """The factor of a linear's addition."""
         return scale_of(self.parts[name].alpha, self.parts[name].rank, is_stabilized=self.is_stabilized)
 
 
 def scale_of(alpha: float, rank: int, *, is_stabilized: bool) -> float:
-    """What the product of the factors is multiplied by."""
+    """The factor of the product of both matrices."""
     return alpha / (math.sqrt(rank) if is_stabilized else rank)
 
 
 def linears_of(shape: ModelShape) -> dict[str, tuple[int, int]]:
-    """The linears that an adapter may add to, by global name, with outputs and inputs: those of the blocks, but for
-    experts, which see other tokens at every step, and what stands beside them.
+    """The linears that an adapter may have, by global name, with outputs and inputs: those of the blocks without
+    experts,
+    which process other tokens at every step, and their routers.
     """
     parameters = (p for unit in outline_of(shape).units if unit.name.startswith("block.") for p in unit.parameters)
     return {
@@ -95,11 +95,11 @@ def read_adapter(folder: Path, linears: Mapping[str, tuple[int, int]]) -> Adapte
     """The adapter in a folder.
 
     Args:
-        folder: as peft writes it.
+        folder: in peft's format.
         linears: of the model: outputs and inputs by global name.
 
     Raises:
-        ConfigError: its configuration asks for what is not here, or its tensors are not of this model's linears.
+        ConfigError: its configuration is not supported, or its tensors do not match this model's linears.
         StateError: it cannot be read, or is damaged.
     """
     try:
@@ -184,12 +184,12 @@ def _part(
 
 
 def config_text(strengths: Mapping[str, tuple[int, float]], *, is_stabilized: bool, base: str | None) -> str:
-    """An adapter's configuration as peft reads it.
+    """An adapter's configuration in peft's format.
 
     Args:
-        strengths: rank and alpha of each linear, which is named in full.
+        strengths: rank and alpha of each linear, by its full name.
         is_stabilized: whether alpha is divided by the root of the rank.
-        base: the name or the folder of the model that it adds to.
+        base: the name or the folder of the base model.
     """
     rank, _ = Counter(rank for rank, _ in strengths.values()).most_common(1)[0]
     alpha, _ = Counter(alpha for _, alpha in strengths.values()).most_common(1)[0]
@@ -213,14 +213,14 @@ def config_text(strengths: Mapping[str, tuple[int, float]], *, is_stabilized: bo
 
 
 def write_adapter(folder: Path, adapter: Adapter, *, base: str | None = None) -> None:
-    """Write an adapter as peft reads it: each linear is named in full, so that no other is meant.
+    """Write an adapter in peft's format: each linear by its full name, so that no other one matches.
 
-    Two files cannot be replaced at once: where somebody may be reading, give each version a folder of its own.
+    Two files cannot be replaced at once: with concurrent readers, give each version a folder of its own.
 
     Args:
-        folder: made where it is not there.
+        folder: created if missing.
         adapter: at least one linear.
-        base: the name or the folder of the model that it adds to.
+        base: the name or the folder of the base model.
     """
     folder.mkdir(parents=True, exist_ok=True)
     strengths = {name: (part.rank, part.alpha) for name, part in adapter.parts.items()}
@@ -230,7 +230,7 @@ def write_adapter(folder: Path, adapter: Adapter, *, base: str | None = None) ->
         for name, part in adapter.parts.items()
         for end, factor in ((A, part.a), (B, part.b))
     }
-    # A reader sees whole files only.
+    # A reader sees complete files only.
     for name, data in (
         (CONFIG, config.encode()),
         (FILE, save(tensors, {"format": "pt"})),

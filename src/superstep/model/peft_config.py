@@ -1,4 +1,4 @@
-"""An adapter's configuration as peft writes it: what of it is followed, and what is refused by name."""
+"""An adapter's peft configuration: supported fields are applied, others are refused by name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from superstep.errors import ConfigError, StateError
 from superstep.plan.resolution.lora import ALL_LINEAR, is_named
 
 CONFIG = "adapter_config.json"
-"""What the file is called."""
+"""The name of the file."""
 
 T = TypeVar("T")
 
@@ -51,26 +51,26 @@ WITHOUT_EFFECT = frozenset(
         "ensure_weight_tying",
     }
 )
-"""On what an adapter adds once it is trained. A field in neither list passes where it is null, false or empty."""
+"""Fields without an effect on a trained adapter. A field in neither list is accepted if null, false or empty."""
 
 INITS = (True, False, None, "gaussian", "eva", "orthogonal")
-"""First values that leave the model's own weights as they are; the others take a part out of them."""
+"""Initialisations that keep the model's own weights; the others subtract a part from them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterConfig:
-    """What an adapter adds to, and how strongly.
+    """The linears of an adapter, and their strengths.
 
     Attributes:
         r: the rank.
         lora_alpha: the strength.
         is_stabilized: whether the strength is divided by the root of the rank.
-        rank_pattern: other ranks, by a linear's name or an expression that its end matches.
+        rank_pattern: other ranks, by a linear's name or an expression for its end.
         alpha_pattern: other strengths.
-        target_modules: the ends of linears' names, an expression that whole names match, or ``all-linear``.
-        exclude_modules: what is not meant after all.
-        layers: the numbers of the layers that are meant; None means all.
-        layers_pattern: what layers are called; empty is whatever stands before a number.
+        target_modules: the ends of linears' names, an expression for whole names, or ``all-linear``.
+        exclude_modules: exceptions to it.
+        layers: the numbers of the layers; None means all.
+        layers_pattern: names of layer lists; empty means any name before a number.
     """
 
     r: int
@@ -84,15 +84,15 @@ class AdapterConfig:
     layers_pattern: tuple[str, ...]
 
     def rank(self, name: str) -> int:
-        """Of a linear's addition."""
+        """The rank of a linear."""
         return next(_of_pattern(self.rank_pattern, name), self.r)
 
     def alpha(self, name: str) -> float:
-        """Of a linear's addition."""
+        """The strength of a linear."""
         return next(_of_pattern(self.alpha_pattern, name), self.lora_alpha)
 
     def targets(self, name: str) -> bool:
-        """Whether a linear of the blocks is meant."""
+        """Whether a linear of the blocks has an adapter."""
         if self.exclude_modules and _matches(self.exclude_modules, name):
             return False
         if self.target_modules == ALL_LINEAR:
@@ -118,10 +118,10 @@ def _matches(named: str | Sequence[str], name: str) -> bool:
 
 
 def read_config(text: bytes, file: Path) -> AdapterConfig:
-    """What an ``adapter_config.json`` says.
+    """Parse an ``adapter_config.json``.
 
     Raises:
-        ConfigError: it asks for what is not here; names the field.
+        ConfigError: a field is not supported; names it.
         StateError: it is no JSON object.
     """
     try:
@@ -154,7 +154,7 @@ def read_config(text: bytes, file: Path) -> AdapterConfig:
 
 
 def _refuse_others(config: Mapping[str, Any], file: Path) -> None:
-    """What would give other numbers than are computed here."""
+    """Refuse fields that would give other results than are computed here."""
     kind = config.get("peft_type")
     if kind != "LORA":
         raise ConfigError(f"{file}: peft_type = {json.dumps(kind)} is not served; LORA is.")

@@ -21,8 +21,9 @@ class Rope:
     """The rotary position embedding (Su 2021), with the stretches of ``plan.model.rope``.
 
     One object serves all blocks, so that the tables of a sequence length are made once, and those of given positions
-    once for as long as these are there: what is computed again finds the tables that it had. It is no module and holds
-    no parameter: tables are made on the device of what they turn, when it first comes by.
+    once
+    as long as these exist: recompute uses the same tables. It is no module and has no parameter: tables are made on the
+    device of the rotated tensor, at its first use.
     """
 
     def __init__(self, shape: ModelShape) -> None:
@@ -34,18 +35,18 @@ class Rope:
         self._given: MutableMapping[Tensor, dict[torch.dtype, tuple[Tensor, Tensor]]] = WeakTensorKeyDictionary()
 
     def __call__(self, x_BSNH: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Turns each pair (i, i + H/2) of a head by position · frequency i, as Hugging Face does.
+        """Rotate each pair (i, i + H/2) of a head by position · frequency i, as Hugging Face does.
 
         Args:
             x_BSNH: queries or keys.
-            positions: [S] or [B, S]; None means 0, 1, ... S - 1. Not to be written to after it was given.
+            positions: [S] or [B, S]; None means 0, 1, ... S - 1. Must not be changed afterwards.
         """
         cos, sin = self.tables_of(x_BSNH, positions)
-        # sin carries the sign of its half, so that turning is one product, one roll and one multiply-add.
+        # sin carries the sign of its half, so that rotation is one product, one roll and one multiply-add.
         return torch.addcmul(x_BSNH * cos, x_BSNH.roll(self.head_dim // 2, -1), sin)
 
     def tables_of(self, x_BSNH: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The ``tables`` of what is turned, made where they have not been."""
+        """The cached ``tables`` of a tensor to rotate."""
         return self._whole(x_BSNH) if positions is None else self._at(positions, x_BSNH.dtype)
 
     def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -85,7 +86,9 @@ class Rope:
             case LinearRope(factor=factor):
                 return frequency / factor
             case Llama3Rope(factor=factor, low_freq_factor=low, high_freq_factor=high, original_tokens=tokens):
-                # Turns within the original context: many stay, few are slowed by the factor, between them is a ramp.
+                # Turns within the original context: pairs with many turns are kept, those with few are slowed by the
+                # factor, between
+                # them is a ramp.
                 turns = tokens * frequency / (2 * math.pi)
                 keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
             case YarnRope(factor=factor):
@@ -93,10 +96,10 @@ class Rope:
         return keep * frequency + (1.0 - keep) * frequency / factor
 
     def _kept_by_yarn(self, yarn: YarnRope, pair: Tensor) -> Tensor:
-        """The ramp of Peng 2023 (eq. 18), over the number of the pair as its code has it, from 1 to 0."""
+        """The ramp of Peng 2023 (eq. 18), over the number of the pair as in its code, from 1 to 0."""
 
         def turning(turns: float) -> float:
-            """The pair that turns so often within the original context."""
+            """The pair with this number of turns within the original context."""
             wavelength = yarn.original_tokens / turns
             return self.head_dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(self.theta))
 

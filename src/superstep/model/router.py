@@ -1,4 +1,4 @@
-"""Routers: which experts a token goes to, with which weight, and the losses that keep the experts in balance.
+"""Routers: the experts of a token, their weights, and the losses that balance the experts.
 
     dropless     softmax, the best k, nobody is turned away        Jiang 2024; Yang 2025
     switch       softmax, the best one, limited room               Fedus 2021, sec. 2.1
@@ -6,9 +6,9 @@
                  limited room
     noisy-topk   the best k of noisy logits, softmax of those      Shazeer 2017, eq. 3 to 5
 
-A router sees whole sequences, and each sequence is a group of its own: its room, the order in which tokens are turned
-away, and its losses are a matter of its tokens alone. So no decision depends on how a batch is cut. The papers take a
-group of many sequences, or a whole batch, with the same formulas.
+A router processes whole sequences, and each sequence is a group of its own: its capacity, the order in which tokens are
+dropped, and its losses depend on its tokens alone. So no decision depends on how a batch is cut. The papers use a group
+of many sequences, or a whole batch, with the same formulas.
 
     B  sequences      E  experts
     S  positions      k  experts of a token
@@ -25,19 +25,19 @@ from torch import Tensor
 from superstep.plan.model.shape import MoeShape
 
 NOBODY = -1
-"""In the place of an expert: the token goes nowhere, because there was no room or no second choice."""
+"""In place of an expert: the token has none, as there was no capacity or no second choice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routing:
-    """What a router decided for whole sequences.
+    """The routing of whole sequences.
 
     Attributes:
-        choice: [B, S, k], the experts that a token would go to, the best first; NOBODY where chance said no.
-        expert: [B, S, k], those that had room for it; else NOBODY.
-        weight: [B, S, k], of each expert's output; zero where there is nobody.
-        balance: [B], the loss that spreads tokens, of each sequence, not yet weighted.
-        z: [B], the loss of large logits, of each sequence, not yet weighted.
+        choice: [B, S, k], the chosen experts, the best first; NOBODY for a second choice that was not drawn.
+        expert: [B, S, k], those with capacity for the token; else NOBODY.
+        weight: [B, S, k], of each expert's output; zero for NOBODY.
+        balance: [B], the balance loss of each sequence, not yet weighted.
+        z: [B], the z-loss of each sequence, not yet weighted.
     """
 
     choice: Tensor
@@ -48,17 +48,17 @@ class Routing:
 
 
 def noise_width(moe: MoeShape) -> int:
-    """Draws of noise that a router takes for each token in training."""
+    """Draws of noise that a router needs for each token in training."""
     return {"noisy-topk": moe.experts, "top2": 1}.get(moe.router, 0)
 
 
 def route(moe: MoeShape, logits_BSE: Tensor, noise_BSE: Tensor | None) -> Routing:
-    """Decide for whole sequences.
+    """Route whole sequences.
 
     Args:
         moe: the router and its numbers.
         logits_BSE: [B, S, moe.logits], fp32 or wider.
-        noise_BSE: [B, S, noise_width] draws of normal(0, 1); None in evaluation, where nothing is left to chance.
+        noise_BSE: [B, S, noise_width] draws of normal(0, 1); None in evaluation, without noise.
     """
     match moe.router:
         case "dropless" | "switch":
@@ -84,8 +84,9 @@ def _top2(moe: MoeShape, logits_BSE: Tensor, noise_BS1: Tensor | None) -> Routin
     weight_BS2 = weight_BS2 / weight_BS2.sum(-1, keepdim=True)
     balance_B = balance_loss(probability_BSE, choice_BS2[..., :1])
     if noise_BS1 is not None:
-        # The second choice is taken with probability min(1, 2 · weight). Φ makes the normal draw a uniform one. What
-        # is not taken also takes no room.
+        # The second choice is used with probability min(1, 2 · weight). Φ makes the normal draw a uniform one. An
+        # unused choice
+        # takes no capacity.
         is_taken_BS1 = 2 * weight_BS2[..., 1:] > torch.special.ndtr(noise_BS1)
         second_BS1 = choice_BS2[..., 1:].where(is_taken_BS1, NOBODY)
         choice_BS2 = torch.cat((choice_BS2[..., :1], second_BS1), -1)
@@ -95,7 +96,7 @@ def _top2(moe: MoeShape, logits_BSE: Tensor, noise_BS1: Tensor | None) -> Routin
 def _noisy_top_k(moe: MoeShape, logits_BSE: Tensor, noise_BSE: Tensor | None) -> Routing:
     k = moe.experts_per_token
     clean_BSE, spread_BSE = logits_BSE.chunk(2, -1)
-    # The floor of the spread is the authors' code's: without it a confident router would divide by zero.
+    # The floor of the spread is from the authors' code: without it a confident router would divide by zero.
     spread_BSE = F.softplus(spread_BSE) + 1e-2
     noisy_BSE = clean_BSE if noise_BSE is None else clean_BSE + noise_BSE * spread_BSE
     top_BSk, choice_BSk = noisy_BSE.topk(k + 1)
@@ -121,9 +122,9 @@ def _with_room(moe: MoeShape, choice_BSk: Tensor, weight_BSk: Tensor, balance_B:
 
 
 def within_capacity(choice_BSk: Tensor, experts: int, capacity: int | None) -> Tensor:
-    """The choices for which the expert still had room, NOBODY for the others: [B, S, k].
+    """The choices within their expert's capacity, NOBODY for the others: [B, S, k].
 
-    Room goes to first choices before second ones, and to earlier positions before later ones.
+    First choices come before second ones, and earlier positions before later ones.
     """
     if capacity is None:
         return choice_BSk
@@ -135,7 +136,7 @@ def within_capacity(choice_BSk: Tensor, experts: int, capacity: int | None) -> T
 
 
 def choices(choice_BSk: Tensor, experts: int) -> Tensor:
-    """How many tokens of each sequence chose each expert: [B, E]."""
+    """The number of tokens of each sequence that chose each expert: [B, E]."""
     return _is_for(choice_BSk.flatten(1), experts).sum(1)
 
 
@@ -146,9 +147,10 @@ def _is_for(choice: Tensor, experts: int) -> Tensor:
 def balance_loss(probability_BSE: Tensor, choice_BSk: Tensor) -> Tensor:
     """E · Σ_e f_e · P_e of each sequence (Fedus 2021, eq. 4 to 6): [B], and 1 where the load is even.
 
-    f_e is the share of the choices that fell on expert e, P_e the mean of its probability. Lepikhin 2020 has 1/E in
-    the place of E, so that a weight there means 1/E² of ours. Hugging Face's Mixtral sums over the k choices where this
-    takes their mean, and averages over layers where these are added: ``plan.model.shape.balance_weight_of``.
+    f_e is expert e's share of the choices, P_e the mean of its probability. Lepikhin 2020 has 1/E in place of E, so
+    that a
+    weight there means 1/E² of ours. Hugging Face's Mixtral sums over the k choices where this takes their mean, and
+    averages over layers where these are added: ``plan.model.shape.balance_weight_of``.
     """
     experts = probability_BSE.shape[-1]
     share_BE = choices(choice_BSk, experts) / choice_BSk[0].numel()
@@ -161,10 +163,11 @@ def z_loss(logits_BSE: Tensor) -> Tensor:
 
 
 def expect_load(clean_BSE: Tensor, noisy_BSE: Tensor, spread_BSE: Tensor, top_BSk: Tensor) -> Tensor:
-    """Tokens that each expert would get if its own noise were drawn anew (Shazeer 2017, eq. 8 to 10): [B, E].
+    """The expected number of tokens of each expert if only its own noise were drawn again (Shazeer 2017, eq. 8 to 10):
+    [B, E].
 
-    A count has no gradient, this has. Φ((clean - threshold) / spread) is the chance that an expert stays above the
-    k-th best of the others.
+    A count has no gradient, this has. Φ((clean - threshold) / spread) is the chance that an expert stays above the k-th
+    best of the others.
 
     Args:
         top_BSk: the best k + 1 of ``noisy_BSE``, the best first.

@@ -1,7 +1,7 @@
-"""What the engine knows of a model: a list of units, and for each parameter its name, axes and first values.
+"""The engine's view of a model: a list of units, and for each parameter its name, axes and initial values.
 
-A unit is the piece that a pipeline stage holds whole and that ZeRO-3 fetches whole: the embedding, one block,
-the head. Its module takes one tensor and returns one tensor.
+A unit is the piece that a pipeline stage holds whole and that ZeRO-3 fetches whole: the embedding, one block, the head.
+Its module takes one tensor and returns one tensor.
 """
 
 from __future__ import annotations
@@ -20,62 +20,67 @@ from superstep.plan.model.outline import Factor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamSpec:
-    """One parameter of a unit, as the rest of the engine knows it."""
+    """One parameter of a unit."""
 
     name: str
-    """The global tensor's Hugging Face name, e.g. ``model.layers.3.self_attn.q_proj.weight``. Two units that
-    name the same tensor share it: they are tied."""
+    """The global tensor's Hugging Face name, e.g. ``model.layers.3.self_attn.q_proj.weight``. Two units that name the
+    same
+    tensor share it: they are tied.
+    """
     axes: tuple[str | None, ...]
-    """A logical axis for each dim, e.g. ``("heads", "embed")``; None where a dim has none."""
+    """A logical axis for each dim, e.g. ``("heads", "embed")``; None for a dim without one."""
     std: float | None
-    """The first values are normal(0, std); None means ones, 0 zeros."""
+    """Initial values are normal(0, std); None means ones, 0 zeros."""
     values: Tensor | None = field(default=None, compare=False)
-    """The first values themselves, where they are given: the same on every rank."""
+    """Given initial values: the same on every rank."""
     bound: float | None = None
-    """The first values are uniform between -bound and bound, where there is one, in the place of ``std``."""
+    """If set, initial values are uniform between -bound and bound, instead of ``std``."""
     factor: Factor | None = None
-    """Which factor of an adapter it is; None where it is the model's own."""
+    """The factor of an adapter; None for the model's own parameter."""
     stack: tuple[str, ...] = ()
-    """Where the parameter is many global tensors of one shape along its first dim, the experts' say: the name of
-    each. None of them is called ``name`` then."""
+    """Names of the global tensors of one shape along the first dim, such as those of experts; ``name`` is unused then.
+    """
 
     @property
     def each(self) -> tuple[ParamSpec, ...]:
-        """One for each global tensor: itself, or those of its stack."""
+        """One spec for each global tensor: itself, or those of its stack."""
         return tuple(replace(self, name=name, axes=self.axes[1:], stack=()) for name in self.stack) or (self,)
 
     def views(self, whole: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """The global tensors in one that holds the whole parameter, by name, without a copy."""
+        """The global tensors of a whole parameter, by name, as views."""
         return zip(self.stack, whole, strict=True) if self.stack else iter([(self.name, whole)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitSpec:
-    """One unit of a model: how to make it, and what its parameters are."""
+    """One unit of a model: its constructor and its parameters."""
 
     name: str
-    """``embed``, ``block.0``, ..., ``head``: also where the unit's module stands inside the whole decoder."""
+    """``embed``, ``block.0``, ..., ``head``: also the place of the unit's module inside the whole decoder."""
     build: Callable[[], nn.Module]
-    """Makes the module, on the device of the ``with torch.device(...)`` around it."""
+    """Makes the module, on the device of the surrounding ``with torch.device(...)``."""
     params: Mapping[str, ParamSpec]
-    """For each parameter of the module, by its name there, what it is globally."""
+    """The spec of each parameter of the module, by its name there."""
     takes: tuple[str, ...] = ()
-    """Keyword arguments of the module's forward that the engine gives: ``attend``, ``positions``."""
+    """Keyword arguments of the module's forward that the engine passes: ``attend``, ``positions``."""
     loss: Callable[[Tensor, Tensor], Tensor] | None = None
-    """Of the last unit: its output and the targets to the sum of the loss over targets that count; None means the
-    cross entropy of logits [..., V] and class numbers [...]."""
+    """Of the last unit: its output and the targets to the sum of the loss over counted targets; None means the cross
+    entropy
+    of logits [..., V] and class numbers [...].
+    """
 
 
 GIVEN: Mapping[str, Any] = {"attend": flash, "positions": None}
-"""What a unit may take, as one device gives it."""
+"""Keyword arguments of a unit on one device."""
 
 
 def initial(spec: ParamSpec, shape: Sequence[int], seed: int) -> Tensor:
-    """The first values of the whole global tensor, fp32 on the CPU.
+    """The initial values of the whole global tensor, fp32 on the CPU.
 
-    They are a function of the seed and the global name alone, so every layout starts with the same bits: a
-    rank draws the whole tensor and keeps its slice. Each tensor of a stack is drawn by its own name. Values that are
-    given count whatever the seed.
+    They are a function of the seed and the global name alone, so every layout starts with the same bits: a rank draws
+    the
+    whole tensor and keeps its slice. Each tensor of a stack is drawn by its own name. Given values are used for any
+    seed.
     """
     if spec.values is not None:
         return spec.values.detach().to("cpu", torch.float32)
@@ -107,14 +112,14 @@ def global_tensors(whole: nn.Module, units: Iterable[UnitSpec]) -> dict[str, Ten
 
 
 def global_specs(units: Iterable[UnitSpec]) -> dict[str, ParamSpec]:
-    """What each global tensor is, by its name."""
+    """The spec of each global tensor, by its name."""
     return {one.name: one for unit in units for spec in unit.params.values() for one in spec.each}
 
 
 class UnitSequence(nn.Module):
-    """Units one after the other: a whole model on one device, with what units share shared.
+    """Units in sequence: a whole model on one device, with shared parameters.
 
-    Parameters stand in ``parts`` by their global names, with the first values of ``seed``.
+    ``parts`` holds the parameters by their global names, with the initial values of ``seed``.
     """
 
     def __init__(self, units: Sequence[UnitSpec], seed: int) -> None:
@@ -131,7 +136,7 @@ class UnitSequence(nn.Module):
                     param.copy_(initial(spec, param.shape, seed))
 
     def forward(self, x: Tensor, **others: Any) -> Tensor:  # noqa: ANN401
-        """The last unit's output; ``others`` are given in the place of what one device gives."""
+        """The last unit's output; ``others`` replace the keyword arguments of one device."""
         for module, given in zip(self.units, self.given, strict=True):
             x = module(x, **given | {name: value for name, value in others.items() if name in given})
         return x

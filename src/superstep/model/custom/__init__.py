@@ -1,1 +1,1 @@
-"""Models that users bring: modules cut into units, and what they contain that cannot be parallelised."""
+"""Models that users bring: modules cut into units, and detection of parts that cannot be parallelised."""

@@ -1,7 +1,7 @@
-"""Small units, run on a few rows of numbers, to see what no shape shows.
+"""Checks of small units on a few rows of numbers, for errors that shapes do not show.
 
-A row's output has to depend on that row alone, and to be the same each time; else it would depend on which rows a
-layout puts into a microbatch. What is larger than a moment's work is left to ``superstep prove``.
+A row's output must depend on that row alone, and be the same each time; otherwise it would depend on the rows of a
+layout's microbatch. Larger units are left to ``superstep prove``.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from superstep.model.unit import UnitSpec, initial
 ROWS = 3
 MOST_PARAMETERS = 2**18
 MOST_NUMBERS = 2**16
-"""Elements of an input; attention makes their square."""
+"""Elements of an input; attention computes their square."""
 
 
 def check_rows(spec: UnitSpec, like: Tensor, given: Mapping[str, object], where: str) -> None:
-    """See that a unit keeps the rows of an input like ``like`` apart.
+    """Check that a unit treats the rows of an input like ``like`` separately.
 
     Raises:
         ConfigError: it mixes them, or gives another output each time.
@@ -50,7 +50,7 @@ def check_rows(spec: UnitSpec, like: Tensor, given: Mapping[str, object], where:
 
 
 def _outputs(spec: UnitSpec, like: Tensor, given: Mapping[str, object]) -> tuple[Tensor, Tensor, Tensor] | None:
-    """The output of some rows, the same again, and that of the first beside others; None where it is not known."""
+    """The output of some rows, the same again, and that of the first among others; None where it cannot be computed."""
     generator = torch.Generator().manual_seed(0)
     with torch.device("cpu"):
         module = spec.build().to("cpu", torch.float32)
@@ -65,7 +65,7 @@ def _outputs(spec: UnitSpec, like: Tensor, given: Mapping[str, object]) -> tuple
     others[0] = rows[0]
     try:
         outputs = module(rows.clone(), **given), module(rows.clone(), **given), module(others, **given)
-    except (RuntimeError, ValueError, IndexError, TypeError, AssertionError):  # such numbers may be none that it takes
+    except (RuntimeError, ValueError, IndexError, TypeError, AssertionError):  # the unit may not accept such numbers
         return None
     is_known = all(out.shape[:1] == (ROWS,) and bool(out.isfinite().all()) for out in outputs)
     return outputs if is_known else None

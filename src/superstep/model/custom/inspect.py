@@ -1,8 +1,8 @@
-"""A list of units, looked at without memory: their outline for the plan, the shapes that pass between them, and what
-in them cannot be trained in parallel.
+"""Inspection of a list of units without memory: their outline for the plan, the shapes between them, and parts that
+cannot be trained in parallel.
 
-Everything here runs on the meta device, but for a probe of small units. Each refusal is one line that names where the
-units come from, the unit, and the parameter or module.
+Everything here runs on the meta device, except a probe of small units. Each error is one line that names the source of
+the units, the unit, and the parameter or module.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from superstep.plan.model.outline import Layer, Outline, Parameter, Unit
 
 @dataclass(frozen=True, slots=True)
 class UnitOutput:
-    """What passes from one unit to the next."""
+    """The tensor between two units."""
 
     shape: torch.Size
     dtype: torch.dtype
 
 
 def outline_of(specs: Sequence[UnitSpec], where: str) -> Outline:
-    """What a plan must know of a list of units.
+    """The outline of a list of units, for a plan.
 
     Args:
         specs: the units.
-        where: where they come from, for a refusal: a file, say.
+        where: their source for errors, such as a file.
 
     Raises:
-        ConfigError: the list, a unit, or its table of parameters cannot be right.
+        ConfigError: the list, a unit, or its table of parameters is invalid.
     """
     if not specs:
         raise ConfigError(f"{where}: there are no units; list at least one.")
@@ -154,11 +154,11 @@ def passed(
         specs: the units.
         example: of the input's shape and dtype, on any device.
         compute: the dtype of parameters and activations.
-        where: where the units come from.
-        given: what units take.
+        where: the source of the units.
+        given: keyword arguments of units.
 
     Raises:
-        ConfigError: a unit does not run, gives no tensor, or changes what it must not.
+        ConfigError: a unit does not run, returns no tensor, or changes its input or buffers.
     """
     x = torch.empty(example.shape, dtype=compute if example.is_floating_point() else example.dtype, device="meta")
     inputs = [UnitOutput(x.shape, x.dtype)]
@@ -178,8 +178,9 @@ def run(
     """A unit's output on the meta device; raises as ``passed`` does."""
     buffers = dict(module.named_buffers())
     before = {name: buffer._version for name, buffer in buffers.items()}
-    # The first unit's input has no use for a gradient, but for a graph where there is no parameter. And it is no leaf,
-    # so that a change in place is ours to refuse.
+    # The first unit's input needs no gradient, unless it has no parameter for a graph. And it is no leaf, so that a
+    # change
+    # in place is detected here.
     x = x.detach().requires_grad_(x.is_floating_point() and not (is_first and spec.params)).clone()
     version, random = x._version, RandomOperations()
     try:

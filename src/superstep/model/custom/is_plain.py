@@ -1,4 +1,4 @@
-"""Which layers are torch's own with nothing changed, so that their products and lookups can be done in another way."""
+"""Detects unchanged layers of torch, so that their products and lookups can be replaced."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from torch import nn
 
 
 def is_plain_linear(layer: nn.Module) -> bool:
-    """Whether a layer gives ``x · weightᵀ + bias`` and nothing else."""
+    """Whether a layer computes ``x · weightᵀ + bias`` and nothing else."""
     return type(layer) is nn.Linear and _is_untouched(layer)
 
 
 def is_plain_embedding(layer: nn.Module) -> bool:
-    """Whether a layer gives rows of its table, and each row's gradient is the sum over those who looked it up."""
+    """Whether a layer only looks up rows of its table, and each row's gradient is the plain sum over its lookups."""
     return (
         type(layer) is nn.Embedding
         and _is_untouched(layer)
@@ -22,6 +22,6 @@ def is_plain_embedding(layer: nn.Module) -> bool:
 
 
 def _is_untouched(layer: nn.Module) -> bool:
-    """No forward of the instance's own, no hooks, and a weight that is a parameter and not made from others."""
+    """No forward of the instance's own, no hooks, and a weight that is a plain parameter."""
     hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
     return "forward" not in vars(layer) and not any(hooks) and layer._parameters.get("weight") is not None

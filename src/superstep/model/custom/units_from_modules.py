@@ -1,9 +1,9 @@
-"""as_units: any list of modules as units, with no table of axes.
+"""as_units: any list of modules as units, without a table of axes.
 
     as_units([nn.Sequential(stem), block, block, nn.Sequential(pool, classifier)])
 
-Each module becomes a unit that starts with the values the module has. Nothing of it is cut: units like these run under
-data, ZeRO and pipeline parallelism. Build them alike on every rank: from the same seed, or from the same file.
+Each module becomes a unit with its own initial values. Nothing of it is cut: such units run under data, ZeRO and
+pipeline parallelism. Build them alike on every rank: from the same seed, or from the same file.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ def as_units(
     """The units ``0``, ``1``, ...: parameter ``weight`` of the first is ``0.weight``, as in ``nn.Sequential``.
 
     Args:
-        modules: each takes one tensor and returns one; the first takes the input, the last gives what the loss is of.
+        modules: each takes one tensor and returns one; the first takes the input, the last returns the input of the
+            loss.
             A parameter that several modules have is shared by their units.
         loss: the last output and the targets to the sum of the loss over targets; None means the cross entropy of
             logits [B, C] and class numbers [B].
 
     Raises:
-        ConfigError: a module has what cannot be trained in parallel.
+        ConfigError: a module cannot be trained in parallel.
     """
     names: dict[int, str] = {}
     units = []
     for number, module in enumerate(modules):
-        # What a copy would lose or could not take is seen here.
+        # Detects here what a copy would lose or could not take.
         check_modules(module, f"unit '{number}'")
         check_hooks(module, f"unit '{number}'")
         params = {
@@ -55,11 +56,11 @@ def as_units(
 
 
 def _build_copy(module: nn.Module) -> nn.Module:
-    """A copy on the device of the ``with torch.device(...)`` around it; on the meta device without its values."""
+    """A copy on the device of the surrounding ``with torch.device(...)``; on the meta device without its values."""
     device = torch.empty(0).device
     if device.type != "meta":
         return copy.deepcopy(module).to(device)
-    # Deep copies of what has no memory cost none.
+    # Deep copies without memory for tensors.
     bare = {id(tensor): _bare(tensor) for tensor in (*module.parameters(), *module.buffers())}
     return copy.deepcopy(module, memo=dict(bare))
 

@@ -1,8 +1,7 @@
-"""What in a module cannot be trained in parallel, because its results would depend on the layout: refused by name.
+"""Modules that cannot be trained in parallel, because their results depend on the layout: refused by name.
 
-Layers are known by their class and options; what a forward draws at random by itself is seen as it runs, by the
-operations that torch tags so. The engine has no stream of random numbers for each position, which alone would give
-every layout the same ones.
+Layers are recognised by their class and options; random operations in a forward are detected when it runs, by torch's
+tags. The engine has no stream of random numbers for each position, which alone would be the same on every layout.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from superstep.errors import ConfigError
 
 SHARES = ("p", "dropout_p", "dropout")
-"""What operations call the share that they drop."""
+"""Names of the dropped share in operations' arguments."""
 
 
 def check_modules(module: nn.Module, at: str) -> None:
-    """See that no part of a unit's module is known to depend on the layout.
+    """Check that no part of a unit's module depends on the layout.
 
     Args:
         module: the unit's.
-        at: how a refusal names the unit.
+        at: the unit's name in errors.
 
     Raises:
-        ConfigError: naming the part, and what would work.
+        ConfigError: names the part, and what would work.
     """
     for path, part in module.named_modules():
         here = f"{at}, '{path}'" if path else at
@@ -42,10 +41,10 @@ def check_modules(module: nn.Module, at: str) -> None:
 
 
 def check_hooks(module: nn.Module, at: str) -> None:
-    """See that no parameter has a hook: the engine puts its own tensors in the place of parameters.
+    """Check that no parameter has a hook: the engine replaces parameters by its own tensors.
 
     Raises:
-        ConfigError: naming the first that has.
+        ConfigError: names the first one.
     """
     for name, parameter in module.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
@@ -117,10 +116,10 @@ def _loose(part: nn.Module) -> list[str]:
 
 
 class RandomOperations(TorchDispatchMode):
-    """Notes what draws random numbers while it lasts.
+    """Records random operations.
 
     Attributes:
-        names: of these operations, in their order.
+        names: of these operations, in order.
     """
 
     def __init__(self) -> None:
@@ -140,7 +139,7 @@ class RandomOperations(TorchDispatchMode):
 
 
 def _drops_nothing(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:  # noqa: ANN401
-    """Whether an operation that could drop at random, such as fused attention, is told not to."""
+    """Whether an operation with optional dropout, such as fused attention, has it turned off."""
     for number, argument in enumerate(func._schema.arguments):
         if argument.name in SHARES:
             value = args[number] if number < len(args) else kwargs.get(argument.name, argument.default_value)
@@ -149,7 +148,7 @@ def _drops_nothing(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
 
 
 def depends_on(out: Tensor, x: Tensor) -> bool:
-    """Whether a gradient of ``out`` would reach ``x``, a leaf or what was computed from one."""
+    """Whether a gradient of ``out`` reaches ``x``, a leaf or a computed tensor."""
     start, end = out.grad_fn, x.grad_fn
     waiting: list[Node] = [start] if start is not None else []
     visited: set[Node] = set()

@@ -1,6 +1,6 @@
-"""load_units: the units that a user's own Python file lists.
+"""load_units: the units of a user's own Python file.
 
-The file is one as for a single device, and has a function ``units(config)``. It is run as a module of its own; nothing
+The file is written for a single device, and has a function ``units(config)``. It runs as a module of its own; nothing
 else of it is used.
 """
 
@@ -18,10 +18,10 @@ UNITS = "units(config)"
 
 
 def load_units(config: RunConfig) -> Sequence[UnitSpec]:
-    """What the function ``units`` of the file ``model.source`` gives for a run.
+    """The result of the function ``units`` in the file ``model.source``.
 
     Raises:
-        ConfigError: the file cannot be read or run, has no such function, or gives no list of units.
+        ConfigError: the file cannot be read or run, has no such function, or returns no list of units.
     """
     source = config.model.source
     assert source is not None
