@@ -1,4 +1,4 @@
-"""The device's library, compiled for the torch that is installed, once for each version of it."""
+"""The device's library, compiled for the installed torch, once for each version of it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MODULE = "strict_device"
 
 
 def torch_folder() -> Path:
-    """Where torch is installed; it is not imported."""
+    """The folder of the installed torch, without importing it."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         raise ConfigError("the strict device needs torch; pip install torch==2.13.0.")
@@ -24,7 +24,7 @@ def torch_folder() -> Path:
 
 
 def build_library() -> Path:
-    """The compiled library: about 25 s of a processor where there is none yet.
+    """The compiled library: about 25 s of a processor if it must be compiled.
 
     Raises:
         ConfigError: there is no compiler, or torch is a build for GPUs.

@@ -1,7 +1,7 @@
-"""``torch.cuda.cudart()`` on the strict device: memory of the host that is registered with a GPU.
+"""``torch.cuda.cudart()`` on the strict device: host memory that is registered with a GPU.
 
-Source of the rules: the reference of CUDA's runtime, under cudaHostRegister and cudaGetLastError. What it refuses is
-returned, and stays with the thread until its next kernel is launched, which raises it (c10/cuda/CUDAException.h).
+Source of the rules: the reference of CUDA's runtime, under cudaHostRegister and cudaGetLastError. Errors are returned,
+and stay with the thread until its next kernel launch, which raises them (c10/cuda/CUDAException.h).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ TEXTS = {
     IS_REGISTERED: "part or all of the requested memory range is already mapped",
     IS_NOT_REGISTERED: "pointer does not correspond to a registered memory region",
 }
-"""Of CUDA's error codes."""
+"""Texts of CUDA's error codes."""
 
 
 class CudaError(RuntimeError):
@@ -28,7 +28,7 @@ class CudaError(RuntimeError):
 
 
 class Cudart:
-    """The calls of CUDA's runtime.
+    """Calls of CUDA's runtime.
 
     Args:
         device: the compiled module.
@@ -44,7 +44,7 @@ class Cudart:
         return self
 
     def cudaHostRegister(self, address: int, size_bytes: int, flags: int) -> int:  # noqa: N802 - CUDA's own name
-        """Have GPUs copy straight to memory of the host's; 0, or why not."""
+        """Register host memory for direct copies by GPUs; 0, or an error code."""
         self._device.make_context(torch.accelerator.current_device_index())
         end = address + size_bytes
         with self._lock:
@@ -54,7 +54,7 @@ class Cudart:
         return 0
 
     def cudaHostUnregister(self, address: int) -> int:  # noqa: N802 - CUDA's own name
-        """No longer; 0, or why not."""
+        """Unregister host memory; 0, or an error code."""
         with self._lock:
             return 0 if self._registered.pop(address, None) is not None else self._refuse(IS_NOT_REGISTERED)
 

@@ -1,8 +1,8 @@
-"""Attention by the kernels that only GPUs have: the CPU's arithmetic behind what CUDA's take and refuse.
+"""Attention by kernels that only GPUs have: the CPU's arithmetic with the checks of CUDA's kernels.
 
 The rules of flash attention are those of torch's ``aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp``,
 those of the efficient one of ``attention.cu``, ``attention_backward.cu`` and
-``mem_eff_attention/kernel_{forward,backward}.h`` beside it. Which one is chosen is in ``device/attention.h``.
+``mem_eff_attention/kernel_{forward,backward}.h`` beside it. ``device/attention.h`` chooses between them.
 
     B  sequences    H  heads    S, T  queries, keys    N  width of a head
 """
@@ -26,17 +26,17 @@ HALVES = (torch.float16, torch.bfloat16)
 ALIGNED_BYTES = 16
 WIDEST_FLASH = 256
 SUMS_QUERIES = 32
-"""The efficient kernel's sums are of a multiple of so many queries, which its backward pass reads (kAlignLSE)."""
+"""The efficient kernel pads its sums to a multiple of this, which its backward pass reads (kAlignLSE)."""
 
 
 def require(rule: bool, why: str) -> None:
-    """Raise what a kernel refuses at its call."""
+    """Raise a kernel's error at its call."""
     if not rule:
         raise RuntimeError(f"{why} (strict device)")
 
 
 def require_flash(*tensors: Tensor) -> None:
-    """What flash attention takes: one 16-bit dtype, heads of up to 256 that are multiples of 8, a last stride of 1."""
+    """Check flash attention's inputs: one 16-bit dtype, heads of up to 256 that are multiples of 8, a last stride of 1."""
     for tensor in tensors:
         require(tensor.dtype in HALVES, f"FlashAttention only support fp16 and bf16 data type, not {tensor.dtype}")
         require(tensor.dtype == tensors[0].dtype, "query, key and value must have the same dtype")
@@ -49,18 +49,18 @@ def require_flash(*tensors: Tensor) -> None:
 
 
 def require_shared_heads(query_heads: int, heads: int) -> None:
-    """Each key head is for as many query heads."""
+    """Check that the number of key heads divides that of query heads."""
     require(query_heads % heads == 0, f"{heads} heads of keys and values must divide {query_heads} of queries")
 
 
 def require_flash_of_one(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Of tensors of sequences [B, H, S, N]. Gradients are made contiguous (``_flash_attention_backward``)."""
+    """Check sequences [B, H, S, N]. Gradients are made contiguous (``_flash_attention_backward``)."""
     require_flash(q, k, v)
     require_shared_heads(q.shape[1], k.shape[1])
 
 
 def require_flash_of_many(q: Tensor, k: Tensor, v: Tensor, starts_q: Tensor, starts_k: Tensor) -> None:
-    """Of sequences that lie one after the other [T, H, N], which begin where int32 numbers say."""
+    """Check concatenated sequences [T, H, N], with starts in int32."""
     require_flash(q, k, v)
     require_shared_heads(q.shape[1], k.shape[1])
     for name, starts in (("cu_seqlens_q", starts_q), ("cu_seqlens_k", starts_k)):
@@ -69,7 +69,7 @@ def require_flash_of_many(q: Tensor, k: Tensor, v: Tensor, starts_q: Tensor, sta
 
 
 def require_efficient(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> None:
-    """What the efficient kernel takes: a key head for each query head, in rows of whole 16 bytes."""
+    """Check the efficient kernel's inputs: a key head for each query head, in rows of whole 16 bytes."""
     require(q.shape[1] == k.shape[1] == v.shape[1], f"{k.shape[1]} heads of keys are not those of {q.shape[1]} queries")
     require(q.dtype == k.dtype == v.dtype, "query, key and value must have the same dtype")
     require(q.dtype in (*HALVES, torch.float32), f"Only fp32, half & bf16 supported at the moment, not {q.dtype}")
@@ -86,14 +86,14 @@ def require_efficient(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> N
 
 
 def require_aligned(name: str, tensor: Tensor, aligned: int) -> None:
-    """All strides but the last are multiples of so many numbers, where there is more than one step of them."""
+    """Check that all strides but the last are multiples of ``aligned``, in dims of more than one element."""
     steps = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
     are_aligned = all(size <= 1 or stride % aligned == 0 for size, stride in steps)
     require(are_aligned, f"{name} is not correctly aligned: strides {tuple(tensor.stride())}")
 
 
 def require_efficient_back(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, lse: Tensor) -> None:
-    """The same, and sums of as many queries as the backward pass reads at once."""
+    """The same, with sums padded for the backward pass."""
     require_efficient(q, k, v, bias)
     require(grad.dtype == q.dtype, f"the output's gradient is of {grad.dtype}, and queries of {q.dtype}")
     is_whole = lse.dtype == torch.float32 and lse.shape[2] % SUMS_QUERIES == 0
@@ -101,7 +101,7 @@ def require_efficient_back(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: 
 
 
 def widen_heads(kv_BHSN: Tensor, query_BHSN: Tensor) -> Tensor:
-    """Keys or values repeated for the heads of the queries that share them."""
+    """Keys or values repeated for the query heads that share them."""
     groups = query_BHSN.shape[1] // kv_BHSN.shape[1]
     return kv_BHSN if groups == 1 else kv_BHSN.repeat_interleave(groups, 1)
 
@@ -112,7 +112,7 @@ def narrow_heads(grad_BHSN: Tensor, heads: int) -> Tensor:
 
 
 def flash_mask(q: Tensor, k: Tensor, *, is_causal: bool) -> dict[str, Any]:
-    """How flash attention masks: where it is causal, the last query sees the last key, whatever their numbers."""
+    """Flash attention's mask: if it is causal, the last query attends to the last key, for any lengths."""
     queries, keys = q.shape[2], k.shape[2]
     if not is_causal or queries == keys:
         return {"bias": None, "is_causal": is_causal}
@@ -122,14 +122,14 @@ def flash_mask(q: Tensor, k: Tensor, *, is_causal: bool) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """What changes the weights of attention.
+    """Modifications of attention weights.
 
     Attributes:
         bias: added to the scores.
-        is_causal: whether the first query sees the first key alone.
-        scale: of the scores; 1 / sqrt(N) where there is none.
+        is_causal: whether the first query attends to the first key alone.
+        scale: of the scores; None means 1 / sqrt(N).
         dropout: the share of weights that become zero; the others are divided by the rest.
-        seed: of which these are.
+        seed: of dropout.
     """
 
     bias: Tensor | None
@@ -139,20 +139,19 @@ class Mask:
     seed: int = 0
 
     def kept(self, q: Tensor, k: Tensor) -> Tensor:
-        """By what dropout multiplies each weight [B, H, S, T]."""
+        """Dropout's factor of each weight [B, H, S, T]."""
         generator = torch.Generator().manual_seed(self.seed)
         shape = (*q.shape[:-1], k.shape[-2])
         return torch.empty(shape).bernoulli_(1 - self.dropout, generator=generator) / (1 - self.dropout)
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
-        """Before the softmax [B, H, S, T]."""
+        """Scores before the softmax [B, H, S, T]."""
         scores = q @ k.mT * self.scale_of(q)
         if self.is_causal:
             scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
         return scores if self.bias is None else scores + self.bias.float()
 
     def scale_of(self, q: Tensor) -> float:
-        """The scale."""
         return q.shape[-1] ** -0.5 if self.scale is None else self.scale
 
 
@@ -162,8 +161,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]
     if not mask.dropout:
         bias = None if mask.bias is None else mask.bias.float()
         cpus = aten._scaled_dot_product_flash_attention_for_cpu
-        found: tuple[Tensor, Tensor] = cpus(*wide, 0.0, mask.is_causal, attn_mask=bias, scale=mask.scale)
-        return found
+        results: tuple[Tensor, Tensor] = cpus(*wide, 0.0, mask.is_causal, attn_mask=bias, scale=mask.scale)
+        return results
     scores = mask.scores(*wide[:2])
     lse = scores.logsumexp(-1)
     return ((scores - lse[..., None]).exp().nan_to_num(0.0) * mask.kept(*wide[:2])) @ wide[2], lse
@@ -182,7 +181,7 @@ def attend_back(grad, q, k, v, out, lse, mask):  # noqa: ANN001, ANN201 - as the
 
 
 def attend_whole_back(grad, q, k, v, out, lse, mask):  # noqa: ANN001, ANN201 - as the operator
-    """The same of fp32 by whole scores, and their gradient, which is that of a bias too."""
+    """The same in fp32 by whole scores, with their gradient, which is also that of a bias."""
     weights = (mask.scores(q, k) - lse[..., None]).exp().nan_to_num(0.0)
     kept = mask.kept(q, k)
     of_scores = weights * (grad @ v.mT * kept - (grad * out).sum(-1, keepdim=True))
@@ -205,18 +204,18 @@ def flash_back(grad, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, dropout, is_
 
 
 def task_seed() -> int:
-    """What the kernel that runs draws by."""
+    """The seed of the running kernel."""
     seed: int = sys.modules[MODULE].task_seed()
     return seed
 
 
 def seed_in(drawn: Tensor) -> int:
-    """What the forward pass drew by; it is kept once or twice."""
+    """The seed of the forward pass, which is stored once or twice."""
     return int(drawn.flatten()[0].item())
 
 
 def parts(starts_q: Tensor, starts_k: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Of each sequence of many that lie one after the other, its queries and its keys."""
+    """Slices of queries and keys of each concatenated sequence."""
     for of_q, of_k in zip(pairwise(starts_q.tolist()), pairwise(starts_k.tolist()), strict=True):
         yield slice(*of_q), slice(*of_k)
 
@@ -227,7 +226,7 @@ def apart(x_TNH: Tensor, part: slice) -> Tensor:
 
 
 def flash_parts(q, k, v, starts_q, starts_k, max_q, max_k, dropout, is_causal, debug, *, scale=None):  # noqa: ANN001, ANN201, PLR0913
-    """``_flash_attention_forward`` of many sequences."""
+    """``_flash_attention_forward`` of concatenated sequences."""
     out, lse, drawn = torch.empty_like(q), torch.empty(q.shape[1], q.shape[0]), task_seed()
     for of_q, of_k in parts(starts_q, starts_k):
         given = apart(q, of_q), apart(k, of_k), apart(v, of_k)
@@ -251,21 +250,21 @@ def flash_parts_back(  # noqa: ANN201, PLR0913
     *more: Any,  # noqa: ANN401
     scale: float | None = None,
 ):
-    """``_flash_attention_backward`` of many sequences."""
+    """``_flash_attention_backward`` of concatenated sequences."""
     _, _, dropout, is_causal, drawn, *_ = more
-    found = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     for of_q, of_k in parts(starts_q, starts_k):
         given = apart(grad, of_q), apart(q, of_q), apart(k, of_k), apart(v, of_k), apart(out, of_q)
         masked = flash_mask(*given[1:3], is_causal=is_causal)
         mask = Mask(**masked, scale=scale, dropout=dropout, seed=seed_in(drawn) + of_q.start if dropout else 0)
         back = attend_back(*given, lse[None, :, of_q].contiguous(), mask)
-        for whole, part, of in zip(found, back, (of_q, of_k, of_k), strict=True):
+        for whole, part, of in zip(gradients, back, (of_q, of_k, of_k), strict=True):
             apart(whole, of).copy_(part)
-    return found
+    return gradients
 
 
 def efficient(q, k, v, bias, compute_log_sumexp, dropout=0.0, is_causal=False, *, scale=None):  # noqa: ANN001, ANN201, PLR0913
-    """``_scaled_dot_product_efficient_attention``; its sums, where they are wanted, are of whole ``SUMS_QUERIES``."""
+    """``_scaled_dot_product_efficient_attention``; its sums, if wanted, are padded to ``SUMS_QUERIES``."""
     drawn = task_seed()
     out, lse = attend(q, k, v, Mask(bias, is_causal, scale, dropout, drawn))
     lse = lse if compute_log_sumexp else lse[..., :0]
@@ -274,7 +273,7 @@ def efficient(q, k, v, bias, compute_log_sumexp, dropout=0.0, is_causal=False, *
 
 
 def efficient_back(grad, q, k, v, bias, out, lse, seed, offset, dropout, wanted, is_causal=False, *, scale=None):  # noqa: ANN001, ANN201, PLR0913
-    """``_scaled_dot_product_efficient_attention_backward``; a bias has the sum of what its broadcast numbers have."""
+    """``_scaled_dot_product_efficient_attention_backward``; a bias gets the sum over its broadcast dims."""
     sums, mask = lse[..., : q.shape[2]].contiguous(), Mask(bias, is_causal, scale, dropout, seed_in(seed))
     if bias is None or not wanted[3]:
         return (*attend_back(grad, q, k, v, out, sums, mask), None)
@@ -290,7 +289,7 @@ OF_CPU = {
     "_scaled_dot_product_efficient_attention": efficient,
     "_scaled_dot_product_efficient_attention_backward": efficient_back,
 }
-"""What tasks call, on the kernels' views, which are the CPU's."""
+"""Functions of tasks, on the kernels' CPU views."""
 
 RULES = {
     "_scaled_dot_product_flash_attention": lambda q, k, v, *_: require_flash_of_one(q, k, v),
@@ -306,4 +305,4 @@ RULES = {
         require_efficient_back(grad, q, k, v, bias, lse)
     ),
 }
-"""What is refused at the call, as a GPU's kernels do it."""
+"""Checks at the call, as in a GPU's kernels."""

@@ -1,8 +1,8 @@
-"""Products of groups of rows in one kernel (``torch._grouped_mm``): what CUDA's takes, refuses, and leaves unwritten.
+"""Grouped products in one kernel (``torch._grouped_mm``): CUDA's checks, errors, and unwritten memory.
 
-Sources in torch: ``aten/src/ATen/native/GroupedMMUtils.h`` for what is refused at the call, which the operator's meta
-kernel says; ``cuda/GroupedBlas.cpp`` for which GPUs have the kernel; ``cuda/GroupMM.cu`` and ``cuda/GroupMMCommon.cuh``
-for the kernel, what it asserts while it runs, and that it writes to nothing but rows of a group.
+Sources in torch: ``aten/src/ATen/native/GroupedMMUtils.h`` for errors at the call, which the operator's meta kernel
+raises; ``cuda/GroupedBlas.cpp`` for the GPUs that have the kernel; ``cuda/GroupMM.cu`` and ``cuda/GroupMMCommon.cuh``
+for the kernel, its assertions at run time, and that it only writes rows of groups.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ from superstep.strict.torch_cuda import launch_on_current
 aten = torch.ops.aten
 
 HAVE_KERNEL = (9, 10)
-"""Of GPUs that do, the major compute capability. On others each group is a product of its own, and so it is with other
-dtypes than bf16: the host waits for where the groups end."""
+"""Major compute capabilities of GPUs with the kernel. On others, and with other dtypes than bf16, each group is a
+product
+of its own: the host waits for the ends of the groups.
+"""
 
 MOST_GROUPS = 1023
 NUMBERS = ALIGNED_BYTES // 2
-"""Of bf16 in an aligned address."""
+"""Numbers of bf16 in an aligned address."""
 
 
 def on(device: ModuleType) -> Callable[..., Tensor]:
@@ -71,12 +73,12 @@ def on(device: ModuleType) -> Callable[..., Tensor]:
 
 
 def multiply(left: Tensor, right: Tensor, offs: Tensor | None = None, *, out: Tensor, writes_empty: bool) -> None:
-    """What the kernel writes.
+    """Write the kernel's result.
 
     Args:
-        out: rows and columns of no group are NaN, as what memory has from before may be.
-        writes_empty: whether a product that sums over nothing is written, as zeros: it is not on compute capability
-            10.0 (pytorch/pytorch#172439).
+        out: rows and columns outside of groups become NaN, like uninitialised memory.
+        writes_empty: whether an empty sum is written as zeros: it is not on compute capability 10.0
+            (pytorch/pytorch#172439).
     """
     if offs is None:
         out.copy_(left @ right)
@@ -94,7 +96,7 @@ def multiply(left: Tensor, right: Tensor, offs: Tensor | None = None, *, out: Te
 
 
 def assert_groups(ends: Sequence[int], left: Tensor, right: Tensor) -> None:
-    """What the kernel asserts as it runs: groups in order and within the tensors, each beginning at whole 16 bytes."""
+    """The kernel's assertions: groups in order and within the tensors, each aligned to 16 bytes."""
     sizes = [end - begin for begin, end in pairwise([0, *ends])]
     of_rows, of_columns = right.dim() == 3, left.dim() == 3
     whole = left.shape[0] if of_rows else right.shape[-1] if of_columns else left.shape[1]

@@ -1,4 +1,4 @@
-"""What ``torch.cuda`` says of a GPU's memory and properties; its own functions read both from ``torch._C``."""
+"""A GPU's memory and properties in ``torch.cuda``, which reads both from ``torch._C``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 CAPABILITY = (9, 0)
 SHARED_MEMORY_BYTES = 232_448
-"""Of a block on sm_90 (CUDA C++ programming guide, table of technical specifications), as what follows."""
+"""Of a block on sm_90 (CUDA C++ programming guide, table of technical specifications), as the following."""
 PROPERTIES = {
     "name": "strict",
     "major": CAPABILITY[0],
@@ -33,7 +33,7 @@ NONE = {"current": 0, "peak": 0, "allocated": 0, "freed": 0}
 
 
 class MemoryCalls:
-    """The calls of ``torch._C`` that ask for memory.
+    """Calls of ``torch._C`` about memory.
 
     Args:
         device: the compiled module.
@@ -43,7 +43,7 @@ class MemoryCalls:
         self._device = device
 
     def install(self) -> None:
-        """Put them where torch's own functions look for them."""
+        """Install them where torch's own functions read them."""
         calls = {
             "_cuda_memoryStats": self.statistics,
             "_cuda_resetPeakMemoryStats": self._device.reset_peak,
@@ -56,8 +56,9 @@ class MemoryCalls:
             setattr(torch._C, name, call)
 
     def statistics(self, index: int) -> dict[str, Any]:
-        """As ``THCPModule_memoryStats`` in torch/csrc/cuda/Module.cpp has it. All blocks are of the large pool; a block
-        is a segment of its own, and so none is split.
+        """As ``THCPModule_memoryStats`` in torch/csrc/cuda/Module.cpp. All blocks belong to the large pool; a block is
+        a segment
+        of its own, and so none is split.
         """
         of = self._device.statistics(index)
         kinds = dict.fromkeys((*SIZES, *COUNTS), NONE)
@@ -77,7 +78,7 @@ class MemoryCalls:
         }
 
     def free_and_total(self, index: int) -> tuple[int, int]:
-        """Bytes of the device that no block has, and all of them."""
+        """Unreserved bytes of the device, and its total."""
         total: int = self._device.device_bytes()
         return total - self._device.statistics(index)["reserved_bytes"]["current"], total
 

@@ -1,4 +1,4 @@
-"""Operators that only GPUs have, but for attention: the CPU's arithmetic behind what CUDA's kernels take and refuse.
+"""Operators that only GPUs have, without attention: the CPU's arithmetic with the checks of CUDA's kernels.
 
 The rules are those of torch's checks: ``aten/src/ATen/native/cuda/Blas.cpp`` for products of 16 bits in fp32; those of
 grouped products are in ``gpu_grouped``.
@@ -31,7 +31,7 @@ def rms_norm_back(
 
 
 def require_wide_mm(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """What a product takes whose result is of another dtype than its factors (``_mm_dtype_out_cuda``)."""
+    """Check a product with another dtype than its factors (``_mm_dtype_out_cuda``)."""
     is_whole = left.shape[-1] == right.shape[-2] and out.shape == (*left.shape[:-1], right.shape[-1])
     require(is_whole, f"shapes {tuple(left.shape)}, {tuple(right.shape)} cannot be multiplied to {tuple(out.shape)}")
     require(left.dtype == right.dtype, f"input dtypes must be the same, not {left.dtype} and {right.dtype}")
@@ -41,43 +41,43 @@ def require_wide_mm(left: Tensor, right: Tensor, out: Tensor) -> None:
 
 
 def require_wide_addmm(total: Tensor, left: Tensor, right: Tensor, out: Tensor) -> None:
-    """The same of one that is added to something (``_addmm_dtype_out_cuda``)."""
+    """The same for a product with a sum (``_addmm_dtype_out_cuda``)."""
     require_wide_mm(left, right, out)
     why = f"self dtype must match either out_dtype or mat1 dtype, and is {total.dtype}"
     require(total.dtype in (out.dtype, left.dtype), why)
 
 
 def added_into(total, left, right, out_dtype, *, beta=1, alpha=1, out):  # noqa: ANN001, ANN201
-    """``addmm`` and ``baddbmm`` whose result is wider than their factors, which cuBLAS alone has."""
+    """``addmm`` and ``baddbmm`` with a wider result than their factors, as cuBLAS alone supports."""
     require(out.dtype == out_dtype, f"out_dtype {out_dtype} must be that of the out tensor, which is {out.dtype}")
     return out.copy_(beta * total.to(out_dtype) + alpha * (left.to(out_dtype) @ right.to(out_dtype)))
 
 
 def product_into(left, right, out_dtype, *, out):  # noqa: ANN001, ANN201
-    """``mm`` and ``bmm`` whose result is wider than their factors."""
+    """``mm`` and ``bmm`` with a wider result than their factors."""
     require(out.dtype == out_dtype, f"out_dtype {out_dtype} must be that of the out tensor, which is {out.dtype}")
     return out.copy_(left.to(out_dtype) @ right.to(out_dtype))
 
 
 def fresh(left: Tensor, right: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """What a product is written to."""
+    """An empty tensor for a product."""
     return left.new_empty((*left.shape[:-1], right.shape[-1]), dtype=out_dtype)
 
 
 def making(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A product that makes its result."""
+    """A product that allocates its result."""
     return lambda left, right, out_dtype: product(left, right, out_dtype, out=fresh(left, right, out_dtype))
 
 
 def making_sum(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A product and a sum that make their result."""
+    """A product and sum that allocate their result."""
     return lambda total, left, right, out_dtype, **factors: product(
         total, left, right, out_dtype, **factors, out=fresh(left, right, out_dtype)
     )
 
 
 def native_dropout(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
-    """``native_dropout``, whose mask is of the device's random numbers: it is given no generator."""
+    """``native_dropout``, with a mask from the device's random numbers: it gets no generator."""
     if not train:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
     kept = torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - p)
@@ -91,7 +91,7 @@ OF_CPU = gpu_attention.OF_CPU | {
     "mm.dtype_out": product_into,
     "bmm.dtype_out": product_into,
 }
-"""What tasks call, on the kernels' views, which are the CPU's."""
+"""Functions of tasks, on the kernels' CPU views."""
 
 OF_GPU = gpu_recurrent.OF_GPU | {
     "native_dropout": native_dropout,
@@ -100,7 +100,7 @@ OF_GPU = gpu_recurrent.OF_GPU | {
     "addmm.dtype": making_sum(aten.addmm.dtype_out),
     "baddbmm.dtype": making_sum(aten.baddbmm.dtype_out),
 }
-"""What is made of other operators of the device."""
+"""Operators composed of other operators of the device."""
 
 OTHER_LOSSES = ("_use_cudnn_ctc_loss", "_use_miopen_ctc_loss")
 """Whether a library's kernel computes it; torch 2.11 does not have the second."""
@@ -113,7 +113,7 @@ RULES = gpu_attention.RULES | {
     "mm.dtype_out": lambda left, right, dtype, out: require_wide_mm(left, right, out),
     "bmm.dtype_out": lambda left, right, dtype, out: require_wide_mm(left, right, out),
 }
-"""What is refused at the call, as a GPU's kernels do it."""
+"""Checks at the call, as in a GPU's kernels."""
 
 LIBRARY = torch.library.Library("aten", "IMPL")
 

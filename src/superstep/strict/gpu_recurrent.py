@@ -1,7 +1,7 @@
-"""Cells of LSTM and GRU as CUDA has them without cuDNN: one kernel for what follows a cell's products.
+"""LSTM and GRU cells in CUDA without cuDNN: one kernel after a cell's products.
 
-Source in torch: ``aten/src/ATen/native/cuda/RNN.cu``, whose workspaces these are. Each is made of operators of the
-device. A layer of cuDNN computes the same, but for its rounding and its dropout.
+Source in torch: ``aten/src/ATen/native/cuda/RNN.cu``, which defines these workspaces. Each is composed of operators of
+the device. A layer of cuDNN computes the same, except its rounding and its dropout.
 
     B  sequences    H  width of the hidden state
 """
@@ -15,7 +15,7 @@ Bias = Tensor | None
 
 
 def biased(gates: Tensor, bias: Bias) -> Tensor:
-    """Gates with a bias, where there is one."""
+    """Gates with an optional bias."""
     return gates if bias is None else gates + bias
 
 
@@ -54,7 +54,7 @@ def gru_cell(
     input_bias: Tensor | None = None,
     hidden_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``_thnn_fused_gru_cell``: the hidden state, and what the backward pass needs."""
+    """``_thnn_fused_gru_cell``: the hidden state, and the workspace for the backward pass."""
     ir, ii, inew = biased(of_input, input_bias).chunk(3, 1)
     hr, hi, hn = biased(of_hidden, hidden_bias).chunk(3, 1)
     r, z = (ir + hr).sigmoid(), (ii + hi).sigmoid()

@@ -1,4 +1,4 @@
-"""Names of torch that stand for what the emulated GPU has not: each says so when it is called."""
+"""Names of torch that the emulated GPU does not support: each raises an error when it is called."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ REFUSED = {
     ),
     "version of NCCL": ("cuda.nccl.version",),
 }  # fmt: skip
-"""What it has none of, and the names."""
+"""Unsupported features, and their names."""
 
 COMPILED = "torch.compile: the emulated GPU runs no compiled kernels; leave it out, or compile by backend='eager'"
 
 
 def refuse(name: str, what: str) -> type:
-    """Stands for a function or a class."""
+    """A replacement for a function or a class."""
 
     def refuses(*_: Any, **__: Any) -> NoReturn:  # noqa: ANN401
         raise NotImplementedError(f"torch.{name}: the emulated GPU has no {what}")
@@ -52,7 +52,7 @@ def refuse(name: str, what: str) -> type:
 
 
 def install() -> None:
-    """Put them into torch."""
+    """Install them in torch."""
     for what, names in REFUSED.items():
         for name in names:
             place, _, last = name.rpartition(".")

@@ -1,4 +1,4 @@
-"""What is done to modules right after they are imported, whoever imports them and when."""
+"""Hooks on modules, run right after their import."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from types import ModuleType
 
 
 class ImportHook(MetaPathFinder):
-    """One for ``sys.meta_path``.
+    """A finder for ``sys.meta_path``.
 
     Args:
-        actions: what is done, by the module's name.
+        actions: by the module's name.
     """
 
     def __init__(self, actions: Mapping[str, Callable[[ModuleType], None]]) -> None:
@@ -22,7 +22,7 @@ class ImportHook(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The module as Python finds it, with the action behind it; None of all other modules."""
+        """The module's spec with the action after its import; None for other modules."""
         action = self._actions.get(fullname)
         spec = None if action is None else PathFinder.find_spec(fullname, path, target)
         if action is None or spec is None:

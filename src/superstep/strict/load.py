@@ -1,4 +1,4 @@
-"""Puts the strict device into torch, which asks once whether there is a GPU: so this comes before torch is imported."""
+"""Loads the strict device into torch, which checks once for a GPU: so this comes before torch is imported."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from superstep.strict.import_hook import ImportHook
 from superstep.strict.settings import Settings
 
 LIBRARIES = ("c10", "torch_cpu", "torch", "torch_python")
-"""Of torch, in an order in which each finds what it needs."""
+"""Torch's libraries, in the order of their dependencies."""
 
 
 def load(settings: Settings) -> ModuleType:
-    """Torch with as many emulated GPUs as the settings say, and NCCL between them.
+    """Torch with the configured number of emulated GPUs, and NCCL between them.
 
     Raises:
         ConfigError: the device cannot be built here.
@@ -29,7 +29,7 @@ def load(settings: Settings) -> ModuleType:
     if "torch" in sys.modules:
         raise RuntimeError("torch is imported already: the strict device has to be loaded before it.")
     library = build_library()
-    faulthandler.enable()  # says which line touched memory of the device
+    faulthandler.enable()  # reports the line that accessed memory of the device
     for name in LIBRARIES:
         ctypes.CDLL(str(torch_folder() / "lib" / f"lib{name}.so"), mode=ctypes.RTLD_GLOBAL)
     loader = importlib.machinery.ExtensionFileLoader(MODULE, str(library))
@@ -50,7 +50,7 @@ def load(settings: Settings) -> ModuleType:
 
 
 def _triton_hook(device: ModuleType) -> ImportHook:
-    """Triton is imported when a kernel is first wanted: it is to run kernels as Python, as tasks of the device."""
+    """Triton is imported at its first kernel: it must run kernels as Python, as tasks of the device."""
 
     def interpret(knobs: ModuleType) -> None:
         knobs.runtime.interpret = True
@@ -62,7 +62,7 @@ def _triton_hook(device: ModuleType) -> ImportHook:
 
 
 def configure(device: ModuleType, settings: Settings) -> None:
-    """Change how tasks are ordered; the devices only before the first is used."""
+    """Change the order of tasks; the devices only before their first use."""
     device.configure(
         settings.devices,
         settings.device_bytes,

@@ -1,4 +1,4 @@
-"""What is observed on an emulated GPU: uses of memory without an order, waits of the host, memory, what ran when."""
+"""Observations of an emulated GPU: unordered uses of memory, waits of the host, memory, times."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from superstep.strict.build import MODULE
 
 @dataclass(frozen=True, slots=True)
 class TraceEvent:
-    """A kernel, a copy or a call of a communicator that has run.
+    """A finished kernel, copy or call of a communicator.
 
     Attributes:
         stream: its number; of a communicator, that of its queue.
         is_communication: whether a communicator ran it.
-        what: the operator, and the lines that called it.
+        what: the operator, and the calling lines.
         begin_s, end_s: by the host's monotonic clock.
     """
 
@@ -33,17 +33,17 @@ class TraceEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What was observed since the last report.
+    """Observations since the last report.
 
     Attributes:
-        races: how often two uses of the same bytes met that nothing orders, by the lines of the two.
-        host_waits: how often the host waited for the GPU, by operator and line.
+        races: number of unordered pairs of uses of the same bytes, by their lines.
+        host_waits: number of waits of the host for the GPU, by operator and line.
         launches: kernels, copies and collectives that were issued.
-        peak_bytes: the most memory that was allocated at once.
-        device_bytes: the memory that there is.
+        peak_bytes: peak of allocated memory.
+        device_bytes: total memory.
         contexts: the GPUs that the process has ever used.
-        context_lines: of each the line that used it first.
-        trace: what ran, in its order, where that was recorded.
+        context_lines: for each, the line of its first use.
+        trace: events in order, if they were recorded.
     """
 
     races: Mapping[str, int]
@@ -70,11 +70,11 @@ class Monitor:
         self.report()
 
     def record(self, *, is_recording: bool) -> None:
-        """From now on, remember what runs, or no longer."""
+        """Start or stop recording events."""
         self._device.record(is_recording)
 
     def report(self) -> Report:
-        """What was observed since the last report. Waits until nothing is under way, which is not counted as a wait."""
+        """Observations since the last report. Waits for all running work, without counting that as a wait."""
         device = self._device
         host_waits = device.take_host_waits()
         torch.cuda.synchronize(self._index)

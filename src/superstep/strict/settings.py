@@ -1,4 +1,4 @@
-"""What an emulated GPU has, and how it orders what runs."""
+"""Settings of emulated GPUs, and the order of their tasks."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ Order = Literal["issued", "seeded", "latest"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Of all devices of a process.
+    """Settings of all devices of a process.
 
     Attributes:
-        devices: how many there are.
+        devices: their number.
         device_bytes: the memory of each.
-        seed: of the order in which tasks of different streams run, and of the pauses between them.
+        seed: of the order of tasks in different streams, and of the pauses between them.
         delay_us: the longest pause before a task; one in four has one.
-        order: ``issued``, ``seeded``, or ``latest``: no kernel runs until the host waits for something, or issues
-            nothing for 20 ms, and then as drawn. What is named is the same in all, since it is found when a call is
-            issued.
-        raises: whether a race is an error of the call that makes it; else it is only noted.
+        order: ``issued``, ``seeded``, or ``latest``: no kernel runs until the host waits, or issues nothing for 20 ms;
+            then
+            as ``seeded``. All of them report the same races, as these are detected when a call is issued.
+        raises: whether a race is an error of the second call; else it is only recorded.
     """
 
     devices: int = 1

@@ -1,4 +1,4 @@
-"""What ran on emulated GPUs, as Chrome's trace format: the order is what counts, the seconds are those of a CPU."""
+"""Events on emulated GPUs in Chrome's trace format: the order is real, the seconds are those of a CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``torch.cuda`` on the strict device: what torch's build for CPUs lacks, by the generic calls that it has."""
+"""``torch.cuda`` on the strict device: the parts that torch's build for CPUs lacks, from its generic calls."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from superstep.strict.gpu_memory import CAPABILITY, MemoryCalls
 
 DeviceLike = torch.device | int | str | None
 Run = Callable[[list[Tensor], list[Tensor]], None]
-"""A kernel, given what it sees of the tensors that it reads and writes."""
+"""A kernel, called with its views of the tensors that it reads and writes."""
 CUDA_TYPE = 1
-"""Of ``c10::DeviceType``."""
+"""Value of ``c10::DeviceType``."""
 
 
 def index_of(device: DeviceLike = None) -> int:
-    """The number of a device; of the current one where none is named."""
+    """The number of a device; by default of the current one."""
     index = device if isinstance(device, int) else None if device is None else torch.device(device).index
     return torch.accelerator.current_device_index() if index is None else index
 
@@ -33,20 +33,20 @@ class Stream(torch.Stream):
     """``torch.cuda.Stream``."""
 
     def __new__(cls, device: DeviceLike = None, priority: int = 0, **known: int) -> Stream:
-        """A new stream of a device, or one that is known by its numbers."""
+        """A new stream of a device, or an existing one by its numbers."""
         if known:
             return super().__new__(cls, priority=priority, **known)
         return super().__new__(cls, device=torch.device("cuda", index_of(device)), priority=priority)
 
     def record_event(self, event: torch.Event | None = None) -> torch.Event:
-        """An event that is over once all that was issued to this stream so far is."""
+        """Record an event after all work in this stream so far."""
         event = Event() if event is None else event
         event.record(self)
         return event
 
 
 def find_stream(number: int, device: int) -> Stream:
-    """A stream that exists, by its number."""
+    """An existing stream, by its number."""
     return Stream(stream_id=number, device_index=device, device_type=CUDA_TYPE)
 
 
@@ -58,7 +58,7 @@ class Event(torch.Event):
     def __new__(
         cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
     ) -> Event:
-        """An event that nothing has recorded yet."""
+        """An event that is not recorded yet."""
         event = super().__new__(
             cls, device="cuda", enable_timing=enable_timing, blocking=blocking, interprocess=interprocess
         )
@@ -66,7 +66,7 @@ class Event(torch.Event):
         return event
 
     def elapsed_time(self, other: Event) -> float:
-        """Milliseconds from this event to a later one. Torch's own takes no subclass of its events."""
+        """Milliseconds from this event to a later one. Torch's own accepts no subclass of its events."""
         if not (self.is_timed and other.is_timed):
             raise ValueError("Both events must be created with argument 'enable_timing=True'.")
         if not (self.event_id and other.event_id):
@@ -76,13 +76,13 @@ class Event(torch.Event):
 
 
 def current_stream(device: DeviceLike = None) -> Stream:
-    """The stream that this thread issues to."""
+    """This thread's current stream."""
     stream = torch.accelerator.current_stream(torch.device("cuda", index_of(device)))
     return find_stream(stream.stream_id, stream.device_index)
 
 
 def launch_on_current(device: ModuleType, reads: list[Tensor], writes: list[Tensor], run: Run, what: str) -> None:
-    """Issue a kernel to the current stream of the GPU that its tensors are on."""
+    """Issue a kernel to the current stream of its tensors' GPU."""
     stream = current_stream([*reads, *writes][0].device)
     device.launch(stream.stream_id or stream.device_index, reads, writes, run, what)
 
@@ -95,7 +95,7 @@ def set_device(device: DeviceLike) -> None:
 
 
 class StreamContext:
-    """``torch.cuda.stream``: what is issued within goes to a stream; none changes nothing."""
+    """``torch.cuda.stream``: sets the current stream; None changes nothing."""
 
     def __init__(self, stream: torch.Stream | None) -> None:
         self.stream = stream
@@ -117,7 +117,7 @@ class StreamContext:
 
 
 def exchange_device(index: int) -> int:
-    """Make a device current, and give which one was; a negative one changes nothing."""
+    """Make a device current, and return the earlier one; a negative number changes nothing."""
     if index < 0:
         return -1
     before = torch.accelerator.current_device_index()
@@ -127,7 +127,7 @@ def exchange_device(index: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class DefaultGenerators(Sequence[torch.Generator]):
-    """``torch.cuda.default_generators``: that of each device."""
+    """``torch.cuda.default_generators``: one for each device."""
 
     device: ModuleType
 
@@ -139,7 +139,7 @@ class DefaultGenerators(Sequence[torch.Generator]):
 
 
 def install(device: ModuleType) -> None:
-    """Put the names into ``torch.cuda``.
+    """Install the names in ``torch.cuda``.
 
     Args:
         device: the compiled module.
@@ -171,7 +171,7 @@ def install(device: ModuleType) -> None:
         "get_device_name": lambda device=None: "strict",
         "get_device_properties": lambda device=None: memory.properties(index_of(device)),
         "mem_get_info": lambda device=None: memory.free_and_total(index_of(device)),
-        "_initialized": True,  # torch.utils.checkpoint asks, before it keeps the state of random numbers
+        "_initialized": True,  # torch.utils.checkpoint reads it before it saves the state of random numbers
         "init": lambda: None,
         "_lazy_init": lambda: None,
         "_lazy_call": lambda call, **_: call(),
@@ -180,7 +180,7 @@ def install(device: ModuleType) -> None:
         "cudart": Cudart(device).itself,
         "CudaError": CudaError,
     }
-    for module in (torch.cuda, torch.cuda.memory, torch.cuda.random):  # the two have taken some of the names
+    for module in (torch.cuda, torch.cuda.memory, torch.cuda.random):  # both have imported some of the names
         for name, value in names.items():
             if module is torch.cuda or hasattr(module, name):
                 setattr(module, name, value)
@@ -190,7 +190,7 @@ def install(device: ModuleType) -> None:
 
 
 class NoMarks:
-    """NVTX where nobody profiles: marks and ranges go nowhere."""
+    """NVTX without a profiler: marks and ranges are ignored."""
 
     def __getattr__(self, name: str) -> Callable[..., int]:
         return lambda *_: 0

@@ -1,7 +1,7 @@
-"""Kernels in Triton on the strict device: its interpreter, run as a task of the stream that they are launched on.
+"""Triton kernels on the strict device: its interpreter, run as a task of their stream.
 
-Triton must interpret from its import on (``load`` sees to it). By itself its interpreter has the host wait, and copies
-all arguments to it and back; so no launch would be late, and none could meet another stream's.
+Triton must interpret from its import on (see ``load``). By itself its interpreter makes the host wait, and copies all
+arguments to it and back; then no launch would be asynchronous, and none could race with another stream's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from superstep.strict.triton_stores import parameter_use
 
 
 def install(device: ModuleType) -> None:
-    """Launch what has tensors of the device so.
+    """Route launches with tensors of the device here.
 
     Args:
         device: the compiled module.

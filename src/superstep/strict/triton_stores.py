@@ -1,7 +1,7 @@
-"""Which arguments a kernel in Triton writes through, from its text: the device has to know before the kernel runs.
+"""Arguments that a Triton kernel writes through, from its source: the device must know them before the kernel runs.
 
-Each name of the text stands for the parameters that its value is made of; what is loaded is made of none. A parameter
-that may reach the address of a store, in the kernel or in a function that it calls, counts as written.
+Each name stands for the parameters that its value is made of; a loaded value is made of none. A parameter that may
+reach the address of a store, in the kernel or in a function that it calls, counts as written.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from functools import cache
 from typing import Any
 
 STORES = ("store", "atomic_")
-"""With which the names of Triton's functions begin that write."""
+"""Prefixes of Triton's writing functions."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterUse:
-    """What becomes of a function's parameters.
+    """Uses of a function's parameters.
 
     Attributes:
         stored: those that it may write through.
-        returned: those that what it returns is made of.
+        returned: those that its result is made of.
     """
 
     stored: frozenset[str]
@@ -33,7 +33,7 @@ class ParameterUse:
 
 @cache
 def parameter_use(kernel: Callable[..., Any]) -> ParameterUse:
-    """That of a function of Python in Triton's language."""
+    """Uses of the parameters of a function in Triton's language."""
     text = _KernelText(kernel)
     returned = (node.value for node in ast.walk(text.function) if isinstance(node, ast.Return) and node.value)
     calls = (node for node in ast.walk(text.function) if isinstance(node, ast.Call))
@@ -44,7 +44,7 @@ def parameter_use(kernel: Callable[..., Any]) -> ParameterUse:
 
 
 class _KernelText:
-    """A function's text.
+    """A function's source.
 
     Attributes:
         function: its tree.
@@ -55,12 +55,12 @@ class _KernelText:
         self._globals: Mapping[str, Any] = kernel.__globals__
         self._made_of = {name: frozenset({name}) for name in inspect.signature(kernel).parameters}
         assignments, size = list(_assignments(self.function)), -1
-        while size < (size := sum(map(len, self._made_of.values()))):  # loops hand on what comes below them
+        while size < (size := sum(map(len, self._made_of.values()))):  # loops pass values upwards
             for name, value in assignments:
                 self._made_of[name] = self._made_of.get(name, frozenset()) | self.parameters(value)
 
     def parameters(self, *values: ast.AST) -> frozenset[str]:
-        """What values are made of."""
+        """The parameters that values are made of."""
         return frozenset[str]().union(*map(self._parameters, values))
 
     def _parameters(self, value: ast.AST) -> frozenset[str]:
@@ -75,27 +75,29 @@ class _KernelText:
                 return self.parameters(*ast.iter_child_nodes(value))
 
     def stored_arguments(self, call: ast.Call) -> list[ast.expr]:
-        """Those through which a call writes: the address of a store, or what the called function writes through."""
+        """Arguments that a call writes through: the address of a store, or those that the called function writes
+        through.
+        """
         if _word(call.func).startswith(STORES):
             return [call.func, *call.args[:1], *(each.value for each in call.keywords if each.arg == "pointer")]
         called = self._called(call.func)
         return [] if called is None else _passed(call, called, parameter_use(called).stored)
 
     def _called(self, name: ast.expr) -> Callable[..., Any] | None:
-        """The function of Python behind one that is called; None of Triton's own."""
+        """The Python function of a call; None for Triton's own."""
         match name:
             case ast.Name(id=word):
-                found = self._globals.get(word)
+                value = self._globals.get(word)
             case ast.Attribute(value=ast.Name(id=module), attr=word):
-                found = getattr(self._globals.get(module), word, None)
+                value = getattr(self._globals.get(module), word, None)
             case _:
-                found = None
-        function = getattr(found, "fn", None)
+                value = None
+        function = getattr(value, "fn", None)
         return function if inspect.isfunction(function) and not function.__module__.startswith("triton.") else None
 
 
 def _passed(call: ast.Call, called: Callable[..., Any], names: frozenset[str]) -> list[ast.expr]:
-    """What a call gives for parameters of the called function."""
+    """The arguments of a call for some parameters."""
     if any(isinstance(argument, ast.Starred) for argument in call.args):
         return [*call.args, *(each.value for each in call.keywords)] if names else []
     given = dict(zip(inspect.signature(called).parameters, call.args, strict=False))
@@ -112,7 +114,7 @@ def _word(function: ast.expr) -> str:
 
 
 def _assignments(function: ast.AST) -> Iterator[tuple[str, ast.expr]]:
-    """Each name that is given a value, and the value."""
+    """Each assigned name with its value."""
     for node in ast.walk(function):
         match node:
             case ast.Assign(targets=targets, value=value):

@@ -1,7 +1,7 @@
-"""A communicator of the emulated NCCL: how its members come together, and how a call is issued.
+"""A communicator of the emulated NCCL: its rendezvous, and how a call is issued.
 
-It is a queue: its calls run in their order, one at a time, and ``wait`` orders streams only. Its first use, or its
-making where it is bound to a GPU, keeps the host until all members have come; so do its first collective, and its first
+It is a queue: its calls run in order, one at a time, and ``wait`` orders streams only. Its first use, or its creation
+if it is bound to a GPU, blocks the host until all members have joined; so does its first collective, and its first
 transfer between two of them.
 
 Source of the rules: torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp.
@@ -30,22 +30,23 @@ from superstep.strict.nccl.works import PendingCall, StreamWork
 from superstep.strict.torch_cuda import find_stream
 
 WATCHDOG_FIRST = timedelta(minutes=1)
-"""A message may take so much longer than a call: what hangs is the watchdog's to name."""
+"""Extra time of a message over a call: the watchdog should report a hang first."""
 
 LOOK_S = 1.0
-"""After which a host that waits for others looks who they are."""
+"""Seconds after which a waiting host checks who is missing."""
 
 DTYPES = {
     *(torch.int8, torch.uint8, torch.bool, torch.int32, torch.int64),
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64, *FLOAT8),
 }
-"""What NCCL knows (``ncclDataType`` in torch/csrc/distributed/c10d/NCCLUtils.hpp); complex numbers go as real ones."""
+"""Types in NCCL (``ncclDataType`` in torch/csrc/distributed/c10d/NCCLUtils.hpp); complex numbers are sent as real ones.
+"""
 
 Run = Callable[[GlooTransport, Views, Views], None]
 
 
 class GroupOptions:
-    """``ProcessGroupNCCL.Options``; torch sets what it knows of the group."""
+    """``ProcessGroupNCCL.Options``; torch sets its fields."""
 
     def __init__(self, is_high_priority_stream: bool = False) -> None:
         self.is_high_priority_stream = is_high_priority_stream
@@ -80,18 +81,18 @@ class Communicator(dist.ProcessGroup):
 
     @property
     def ranks(self) -> Sequence[int]:
-        """Of the job, in the group's order."""
+        """Ranks of the job, in the group's order."""
         return self.options.global_ranks_in_group or range(self.size())
 
-    # What torch asks of a group.
+    # Interface of a group in torch.
 
     def getBackendName(self) -> str:  # noqa: N802
-        """By which ``torch.distributed`` calls it."""
+        """The backend's name in ``torch.distributed``."""
         return "nccl"
 
     @property
     def group_name(self) -> str:
-        """By which it is found."""
+        """The name for lookups."""
         return self._name
 
     def _set_group_name(self, name: str) -> None:
@@ -99,7 +100,7 @@ class Communicator(dist.ProcessGroup):
 
     @property
     def group_desc(self) -> str:
-        """What it was made for."""
+        """The group's description."""
         return self._desc
 
     def _set_group_desc(self, desc: str) -> None:
@@ -129,10 +130,10 @@ class Communicator(dist.ProcessGroup):
     def _is_initialized(self) -> bool:
         return bool(self._transports)
 
-    # How members come together.
+    # Rendezvous of members.
 
     def eager_connect_single_device(self, device: torch.device | None = None) -> None:
-        """Make the communicator now. Split off another one, all members of that take part."""
+        """Create the communicator now. For a split, all members of the other one take part."""
         assert device is not None
         self.bound_device_id = device
         if self.options.split_from is not None:
@@ -140,22 +141,22 @@ class Communicator(dist.ProcessGroup):
         self._connect(device.index)
 
     def perform_nocolor_split(self, device: torch.device) -> None:
-        """Take part in splitting this one, as a rank that is no member of what comes of it."""
+        """Take part in splitting this one, without being a member of the result."""
         self.split(self.options._timeout)
 
     def split(self, limit: timedelta) -> None:
-        """Wait until all members take part in making a communicator out of this one."""
+        """Wait until all members take part in splitting this communicator."""
         self._rendezvous(f"split {next(self._splits)}", limit)
 
     def _rendezvous(self, what: str, limit: timedelta) -> None:
         self._meet({what: range(self.size())}, limit)
 
     def _meet(self, uses: Mapping[str, Iterable[int]], limit: timedelta) -> None:
-        """Keep the host until members have come.
+        """Block the host until members have joined.
 
         Args:
-            uses: by what this member comes to at once, those who have to come to it as well.
-            limit: how long that may take.
+            uses: this member's new uses, each with the members that must join it.
+            limit: of the wait.
         """
         for use in uses:
             self._store.set(f"{use}: {self.rank()}", "came")
@@ -165,7 +166,7 @@ class Communicator(dist.ProcessGroup):
             while True:
                 left_s = deadline_s - time.monotonic()
                 try:
-                    # No time at all would be endless (kNoTimeout in torch/csrc/distributed/c10d/Store.hpp).
+                    # A timeout of zero would be endless (kNoTimeout in torch/csrc/distributed/c10d/Store.hpp).
                     self._store.wait(list(awaited), timedelta(seconds=min(max(left_s, 0.01), LOOK_S)))
                     return
                 except RuntimeError as late:
@@ -183,7 +184,7 @@ class Communicator(dist.ProcessGroup):
                         ) from late
 
     def _connect(self, index: int) -> tuple[int, GlooTransport]:
-        """The queue of the communicator on a GPU, which is made at its first use; members wait for each other."""
+        """The queue of the communicator on a GPU, created at its first use; members wait for each other."""
         if index not in self._transports:
             self._store.set(f"gpu of {self.rank()}", str(index))
             self._store.set(f"process of {self.rank()}", str(os.getpid()))
@@ -195,7 +196,7 @@ class Communicator(dist.ProcessGroup):
             store = dist.PrefixStore(f"gloo {len(self._transports)}/", self._store)
             longer = limit + WATCHDOG_FIRST
             gloo = dist.ProcessGroupGloo(store, self.rank(), self.size(), timeout=longer)
-            # One that left now would end it for who still connects.
+            # A member that left now would end it for those that still connect.
             self._rendezvous(f"transport {len(self._transports)}", longer)
             transport = GlooTransport(gloo, self.rank(), self.ranks, longer, f"communicator {self._name}")
             queue = self.device.add_communicator(index, self.options.config.max_ctas)
@@ -205,9 +206,11 @@ class Communicator(dist.ProcessGroup):
         return self._transports[index]
 
     def _meet_first(self, index: int, calls: Sequence[Call]) -> None:
-        """NCCL connects members as they are first used, for which their hosts wait: those of a transfer, in each
-        direction, and of a collective all; of calls of one group together (ncclP2PPreconnectFunc and
-        ncclCollPreconnectFunc in src/group.cc, ncclTransportP2pSetup in src/transport.cc, since NCCL 2.22).
+        """NCCL connects members at their first use, and their hosts wait: those of a transfer, in each direction, and
+        of a
+        collective all; of calls of one group together (ncclP2PPreconnectFunc and ncclCollPreconnectFunc in
+        src/group.cc,
+        ncclTransportP2pSetup in src/transport.cc, since NCCL 2.22).
         """
         made = f"use {list(self._transports).index(index)}"
         me, uses = self.rank(), dict[str, Iterable[int]]()
@@ -224,7 +227,7 @@ class Communicator(dist.ProcessGroup):
             self._first_uses |= new.keys()
 
     def abort(self) -> None:
-        """End what is under way and what waits."""
+        """End running and waiting calls."""
         self._is_aborted = True
         for queue, _ in self._transports.values():
             self.device.abort(queue)
@@ -232,14 +235,14 @@ class Communicator(dist.ProcessGroup):
         self.watchdog.forget([queue for queue, _ in self._transports.values()])
 
     def shutdown(self) -> None:
-        """Let go of it; what is under way is waited for."""
+        """Wait for running calls, and close it."""
         for queue, _ in self._transports.values():
             self.device.drain(queue)
             self.device.close(queue)
         self.watchdog.forget([queue for queue, _ in self._transports.values()])
         self._transports.clear()
 
-    # How a call is issued.
+    # Issue of calls.
 
     def _call(self, name: str, what: str, reads: Sequence[Tensor], writes: Sequence[Tensor], run: Run) -> StreamWork:
         self._require(not (why := refusal_of([*reads, *writes])), name, what, why)
@@ -259,7 +262,7 @@ class Communicator(dist.ProcessGroup):
         return self._issue_or_keep(Call(name, what, self.device.caller(), sent, received, peer=peer))
 
     def _issue_or_keep(self, call: Call) -> StreamWork:
-        """Issue a call now, or at the end of its group of calls, whose work is waited for then."""
+        """Issue a call now, or at the end of its group of calls, with a common work."""
         if self._coalesced is None:
             return self._issue([call])
         self._coalesced.append(call)
@@ -276,7 +279,7 @@ class Communicator(dist.ProcessGroup):
         stream = find_stream(queue, index)
         stream.wait_event(torch.cuda.current_stream(index).record_event())
 
-        # Kernels under way keep no memory: it is the work that does, until wait().
+        # Running kernels keep no memory: the work keeps it, until wait().
         bare = [(replace(call, reads=(), writes=()), len(call.reads), len(call.writes)) for call in calls]
 
         line = calls[0].line
@@ -310,7 +313,7 @@ class Communicator(dist.ProcessGroup):
 
 
 def refusal_of(tensors: Sequence[Tensor]) -> str:
-    """Why ProcessGroupNCCL refuses the tensors of a call; empty where it takes them."""
+    """Why ProcessGroupNCCL refuses the tensors of a call; empty if it does not."""
     first = tensors[0]
     for tensor in tensors:
         if not tensor.is_cuda:
@@ -328,7 +331,7 @@ def refusal_of(tensors: Sequence[Tensor]) -> str:
 
 
 def in_words(*tensors: Tensor) -> str:
-    """How many numbers, and of which type; of as many tensors."""
+    """Number and type of elements of tensors, with equal ones counted."""
     each = (f"{tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}" for tensor in tensors)
     counts = [(len(list(same)), words) for words, same in itertools.groupby(each)]
     return ", ".join(f"{count} x {words}" if count > 1 else words for count, words in counts)

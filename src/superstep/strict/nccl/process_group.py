@@ -1,7 +1,7 @@
-"""NCCL on the strict device: the calls of ``ProcessGroupNCCL``, with Gloo to move the numbers.
+"""NCCL on the strict device: the calls of ``ProcessGroupNCCL``, with Gloo as transport.
 
-What NCCL refuses is refused, and what it lets hang is named, where members tell each other (``transport``) or by the
-watchdog (``watchdog``).
+Calls that NCCL refuses are refused, and calls that would hang are reported, by the members' comparison (``transport``)
+or by the watchdog (``watchdog``).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ c10d = dist.distributed_c10d
 
 
 class Nccl(Communicator):
-    """``ProcessGroupNCCL``, and the group that has it."""
+    """``ProcessGroupNCCL``, and its group."""
 
     Options = GroupOptions
 
@@ -53,7 +53,7 @@ class Nccl(Communicator):
         return self._call("all_gather", what, own, of_each, lambda transport, at, to: transport.gather(to, at[0]))
 
     def all_gather_single(self, output: Tensor, own: Tensor, opts: Any = None) -> StreamWork:  # noqa: ANN401
-        """Each member's numbers, one after the other."""
+        """Each member's numbers, concatenated."""
         return self.all_gather_single_coalesced([output], [own], opts)
 
     def reduce_scatter_single(self, output: Tensor, whole: Tensor, opts: Any = None) -> StreamWork:  # noqa: ANN401
@@ -61,7 +61,7 @@ class Nccl(Communicator):
         return self.reduce_scatter_single_coalesced([output], [whole], opts)
 
     def reduce(self, tensors: Any, opts: Any) -> StreamWork:  # noqa: ANN401
-        """A reduction, on one member alone; the tensors of the others keep their numbers."""
+        """A reduction, on one member alone; the tensors of the others are unchanged."""
         own, root = as_list(tensors), opts.rootRank
         rule = self._reduction("reduce", own, opts)
 
@@ -87,7 +87,7 @@ class Nccl(Communicator):
         return self._call("gather", f"{in_words(*own)} on {root}", own, of_each, run)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> StreamWork:  # noqa: ANN401
-        """To each member its tensor out of those of one."""
+        """One member's tensors, one to each member."""
         own, root = as_list(outputs), opts.rootRank
         for_each = list(inputs[0]) if inputs else []
         if for_each:
@@ -152,7 +152,7 @@ class Nccl(Communicator):
         return self._call(name, what, [own], [output], run)
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int = 0) -> StreamWork:
-        """To another member; NCCL knows no tags."""
+        """To another member; NCCL has no tags."""
         return self._transfer("send", peer, sent=tensors)
 
     def recv(self, tensors: Sequence[Tensor], peer: int, tag: int = 0) -> StreamWork:
@@ -223,23 +223,23 @@ class Nccl(Communicator):
         return self._call("reduce_scatter_single", what, inputs, outputs, run)
 
     def _reduction(self, name: str, tensors: Sequence[Tensor], opts: Any) -> Reduction:  # noqa: ANN401
-        """That of torch's options; raises a CollectiveError where NCCL has it not."""
+        """The reduction of torch's options; raises a CollectiveError if NCCL does not support it."""
         rule = Reduction.of(opts)
         self._require(not (why := rule.refusal_of(tensors)), name, f"{rule} of {in_words(*tensors)}", why)
         return rule
 
     def _require_whole(self, whole: Tensor, part: Tensor, of_whole: str, of_part: str, name: str, what: str) -> None:
-        """Raise a CollectiveError where one tensor is not as large as the parts of all members."""
+        """Raise a CollectiveError unless a tensor is as large as the parts of all members."""
         rule = f"its {of_whole} must have as many numbers as the {of_part}s of all {self.size()} members together"
-        found = f"it has {whole.numel()}, which is not {self.size()} x {part.numel()}"
-        self._require(whole.numel() == self.size() * part.numel(), name, what, f"{rule}; {found}")
+        sizes = f"it has {whole.numel()}, which is not {self.size()} x {part.numel()}"
+        self._require(whole.numel() == self.size() * part.numel(), name, what, f"{rule}; {sizes}")
 
     def _require_one_each(self, tensors: Sequence[Tensor], name: str, what: str) -> None:
         rule = f"a list must have a tensor for each of the {self.size()} members; one has {len(tensors)}"
         self._require(len(tensors) == self.size(), name, what, rule)
 
     def _require_part(self, own: Tensor, parts: Sequence[Tensor], member: int, name: str, what: str) -> None:
-        """Raise a CollectiveError where this member's part has another size in the list of all members' parts."""
+        """Raise a CollectiveError if this member's part has another size in the list of all members' parts."""
         self._require_one_each(parts, name, what)
         part = parts[member]
         rule = f"tensor {member} of its list has {part.numel()} numbers, and this rank's own one {own.numel()}"
@@ -254,12 +254,12 @@ class Nccl(Communicator):
 
 
 def as_list(tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
-    """Tensors, of which torch gives one or a list."""
+    """Tensors as a list; torch passes one or a list."""
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 
 def batch_isend_irecv(operations: Sequence[dist.P2POp]) -> list[dist.Work]:
-    """``torch.distributed``'s, which makes a group of calls only where the process group is its own class."""
+    """``torch.distributed``'s, which groups calls only for its own class of process group."""
     group = operations[0].group or dist.group.WORLD
     if not isinstance(group, Communicator):
         return torch_batch(operations)  # type: ignore[arg-type]
@@ -274,7 +274,7 @@ torch_batch = dist.batch_isend_irecv
 
 
 def install(device: ModuleType) -> None:
-    """Give torch NCCL, which its build for CPUs lacks.
+    """Add NCCL to torch, as its build for CPUs lacks it.
 
     Args:
         device: the compiled module.

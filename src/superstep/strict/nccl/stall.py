@@ -1,7 +1,7 @@
-"""Whether anything still moves on the ranks of a job, which are all of this host where GPUs are emulated.
+"""Stall detection: whether any rank of a job makes progress; emulated GPUs are all on this host.
 
-Processors are what is looked at, and no clock alone: a rank that starves on a busy host is ready to run, and one that
-computes between its calls uses a processor.
+It uses processor times, not only a clock: a rank without a core on a busy host is ready to run, and one that computes
+between its calls uses a processor.
 """
 
 from __future__ import annotations
@@ -13,23 +13,24 @@ from collections.abc import Iterator, Mapping, Sequence
 import psutil
 
 STALL_S = 10.0
-"""For how long nothing moves before a job counts as stuck."""
+"""Seconds without progress after which a job counts as stuck."""
 
 BUSY_SHARE = 0.02
-"""Of a processor. A rank that waits polls for a fifth of it; one that computes gets more among 50 on two cores."""
+"""Share of a processor. A waiting rank polls with a fifth of it; a computing one gets more even among 50 on two cores.
+"""
 
 RESTING = (psutil.STATUS_SLEEPING, psutil.STATUS_IDLE, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
 
 class StallDetector:
-    """Asked every second or so while a call is under way."""
+    """Called about once a second during a call."""
 
     def __init__(self) -> None:
         self._since_s = 0.0
         self._cpu_s: dict[int, float] = {}
 
     def reset(self) -> None:
-        """Something moves."""
+        """Note progress."""
         self._cpu_s = {}
 
     def is_stalled(self, ranks: Sequence[psutil.Process]) -> bool:
@@ -44,14 +45,14 @@ class StallDetector:
         return False
 
     def _have_computed(self, cpu_s: Mapping[int, float]) -> bool:
-        """Since the beginning of the span; so too where it has no beginning, or is that of another job."""
+        """Whether ranks have computed since the start of the span; True also without a start, or for another job."""
         if self._cpu_s.keys() != cpu_s.keys():
             return True
         return any(cpu_s[pid] - before > STALL_S * BUSY_SHARE for pid, before in self._cpu_s.items())
 
 
 def has_ended(rank: psutil.Process) -> bool:
-    """Whether a process is gone."""
+    """Whether a process has ended."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return not rank.is_running() or rank.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     return True

@@ -1,7 +1,7 @@
-"""What members of a communicator say to each other: that they make the same call, and the numbers that it moves.
+"""Transport between members of a communicator: comparison of their calls, and their numbers.
 
-NCCL compares nothing: members that call differently hang, or read what was not meant for them. Here each call says
-first what it is, and what does not fit is an error that names both lines.
+NCCL compares nothing: members with different calls hang, or read other data. Here each call first sends its signature,
+and a mismatch is an error that names both lines.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from superstep.errors import CollectiveError
 SIGNATURE_BYTES = 512
 DIGEST_BYTES = 8
 WANTED, SENT, NUMBERS, CALLED = 1, 2, 3, 4
-"""Tags of messages: of a transfer what the receiver calls, what the sender calls, and the numbers; of a collective what
-each member calls.
+"""Tags of messages: of a transfer the receiver's call, the sender's call, and the numbers; of a collective each
+member's
+call.
 """
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-"""What NCCL sums and Gloo does not know."""
+"""Types that NCCL sums and Gloo does not support."""
 
 Views = list[Tensor]
 
@@ -36,11 +37,11 @@ class Call:
     """One operation of a communicator.
 
     Attributes:
-        name: as ``torch.distributed`` calls it.
-        what: in what all its members have to agree; of a transfer, both of its ends.
-        line: where it was called.
+        name: in ``torch.distributed``.
+        what: properties that all its members must share; of a transfer, both of its ends.
+        line: of the call.
         reads, writes: its tensors.
-        run: moves the numbers, given the members' transport and what kernels see of the tensors; None of a transfer.
+        run: moves the numbers, with the members' transport and the kernels' views of the tensors; None for a transfer.
         peer: of a transfer, the other end's rank.
     """
 
@@ -57,7 +58,7 @@ class Call:
         return f"{self.name} of {self.what} ({self.line})"
 
     def signature(self) -> Tensor:
-        """Bytes that are equal at the beginning where calls fit, and then say which it is."""
+        """A hash that is equal for matching calls, followed by the call in words."""
         same = f"{self.name if self.peer is None else 'transfer'} {self.what}"
         data = hashlib.sha256(same.encode()).digest()[:DIGEST_BYTES] + str(self).encode()
         return torch.frombuffer(bytearray(data[:SIGNATURE_BYTES].ljust(SIGNATURE_BYTES, b"\0")), dtype=torch.uint8)
@@ -69,7 +70,7 @@ def describe(signature: Tensor) -> str:
 
 
 def movable(numbers: Tensor) -> Tensor:
-    """The same bytes, of a type that Gloo moves."""
+    """The same bytes, with a type that Gloo supports."""
     return numbers.view(torch.uint8) if numbers.dtype in FLOAT8 else numbers
 
 
@@ -80,12 +81,12 @@ def fits(one: Tensor, other: Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """How numbers of the members become one.
+    """A reduction over members.
 
     Attributes:
         operation: of Gloo, which has no mean.
-        is_mean: whether it is divided by the members, integers towards zero.
-        factor: by which each member's numbers are multiplied first; None leaves them.
+        is_mean: whether the sum is divided by the number of members, integers towards zero.
+        factor: of each member's numbers before the reduction; None for none.
     """
 
     operation: Any
@@ -94,7 +95,7 @@ class Reduction:
 
     @classmethod
     def of(cls, opts: Any) -> Self:  # noqa: ANN401 - torch's options have no common type
-        """That of torch's options."""
+        """The reduction of torch's options."""
         operation: Any = dist.ReduceOp.SUM if opts is None else opts.reduceOp
         if operation == dist.ReduceOp.AVG:
             return cls(dist.ReduceOp.SUM, is_mean=True)
@@ -103,7 +104,7 @@ class Reduction:
         return cls(operation)
 
     def refusal_of(self, tensors: Sequence[Tensor]) -> str:
-        """Why NCCL does not reduce so (getNcclReduceOp in ProcessGroupNCCL.cpp); empty where it does."""
+        """Why NCCL does not support it (getNcclReduceOp in ProcessGroupNCCL.cpp); empty if it does."""
         if any(self.operation == bits for bits in (dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR)):
             return f"Cannot use ReduceOp.{str(self).upper()} with NCCL"
         if self.is_mean and tensors[0].dtype == torch.bool:
@@ -113,23 +114,22 @@ class Reduction:
         return ""
 
     def __str__(self) -> str:
-        """Its name."""
         name = str(getattr(self.operation, "op", self.operation)).rpartition(".")[2].lower()
         return "mean" if self.is_mean else name if self.factor is None else f"{name} times {self.factor:g}"
 
 
 @dataclass(frozen=True, slots=True)
 class GlooTransport:
-    """The members' Gloo group, on which the numbers of the device go.
+    """The members' Gloo group, which moves the device's numbers.
 
     Attributes:
         gloo: the group.
         rank: this member.
-        ranks: that of each member in the job, for messages.
-        limit: how long a message may take.
+        ranks: of each member in the job, for messages.
+        limit: of a message.
         name: of the communicator, for messages.
-        awaited: the member that has not come to the call that runs, while there is one; of several the first.
-        last: what each member has called last, in words.
+        awaited: the member that the running call waits for, if any; of several the first.
+        last: the last call of each member, in words.
     """
 
     gloo: dist.ProcessGroupGloo
@@ -142,11 +142,11 @@ class GlooTransport:
 
     @property
     def size(self) -> int:
-        """How many members there are."""
+        """Number of members."""
         return len(self.ranks)
 
     def reduce(self, numbers: Tensor, rule: Reduction) -> None:
-        """One out of all members' numbers, in place."""
+        """Reduce all members' numbers, in place."""
         options = dist.AllreduceOptions()
         options.reduceOp = rule.operation
         total = numbers.float() if numbers.dtype in FLOAT8 else numbers
@@ -171,7 +171,7 @@ class GlooTransport:
         self.gloo.broadcast([movable(numbers)], options).wait(self.limit)
 
     def gather(self, outputs: Sequence[Tensor], own: Tensor) -> None:
-        """Every member's numbers, in rank order; of each as many as its output has."""
+        """Every member's numbers, in rank order, of each output's size."""
         if len({output.numel() for output in outputs}) == 1:
             self.gloo.allgather([[movable(output) for output in outputs]], [movable(own)]).wait(self.limit)
             return
@@ -183,7 +183,7 @@ class GlooTransport:
         """A part for each member, from each member.
 
         Raises:
-            CollectiveError: a member sends another part than this one receives from it.
+            CollectiveError: a member sends a part of another size than this one receives.
         """
         mine = torch.tensor(list(to_each) or [len(own) // self.size] * self.size)
         sent = [torch.empty_like(mine) for _ in range(self.size)]
@@ -200,7 +200,7 @@ class GlooTransport:
         self.gloo.alltoall_base(movable(output), movable(own), *parts, options).wait(self.limit)
 
     def collect(self, call: Call, reads: Views, writes: Views) -> None:
-        """Run a collective, once all members are known to make the same one.
+        """Run a collective, once all members are known to make the same call.
 
         Raises:
             CollectiveError: a member makes another one.
@@ -223,11 +223,10 @@ class GlooTransport:
             raise CollectiveError(f"{call} over {self.name}: {error}") from None
 
     def transfer(self, calls: Sequence[tuple[Call, Views, Views]]) -> None:
-        """Run sends and receives that were called as one group, each with what it reads and writes. A send is over once
-        its receive has been called.
+        """Run a group of sends and receives, each with its views. A send ends once its receive has been called.
 
         Raises:
-            CollectiveError: the ends of a transfer do not fit.
+            CollectiveError: the ends of a transfer do not match.
         """
         sends = [(call, reads[0]) for call, reads, _ in calls if call.name == "send"]
         receives = [(call, writes[0]) for call, _, writes in calls if call.name == "recv"]
@@ -251,7 +250,7 @@ class GlooTransport:
             raise CollectiveError(f"the ends of a transfer over {self.name} do not fit: {faults[0]}")
 
     def _compare(self, call: Call, tag: int) -> str:
-        """Both ends of a transfer, once the other one has come; empty where they fit."""
+        """Both ends of a transfer, once the other one has arrived; empty if they match."""
         came = torch.empty(SIGNATURE_BYTES, dtype=torch.uint8)
         assert call.peer is not None
         self._receive(call.peer, came, self.gloo.recv([came], call.peer, tag))
@@ -261,7 +260,7 @@ class GlooTransport:
         return f"rank {self.ranks[self.rank]} {call}, rank {self.ranks[member]} {describe(other)}"
 
     def _receive(self, rank: int, signature: Tensor, message: dist.Work) -> None:
-        """Wait for what another member calls."""
+        """Wait for another member's call."""
         self.awaited.add(rank)
         message.wait(self.limit)
         self.awaited.clear()

@@ -1,4 +1,4 @@
-"""The watchdog of calls under way, as ProcessGroupNCCL has one: ends a process whose calls do not end."""
+"""The watchdog of running calls, as in ProcessGroupNCCL: ends a process with a call that does not end."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from superstep.strict.nccl.works import PendingCall, StreamWork
 POLL_S = 0.2
 
 POLLS_PER_LOOK = 5
-"""Of the processors that ranks use, which is read from files of the system."""
+"""Polls between two reads of processor times, which come from files of the system."""
 
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """Who takes part in a communicator.
+    """Members of a communicator.
 
     Attributes:
-        transport: on which they meet.
+        transport: between them.
         processes: in the order of the group.
     """
 
@@ -39,7 +39,7 @@ class Members:
     processes: Sequence[psutil.Process]
 
     def missing(self) -> str:
-        """Which member has not come to the call that runs; empty where all have."""
+        """The member that the running call waits for; empty if there is none."""
         for number in list(self.transport.awaited):
             last = self.transport.last.get(number)
             called = f"whose last call there is {last}" if last else "which has made no call there"
@@ -55,27 +55,28 @@ class _Watched:
 
     @property
     def is_needed(self) -> bool:
-        """Whether it is under way, or somebody may still wait for it, which then lets go of its tensors."""
+        """Whether it is running, or a later wait would release its tensors."""
         return not self.call.end.query() or (bool(self.call.tensors) and self.work() is not None)
 
 
 @dataclass(slots=True, eq=False)
 class HostWait:
-    """A host that waits for other ranks to come.
+    """A host that waits for other ranks.
 
     Attributes:
-        why: who has not come to what, once it has waited for some time.
+        why: the missing member and the call, after some time.
     """
 
     why: str = ""
 
 
 class Watchdog:
-    """Ends the process where a call does not end in time, or no rank moves any more; says what is under way.
+    """Ends the process if a call does not end in time, or no rank makes progress; reports the running calls.
 
-    The tensors of a call that nobody waits for are given back by the next call of its communicator, in the thread of
-    that call (``shelvesToUnstash_`` in ProcessGroupNCCL.cpp). Those of a work that is still there are kept, so that
-    no peak of memory depends on when this thread runs where each work is waited for.
+    Tensors of a call without a wait are released by the next call of its communicator, in the thread of that call
+    (``shelvesToUnstash_`` in ProcessGroupNCCL.cpp). Those of an existing work are kept, so that the peak of memory does
+    not
+    depend on this thread's timing if each work is waited for.
     """
 
     def __init__(self, device: ModuleType) -> None:
@@ -90,7 +91,7 @@ class Watchdog:
         self._owner = 0
 
     def watch(self, work: StreamWork) -> None:
-        """Hold on to a call until it is over, and let go of those of its communicator that are."""
+        """Keep a call until it ends, and release ended calls of its communicator."""
         with self._lock:
             self._begin()
             released = [call for call in self._over if call.queue == work.call.queue]
@@ -112,19 +113,19 @@ class Watchdog:
                 self._hosts.remove(wait)
 
     def _begin(self) -> None:
-        """Look from now on, in a thread of this process. The lock is held."""
+        """Start the thread of this process. The lock is held."""
         if self._owner != os.getpid():  # a fork has none of its parent's threads
             self._owner, self._watched, self._over, self._hosts = os.getpid(), [], [], []
             self._thread = threading.Thread(target=self._run, name="strict watchdog", daemon=True)
             self._thread.start()
 
     def add_members(self, queue: int, members: Members) -> None:
-        """Those of a communicator."""
+        """Set the members of a communicator."""
         with self._lock:
             self._members[queue] = members
 
     def forget(self, queues: Collection[int]) -> None:
-        """Await nothing more of communicators, which have been aborted or have ended."""
+        """Drop the calls of communicators that were aborted or closed."""
         with self._lock:
             released = [call for call in (*self._over, *(w.call for w in self._watched)) if call.queue in queues]
             self._over = [call for call in self._over if call.queue not in queues]
@@ -154,7 +155,7 @@ class Watchdog:
                 self._end(f"no rank moves any more: {hosts[0] if hosts else self._cause(pending)}")
 
     def _sort(self) -> None:
-        """Calls that are over go to those that are released. The lock is held."""
+        """Move ended calls to those that can be released. The lock is held."""
         watched, self._watched = self._watched, []
         for each in watched:
             if each.is_needed:
@@ -165,12 +166,12 @@ class Watchdog:
     def _is_stalled(self) -> bool:
         with self._lock:
             processes = {process for each in self._members.values() for process in each.processes}
-        # Where some rank is in no communicator of this one, what it does is not known.
+        # If some rank is in no communicator of this one, its state is unknown.
         world = dist.group.WORLD
         return world is not None and len(processes) >= world.size() and self._stall.is_stalled(list(processes))
 
     def _cause(self, pending: Sequence[PendingCall]) -> str:
-        """Which call hangs, and who is missing there, where one is."""
+        """The hanging call, and the member that it waits for, if known."""
         with self._lock:
             members = dict(self._members)
         for call in pending:

@@ -1,4 +1,4 @@
-"""What a call of a communicator gives back."""
+"""Results of a communicator's calls."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor
 
 @dataclass(slots=True, eq=False)
 class PendingCall:
-    """A call under way, as its work and the watchdog have it.
+    """A running call, shared by its work and the watchdog.
 
     Attributes:
         queue: the number of its communicator's stream.
         what: the call in words.
-        end: the event behind it.
-        deadline_s: when it has to be over, by the monotonic clock.
-        tensors: what is kept until ``wait``, or until the watchdog finds it over.
+        end: the event after it.
+        deadline_s: its time limit, by the monotonic clock.
+        tensors: kept until ``wait``, or until the watchdog sees its end.
     """
 
     queue: int
@@ -30,10 +30,11 @@ class PendingCall:
 
 
 class StreamWork(dist._Work):  # type: ignore[name-defined]
-    """A call under way. ``wait`` has the current stream wait for it, and no host.
+    """A running call. ``wait`` makes the current stream wait for it, not the host.
 
-    Its tensors are kept until then; where nobody waits, until it is over and the watchdog lets go of them, as
-    ProcessGroupNCCL does since torch 2.8.
+    Its tensors are kept until then; without a wait, until it has ended and the watchdog releases them, as
+    ProcessGroupNCCL
+    does since torch 2.8.
     """
 
     def __init__(self, call: PendingCall) -> None:
@@ -41,37 +42,37 @@ class StreamWork(dist._Work):  # type: ignore[name-defined]
         self.call, self.end = call, call.end
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Have what is issued to the current stream from now on come after the call."""
+        """Order later work of the current stream after the call."""
         self._order()
         self.call.tensors = []
         return True
 
     def _order(self) -> None:
-        """By the current stream of the GPU that it runs on, which need not be the current one of the thread."""
+        """Order it in the current stream of the call's GPU, which need not be the thread's current one."""
         self.end.wait(torch.cuda.current_stream(self.end.device))
 
     def synchronize(self) -> None:
-        """``wait``."""
+        """The same as ``wait``."""
         self.wait()
 
     def block_current_stream(self) -> None:
-        """``wait``."""
+        """The same as ``wait``."""
         self.wait()
 
     def is_completed(self) -> bool:
-        """Whether it is over on the device."""
+        """Whether it has ended on the device."""
         return self.end.query()
 
     def is_success(self) -> bool:
-        """``is_completed``: what fails ends the process."""
+        """The same as ``is_completed``: a failure ends the process."""
         return self.is_completed()
 
     def result(self) -> list[Tensor]:
-        """What it writes."""
+        """Its outputs."""
         return self.call.tensors
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        """What it writes, for work that is issued after ``wait``."""
+        """Its outputs, for work that is issued after ``wait``."""
         future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
         self._order()
         future.set_result(self.call.tensors)
@@ -79,10 +80,10 @@ class StreamWork(dist._Work):  # type: ignore[name-defined]
 
 
 class BarrierWork(StreamWork):
-    """A barrier, whose ``wait`` the host waits in."""
+    """A barrier; its ``wait`` blocks the host."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return once all members have come to it."""
+        """Return once all members have reached it."""
         super().wait(timeout)
         self.end.synchronize()
         return True
