@@ -1,4 +1,4 @@
-"""Where a run says what it does: a terminal, or nowhere. ``run`` itself prints nothing."""
+"""Console of a run: a terminal, or nothing. ``run`` itself prints nothing."""
 
 from __future__ import annotations
 
@@ -13,52 +13,46 @@ class Display(Sink, Protocol):
     """A sink that shows events while its ``with`` block runs."""
 
     def __enter__(self) -> Self:
-        """Take the terminal."""
+        """Take over the terminal."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Give it back, by whatever way the block ends."""
+        """Release the terminal at the end of the block."""
 
 
 class Console(Protocol):
-    """What shows a run to whoever started it. Rank 0 gets it too, so it can be pickled."""
+    """Shows a run to its user. Rank 0 gets it too, so it can be pickled."""
 
     def say(self, text: str) -> None:
         """Show a line."""
 
     def warn(self, text: str) -> None:
-        """Show a line about what went wrong."""
+        """Show a warning."""
 
     def open_display(self, *, mfu_convention: str, log_every: int) -> Display:
-        """Show the events of training.
+        """A display of the events of training.
 
         Args:
             mfu_convention: what the MFU counts, in a few words.
-            log_every: steps from one line to the next, where lines are shown.
+            log_every: steps between lines.
         """
 
     def restore(self) -> None:
-        """Give back a terminal that a killed rank had taken."""
+        """Restore a terminal that a killed rank had taken over."""
 
 
 @dataclass(frozen=True, slots=True)
 class Silent:
-    """A console that shows nothing, for runs that a program starts: what they report is in their folder."""
+    """A console that shows nothing, for runs from a program: their reports are in their folder."""
 
-    def say(self, text: str) -> None:
-        """Nothing is shown."""
-
-    def warn(self, text: str) -> None:
-        """Nothing is shown."""
-
+    def say(self, text: str) -> None: ...
+    def warn(self, text: str) -> None: ...
     def open_display(self, *, mfu_convention: str, log_every: int) -> Display:
-        """A display that shows nothing."""
         del mfu_convention, log_every
         return NoDisplay()
 
-    def restore(self) -> None:
-        """No terminal was taken."""
+    def restore(self) -> None: ...
 
 
 class NoDisplay:
@@ -69,11 +63,6 @@ class NoDisplay:
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Nothing is held."""
-
-    def write(self, event: Event) -> None:
-        """Show nothing."""
-
-    def close(self) -> None:
-        """Nothing is held."""
+    ) -> None: ...
+    def write(self, event: Event) -> None: ...
+    def close(self) -> None: ...

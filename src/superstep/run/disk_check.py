@@ -1,4 +1,4 @@
-"""Whether the checkpoints of a run have room where they will lie: seen before anything is launched."""
+"""Disk space of a run's checkpoints, checked before the launch."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from superstep.train.run_folder.run_paths import RunFolder
 
 
 def require_disk(run: Resolved, folder: RunFolder, step: int) -> None:
-    """See that the checkpoints that will lie there at once have room beside those that do already.
+    """Check that the run's future checkpoints fit beside the existing ones.
 
-    A new one is whole before the oldest goes: so one more than ``state.keep``, where so many are still to be written.
+    A new one is complete before the oldest is deleted: so one more than ``state.keep``, if so many are still to come.
 
     Args:
-        run: that is trained.
+        run: the resolved run.
         folder: of it.
-        step: that it goes on after.
+        step: after which it continues.
 
     Raises:
-        ConfigError: they have not.
+        ConfigError: they do not fit.
     """
     state, one = run.config.state, STATE_BYTES * run.trained_numel
     to_come = -(-(run.config.train.steps - step) // state.save_every)

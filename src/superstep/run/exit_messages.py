@@ -1,4 +1,4 @@
-"""What is said when a run ends before its last step: by what, the newest checkpoint, and how to go on from it."""
+"""Messages of a run that ends before its last step: the reason, the newest checkpoint, and how to resume."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ INTERRUPTED = 130
 def ended(
     error: BaseException, folder: RunFolder, console: Console, verb: str = "train", *, is_of_torchrun: bool = False
 ) -> int | None:
-    """The exit status after Ctrl-C or a SIGTERM that was not waited for, told in one line; None after anything else. A
-    fault of a run that has begun says how to go on, wherever it is told.
+    """The exit status after Ctrl-C or a SIGTERM without a graceful stop, with a message; None after anything else. A
+    fault of
+    a started run gets a line on how to resume.
 
     Args:
         error: that ended the run.
         folder: of the run.
-        console: is told.
-        verb: the words after superstep that go on with the run.
-        is_of_torchrun: whether torchrun or srun launched it, whose flags are not known here.
+        console: shows the message.
+        verb: the words after superstep that resume the run.
+        is_of_torchrun: whether torchrun or srun launched it, with flags that are not known here.
     """
     match error:
         case KeyboardInterrupt():
@@ -49,19 +50,19 @@ def ended(
 
 
 def stopped(folder: RunFolder, console: Console, verb: str = "train", *, is_of_torchrun: bool = False) -> int:
-    """The exit status after a SIGTERM that the run has come to an end for, told in one line."""
+    """The exit status after a graceful stop by SIGTERM, with a message."""
     console.warn(f"stopped by SIGTERM. {how_to_go_on(folder, verb, is_of_torchrun=is_of_torchrun)}")
     return STOPPED
 
 
 def status_of(go: Callable[[], bool], folder: RunFolder, console: Console, verb: str) -> int | None:
-    """The exit status of a run that does not come to its last step; None where it does.
+    """The exit status of a run that ends before its last step; None for a complete one.
 
     Args:
-        go: trains; returns whether it was asked to stop before the last step.
+        go: trains; returns whether it stopped before the last step on request.
         folder: of the run.
-        console: is told why, and how to go on.
-        verb: the words after superstep that go on with the run.
+        console: shows the reason, and how to resume.
+        verb: the words after superstep that resume the run.
     """
     try:
         is_stopped = go()
@@ -75,7 +76,7 @@ def status_of(go: Callable[[], bool], folder: RunFolder, console: Console, verb:
 
 
 def status_under_torchrun(world: World, go: Callable[[], bool], folder: RunFolder, console: Console, verb: str) -> int:
-    """The exit status of a rank that torchrun or srun has started; rank 0 speaks for all. As ``status_of``."""
+    """The exit status of a rank under torchrun or srun; rank 0 shows messages. As ``status_of``."""
     try:
         is_stopped = go()
     except (KeyboardInterrupt, SystemExit, Fault) as error:
@@ -90,18 +91,18 @@ def status_under_torchrun(world: World, go: Callable[[], bool], folder: RunFolde
 def how_to_go_on(
     folder: RunFolder, verb: str = "train", *, is_moved: bool = False, is_of_torchrun: bool = False
 ) -> str:
-    """The newest checkpoint and the command that goes on from it, as far as there are any; ``is_moved`` where the run
-    began in another folder.
+    """The newest checkpoint and the command that resumes from it, if any; ``is_moved`` if the run began in another
+    folder.
     """
     if not (is_moved or folder.config.is_file()):
         return "The run had not begun: there is nothing to go on from."
     # The run's own settings are in its folder: the command needs no other flag.
     place = f"--state.dir {shlex.quote(str(folder.root))} "
     command = f"superstep {verb} {place}--state.existing resume"
-    found = checkpoints(folder.checkpoints)
+    saved = checkpoints(folder.checkpoints)
     if is_of_torchrun:
-        newest = f"The newest checkpoint is {found[-1]}" if found else "The run has no checkpoint yet"
+        newest = f"The newest checkpoint is {saved[-1]}" if saved else "The run has no checkpoint yet"
         return f"{newest}; start the same command again with {place if is_moved else ''}--state.existing resume."
-    if not found:
+    if not saved:
         return f"The run has no checkpoint yet; begin again with: {command}"
-    return f"The newest checkpoint is {found[-1]}; go on with: {command}"
+    return f"The newest checkpoint is {saved[-1]}; go on with: {command}"

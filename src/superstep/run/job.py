@@ -1,4 +1,4 @@
-"""The job of a run's ranks: its directory, tokens and checkpoint, prepared and held."""
+"""The job of a run's ranks: its directory, tokens and checkpoint, prepared and locked."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ from superstep.train.weights.initial_weights import check_start
 from superstep.train.weights.model import flops_per_token, operations
 
 Tokens = Callable[[Resolved, RunFolder, Path | None], Path]
-"""Makes the folder of token files of a run, or finds it; given the checkpoint that it goes on from."""
+"""Makes or opens the folder of a run's token files; receives the checkpoint to resume from."""
 
 Length = Callable[[Resolved, Path], Resolved]
-"""The run with as many steps as its tokens make."""
+"""Sets a run's steps by its tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunKind:
-    """What makes a run another one than that of ``superstep train``.
+    """Differences of a kind of run from ``superstep train``.
 
     Attributes:
-        verb: the words after superstep that go on with it.
+        verb: the words after superstep that resume it.
         files: texts for its directory, by name.
-        lesson: what is learnt of a batch, where that is not each of its targets.
+        lesson: a loss of whole sequences; None for a loss of each target.
         length: sets the steps by the tokens.
     """
 
@@ -64,40 +64,42 @@ TRAINING = RunKind()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainJob:
-    """What every rank is told."""
+    """The job that every rank receives."""
 
     run: Resolved
     folder: RunFolder
     corpus: Path
     checkpoint: Path | None
     was_complete: bool
-    """Whether it goes on beyond what was its last step: then what follows a demo has been seen."""
+    """Whether it continues beyond an earlier last step: then a demo's hints were shown already."""
     operations: tuple[UnitOperations, ...] | None
-    """What the units do; None where it cannot be told before they run."""
+    """Operations of the units; None if they are not known before they run."""
     flops_per_token: float | None
     verb: str = "train"
-    """The words after superstep that go on with the run."""
+    """The words after superstep that resume the run."""
     files: Mapping[str, str] = field(default_factory=dict)
     """Texts to write into the run directory, by name."""
     lesson: SequenceLoss | None = None
-    """What is learnt of a batch, where that is not each of its targets."""
+    """A loss of whole sequences; None for a loss of each target."""
     snapshots: Handles | None = None
-    """The ranks' memories that outlive them, where there are any."""
+    """The ranks' memories that outlive them, if any."""
     recovered: Recovery | None = None
-    """What was lost, where something was, and the snapshot to go on from in the place of the checkpoint."""
+    """After a loss of ranks: the lost ones, and the snapshot to resume from instead of the checkpoint."""
     asked: Resolved | None = None
-    """The run as it was asked for, where it goes on under a plan for fewer ranks: the directory keeps that one."""
+    """The requested run, if the current plan has fewer ranks: the directory keeps the requested one."""
     epoch: int = 0
-    """How often launchers of several hosts have started ranks: none of them has all memories, and ranks write
-    checkpoints. 0 where one launcher does."""
+    """Number of starts by launchers of several hosts: none of them has all memories, and ranks write checkpoints. 0
+    with one
+    launcher.
+    """
     began_at_s: float = 0.0
-    """When the launch began, in seconds since 1970."""
+    """Start of the launch, in seconds since 1970."""
     earlier_s: float = 0.0
-    """What launches of the run before this one took."""
+    """Seconds of the run's earlier launches."""
 
 
 def asked_device(job: TrainJob | None) -> DeviceKind | None:
-    """The device that a run asks for."""
+    """The device of a run's settings."""
     return None if job is None else job.run.config.plan.device
 
 
@@ -111,13 +113,14 @@ def prepared_job(
     kind: RunKind = TRAINING,
     hosts: int = 1,
 ) -> Iterator[TrainJob | None]:
-    """The run's directory, held for the length of the block, and the tokens in their place; None where there is
-    nothing left to do. With several hosts this is for the first one's launcher to do.
+    """The run's locked directory for the block, with its tokens; None for a complete run. With several hosts only the
+    first
+    one's launcher calls this.
 
     Args:
-        run: that is trained.
-        tokens: makes them, or finds them.
-        console: is told what there is to say before the first step.
+        run: the resolved run.
+        tokens: makes or opens the token files.
+        console: shows messages before the first step.
         launcher: of the ranks.
         kind: of run.
         hosts: that share the ranks.
@@ -128,18 +131,18 @@ def prepared_job(
     store = store_of(run, checkpoint)
     if checkpoint is None:
         check_start(run)
-    seen = operations(run)
+    traced = operations(run)
     here = run.plan.mesh.world // hosts
-    # torchrun says how many of its ranks are on this host, srun does not.
+    # torchrun gives the number of its ranks on this host, srun does not.
     if choose(run.config.plan.device, launcher.ranks_here(here)) == "cpu":
-        # What a GPU has left its rank alone can tell: to ask takes a part of it.
-        require_fit(run, Device("cpu"), seen, ranks=launcher.local_ranks or here)
+        # Only a GPU's own rank knows its free memory: reading it uses a part of it.
+        require_fit(run, Device("cpu"), traced, ranks=launcher.local_ranks or here)
     with hold(folder), mirrored(folder.checkpoints, store, run.config.state.keep):
         if store is not None and run.config.state.existing == "resume":
-            for told in fetch_newest(store, folder.checkpoints):
-                console.say(told)
+            for line in fetch_newest(store, folder.checkpoints):
+                console.say(line)
             checkpoint = newest(folder.checkpoints)
-        if checkpoint is not None:  # what was left of the run before may have come to its end only now
+        if checkpoint is not None:  # ranks of an earlier launch may have ended only now
             checkpoint = newest(folder.checkpoints)
         if checkpoint is not None:
             require_same_run(checkpoint, identity_of(run))
@@ -147,7 +150,7 @@ def prepared_job(
         corpus = None if kind.length is None else tokens(run, folder, checkpoint)
         if kind.length is not None and corpus is not None:
             run = kind.length(run, corpus)
-        if checkpoint is not None and step >= run.config.train.steps:  # nobody will read it again: every byte, then
+        if checkpoint is not None and step >= run.config.train.steps:  # nothing will read it again: verify every byte
             checkpoint = newest(folder.checkpoints, verify)
             step = 0 if checkpoint is None else read_position(checkpoint).step
         if step >= run.config.train.steps:
@@ -163,10 +166,10 @@ def prepared_job(
                 corpus=corpus,
                 checkpoint=checkpoint,
                 was_complete=checkpoint is not None
-                and folder.config.is_file()  # it is not where the checkpoint came from a store
+                and folder.config.is_file()  # it does not if the checkpoint came from a store
                 and step >= read_config(folder.config).train.steps,
-                operations=seen,
-                flops_per_token=flops_per_token(run, seen),
+                operations=traced,
+                flops_per_token=flops_per_token(run, traced),
                 verb=kind.verb,
                 files=kind.files,
                 lesson=kind.lesson,
@@ -176,17 +179,17 @@ def prepared_job(
 
 
 def _say_passes(run: Resolved, corpus: Path, console: Console) -> None:
-    """Say where a step goes over the data more than once."""
+    """Show a message if a step uses the data more than once."""
     opened, batch = open_corpus(corpus), run.config.train.batch_sequences
     if opened.manifest.train_tokens >= (batch + 1) * run.config.data.sequence_tokens:
-        return  # then there are as many sequences, and nobody need count them
+        return  # then there are enough sequences, and counting is unnecessary
     passes = passes_of_a_step(batch, stream_of(run.config, opened, "train").sequences)
     if passes is not None:
         console.say(passes)
 
 
 def passes_of_a_step(batch_sequences: int, sequences: int) -> str | None:
-    """That a step goes over the data more than once; None where it does not."""
+    """The message that a step uses the data more than once; None if it does not."""
     if batch_sequences <= sequences:
         return None
     times = f"{batch_sequences / sequences:,.1f}".removesuffix(".0")
@@ -197,5 +200,5 @@ def passes_of_a_step(batch_sequences: int, sequences: int) -> str | None:
 
 
 def watch_of(job: TrainJob) -> FolderWatch:
-    """A watch of the run directory, which knows what a folder in its place needs to be gone on with."""
+    """A watch of the run directory, with the files that a replacement needs for resuming."""
     return FolderWatch(job.folder, {job.folder.config.name: write_config((job.asked or job.run).config), **job.files})

@@ -1,6 +1,6 @@
-"""A job as bytes, for ranks that torchrun launched: they are read as this one form, and nothing in them is run.
+"""A job as bytes, for ranks of torchrun: parsed as this one type, without executing anything.
 
-The configuration goes as the text of run.toml and is resolved again where it arrives; so is what follows from it.
+The configuration is sent as the text of run.toml and resolved again by the receiver; so are values that follow from it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from superstep.tune.dpo import Dpo, lesson_of
 
 
 class JobMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The fields of a ``TrainJob`` that one of torchrun's has, paths and the configuration as text."""
+    """The fields of a ``TrainJob`` under torchrun, with paths and configuration as text."""
 
     config: str
     ranks: int
@@ -40,19 +40,19 @@ MESSAGES: Codec[JobMessage | None] = Codec(JobMessage | None)
 
 
 def encode(job: TrainJob | None) -> bytes:
-    """The bytes of a job, or of none where there is nothing left to do."""
+    """Encode a job, or None for a complete run."""
     return MESSAGES.encode(None if job is None else _message_of(job))
 
 
 def decode(message: bytes) -> TrainJob | None:
-    """The job that ``encode`` was given.
+    """Decode a job.
 
     Raises:
-        msgspec.DecodeError: they are not the bytes of one.
+        msgspec.DecodeError: the bytes are invalid.
         ConfigError: its configuration cannot be resolved here.
     """
-    found = MESSAGES.decode(message)
-    return None if found is None else _job_of(found)
+    fields = MESSAGES.decode(message)
+    return None if fields is None else _job_of(fields)
 
 
 JOB: StoredValue[TrainJob | None] = StoredValue(encode, decode)

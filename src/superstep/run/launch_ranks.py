@@ -1,4 +1,4 @@
-"""Ranks of a run on this host: launched, and launched again where some were lost and there are snapshots."""
+"""Launch a run's ranks on this host, and relaunch lost ones from snapshots."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from superstep.state.verify import newest
 from superstep.train.run_folder.failure_report import leaving_words
 
 Worker = Callable[[World, TrainJob, Console], bool]
-"""What each rank does; whether it was asked to stop before the last step, and has."""
+"""The work of each rank; returns whether it stopped before the last step on request."""
 
 
 def launch(job: TrainJob, console: Console, worker: Worker | None = None) -> int | None:
-    """Train on ranks of this host; the exit status where that was not to the last step.
+    """Train on ranks of this host; the exit status if it ends before the last step.
 
     Args:
-        job: what every rank is told.
+        job: of every rank.
         console: shows the run.
-        worker: what each of them does; None means ``rank``.
+        worker: of each rank; None means ``rank``.
     """
     return status_of(lambda: _launch(job, worker or rank, console), job.folder, console, job.verb)
 
 
 def _launch(job: TrainJob, worker: Worker, console: Console) -> bool:
-    """Whether the run was asked to stop before its last step."""
+    """Whether the run stopped before its last step on request."""
     with sampling(job.folder, job.run.config.observe.sample) as finish:
         is_stopped = _train(job, worker, console)
         if not is_stopped:
@@ -44,9 +44,9 @@ def _launch(job: TrainJob, worker: Worker, console: Console) -> bool:
 
 
 def _train(job: TrainJob, worker: Worker, console: Console) -> bool:
-    """Whether the run was asked to stop; where ranks are lost and there are snapshots, it is gone on with."""
+    """Whether the run stopped on request; lost ranks are relaunched if there are snapshots."""
     world, state = job.run.plan.mesh.world, job.run.config.state
-    with suppress(OSError):  # of a launch before this one
+    with suppress(OSError):  # of an earlier launch
         job.folder.fault.unlink()
     if state.snapshot_every is None:
         return leaving_words(job.folder, lambda: launch_on(asked_device(job), world, worker, job, console))
@@ -63,6 +63,6 @@ def _train(job: TrainJob, worker: Worker, console: Console) -> bool:
 
 
 def _again(job: TrainJob, handles: Handles, lost: Recovery | None) -> TrainJob:
-    """What ranks are told that start with memories, for the first time or after some were lost."""
-    told = replace(job, snapshots=handles, recovered=lost)
-    return told if lost is None or lost.step is not None else replace(told, checkpoint=newest(job.folder.checkpoints))
+    """The job of ranks with memories, at the first start or after a loss."""
+    again = replace(job, snapshots=handles, recovered=lost)
+    return again if lost is None or lost.step is not None else replace(again, checkpoint=newest(job.folder.checkpoints))

@@ -1,4 +1,4 @@
-"""What a run may ask of its launcher, and what only some launchers do. Without torch."""
+"""Which launchers support which settings of a run. Without torch."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ SEVERAL_HOSTS = "a launcher on each of several hosts"
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """Who launches the ranks of a run.
+    """The launcher of a run's ranks.
 
     Attributes:
-        is_own: superstep does, and not torchrun or srun.
-        local_ranks: the ranks on this host, as another launcher says; None where it does not.
+        is_own: superstep's own, not torchrun or srun.
+        local_ranks: number of ranks on this host, if another launcher gives it; else None.
     """
 
     is_own: bool = True
     local_ranks: int | None = None
 
     def ranks_here(self, ranks: int) -> int:
-        """The ranks on this host.
+        """Number of ranks on this host.
 
         Args:
-            ranks: how many it has where superstep launches them.
+            ranks: its number of ranks under superstep's launcher.
         """
         return self.local_ranks or (ranks if self.is_own else 1)
 
@@ -38,7 +38,7 @@ OWN = Launcher()
 
 
 def check_launch(config: RunConfig, hosts: int, launcher: Launcher) -> None:
-    """See that the launcher of a run can do what is asked of it.
+    """Check that the launcher supports a run's settings.
 
     Args:
         config: of the run.
@@ -46,7 +46,7 @@ def check_launch(config: RunConfig, hosts: int, launcher: Launcher) -> None:
         launcher: of its ranks.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: it does not.
     """
     state = config.state
     if state.snapshot_every is not None and (not launcher.is_own or sys.platform != "linux"):
@@ -62,15 +62,15 @@ def check_launch(config: RunConfig, hosts: int, launcher: Launcher) -> None:
 
 
 def require_alone(config: RunConfig, web_port: int | None, launcher: str) -> None:
-    """See that nothing is asked for that needs one launcher of all ranks, where another launcher has them.
+    """Refuse settings that need one launcher of all ranks.
 
     Args:
         config: of the run.
-        web_port: where its report is to be served.
-        launcher: what has the ranks.
+        web_port: of the live report.
+        launcher: its name.
 
     Raises:
-        ConfigError: it is asked for.
+        ConfigError: one is set.
     """
     if config.observe.sample is not None:
         raise ConfigError(

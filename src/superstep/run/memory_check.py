@@ -1,4 +1,4 @@
-"""Whether a run fits its device, asked before anything is written or launched."""
+"""Memory check of a run, before anything is written or launched."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def require_fit(
     ranks: int = 1,
     limit_bytes: int | None = None,
 ) -> None:
-    """See that the fullest rank of a run fits.
+    """Check that the fullest rank of a run fits.
 
     Args:
-        run: what is to be trained.
-        device: where its ranks compute.
-        seen: what its units do; None where that is not known, and then nothing is refused.
-        ranks: those that share this host.
-        limit_bytes: of one rank; None means what the device has left, or its share of what the host has.
+        run: the resolved run.
+        device: of its ranks.
+        seen: operations of its units; None if unknown, and then nothing is checked.
+        ranks: that share this host.
+        limit_bytes: of one rank; None means the device's free memory, or its share of the host's.
 
     Raises:
         ConfigError: it does not fit; the line says what overflows, and what would fit.
@@ -49,16 +49,16 @@ def require_fit(
         ranks = _memory(other, run, seen)
         return ranks if device.kind == "cpu" else with_communicators(ranks, other.plan)
 
-    found = overflow(run.config, memory, limit)
-    if found is not None:
-        raise ConfigError(_refusal(found))
+    excess = overflow(run.config, memory, limit)
+    if excess is not None:
+        raise ConfigError(_refusal(excess))
 
 
 def _beside_snapshots(run: Resolved, limit_bytes: int) -> int:
-    """What a rank of a host has left beside its snapshots.
+    """A host rank's memory without its snapshots.
 
     Raises:
-        ConfigError: these alone do not fit.
+        ConfigError: the snapshots alone do not fit.
     """
     taken = snapshot_bytes(run)
     if taken and taken >= limit_bytes:
@@ -70,10 +70,10 @@ def _beside_snapshots(run: Resolved, limit_bytes: int) -> int:
 
 
 def _memory(other: Resolved, run: Resolved, seen: Sequence[UnitOperations]) -> tuple[RankBytes, ...]:
-    """Of a run, or of it with another plan."""
+    """Memory of a run under another plan."""
     if run.decoder is not None:
         return memory_of(other)
-    # What units of the user's own keep must be seen again with another plan.
+    # Activations of a user's own units are traced again for another plan.
     sizes = sizes_of(other, seen if other is run else operations(other))
     return rank_bytes(other, compile_step(other.plan), sizes)
 

@@ -1,4 +1,4 @@
-"""One layout proven against the reference: what it is proven on, and the ranks that are."""
+"""Proof of one layout against the reference: its inputs, and the ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from superstep.train.proof.prove_tolerance import ProofVerdict
 
 @contextmanager
 def proof_case(run: Resolved, corpus: Path, *, steps: int) -> Iterator[ProofCase]:
-    """What one layout is proven on, as long as its files are there.
+    """The inputs of a layout's proof, with files for the block.
 
     Raises:
         StateError: the disk has no room for them.
@@ -27,7 +27,7 @@ def proof_case(run: Resolved, corpus: Path, *, steps: int) -> Iterator[ProofCase
 
 @contextmanager
 def disk_named(folder: Path) -> Iterator[None]:
-    """Within the block a disk that is full is reported as what it is: a StateError that names the folder."""
+    """Within the block, an error of the disk becomes a StateError that names the folder."""
     try:
         yield
     except OSError as error:
@@ -35,7 +35,7 @@ def disk_named(folder: Path) -> Iterator[None]:
 
 
 def prove_layout(case: ProofCase) -> ProofVerdict:
-    """Run a layout on ranks of its own beside the reference."""
+    """Run the proof of a layout on ranks of its own."""
     return launch_on(case.run.config.plan.device, case.run.plan.mesh.world, _rank, case)
 
 

@@ -1,4 +1,4 @@
-"""What each rank of a run does, from assembly to the last step."""
+"""The work of each rank of a run, from assembly to the last step."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from superstep.train.throughput import PeakRate
 
 
 def rank_of_torchrun(world: World, job: TrainJob | None, console: Console) -> int:
-    """One rank's exit status; rank 0 speaks for all."""
+    """One rank's exit status; rank 0 shows messages."""
     if job is None:
         return 0
     return status_under_torchrun(world, lambda: rank(world, job, console), job.folder, console, job.verb)
 
 
 def rank(world: World, job: TrainJob, console: Console) -> bool:
-    """One rank, from assembly to the last step; whether it was asked to stop before that, and has.
+    """One rank, from assembly to the last step; whether it stopped early on request.
 
     Raises:
-        Fault: torch raised what it raises wherever something breaks below it: memory, a connection, a kernel.
+        Fault: an error of torch, such as memory, a connection, or a kernel.
     """
     try:
         with listening(world.stop), sharing(job.folder):
@@ -63,7 +63,7 @@ def _train(world: World, job: TrainJob, console: Console) -> bool:
     with ExitStack() as stack:
         sink: Sink = Fanout(())
         if world.rank == 0:
-            # Whatever can be refused has been: only now does the directory become, or change, a run.
+            # All checks are done: only now does the directory become, or change, a run.
             trackers = open_trackers(job.run.config, job.folder)
             had_begun = job.folder.metrics.exists()
             run_directory.write(job.asked or job.run, job.folder)
@@ -81,20 +81,20 @@ def _train(world: World, job: TrainJob, console: Console) -> bool:
                 sink.write(Resumed(step=position.step, path=""))
             if text := damage(job.folder.metrics):
                 sink.write(Warned(step=position.step, text=text))
-        # Whoever may be taken to hang, before it has done the step once, is given a multiple of that.
+        # Before the first step, hang detection uses a multiple of the predicted time.
         world.heart.expect(gather(predicted_step_s)[0] or 0.0)
         position = train(trainer, position, sink)
-    # Only here: after a failure the process ends, and to wait for ranks that are gone would hide why.
+    # Not after a failure: then the process ends, and waiting for lost ranks would hide the reason.
     trainer.close()
     return position.step < job.run.config.train.steps
 
 
 def _begun(trainer: CorpusTrainer, world: World, job: TrainJob) -> tuple[Position, Resumed | None]:
-    """Where training stands: at the start, after the newest checkpoint, or after a snapshot; and what is told of it."""
+    """The position of training: at the start, after the newest checkpoint, or after a snapshot; and a resume event."""
     memory = None if job.snapshots is None else job.snapshots.of(world.rank)
     lost = job.recovered
     step = None if lost is None else lost.step
-    # Frozen weights and a lesson's reference are in no snapshot.
+    # Snapshots have no frozen weights, and no reference of a loss.
     is_all_there = job.run.config.lora is None and job.lesson is None
     start = None
     position = Position()
@@ -103,11 +103,11 @@ def _begun(trainer: CorpusTrainer, world: World, job: TrainJob) -> tuple[Positio
         position = trainer.start() if start is None else start.position
     if memory is not None:
         position = trainer.keep_snapshots(memory, step, epoch=job.epoch) or position
-    told = Resumed(step=position.step, path="")
+    resumed = Resumed(step=position.step, path="")
     if lost is not None:
-        told = replace(told, joined=lost.lost) if lost.is_gain else replace(told, lost=lost.lost)
-        told = replace(told, lost_at_s=lost.lost_at_s, passed_over=lost.passed_over)
+        resumed = replace(resumed, joined=lost.lost) if lost.is_gain else replace(resumed, lost=lost.lost)
+        resumed = replace(resumed, lost_at_s=lost.lost_at_s, passed_over=lost.passed_over)
     if start is None or step is not None:
-        return position, None if lost is None else told
+        return position, None if lost is None else resumed
     passed_over = start.set_damaged_aside() if world.rank == 0 else ()
-    return position, replace(told, path=str(start.path), passed_over=told.passed_over + passed_over)
+    return position, replace(resumed, path=str(start.path), passed_over=resumed.passed_over + passed_over)

@@ -1,4 +1,4 @@
-"""Recovering: a run that has lost a rank, started again from the newest snapshot that all ranks have."""
+"""Recovery of a run that has lost a rank: restart from the newest snapshot that all ranks have."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from superstep.state.snapshots.memory_snapshot import SnapshotMemory
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """That a run goes on, and from which snapshot.
+    """A recovery.
 
     Attributes:
-        step: finished steps; None where nobody has a snapshot, and it goes on from the newest checkpoint.
-        lost: the rank that was lost, and how.
-        lost_at_s: when that was seen, in seconds of the host's clock.
-        is_gain: whether nothing was, and ``lost`` is the host that came.
-        passed_over: what is wrong with newer snapshots.
+        step: finished steps of the snapshot; None without one: resume from the newest checkpoint.
+        lost: the lost rank, and how.
+        lost_at_s: when that was detected, in seconds of the host's clock.
+        is_gain: whether a host came instead, named by ``lost``.
+        passed_over: damage of newer snapshots.
     """
 
     step: int | None
@@ -37,17 +37,18 @@ def recovering(
     idle: AbstractContextManager[object],
     restore: Callable[[], None],
 ) -> bool:
-    """What ``launch`` returns, called again where a rank was lost: with the newest snapshot that all ranks have, or
-    without one where all are damaged.
+    """Call ``launch``, and again after a loss of ranks: with the newest snapshot that all ranks have, or without one if
+    all
+    are damaged.
 
     Args:
         launch: trains.
         memories: of all ranks.
-        idle: within it nobody else reads them.
-        restore: gives back a terminal that the lost ranks had.
+        idle: within it nothing else reads them.
+        restore: restores a terminal that the lost ranks had.
 
     Raises:
-        Lost: there is none, or ranks are lost again and again after the same step.
+        Lost: there is no snapshot, or ranks are lost repeatedly after the same step.
     """
     recovered: Recovery | None = None
     tries = 0

@@ -1,4 +1,6 @@
-"""Where the events of a run go, and the first of them: its plan, what computes it, and what is predicted of it."""
+"""The sinks of a run's events, and its first events: its plan, the implementations of its layers, and its
+prediction.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,12 @@ from superstep.train.run_folder.run_paths import write_whole
 def open_sink(
     job: TrainJob, stack: ExitStack, peak: float | None, trackers: dict[str, Tracker], console: Console
 ) -> Sink:
-    """Where the events of a run go; closed with ``stack``.
+    """The sink of a run's events; closed with ``stack``.
 
     Args:
         job: the run.
-        peak: FLOP/s of a rank that MFU is measured against, where they are known.
-        trackers: that are open.
+        peak: reference FLOP/s of a rank for MFU, if known.
+        trackers: the open ones.
         console: shows the events.
     """
     observe = job.run.config.observe
@@ -51,8 +53,9 @@ def open_sink(
 def describe_start(
     job: TrainJob, world: World, trainer: CorpusTrainer, machine: MeasuredMachine | None, step: int
 ) -> RunStarted:
-    """The first event of a run, or of its next launch, which goes on after ``step``. What the step is predicted from,
-    on a machine that was measured, is written into its folder.
+    """The first event of a launch, which continues after ``step``. The inputs of the prediction, if the machine was
+    measured,
+    are written into the run's folder.
     """
     prediction = None
     if machine is not None:
@@ -83,10 +86,10 @@ def describe_start(
 
 
 def _predict_ettr(job: TrainJob, step: int, step_s: float) -> float:
-    """How much of this launch's time will make headway from a step on, if nothing fails."""
+    """The predicted share of this launch's time that makes progress from a step on, without failures."""
     config = job.run.config
     left = max(1, config.train.steps - step)
-    # A forward pass is a third of a step's work; a snapshot is saved beside training, all but the last.
+    # A forward pass is a third of a step's work; a snapshot is saved in the background, all but the last.
     validations_s = -(-left // config.train.eval_every) * config.train.eval_batches * step_s / 3
     is_flushed = config.state.snapshot_every is not None and job.epoch == 0
     saves = 1 if is_flushed else -(-left // config.state.save_every)

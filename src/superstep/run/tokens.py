@@ -1,4 +1,4 @@
-"""The folder of token files: where a run keeps it, and that a run goes on with those that it was started with."""
+"""The folder of token files: its place in a run, and the check that a resumed run uses the same ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from superstep.train.weights.model import vocab_of
 
 
 def tokens_folder(config: RunConfig, root: Path) -> Path:
-    """Where the run in ``root`` keeps its token files."""
+    """The folder of token files of the run in ``root``."""
     return Path(config.data.cache) if config.data.cache else root / "data"
 
 
@@ -25,10 +25,10 @@ def tokens_in(run: Resolved, folder: RunFolder, checkpoint: Path | None, make: C
     """The folder of token files of a run.
 
     Args:
-        run: that learns from them.
+        run: the resolved run.
         folder: of the run.
-        checkpoint: that it goes on from, if any.
-        make: makes the files in a folder, where need be.
+        checkpoint: to resume from, if any.
+        make: makes the files in a folder, if needed.
     """
     kept = tokens_folder(run.config, folder.root)
     if checkpoint is None or not is_whole(kept):
@@ -40,7 +40,7 @@ def tokens_in(run: Resolved, folder: RunFolder, checkpoint: Path | None, make: C
 
 @contextmanager
 def proof_tokens(run: Resolved, make: Callable[[Path], object]) -> Iterator[Path]:
-    """The folder of token files that a run keeps, which is not changed, or one that ``make`` fills for the block."""
+    """A run's own token files, unchanged, or a temporary folder that ``make`` fills for the block."""
     data, vocab = run.config.data, vocab_of(run)
     kept = tokens_folder(run.config, Path(run.config.state.dir))
     if is_prepared(data, vocab, kept):

@@ -1,4 +1,4 @@
-"""The job of superstep tune sft and dpo: what it begins with and learns from; its loop is that of train."""
+"""The job of superstep tune sft and dpo: its initial model and data; its loop is that of train."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def resolved_recipe(kind: Kind, config: TuneConfig, ranks: int | None = None) ->
     Args:
         kind: of tuning.
         config: the recipe.
-        ranks: that another launcher has; None where superstep launches them.
+        ranks: of another launcher; None under superstep's own.
 
     Raises:
-        ConfigError: it cannot work.
+        ConfigError: it is invalid.
     """
     check_recipe(kind, config)
     return resolve_config(run_of(config), ranks)
@@ -43,14 +43,14 @@ def resolved_recipe(kind: Kind, config: TuneConfig, ranks: int | None = None) ->
 def prepared_tune_job(
     run: Resolved, kind: Kind, config: TuneConfig, make: Make, console: Console, *, launcher: Launcher = OWN
 ) -> AbstractContextManager[TrainJob | None]:
-    """The job of a recipe's run; as ``prepared_job`` gives it.
+    """The job of a recipe's run; as ``prepared_job``.
 
     Args:
         run: of the recipe.
         kind: of tuning.
         config: the recipe.
         make: makes the token files.
-        console: shows what there is to say before the first step.
+        console: shows messages before the first step.
         launcher: of the ranks.
     """
     recipe = replace(config, **{name: getattr(run.config, name) for name in ("plan", "numerics")})

@@ -1,7 +1,7 @@
-"""Superstep from Python: what its commands do, as functions that return values. None of them prints or exits.
+"""Superstep from Python: its commands as functions that return values. None of them prints or exits.
 
-Raises, all of them: ``UserError`` (``ConfigError``, ``StateError``, ...) for what cannot work, with the line that the
-command prints; ``Fault`` where a run breaks off; ``KeyboardInterrupt`` for Ctrl-C.
+All of them raise ``UserError`` (``ConfigError``, ``StateError``, ...) for a user's mistake, with the line that the
+command prints; ``Fault`` for a failed run; ``KeyboardInterrupt`` for Ctrl-C.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ SILENT = Silent()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainResult:
-    """What training left.
+    """The result of training.
 
     Attributes:
         run_dir: its directory.
-        steps: finished, of all launches of the run.
-        last_loss: of the last of them, in nats a token; None where none is finished.
-        checkpoint: the newest one; None where there is none.
-        is_complete: whether the last step is done; not so where SIGTERM asked the run to stop before.
+        steps: finished, over all launches of the run.
+        last_loss: of the last of them, in nats a token; None without a finished step.
+        checkpoint: the newest one; None without one.
+        is_complete: whether the last step is done; False after a stop by SIGTERM.
     """
 
     run_dir: Path
@@ -60,10 +60,10 @@ class TrainResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RlResult(TrainResult):
-    """What reinforcement learning left.
+    """The result of reinforcement learning.
 
     Attributes:
-        last_reward: of the last step, the mean of all answers that have a grade; None where there is none.
+        last_reward: of the last step, the mean of all graded answers; None without one.
     """
 
     last_reward: float | None
@@ -73,8 +73,8 @@ def train(config: RunConfig, *, console: Console = SILENT) -> TrainResult:
     """Train, as ``superstep train`` does.
 
     Args:
-        config: the run, as ``run.toml`` has it.
-        console: shows the run; by default nothing is shown.
+        config: the run, in the form of ``run.toml``.
+        console: shows the run; silent by default.
     """
     run = resolve_config(config)
     with prepared_job(run, _tokens, console) as job:
@@ -82,32 +82,32 @@ def train(config: RunConfig, *, console: Console = SILENT) -> TrainResult:
 
 
 def tune_sft(config: TuneConfig, *, console: Console = SILENT) -> TrainResult:
-    """Learn the answers of conversations, as ``superstep tune sft`` does.
+    """Train on the answers of conversations, as ``superstep tune sft`` does.
 
     Args:
         config: the recipe.
-        console: shows the run; by default nothing is shown.
+        console: shows the run; silent by default.
     """
     return _tune("sft", config, console)
 
 
 def tune_dpo(config: TuneConfig, *, console: Console = SILENT) -> TrainResult:
-    """Learn preferences, as ``superstep tune dpo`` does.
+    """Train on preferences, as ``superstep tune dpo`` does.
 
     Args:
         config: the recipe.
-        console: shows the run; by default nothing is shown.
+        console: shows the run; silent by default.
     """
     return _tune("dpo", config, console)
 
 
 def tune_rl(recipe: RlRecipe, *, kernels: Path | None = None, console: Console = SILENT) -> RlResult:
-    """Learn from rewards, as ``superstep tune rl`` does.
+    """Train on rewards, as ``superstep tune rl`` does.
 
     Args:
         recipe: the recipe.
-        kernels: the folder of compiled decoders; None samples without.
-        console: shows the run; by default nothing is shown.
+        kernels: the folder of compiled decoders; None uses torch.
+        console: shows the run; silent by default.
     """
     with prepared_rl_job(recipe, kernels, console) as job:
         result = _finish(recipe.state, job, lambda job: launch_rl(job, console))
@@ -121,13 +121,13 @@ def prove(config: RunConfig, *, steps: int = 2) -> ProofVerdict:
     On GPUs set CUBLAS_WORKSPACE_CONFIG=:4096:8 before, as the command does: it decides the order of cuBLAS's sums.
 
     Args:
-        config: the run whose layout is proven.
+        config: the run with the layout.
         steps: to compare.
     """
     if steps < 1:
         raise ConfigError(f"--steps = {steps} must be at least 1.")
     run = resolve_config(config)
-    choose(config.plan.device, run.plan.mesh.world)  # refused before the reference has run for minutes
+    choose(config.plan.device, run.plan.mesh.world)  # fails before the reference has run for minutes
     make = partial(prepare, config.data, vocab_of(run))
     with proof_tokens(run, make) as corpus, proof_case(run, corpus, steps=steps) as case:
         return prove_layout(case)
@@ -143,7 +143,7 @@ J = TypeVar("J", TrainJob, RlJob)
 
 
 def _finish(state: StateConfig, job: J | None, launch: Callable[[J], int | None]) -> TrainResult:
-    """What a run leaves, once ``launch`` returns the exit status of its ranks; without a job it is complete already."""
+    """The result of a run, after ``launch`` returns its ranks' exit status; without a job it is complete already."""
     status = None if job is None else launch(job)
     if status == INTERRUPTED:
         raise KeyboardInterrupt
@@ -159,7 +159,7 @@ def _finish(state: StateConfig, job: J | None, launch: Callable[[J], int | None]
 
 
 def _last_event(folder: RunFolder, kind: str) -> Mapping[str, Any]:
-    """The last line of a kind in a run's metrics; empty where there is none."""
+    """The last line of a kind in a run's metrics; empty without one."""
     lines = read(folder.metrics) if folder.metrics.is_file() else ()
     return next((line for line in reversed(list(lines)) if line["event"] == kind), {})
 

@@ -1,4 +1,4 @@
-"""Elastic runs: the plans for fewer hosts, and who writes down what is in memory before another one is taken."""
+"""Elastic runs: plans for fewer hosts, and checkpoints from memory before the plan changes."""
 
 from __future__ import annotations
 
@@ -24,19 +24,20 @@ from superstep.train.run_folder.run_lock import sharing
 from superstep.train.run_folder.run_paths import RunFolder
 
 DRIVER = Path("/proc/driver/nvidia/gpus")
-"""Where Linux tells of GPUs without one being touched."""
+"""Linux's list of GPUs, read without touching one."""
 
 
 def plans_of(run: Resolved, hosts: int) -> dict[int, Resolved]:
-    """The run under a plan for each number of hosts that it can go on with: the one that was asked for, and, of an
-    elastic run, the best for each smaller number, where none for fewer hosts is faster.
+    """The run's plan for each possible number of hosts: the requested one, and, for an elastic run, the best for each
+    smaller
+    number, unless one for fewer hosts is faster.
 
     Raises:
-        ConfigError: it is to be elastic, and there is no smaller plan, or no snapshots.
+        ConfigError: it should be elastic, but there is no smaller plan, or no snapshots.
     """
-    found = {hosts: run}
+    plans = {hosts: run}
     if not run.config.train.elastic:
-        return found
+        return plans
     if run.config.state.snapshot_every is None:
         raise ConfigError(
             "train.elastic = true goes on from states in memory, and there are none; set state.snapshot_every = 1."
@@ -45,18 +46,18 @@ def plans_of(run: Resolved, hosts: int) -> dict[int, Resolved]:
     for count in range(1, hosts):
         smaller = _smaller(run, count, size)
         if smaller is not None and smaller.step_s < fastest_s:
-            found[count], fastest_s = smaller.run, smaller.step_s
-    if len(found) == 1:
+            plans[count], fastest_s = smaller.run, smaller.step_s
+    if len(plans) == 1:
         raise ConfigError(
             f"train.elastic = true: no plan fits fewer than {hosts} hosts of {size} ranks, which cuts "
             f"train.batch_sequences = {run.config.train.batch_sequences} and the model and leaves room for snapshots; "
             "set it to false, or use a smaller model."
         )
-    return found
+    return plans
 
 
 def _smaller(run: Resolved, hosts: int, size: int) -> SmallerPlan | None:
-    """The best plan on so many hosts, each of so many ranks."""
+    """The best plan on ``hosts`` hosts with ``size`` ranks each."""
     if choose(run.config.plan.device, size) == "cpu":
         free_bytes = Device("cpu").free_bytes(size)
         return smaller_plan(run, cores(hosts * size, size), free_bytes, snapshot_bytes, is_host=True)
@@ -73,7 +74,7 @@ def _smaller(run: Resolved, hosts: int, size: int) -> SmallerPlan | None:
 
 
 def _gpu() -> str:
-    """The name of this host's first GPU: to ask torch would take a part of its memory."""
+    """The name of this host's first GPU: torch would use a part of its memory."""
     for place in sorted(DRIVER.glob("*/information")):
         for line in place.read_text(encoding="utf-8").splitlines():
             if line.startswith("Model:"):
@@ -83,14 +84,14 @@ def _gpu() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateParts:
-    """What a host has of a state.
+    """A host's parts of a state.
 
     Attributes:
         handles: of ranks' memories.
-        state: which.
+        state: the state.
         folder: of the run.
-        keep: how many checkpoints stay.
-        displaced: where the run directory is now, if it is not where the run began: as this host's launcher has it.
+        keep: number of checkpoints that stay.
+        displaced: the moved run directory, if so, as this host's launcher sees it.
     """
 
     handles: tuple[Handles, ...]
@@ -101,10 +102,10 @@ class StateParts:
 
 
 def write_parts(world: World, parts: StateParts) -> None:
-    """One host's part in writing a state down, from which any plan goes on.
+    """Write one host's parts of a checkpoint, from which any plan can resume.
 
     Raises:
-        Fault: the run directory was moved or removed, and the state is written where it is now, or beside; or another
+        Fault: the run directory was moved or removed, and the state is written at its new path, or beside; or another
             folder has taken its name meanwhile.
     """
     peers = RankPeers(world.rank, world.size)

@@ -1,4 +1,4 @@
-"""The hosts of a run, and how one of them is reached by the others."""
+"""The hosts of a run, and their addresses."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hosts:
-    """The hosts of a run, seen from one of them.
+    """The hosts of a run, from the view of one of them.
 
     Attributes:
         number: of this one.
-        count: how many there are.
-        meet: where host 0 is asked.
+        count: number of hosts.
+        meet: address of host 0.
         secret: of the run.
-        patience_s: how long a host is waited for.
-        without_s: how long a lost one is, before an elastic run goes on without it.
+        patience_s: how long to wait for a host.
+        without_s: how long to wait for a lost host, before an elastic run continues without it.
     """
 
     number: int

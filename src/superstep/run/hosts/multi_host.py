@@ -1,4 +1,4 @@
-"""A run on several hosts: a launcher on each, of which host 0's leads and prepares, and all others follow.
+"""A run on several hosts: a launcher on each; host 0's leads and prepares, and all others follow.
 
 host 0      the run directory, the tokens ─ Lead ─┐
                                                   ├─ attend: ranks of this host, again and again, until it is over
@@ -55,10 +55,10 @@ from superstep.train.weights.model import flops_per_token, operations
 
 
 def own_address(hosts: Hosts) -> str:
-    """The address of this host that reaches where the hosts meet.
+    """The address of this host from which host 0 can be reached.
 
     Raises:
-        UserError: none does.
+        UserError: there is none.
     """
     try:
         return address_to(hosts.meet)
@@ -67,17 +67,17 @@ def own_address(hosts: Hosts) -> str:
 
 
 def on_hosts(run: Resolved, hosts: Hosts, tokens: Tokens, address: str, console: Console) -> int:
-    """Train on the ranks of several hosts; the exit status of this one's launcher.
+    """Train on the ranks of several hosts; the exit status of this host's launcher.
 
     Args:
-        run: that is trained, as ``share_out`` gives it.
+        run: of ``share_out``.
         hosts: that share its ranks.
-        tokens: makes them, or finds them, on host 0.
+        tokens: makes or opens them on host 0.
         address: of this host.
         console: shows the run.
 
     Raises:
-        SuperstepError: why the run has ended before its last step.
+        SuperstepError: the run ended before its last step.
     """
     console.say(f"host {hosts.number} of {hosts.count}, {address}; host 0 is asked at {hosts.meet[0]}:{hosts.meet[1]}")
     here = _Here(run, hosts, address, console)
@@ -88,10 +88,10 @@ def on_hosts(run: Resolved, hosts: Hosts, tokens: Tokens, address: str, console:
 
 
 def share_out(run: Resolved, hosts: Hosts) -> Resolved:
-    """The run with what is automatic on several hosts filled in.
+    """The run with automatic settings for several hosts filled in.
 
     Raises:
-        ConfigError: the ranks cannot be shared out to so many hosts.
+        ConfigError: the hosts cannot share the ranks evenly.
     """
     world = run.plan.mesh.world
     if world % hosts.count:
@@ -113,7 +113,7 @@ def share_out(run: Resolved, hosts: Hosts) -> Resolved:
 
 
 class _Here:
-    """This host of the run: its part of the ranks, and the memory that outlives them."""
+    """This host's part of the run: its ranks, and the memory that outlives them."""
 
     def __init__(self, run: Resolved, hosts: Hosts, address: str, console: Console) -> None:
         self.resolved, self.hosts, self.address, self.console = run, hosts, address, console
@@ -131,8 +131,8 @@ class _Here:
         self.keeper = ReplicaStore(kept, hosts.secret, peers=peers, bytes_per_s=rate, say=console.say)
 
     def hello(self, port: int) -> Hello:
-        """Who it is, for other launchers."""
-        # Where the run is gone on with may differ: it is host 0 that looks.
+        """This host's introduction to other launchers."""
+        # The resume settings may differ: only host 0 uses them.
         config = self.resolved.config
         configs = [config, *(self.plans[count].config for count in sorted(self.plans))]
         text = "".join(write_config(replace(each, state=replace(each.state, existing="refuse"))) for each in configs)
@@ -148,15 +148,15 @@ class _Here:
         return self.keeper.hello
 
     def held(self) -> HeldStates:
-        """States that are whole in the memory of this host."""
+        """Complete states in the memory of this host."""
         return self.keeper.held()
 
     def fetch(self, order: Fetching) -> None:
-        """Get a state of its ranks back from another host."""
+        """Fetch a state of its ranks from another host."""
         self.keeper.fetch(order)
 
     def run(self, given: Orders, cut: Connection, troubled: Callable[[RankFailure], None]) -> bool:
-        """Start its ranks, and wait for them; whether all have come to their end."""
+        """Start its ranks, and wait for them; whether all have finished."""
         if self.job is None:
             self.job = replace(_job(self.resolved, given.facts), verb=self.verb)
         if self._watch is None and self.job.folder.root.is_dir():
@@ -168,9 +168,9 @@ class _Here:
         job = self._planned(self.job, len(crew))
         kind = choose(job.run.config.plan.device, self.size)
         self.keeper.begin(given)
-        told = replace(self._told(job, given), snapshots=self._snapshots(at))
+        planned = replace(self._told(job, given), snapshots=self._snapshots(at))
         party = RankWorld(
-            size=self.size, worker=rank, args=(told, self.console), meeting=self._meeting(given, at, self.size)
+            size=self.size, worker=rank, args=(planned, self.console), meeting=self._meeting(given, at, self.size)
         )
         try:
             value, is_done = launch_here(kind, party, cut, troubled)
@@ -181,12 +181,12 @@ class _Here:
         return is_done
 
     def _meeting(self, given: Orders, at: int, size: int) -> Rendezvous:
-        """Where so many ranks of each host meet; this is the ``at``-th of those that have some."""
+        """The rendezvous of ``size`` ranks of each host; this is the ``at``-th participating host."""
         world = size * len(given.go.crew(self.hosts.count))
         return Rendezvous(store=given.store, first=size * at, world=world, host=self.name)
 
     def _writes(self, given: Orders, job: TrainJob, at: int) -> RankWorld:
-        """A rank that writes down what this host has of a state."""
+        """A rank that writes this host's parts of a checkpoint."""
         go, number = given.go, self.hosts.number
         assert go.state is not None
         of = [host for host, source in zip(go.cut.crew(self.hosts.count), go.sources, strict=True) if source == number]
@@ -204,30 +204,30 @@ class _Here:
         return RankWorld(size=1, worker=write_parts, args=(parts,), meeting=self._meeting(given, at, 1))
 
     def _planned(self, job: TrainJob, hosts: int) -> TrainJob:
-        """The job under the plan for so many hosts."""
+        """The job with the plan for ``hosts`` hosts."""
         if hosts == self.hosts.count:
             return job
         plan = self.plans[hosts]
         run = replace(plan, config=replace(plan.config, state=job.run.config.state))
-        seen = operations(run)
-        return replace(job, run=run, asked=job.run, operations=seen, flops_per_token=flops_per_token(run, seen))
+        traced = operations(run)
+        return replace(job, run=run, asked=job.run, operations=traced, flops_per_token=flops_per_token(run, traced))
 
     def _snapshots(self, at: int) -> Handles | None:
         has_some = self.resolved.config.state.snapshot_every is not None
         return replace(self.keeper.own, first=self.size * at) if has_some else None
 
     def _told(self, job: TrainJob, given: Orders) -> TrainJob:
-        go, found = given.go, given.facts["checkpoint"]
+        go, path = given.go, given.facts["checkpoint"]
         recovered = None
         if go.lost is not None:
             step = None if go.state is None else go.state[0]
             recovered = Recovery(step, go.lost.text, go.lost.at_s, is_gain=go.lost.is_gain)
-        checkpoint = None if found is None else Path(found)
+        checkpoint = None if path is None else Path(path)
         return replace(job, checkpoint=checkpoint, recovered=recovered, epoch=go.epoch)
 
 
 def _facts(job: TrainJob, go: StartRanks) -> Message:
-    """What ranks of other hosts are told of the run, all paths whole."""
+    """Facts of the run for ranks of other hosts, with absolute paths."""
     checkpoint = job.checkpoint if go.epoch == 1 else newest(job.folder.checkpoints)
     return {
         "dir": str(job.folder.root.resolve()),
@@ -240,24 +240,24 @@ def _facts(job: TrainJob, go: StartRanks) -> Message:
 
 
 def _job(run: Resolved, facts: Message) -> TrainJob:
-    """What the ranks of a host are told that does not lead."""
+    """The job of the ranks on a host that does not lead."""
     state = replace(run.config.state, dir=facts["dir"])
-    run, seen = replace(run, config=replace(run.config, state=state)), operations(run)
+    run, traced = replace(run, config=replace(run.config, state=state)), operations(run)
     return TrainJob(
         run=run,
         folder=RunFolder(root=Path(facts["dir"])),
         corpus=Path(facts["corpus"]),
         checkpoint=None,
         was_complete=facts["was_complete"],
-        operations=seen,
-        flops_per_token=flops_per_token(run, seen),
+        operations=traced,
+        flops_per_token=flops_per_token(run, traced),
         began_at_s=facts["began_at_s"],
         earlier_s=facts["earlier_s"],
     )
 
 
 def _led(here: _Here, tokens: Tokens) -> int:
-    """Host 0: it can be asked before it has prepared, which may take its time."""
+    """Host 0: it answers before it has prepared, which may take long."""
     hosts, config, console = here.hosts, here.resolved.config, here.console
     stores: list[TcpStore] = []
 
@@ -301,7 +301,7 @@ def _led(here: _Here, tokens: Tokens) -> int:
             try:
                 last = attend(0, here.name, lead.orders, lead.told, here, console.say)
             except BaseException as error:
-                last = _left(error)  # before it says how this host goes on
+                last = _left(error)  # before the message on how this host resumes
                 if (status := ended(error, job.folder, console, job.verb)) is not None:
                     return status
                 raise
@@ -314,7 +314,7 @@ def _led(here: _Here, tokens: Tokens) -> int:
 
 
 def _left(error: BaseException) -> RunOver:
-    """What other hosts are told where host 0 ends by an error of its own."""
+    """The message to other hosts when host 0 ends by an error of its own."""
     text = f"host 0: {error}" if isinstance(error, SuperstepError) else "host 0 has left the run"
     return RunOver(Cause(text, is_mistake=isinstance(error, UserError)))
 
@@ -339,11 +339,11 @@ def _followed(here: _Here) -> int:
 
 
 def _is_complete(run: Resolved, console: Console) -> bool:
-    """Whether there is nothing left to do, as the run's directory has it; where it cannot be told, there is."""
+    """Whether the run's directory shows that it is complete; False if unknown."""
     folder = RunFolder(root=Path(run.config.state.dir))
     with suppress(SuperstepError, OSError):
-        if run.config.state.existing == "resume" and (found := newest(folder.checkpoints)) is not None:
-            step = read_position(found).step
+        if run.config.state.existing == "resume" and (saved := newest(folder.checkpoints)) is not None:
+            step = read_position(saved).step
             if step >= run.config.train.steps:
                 console.say(f"The run in {folder.root} is complete at step {step}: host 0 has left.")
                 return True
@@ -351,7 +351,6 @@ def _is_complete(run: Resolved, console: Console) -> bool:
 
 
 def _ending(over: RunOver, here: _Here) -> int:
-    """The exit status."""
     if over.cause is not None:
         error = raised(over.cause)
         if here.job is not None:

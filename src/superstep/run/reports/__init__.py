@@ -1,1 +1,1 @@
-"""What a run says of itself: its first lines, prediction, samples and the sinks of its metrics."""
+"""Reports of a run: its first lines, prediction, samples and the sinks of its metrics."""

@@ -9,12 +9,12 @@ from superstep.plan.resolution.resolve import Resolved
 
 
 def plan_text(run: Resolved) -> str:
-    """The plan of a run on one line, as training begins with it."""
+    """The plan of a run on one line, in training's first lines."""
     return " ".join([*_ranks(run), *_schedule(run), _microbatches(run), run.config.numerics.compute])
 
 
 def layout_text(run: Resolved) -> str:
-    """Everything that makes a layout another one, on one line."""
+    """All properties of a layout on one line."""
     return " ".join(_parts(run))
 
 
@@ -53,7 +53,7 @@ def _ranks(run: Resolved) -> list[str]:
 
 
 def _schedule(run: Resolved) -> list[str]:
-    """The pipeline's; nothing where there is no pipeline."""
+    """The pipeline's schedule; empty without a pipeline."""
     plan = run.plan
     chunks = [f"chunks={plan.chunks}"] if plan.chunks > 1 else []
     return [plan.schedule, *chunks] if plan.mesh.pp > 1 or chunks else []

@@ -1,4 +1,4 @@
-"""What is known of a run before its first step, for its ledger: seconds by part, bytes by kind and by mesh axis."""
+"""Prediction of a run's parts for its ledger: seconds by part, bytes by kind and by mesh axis."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from superstep.program.compile import compile_step
 
 @dataclass(frozen=True, slots=True)
 class PredictionParts:
-    """Parts of a prediction; empty where there is none.
+    """Parts of a prediction; empty without one.
 
     Attributes:
         spent_s: of the step, means over the ranks; they add up to ``Prediction.step_s``.
         bytes: of the peak of the fullest rank.
-        traffic_bytes: of a step's collectives, by mesh axis, on the rank that has most of it.
+        traffic_bytes: of a step's collectives, by mesh axis, on the rank with the most.
     """
 
     spent_s: Mapping[str, float] = field(default_factory=dict)
@@ -34,7 +34,7 @@ class PredictionParts:
 def foretold(
     run: Resolved, operations: Sequence[UnitOperations] | None, prediction: Prediction | None
 ) -> PredictionParts:
-    """Of a run, as far as it can be told before it begins."""
+    """The prediction of a run, as far as it is known before its start."""
     carried: Mapping[str, int] = {}
     if operations is not None:
         each = traffic(run, compile_step(run.plan), operations)
@@ -63,7 +63,7 @@ def foretold(
 
 
 def peak_of(run: Resolved, device: Device, machine: MeasuredMachine | None) -> float | None:
-    """FLOP/s that MFU is measured against: what was asked for, the data sheet's figure, on a CPU the measured rate."""
+    """The reference FLOP/s of MFU: configured, from the data sheet, or on a CPU the measured rate."""
     if run.config.observe.peak_flops is not None:
         return run.config.observe.peak_flops
     if device.kind == "cpu":

@@ -1,4 +1,4 @@
-"""The report of a run, report.html of its folder: written when training ends, however, and by superstep view."""
+"""The report of a run, report.html in its folder: written at the end of training, and by superstep view."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from superstep.train.run_folder.run_paths import RunFolder, write_whole
 
 PACKAGES = ("superstep", "torch", "numpy")
 MOST_BYTES = 4_000_000
-"""Of a trace whose step is drawn as training ends: a larger one takes seconds, and superstep view has them."""
+"""Largest trace that is drawn at the end of training: a larger one takes seconds, and superstep view draws it."""
 
 
 class ReportAtEnd:
-    """The sink that writes the page once training is over; last among the sinks, so that the others have told all."""
+    """The sink that writes the page at the end of training; last among the sinks, so that all events are written."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
@@ -39,14 +39,11 @@ class ReportAtEnd:
         if isinstance(event, RunFinished | RunStopped):
             _write_report(self._folder)
 
-    def close(self) -> None:
-        """Nothing is held."""
+    def close(self) -> None: ...
 
 
 def leave_report(folder: RunFolder) -> None:
-    """Write the page of a run whose ranks are gone, as far as they have told anything and there is room for it: what
-    has become of the run is told elsewhere.
-    """
+    """Write the page of an ended run, if possible: errors of the run are reported elsewhere."""
     with suppress(SuperstepError, OSError):
         _write_report(folder)
 
@@ -56,17 +53,17 @@ def _write_report(folder: RunFolder) -> None:
 
 
 def run_told(folder: RunFolder, *, ran: Timeline | None = None) -> ReportedRun:
-    """What a run's folder holds.
+    """The content of a run's folder.
 
     Raises:
-        StateError: it is no run, or has not begun to train, or what it told is damaged.
+        StateError: it is no run, or has not begun to train, or its metrics are damaged.
     """
     if not folder.config.is_file():
         raise StateError(f"'{folder.root}' is no run directory: it lacks run.toml. Name the folder that train wrote.")
     if not folder.metrics.is_file():
         raise StateError(f"'{folder.root}' has no metrics.jsonl yet: ask again when the run has begun to train.")
     lines = list(read(folder.metrics))
-    if not lines and b"\n" in folder.metrics.read_bytes():  # a torn first line is no damage
+    if not lines and b"\n" in folder.metrics.read_bytes():  # an incomplete first line is no damage
         raise StateError(f"{folder.metrics} holds no line that can be read: it is damaged. Take it from a copy.")
     return ReportedRun(
         name=str(folder.root),
@@ -81,7 +78,7 @@ def run_told(folder: RunFolder, *, ran: Timeline | None = None) -> ReportedRun:
 
 
 def _fault(folder: RunFolder) -> str:
-    """Why a run broke off; empty where it did not, has gone on since, or what is left of it cannot be read."""
+    """Why a run failed; empty if it did not, has continued since, or the record cannot be read."""
     with suppress(OSError, StateError):
         if folder.fault.stat().st_mtime_ns >= folder.metrics.stat().st_mtime_ns:
             return read_box(folder.fault).fault
@@ -89,39 +86,39 @@ def _fault(folder: RunFolder) -> str:
 
 
 def facts() -> dict[str, str]:
-    """Of the machine that writes the page."""
-    found = {"page written on": f"{platform.system()} {platform.release()}, {platform.machine()}"}
-    found["cores"] = str(os.cpu_count())
-    found["python"] = platform.python_version()
+    """Facts of the machine that writes the page."""
+    about = {"page written on": f"{platform.system()} {platform.release()}, {platform.machine()}"}
+    about["cores"] = str(os.cpu_count())
+    about["python"] = platform.python_version()
     for name in PACKAGES:
         try:
-            found[name] = version(name)
+            about[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return about
 
 
 def settings_of(folder: RunFolder) -> dict[str, object]:
-    """Every setting of a run by its dotted name, but for where the run lies and what was to become of one there."""
-    found = flat("", asdict(read_config(folder.config)))
+    """Settings of a run by dotted names, without its place and what to do with an existing run."""
+    settings = flat("", asdict(read_config(folder.config)))
     for name in ("state.dir", "state.existing"):
-        found.pop(name, None)
-    return found
+        settings.pop(name, None)
+    return settings
 
 
 def flat(prefix: str, value: dict[str, object]) -> dict[str, object]:
-    """Settings by their dotted names."""
-    found: dict[str, object] = {}
+    """Settings by dotted names."""
+    settings: dict[str, object] = {}
     for name, one in value.items():
         if isinstance(one, dict):
-            found |= flat(f"{prefix}{name}.", one)
+            settings |= flat(f"{prefix}{name}.", one)
         else:
-            found[f"{prefix}{name}"] = one
-    return found
+            settings[f"{prefix}{name}"] = one
+    return settings
 
 
 def read_recorded(folder: RunFolder) -> Timeline | None:
-    """The step that a run recorded, where it did; a page without it is a page all the same."""
+    """The recorded step of a run, if any; the page does not need it."""
     try:
         if folder.trace.stat().st_size > MOST_BYTES:
             return None

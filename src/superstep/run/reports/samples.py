@@ -1,10 +1,11 @@
-"""What a model writes after each checkpoint, for the report of its run.
+"""Samples of a model after each checkpoint, for the report of its run.
 
     ranks      ─ train ─ save 100 ─ train ─────────────────── save 200 ─ ...
     launcher              └─ superstep sample RUN PROMPT --step 100 ──► RUN/samples.jsonl
 
-A process of its own writes, with one thread, no GPU and little priority, so that training goes on; it reads the
-checkpoint as anybody does. One that comes meanwhile waits, and of several only the newest is taken.
+A separate process samples, with one thread, no GPU and low priority, so that training continues; it reads the
+checkpoint
+like any other. Checkpoints that come meanwhile wait, and only the newest of them is used.
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ NICE = 10
 
 @contextmanager
 def sampling(folder: RunFolder, prompt: str | None) -> Iterator[Callable[[], None]]:
-    """Within the block samples are written. What it gives waits for that of the last checkpoint, and puts all of them
-    into the report; where it is not called, a sample that is under way is given up.
+    """Within the block samples are written. The yielded function waits for that of the last checkpoint, and adds all of
+    them
+    to the report; without its call, a running sample is given up.
 
     Args:
         folder: of the run.
-        prompt: what is gone on from; None writes nothing.
+        prompt: to continue; None writes nothing.
     """
     if prompt is None:
         yield lambda: None
@@ -49,31 +51,31 @@ def sampling(folder: RunFolder, prompt: str | None) -> Iterator[Callable[[], Non
 class _Samples:
     def __init__(self, folder: RunFolder, prompt: str) -> None:
         self._folder, self._prompt = folder, prompt
-        told = {line["step"] for line in read(folder.samples)} if folder.samples.is_file() else set()
-        self._done = {each for each in self._kept() if each[0] in told}
+        sampled = {line["step"] for line in read(folder.samples)} if folder.samples.is_file() else set()
+        self._done = {each for each in self._kept() if each[0] in sampled}
         self._is_last, self._is_over = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="superstep-samples", daemon=True)
         self._thread.start()
 
     def finish(self) -> None:
-        """Wait for the last one, and write the report anew."""
+        """Wait for the last one, and write the report again."""
         self._is_last.set()
         self._thread.join()
-        leave_report(self._folder)  # where it cannot, the page stays as the ranks have written it
+        leave_report(self._folder)  # if it cannot, the ranks' own page stays
 
     def end(self) -> None:
-        """Give up what is under way."""
+        """Give up the running sample."""
         self._is_over.set()
         self._is_last.set()
         self._thread.join()
 
     def _kept(self) -> set[tuple[int, int]]:
-        """Checkpoints by their step and folder: a run that goes back makes another one of the same name."""
-        found = set()
+        """Checkpoints by their step and folder: a run after a rollback makes another one of the same name."""
+        kept = set()
         for place in checkpoints(self._folder.checkpoints):
             with suppress(OSError):  # it has just been removed
-                found.add((step_of(place), place.stat().st_ino))
-        return found
+                kept.add((step_of(place), place.stat().st_ino))
+        return kept
 
     def _run(self) -> None:
         while not self._is_over.is_set():
@@ -97,10 +99,10 @@ class _Samples:
         )
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, process.pid, NICE)
-        said = self._said(process)
-        if said is None:
+        output = self._said(process)
+        if output is None:
             return
-        out, errors = (text.decode(errors="replace").rstrip("\n") for text in said)
+        out, errors = (text.decode(errors="replace").rstrip("\n") for text in output)
         if process.returncode == 0:
             self._tell({"step": step, "text": out})
         elif step in dict(self._kept()):  # else it was removed meanwhile, by a newer one

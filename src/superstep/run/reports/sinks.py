@@ -1,4 +1,4 @@
-"""Where the events of a run go: its own files, the display, and trackers of others where they are asked for."""
+"""Sinks of a run's events: its own files, the display, and experiment trackers if configured."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from superstep.run.reports.report import ReportAtEnd, flat
 from superstep.train.run_folder.run_paths import RunFolder, write_whole
 
 WAITING_BYTES = 2**22
-"""Of what is told of a run, that may wait for a disk that does not take it: about ten thousand steps."""
+"""Largest backlog of events for a slow disk: about ten thousand steps."""
 
 Opens = Callable[[Any, TrackedRun], Tracker]
 CLIENTS: dict[str, tuple[Opens, str]] = {
@@ -27,11 +27,11 @@ CLIENTS: dict[str, tuple[Opens, str]] = {
     "mlflow": (Mlflow, "mlflow-skinny"),
     "trackio": (Trackio, "trackio"),
 }
-"""Of each tracker the adapter, and the package that has its client."""
+"""Each tracker's adapter, and the package of its client."""
 
 
 def require_trackers(observe: ObserveConfig) -> None:
-    """See that the clients are there that a run asks for.
+    """Check that the configured trackers' clients are installed.
 
     Raises:
         ConfigError: one is not; names the command that installs it.
@@ -45,16 +45,16 @@ def require_trackers(observe: ObserveConfig) -> None:
 
 
 def open_trackers(config: RunConfig, folder: RunFolder) -> dict[str, Tracker]:
-    """A run of each tracker that is asked for, opened; that of the launch before, where the run goes on.
+    """Open a run in each configured tracker; the earlier launch's, if the run resumes.
 
     Raises:
         ConfigError: a client refuses.
     """
     known = json.loads(folder.trackers.read_text(encoding="utf-8")) if folder.trackers.is_file() else {}
     settings = flat("", asdict(config))
-    found: dict[str, Tracker] = {}
+    opened: dict[str, Tracker] = {}
     for name in config.observe.trackers:
-        asked = TrackedRun(
+        tracked = TrackedRun(
             project=config.observe.project,
             name=folder.root.name,
             run=known.get(name),
@@ -62,31 +62,31 @@ def open_trackers(config: RunConfig, folder: RunFolder) -> dict[str, Tracker]:
             folder=str(folder.root),
         )
         try:
-            found[name] = CLIENTS[name][0](import_module(name), asked)
+            opened[name] = CLIENTS[name][0](import_module(name), tracked)
         except Exception as error:
-            said = str(error).partition("\n")[0]
+            reason = str(error).partition("\n")[0]
             raise ConfigError(
-                f"observe.trackers: {name} does not begin a run ({said}); mend its own settings, or leave it out."
+                f"observe.trackers: {name} does not begin a run ({reason}); mend its own settings, or leave it out."
             ) from error
-    return found
+    return opened
 
 
 def sinks(
     observe: ObserveConfig, folder: RunFolder, display: Sink, trackers: dict[str, Tracker], warn: Callable[[str], None]
 ) -> Sequence[Sink]:
-    """The sinks of a run whose folder has been written. The last one makes the page of what the others have told.
+    """The sinks of a run with a written folder. The last one makes the page from the others' files.
 
     Args:
-        observe: what the run asks for.
+        observe: the run's settings.
         folder: of the run.
-        display: shows events to whoever started it.
-        trackers: that are open.
-        warn: is told in one line what could not be written.
+        display: shows events to the user.
+        trackers: the open ones.
+        warn: receives a line about a failed write.
     """
-    found: list[Sink] = [JsonLines(folder.metrics, most_waiting_bytes=WAITING_BYTES, warn=warn), display]
+    written: list[Sink] = [JsonLines(folder.metrics, most_waiting_bytes=WAITING_BYTES, warn=warn), display]
     if observe.tensorboard:
-        found.append(TensorBoard(folder.tensorboard, most_waiting_bytes=WAITING_BYTES))
+        written.append(TensorBoard(folder.tensorboard, most_waiting_bytes=WAITING_BYTES))
     if trackers:
         write_whole(folder.trackers, json.dumps({name: tracker.run for name, tracker in trackers.items()}))
-    found += [TrackerSink(name, tracker, warn) for name, tracker in trackers.items()]
-    return [*found, ReportAtEnd(folder)]
+    written += [TrackerSink(name, tracker, warn) for name, tracker in trackers.items()]
+    return [*written, ReportAtEnd(folder)]

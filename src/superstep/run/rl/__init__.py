@@ -1,1 +1,1 @@
-"""A run of reinforcement learning: how its job is prepared, its ranks are launched, and what each of them does."""
+"""A run of reinforcement learning: preparation of its job, launch of its ranks, and their work."""

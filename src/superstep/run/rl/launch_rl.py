@@ -1,4 +1,4 @@
-"""Ranks of a run of rewards: launched, and launched again where some were lost, or the run goes back."""
+"""Launch the ranks of a run of rewards, and relaunch them after a loss or a rollback."""
 
 from __future__ import annotations
 
@@ -25,23 +25,21 @@ from superstep.tune.rl.rl_step import RunWentBack
 
 
 def launch_rl(job: RlJob, console: Console) -> int | None:
-    """Train on ranks of this host; the exit status where that was not to the last step.
+    """Train on ranks of this host; the exit status if it ends before the last step.
 
     Args:
-        job: what every rank is told.
+        job: of every rank.
         console: shows the run.
 
     Raises:
-        Lost: a rank was lost, and there is no snapshot; or it is lost again and again after the same step.
-        WentBack: the run goes back again and again to the same step.
+        Lost: a rank was lost, and there is no snapshot; or it is lost repeatedly after the same step.
+        WentBack: the run goes back repeatedly to the same step.
     """
     return status_of(lambda: _launch(job, console), job.folder, console, VERB)
 
 
 def _launch(job: RlJob, console: Console) -> bool:
-    """Whether the run was asked to stop before its last step; where ranks are lost and there are snapshots, it is gone
-    on with.
-    """
+    """Whether the run stopped before its last step on request; lost ranks are relaunched if there are snapshots."""
     state = job.run.config.state
     with ExitStack() as stack:
         memories: Sequence[SnapshotMemory] = ()
@@ -59,20 +57,20 @@ def _launch(job: RlJob, console: Console) -> bool:
 
 
 def _launch_ranks(job: RlJob, console: Console) -> bool:
-    """Launch the ranks once; whether they were asked to stop before the last step, and have."""
-    asked, trainers = job.run.config.plan.device, job.run.plan.mesh.world
+    """Launch the ranks once; whether they stopped before the last step on request."""
+    device, trainers = job.run.config.plan.device, job.run.plan.mesh.world
     if job.rollout.placement == "apart":
-        kind = choose(asked, trainers + own_ranks(job.rollout))
+        kind = choose(device, trainers + own_ranks(job.rollout))
         return bool(launch_parties(kind, parties_of(job, partial(rl_rank, console=console), rl_sampler)))
     if job.snapshots is None:
-        return launch_on(asked, trainers, rl_rank, job, console)
+        return launch_on(device, trainers, rl_rank, job, console)
     return launch_apart(
-        choose(asked, trainers), trainers, rl_rank, job, console
-    )  # what outlives a rank needs ranks apart
+        choose(device, trainers), trainers, rl_rank, job, console
+    )  # memory that outlives a rank needs separate processes
 
 
 def _attempt(job: RlJob, memories: Sequence[SnapshotMemory], console: Console, lost: Recovery | None) -> bool:
-    """What ``_launch_ranks`` returns, called again after each time that the run goes back."""
+    """Call ``_launch_ranks``, and again after each rollback."""
     now = job if lost is None else _after_loss(job, lost)
     tries, newest = 0, -1
     while True:
@@ -93,7 +91,7 @@ def _attempt(job: RlJob, memories: Sequence[SnapshotMemory], console: Console, l
 
 
 def _after_loss(job: RlJob, lost: Recovery) -> RlJob:
-    """What ranks are told that are launched after some were lost."""
+    """The job of ranks after a loss."""
     again = relaunched(job, lost.step)
-    told = Resumed(step=again.program.cursor.step, path="", lost=lost.lost, passed_over=lost.passed_over)
-    return replace(again, resumed=replace(told, lost_at_s=lost.lost_at_s))
+    resumed = Resumed(step=again.program.cursor.step, path="", lost=lost.lost, passed_over=lost.passed_over)
+    return replace(again, resumed=replace(resumed, lost_at_s=lost.lost_at_s))

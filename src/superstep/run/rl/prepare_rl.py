@@ -1,4 +1,4 @@
-"""The job of a run of reinforcement learning: its directory, held, and what its ranks begin with."""
+"""The job of a run of reinforcement learning: its locked directory, and its ranks' initial state."""
 
 from __future__ import annotations
 
@@ -35,15 +35,14 @@ from superstep.tune.rl.job import RlJob, job_of
 def prepared_rl_job(
     recipe: RlRecipe, kernels: Path | None, console: Console, *, launcher: Launcher = OWN, ranks: int | None = None
 ) -> Iterator[RlJob | None]:
-    """The job of a recipe's ranks, with the run's directory held for the length of the block; None where the run is
-    complete.
+    """The job of a recipe's ranks, with the run's directory locked for the block; None for a complete run.
 
     Args:
         recipe: of the run.
-        kernels: the folder of compiled decoders; None samples without.
-        console: shows what there is to say before the first step.
+        kernels: the folder of compiled decoders; None uses torch.
+        console: shows messages before the first step.
         launcher: of the ranks.
-        ranks: that another launcher has; None where superstep launches them.
+        ranks: of another launcher; None under superstep's own.
     """
     config, start = with_start(recipe, recipe.rl, recipe.start)
     if (shorter := shorter_sequences(recipe, config, USUAL_TOKENS)) is not None:
@@ -60,8 +59,8 @@ def prepared_rl_job(
         require_fit(choice, Device("cpu"), operations(choice), ranks=launcher.local_ranks or here)
     with hold(folder), mirrored(folder.checkpoints, store, choice.config.state.keep):
         if store is not None and choice.config.state.existing == "resume":
-            for told in fetch_newest(store, folder.checkpoints):
-                console.say(told)
+            for line in fetch_newest(store, folder.checkpoints):
+                console.say(line)
             checkpoint = newest(folder.checkpoints, verify)
         step = 0 if checkpoint is None else read_position(checkpoint).step
         if step >= choice.config.train.steps:
@@ -95,10 +94,10 @@ def prepared_rl_job(
 
 
 def _require_joined(config: RunConfig, rollout: RolloutConfig) -> None:
-    """See that nothing is wanted that ranks of torchrun or srun cannot do.
+    """Refuse settings that ranks of torchrun or srun do not support.
 
     Raises:
-        ConfigError: something is; names the field.
+        ConfigError: one is set; names the field.
     """
     require_alone(config, None, "torchrun and srun")
     if rollout.placement == "apart":

@@ -1,4 +1,4 @@
-"""A job of reinforcement learning as bytes, for ranks that torchrun launched, like that of ``run.job_message``."""
+"""A job of reinforcement learning as bytes, for ranks of torchrun, like that of ``run.job_message``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from superstep.tune.rl.job import RlJob
 
 
 class RlJobMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The fields of an ``RlJob`` that one of torchrun's has: paths, the configuration and the program as text."""
+    """The fields of an ``RlJob`` under torchrun: paths, the configuration and the program as text."""
 
     config: str
     ranks: int
@@ -38,15 +38,15 @@ MESSAGES: Codec[RlJobMessage | None] = Codec(RlJobMessage | None)
 
 
 def encode(job: RlJob | None) -> bytes:
-    """The bytes of a job, or of none where there is nothing left to do."""
+    """Encode a job, or None for a complete run."""
     return MESSAGES.encode(None if job is None else _message_of(job))
 
 
 def decode(message: bytes) -> RlJob | None:
-    """The job that ``encode`` was given.
+    """Decode a job.
 
     Raises:
-        msgspec.DecodeError: they are not the bytes of one.
+        msgspec.DecodeError: the bytes are invalid.
         ConfigError: its configuration cannot be resolved here.
     """
     found = MESSAGES.decode(message)

@@ -1,4 +1,4 @@
-"""What each rank of a run of reinforcement learning does, and what rank 0 reports of it."""
+"""The work of each rank of a run of reinforcement learning, and rank 0's reports."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ from superstep.tune.rl.job import RlJob
 from superstep.tune.rl.step_rewards import RlStepResult
 
 VERB = "tune rl"
-"""The words after superstep that go on with a run."""
+"""The words after superstep that resume a run."""
 
 
 def rl_rank_of_torchrun(world: World, job: RlJob | None, console: Console) -> int:
-    """One rank's exit status; rank 0 speaks for all."""
+    """One rank's exit status; rank 0 shows messages."""
     if job is None:
         return 0
     return status_under_torchrun(world, lambda: rl_rank(world, job, console), job.folder, console, VERB)
 
 
 def rl_rank(world: World, job: RlJob, console: Console) -> bool:
-    """One rank that trains; whether it was asked to stop before the last step, and has."""
+    """One training rank; whether it stopped before the last step on request."""
     train = reinforce if job.rollout.placement == "shared" else train_apart
     with _faults(world), listening(world.stop), sharing(job.folder), ExitStack() as stack:
         report = RlReport(world, job, console, stack)
@@ -56,14 +56,14 @@ def rl_rank(world: World, job: RlJob, console: Console) -> bool:
 
 
 def rl_sampler(world: World, job: RlJob, number: int) -> None:
-    """One rank of a sampler. Asked to stop, it goes on until the trainer wants no more."""
+    """One rank of a sampler. After a request to stop, it continues until the trainer needs no more."""
     with _faults(world), listening(world.stop):
         sample_apart(world, job, number)
 
 
 @contextmanager
 def _faults(world: World) -> Iterator[None]:
-    """What torch raises wherever something breaks below it is a Fault."""
+    """Converts torch's RuntimeError into a Fault."""
     try:
         yield
     except RuntimeError as error:
@@ -71,7 +71,7 @@ def _faults(world: World) -> Iterator[None]:
 
 
 class RlReport:
-    """Rank 0 tells of steps, checkpoints and graders that fail; the others of nothing. Any thread may call it."""
+    """Rank 0 reports steps, checkpoints and failed graders; the others nothing. Thread-safe."""
 
     def __init__(self, world: World, job: RlJob, console: Console, stack: ExitStack) -> None:
         self._job = job
@@ -112,7 +112,7 @@ class RlReport:
         return sink
 
     def learnt(self, learnt: RlStepResult) -> None:
-        """A step."""
+        """Report a step."""
         result = learnt.result
         self._step, self._tokens = learnt.step, learnt.tokens_seen
         self.write(
@@ -148,15 +148,15 @@ class RlReport:
         )
 
     def retried(self, verdict: Verdict) -> None:
-        """A grader failed, and the answer is graded again."""
+        """Report a failed grader; the answer is graded again."""
         self.write(Retried(step=self._step, why=verdict.why))
 
     def finish(self) -> None:
-        """The last step is saved."""
+        """Report the end, after the last step is saved."""
         elapsed_s = time.perf_counter() - self._start_s
         self.write(RunFinished(step=self._step, elapsed_s=elapsed_s, tokens_seen=self._tokens))
 
     def write(self, event: Event) -> None:
-        """Anything else, such as a checkpoint."""
+        """Report another event, such as a checkpoint."""
         with self._lock:
             self._sink.write(event)
