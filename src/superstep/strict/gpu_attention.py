@@ -36,7 +36,7 @@ def require(rule: bool, why: str) -> None:
 
 
 def require_flash(*tensors: Tensor) -> None:
-    """Check flash attention's inputs: one 16-bit dtype, heads of up to 256 that are multiples of 8, a last stride of 1."""
+    """Check flash attention's inputs: one 16-bit dtype, heads of up to 256 in multiples of 8, a last stride of 1."""
     for tensor in tensors:
         require(tensor.dtype in HALVES, f"FlashAttention only support fp16 and bf16 data type, not {tensor.dtype}")
         require(tensor.dtype == tensors[0].dtype, "query, key and value must have the same dtype")
