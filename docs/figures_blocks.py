@@ -26,8 +26,10 @@ class Figure:
 
 
 FIGURES: dict[str, Figure] = {
-    "train_vs_peers-4096-amx.json": Figure("training beside peers, AMX", "bench.train_vs_peers --json", "2026-11-24"),
-    "train_vs_peers-4096.json": Figure("training beside peers", "bench.train_vs_peers --steps 3", "2026-11-23"),
+    "train_vs_peers-4096-amx.json": Figure(
+        "training compared with peers, AMX", "bench.train_vs_peers --json", "2026-11-24"
+    ),
+    "train_vs_peers-4096.json": Figure("training compared with peers", "bench.train_vs_peers --steps 3", "2026-11-23"),
     "train_vs_peers-32000-amx.json": Figure(
         "the same, vocabulary 32,000, AMX",
         "bench.train_vs_peers --vocab 32000 --pair 'DDP bf16 compiled' --json",
@@ -41,13 +43,17 @@ FIGURES: dict[str, Figure] = {
     "waterfall-amx.json": Figure("where a step's time goes, AMX", "bench.waterfall --json", "2026-11-24"),
     "waterfall.json": Figure("where a step's time goes", "bench.waterfall", "2026-11-23"),
     "kernels-amx.json": Figure(
-        "attention, products, gradients beside torch, AMX", "bench.kernels --json", "2026-11-24"
+        "attention, products and gradients compared with torch, AMX", "bench.kernels --json", "2026-11-24"
     ),
-    "kernels-amd-epyc.json": Figure("attention and products beside torch", "bench.kernels --json", "2026-11-23"),
-    "kernels.json": Figure("attention and products beside torch", "bench.kernels", "2026-11-23"),
-    "kernels_fused.json": Figure("norms, gates and loss beside torch", "bench.kernels_fused --rounds 7", "2026-11-23"),
-    "exact_cost-amx.json": Figure("exact beside fast mode, AMX", "bench.exact_cost --pairs 6 --json", "2026-11-24"),
-    "exact_cost.json": Figure("exact beside fast mode", "bench.exact_cost --pairs 8", "2026-11-23"),
+    "kernels-amd-epyc.json": Figure("attention and products compared with torch", "bench.kernels --json", "2026-11-23"),
+    "kernels.json": Figure("attention and products compared with torch", "bench.kernels", "2026-11-23"),
+    "kernels_fused.json": Figure(
+        "norms, gates and loss compared with torch", "bench.kernels_fused --rounds 7", "2026-11-23"
+    ),
+    "exact_cost-amx.json": Figure(
+        "exact mode compared with fast mode, AMX", "bench.exact_cost --pairs 6 --json", "2026-11-24"
+    ),
+    "exact_cost.json": Figure("exact mode compared with fast mode", "bench.exact_cost --pairs 8", "2026-11-23"),
     "long_context.json": Figure("the longest sequence within a budget", "bench.long_context", "2026-11-23"),
     "long_context-8192.json": Figure(
         "8,192 tokens, one rank and two",
@@ -59,49 +65,53 @@ FIGURES: dict[str, Figure] = {
         "bench.long_context --tokens 32768 --steps 2 --cp 1 --cp 2 --no-budget --json",
         "2026-11-23",
     ),
-    "moe.json": Figure("a mixture of experts beside a dense model", "bench.moe", "2026-11-21"),
+    "moe.json": Figure("a mixture of experts compared with a dense model", "bench.moe", "2026-11-21"),
     "tolerance.json": Figure("distances between layouts", "bench.tolerance", "2026-11-21"),
-    "collectives.json": Figure("collectives in shared memory beside Gloo", "bench.collectives", "2026-11-22"),
+    "collectives.json": Figure("collectives in shared memory compared with Gloo", "bench.collectives", "2026-11-22"),
     "collectives-hosts.json": Figure(
-        "collectives over hosts beside Gloo",
+        "collectives over hosts compared with Gloo",
         "bench.collectives --world 4 --hosts 2 --link 1gbit --rounds 5",
         "2026-11-23",
     ),
-    "recorder.json": Figure("what the flight recorder costs", "bench.recorder --pairs 200", "2026-11-23"),
+    "recorder.json": Figure("the cost of the flight recorder", "bench.recorder --pairs 200", "2026-11-23"),
     "serve_vs_peers.json": Figure(
-        "serving beside peers",
+        "serving compared with peers",
         "bench.serve_vs_peers --rounds 4 --llama-python LLAMA/bin/python --vllm-python VLLM/bin/python",
         "2026-11-22",
     ),
-    "serve_http.json": Figure("what HTTP costs", "bench.serve_http", "2026-11-22"),
-    "serve_predicted.json": Figure("a server foreseen", "bench.serve_predicted", "2026-11-22"),
+    "serve_http.json": Figure("the cost of HTTP", "bench.serve_http", "2026-11-22"),
+    "serve_predicted.json": Figure("a server, predicted and measured", "bench.serve_predicted", "2026-11-22"),
     "serve_predicted-exact.json": Figure(
-        "an exact server foreseen", "bench.serve_predicted --ways 'bf16 exact' --json", "2026-11-22"
+        "an exact server, predicted and measured", "bench.serve_predicted --ways 'bf16 exact' --json", "2026-11-22"
     ),
     "serve_quantized.json": Figure(
         "perplexity of quantized weights", "bench.serve_quantized runs/demo --windows 128", "2026-11-22"
     ),
     "tune_vs_peers.json": Figure(
-        "reinforcement learning beside TRL", "bench.tune_vs_peers --trl-python TRL/bin/python --steps 24", "2026-11-22"
+        "reinforcement learning compared with TRL",
+        "bench.tune_vs_peers --trl-python TRL/bin/python --steps 24",
+        "2026-11-22",
     ),
-    "tune_memory.json": Figure("memory of tuning, foreseen and measured", "bench.tune_memory", "2026-11-22"),
+    "tune_memory.json": Figure("memory of tuning, predicted and measured", "bench.tune_memory", "2026-11-22"),
     "learns.json": Figure(
-        "what rewards teach, three seeds",
+        "learning from true and shuffled rewards, three seeds",
         "bench.learns --kinds true && python -m bench.learns --kinds shuffled --seeds 2 --steps 1000 --out F",
         "2026-11-22",
     ),
-    "grades.json": Figure("grades a second", "bench.grades --grades 30", "2026-11-22"),
-    "faults.json": Figure("kills and flips", "bench.faults", "2026-11-22"),
-    "stopped.json": Figure("how soon a stopped rank is named", "bench.stopped --rounds 2", "2026-11-22"),
-    "snapshots.json": Figure("what a snapshot costs", "bench.snapshots --repeats 5", "2026-11-23"),
-    "soak.json": Figure("20 minutes of faults, 20 without", "bench.soak", "2026-11-23"),
+    "grades.json": Figure("grades per second", "bench.grades --grades 30", "2026-11-22"),
+    "faults.json": Figure("killed processes and flipped bits", "bench.faults", "2026-11-22"),
+    "stopped.json": Figure("time until a stopped rank is named", "bench.stopped --rounds 2", "2026-11-22"),
+    "snapshots.json": Figure("the cost of a snapshot", "bench.snapshots --repeats 5", "2026-11-23"),
+    "soak.json": Figure("20 minutes with faults, 20 without", "bench.soak", "2026-11-23"),
     "hosts.json": Figure("lost hosts and links", "bench.hosts --repeats 1", "2026-11-23"),
     "step_page.json": Figure("the page of a large step", "bench.step_page", "2026-11-23"),
-    "local_prediction.json": Figure("steps foreseen and measured", "bench.local_prediction", "2026-11-24"),
-    "plan_search.json": Figure("how fast plans are searched", "bench.plan_search", "2026-11-22"),
-    "plan_experts.json": Figure("plans of experts beside the planner's", "bench.plan_experts", "2026-11-23"),
+    "local_prediction.json": Figure("steps, predicted and measured", "bench.local_prediction", "2026-11-24"),
+    "plan_search.json": Figure("the speed of the plan search", "bench.plan_search", "2026-11-22"),
+    "plan_experts.json": Figure(
+        "plans published by experts, compared with the planner's", "bench.plan_experts", "2026-11-23"
+    ),
     "published.json": Figure(
-        "published runs foreseen", "bench.published --ablate --calculon CALCULON.json --json", "2026-11-23"
+        "published runs, predicted", "bench.published --ablate --calculon CALCULON.json --json", "2026-11-23"
     ),
     "published_blind.json": Figure(
         "predictions before any comparison",
@@ -109,7 +119,7 @@ FIGURES: dict[str, Figure] = {
         "2026-11-22",
     ),
     "published_unseen.json": Figure(
-        "published runs that nothing was learned from", "bench.published_unseen --json", "2026-11-24"
+        "published runs that were not used for the fit", "bench.published_unseen --json", "2026-11-24"
     ),
 }
 
@@ -127,7 +137,7 @@ PEERS: dict[str, str] = {
     "pipelining": "`torch.distributed.pipelining`, `ScheduleGPipe` and `Schedule1F1B`, the same microbatches",
     "DeepSpeed, Accelerate": "the newest release; ZeRO-2 and 3 without offload; bf16 by its own engine",
     "transformers": "`generate` with a KV cache, greedy",
-    "llama.cpp": "llama-cpp-python 0.3.36, `n_batch=512`, as many threads as ours, without flash attention",
+    "llama.cpp": "llama-cpp-python 0.3.36, `n_batch=512`, as many threads as Superstep, without flash attention",
     "vLLM": "0.32.0 for CPUs, bf16",
     "TRL": "1.16.0, GRPO, the same groups, lengths and rewards",
 }
@@ -158,7 +168,7 @@ def _figures() -> str:
     for name, each in FIGURES.items():
         link = f"[{name}](../../bench/results/{name})"
         rows.append((link, each.what, f"`{command(name)}`", _machine(RESULTS / name), each.date))
-    return table(("file", "what it holds", "command", "machine", "taken"), rows)
+    return table(("file", "content", "command", "machine", "date"), rows)
 
 
 def _settings() -> str:

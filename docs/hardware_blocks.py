@@ -54,13 +54,13 @@ def _links() -> str:
         )
         for chip in CHIPS.values()
     ]
-    head = ("chip", "link, GB/s", "domain", "network, GB/s", "whose", "host, GB/s", "W", "failures of 1,000 in a day")
+    head = ("chip", "link, GB/s", "domain", "network, GB/s", "system", "host, GB/s", "W", "failures of 1,000 in a day")
     return table(head, rows)
 
 
 def _sources() -> str:
     rows = [(f"`{c.name}`", ", ".join(f"`{name}`" for name in ALIASES[c.name]), c.source) for c in CHIPS.values()]
-    return table(("chip", "also called", "source"), rows)
+    return table(("chip", "other names", "source"), rows)
 
 
 def _meanings(cls: type[Any]) -> dict[str, str]:

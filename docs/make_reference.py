@@ -55,8 +55,8 @@ WIDTH = 100
 """Columns of a drawing."""
 
 WORDS = {
-    "started.parameters": "Of the whole model; a tied matrix counts once.",
-    "started.predicted_step_s": "Seconds of a step, as the cost model has it.",
+    "started.parameters": "Parameters of the whole model; a tied matrix counts once.",
+    "started.predicted_step_s": "The predicted seconds of a step.",
     "resumed.step": "Finished steps.",
     "step.step": "Finished steps, this one included.",
     "step.lr": "The learning rate of this step's update.",
@@ -64,11 +64,11 @@ WORDS = {
     "rolled.step": "Finished steps, this one included.",
     "evaluated.step": "Finished steps.",
     "evaluated.bits_per_byte": "The loss in bits, over the bytes of a token.",
-    "evaluated.seconds": "What the validation took.",
+    "evaluated.seconds": "Seconds of the validation.",
     "saved.step": "Finished steps.",
-    "saved.path": "The checkpoint.",
-    "saved.seconds": "What the checkpoint took.",
-    "saved.bytes": "Of tensors on disk.",
+    "saved.path": "The path of the checkpoint.",
+    "saved.seconds": "Seconds of the save.",
+    "saved.bytes": "Bytes of tensors on disk.",
     "stopped.step": "Finished steps.",
     "stopped.elapsed_s": "Seconds since this process began to train.",
     "stopped.tokens_seen": "Valid tokens since step 0, resumed or not.",
@@ -143,12 +143,13 @@ def configuration() -> str:
     parts = [
         "# Configuration",
         "<!-- written by docs/make_reference.py from src/superstep/plan/config.py -->",
-        "A run is one TOML file with the tables below; `superstep train run.toml` reads it. What a file leaves out "
-        "keeps its default. Unknown keys and values of another type are errors that name the field.",
-        "Every field is a flag of `train`, `prove` and `view` as well, with hyphens for underscores: "
-        "`train.batch_sequences` is `--train.batch-sequences`; so is an entry of a table: `--plan.rules.ffn none`. "
-        "A flag counts more than the file. `None` on the command line leaves a field out again.",
-        "*Left out* means automatic: the value is found when the run starts and is written into the `run.toml` of the "
+        "A run is one TOML file with the tables below; `superstep train run.toml` reads it. A key that the file leaves "
+        "out has its default. Unknown keys and values of another type are errors that name the field.",
+        "Every field is also a flag of `train`, `prove` and `view`, with hyphens instead of underscores: "
+        "`train.batch_sequences` is `--train.batch-sequences`. An entry of a table is a flag too: "
+        "`--plan.rules.ffn none`. A flag replaces the value of the file. `None` on the command line leaves a field "
+        "out.",
+        "*Left out* means automatic: the value is computed when the run starts and is written to the `run.toml` of the "
         "[run directory](run-directory.md).",
     ]
     for section in fields(RunConfig):
@@ -162,29 +163,33 @@ def configuration() -> str:
         parts.append(table(("key", "values", "default", "meaning"), rows))
     parts += _recipes("Recipes", "superstep tune", TuneConfig, USUAL, USUAL_TOKENS)
     parts += _recipes("Recipes of reinforcement learning", "superstep tune rl", rl.RlRecipe, rl.USUAL, rl.USUAL_TOKENS)
-    parts += ["## Named sizes", "For `model.name`. For any other size, name the nearest one and set what differs."]
+    parts += [
+        "## Named sizes",
+        "These are values of `model.name`. For another size, name the nearest one and set the fields that differ.",
+    ]
     parts.append(_sizes())
     parts += [
         "## A Hugging Face config.json",
-        "`model.name` may be the path of a `config.json` of one of these types; where the file leaves a key out, "
-        "it means what it means to transformers. A file in which some blocks have experts and others do not is "
-        "refused. One in which some slide and others do not is priced by `superstep plan` and trained by nothing yet, "
-        f"and so are {_named(PRICED)} and files of the types "
-        f"{_named((*mla_models.KINDS, *sliding_window_models.KINDS))}. Layers of a state space, of "
-        "linear attention, of recurrences or convolutions are neither: a file that has some "
-        "is refused by name.",
-        table(("model_type", "is written for", "beside Llama's"), _FAMILIES),
-        "Every key is honoured, refused with what would work, or changes nothing. `rope_theta` may stand by itself or "
-        "in `rope_parameters`, not differ in both; wavelengths may be stretched as `linear`, `llama3` and `yarn` do. "
-        "`initializer_range` is what matrices start from. `router_aux_loss_coef` becomes `model.balance_weight` "
-        "([losses](../explanation/experts.md#losses)). A sliding window is honoured by plain attention and by Ulysses; "
-        "where sequences are longer than it, a ring and exact mode are refused.",
-        "These may say one thing alone, in every type or as each has it: "
+        "`model.name` may be the path of a `config.json` of one of these types. A key that the file leaves out has "
+        "the default of transformers. A file is refused if only some of its blocks have experts. If only some blocks "
+        "have a sliding window, `superstep plan` prices the model, but Superstep cannot train it yet. The same holds "
+        f"for {_named(PRICED)} and for files of the types "
+        f"{_named((*mla_models.KINDS, *sliding_window_models.KINDS))}. Models with layers of a state space, of linear "
+        "attention, of recurrences or of convolutions can be neither priced nor trained; their files are refused by "
+        "name.",
+        table(("model_type", "models", "in addition to Llama"), _FAMILIES),
+        "Superstep uses every key, or refuses it with a value that would work, or lists it below as a key without "
+        "effect. `rope_theta` may stand alone or in `rope_parameters`; if both are given they must be equal. "
+        "Wavelengths may be scaled as in `linear`, `llama3` and `yarn`. `initializer_range` is the standard deviation "
+        "of the first values of matrices. `router_aux_loss_coef` becomes `model.balance_weight` "
+        "([losses](../explanation/experts.md#losses)). Plain attention and Ulysses support a sliding window. "
+        "If sequences are longer than the window, ring attention and exact mode are refused.",
+        "Each of these keys may have only one value, the same for every type or one for each type: "
         + ", ".join(f"`{key}`" for key in sorted({key for kind in ARCHITECTURES for key in only(kind)}))
-        + ". And these change nothing:",
+        + ". These keys change nothing:",
         table(("key", "why"), _harmless()),
-        "`bos_token_id`, `eos_token_id` and `pad_token_id` change no training either; checkpoints keep them. Any "
-        "other key may change the model, and is refused until it is taken out of the file.",
+        "`bos_token_id`, `eos_token_id` and `pad_token_id` do not change training either; checkpoints keep them. Any "
+        "other key may change the model, so the file is refused until you remove it.",
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -194,9 +199,9 @@ def _recipes(title: str, verb: str, cls: type[Recipe], usual: Usual, usual_token
     yield f"## {title}"
     others = [f"`{table}.{key}` is {literal(value)}" for table, keys in usual.items() for key, value in keys.items()]
     yield (
-        f"`{verb}` reads one file with all of these tables and the following. Some defaults are other ones there: "
-        f"{', '.join(others)}; and `data.sequence_tokens` is left out, which means {usual_tokens}, or what the model "
-        "was made for where that is less."
+        f"`{verb}` reads one file with all of these tables and the following. Some defaults differ: "
+        f"{', '.join(others)}. `data.sequence_tokens` is left out, which means {usual_tokens}, or the context "
+        "of the model if that is less."
     )
     words = {field.name: field for field in described(cls)}
     yield table(
@@ -219,7 +224,7 @@ _FAMILIES = [
     ("`qwen2`", "Qwen2, Qwen2.5", "biases on queries, keys and values; a sliding window"),
     ("`qwen3`", "Qwen3", "norms of queries and keys; a sliding window"),
     ("`qwen3_moe`", "Qwen3-MoE", "experts, dropless; norms of queries and keys; a sliding window"),
-    ("`superstep_moe`", "Superstep alone", "experts with any router"),
+    ("`superstep_moe`", "only Superstep", "experts with any router"),
 ]
 
 

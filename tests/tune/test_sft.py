@@ -264,7 +264,7 @@ def test_a_resumed_run_is_the_run_that_never_stopped(place, capsys):
 def test_a_run_is_so_many_passes_over_its_sequences(place, capsys):
     recipe = place / "recipe.toml"
     assert tune("--sft.epochs", "1") == 2
-    assert "sft.epochs = 1 and train.steps = 6 both say how long the run is; leave one of them out" in error(capsys)
+    assert "sft.epochs = 1 and train.steps = 6 both set the length of the run; leave one of them out" in error(capsys)
     recipe.write_text(tuned.RECIPE.replace("steps = 6\n", ""), encoding="utf-8")
     assert tune("--sft.epochs", "0") == 2
     assert "sft.epochs = 0 must be above 0" in error(capsys)

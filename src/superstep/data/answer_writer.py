@@ -84,8 +84,7 @@ class AnswerFiles:
         self, number: int, item: Sequence[tuple[Sequence[int], bytes]], fraction: float, answer_bytes: int
     ) -> None:
         """Write an item: conversations that stay in one sequence, each with its ids and marks. The hash of the record's
-        number
-        decides whether it is held out.
+        number decides whether it is held out.
         """
         split: SplitName = "validation" if hold_out([number], fraction)[0] else "train"
         for ids, marks in item:

@@ -233,8 +233,7 @@ class TokenStream:
 
     def owners(self, sample: int) -> tuple[Tensor, int]:
         """The conversation of each learnt target of the whole global batch, [batch_sequences, S], from 0; -1 for
-        others. And
-        their number.
+        others. And their number.
         """
         assert isinstance(self._cut, AnswerCut), "of conversations alone it is known"
         rows, before = [], 0

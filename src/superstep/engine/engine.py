@@ -318,8 +318,7 @@ class Engine(RankState):
 
     def own_logprobs(self, microbatches: Sequence[Microbatch]) -> list[torch.Tensor]:
         """The log-probability of each target of this rank's microbatches, fp32, in their order and of the targets'
-        shape; zero
-        for ignored targets. None on ranks without the last unit. Every rank calls this together.
+        shape; zero for ignored targets. None on ranks without the last unit. Every rank calls this together.
         """
         watch = self._watching(CROSS_ENTROPY, [_bare(m) for m in microbatches], keeps=True)
         self._evaluate(watch, microbatches)
@@ -338,8 +337,7 @@ class Engine(RankState):
 
     def logprobs(self, microbatches: Sequence[Microbatch]) -> torch.Tensor:
         """The log-probability of each target of the whole global batch, [rows, S] and fp32, the same on every rank: in
-        exact
-        mode the same bits on every layout. Zero for ignored targets. Every rank calls this together.
+        exact mode the same bits on every layout. Zero for ignored targets. Every rank calls this together.
         """
         own, at = self.own_logprobs(microbatches), self.mesh.at
         size, *dims = microbatches[0].targets.shape

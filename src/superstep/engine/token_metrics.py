@@ -140,8 +140,7 @@ class TokenMetrics:
 
     def told(self, summed: Sequence[float]) -> tuple[dict[str, float], float]:
         """Decode ``numbers``, summed over all ranks: means over counted tokens and maxima, by name; and the sum of the
-        sizes of
-        all losses.
+        sizes of all losses.
         """
         names = self._names()
         sums: Mapping[str, float] = dict(zip(names, summed, strict=False))

@@ -48,22 +48,22 @@ class Chip:
     """One accelerator: dense rates, without structured sparsity.
 
     Attributes:
-        name, vendor: as people write them.
-        year: of its generation; kernels differ by it.
-        flops_per_s: peak rate of products by format; the chip does not multiply other formats.
+        name, vendor: as usually written.
+        year: the year of its generation; the choice of kernels depends on it.
+        flops_per_s: peak rate of matrix products by number format; the chip does not multiply other formats.
         measured_share: the best product ever measured in 16 bits, as a share of the peak; None if unpublished.
-        memory_bytes, memory_bytes_per_s: its own memory.
+        memory_bytes, memory_bytes_per_s: size and rate of its own memory.
         cores: streaming multiprocessors or their equivalent; a product's tiles run on them in waves.
-        launch_s: from the end of a kernel to the start of the next.
-        link_bytes_per_s: to its neighbours in the fast domain, one direction, all links together.
-        domain: how many chips the fast links join.
-        host_bytes_per_s: to the memory of the host, one direction.
+        launch_s: seconds from the end of a kernel to the start of the next.
+        link_bytes_per_s: the rate of all its links to the fast domain together, one direction.
+        domain: the number of chips that the fast links connect.
+        host_bytes_per_s: the rate to the memory of the host, one direction.
         power_w: thermal design power; None if unpublished.
-        failures_per_hour: that end a job, of one chip with its share of the host; None if unpublished.
+        failures_per_hour: failures that end a job, for one chip with its share of the host; None if unpublished.
         source: where the figures were read.
-        products: rates of products as measured on this chip, by shape; empty where only published figures are known.
-        copies: rates of its memory as measured, by size.
-        serving: measured rates of a server's engine steps, by the way of computing them.
+        products: measured rates of matrix products on this chip, by shape; empty if only published figures are known.
+        copies: measured rates of its memory, by size.
+        serving: measured rates of a server's engine steps, by number format and kernels.
     """
 
     name: str

@@ -30,20 +30,20 @@ class Cluster:
     """Chips in fast domains (a node's NVLink, a rack's NVL72, a pod's ICI), and the network between domains.
 
     Attributes:
-        chip: all are of one kind.
-        chips: how many.
-        domain: chips that the fast links join.
-        link_bytes_per_s: of one chip over the fast links, one direction.
-        link_latency_s: of one message over them.
-        network_bytes_per_s: of one chip between domains, one direction.
-        network_latency_s: of one message between domains.
-        oversubscription: how many times less the network carries between far domains than its ports together; 1 where
-            it is not blocking.
-        topology: of a domain: chips at a switch; a torus, where the fast links join neighbours; a mesh, where each chip
-            has a link to each other; a cube, where the links are its edges, twice.
-        price_per_chip_hour: None where no price is given.
-        collectives: as measured; empty where only the links' rates are known.
-        disk_read_bytes_per_s, disk_write_bytes_per_s: of one host, as measured; None where they were not.
+        chip: the chip; all chips are of one kind.
+        chips: the number of chips.
+        domain: the number of chips that the fast links connect.
+        link_bytes_per_s: the rate of one chip over the fast links, one direction.
+        link_latency_s: the latency of one message over the fast links.
+        network_bytes_per_s: the rate of one chip between domains, one direction.
+        network_latency_s: the latency of one message between domains.
+        oversubscription: the sum of the rates of all ports over the rate of the network between far domains; 1 if the
+            network is not blocking.
+        topology: the topology of a domain. switched: all chips at a switch; torus: the fast links connect neighbours;
+            mesh: each chip has a link to every other chip; cube: two links along each edge of a cube.
+        price_per_chip_hour: the price of a chip for an hour; None if no price is given.
+        collectives: measured rates of collectives; empty if only the rates of the links are known.
+        disk_read_bytes_per_s, disk_write_bytes_per_s: the measured rate of one host; None if it was not measured.
     """
 
     chip: Chip

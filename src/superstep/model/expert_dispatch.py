@@ -61,8 +61,7 @@ class LayerRouterCounts:
 
 class ExpertDispatch(Protocol):
     """A block's exchange with other ranks. Ranks that hold parts of the same sequences all compute the same routing for
-    the
-    whole; each then sends its own tokens to the experts and back.
+    the whole; each then sends its own tokens to the experts and back.
     """
 
     now: DispatchContext

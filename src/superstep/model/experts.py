@@ -129,8 +129,7 @@ def add_outer_products(into_EOI: Tensor, grad_RO: Tensor, x_RI: Tensor, rows_E: 
 
 def is_grouped(*factors: Tensor) -> bool:
     """Whether torch has one kernel for all experts here: bf16 on a GPU of compute capability 9.x or 10.x, in rows of
-    whole
-    16 bytes. Elsewhere its operator uses a product for each expert too (``_grouped_mm_cuda`` in torch's
+    whole 16 bytes. Elsewhere its operator uses a product for each expert too (``_grouped_mm_cuda`` in torch's
     ``aten/src/ATen/native/cuda/GroupedBlas.cpp``, 2.11 to 2.13).
     """
     return (

@@ -22,8 +22,7 @@ def on_meta() -> Iterator[None]:
 
 class _Undrawn(TorchFunctionMode):
     """Skips random initialisation, for which torch needs its compiler on the meta device: a millisecond for each
-    tensor, and
-    a second for the first.
+    tensor, and a second for the first.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401

@@ -30,8 +30,7 @@ from superstep.plan.model.shape import ModelShape
 
 class Gate(nn.Module):
     """The router's logits, in fp32 for any dtype of ``x``: rounded to bf16, near ties are decided differently and
-    training
-    becomes unstable (Fedus 2021, sec. 2.4; Zoph 2022, sec. 3).
+    training becomes unstable (Fedus 2021, sec. 2.4; Zoph 2022, sec. 3).
     """
 
     def __init__(self, shape: ModelShape) -> None:

@@ -80,8 +80,7 @@ def scale_of(alpha: float, rank: int, *, is_stabilized: bool) -> float:
 
 def linears_of(shape: ModelShape) -> dict[str, tuple[int, int]]:
     """The linears that an adapter may have, by global name, with outputs and inputs: those of the blocks without
-    experts,
-    which process other tokens at every step, and their routers.
+    experts, which process other tokens at every step, and their routers.
     """
     parameters = (p for unit in outline_of(shape).units if unit.name.startswith("block.") for p in unit.parameters)
     return {

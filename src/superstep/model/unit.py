@@ -24,8 +24,7 @@ class ParamSpec:
 
     name: str
     """The global tensor's Hugging Face name, e.g. ``model.layers.3.self_attn.q_proj.weight``. Two units that name the
-    same
-    tensor share it: they are tied.
+    same tensor share it: they are tied.
     """
     axes: tuple[str | None, ...]
     """A logical axis for each dim, e.g. ``("heads", "embed")``; None for a dim without one."""
@@ -65,8 +64,7 @@ class UnitSpec:
     """Keyword arguments of the module's forward that the engine passes: ``attend``, ``positions``."""
     loss: Callable[[Tensor, Tensor], Tensor] | None = None
     """Of the last unit: its output and the targets to the sum of the loss over counted targets; None means the cross
-    entropy
-    of logits [..., V] and class numbers [...].
+    entropy of logits [..., V] and class numbers [...].
     """
 
 

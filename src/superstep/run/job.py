@@ -89,8 +89,7 @@ class TrainJob:
     """The requested run, if the current plan has fewer ranks: the directory keeps the requested one."""
     epoch: int = 0
     """Number of starts by launchers of several hosts: none of them has all memories, and ranks write checkpoints. 0
-    with one
-    launcher.
+    with one launcher.
     """
     began_at_s: float = 0.0
     """Start of the launch, in seconds since 1970."""

@@ -54,8 +54,7 @@ def describe_start(
     job: TrainJob, world: World, trainer: CorpusTrainer, machine: MeasuredMachine | None, step: int
 ) -> RunStarted:
     """The first event of a launch, which continues after ``step``. The inputs of the prediction, if the machine was
-    measured,
-    are written into the run's folder.
+    measured, are written into the run's folder.
     """
     prediction = None
     if machine is not None:

@@ -117,8 +117,7 @@ def outvote(elements: Sequence[Element]) -> tuple[int, ...] | None:
 
 def farthest(elements: Sequence[Element], truth: Sequence[float]) -> tuple[int, ...]:
     """The ranks with elements farther from a second computation than another's; empty if all are equally far. A wrong
-    number
-    has entered the sums of all ranks meanwhile, so that the right ones may be a little off too.
+    number has entered the sums of all ranks meanwhile, so that the right ones may be a little off too.
     """
     wrong: set[int] = set()
     for element, right in zip(elements, truth, strict=True):

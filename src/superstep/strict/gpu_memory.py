@@ -57,8 +57,7 @@ class MemoryCalls:
 
     def statistics(self, index: int) -> dict[str, Any]:
         """As ``THCPModule_memoryStats`` in torch/csrc/cuda/Module.cpp. All blocks belong to the large pool; a block is
-        a segment
-        of its own, and so none is split.
+        a segment of its own, and so none is split.
         """
         of = self._device.statistics(index)
         kinds = dict.fromkeys((*SIZES, *COUNTS), NONE)

@@ -120,8 +120,7 @@ class CorpusTrainer(Trainer):
 
     def step(self, batch: Batch, lr: float, *, step: int, sample: int | None = None) -> StepResult:
         """One training step, the ``step``-th. With ``sample``, the cursor of its batch, its gradient may be checked
-        against
-        other ranks'.
+        against other ranks'.
         """
         if self._lesson is not None:
             batch, weighed = weigh(self._lesson, self, batch)

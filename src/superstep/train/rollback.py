@@ -188,8 +188,7 @@ State = tuple[int, Path | None]
 
 def _states(trainer: Trainer, position: Position, aim: int) -> tuple[list[State], list[State]]:
     """States up to step ``aim``, newest first, and later ones; the current state is not among them. Pending writes to
-    disk
-    finish first, so that none appears later.
+    disk finish first, so that none appears later.
     """
     trainer.copies.drain()
     peers = trainer.peers

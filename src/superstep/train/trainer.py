@@ -355,8 +355,7 @@ class Trainer:
 
     def retry_step_s(self) -> float | None:
         """Seconds of a step, for the retry of a failed checkpoint; None: retry with the next regular one. Every rank
-        calls
-        this together.
+        calls this together.
         """
         return None
 

@@ -31,31 +31,26 @@ class SftConfig:
 
     template: str | None = None
     """A Jinja chat template, kept with the checkpoints; none uses the template of `start`, or, without one there, a
-    default
-    that ends answers with the end of text.
+    default that ends answers with the end of text.
     """
     too_long: TooLong = "refuse"
     """What to do with a conversation that is longer than a sequence: refuse it and name its line, drop it, or truncate
-    it
-    at its end. Dropped and truncated ones are counted.
+    it at its end. Dropped and truncated ones are counted.
     """
     epochs: float | None = None
     """Passes over the sequences of the conversations, in place of `train.steps`; the last step may go a little beyond.
-    Raise
-    it to continue a run.
+    Raise it to continue a run.
     """
     history: History = "refuse"
     """What to do where the template renders earlier turns differently, such as without their thoughts: refuse the
-    record,
-    or split it, so that each turn is learnt after the text that was rendered before it.
+    record, or split it, so that each turn is learnt after the text that was rendered before it.
     """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DpoConfig:
     """Direct preference optimisation (Rafailov 2023): make the better of two answers likelier. Records are rendered and
-    cut
-    as `sft` says.
+    cut as `sft` says.
     """
 
     beta: float = 0.1
@@ -96,14 +91,14 @@ def check_recipe(kind: Literal["sft", "dpo"], config: TuneConfig) -> None:
         raise ConfigError(f"sft.epochs = {epochs:g} must be above 0; 1 is one pass, and train.steps counts steps.")
     if config.train.steps != TuneConfig().train.steps:
         raise ConfigError(
-            f"sft.epochs = {epochs:g} and train.steps = {config.train.steps} both say how long the run is; leave one "
+            f"sft.epochs = {epochs:g} and train.steps = {config.train.steps} both set the length of the run; leave one "
             "of them out."
         )
 
 
 def _check_dpo(config: DpoConfig) -> None:
     if not config.beta > 0:
-        raise ConfigError(f"dpo.beta = {config.beta} must be above 0: it holds the model near the reference; try 0.1.")
+        raise ConfigError(f"dpo.beta = {config.beta} must be above 0: it keeps the model close to the reference; try 0.1.")
     if not 0 <= config.label_smoothing < 0.5:
         raise ConfigError(
             f"dpo.label_smoothing = {config.label_smoothing} must be at least 0 and below 0.5; 0 trusts every label."

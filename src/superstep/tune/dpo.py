@@ -162,8 +162,7 @@ def _place(corpus: Path, split: SplitName) -> Path:
 
 def _write_reference(pupil: CurrentModel, stream: TokenStream, path: Path) -> None:
     """Compute the references of a split. Rank 0 writes a temporary file and renames it: readers with the old file open
-    are
-    not affected.
+    are not affected.
     """
     beside = path.with_name(path.name + ".partial")
     is_writing = pupil.peers.rank == 0

@@ -155,8 +155,7 @@ def exact_embedding(layer: nn.Embedding, sink: GradientSink) -> Forward:
 
 class _Norm(torch.autograd.Function):
     """RMSNorm as in ``model.norm``, with sums over the row that do not depend on the number of rows, and a sum over
-    rows
-    that does not depend on their order.
+    rows that does not depend on their order.
     """
 
     @staticmethod

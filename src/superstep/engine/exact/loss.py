@@ -32,8 +32,7 @@ def exact_loss(
     vocab: int,
 ) -> Tensor:
     """The summed losses of all tokens, fp64. Gradients are those of scale · sum; the weight's goes to ``sink``, if
-    there is
-    one. Columns from ``vocab`` on have no probability.
+    there is one. Columns from ``vocab`` on have no probability.
     """
     out: Tensor = _Loss.apply(h_BSD, weight_WD, aim, scale, sink, cut, vocab)  # type: ignore[no-untyped-call]
     return out

@@ -102,8 +102,7 @@ def require_exact(compute: torch.dtype, device: Device) -> None:
 
 def grid_of(spec: ParamSpec, grain: Grain, shape: ModelShape, excess: RangeExcess) -> Grid:
     """The grid of a parameter's gradient, for the most terms on any layout: the chunks of every microbatch add a
-    product
-    each, a lookup or a norm every token. A tied table has both.
+    product each, a lookup or a norm every token. A tied table has both.
     """
     products = grain.microbatches * max(grain.chunks, grain.parts)
     if "experts" in spec.axes:
@@ -121,8 +120,7 @@ def grid_of(spec: ParamSpec, grain: Grain, shape: ModelShape, excess: RangeExces
 
 def exact_layers(spec: UnitSpec, exact: ExactLayers) -> tuple[Implementation, ...]:
     """Implementations with a fixed order of sums. Unknown layers use autograd's gradients: the same bits for any split
-    of
-    the batch, but not of a tensor.
+    of the batch, but not of a tensor.
     """
     sinks = exact.sinks
 

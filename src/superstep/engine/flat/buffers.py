@@ -190,8 +190,7 @@ class UnitBuffers(ZeroStage):
 
     def held(self) -> Iterator[tuple[Slot, int, int]]:
         """The parts of parameters in this rank's shard, without padding: the slot, and the first and last element
-        (exclusive) of
-        the local tensor, flattened.
+        (exclusive) of the local tensor, flattened.
         """
         for slot in self.layout.slots:
             low, high = max(slot.start, self.start), min(slot.held, self.stop)

@@ -251,8 +251,7 @@ class Snapshots:
 
     def tell(self, told: Callable[[FlushResult], None]) -> None:
         """Report checkpoints that were written since the last call, and failed ones. Only then may their slots be used
-        again:
-        if this process is killed before, the next one reports them.
+        again: if this process is killed before, the next one reports them.
         """
         memory = self._memory
         self._watched = [slot for slot in self._watched if memory.get(slot, "disk") != KEPT]  # some were refused

@@ -58,8 +58,7 @@ def _sum(
 
 def _narrow(left: Tensor, right: Tensor, scale: float = 1.0) -> Tensor:
     """scale · left · right, by an operation that selective recompute repeats: it keeps the results of wide products,
-    and the
-    sum of both is one.
+    and the sum of both is one.
     """
     return torch.baddbmm(left.new_empty(()), left[None], right[None], beta=0, alpha=scale)[0]
 

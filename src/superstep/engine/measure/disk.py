@@ -12,8 +12,7 @@ SIZE = 2**26
 
 def disk_rates(folder: Path) -> tuple[float, float]:
     """Read and write rates in bytes per second. The file is dropped from the system's cache before it is read; where
-    that
-    is not possible, the cache may answer.
+    that is not possible, the cache may answer.
     """
     path, block = folder / "disk", os.urandom(2**20)
     start_s = time.perf_counter()

@@ -214,8 +214,7 @@ def _cut_layers(spec: UnitSpec, rules: Rules) -> dict[str, int]:
 
 def _regions(module: nn.Module, spec: UnitSpec, rules: Rules) -> dict[str, str]:
     """For each linear cut over its output, the path of the smallest module around it that also has one cut over its
-    input;
-    without those where only the whole unit has.
+    input; without those where only the whole unit has.
     """
     cut = {p: dim for p, dim in _cut_layers(spec, rules).items() if isinstance(module.get_submodule(p), nn.Linear)}
     rows = [path for path, dim in cut.items() if dim == 1]

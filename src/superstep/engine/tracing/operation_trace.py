@@ -170,8 +170,7 @@ class OperationRecorder(TorchDispatchMode):
 
     def _ring(self, name: str, args: Any, given: Sequence[Tensor]) -> Iterator[Operation]:  # noqa: ANN401
         """Attention to each block of a rank's keys, while the next ones arrive; gradients make one hop more. In
-        addition, keys
-        and values are stacked, parts are merged, and the sum is copied.
+        addition, keys and values are stacked, parts are merged, and the sum is copied.
         """
         is_backward = "backward" in name
         q, k = given[1:3] if is_backward else given[:2]

@@ -130,25 +130,25 @@ _GENERATION = (
     "forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens"
 )
 _REASONS: dict[str, str] = {
-    "model_type transformers_version _name_or_path name_or_path _commit_hash": "it says where the file comes from",
-    "torch_dtype dtype": "it is of the stored weights; numerics.compute decides in training",
+    "model_type transformers_version _name_or_path name_or_path _commit_hash": "origin of the file",
+    "torch_dtype dtype": "dtype of the stored weights; in training numerics.compute decides",
     "use_cache _attn_implementation attn_implementation _attn_implementation_autoset experts_implementation "
-    "_experts_implementation": "it says how a forward pass is computed, not what",
+    "_experts_implementation": "how a forward pass is computed, not its result",
     "output_attentions output_hidden_states output_router_logits return_dict_in_generate": (
-        "it says what a forward pass returns; in training the router's loss counts by its coefficient alone"
+        "what a forward pass returns; in training only the coefficient of the router's loss counts"
     ),
-    "id2label label2id num_labels problem_type finetuning_task": "classifiers read it",
-    "chunk_size_feed_forward": "encoders read it",
-    "tokenizer_class prefix task_specific_params": "tokenizers and pipelines read it",
-    _GENERATION: "generation alone reads it",
+    "id2label label2id num_labels problem_type finetuning_task": "only classifiers read it",
+    "chunk_size_feed_forward": "only encoders read it",
+    "tokenizer_class prefix task_specific_params": "only tokenizers and pipelines read it",
+    _GENERATION: "only generation reads it",
 }
 HARMLESS: dict[str, str] = {key: reason for keys, reason in _REASONS.items() for key in keys.split()}
 """Keys that change neither the model nor its training, each with the reason."""
 
 HARMLESS_IN: dict[ModelType, dict[str, str]] = {
     "qwen3_moe": {
-        "intermediate_size": "it is the width of dense blocks, and an accepted file has none",
-        "max_window_layers": "transformers does not read it: all layers slide, or none",
+        "intermediate_size": "width of dense blocks; an accepted file has none",
+        "max_window_layers": "transformers does not read it: all layers have a sliding window, or none",
     },
 }
 """The same for one model type."""

@@ -124,8 +124,7 @@ class Speculation:
 
     def offer(self, running: Iterable[LiveRequest], matchers: Mapping[int, Matcher]) -> None:
         """Set the number of draft positions that each request wants. Only requests that draw a token in each step
-        draft, and
-        never more than they may still draw.
+        draft, and never more than they may still draw.
         """
         if self._guesser is None:
             return

@@ -45,8 +45,7 @@ class ChangeWeights(msgspec.Struct, frozen=True, tag=True):
 
 class Pause(msgspec.Struct, frozen=True, tag=True):
     """Command: compute nothing. Running requests keep their state (``keep``), are finished first (``wait``) or are
-    aborted
-    (``abort``).
+    aborted (``abort``).
     """
 
     mode: PauseMode = "keep"

@@ -106,8 +106,7 @@ class Pages:
 
     def release(self, pages: Sequence[int]) -> None:
         """Remove a user from each page of a block table. The end of a text is evicted before its beginning, and
-        uncached pages
-        first of all.
+        uncached pages first of all.
         """
         for page in reversed(pages):
             assert self._users[page] > 0, f"page {page} is released too often"

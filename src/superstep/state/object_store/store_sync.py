@@ -113,8 +113,7 @@ def mirrored(root: Path, store: CheckpointStore | None, keep: int) -> Iterator[N
 
 def fetch_newest(store: CheckpointStore, root: Path) -> tuple[str, ...]:
     """Copy the newest complete checkpoint of a store to the disk, unless that has one as new; one line for each damaged
-    one
-    that is skipped.
+    one that is skipped.
     """
     here = max(map(step_of, checkpoints(root)), default=-1)
     warnings = []

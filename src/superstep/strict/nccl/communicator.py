@@ -207,10 +207,8 @@ class Communicator(dist.ProcessGroup):
 
     def _meet_first(self, index: int, calls: Sequence[Call]) -> None:
         """NCCL connects members at their first use, and their hosts wait: those of a transfer, in each direction, and
-        of a
-        collective all; of calls of one group together (ncclP2PPreconnectFunc and ncclCollPreconnectFunc in
-        src/group.cc,
-        ncclTransportP2pSetup in src/transport.cc, since NCCL 2.22).
+        of a collective all; of calls of one group together (ncclP2PPreconnectFunc and ncclCollPreconnectFunc in
+        src/group.cc, ncclTransportP2pSetup in src/transport.cc, since NCCL 2.22).
         """
         made = f"use {list(self._transports).index(index)}"
         me, uses = self.rank(), dict[str, Iterable[int]]()

@@ -186,8 +186,7 @@ class Integrity:
 
     def at_rest(self, step: int) -> str:
         """Why the next step must not run: the state has changed since its check after ``step``; empty if it has not.
-        Every
-        rank calls this together.
+        Every rank calls this together.
         """
         if self._sums is None or not self._sums.are_known:
             return ""

@@ -58,8 +58,7 @@ class GradientRecheck:
 
     def gradient(self, rows_of: RowsOf, objective: Objective | None, *, shift: int, only: int | None = None) -> str:
         """The fingerprint of a global batch's gradient, where each place of dp computes another's rows; of place
-        ``only`` alone,
-        if given. The state does not change. Every rank calls this together.
+        ``only`` alone, if given. The state does not change. Every rank calls this together.
         """
         mesh = self._engine.mesh
         place = (mesh.at.dp + shift) % mesh.shape.dp

@@ -51,8 +51,7 @@ class Yardstick:
 
     def most(self, kind: str, step: int, noise: float, elements: int) -> float:
         """Allowed difference of a tensor with measured noise. For a tensor with few elements the noise is not limited;
-        for
-        others, noise far above the tolerance would be the engine's fault on one rank.
+        for others, noise far above the tolerance would be the engine's fault on one rank.
         """
         allowed = self.allowed.of(kind, is_first=step == 0)
         noise = noise if elements < FEW else min(noise, CAP * allowed)

@@ -94,8 +94,7 @@ class PlainSplit:
 
 def shuffle(position: int, count: int, seed: int, epoch: int) -> int:
     """The row at a position of an epoch's order: a Feistel network of ``ROUNDS`` rounds over the smallest domain of 4^h
-    that
-    holds ``count``, iterated while the result is outside (Luby and Rackoff 1988; Black and Rogaway 2002).
+    that holds ``count``, iterated while the result is outside (Luby and Rackoff 1988; Black and Rogaway 2002).
     """
     half = 1
     while 4**half < count:

@@ -132,8 +132,7 @@ def _step(
 
 def prove_exact(world: World, run: Resolved, batches: Sequence[Batch], folder: Path, relay: Relay) -> ExactVerdict:
     """Run the plan on the launched ranks, from the start and from another layout's checkpoint, and compare every number
-    of
-    each rank with the reference in ``folder``. Rank 0's verdict covers all ranks.
+    of each rank with the reference in ``folder``. Rank 0's verdict covers all ranks.
     """
     mesh = _mesh(world, run)
     try:

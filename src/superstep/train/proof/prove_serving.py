@@ -38,8 +38,7 @@ from superstep.train.weights.model import units_of
 
 def losses_in_training(world: World, run: Resolved, checkpoint: Path, batches: Sequence[Batch]) -> list[Tensor]:
     """The loss of every token of each batch, on the run's own layout, with a checkpoint's weights: fp32 [B, S], whole
-    on
-    every rank. Ignored targets have 0.
+    on every rank. Ignored targets have 0.
     """
     mesh = build_mesh(run.plan, world.rank, world.device, timeout=timedelta(seconds=300))
     try:

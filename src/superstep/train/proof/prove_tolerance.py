@@ -275,8 +275,7 @@ def _straight(
     keep: Path | None = None,
 ) -> tuple[list[Difference], Bits]:
     """The steps of one run: differences from the yardsticks, and hashes of all bits of this rank. A single rank writes
-    them
-    to files in ``keep``.
+    them to files in ``keep``.
     """
     mesh = build_mesh(run.plan, world.rank, world.device, timeout=TIMEOUT)
     compared: list[Difference] = []

@@ -95,8 +95,7 @@ def unit_steps(
     specs: Sequence[UnitSpec], train: TrainConfig, batches: Sequence[Batch], *, clips: bool = False
 ) -> Iterator[ReferenceStep]:
     """The same for a list of units: each row's input goes through them in sequence. A loss of their own is divided by
-    the
-    batch's divisor. With adapters, nothing else is trained.
+    the batch's divisor. With adapters, nothing else is trained.
     """
     forward, parts = _row(specs, train.seed)
     trained = [part for part in parts if part[0].factor is not None] or parts
@@ -226,8 +225,7 @@ def _sight(batch: Batch, number: int) -> Mapping[str, Any]:
 
 def _documents(starts: Sequence[int]) -> dict[str, Any]:
     """Attention and positions of a row with documents that begin at ``starts``: attention of one document after the
-    other,
-    and positions that begin at 0 in each.
+    other, and positions that begin at 0 in each.
     """
     ends = [*sorted(set(starts)), len(starts)]
 

@@ -174,8 +174,7 @@ def _loop(
     world: World, run: Resolved, folder: Path, corpus: Path, wanted: range, stop: int
 ) -> tuple[Bits, float | None]:
     """Bits of the training loop for these steps: from the start, with a checkpoint after ``stop`` steps; or from that.
-    And
-    from the start, the validation loss before them.
+    And from the start, the validation loss before them.
     """
     gc.collect()  # an engine has reference cycles: otherwise the earlier one would stay in memory
     rate = PeakRate(flops_per_token=None, peak_flops=None)

@@ -65,8 +65,7 @@ class PlainDraw(NamedTuple):
 
 def plain_draw(logits: Sequence[float], how: Sampling, position: int) -> PlainDraw:
     """A draw as documented: first top-k, then top-p, then min-p, then the largest sum of score and Gumbel noise, which
-    is a
-    hash of seed, position and token.
+    is a hash of seed, position and token.
     """
     logprobs = _log_softmax(dict(enumerate(logits)))
     if how.temperature == 0.0:

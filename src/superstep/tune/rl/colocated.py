@@ -122,8 +122,7 @@ class ColocatedRank:
 
     def _hands_over(self, program: Iterations) -> bool:
         """Whether versions are passed in memory: shared ranks take what they have just published, and every rank has
-        the whole
-        model, as its sampler needs it.
+        the whole model, as its sampler needs it.
         """
         schedule = program.asked
         return schedule.placement == "shared" and self._seat.is_alone and self._trainer.weights() is not None

@@ -41,15 +41,13 @@ class RlConfig:
     """Tasks of a step."""
     rows: int | None = None
     """Rows of a step's batch that its plan assumes; none uses one for each answer. Several answers share a row, and a
-    step
-    has as many microbatches as they fill.
+    step has as many microbatches as they fill.
     """
     lag: int = 0
     """The most steps that the weights of an answer may be older than the trained ones; 0 is on policy."""
     window: int = 0
     """From how many later steps a step may take graded groups in place of its own missing ones, at most `lag`: for
-    ranks
-    apart in fast mode. Answers may then be that many steps older than `lag` says.
+    ranks apart in fast mode. Answers may then be that many steps older than `lag` says.
     """
     estimator: Estimator = "grpo"
     """How rewards of a group become advantages: grpo (Shao 2024), rloo (Ahmadian 2024) or dr-grpo (Liu 2025)."""
@@ -65,8 +63,7 @@ class RlConfig:
     """Weight of the distance from the run's initial weights, which then also stay on the ranks (k3, Schulman 2020)."""
     correction: Correction = "none"
     """For a sampler with other log-probabilities than the trainer's: weigh a token by their ratio up to a bound (tis),
-    or
-    leave it out beyond that (mis).
+    or leave it out beyond that (mis).
     """
     overlong: CutOff = "mask"
     """Treatment of long answers: mask leaves out those that were cut, penalty reduces the reward of all near the token
@@ -88,8 +85,7 @@ class RolloutConfig:
     """Divides the logits in sampling, and in training too: the trained policy is the sampled one."""
     placement: Placement = "shared"
     """shared: the training ranks sample as well, in turn; apart: processes of their own sample, in parallel with
-    training
-    where `rl.lag` is 1 or more.
+    training where `rl.lag` is 1 or more.
     """
     ranks: int | None = None
     """Ranks that sample, where they are apart; none uses `tp` of them."""

@@ -85,8 +85,7 @@ def _packed_bytes(served: RankModelSize, serve: ServeConfig, *, is_host: bool) -
 def _stepping(served: RankModelSize, serve: ServeConfig, run: Resolved, rl: RlConfig) -> int:
     """Temporaries of a sampler's step: keys and values of all contexts, and in exact mode copies as fp32 and for whole
     heads; logits of every context and their totals; a chunk of prompts in a feed-forward, and in exact mode the terms
-    of
-    its product.
+    of its product.
     """
     tokens = run.config.data.sequence_tokens
     contexts = min(serve.requests, -(-rl.group * rl.groups * (rl.lag + 1) // serve.dp))

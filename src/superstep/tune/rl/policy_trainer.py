@@ -88,8 +88,7 @@ class PolicyTrainer(Trainer):
 
     def keep_reference(self, start: Path) -> None:
         """Keep the weights of a folder as a reference beside the trained ones. Adapters leave the base unchanged: then
-        both
-        share its memory, where each rank has it whole.
+        both share its memory, where each rank has it whole.
         """
         run = model_alone(self.run)
         self._reference = Engine(
@@ -113,8 +112,7 @@ class PolicyTrainer(Trainer):
     @property
     def multiple(self) -> int:
         """The rows of a global batch are a multiple of this: each place has whole microbatches, and with several stages
-        a
-        multiple of the plan's number.
+        a multiple of the plan's number.
         """
         plan = self.run.plan
         each = plan.microbatch * (1 if plan.mesh.pp == 1 else plan.microbatches)
@@ -175,8 +173,7 @@ class PolicyTrainer(Trainer):
 
     def weights(self) -> dict[str, Tensor] | None:
         """The whole trained weights by name, sharing memory. None where this rank has a part of them or frees its
-        memory for
-        sampling; and for adapters, which are passed in a folder.
+        memory for sampling; and for adapters, which are passed in a folder.
         """
         if self._device.kind != "cpu" or self.run.config.lora is not None:
             return None

@@ -139,8 +139,7 @@ def compile_exactly(
 
 def sums_as_torch(library: ctypes.CDLL) -> bool:
     """Whether the decoder sums in torch's order here. The numbers cancel, so that the result consists of rounding
-    errors,
-    which depend on the order; most sums of a model, rounded to bf16, would hide a difference.
+    errors, which depend on the order; most sums of a model, rounded to bf16, would hide a difference.
     """
     numbers = torch.Generator().manual_seed(0)
     x_TI, weight_OI = (torch.randn(n, PIECE // 2, generator=numbers).bfloat16() for n in (ASKED_TOKENS, PIECE // 2))

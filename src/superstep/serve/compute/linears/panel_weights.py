@@ -166,8 +166,7 @@ def shorten(library: ctypes.CDLL, panels: Tensor) -> QuantizedPanels | None:
 
 def in_large_pages(x: Tensor) -> Tensor:
     """A contiguous copy in pages of 2 MiB, where the system has them: every step reads the whole weight, which is 5%
-    faster
-    with fewer page-table entries.
+    faster with fewer page-table entries.
     """
     if x.nbytes < LARGE:
         return x.contiguous()

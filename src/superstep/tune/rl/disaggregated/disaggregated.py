@@ -181,8 +181,7 @@ class SamplerLane:
 
     def _is_removed(self, folder: Path) -> bool:
         """Whether a version's folder is gone, most likely with the run directory. The trainer will detect that, save
-        the state
-        and end the run; it could not if a sampler failed first.
+        the state and end the run; it could not if a sampler failed first.
         """
         return self._line.ends_within(REMOVAL_S) or not folder.exists()
 
