@@ -98,7 +98,9 @@ def check_recipe(kind: Literal["sft", "dpo"], config: TuneConfig) -> None:
 
 def _check_dpo(config: DpoConfig) -> None:
     if not config.beta > 0:
-        raise ConfigError(f"dpo.beta = {config.beta} must be above 0: it keeps the model close to the reference; try 0.1.")
+        raise ConfigError(
+            f"dpo.beta = {config.beta} must be above 0: it keeps the model close to the reference; try 0.1."
+        )
     if not 0 <= config.label_smoothing < 0.5:
         raise ConfigError(
             f"dpo.label_smoothing = {config.label_smoothing} must be at least 0 and below 0.5; 0 trusts every label."
