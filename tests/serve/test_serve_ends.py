@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ import psutil
 import pytest
 
 import model_folder
+import ranks
 
 pytestmark = pytest.mark.multiproc
 
@@ -169,6 +171,20 @@ def test_ranks_that_share_a_model_get_the_signal_too_and_leave_quietly(folder, t
             assert told["error"]["code"] == "draining" if expected else told["usage"]["completion_tokens"] == 120
         assert said.count("on 2 ranks") == 1
         assert not re.search("Traceback|fault|rror|again", said.replace("a second signal ends them now", ""))
+    finally:
+        command.process.kill()
+
+
+def test_a_server_whose_model_was_removed_ends_with_the_reason_when_its_rank_is_lost(folder, tmp_path):
+    model = shutil.copytree(folder, tmp_path / "model")
+    command = Command(model)
+    try:
+        shutil.rmtree(model)
+        (rank,) = ranks.ranks_below(psutil.Process(command.process.pid))
+        rank.kill()
+        status, said = command.end()
+        assert status == 2
+        assert f"superstep: '{model}' holds no config.json" in said.splitlines()[-1]
     finally:
         command.process.kill()
 

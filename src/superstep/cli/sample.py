@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from superstep.cli.arguments.sample import SampleOptions, read
-from superstep.cli.resolve_model import refuse_adapter
 from superstep.data.tokenizer import Tokenizer, load_tokenizer
 from superstep.errors import StateError
 from superstep.model.custom.user_model import load_units
@@ -15,6 +14,7 @@ from superstep.model.hf import load_weights
 from superstep.model.unit import UnitSequence
 from superstep.plan.config import RunConfig
 from superstep.plan.config_io import read_config
+from superstep.run.serving.served_model import refuse_adapter
 from superstep.serve.batch_generate import generate
 from superstep.serve.build_engine import KnownModel, open_engine
 from superstep.serve.config import ServeConfig

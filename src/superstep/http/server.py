@@ -88,6 +88,7 @@ def serve(
     drain: Drain,
     grace_s: float,
     tell: Callable[[str], None] = lambda line: None,
+    check: Callable[[], None] = lambda: None,
 ) -> int:
     """Serve until SIGINT, SIGTERM or SIGHUP; then drain. A second signal, a second later or more, ends the grace.
 
@@ -96,12 +97,42 @@ def serve(
         drain: the application's.
         grace_s: seconds for requests under way.
         tell: called with a line about those.
+        check: called every second; what it raises ends the server, and is raised.
 
     Returns:
         The exit status: 0 where every request was answered, else 128 plus the signal's number.
     """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(make_server(app), listening, _Ending(drain, grace_s, tell)))
+        return runner.run(_serve(app, listening, _Ending(drain, grace_s, tell), check))
+
+
+async def run_server(app: Starlette, listening: socket.socket, drain: Drain, check: Callable[[], None]) -> int:
+    """Serve until the drain has begun, and then to its end; for the arguments see ``serve``.
+
+    Returns:
+        The number of requests that outlasted the grace.
+    """
+    server = make_server(app)
+    serving = asyncio.ensure_future(server.serve(sockets=[listening]))
+    begun = asyncio.ensure_future(drain.wait_begun())
+    checking = asyncio.ensure_future(_call_every_second(check))
+    await asyncio.wait({serving, begun, checking}, return_when=asyncio.FIRST_COMPLETED)
+    begun.cancel()
+    if checking.done():
+        drain.begin(0)
+    unfinished = await drain.finish()
+    server.should_exit = True
+    await serving
+    if checking.done():
+        await checking
+    checking.cancel()
+    return unfinished
+
+
+async def _call_every_second(check: Callable[[], None]) -> None:
+    while True:
+        await asyncio.sleep(1)
+        check()
 
 
 class _Ending:
@@ -120,20 +151,14 @@ class _Ending:
             self.drain.begin(self._grace_s)
             if self.drain.under_way:
                 self._tell(
-                    f"Shutting down: {len(self.drain.under_way)} requests under way have {self._grace_s:g} s; a second "
+                    f"shutting down: {len(self.drain.under_way)} requests under way have {self._grace_s:g} s; a second "
                     "signal ends them now."
                 )
 
 
-async def _serve(server: HttpServer, listening: socket.socket, ending: _Ending) -> int:
+async def _serve(app: Starlette, listening: socket.socket, ending: _Ending, check: Callable[[], None]) -> int:
     with _signals(ending.hear):
-        serving = asyncio.ensure_future(server.serve(sockets=[listening]))
-        begun = asyncio.ensure_future(ending.drain.wait_begun())
-        await asyncio.wait({serving, begun}, return_when=asyncio.FIRST_COMPLETED)
-        begun.cancel()
-        unfinished = await ending.drain.finish()
-        server.should_exit = True
-        await serving
+        unfinished = await run_server(app, listening, ending.drain, check)
     return 128 + ending.number if unfinished else 0
 
 

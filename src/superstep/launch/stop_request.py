@@ -16,6 +16,10 @@ AGAIN_S = 1.0
 """A second request comes at least this much later: torchrun and schedulers repeat a signal."""
 
 
+GRACE_S = 25.0
+"""Seconds that a server usually gives requests under way: less than the 30 s after which Kubernetes kills it."""
+
+
 class StopRequest:
     """Whether this process was asked to stop after its current step."""
 

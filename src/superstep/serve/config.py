@@ -4,14 +4,32 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal, get_args
 
-from superstep.errors import ConfigError, StateError
+from superstep.errors import ConfigError, StateError, did_you_mean
 from superstep.plan.config import DataConfig, Dtype, ModelConfig, NumericsConfig, PlanConfig, RunConfig
 from superstep.plan.model.lookup import shape_of
 from superstep.plan.resolution.resolve import Resolved, resolve
 
 NGRAM = "ngram"
 """``ServeConfig.speculate`` where a request's own text says what to guess."""
+
+Quantize = Literal["int8", "w8a8", "int4"]
+
+MOST_READ_TIMEOUT_S = 240.0
+"""Ranks that share a model wait for each other no longer than five minutes."""
+
+LEAST = {
+    "context_tokens": 2,
+    "page_tokens": 1,
+    "pages": 1,
+    "step_tokens": 1,
+    "requests": 1,
+    "tp": 1,
+    "dp": 1,
+    "draft_tokens": 1,
+}
+"""The least value of each number of a ``ServeConfig``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +72,33 @@ class ServeConfig:
     speculate: str = ""
     draft_tokens: int = 4
     read_timeout_s: float = 60.0
+
+
+def usual_config(run: RunConfig | None) -> ServeConfig:
+    """How a model is served where nothing else is said: as it was trained. None is a folder that no run has written."""
+    if run is None:
+        return ServeConfig()
+    return ServeConfig(context_tokens=run.data.sequence_tokens, compute=run.numerics.compute, exact=run.numerics.exact)
+
+
+def check_ranges(serve: ServeConfig) -> None:
+    """Check every value by itself.
+
+    Raises:
+        ConfigError: one is out of its range.
+    """
+    for name, least in LEAST.items():
+        value = getattr(serve, name)
+        if value is not None and value < least:
+            raise ConfigError(f"serve.{name} = {value} must be at least {least}.")
+    if not 0 < serve.read_timeout_s <= MOST_READ_TIMEOUT_S:
+        raise ConfigError(
+            f"serve.read_timeout_s = {serve.read_timeout_s:g} must be above 0, and at most {MOST_READ_TIMEOUT_S:g}."
+        )
+    for name, choices in (("compute", get_args(Dtype)), ("quantize", get_args(Quantize))):
+        value = getattr(serve, name)
+        if value and value not in choices:
+            raise ConfigError(f"serve.{name} = '{value}' is not known{did_you_mean(value, choices)}")
 
 
 def plan_of(folder: Path, serve: ServeConfig) -> Resolved:

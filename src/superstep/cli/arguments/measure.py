@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
-from superstep.cli.arguments.serve import Quantize
 from superstep.cli.flags.new_file import require_new_file
 from superstep.cli.flags.options import Parser
 from superstep.errors import ConfigError
 from superstep.plan.config import Dtype, ModelConfig, NumericsConfig, PlanConfig, RunConfig
 from superstep.plan.resolution.resolve import Resolved, resolve
+from superstep.serve.config import Quantize
 
 DESCRIPTION = "Measure this machine: products, memory, launches, collectives and disk. Writes a cluster file."
 

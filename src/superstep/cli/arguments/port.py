@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from superstep.cli.flags.options import Bounds
-
-GRACE_S = 25.0
-"""Less than the 30 s that Kubernetes gives."""
+from superstep.launch.stop_request import GRACE_S
 
 MOST_GRACE_S = 86_400.0
 PORTS = Bounds(least=0, most=65535)

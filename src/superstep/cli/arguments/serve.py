@@ -5,22 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, TypeVar
 
 from superstep.cli.arguments.port import PortOptions
 from superstep.cli.flags.options import Bounds, read_flags
 from superstep.errors import ConfigError
 from superstep.plan.config import DeviceKind, Dtype
-
-Quantize = Literal["int8", "w8a8", "int4"]
+from superstep.serve.config import MOST_READ_TIMEOUT_S, Quantize
 
 DESCRIPTION = (
     "Answer prompts over HTTP, as OpenAI's interface has it: MODEL is a run, a checkpoint or a Hugging Face folder."
 )
 COMMON = ("port", "host", "name", "plan.tp", "numerics.exact", "serve.context_tokens")
-
-MOST_READ_TIMEOUT_S = 240.0
-"""Ranks that share a model wait for each other no longer than five minutes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

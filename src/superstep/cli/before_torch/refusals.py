@@ -13,15 +13,13 @@ from superstep.cli.arguments import prove, serve, train
 from superstep.cli.arguments.tune import tune, tune_merge, tune_serve
 from superstep.cli.flags.options import settle
 from superstep.cli.launcher import launcher
-from superstep.cli.resolve_model import find_model
 from superstep.cli.serve.serve_settings import serve_config
 from superstep.cli.train.live_report import require_token
 from superstep.errors import ConfigError
 from superstep.plan.config import RunConfig
 from superstep.plan.resolution.resolve import check_ranges, resolve
 from superstep.run.launch_rules import SEVERAL_HOSTS, check_launch, require_alone
-from superstep.serve.config import NGRAM, check_served, check_vocab, fast, plan_of
-from superstep.serve.scheduling.lora_registry import check_names
+from superstep.run.serving.served_model import check_model, find_model
 from superstep.train.run_folder import run_directory
 from superstep.train.weights.weights_folder import weights_of
 from superstep.tune.config import TuneConfig, check_recipe
@@ -91,13 +89,8 @@ def check_prove(options: prove.ProveOptions, yields_to: tuple[str, ...] | None) 
 
 def check_serve(path: Path, options: serve.ServerOptions) -> None:
     """Refuse a model that cannot be served as it is asked for; raises as ``check_train``."""
-    model = find_model(path)
-    config = serve_config(model.run, options)
-    plan = plan_of(model.folder, config)
-    check_served(plan, config)
-    check_names(options.name or model.name, [name for name, _ in config.adapters])
-    if config.speculate not in ("", NGRAM):
-        check_vocab(plan_of(Path(config.speculate), fast(config)), plan, config.speculate)
+    model = find_model(path, options.name)
+    check_model(model, serve_config(model.run, options))
 
 
 def _check_own(config: RunConfig) -> None:

@@ -11,10 +11,10 @@ from threading import current_thread, main_thread
 from types import FrameType
 
 from superstep.cli.arguments.chat import ChatOptions
-from superstep.cli.resolve_model import find_model
 from superstep.cli.serve.serve_settings import serve_config
 from superstep.comm.device import choose, pick
 from superstep.errors import ConfigError
+from superstep.run.serving.served_model import find_model
 from superstep.serve.api.text_protocol import AnswerTextReader
 from superstep.serve.build_engine import open_engine
 from superstep.serve.config import plan_of

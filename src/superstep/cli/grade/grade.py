@@ -8,12 +8,13 @@ from pathlib import Path
 
 from superstep.cli.arguments.grade import CheckOptions, GradeServeOptions, read
 from superstep.cli.grade.grade_text import BOUNDS, report_lines
-from superstep.cli.port import open_port
+from superstep.cli.printer import Printer
 from superstep.grade.api.app import make_app
 from superstep.grade.api.metrics import GradeMetrics
 from superstep.grade.attacks.attack_grader import check
 from superstep.grade.environment import load_environment
 from superstep.grade.workers.pool import Pool
+from superstep.http.port import open_port
 
 
 def main(argv: Sequence[str]) -> int:
@@ -31,14 +32,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _serve(path: Path, options: GradeServeOptions) -> int:
-    metrics = GradeMetrics()
-    with open_port(options) as port:
+    metrics, console = GradeMetrics(), Printer()
+    with open_port(options.host, options.port, names=options.allowed_hosts, grace_s=options.grace_s) as port:
         load_environment(path).task(0, 0)  # a file that has no tasks is refused before anybody asks for one
         with Pool(path, options.grade, retried=metrics.retried) as pool:
             kept = "in bubblewrap" if pool.config.sandbox == "bubblewrap" else "WITHOUT A SANDBOX, as this user"
             kept += f", their memory bounded {BOUNDS[pool.memory_bound]}"
-            print(f"Grading {path} at {port.url}/grade, {pool.workers} at a time; programs run {kept}.", flush=True)
-            return port.serve(make_app(pool, metrics, entrance=port.entrance))
+            console.say(f"Grading {path} at {port.url}/grade, {pool.workers} at a time; programs run {kept}.")
+            return port.serve(make_app(pool, metrics, entrance=port.entrance), tell=console.warn)
 
 
 def _check(path: Path, options: CheckOptions) -> int:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from superstep.cli.arguments.plan_serve import ForecastOptions, read
 from superstep.cli.plan.serve_text import serve_text
-from superstep.cli.resolve_model import find_model
 from superstep.cli.serve.serve_settings import serve_config
 from superstep.comm.device import choose, pick
 from superstep.cost.serve import ComputeMode, published_rate
@@ -21,6 +20,7 @@ from superstep.plan.config import RunConfig
 from superstep.plan.model.shape import SHAPES
 from superstep.plan.resolution.resolve import Resolved
 from superstep.planner.ranking.plan_request import own_bytes
+from superstep.run.serving.served_model import find_model
 from superstep.serve.benchmark_steps import calibrate
 from superstep.serve.build_engine import setting_model, usual_pages, way_name
 from superstep.serve.compute.linears.quantize import format_named

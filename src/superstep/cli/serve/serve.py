@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import os
-import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from superstep.cli.arguments.serve import ServerOptions, read
-from superstep.cli.port import Port, open_port
-from superstep.cli.resolve_model import ServedModel, find_model
+from superstep.cli.arguments.serve import read
+from superstep.cli.printer import Printer
 from superstep.cli.serve.serve_settings import serve_config
-from superstep.comm.device import choose
 from superstep.errors import ConfigError
-from superstep.serve.api.admin_backend import Admin
-from superstep.serve.app import make_app
-from superstep.serve.config import plan_of
-from superstep.serve.processes.engine_client import EngineClient
-from superstep.serve.processes.load_balancer import LoadBalancer, replicas_of
-from superstep.serve.scheduling.lora_registry import check_names, folders_of
-from superstep.serve.text_backend import forms_of, load_words
+from superstep.http.port import open_port
+from superstep.run.serving.open_model import check_key, open_model
+from superstep.run.serving.served_model import find_model
 
 KEY = "SUPERSTEP_ADMIN_KEY"
 """The variable that the admin key is taken from, where the command line names none."""
@@ -29,51 +21,21 @@ KEY = "SUPERSTEP_ADMIN_KEY"
 def main(argv: Sequence[str]) -> int:
     """Answer until Ctrl-C or SIGTERM."""
     path, options = read(argv)
-    with open_port(options) as port:
-        return _serve(path, options, port)
-
-
-def _serve(path: Path, options: ServerOptions, port: Port) -> int:
-    model = find_model(path)
-    config = serve_config(model.run, options)
-    shape = plan_of(model.folder, config).shape
-    check_names(options.name or model.name, [name for name, _ in config.adapters])
-    words = load_words(model.folder, shape.vocab)
-    key = admin_key(options.serve.admin_key, os.environ.get(KEY))
-    host = replicas_of(
-        model.folder,
-        config,
-        device=choose(options.plan.device, config.tp * config.dp),
-        name=options.name or model.name,
-        forms=forms_of,
-        tell=lambda line: print(line, file=sys.stderr, flush=True),
-    )
-    replicas = f", {config.dp} replicas" if config.dp > 1 else ""
-    _say(f"Loading {model.folder} on {config.tp} {'rank' if config.tp == 1 else 'ranks'}{replicas}.")
-    try:
-        info = host.open()
-        exact = ", with the bits of training" if config.exact else ""
-        _say(f"{info.name}: {config.compute}, contexts of {info.context_tokens} tokens{exact}, weights {info.version}.")
-        _say(f"Answering at {port.url} (chat in a browser), {port.url}/v1 (OpenAI's clients).")
-        return port.serve(make_app(host, words, admin=_admin(model, options, host, key), entrance=port.entrance))
-    finally:
-        host.close()
-
-
-def _admin(
-    model: ServedModel, options: ServerOptions, host: EngineClient | LoadBalancer, key: str | None
-) -> Admin | None:
-    """What the paths under /admin need; None without a key."""
-    if key is None:
-        return None
-    beside = (folder.parent for _, folder in folders_of(options.serve.adapters or ""))
-    folders = (model.root, *(Path(folder) for folder in options.serve.weights), *beside)
-    return Admin(
-        key=key,
-        folders=[folder.resolve() for folder in folders],
-        engine=host,
-        timeout_s=options.serve.read_timeout_s,
-    )
+    console = Printer()
+    with open_port(options.host, options.port, names=options.allowed_hosts, grace_s=options.grace_s) as port:
+        model = find_model(path, options.name)
+        opened = open_model(
+            model,
+            serve_config(model.run, options),
+            entrance=port.entrance,
+            device=options.plan.device,
+            admin_key=admin_key(options.serve.admin_key, os.environ.get(KEY)),
+            weights=[Path(folder) for folder in options.serve.weights],
+            console=console,
+        )
+        with opened as server:
+            console.say(f"Answering at {port.url} (chat in a browser), {port.url}/v1 (OpenAI's clients).")
+            return port.serve(server.app, tell=console.warn, check=server.check)
 
 
 def admin_key(given: str | None, in_environment: str | None) -> str | None:
@@ -89,7 +51,6 @@ def admin_key(given: str | None, in_environment: str | None) -> str | None:
     key = in_environment if given is None else given
     if key is None:
         return None
-    where = KEY if given is None else "serve.admin_key"
     if given is not None and given.startswith("@"):
         try:
             key = Path(given[1:]).read_text(encoding="utf-8").strip()
@@ -97,10 +58,5 @@ def admin_key(given: str | None, in_environment: str | None) -> str | None:
             raise ConfigError(
                 f"serve.admin_key = '{given}' cannot be read ({error}); name a file of one line."
             ) from None
-    if not re.fullmatch(r"[!-~]+", key):
-        raise ConfigError(f"{where} must be one word of printable ASCII characters, as a header carries it.")
+    check_key(key, KEY if given is None else "serve.admin_key")
     return key
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)

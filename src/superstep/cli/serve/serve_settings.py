@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Protocol
 
 from superstep.cli.arguments.serve import NumericsOptions, PlanOptions, ServeOptions
-from superstep.cli.resolve_model import find_model
 from superstep.plan.config import RunConfig
-from superstep.serve.config import NGRAM, ServeConfig
+from superstep.run.serving.served_model import guesser_folder
+from superstep.serve.config import ServeConfig, usual_config
 from superstep.serve.scheduling.lora_registry import folders_of
 
 
@@ -26,34 +26,25 @@ class ServeSettings(Protocol):
 
 def serve_config(run: RunConfig | None, options: ServeSettings) -> ServeConfig:
     """How a model is served, what was not asked for taken from its run, if it has one."""
-    settings = options.serve
-    context = (
-        run.data.sequence_tokens if run is not None and settings.context_tokens is None else settings.context_tokens
-    )
-    exact = run.numerics.exact if run is not None and options.numerics.exact is None else options.numerics.exact
+    settings, usual, exact = options.serve, usual_config(run), options.numerics.exact
     return ServeConfig(
-        context_tokens=context,
+        context_tokens=settings.context_tokens or usual.context_tokens,
         page_tokens=settings.page_tokens,
         pages=settings.pages,
         step_tokens=settings.step_tokens,
         requests=settings.requests,
-        compute=options.numerics.compute or ("bf16" if run is None else run.numerics.compute),
-        exact=bool(exact),
+        compute=options.numerics.compute or usual.compute,
+        exact=usual.exact if exact is None else exact,
         tp=options.plan.tp,
         dp=options.plan.dp,
         quantize=settings.quantize or "",
         kernels=kernels_folder(settings.kernels),
         adapters=folders_of(settings.adapters or ""),
-        speculate=_guesser(settings.speculate),
+        speculate=guesser_folder(settings.speculate or ""),
         draft_tokens=settings.draft_tokens,
         read_timeout_s=settings.read_timeout_s,
         replay=None if settings.replay is None else Path(settings.replay),
     )
-
-
-def _guesser(guesser: str | None) -> str:
-    """Who guesses: ``ngram``, the folder of a small model's weights, or nobody."""
-    return guesser if guesser == NGRAM else str(find_model(Path(guesser)).folder) if guesser else ""
 
 
 def kernels_folder(folder: str | None) -> Path | None:

@@ -1,25 +1,18 @@
-"""The console of a run that a command has started: standard output, and standard error for what went wrong."""
+"""The console of a run that a command has started."""
 
 from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
 
+from superstep.cli.printer import Printer
 from superstep.cli.train.display import open_display, restore
 from superstep.run.console import Display
 
 
 @dataclass(frozen=True, slots=True)
-class Terminal:
-    """Standard output and standard error of the process that uses it."""
-
-    def say(self, text: str) -> None:
-        """Print a line."""
-        print(text, flush=True)
-
-    def warn(self, text: str) -> None:
-        """Print a line to standard error, as errors are."""
-        print(f"superstep: {text}", file=sys.stderr, flush=True)
+class Terminal(Printer):
+    """A printer that shows training as well."""
 
     def open_display(self, *, mfu_convention: str, log_every: int) -> Display:
         """The display that suits standard output."""

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from superstep.cli.arguments.tune.tune_serve import TinkerOptions, read
-from superstep.cli.port import Port, open_port
-from superstep.cli.resolve_model import ServedModel, find_model
+from superstep.cli.printer import Printer
 from superstep.cli.serve.serve_settings import kernels_folder
 from superstep.comm.device import Device, choose
 from superstep.errors import ConfigError
+from superstep.http.port import Port, open_port
+from superstep.run.serving.served_model import ServedModel, find_model
 from superstep.tune.tinker.app import make_app
 from superstep.tune.tinker.config import TinkerConfig
 from superstep.tune.tinker.open_service import open_service
@@ -25,20 +25,20 @@ KEY = "TINKER_API_KEY"
 def main(argv: Sequence[str]) -> int:
     """Answer until Ctrl-C or SIGTERM."""
     path, options = read(argv)
-    with open_port(options) as port:
+    with open_port(options.host, options.port, names=options.allowed_hosts, grace_s=options.grace_s) as port:
         return _serve(path, options, port)
 
 
 def _serve(path: Path, options: TinkerOptions, port: Port) -> int:
-    model, key = find_model(path), key_of(options.key, os.environ.get(KEY))
+    model, key, console = find_model(path, options.name), key_of(options.key, os.environ.get(KEY)), Printer()
     config = tinker_config(model, options)
-    _say(f"Loading {config.folder}.")
-    service = open_service(config, Device(choose(options.device, 1)), tell=lambda line: print(line, file=sys.stderr))
+    console.say(f"Loading {config.folder}.")
+    service = open_service(config, Device(choose(options.device, 1)), tell=console.warn)
     exact = ", sampled with the bits of training" if config.exact else ""
-    _say(f"{config.name}: {config.compute}, sequences of {service.config.context_tokens} tokens{exact}.")
-    _say(f"TINKER_BASE_URL={port.url} {KEY}={'tml-any' if key is None else '...'}")
+    console.say(f"{config.name}: {config.compute}, sequences of {service.config.context_tokens} tokens{exact}.")
+    console.say(f"TINKER_BASE_URL={port.url} {KEY}={'tml-any' if key is None else '...'}")
     try:
-        return port.serve(make_app(service, key=key, entrance=port.entrance))
+        return port.serve(make_app(service, key=key, entrance=port.entrance), tell=console.warn)
     finally:
         service.desk.close()
 
@@ -51,7 +51,7 @@ def tinker_config(model: ServedModel, options: TinkerOptions) -> TinkerConfig:
     context = run.data.sequence_tokens if run is not None and options.context_tokens is None else options.context_tokens
     return TinkerConfig(
         folder=model.folder.resolve(),
-        name=options.name or model.name,
+        name=model.name,
         root=Path(options.state),
         compute=options.numerics.compute or ("bf16" if run is None else run.numerics.compute),
         exact=bool(exact),
@@ -86,7 +86,3 @@ def key_of(asked: str | None, found: str | None) -> str | None:
     if not re.fullmatch(r"tml-[!-~]+", told):
         raise ConfigError(f"{where} must be one word that begins with tml-, as Tinker's client has it.")
     return told
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)

@@ -88,12 +88,13 @@ class EngineClient:
         self._first = threading.Event()
         self._failure: SuperstepError | None = None
         self._keeper = threading.Thread(target=self._keep, name="engine", daemon=True)
+        self._writer = threading.Thread(target=self._write, name="orders", daemon=True)
 
     # From the thread that opens and closes it.
 
     def begin(self) -> None:
         """Start the ranks; ``open`` waits for them."""
-        threading.Thread(target=self._write, name="orders", daemon=True).start()
+        self._writer.start()
         self._keeper.start()
 
     def open(self) -> ModelInfo:
@@ -112,6 +113,11 @@ class EngineClient:
             raise Fault("the engine was closed before it could answer.", rank=0)
         return self._info
 
+    @property
+    def failure(self) -> SuperstepError | None:
+        """Why the ranks cannot be started again; None while they answer, or will."""
+        return self._failure if self._state == "ended" else None
+
     def close(self) -> None:
         """End the ranks, whatever they are at."""
         self._is_leaving = True
@@ -121,6 +127,7 @@ class EngineClient:
         self._end_ranks.send_bytes(b"")
         self._keeper.join()
         self._orders.put(None)
+        self._writer.join()
         self._deeds.close()
 
     # From the event loop.
@@ -226,18 +233,22 @@ class EngineClient:
         while not self._is_leaving:
             try:
                 self._run()
-            except SuperstepError as error:
-                self._failure = error
-                if self._first.is_set():
-                    self._tell(f"superstep: fault: {error}; the engine is started again.")
+            except Exception as error:  # noqa: BLE001 - raised where the ranks are waited for
+                self._failure = error if isinstance(error, SuperstepError) else Fault(f"{error}", rank=0)
             if not self._first.is_set() or isinstance(self._failure, UserError):
+                self._state = "ended"
+                if self._first.is_set():
+                    self._tell(f"{self._failure} The engine is not started again.")
                 self._first.set()
                 return
+            if self._failure is not None:
+                self._tell(f"fault: {self._failure}; the engine is started again.")
+                self._failure = None
             self._state = "ended" if self._is_leaving else "restarting"
             now_s = time.monotonic()
             lost_s = [at for at in lost_s if now_s - at < CALM_S] + [now_s]
             if not self._is_leaving:
-                time.sleep(AGAIN_S[min(len(lost_s), len(AGAIN_S)) - 1])
+                self._cut.poll(AGAIN_S[min(len(lost_s), len(AGAIN_S)) - 1])
 
     def _run(self) -> None:
         """One life of the ranks."""
@@ -269,7 +280,7 @@ class EngineClient:
                 self._deeds.began(info, adapters)
                 self._state = "ready"
                 if self._first.is_set():
-                    self._tell(f"The engine answers again, weights {info.version}.")
+                    self._tell(f"the engine answers again, weights {info.version}.")
                 self._first.set()
             case messages.StepOutput(progress, counters):
                 self._counters, self._moved_s = counters, time.monotonic()
@@ -278,7 +289,7 @@ class EngineClient:
                 self._hand([(request, ConfigError(why))])
             case messages.CommandDone():
                 if report.why and report.number == NOBODY:
-                    self._tell(f"superstep: not done again after the restart: {report.why}")
+                    self._tell(f"not done again after the restart: {report.why}")
                 self._deeds.hear(report)
 
     def _hand(self, news: Sequence[tuple[int, RequestUpdate | SuperstepError]]) -> None:

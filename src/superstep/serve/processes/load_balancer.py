@@ -49,6 +49,10 @@ class Replica(Backend, OneOfSeveral, Protocol):
     def close(self) -> None:
         """End it."""
 
+    @property
+    def failure(self) -> SuperstepError | None:
+        """Why it will not answer again; None while it answers, or will."""
+
 
 class LoadBalancer:
     """A ``Backend`` of several.
@@ -80,6 +84,12 @@ class LoadBalancer:
             self.close()
             raise
         return self.info
+
+    @property
+    def failure(self) -> SuperstepError | None:
+        """The first member's, where none will answer again."""
+        failures = [member.failure for member in self._members]
+        return failures[0] if all(failures) else None
 
     def close(self) -> None:
         """End all."""

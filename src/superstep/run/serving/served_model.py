@@ -1,4 +1,6 @@
-"""What is named to be served: a run's newest checkpoint, or a folder as it is."""
+"""The model that a path names, a run's newest checkpoint or a folder as it is, and whether it can be served. Without
+torch.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,9 @@ from typing import NoReturn
 from superstep.errors import ConfigError, StateError
 from superstep.plan.config import RunConfig
 from superstep.plan.config_io import read_config
+from superstep.plan.resolution.resolve import Resolved
+from superstep.serve.config import NGRAM, ServeConfig, check_ranges, check_served, check_vocab, fast, plan_of
+from superstep.serve.scheduling.lora_registry import check_names
 from superstep.train.run_folder.run_paths import RunFolder
 from superstep.train.weights.base_file import read_base
 from superstep.train.weights.weights_folder import newest_checkpoint
@@ -20,7 +25,7 @@ class ServedModel:
 
     Attributes:
         folder: of its weights.
-        name: that it goes by.
+        name: that clients call it by.
         run: how it was trained; None for a folder that is no run's.
         root: the run, or the folder itself.
     """
@@ -31,8 +36,12 @@ class ServedModel:
     root: Path
 
 
-def find_model(path: Path) -> ServedModel:
+def find_model(path: Path, name: str | None = None) -> ServedModel:
     """The model that a path names.
+
+    Args:
+        path: of a run, a checkpoint or a Hugging Face folder.
+        name: that clients call it by; None takes the folder's.
 
     Raises:
         StateError: there is none.
@@ -42,7 +51,7 @@ def find_model(path: Path) -> ServedModel:
         raise StateError(f"'{path}' is not there; name a run, a checkpoint or a Hugging Face folder.")
     run = RunFolder(root=path)
     if not run.config.is_file():
-        return ServedModel(path, path.resolve().name, None, path)
+        return ServedModel(path, name or path.resolve().name, None, path)
     config = read_config(run.config)
     if config.model.source is not None:
         raise ConfigError(
@@ -51,7 +60,7 @@ def find_model(path: Path) -> ServedModel:
         )
     if config.lora is not None:
         refuse_adapter(path)
-    return ServedModel(newest_checkpoint(path), path.resolve().name, config, path)
+    return ServedModel(newest_checkpoint(path), name or path.resolve().name, config, path)
 
 
 def refuse_adapter(run: Path) -> NoReturn:
@@ -66,3 +75,24 @@ def refuse_adapter(run: Path) -> NoReturn:
         f"'{run}' trained an adapter, which is no model by itself: serve its base with it, superstep serve "
         f"{read_base(newest).folder} --serve.adapters {named}, or merge both, superstep tune merge {run} --out DIR."
     )
+
+
+def guesser_folder(speculate: str) -> str:
+    """``ServeConfig.speculate`` with a run in the place of a folder: then it is the run's newest checkpoint."""
+    return speculate if speculate in ("", NGRAM) else str(find_model(Path(speculate)).folder)
+
+
+def check_model(model: ServedModel, serve: ServeConfig) -> Resolved:
+    """The plan by which a model is cut for serving.
+
+    Raises:
+        ConfigError: it cannot be served so.
+        StateError: its folder holds no model.
+    """
+    check_ranges(serve)
+    plan = plan_of(model.folder, serve)
+    check_served(plan, serve)
+    check_names(model.name, [name for name, _ in serve.adapters])
+    if serve.speculate not in ("", NGRAM):
+        check_vocab(plan_of(Path(serve.speculate), fast(serve)), plan, serve.speculate)
+    return plan
