@@ -132,11 +132,16 @@ def test_what_the_form_does_not_allow_is_never_drawn():
 
 def test_top_p_keeps_the_token_that_crosses_the_line_and_one_at_least():
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
-    assert truncate(logits, Sampling(top_p=0.5))[0].tolist() == [0]
-    assert truncate(logits, Sampling(top_p=0.51))[0].tolist() == [0, 1]
-    assert truncate(logits, Sampling(top_p=1e-9))[0].tolist() == [0]
-    assert truncate(logits, Sampling(min_p=0.5))[0].tolist() == [0, 1]
-    assert truncate(logits, Sampling(top_k=3, top_p=0.7))[0].tolist() == [0, 1], "top-p of what top-k kept"
+
+    def kept(sampling):
+        tokens, scores = truncate(logits, sampling)
+        return tokens[scores.isfinite()].tolist()
+
+    assert kept(Sampling(top_p=0.5)) == [0]
+    assert kept(Sampling(top_p=0.51)) == [0, 1]
+    assert kept(Sampling(top_p=1e-9)) == [0]
+    assert kept(Sampling(min_p=0.5)) == [0, 1]
+    assert kept(Sampling(top_k=3, top_p=0.7)) == [0, 1], "top-p of what top-k kept"
 
 
 def test_rows_that_are_drawn_together_are_drawn_as_if_alone(monkeypatch):

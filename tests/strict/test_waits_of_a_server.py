@@ -1,4 +1,6 @@
-"""Where the host waits for an emulated GPU while a server computes a step of new tokens: once, for what was drawn."""
+"""Where the host waits for an emulated GPU while a server computes a step of new tokens: once for what was drawn, and
+once for each draw of its own.
+"""
 
 import re
 
@@ -7,8 +9,9 @@ import torch
 
 import low_rank
 from served_ranks import served_by
-from strict_ranks import gpu_of
+from strict_ranks import device_module, gpu_of
 from superstep.serve.compute.sampler import LogitTotals, SamplingContext, draw
+from superstep.serve.compute.wanted import LogitsRow, read_known
 from superstep.serve.config import NGRAM, ServeConfig
 from superstep.serve.scheduling.request import Request, Sampling
 
@@ -54,6 +57,38 @@ def test_the_host_waits_once_for_what_was_drawn(pool, tmp_path, name):
     waits, *_ = pool.run(serve.tp, waits_of_steps, low_rank.write_model(tmp_path, **model), serve, timeout_s=60)
     found = {re.search(r"\((\S+?):\d+", where).group(1): count for where, count in waits.items()}
     assert found == {"superstep/serve/compute/sampler.py": STEPS}, waits
+
+
+TOTALS = LogitTotals(2.0, 1.0, 0)
+PENALTIES = {"presence_penalty": 0.5, "frequency_penalty": 0.2, "repetition_penalty": 1.3, "logit_bias": ((5, 1.0),)}
+DRAWS = {
+    "plain": Sampling(),
+    "top-k and top-p": Sampling(top_k=5, top_p=0.9, min_p=0.01, top_logprobs=3),
+    "penalties": Sampling(**PENALTIES),
+    "greedy with penalties": Sampling(temperature=0, **PENALTIES, top_logprobs=3),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_the_host_waits_once_for_a_draw_of_its_own(name):
+    logits = torch.linspace(-3, 2, 50)
+    allowed = None if name == "plain" else torch.arange(50) % 7 > 0
+    on_gpu, where = logits.cuda(), SamplingContext((3, 4), (7, 7, 9), allowed)
+    device_module().take_host_waits()
+    drawn = draw(on_gpu, TOTALS, DRAWS[name], where, 12)
+    waits = device_module().take_host_waits()
+    assert sum(waits.values()) == 1, waits
+    assert drawn == draw(logits, TOTALS, DRAWS[name], where, 12)
+
+
+def test_the_host_waits_once_for_the_log_probabilities_of_a_prompt():
+    logits = torch.linspace(-3, 2, 150).view(3, 50)
+    rows, on_gpu = ([LogitsRow(row, TOTALS, None) for row in each] for each in (logits, logits.cuda()))
+    device_module().take_host_waits()
+    found = read_known(on_gpu, (4, 7, 9), top=2, version="")
+    waits = device_module().take_host_waits()
+    assert sum(waits.values()) == 1, waits
+    assert found == read_known(rows, (4, 7, 9), top=2, version="")
 
 
 def test_a_form_that_the_host_keeps_holds_logits_of_a_gpu():

@@ -129,7 +129,8 @@ def top_p_keeps_one_less():
 
     def truncated(scores_V, sampling):
         kept, scores = inner(scores_V, sampling)
-        few = len(kept) - (sampling.top_p < 1.0 and len(kept) > 1)
+        count = int(scores.isfinite().sum())
+        few = count - (sampling.top_p < 1.0 and count > 1)
         return kept[:few], scores[:few]
 
     return mock.patch.object(draw_module, "truncate", truncated)

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from superstep.errors import ConfigError
 from superstep.serve.compute.flat_batch import RequestRows, Rows
-from superstep.serve.compute.sampler import SamplingContext, draw, likeliest, logprob
-from superstep.serve.compute.wanted import LogitsRow, read_wanted
+from superstep.serve.compute.sampler import SamplingContext, draw
+from superstep.serve.compute.wanted import LogitsRow, read_known, read_wanted
 from superstep.serve.drafting.grammar_protocol import Matcher, Matchers
 from superstep.serve.drafting.speculate import Speculation
 from superstep.serve.scheduling.apply_step import book, book_computed
@@ -354,19 +354,14 @@ class InferenceEngine:
         """What is told of the prompt's tokens that follow the chunk's positions."""
         if not live.request.sampling.prompt_logprobs or live.drawn:
             return ()
-        logprobs = []
-        for place, row in zip(range(chunk.first, min(chunk.end, live.known - 1)), wanted, strict=False):
-            if place + 1 < live.prompt_told:  # before its pages were taken back
-                continue
-            live.prompt_told = place + 2
-            logits_V, totals, _ = outputs[row]
-            token = live.tokens[place + 1]
-            top = likeliest(logits_V, totals, live.request.sampling.top_logprobs)
-            version = live.adapter.version_with(self.info.version)
-            logprobs.append(
-                TokenOutput(token=token, logprob=logprob(logits_V, totals, token), top=top, version=version)
-            )
-        return tuple(logprobs)
+        places = range(max(chunk.first, live.prompt_told - 1), min(chunk.end, live.known - 1))
+        if not places:
+            return ()
+        live.prompt_told = places.stop + 1  # those of before are not told again where pages were taken back
+        rows = [outputs[wanted[place - chunk.first]] for place in places]
+        version = live.adapter.version_with(self.info.version)
+        tokens = [live.tokens[place + 1] for place in places]
+        return read_known(rows, tokens, top=live.request.sampling.top_logprobs, version=version)
 
     def _leave(self, live: LiveRequest) -> None:
         self.pages.release(live.pages)

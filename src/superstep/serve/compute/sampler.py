@@ -12,7 +12,7 @@ Statistics of many rows are computed on the logits' device and read together: th
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -184,7 +184,9 @@ def read_draws(
     tokens, totals = parts
     warm = iter(read_totals(totals))
     return [
-        SampledToken(int(token), int(finite), logit, None if how.temperature == 1.0 else _logprob(score, next(warm)))
+        SampledToken(
+            int(token), int(finite), logit, None if how.temperature == 1.0 else round_logprob(score, next(warm))
+        )
         for (token, finite, logit, score), (how, _) in zip(tokens, samplings, strict=True)
     ]
 
@@ -217,84 +219,91 @@ def draw(
         drawn: the result of ``draw_plain`` for this row, if any.
         version: of the weights.
     """
-    top = likeliest(logits_V, totals, sampling.top_logprobs)
-    if sampling.is_plain and context.allowed is None:
-        if sampling.is_greedy:
-            own = _logprob(totals.largest, totals)
-            return TokenOutput(token=totals.likeliest, logprob=own, kept=1, top=top, version=version)
-        if drawn is None:
-            drawn = draw_plain(logits_V[None], [(sampling, position)])[0]
-        token = drawn.token
-        own = _logprob(drawn.logit, totals)
-        after = own if drawn.logprob is None else drawn.logprob
-        cut = 0 if drawn.finite == len(logits_V) else drawn.finite
-        return TokenOutput(token=token, logprob=own, drawn_logprob=after, kept=cut, top=top, version=version)
-    scores_V = change_logits(logits_V, sampling, context)
+    if not sampling.is_plain or context.allowed is not None:
+        parts = _draw_changed(logits_V, sampling, context, position), likeliest(logits_V, sampling.top_logprobs)
+        ((token, finite, logit, after),), top = read_rows(*parts)
+        return _describe(SampledToken(int(token), int(finite), logit, after), top, totals, len(logits_V), version)
     if sampling.is_greedy:
-        token = int(scores_V.argmax())
-        return TokenOutput(token=token, logprob=logprob(logits_V, totals, token), kept=1, top=top, version=version)
-    kept, scores = truncate(scores_V / sampling.temperature, sampling)
-    at = int((scores.double() + gumbel(sampling.seed, position, kept)).argmax())
-    token = int(kept[at])
+        drawn = SampledToken(totals.likeliest, 1, totals.largest, 0.0)
+    elif drawn is None:
+        drawn = draw_plain(logits_V[None], [(sampling, position)])[0]
+    top = read_rows(likeliest(logits_V, sampling.top_logprobs))[0] if sampling.top_logprobs else []
+    return _describe(drawn, top, totals, len(logits_V), version)
+
+
+def _describe(
+    drawn: SampledToken, top: Sequence[Sequence[float]], totals: LogitTotals, vocab: int, version: str
+) -> TokenOutput:
+    own = round_logprob(drawn.logit, totals)
     return TokenOutput(
-        token=token,
-        logprob=logprob(logits_V, totals, token),
-        drawn_logprob=_temper(scores, at),
-        kept=0 if len(kept) == len(logits_V) else len(kept),
-        top=top,
+        token=drawn.token,
+        logprob=own,
+        drawn_logprob=own if drawn.logprob is None else drawn.logprob,
+        kept=0 if drawn.finite == vocab else drawn.finite,
+        top=read_likeliest(top, totals),
         version=version,
     )
 
 
-def _temper(scores: Tensor, at: int) -> float:
-    return float(scores[at].double() - scores.double().logsumexp(0))
+def _draw_changed(logits_V: Tensor, sampling: Sampling, context: SamplingContext, position: int) -> Tensor:
+    """A draw from logits that are changed or cut, where they are: the fields of ``SampledToken``, [1, 4], fp64."""
+    scores_V = change_logits(logits_V, sampling, context)
+    if sampling.is_greedy:
+        token_1 = scores_V.argmax(-1, keepdim=True)
+        return columns(token_1, torch.ones_like(token_1), logits_V.gather(0, token_1), torch.zeros_like(token_1))
+    tokens_K, scores_K = truncate(scores_V / sampling.temperature, sampling)
+    at_1 = (scores_K.double() + gumbel(sampling.seed, position, tokens_K)).argmax(-1, keepdim=True)
+    token_1 = tokens_K.gather(0, at_1)
+    logprob_1 = scores_K.gather(0, at_1).double() - scores_K.double().logsumexp(0)
+    finite_1 = scores_K.isfinite().sum(0, keepdim=True)
+    return columns(token_1, finite_1, logits_V.gather(0, token_1), logprob_1)
 
 
-def logprob(logits_V: Tensor, totals: LogitTotals, token: int) -> float:
-    """A token's log-probability, rounded as the trainer's loss is."""
-    return _logprob(logits_V[token].item(), totals)
-
-
-def _logprob(logit: float, totals: LogitTotals) -> float:
+def round_logprob(logit: float, totals: LogitTotals) -> float:
+    """The log-probability of a token of this logit, rounded as the trainer's loss is."""
     return -float(np.float32(totals.log_total) + np.float32(totals.largest) - np.float32(logit))
 
 
-def likeliest(logits_V: Tensor, totals: LogitTotals, count: int) -> tuple[tuple[int, float], ...]:
-    """The ``count`` likeliest tokens and their log-probabilities."""
-    if count == 0:
-        return ()
-    (rows,) = read_rows(columns(*logits_V.topk(min(count, len(logits_V)))))
-    return tuple((int(token), _logprob(logit, totals)) for logit, token in rows)
+def likeliest(logits_V: Tensor, count: int) -> Tensor:
+    """The ``count`` largest logits and their tokens: [count, 2], fp64."""
+    return columns(*logits_V.topk(min(count, len(logits_V))))
+
+
+def read_likeliest(rows: Sequence[Sequence[float]], totals: LogitTotals) -> tuple[tuple[int, float], ...]:
+    """The tokens of ``likeliest``, as they were read, and their log-probabilities."""
+    return tuple((int(token), round_logprob(logit, totals)) for logit, token in rows)
 
 
 def change_logits(logits_V: Tensor, sampling: Sampling, context: SamplingContext) -> Tensor:
-    """Logits after penalties, biases and the grammar's mask; a new tensor."""
+    """The logits after penalties and biases, and without what the answer's form does not allow; a tensor of its own."""
     scores_V = logits_V.clone()
-    if sampling.repetition_penalty != 1.0:
-        tokens = send(torch.tensor(sorted({*context.prompt, *context.drawn})), scores_V.device)
-        old, by = scores_V[tokens], sampling.repetition_penalty
-        scores_V[tokens] = torch.where(old > 0, old / by, old * by)
-    if context.drawn and (sampling.presence_penalty or sampling.frequency_penalty):
-        counts = Counter(context.drawn)
-        tokens = send(torch.tensor(list(counts)), scores_V.device)
-        times = send(torch.tensor(list(counts.values()), dtype=scores_V.dtype), scores_V.device)
-        scores_V[tokens] -= sampling.presence_penalty + sampling.frequency_penalty * times
+    seen = {*context.prompt, *context.drawn} if sampling.repetition_penalty != 1.0 else set()
+    counts = Counter(context.drawn if sampling.presence_penalty or sampling.frequency_penalty else ())
+    biases = defaultdict[int, float](float)
     for token, bias in sampling.logit_bias:
-        scores_V[token] += bias
+        biases[token] += bias
+    if tokens := sorted({*seen, *counts, *biases}):
+        changes = [[token, token in seen, counts[token], biases[token]] for token in tokens]
+        sent_C4 = send(torch.tensor(changes, dtype=torch.float64), scores_V.device)
+        token_C, is_seen_C, times_C, bias_C = sent_C4.unbind(-1)
+        at_C, by = token_C.long(), sampling.repetition_penalty
+        old_C = scores_V[at_C]
+        old_C = torch.where(is_seen_C > 0, torch.where(old_C > 0, old_C / by, old_C * by), old_C)
+        penalty_C = sampling.presence_penalty + sampling.frequency_penalty * times_C.float()
+        scores_V[at_C] = old_C - torch.where(times_C > 0, penalty_C, 0.0) + bias_C.float()
     if context.allowed is not None:
         scores_V.masked_fill_(send(~context.allowed, scores_V.device), float("-inf"))
     return scores_V
 
 
 def truncate(scores_V: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """The tokens that may be drawn, by id, and their scores: first top-k, then top-p, then min-p."""
+    """Tokens by id, and their scores, -inf where they may not be drawn: top-k first, of those top-p, of those min-p."""
     if sampling.top_k == 0 and sampling.top_p == 1.0 and sampling.min_p == 0.0:
-        kept = scores_V.isfinite().nonzero().flatten()
-        return kept, scores_V[kept]
+        return torch.arange(len(scores_V), device=scores_V.device), scores_V
     count = min(sampling.top_k or len(scores_V), len(scores_V))
-    scores, kept = scores_V.topk(count) if count < len(scores_V) else scores_V.sort(descending=True, stable=True)
-    share = scores.double().softmax(0)
-    before = share.cumsum(0) - share
-    stays = (before < sampling.top_p) & (share >= sampling.min_p * share[0]) & scores.isfinite()
-    stays[0] = True
-    return kept[stays], scores[stays]
+    scores_K, tokens_K = scores_V.topk(count) if count < len(scores_V) else scores_V.sort(descending=True, stable=True)
+    share_K = scores_K.double().softmax(0)
+    before_K = share_K.cumsum(0) - share_K
+    stays_K = (before_K < sampling.top_p) & (share_K >= sampling.min_p * share_K[0])
+    stays_K[:1] = True
+    return tokens_K, scores_K.masked_fill(~stays_K, float("-inf"))

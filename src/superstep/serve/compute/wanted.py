@@ -6,6 +6,7 @@ V  vocabulary      R  wanted rows
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import repeat
 from typing import NamedTuple
 
 import torch
@@ -16,12 +17,16 @@ from superstep.serve.compute.sampler import (
     LogitTotals,
     SampledToken,
     TotalsOf,
+    columns,
     draw_rows,
+    likeliest,
     read_draws,
+    read_likeliest,
     read_rows,
     read_totals,
+    round_logprob,
 )
-from superstep.serve.scheduling.request import Sampling
+from superstep.serve.scheduling.request import Sampling, TokenOutput
 
 
 class LogitsRow(NamedTuple):
@@ -62,3 +67,27 @@ def read_wanted(
         (rows,) = read_rows(totals_R3)
     known = zip(wanted, logits_RV[:, :vocab], read_totals(rows), strict=True)
     return {row: LogitsRow(logits_V, each, drawn.get(row)) for row, logits_V, each in known}
+
+
+def read_known(rows: Sequence[LogitsRow], tokens: Sequence[int], *, top: int, version: str) -> tuple[TokenOutput, ...]:
+    """What rows say of tokens that are known, read at once.
+
+    Args:
+        rows: of a prompt.
+        tokens: of each row the one that follows.
+        top: likeliest tokens to give of each row.
+        version: of the weights.
+    """
+    if not rows:
+        return ()
+    known_R = torch.stack([row.logits[token] for row, token in zip(rows, tokens, strict=True)])
+    known, *tops = read_rows(columns(known_R), *(likeliest(row.logits, top) for row in rows if top))
+    return tuple(
+        TokenOutput(
+            token=token,
+            logprob=round_logprob(logit, row.totals),
+            top=read_likeliest(its_top, row.totals),
+            version=version,
+        )
+        for row, token, (logit,), its_top in zip(rows, tokens, known, tops or repeat(()), strict=False)
+    )
