@@ -6,7 +6,6 @@ and stay with the thread until its next kernel launch, which raises them (c10/cu
 
 from __future__ import annotations
 
-import threading
 from types import ModuleType
 from typing import Self
 
@@ -36,8 +35,6 @@ class Cudart:
 
     def __init__(self, device: ModuleType) -> None:
         self._device = device
-        self._registered: dict[int, int] = {}
-        self._lock = threading.Lock()
 
     def itself(self) -> Self:
         """``torch.cuda.cudart``."""
@@ -46,17 +43,11 @@ class Cudart:
     def cudaHostRegister(self, address: int, size_bytes: int, flags: int) -> int:  # noqa: N802 - CUDA's own name
         """Register host memory for direct copies by GPUs; 0, or an error code."""
         self._device.make_context(torch.accelerator.current_device_index())
-        end = address + size_bytes
-        with self._lock:
-            if any(address < begin + size and begin < end for begin, size in self._registered.items()):
-                return self._refuse(IS_REGISTERED)
-            self._registered[address] = size_bytes
-        return 0
+        return 0 if self._device.register_memory(address, size_bytes) else self._refuse(IS_REGISTERED)
 
     def cudaHostUnregister(self, address: int) -> int:  # noqa: N802 - CUDA's own name
         """Unregister host memory; 0, or an error code."""
-        with self._lock:
-            return 0 if self._registered.pop(address, None) is not None else self._refuse(IS_NOT_REGISTERED)
+        return 0 if self._device.unregister_memory(address) else self._refuse(IS_NOT_REGISTERED)
 
     def _refuse(self, code: int) -> int:
         self._device.set_last_error(TEXTS[code])

@@ -8,12 +8,14 @@
 //     draws.h      random numbers              dtypes.h     what kernels take
 //     fallback.h   all other operators         attention.h  which attention is chosen
 //     caller.h     the line of Python that a call is in
+//     registered.h memory of the host that CUDA is to know
 #include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "attention.h"
 #include "fallback.h"
 #include "kernels.h"
+#include "registered.h"
 
 namespace py = pybind11;
 using namespace strict;
@@ -161,6 +163,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     return events;
   });
   module.def("make_context", &open_context);
+  module.def("register_memory", &register_memory);
+  module.def("unregister_memory", &unregister_memory);
   module.def("set_last_error", [](std::string why) { last_error = why; });
   module.def("default_generator", &default_generator);
   module.def("is_in_bad_fork", [] { return state.owner && state.owner != getpid(); });

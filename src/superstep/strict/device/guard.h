@@ -145,7 +145,7 @@ struct Hooks final : public at::CUDAHooksInterface {
   void setCurrentDevice(c10::DeviceIndex device) const override { Guard().setDevice(c10::Device(CUDA, device)); }
   c10::DeviceIndex exchangeDevice(c10::DeviceIndex device) const override { return Guard().exchangeDevice(c10::Device(CUDA, device)).index(); }
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex device) const override { return exchangeDevice(device); }
-  bool isPinnedPtr(const void* address) const override { return state.is_started && is_within(state.regions.back(), address); }
+  bool isPinnedPtr(const void* address) const override { return state.is_started && (is_within(state.regions.back(), address) || registered_block(address)); }
   const at::Generator& getDefaultGenerator(c10::DeviceIndex device) const override { return default_generator(device); }
   at::Generator getNewGenerator(c10::DeviceIndex device) const override {
     return at::make_generator<DeviceGenerator>(device < 0 ? strict::current_device : device);

@@ -19,11 +19,20 @@ inline bool is_within(const Region& region, const void* address) {
   return region.base && address >= region.base && address < region.base + REGION_BYTES;
 }
 
-// The address under which kernels see a byte; null for memory of the host.
+inline Block* registered_block(const void* address) {
+  std::lock_guard<std::mutex> registering(state.registered_lock);
+  auto next = state.registered.upper_bound(const_cast<char*>(static_cast<const char*>(address)));
+  if (next == state.registered.begin()) return nullptr;
+  Block* block = std::prev(next)->second;
+  return address < block->end() ? block : nullptr;
+}
+
+// The address under which kernels see a byte; null for memory of the host, which they see as the host does.
 inline char* kernel_address(char* address) {
   for (auto& region : state.regions)
     if (is_within(region, address)) return region.kernel_base + (address - region.base);
-  return nullptr;
+  Block* block = registered_block(address);
+  return block && block->kernel_begin ? block->kernel_begin + (address - block->begin) : nullptr;
 }
 
 inline Block* block_at(char* address) {
@@ -35,16 +44,21 @@ inline Block* block_at(char* address) {
 
 inline struct sigaction previous_handler;
 
+constexpr char USED_BY_A_COPY[] = "strict device: the host touched pinned memory that a copy still uses\n";
+
 // The host has touched what it may not: say so, and let Python's faulthandler say where before the process dies.
 inline void on_fault(int signal, siginfo_t* info, void*) {
   for (size_t device = 0; device < state.regions.size(); device++) {
     if (!is_within(state.regions[device], info->si_addr)) continue;
     char text[200];
     bool is_pinned = device + 1 == state.regions.size();
-    int size = is_pinned ? snprintf(text, sizeof text, "strict device: the host touched pinned memory that a copy still uses\n")
+    int size = is_pinned ? snprintf(text, sizeof text, "%s", USED_BY_A_COPY)
                          : snprintf(text, sizeof text, "strict device: the host touched memory of cuda:%zu\n", device);
     (void)!write(STDERR_FILENO, text, size);
   }
+  for (auto& [begin, block] : state.registered)
+    if (info->si_addr >= begin && info->si_addr < block->end())
+      (void)!write(STDERR_FILENO, USED_BY_A_COPY, sizeof USED_BY_A_COPY - 1);
   sigaction(SIGSEGV, &previous_handler, nullptr);
 }
 
@@ -67,6 +81,7 @@ inline ShutPages pages_of(const Block& block, const Access& access) {
 
 // Opens or shuts a pinned block by what the host covers to be over: what a copy still reads may be read, not written.
 inline void protect(Block* block) {
+  if (block->is_registered && !block->kernel_begin) return;  // kernels use it where the host does
   std::vector<ShutPages> shut;
   for (auto& access : block->accesses) {
     ShutPages pages = pages_of(*block, access);

@@ -69,6 +69,8 @@ struct Block {
   std::vector<Access> accesses;
   size_t used_bytes = 0;        // of its tensor; what follows fills the last page
   std::vector<ShutPages> shut;  // where it is pinned
+  bool is_registered = false;   // with CUDA, by whoever made it
+  char* kernel_begin = nullptr; // of what is registered, where kernels see it at an address of its own
   char* end() const { return begin + bytes; }
 };
 
@@ -136,6 +138,8 @@ struct State {
   std::vector<Region> regions;                        // the last one is pinned memory
   std::map<char*, Block*> blocks;
   std::set<Block*> protected_blocks;  // pinned blocks that the host may not use now
+  std::map<char*, Block*> registered;  // memory of the host that was made elsewhere
+  std::mutex registered_lock;          // of that alone: who wants an address may have the other lock
   Clock host;
   std::vector<std::string> races;
   bool is_recording = false;
