@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -43,6 +44,7 @@ asked = st.builds(
     lag=st.integers(0, 3),
     placement=st.sampled_from(["shared", "apart"]),
     save_every=st.integers(1, 3),
+    gaps=st.sets(st.integers(0, 6), max_size=2).map(lambda steps: tuple(sorted(steps))),
 )
 
 
@@ -218,6 +220,17 @@ def test_shared_ranks_swap_once_for_all_steps_of_a_version():
     on_policy = simulate(compile_iterations(RlSchedule(steps=4, groups=1)), rates)
     lagging = simulate(compile_iterations(RlSchedule(steps=4, groups=1, lag=3)), rates)
     assert (on_policy.seconds, lagging.seconds) == (4 * (1 + 20 + 1), 4 + 20 + 4)
+
+
+@pytest.mark.parametrize(
+    ("placement", "versions"), [("shared", [0, 0, 0, 3, 3, 3, 6, 6]), ("apart", [0, 0, 0, 3, 3, 3, 4, 5])]
+)
+def test_behind_a_gap_no_version_samples_from_before_it(placement, versions):
+    schedule = RlSchedule(steps=8, groups=2, lag=2, placement=placement, gaps=(3,))
+    assert [schedule.version_of(group) for group in range(0, 16, 2)] == versions
+    assert [replace(schedule, gaps=()).version_of(group) for group in range(8, 16, 2)] == (
+        [3, 3, 6, 6] if placement == "shared" else [2, 3, 4, 5]
+    )
 
 
 @pytest.mark.parametrize(

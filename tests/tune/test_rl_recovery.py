@@ -23,8 +23,10 @@ from superstep.run.console import Console
 from superstep.run.rl import launch_rl
 from superstep.run.rl.rl_rank import rl_rank
 from superstep.state.object_store.store import CheckpointStore
+from superstep.tune.rl.history import read_history
 from superstep.tune.rl.job import RlJob
 from superstep.tune.rl.policy_trainer import PolicyTrainer
+from superstep.tune.rl.rollout_log import NAME
 
 STEPS = 5
 
@@ -180,3 +182,58 @@ def test_a_run_goes_on_from_its_store_where_the_disk_is_new(place, tmp_path):
     assert CheckpointStore(store).steps() == [3, STEPS]
     assert [line["step"] for line in events(root, "step")] == [4, 5]
     require_same(root, whole)
+
+
+SPIKES = """
+from pathlib import Path
+
+fair = grade
+
+def grade(task, rollout):
+    return fair(task, rollout) * (1.0 if len(task.prompt) > 20 else 0.001)
+
+make = task
+
+def task(index, seed):
+    made = make(index, seed)
+    return Task(prompt="to be " + "or " * 5) if index in (6, 7) else made
+"""
+SPIKING = ("--train.steps", "6", "--rl.estimator", "rloo", "--state.save_every", "1")
+ROLLBACK = (
+    "--rollback.window_steps",
+    "4",
+    "--rollback.skip_batches",
+    "1",
+    "--rollback.back_steps",
+    "0",
+    "--rollback.norm_sigmas",
+    "1000",
+    "--rollback.loss_sigmas",
+    "inf",
+)
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("placement", ["shared", "apart"])
+def test_a_step_that_spikes_is_not_taken_and_its_prompts_are_left_out(place, tmp_path, placement):
+    (place / "start" / "spikes.py").write_text(reinforced.ENVIRONMENT + SPIKES)
+    words = ["tune", "rl", str(place / "rl.toml"), "--rl.environment", str(place / "start" / "spikes.py"), *SPIKING]
+    words += ["--rollout.placement", placement, "--state.dir"]
+    root, whole = tmp_path / "run", tmp_path / "whole"
+    assert main([*words, str(root), *ROLLBACK]) == 0
+    (back,) = events(root, "rolled_back")
+    assert (back["refused"], back["step"], back["skip"]) == (4, 3, "3:1")
+    assert "gradient norm" in back["why"] or "loss" in back["why"]
+    # As the run that leaves them out from its start; and where it goes on behind them, they stay left out.
+    assert main([*words, str(whole), "--train.skip", '["3:1"]']) == 0
+    for step in (5, 6):
+        shutil.rmtree(root / f"checkpoints/step-{step:06}")
+    assert main([*words, str(root), *ROLLBACK]) == 0
+    require_same(root, whole)
+    steps = [
+        {line["step"]: (line["loss"], line["grad_norm"]) for line in events(each, "step")} for each in (root, whole)
+    ]
+    assert steps[0] == steps[1]
+    assert max(steps[0]) == 6
+    history = read_history(root / NAME, root / "metrics.jsonl", 2)
+    assert [history.tasks_of(step, 2) for step in (3, 4, 5)] == [[4, 5], [8, 9], [10, 11]]

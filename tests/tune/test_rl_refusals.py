@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from superstep.errors import ConfigError
-from superstep.plan.config import DataConfig, RollbackConfig, RunConfig, StateConfig, TrainConfig
+from superstep.plan.config import DataConfig, RunConfig, StateConfig, TrainConfig
 from superstep.tune.rl.config import RlConfig, RolloutConfig
 from superstep.tune.rl.initial_policy import check_run
 
@@ -14,8 +14,6 @@ from superstep.tune.rl.initial_policy import check_run
     ("sections", "words"),
     [
         ({"train": TrainConfig(elastic=True)}, r"train\.elastic = true .*set it to false"),
-        ({"train": TrainConfig(skip=("3:1",))}, r"train\.skip .*leave batches of a corpus out"),
-        ({"rollback": RollbackConfig()}, r"\[rollback\] .*leave batches of a corpus out"),
         ({"state": StateConfig(store="s3://bucket/run")}, r"state\.store with rl\.lag = 1: .*set rl\.lag = 0"),
         ({"state": StateConfig(peers=1)}, r"state\.peers = 1 .*set it to 0"),
     ],

@@ -115,7 +115,7 @@ def steps(
         for done in _stretch(trainer, position, trainer.policy.spikes.next_gap(position.step, last), seen, told):
             skipped = done if isinstance(done, SkippedStep) else _check(trainer, done, told)
             if skipped is not None:
-                position = go_back(trainer, position, skipped, told)
+                position, _ = go_back(trainer, position, skipped, told)
                 break
             assert isinstance(done, FinishedStep)
             position = done.position

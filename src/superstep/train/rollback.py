@@ -27,8 +27,11 @@ from superstep.train.trainer import Trainer
 MEMORY = "memory"
 
 
-def go_back(trainer: Trainer, position: Position, refused: SkippedStep, report: Callable[[Event], None]) -> Position:
-    """The position after the rollback. Every rank calls this together.
+def go_back(
+    trainer: Trainer, position: Position, refused: SkippedStep, report: Callable[[Event], None]
+) -> tuple[Position, str]:
+    """The position after the rollback, and what is left out from there on, in the form of ``train.skip``. Every rank
+    calls this together.
 
     Args:
         trainer: with the state before the step, or with a corrupt state.
@@ -40,7 +43,7 @@ def go_back(trainer: Trainer, position: Position, refused: SkippedStep, report: 
         Fault: the limit of rollbacks is reached, or there is no earlier state.
     """
     if refused.corruption is not None:
-        return _replay(trainer, position, refused, refused.corruption, report)
+        return _replay(trainer, position, refused, refused.corruption, report), ""
     rules = trainer.policy.spikes.rules
     assert rules is not None
     if trainer.policy.spikes.is_hopeless(refused):
@@ -59,7 +62,7 @@ def go_back(trainer: Trainer, position: Position, refused: SkippedStep, report: 
     position_of_source = source.position or position
     skip = trainer.policy.spikes.go_back(position_of_source.step, refused)
     report(_event(position_of_source, refused, source, skip))
-    return position_of_source
+    return position_of_source, skip
 
 
 def _replay(

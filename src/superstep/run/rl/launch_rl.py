@@ -77,12 +77,13 @@ def _attempt(job: RlJob, memories: Sequence[SnapshotMemory], console: Console, l
         try:
             return _launch_ranks(now, console)
         except RunWentBack as back:
-            following = next_try(tries, is_same_state=back.to_step == newest)
+            # Other tasks follow where some are left out, and ``rollback.repeats`` is the limit.
+            following = 0 if back.skip else next_try(tries, is_same_state=back.to_step == newest)
             if following is None:
                 raise
             tries, newest = following, back.to_step
             console.restore()
-            note_rollback(job.folder, back.to_step)
+            note_rollback(job, back)
             is_in_memory = common(memories) == back.to_step
             if not is_in_memory:
                 for memory in memories:

@@ -102,6 +102,7 @@ class RlSchedule:
         lag: the most versions that the sampler's weights may be older than the trained ones; 0 is on policy.
         placement: shared: the same ranks sample and train in turn; apart: others do.
         save_every: steps between two saves; the last step is followed by one.
+        gaps: steps before which tasks are left out.
     """
 
     steps: int
@@ -109,6 +110,7 @@ class RlSchedule:
     lag: int = 0
     placement: Placement = "shared"
     save_every: int = 1
+    gaps: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name, value, least in (
@@ -134,11 +136,11 @@ class RlSchedule:
         """The version that samples a group: a function of the group alone, so that a restart gives the same.
 
         Shared ranks sample for ``lag`` + 1 steps at once, and swap once for all of them; ranks of their own sample as
-        far ahead
-        as they may.
+        far ahead as they may. Groups behind a gap are sampled by its version or a later one.
         """
         step = self.step_of(group)
-        return step - step % (self.lag + 1) if self.placement == "shared" else max(0, step - self.lag)
+        first = max((gap for gap in self.gaps if gap <= step), default=0)
+        return step - (step - first) % (self.lag + 1) if self.placement == "shared" else max(first, step - self.lag)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,13 +37,17 @@ def write_iterations(program: Iterations) -> str:
     schedule, cursor = program.asked, program.cursor
     head = (
         f"iterations steps={schedule.steps} groups={schedule.groups} lag={schedule.lag} placement={schedule.placement} "
-        f"save_every={schedule.save_every} from={cursor.step} recorded={_numbers(cursor.recorded)} "
+        f"save_every={schedule.save_every} {_gaps(schedule)}from={cursor.step} recorded={_numbers(cursor.recorded)} "
         f"published={_numbers(cursor.published)}"
     )
     lines = [head]
     for lane, instructions in program.lanes:
         lines += [f"lane {lane}", *(f"  {describe(i)}" for i in instructions)]
     return "\n".join(lines) + "\n"
+
+
+def _gaps(schedule: RlSchedule) -> str:
+    return f"gaps={','.join(map(str, schedule.gaps))} " if schedule.gaps else ""
 
 
 def _numbers(numbers: frozenset[int]) -> str:
@@ -79,8 +83,8 @@ def read_instruction(text: str) -> Instruction:
 
 
 _HEAD = (
-    r"iterations steps=(\d+) groups=(\d+) lag=(\d+) placement=(shared|apart) save_every=(\d+) from=(\d+) "
-    r"recorded=([\d,]*) published=([\d,]*)"
+    r"iterations steps=(\d+) groups=(\d+) lag=(\d+) placement=(shared|apart) save_every=(\d+) "
+    r"(?:gaps=([\d,]+) )?from=(\d+) recorded=([\d,]*) published=([\d,]*)"
 )
 
 
@@ -112,8 +116,9 @@ def read_iterations(text: str) -> Iterations:
             lag=int(head[3]),
             placement=_PLACEMENTS[head[4]],
             save_every=int(head[5]),
+            gaps=tuple(sorted(_set(head[6] or ""))),
         ),
-        cursor=Cursor(step=int(head[6]), recorded=_set(head[7]), published=_set(head[8])),
+        cursor=Cursor(step=int(head[7]), recorded=_set(head[8]), published=_set(head[9])),
         lanes=tuple((lane, tuple(instructions)) for lane, instructions in lanes),
     )
 

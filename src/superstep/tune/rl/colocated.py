@@ -33,6 +33,7 @@ from superstep.tune.rl.job import (
     beside,
     continue_from,
     note_rollback,
+    open_log,
     serve_of,
     with_room,
     worker_settings,
@@ -40,7 +41,7 @@ from superstep.tune.rl.job import (
 from superstep.tune.rl.memory_budget import beside_communicators, sampler_plan
 from superstep.tune.rl.policy_trainer import PolicyTrainer
 from superstep.tune.rl.rl_step import RlTraining, RunEnded, RunWentBack, Tell, TellSave, tell_nobody
-from superstep.tune.rl.rollout_log import NAME, RolloutLog
+from superstep.tune.rl.rollout_log import RolloutLog
 from superstep.tune.rl.rollout_worker import RolloutWorker
 from superstep.tune.rl.sampling import TaskGroup, words_of
 
@@ -127,8 +128,9 @@ class ColocatedRank:
         schedule = program.asked
         return schedule.placement == "shared" and self._seat.is_alone and self._trainer.weights() is not None
 
-    def _sample(self, numbers: Sequence[int], version: int, source: Path | Tensors) -> None:
+    def _sample(self, places: Sequence[int], version: int, source: Path | Tensors) -> None:
         begin_s = time.perf_counter()
+        numbers = [self._record.task(place) for place in places]
         tasks = [(number, self._environment.task(number, self._seed)) for number in numbers]
         mine = []
         for group in self._seat.sample(source, version, tasks):
@@ -142,7 +144,7 @@ class ColocatedRank:
 
     def _keep(self, group: TaskGroup) -> None:
         self._record.keep_answers(group)
-        self._grading.submit(group.number)
+        self._grading.submit(self._record.place(group.number))
 
     def _train(self, numbers: range, step: int) -> None:
         patience = WaitLimit(self._timeout_s)
@@ -212,7 +214,7 @@ def reinforce(
             except RunWentBack as back:
                 record.close()
                 if world.rank == 0:
-                    note_rollback(job.folder, back.to_step)
+                    note_rollback(job, back)
                 barrier(world.device)  # the others read it
                 job = continue_from(job, back.to_step)
                 record = _open_log(world, job)
@@ -223,12 +225,13 @@ def reinforce(
 
 def _open_log(world: World, job: RlJob) -> RolloutLog:
     """The record of the groups that are still to be trained on. Every rank calls this together."""
-    # Every rank reads the record before rank 0 adds to it, which takes a collective.
-    record = RolloutLog(job.folder.root / NAME, is_kept=world.rank == 0)
-    record.forget(range(job.program.cursor.step * job.rl.groups))
+    # The others read the record before rank 0 adds to it, which takes a collective.
+    others = None if world.rank == 0 else open_log(job, is_kept=False)
     barrier(world.device)
-    if world.rank == 0:
-        record.tidy()
+    if others is not None:
+        return others
+    record = open_log(job, is_kept=True)
+    record.tidy()
     return record
 
 

@@ -13,6 +13,8 @@ from typing import Any
 
 from superstep.errors import StateError
 from superstep.observe import jsonl
+from superstep.plan.skip_and_rollback import batches_left_out
+from superstep.tune.program.task_order import TaskOrder
 
 Span = tuple[float, float]
 """Start and end, in seconds since 1970."""
@@ -58,7 +60,7 @@ class History:
     Attributes:
         drawn: groups by number.
         graded: times of each group's grading.
-        tasks: of places that have exchanged theirs.
+        order: of the tasks.
         published: time of each version.
         trained: the steps, in order.
         saved: times of checkpoints.
@@ -67,7 +69,7 @@ class History:
 
     drawn: dict[int, AnsweredGroup] = field(default_factory=dict)
     graded: dict[int, Span] = field(default_factory=dict)
-    tasks: dict[int, int] = field(default_factory=dict)
+    order: TaskOrder = field(default_factory=TaskOrder)
     published: dict[int, float] = field(default_factory=dict)
     trained: list[Trained] = field(default_factory=list)
     saved: list[Span] = field(default_factory=list)
@@ -75,7 +77,7 @@ class History:
 
     def tasks_of(self, step: int, groups: int) -> list[int]:
         """Tasks of a step with this many groups; steps count from 1."""
-        return [self.tasks.get(place, place) for place in range((step - 1) * groups, step * groups)]
+        return [self.order.task(place) for place in range((step - 1) * groups, step * groups)]
 
 
 def read_history(rollouts: Path, metrics: Path, groups: int) -> History:
@@ -126,8 +128,12 @@ def _of_record(history: History, line: dict[str, Any]) -> None:
         case {"published": int(version), "at_s": at_s}:
             history.published[version] = float(at_s)
         case {"exchanged": [int(place), int(other)]}:
-            tasks = history.tasks
-            tasks[place], tasks[other] = tasks.get(other, other), tasks.get(place, place)
+            history.order.exchange(place, other)
+        case {"left_out": str(skip), "groups": int(groups)}:
+            ((step, batches),) = batches_left_out([skip]).items()
+            history.order.leave_out(step * groups, batches * groups)
+        case {"rolled_back": _}:
+            pass  # what is sampled again follows
         case {"group": _} | {"grades": _} | {"published": _} | {"retired": _}:
             pass  # from a version that recorded no times
         case _:

@@ -80,11 +80,6 @@ def check_run(config: RunConfig, rl: RlConfig, rollout: RolloutConfig) -> None:
             f"state.store with rl.lag = {rl.lag}: what weights before a checkpoint have sampled is in rollouts.jsonl, "
             "which no store has, and it cannot be sampled again; set rl.lag = 0, or leave state.store out."
         )
-    if config.rollback is not None or config.train.skip:
-        raise ConfigError(
-            "[rollback] and train.skip are of superstep train, sft and dpo: they leave batches of a corpus out, and rl "
-            "learns from what it samples; leave them out of a run of rl."
-        )
 
 
 def check_same(recipe: RlRecipe, folder: RunFolder) -> None:

@@ -12,6 +12,7 @@ from superstep.grade.config import GradeConfig
 from superstep.grade.workers.environment_process import EnvironmentProcess
 from superstep.observe.events import Resumed
 from superstep.plan.resolution.resolve import Resolved
+from superstep.plan.skip_and_rollback import batches_left_out
 from superstep.serve.config import ServeConfig
 from superstep.state.checkpoint import read_position
 from superstep.state.snapshots.memory_snapshot import Handles, SnapshotMemory
@@ -29,6 +30,7 @@ from superstep.tune.rl.memory_budget import (
     require_snapshot_room,
     sizes_of,
 )
+from superstep.tune.rl.rl_step import RunWentBack
 from superstep.tune.rl.rollout_log import NAME, RolloutLog
 from superstep.tune.rl.rollout_worker import SamplerSettings
 
@@ -141,26 +143,44 @@ def job_of(  # noqa: PLR0913
 def left_of(
     run: Resolved, rl: RlConfig, rollout: RolloutConfig, folder: RunFolder, step: int
 ) -> tuple[Iterations, Mapping[int, int]]:
-    """The remaining program after a step, by the record; and tasks of places that have exchanged theirs.
+    """The remaining program after a step, by the record; and the task of each place whose task has another number.
 
     Raises:
         StateError: the record belongs to another recipe.
     """
+    record = RolloutLog(folder.root / NAME, is_kept=False)
+    leave_out(record, run, rl, step)
     schedule = RlSchedule(
         steps=run.config.train.steps,
         groups=rl.groups,
         lag=rl.lag,
         placement=rollout.placement,
         save_every=run.config.state.save_every,
+        gaps=record.gaps,
     )
-    record = RolloutLog(folder.root / NAME, is_kept=False)
     for group in record.groups.values():
         if len(group.answers) != rl.group:
             raise StateError(
                 f"{folder.root / NAME} holds groups of {len(group.answers)} answers, and rl.group = {rl.group}; set it "
                 "back, or begin a new run (--state.existing new)."
             )
-    return compile_iterations(schedule, record.cursor(schedule, step)), record.tasks
+    left = range(step * rl.groups, schedule.steps * rl.groups)
+    return compile_iterations(schedule, record.cursor(schedule, step)), record.order.differences(left)
+
+
+def open_log(job: RlJob, *, is_kept: bool) -> RolloutLog:
+    """The record of the groups that are still to be trained on; ``is_kept`` where this process writes it."""
+    record = RolloutLog(job.folder.root / NAME, is_kept=is_kept)
+    leave_out(record, job.run, job.rl, job.program.cursor.step)
+    record.forget(range(job.program.cursor.step * job.rl.groups))
+    return record
+
+
+def leave_out(record: RolloutLog, run: Resolved, rl: RlConfig, step: int) -> None:
+    """Leave out what ``train.skip`` names after a step, unless that is on record."""
+    for after, batches in sorted(batches_left_out(run.config.train.skip).items()):
+        if after >= step and (skip := f"{after}:{batches}") not in record.skips:
+            record.leave_out(skip, rl.groups)
 
 
 def continue_from(job: RlJob, step: int) -> RlJob:
@@ -177,10 +197,12 @@ def relaunched(job: RlJob, recovered: int | None) -> RlJob:
     return continue_from(replace(job, checkpoint=checkpoint, recovered=recovered), step)
 
 
-def note_rollback(folder: RunFolder, step: int) -> None:
-    """Record that the run has gone back to a step."""
-    record = RolloutLog(folder.root / NAME)
-    record.go_back(step)
+def note_rollback(job: RlJob, back: RunWentBack) -> None:
+    """Record that the run has gone back, and what it leaves out."""
+    record = RolloutLog(job.folder.root / NAME)
+    record.go_back(back.to_step)
+    if back.skip:
+        record.leave_out(back.skip, job.rl.groups)
     record.close()
 
 

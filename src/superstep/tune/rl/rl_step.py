@@ -38,6 +38,9 @@ class RunWentBack(Fault):
     launcher restarts them with the remaining program.
     """
 
+    skip: str = ""
+    """What is left out from there on, in the form of ``train.skip``."""
+
     to_step: int = 0
     """The step to resume after."""
 
@@ -139,11 +142,11 @@ class RlTraining:
             if skipped is None:
                 policy.spikes.took(step + 1, result.loss, result.grad_norm)
                 return result
-            position = go_back(trainer, before, skipped, self._tell_save)
-            if position.step != step:
+            position, skip = go_back(trainer, before, skipped, self._tell_save)
+            if position.step != step or skip:
                 trainer.position = position
                 back = RunWentBack(f"{skipped.why}; the run goes back to step {position.step}", step=step + 1)
-                back.to_step = position.step
+                back.to_step, back.skip = position.step, skip
                 raise back
 
     def _check(self, result: StepResult, step: int) -> SkippedStep | None:

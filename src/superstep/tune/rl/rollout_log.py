@@ -3,7 +3,7 @@
     rollouts.jsonl     {"group": 3, "version": 2, "answers": [...], "took_s": [1789.5, 1791.0]}
                        {"grades": 3, "verdicts": [...], "took_s": [1791.0, 1791.1]}
                        {"published": 3, "name": "...", "at_s": 1789.2}   {"retired": 2}   {"exchanged": [3, 5]}
-                       {"rolled_back": 1}
+                       {"rolled_back": 1}   {"left_out": "1:2", "groups": 2}
 
 A killed run loses at most the line that it was writing. Recorded groups are not sampled again. Times are seconds since
 1970, for display: the run does not depend on them.
@@ -26,8 +26,10 @@ from superstep.errors import StateError
 from superstep.grade.task import Message, Rollout
 from superstep.grade.verdict import Verdict, from_told
 from superstep.observe.append_file import AppendFile
+from superstep.plan.skip_and_rollback import batches_left_out
 from superstep.state.fsync import sync
 from superstep.tune.program.instructions import Cursor, RlSchedule
+from superstep.tune.program.task_order import TaskOrder
 from superstep.tune.rl.rollout import Strand, TaskAnswer
 from superstep.tune.rl.sampling import TaskGroup
 
@@ -49,7 +51,8 @@ class RolloutLog:
     Attributes:
         groups: by place.
         verdicts: of each graded group, likewise.
-        tasks: task numbers of places that have exchanged theirs.
+        order: of the tasks.
+        skips: what is left out, in the form of ``train.skip``.
         published: the folder of each version's snapshot.
         snapshots: their parent folder.
         lock: held while a snapshot is written and recorded; none is removed meanwhile.
@@ -63,8 +66,8 @@ class RolloutLog:
         self.verdicts: dict[int, tuple[Verdict, ...]] = {}
         self.published: dict[int, Path] = {}
         self.snapshots = path.parent / SNAPSHOTS
-        self.tasks: dict[int, int] = {}
-        self._places: dict[int, int] = {}
+        self.order = TaskOrder()
+        self.skips: list[str] = []
         self.lock = threading.RLock()
         if path.is_file():
             for number, line in enumerate(_lines(path), start=1):
@@ -102,13 +105,29 @@ class RolloutLog:
         """Drop samples of weights after this step: those weights will differ."""
         self._keep({"rolled_back": step})
 
+    def leave_out(self, skip: str, groups: int) -> None:
+        """Leave tasks out, and drop what was sampled of them and of later ones.
+
+        Args:
+            skip: an entry of ``train.skip``: after which step, and how many batches.
+            groups: of a step, which are its batch.
+        """
+        self._keep({"left_out": skip, "groups": groups})
+
+    @property
+    def gaps(self) -> tuple[int, ...]:
+        """Steps before which tasks are left out."""
+        return tuple(sorted(batches_left_out(self.skips)))
+
     def task(self, place: int) -> int:
         """The number of the task in a place."""
-        return self.tasks.get(place, place)
+        return self.order.task(place)
 
     def place(self, task: int) -> int:
-        """The place of a task."""
-        return self._places.get(task, task)
+        """The place of a task that is not left out."""
+        place = self.order.place(task)
+        assert place is not None, f"task {task} is left out"
+        return place
 
     def publish(self, version: int, path: Path | None) -> None:
         """Record the folder of a version's snapshot; None for one that was passed in memory."""
@@ -155,9 +174,9 @@ class RolloutLog:
             case {"exchanged": [int(place), int(other)]}:
                 self._exchange(place, other)
             case {"rolled_back": int(step)}:
-                self.published = {version: path for version, path in self.published.items() if version <= step}
-                for place in [place for place, group in self.groups.items() if group.version > step]:
-                    self.forget(range(place, place + 1))
+                self._forget_versions_after(step)
+            case {"left_out": str(skip), "groups": int(groups)}:
+                self._leave_out(skip, groups)
             case {"published": int(version), "name": str(name)}:
                 self.published[version] = self.snapshots / name
             case {"published": int()}:
@@ -167,10 +186,22 @@ class RolloutLog:
             case _:
                 raise ValueError("neither a group, grades nor a snapshot")
 
+    def _forget_versions_after(self, step: int) -> None:
+        self.published = {version: path for version, path in self.published.items() if version <= step}
+        for place in [place for place, group in self.groups.items() if group.version > step]:
+            self.forget(range(place, place + 1))
+
+    def _leave_out(self, skip: str, groups: int) -> None:
+        self.skips.append(skip)
+        ((step, batches),) = batches_left_out([skip]).items()
+        self._forget_versions_after(step)
+        later = [place for place in self.groups if place >= step * groups]
+        for place in later:
+            self.forget(range(place, place + 1))
+        self.order.leave_out(step * groups, batches * groups)
+
     def _exchange(self, place: int, other: int) -> None:
-        tasks = self.task(place), self.task(other)
-        self.tasks |= {place: tasks[1], other: tasks[0]}
-        self._places |= {tasks[1]: place, tasks[0]: other}
+        self.order.exchange(place, other)
         _exchange(self.groups, place, other)
         _exchange(self.verdicts, place, other)
 

@@ -35,11 +35,11 @@ from superstep.tune.rl.disaggregated.hub_messages import Retired, SampledGroup, 
 from superstep.tune.rl.disaggregated.rollout_hub import Lesson, RolloutHub, TaskWindow
 from superstep.tune.rl.from_rank0 import WaitLimit, from_first
 from superstep.tune.rl.grading import Grading, Retried, nothing_retried
-from superstep.tune.rl.job import PROGRAM, RlJob, beside, own_ranks, serve_of, worker_settings
+from superstep.tune.rl.job import PROGRAM, RlJob, beside, open_log, own_ranks, serve_of, worker_settings
 from superstep.tune.rl.memory_budget import beside_communicators, pages_for, sampler_plan, sizes_of
 from superstep.tune.rl.policy_trainer import PolicyTrainer
 from superstep.tune.rl.rl_step import RlTraining, RunEnded, Tell, TellSave, tell_nobody
-from superstep.tune.rl.rollout_log import NAME, SNAPSHOTS, RolloutLog
+from superstep.tune.rl.rollout_log import SNAPSHOTS
 from superstep.tune.rl.rollout_worker import RolloutWorker, TrainerLeft
 from superstep.tune.rl.sampling import words_of
 
@@ -240,9 +240,8 @@ def train_apart(
 def _open_hub(world: World, job: RlJob, stack: ExitStack, retried: Retried) -> RolloutHub:
     """Rank 0's additional parts: the record, graders, and the connections."""
     assert world.folder is not None, "the ranks were launched"
-    record = RolloutLog(job.folder.root / NAME)
+    record = open_log(job, is_kept=True)
     stack.callback(record.close)
-    record.forget(range(job.program.cursor.step * job.rl.groups))
     record.tidy()
     write_whole(job.folder.root / PROGRAM, write_iterations(job.program))
     graders = stack.enter_context(Pool(job.rl.environment, job.grade, retried=retried))

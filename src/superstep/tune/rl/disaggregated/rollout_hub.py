@@ -55,9 +55,9 @@ class TaskWindow:
     steps: int
     asked: RlSchedule
 
-    def places(self, first: int, task: int) -> range:
-        """Places for a missing task: from ``first`` on, near its own."""
-        last = min(self.asked.step_of(task) + self.steps, self.asked.steps - 1)
+    def places(self, first: int, own: int) -> range:
+        """Places for a missing task: from ``first`` on, near its own place."""
+        last = min(self.asked.step_of(own) + self.steps, self.asked.steps - 1)
         return range(first, self.asked.groups_of(last).stop)
 
 
@@ -162,7 +162,8 @@ class RolloutHub:
         missing = [place for place in places if not self._grading.is_done(place)]
         pairs: list[tuple[int, int]] = []
         for place in missing:
-            later = self._window.places(places.stop, self._record.task(place))
+            first = self._record.order.first_place(self._record.task(place))
+            later = self._window.places(places.stop, place if first is None else first)
             done = (n for n in later if self._grading.is_done(n) and all(n != taken for _, taken in pairs))
             if (other := next(done, None)) is not None:
                 pairs.append((place, other))
