@@ -52,11 +52,7 @@ class Watch:
     def end(self, instruction: Instruction, under_way: PendingCollective | None) -> None:
         """Note it."""
         every = [b for each in self.engine.buffers.values() for b in each]
-        own = [
-            t
-            for b in every
-            for t in (b.full, b.gradient, b.master, b.gradient_shard, b.reduced, b.exp_avg, b.exp_avg_sq)
-        ]
+        own = [t for b in every for t in (b.full, b.gradient, b.gradient_shard, b.reduced, *b.state)]
         own += [m.tokens for m in self.mine] + [m.targets for m in self.mine]
         self.alive.append(self.noted.alive_bytes(but=own))
         self.transient.append(self.engine.bytes().transient)

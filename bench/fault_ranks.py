@@ -17,11 +17,12 @@ from superstep.state.all_or_none import Peers
 from superstep.state.checkpoint import load, save
 from superstep.state.checkpoint_dirs import checkpoint_at
 from superstep.state.manifest import Position
-from superstep.state.tensor_piece import STATE, Kind, TensorPiece
+from superstep.state.tensor_piece import Kind, TensorPiece, state_kinds
 from superstep.state.verify import SingleProcess, drop_old
 
 SHAPES: dict[str, tuple[int, ...]] = {"a.weight": (96, 128), "b.weight": (64, 64), "c.bias": (128,)}
 RANKS = 3
+STATE = state_kinds("adamw")
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,14 @@ from typing import Any
 
 import torch
 
-from bench.fault_ranks import RANKS, SHAPES, between, forked, pieces, what_is
+from bench.fault_ranks import RANKS, SHAPES, STATE, between, forked, pieces, what_is
 from superstep.comm.device import Device
 from superstep.engine.flat.snapshots import FlushResult, Snapshots
 from superstep.state.checkpoint_dirs import checkpoints
 from superstep.state.manifest import Position
 from superstep.state.snapshots.background_checkpoint import Flusher
 from superstep.state.snapshots.memory_snapshot import Field, SnapshotMemory, common, describe_pieces, made, pieces_of
-from superstep.state.tensor_piece import STATE, TensorPiece
+from superstep.state.tensor_piece import TensorPiece
 
 
 def snapshot_kills(rounds: int, seed: int, folder: Path) -> dict[str, Any]:
@@ -132,7 +132,14 @@ def _lay_out(memory: SnapshotMemory, rank: int, size: int, root: Path) -> None:
         placed.append((piece, at))
         at += 4 * piece.values.numel()
     shapes = {name: list(shape) for name, shape in SHAPES.items()}
-    memory.lay_out({"pieces": describe_pieces(placed), "shapes": shapes, "beside": {}, "folder": str(root)}, at)
+    table = {
+        "pieces": describe_pieces(placed),
+        "kinds": list(STATE),
+        "shapes": shapes,
+        "beside": {},
+        "folder": str(root),
+    }
+    memory.lay_out(table, at)
 
 
 def _by_unit(rank: int, size: int) -> list[TensorPiece]:
@@ -152,7 +159,7 @@ class _Copies:
         held = {u: self.tensors[u * parts : (u + 1) * parts] for u in self._units}
         self._snapshots = Snapshots(
             memory,
-            {u: (SimpleNamespace(master=w, exp_avg=m, exp_avg_sq=v),) for u, (w, m, v) in held.items()},  # type: ignore[misc]
+            {u: (SimpleNamespace(state=tensors),) for u, tensors in held.items()},  # type: ignore[misc]
             Device("cpu"),
         )
 

@@ -54,7 +54,6 @@ from superstep.state.checkpoint import load, save
 from superstep.state.manifest import Position
 from superstep.state.snapshots.background_checkpoint import Flusher
 from superstep.state.snapshots.memory_snapshot import Handles, made
-from superstep.state.tensor_piece import STATE
 from superstep.train.weights.model import tensor_shapes
 
 CPU = Device("cpu")
@@ -99,15 +98,15 @@ class Sitting:
         self._mesh = build_mesh(run.plan, world.rank, world.device, timeout=timedelta(minutes=5))
         self._engine = Engine(run, units(run.shape), self._mesh)
         self._peers = RankPeers(world.rank, world.size)
-        self._shapes = tensor_shapes(self._engine)
+        self._tensors = dict.fromkeys(self._engine.state_kinds, tensor_shapes(self._engine))
         self._snapshots = self._engine.keep_snapshots(handles.of(world.rank))
         self._written: list[FlushResult] = []
-        self._snapshots.lay_out(self._engine.pieces(STATE), self._shapes, {}, folder / "flushed")
+        self._snapshots.lay_out(self._engine.pieces(), self._tensors, {}, folder / "flushed")
         self._apart = dist.new_group(backend="gloo")  # what is saved behind training talks there
         self._step = 0
         self.bytes = self._snapshots.bytes
         self._kept: list[tuple[Tensor, Tensor]] = []
-        for piece in self._engine.pieces(STATE):
+        for piece in self._engine.pieces():
             self._kept.append((piece.values, torch.empty_like(piece.values)))
 
     def train(self, *, is_copied: bool, is_for_disk: bool = False) -> tuple[float, float]:
@@ -142,7 +141,7 @@ class Sitting:
 
     def state(self) -> dict[str, Tensor]:
         """The same bytes under names of this rank alone."""
-        return {f"{self._peers.rank}.{p.kind}.{p.name}.{p.low}": p.values for p in self._engine.pieces(STATE)}
+        return {f"{self._peers.rank}.{p.kind}.{p.name}.{p.low}": p.values for p in self._engine.pieces()}
 
     def torch_save(self, place: Path) -> None:
         """Each rank a file, synced as ours is."""
@@ -163,8 +162,7 @@ class Sitting:
 
     def save(self, place: Path) -> None:
         """Ours, by the ranks."""
-        tensors = dict.fromkeys(STATE, self._shapes)
-        save(place, self._engine.pieces(STATE), Position(step=self._step), self._peers, tensors=tensors, beside={})
+        save(place, self._engine.pieces(), Position(step=self._step), self._peers, tensors=self._tensors, beside={})
 
     def flush(self) -> tuple[float, float]:
         """Ours, by the launcher: the seconds of the step that copies, and until the disk has it."""
@@ -179,12 +177,12 @@ class Sitting:
     def load(self, place: Path) -> int:
         """Read it back; the bytes that this took at its peak, beside what it fills."""
         before = _peak_from_here()
-        load(place, self._engine.pieces(STATE), self._peers)
+        load(place, self._engine.pieces(), self._peers)
         return _status("VmHWM") - before
 
     def largest_bytes(self) -> int:
         """Of a tensor."""
-        return 4 * max(int(torch.tensor(shape).prod()) for shape in self._shapes.values())
+        return 4 * max(int(torch.tensor(shape).prod()) for shape in self._tensors["weight"].values())
 
     def close(self) -> None:
         """Give everything back."""

@@ -40,6 +40,7 @@ from superstep.plan.config import (
 from superstep.plan.mesh import Coordinate
 from superstep.plan.model.hf_config import to_hf_config
 from superstep.plan.model.lookup import shape_of
+from superstep.plan.optimizers import MOMENTS
 from superstep.plan.resolution.resolve import resolve
 from superstep.program.compile import compile_step
 from superstep.program.peak_memory import high_water
@@ -51,13 +52,13 @@ MODEL = ModelConfig(name="tiny", layers=2)
 FFN, VOCAB = (("ffn", "none"),), (("vocab", "none"),)
 
 
-def run_of(*, model=MODEL, compute="fp32", exact=False, sequence_tokens=32, lora=None, **layout):
+def run_of(*, model=MODEL, compute="fp32", exact=False, sequence_tokens=32, lora=None, optimizer="adamw", **layout):
     layout.setdefault("microbatch", 2)
     return resolve(
         RunConfig(
             model=model,
             data=DataConfig(sequence_tokens=sequence_tokens),
-            train=TrainConfig(batch_sequences=2 * layout.get("dp", 1) * layout["microbatch"]),
+            train=TrainConfig(batch_sequences=2 * layout.get("dp", 1) * layout["microbatch"], optimizer=optimizer),
             plan=PlanConfig(**layout),
             numerics=NumericsConfig(compute=compute, exact=exact),
             lora=lora,
@@ -78,6 +79,7 @@ def runs(draw):
         lora=lora,
         exact=not rules and draw(st.booleans()),  # its sums are those of the default rules
         compute=draw(st.sampled_from(["fp32", "bf16"])),
+        optimizer=draw(st.sampled_from(sorted(MOMENTS))),
         pp=draw(st.sampled_from([1, 2, 3])),
         dp=draw(st.sampled_from([1, 2, 3])),
         tp=draw(st.sampled_from([1, 2])),
@@ -108,6 +110,7 @@ def buffers(run, at, unit):
             compute=DTYPES[run.config.numerics.compute],
             device=Device("cpu"),
             seed=0,
+            moments=MOMENTS[run.config.train.optimizer],
             is_exact=plan.grain is not None,
             is_frozen=not plan.trains(layout.family),
         )

@@ -12,9 +12,9 @@ from superstep.plan.resolution.resolve import resolve
 from superstep.program.compile import compile_step
 
 
-def _run(every=None, *, tied=False, **layout):
+def _run(every=None, *, tied=False, optimizer="adamw", **layout):
     model = ModelConfig(name="demo", layers=8, tied=tied)
-    train = TrainConfig(batch_sequences=64)
+    train = TrainConfig(batch_sequences=64, optimizer=optimizer)
     return resolve(
         RunConfig(model=model, train=train, plan=PlanConfig(**layout), state=StateConfig(snapshot_every=every))
     )
@@ -41,6 +41,7 @@ def test_it_is_counted_as_the_program_of_the_step_has_it(layout, tied):
 def test_without_snapshots_nothing_is_taken_and_sharding_shares_it():
     whole = _run(1, dp=4, zero=0)
     assert snapshot_bytes(_run(dp=4)) == 0
+    assert snapshot_bytes(_run(1, dp=4, zero=0, optimizer="lion")) == 24 * whole.outline.numel
     assert snapshot_bytes(whole) == 36 * whole.outline.numel
     assert snapshot_bytes(_run(1, dp=4, zero=1)) == pytest.approx(snapshot_bytes(whole) / 4, rel=0.01)
 

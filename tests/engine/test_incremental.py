@@ -9,7 +9,6 @@ import torch
 import small
 from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
-from superstep.engine.adamw import AdamWSettings
 from superstep.engine.engine import Engine
 from superstep.engine.incremental import PiecemealEngine
 from superstep.engine.microbatch import Microbatch
@@ -18,11 +17,12 @@ from superstep.model.unit import initial
 from superstep.numerics.loss import IGNORE
 from superstep.numerics.objective import CROSS_ENTROPY
 from superstep.numerics.policy import PolicyLoss
+from superstep.numerics.update_rules import OptimizerSettings
 from superstep.plan.config import LoraConfig
 from superstep.plan.resolution.resolve import resolve
 from superstep.train.weights.model import units_of
 
-HYPER = AdamWSettings(beta1=0.9, beta2=0.95, eps=1e-12, weight_decay=0.01, clip_norm=0.5)
+HYPER = OptimizerSettings(beta1=0.9, beta2=0.95, eps=1e-12, weight_decay=0.01, clip_norm=0.5)
 ROWS, TOKENS = 6, 16
 TWOS = tuple((slice(row, row + 2), TOKENS) for row in range(0, ROWS, 2))
 

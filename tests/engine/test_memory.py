@@ -48,7 +48,7 @@ def _held(rank, world, zero, compute):
     engine = Engine(run, units(run.shape), mesh)
     for buffers in (b for unit in engine.buffers.values() for b in unit):
         # Zeroed memory is not resident until it is written to.
-        for tensor in (buffers.gradient_shard, buffers.exp_avg, buffers.exp_avg_sq):
+        for tensor in (buffers.gradient_shard, *buffers.moments.values()):
             tensor.fill_(1.0)
         if buffers.zero < 2:
             buffers.gradient.fill_(1.0)

@@ -25,26 +25,25 @@ from superstep.plan.resolution.resolve import resolve
 from superstep.program.instructions import Snapshot, Step
 from superstep.state.manifest import Position
 from superstep.state.snapshots.memory_snapshot import ON_DISK, made, pieces_of
-from superstep.state.tensor_piece import STATE
 
 
 def _state(engine):
-    return {(p.kind, p.name): p.values.clone() for p in engine.pieces(STATE)}
+    return {(p.kind, p.name): p.values.clone() for p in engine.pieces()}
 
 
 def _never(flushed):
     raise AssertionError(f"nothing was wanted on disk, and of {flushed} was told")
 
 
-def _steps(world, compute):
+def _steps(world, compute, optimizer):
     """Three steps of which two are copied: the states before each, the memory, and what was recorded of the last."""
     config = replace(small.config(layers=2, dp=1, compute=compute), state=StateConfig(snapshot_every=1))
-    run = resolve(config, 1)
+    run = resolve(replace(config, train=replace(config.train, optimizer=optimizer)), 1)
     mesh = build_mesh(run.plan, 0, world.device, timeout=timedelta(seconds=60))
     engine = Engine(run, units(run.shape), mesh)
     _, (memory,) = made(1)
     copies = engine.keep_snapshots(memory)
-    copies.lay_out(engine.pieces(STATE), {}, {}, Path("nowhere"))
+    copies.lay_out(engine.pieces(), {}, {}, Path("nowhere"))
     states, record = [], HostRecorder()
     for number, batch in enumerate(small.batches(steps=3)):
         states.append(_state(engine))
@@ -63,9 +62,9 @@ def _steps(world, compute):
     return states, held, memory.whole(), position, _state(other), parameters, ran
 
 
-@pytest.mark.parametrize("compute", ["fp32", "bf16"])
-def test_a_copy_is_the_state_that_its_step_began_with(compute):
-    states, held, whole, position, restored, parameters, ran = launch_on("cpu", 1, _steps, compute)
+@pytest.mark.parametrize(("compute", "optimizer"), [("fp32", "adamw"), ("bf16", "adamw"), ("fp32", "lion")])
+def test_a_copy_is_the_state_that_its_step_began_with(compute, optimizer):
+    states, held, whole, position, restored, parameters, ran = launch_on("cpu", 1, _steps, compute, optimizer)
     assert set(whole) == {0, 2}, "where none is due, none is made"
     for step, slot in whole.items():
         assert set(held[slot]) == set(states[step])
@@ -82,7 +81,7 @@ def test_a_copy_is_the_state_that_its_step_began_with(compute):
 
 def _alone(memory):
     """What copies a state of twelve numbers."""
-    held = SimpleNamespace(**{name: torch.ones(4) for name in ("master", "exp_avg", "exp_avg_sq")})
+    held = SimpleNamespace(state=tuple(torch.ones(4) for _ in range(3)))
     return Snapshots(memory, {0: (held,)}, Device("cpu"))
 
 

@@ -16,7 +16,7 @@ from superstep.errors import StateError
 from superstep.state.checkpoint import load, save
 from superstep.state.checkpoint_dirs import checkpoint_at
 from superstep.state.manifest import Position
-from superstep.state.tensor_piece import STATE, TensorPiece, runs
+from superstep.state.tensor_piece import TensorPiece, runs
 
 
 @given(st.data())
@@ -64,7 +64,7 @@ def test_a_tensor_of_no_elements_is_kept(tmp_path):
     shapes = {"none": (0, 3), "one": (1,)}
     place = checkpoint_at(tmp_path, 1)
     mine = saved.pieces(saved.truth, shapes=shapes, runs=1)
-    save(place, mine, Position(step=1), saved.Alone(), tensors=dict.fromkeys(STATE, shapes), beside={})
+    save(place, mine, Position(step=1), saved.Alone(), tensors=dict.fromkeys(saved.STATE, shapes), beside={})
     assert load_file(place / "model.safetensors")["none"].shape == (0, 3)
     assert load(place, saved.pieces(saved.zeros, shapes=shapes, runs=1), saved.Alone()).step == 1
 

@@ -23,7 +23,6 @@ from superstep.plan.resolution.resolve import resolve
 from superstep.state.checkpoint import save
 from superstep.state.checkpoint_dirs import checkpoint_at
 from superstep.state.manifest import Position
-from superstep.state.tensor_piece import STATE
 
 pytestmark = pytest.mark.multiproc
 
@@ -52,10 +51,10 @@ def _train_and_save(rank, world, plan, tied, qk_norm, folder):
     beside = {"config.json": json.dumps(to_hf_config(run.shape))}
     save(
         place,
-        list(engine.pieces(STATE)),
+        list(engine.pieces()),
         Position(step=1),
         Ranks(rank, world),
-        tensors=dict.fromkeys(STATE, shapes),
+        tensors=dict.fromkeys(engine.state_kinds, shapes),
         beside=beside,
     )
     mesh.destroy()

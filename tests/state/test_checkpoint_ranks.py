@@ -25,7 +25,6 @@ from superstep.state.checkpoint import load, save
 from superstep.state.checkpoint_dirs import checkpoint_at, checkpoints, prune
 from superstep.state.file_shares import page_cache
 from superstep.state.manifest import Position
-from superstep.state.tensor_piece import STATE
 
 PAGE = 4096
 SHAPES = {"a": (50, 100), "b": (3000,), "c": (64, 64), "scale": (), "d": (7, 700)}
@@ -96,7 +95,7 @@ def _save_through(folder, hosts, owner_of, *, cache):
         caches.rank.number = peers.rank
         mine = saved.pieces(saved.truth, shapes=SHAPES, cuts=2, runs=3)
         mine = [piece for number, piece in enumerate(mine) if owner_of[number] == peers.rank]
-        tensors = dict.fromkeys(STATE, SHAPES)
+        tensors = dict.fromkeys(saved.STATE, SHAPES)
         return save(checkpoint_at(folder, 1), mine, Position(step=1), peers, tensors=tensors, beside={})
 
     with (
@@ -124,7 +123,7 @@ def _is_torn(place):
     load(place, saved.pieces(saved.zeros, shapes=SHAPES), saved.Alone())
     return any(
         not torch.equal(stored[name if kind == "weight" else f"{kind}.{name}"], saved.truth(kind, name, shape))
-        for kind in STATE
+        for kind in saved.STATE
         for name, shape in SHAPES.items()
     )
 
@@ -234,7 +233,7 @@ def _mine(rank, world, fill=saved.truth):
 
 
 def _save(folder, step, pieces, peers):
-    tensors = dict.fromkeys(STATE, saved.SHAPES)
+    tensors = dict.fromkeys(saved.STATE, saved.SHAPES)
     save(checkpoint_at(Path(folder), step), pieces, Position(step=step), peers, tensors=tensors, beside={"a.txt": "a"})
 
 

@@ -63,6 +63,7 @@ def memories(tmp_path):
         shapes = {name: list(shape) for name, shape in SHAPES.items()}
         table = {
             "pieces": describe_pieces(placed),
+            "kinds": saved.STATE,
             "shapes": shapes,
             "beside": {},
             "folder": str(tmp_path / "checkpoints"),

@@ -93,7 +93,7 @@ def test_the_host_waits_for_sizes_of_experts_alone_and_once_for_the_loss(pool, n
     run = resolve(config(**{"layers": 2, "compute": "bf16"} | LAYOUTS[name]))
     for before, in_update, races in pool.run(run.plan.mesh.world, waits_of_a_step, run, timeout_s=60):
         assert by_file(before) == WAITS.get(name, {}), before
-        assert by_file(in_update) == {"superstep/engine/adamw.py": 1}, in_update
+        assert by_file(in_update) == {"superstep/engine/optimizer.py": 1}, in_update
         assert races == {}
 
 
@@ -149,5 +149,5 @@ def test_the_host_waits_in_a_check_for_what_it_says_alone(pool):
     run = resolve(config(layers=2, compute="bf16", dp=2))
     for in_step, in_check, found in pool.run(2, waits_of_a_check, run, timeout_s=60):
         assert found is None
-        assert by_file(in_step) == {"superstep/engine/adamw.py": 1}, in_step
+        assert by_file(in_step) == {"superstep/engine/optimizer.py": 1}, in_step
         assert by_file(in_check) == {"superstep/train/policy/corruption_check.py": 3}, in_check

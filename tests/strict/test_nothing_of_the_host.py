@@ -68,7 +68,7 @@ def run_of(name):
 COPIES = {"aten.lift_fresh.default", "aten._pin_memory.default", "aten._to_copy.default"}
 """Numbers of Python's as tensors, pinned on their way to the GPU; and those that are read back."""
 
-ONCE_A_STEP = {"superstep/engine/adamw.py": 4}
+ONCE_A_STEP = {"superstep/engine/optimizer.py": 4}
 """The loss and the norm of the gradient, of four steps."""
 
 

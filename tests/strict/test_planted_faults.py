@@ -27,7 +27,6 @@ from superstep.plan.config import StateConfig
 from superstep.plan.resolution.resolve import resolve
 from superstep.state.manifest import Position
 from superstep.state.snapshots.memory_snapshot import made
-from superstep.state.tensor_piece import STATE
 
 pytestmark = pytest.mark.strict
 
@@ -50,7 +49,7 @@ FAULTS = {
     plant.frees_gradients_while_they_are_summed: (
         ZERO_3, FREED.format("reduce_scatter"), LATE_S),
     plant.reads_a_pinned_copy_at_once: (
-        ZERO_3, PINNED.format("engine/adamw.py", "sums"), LATE_S),
+        ZERO_3, PINNED.format("engine/optimizer.py", "sums"), LATE_S),
     plant.fills_a_pinned_buffer_again_at_once: (
         ZERO_3, PINNED.format("plant_on_gpu.py", "input_of"), LATE_S),
     plant.changes_what_was_kept: (
@@ -117,7 +116,7 @@ def keep_copies(engine):
     """Snapshots of the engine's state, as a run has them."""
     _, (memory,) = made(1)
     copies = engine.keep_snapshots(memory)
-    copies.lay_out(engine.pieces(STATE), {}, {}, Path("nowhere"))
+    copies.lay_out(engine.pieces(), {}, {}, Path("nowhere"))
     return copies
 
 

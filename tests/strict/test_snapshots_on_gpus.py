@@ -16,7 +16,6 @@ from superstep.plan.config import StateConfig
 from superstep.plan.resolution.resolve import resolve
 from superstep.state.manifest import Position
 from superstep.state.snapshots.memory_snapshot import made, pieces_of
-from superstep.state.tensor_piece import STATE
 from superstep.train.proof.prove_tolerance import TIMEOUT
 
 pytestmark = pytest.mark.strict
@@ -35,11 +34,11 @@ def copies_of(world, is_taken):
     _, (memory,) = made(1)
     for _ in range(1 + is_taken):
         copies = engine.keep_snapshots(memory)
-        copies.lay_out(engine.pieces(STATE), {}, {}, Path("nowhere"))
+        copies.lay_out(engine.pieces(), {}, {}, Path("nowhere"))
     copies.begin(Position(step=1), print, is_for_disk=False)
     for unit in engine.buffers:
         copies.copy(unit).wait()
-    state = {(p.kind, p.name): p.values.cpu() for p in engine.pieces(STATE)}
+    state = {(p.kind, p.name): p.values.cpu() for p in engine.pieces()}
     held = {(p.kind, p.name): p.values for p in pieces_of(memory, memory.whole()[1])}
     is_same = held.keys() == state.keys() and all(torch.equal(held[key], state[key]) for key in held)
     copies.close()

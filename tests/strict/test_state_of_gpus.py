@@ -17,7 +17,6 @@ from superstep.plan.resolution.resolve import resolve
 from superstep.state.checkpoint import load, save
 from superstep.state.manifest import Position
 from superstep.state.snapshots.memory_snapshot import made, pieces_of
-from superstep.state.tensor_piece import STATE
 from superstep.train.proof.prove_tolerance import TIMEOUT
 from superstep.train.weights.model import tensor_shapes, units_of
 
@@ -69,10 +68,10 @@ def keep_copies(rank, world, run, settings):
         engine = Engine(run, units_of(run), mesh)
         _, (memory,) = made(1)
         copies = engine.keep_snapshots(memory)
-        copies.lay_out(engine.pieces(STATE), {}, {}, Path("nowhere"))
+        copies.lay_out(engine.pieces(), {}, {}, Path("nowhere"))
         before, kept = {}, {}
         for number, batch in enumerate(batches):
-            before[number] = held(engine.pieces(STATE))
+            before[number] = held(engine.pieces())
             copies.begin(Position(step=number), never, is_for_disk=False)
             train(engine, run, [batch])
         for step, slot in memory.whole().items():
@@ -80,9 +79,9 @@ def keep_copies(rank, world, run, settings):
         other = Engine(run, units_of(run), mesh)
         position = other.keep_snapshots(memory).restore(STEPS - 1)
         other.note_loaded(position.step)
-        is_restored = same(held(other.pieces(STATE)), before[STEPS - 1])
+        is_restored = same(held(other.pieces()), before[STEPS - 1])
         goes_on = train(other, run, batches[-1:])
-        is_same = same(held(other.pieces(STATE)), held(engine.pieces(STATE)))
+        is_same = same(held(other.pieces()), held(engine.pieces()))
         copies.close()
         observed = report()
         mesh.destroy()
@@ -111,14 +110,14 @@ def stop_and_go_on(rank, world, run, folder):
         losses = train(whole, run, batches)
         first = Engine(run, units_of(run), mesh)
         went = train(first, run, batches[:2])
-        shapes = dict.fromkeys(STATE, tensor_shapes(first))
-        save(folder, first.pieces(STATE), Position(step=2), peers, tensors=shapes, beside={})
+        shapes = dict.fromkeys(first.state_kinds, tensor_shapes(first))
+        save(folder, first.pieces(), Position(step=2), peers, tensors=shapes, beside={})
         second = Engine(run, units_of(run), mesh)
-        second.note_loaded(load(folder, second.pieces(STATE), peers).step)
+        second.note_loaded(load(folder, second.pieces(), peers).step)
         went += train(second, run, batches[2:])
         texts = [microbatches_of(b.rows(rows(run.plan, mesh)), run.plan, mesh) for b in batches[:1]]
         said = [engine.evaluate(texts[0]) for engine in (whole, second)]
-        is_same = same(held(whole.pieces(STATE)), held(second.pieces(STATE)))
+        is_same = same(held(whole.pieces()), held(second.pieces()))
         observed = report()
         mesh.destroy()
     return losses, went, is_same, said, observed

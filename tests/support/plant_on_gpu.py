@@ -12,7 +12,7 @@ import torch
 
 from superstep.comm import collectives
 from superstep.comm.collectives import DONE
-from superstep.engine import adamw
+from superstep.engine import optimizer
 from superstep.engine.executor import Executor
 from superstep.engine.flat import sync
 from superstep.engine.flat.snapshots import Snapshots
@@ -70,7 +70,7 @@ def reads_a_pinned_copy_at_once(rank):
     def sum_over(values, group):
         return collectives.sum_over(values, group).to("cpu", non_blocking=True)
 
-    return mock.patch.object(adamw, "sum_over", sum_over)
+    return mock.patch.object(optimizer, "sum_over", sum_over)
 
 
 def fills_a_pinned_buffer_again_at_once(rank):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import small
 from superstep.comm import collectives
-from superstep.engine import adamw, build_modules, executor
+from superstep.engine import build_modules, executor, optimizer
 from superstep.engine import microbatch as batches_module
 from superstep.engine.attention import choose_attention
 from superstep.engine.engine import Engine
@@ -64,7 +64,7 @@ def own_norm():
         total = collectives.sum_over(values.clone(), group)
         return torch.stack((values[0], *total[1:]))
 
-    return mock.patch.object(adamw, "sum_over", sums)
+    return mock.patch.object(optimizer, "sum_over", sums)
 
 
 def no_gradient_sum_on_entering():

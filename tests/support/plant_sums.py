@@ -10,12 +10,12 @@ import torch.distributed as dist
 
 from superstep.comm import collectives
 from superstep.engine import executor
-from superstep.engine.adamw import AdamW
 from superstep.engine.engine import Engine
 from superstep.engine.executor import Executor
 from superstep.engine.flat import sync
 from superstep.engine.flat.buffers import UnitBuffers
 from superstep.engine.layers import grad_accumulation
+from superstep.engine.optimizer import Optimizer
 
 
 def stale_layer(name):
@@ -98,44 +98,44 @@ def one_unit_not_reduced(kind):
 
 
 def masters_in_bf16():
-    inner = AdamW.step
+    inner = Optimizer.step
 
     def step(self, lr, norm):
         inner(self, lr, norm)
         for unit in self._units:
             unit.buffers.master.copy_(unit.buffers.master.bfloat16())
 
-    return mock.patch.object(AdamW, "step", step)
+    return mock.patch.object(Optimizer, "step", step)
 
 
 def no_decay():
-    inner = AdamW.__init__
+    inner = Optimizer.__init__
 
-    def init(self, units, hyper, *args, **rest):
-        inner(self, units, replace(hyper, weight_decay=0.0), *args, **rest)
+    def init(self, units, rule, hyper, *args, **rest):
+        inner(self, units, rule, replace(hyper, weight_decay=0.0), *args, **rest)
 
-    return mock.patch.object(AdamW, "__init__", init)
+    return mock.patch.object(Optimizer, "__init__", init)
 
 
 def one_shard_not_updated():
-    inner = AdamW.step
+    inner = Optimizer.step
 
     def step(self, lr, norm):
         inner(self, lr if dist.get_rank() == 0 else 0.0, norm)
 
-    return mock.patch.object(AdamW, "step", step)
+    return mock.patch.object(Optimizer, "step", step)
 
 
 # The norm and clipping.
 
 
 def clip_by(own):
-    inner = AdamW.step
+    inner = Optimizer.step
 
     def step(self, lr, norm):
         inner(self, lr, own(self, norm))
 
-    return mock.patch.object(AdamW, "step", step)
+    return mock.patch.object(Optimizer, "step", step)
 
 
 def norm_of_own_shard(self, norm):

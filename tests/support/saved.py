@@ -12,9 +12,11 @@ import torch
 from superstep.state.checkpoint import save
 from superstep.state.checkpoint_dirs import checkpoint_at
 from superstep.state.manifest import Position
-from superstep.state.tensor_piece import STATE, TensorPiece
+from superstep.state.tensor_piece import TensorPiece, state_kinds
 
 SHAPES = {"a.weight": (6, 4), "b.weight": (5,), "scale": ()}
+
+STATE = state_kinds("adamw")
 
 
 @dataclass(frozen=True)

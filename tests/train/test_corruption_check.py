@@ -11,7 +11,7 @@ import torch
 import runs
 from superstep.comm.device import Device
 from superstep.data.preparation.prepare import prepare
-from superstep.engine.adamw import AdamW
+from superstep.engine.optimizer import Optimizer
 from superstep.errors import Fault
 from superstep.launch.ranks import World
 from superstep.numerics.fixed_point import Grid
@@ -77,7 +77,7 @@ def _go(rank, world, run, root, corpus, flip=None):
     trainer = CorpusTrainer(World(rank, world, Device("cpu")), run, RunFolder(root=Path(root)), Path(corpus), unknown)
     trainer.keep_snapshots(SnapshotMemory(os.memfd_create(f"rank-{rank}")), None)
     told, losses = [], {}
-    update, done_before = AdamW.step, []
+    update, done_before = Optimizer.step, []
 
     def flips(when, step):
         if flip and flip["when"] == when and not done_before and step == flip["step"]:
@@ -90,7 +90,7 @@ def _go(rank, world, run, root, corpus, flip=None):
         update(self, lr, norm)
         flips("after the update", self.steps)
 
-    AdamW.step = flipping
+    Optimizer.step = flipping
     try:
         for done in steps(trainer, Position(), told=told.append):
             losses[done.position.step] = (done.event.loss, done.event.grad_norm)
@@ -98,7 +98,7 @@ def _go(rank, world, run, root, corpus, flip=None):
     except Fault as fault:
         told.append(str(fault))
     finally:
-        AdamW.step = update
+        Optimizer.step = update
         trainer.close()
     return losses, told
 

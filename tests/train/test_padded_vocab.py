@@ -155,7 +155,7 @@ def _padding(rank, world, run):
         )
     for buffers in (b for unit in engine.buffers.values() for b in unit):
         for slot in buffers.layout.slots:
-            for whole in (buffers.full, buffers.master, buffers.exp_avg, buffers.exp_avg_sq, buffers.gradient):
+            for whole in (buffers.full, *buffers.state, buffers.gradient):
                 padding = whole[slot.held : slot.stop]
                 count += padding.numel()
                 largest = max(largest, float(padding.abs().max()) if padding.numel() else 0.0)

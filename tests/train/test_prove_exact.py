@@ -25,7 +25,6 @@ from superstep.launch.ranks import World
 from superstep.model.axes import units
 from superstep.plan.resolution.resolve import resolve
 from superstep.state.checkpoint import load
-from superstep.state.tensor_piece import STATE
 from superstep.train.proof import prove_exact as module
 from superstep.train.proof.all_layouts import layouts
 from superstep.train.proof.prove_exact import Relay, prove_exact, write_bits
@@ -168,7 +167,7 @@ def _go_on(rank, world, run, folder, take):
     here = World(rank, world, Device("cpu"))
     mesh = build_mesh(run.plan, rank, here.device, timeout=timedelta(seconds=60))
     engine = Engine(run, units(run.shape), mesh)
-    engine.note_loaded(load(Path(take), engine.pieces(STATE), RankPeers(rank, world)).step)
+    engine.note_loaded(load(Path(take), engine.pieces(), RankPeers(rank, world)).step)
     compared, found = module._follow(engine, mesh, run, _batches(), Path(folder), 1, here, None)
     mesh.destroy()
     return compared, found

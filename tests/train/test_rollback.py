@@ -10,7 +10,7 @@ import pytest
 
 import runs
 from superstep.cli.main import main
-from superstep.engine.adamw import AdamW
+from superstep.engine.optimizer import Optimizer
 from superstep.state.checkpoint_dirs import checkpoints
 from superstep.state.verify import verify
 
@@ -126,7 +126,7 @@ def test_a_run_that_was_stopped_still_knows_what_its_steps_were_and_what_it_leav
 
 @pytest.mark.parametrize("exact", [False, True], ids=["fast", "exact"])
 def test_what_is_no_number_is_never_taken(exact, monkeypatch):
-    sums = AdamW.sums
+    sums = Optimizer.sums
     calls = []
 
     def broken(self, told, excess, *rest):
@@ -140,7 +140,7 @@ def test_what_is_no_number_is_never_taken(exact, monkeypatch):
 
     flags = ["--numerics.exact", "true"] if exact else []
     with monkeypatch.context() as planted:
-        planted.setattr(AdamW, "sums", broken)
+        planted.setattr(Optimizer, "sums", broken)
         run = _train("broken", *RULES, "--rollback.skip-batches", "2", *flags, steps=8)
     (event,) = runs.events(run, "rolled_back")
     assert (event["refused"], event["step"], event["skip"], event["grad_norm"]) == (4, 3, "3:2", None)

@@ -19,7 +19,6 @@ from superstep.plan.config import ModelConfig
 from superstep.state import checkpoint_dirs
 from superstep.state.checkpoint_dirs import checkpoint_at, checkpoints
 from superstep.state.manifest import Position
-from superstep.state.tensor_piece import STATE
 from superstep.train.corpus_trainer import CorpusTrainer
 from superstep.train.run_folder.run_paths import RunFolder
 from superstep.train.throughput import PeakRate
@@ -54,7 +53,7 @@ def _disk(*args, **rest):
     raise OSError(5, "Input/output error")
 
 
-def _cuda(self, kinds):
+def _cuda(self):
     yield from ()
     raise RuntimeError("CUDA error: planted")
 
@@ -94,11 +93,11 @@ def _save(rank, world, run, root, corpus):
             except Fault as fault:
                 said = str(fault)
         heard.append(said)
-    before = [piece.values.clone() for piece in trainer._engine.pieces(STATE)]
-    for piece in trainer._engine.pieces(STATE):
+    before = [piece.values.clone() for piece in trainer._engine.pieces()]
+    for piece in trainer._engine.pieces():
         piece.values.zero_()
     assert trainer.load(checkpoint_at(Path(root) / "checkpoints", 10)) == Position(step=10, samples=40)
-    assert all((a == p.values).all() for a, p in zip(before, trainer._engine.pieces(STATE), strict=True))
+    assert all((a == p.values).all() for a, p in zip(before, trainer._engine.pieces(), strict=True))
     trainer.close()
     return heard
 

@@ -36,7 +36,6 @@ from superstep.serve.scheduling.request import Sampling
 from superstep.state.checkpoint import load
 from superstep.state.manifest import MANIFEST, read_manifest, write_manifest
 from superstep.state.tensor_file import digest
-from superstep.state.tensor_piece import STATE
 from superstep.train.corpus_trainer import CorpusTrainer
 from superstep.train.run_folder.run_paths import RunFolder
 from superstep.train.throughput import PeakRate
@@ -176,7 +175,7 @@ def trainer_logprobs(tuned, **numerics):
     mesh = build_mesh(run.plan, 0, Device("cpu"), timeout=timedelta(seconds=60))
     engine = Engine(run, units_of(run), mesh)
     begin_base(run, engine, ALONE, tuned / MODEL)
-    load(tuned / "tuned/checkpoints/step-000006", engine.pieces(STATE), ALONE)
+    load(tuned / "tuned/checkpoints/step-000006", engine.pieces(), ALONE)
     engine.note_loaded(6)
     tokens = torch.tensor(TEXTS)
     batch = Batch(tokens, tokens.roll(-1, 1), tokens.numel(), None)

@@ -10,7 +10,6 @@ import torch
 
 from superstep.comm.collectives import DONE, PendingCollective, gather_sequence, sum_over
 from superstep.comm.mesh import Mesh
-from superstep.engine.adamw import AdamW, AdamWSettings, OwnedRanges
 from superstep.engine.build import assemble, sees_part
 from superstep.engine.exact.modules import require_exact
 from superstep.engine.executor import Executor
@@ -21,6 +20,7 @@ from superstep.engine.instruction_timer import Recorder
 from superstep.engine.layers.implementation import names_of
 from superstep.engine.malloc_tuning import keep_what_is_freed
 from superstep.engine.microbatch import Microbatch
+from superstep.engine.optimizer import Optimizer, OwnedRanges
 from superstep.engine.parallel.expert import build_exchange
 from superstep.engine.router_counts import RouterCounts
 from superstep.engine.step_context import Judge, StepContext, StepResult, UpdateArguments
@@ -35,6 +35,7 @@ from superstep.numerics.fixed_point import OutOfRange, exact_loss_sum, require_e
 from superstep.numerics.loss import IGNORE
 from superstep.numerics.objective import CROSS_ENTROPY, Objective
 from superstep.numerics.own_loss import OwnLoss, load_loss
+from superstep.numerics.update_rules import RULES, OptimizerSettings
 from superstep.plan.resolution.resolve import Resolved
 from superstep.plan.sharding.sequence import positions
 from superstep.program.compile import compile_evaluation, compile_step
@@ -84,9 +85,10 @@ class Engine(RankState):
             keep_what_is_freed()
         super().__init__(run, specs, mesh, learns=learns)
         self.newest_program = self.step_program
-        self.optimizer = AdamW(
+        self.optimizer = Optimizer(
             [OwnedRanges(b, tuple(self._owned_ranges(unit, b))) for unit, b in self._each() if not b.is_frozen],
-            AdamWSettings(
+            RULES[config.train.optimizer],
+            OptimizerSettings(
                 beta1=config.train.beta1,
                 beta2=config.train.beta2,
                 eps=config.train.eps,

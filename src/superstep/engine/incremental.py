@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from superstep.comm.mesh import Mesh
-from superstep.engine.adamw import AdamWSettings
 from superstep.engine.engine import Engine
 from superstep.engine.microbatch import Microbatch
 from superstep.engine.step_context import StepContext
@@ -27,6 +26,7 @@ from superstep.errors import ConfigError, Fault
 from superstep.model.unit import UnitSpec
 from superstep.numerics.fixed_point import OutOfRange
 from superstep.numerics.objective import Objective
+from superstep.numerics.update_rules import OptimizerSettings
 from superstep.plan.resolution.resolve import Resolved
 from superstep.program.instructions import Program, Step
 
@@ -99,7 +99,7 @@ class PiecemealEngine(Engine):
         logp = metrics.kept(0).view(microbatch.targets.shape)
         return PassResult(logp=logp, loss=float(loss), measures=measures)
 
-    def update(self, lr: float, hyper: AdamWSettings) -> float:
+    def update(self, lr: float, hyper: OptimizerSettings) -> float:
         """Update by the added gradients, and zero them; the gradients' norm before clipping.
 
         Args:

@@ -119,8 +119,8 @@ class Fingerprinted:
     """Of the master weights."""
     exp_avg: str
     """Of the first moments."""
-    exp_avg_sq: str
-    """Of the second moments."""
+    exp_avg_sq: str = ""
+    """Of the second moments; empty where the optimizer has none."""
     gradients: str
     """Of the gradients of the step's update."""
 

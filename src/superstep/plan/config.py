@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from superstep.plan.optimizers import OptimizerName
+
 Schedule = Literal["gpipe", "1f1b", "interleaved", "breadth-first", "zb-h1", "zb-v"]
 LOOPED: tuple[Schedule, ...] = ("interleaved", "breadth-first")
 """Schedules with several stages on a rank, which microbatches pass in groups. The others have one stage, zb-v two."""
@@ -123,6 +125,10 @@ class TrainConfig:
     """Optimizer steps of the whole run."""
     batch_sequences: int = 16
     """Sequences in the global batch of one step."""
+    optimizer: OptimizerName = "adamw"
+    """adamw (Loshchilov 2019), or lion (Chen 2023), which keeps one moment: with an `lr` that is 3 to 10 times smaller,
+    and a `weight_decay` that is as many times larger.
+    """
     lr: float = 3e-3
     """The highest learning rate, reached at the end of the warm-up."""
     warmup_steps: int = 30
@@ -134,11 +140,11 @@ class TrainConfig:
     min_lr_ratio: float = 0.1
     """The last learning rate as a share of `lr`."""
     weight_decay: float = 0.1
-    """AdamW's decay of matrices; the weights of norms take none."""
+    """The decay of matrices; the weights of norms take none."""
     beta1: float = 0.9
-    """AdamW's decay of the first moment."""
+    """AdamW's decay of the first moment; Lion's share of the moment in an update."""
     beta2: float = 0.95
-    """AdamW's decay of the second moment."""
+    """AdamW's decay of the second moment; Lion's decay of its moment, which is 0.98 or 0.99 in its paper."""
     eps: float = 1e-8
     """AdamW's term added to the root of the second moment."""
     clip_norm: float = 1.0

@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass, replace
 
 from superstep.cost.program.memory.snapshot_memory import SLOTS, snapshot_bytes
+from superstep.plan.optimizers import state_bytes
 from superstep.planner.goodput import (
     DISK_BYTES_PER_S,
-    STATE_BYTES,
     Hazard,
     Saving,
     ettr,
@@ -66,18 +66,18 @@ def survival(plan: SimulatedPlan, failures_per_hour: float | None) -> FailureCos
         return None
     state = replace(plan.run.config.state, snapshot_every=1)
     copied = snapshot_bytes(replace(plan.run, config=replace(plan.run.config, state=state))) / SLOTS
-    state_bytes = float(STATE_BYTES * plan.run.outline.numel)
+    written_bytes = float(state_bytes(plan.run.config.train.optimizer) * plan.run.outline.numel)
     hosts = math.ceil(cluster.chips / min(CHIPS_PER_HOST, cluster.domain))
     written = hosts * (cluster.disk_write_bytes_per_s or DISK_BYTES_PER_S)
     read = hosts * (cluster.disk_read_bytes_per_s or DISK_BYTES_PER_S)
-    hazard = Hazard(mtbf_s=mtbf_s(cluster.chips, rate), read_s=state_bytes / read)
-    copy_s, flush_s = copied / cluster.chip.host_bytes_per_s, state_bytes / written
+    hazard = Hazard(mtbf_s=mtbf_s(cluster.chips, rate), read_s=written_bytes / read)
+    copy_s, flush_s = copied / cluster.chip.host_bytes_per_s, written_bytes / written
     return FailureCost(
         hazard=hazard,
         step_s=plan.step_s,
         copy_s=copy_s,
         flush_s=flush_s,
-        state_bytes=state_bytes,
+        state_bytes=written_bytes,
         kept=recommend(hazard, step_s=plan.step_s, copy_s=copy_s, flush_s=flush_s),
         plain=without_snapshots(hazard, step_s=plan.step_s, flush_s=flush_s),
     )

@@ -37,9 +37,6 @@ STARTED_S = 60.0
 SPARED = 1e-3
 """The largest share of time for hard failures before checkpoints come more often than the disk needs anyway."""
 
-STATE_BYTES = 12
-"""Bytes of each parameter in a checkpoint: the weight and two moments, fp32."""
-
 DISK_BYTES_PER_S = 2e9
 """One host's rate to the checkpoints' storage, unless measured."""
 

@@ -21,6 +21,7 @@ from superstep.cost.closed.parallel_degrees import SCHEDULES
 from superstep.cost.closed.rates import ChipRates
 from superstep.cost.program.buffers import ELEMENT_BYTES
 from superstep.hardware.units import Array
+from superstep.plan.optimizers import MOMENTS
 from superstep.planner.plan_columns import Plans
 from superstep.planner.search_problem import SearchProblem
 
@@ -64,11 +65,12 @@ class Pricing:
 
     def schedule_bound_bytes(self, plans: Plans) -> Array:
         """Lower bound of the bytes of a plan's shardings: its activations, all states sharded over all data ranks.
-        Gradients in fp32 are a third of master weights and two moments; no buffers count.
+        Gradients in fp32 are as large as one moment, or as the master weights beside them; no buffers count.
         """
         ones = np.ones(len(plans))
         held = self.held(replace(plans, zero=ones, replicas=ones))
-        return np.broadcast_to(held.optimizer * 4 / 3 + (1 + FRAGMENTATION) * held.activations, (len(plans),))
+        states = held.optimizer * (1 + 1 / (1 + self.keeping.moments))
+        return np.broadcast_to(states + (1 + FRAGMENTATION) * held.activations, (len(plans),))
 
 
 def pricing_of(problem: SearchProblem) -> Pricing:
@@ -87,7 +89,9 @@ def pricing_of(problem: SearchProblem) -> Pricing:
         model=decoder_of(problem.shape, problem.sequence_tokens),
         rates=rates,
         stack=stack,
-        keeping=keeping.superstep(element_bytes=ELEMENT_BYTES[problem.compute]),
+        keeping=keeping.superstep(
+            element_bytes=ELEMENT_BYTES[problem.compute], moments=len(MOMENTS[problem.base.train.optimizer])
+        ),
         memory_bytes=problem.memory_bytes,
     )
 

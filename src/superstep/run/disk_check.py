@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from superstep.errors import ConfigError
 from superstep.observe.number_format import bytes_text
+from superstep.plan.optimizers import state_bytes
 from superstep.plan.resolution.resolve import Resolved
-from superstep.planner.goodput import STATE_BYTES
 from superstep.state.checkpoint_dirs import checkpoints
 from superstep.state.fsync import free_bytes
 from superstep.train.run_folder.run_paths import RunFolder
@@ -24,7 +24,7 @@ def require_disk(run: Resolved, folder: RunFolder, step: int) -> None:
     Raises:
         ConfigError: they do not fit.
     """
-    state, one = run.config.state, STATE_BYTES * run.trained_numel
+    state, one = run.config.state, state_bytes(run.config.train.optimizer) * run.trained_numel
     to_come = -(-(run.config.train.steps - step) // state.save_every)
     count = max(1, min(to_come, state.keep + 1 - len(checkpoints(folder.checkpoints))))
     free = free_bytes(folder.root)

@@ -19,7 +19,8 @@ from superstep.launch.ranks import World
 from superstep.observe.events import Fanout, RunStarted, Sink
 from superstep.observe.goodput import GoodputSink
 from superstep.observe.trackers import Tracker
-from superstep.planner.goodput import DISK_BYTES_PER_S, STATE_BYTES, unhurt
+from superstep.plan.optimizers import state_bytes
+from superstep.planner.goodput import DISK_BYTES_PER_S, unhurt
 from superstep.run.console import Console
 from superstep.run.job import TrainJob
 from superstep.run.reports.plan_line import plan_text
@@ -92,6 +93,6 @@ def _predict_ettr(job: TrainJob, step: int, step_s: float) -> float:
     validations_s = -(-left // config.train.eval_every) * config.train.eval_batches * step_s / 3
     is_flushed = config.state.snapshot_every is not None and job.epoch == 0
     saves = 1 if is_flushed else -(-left // config.state.save_every)
-    save_s = STATE_BYTES * job.run.outline.numel / DISK_BYTES_PER_S
+    save_s = state_bytes(config.train.optimizer) * job.run.outline.numel / DISK_BYTES_PER_S
     elapsed_s = time.time() - job.began_at_s
     return unhurt(elapsed_s=elapsed_s, steps_s=left * step_s, validations_s=validations_s, saves_s=saves * save_s)

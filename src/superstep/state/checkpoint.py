@@ -3,7 +3,7 @@
     checkpoints/step-000200/
         model.safetensors        global weights, fp32, under Hugging Face names; with adapters only those:
                                  adapter_model.safetensors, under PEFT's names
-        optimizer.safetensors    exp_avg.NAME and exp_avg_sq.NAME
+        optimizer.safetensors    the optimizer's moments: exp_avg.NAME, and exp_avg_sq.NAME of AdamW
         config.json              of the model, for other loaders
         tokenizer.json
         run.json                 the run's identity (train.identity)
@@ -52,11 +52,10 @@ from superstep.state.tensor_file import (
     size_of,
     tensor_files,
 )
-from superstep.state.tensor_piece import Kind, TensorPiece, bytes_of, runs
+from superstep.state.tensor_piece import TensorPiece, Tensors, bytes_of, runs
 from superstep.state.verify import verify
 
 T = TypeVar("T")
-Tensors = Mapping[Kind, Mapping[str, tuple[int, ...]]]
 
 
 def save(

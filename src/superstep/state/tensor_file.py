@@ -9,15 +9,15 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+from superstep.plan.optimizers import Moment
 from superstep.plan.resolution.lora import PREFIX
 from superstep.state.tensor_piece import Kind
 
 FILES: Mapping[Kind, str] = {
     "weight": "model.safetensors",
-    "exp_avg": "optimizer.safetensors",
-    "exp_avg_sq": "optimizer.safetensors",
+    **dict.fromkeys(get_args(Moment), "optimizer.safetensors"),
 }
 ADAPTER_FILE = "adapter_model.safetensors"
 """The file of adapters' weights, under PEFT's names."""

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from superstep.plan.optimizers import MOMENTS, Moment, OptimizerName
+
 if TYPE_CHECKING:  # reading a manifest alone needs no torch
     from torch import Tensor
 
-Kind = Literal["weight", "exp_avg", "exp_avg_sq", "gradient"]
-STATE: tuple[Kind, ...] = ("weight", "exp_avg", "exp_avg_sq")
+Kind = Literal["weight", "gradient"] | Moment
+Tensors = Mapping[Kind, Mapping[str, tuple[int, ...]]]
+"""The shape of every global tensor of each kind, by name."""
+
+
+def state_kinds(optimizer: OptimizerName) -> tuple[Kind, ...]:
+    """The kinds of tensors that training goes on from."""
+    return ("weight", *MOMENTS[optimizer])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -122,8 +122,8 @@ def check_state(
     if wrong is not None:
         who = "differs on" if wrong.how is None else "is wrong on"
         return SkippedStep(step, f"{wrong.what} {who} {ranks_text(wrong.ranks)}", loss, grad_norm, wrong)
-    weights, exp_avg, exp_avg_sq, gradients = prints.values()
-    told(Fingerprinted(step=step, weights=weights, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, gradients=gradients))
+    moments = {kind: text for kind, text in prints.items() if kind not in {"weight", "gradient"}}
+    told(Fingerprinted(step=step, weights=prints["weight"], gradients=prints["gradient"], **moments))
     return None
 
 

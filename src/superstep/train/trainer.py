@@ -39,7 +39,7 @@ from superstep.state.checkpoint_dirs import checkpoint_at, checkpoints, step_of
 from superstep.state.load_weights import fill
 from superstep.state.manifest import Position
 from superstep.state.snapshots.memory_snapshot import HOSTS_SLOTS, SLOTS, SnapshotMemory, damaged_text
-from superstep.state.tensor_piece import STATE, Kind, TensorPiece
+from superstep.state.tensor_piece import Kind, TensorPiece, Tensors
 from superstep.state.verify import drop_old, is_there, verify_weights
 from superstep.train.lr_schedule import rate
 from superstep.train.policy.corruption_check import ranks_text
@@ -167,7 +167,7 @@ class Trainer:
             self._train_beside(resume_base(self.run, self._engine, self.peers, checkpoint))
         return position
 
-    def read(self, place: Path, kinds: Sequence[Kind] = STATE) -> Position:
+    def read(self, place: Path, kinds: Sequence[Kind] | None = None) -> Position:
         """Read the state, or some kinds of it, from a checkpoint. Every rank calls this together.
 
         Raises:
@@ -184,8 +184,12 @@ class Trainer:
         Raises:
             DiskFault: the disk does not take it: on every rank the same.
         """
-        shapes = dict.fromkeys(STATE, self._shapes)
-        return save(place, self._engine.pieces(STATE), position, self.peers, tensors=shapes, beside=self._files)
+        return save(place, self._engine.pieces(), position, self.peers, tensors=self._tensors, beside=self._files)
+
+    @property
+    def _tensors(self) -> Tensors:
+        """What a checkpoint has."""
+        return dict.fromkeys(self._engine.state_kinds, self._shapes)
 
     def keep_snapshots(self, memory: SnapshotMemory, recovered: int | None, *, epoch: int = 0) -> Position | None:
         """Start to copy the state into memory that outlives this rank.
@@ -204,7 +208,7 @@ class Trainer:
         snapshots.turn = epoch << 32
         slots = HOSTS_SLOTS if epoch else SLOTS
         if recovered is None:
-            snapshots.lay_out(self._engine.pieces(STATE), self._shapes, self._files, self.folder.checkpoints, slots)
+            snapshots.lay_out(self._engine.pieces(), self._tensors, self._files, self.folder.checkpoints, slots)
             return None
         position = snapshots.restore(recovered)
         self._engine.note_loaded(position.step)
@@ -238,7 +242,7 @@ class Trainer:
         spikes.recall(lines, position.step)
         self.saves.note_saved(newest)
 
-    def pieces(self, kinds: Sequence[Kind]) -> Iterator[TensorPiece]:
+    def pieces(self, kinds: Sequence[Kind] | None = None) -> Iterator[TensorPiece]:
         """This rank's pieces of the state."""
         return self._engine.pieces(kinds)
 

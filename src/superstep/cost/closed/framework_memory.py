@@ -23,6 +23,7 @@ class KeptMemory:
         update_bytes: of what the update makes in one piece and drops, for each updated parameter. It does not fit into
             gaps that activations left, so it is added.
         listed_bytes: of what it makes tensor by tensor, which fits there.
+        moments: fp32 numbers that the optimizer keeps beside each parameter.
         bucket_bytes: of buffers in which ZeRO 2 and 3 collect gradients, beside a unit's own.
         logit_bytes: of a logit at the loss's peak, all its copies together.
         norm_bytes: of what a norm that is no one kernel keeps of each number, over a fused one: its quotient in 16
@@ -43,6 +44,7 @@ class KeptMemory:
     weight_shard_bytes: Array
     update_bytes: Array
     listed_bytes: Array
+    moments: Array
     bucket_bytes: Array
     logit_bytes: Array
     norm_bytes: Array
@@ -65,6 +67,7 @@ class FrameworkMemory:
     weight_shard_bytes: float = 2.0
     update_bytes: float = 0.0
     listed_bytes: float = 0.0
+    moments: float = 2.0
     bucket_bytes: float = 0.0
     logit_bytes: float = 10.0
     norm_bytes: float = 0.0
@@ -85,7 +88,7 @@ def keeping_of(held: FrameworkMemory) -> KeptMemory:
     return KeptMemory(**{field.name: array(getattr(held, field.name)) for field in fields(KeptMemory)})
 
 
-def superstep(*, element_bytes: int = 2) -> KeptMemory:
+def superstep(*, element_bytes: int = 2, moments: int = 2) -> KeptMemory:
     """Superstep's own memory: its norms are one function, its gathered sequences stay."""
     return keeping_of(
         FrameworkMemory(
@@ -93,6 +96,7 @@ def superstep(*, element_bytes: int = 2) -> KeptMemory:
             input_bytes=element_bytes,
             # In fp32 the master weights are all there are.
             weight_shard_bytes=4 if element_bytes == 4 else 0,
+            moments=moments,
             logit_bytes=4 + element_bytes,
             chunks_cut_head=True,
             keeps_gathered=True,

@@ -2,7 +2,7 @@
 
     parameters   16-bit weights; ZeRO 3: their shard                   (Rajbhandari 2020, sec. 5)
     gradients    as they are accumulated; ZeRO 2 and 3: their shard
-    optimizer    fp32 master where weights are narrower, two moments; from ZeRO 1 on: their shard
+    optimizer    fp32 master where weights are narrower, moments; from ZeRO 1 on: their shard
     activations  of a layer (``cost.closed.activations``), times layers, times microbatches in flight; the head's logits
     buffers      gathered units, transfers between stages, buckets of gradients
     workspace    what one layer's backward pass, or the update, makes and drops
@@ -64,7 +64,7 @@ class Footprint:
     Attributes:
         parameters: weights that stay from step to step, without the optimizer's.
         gradients: as they are accumulated.
-        optimizer: fp32 master weights and two moments.
+        optimizer: fp32 master weights and moments.
         activations: the most that is kept for backward passes at a time, with logits.
         buffers: gathered weights, whole gradients on their way to a shard, transfers between stages.
         workspace: made and dropped in a layer's backward pass or the update.
@@ -264,8 +264,8 @@ def _stage_bytes(
     boundary = core.dims.t * model.width * keeping.element_bytes
     passing = np.where(layout.pp > 1, 2.0, 0.0) * boundary
     trains = 1 - model.frozen
-    # Two moments, and master weights where the others are narrower.
-    states = np.where(keeping.element_bytes < FP32, 3 * FP32, 2 * FP32)
+    # Moments, and master weights where the others are narrower.
+    states = FP32 * (keeping.moments + np.where(keeping.element_bytes < FP32, 1, 0))
     return Footprint(
         parameters=weights(dense, layout.shards) + weights(experts, expert_shards),
         gradients=trains * at(2, stack.kept_gradient_bytes),

@@ -5,7 +5,7 @@
     gradient fp32         whole    whole    1/N      1/N     whole from backward to settle (2, 3)
       exact: int64, with the optimizer's fp32 copy: whole, 1/N, 1/N, 1/N
     master   fp32         whole    1/N      1/N      1/N
-    moments  fp32 × 2     whole    1/N      1/N      1/N
+    moments  fp32 each    whole    1/N      1/N      1/N     two of AdamW, one of Lion
 
 In fp32 the master weights are not a copy: they are the own part of ``full`` (zero 0 to 2). Modules' parameters are
 views of ``full``, and their ``.grad`` views of the gradient buffer: autograd adds in place, into the memory that is
@@ -18,7 +18,7 @@ no moments. They never change, so that all stages but the third keep them whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +28,9 @@ from superstep.comm.device import Device
 from superstep.engine.flat.layout import BufferLayout, Slot
 from superstep.model.unit import initial
 from superstep.numerics.fixed_point import PARAMETER
+from superstep.plan.optimizers import Moment
 from superstep.plan.zero import ZeroStage
+from superstep.state.tensor_piece import Kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,7 @@ class UnitBuffers(ZeroStage):
         compute: the dtype of modules' parameters.
         device: of the buffers.
         seed: of the initial values.
+        moments: names of those that the optimizer keeps.
         is_exact: gradients are integers on a fixed grid, as in exact mode.
         is_frozen: the parameters are not trained.
     """
@@ -66,6 +69,7 @@ class UnitBuffers(ZeroStage):
         compute: torch.dtype,
         device: Device,
         seed: int,
+        moments: Sequence[Moment],
         is_exact: bool = False,
         is_frozen: bool = False,
     ) -> None:
@@ -81,8 +85,7 @@ class UnitBuffers(ZeroStage):
             full[slot.start : slot.held] = values.to(full)
         self.full = full
         self.master = self._first_master(seed)
-        self.exp_avg = self._beside_master()
-        self.exp_avg_sq = self._beside_master()
+        self.moments: dict[Kind, Tensor] = {moment: self._beside_master() for moment in moments}
         self._is_exact = is_exact
         summed = torch.int64 if is_exact else torch.float32
         self.gradient = torch.zeros(0 if is_frozen else layout.padded, dtype=summed, device=device.torch)
@@ -95,6 +98,11 @@ class UnitBuffers(ZeroStage):
             self.drop_gradient()
         if self.shards_parameters:
             self.drop_full()
+
+    @property
+    def state(self) -> tuple[Tensor, ...]:
+        """What a checkpoint has of the buffer: master weights and moments, all fp32."""
+        return self.master, *self.moments.values()
 
     def _beside_master(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Zeros for this rank's trained share."""
@@ -209,7 +217,7 @@ class UnitBuffers(ZeroStage):
         master = self.master.untyped_storage().nbytes() if is_copy else 0
         gradient = self.gradient.untyped_storage().nbytes()
         beside = self.reduced.untyped_storage().nbytes() if self._is_exact else 0
-        moments = self.exp_avg.untyped_storage().nbytes() + self.exp_avg_sq.untyped_storage().nbytes()
+        moments = sum(moment.untyped_storage().nbytes() for moment in self.moments.values())
         is_weight = self.shards_parameters and (self.full.dtype == torch.float32 or self.is_frozen)
         return Bytes(
             params=master if is_weight else (0 if self.shards_parameters else full),

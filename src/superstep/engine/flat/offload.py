@@ -29,7 +29,7 @@ class OffloadedBuffers:
         self._file = None if folder is None else tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - closed by ``wake``
         self._held: list[tuple[Tensor, int, Tensor | None]] = []
         for b in buffers:
-            for tensor in _distinct(b.full, b.master, b.exp_avg, b.exp_avg_sq):
+            for tensor in _distinct(b.full, *b.state):
                 self._put(tensor)
             for tensor in _distinct(b.gradient, b.gradient_shard, b.reduced):
                 size = tensor.untyped_storage().nbytes()

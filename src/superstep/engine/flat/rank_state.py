@@ -14,9 +14,10 @@ from superstep.engine.flat.layout import Slot, lay_out
 from superstep.engine.flat.offload import OffloadedBuffers
 from superstep.model.unit import UnitSpec
 from superstep.numerics.dtypes import DTYPES
+from superstep.plan.optimizers import MOMENTS
 from superstep.plan.resolution.resolve import Resolved
 from superstep.program.compile import compile_step
-from superstep.state.tensor_piece import Kind, TensorPiece
+from superstep.state.tensor_piece import Kind, TensorPiece, state_kinds
 
 
 class RankState:
@@ -58,6 +59,7 @@ class RankState:
                     compute=DTYPES[config.numerics.compute],
                     device=mesh.device,
                     seed=config.train.seed,
+                    moments=MOMENTS[config.train.optimizer],
                     is_exact=plan.grain is not None,
                     is_frozen=not (learns and plan.trains(layout.family)),
                 )
@@ -84,9 +86,14 @@ class RankState:
                 start = slot.start + low - b.start
                 yield start, start + high - low
 
-    def pieces(self, kinds: Sequence[Kind]) -> Iterator[TensorPiece]:
-        """This rank's trained state, piece by piece, in the order of the units."""
-        return self._pieces(kinds, is_frozen=False)
+    @property
+    def state_kinds(self) -> tuple[Kind, ...]:
+        """The kinds of tensors in a checkpoint of this run."""
+        return state_kinds(self.run.config.train.optimizer)
+
+    def pieces(self, kinds: Sequence[Kind] | None = None) -> Iterator[TensorPiece]:
+        """This rank's trained state, piece by piece, in the order of the units. ``kinds``: None means all."""
+        return self._pieces(self.state_kinds if kinds is None else kinds, is_frozen=False)
 
     def frozen_pieces(self) -> Iterator[TensorPiece]:
         """This rank's frozen weights, in the compute dtype."""
@@ -98,12 +105,7 @@ class RankState:
                 continue
             owned = set(self._owned_ranges(unit, b))
             for kind in kinds:
-                buffer = {
-                    "weight": b.master,
-                    "exp_avg": b.exp_avg,
-                    "exp_avg_sq": b.exp_avg_sq,
-                    "gradient": b.reduced,
-                }[kind]
+                buffer = b.master if kind == "weight" else b.reduced if kind == "gradient" else b.moments[kind]
                 for slot, low, high in b.held():
                     start = slot.start + low - b.start
                     values = b.view(buffer, slot, low, high)

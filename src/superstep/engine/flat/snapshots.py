@@ -37,7 +37,7 @@ from superstep.state.snapshots.memory_snapshot import (
     damaged_text,
     describe_pieces,
 )
-from superstep.state.tensor_piece import TensorPiece
+from superstep.state.tensor_piece import TensorPiece, Tensors
 
 POLL_S = 0.01
 
@@ -91,7 +91,7 @@ class Snapshots:
         self.bytes = 0
         for unit, each in buffers.items():
             self._tensors[unit] = []
-            for tensor in (t for b in each for t in _state(b) if t.numel()):
+            for tensor in (t for b in each for t in b.state if t.numel()):
                 self._tensors[unit].append((tensor, self.bytes))
                 self.bytes += tensor.numel() * tensor.element_size()
         self._thread = ThreadPoolExecutor(1, "superstep-snapshot", device.make_current)
@@ -109,17 +109,26 @@ class Snapshots:
     def lay_out(
         self,
         pieces: Iterator[TensorPiece],
-        shapes: Mapping[str, tuple[int, ...]],
+        tensors: Tensors,
         beside: Mapping[str, str],
         folder: Path,
         slots: int = SLOTS,
     ) -> None:
-        """Write the layout of the state into the memory: ``pieces`` are views of the buffers."""
+        """Write the layout of the state into the memory.
+
+        Args:
+            pieces: views of the buffers.
+            tensors: the shape of every global tensor of each kind; the same tensors of all kinds.
+            beside: texts of the other files of a checkpoint.
+            folder: of the checkpoints.
+            slots: of the memory.
+        """
         placed = [(piece, self._offset(piece.values)) for piece in pieces if piece.values.numel()]
         self._memory.lay_out(
             {
                 "pieces": describe_pieces(placed),
-                "shapes": {name: list(shape) for name, shape in shapes.items()},
+                "kinds": list(tensors),
+                "shapes": {name: list(shape) for shapes in tensors.values() for name, shape in shapes.items()},
                 "beside": dict(beside),
                 "folder": str(folder.resolve()),
             },
@@ -277,8 +286,3 @@ class Snapshots:
     def close(self) -> None:
         """End the thread."""
         self._thread.shutdown()
-
-
-def _state(b: UnitBuffers) -> tuple[Tensor, ...]:
-    """A buffer's state in a checkpoint, all fp32."""
-    return b.master, b.exp_avg, b.exp_avg_sq

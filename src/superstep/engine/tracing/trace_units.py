@@ -148,6 +148,7 @@ def _machine(
                 compute=DTYPES[run.config.numerics.compute],
                 device=mesh.device,
                 seed=0,
+                moments=(),
                 is_exact=plan.grain is not None,
                 is_frozen=not plan.trains(layout.family),
             )

@@ -40,7 +40,6 @@ from superstep.state.snapshots.memory_snapshot import (
     oldest_wanted,
     pieces_of,
 )
-from superstep.state.tensor_piece import STATE
 from superstep.state.verify import SingleProcess, drop_old, is_there
 
 POLL_S = 0.02
@@ -201,7 +200,7 @@ def write_down(
     pieces = (piece for memory, slot in parts for piece in pieces_of(memory, slot))
     shapes = {name: tuple(shape) for name, shape in tables[0]["shapes"].items()}
     files = next((file_map for file_map in peers.gather(mine) if file_map), {})
-    tensors = dict.fromkeys(STATE, shapes)
+    tensors = dict.fromkeys(tables[0]["kinds"], shapes)
     size = save(place, pieces, position, peers, tensors=tensors, beside=files, confirm=confirm)
     require()
     return size, drop_old(place, keep, peers)

@@ -41,10 +41,9 @@ from superstep.state.fingerprint import (
     part_of,
     salts,
 )
-from superstep.state.tensor_piece import STATE, Kind, TensorPiece
+from superstep.state.tensor_piece import Kind, TensorPiece
 from superstep.train.policy.state_sums import StateSums
 
-KINDS: tuple[Kind, ...] = (*STATE, "gradient")
 MOST_TIMES = 3
 """Corrupt states after which the run ends."""
 
@@ -153,14 +152,15 @@ class Integrity:
         at = sent(number for number, _ in mine)
         slots = sent(place[part] for _, part in mine)
         count = sent(len(self._holders[part]) for _, part in mine)
-        vector = torch.zeros(len(place) + len(KINDS), dtype=torch.int64, device=device)
+        kinds: tuple[Kind, ...] = (*self._engine.state_kinds, "gradient")
+        vector = torch.zeros(len(place) + len(kinds), dtype=torch.int64, device=device)
         vector[slots] = sums[at]
         salted = sums * send(salts(pieces), device)
-        for number, kind in enumerate(KINDS):
+        for number, kind in enumerate(kinds):
             of_kind = sent(n for n, piece in enumerate(pieces) if piece.kind == kind and piece.is_owner)
             vector[len(place) + number] = salted[of_kind].sum()
         summed = sum_over(vector, self._engine.mesh.world)
-        prints = dict(zip(KINDS, map(fingerprint_text, summed[len(place) :].tolist()), strict=True))
+        prints = dict(zip(kinds, map(fingerprint_text, summed[len(place) :].tolist()), strict=True))
         state = sums[: len(self._state)]
         wrong = self._find_changed(step, self._own.changed(state))
         if wrong is not None:
@@ -241,7 +241,7 @@ class Integrity:
     def _look(self) -> list[TensorPiece]:
         """This rank's pieces, the state first. The first call exchanges between ranks which parts they hold."""
         if not self._pieces:
-            pieces = [*self._engine.pieces(STATE), *self._engine.pieces(("gradient",))]
+            pieces = [*self._engine.pieces(), *self._engine.pieces(("gradient",))]
             self._pieces = [piece for piece in pieces if piece.values.numel()]
             for rank, parts in enumerate(self._peers.gather([part_of(piece) for piece in self._pieces])):
                 for part in parts:

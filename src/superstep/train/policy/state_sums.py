@@ -31,7 +31,7 @@ class StateSums:
         self._of: dict[int, list[int]] = {}
         self._at: dict[int, Tensor] = {}
         for b in buffers:
-            own = {tensor.untyped_storage().data_ptr() for tensor in (b.master, b.exp_avg, b.exp_avg_sq)}
+            own = {tensor.untyped_storage().data_ptr() for tensor in b.state}
             self._of[id(b)] = at = [n for n, p in enumerate(pieces) if p.values.untyped_storage().data_ptr() in own]
             self._at[id(b)] = send(torch.tensor(at, dtype=torch.int64), b.master.device)
         self._sums: Tensor | None = None

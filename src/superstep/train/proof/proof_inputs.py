@@ -144,8 +144,8 @@ def compared_lines(case: ProofCase, verdict: ProofVerdict) -> Iterator[str]:
     """What was compared, one line each."""
     steps, train = len(case.batches), case.run.config.train
     yield (
-        f"losses, gradients, their norm, Adam's moments and updates of {steps} steps, on every rank that holds them, "
-        "with one process in fp32"
+        f"losses, gradients, their norm, the optimizer's moments and updates of {steps} steps, on every rank that "
+        "holds them, with one process in fp32"
     )
     if case.one_rank is not None and has_same_roundings(case.run):
         yield "the same with one rank of the engine in bf16, which rounds alike: sums in another order are left"

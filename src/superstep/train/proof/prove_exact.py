@@ -25,7 +25,7 @@ from superstep.launch.ranks import World
 from superstep.plan.resolution.resolve import Resolved
 from superstep.state.checkpoint import load, save
 from superstep.state.manifest import Position
-from superstep.state.tensor_piece import STATE, TensorPiece
+from superstep.state.tensor_piece import TensorPiece
 from superstep.train.lr_schedule import rate
 from superstep.train.weights.model import tensor_shapes, units_of
 
@@ -138,7 +138,7 @@ def prove_exact(world: World, run: Resolved, batches: Sequence[Batch], folder: P
     try:
         compared, different = _follow(Engine(run, units_of(run), mesh), mesh, run, batches, folder, 0, world, relay)
         resumed = Engine(run, units_of(run), mesh)
-        position = load(relay.take, resumed.pieces(STATE), RankPeers(world.rank, world.size))
+        position = load(relay.take, resumed.pieces(), RankPeers(world.rank, world.size))
         resumed.note_loaded(position.step)
         again, found_again = _follow(resumed, mesh, run, batches, folder, relay.step, world, None)
     finally:
@@ -234,9 +234,9 @@ def _mesh(world: World, run: Resolved) -> Mesh:
 def _save(engine: Engine, world: World, place: Path, step: int) -> None:
     save(
         place,
-        engine.pieces(STATE),
+        engine.pieces(),
         Position(step=step, samples=0, tokens=0),
         RankPeers(world.rank, world.size),
-        tensors=dict.fromkeys(STATE, tensor_shapes(engine)),
+        tensors=dict.fromkeys(engine.state_kinds, tensor_shapes(engine)),
         beside={},
     )

@@ -32,7 +32,6 @@ from superstep.serve.scheduling.request import Sampling
 from superstep.serve.scheduling.request import TokenOutput as Token
 from superstep.serve.scheduling.request_state import LiveRequest
 from superstep.state.checkpoint import load
-from superstep.state.tensor_piece import STATE
 from superstep.train.weights.model import units_of
 
 
@@ -43,7 +42,7 @@ def losses_in_training(world: World, run: Resolved, checkpoint: Path, batches: S
     mesh = build_mesh(run.plan, world.rank, world.device, timeout=timedelta(seconds=300))
     try:
         engine = Trainer(run, units_of(run), mesh)
-        position = load(checkpoint, engine.pieces(STATE), RankPeers(world.rank, world.size))
+        position = load(checkpoint, engine.pieces(), RankPeers(world.rank, world.size))
         engine.note_loaded(position.step)
         by_batch = []
         for batch in batches:

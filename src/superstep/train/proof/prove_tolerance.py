@@ -25,7 +25,7 @@ from superstep.plan.model.shape import ModelShape
 from superstep.plan.resolution.resolve import Resolved
 from superstep.program.compile import compile_step
 from superstep.state.manifest import Position
-from superstep.state.tensor_piece import STATE, TensorPiece
+from superstep.state.tensor_piece import TensorPiece
 from superstep.train.lr_schedule import rate
 from superstep.train.proof.compare import KINDS, Compare, Difference, Yardstick, scales
 from superstep.train.proof.likely_causes import hints
@@ -106,8 +106,8 @@ def write_reference(
     for step, result in enumerate(steps(model, train, batches, clips=clips)):  # type: ignore[arg-type]
         tensors = {f"gradient/{name}": value for name, value in result.gradients.items()}
         tensors |= {f"weight/{name}": value for name, value in result.weights.items()}
-        tensors |= {f"exp_avg/{name}": value for name, value in result.exp_avg.items()}
-        tensors |= {f"exp_avg_sq/{name}": value for name, value in result.exp_avg_sq.items()}
+        for kind, moments in result.moments.items():
+            tensors |= {f"{kind}/{name}": value for name, value in moments.items()}
         write_step(folder, step, tensors, loss=result.loss, grad_norm=result.grad_norm)
         clip_norm = result.clip_norm
     return replace(train, clip_norm=clip_norm)
@@ -336,7 +336,7 @@ def _step(engine: Engine, batch: Batch, step: int, compare: Compare, bits: Bits,
     )
     bits[step, "loss"], bits[step, "norm"] = repr(result.loss), repr(result.grad_norm)
     compared += compare.step(result)
-    compared += compare.pieces(engine.pieces(STATE), take)
+    compared += compare.pieces(engine.pieces(), take)
     if keep is not None:
         write_step(keep, step, tensors, loss=result.loss, grad_norm=result.grad_norm)
     return compared

@@ -27,7 +27,9 @@ from superstep.numerics.loss import IGNORE
 from superstep.numerics.own_loss import load_loss
 from superstep.plan.config import TrainConfig
 from superstep.plan.model.shape import ModelShape
+from superstep.plan.optimizers import MOMENTS
 from superstep.train.lr_schedule import rate
+from superstep.train.proof.reference_optimizer import make_optimizer
 
 Forward = Callable[[Tensor, DispatchContext, Mapping[str, Any]], Tensor]
 UnitLoss = Callable[[Tensor, Tensor], Tensor]
@@ -44,7 +46,7 @@ class ReferenceStep:
         grad_norm: before clipping.
         clip_norm: the norm that gradients were clipped to.
         gradients: before clipping.
-        exp_avg: the first moments, which are sums of clipped gradients: unlike an update of Adam's they are not divided
+        moments: of each kind. The first are sums of clipped gradients: unlike an update of Adam's they are not divided
             by the gradient's own size, so a clip by a wrong number shows.
     """
 
@@ -53,8 +55,7 @@ class ReferenceStep:
     clip_norm: float
     gradients: dict[str, Tensor]
     weights: dict[str, Tensor]
-    exp_avg: dict[str, Tensor]
-    exp_avg_sq: dict[str, Tensor]
+    moments: dict[str, dict[str, Tensor]]
 
 
 def reference_steps(
@@ -169,14 +170,7 @@ def _steps(
     clips: bool,
 ) -> Iterator[ReferenceStep]:
     params = [param for _, param in specs]
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [p for p in params if p.ndim > 1], "weight_decay": train.weight_decay},
-            {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
-        ],
-        betas=(train.beta1, train.beta2),
-        eps=train.eps,
-    )
+    optimizer = make_optimizer(train, params)
     clip_norm = train.clip_norm
     for step, batch in enumerate(batches):
         optimizer.zero_grad()
@@ -206,15 +200,15 @@ def _steps(
         for group in optimizer.param_groups:
             group["lr"] = rate(train, step)
         optimizer.step()
-        moments = [(spec, optimizer.state[p]) for spec, p in specs]
+        kinds = MOMENTS[train.optimizer]
+        states = [(spec, optimizer.state[p]) for spec, p in specs]
         yield ReferenceStep(
             loss=loss,
             grad_norm=norm,
             clip_norm=clip_norm,
             gradients=gradients,
             weights={name: x.clone() for spec, p in specs for name, x in spec.views(p.detach())},
-            exp_avg={name: x.clone() for spec, state in moments for name, x in spec.views(state["exp_avg"])},
-            exp_avg_sq={name: x.clone() for spec, state in moments for name, x in spec.views(state["exp_avg_sq"])},
+            moments={kind: {n: x.clone() for spec, s in states for n, x in spec.views(s[kind])} for kind in kinds},
         )
 
 

@@ -28,7 +28,7 @@ from superstep.launch.ranks import World
 from superstep.plan.resolution.resolve import Resolved
 from superstep.state.checkpoint_dirs import checkpoint_at
 from superstep.state.manifest import Position
-from superstep.state.tensor_piece import STATE, TensorPiece
+from superstep.state.tensor_piece import TensorPiece
 from superstep.train.corpus_trainer import CorpusTrainer
 from superstep.train.loop import evaluate, steps
 from superstep.train.proof.ignored_targets import Ragged
@@ -189,7 +189,7 @@ def _loop(
             batch, event = batches[-1], done.event
             bits[step, DATA] = data_bits(batch)
             bits[step, "loss"], bits[step, "norm"] = repr(event.loss), repr(event.grad_norm)
-            bits |= {(step, piece_bits(piece)): hash_tensor(piece.values) for piece in trainer.pieces(STATE)}
+            bits |= {(step, piece_bits(piece)): hash_tensor(piece.values) for piece in trainer.pieces()}
             bits[step, POSITION] = repr(done.position)
             if not wanted.start and step + 1 == stop:
                 trainer.save(done.position)

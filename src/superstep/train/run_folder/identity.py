@@ -25,11 +25,14 @@ SAMPLE_BYTES = 1 << 16
 _ELSEWHERE = ("weights", "source")
 """Fields of the model that are paths: the same model may have moved."""
 
+_EARLIER = {"train.optimizer": "adamw"}
+"""What a checkpoint has that does not say so."""
+
 
 def identity_of(run: Resolved, corpus: Path | None = None) -> dict[str, str]:
     """A run's identity by field names; with its tokens if their folder is given."""
     model = asdict(run.config.model)
-    identity = {"train.seed": str(run.config.train.seed)}
+    identity = {"train.seed": str(run.config.train.seed), "train.optimizer": run.config.train.optimizer}
     identity |= {f"model.{k}": str(v) for k, v in model.items() if v is not None and k not in _ELSEWHERE}
     return identity if corpus is None else identity | {TOKENS: _sample_digest(corpus / "train.tokens")}
 
@@ -49,9 +52,9 @@ def require_same_run(checkpoint: Path, identity: Mapping[str, str]) -> None:
     except (OSError, ValueError):
         return
     for name, mine in identity.items():
-        if isinstance(saved, dict) and saved.get(name, mine) != mine:
+        if isinstance(saved, dict) and (there := saved.get(name, _EARLIER.get(name, mine))) != mine:
             raise StateError(
-                f"{checkpoint} is of another run: there {name} = {saved[name]}, and here {mine}. Move it away and "
+                f"{checkpoint} is of another run: there {name} = {there}, and here {mine}. Move it away and "
                 "resume, or begin a new run with its weights by --model.weights and --state.existing new."
             )
 

@@ -21,7 +21,6 @@ from superstep.plan.resolution.lora import PREFIX
 from superstep.state.checkpoint_dirs import checkpoints
 from superstep.state.load_weights import fill
 from superstep.state.manifest import Position
-from superstep.state.tensor_piece import STATE
 from superstep.train.run_folder.run_paths import RunFolder
 from superstep.train.trainer import Trainer, open_mesh
 from superstep.train.weights.model import units_of
@@ -217,9 +216,9 @@ class AdapterTrainer(Trainer):
         folders = checkpoints(folder)
         if not folders:
             raise StateError(f"'{folder}' holds no checkpoint; save it again.")
-        self.read(folders[-1], STATE if optimizer else ("weight",))
+        self.read(folders[-1], None if optimizer else ("weight",))
         if not optimizer:
-            for piece in self.pieces(("exp_avg", "exp_avg_sq")):
+            for piece in self.pieces(self._engine.state_kinds[1:]):
                 piece.values.zero_()
             self._engine.note_loaded(0)
         self._incremental.drop_gradients()

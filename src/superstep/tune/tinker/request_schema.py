@@ -6,9 +6,9 @@ from typing import Any
 
 from pydantic import Field
 
-from superstep.engine.adamw import AdamWSettings
 from superstep.errors import ConfigError
 from superstep.http.body_validation import StrictBody
+from superstep.numerics.update_rules import OptimizerSettings
 
 
 class Body(StrictBody):
@@ -31,7 +31,7 @@ class Lora(StrictBody):
     train_attn: bool = True
 
 
-class Optimizer(Open):
+class OptimizerChoice(Open):
     """The optimizer; other kinds have fields of their own."""
 
     type: str = "adamw"
@@ -61,7 +61,7 @@ class CreateModel(Body):
     base_model: str
     user_metadata: dict[str, Any] | None = None
     lora_config: Lora | None = None
-    optimizer_config: Optimizer = Optimizer()
+    optimizer_config: OptimizerChoice = OptimizerChoice()
 
 
 class OfModel(Body):
@@ -81,7 +81,7 @@ class AdamParams(StrictBody):
     grad_clip_norm: float = 0.0
 
     @property
-    def hyper(self) -> AdamWSettings:
+    def hyper(self) -> OptimizerSettings:
         """Settings of our optimizer: no clipping where the largest norm is 0.
 
         Raises:
@@ -98,7 +98,7 @@ class AdamParams(StrictBody):
         for name, (is_kept, rule) in rules.items():
             if not is_kept:
                 raise ConfigError(f"adam_params.{name} = {getattr(self, name)} must be {rule}.")
-        return AdamWSettings(
+        return OptimizerSettings(
             beta1=self.beta1,
             beta2=self.beta2,
             eps=self.eps,
@@ -150,7 +150,7 @@ class LoadWeights(Body):
     model_seq_id: int | None = None
     base_model: str | None = None
     user_metadata: dict[str, Any] | None = None
-    optimizer_config: Optimizer | None = None
+    optimizer_config: OptimizerChoice | None = None
     weights_access_token: str | None = None
 
 

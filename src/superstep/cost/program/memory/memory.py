@@ -25,6 +25,7 @@ from superstep.cost.program.buffers import (
 from superstep.cost.program.flops import UnitParameters, rank_parameters
 from superstep.cost.program.memory.activations import unit_bytes
 from superstep.cost.program.memory.temporaries import step_bytes
+from superstep.plan.optimizers import MOMENTS
 from superstep.plan.resolution.resolve import Resolved
 from superstep.program.instructions import Program
 from superstep.program.peak_memory import Peak, UnitBytes, high_water
@@ -37,7 +38,7 @@ class RankBytes:
     Attributes:
         params: parameters between steps; in fp32 with the master weights.
         gradients: gradient buffers between steps.
-        optimizer: Adam's two moments, and master weights that are a copy.
+        optimizer: its moments, and master weights that are a copy.
         peak: the most transient bytes within a step.
         batch: a step's tokens and targets, and the tables of their positions.
         communicators: NCCL's, on a GPU, outside any allocator; 0 on a CPU, and where not requested.
@@ -99,5 +100,5 @@ def _rank(run: Resolved, held: list[UnitParameters], peak: Peak) -> RankBytes:
         params += FP32 * share if sharding.shards_parameters and compute == "fp32" else kept
         gradients += gradient_bytes(run) * (share if sharding.shards_gradients else whole)
         gradients += FP32 * share if is_exact(run) else 0
-        optimizer += 2 * FP32 * share + master
+        optimizer += len(MOMENTS[run.config.train.optimizer]) * FP32 * share + master
     return RankBytes(params=params, gradients=gradients, optimizer=optimizer, peak=peak, batch=step_bytes(run))

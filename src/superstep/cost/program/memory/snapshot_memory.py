@@ -1,6 +1,6 @@
 """snapshot_bytes: the host memory of the copies of a rank's state.
 
-weights and moments, fp32               3 · 4 · this rank's share of what is trained
+weights and moments, fp32               4 bytes each · this rank's share of what is trained
 slots                                   3: the newest complete one, the next, and one on its way to disk
 with a copy on another host             4: the newest, the next, the one that other hosts have, the one they have next;
                                         and 3 for copies of a rank of another host
@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from superstep.cost.program.buffers import FP32, share_numel
 from superstep.cost.program.flops import rank_parameters
+from superstep.plan.optimizers import MOMENTS
 from superstep.plan.resolution.resolve import Resolved
 from superstep.program.compile import compile_evaluation
 
@@ -31,4 +32,4 @@ def slots_bytes(run: Resolved) -> int:
     # Who holds what is the same in the shortest program.
     program, owned = compile_evaluation(replace(run.plan, microbatches=1)), rank_parameters(run)
     shares = [sum(share_numel(run, owned[u]) for u in program.held_by(rank)) for rank in range(program.pp)]
-    return slots * 3 * FP32 * max(shares)
+    return slots * (1 + len(MOMENTS[run.config.train.optimizer])) * FP32 * max(shares)

@@ -7,7 +7,7 @@ torch computed by formulas (``unit_operations``). Beside the units there are, in
     Reduce, Fetch      reduce-scatter or all-reduce of a gradient buffer, gather of parameters, by family
     gradient buffer    written once where it is transient (ZeRO 2 and 3), at the start of the step else
     Settle             3 passes over the shard
-    Step               the gradient's norm 1, AdamW 7 (28 bytes a parameter), with ZeRO 0 and bf16 the copy 2
+    Step               the gradient's norm 1, AdamW 7 (28 bytes a parameter), Lion 5, with ZeRO 0 and bf16 the copy 2
 
 Where ranks are processes of a host, the last unit's memory must first be allocated by the system. Ranks share the
 host's cores, and sending takes a core as computing does: no step is shorter than the work of all ranks, with sending,
@@ -37,6 +37,7 @@ from superstep.cost.program.time.operation import Axis, UnitOperations
 from superstep.cost.program.time.simulate import Durations, PerUnit, UnitSeconds, simulate
 from superstep.cost.program.time.unit_operations import decoder_operations
 from superstep.hardware.cluster import Collective
+from superstep.plan.optimizers import update_passes
 from superstep.plan.resolution.resolve import Resolved
 from superstep.program.compile import compile_evaluation, compile_step
 from superstep.program.instructions import Forward, Program, Recv
@@ -202,10 +203,11 @@ class OperationDurations:
         return self.machine.pass_s("copy", 3 * size)
 
     def update_s(self, units: Sequence[UnitParameters]) -> float:
-        """The gradient's norm, AdamW, the copy for computing, and zeros for the next step."""
+        """The gradient's norm, the update, the copy for computing, and zeros for the next step."""
         run, machine = self.run, self.machine
         shares = [FP32 * share_numel(run, unit) for unit in units]
-        update_s = machine.pass_s("update", 7 * sum(shares)) + sum(machine.pass_s("read", size) for size in shares)
+        update_s = machine.pass_s("update", update_passes(run.config.train.optimizer) * sum(shares))
+        update_s += sum(machine.pass_s("read", size) for size in shares)
         if not zero_stage(run).shards_optimizer and run.config.numerics.compute != "fp32":
             update_s += machine.pass_s("copy", 1.5 * sum(shares))
         cleared = (

@@ -1,4 +1,4 @@
-"""AdamW on flat shards, after clipping by the global norm."""
+"""The optimizer on flat shards: clips by the global norm, and updates by a rule of ``numerics.update_rules``."""
 
 from __future__ import annotations
 
@@ -22,20 +22,10 @@ from superstep.numerics.fixed_point import (
     square_sum,
 )
 from superstep.numerics.sending import send
+from superstep.numerics.update_rules import OptimizerSettings, UpdateNumbers, UpdateRule
 
 _ROW = 512
 """Elements summed in fp32: with 4096 equal ones the error is up to 3.6e-6; with this, 4e-7 at the same cost."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdamWSettings:
-    """Constant settings of AdamW."""
-
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    clip_norm: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +43,16 @@ class UpdateObserver(Protocol):
     def after_update(self, buffers: UnitBuffers) -> None: ...
 
 
-Update = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
-"""Parameters, their gradients, and both moments."""
+Parts = tuple[list[Tensor], list[Tensor], list[list[Tensor]]]
+"""Parameters, their gradients, and a list for each moment."""
 
 
-class AdamW:
-    """Adam with decoupled weight decay on matrices (Loshchilov 2019, algorithm 2), fp32 throughout.
+class Optimizer:
+    """Updates a rank's shards, fp32 throughout; weight decay is for matrices alone.
 
     Args:
         units: of this rank.
+        rule: the update.
         hyper: the settings.
         world: the group of all ranks; None for one rank.
         is_exact: bits are independent of the parameters' cut: no fused kernel, as its vectors and remainder differ, and
@@ -75,19 +66,23 @@ class AdamW:
     """
 
     def __init__(
-        self, units: Sequence[OwnedRanges], hyper: AdamWSettings, world: Group | None = None, *, is_exact: bool = False
+        self,
+        units: Sequence[OwnedRanges],
+        rule: UpdateRule,
+        hyper: OptimizerSettings,
+        world: Group | None = None,
+        *,
+        is_exact: bool = False,
     ) -> None:
         self._units = units
+        self._rule = rule
         self.hyper = hyper
         self._world = world
         self._is_exact = is_exact
         self.steps = 0
         self.watcher: UpdateObserver | None = None
-        # A pipeline rank may have only units without parameters.
-        device = units[0].buffers.master.device if units else torch.device("cpu")
-        self._count = torch.zeros((), dtype=torch.float32, device=device)
-        self._of_unit = [_updates([unit]) for unit in units]
-        self._of_all = _updates(units)
+        self._of_unit = [_parts([unit]) for unit in units]
+        self._of_all = _parts(units)
 
     def sums(
         self, told: Tensor, excess: RangeExcess, flags: Sequence[bool] = ()
@@ -136,7 +131,6 @@ class AdamW:
             norm: the global gradient norm; above ``clip_norm`` the gradients are scaled down to it.
         """
         self.steps += 1
-        self._count.fill_(self.steps)
         if self.watcher is None:
             self._update_all(self._of_all, lr, norm)
         else:
@@ -148,60 +142,37 @@ class AdamW:
             if not unit.buffers.shards_optimizer:
                 unit.buffers.refresh()
 
-    def _update_all(self, updates: tuple[Update, Update], lr: float, norm: float) -> None:
+    def _update_all(self, halves: tuple[Parts, Parts], lr: float, norm: float) -> None:
         """Update the parameters with weight decay, and those without."""
-        h = self.hyper
-        # The fused kernel divides gradients by grad_scale, so that clipping needs no pass of its own.
-        scale = self._count.new_full((), max(norm / h.clip_norm, 1.0))
-        for (params, grads, first, second), decay in zip(updates, (h.weight_decay, 0.0), strict=True):
-            if self._is_exact:
-                for tensors in zip(params, grads, first, second, strict=True):
+        scale = max(norm / self.hyper.clip_norm, 1.0)
+        for (params, grads, moments), decay in zip(halves, (self.hyper.weight_decay, 0.0), strict=True):
+            now = UpdateNumbers(lr=lr, decay=decay, scale=scale, number=self.steps)
+            if self._rule.fused is None or self._is_exact:
+                for tensors in zip(params, grads, *moments, strict=True):
                     # Temporaries of an update are as large as its block.
-                    for block in zip(*(tensor.split(BLOCK) for tensor in tensors), strict=True):
-                        self._update(*block, lr=lr, decay=decay, scale=max(norm / h.clip_norm, 1.0))
+                    for param, grad, *rest in zip(*(tensor.split(BLOCK) for tensor in tensors), strict=True):
+                        self._rule.update(param, grad, rest, self.hyper, now)
             elif params:
-                torch._fused_adamw_(
-                    params,
-                    grads,
-                    first,
-                    second,
-                    [],
-                    [self._count] * len(params),
-                    lr=lr,
-                    beta1=h.beta1,
-                    beta2=h.beta2,
-                    weight_decay=decay,
-                    eps=h.eps,
-                    amsgrad=False,
-                    maximize=False,
-                    grad_scale=scale,
-                    found_inf=None,
-                )
-
-    def _update(
-        self, param: Tensor, grad: Tensor, first: Tensor, second: Tensor, *, lr: float, decay: float, scale: float
-    ) -> None:
-        """The same update by operations with one rounding in IEEE 754."""
-        h = self.hyper
-        grad = grad / scale
-        first.mul_(h.beta1).add_(grad * (1 - h.beta1))
-        second.mul_(h.beta2).add_((grad * grad).mul_(1 - h.beta2))
-        size = second.sqrt().mul_((1 - h.beta2**self.steps) ** -0.5).add_(h.eps)
-        param.mul_(1 - lr * decay).sub_((first / size).mul_(lr / (1 - h.beta1**self.steps)))
+                self._rule.fused(params, grads, moments, self.hyper, now)
 
 
-def _updates(units: Sequence[OwnedRanges]) -> tuple[Update, Update]:
+def _parts(units: Sequence[OwnedRanges]) -> tuple[Parts, Parts]:
     """The parts of units with weight decay, and those without."""
-    decayed: Update = ([], [], [], [])
-    plain: Update = ([], [], [], [])
+    halves: list[list[tuple[Tensor, ...]]] = [[], []]
     for b in (unit.buffers for unit in units):
         border = min(max(b.layout.decayed - b.start, 0), b.stop - b.start)
-        for lists, part in ((decayed, slice(0, border)), (plain, slice(border, None))):
-            tensors = [buffer[part] for buffer in (b.master, b.reduced, b.exp_avg, b.exp_avg_sq)]
+        for half, part in zip(halves, (slice(0, border), slice(border, None)), strict=True):
+            tensors = tuple(buffer[part] for buffer in (b.master, b.reduced, *b.moments.values()))
             if tensors[0].numel():
-                for entry, tensor in zip(lists, tensors, strict=True):
-                    entry.append(tensor)
-    return decayed, plain
+                half.append(tensors)
+    decayed, plain = halves
+    return _lists(decayed), _lists(plain)
+
+
+def _lists(tensors: Sequence[tuple[Tensor, ...]]) -> Parts:
+    """The same by kind."""
+    params, grads, *moments = map(list, zip(*tensors, strict=True)) if tensors else ([], [])
+    return params, grads, moments
 
 
 def _square(values: Tensor) -> Tensor:

@@ -1,0 +1,124 @@
+"""Update rules: how an optimizer changes a parameter, w, and its moments, by its gradient, g.
+
+With the learning rate lr, the decay d, and the number of updates t, this one included:
+
+    adamw   m = β1 m + (1 - β1) g                                          Loshchilov 2019, algorithm 2
+            v = β2 v + (1 - β2) g²
+            w = (1 - lr d) w - lr / (1 - β1^t) · m / (√(v / (1 - β2^t)) + eps)
+
+    lion    c = β1 m + (1 - β1) g                                          Chen 2023, algorithm 2
+            w = (1 - lr d) w - lr sign(c)
+            m = β2 m + (1 - β2) g
+
+Each is written in operations that IEEE 754 rounds in one way, on each element by itself: so it has the same bits
+however a tensor is cut. A rule may have a kernel besides, for runs that are not exact. The moments that a rule is given
+are those of ``plan.optimizers``, in that order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from superstep.plan.optimizers import OptimizerName
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerSettings:
+    """An optimizer's settings that stay the same for the whole run. Lion has no ``eps``."""
+
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    clip_norm: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateNumbers:
+    """The numbers of one update of some parameters.
+
+    Attributes:
+        lr: the learning rate.
+        decay: the weight decay; 0 for vectors.
+        scale: at least 1; the gradients are divided by it, which clips them.
+        number: updates so far, this one included.
+    """
+
+    lr: float
+    decay: float
+    scale: float
+    number: int
+
+
+Update = Callable[[Tensor, Tensor, Sequence[Tensor], OptimizerSettings, UpdateNumbers], None]
+"""Changes a parameter and its moments in place: (parameter, gradient, moments, settings, numbers); fp32, one shape."""
+
+FusedUpdate = Callable[[list[Tensor], list[Tensor], Sequence[list[Tensor]], OptimizerSettings, UpdateNumbers], None]
+"""The same for lists of parameters and gradients, and a list for each moment."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateRule:
+    """An optimizer's update. ``fused``: a kernel that rounds otherwise; None where there is none."""
+
+    update: Update
+    fused: FusedUpdate | None = None
+
+
+def _adamw(
+    param: Tensor, grad: Tensor, moments: Sequence[Tensor], settings: OptimizerSettings, now: UpdateNumbers
+) -> None:
+    (first, second), h = moments, settings
+    grad = grad / now.scale
+    first.mul_(h.beta1).add_(grad * (1 - h.beta1))
+    second.mul_(h.beta2).add_((grad * grad).mul_(1 - h.beta2))
+    size = second.sqrt().mul_((1 - h.beta2**now.number) ** -0.5).add_(h.eps)
+    param.mul_(1 - now.lr * now.decay).sub_((first / size).mul_(now.lr / (1 - h.beta1**now.number)))
+
+
+def _fused_adamw(
+    params: list[Tensor],
+    grads: list[Tensor],
+    moments: Sequence[list[Tensor]],
+    settings: OptimizerSettings,
+    now: UpdateNumbers,
+) -> None:
+    first, second = moments
+    count = params[0].new_full((), float(now.number))
+    torch._fused_adamw_(
+        params,
+        grads,
+        first,
+        second,
+        [],
+        [count] * len(params),
+        lr=now.lr,
+        beta1=settings.beta1,
+        beta2=settings.beta2,
+        weight_decay=now.decay,
+        eps=settings.eps,
+        amsgrad=False,
+        maximize=False,
+        grad_scale=params[0].new_full((), now.scale),  # the kernel divides by it: clipping costs no pass of its own
+        found_inf=None,
+    )
+
+
+def _lion(
+    param: Tensor, grad: Tensor, moments: Sequence[Tensor], settings: OptimizerSettings, now: UpdateNumbers
+) -> None:
+    (first,), h = moments, settings
+    grad = grad / now.scale
+    change = (first * h.beta1).add_(grad * (1 - h.beta1)).sign_()
+    param.mul_(1 - now.lr * now.decay).sub_(change.mul_(now.lr))
+    first.mul_(h.beta2).add_(grad.mul_(1 - h.beta2))
+
+
+RULES: Mapping[OptimizerName, UpdateRule] = {
+    "adamw": UpdateRule(_adamw, _fused_adamw),
+    "lion": UpdateRule(_lion),
+}

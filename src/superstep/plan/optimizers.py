@@ -1,0 +1,28 @@
+"""Optimizers by name: the moments that each keeps of a parameter, by which memory, seconds and checkpoints are counted.
+
+The update of each is in ``numerics.update_rules``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+OptimizerName = Literal["adamw", "lion"]
+Moment = Literal["exp_avg", "exp_avg_sq"]
+
+MOMENTS: Mapping[OptimizerName, tuple[Moment, ...]] = {
+    "adamw": ("exp_avg", "exp_avg_sq"),
+    "lion": ("exp_avg",),
+}
+"""fp32 numbers beside each parameter, which begin at zero."""
+
+
+def update_passes(optimizer: OptimizerName) -> int:
+    """Reads and writes of each parameter's four bytes in an update: its gradient is read, all else read and written."""
+    return 3 + 2 * len(MOMENTS[optimizer])
+
+
+def state_bytes(optimizer: OptimizerName) -> int:
+    """Bytes of each parameter in a checkpoint: the weight and its moments, fp32."""
+    return 4 * (1 + len(MOMENTS[optimizer]))
