@@ -21,7 +21,7 @@ from bench.published_score import Scored, is_judged
 from superstep.cost.closed.constants import CONSTANTS
 from superstep.cost.closed.uncertainty import STEP
 from superstep.hardware.units import Array
-from superstep.planner.calibration.calibrate_observation import belief, narrowing, variances_of
+from superstep.planner.calibration.calibrate_observation import NOISE, belief, variances_of
 
 Choice = Literal["any", "middle", "alike"]
 SHARES = np.linspace(-0.5, 1.5, 41)
@@ -148,6 +148,14 @@ def tables_of(out: Scored, near: Slopes) -> list[Table]:
         narrowed = np.stack([narrowing(one, slopes, variances) for one in slopes], axis=1)
         found.append(Table(places, deviations, deviations[:, None] - share * deviations, narrowed, plans[places]))
     return found
+
+
+def narrowing(observed: Array, others: Array, variances: Array) -> Array:
+    """The remaining width of others' intervals."""
+    k = (variances * observed * others).sum(axis=-1)
+    own, of_others = ((variances * each**2).sum(axis=-1) + NOISE**2 for each in (observed, others))
+    left: Array = np.sqrt(1 - k**2 / (own * of_others))
+    return left
 
 
 def _groups(rows: Sequence[Row]) -> list[Array]:

@@ -19,7 +19,7 @@ from bench.published_rows import Change, IsNamed, Reading, Row, everyone, known_
 from superstep.cost.closed.framework import price_of, stacked
 from superstep.cost.closed.framework_arrays import Stack
 from superstep.cost.closed.framework_memory import KeptMemory, keeping_of
-from superstep.cost.closed.memory import COMMUNICATOR_BYTES, CONTEXT_BYTES, Footprint, footprint, is_fitting
+from superstep.cost.closed.memory import COMMUNICATOR_BYTES, CONTEXT_BYTES, USABLE, Footprint, footprint
 from superstep.cost.closed.model_numbers import DecoderNumbers, array
 from superstep.cost.closed.parallel_degrees import RECOMPUTE, Layout
 from superstep.cost.closed.uncertainty import SHARE
@@ -27,6 +27,21 @@ from superstep.errors import ConfigError
 from superstep.hardware.units import Array
 
 GIB, GB = float(2**30), 1e9
+
+
+def is_fitting(
+    total: Footprint, layout: Layout, memory_bytes: Array, *, is_planned: bool = False
+) -> npt.NDArray[np.bool_]:
+    """Whether each plan's fullest rank fits into a chip's memory, with what no allocator counts.
+
+    Args:
+        memory_bytes: of the chip.
+        is_planned: a compiler has placed every tensor in advance (XLA), without gaps.
+    """
+    if is_planned:
+        return np.asarray(total.bytes <= USABLE * memory_bytes)
+    beside = CONTEXT_BYTES + np.where(layout.world > 1, COMMUNICATOR_BYTES, 0.0)
+    return np.asarray(total.reserved + beside <= USABLE * memory_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ import pytest
 from bench.published import main
 from bench.published_ablation import MECHANISMS, ablated, taken
 from bench.published_ablation_memory import memory_ablations
-from bench.published_calibrated import calibrated, held, in_hindsight, of_halves, tables_of
+from bench.published_calibrated import calibrated, held, in_hindsight, narrowing, of_halves, tables_of
 from bench.published_fit import refit, slopes_of
 from bench.published_interval import Known, alike, covered, is_inside, known, spread, weights_of
 from bench.published_left_out import named_without, seconds, unseen
@@ -36,7 +36,7 @@ from bench.published_steps import Steps
 from superstep.cost.closed import uncertainty
 from superstep.cost.closed.efficiency import FITTED
 from superstep.errors import DataError
-from superstep.planner.calibration.calibrate_observation import NOISE, belief, narrowing
+from superstep.planner.calibration.calibrate_observation import NOISE, belief
 
 ALL = [row for table in ("runs.csv", "runs_2.csv") for row in read_rows(DATA / table)]
 ROWS, REFUSED = kept(ALL)

@@ -7,11 +7,11 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
-from bench.published_memory import hold
+from bench.published_memory import hold, is_fitting
 from bench.published_rows import is_timed, number, read_rows
 from superstep.cost.closed import framework_memory as keeping
 from superstep.cost.closed.framework import SUPERSTEP, Software, price_of
-from superstep.cost.closed.memory import Footprint, footprint, is_fitting
+from superstep.cost.closed.memory import Footprint, footprint
 from superstep.cost.closed.model_numbers import array, decoder_of
 from superstep.cost.closed.parallel_degrees import RECOMPUTE, SCHEDULES, Layout
 from superstep.cost.program.memory.activations import unit_bytes

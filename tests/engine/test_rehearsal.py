@@ -13,7 +13,7 @@ import small
 from longer import longer
 from superstep.comm.device import Device
 from superstep.cost.program.buffers import has_fused_loss
-from superstep.cost.program.flops import rank_flops
+from superstep.cost.program.flops import local_dims
 from superstep.cost.program.lora import adapted_linears
 from superstep.cost.program.memory.activations import unit_bytes
 from superstep.cost.program.time.operation import (
@@ -33,6 +33,7 @@ from superstep.model.custom.units_from_modules import as_units
 from superstep.plan.config import LoraConfig, ModelConfig
 from superstep.plan.model.hf_config import to_hf_config
 from superstep.plan.resolution.resolve import resolve
+from superstep.plan.sharding.unit_flops import feed_forward, seen_tokens, whole_matrices
 from superstep.train.weights.model import units_of
 
 LAYOUTS = [
@@ -86,12 +87,26 @@ def rehearsed():
     return of
 
 
+def forward_flops(run):
+    """Operations of each unit's forward pass over one microbatch on one tensor-parallel rank, in model order."""
+    d = local_dims(run)
+    shape = run.shape
+    tokens = seen_tokens(shape, d.S)
+    attention = 2 * d.T * d.D * (d.N + 2 * d.K) * d.H + 2 * d.T * d.N * d.H * d.D + 4 * d.T * tokens * d.N * d.H
+    inner = 6 * d.Tf * d.D * d.F
+    if shape.moe:
+        experts = shape.moe.experts_per_token * (feed_forward(shape) + shape.width)
+        inner = 2 * d.m * (whole_matrices(shape) + experts)
+    block = attention + inner
+    return 0, *[block] * shape.layers, 2 * d.Tv * d.D * d.V
+
+
 @pytest.mark.parametrize("layout", EVERY, ids=str)
 def test_the_forward_of_every_unit_has_the_flops_of_the_formulas(rehearsed, layout):
     run, seen = rehearsed(layout)
     # A fused head makes its two gradients in the forward pass; a frozen one has one.
     gradients = 2 if run.config.lora is None else 1
-    embed, *blocks, head = rank_flops(run)
+    embed, *blocks, head = forward_flops(run)
     factors = sum(one.forward_flops for one in adapted_linears(run))
     expected = [embed, *(block + factors for block in blocks), head * (1 + gradients if has_fused_loss(run) else 1)]
     assert [flops(unit.forward) for unit in seen] == expected

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from spellings import FAMILIES, byte_level, llama, undecoded
+from spellings import FAMILIES, byte_level, llama
 from superstep.serve.text.detokenize import Detokenizer, TokenTexts
 
 WORDS = {name: TokenTexts(make()) for name, make in FAMILIES.items()}
@@ -128,19 +128,7 @@ def test_bytes_of_a_token_are_those_in_a_text():
     assert words.bytes_of(-1) == b""
 
 
-def test_a_token_is_told_as_text_or_as_bytes():
+def test_special_tokens_are_known():
     words = WORDS["llama"]
-    core = llama().core
-    assert words.text_of(core.token_to_id("▁the")) == " the"
-    assert words.text_of(core.token_to_id("<0xE6>")) == "bytes:\\xe6"
-    assert words.text_of(core.token_to_id("<0x41>")) == "A"
     assert words.is_special(llama().end_of_text)
-    assert not words.is_special(core.token_to_id("<tool_call>"))
-
-
-def test_several_tokens_can_be_pushed_at_once():
-    tokenizer = undecoded()
-    tokens = tokenizer.encode("one two two")
-    detokenizer = Detokenizer(WORDS["undecoded"])
-    piece = detokenizer.push_all(tokens)
-    assert (piece.text, piece.tokens) == ("one two two", 3)
+    assert not words.is_special(llama().core.token_to_id("<tool_call>"))

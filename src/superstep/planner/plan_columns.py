@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import get_args
 
@@ -116,10 +115,6 @@ class Plans:
             sequence_parallel=bool(self.sequence_parallel[row]),
             prefetch=problem.base.plan.prefetch,
         )
-
-
-def join_plans(parts: Sequence[Plans]) -> Plans:
-    return Plans(**{field.name: np.concatenate([getattr(p, field.name) for p in parts]) for field in fields(Plans)})
 
 
 def schedule_of(index: int) -> Schedule:

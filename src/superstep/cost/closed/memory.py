@@ -25,7 +25,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import numpy as np
-import numpy.typing as npt
 
 from superstep.cost.closed.activations import (
     FP32,
@@ -281,21 +280,6 @@ def _mixture_parameters(model: DecoderNumbers, layout: Layout, keeping: KeptMemo
     beside = model.width * (model.matrices * model.shared_ffn + model.experts)
     repeated = np.where(keeping.repeats_shared > 0, beside, 0.0)
     return (model.mixture_parameters - repeated) / layout.tp + repeated
-
-
-def is_fitting(
-    total: Footprint, layout: Layout, memory_bytes: Array, *, is_planned: bool = False
-) -> npt.NDArray[np.bool_]:
-    """Whether each plan's fullest rank fits into a chip's memory, with what no allocator counts.
-
-    Args:
-        memory_bytes: of the chip.
-        is_planned: a compiler has placed every tensor in advance (XLA), without gaps.
-    """
-    if is_planned:
-        return np.asarray(total.bytes <= USABLE * memory_bytes)
-    beside = CONTEXT_BYTES + np.where(layout.world > 1, COMMUNICATOR_BYTES, 0.0)
-    return np.asarray(total.reserved + beside <= USABLE * memory_bytes)
 
 
 def _activations(

@@ -42,7 +42,6 @@ from superstep.plan.sharding.unit_flops import (
     cut_matrices,
     feed_forward,
     forward_flops_per_token,
-    seen_tokens,
     whole_matrices,
 )
 
@@ -177,20 +176,6 @@ def _parameters(rules: Rules, owned: Sequence[_Kind]) -> UnitParameters:
             if is_whole and not is_beside_whole
         ),
     )
-
-
-def rank_flops(run: Resolved) -> tuple[int, ...]:
-    """Operations of each unit's forward pass over one microbatch on one tensor-parallel rank, in model order."""
-    d = local_dims(run)
-    shape = run.shape
-    tokens = seen_tokens(shape, d.S)
-    attention = 2 * d.T * d.D * (d.N + 2 * d.K) * d.H + 2 * d.T * d.N * d.H * d.D + 4 * d.T * tokens * d.N * d.H
-    inner = 6 * d.Tf * d.D * d.F
-    if shape.moe:
-        experts = shape.moe.experts_per_token * (feed_forward(shape) + shape.width)
-        inner = 2 * d.m * (whole_matrices(shape) + experts)
-    block = attention + inner
-    return 0, *[block] * shape.layers, 2 * d.Tv * d.D * d.V
 
 
 def unit_parameters(shape: ModelShape) -> tuple[UnitParameters, ...]:

@@ -49,14 +49,6 @@ def belief(slopes: Array, variances: Array) -> Array:
     return share
 
 
-def narrowing(observed: Array, others: Array, variances: Array) -> Array:
-    """The remaining width of others' intervals."""
-    k = (variances * observed * others).sum(axis=-1)
-    own, of_others = ((variances * each**2).sum(axis=-1) + NOISE**2 for each in (observed, others))
-    left: Array = np.sqrt(1 - k**2 / (own * of_others))
-    return left
-
-
 def slopes_of(log_seconds: Callable[[Efficiency], Array], efficiency: Efficiency) -> Array:
     """Slopes of a step's log seconds by the logarithm of each constant."""
     here = log_seconds(efficiency)

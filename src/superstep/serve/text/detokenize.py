@@ -6,7 +6,7 @@ Characters that span tokens wait until they are complete. The work for a token d
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -77,14 +77,6 @@ class TokenTexts:
             return bytes([int(byte[1], 16)])
         return self._amid(name).encode()
 
-    def text_of(self, token: int) -> str:
-        r"""A token's text; ``bytes:\xe4\xb8`` for partial characters, as in OpenAI's API."""
-        raw = self.bytes_of(token)
-        try:
-            return raw.decode()
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
-
     def _amid(self, name: str) -> str:
         """A token's text after another token."""
         chain = self.fresh_steps()
@@ -118,11 +110,6 @@ class Detokenizer:
         if name is None:
             return TextDelta()
         return self._piece(push_through(self._chain, [name]))
-
-    def push_all(self, tokens: Iterable[int]) -> TextDelta:
-        """``push`` for several tokens."""
-        pieces = [self.push(token) for token in tokens]
-        return TextDelta("".join(piece.text for piece in pieces), sum(piece.tokens for piece in pieces))
 
     def end(self) -> TextDelta:
         """The remaining text after the last token; broken characters become U+FFFD."""

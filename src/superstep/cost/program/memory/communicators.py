@@ -36,7 +36,7 @@ def communicator_bytes(plan: Plan) -> tuple[int, ...]:
     """Bytes of a rank at each pipeline place, on a GPU: equal at its dp, cp and tp places."""
     ranks = [plan.mesh.rank(Coordinate(pp=pp, dp=0, cp=0, tp=0)) for pp in range(plan.mesh.pp)]
     taken = dict.fromkeys(ranks, PEER_BYTES * min(_peers(plan), MOST_PEERS))
-    for group in _groups(plan):
+    for group in rank_groups(plan):
         for rank in taken.keys() & group:
             taken[rank] += PAIR_BYTES if len(group) == 2 else MANY_BYTES
     return tuple(taken[rank] for rank in ranks)
@@ -47,11 +47,7 @@ def beyond_reserve(plan: Plan) -> int:
     return max(0, max(communicator_bytes(plan)) - int(COMMUNICATOR_BYTES))
 
 
-def group_sizes(plan: Plan, rank: int) -> list[int]:
-    return [len(group) for group in _groups(plan) if rank in group]
-
-
-def _groups(plan: Plan) -> Iterator[Sequence[int]]:
+def rank_groups(plan: Plan) -> Iterator[Sequence[int]]:
     """The groups of all ranks, as ``comm.mesh`` makes them for NCCL."""
     mesh = plan.mesh
     stages = mesh.groups("pp")
