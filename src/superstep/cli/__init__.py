@@ -1,1 +1,1 @@
-"""The command line: one module a verb. Arguments and the environment are read here, and nowhere else."""
+"""The command line: one module a verb. Only this part reads arguments and the environment."""

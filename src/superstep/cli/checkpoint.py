@@ -1,4 +1,4 @@
-"""superstep checkpoint: what a run has on disk, whether it is whole, and its weights for others."""
+"""superstep checkpoint: a run's checkpoints, their verification, and export of their weights."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from superstep.train.run_folder.run_paths import RunFolder
 
 
 def main(argv: Sequence[str]) -> int:
-    """Do what the first word says.
+    """Run the action of the first word.
 
     Returns:
-        The exit status: 1 where a checkpoint was verified and is damaged.
+        The exit status: 1 for a damaged checkpoint.
     """
     arguments = read(argv)
     if is_url(arguments.name):
@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _report(path: Path, look: Callable[[Path], Manifest]) -> bool:
-    """Say what ``look`` finds of each checkpoint; whether all are whole."""
+    """Print ``look``'s result for each checkpoint; whether all are complete."""
     root, folders = _find_checkpoints(path)
     are_whole = True
     for folder in folders:
@@ -62,7 +62,7 @@ def _say_whole(name: str, manifest: Manifest, *, is_read: bool) -> None:
 
 
 def _in_store(arguments: CheckpointArgs) -> int:
-    """The same of a store."""
+    """The same for a store."""
     store = CheckpointStore(arguments.name)
     steps = store.steps()
     if not steps:
@@ -95,7 +95,7 @@ def _why_left(folder: Path) -> str:
 
 
 def _find_checkpoints(path: Path) -> tuple[Path | None, list[Path]]:
-    """The folder of a run's checkpoints, and these; of a single checkpoint that alone.
+    """The folder of a run's checkpoints, and these; for a single checkpoint only that.
 
     Raises:
         StateError: it is neither, or the run has none.
@@ -107,15 +107,15 @@ def _find_checkpoints(path: Path) -> tuple[Path | None, list[Path]]:
             return None, [path]
         raise StateError(f"'{path}' is neither a run nor a checkpoint: it has no run.toml and no {MANIFEST}.")
     root = RunFolder(root=path).checkpoints
-    found = checkpoints(root)
-    if not found:
+    folders = checkpoints(root)
+    if not folders:
         raise StateError(f"'{path}' has no checkpoint yet; train it for at least state.save_every steps.")
-    return root, found
+    return root, folders
 
 
 def _export(path: Path, options: CopyOptions) -> int:
-    root, found = _find_checkpoints(path)
-    checkpoint = found[-1] if root is None else newest(root)
+    root, folders = _find_checkpoints(path)
+    checkpoint = folders[-1] if root is None else newest(root)
     assert checkpoint is not None, "a run without any has been refused"
     return _write_export(checkpoint, str(checkpoint), options)
 

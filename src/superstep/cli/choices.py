@@ -1,4 +1,4 @@
-"""What was chosen for the user and is perhaps not what he would have chosen, each in one line."""
+"""Automatic choices that the user might not expect, each in one line."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from superstep.plan.resolution.resolve import Resolved, divisors
 
 
 def describe_changed_layout(proposed: RunConfig, run: Resolved, resolve: Callable[[RunConfig], Resolved]) -> str | None:
-    """Which fields of a demo, or of a run that goes on, have made way for flags, and why; None where the layout is
-    what was proposed, but for the size of a microbatch.
+    """The fields of a demo or resumed run that flags have changed, and why; None if the layout is the proposed one,
+    except
+    for the microbatch size.
 
     Args:
-        proposed: the run before fields made way.
-        run: as it is resolved.
-        resolve: refuses ``proposed`` in the words of the rule that it breaks.
+        proposed: the run before the change.
+        run: the resolved run.
+        resolve: raises an error for ``proposed`` with the broken rule.
     """
     changed = []
     for name in reversed(YIELDING):
@@ -37,12 +38,12 @@ def describe_changed_layout(proposed: RunConfig, run: Resolved, resolve: Callabl
 
 
 def idle_places(run: Resolved, places: int, name: str) -> str | None:
-    """That a plan whose ``dp`` nobody named leaves places without a rank, and what would take them; None where it does
-    not.
+    """The message that a plan with an automatic ``dp`` leaves places without a rank, and how to use them; None
+    otherwise.
 
     Args:
-        run: as it is resolved.
-        places: where ranks may compute, one on each.
+        run: the resolved run.
+        places: number of places for ranks.
         name: of the places.
     """
     world, dp, batch = run.plan.mesh.world, run.plan.mesh.dp, run.config.train.batch_sequences
@@ -59,6 +60,6 @@ def idle_places(run: Resolved, places: int, name: str) -> str | None:
 
 
 def places_of(run: Resolved) -> tuple[int, str]:
-    """How many ranks of this host can have a place of their own to compute, and what the places are."""
+    """Number of places for ranks on this host, and their name."""
     count = 0 if run.config.plan.device == "cpu" else gpus()
     return (count, "GPUs") if count else (cores(), "cores")

@@ -1,4 +1,4 @@
-"""superstep compare: runs over one another, what differs, and whether a difference in loss is more than noise."""
+"""superstep compare: several runs in one chart, their differences, and whether a difference in loss exceeds noise."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from superstep.train.run_folder.run_paths import RunFolder, write_whole
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print what differs, and write the page."""
+    """Print the differences, and write the page."""
     paths, options = read(argv)
     folders = [RunFolder(root=path) for path in paths]
     runs = [run_told(folder) for folder in folders]
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def losses(lines: Iterable[Mapping[str, Any]]) -> dict[int, float]:
-    """The finite losses of a run by step; of steps that were done again, the last."""
+    """The finite losses of a run by step; of repeated steps, the last."""
     return {line["step"]: line["loss"] for line in lines if line["event"] == "step" and line["loss"] is not None}
 
 

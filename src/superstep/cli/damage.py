@@ -1,4 +1,4 @@
-"""Says which lines of a run's metrics cannot be read."""
+"""Reports unreadable lines of a run's metrics."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from superstep.observe.jsonl import damage
 
 
 def say_damage(path: Path) -> None:
-    """Say which lines of a metrics.jsonl cannot be read, where some cannot."""
+    """Report the unreadable lines of a metrics.jsonl, if any."""
     if path.is_file() and (text := damage(path)):
         print(f"superstep: {text}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Who has started this process: superstep itself, torchrun or srun, by the environment that they leave."""
+"""The launcher of this process: superstep itself, torchrun or srun, by their environment."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from superstep.run.launch_rules import Launcher
 
 
 def is_of_torchrun(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether this process is one of the ranks that torchrun or srun has started."""
+    """Whether this process is a rank under torchrun or srun."""
     return "RANK" in environment and "WORLD_SIZE" in environment
 
 
 def launcher(environment: Mapping[str, str] = os.environ) -> Launcher:
-    """What the environment says of who launches the ranks."""
+    """The launcher of the ranks, by the environment."""
     local = environment.get("LOCAL_WORLD_SIZE")
     return Launcher(is_own="RANK" not in environment, local_ranks=None if local is None else int(local))

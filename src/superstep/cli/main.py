@@ -1,4 +1,4 @@
-"""superstep VERB ...: picks the verb, and turns errors into one line and an exit status."""
+"""superstep VERB ...: runs the verb, and turns errors into one line and an exit status."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from superstep.errors import SuperstepError, UserError, did_you_mean, disk_fault
 
 @dataclass(frozen=True, slots=True)
 class Verb:
-    """A verb, by name: nothing of it is imported before it is asked for, because most of them bring torch.
+    """A verb, by name: it is imported only on use, because most verbs need torch.
 
     Attributes:
-        module: its ``main`` takes the arguments and gives the exit status.
-        extra: of the package, which brings what it needs beside the rest; none where nothing does.
-        arguments: the module whose ``read`` takes its arguments without torch; none where ``main`` does.
-        launches: whether it may launch ranks, as ``cli.before_torch.preload_torch`` finds out, which reads them too.
+        module: its ``main`` takes the arguments and returns the exit status.
+        extra: of the package, with the verb's additional dependencies; empty without any.
+        arguments: the module with a ``read`` without torch; None if ``main`` reads them.
+        launches: whether it may launch ranks, as decided by ``cli.before_torch.preload_torch``, which reads them too.
     """
 
     what: str
@@ -116,7 +116,7 @@ VERBS = {
 
 
 def usage() -> str:
-    """The page that names the verbs, as wide as the terminal."""
+    """The page of all verbs, as wide as the terminal."""
     columns = max(24, min(shutil.get_terminal_size().columns, 100))
     lines = [
         textwrap.fill(verb.what, columns, initial_indent=f"  {name:10}  ", subsequent_indent=" " * 14)
@@ -130,14 +130,14 @@ def main(argv: Sequence[str]) -> int:
     """Run one verb.
 
     Returns:
-        The exit status: 0 done, 1 a fault or a proof that failed, 2 a user's mistake, 130 interrupted, 143 told to end.
+        The exit status: 0 done, 1 a fault or a failed proof, 2 a user's mistake, 130 interrupted, 143 terminated.
     """
     try:
         return report(lambda: _run(argv))
     finally:
         try:
             sys.stdout.flush()
-        except OSError:  # the reader of our output has left; the interpreter would complain of it at its end
+        except OSError:  # the reader of our output has left; the interpreter would report it at its end
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -152,7 +152,7 @@ def _run(argv: Sequence[str]) -> int:
         raise UserError(f"unknown verb '{argv[0]}'{did_you_mean(argv[0], VERBS)}")
     verb, rest = VERBS[argv[0]], argv[1:]
     if verb.arguments is not None and (asks_for_help(rest) or not verb.launches):
-        importlib.import_module(verb.arguments).read(rest)  # what is wrong is refused before the verb brings torch
+        importlib.import_module(verb.arguments).read(rest)  # report mistakes before the verb imports torch
     if verb.launches:
         importlib.import_module("superstep.cli.before_torch.preload_torch").begin(argv[0], rest)
     status: int = _import_verb(argv[0], verb).main(rest)
@@ -163,7 +163,7 @@ def _import_verb(name: str, verb: Verb) -> Any:  # noqa: ANN401 - modules have n
     """The module of a verb.
 
     Raises:
-        UserError: the extra that it needs is not installed.
+        UserError: its extra is not installed.
     """
     try:
         return importlib.import_module(verb.module)
@@ -176,7 +176,7 @@ def _import_verb(name: str, verb: Verb) -> Any:  # noqa: ANN401 - modules have n
 
 
 def report(call: Callable[[], int]) -> int:
-    """The exit status; where what is called cannot do its work, one line says why."""
+    """The exit status; an error is printed in one line."""
     try:
         return call()
     except UserError as error:
@@ -188,7 +188,7 @@ def report(call: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         print("superstep: interrupted.", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # as `| head` does when it has seen enough
+    except BrokenPipeError:  # as `| head` does
         return 1
     except OSError as error:
         print(f"superstep: fault: {disk_fault(error, 'a file', what='used')}", file=sys.stderr)
@@ -196,18 +196,19 @@ def report(call: Callable[[], int]) -> int:
 
 
 def settle() -> None:
-    """What the process of a command has before its verb."""
+    """Prepare the process of a command before its verb."""
     # Ranks of one host meet on its loopback, whatever its name resolves to; those of torchrun choose for themselves,
-    # and those of several launchers are told.
+    # and
+    # those of several launchers get an address.
     if asks_for_hosts(sys.argv):
-        # The store of the ranks warns of each address that has no name. Torch reads this when it is imported.
+        # The ranks' store warns about each address without a name. Torch reads this when it is imported.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     elif "RANK" not in os.environ:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-    # Its profiler tells on stderr when it starts and stops.
+    # Its profiler writes to stderr when it starts and stops.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup asks for
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup does
             signal.signal(number, _terminate)
 
 
@@ -217,7 +218,7 @@ def entry() -> None:
     try:
         sys.exit(main(sys.argv[1:]))
     finally:
-        gc.freeze()  # at its end Python would look through all of torch for cycles, which takes a second
+        gc.freeze()  # at its end Python would search all of torch for cycles, which takes a second
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""Tokens made, and told of while it takes."""
+"""Preparation of tokens with progress output."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def prepare_with_progress(
     is_shared: bool = False,
     note: Callable[[str], None] = lambda text: None,
 ) -> Corpus:
-    """``prepare``, with what it does on ``stream``: a line that redraws itself, or a line now and then in a log.
+    """``prepare`` with its progress on ``stream``: a line that redraws itself, or occasional lines in a log.
 
-    ``note`` is given the same, for those who ask from outside.
+    ``note`` receives the same, for other processes.
     """
     if is_shared:
-        refuse_others(data, vocab, folder)  # before anything is said of preparing
+        refuse_others(data, vocab, folder)  # before any message of preparation
     return show(
         f"the text of {', '.join(data.corpus) or 'the standard library'}",
         folder,
@@ -53,7 +53,7 @@ def show(
     work: Callable[[Report, Callable[[str], None]], Corpus],
     note: Callable[[str], None] = lambda text: None,
 ) -> Corpus:
-    """What ``work`` prepares, which is given where to report to, and what tells the user a line."""
+    """Run ``work`` with a progress report and a function that shows a line."""
     _write(stream, f"Preparing {what} in {folder} ...\n")
     note(what)
     line = ProgressLine(stream, note=lambda text: note(f"{what}; {text}"))
@@ -67,7 +67,7 @@ def show(
 
 
 class ProgressLine:
-    """How far a preparation is."""
+    """The progress of a preparation."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class ProgressLine:
         self._shown_s = clock()
 
     def show(self, progress: PrepareProgress) -> None:
-        """Show it if it is time to; a stage without a share is always worth a line."""
+        """Show it if it is due; a stage without a share always gets a line."""
         now_s = self._clock()
         is_new = progress.stage != self._stage and (self._is_live or not progress.done_bytes)
         if not is_new and now_s - self._shown_s < (REDRAW_S if self._is_live else LOG_S):
@@ -93,7 +93,7 @@ class ProgressLine:
         _write(self._stream, f"\r\x1b[K  {_text(progress)}" if self._is_live else f"  {_text(progress)}\n")
 
     def close(self) -> None:
-        """Leave an empty line to write on."""
+        """Clear the line."""
         if self._is_live:
             _write(self._stream, "\r\x1b[K")
 
@@ -102,7 +102,7 @@ def _write(stream: TextIO, text: str) -> None:
     """Write at once.
 
     Raises:
-        Fault: nobody reads any more, or what takes the output is full; said so, and not of the tokens' folder.
+        Fault: the reader has left, or the output is full; the message names the output, not the tokens' folder.
     """
     try:
         stream.write(text)
@@ -120,7 +120,7 @@ def _text(progress: PrepareProgress) -> str:
 
 
 def summary(manifest: CorpusManifest) -> str:
-    """What was prepared, and what was passed over."""
+    """The prepared tokens, and the skipped records."""
     tokens = manifest.train_tokens + manifest.validation_tokens
     if manifest.kind != "text":
         conversations = manifest.train_documents + manifest.validation_documents

@@ -28,7 +28,7 @@ from superstep.train.weights.weights_folder import newest_checkpoint
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the prompt and what follows."""
+    """Print the prompt and its continuation."""
     run, prompt, options = read(argv)
     written = text(run, prompt, options)
     sys.stdout.write(written + "\n")
@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def text(run: Path, prompt: str, options: SampleOptions) -> str:
-    """The prompt and what a checkpoint of a run makes of it.
+    """The prompt and its continuation by a checkpoint of a run.
 
     Raises:
         StateError: there is no such run, or it has no such checkpoint.
@@ -83,7 +83,7 @@ def _find_checkpoint(run: Path, step: int | None) -> tuple[RunConfig, Path]:
 def _generate_text(
     config: RunConfig, checkpoint: Path, prompt: list[int], sampling: Sampling, tokenizer: Tokenizer
 ) -> list[int]:
-    """What the engine answers, without the end of text. Prompt and answer are at most a sequence of the run."""
+    """The engine's answer, without the end of text. Prompt and answer are at most a sequence of the run."""
     serve = ServeConfig(
         context_tokens=config.data.sequence_tokens,
         requests=1,
@@ -99,7 +99,7 @@ def _generate_text(
 
 
 def _own(config: RunConfig, checkpoint: Path) -> Model:
-    """The units of a user's file, in a row."""
+    """The units of a user's file, in sequence."""
     model = UnitSequence(load_units(config), config.train.seed)
     load_weights(checkpoint, {name: view for spec, param in model.parts.values() for name, view in spec.views(param)})
     return model

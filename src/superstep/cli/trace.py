@@ -1,4 +1,4 @@
-"""superstep trace: when each instruction of the last steps ran, out of the memory of the ranks."""
+"""superstep trace: times of each instruction of the last steps, from the memory of the ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from superstep.train.run_folder.run_paths import RunFolder, write_whole
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the traces, and say where."""
+    """Write the traces, and print their paths."""
     path, options = read(argv)
     folder = RunFolder(root=path)
     require_run(folder)
@@ -33,10 +33,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def observe_run(folder: RunFolder) -> RunObservation:
-    """The run as it is now, or as it was when it failed.
+    """The current run, or its last failure.
 
     Raises:
-        StateError: it is neither there nor has it failed.
+        StateError: it neither runs nor has failed.
     """
     with live(folder) as run:
         observed = read_failure(folder) if run is None else run.seen()

@@ -1,4 +1,4 @@
-"""What superstep chat is asked for."""
+"""Arguments of superstep chat."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ COMMON = ("system", "temperature", "max_tokens", "model", "key", "numerics.compu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatOptions:
-    """How to talk."""
+    """Options of a chat."""
 
     system: str | None = None
-    """What the model is told before the conversation."""
+    """The system message of the conversation."""
     max_tokens: Annotated[int | None, Bounds(least=1)] = None
-    """The most tokens of an answer; none takes what the context has room for."""
+    """The most tokens of an answer; none uses the room of the context."""
     temperature: Annotated[float, Bounds(least=0, most=100)] = 0.8
-    """How freely to draw; 0 takes the likeliest token each time."""
+    """Randomness of sampling; 0 takes the likeliest token each time."""
     top_p: Annotated[float, Bounds(above=0, most=1)] = 1.0
-    """Draw among the likeliest tokens that together have this probability."""
+    """Draw among the likeliest tokens with this total probability."""
     seed: int | None = None
-    """Of the draws; none takes another one for each answer."""
+    """Of the draws; none uses another one for each answer."""
     model: str | None = None
-    """Of a server: which of its models; none takes the first."""
+    """Of a server: the model's name; none uses the first."""
     key: str | None = None
-    """Of a server: the key that it asks for."""
+    """Of a server: its API key."""
     plan: PlanOptions = field(default_factory=PlanOptions)
     numerics: NumericsOptions = field(default_factory=NumericsOptions)
     serve: ServeOptions = field(default_factory=ServeOptions)
 
 
 def read(argv: Sequence[str]) -> tuple[str, ChatOptions]:
-    """The model or the URL, and the rest.
+    """The model or the URL, and the options.
 
     Raises:
         ConfigError: one of them is missing or wrong.
-        SystemExit: help was asked for, and has been given.
+        SystemExit: after printing help.
     """
     missing = "name a model or the URL of a server: superstep chat runs/demo."
     model, options = read_model(

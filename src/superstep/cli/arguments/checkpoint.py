@@ -1,4 +1,4 @@
-"""What superstep checkpoint is asked for."""
+"""Arguments of superstep checkpoint."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ WORDS: Mapping[Word, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyOptions:
-    """Where to, and how."""
+    """Options of an export."""
 
     out: str = ""
     """The folder to make."""
     dtype: Literal["fp32", "bf16"] = "fp32"
-    """Of the weights: as training keeps them, or rounded to the nearest bf16."""
+    """Of the weights: as in training, or rounded to the nearest bf16."""
     shard_gib: Annotated[float, Bounds(above=0)] = 4.0
-    """The most of a file; larger weights are cut into several, with an index."""
+    """The largest size of a file; larger weights are split into several, with an index."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointArgs:
-    """What is to be done, with what."""
+    """The action and its options."""
 
     word: Word
     name: str
@@ -44,7 +44,7 @@ class CheckpointArgs:
 
     @property
     def path(self) -> Path:
-        """Where it is, but in a store."""
+        """Its path, if it is not in a store."""
         return Path(self.name)
 
 
@@ -54,12 +54,12 @@ def _usage() -> str:
 
 
 def read(argv: Sequence[str]) -> CheckpointArgs:
-    """What is to be done.
+    """Parse the arguments.
 
     Raises:
-        UserError: nothing, or nothing known, is to be done.
+        UserError: no action, or an unknown one, is named.
         ConfigError: the path is missing, or a flag is wrong.
-        SystemExit: help was asked for, and has been given.
+        SystemExit: after printing help.
     """
     if not argv or argv[0].startswith("-"):
         if asks_for_help(argv):

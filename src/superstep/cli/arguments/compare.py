@@ -1,4 +1,4 @@
-"""What superstep compare is asked for."""
+"""Arguments of superstep compare."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ DESCRIPTION = (
 
 
 def read(argv: Sequence[str]) -> tuple[list[Path], argparse.Namespace]:
-    """The runs, and how.
+    """The runs, and the options.
 
     Raises:
         ConfigError: fewer than two runs, or an option is wrong.
-        SystemExit: help was asked for, and has been given.
+        SystemExit: after printing help.
     """
     parser = Parser(
         prog="superstep compare", usage="superstep compare RUN... [--FLAG]", description=DESCRIPTION,

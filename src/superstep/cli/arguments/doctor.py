@@ -1,4 +1,4 @@
-"""What superstep doctor is asked for."""
+"""Arguments of superstep doctor."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ DESCRIPTION = (
 
 
 def read(argv: Sequence[str]) -> tuple[Path, argparse.Namespace]:
-    """The run, and how.
+    """The run, and the options.
 
     Raises:
         ConfigError: no run is named.
-        SystemExit: help was asked for, and has been given.
+        SystemExit: after printing help.
     """
     parser = Parser(
         prog="superstep doctor", usage="superstep doctor RUN [--FLAG]", description=DESCRIPTION, allow_abbrev=False

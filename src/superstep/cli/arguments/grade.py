@@ -1,4 +1,4 @@
-"""What superstep grade is asked for."""
+"""Arguments of superstep grade."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COMMON = ("grade.sandbox", "grade.timeout_s", "grade.memory_bytes", "grade.worke
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradeServeOptions(PortOptions):
-    """Where to answer."""
+    """Options of the server."""
 
     port: Annotated[int, PORTS] = 8100
     """The port to listen on; 0 takes a free one."""
@@ -32,7 +32,7 @@ class GradeServeOptions(PortOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckOptions:
-    """What to attack."""
+    """Options of the attacks."""
 
     tasks: Annotated[int, Bounds(least=1, most=1000)] = 8
     """How many tasks each attack is tried on, from index 0."""
@@ -42,11 +42,11 @@ class CheckOptions:
 
 
 def read(argv: Sequence[str]) -> tuple[Path, GradeServeOptions | CheckOptions]:
-    """The environment's file, and what is done with it.
+    """The environment's file, and the options of the action.
 
     Raises:
         ConfigError: one of them is missing or wrong.
-        SystemExit: help was asked for, and has been given.
+        SystemExit: after printing help.
     """
     words = [word for word in argv[:1] if not word.startswith("-")]
     if not words and asks_for_help(argv):

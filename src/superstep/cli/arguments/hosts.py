@@ -1,5 +1,7 @@
-"""What is asked of a run's launcher, by flags beside those of the run: several hosts, which get the same flags but for
-their number, and a page that is served while it trains."""
+"""Arguments of a run's launcher, besides those of the run: several hosts, which get equal flags except for their
+number,
+and a page that is served during training.
+"""
 
 from __future__ import annotations
 
@@ -17,41 +19,42 @@ from superstep.run.hosts.hosts import Hosts
 SECRET = "SUPERSTEP_SECRET"
 FEWEST_BYTES = 16
 PORT = 29600
-"""Where host 0 is asked under torchrun, whose own port is taken."""
+"""Port of host 0 under torchrun, which uses its own port itself."""
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostsOptions(RunConfig):
-    """A run, on how many hosts, and who may look."""
+    """A run with its hosts and its live page."""
 
     web: bool = False
-    """Serve the run's report on this host while it trains, with updates as they come, and numbers for Prometheus.
-    Whoever asks needs its token: what follows token= in the address that is printed, and the value of the environment's
-    SUPERSTEP_WEB_TOKEN where that is set. It is in no file."""
+    """Serve the run's report on this host while it trains, with live updates, and metrics for Prometheus. Requests need
+    its token: what follows token= in the address that is printed, and the value of SUPERSTEP_WEB_TOKEN in the
+    environment if that is set. It is in no file."""
     web_port: int = 0
     """The port of that; 0 takes any free one."""
     hosts: str | None = None
     """How many hosts share the ranks, each with a launcher that is started by the same command; torchrun takes their
-    number, and this one's, from its environment, with one process for each host."""
+    number, and this one's, from its environment, with one process for each host.
+    """
     host: int | None = None
     """The number of this host; host 0 leads."""
     meet: str | None = None
-    """The address and port where host 0 is asked by the others, as 10.0.0.1:29400."""
+    """The address and port of host 0, as 10.0.0.1:29400."""
     secret_file: str | None = None
-    """A file with the run's secret, 16 bytes or more; none takes the environment's SUPERSTEP_SECRET."""
+    """A file with the run's secret, 16 bytes or more; none uses SUPERSTEP_SECRET in the environment."""
     patience: float = 600.0
-    """Seconds that a host which is lost, or has not come yet, is waited for."""
+    """Seconds to wait for a host that is lost, or has not come yet."""
     without_after: float = 5.0
-    """With train.elastic: seconds that a lost host is waited for before the others go on without it."""
+    """With train.elastic: seconds to wait for a lost host before the others continue without it."""
 
 
 def web_port_of(options: HostsOptions) -> int | None:
-    """The port of the page that is served while the run trains; None where none is.
+    """The port of the live page; None without one.
 
     Raises:
-        ConfigError: it is no port, or none is to be served.
+        ConfigError: it is no port, or there is no page to serve.
     """
     if not 0 <= options.web_port < 2**16:
         raise ConfigError(f"--web-port = {options.web_port} is no port; choose one up to 65535, or 0 for any free one.")
@@ -63,7 +66,7 @@ def web_port_of(options: HostsOptions) -> int | None:
 
 
 def hosts_of(options: HostsOptions, environment: Mapping[str, str] = os.environ) -> Hosts | None:
-    """The hosts; None where there is one.
+    """The hosts; None for one host.
 
     Raises:
         ConfigError: a flag is wrong, or missing.
@@ -121,16 +124,16 @@ def _secret(file: str | None, environment: Mapping[str, str]) -> bytes:
     if file is None and SECRET not in environment:
         raise ConfigError(f"several hosts need a secret that nobody else knows; {mend}")
     try:
-        found = environment[SECRET].encode() if file is None else _read_private(Path(file))
+        secret = environment[SECRET].encode() if file is None else _read_private(Path(file))
     except OSError as error:
         raise UserError(f"--secret-file = {file} cannot be read ({error.strerror}); {mend}") from error
-    if len(found) < FEWEST_BYTES:
-        raise ConfigError(f"the run's secret has {len(found)} bytes, and {FEWEST_BYTES} is the fewest; {mend}")
-    return found
+    if len(secret) < FEWEST_BYTES:
+        raise ConfigError(f"the run's secret has {len(secret)} bytes, and {FEWEST_BYTES} is the fewest; {mend}")
+    return secret
 
 
 def _read_private(file: Path) -> bytes:
-    """What is in a file that its owner alone may read.
+    """The content of a file that only its owner may read.
 
     Raises:
         ConfigError: others may.

@@ -1,4 +1,4 @@
-"""What superstep measure is asked for."""
+"""Arguments of superstep measure."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ DESCRIPTION = "Measure this machine: products, memory, launches, collectives and
 
 
 def read(argv: Sequence[str]) -> argparse.Namespace:
-    """The options.
+    """Parse the options.
 
     Raises:
         ConfigError: one of them is wrong.
-        SystemExit: help was asked for, and has been given.
+        SystemExit: after printing help.
     """
     options = _parser().parse_args(argv)
     for flag, path in (("--out", options.out), ("--plot", options.plot)):
@@ -42,14 +42,14 @@ def run_of(model: str, dtype: Dtype) -> Resolved:
     """A run of the model on one rank, with the microbatch of the demo.
 
     Raises:
-        ConfigError: there is no such model, or nothing trains it.
+        ConfigError: there is no such model, or it cannot be trained.
     """
     numerics = NumericsConfig(compute=dtype)
     return resolve(RunConfig(model=ModelConfig(name=model), numerics=numerics, plan=PlanConfig(dp=1, microbatch=4)))
 
 
 def check_way(way: str) -> None:
-    """Raise a ConfigError where no server computes so."""
+    """Raise a ConfigError for an unknown format of serving."""
     dtype, _, special = way.partition("-")
     if dtype not in get_args(Dtype) or special not in ("", "exact", *get_args(Quantize)):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""What superstep plan --serve is asked for."""
+"""Arguments of superstep plan --serve."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ COMMON = ("cluster", "prompt", "answer", "plan.tp", "numerics.compute", "serve.c
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForecastOptions:
-    """What to foresee, and where."""
+    """Options of a forecast."""
 
     cluster: str | None = None
-    """Chips and their number, 1xH100 say, or a cluster file; none measures this machine for a moment."""
+    """Chips and their number, such as 1xH100, or a cluster file; none measures this machine."""
     memory: Annotated[float | None, Bounds(above=0, is_finite=True)] = None
-    """GiB of a rank that weights and keys may take; none takes what is free here, or the chip's own."""
+    """GiB of a rank for weights and keys; none uses the free memory here, or the chip's own."""
     prompt: Annotated[int, Bounds(least=1)] = 256
-    """Tokens of each prompt, where many come at once."""
+    """Tokens of each prompt, for requests that arrive together."""
     answer: Annotated[int, Bounds(least=1)] = 128
-    """Tokens of each answer there."""
+    """Tokens of each answer, likewise."""
     json: str | None = None
-    """Write what is foreseen as JSON."""
+    """Write the forecast as JSON."""
     plan: PlanOptions = field(default_factory=PlanOptions)
     numerics: NumericsOptions = field(default_factory=NumericsOptions)
     serve: ServeOptions = field(default_factory=ServeOptions)
 
 
 def read(argv: Sequence[str]) -> tuple[str, ForecastOptions]:
-    """The model, and the rest.
+    """The model, and the options.
 
     Raises:
         ConfigError: one of them is missing or wrong.
-        SystemExit: help was asked for, and has been given.
+        SystemExit: after printing help.
     """
     flags = [word for word in argv if word not in ("--serve", "--serve=true")]
     missing = "name a model, then any flags: superstep plan runs/demo --serve."

@@ -1,4 +1,4 @@
-"""What superstep prove is asked for."""
+"""Arguments of superstep prove."""
 
 from __future__ import annotations
 
@@ -24,47 +24,52 @@ DESCRIPTION = "Run a layout and a one-process fp32 reference on the same batches
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProveOptions(RunConfig):
-    """What to prove: a run, and how much of it."""
+    """A run, and the kind of its proof."""
 
     all: bool = False
     """Sweep every layout that fits the world, tied and untied, packed and padded."""
     world: Annotated[int | None, Bounds(least=1)] = None
-    """Ranks of the sweep; none takes the plan's."""
+    """Ranks of the sweep; none uses the plan's."""
     steps: Annotated[int, Bounds(least=1)] = 2
     """Steps to compare."""
     exact: bool = False
     """Compare bits: exact mode on this layout against exact mode on one rank, with a restart between layouts."""
     faults: bool = False
-    """Compare bits: a run whose ranks are killed, stopped and hung, whose launcher is killed, whose newest checkpoint
-    is damaged and whose disk is full, against the same run undisturbed, in exact mode."""
+    """Compare bits: a run with killed, stopped and hung ranks, a killed launcher, a damaged newest checkpoint and a
+    full
+    disk, against the same run undisturbed, in exact mode.
+    """
     device: str | None = None
-    """Emulated GPUs to run the GPU path on, without one: strict for as many as there are ranks, with 80 GiB each; else
-    strict:8, strict:24GiB or strict:8x24GiB. Names uses of memory that nothing orders, waits of the host, and calls of
-    NCCL that do not fit."""
+    """Emulated GPUs to run the GPU path without a real one: strict for as many as there are ranks, with 80 GiB each;
+    else
+    strict:8, strict:24GiB or strict:8x24GiB. Reports unordered uses of memory, waits of the host, and calls of NCCL
+    that do
+    not match.
+    """
     out: str | None = None
-    """With --device: a new file for the order in which a step's kernels ran, for ui.perfetto.dev."""
+    """With --device: a new file for the order of a step's kernels, for ui.perfetto.dev."""
     serve: bool = False
     """Compare bits: a server of the run's newest checkpoint against training, in exact mode."""
     serve_tp: Annotated[int, Bounds(least=1)] = 1
     """Ranks of that server."""
     serve_logprobs: Annotated[int | None, Bounds(least=1)] = None
-    """The fewest log-probabilities of it to compare, all ways together; none takes what `steps` batches have."""
+    """The fewest log-probabilities of it to compare, over all ways; none uses the number in `steps` batches."""
 
 
 def emulated_gpus(options: ProveOptions) -> tuple[int, int]:
-    """How many GPUs ``--device`` asks for, by itself one for each rank, and the bytes of each.
+    """The number of GPUs of ``--device``, by default one for each rank, and the bytes of each.
 
     Raises:
-        ConfigError: it is not written as it must be, or there cannot be so many or so large ones.
+        ConfigError: it has the wrong form, or the number or size is too large.
     """
     text = options.device or ""
-    asked = next((match for form in DEVICE_FORMS if (match := re.fullmatch(form, text))), None)
-    if asked is None:
+    form_match = next((match for form in DEVICE_FORMS if (match := re.fullmatch(form, text))), None)
+    if form_match is None:
         raise ConfigError(
             f"--device = '{text}' must be strict, strict:8, strict:24GiB or strict:8x24GiB: how many GPUs, and the "
             f"memory of each in GiB or MiB{_nearest_form(text)}."
         )
-    given = asked.groupdict()
+    given = form_match.groupdict()
     count = int(given.get("count") or ranks_of(options.plan))
     size_bytes = int(float(given.get("size") or MEMORY_GIB) * (2**20 if given.get("unit") == "MiB" else 2**30))
     if not 1 <= count <= MOST_GPUS or not 1 << 20 <= size_bytes <= MOST_GPU_BYTES:
@@ -76,7 +81,7 @@ def emulated_gpus(options: ProveOptions) -> tuple[int, int]:
 
 
 def _nearest_form(text: str) -> str:
-    """What was meant, where a text is nearly one of the forms."""
+    """A suggestion for a text that is nearly one of the forms."""
     meant = re.fullmatch(r"strict\W*(?:(\d+)[x:,* ]+)?x?(\d+(?:\.\d+)?) ?(?:([gm])i?b?)?", text, re.IGNORECASE)
     if meant is None:
         return ""
@@ -88,11 +93,11 @@ def _nearest_form(text: str) -> str:
 
 
 def require_gpus(options: ProveOptions, plan: PlanConfig) -> None:
-    """See that ``--device`` has a GPU for each rank.
+    """Check that ``--device`` has a GPU for each rank.
 
     Args:
         options: with the device.
-        plan: of which what was left open is filled in, where that is known.
+        plan: resolved, if possible.
 
     Raises:
         ConfigError: it has fewer.
@@ -118,11 +123,11 @@ def _on_gpus(options: ProveOptions) -> DeviceKind:
 
 
 def read(argv: Sequence[str]) -> tuple[ProveOptions, tuple[str, ...] | None]:
-    """The run and how much of it; and the flags, where they change settings that the user has not written himself.
+    """The run and the kind of its proof; and the flags, if they change settings that are not the user's own.
 
     Raises:
         ConfigError: the file cannot be used, or a flag is wrong.
-        SystemExit: help was asked for, and has been given.
+        SystemExit: after printing help.
     """
     path = Path(argv[0]) if argv and not argv[0].startswith("-") else None
     flags = argv if path is None else argv[1:]

@@ -1,4 +1,4 @@
-"""What superstep sample is asked for."""
+"""Arguments of superstep sample."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ DESCRIPTION = "Write text with a trained run: RUN is its folder, PROMPT what the
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleOptions:
-    """How to draw."""
+    """Sampling options."""
 
     tokens: Annotated[int, Bounds(least=1)] = 200
     """The most tokens to write."""
     temperature: Annotated[float, Bounds(least=0)] = 0.8
-    """How freely to draw; 0 takes the likeliest token each time."""
+    """Randomness of sampling; 0 takes the likeliest token each time."""
     seed: int = 0
     """Of the draws."""
     step: int | None = None
-    """After which the checkpoint was saved; none takes the newest."""
+    """Step of the checkpoint; none uses the newest."""
 
 
 def read(argv: Sequence[str]) -> tuple[Path, str, SampleOptions]:
-    """The run, the prompt and the rest.
+    """The run, the prompt and the options.
 
     Raises:
         ConfigError: one of them is missing or wrong.
-        SystemExit: help was asked for, and has been given.
+        SystemExit: after printing help.
     """
     words = list(takewhile(lambda word: not word.startswith("-"), argv))
     options = read_flags(

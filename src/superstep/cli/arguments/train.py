@@ -1,4 +1,4 @@
-"""What superstep train is asked for."""
+"""Arguments of superstep train."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ DESCRIPTION = "Train a model. Without a run.toml: a demo, two ranks on the sourc
 
 @dataclass(frozen=True, slots=True)
 class TrainArgs:
-    """A run as the command line has it.
+    """A run from the command line.
 
     Attributes:
-        yields_to: the flags, where they change settings that the user has not written himself: those of the demo, or
-            of a run that goes on; None where a file says what to do.
+        yields_to: the flags, if they change settings that are not the user's own: those of the demo, or of a resumed
+            run; None if a file has the settings.
         is_demo: whether it is the demo's model and text.
-        hosts: those that share its ranks; None where there is one.
-        web_port: where its report is served while it trains; None where it is not.
+        hosts: that share its ranks; None for one host.
+        web_port: of the live report; None without one.
     """
 
     config: RunConfig
@@ -36,22 +36,24 @@ class TrainArgs:
 
     @property
     def has_no_dp(self) -> bool:
-        """Whether ``plan.dp`` is what was chosen for the user, here or by the demo."""
+        """Whether ``plan.dp`` was chosen automatically or by the demo."""
         if self.yields_to is None or self.config.plan.dp is None:
             return self.config.plan.dp is None
         return "plan.dp" not in named_in(self.yields_to) and self.config.state.existing != "resume"
 
     def resolved(self, resolve: Callable[[RunConfig], Resolved]) -> Resolved:
-        """The run, with what nobody asked for out of the way of what was; raises as ``resolve`` does."""
+        """The resolved run; settings that the user did not name yield to those that he did. Raises as ``resolve``
+        does.
+        """
         return resolve(self.config) if self.yields_to is None else settle(self.config, self.yields_to, resolve)
 
 
 def read(argv: Sequence[str]) -> TrainArgs:
-    """The run that a command line asks for.
+    """The run of a command line.
 
     Raises:
         ConfigError: the file cannot be used, or a flag is wrong.
-        SystemExit: help was asked for, and has been given.
+        SystemExit: after printing help.
     """
     argv = [f"--observe.{word[2:]}" if word.partition("=")[0] == "--profile" else word for word in argv]
     if argv and not argv[0].startswith("-"):
@@ -66,7 +68,7 @@ def read(argv: Sequence[str]) -> TrainArgs:
     options = _flags(DEMO, argv)
     saved = Path(options.state.dir) / "run.toml"
     if options.state.existing == "resume" and saved.is_file():
-        # A run that goes on keeps its own settings; flags still change them.
+        # A resumed run keeps its own settings; flags still change them.
         options = _flags(read_config(saved), argv)
     is_demo = options.model == DEMO.model and options.data.corpus == DEMO.data.corpus
     return TrainArgs(RunConfig(**sections_of(options)), tuple(argv), is_demo, hosts_of(options), web_port_of(options))

@@ -1,4 +1,4 @@
-"""What superstep view is asked for."""
+"""Arguments of superstep view."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ DESCRIPTION = (
 )
 
 ENDS = (".html", ".svg", ".json")
-"""What a step can be written as."""
+"""Formats of a written step."""
 
 
 def read(argv: Sequence[str]) -> tuple[str | None, argparse.Namespace, list[str]]:
-    """What to show, how, and the flags that are a run's.
+    """The target, the options, and the flags of a run.
 
     Raises:
         ConfigError: an option is wrong.
-        SystemExit: help was asked for, and has been given.
+        SystemExit: after printing help.
     """
     target = argv[0] if argv and not argv[0].startswith("-") else None
     options, rest = _parser().parse_known_args(argv[1:] if target else argv)

@@ -1,1 +1,1 @@
-"""Before torch is imported: mistakes are refused, and the process is begun that ranks are forked from."""
+"""Before torch is imported: check for mistakes, and start the process from which ranks are forked."""

@@ -1,4 +1,4 @@
-"""Before a verb imports torch: what is wrong is refused, and the process that its ranks are forked from is begun."""
+"""Before a verb imports torch: check its arguments, and start the process from which its ranks are forked."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from superstep.tune.rl.config import RlRecipe
 
 
 def begin(verb: str, argv: Sequence[str]) -> None:
-    """Refuse what can be refused here, and begin that process where the verb will launch ranks. It imports torch at the
-    same time as this one does.
+    """Check the arguments, and start the fork server if the verb launches ranks. It imports torch while this process
+    does.
 
-    Under torchrun nothing is refused here: there rank 0 alone speaks, and once.
+    Under torchrun nothing is checked here: there only rank 0 shows errors, once.
 
     Raises:
-        UserError: what is asked for cannot be done.
+        UserError: the arguments are invalid.
     """
     is_of_torchrun = "RANK" in os.environ and not asks_for_hosts(argv)
     if verb == "train" and not is_of_torchrun:
@@ -58,7 +58,7 @@ def begin(verb: str, argv: Sequence[str]) -> None:
 
 
 def _check_recipe(argv: Sequence[str]) -> PlanConfig:
-    """The layout that a recipe asks for."""
+    """The layout of a recipe, after its checks."""
     match tune.read(argv):
         case RlRecipe() as recipe:
             check_rewards(recipe)

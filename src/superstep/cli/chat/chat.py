@@ -1,4 +1,4 @@
-"""superstep chat: a conversation in the terminal, with a model that is loaded here or with a server."""
+"""superstep chat: a conversation in the terminal, with a local model or a server."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ Ctrl-C stops an answer, Ctrl-D ends."""
 
 
 class ChatPartner(Protocol):
-    """Who answers."""
+    """Answers messages."""
 
     def answer(self, messages: Sequence[Mapping[str, str]]) -> Iterator[str]:
         """The pieces of an answer; a generator."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Talk until the input ends."""
+    """Chat until the input ends."""
     where, options = read(argv)
     if where.startswith(("http://", "https://")):
         talker: ChatPartner = RemoteModel(
@@ -46,24 +46,24 @@ def main(argv: Sequence[str]) -> int:
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         with suppress(ImportError):
-            __import__("readline")  # input() edits lines with it
+            __import__("readline")  # enables line editing in input()
         _note("Ctrl-C stops an answer, Ctrl-D ends, /help names the rest.")
     return ChatHistory(talker, options.system, prompt="> " if is_terminal else "").run()
 
 
 def _fields(options: ChatOptions) -> dict[str, object]:
-    """Of a request to a server."""
+    """Fields of a request to a server."""
     names = ("max_tokens", "seed", "temperature", "top_p")
     return {name: value for name in names if (value := getattr(options, name)) is not None}
 
 
 class ChatHistory:
-    """What was said.
+    """The conversation so far.
 
     Args:
-        talker: who answers.
-        system: what is said before all; None for nothing.
-        prompt: shown where a line is awaited.
+        talker: answers.
+        system: the system message; None for none.
+        prompt: of the input line.
     """
 
     def __init__(self, talker: ChatPartner, system: str | None, *, prompt: str) -> None:
@@ -71,7 +71,7 @@ class ChatHistory:
         self._said: list[dict[str, str]] = []
 
     def run(self) -> int:
-        """The exit status: 0, or of a mistake when nobody is there to read of it and go on."""
+        """The exit status: 0, or that of a mistake if the input is no terminal."""
         while True:
             try:
                 line = input(self._prompt).strip()
@@ -126,15 +126,14 @@ class ChatHistory:
         finally:
             if pieces:
                 print(flush=True)
-        # A stopped answer has been read as far as it goes, and can be spoken of.
+        # A stopped answer was read up to there, and stays in the conversation.
         self._said += [message, {"role": "assistant", "content": "".join(pieces)}]
 
 
 class Generated(Protocol):
-    """What can be closed."""
+    """An answer that can be stopped."""
 
-    def close(self) -> None:
-        """Stop."""
+    def close(self) -> None: ...
 
 
 def _note(text: str) -> None:

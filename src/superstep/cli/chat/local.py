@@ -1,4 +1,4 @@
-"""A model that is loaded here: the engine as a library, without a server."""
+"""A local model: the engine as a library, without a server."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ Message = Mapping[str, str]
 
 
 class LocalModel:
-    """Talks to a model in this process.
+    """A chat with a model in this process.
 
     Args:
         path: of a run, a checkpoint or a Hugging Face folder.
-        options: how.
-        note: tells the user something beside the answers.
+        options: of the chat.
+        note: shows messages to the user.
 
     Raises:
         StateError, DataError: there is no model, or it has no tokenizer.
-        ConfigError: it cannot be served so, or its chat template cannot be used.
+        ConfigError: it cannot be served, or its chat template cannot be used.
     """
 
     def __init__(self, path: Path, options: ChatOptions, note: Callable[[str], None]) -> None:
@@ -96,7 +96,7 @@ class LocalModel:
 
 @contextmanager
 def _asked_to_stop() -> Iterator[list[int]]:
-    """Filled by Ctrl-C, which must not tear a step of the engine apart; a second one ends the program."""
+    """A list that Ctrl-C adds to, so that it does not interrupt a step of the engine; a second one ends the program."""
     stops: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:

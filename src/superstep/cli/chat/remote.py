@@ -1,4 +1,4 @@
-"""A model behind a URL: OpenAI's endpoint for chats, as a stream."""
+"""A remote model: OpenAI's endpoint for chats, as a stream."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from superstep.errors import UserError
 Message = Mapping[str, str]
 
 WARNING = re.compile(r'299 \S+ "(.*)"')
-"""A lasting warning's text (RFC 7234, 5.5)."""
+"""The text of a persistent warning (RFC 7234, 5.5)."""
 
 PATIENCE_S = 600.0
-"""How long a server may say nothing: others may be before us."""
+"""Longest silence of a server: other requests may come first."""
 
 
 class RemoteModel:
-    """Talks to a server.
+    """A chat with a server.
 
     Args:
         url: of its root, or of its ``/v1``.
-        model: which of its models; None takes the first.
-        key: that it asks for.
-        fields: of every request beside the messages.
-        note: tells the user something beside the answers, such as what the server warns of.
+        model: its name; None uses the first.
+        key: for the server.
+        fields: of every request besides the messages.
+        note: shows messages to the user, such as the server's warnings.
 
     Raises:
-        UserError: nobody answers there, or it is no such server.
+        UserError: nothing answers there, or it is no such server.
     """
 
     def __init__(
@@ -54,10 +54,10 @@ class RemoteModel:
         self.name = self._first() if model is None else model
 
     def answer(self, messages: Sequence[Message]) -> Iterator[str]:
-        """The pieces of an answer, as they come. Closing it stops the answer.
+        """The pieces of an answer, as they arrive. Closing it stops the answer.
 
         Raises:
-            UserError: the server refuses, or goes away.
+            UserError: the server refuses, or disconnects.
         """
         body = {"model": self.name, "messages": list(messages), "stream": True, **self._fields}
         with closing(self._connected()) as connection:

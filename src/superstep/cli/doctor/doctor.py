@@ -1,4 +1,4 @@
-"""superstep doctor: what is wrong with a run, live or after it failed."""
+"""superstep doctor: diagnosis of a run, live or after a failure."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from superstep.train.run_folder.run_paths import RunFolder, write_whole
 PAGE_COLUMNS = 120
 POLL_S = 0.2
 LEAST_S, MOST_S = 1.0, 2.2
-"""How long a run is looked at: no less, so that there is something to see; and no more, where nothing is found."""
+"""Seconds of observation: at least the first, for enough data; at most the second, without findings."""
 
 GONE = ("", "T", "t", "Z")
 """States of a process that does not run."""
 
 OVER = ("finished", "stopped")
-"""The last event of a run that came to an end of its own."""
+"""Last events of a run that ended normally."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the page; 0 where nothing is wrong, 1 where something is."""
+    """Print the page; 0 without findings, 1 with some."""
     path, options = read(argv)
     folder = RunFolder(root=path)
     if (prepared := preparing(folder)) is not None:
@@ -71,10 +71,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def examine(folder: RunFolder) -> tuple[RunObservation, Diagnosis] | None:
-    """The run, and what is wrong with it; None where it has ended as it should.
+    """The run, and its diagnosis; None for a run that ended normally.
 
     Raises:
-        StateError: it does not train here, and has left nothing.
+        StateError: it does not train here, and has left no record.
     """
     diagnosis = None
     with live(folder) as run:
@@ -90,7 +90,7 @@ def examine(folder: RunFolder) -> tuple[RunObservation, Diagnosis] | None:
         return diagnosis
     observed = observed or over(folder)
     verdict = diagnose(observed)
-    if not observed.ranks and not verdict.findings:  # a full disk has no room for a fault either
+    if not observed.ranks and not verdict.findings:  # a full disk has no room for a record either
         raise StateError(
             f"'{folder.root}' does not train now on this host, and has left nothing of a fault: ask on the host of its "
             "ranks, while they run."
@@ -99,7 +99,7 @@ def examine(folder: RunFolder) -> tuple[RunObservation, Diagnosis] | None:
 
 
 def _has_ended(folder: RunFolder) -> bool:
-    """Whether a run some of whose ranks have gone comes to its end: its launcher has seen it as well, and says more."""
+    """Whether a run with lost ranks is ending: then its launcher reports more."""
     until_s = time.monotonic() + MOST_S
     while owner(folder) is not None and time.monotonic() < until_s:
         time.sleep(POLL_S)
@@ -107,13 +107,13 @@ def _has_ended(folder: RunFolder) -> bool:
 
 
 def look(run: LiveRun) -> tuple[RunObservation, Diagnosis]:
-    """What is seen of a live run within a moment, the stacks of its ranks as well, and what that shows."""
+    """The observation of a live run, with the stacks of its ranks, and its diagnosis."""
     begin_s = time.monotonic()
     run.looker.look()
     while True:
         time.sleep(POLL_S)
         looked_s = time.monotonic() - begin_s
-        # A launcher ends a run of which a rank is stopped within a second.
+        # A launcher ends a run with a stopped rank within a second.
         if looked_s < LEAST_S and not any(rank.state in GONE for rank in run.looker.look()):
             continue
         observed = run.seen()
@@ -121,11 +121,11 @@ def look(run: LiveRun) -> tuple[RunObservation, Diagnosis]:
         if verdict.findings or not verdict.stands or looked_s >= MOST_S:
             break
     observed = run.asked(observed)
-    return observed, diagnose(observed)  # again: with the stacks it is known whose code a rank is in
+    return observed, diagnose(observed)  # again: stacks show whose code a rank is in
 
 
 def as_json(folder: RunFolder, run: RunObservation, verdict: Diagnosis) -> dict[str, object]:
-    """All of it but the notes, which superstep trace writes."""
+    """The whole report except the notes, which superstep trace writes."""
     left_out = ("notes", "follows")
     ranks = [{name: value for name, value in asdict(rank).items() if name not in left_out} for rank in run.ranks]
     return {

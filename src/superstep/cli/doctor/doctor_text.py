@@ -1,4 +1,4 @@
-"""The doctor's page: what is wrong, who waits for whom, where the time went, and where each rank is in its code."""
+"""The doctor's page: the diagnosis, who waits for whom, where the time went, and each rank's place in the code."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from superstep.observe.doctor.wait_graph import RankWait
 from superstep.observe.number_format import bytes_text, seconds_text
 
 CALLS = 3
-"""How many calls of a stack are shown, from the innermost on."""
+"""Calls of a stack that are shown, from the innermost on."""
 
 STARVED = 0.1
-"""From when on it is said that a rank waits for a processor."""
+"""Share of time from which waiting for a processor is reported."""
 
 BESIDE = (DATA, VALIDATION, CHECKPOINT, REPORT)
 
@@ -25,10 +25,10 @@ def page(name: str, run: RunObservation, verdict: Diagnosis, *, width: int, is_w
 
     Args:
         name: of the run.
-        run: what was seen.
-        verdict: what that shows.
+        run: the observation.
+        verdict: the diagnosis.
         width: columns.
-        is_whole: whether stacks are shown whole, and of every thread.
+        is_whole: whether to show whole stacks, of every thread.
     """
     width = max(60, min(width, 120))
     parts = [list(_head(name, run, verdict, width)), list(_waits(run, verdict)), list(_time_lines(verdict))]
@@ -103,7 +103,7 @@ def _shares(each: TimeSpent) -> str:
     whole_s = each.whole_s or 1.0
     shares = [each.work_s / whole_s, each.wait_s / whole_s]
     beside = [each.share(name) for name in BESIDE]
-    # What a validation computes is in both: its instructions are a program's.
+    # Both include the computation of a validation: its instructions belong to a program.
     rest = max(
         0.0, 1.0 - sum(shares) - sum(share for name, share in zip(BESIDE, beside, strict=True) if name != VALIDATION)
     )

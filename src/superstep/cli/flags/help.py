@@ -1,4 +1,4 @@
-"""The page that --help prints: every field of a dataclass as a flag, what is asked for most first."""
+"""The page of --help: every field of a dataclass as a flag, the common ones first."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from superstep.plan.config_io import alternatives, section_of, table_entry
 
 INDENT = 2
 WIDEST = 100
-"""Columns; the eye does not follow a longer line."""
+"""Most columns; longer lines are hard to read."""
 
 
 def write_help(base: object, *, usage: str, description: str, common: Sequence[str] = ()) -> str:
-    """The page for the flags that set the fields of ``base``, as wide as the terminal.
+    """The page for the flags of ``base``, as wide as the terminal.
 
     Args:
-        common: dotted names of the fields that most who ask are looking for.
+        common: dotted names of the most used fields.
     """
     width = max(20, min(shutil.get_terminal_size().columns, WIDEST))
     sections = list(_sections(base, ""))
@@ -38,11 +38,11 @@ def write_help(base: object, *, usage: str, description: str, common: Sequence[s
 
 
 def page(usage: str, words: Iterable[tuple[str, str]], last: str) -> str:
-    """The page of a verb that has words of its own, as wide as the terminal.
+    """The page of a verb with subcommands, as wide as the terminal.
 
     Args:
         usage: its first line.
-        words: each word, and what it does.
+        words: each subcommand, with its description.
         last: its last line.
     """
     columns = max(24, min(shutil.get_terminal_size().columns, WIDEST))
@@ -53,7 +53,7 @@ def page(usage: str, words: Iterable[tuple[str, str]], last: str) -> str:
 
 
 def _sections(base: Any, prefix: str) -> Iterator[tuple[str, dict[str, tuple[str, str]]]]:  # noqa: ANN401
-    """A title for each table of fields, and for each field how it is set and what it means."""
+    """A title for each table of fields, and for each field its value's form and its meaning."""
     hints, docs = typing.get_type_hints(type(base)), field_docs(type(base))
     own = {
         f"{prefix}{field.name}": (
@@ -86,7 +86,7 @@ def _wrap(text: str, width: int, *, first: int = 0, later: int = 0) -> str:
 
 
 def _meaning(doc: str, value: object) -> str:
-    """The field's docstring and its default, where it has one."""
+    """The field's docstring and its default, if it has one."""
     text = " ".join(doc.split())
     match value:
         case None | () | "":
@@ -98,7 +98,7 @@ def _meaning(doc: str, value: object) -> str:
 
 
 def _value(hint: object) -> str:
-    """What stands behind the flag."""
+    """The form of the flag's value."""
     option = next(option for option in alternatives(hint) if option is not type(None))
     if (entry := table_entry(option)) is not None:
         return f".KEY {_value(entry)}"
@@ -110,7 +110,7 @@ def _value(hint: object) -> str:
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """The docstring below each field of a dataclass and of those that it is made from."""
+    """The docstring below each field of a dataclass and of its bases."""
     docs: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if is_dataclass(base):

@@ -1,4 +1,4 @@
-"""A file that a verb will write at its end: seen before its work, which may take minutes."""
+"""A file that a verb writes at its end: checked before its work, which may take minutes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from superstep.errors import ConfigError
 
 
 def require_new_file(flag: str, path: Path) -> None:
-    """See that a file can be written, and that there is none yet: it is made, and removed again.
+    """Check that a file does not exist and can be written, by creating and removing it.
 
     Raises:
-        ConfigError: it is there already, or cannot be written.
+        ConfigError: it exists, or cannot be written.
     """
     if not path.parent.is_dir():
         raise ConfigError(f"{flag} = '{path}': the folder {path.parent} is not there; make it first.")
@@ -26,7 +26,7 @@ def require_new_file(flag: str, path: Path) -> None:
 
 
 def write_new_file(path: Path, text: str) -> None:
-    """Write it; one that has come to be there meanwhile is kept.
+    """Write it; a file that was created meanwhile is kept.
 
     Raises:
         OSError: it cannot be written.

@@ -3,7 +3,7 @@
     --plan.tp 2   --plan.tp=2   --data.corpus a.txt b.txt   --data.text-field body   --plan.dp None
     --plan.rules.ffn none                                       one entry of a table
 
-A wrong one is refused in one line, and in the words that a run.toml is refused in.
+An error is one line, in the words of a run.toml's error.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ COMMON = (
     "state.dir",
     "state.existing",
 )
-"""Fields of a run that its help begins with."""
+"""First fields in the help of a run."""
 
 YIELDING = ("plan.microbatch", "plan.microbatch_group", "plan.schedule", "plan.zero", "plan.dp")
-"""Fields that a demo proposes and a saved run has filled in: where nobody asks for them, they stand in nobody's way."""
+"""Fields that a demo or a saved run has set: they yield to the user's settings if no flag names them."""
 
 DEMO = RunConfig(plan=PlanConfig(dp=2, zero=2, microbatch=4), state=StateConfig(dir="runs/demo"))
 """Two ranks, each with half of the gradients and of the optimizer."""
@@ -52,7 +52,7 @@ DEMO = RunConfig(plan=PlanConfig(dp=2, zero=2, microbatch=4), state=StateConfig(
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Where the number of a flag may lie, written at its field: ``tasks: Annotated[int, Bounds(least=1, most=9)]``."""
+    """Bounds of a flag's number, given at its field: ``tasks: Annotated[int, Bounds(least=1, most=9)]``."""
 
     least: float | None = None
     above: float = -math.inf
@@ -60,23 +60,22 @@ class Bounds:
     is_finite: bool = False
 
     def __str__(self) -> str:
-        """As a refusal says it."""
+        """The bounds in an error message."""
         if self.least is not None:
             return f"at least {self.least:g}" if self.most == math.inf else f"from {self.least:g} to {self.most:g}"
         more = " and finite" if self.is_finite else "" if self.most == math.inf else f" and at most {self.most:g}"
         return f"above {self.above:g}{more}"
 
     def has(self, value: float) -> bool:
-        """Whether a number lies there; NaN does not."""
+        """Whether a number is within the bounds; NaN is not."""
         is_high_enough = value > self.above if self.least is None else value >= self.least
         return is_high_enough and value <= self.most and (math.isfinite(value) or not self.is_finite)
 
 
 class Parser(argparse.ArgumentParser):
-    """Refuses in one line, as every verb does."""
+    """A parser with errors in one line, as in every verb."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise a ConfigError."""
         raise ConfigError(f"{message}; {self.prog} --help says more.")
 
 
@@ -84,7 +83,7 @@ def read_run(path: Path) -> RunConfig:
     """The run of a TOML file.
 
     Raises:
-        ConfigError: it cannot be used, or it is some other file: an empty one would be the demo.
+        ConfigError: it cannot be used, or has another suffix: an empty file would be the demo.
     """
     if path.is_file() and path.suffix != ".toml":
         raise ConfigError(
@@ -95,17 +94,17 @@ def read_run(path: Path) -> RunConfig:
 
 
 def ranks_of(plan: PlanConfig) -> int:
-    """How many ranks a plan says that there are; what it leaves open is not counted."""
+    """The number of ranks of a plan, with open axes counted as 1."""
     return math.prod(getattr(plan, axis) or 1 for axis in AXES)
 
 
 def settle(config: RunConfig, argv: Sequence[str], resolve: Callable[[RunConfig], Resolved]) -> Resolved:
-    """A run whose settings the flags in ``argv`` change, and the user has not written himself, resolved.
+    """Resolve a run with settings that are not the user's own, changed by the flags in ``argv``.
 
-    As few of the ``YIELDING`` fields as possible become automatic again, of those that no flag names.
+    As few as possible of the ``YIELDING`` fields without a flag become automatic again.
 
     Raises:
-        ConfigError: what the flags ask for cannot work; it speaks of no yielding field that nobody named.
+        ConfigError: the flags' settings cannot work; the message names no yielding field without a flag.
     """
     named = named_in(argv)
     free = [name for name in YIELDING if name not in named and _plan_field(config.plan, name) is not None]
@@ -124,7 +123,7 @@ def named_in(argv: Sequence[str]) -> set[str]:
 
 
 def _plan_field(plan: PlanConfig, name: str) -> object:
-    """The value of a field, None where it is automatic already."""
+    """The value of a field; None if it is automatic."""
     key = name.removeprefix("plan.")
     value: object = getattr(plan, key)
     return None if value == getattr(PlanConfig(), key) else value
@@ -136,19 +135,19 @@ def _automatic(config: RunConfig, names: Sequence[str]) -> RunConfig:
 
 
 def flags(verb: str, base: RunConfig, argv: Sequence[str], *, description: str) -> RunConfig:
-    """``base`` with the fields that flags name replaced; raises as ``read_flags`` does."""
+    """``base`` with the flags' fields replaced; raises as ``read_flags`` does."""
     return read_flags(base, argv, prog=f"superstep {verb} [run.toml]", description=description, common=COMMON)
 
 
 def read_flags(base: T, argv: Sequence[str], *, prog: str, description: str, common: Sequence[str] = ()) -> T:
-    """A dataclass, whose fields may be dataclasses, with the fields that flags name replaced.
+    """A dataclass, with possibly nested dataclasses, with the flags' fields replaced.
 
     Args:
-        common: names of fields that its help begins with.
+        common: first fields in the help.
 
     Raises:
-        ConfigError: a flag is wrong, or a number lies outside of the bounds of its field.
-        SystemExit: help was asked for, and has been given.
+        ConfigError: a flag is wrong, or a number is out of its field's bounds.
+        SystemExit: after printing help.
     """
     if asks_for_help(argv):
         print(write_help(base, usage=f"{prog} [--FLAG VALUE ...]", description=description, common=common), end="")
@@ -179,17 +178,17 @@ def _check_bounds(options: Any, prefix: str) -> None:  # noqa: ANN401
 
 
 def sections_of(config: RunConfig) -> dict[str, Any]:
-    """The sections of a run by their names, without what a verb's own options have beside them."""
+    """The sections of a run by name, without a verb's own options."""
     return {section.name: getattr(config, section.name) for section in fields(RunConfig)}
 
 
 def asks_for_help(argv: Sequence[str]) -> bool:
-    """Whether to print a page instead."""
+    """Whether to print help."""
     return "-h" in argv or "--help" in argv
 
 
 def asks_for_hosts(argv: Sequence[str]) -> bool:
-    """Whether several hosts have a launcher each, be they started by torchrun."""
+    """Whether several hosts have a launcher each, even under torchrun."""
     return any(word.partition("=")[0] == "--hosts" for word in argv)
 
 
@@ -206,7 +205,7 @@ def _hints(cls: type, prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def _groups(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Each flag without its dashes, and the words up to the next flag."""
+    """Each flag without its dashes, with its words."""
     group: tuple[str, list[str]] | None = None
     for word in argv:
         if not word.startswith("--"):
@@ -253,7 +252,7 @@ def _value(flag: str, words: list[str], hint: object) -> object:
 
 
 def _split_list(words: Sequence[str]) -> Sequence[str]:
-    """The items of a list, which may also be written as a run.toml has it: [1, 3]."""
+    """The items of a list, which may also have run.toml's form: [1, 3]."""
     whole = " ".join(words)
     if not (whole.startswith("[") and whole.endswith("]")):
         return words
@@ -280,7 +279,7 @@ def _convert(words: Sequence[str], option: Any) -> tuple[bool, object]:  # noqa:
 
 
 def _enter(base: Any, table: str, key: str, value: object) -> tuple[tuple[str, object], ...]:  # noqa: ANN401
-    """The table with one entry more, or another."""
+    """The table with an entry added or replaced."""
     for name in table.split("."):
         base = getattr(base, name)
     return tuple(sorted({**dict(base), key: value}.items()))
@@ -291,6 +290,6 @@ def _with(base: Any, path: Sequence[str], value: object) -> Any:  # noqa: ANN401
     if not rest:
         return replace(base, **{name: value})
     section = getattr(base, name)
-    if section is None:  # a flag of a table that was left out turns it on
+    if section is None:  # a flag of an absent table turns it on
         section = typing.cast(type, section_of(typing.get_type_hints(type(base))[name]))()
     return replace(base, **{name: _with(section, rest, value)})

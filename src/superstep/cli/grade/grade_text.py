@@ -1,4 +1,4 @@
-"""What superstep grade check prints."""
+"""The report of superstep grade check."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ BOUNDS: dict[MemoryBound, str] = {
     "cgroup": "by a cgroup",
     "watched": "by looks at their processes, since no cgroup can be made here",
 }
-"""How the memory of candidates' programs is bounded."""
+"""How the memory of candidates' programs is limited."""
 
 WORST_FIRST = tuple(MEANT)
 MOST = 20
-"""Weaknesses that are told one by one: one mistake of a grader may be open to every attack."""
+"""Weaknesses that are listed: one mistake of a grader may be open to every attack."""
 
 
 def report_lines(path: Path, report: AttackReport) -> Iterator[str]:
-    """Lines for each weakness, with what was answered, and a line for the whole."""
+    """Lines for each weakness, with its answer, and a summary."""
     weaknesses = sorted(report.weaknesses, key=lambda weakness: WORST_FIRST.index(weakness.flaw))
     for weakness in weaknesses[:MOST]:
         yield f"WEAK  {_describe_weakness(weakness, report.tasks)}"

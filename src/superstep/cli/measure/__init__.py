@@ -1,1 +1,1 @@
-"""``superstep measure``: what this machine can do, and its roofline."""
+"""``superstep measure``: this machine's rates, and its roofline."""

@@ -1,4 +1,4 @@
-"""superstep measure: what this machine does in a second: a cluster file, a table, and a roofline with a model on it."""
+"""superstep measure: this machine's rates: a cluster file, a table, and a roofline with a model on it."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ from superstep.state.fsync import free_bytes
 from superstep.train.weights.model import operations
 
 SIDES = (64, 256, 1024, 4096)
-"""Sides of the products measured; a model's own shapes are measured beside them."""
+"""Sides of the measured products, besides a model's own shapes."""
 
 LARGE = 2**23
-"""Bytes that no cache of one core holds."""
+"""Bytes beyond any cache of one core."""
 LENGTHS = (128, 512, 2048)
-"""Of sequences, for attention."""
+"""Sequence lengths of measured attention."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure, print, write."""
+    """Measure, print and write."""
     options = read_arguments(argv)
     place = options.out.parent if options.out else Path(tempfile.gettempdir())
     _require_room(place)
@@ -86,10 +86,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _require_room(folder: Path) -> None:
-    """See that the file that the disk is measured with has room, before anything is measured.
+    """Check that the test file of the disk's measurement fits, before anything is measured.
 
     Raises:
-        ConfigError: it has not.
+        ConfigError: it does not.
     """
     free = free_bytes(folder)
     if free < SIZE:
@@ -100,7 +100,7 @@ def _require_room(folder: Path) -> None:
 
 
 def serving_rate(run: Resolved, way: str, options: argparse.Namespace) -> ServingRate:
-    """What the steps of a server take here, in one way of computing them."""
+    """The rate of a server's steps here, in one format."""
     if run.decoder is None:
         raise ConfigError("--serve measures servers of the decoder; leave --model to a named size.")
     dtype, _, special = way.partition("-")
@@ -111,7 +111,7 @@ def serving_rate(run: Resolved, way: str, options: argparse.Namespace) -> Servin
         tp=options.serve_tp,
         kernels=kernels_folder(None),
     )
-    # The demo's weights stay in a cache; what is kept for other models is measured on larger ones.
+    # The demo's weights stay in a cache; the stored rates of other models are measured on larger ones.
     return calibrate(USUAL if options.model == "demo" else run.decoder, serve, choose(options.device, options.serve_tp))
 
 
@@ -131,7 +131,7 @@ def _grid() -> Iterator[Operation]:
 
 
 def _rank(world: World, run: Resolved, wanted: tuple[Operation, ...], budget_s: float) -> MeasuredMachine:
-    """What one of the ranks measures, all at once."""
+    """The measurement of one rank, in parallel with the others."""
     gauge = as_run(run, TimingOptions(device=world.device, budget_s=budget_s))
     dtype = run.config.numerics.compute
     products, copies = measure_operations(wanted, dtype, gauge)
@@ -167,7 +167,7 @@ def _table(measurement: MeasuredMachine) -> Iterator[str]:
 
 
 def _roof(measurement: MeasuredMachine) -> Roofline:
-    """The fastest product, and the fastest way over memory of what is larger than a cache."""
+    """The fastest product, and the fastest memory traffic beyond the caches."""
     large = [c.bytes_per_s for c in measurement.cluster.chip.copies if c.bytes >= LARGE]
     return Roofline(
         flops_per_s=max(p.flops_per_s for p in measurement.cluster.chip.products),
@@ -176,7 +176,7 @@ def _roof(measurement: MeasuredMachine) -> Roofline:
 
 
 def _points(run: Resolved, units: Sequence[UnitOperations], measurement: MeasuredMachine) -> Iterator[RooflinePoint]:
-    """The units of the model: embedding, a block's two ways, its attention, the head, and the optimizer."""
+    """The units of the model: embedding, a block's forward and backward, its attention, the head, and the optimizer."""
     block = units[1]
     ways: list[tuple[str, Operations]] = [
         ("embedding", units[0].forward),
@@ -196,7 +196,7 @@ def _points(run: Resolved, units: Sequence[UnitOperations], measurement: Measure
 
 
 def _bytes(operation: Operation) -> int:
-    """What an operation reads and writes."""
+    """Bytes that an operation reads and writes."""
     match operation:
         case MatmulOperation():
             return 4 * operation.count * operation.numel

@@ -1,4 +1,4 @@
-"""The roofline (Williams 2009): how many operations each byte of memory is worth, and how fast they then can be.
+"""The roofline (Williams 2009): the rate of operations that a number of operations per byte of memory allows.
 
 FLOP/s
   peak           ____________
@@ -22,24 +22,24 @@ MARGIN = 90
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roofline:
-    """What a machine can do at most: operations in a second, and bytes over its memory."""
+    """A machine's limits: operations per second, and bytes of memory per second."""
 
     flops_per_s: float
     bytes_per_s: float
 
     @property
     def ridge(self) -> float:
-        """FLOPs for each byte from which on products limit, and not memory."""
+        """FLOPs per byte from which on products are the limit, not memory."""
         return self.flops_per_s / self.bytes_per_s
 
     def over(self, intensity: float) -> float:
-        """The most that it can do at so many FLOPs a byte, FLOP/s."""
+        """The limit at a number of FLOPs per byte, in FLOP/s."""
         return min(self.flops_per_s, intensity * self.bytes_per_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RooflinePoint:
-    """One unit: its operations, the bytes that they move, and what they are predicted to take."""
+    """One unit: its operations, its bytes, and its predicted seconds."""
 
     name: str
     flops: int
@@ -48,17 +48,17 @@ class RooflinePoint:
 
     @property
     def intensity(self) -> float:
-        """FLOPs for each byte."""
+        """FLOPs per byte."""
         return self.flops / self.bytes if self.bytes else 0.0
 
     @property
     def flops_per_s(self) -> float:
-        """As predicted."""
+        """The predicted rate."""
         return self.flops / self.seconds if self.seconds else 0.0
 
 
 def draw_text(roof: Roofline, points: Sequence[RooflinePoint]) -> list[str]:
-    """A line for each unit: where it stands, what limits it, and how near it comes to its roof."""
+    """A line for each unit: its place, its limit, and how near it comes to its roof."""
     lines = [
         f"roofline: {rate_text(roof.flops_per_s)} from {roof.ridge:.3g} FLOPs a byte on, "
         f"{roof.bytes_per_s / 1e9:.3g} GB/s below"
@@ -75,7 +75,7 @@ def draw_text(roof: Roofline, points: Sequence[RooflinePoint]) -> list[str]:
 
 
 def draw_svg(roof: Roofline, points: Sequence[RooflinePoint]) -> str:
-    """The picture, both axes logarithmic."""
+    """The picture, with logarithmic axes."""
     shown = [point for point in points if point.intensity > 0 and point.flops_per_s > 0]
     low = min([roof.ridge / 10, *(point.intensity / 2 for point in shown)])
     high = max([roof.ridge * 10, *(point.intensity * 2 for point in shown)])
@@ -113,7 +113,7 @@ def draw_svg(roof: Roofline, points: Sequence[RooflinePoint]) -> str:
     below = 0.0
     for point in sorted(shown, key=lambda each: -each.flops_per_s):
         left, height = x(point.intensity), y(point.flops_per_s)
-        # Names of points that lie side by side stand one below the other.
+        # Names of nearby points are stacked.
         below = max(height + 4, below + 13)
         parts += [
             f'<circle cx="{left:.1f}" cy="{height:.1f}" r="4" fill="#0a6"/>',

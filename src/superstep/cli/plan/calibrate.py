@@ -1,4 +1,4 @@
-"""What runs, published steps and measured machines say of the chips that are planned for."""
+"""Calibration of the planned chips by runs, published steps and measured machines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from superstep.train.run_folder.run_paths import RunFolder
 
 
 def calibrate_on(path: Path, cluster: Cluster, known: Guide) -> tuple[Guide, str]:
-    """What is known once a run, a published step or a measured machine was seen, and that in words.
+    """The calibrated guide after a run, a published step or a measured machine, and a description.
 
     Raises:
         StateError: there is no such run, or it has recorded no step.
@@ -38,13 +38,13 @@ def calibrate_on(path: Path, cluster: Cluster, known: Guide) -> tuple[Guide, str
     text = calibration_text(calibration, str(path))
     if not calibration.is_believed:
         return known, text
-    # Its instructions told which constants were off; that they were seen narrows as one step does.
+    # Its instructions showed which constants were off; the range narrows as for one step.
     slopes = step_slopes(run, cluster, calibration.efficiency)
     return known.after_step(slopes, 0.0).with_values(calibration.efficiency), text
 
 
 def calibration_of(root: Path, cluster: Cluster, known: Guide) -> tuple[Resolved, Calibration]:
-    """A run, and the constants with which the formulas come nearest to the step that it recorded.
+    """A run, and the constants that fit the formulas best to its recorded step.
 
     Raises:
         StateError: there is no such run, or it has recorded no step.
@@ -70,7 +70,7 @@ def calibration_of(root: Path, cluster: Cluster, known: Guide) -> tuple[Resolved
 
 
 def _after_machine(path: Path, cluster: Cluster, known: Guide) -> Guide:
-    """The best measured product, copy and gather, as shares of what the chip's maker says."""
+    """The best measured product, copy and gather, as shares of the chip's data sheet."""
     machine = read_cluster(path)
     chip, usual = machine.chip, cluster.chip
     if generation(chip) != generation(usual):

@@ -1,4 +1,4 @@
-"""superstep plan: the best layouts of a model on a cluster, with what they cost and why."""
+"""superstep plan: the best layouts of a model on a cluster, with their costs and reasons."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ DESCRIPTION = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankOptions(PlanRequest):
-    """What to plan for, and what to tell."""
+    """Options of a plan."""
 
     explain: bool = False
     """Show where the step and the memory of the best plan go."""
     calibrate: tuple[str, ...] = ()
     """Runs of ours, published steps, measured machines (see the page on planning): fit the shares of peaks to them."""
     jitter: float | None = None
-    """Spread of an operation's seconds, 0.05 say: sample how late the best plan's steps come."""
+    """Spread of an operation's seconds, such as 0.05: simulate the delays of the best plan's steps."""
     slow_share: float = 0.0
-    """Share of the chips that are a tenth slower for good; sampled as well."""
+    """Share of the chips that are a tenth slower permanently; simulated as well."""
     out: str | None = None
     """Write the best plan as a run.toml that trains."""
     json: str | None = None
@@ -58,7 +58,7 @@ class RankOptions(PlanRequest):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the best plans; with --serve, what a server will do."""
+    """Print the best plans; with --serve, a server's forecast."""
     if any(word in ("--serve", "--serve=true") for word in argv):
         return _serving(argv)
     has_model = bool(argv) and not argv[0].startswith("-")
@@ -99,14 +99,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _serving(argv: Sequence[str]) -> int:
-    """``superstep plan --serve``: it measures this machine, so that it brings torch, and is imported here alone."""
+    """``superstep plan --serve``: it measures this machine, so it needs torch, and is imported only here."""
     read(argv)  # help and mistakes need neither
     status: int = importlib.import_module("superstep.cli.plan.serve").main(argv)
     return status
 
 
 def _check(options: RankOptions) -> None:
-    """Before the search, which may take a minute."""
+    """Check before the search, which may take a minute."""
     for name, share in {"--jitter": options.jitter, "--slow-share": options.slow_share}.items():
         if share is not None and not 0 <= share <= 1:
             raise ConfigError(f"{name} = {share} must be between 0 and 1.")

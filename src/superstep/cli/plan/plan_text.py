@@ -1,4 +1,4 @@
-"""Plans as a person reads them: a table of the best, what each axis costs, where the time and the memory go."""
+"""Plans for display: a table of the best, the cost of each axis, where the time and the memory go."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from superstep.run.reports.plan_line import plan_text
 BAR = 40
 """Columns of a whole step."""
 SHOWN, MOST_SHOWN = 0.01, 6
-"""Changes of constants from which on they are shown, and how many at most."""
+"""Smallest change of a constant that is shown, and the most changes."""
 
 
 def header(problem: SearchProblem, answer: SearchResult) -> str:
-    """What is planned, and how much was looked at."""
+    """The planned model and cluster, and the size of the search."""
     cluster, config = problem.cluster, problem.base
     return (
         f"{config.model.name} ({count_text(parameters(problem.shape))} parameters) on {cluster.chips} x "
@@ -42,7 +42,7 @@ def header(problem: SearchProblem, answer: SearchResult) -> str:
 
 
 def table(plans: Sequence[SimulatedPlan], figures: Sequence[Figures]) -> str:
-    """The best plans, a line for each and one below it that says what holds it back."""
+    """The best plans, a line for each and one below it with its bottleneck."""
     has_run = figures[0].run_s is not None
     lines = [f"{'':3}{'step':>9}{'tokens/s':>10}{'MFU':>7}{'memory':>11}{'headroom':>11}  plan"]
     for number, (plan, each) in enumerate(zip(plans, figures, strict=True), 1):
@@ -67,7 +67,7 @@ def table(plans: Sequence[SimulatedPlan], figures: Sequence[Figures]) -> str:
 
 
 def snapshot_line(plan: SimulatedPlan) -> str:
-    """What snapshots would take of the hosts' memory."""
+    """The hosts' memory for snapshots."""
     cluster, of_rank = plan.found.side.problem.cluster, slots_bytes(plan.run)
     node = min(cluster.domain, cluster.chips)
     return (
@@ -107,7 +107,7 @@ def _run_text(each: Figures) -> str:
 
 
 def _ties_text(plans: Sequence[SimulatedPlan]) -> list[str]:
-    """Which of the plans shown no formula tells from the first."""
+    """The shown plans that the formulas cannot distinguish from the first."""
     near = tie_places([each.step_s for each in plans])
     if 0 not in near or len(near) == 1:
         return []
@@ -117,7 +117,7 @@ def _ties_text(plans: Sequence[SimulatedPlan]) -> list[str]:
 
 
 def alternatives_text(neighbours: Sequence[Neighbour]) -> str:
-    """What each axis is worth."""
+    """The value of each axis."""
     lines = ["Nearest alternatives to the first, best of each kind:"]
     for each in sorted(neighbours, key=lambda n: n.slower):
         memory = "the same memory"
@@ -131,7 +131,7 @@ def alternatives_text(neighbours: Sequence[Neighbour]) -> str:
 
 
 def calibration_text(calibration: Calibration, source: str) -> str:
-    """What a recorded step changed."""
+    """The effect of a recorded step."""
     lines = [
         f"Calibrated on {source}: an instruction is predicted within {calibration.error_after:.0%} in the median, "
         f"{calibration.error_before:.0%} before"
@@ -148,7 +148,7 @@ def calibration_text(calibration: Calibration, source: str) -> str:
 
 
 def published_text(source: str, before: Guide, after: Guide, ratio: float, *, is_used: bool) -> str:
-    """What a published step changed, and by how much it was off."""
+    """The effect of a published step, and its prediction error."""
     off = f"{abs(ratio - 1):.0%} {'longer' if ratio > 1 else 'shorter'}"
     if not is_used:
         return f"Not used: {source}, whose step was predicted {off} than it was; see whether its plan is right.\n"
@@ -156,19 +156,19 @@ def published_text(source: str, before: Guide, after: Guide, ratio: float, *, is
 
 
 def measured_text(source: str, before: Guide, after: Guide) -> str:
-    """What a measured machine changed."""
+    """The effect of a measured machine."""
     return f"Calibrated on {source}, a measured machine\n{_moves_text(before, after)}"
 
 
 def _moves_text(before: Guide, after: Guide) -> str:
-    """The constants that moved, the furthest first."""
+    """The changed constants, the largest change first."""
     moves = [(name, before.efficiency[name], value) for name, value in after.efficiency.values.items()]
     far = sorted((move for move in moves if abs(move[2] / move[1] - 1) > SHOWN), key=lambda m: -abs(m[2] / m[1] - 1))
     return "".join(f"  {name:26}{was:>10.3g} -> {now:.3g}\n" for name, was, now in far[:MOST_SHOWN])
 
 
 def narrowed_text(narrowed: float) -> str:
-    """By how much the first plan's range is narrower."""
+    """How much narrower the first plan's range is."""
     return f"Of the range of the first's step, calibration leaves {narrowed:.0%} of the width.\n"
 
 
@@ -206,7 +206,7 @@ def _memory(plan: SimulatedPlan) -> Iterator[tuple[str, float]]:
 
 
 def _bars(values: dict[str, float], text: Any) -> list[str]:  # noqa: ANN401
-    """A line for each value, its bar where those before it end."""
+    """A line for each value; its bar starts at the end of the one before."""
     total, before = sum(values.values()), 0.0
     lines = []
     for name, value in values.items():
@@ -219,7 +219,7 @@ def _bars(values: dict[str, float], text: Any) -> list[str]:  # noqa: ANN401
 
 
 def fallback_text(fallbacks: Sequence[Fallback]) -> str:
-    """Plans for what is left when nodes are lost."""
+    """Plans for the remaining nodes after a loss."""
     lines = ["When nodes are lost, with the same global batch; each resolved, compiled and simulated:"]
     for each in fallbacks:
         if each.verified is None:
@@ -233,7 +233,7 @@ def fallback_text(fallbacks: Sequence[Fallback]) -> str:
 
 
 def jitter_text(straggled: StragglerResult | None, jitter: Jitter) -> str:
-    """How late steps come when chips are not all alike."""
+    """Delays of steps when chips differ."""
     if straggled is None:
         return "The best plan's program is too long to sample its stragglers.\n"
     # Rounding may leave a hair less than the clean step; no step is faster than that.
@@ -248,7 +248,7 @@ def jitter_text(straggled: StragglerResult | None, jitter: Jitter) -> str:
 def record(
     answer: SearchResult, plans: Sequence[SimulatedPlan], figures: Sequence[Figures], beside: Sequence[Neighbour]
 ) -> dict[str, Any]:
-    """The problem, the best plans and their alternatives as JSON has them, in base units."""
+    """The problem, the best plans and their alternatives for JSON, in base units."""
     problem = plans[0].found.side.problem
     return {
         "model": problem.base.model.name,

@@ -1,4 +1,4 @@
-"""superstep plan --serve: what a server will do, before it starts."""
+"""superstep plan --serve: the forecast of a server, before it starts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from superstep.serve.scheduling.step import Budget
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeForecast:
-    """What a server will do.
+    """The forecast of a server.
 
     Attributes:
         model: its name.
@@ -51,17 +51,17 @@ class ServeForecast:
         where: the machine.
         way: how steps are computed.
         tp, dp: ranks that share the model, and replicas.
-        spread: of the measured steps; None where nothing was measured.
+        spread: of the measured steps; None without a measurement.
         weight_bytes, key_bytes, beside_bytes: of a rank.
-        page_bytes: of a rank, of one page.
-        pages, page_tokens: how many, and positions of one.
+        page_bytes: of a rank's page.
+        pages, page_tokens: number of pages, and positions of one.
         rooms: contexts x streams.
-        firsts: prompts that come alone.
-        prompt_tokens, answer_tokens: of requests that come together.
-        crowds: those.
-        speculate: who guesses tokens; empty for nobody.
-        small_weight_bytes: of a rank, of the model that guesses. Its keys are among those of a page.
-        guesses: what guessing takes.
+        firsts: single prompts.
+        prompt_tokens, answer_tokens: of requests that arrive together.
+        crowds: those requests.
+        speculate: the drafter; empty without one.
+        small_weight_bytes: of a rank, of the draft model. Its keys are part of each page.
+        guesses: forecasts of speculative decoding.
     """
 
     model: str
@@ -89,12 +89,12 @@ class ServeForecast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPrices:
-    """What steps take.
+    """Prices of steps.
 
     Attributes:
         rate: of the model.
-        is_measured: whether somebody measured it.
-        small: the model that guesses, and what its steps take.
+        is_measured: whether it was measured.
+        small: the draft model, with the rate of its steps.
     """
 
     rate: ServingRate
@@ -103,16 +103,16 @@ class StepPrices:
 
     @property
     def small_bytes(self) -> float:
-        """Weights of the model that guesses, of a rank."""
+        """Weights of the draft model on a rank."""
         return 0.0 if self.small is None else self.small.weight_bytes
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print what is foreseen."""
+    """Print the forecast."""
     name, options = read(argv)
     model, trained = _model(name)
     guesser = options.serve.speculate or ""
-    # Who guesses is looked for here, for it may be a size of which there is no folder.
+    # The drafter is resolved here, as it may be a named size without a folder.
     config = serve_config(trained, replace(options, serve=replace(options.serve, speculate=None)))
     run = plan_named(model, config)
     small_run = _small_run(run, config, guesser)
@@ -130,7 +130,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _model(name: str) -> tuple[str, RunConfig | None]:
-    """What ``model.name`` would be, and how it was trained."""
+    """The value of ``model.name``, and the run that trained it."""
     if name in SHAPES or name.endswith(".json"):
         return name, None
     try:
@@ -144,7 +144,7 @@ def _model(name: str) -> tuple[str, RunConfig | None]:
 
 
 def _small_run(run: Resolved, config: ServeConfig, guesser: str) -> Resolved | None:
-    """The plan of the model that guesses; None where there is none."""
+    """The plan of the draft model; None without one."""
     if guesser in ("", NGRAM):
         return None
     model, _ = _model(guesser)
@@ -186,7 +186,7 @@ def _price(
 def _rate(
     run: Resolved, config: ServeConfig, cluster: Cluster | None, options: ForecastOptions
 ) -> tuple[ServingRate, bool]:
-    """What steps take, and whether it was measured."""
+    """The rate of steps, and whether it was measured."""
     if cluster is None:
         return calibrate(run.shape, config, choose(options.plan.device, config.tp)), True
     name = way_name(config)
@@ -208,7 +208,7 @@ def _rate(
 def _free_bytes(
     cluster: Cluster | None, priced: StepPrices, run: Resolved, config: ServeConfig, options: ForecastOptions
 ) -> float:
-    """What a rank has left once its weights are there."""
+    """Free memory of a rank after its weights."""
     own, beside = weight_bytes(setting_model(run, config), priced.rate), priced.rate.beside_bytes
     weights = own + priced.small_bytes
     if options.memory is not None:
@@ -235,10 +235,10 @@ def foresee(
     free_bytes: float,
     options: ForecastOptions,
 ) -> ServeForecast:
-    """What a server will do.
+    """The forecast of a server.
 
     Raises:
-        ConfigError: a context has no room.
+        ConfigError: a context does not fit.
     """
     model, shape = setting_model(run, config), run.shape
     rate, small = priced.rate, priced.small

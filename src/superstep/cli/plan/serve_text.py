@@ -1,4 +1,4 @@
-"""What a server will do, as a person reads it."""
+"""The forecast of a server, for display."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from superstep.serve.scheduling.capacity_forecast import ConcurrentRequests, Fir
 
 
 class ForecastNumbers(Protocol):
-    """What is told: ``cli.plan.serve.ServeForecast`` says what each is."""
+    """Fields of ``cli.plan.serve.ServeForecast``."""
 
     @property
     def model(self) -> str: ...
@@ -111,7 +111,7 @@ def _small(forecast: ForecastNumbers) -> list[str]:
 
 
 def _guesses(forecast: ForecastNumbers) -> list[str]:
-    """What guessing takes, and when it pays."""
+    """The cost of speculative decoding, and when it pays."""
     lines = [
         "",
         f"{'streams':>8}{'a step':>11}{'guessing':>11}{'judging':>11}{'if all stand':>14}   tokens guessed by "

@@ -1,4 +1,4 @@
-"""What failures make of the best plan, as a person reads it."""
+"""The effect of failures on the best plan, for display."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from superstep.planner.failure_cost import FailureCost
 
 
 def survival_text(survival: FailureCost | None, chip: str) -> str:
-    """How often something fails, how often to keep the state, and how much of the time is then of use."""
+    """How often something fails, how often to save the state, and the remaining share of useful time."""
     if survival is None:
         return f"How often a {chip} fails, nobody has published: --mtbf gives the hours between failures of one.\n"
     every, mtbf = survival.steps, survival.hazard.mtbf_s
@@ -26,7 +26,7 @@ def survival_text(survival: FailureCost | None, chip: str) -> str:
 
 
 def survival_record(survival: FailureCost | None) -> dict[str, float] | None:
-    """The same as JSON has it, in base units."""
+    """The same for JSON, in base units."""
     if survival is None:
         return None
     return {

@@ -1,4 +1,4 @@
-"""prove --device strict: the layout on emulated GPUs, and what was observed there beside the numbers."""
+"""prove --device strict: the layout on emulated GPUs, and the observations there besides the results."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from superstep.train.proof.proof_inputs import ProofCase, prove_case
 from superstep.train.proof.prove_tolerance import ProofVerdict, plain_steps
 
 MOST_SHOWN = 10
-"""Races, and lines that wait, that are shown of all ranks together."""
+"""Shown races, and waiting lines, over all ranks."""
 
 WARM_STEPS = 1
-"""Steps before the one that is looked at: the first one fills caches."""
+"""Steps before the observed one: the first one fills caches."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """What was observed on the GPU of a rank.
+    """Observations on a rank's GPU.
 
     Attributes:
-        step: in one step of training, which did nothing else.
+        step: in one step of training alone.
         all: in that one, in those before, and in the proof.
     """
 
@@ -37,7 +37,7 @@ class RankReport:
 
 
 def prove_emulated(world: World, case: ProofCase) -> tuple[ProofVerdict, list[RankReport]]:
-    """What the case came to, and what was observed on the GPU of each rank; on every rank."""
+    """The case's verdict, and the observations of each rank's GPU; on every rank."""
     monitor = Monitor(world.device.index)
     steps: list[Report] = []
     for number, _ in enumerate(plain_steps(world, case.run, case.batches[:1] * (WARM_STEPS + 1))):
@@ -48,7 +48,7 @@ def prove_emulated(world: World, case: ProofCase) -> tuple[ProofVerdict, list[Ra
 
 
 def emulated_lines(run: Resolved, ranks: Sequence[RankReport]) -> Iterator[str]:
-    """What was observed on the GPUs: races and waits of all ranks, the fullest of them, and who uses another one's."""
+    """Observations of the GPUs: races and waits of all ranks, the fullest of them, and uses of other ranks' GPUs."""
     races = _total(report.races for rank in ranks for report in rank.all)
     waits = _total(rank.step.host_waits for rank in ranks)
     fullest = max((rank.step for rank in ranks), key=lambda step: step.peak_bytes)
@@ -72,7 +72,7 @@ def emulated_lines(run: Resolved, ranks: Sequence[RankReport]) -> Iterator[str]:
 
 
 def _total(counts: Iterable[Mapping[str, int]]) -> Counter[str]:
-    """By what is the same on every rank and in every step: without the numbers of streams and of calls."""
+    """Counts by texts that are equal on every rank and in every step: without the numbers of streams and calls."""
     total = Counter[str]()
     for count in counts:
         for text, times in count.items():
@@ -88,7 +88,7 @@ def _count_lines(counts: Counter[str]) -> Iterator[str]:
 
 
 def _foreign_contexts(ranks: Sequence[RankReport]) -> Iterator[tuple[int, int, str]]:
-    """Each rank that has used a GPU which is not its own: the rank, the GPU, and the line that did so first."""
+    """Each rank that has used another GPU than its own: the rank, the GPU, and the first line that did."""
     for number, rank in enumerate(ranks):
         last = rank.all[-1]
         for other in sorted(last.contexts - {number}):
@@ -96,5 +96,5 @@ def _foreign_contexts(ranks: Sequence[RankReport]) -> Iterator[tuple[int, int, s
 
 
 def is_clean(ranks: Sequence[RankReport]) -> bool:
-    """Whether nothing was observed that is wrong on a GPU."""
+    """Whether no fault was observed."""
     return not any(report.races for rank in ranks for report in rank.all) and not any(_foreign_contexts(ranks))

@@ -17,12 +17,12 @@ from superstep.run.reports.plan_line import layout_text
 from superstep.train.proof.prove_exact import ExactVerdict, Relay, prove_exact, write_bits
 
 STOP = 1
-"""Finished steps at which one layout stops and another goes on."""
+"""Finished steps at which one layout stops and another resumes."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExactCase:
-    """A layout, the batches it is fed, and the folder of the bits that one rank computed for them."""
+    """A layout, its batches, and the folder of one rank's bits for them."""
 
     run: Resolved
     batches: tuple[Batch, ...]
@@ -30,10 +30,11 @@ class ExactCase:
 
 
 def prove_bits(cases: Sequence[ExactCase]) -> int:
-    """Run each layout from the start, and from where the one before it stopped; print what differs.
+    """Run each layout from the start, and from where the one before it stopped; print the differences.
 
-    Every layout of the list has as many ranks. The first goes on from one rank's checkpoint, and one rank goes on from
-    the last one's: the number of ranks changes in mid-run.
+    All layouts have equally many ranks. The first resumes from one rank's checkpoint, and one rank resumes from the
+    last
+    one's: the number of ranks changes during the run.
     """
     references = {case.reference: case for case in cases}
     device = cases[0].run.config.plan.device

@@ -1,4 +1,4 @@
-"""A run in a process of its own, and what may happen to it: each fault, until it trains again."""
+"""Fault injection: a run in a process of its own, and each fault, until it trains again."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from superstep.state.verify import verify
 from superstep.train.run_folder.run_paths import RunFolder
 
 COMMAND = "superstep.cli.train.fault_in_run"
-"""The module that trains, of ranks that can be hurt."""
+"""The module that trains with ranks for fault injection."""
 
 HANG = signal.SIGUSR1
-"""What makes such a rank hang."""
+"""The signal that makes such a rank hang."""
 
 Kind = Literal["killed", "stopped", "hung", "launcher", "damaged", "full disk"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -38,7 +38,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 SIGNALS: Mapping[Kind, int] = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP, "hung": HANG}
 
 SAID: Mapping[Kind, str] = {"killed": "was killed by SIGKILL", "stopped": "was stopped", "hung": "hangs"}
-"""What is to be said of a rank."""
+"""Expected messages about a rank."""
 
 POLL_S = 0.01
 PATIENCE_S = 300.0
@@ -47,22 +47,22 @@ FULL_BYTES = 4096
 
 
 def ranks_of(folder: RunFolder) -> Path:
-    """Where each rank of a run writes the number of its process: beside the run's folder."""
+    """The folder in which each rank of a run writes its process id, beside the run's folder."""
     return folder.root.with_name(f"{folder.root.name}.ranks")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultOutcome:
-    """What became of one fault.
+    """The outcome of one fault.
 
     Attributes:
         kind: of fault.
-        what: was hurt, in words.
-        step: finished steps when it was.
-        seen_s: until it was seen; None where nobody is there to see it.
-        again_s: until a step was done that had not been done before it.
-        redone: finished steps that were done again.
-        wrong: what was not as it should be; empty where all was.
+        what: the target, in words.
+        step: finished steps at that time.
+        seen_s: until it was detected; None if nothing can detect it.
+        again_s: until the first new step.
+        redone: number of repeated steps.
+        wrong: the deviation from the expected outcome; empty without one.
     """
 
     kind: Kind
@@ -76,7 +76,7 @@ class FaultOutcome:
 
 @dataclass(frozen=True, slots=True)
 class _Before:
-    """A run as it was when it was hurt: finished steps, the seconds of the host's clock, the file of its metrics."""
+    """A run at the time of a fault: finished steps, the seconds of the host's clock, the file of its metrics."""
 
     step: int
     at_s: float
@@ -88,11 +88,11 @@ def _before(run: FaultyRun) -> _Before:
 
 
 class FaultyRun:
-    """A run and the process that launches it.
+    """A run and its launcher's process.
 
     Args:
-        config: of the run, with tokens that are prepared and a folder that is its own.
-        place: a folder for what the process says and leaves, with a short name.
+        config: of the run, with prepared tokens and a folder of its own.
+        place: a folder for the process's output and temporary files, with a short name.
     """
 
     def __init__(self, config: RunConfig, place: Path) -> None:
@@ -112,7 +112,7 @@ class FaultyRun:
         return self._process
 
     def begin(self) -> None:
-        """Start it, or go on with it."""
+        """Start or resume it."""
         path = self._place / f"{self.folder.root.name}.toml"
         is_there = self.folder.config.is_file()
         config = replace(self._config, state=replace(self._config.state, existing="resume" if is_there else "refuse"))
@@ -131,11 +131,11 @@ class FaultyRun:
             return []
 
     def step(self) -> int:
-        """The last finished step that it told of."""
+        """The last finished step in its metrics."""
         return next((int(line["step"]) for line in reversed(self.tail()) if line.get("event") == "step"), 0)
 
     def file(self) -> int:
-        """Which file its metrics are in."""
+        """The inode of its metrics."""
         try:
             return self.folder.metrics.stat().st_ino
         except OSError:
@@ -156,7 +156,7 @@ class FaultyRun:
         return newest
 
     def wait_for(self, is_there: Callable[[], bool], what: str, *, patience_s: float = PATIENCE_S) -> None:
-        """Return once something is there.
+        """Wait until a condition holds.
 
         Raises:
             Fault: the run has ended before, or it takes too long.
@@ -170,16 +170,16 @@ class FaultyRun:
             time.sleep(POLL_S)
 
     def said(self) -> str:
-        """The last line that it printed."""
+        """The last printed line."""
         lines = self._said.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         return lines[-1] if lines else ""
 
     def printed_bytes(self) -> int:
-        """How much it has printed."""
+        """Bytes of its output."""
         return self._said.stat().st_size
 
     def ranks(self) -> dict[int, int]:
-        """The processes of its ranks, those that live."""
+        """Process ids of its living ranks."""
         ranks = {}
         for path in ranks_of(self.folder).glob("*"):
             with suppress(ValueError, FileNotFoundError):
@@ -188,22 +188,22 @@ class FaultyRun:
         return ranks
 
     def know_all(self) -> None:
-        """Note the processes that are there, so that it can be told whether any is left."""
+        """Record its current processes, to detect remaining ones later."""
         with suppress(psutil.NoSuchProcess):
             launcher = psutil.Process(self.process.pid)
             self._all |= {one.pid: one for one in [launcher, *launcher.children(recursive=True)]}
 
     def left(self) -> list[str]:
-        """What is left once it has ended: processes, files of launches, the lock of its folder."""
+        """Remains after its end: processes, files of launches, the lock of its folder."""
         _, alive = psutil.wait_procs(list(self._all.values()), timeout=LEAVING_S)
         left = [f"process {one.pid}" for one in alive]
-        # Torch keeps a folder there that is for the next process, too.
+        # Torch keeps a folder there for later processes.
         left += [str(path) for path in self._temporary.iterdir() if not path.name.startswith("torchinductor")]
         left += [str(self.folder.lock)] if self.folder.lock.exists() else []
         return left
 
     def kill_launcher(self) -> None:
-        """By SIGKILL; its ranks end by themselves."""
+        """Kill the launcher by SIGKILL; its ranks end by themselves."""
         self.know_all()
         self.process.kill()
         self.process.wait()
@@ -212,7 +212,7 @@ class FaultyRun:
             raise Fault(f"{len(alive)} processes are left of a launcher that was killed.")
 
     def kill_all(self) -> None:
-        """Whatever is left of it."""
+        """Kill all its processes."""
         self.know_all()
         for one in self._all.values():
             with suppress(psutil.NoSuchProcess):
@@ -220,7 +220,7 @@ class FaultyRun:
         self.process.wait()
 
     def end(self) -> int:
-        """Ask it to stop after its step; the exit status."""
+        """Request a stop after its step; the exit status."""
         self.know_all()
         self.process.terminate()
         try:
@@ -231,7 +231,7 @@ class FaultyRun:
 
 @contextmanager
 def begin(config: RunConfig, place: Path) -> Iterator[FaultyRun]:
-    """A run; nothing of it runs on when the block ends."""
+    """A run that is killed at the end of the block."""
     run = FaultyRun(config, place)
     run.begin()
     try:
@@ -241,7 +241,7 @@ def begin(config: RunConfig, place: Path) -> Iterator[FaultyRun]:
 
 
 def hurt(run: FaultyRun, kind: Kind, draw: random.Random) -> FaultOutcome:
-    """Have a fault happen to a run that trains, and wait until it trains again.
+    """Inject a fault into a training run, and wait until it trains again.
 
     Raises:
         Fault: it does not.
@@ -287,11 +287,11 @@ def _hurt_rank(run: FaultyRun, kind: Kind, draw: random.Random) -> FaultOutcome:
 
 
 def _trains_again(run: FaultyRun, after: _Before) -> tuple[float, dict[str, Any]]:
-    """Seconds until it had done more steps than before, and what it said of where it went on."""
+    """Seconds until it had done more steps than before, and its resume event."""
     metrics: dict[str, Any] = {}
 
     def has_gone_on() -> bool:
-        if run.file() == after.file:  # who goes on writes the file anew, without the steps that are done again
+        if run.file() == after.file:  # a resumed run writes the file again, without the repeated steps
             return False
         lines = run.tail()
         at = max((number for number, line in enumerate(lines) if line.get("event") == "resumed"), default=None)
@@ -305,7 +305,7 @@ def _trains_again(run: FaultyRun, after: _Before) -> tuple[float, dict[str, Any]
 
 
 def _flip(run: FaultyRun, draw: random.Random) -> Path:
-    """A bit of the newest checkpoint, in one of its files of tensors."""
+    """Flip a bit of the newest checkpoint, in one of its files of tensors."""
     newest = checkpoints(run.folder.checkpoints)[-1]
     path = draw.choice(sorted(newest.glob("*.safetensors")))
     data = bytearray(path.read_bytes())
@@ -315,7 +315,7 @@ def _flip(run: FaultyRun, draw: random.Random) -> Path:
 
 
 def _fill_disk(run: FaultyRun) -> FaultOutcome:
-    """The launcher, which writes checkpoints, may write a page to a file beyond what it has said; then it may again."""
+    """Limit the launcher, which writes checkpoints, to a page beyond its output; then remove the limit."""
     before, saved = _before(run), checkpoints(run.folder.checkpoints)
 
     def has_told(event: str, after: int = -1) -> bool:
@@ -344,7 +344,7 @@ def _fill_disk(run: FaultyRun) -> FaultOutcome:
 
 
 def compare_steps(hurt: FaultyRun, whole: FaultyRun) -> tuple[int, str]:
-    """How many steps of a hurt run have been held against those of one that nobody hurt, and the first that differs."""
+    """The number of steps compared between a run with faults and one without, and the first difference."""
     wanted = {line["step"]: line for line in whole.steps() if line["event"] == "step"}
     steps = [line for line in hurt.steps() if line["event"] == "step"]
     if [line["step"] for line in steps] != list(range(1, len(steps) + 1)):

@@ -1,4 +1,4 @@
-"""superstep prove --faults: a run that everything happens to, against the same run undisturbed, bit by bit."""
+"""superstep prove --faults: a run with all faults, against the same run undisturbed, bit by bit."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from superstep.run.reports.plan_line import layout_text
 
 SAVE_EVERY = 3
 BETWEEN = 4
-"""Steps of training between two faults at least: a checkpoint among them."""
+"""Fewest steps of training between two faults, with a checkpoint among them."""
 
 DESCRIBED: dict[Kind, str] = {
     "killed": "a rank is killed",
@@ -40,17 +40,18 @@ DESCRIBED: dict[Kind, str] = {
 
 
 def prove_faults(run: Resolved, corpus: Path, *, kinds: Sequence[Kind] = KINDS, seed: int = 0) -> int:
-    """Let each fault happen once, in an order by chance; print what became of it, and whether all steps have the bits
-    that they have undisturbed. The exit status is 0 where they do.
+    """Inject each fault once, in random order; print the outcomes, and whether all steps have the bits of the
+    undisturbed
+    run. The exit status is 0 if they do.
 
     Args:
         run: in exact mode.
         corpus: the folder of its tokens.
         kinds: of faults.
-        seed: of the order, and of who is hurt.
+        seed: of the order and the targets.
 
     Raises:
-        ConfigError: the run's ranks are not to be launched here.
+        ConfigError: the run's ranks cannot be launched here.
     """
     if sys.platform != "linux":
         raise ConfigError("--faults hurts processes as Linux has them; run it there.")
@@ -91,7 +92,7 @@ def verdict(hurts: Sequence[FaultOutcome], steps: int, wrong: Sequence[str]) -> 
 
 
 def hurt_config(config: RunConfig, corpus: Path, folder: Path, *, is_hurt: bool = True) -> RunConfig:
-    """The run in a folder of its own, without an end; to be hurt, with snapshots."""
+    """The run in a folder of its own, without an end; with snapshots if faults are injected."""
     keep = StateConfig(
         dir=str(folder), save_every=SAVE_EVERY if is_hurt else 10**9, keep=3, snapshot_every=1 if is_hurt else None
     )

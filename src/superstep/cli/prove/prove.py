@@ -38,14 +38,14 @@ from superstep.train.weights.model import resolve_config, vocab_of
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prove; the exit status is 0 where everything held."""
+    """Prove; the exit status is 0 if everything holds."""
     options, yields_to = read(argv)
     if options.exact or options.serve or options.faults:
         options = replace(options, numerics=replace(options.numerics, exact=True))
     run = resolve_config(options) if yields_to is None else settle(options, yields_to, resolve_config)
     if (changed := describe_changed_layout(options, run, resolve_config)) is not None:
         _say(changed)
-    # Refused before the reference has run for minutes.
+    # Fails before the reference has run for minutes.
     choose(options.plan.device, options.world or run.plan.mesh.world)
     with proof_tokens(run, partial(_prepare, run)) as corpus:
         if options.serve:
@@ -94,12 +94,12 @@ def _prepare(run: Resolved, folder: Path) -> None:
 
 
 def _kind(run: Resolved) -> str:
-    """What a reference depends on beside the sizes: the model and the batches."""
+    """Properties that a reference depends on besides the sizes: the model and the batches."""
     return f"tied={run.outline.is_tied} packed={run.config.data.packed}"
 
 
 def run_one(run: Resolved, corpus: Path, *, steps: int) -> int:
-    """Prove one layout and print what was found."""
+    """Prove one layout and print the verdict."""
     _ask_for_one_order()
     with proof_case(run, corpus, steps=steps) as case:
         verdict = prove_layout(case)
@@ -109,7 +109,7 @@ def run_one(run: Resolved, corpus: Path, *, steps: int) -> int:
 
 
 def _run_emulated(run: Resolved, corpus: Path, options: ProveOptions) -> int:
-    """The same on emulated GPUs, and what was observed there."""
+    """The same on emulated GPUs, with the observations there."""
     _ask_for_one_order()
     with proof_case(run, corpus, steps=options.steps) as case:
         verdict, reports = launch_on("cuda", run.plan.mesh.world, prove_emulated, case)
@@ -137,7 +137,7 @@ def _sweep(config: RunConfig, world: int, corpus: Path, *, steps: int) -> int:
 
 
 def _ask_for_one_order() -> None:
-    """Of cuBLAS, in the ranks that are launched from here on: its choice of a workspace decides the order of sums."""
+    """Set cuBLAS's workspace in later ranks: it decides the order of sums."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 

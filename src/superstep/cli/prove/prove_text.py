@@ -1,4 +1,4 @@
-"""What superstep prove prints of a verdict: a table, what is wrong, and what was and was not compared."""
+"""The output of superstep prove: a table, the faults, and what was and was not compared."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WIDTHS = (9, 10, 9, 9, 9, 9, 9)
 
 
 def verdict_lines(case: ProofCase, verdict: ProofVerdict) -> Iterator[str]:
-    """One layout's: the worst tensor of each kind first."""
+    """The verdict on one layout: the worst tensor of each kind first."""
     again = verdict.again
     wide = max(44, *(len(worst.name) + 1 for worst in verdict.worst))
     yield f"{'':2}{'':12}{'worst tensor':{wide}}{'difference':>12}{'allowed':>10}"
@@ -42,12 +42,12 @@ def verdict_lines(case: ProofCase, verdict: ProofVerdict) -> Iterator[str]:
 
 
 def sweep_head() -> str:
-    """Above the rows of a sweep."""
+    """The head of a sweep's table."""
     return f"  {'layout':74}" + "".join(f"{kind:>{w}}" for kind, w in zip(KINDS, WIDTHS, strict=True)) + "  rerun"
 
 
 def sweep_row(case: ProofCase, verdict: ProofVerdict) -> str:
-    """One layout of a sweep; of each kind the worst, whatever it was compared with."""
+    """One layout of a sweep; of each kind the worst, over all yardsticks."""
     worst = [max((w for w in verdict.worst if w.kind == kind), key=lambda d: d.badness) for kind in KINDS]
     figures = "".join(f"{w.relative:>{width}.0e}" for w, width in zip(worst, WIDTHS, strict=True))
     held = "-" if verdict.is_deterministic is None else "same" if verdict.again.is_same else "DIFFERS"
@@ -56,7 +56,7 @@ def sweep_row(case: ProofCase, verdict: ProofVerdict) -> str:
 
 
 def sweep_lines(cases: Sequence[ProofCase], verdicts: Sequence[ProofVerdict]) -> Iterator[str]:
-    """What a sweep found in all."""
+    """The summary of a sweep."""
     pairs = list(zip(cases, verdicts, strict=True))
     failed = [(case, verdict) for case, verdict in pairs if not verdict.is_proven]
     for case, verdict in failed:
@@ -66,7 +66,7 @@ def sweep_lines(cases: Sequence[ProofCase], verdicts: Sequence[ProofVerdict]) ->
     yield "Compared:"
     yield from (f"  - {line}" for line in compared_lines(*shown))
     yield "Not seen by this:"
-    # Whatever one of the layouts leaves unseen.
+    # All that one of the layouts does not cover.
     yield from dict.fromkeys(f"  - {line}" for case in cases if case.reruns for line in unseen(case))
     if not all(case.reruns for case in cases):
         yield "  - a second run and a restart of the layouts whose last column is -"
@@ -89,7 +89,7 @@ def _validation_line(difference: Difference | None) -> str:
 
 
 def _wrong(verdict: ProofVerdict) -> Iterator[str]:
-    """The first that is wrong, and what can be said of it."""
+    """The first wrong value, and hints about it."""
     yield from (f"  wrong: {text}" for text in verdict.wrong_beside)
     if verdict.first is not None:
         yield f"  first wrong: {verdict.first.describe()}"

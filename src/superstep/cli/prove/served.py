@@ -43,15 +43,15 @@ T = TypeVar("T")
 
 
 def prove_served(run: Resolved, root: Path, source: BatchSource, *, steps: int, tp: int, logprobs: int = 0) -> int:
-    """Serve the newest checkpoint of a run in every way, and hold it against training; print what differs.
+    """Serve the newest checkpoint of a run on every path, and compare with training; print the differences.
 
     Args:
         run: in exact mode.
         root: the run's folder.
-        source: of the prompts, and of how many there are in a batch.
+        source: of the prompts, with the size of a batch.
         steps: the fewest batches.
         tp: ranks of the server.
-        logprobs: the fewest log-probabilities, all ways together.
+        logprobs: the fewest log-probabilities, over all paths.
 
     Raises:
         StateError: the run has no checkpoint.
@@ -71,7 +71,7 @@ def prove_served(run: Resolved, root: Path, source: BatchSource, *, steps: int, 
     compared = [compare(way.name, torch.cat(losses), row.told) for way, row in zip(ways(tokens), results, strict=True)]
     with tempfile.TemporaryDirectory(prefix="superstep-adapters-") as folder:
         write_adapters(Path(folder), run.shape)
-        # What adapters add in exact mode is torch's to compute.
+        # Exact mode's adapters need torch.
         by_torch = replace(serve, kernels=None)
         (beside,) = launch_on(device, tp, _measure_adapted, checkpoint, by_torch, texts, Path(folder))
     compared += [
@@ -92,7 +92,7 @@ def prove_served(run: Resolved, root: Path, source: BatchSource, *, steps: int, 
 
 
 def _prompts(source: BatchSource, steps: int, tokens: int, logprobs: int) -> Texts:
-    """Beginnings of sequences, of every length: of so many batches at least, and enough for the log-probabilities."""
+    """Prefixes of sequences, of every length: of ``steps`` batches at least, and enough for the log-probabilities."""
     size, every = source.batch_sequences, ways(tokens)
     prompts: Texts = []
     while len(prompts) < steps * size or logprobs_of(every, prompts, tokens) < logprobs:
@@ -104,7 +104,7 @@ def _prompts(source: BatchSource, steps: int, tokens: int, logprobs: int) -> Tex
 
 @dataclass(frozen=True, slots=True)
 class ServingResult:
-    """What a way told, and how many tokens were guessed and stood on it."""
+    """The results of a path, with its numbers of drafted and accepted tokens."""
 
     told: list[Told]
     guessed: int
@@ -149,7 +149,7 @@ def _measure_adapted(
 def _each(
     world: World, folder: Path, serve: ServeConfig, ways: Sequence[ServingPath], ask: Callable[[Open, ServingPath], T]
 ) -> list[T]:
-    """What engines of each way say, on rank 0; the other ranks compute with it."""
+    """Results of engines for each path, on rank 0; the other ranks compute with it."""
     mesh = build_mesh(plan_of(folder, serve).plan, world.rank, world.device, timeout=timedelta(seconds=300))
     results: list[T] = []
     try:

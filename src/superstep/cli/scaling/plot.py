@@ -1,4 +1,4 @@
-"""Loss over FLOPs as an SVG: the runs, the law at each of their sizes, and the best that the law knows."""
+"""Loss over FLOPs as an SVG: the runs, the law at each of their sizes, and the law's optimum."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from superstep.scaling.summary import Study
 
 WIDTH, HEIGHT = 760, 440
 LEFT, RIGHT, TOP, BOTTOM = 64, 110, 24, 52
-"""Around the plot, in the SVG's units."""
+"""Margins of the plot, in the SVG's units."""
 SMALL, LARGE, BEST = (63, 94, 171), (230, 140, 40), "#b3003c"
-"""Colours of the smallest size, of the largest, and of what is best."""
+"""Colours of the smallest size, of the largest, and of the optimum."""
 STEPS = 80
 MOST_LEGENDS = 14
-"""Of more sizes than that, some have their lines and names."""
+"""With more sizes, only some have their lines and names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlotAxes:
-    """What the axes show: FLOPs by their logarithm to ten, and losses."""
+    """Ranges of the axes: FLOPs by their logarithm to ten, and losses."""
 
     flops: tuple[float, float]
     losses: tuple[float, float]
 
     def place(self, log_flops: float, loss: float) -> tuple[float, float]:
-        """Where a point lies in the SVG."""
+        """A point's place in the SVG."""
         across = (log_flops - self.flops[0]) / (self.flops[1] - self.flops[0])
         down = (self.losses[1] - loss) / (self.losses[1] - self.losses[0])
         return LEFT + across * (WIDTH - LEFT - RIGHT), TOP + down * (HEIGHT - TOP - BOTTOM)
@@ -88,7 +88,7 @@ def _frontier(law: Hoffmann) -> Callable[[float], float]:
 
 
 def _line(frame: PlotAxes, loss: Callable[[float], float], style: str) -> str:
-    """A curve over the frame, as far as it lies in it."""
+    """The part of a curve within the frame."""
     logs = np.linspace(*frame.flops, STEPS).tolist()
     inside = [(log, y) for log in logs if frame.losses[0] <= (y := loss(10**log)) <= frame.losses[1]]
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (frame.place(*point) for point in inside))

@@ -1,4 +1,4 @@
-"""The runs that superstep scaling is given: CSV files, and run directories of superstep train."""
+"""The runs of superstep scaling: CSV files, and run directories of superstep train."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def read_runs(paths: Sequence[Path]) -> list[TrainingRun]:
     """All runs of some files and directories.
 
     Raises:
-        StateError: a path is not there, or a directory holds no run, or one that has not finished.
-        ConfigError: a file is no table of runs, or the model of a directory has no one size.
+        StateError: a path does not exist, or a directory holds no run, or an unfinished one.
+        ConfigError: a file is no table of runs, or the model of a directory has no single size.
     """
     by_path: dict[Path, list[TrainingRun]] = {}
     for path in paths:
@@ -36,7 +36,7 @@ def read_runs(paths: Sequence[Path]) -> list[TrainingRun]:
 
 
 def _of_directory(path: Path) -> TrainingRun:
-    """A run directory as a run: its validation losses, over the tokens that it had seen by then."""
+    """A run directory as a run: its validation losses, with the tokens so far."""
     folder = RunFolder(root=path)
     if not folder.config.is_file() or not folder.metrics.is_file():
         raise StateError(
@@ -49,8 +49,8 @@ def _of_directory(path: Path) -> TrainingRun:
     has_finished = False
     for event in read(folder.metrics):
         match event:
-            case {"event": "step", "step": int(step), "tokens_seen": int(seen)}:
-                tokens[step] = seen
+            case {"event": "step", "step": int(step), "tokens_seen": int(tokens_so_far)}:
+                tokens[step] = tokens_so_far
             case {"event": "evaluated", "step": int(step), "loss": loss}:
                 losses[step] = loss
             case {"event": "finished"}:
@@ -61,7 +61,7 @@ def _of_directory(path: Path) -> TrainingRun:
         )
     points = []
     for step, loss in losses.items():
-        if step not in tokens:  # before the first step: the loss of no training
+        if step not in tokens:  # before the first step: the loss without training
             continue
         if loss is None:
             raise ConfigError(f"'{path}' diverged: its loss after {tokens[step]:g} tokens is no number; leave it out.")

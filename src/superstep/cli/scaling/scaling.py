@@ -29,22 +29,22 @@ DESCRIPTION = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingOptions:
-    """Which runs, and what to ask of their law."""
+    """Options of the fits."""
 
     budget_flops: float | None = None
-    """Find the best model for so many FLOPs of training, by C = 6 N D."""
+    """Find the best model for this many FLOPs of training, by C = 6 N D."""
     budget: str | None = None
-    """Find the best model for so many hours of a chip, as 10000xH100-hours."""
+    """Find the best model for this many hours of a chip, as 10000xH100-hours."""
     mfu: float = 0.4
-    """With --budget: the share of the chip's peak that training keeps up."""
+    """With --budget: the share of the chip's peak that training reaches."""
     params: float | None = None
-    """Predict the loss of a model of so many parameters, trained for --tokens."""
+    """Predict the loss of a model with this many parameters, trained for --tokens."""
     tokens: float | None = None
-    """Predict the loss after so many tokens, of a model of --params."""
+    """Predict the loss after this many tokens, of a model of --params."""
     points: Literal["final", "all"] = "final"
-    """Which losses of a run the laws are fitted to; all is right where the learning rate is constant."""
+    """Losses of a run for the fits; all is right for a constant learning rate."""
     resamples: int = 200
-    """Fits to resampled runs, from which the intervals are taken."""
+    """Fits to resampled runs, for the intervals."""
     seed: int = 0
     """Of the resampling."""
     json: str | None = None
@@ -55,7 +55,7 @@ class ScalingOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceBudget:
-    """Device-seconds, how fast they are spent on a model of a size, and both in words."""
+    """Device-seconds, their rate of tokens for a model size, and both in words."""
 
     words: str
     device_s: float
@@ -64,7 +64,7 @@ class DeviceBudget:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the fits side by side, the answer, and what both rest on."""
+    """Print the fits, the answer, and the basis of both."""
     words = list(takewhile(lambda word: not word.startswith("-"), argv))
     options = read_flags(ScalingOptions(), argv[len(words) :], prog="superstep scaling RUNS", description=DESCRIPTION)
     paths = [Path(word) for word in words]
@@ -104,7 +104,7 @@ def _check(options: ScalingOptions) -> None:
 
 
 def device_budget(text: str, mfu: float) -> DeviceBudget:
-    """The budget that ``10000xH100-hours`` is, at a constant share of the chip's peak.
+    """The budget ``10000xH100-hours``, at a constant share of the chip's peak.
 
     Raises:
         ConfigError: it is in other units, of an unknown chip, or not above 0.

@@ -1,4 +1,4 @@
-"""The fits side by side, the best model for a budget, and what both rest on: as text, and as JSON."""
+"""The fits, the best model for a budget, and the basis of both: as text, and as JSON."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ TITLES = {
     "size": "Kaplan, L(N)",
     "tokens": "Kaplan, L(D)",
 }
-"""By the names of a study's fits."""
+"""Titles by the names of a study's fits."""
 LAWS = ("hoffmann", "kaplan")
-"""Those that know the loss of a size after some tokens."""
+"""Fits that give the loss of a size after some tokens."""
 WIDE = 0.2
-"""Of the interval of a: a tenfold budget then asks for a size that is not known to better than 1.6 times."""
+"""Width of the interval of a: a tenfold budget then needs a size with an uncertainty above 1.6 times."""
 FIRST, REST = 22, 27
 """Columns of a table, in characters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FitSummary:
-    """What was asked of the fits, and the answers.
+    """Questions to the fits, and the answers.
 
     Attributes:
-        budget: in words; None where there was none, and so nothing of the next three.
+        budget: in words; None without one, and then also without the next three.
         choices: of each fit, for the FLOPs of ``best``.
         shape: a decoder of about the best size.
         predicted: the loss at a size and tokens by each law, with both.
@@ -61,7 +61,7 @@ def as_text(summary: Study, answers: FitSummary, rests_on: Sequence[str]) -> str
 
 
 def warnings(summary: Study, answers: FitSummary) -> list[str]:
-    """What makes the answers doubtful."""
+    """Reasons to doubt the answers."""
     lines = []
     ratio = float(np.median([run.final.flops / (_by_rule(run.params, run.final.tokens)) for run in summary.runs]))
     if not 0.8 < ratio < 1.25:
@@ -212,7 +212,7 @@ def _thousandths(number: float) -> str:
 
 
 def _figure(number: float) -> str:
-    """Three digits, and a power of ten where they would be more than five."""
+    """Three digits, and a power of ten instead of more than five."""
     return f"{number:.0f}" if 999.5 <= number < 99950 else f"{number:.3g}".replace("e+", "e")
 
 

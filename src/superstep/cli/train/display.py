@@ -1,4 +1,4 @@
-"""The run as it goes: a block that redraws itself on a terminal, plain lines anywhere else.
+"""The display of a run: a block that redraws itself on a terminal, plain lines anywhere else.
 
 event ──► Progress.add ──► frame(progress, width, now)      styled lines, drawn four times a second
                       └──► lines(event, progress, now)      text for a log
@@ -24,7 +24,7 @@ from superstep.run.console import Display
 
 
 def open_display(stream: TextIO, *, mfu_convention: str, log_every: int) -> Display:
-    """The display that suits ``stream``: live on a terminal that can move its cursor, plain lines otherwise.
+    """The display for ``stream``: live on a terminal that can move its cursor, plain lines otherwise.
 
     ``mfu_convention`` says in a few words what the MFU counts; ``log_every`` is in steps, for plain lines.
     """
@@ -35,7 +35,7 @@ def open_display(stream: TextIO, *, mfu_convention: str, log_every: int) -> Disp
 
 
 def restore(stream: TextIO) -> None:
-    """Give back a terminal that a killed process had taken: an empty line to write on, and the cursor."""
+    """Restore a terminal after a killed process: an empty line, and the cursor."""
     if stream.isatty() and not Console(file=stream).is_dumb_terminal:
         stream.write("\r\x1b[K\x1b[?25h")
         stream.flush()
@@ -58,10 +58,10 @@ class PlainDisplay:
         self.close()
 
     def write(self, event: Event) -> None:
-        """Print what the event says, if it is its turn.
+        """Print an event, if it is due.
 
         Raises:
-            Fault: nobody reads any more, or what takes the output is full.
+            Fault: the reader has left, or the output is full.
         """
         is_first = self._progress.step is None
         now = time.monotonic()
@@ -81,11 +81,11 @@ class PlainDisplay:
             ) from error
 
     def close(self) -> None:
-        """Nothing is held: the stream is the caller's."""
+        """Nothing to close: the caller owns the stream."""
 
 
 class LiveDisplay:
-    """Redraws one block in place; what other code prints meanwhile scrolls by above it."""
+    """Redraws one block in place; other output scrolls by above it."""
 
     def __init__(self, console: Console, *, mfu_convention: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
@@ -103,7 +103,7 @@ class LiveDisplay:
         self.close()
 
     def write(self, event: Event) -> None:
-        """Take the event in; the block shows it within a quarter of a second."""
+        """Add the event; the block shows it within a quarter of a second."""
         self._progress.add(event, self._clock())
 
     def close(self) -> None:
@@ -120,10 +120,10 @@ class LiveDisplay:
 
 
 class _ReflowingLive(Live):
-    """``Live``, which also erases what a narrowed terminal has made of the last frame.
+    """``Live`` that also erases wrapped lines of the last frame on a narrowed terminal.
 
-    A terminal that gets narrower wraps the lines that no longer fit, and a frame of n lines stands on more
-    rows than that; ``Live`` goes up n of them and leaves the rest behind.
+    A terminal that gets narrower wraps the lines that no longer fit, and a frame of n lines takes more rows than that;
+    ``Live`` goes up n of them and leaves the rest behind.
     """
 
     def __init__(self, draw: Callable[[], list[Text]], console: Console) -> None:
@@ -137,7 +137,7 @@ class _ReflowingLive(Live):
         return Group(*self._frame)
 
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
-        """What ``Live`` prints, with the wrapped rows erased between its erasing and its drawing."""
+        """``Live``'s output, with the wrapped rows erased between its erasing and its drawing."""
         erase, *rest = super().process_renderables(renderables)
         width = max(1, self.console.width)
         wrapped_rows = sum(max(0, columns - 1) // width for columns in self._columns_on_screen)

@@ -1,4 +1,4 @@
-"""A series of figures of any length, in bounded memory."""
+"""A series of numbers of any length, in bounded memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import pairwise
 
 
 class Curve:
-    """The shape of a long series in bounded memory: means over stretches, which get longer as it does."""
+    """The shape of a long series in bounded memory: means over intervals, which get longer with it."""
 
     CAPACITY = 1024
 
@@ -17,7 +17,7 @@ class Curve:
         self._points_per_mean = 1
 
     def add(self, value: float) -> None:
-        """Add a point; one that is not finite has no place on a curve and is passed over."""
+        """Add a point; values that are not finite are skipped."""
         if not math.isfinite(value):
             return
         self._stretch.append(value)
@@ -30,7 +30,7 @@ class Curve:
             self._points_per_mean *= 2
 
     def resample(self, count: int) -> list[float]:
-        """At most ``count`` means, each over an equal stretch of the whole series."""
+        """At most ``count`` means, each over an equal interval of the whole series."""
         means = self._means
         count = min(count, len(means))
         edges = [len(means) * place // count for place in range(count + 1)] if count else []

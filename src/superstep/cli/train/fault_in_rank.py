@@ -22,7 +22,7 @@ HANGS_S = 100_000
 
 
 def train(path: Path) -> int:
-    """Train, or go on; the exit status."""
+    """Train or resume; the exit status."""
     run = resolve_config(read_config(path))
     assert run.config.data.cache is not None
     with prepared_job(run, lambda *_: Path(run.config.data.cache or ""), Terminal(), launcher=launcher()) as job:
@@ -30,7 +30,7 @@ def train(path: Path) -> int:
 
 
 def rank(world: World, job: TrainJob, console: Console) -> bool:
-    """``ranks.rank``; when it is told to, its main thread sleeps in C and keeps Python's lock."""
+    """``ranks.rank``; on a signal, its main thread sleeps in C and keeps Python's lock."""
     signal.signal(HANG, lambda *_: ctypes.PyDLL(None).sleep(HANGS_S))
     place = ranks_of(job.folder)
     place.mkdir(parents=True, exist_ok=True)

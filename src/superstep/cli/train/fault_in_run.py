@@ -1,4 +1,4 @@
-"""A training run that can be hurt: what ``superstep train`` does, in a command of its own, with ranks that can hang.
+"""A training run for fault injection: ``superstep train`` in a command of its own, with ranks that can hang.
 
 python -m superstep.cli.train.fault_in_run run.toml
 """
@@ -17,7 +17,7 @@ RANK = "superstep.cli.train.fault_in_rank"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Train as the file says; the exit status."""
+    """Train the run of a file; the exit status."""
     settle()
 
     def train() -> int:

@@ -1,4 +1,4 @@
-"""superstep train --web: the report of a run on loopback while it trains. It is made of what the run writes anyway."""
+"""superstep train --web: the live report of a run on loopback, from the files that the run writes anyway."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from superstep.run.reports.report import facts, read_recorded
 from superstep.train.run_folder.run_paths import RunFolder
 
 TOKEN = "SUPERSTEP_WEB_TOKEN"
-"""The variable of the environment that has the token, for who asks for the numbers of run after run."""
+"""The environment variable of the token, for clients of many runs."""
 FEWEST_BYTES = 16
 
 
 @contextmanager
 def web(port: int | None) -> Iterator[Callable[[RunFolder], None]]:
-    """Within the block the port is held; from when the function is called with the run's folder, it is answered on.
+    """Hold the port within the block; it answers once the yielded function is called with the run's folder.
 
     Args:
         port: to listen on, 0 for any free one; None serves nothing.
 
     Raises:
-        ConfigError: the port cannot be had.
+        ConfigError: the port cannot be opened.
     """
     if port is None:
         yield lambda _: None
@@ -48,12 +48,11 @@ def _begin(served: LiveServer, folder: RunFolder) -> None:
 
 
 def say(text: str) -> None:
-    """Print a line."""
     print(text, flush=True)
 
 
 def require_token() -> None:
-    """See that the token of the environment, where there is one, is one that is not guessed.
+    """Check the length of the environment's token, if set.
 
     Raises:
         ConfigError: it is too short.
@@ -72,7 +71,7 @@ def _token() -> str:
 
 
 class LiveReport:
-    """The report of a run that may not have begun yet.
+    """The report of a run, which may not have begun yet.
 
     Args:
         folder: of the run.
@@ -82,7 +81,7 @@ class LiveReport:
         self._folder, self._growing, self._samples = folder, GrowingFile(folder.metrics), GrowingFile(folder.samples)
 
     def shown(self) -> ServedPage:
-        """What is served."""
+        """The served content."""
         return ServedPage(
             page=lambda: report_page([self._told()], is_live=True),
             stamp=self._stamp,
@@ -103,15 +102,15 @@ class LiveReport:
         )
 
     def _stamp(self) -> object:
-        return tuple((told.st_ino, told.st_size) for told in self._stats())
+        return tuple((stat.st_ino, stat.st_size) for stat in self._stats())
 
     def _metrics(self) -> str:
-        told_at_s = max((told.st_mtime for told in self._stats()), default=None)
+        told_at_s = max((stat.st_mtime for stat in self._stats()), default=None)
         return exposition(str(self._folder.root), self._growing.read(), told_at_s=told_at_s)
 
     def _stats(self) -> list[os.stat_result]:
-        found = []
+        stats = []
         for path in (self._folder.metrics, self._folder.samples):
             with suppress(OSError):
-                found.append(path.stat())
-        return found
+                stats.append(path.stat())
+        return stats

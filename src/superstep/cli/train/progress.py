@@ -1,4 +1,4 @@
-"""What has been reported of a run, and what it says: to a log as lines, to a terminal as a frame."""
+"""State of a run from its events, and its text: lines for a log, a frame for a terminal."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ from superstep.observe.number_format import bytes_text, count_text, duration_tex
 from superstep.observe.router_balance import busiest, dropped_share
 
 WIDEST = 100
-"""Columns of the widest frame; the eye does not follow a longer line of figures."""
+"""Columns of the widest frame; longer lines of numbers are hard to read."""
 
 MARGIN = 2
 """Columns left free on either side of a frame."""
 
 Fact = tuple[str, str]
-"""A label and its figure."""
+"""A label and its number."""
 
 
 class Progress:
-    """The events so far, folded into the latest of each kind and the course of the loss."""
+    """The events so far, reduced to the latest of each kind and the course of the loss."""
 
     def __init__(self, *, mfu_convention: str) -> None:
         """``mfu_convention`` says in a few words what the MFU counts."""
@@ -65,7 +65,7 @@ class Progress:
         self._recent: deque[tuple[int, float]] = deque(maxlen=100)
 
     def add(self, event: Event, now: float) -> None:
-        """Take an event that arrived at ``now``, in seconds of any clock that only moves forward."""
+        """Add an event that arrived at ``now``, in seconds of any monotonic clock."""
         match event:
             case RunStarted():
                 self.started, self._arrived_s = event, now
@@ -115,7 +115,7 @@ class Progress:
         return (self.step.elapsed_s if self.step else 0.0) + now - self._arrived_s
 
     def left_s(self, now: float) -> float | None:
-        """Seconds to the last step, at the pace of the last hundred and of what happened between them."""
+        """Seconds to the last step, at the pace of the last hundred steps with everything in between."""
         if self.finished:
             return 0.0
         if len(self._recent) < 2:
@@ -129,7 +129,7 @@ class Progress:
 
 
 def lines(event: Event, progress: Progress, now: float) -> list[str]:
-    """What an event says in a log; ``progress`` has taken it in."""
+    """The lines of an event in a log; ``progress`` already includes it."""
     match event:
         case RunStarted():
             return [f"{event.run}: {_description(event)}, {event.steps} steps", *_notes(progress)]
@@ -161,8 +161,8 @@ def lines(event: Event, progress: Progress, now: float) -> list[str]:
             parts = _of_disk(event)
         case RunFinished():
             tokens = count_text(event.tokens_seen)
-            said = f"finished step {event.step} in {duration_text(event.elapsed_s)}, {tokens} tokens seen"
-            return [said, *_comparison_lines(progress)]
+            summary = f"finished step {event.step} in {duration_text(event.elapsed_s)}, {tokens} tokens seen"
+            return [summary, *_comparison_lines(progress)]
         case RunStopped():
             return [f"stopped after step {event.step} of {progress.steps}, as it was asked to"]
     return ["  ".join([_place(event.step, progress), *parts])]
@@ -277,7 +277,7 @@ def _facts(progress: Progress, now: float) -> list[list[Fact]]:
 
 
 def _side_by_side(groups: Sequence[Sequence[Fact]], width: int) -> Iterator[Text]:
-    """The groups in columns that share the width, or below each other where they do not fit."""
+    """The groups in columns that share the width, or below each other if they do not fit."""
     figure_columns, least_gap = 10, 3
     label_columns = [max(len(label) for label, _ in group) for group in groups]
     num_gaps = len(groups) - 1
@@ -295,7 +295,7 @@ def _side_by_side(groups: Sequence[Sequence[Fact]], width: int) -> Iterator[Text
         yield text
 
 
-# What both say.
+# Shared by both.
 
 
 def _of_disk(event: Saved | Warned) -> list[str]:
@@ -321,24 +321,24 @@ def _measure_words(told: LossDetails) -> list[str]:
 
 
 SMALLEST_KL = 1e-6
-"""Nats; less is the rounding of two ways to compute the same."""
+"""Nats; less is the rounding between two equivalent computations."""
 
 
 def _rollout_words(rolled: RolloutStats) -> list[str]:
-    """What a step learnt from, the unusual only where there is some."""
-    told = [f"reward {rolled.reward:.4f}", f"{rolled.answers} answers"]
+    """Results of a step of reinforcement learning, with unusual ones only if they occur."""
+    words = [f"reward {rolled.reward:.4f}", f"{rolled.answers} answers"]
     counts = ((rolled.cut, "cut off"), (rolled.lost, "without a grade"), (rolled.uniform, "groups all alike"))
-    told += [f"{count} {what}" for count, what in counts if count]
-    told += [f"lag {rolled.lag}"] if rolled.lag else []
+    words += [f"{count} {what}" for count, what in counts if count]
+    words += [f"lag {rolled.lag}"] if rolled.lag else []
     far = {name: rolled.measures.get(name, 0.0) for name in ("old_k3", "sampler_k3")}
-    told += [f"{name} {value:.2g}" for name, value in far.items() if abs(value) >= SMALLEST_KL]
+    words += [f"{name} {value:.2g}" for name, value in far.items() if abs(value) >= SMALLEST_KL]
     clipped = sum(rolled.measures.get(name, 0.0) for name in ("clip_low", "clip_high"))
-    told += [f"clipped {clipped:.1%}"] if clipped else []
-    return [*told, f"{count_text(rolled.drawn_tokens / max(rolled.seconds, 1e-9))} drawn/s"]
+    words += [f"clipped {clipped:.1%}"] if clipped else []
+    return [*words, f"{count_text(rolled.drawn_tokens / max(rolled.seconds, 1e-9))} drawn/s"]
 
 
 def _routers(seen: RouterStats) -> list[str]:
-    """The one expert of all layers that has the most to do, and what was turned away."""
+    """The busiest expert of all layers, and the dropped tokens."""
     loads = [busiest(row) for row in seen.chosen]
     dropped = dropped_share(sum(seen.chosen, ()), sum(seen.dropped, ()))
     return [f"busiest expert {max(loads):.2f}x the mean, in layer {loads.index(max(loads))}", f"dropped {dropped:.1%}"]
@@ -370,7 +370,7 @@ def _notes(progress: Progress) -> list[str]:
 
 
 def _comparison_lines(progress: Progress) -> list[str]:
-    """What was predicted beside what was measured, once a run is over."""
+    """Predicted and measured numbers, at the end of a run."""
     run, done = progress.started, progress.finished
     if run is None or done is None:
         return []
@@ -383,12 +383,12 @@ def _comparison_lines(progress: Progress) -> list[str]:
             f"{bytes_text(run.predicted_memory_bytes)} of tensors on the fullest rank, took "
             f"{bytes_text(done.peak_bytes)}"
         )
-    told = [f"predicted: {'; '.join(parts)}"] if parts else []
-    return told if progress.goodput is None else [*told, headway(progress.goodput, run.predicted_ettr)]
+    lines_so_far = [f"predicted: {'; '.join(parts)}"] if parts else []
+    return lines_so_far if progress.goodput is None else [*lines_so_far, headway(progress.goodput, run.predicted_ettr)]
 
 
 def _beside_validation(progress: Progress) -> list[str]:
-    """What a validation loss is held against."""
+    """References of a validation loss."""
     notes = []
     if progress.started and progress.started.unigram_entropy is not None:
         notes.append(f"unigram entropy {progress.started.unigram_entropy:.4f}")
@@ -398,7 +398,7 @@ def _beside_validation(progress: Progress) -> list[str]:
 
 
 def _is_resident(progress: Progress) -> bool:
-    """Whether memory is that of whole processes, which the prediction does not speak of."""
+    """Whether memory is that of whole processes, which the prediction does not cover."""
     return progress.started is not None and progress.started.memory == "resident"
 
 

@@ -1,4 +1,4 @@
-"""What a log says where a run goes on from an earlier state, and how much of its time made headway."""
+"""Log lines of rollbacks and recoveries, and the share of time with progress."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _resumed_lines(event: Resumed) -> list[str]:
 
 
 def headway(found: Goodput, predicted: float | None) -> str:
-    """The share of the time that went into steps that stand, at the end of a run."""
+    """The share of the time in steps that were kept, at the end of a run."""
     foreseen = "" if predicted is None else f", {predicted:.1%} foreseen"
     rest_s = max(0.0, found.wall_s - found.steps_s - found.validation_s)
     return (

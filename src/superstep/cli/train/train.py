@@ -1,4 +1,4 @@
-"""superstep train: prepares the run directory and the tokens, launches the ranks, and shows what they report."""
+"""superstep train: prepares the run directory and the tokens, launches the ranks, and shows their reports."""
 
 from __future__ import annotations
 
@@ -43,26 +43,26 @@ from superstep.train.weights.model import resolve_config, vocab_of
 def main(argv: Sequence[str]) -> int:
     """Train; after a demo, prove its layout and show a sample."""
     if asks_for_hosts(argv):
-        asked = read(argv)
-        if asked.hosts is not None:
-            run = _run(asked)
-            require_alone(run.config, asked.web_port, SEVERAL_HOSTS)
-            return _on_hosts(run, asked.hosts)
+        arguments = read(argv)
+        if arguments.hosts is not None:
+            run = _run(arguments)
+            require_alone(run.config, arguments.web_port, SEVERAL_HOSTS)
+            return _on_hosts(run, arguments.hosts)
     if is_of_torchrun():
         worker = partial(rank_of_torchrun, console=Terminal())
         return join(lambda ranks: _job_of_torchrun(read(argv), ranks), worker, JOB, asked_device)
-    asked = read(argv)
-    run = _run(asked)
-    if asked.is_demo:
+    arguments = read(argv)
+    run = _run(arguments)
+    if arguments.is_demo:
         run = demo_on_few_gpus(run)
-    _say_choices(asked, run)
-    with web(asked.web_port) as shown, prepared_job(run, _tokens, Terminal(), launcher=launcher()) as job:
+    _say_choices(arguments, run)
+    with web(arguments.web_port) as shown, prepared_job(run, _tokens, Terminal(), launcher=launcher()) as job:
         if job is None:
             return 0
         shown(job.folder)
         if (status := launch(job, Terminal())) is not None:
             return status
-    if asked.is_demo and not job.was_complete:
+    if arguments.is_demo and not job.was_complete:
         return _after_demo(job)
     _say(f"\nResults: {job.folder.root}")
     if job.folder.profiles.is_dir():
@@ -80,11 +80,11 @@ def _on_hosts(run: Resolved, hosts: Hosts) -> int:
     """This host's part of a run on several; its ranks use the network interface that reaches the others."""
     run = share_out(run, hosts)
     address = own_address(hosts)
-    for name in (*TORCHRUN, "LOCAL_RANK", "LOCAL_WORLD_SIZE"):  # these launchers are what is launched by torchrun
+    for name in (*TORCHRUN, "LOCAL_RANK", "LOCAL_WORLD_SIZE"):  # torchrun launches these launchers, not their ranks
         os.environ.pop(name, None)
     if (interface := interface_of(address)) is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # this one, and not all that begin so
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # exactly this one, not all with this prefix
     return on_hosts(run, hosts, _tokens, address, Terminal())
 
 
@@ -93,7 +93,7 @@ def _run(asked: TrainArgs, ranks: int | None = None) -> Resolved:
 
 
 def _say_choices(asked: TrainArgs, run: Resolved) -> None:
-    """What was chosen for the user and is perhaps not what he would have chosen."""
+    """Show automatic choices that the user might not expect."""
     changed = describe_changed_layout(asked.config, run, resolve_config)
     if changed is not None:
         _say(changed)
@@ -102,7 +102,7 @@ def _say_choices(asked: TrainArgs, run: Resolved) -> None:
 
 
 def demo_on_few_gpus(run: Resolved) -> Resolved:
-    """The demo shows its two ranks on any machine: on the CPU, where there are GPUs, but not for each."""
+    """The demo shows its two ranks on any machine: on the CPU, if there are GPUs, but not enough."""
     ranks, plan = run.plan.mesh.world, run.config.plan
     if plan.device is not None or not 0 < gpus() < ranks:
         return run
@@ -131,7 +131,7 @@ def _tokens(run: Resolved, folder: RunFolder, checkpoint: Path | None) -> Path:
 
 
 def _make_tokens(run: Resolved, folder: RunFolder, kept: Path) -> None:
-    """Make the token files of a run, and say how far that is."""
+    """Make the token files of a run, with progress output."""
     data = run.config.data
     if is_prepared(data, vocab_of(run), kept):
         prepare(data, vocab_of(run), kept)

@@ -1,4 +1,4 @@
-"""superstep tune merge: a run's adapter merged into the weights that it was trained beside."""
+"""superstep tune merge: a run's adapter merged into its base weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from superstep.tune.merge import merge
 
 
 def main(argv: Sequence[str]) -> int:
-    """Merge, and say what was merged."""
+    """Merge, and print a summary."""
     run, options = read(argv)
     adapter = weights_of(run)
     done = merge(adapter, Path(options.out), Path(options.base) if options.base else None)

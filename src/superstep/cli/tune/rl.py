@@ -23,7 +23,7 @@ def run(read: Callable[[], RlRecipe]) -> int:
     """Learn from rewards; the exit status.
 
     Args:
-        read: the recipe; under torchrun rank 0 alone reads it.
+        read: the recipe; under torchrun only rank 0 reads it.
     """
     if is_of_torchrun():
         worker = partial(rl_rank_of_torchrun, console=Terminal())
@@ -42,5 +42,5 @@ def _prepared(recipe: RlRecipe, ranks: int | None = None) -> AbstractContextMana
 
 
 def _device(job: RlJob | None) -> DeviceKind | None:
-    """The device that a run asks for."""
+    """The device of a run's settings."""
     return None if job is None else job.run.config.plan.device

@@ -1,4 +1,4 @@
-"""superstep tune sft and dpo: what a run begins with and learns from is their own, its loop that of train."""
+"""superstep tune sft and dpo: their own initial model and data, with the loop of train."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run(read: Callable[[], tuple[Kind, TuneConfig]]) -> int:
     """Learn from conversations or preferences.
 
     Args:
-        read: what is to be done, and the recipe; under torchrun rank 0 alone is asked.
+        read: the kind and the recipe; under torchrun only rank 0 calls it.
     """
     if is_of_torchrun():
         worker = partial(rank_of_torchrun, console=Terminal())
@@ -53,7 +53,7 @@ def _prepared(kind: Kind, config: TuneConfig, ranks: int | None = None) -> Abstr
 
 
 def _say_choices(config: TuneConfig, run: Resolved) -> None:
-    """What was chosen for the user and is perhaps not what he would have chosen."""
+    """Show automatic choices that the user might not expect."""
     idle = idle_places(run, *places_of(run)) if config.plan.dp is None else None
     for line in (shorter_sequences(config, run.config, USUAL_TOKENS), idle):
         if line is not None:
@@ -61,7 +61,7 @@ def _say_choices(config: TuneConfig, run: Resolved) -> None:
 
 
 def _make(wanted: Conversations, kept: Path, folder: RunFolder, *, verb: str) -> None:
-    """Make the token files of a run, and say how far that is."""
+    """Make the token files of a run, with progress output."""
     try:
         _prepare(wanted, kept, is_shared=bool(wanted.run.data.cache))
     except (KeyboardInterrupt, SystemExit) as error:

@@ -1,4 +1,4 @@
-"""superstep tune: post-training, one word for each kind of it."""
+"""superstep tune: post-training, one subcommand for each kind."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from superstep.cli.tune import rl, sft_dpo
 
 
 def main(argv: Sequence[str]) -> int:
-    """Do what the first word says."""
+    """Run the subcommand."""
     if argv and argv[0] in APART:
-        # The one that is asked for: a server brings much that the others have no use for.
+        # Import only the named one: a server has many dependencies that the others do not need.
         status: int = importlib.import_module(f"superstep.cli.tune.{argv[0]}").main(argv[1:])
         return status
     if argv[:1] == [REWARDS]:

@@ -1,4 +1,4 @@
-"""What each layer of a run computes with, and why, as ``superstep view --kernels`` prints it."""
+"""The implementation of each layer of a run, and the reason, as ``superstep view --kernels`` prints it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HEADINGS = ("unit", "layer", "class", "computes with", "why")
 
 
 def kernel_table(run: Resolved) -> str:
-    """A row for each layer and implementation, from the inside out; layers that run as written are left out."""
+    """A row for each layer and implementation, from the inside out; layers with their own code are left out."""
     specs, device = units_of(run), pick(0, run.config.plan.device)
     names = {unit: specs[unit].name for unit in range(len(specs))}
     if run.decoder is not None and len(specs) > 3:

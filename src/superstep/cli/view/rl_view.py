@@ -27,7 +27,7 @@ def draw_rl(folder: RunFolder, *, width: int, has_signs: bool) -> str:
     """The picture of a run.
 
     Raises:
-        StateError: it has nothing on record yet, or what it has is damaged.
+        StateError: it has no record yet, or a damaged one.
     """
     recipe_path = folder.root / RECIPE
     if not recipe_path.is_file():
@@ -60,7 +60,7 @@ def _lanes(history: History) -> list[Lane]:
 
 
 def _by_version(drawn: Sequence[AnsweredGroup]) -> Iterable[list[LaneItem]]:
-    """What was drawn with one version and without a break is one piece."""
+    """Consecutive samples of one version are joined."""
     for version, each in groupby(drawn, key=lambda one: one.version):
         yield [LaneItem(span, f"v{version}") for span in merge(one.span for one in each)]
 

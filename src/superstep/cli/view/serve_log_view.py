@@ -1,4 +1,4 @@
-"""superstep view FILE: the steps of a server's replay log, each held against the rules, over time."""
+"""superstep view FILE: the steps of a server's log, checked and drawn over time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from superstep.observe.number_format import bytes_text, count_text, seconds_text
 from superstep.serve.scheduling.step_log import Replay, prompt_rows, read_log, samples, work_of
 
 LEAST = 40
-"""Steps from which on their seconds are worth to be told apart by what they were spent on."""
+"""Fewest steps for a split of their seconds by cause."""
 
 
 def draw_replay(path: Path, *, width: int, has_signs: bool) -> str:
@@ -55,7 +55,7 @@ def _draw_steps(replay: Replay, width: int, *, has_signs: bool) -> str:
 
 
 def _time_lines(replay: Replay) -> str:
-    """Where the time went; what the steps themselves say of the machine."""
+    """Where the time went, and the machine's rates by these steps."""
     setting, entries = replay.setting, replay.entries
     measured = samples(setting, entries)
     busy_s = sum(entry.took_s for entry in entries)

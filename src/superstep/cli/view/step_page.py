@@ -1,4 +1,6 @@
-"""What superstep view writes beside its text: the step as a page that moves, with other plans to flip to; or a file."""
+"""Files of superstep view besides its text: the step as an interactive page, with other plans to switch to; or a
+file.
+"""
 
 from __future__ import annotations
 
@@ -23,19 +25,19 @@ from superstep.plan.resolution.resolve import Resolved
 from superstep.program.peak_memory import course
 
 MOST_INSTRUCTIONS = 200_000
-"""Of all plans in a page together: what a browser unpacks at once, and a minute of simulating."""
+"""Of all plans in a page together: a browser's limit for unpacking at once, and a minute of simulation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepView:
-    """A step to be drawn, with what it was predicted from.
+    """A step to be drawn, with the inputs of its prediction.
 
     Attributes:
-        run: what is trained.
-        machine: what operations take here.
+        run: the resolved run.
+        machine: prices of operations here.
         operations: of each unit.
-        prediction: the step before it ran.
-        ran: the step as the run recorded it, where there is one.
+        prediction: of the step.
+        ran: the recorded step, if any.
     """
 
     run: Resolved
@@ -45,7 +47,7 @@ class StepView:
     ran: RecordedStep | None = None
 
     def drawn(self) -> StepDrawing:
-        """What is drawn of it."""
+        """Its drawing."""
         return StepDrawing(
             plan=self.run.plan,
             timeline=self.prediction.timeline,
@@ -63,7 +65,7 @@ Resolve = Callable[..., Resolved]
 
 
 def write_page(title: str, about: str, view: StepView, *, resolve: Resolve, rehearse: Rehearse) -> str:
-    """The page of a step, with the same model under other schedules and ZeRO stages beside it."""
+    """The page of a step, with the same model under other schedules and ZeRO stages."""
     choices = list(_choices(view, resolve, rehearse))
     plan = view.run.plan
     chosen = next(n for n, one in enumerate(choices) if (one.schedule, one.zero) == (plan.schedule, plan.zero))
@@ -91,7 +93,7 @@ def write_svg(name: str, view: StepView) -> str:
 
 
 def write_trace(name: str, view: StepView) -> str:
-    """The step for Perfetto; a run's, and its prediction behind it."""
+    """The step for Perfetto; a run's, followed by its prediction."""
     drawn = view.drawn()
     timeline = view.prediction.timeline
     courses = [course(timeline.program, rank, drawn.sizes) for rank in range(timeline.program.pp)]
@@ -102,7 +104,8 @@ def write_trace(name: str, view: StepView) -> str:
 
 def _choices(view: StepView, resolve: Resolve, rehearse: Rehearse) -> Iterator[ChooserEntry]:
     """Every schedule at every ZeRO stage, as far as they differ on this mesh; those that differ from the plan in one of
-    the two are the first to have room.
+    the
+    two come first.
     """
     plan = view.run.plan
     schedules = get_args(Schedule) if plan.mesh.pp > 1 else (plan.schedule,)
@@ -130,7 +133,7 @@ def _other(
     rehearsed: dict[int, tuple[UnitOperations, ...]],
     means: tuple[Resolve, Rehearse],
 ) -> ChooserEntry:
-    """The same model, mesh and batch under another schedule or ZeRO stage; of one that cannot be, why."""
+    """The same model, mesh and batch under another schedule or ZeRO stage; or the reason why it is impossible."""
     resolve, rehearse = means
     try:
         run = resolve(replace(view.run.config, plan=_free_schedule(view.run.config.plan, schedule, zero)))
@@ -144,7 +147,7 @@ def _other(
 
 
 def _free_schedule(plan: PlanConfig, schedule: Schedule, zero: int) -> PlanConfig:
-    """What hangs on the schedule or the stage becomes automatic again."""
+    """Settings that depend on the schedule or the stage become automatic again."""
     chunks = 2 if schedule == "zb-v" else max(plan.chunks, 2) if schedule in LOOPED else 1
     other = replace(plan, schedule=schedule, zero=zero, chunks=chunks, replicas=plan.replicas if zero else 1)
     if schedule != plan.schedule:
@@ -159,7 +162,7 @@ def _instructions(step: Prediction | StepDrawing) -> int:
 
 
 def page_path(target: str | None) -> Path:
-    """Where the page goes where nothing is said: into a run's folder, or into the current one."""
+    """The default path of the page: in a run's folder, or in the current one."""
     if target is None:
         return Path("demo.step.html")
     return Path(target) / "step.html" if Path(target).is_dir() else Path(Path(target).stem + ".step.html")

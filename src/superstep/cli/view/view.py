@@ -1,4 +1,4 @@
-"""superstep view: a step as a picture, as it would run on this machine and as a run recorded it; and its routers."""
+"""superstep view: a step as a picture, as predicted on this machine and as a run recorded it; and its routers."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ from superstep.train.weights.model import operations, resolve_config
 
 @dataclass(frozen=True, slots=True)
 class DrawOptions:
-    """How to draw.
+    """Options of a drawing.
 
     Attributes:
         width: columns.
-        has_colour: the reader is a terminal that shows colours.
-        is_plain: the reader asks for neither colours nor signs of a terminal: NO_COLOR, or a dumb one.
+        has_colour: whether the output is a terminal with colours.
+        is_plain: whether to use neither colours nor terminal signs: NO_COLOR, or a dumb terminal.
     """
 
     width: int
@@ -122,25 +122,25 @@ def _of_run(folder: RunFolder, options: argparse.Namespace, picture: DrawOptions
 
 
 def _view_predicted(run: Resolved, target: str | None, options: argparse.Namespace, picture: DrawOptions) -> None:
-    seen = operations(run)
-    if seen is None:
+    traced = operations(run)
+    if traced is None:
         raise ConfigError(
             f"model.source = '{run.config.model.source}': what its units do depends on data, so that their steps are "
             "not predicted; view --program lists the instructions."
         )
-    machine = measure(run, pick(0, run.config.plan.device), seen)
-    prediction = predict(run, machine, seen)
+    machine = measure(run, pick(0, run.config.plan.device), traced)
+    prediction = predict(run, machine, traced)
     title = _title(prediction, machine)
     _say(f"{title}\n\n{_draw(prediction.timeline, picture, prediction.step_s)}")
     if options.memory:
-        _say("\n" + _memory(run, prediction, picture, seen))
+        _say("\n" + _memory(run, prediction, picture, traced))
     else:
-        step = StepView(run=run, machine=machine, operations=seen, prediction=prediction)
+        step = StepView(run=run, machine=machine, operations=traced, prediction=prediction)
         _write(step, target, options, title.replace("\n", "; "))
 
 
 def _write(step: StepView, target: str | None, options: argparse.Namespace, about: str) -> None:
-    """The step as a file, unless text alone is asked for."""
+    """Write the step to a file, unless only text is wanted."""
     if options.text:
         return
     path = Path(options.out) if options.out else page_path(target)
@@ -158,7 +158,7 @@ def _write(step: StepView, target: str | None, options: argparse.Namespace, abou
     except Fault:
         if options.out or options.open:
             raise
-        # The text is what there is to see where no file can be made.
+        # The text is enough if no file can be written.
         _say(f"\nno page: {path} cannot be written; --out names another file\n")
         return
     _say(f"\nthe step as {kind}: {path}\n")
@@ -167,7 +167,7 @@ def _write(step: StepView, target: str | None, options: argparse.Namespace, abou
 
 
 def _memory(run: Resolved, prediction: Prediction, picture: DrawOptions, seen: Sequence[UnitOperations]) -> str:
-    """What lasts from step to step on each pipeline rank, and what comes and goes, over the step."""
+    """Memory that stays from step to step on each pipeline rank, and temporary memory, over the step."""
     program = prediction.timeline.program
     sizes = sizes_of(run, seen) or unit_bytes(run)
     lasting = "\n".join(
@@ -223,28 +223,28 @@ def _view_recorded(folder: RunFolder, options: argparse.Namespace, picture: Draw
 
 
 def _read_prediction(folder: RunFolder, ran: RecordedStep) -> StepView | None:
-    """The recorded step with the prediction that the run made of it; None where it made none: of a model whose work
-    depends on data, say.
+    """The recorded step with the run's own prediction; None without one, such as for a model with data-dependent
+    work.
     """
     if not folder.prediction.is_file():
         return None
     given = read_predicted_from(folder.prediction)
     run = resolve_config(replace(read_config(folder.config), plan=given.plan))
-    seen = operations(run)
-    if seen is None:
+    traced = operations(run)
+    if traced is None:
         return None
-    prediction = predict(run, given.machine, seen, is_weighed=given.is_weighed)
-    return StepView(run=run, machine=given.machine, operations=seen, prediction=prediction, ran=ran)
+    prediction = predict(run, given.machine, traced, is_weighed=given.is_weighed)
+    return StepView(run=run, machine=given.machine, operations=traced, prediction=prediction, ran=ran)
 
 
 def _report(folder: RunFolder, ran: Timeline | None = None) -> None:
-    """The run's own page anew."""
+    """Write the run's own page again."""
     if folder.metrics.is_file() and folder.config.is_file():
-        told = run_told(folder, ran=ran)
+        run = run_told(folder, ran=ran)
         try:
-            write_whole(folder.report, report_page([told]))
+            write_whole(folder.report, report_page([run]))
             _say(f"the run's report: {folder.report}\n")
-        except Fault:  # somebody else's run, say
+        except Fault:  # such as another user's run
             _say(f"no report: {folder.report} cannot be written\n")
 
 
@@ -260,16 +260,16 @@ def _routers(folder: RunFolder, layer: int | None, picture: DrawOptions) -> str:
         raise UserError(
             f"--layer {layer}: the layers of '{folder.root}' are 0 to {run.decoder.layers - 1}; name one of them."
         )
-    seen = reports(read(folder.metrics)) if folder.metrics.is_file() else []
-    if not seen:
+    routed = reports(read(folder.metrics)) if folder.metrics.is_file() else []
+    if not routed:
         raise StateError(
             f"'{folder.root}' has no report of its routers yet: the run writes one every "
             f"{run.config.observe.log_every} steps (observe.log_every). Ask again after those."
         )
     ink = ASCII if picture.is_plain else COLOURS if picture.has_colour else SHADES
-    title = f"where the tokens of {folder.root} went, in steps {seen[0].first} to {seen[-1].last}"
+    title = f"where the tokens of {folder.root} went, in steps {routed[0].first} to {routed[-1].last}"
     layers = range(run.decoder.layers) if layer is None else [layer]
-    return f"{title}\n\n{draw_routers(seen, layers, width=picture.width, ink=ink)}"
+    return f"{title}\n\n{draw_routers(routed, layers, width=picture.width, ink=ink)}"
 
 
 def _title(prediction: Prediction, machine: Prices, *, when: str = "for this machine") -> str:
@@ -285,7 +285,7 @@ def _title(prediction: Prediction, machine: Prices, *, when: str = "for this mac
 
 
 def _draw(timeline: Timeline, picture: DrawOptions, scale_s: float) -> str:
-    """The drawing, as wide a part of the picture as the step is of ``scale_s``."""
+    """The drawing; its width is the picture's share for the step in ``scale_s``."""
     columns = round((picture.width - GUTTER) * timeline.step_s / scale_s) if scale_s else picture.width
     return draw_text(timeline, GUTTER + columns, picture.has_colour)
 

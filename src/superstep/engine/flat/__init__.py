@@ -1,1 +1,1 @@
-"""Flat buffers: layout and sharding (ZeRO) of parameters, gradients and moments; their snapshots."""
+"""Flat buffers: the layout of parameters, gradients and moments, how they are sharded (ZeRO), and their snapshots."""

@@ -1,4 +1,4 @@
-"""What superstep tune is asked for."""
+"""Arguments of superstep tune."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ KINDS: Mapping[Kind, str] = {
 }
 
 REWARDS = "rl"
-"""The kind whose recipes are others."""
+"""The kind with another type of recipe."""
 
 MERGE, SERVE = "merge", "serve"
 APART: Mapping[str, str] = {
     MERGE: "put the adapter of a run into the weights that it adds to",
     SERVE: "let others train adapters over HTTP, by Tinker's client",
 }
-"""Words that have no recipe, and ask for other things (``arguments.tune_merge``, ``tune_serve``)."""
+"""Actions without a recipe, with other arguments (``arguments.tune_merge``, ``tune_serve``)."""
 
 EVERY: Mapping[str, str] = dict(
     [*KINDS.items(), (REWARDS, "learn from the rewards of its own answers"), *APART.items()]
@@ -53,7 +53,7 @@ FIRST_OF_REWARDS = (
     "state.dir",
     "state.existing",
 )
-"""Fields of a recipe that its help begins with."""
+"""First fields in the help."""
 
 
 def _usage() -> str:
@@ -62,23 +62,23 @@ def _usage() -> str:
 
 
 def read(argv: Sequence[str]) -> tuple[Kind, TuneConfig] | RlRecipe:
-    """The recipe that a command line asks for; raises as ``read_kind`` does."""
+    """The recipe of a command line; raises as ``read_kind`` does."""
     return read_rewards(argv[1:]) if argv[:1] == [REWARDS] else read_kind(argv)
 
 
 def read_rewards(argv: Sequence[str]) -> RlRecipe:
-    """The recipe behind the word for rewards; raises as ``read_kind`` does."""
+    """The recipe of reinforcement learning; raises as ``read_kind`` does."""
     records = "the tasks with --rl.environment"
     return _recipe(REWARDS, RlRecipe(), read_rl, argv, records=records, common=FIRST_OF_REWARDS)
 
 
 def read_kind(argv: Sequence[str]) -> tuple[Kind, TuneConfig]:
-    """What is to be done with conversations or preferences, and the recipe.
+    """The kind of tuning, and its recipe.
 
     Raises:
-        UserError: nothing, or nothing known, is to be done.
+        UserError: no kind, or an unknown one, is named.
         ConfigError: the file cannot be used, or a flag is wrong.
-        SystemExit: help was asked for, and has been given.
+        SystemExit: after printing help.
     """
     if not argv or argv[0].startswith("-"):
         if asks_for_help(argv):
@@ -112,6 +112,6 @@ def _recipe(
     recipe = flags(base, argv)
     saved = Path(recipe.state.dir) / RECIPE
     if recipe.state.existing == "resume" and saved.is_file():
-        # A run that goes on keeps its own settings; flags still change them.
+        # A resumed run keeps its own settings; flags still change them.
         recipe = flags(load(saved), argv)
     return recipe

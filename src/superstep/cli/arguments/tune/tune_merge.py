@@ -1,4 +1,4 @@
-"""What superstep tune merge is asked for."""
+"""Arguments of superstep tune merge."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ DESCRIPTION = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergeOptions:
-    """Where from, and where to."""
+    """Options of a merge."""
 
     out: str = ""
     """The folder to make."""
     base: str = ""
-    """The folder of the weights, where they are not where they were in training."""
+    """The folder of the base weights, if they have moved since training."""
 
 
 def read(argv: Sequence[str]) -> tuple[Path, MergeOptions]:
-    """The run and the rest.
+    """The run and the options.
 
     Raises:
         ConfigError: one of them is missing or wrong.
-        SystemExit: help was asked for, and has been given.
+        SystemExit: after printing help.
     """
     words = list(takewhile(lambda word: not word.startswith("-"), argv))
     options = read_flags(MergeOptions(), argv[len(words) :], prog="superstep tune merge RUN", description=DESCRIPTION)

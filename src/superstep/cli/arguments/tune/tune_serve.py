@@ -1,4 +1,4 @@
-"""What superstep tune serve is asked for."""
+"""Arguments of superstep tune serve."""
 
 from __future__ import annotations
 
@@ -22,19 +22,20 @@ COMMON = ("port", "host", "name", "key", "state", "numerics.compute", "numerics.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TinkerOptions(PortOptions):
-    """Where to answer, and how."""
+    """Options of the Tinker server."""
 
     name: str | None = None
-    """What clients call the model, beside its folder's path; none takes the folder's name."""
+    """The model's name for clients, besides its folder's path; none uses the folder's name."""
     key: str | None = None
-    """A key that clients must show, which begins with tml-, or @FILE that holds it, which `ps` does not show; none
-    takes it from TINKER_API_KEY, and without one asks for none."""
+    """A key that clients must send, which begins with tml-, or @FILE with the key, which `ps` does not show; none uses
+    TINKER_API_KEY, and without one needs none.
+    """
     state: str = "runs/tinker"
-    """The folder of what clients save."""
+    """The folder of clients' saved weights."""
     device: DeviceKind | None = None
-    """Where it computes; none takes a GPU where there is one."""
+    """The device; none uses a GPU if there is one."""
     context_tokens: Annotated[int | None, Bounds(least=2)] = None
-    """The most tokens of a sequence, and of a prompt and its answer; none takes what the model was made for."""
+    """The most tokens of a sequence, and of a prompt and its answer; none uses the model's length."""
     alpha: Annotated[float, Bounds(above=0, is_finite=True)] = 32.0
     """The strength of adapters: the product of the factors is multiplied by alpha / rank."""
     most_rank: Annotated[int, Bounds(least=1)] = 128
@@ -42,21 +43,23 @@ class TinkerOptions(PortOptions):
     models: Annotated[int, Bounds(least=1)] = 8
     """The most created models at once; they share the base's weights."""
     adapters: Annotated[int, Bounds(least=1)] = 16
-    """The most saved weights that are held for sampling at once; others are read again when they are asked for."""
+    """The most saved weights in memory for sampling at once; others are read again on request."""
     batch_tokens: Annotated[int, Bounds(least=1)] = 8192
-    """The most tokens, padding among them, of one pass through the model."""
+    """The most tokens of one pass through the model, padding included."""
     kernels: str | None = None
-    """A folder for operations that are compiled on this CPU at the first start; none takes one in the user's cache,
-    `off` computes without."""
+    """A folder for operations that are compiled on this CPU at the first start; none uses one in the user's cache,
+    `off`
+    uses torch.
+    """
     numerics: NumericsOptions = field(default_factory=NumericsOptions)
 
 
 def read(argv: Sequence[str]) -> tuple[Path, TinkerOptions]:
-    """The model, and the rest.
+    """The model, and the options.
 
     Raises:
         ConfigError: one of them is missing or wrong.
-        SystemExit: help was asked for, and has been given.
+        SystemExit: after printing help.
     """
     missing = "name what to train: a run, a checkpoint or a Hugging Face folder: superstep tune serve runs/demo."
     model, options = read_model(
