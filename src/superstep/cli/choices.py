@@ -14,8 +14,7 @@ from superstep.plan.resolution.resolve import Resolved, divisors
 
 def describe_changed_layout(proposed: RunConfig, run: Resolved, resolve: Callable[[RunConfig], Resolved]) -> str | None:
     """The fields of a demo or resumed run that flags have changed, and why; None if the layout is the proposed one,
-    except
-    for the microbatch size.
+    except for the microbatch size.
 
     Args:
         proposed: the run before the change.

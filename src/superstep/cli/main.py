@@ -198,8 +198,7 @@ def report(call: Callable[[], int]) -> int:
 def settle() -> None:
     """Prepare the process of a command before its verb."""
     # Ranks of one host meet on its loopback, whatever its name resolves to; those of torchrun choose for themselves,
-    # and
-    # those of several launchers get an address.
+    # and those of several launchers get an address.
     if asks_for_hosts(sys.argv):
         # The ranks' store warns about each address without a name. Torch reads this when it is imported.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

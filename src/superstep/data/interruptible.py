@@ -13,8 +13,7 @@ def run_aside(call: Callable[[], T]) -> T:
     """Run ``call`` in a thread of its own; its result or error.
 
     A signal's handler runs between two steps of the interpreter, of which a library's long call has none. Here it runs
-    at
-    once; if it raises, the thread is left behind, and ends with its call or with the process.
+    at once; if it raises, the thread is left behind, and ends with its call or with the process.
     """
     results: list[T] = []
     errors: list[BaseException] = []

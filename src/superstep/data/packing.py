@@ -14,8 +14,7 @@ def pack(sizes: Sequence[int], capacity: int) -> list[list[int]]:
     """The items of each sequence, by number. Equal lists give equal results on every machine.
 
     Items keep their order within a sequence, and sequences have that of their first items, so that any range of them is
-    a
-    fair sample.
+    a fair sample.
     """
     assert all(0 < size <= capacity for size in sizes), "no item is larger than a sequence"
     rows: list[list[int]] = []

@@ -17,8 +17,7 @@ class Prefetcher:
     """Iterates over ``(batch, data_wait_s)``: the next batches, and the seconds the caller waited for each.
 
     An error of the reading thread is raised by the iteration, after the batches that were read before it. The thread
-    ends
-    at ``close``, at the end of a ``with`` block, after ``steps`` batches, or with the process.
+    ends at ``close``, at the end of a ``with`` block, after ``steps`` batches, or with the process.
     """
 
     def __init__(

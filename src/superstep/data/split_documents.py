@@ -51,9 +51,8 @@ def passages(parts: Iterable[DocumentPart], chars: int, slack: int = SLACK_CHARS
     """The documents in passages of ``chars`` to ``chars + slack`` characters; a document's last may be shorter.
 
     Under byte-level BPE the passages have the ids of the whole, unless no word ends for ``slack`` characters: there the
-    cut
-    goes through a word. A tokenizer that adds a blank at the start of a text (Llama 2) adds one at the start of each
-    passage.
+    cut goes through a word. A tokenizer that adds a blank at the start of a text (Llama 2) adds one at the start of
+    each passage.
     """
     text = ""
     for part in parts:
@@ -97,8 +96,7 @@ def short_words(texts: Iterable[str]) -> Iterator[str]:
     """The texts for training a tokenizer; of long runs a quarter, in short parts.
 
     Learning merges reads a whole word again for each of its merged pairs: a word of a megabyte takes hours. And words
-    that
-    all differ take a hundred bytes of memory for each of their characters.
+    that all differ take a hundred bytes of memory for each of their characters.
     """
     for text in texts:
         start = 0

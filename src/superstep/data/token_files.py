@@ -62,12 +62,11 @@ class CorpusManifest:
         vocab: one more than the tokenizer's largest id; the model's vocabulary is this or larger.
         text_bytes: the UTF-8 bytes of all documents of both splits.
         bytes_per_token: text_bytes over the tokens of both splits, ends of text included.
-        unigram_nats: the cross-entropy, in nats per token, of the validation split under the token counts of
-            the train split, one added to each. A model that does no better knows nothing of order.
+        unigram_nats: the cross-entropy, in nats per token, of the validation split under the token counts of the train
+            split, one added to each. A model that does no better knows nothing of order.
         null_records: number of skipped records with a null text.
         kind: whether every token is learnt, or answers alone (``answers.py``), or pairs of answers, the better one
-            first;
-            then the figures above cover answers only.
+            first; then the figures above cover answers only.
         sequence_tokens: of the packed sequences of conversations.
         dropped: number of conversations that were too long and are left out.
         truncated: number of truncated conversations.

@@ -58,8 +58,7 @@ def assemble(
     shared = _parameters(buffers)
     here = [unit for stage, units in enumerate(plan.stages) if plan.placement[stage] == mesh.at.pp for unit in units]
     # Of a compiled model only the blocks are compiled: embedding and head are faster with gradients that are
-    # accumulated
-    # in place.
+    # accumulated in place.
     built = {
         unit: build_module(
             specs[unit],

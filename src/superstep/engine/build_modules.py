@@ -113,8 +113,7 @@ def build_loss(
 
     Its gradient is that of scale · sum. A decoder's whole head is fused with the loss, so that the whole logits never
     exist; ``is_straight`` lets it add the weight's gradient to the buffer in the forward, which the program allows
-    where
-    the buffer exists for the whole step (ZeRO 0 and 1).
+    where the buffer exists for the whole step (ZeRO 0 and 1).
 
     Args:
         head: the last unit's module.

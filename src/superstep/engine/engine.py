@@ -155,8 +155,7 @@ class Engine(RankState):
 
         Args:
             microbatches: of this data-parallel rank, in order. For another number than the plan's, which must be the
-                same on
-                all ranks, a program is compiled and kept.
+                same on all ranks, a program is compiled and kept.
             valid_tokens: of the whole global batch.
             lr: the learning rate.
             divisor: the one divisor of the loss, above zero; None means ``valid_tokens``.
@@ -164,8 +163,7 @@ class Engine(RankState):
                 ``train.loss``.
             inspect: called when the gradients are final, before the update.
             judge: called before the update with numbers that are equal on all ranks; a reason rejects the update.
-                Without it
-                a sum that leaves its exact range is a fault, with it a reason.
+                Without it a sum that leaves its exact range is a fault, with it a reason.
             record: records when each instruction ran.
             stop: whether this rank has a request to stop; read at the end of the step.
 

@@ -32,8 +32,7 @@ from superstep.program.instructions import Program, Step
 
 EXACT_SCALE = 2.0**-12
 """Exact mode scales gradients by this: its sums have a range for the mean of some thousand tokens, and a power of two
-is
-exact.
+is exact.
 """
 
 
@@ -108,8 +107,7 @@ class PiecemealEngine(Engine):
 
         Raises:
             Fault: a gradient is not finite, or exceeds the range of exact sums; there was no update, and the gradients
-                are
-                dropped.
+                are dropped.
         """
         scale, nothing = self._scale, torch.zeros(1, dtype=torch.float64, device=self.mesh.device.torch)
         try:

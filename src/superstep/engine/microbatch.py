@@ -21,8 +21,7 @@ class Microbatch:
 
     Attributes:
         starts: with a document mask: the start of each token's document within its row, of the whole sequences and on
-            the
-            host, whichever tokens this rank holds: int64 [microbatch, cp · S].
+            the host, whichever tokens this rank holds: int64 [microbatch, cp · S].
         streams: inputs of the loss for each target, by name: fp32, of the targets' shape.
     """
 

@@ -56,8 +56,7 @@ class Optimizer:
         hyper: the settings.
         world: the group of all ranks; None for one rank.
         is_exact: bits are independent of the parameters' cut: no fused kernel, as its vectors and remainder differ, and
-            a
-            norm that is summed as integers.
+            a norm that is summed as integers.
 
     Attributes:
         hyper: the settings of the next update.
@@ -88,8 +87,7 @@ class Optimizer:
         self, told: Tensor, excess: RangeExcess, flags: Sequence[bool] = ()
     ) -> tuple[float, list[float], list[bool]]:
         """The squared gradient norm and the numbers ``told``, each summed over all ranks, and the flags that any rank
-        has set:
-        in one collective, which a step needs anyway, so that all ranks know the flags after the same step.
+        has set: in one collective, which a step needs anyway, so that all ranks know the flags after the same step.
 
         Args:
             told: fp64, the step's loss first.

@@ -143,8 +143,7 @@ def kernel_products(x_RI: Tensor, matrix_EIO: Tensor, rows_E: Tensor) -> Tensor:
     end_E = rows_E.cumsum(0, dtype=torch.int32)
     out_RO = F.grouped_mm(x_RI, matrix_EIO, offs=end_E)
     # The kernel leaves the padding rows uninitialised. Selective recompute keeps the kernel's result, which must not
-    # change
-    # then.
+    # change then.
     is_nobodys_R = torch.arange(len(x_RI), device=x_RI.device) >= end_E[-1]
     return out_RO.masked_fill(is_nobodys_R[:, None], 0.0)
 
@@ -160,8 +159,7 @@ def sort_by_expert(expert_Tk: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """The order of (token, choice) pairs as rows, [T·k], and the number of rows of each expert, [E].
 
     Within an expert the pairs keep their order; padding comes last. No size depends on the tensor's values, so that a
-    GPU
-    is not waited for, as ``bincount`` would.
+    GPU is not waited for, as ``bincount`` would.
     """
     expert_R = expert_Tk.flatten()
     sorted_R, order_R = expert_R.where(expert_R >= 0, experts).sort(stable=True)

@@ -2,8 +2,7 @@
 
 Where no kernel supports the heads, torch computes all scores at once, [S, T] of each head. The flash kernel supports
 16-bit numbers in heads of up to 256, and no mask. The memory-efficient one supports fp32, wider heads and masks, but
-each query head needs a key head of its own, of whole 16 bytes
-(aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
+each query head needs a key head of its own, of whole 16 bytes (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
 
     B  sequences    N  query heads           S  queries    H  width of one head
                     K  key and value heads   T  keys

@@ -21,9 +21,8 @@ class Rope:
     """The rotary position embedding (Su 2021), with the stretches of ``plan.model.rope``.
 
     One object serves all blocks, so that the tables of a sequence length are made once, and those of given positions
-    once
-    as long as these exist: recompute uses the same tables. It is no module and has no parameter: tables are made on the
-    device of the rotated tensor, at its first use.
+    once as long as these exist: recompute uses the same tables. It is no module and has no parameter: tables are made
+    on the device of the rotated tensor, at its first use.
     """
 
     def __init__(self, shape: ModelShape) -> None:
@@ -87,8 +86,7 @@ class Rope:
                 return frequency / factor
             case Llama3Rope(factor=factor, low_freq_factor=low, high_freq_factor=high, original_tokens=tokens):
                 # Turns within the original context: pairs with many turns are kept, those with few are slowed by the
-                # factor, between
-                # them is a ramp.
+                # factor, between them is a ramp.
                 turns = tokens * frequency / (2 * math.pi)
                 keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
             case YarnRope(factor=factor):

@@ -85,8 +85,7 @@ def _top2(moe: MoeShape, logits_BSE: Tensor, noise_BS1: Tensor | None) -> Routin
     balance_B = balance_loss(probability_BSE, choice_BS2[..., :1])
     if noise_BS1 is not None:
         # The second choice is used with probability min(1, 2 · weight). Φ makes the normal draw a uniform one. An
-        # unused choice
-        # takes no capacity.
+        # unused choice takes no capacity.
         is_taken_BS1 = 2 * weight_BS2[..., 1:] > torch.special.ndtr(noise_BS1)
         second_BS1 = choice_BS2[..., 1:].where(is_taken_BS1, NOBODY)
         choice_BS2 = torch.cat((choice_BS2[..., :1], second_BS1), -1)
@@ -148,9 +147,8 @@ def balance_loss(probability_BSE: Tensor, choice_BSk: Tensor) -> Tensor:
     """E · Σ_e f_e · P_e of each sequence (Fedus 2021, eq. 4 to 6): [B], and 1 where the load is even.
 
     f_e is expert e's share of the choices, P_e the mean of its probability. Lepikhin 2020 has 1/E in place of E, so
-    that a
-    weight there means 1/E² of ours. Hugging Face's Mixtral sums over the k choices where this takes their mean, and
-    averages over layers where these are added: ``plan.model.shape.balance_weight_of``.
+    that a weight there means 1/E² of ours. Hugging Face's Mixtral sums over the k choices where this takes their mean,
+    and averages over layers where these are added: ``plan.model.shape.balance_weight_of``.
     """
     experts = probability_BSE.shape[-1]
     share_BE = choices(choice_BSk, experts) / choice_BSk[0].numel()

@@ -76,8 +76,7 @@ def initial(spec: ParamSpec, shape: Sequence[int], seed: int) -> Tensor:
     """The initial values of the whole global tensor, fp32 on the CPU.
 
     They are a function of the seed and the global name alone, so every layout starts with the same bits: a rank draws
-    the
-    whole tensor and keeps its slice. Each tensor of a stack is drawn by its own name. Given values are used for any
+    the whole tensor and keeps its slice. Each tensor of a stack is drawn by its own name. Given values are used for any
     seed.
     """
     if spec.values is not None:

@@ -21,8 +21,7 @@ def ended(
     error: BaseException, folder: RunFolder, console: Console, verb: str = "train", *, is_of_torchrun: bool = False
 ) -> int | None:
     """The exit status after Ctrl-C or a SIGTERM without a graceful stop, with a message; None after anything else. A
-    fault of
-    a started run gets a line on how to resume.
+    fault of a started run gets a line on how to resume.
 
     Args:
         error: that ended the run.

@@ -113,8 +113,7 @@ def prepared_job(
     hosts: int = 1,
 ) -> Iterator[TrainJob | None]:
     """The run's locked directory for the block, with its tokens; None for a complete run. With several hosts only the
-    first
-    one's launcher calls this.
+    first one's launcher calls this.
 
     Args:
         run: the resolved run.

@@ -38,8 +38,7 @@ def recovering(
     restore: Callable[[], None],
 ) -> bool:
     """Call ``launch``, and again after a loss of ranks: with the newest snapshot that all ranks have, or without one if
-    all
-    are damaged.
+    all are damaged.
 
     Args:
         launch: trains.

@@ -53,8 +53,7 @@ def verify(
     folder: Path, peers: Peers | None = None, unreadable: Callable[[Exception], SuperstepError] | None = None
 ) -> Manifest:
     """The manifest of a checkpoint, after verifying every byte. Every rank calls this together, and reads its share of
-    the
-    tensors.
+    the tensors.
 
     Args:
         folder: the checkpoint.
@@ -75,8 +74,7 @@ def verify(
 
 def verify_weights(folder: Path, peers: Peers | None = None) -> None:
     """Verify the weights of a checkpoint, and the files beside them; its moments are not read. A folder of other tools
-    has no
-    manifest to compare with. Every rank calls this together, and reads its share.
+    has no manifest to compare with. Every rank calls this together, and reads its share.
 
     Raises:
         Damaged: something has changed: on every rank the same.
@@ -146,8 +144,7 @@ def is_there(peers: Peers, place: Path) -> bool:
 
 def drop_old(newest: Path, keep: int, peers: Peers) -> tuple[str, ...]:
     """Delete all but ``keep`` checkpoints, after verifying the newest: a complete one always stays. Every rank calls
-    this
-    together.
+    this together.
 
     Returns:
         One line for each problem: old checkpoints stay longer then.

@@ -22,8 +22,7 @@ aten = torch.ops.aten
 
 HAVE_KERNEL = (9, 10)
 """Major compute capabilities of GPUs with the kernel. On others, and with other dtypes than bf16, each group is a
-product
-of its own: the host waits for the ends of the groups.
+product of its own: the host waits for the ends of the groups.
 """
 
 MOST_GROUPS = 1023

@@ -18,8 +18,7 @@ class Settings:
         seed: of the order of tasks in different streams, and of the pauses between them.
         delay_us: the longest pause before a task; one in four has one.
         order: ``issued``, ``seeded``, or ``latest``: no kernel runs until the host waits, or issues nothing for 20 ms;
-            then
-            as ``seeded``. All of them report the same races, as these are detected when a call is issued.
+            then as ``seeded``. All of them report the same races, as these are detected when a call is issued.
         raises: whether a race is an error of the second call; else it is only recorded.
     """
 

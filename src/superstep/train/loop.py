@@ -49,8 +49,8 @@ class FinishedStep:
 
 
 def train(trainer: CorpusTrainer, position: Position, sink: Sink) -> Position:
-    """Train from ``position`` to the last step, or until a rank receives a stop signal; validate and save on the
-    way.
+    """Train from ``position`` to the last step, or until a rank receives a stop signal; validate and save
+    on the way.
     """
     config = trainer.run.config
     last = config.train.steps

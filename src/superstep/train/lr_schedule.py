@@ -27,12 +27,9 @@ def learning_rate(
     """The rate of the update after ``step`` finished steps, for step = 0 .. steps - 1.
 
     It rises linearly from lr / warmup_steps, reaches ``lr`` in the last warm-up step, and falls to min_lr_ratio · lr in
-    the
-    last step: as a cosine (Loshchilov 2017, without restarts), or linearly over the last ``decay_steps``
-    (warmup-stable-
-    decay, Hu 2024; None means a fifth of the steps). A fall that would begin within the warm-up begins after it. After
-    the
-    last step the rate stays.
+    the last step: as a cosine (Loshchilov 2017, without restarts), or linearly over the last ``decay_steps``
+    (warmup-stable- decay, Hu 2024; None means a fifth of the steps). A fall that would begin within the warm-up begins
+    after it. After the last step the rate stays.
     """
     if step < warmup_steps:
         return lr * ((step + 1) / warmup_steps)

@@ -70,8 +70,7 @@ class ThroughputMeter:
         """Peak memory of tensors on any rank since before its engine. Every rank calls this together.
 
         None on a CPU: its process also grows by libraries, by pages of the corpus and by the allocator's cache, more
-        than by a
-        small model.
+        than by a small model.
         """
         if self._device.kind == "cpu":
             return None

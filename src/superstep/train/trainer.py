@@ -132,8 +132,7 @@ class Trainer:
 
     def begin(self, folder: Path | None) -> None:
         """Start with the weights of a folder, or of a run's newest checkpoint, if given. Adapters are trained on top of
-        them.
-        Every rank calls this together.
+        them. Every rank calls this together.
 
         Raises:
             StateError: the weights are missing, or belong to another model.

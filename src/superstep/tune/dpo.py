@@ -40,8 +40,7 @@ class PairBatch(Batch):
 
     Attributes:
         owners_BS: the answer of each target of the whole global batch: 2 i the chosen one of pair i, 2 i + 1 the
-            rejected
-            one, -1 none.
+            rejected one, -1 none.
         reference_BS: the initial log-probabilities of the same targets.
         pairs: in the whole global batch.
     """

@@ -1,5 +1,5 @@
-"""Preparation of conversations: rendered by the model's template, encoded, masked, packed, and written to files,
-once.
+"""Preparation of conversations: rendered by the model's template, encoded, masked, packed, and written to
+files, once.
 """
 
 from __future__ import annotations
@@ -83,8 +83,7 @@ class Conversations:
 
         Raises:
             ConfigError, DataError: the settings, the tokenizer, the template or a record cannot be used, or a shared
-                folder
-                holds other tokens.
+                folder holds other tokens.
             Fault: the folder cannot be written, or the disk is full.
         """
         self._refuse_settings()

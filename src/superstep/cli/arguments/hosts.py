@@ -1,6 +1,5 @@
 """Arguments of a run's launcher, besides those of the run: several hosts, which get equal flags except for their
-number,
-and a page that is served during training.
+number, and a page that is served during training.
 """
 
 from __future__ import annotations

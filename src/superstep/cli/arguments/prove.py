@@ -36,15 +36,12 @@ class ProveOptions(RunConfig):
     """Compare bits: exact mode on this layout against exact mode on one rank, with a restart between layouts."""
     faults: bool = False
     """Compare bits: a run with killed, stopped and hung ranks, a killed launcher, a damaged newest checkpoint and a
-    full
-    disk, against the same run undisturbed, in exact mode.
+    full disk, against the same run undisturbed, in exact mode.
     """
     device: str | None = None
     """Emulated GPUs to run the GPU path without a real one: strict for as many as there are ranks, with 80 GiB each;
-    else
-    strict:8, strict:24GiB or strict:8x24GiB. Reports unordered uses of memory, waits of the host, and calls of NCCL
-    that do
-    not match.
+    else strict:8, strict:24GiB or strict:8x24GiB. Reports unordered uses of memory, waits of the host, and calls of
+    NCCL that do not match.
     """
     out: str | None = None
     """With --device: a new file for the order of a step's kernels, for ui.perfetto.dev."""

@@ -42,8 +42,8 @@ class TrainArgs:
         return "plan.dp" not in named_in(self.yields_to) and self.config.state.existing != "resume"
 
     def resolved(self, resolve: Callable[[RunConfig], Resolved]) -> Resolved:
-        """The resolved run; settings that the user did not name yield to those that he did. Raises as ``resolve``
-        does.
+        """The resolved run; settings that the user did not name yield to those that he did. Raises as
+        ``resolve`` does.
         """
         return resolve(self.config) if self.yields_to is None else settle(self.config, self.yields_to, resolve)
 

@@ -33,8 +33,7 @@ def prove_bits(cases: Sequence[ExactCase]) -> int:
     """Run each layout from the start, and from where the one before it stopped; print the differences.
 
     All layouts have equally many ranks. The first resumes from one rank's checkpoint, and one rank resumes from the
-    last
-    one's: the number of ranks changes during the run.
+    last one's: the number of ranks changes during the run.
     """
     references = {case.reference: case for case in cases}
     device = cases[0].run.config.plan.device

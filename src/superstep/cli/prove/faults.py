@@ -41,8 +41,7 @@ DESCRIBED: dict[Kind, str] = {
 
 def prove_faults(run: Resolved, corpus: Path, *, kinds: Sequence[Kind] = KINDS, seed: int = 0) -> int:
     """Inject each fault once, in random order; print the outcomes, and whether all steps have the bits of the
-    undisturbed
-    run. The exit status is 0 if they do.
+    undisturbed run. The exit status is 0 if they do.
 
     Args:
         run: in exact mode.

@@ -1,5 +1,5 @@
-"""Files of superstep view besides its text: the step as an interactive page, with other plans to switch to; or a
-file.
+"""Files of superstep view besides its text: the step as an interactive page, with other plans to switch to;
+or a file.
 """
 
 from __future__ import annotations
@@ -104,8 +104,7 @@ def write_trace(name: str, view: StepView) -> str:
 
 def _choices(view: StepView, resolve: Resolve, rehearse: Rehearse) -> Iterator[ChooserEntry]:
     """Every schedule at every ZeRO stage, as far as they differ on this mesh; those that differ from the plan in one of
-    the
-    two come first.
+    the two come first.
     """
     plan = view.run.plan
     schedules = get_args(Schedule) if plan.mesh.pp > 1 else (plan.schedule,)

@@ -223,8 +223,8 @@ def _view_recorded(folder: RunFolder, options: argparse.Namespace, picture: Draw
 
 
 def _read_prediction(folder: RunFolder, ran: RecordedStep) -> StepView | None:
-    """The recorded step with the run's own prediction; None without one, such as for a model with data-dependent
-    work.
+    """The recorded step with the run's own prediction; None without one, such as for a model with
+    data-dependent work.
     """
     if not folder.prediction.is_file():
         return None

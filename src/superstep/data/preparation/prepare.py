@@ -59,8 +59,7 @@ def prepare(
     """Make the token files of ``config`` in ``folder``, or open those of an earlier equal call.
 
     One process at a time prepares a folder; another one waits and opens the result. An existing corpus stays complete
-    until
-    the new one is; remains of a killed call are made again.
+    until the new one is; remains of a killed call are made again.
 
     Args:
         vocab: the model's vocabulary; a tokenizer is trained up to it, a loaded one must fit in it.

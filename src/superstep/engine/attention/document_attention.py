@@ -30,8 +30,7 @@ class DocumentAttend:
 
     Attributes:
         starts: int64 [B, S], on the host, or on the device for ``kernels.attention``: for each position, the start of
-            its
-            document within the row; None for one document in each row.
+            its document within the row; None for one document in each row.
         is_compiled: whether ``kernels.attention`` computes it, where it supports the heads.
     """
 

@@ -127,8 +127,7 @@ class UnitBuffers(ZeroStage):
 
     def _parameter(self, slot: Slot) -> nn.Parameter:
         # .data gives the view a version counter of its own: autograd must not treat a fetch between forward and
-        # backward as a
-        # change.
+        # backward as a change.
         values = self.full.data[slot.start : slot.stop].view(slot.local_shape)
         param = nn.Parameter(values, requires_grad=not self.is_frozen)
         if self.is_frozen:

@@ -191,13 +191,11 @@ def _is_partial(spec: UnitSpec, local: str, rules: Rules, *, sees_part: bool, is
     """Whether a tp rank has only a part of a parameter's gradient.
 
     Of a cut linear, one factor of an adapter is whole and multiplies the local part of the other: the rank's gradient
-    then
-    covers its own columns or rows, except in exact mode, which sums them at once.
+    then covers its own columns or rows, except in exact mode, which sums them at once.
 
     Routers and shared experts process their rank's tokens, and with a split sequence so do all whole layers; but a cut
     first unit has whole sequences. Whole layers inside the heads of a cut layer, such as norms of queries and keys,
-    process
-    their rank's heads.
+    process their rank's heads.
     """
     axes = spec.params[local].axes
     if rules.cuts_any(axes):
@@ -248,8 +246,7 @@ def cut(
     padding: Sequence[tuple[str, int]] = (),
 ) -> tuple[slice, ...]:
     """The part of a global tensor on the rank at ``at``, before ZeRO. Of a padded one the last ranks hold fewer rows,
-    or
-    none.
+    or none.
 
     Raises:
         ConfigError: a dim does not split over the mesh axis that the rules give its logical axis.

@@ -150,8 +150,8 @@ class Snapshots:
             self.unpinned = self._device.pin(whole.data_ptr(), whole.numel())
 
     def restore(self, step: int) -> Position:
-        """Fill the buffers with the state after a step, in a new process; later states are dropped. Raises as
-        ``fill``.
+        """Fill the buffers with the state after a step, in a new process; later states are dropped. Raises
+        as ``fill``.
         """
         position = self.fill(step)
         self.forget_after(step)

@@ -73,10 +73,8 @@ def input_gradient(
     """A backward pass that adds to no gradient buffer: the gradient of ``x``, and the deferred additions.
 
     Linears and embeddings defer their product or their rows. Autograd's gradients of other parameters, such as the
-    weights
-    of norms, are computed now and added later; for a layer with products of its own that is its whole gradient.
-    Deferred
-    tensors are detached: a graph would hold ``x``.
+    weights of norms, are computed now and added later; for a layer with products of its own that is its whole gradient.
+    Deferred tensors are detached: a graph would hold ``x``.
 
     Args:
         x: the start of the graph; tokens have no gradient.

@@ -165,8 +165,7 @@ class _Whole(torch.autograd.Function):
     """Forward gathers whole sequences, backward takes the own part.
 
     Every rank of the group computes the same from the whole, so each has the whole gradient already, apart from that of
-    its
-    own tokens' outputs, which is zero elsewhere: there is nothing to sum.
+    its own tokens' outputs, which is zero elsewhere: there is nothing to sum.
     """
 
     @staticmethod

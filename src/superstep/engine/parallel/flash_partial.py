@@ -4,8 +4,8 @@
                     K  key and value heads   T  keys
 
 To merge a softmax over parts of the keys, each part's output and log-sum-exp (lse) suffice. In the backward, each
-part's gradients follow from the output and lse of the *whole*, as scores are computed again (Dao 2022, alg. 4):
-P = exp(scores - lse), dScores = P · (dP - rowsum(dOut · out)).
+part's gradients follow from the output and lse of the *whole*, as scores are computed again (Dao 2022, alg. 4): P =
+exp(scores - lse), dScores = P · (dP - rowsum(dOut · out)).
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ _EFFICIENT_ALIGN = 32
 
 _FEW_QUERIES = 128
 """Up to this number the CPU's backward kernel takes 6 to 13 times as long for bf16 as for fp32 (AVX-512, torch 2.13);
-at
-256 they are about equal, and beyond that bf16 is faster.
+at 256 they are about equal, and beyond that bf16 is faster.
 """
 
 

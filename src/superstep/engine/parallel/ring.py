@@ -41,8 +41,7 @@ class RingAttend:
     """Causal attention of a sequence cut in zig-zag over the ranks of ``group``, as ``model.decoder.Attend``.
 
     Inputs and output are the rank's own tokens, in the order of ``plan.sharding.sequence.positions``. The backward
-    keeps
-    the rank's own q, k, v, output and lse. The group may have no other communication meanwhile.
+    keeps the rank's own q, k, v, output and lse. The group may have no other communication meanwhile.
     """
 
     group: Group

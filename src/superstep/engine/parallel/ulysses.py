@@ -23,10 +23,8 @@ class UlyssesAttend:
     """Causal attention of a sequence cut in zig-zag over the ranks of ``group``, as ``model.decoder.Attend``.
 
     Inputs and output are the rank's own tokens, in the order of ``plan.sharding.sequence.positions``; ``inner`` sees
-    the
-    whole sequence in order. The group's size is one of ``plan.sharding.sequence.cp_of_heads``. With more ranks than key
-    and
-    value heads, each head is sent to all ranks of its queries, and their gradients for it are summed.
+    the whole sequence in order. The group's size is one of ``plan.sharding.sequence.cp_of_heads``. With more ranks than
+    key and value heads, each head is sent to all ranks of its queries, and their gradients for it are summed.
     """
 
     group: Group

@@ -45,8 +45,7 @@ def operations_of(run: Resolved, specs: Sequence[UnitSpec]) -> tuple[UnitOperati
     """Every unit's operations on one microbatch, on the first rank, in model order.
 
     Blocks of our own decoder are all alike, so one of them is traced for all. Exact mode is traced as fast mode: its
-    sums
-    need values, which do not exist here. No process group may exist yet.
+    sums need values, which do not exist here. No process group may exist yet.
     """
     # A compiler's changes to a unit are not traced either: its operations are those of eager mode.
     config = replace(run.config, numerics=replace(run.config.numerics, compile=False))

@@ -179,8 +179,7 @@ def run(
     buffers = dict(module.named_buffers())
     before = {name: buffer._version for name, buffer in buffers.items()}
     # The first unit's input needs no gradient, unless it has no parameter for a graph. And it is no leaf, so that a
-    # change
-    # in place is detected here.
+    # change in place is detected here.
     x = x.detach().requires_grad_(x.is_floating_point() and not (is_first and spec.params)).clone()
     version, random = x._version, RandomOperations()
     try:

@@ -26,8 +26,7 @@ def as_units(
 
     Args:
         modules: each takes one tensor and returns one; the first takes the input, the last returns the input of the
-            loss.
-            A parameter that several modules have is shared by their units.
+            loss. A parameter that several modules have is shared by their units.
         loss: the last output and the targets to the sum of the loss over targets; None means the cross entropy of
             logits [B, C] and class numbers [B].
 

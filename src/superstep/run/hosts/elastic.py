@@ -29,8 +29,7 @@ DRIVER = Path("/proc/driver/nvidia/gpus")
 
 def plans_of(run: Resolved, hosts: int) -> dict[int, Resolved]:
     """The run's plan for each possible number of hosts: the requested one, and, for an elastic run, the best for each
-    smaller
-    number, unless one for fewer hosts is faster.
+    smaller number, unless one for fewer hosts is faster.
 
     Raises:
         ConfigError: it should be elastic, but there is no smaller plan, or no snapshots.

@@ -4,8 +4,7 @@
     launcher              └─ superstep sample RUN PROMPT --step 100 ──► RUN/samples.jsonl
 
 A separate process samples, with one thread, no GPU and low priority, so that training continues; it reads the
-checkpoint
-like any other. Checkpoints that come meanwhile wait, and only the newest of them is used.
+checkpoint like any other. Checkpoints that come meanwhile wait, and only the newest of them is used.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ NICE = 10
 @contextmanager
 def sampling(folder: RunFolder, prompt: str | None) -> Iterator[Callable[[], None]]:
     """Within the block samples are written. The yielded function waits for that of the last checkpoint, and adds all of
-    them
-    to the report; without its call, a running sample is given up.
+    them to the report; without its call, a running sample is given up.
 
     Args:
         folder: of the run.

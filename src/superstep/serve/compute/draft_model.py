@@ -9,8 +9,8 @@ have computed all of its keys. Before a step the small model computes the known 
 for each draft token but the last. The last one's key is computed with the next known token, or at once where it ends a
 page.
 
-A draft token is drawn with the noise and the grammar of the token itself. So both models often agree even where
-neither takes the likeliest token.
+A draft token is drawn with the noise and the grammar of the token itself. So both models often agree even where neither
+takes the likeliest token.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ One ``attend`` for each layer is passed to the trainer's own blocks. It writes t
 slots, and reads each text's keys from its pages. In exact mode a row's bits are those of training, which are those of
 ``kernels.exact_attention`` where it is compiled, else of ``numerics.invariant_attention``; in fast mode torch attends.
 
-No kernel of a GPU supports grouped heads together with a mask. There the queries of a key head are rows of one
-product, so that keys are not copied for each query head, and the mask is made in pieces.
+No kernel of a GPU supports grouped heads together with a mask. There the queries of a key head are rows of one product,
+so that keys are not copied for each query head, and the mask is made in pieces.
 
     n  texts side by side     N  query heads of this rank    L  slots read, in whole blocks
     C  new rows of each       K  key heads, each of G = N / K query heads

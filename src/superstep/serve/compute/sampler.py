@@ -1,8 +1,8 @@
 """The sampler: a pure function of the logits, of earlier tokens, and of (seed, position).
 
 A token is the argmax of logits / temperature plus Gumbel noise (Gumbel 1954; the trick of Maddison 2014), and the noise
-of a token is a hash of seed, position and token. So the draw depends neither on other requests, nor on their order,
-nor on the rank; and a draft token is accepted exactly where it equals the draw.
+of a token is a hash of seed, position and token. So the draw depends neither on other requests, nor on their order, nor
+on the rank; and a draft token is accepted exactly where it equals the draw.
 
 Statistics of many rows are computed on the logits' device and read together: the host waits once for a GPU.
 
@@ -131,8 +131,7 @@ class SampledTokens(NamedTuple):
 
     Attributes:
         tokens: for each row the token, the number of possible tokens, its logit, and that after the temperature: [D,
-            4],
-            fp64.
+            4], fp64.
         totals: after the temperature, of the rows where that is not 1: [W, 3], fp64.
     """
 

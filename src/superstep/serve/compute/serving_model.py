@@ -127,8 +127,7 @@ def fill(served: ServedUnits, weights: Weights) -> None:
 
     Raises:
         StateError: the tensors belong to another model, and nothing has been changed; or one contains NaN or infinity
-            in
-            the served dtype.
+            in the served dtype.
     """
     check_weights(weights, {name: shape for held in served.params.values() for name, shape in _shapes(held)})
     for held in served.params.values():

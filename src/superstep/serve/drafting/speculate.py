@@ -90,8 +90,7 @@ class DraftPace:
     """Pause of drafting: a request with poor drafts pauses for some tokens, longer each time.
 
     A rejected draft counts one, and each accepted token subtracts one. At a count of n the request pauses until 2^n
-    more
-    tokens are known. So the pause depends on the request's own tokens alone.
+    more tokens are known. So the pause depends on the request's own tokens alone.
     """
 
     def __init__(self) -> None:

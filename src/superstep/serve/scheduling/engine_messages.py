@@ -35,8 +35,7 @@ class ChangeWeights(msgspec.Struct, frozen=True, tag=True):
     Attributes:
         path: of a snapshot, a checkpoint, a Hugging Face folder or a safetensors file.
         requests: treatment of running requests. They are computed again (``recompute``), keep their keys (``keep``),
-            are
-            finished first (``wait``), or are aborted (``abort``).
+            are finished first (``wait``), or are aborted (``abort``).
     """
 
     path: str

@@ -170,8 +170,7 @@ class LoraRegistry:
 
 def folders_of(text: str) -> tuple[tuple[str, Path], ...]:
     """Names and folders of adapters, from comma-separated ``NAME=FOLDER`` or folders. A folder that is no adapter
-    itself
-    stands for all adapters in it, named after their folders.
+    itself stands for all adapters in it, named after their folders.
 
     Raises:
         ConfigError: a folder is missing or holds no adapter, or a name is given twice.

@@ -17,8 +17,7 @@ class JsonScan:
     """Reads one character at a time, from the opening bracket on.
 
     It knows brackets and strings, not all of JSON: ``json`` reads the result at the end. What it rejects cannot be
-    JSON, so
-    text that only begins like a call is released at once.
+    JSON, so text that only begins like a call is released at once.
     """
 
     def __init__(self) -> None:

@@ -28,8 +28,7 @@ class TemplateProcess:
     """Renders one template. Thread-safe; threads take turns.
 
     The process starts with the first text, and again after a text that killed it. It ends when its input closes: when
-    this
-    object is closed, or the owning process ends.
+    this object is closed, or the owning process ends.
     """
 
     def __init__(self, source: str) -> None:

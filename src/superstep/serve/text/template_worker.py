@@ -4,9 +4,8 @@ A template comes with a model from anywhere, and Jinja's sandbox protects attrib
 the system limits this process's time for each text and its memory, and it imports none of our modules.
 
 The first line is ``{"source", "seconds", "bytes", "chars"}``, each later one ``{"variables"}``, a list: one set for
-each
-text. An answer is ``{"texts"}`` or ``{"error"}``, with the line's ``number``. When the time of one text runs out, the
-process ends without an answer.
+each text. An answer is ``{"texts"}`` or ``{"error"}``, with the line's ``number``. When the time of one text runs out,
+the process ends without an answer.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@
     mistral   [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]          Mistral
 
 A call is reported when it is complete: only then it is certain. Everything else stays text, without the white space
-next
-to calls. A call of a tool that was not offered stays text.
+next to calls. A call of a tool that was not offered stays text.
 """
 
 from __future__ import annotations

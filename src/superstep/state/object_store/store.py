@@ -156,8 +156,7 @@ class CheckpointStore:
 
     def prune(self, keep: int) -> None:
         """Remove all but the newest ``keep`` checkpoints, and remains of a crash; the newest is verified first, so that
-        a
-        complete one always stays.
+        a complete one always stays.
 
         Raises:
             Damaged: the newest is damaged; nothing has been removed.

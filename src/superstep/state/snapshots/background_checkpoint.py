@@ -176,8 +176,7 @@ def write_down(
         keep: number of checkpoints that stay.
         peers: owners of the other parts.
         require: called at the start, before the checkpoint has its name, and before older ones are removed; raises
-            where
-            nothing may be written there.
+            where nothing may be written there.
 
     Returns:
         Bytes of tensors on disk, 0 if it exists already; and one line for each old checkpoint that cannot be deleted.

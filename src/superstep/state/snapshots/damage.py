@@ -29,8 +29,7 @@ def newest_undamaged(
     memories: Sequence[SnapshotMemory], idle: AbstractContextManager[object]
 ) -> tuple[int | None, tuple[str, ...]]:
     """The newest step with a complete and undamaged state on every rank; and a line for each damaged newer one, which
-    is
-    dropped.
+    is dropped.
 
     Args:
         memories: of all ranks.

@@ -22,8 +22,7 @@ SIGNATURE_BYTES = 512
 DIGEST_BYTES = 8
 WANTED, SENT, NUMBERS, CALLED = 1, 2, 3, 4
 """Tags of messages: of a transfer the receiver's call, the sender's call, and the numbers; of a collective each
-member's
-call.
+member's call.
 """
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)

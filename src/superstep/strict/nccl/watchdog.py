@@ -75,8 +75,7 @@ class Watchdog:
 
     Tensors of a call without a wait are released by the next call of its communicator, in the thread of that call
     (``shelvesToUnstash_`` in ProcessGroupNCCL.cpp). Those of an existing work are kept, so that the peak of memory does
-    not
-    depend on this thread's timing if each work is waited for.
+    not depend on this thread's timing if each work is waited for.
     """
 
     def __init__(self, device: ModuleType) -> None:

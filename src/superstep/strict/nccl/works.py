@@ -33,8 +33,7 @@ class StreamWork(dist._Work):  # type: ignore[name-defined]
     """A running call. ``wait`` makes the current stream wait for it, not the host.
 
     Its tensors are kept until then; without a wait, until it has ended and the watchdog releases them, as
-    ProcessGroupNCCL
-    does since torch 2.8.
+    ProcessGroupNCCL does since torch 2.8.
     """
 
     def __init__(self, call: PendingCall) -> None:

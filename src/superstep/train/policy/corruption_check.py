@@ -124,8 +124,8 @@ class Integrity:
         return self.every is not None and (is_saved or step % self.every == 0)
 
     def resolved(self, step: int) -> Corruption | None:
-        """Decide an earlier corruption from recomputed steps, once they reach its step. Every rank calls this
-        together.
+        """Decide an earlier corruption from recomputed steps, once they reach its step. Every rank calls
+        this together.
         """
         pending = self._pending
         if pending is None or step != pending.step:

@@ -113,8 +113,7 @@ class SpikeDetector:
         if not self.rules.skip_batches:
             return ""
         # If the run goes back further, the steps up to the aim are repeated unchanged; if less far, batches before that
-        # state
-        # are not skipped any more.
+        # state are not skipped any more.
         aim = refused.step - 1 - self.rules.back_steps
         after = max(step, aim)
         batches = self.rules.skip_batches - (after - aim)

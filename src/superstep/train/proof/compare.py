@@ -1,5 +1,5 @@
-"""Comparison of one step of a layout with a yardstick: files with the same step's results elsewhere, tensor by
-tensor.
+"""Comparison of one step of a layout with a yardstick: files with the same step's results elsewhere, tensor
+by tensor.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Inputs of a proof: batches, settings and yardsticks that make faults visible, and the faults that they cannot
-show.
+"""Inputs of a proof: batches, settings and yardsticks that make faults visible, and the faults that they
+cannot show.
 """
 
 from __future__ import annotations

@@ -95,8 +95,7 @@ class Relay:
 
 def write_bits(world: World, run: Resolved, batches: Sequence[Batch], folder: Path, *, stop: int) -> Path:
     """Run the reference on one rank: a file of bits for each step, as ``train.proof.prove_tolerance`` writes them, and
-    a
-    checkpoint after step ``stop``.
+    a checkpoint after step ``stop``.
 
     Returns:
         The checkpoint.

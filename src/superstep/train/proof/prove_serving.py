@@ -212,8 +212,8 @@ def _sampling(number: int, tokens: int) -> Sampling:
 def told_of(
     opened: Open, way: ServingPath, texts: Sequence[Sequence[int]], prompts: Sequence[Sequence[int]]
 ) -> list[Told]:
-    """The log-probabilities of texts from ``answers``, computed on this path. Empty for a text with other drawn
-    tokens.
+    """The log-probabilities of texts from ``answers``, computed on this path. Empty for a text with other
+    drawn tokens.
     """
     texts, prompts = texts[: way.texts], prompts[: way.texts]
     engine = opened()

@@ -39,8 +39,7 @@ Parts = Sequence[tuple[ParamSpec, nn.Parameter]]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceStep:
     """One step on one device, which the layout must reproduce. The loss is the cross entropy alone; the routers' losses
-    are
-    in the gradients.
+    are in the gradients.
 
     Attributes:
         grad_norm: before clipping.
@@ -67,8 +66,7 @@ def reference_steps(
         shape: the model.
         train: the train section.
         batches: one for each step, with all rows of the global batch. Valid tokens are counted again; a given divisor
-            is
-            used, and ``weights`` multiply the cross entropy.
+            is used, and ``weights`` multiply the cross entropy.
         clips: lower ``clip_norm`` to a quarter of the first gradients' norm where it is larger, so that it has an
             effect.
     """

@@ -112,8 +112,8 @@ def shapes_of(run: Resolved) -> dict[str, torch.Size]:
 
 
 def operations(run: Resolved) -> tuple[UnitOperations, ...] | None:
-    """The operations of each unit of the run on a rank; None for a user's own units with data-dependent control
-    flow.
+    """The operations of each unit of the run on a rank; None for a user's own units with data-dependent
+    control flow.
     """
     specs = units_of(run)
     if run.decoder is not None:

@@ -58,8 +58,7 @@ def memory(program: Iterations, sizes: Sizes) -> list[PeakUse]:
     """The bytes of every instruction: on its ranks, and on the host where it adds something there.
 
     The memory of a lane's ranks follows from that lane alone. On the host it is the maximum over all interleavings of
-    the
-    lanes.
+    the lanes.
     """
     uses = [held for lane, all_of in program.lanes for held in _lane(lane, all_of, sizes)]
     return uses + _host(program, sizes)

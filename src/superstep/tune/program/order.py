@@ -45,8 +45,7 @@ def clocks(program: Iterations) -> dict[Place, Clock]:
     """For each instruction, what has certainly ended once it has, itself included (Mattern 1989's vector clocks).
 
     One instruction precedes another in every run if it is within the other's clock; if neither is, they may run at the
-    same
-    time.
+    same time.
     """
     clocks_by_place: dict[Place, Clock] = {}
     instructions = dict(program)

@@ -53,8 +53,8 @@ class PackedRollouts:
     placed: tuple[PlacedStrand, ...]
 
     def answers(self) -> tuple[Tensor, Tensor]:
-        """The answer of each target, counted from 0 and -1 for none, int64 [B, S]; and the advantage of each:
-        fp64 [N].
+        """The answer of each target, counted from 0 and -1 for none, int64 [B, S]; and the advantage of
+        each: fp64 [N].
         """
         answer_BS = torch.full_like(self.batch.tokens_BS, -1)
         numbers: dict[tuple[int, int], int] = {}

@@ -190,8 +190,8 @@ class PolicyTrainer(Trainer):
         return self.publish(root, self.position, keep=KEEP_ALL).path
 
     def sleep(self) -> None:
-        """Free the memory of training while shared ranks sample; not on a CPU, where it would only move within
-        memory.
+        """Free the memory of training while shared ranks sample; not on a CPU, where it would only move
+        within memory.
         """
         if self._device.kind != "cpu":
             self._asleep = [engine.sleep() for engine in (self._engine, self._reference) if engine is not None]

@@ -178,8 +178,7 @@ class RlTraining:
 
         Raises:
             Fault: it cannot be written; or the run directory was moved or removed, and the state is saved at its new
-                path, or
-                beside.
+                path, or beside.
             StateError: the written files are gone.
         """
         try:

@@ -159,12 +159,10 @@ class RolloutWorker:
         tell: Callable[[], None] = lambda: None,
     ) -> Iterator[TaskGroup]:
         """Take a version, answer this replica's share of some tasks, and free the memory once the other replicas of
-        this world
-        are done.
+        this world are done.
 
         Ranks that are not the first of their replica yield nothing. The iterator must be exhausted, unless ``tell``
-        raises
-        ``TrainerLeft``: then it ends.
+        raises ``TrainerLeft``: then it ends.
 
         Args:
             source: of the version: a snapshot's folder, or whole tensors for a rank with the whole model.

@@ -23,8 +23,8 @@ from superstep.tune.tinker.sampler import PromptSampler
 from superstep.tune.tinker.saved_models import SavedModels, SavedPath
 
 SILENT_S = 300.0
-"""A session without a heartbeat for this long gives up its models when others need the room; clients send one every
-ten seconds.
+"""A session without a heartbeat for this long gives up its models when others need the room; clients send one every ten
+seconds.
 """
 
 MOST_SAMPLES = 1024

@@ -48,8 +48,7 @@ class TinkerOptions(PortOptions):
     """The most tokens of one pass through the model, padding included."""
     kernels: str | None = None
     """A folder for operations that are compiled on this CPU at the first start; none uses one in the user's cache,
-    `off`
-    uses torch.
+    `off` uses torch.
     """
     numerics: NumericsOptions = field(default_factory=NumericsOptions)
 

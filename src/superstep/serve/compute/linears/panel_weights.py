@@ -1,7 +1,7 @@
 """Weights in the layout of the compiled products: panels of 64 outputs, with 4 bytes of each output side by side.
 
-bf16 weights are stored losslessly in three quarters of their bytes (``kernels/short.h``), where their exponents lie
-as close together as a model's do.
+bf16 weights are stored losslessly in three quarters of their bytes (``kernels/short.h``), where their exponents lie as
+close together as a model's do.
 
 One layout serves any number of rows: for one row the panels are read in sequence; for many, each panel stays in the
 cache for all rows. A row is summed in the order of its inputs, so that its bits do not depend on the other rows.
