@@ -1,4 +1,4 @@
-"""What superstep serve is asked for."""
+"""Arguments of superstep serve."""
 
 from __future__ import annotations
 
@@ -21,82 +21,87 @@ COMMON = ("port", "host", "name", "plan.tp", "numerics.exact", "serve.context_to
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """How the model is cut."""
+    """Options of a server's layout."""
 
     tp: Annotated[int, Bounds(least=1)] = 1
     """Ranks that share the model."""
     dp: Annotated[int, Bounds(least=1)] = 1
-    """Replicas of the model, each on ranks of its own; a request is answered by the one with the least to do."""
+    """Replicas of the model, each on ranks of its own; a request goes to the least busy one."""
     device: DeviceKind | None = None
-    """Where they compute; none takes GPUs where there are any."""
+    """The device of the ranks; none uses GPUs if there are any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NumericsOptions:
-    """How it computes."""
+    """Options of a server's numerics."""
 
     compute: Dtype | None = None
-    """dtype of weights and keys; none takes the run's, and bf16 for a folder without one."""
+    """dtype of weights and keys; none uses the run's, and bf16 for a folder without one."""
     exact: bool | None = None
-    """Whether answers have the bits of training, whatever they are computed beside; none takes the run's."""
+    """Whether answers have the bits of training, independent of the batch; none uses the run's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
-    """What a step of the engine holds."""
+    """Options of the engine."""
 
     context_tokens: Annotated[int | None, Bounds(least=2)] = None
-    """The most tokens of a prompt and its answer; none takes the run's sequence, or what the model was made for."""
+    """The most tokens of a prompt and its answer; none uses the run's sequence length, or the model's."""
     page_tokens: Annotated[int, Bounds(least=1)] = 16
-    """Positions of one page of keys."""
+    """Positions of one page of the KV cache."""
     pages: Annotated[int | None, Bounds(least=1)] = None
-    """Pages of keys; none takes a quarter of the free memory, if as much is of use."""
+    """Pages of the KV cache; none uses a quarter of the free memory, or less if that is enough."""
     step_tokens: Annotated[int, Bounds(least=1)] = 512
     """The most tokens that one step computes."""
     requests: Annotated[int, Bounds(least=1)] = 64
     """The most requests that are computed at once."""
     quantize: Quantize | None = None
-    """How weights are held: int8 and int4 for the weights alone, w8a8 for what they are multiplied with as well; none
-    keeps them as they are."""
+    """Quantization of weights: int8 and int4 of weights alone, w8a8 of activations as well; none keeps the weights."""
     adapters: str | None = None
-    """Adapters as peft writes them: a folder, NAME=FOLDER, or a folder of such folders, each called by its own name;
-    several with commas between."""
+    """Adapters in peft's format: a folder, NAME=FOLDER, or a folder of such folders, each with its own name; several
+    separated by commas.
+    """
     kernels: str | None = None
-    """A folder for operations that are compiled on this CPU at the first start; none takes one in the user's cache,
-    `off` computes without."""
+    """A folder for operations that are compiled on this CPU at the first start; none uses one in the user's cache,
+    `off` uses torch.
+    """
     admin_key: str | None = None
-    """A key for the paths under /admin, or @FILE that holds it, which `ps` does not show; none takes it from
-    SUPERSTEP_ADMIN_KEY. Without one those paths are not there."""
+    """A key for the paths under /admin, or @FILE with the key, which `ps` does not show; none uses SUPERSTEP_ADMIN_KEY.
+    Without a key those paths do not exist.
+    """
     weights: tuple[str, ...] = ()
-    """Folders that new weights may be taken from, beside the run's or the model's own."""
+    """Folders from which new weights may be loaded, besides the run's or the model's own."""
     replay: str | None = None
     """Write each step of the engine as a line of this file, for superstep view."""
     speculate: str | None = None
-    """Who guesses tokens, of which the model judges several at once: `ngram` takes them from the request's own text; a
-    run or a folder is a small model of the same vocabulary. It changes no token."""
+    """Speculative decoding: `ngram` drafts tokens from the request's own text; a run or a folder is a draft model with
+    the same vocabulary. It changes no token.
+    """
     draft_tokens: Annotated[int, Bounds(least=1)] = 4
-    """The most tokens guessed for a request in one step."""
+    """The most draft tokens of a request in one step."""
     read_timeout_s: Annotated[float, Bounds(above=0, most=MOST_READ_TIMEOUT_S)] = 60.0
-    """Seconds in which new weights must give a tensor, or an adapter all of itself; else the change is refused."""
+    """Seconds within which new weights must give the next tensor, or an adapter all of itself; else the update is
+    refused.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions(PortOptions):
-    """Where to answer, and how."""
+    """Options of a server."""
 
     name: str | None = None
-    """What clients call the model; none takes the folder's name."""
+    """The model's name for clients; none uses the folder's name."""
     plan: PlanOptions = field(default_factory=PlanOptions)
     numerics: NumericsOptions = field(default_factory=NumericsOptions)
     serve: ServeOptions = field(default_factory=ServeOptions)
 
 
 def read(argv: Sequence[str]) -> tuple[Path, ServerOptions]:
-    """The model, and the rest.
+    """The model, and the options.
 
     Raises:
         ConfigError: one of them is missing or wrong.
-        SystemExit: help was asked for, and has been given.
+        SystemExit: after printing help.
     """
     missing = "name what to serve: a run, a checkpoint or a Hugging Face folder: superstep serve runs/demo."
     model, options = read_model(
@@ -111,17 +116,17 @@ Flags = TypeVar("Flags")
 def read_model(
     defaults: Flags, argv: Sequence[str], missing: str, *, prog: str, description: str, common: Sequence[str]
 ) -> tuple[str, Flags]:
-    """The word that names a model, and the flags behind it.
+    """The word that names a model, and the flags after it.
 
     Args:
-        defaults: the options as they are without flags.
+        defaults: the options without flags.
         argv: of the verb.
-        missing: what is said where no model is named.
-        prog, description, common: of its help, as ``read_flags`` takes them.
+        missing: the error without a model.
+        prog, description, common: of its help, as in ``read_flags``.
 
     Raises:
         ConfigError: the model is missing, or a flag is wrong.
-        SystemExit: help was asked for, and has been given.
+        SystemExit: after printing help.
     """
     words = [word for word in argv[:1] if not word.startswith("-")]
     options = read_flags(defaults, argv[len(words) :], prog=prog, description=description, common=common)

@@ -1,6 +1,6 @@
-"""What a verb would refuse, refused before torch is imported, which takes seconds.
+"""Checks of a verb before torch is imported, which takes seconds.
 
-Once it has torch a verb looks again, and at what torch alone can tell: GPUs, memory, a model of the user's own.
+With torch a verb checks again, including what needs torch: GPUs, memory, a user's own model.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from superstep.tune.rl.initial_policy import check_run, check_same, with_start
 
 
 def check_train(asked: train.TrainArgs) -> None:
-    """Refuse a run that cannot be trained as it is asked for.
+    """Check a training run.
 
     Raises:
-        UserError: it cannot.
+        UserError: it cannot run.
     """
     config, hosts = asked.config, asked.hosts
     if hosts is not None:
@@ -49,7 +49,7 @@ def check_train(asked: train.TrainArgs) -> None:
 
 
 def check_tune(kind: tune.Kind, config: TuneConfig) -> None:
-    """Refuse a recipe of conversations or preferences that cannot be followed; raises as ``check_train``."""
+    """Check a recipe of conversations or preferences; raises as ``check_train``."""
     check_recipe(kind, config)
     run = run_of(config)
     check_launch(run, 1, launcher())
@@ -57,7 +57,7 @@ def check_tune(kind: tune.Kind, config: TuneConfig) -> None:
 
 
 def check_rewards(recipe: RlRecipe) -> None:
-    """Refuse a recipe of rewards that cannot be followed; raises as ``check_train``."""
+    """Check a recipe of rewards; raises as ``check_train``."""
     config, _ = with_start(recipe, recipe.rl, recipe.start)
     check_run(config, recipe.rl, recipe.rollout)
     check_launch(config, 1, launcher())
@@ -66,7 +66,7 @@ def check_rewards(recipe: RlRecipe) -> None:
 
 
 def check_apart(word: str, argv: Sequence[str]) -> None:
-    """Refuse a merge, or a server of adapters, that has nothing to begin with; raises as ``check_train``."""
+    """Check the model of a merge, or of a server of adapters; raises as ``check_train``."""
     if word == tune.MERGE:
         weights_of(tune_merge.read(argv)[0])
     else:
@@ -74,7 +74,7 @@ def check_apart(word: str, argv: Sequence[str]) -> None:
 
 
 def check_prove(options: prove.ProveOptions, yields_to: tuple[str, ...] | None) -> None:
-    """Refuse a layout that cannot be proven; raises as ``check_train``."""
+    """Check a layout to prove; raises as ``check_train``."""
     plan = options.plan
     if options.model.source is not None:
         _check_own(options)
@@ -88,13 +88,15 @@ def check_prove(options: prove.ProveOptions, yields_to: tuple[str, ...] | None) 
 
 
 def check_serve(path: Path, options: serve.ServerOptions) -> None:
-    """Refuse a model that cannot be served as it is asked for; raises as ``check_train``."""
+    """Check a model to serve; raises as ``check_train``."""
     model = find_model(path, options.name)
     check_model(model, serve_config(model.run, options))
 
 
 def _check_own(config: RunConfig) -> None:
-    """Of a run of the user's own model, whose units are known once its file has run, refuse what they do not decide."""
+    """Check the settings of a user's own model that do not depend on its units, which are known only once its file has
+    run.
+    """
     check_ranges(config)
     source = Path(str(config.model.source))
     if not source.is_file():

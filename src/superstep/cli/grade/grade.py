@@ -1,4 +1,4 @@
-"""superstep grade: graders over HTTP, and the attacks that find weak ones."""
+"""superstep grade: graders over HTTP, and attacks that find weak ones."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from superstep.http.port import open_port
 
 
 def main(argv: Sequence[str]) -> int:
-    """Do what is asked.
+    """Run the action.
 
     Returns:
-        0; of a check 1, where the grader is weak.
+        0; for a check 1, if the grader is weak.
     """
     path, options = read(argv)
     match options:
@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
 def _serve(path: Path, options: GradeServeOptions) -> int:
     metrics, console = GradeMetrics(), Printer()
     with open_port(options.host, options.port, names=options.allowed_hosts, grace_s=options.grace_s) as port:
-        load_environment(path).task(0, 0)  # a file that has no tasks is refused before anybody asks for one
+        load_environment(path).task(0, 0)  # check for tasks before any request
         with Pool(path, options.grade, retried=metrics.retried) as pool:
             kept = "in bubblewrap" if pool.config.sandbox == "bubblewrap" else "WITHOUT A SANDBOX, as this user"
             kept += f", their memory bounded {BOUNDS[pool.memory_bound]}"

@@ -1,4 +1,4 @@
-"""superstep serve: a trained model answers over HTTP."""
+"""superstep serve: serves a trained model over HTTP."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from superstep.run.serving.open_model import check_key, open_model
 from superstep.run.serving.served_model import find_model
 
 KEY = "SUPERSTEP_ADMIN_KEY"
-"""The variable that the admin key is taken from, where the command line names none."""
+"""The environment variable of the admin key."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Answer until Ctrl-C or SIGTERM."""
+    """Serve until Ctrl-C or SIGTERM."""
     path, options = read(argv)
     console = Printer()
     with open_port(options.host, options.port, names=options.allowed_hosts, grace_s=options.grace_s) as port:
@@ -42,11 +42,11 @@ def admin_key(given: str | None, in_environment: str | None) -> str | None:
     """The key of the paths under /admin.
 
     Args:
-        given: on the command line: a key, or @FILE that holds it.
+        given: on the command line: a key, or @FILE with the key.
         in_environment: in the environment.
 
     Raises:
-        ConfigError: it is none that a header can carry.
+        ConfigError: a header cannot carry it.
     """
     key = in_environment if given is None else given
     if key is None:

@@ -1,4 +1,4 @@
-"""How a model is served, from what was asked for and how it was trained."""
+"""Settings of a server, from its options and its run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from superstep.serve.scheduling.lora_registry import folders_of
 
 
 class ServeSettings(Protocol):
-    """The options that say how a model is served."""
+    """Options of a server's settings."""
 
     @property
     def plan(self) -> PlanOptions: ...
@@ -25,7 +25,7 @@ class ServeSettings(Protocol):
 
 
 def serve_config(run: RunConfig | None, options: ServeSettings) -> ServeConfig:
-    """How a model is served, what was not asked for taken from its run, if it has one."""
+    """Settings of a server; missing options come from its run, if any."""
     settings, usual, exact = options.serve, usual_config(run), options.numerics.exact
     return ServeConfig(
         context_tokens=settings.context_tokens or usual.context_tokens,

@@ -15,9 +15,9 @@ class Terminal(Printer):
     """A printer that shows training as well."""
 
     def open_display(self, *, mfu_convention: str, log_every: int) -> Display:
-        """The display that suits standard output."""
+        """The display for standard output."""
         return open_display(sys.stdout, mfu_convention=mfu_convention, log_every=log_every)
 
     def restore(self) -> None:
-        """Give back the terminal that a killed rank had taken."""
+        """Restore the terminal after a killed rank."""
         restore(sys.stdout)

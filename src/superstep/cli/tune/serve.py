@@ -1,4 +1,4 @@
-"""superstep tune serve: others train adapters of a model over HTTP, by Tinker's client."""
+"""superstep tune serve: clients train adapters of a model over HTTP, with Tinker's client."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from superstep.tune.tinker.config import TinkerConfig
 from superstep.tune.tinker.open_service import open_service
 
 KEY = "TINKER_API_KEY"
-"""The variable that the key is taken from, where the command line names none. Tinker's clients read it too."""
+"""The environment variable of the key. Tinker's clients read it too."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Answer until Ctrl-C or SIGTERM."""
+    """Serve until Ctrl-C or SIGTERM."""
     path, options = read(argv)
     with open_port(options.host, options.port, names=options.allowed_hosts, grace_s=options.grace_s) as port:
         return _serve(path, options, port)
@@ -44,7 +44,7 @@ def _serve(path: Path, options: TinkerOptions, port: Port) -> int:
 
 
 def tinker_config(model: ServedModel, options: TinkerOptions) -> TinkerConfig:
-    """How a model is served, what was not asked for taken from its run, if it has one."""
+    """Settings of the service; missing options come from its run, if any."""
     run, exact = model.run, options.numerics.exact
     if run is not None and exact is None:
         exact = run.numerics.exact
@@ -66,23 +66,23 @@ def tinker_config(model: ServedModel, options: TinkerOptions) -> TinkerConfig:
 
 
 def key_of(asked: str | None, found: str | None) -> str | None:
-    """The key that clients must show; None where none is asked for.
+    """The key that clients must send; None without one.
 
     Args:
-        asked: on the command line: a key, or @FILE that holds it.
+        asked: on the command line: a key, or @FILE with the key.
         found: in the environment.
 
     Raises:
-        ConfigError: it is none that Tinker's client would send.
+        ConfigError: Tinker's client would not send it.
     """
-    told, where = (found, KEY) if asked is None else (asked, "--key")
-    if told is None:
+    text, where = (found, KEY) if asked is None else (asked, "--key")
+    if text is None:
         return None
     if asked is not None and asked.startswith("@"):
         try:
-            told = Path(asked[1:]).read_text(encoding="utf-8").strip()
+            text = Path(asked[1:]).read_text(encoding="utf-8").strip()
         except (OSError, ValueError) as error:
             raise ConfigError(f"--key = '{asked}' cannot be read ({error}); name a file of one line.") from None
-    if not re.fullmatch(r"tml-[!-~]+", told):
+    if not re.fullmatch(r"tml-[!-~]+", text):
         raise ConfigError(f"{where} must be one word that begins with tml-, as Tinker's client has it.")
-    return told
+    return text
