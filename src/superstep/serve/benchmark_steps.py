@@ -52,13 +52,13 @@ ANSWER = 7
 
 @dataclass(frozen=True, slots=True)
 class RankMeasurement:
-    """One rank's measurements.
+    """Measurements of one rank.
 
     Attributes:
         way: how the steps were computed.
         linear_bytes: memory of the linears' weights.
         linears: weights of all linears.
-        other_bytes: memory at the end without keys and linears.
+        other_bytes: memory at the end without KV cache and linears.
     """
 
     samples: tuple[MeasuredStep, ...]
@@ -106,7 +106,7 @@ def calibrate(shape: ModelShape, serve: ServeConfig, device: DeviceKind, timing:
     largest = measured[-1]
     held = max(0.1, largest.linear_bytes / largest.linears)
     samples_of_ranks = [sample for one in measured for sample in one.samples]
-    # Of the first one's process, for what it takes once and for all is taken then.
+    # Of the first process, where one-time allocations are made.
     beside = max(0.0, measured[0].other_bytes - held * measured[0].linears)
     return fit(samples_of_ranks, largest.way, held_bytes=round(held, 3), beside_bytes=beside)
 
@@ -191,14 +191,14 @@ def _calibrate_one(world: World, folder: Path, serve: ServeConfig, timing: Timin
     engine = open_engine(folder, serve, tp=tp, device=world.device, watch=watch)
     after = _own_bytes(world)
     _ask(engine, (1, 32), is_greedy=True, salt="first")
-    entries.clear()  # what is done for the first time takes longer
+    entries.clear()  # first-time work takes longer
     _ask(engine, BATCHES, is_greedy=True, salt="greedy")
     _ask(engine, (1, 8), is_greedy=False, salt="chance")
     engine.end()
     give_back()
     (setting,) = settings
     model = setting.model
-    keys = setting.pages * setting.page_tokens * model.key_bytes  # all of them, for they are written once with zeros
+    keys = setting.pages * setting.page_tokens * model.key_bytes  # all of them, as they are written once with zeros
     return RankMeasurement(
         samples=tuple(samples(setting, entries)),
         way=setting.way,
@@ -233,12 +233,12 @@ def _batches(engine: InferenceEngine, counts: Sequence[int]) -> Iterator[Sequenc
     most = min(CONTEXT, engine.info.context_tokens - ANSWER - 1)
     vocab = engine.info.vocab
     for count in counts:
-        # Short texts of their own: each has a chunk of some rows beside those of the others.
+        # Distinct short texts: each has a chunk of some rows beside those of the others.
         length = min(32, 4 + 256 // count, most)
         yield [tuple((7 * number + place + count) % vocab for place in range(length)) for number in range(count)]
     yield [tuple(place % vocab for place in range(most))]
     long = [tuple((5 * text + place) % vocab for place in range(min(LONG, most))) for text in range(TEXTS)]
-    for count in (TEXTS, 2, 4 * TEXTS):  # the first ones' prompts go in chunks; those after them find their pages
+    for count in (TEXTS, 2, 4 * TEXTS):  # the first ones' prompts are computed in chunks; later ones are cached
         if count <= max(counts):
             yield (long * 4)[:count]
     for length in (16, 64, 128, 256):

@@ -1,4 +1,4 @@
-"""From a folder of weights to an engine: the plan, this rank's part of the model, and memory for keys."""
+"""From a folder of weights to an engine: the plan, this rank's part of the model, and its KV cache."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def give_back() -> None:
 
 
 def require_pages(pages: int, page_bytes: int, free_bytes: int, page_tokens: int) -> None:
-    """Check that a rank has memory for its pages of keys.
+    """Check that a rank has memory for its pages of the KV cache.
 
     Raises:
         ConfigError: it has not; names a context that would fit, if one page does.
@@ -263,7 +263,7 @@ def open_both(
     known: KnownModel = NOTHING,
     watch: Watching | None = None,
 ) -> tuple[InferenceEngine, EngineController]:
-    """``open_engine``, and the steward that changes its weights and puts it to sleep."""
+    """``open_engine``, with the controller of its weights and sleep."""
     device = device or Device("cpu")
     rank = load_rank(folder, serve, 0, tp, device, known)
     grain = rank.run.plan.grain

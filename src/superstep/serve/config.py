@@ -1,4 +1,4 @@
-"""How a model is served, as a value, and the plan by which it is cut for that. Without torch."""
+"""Settings of a server, as a value, and the plan that cuts its model. Without torch."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from superstep.plan.model.lookup import shape_of
 from superstep.plan.resolution.resolve import Resolved, resolve
 
 NGRAM = "ngram"
-"""``ServeConfig.speculate`` where a request's own text says what to guess."""
+"""Value of ``ServeConfig.speculate`` for drafts from a request's own text."""
 
 Quantize = Literal["int8", "w8a8", "int4"]
 
 MOST_READ_TIMEOUT_S = 240.0
-"""Ranks that share a model wait for each other no longer than five minutes."""
+"""Ranks that share a model wait for each other for at most five minutes."""
 
 LEAST = {
     "context_tokens": 2,
@@ -34,26 +34,27 @@ LEAST = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
-    """How a model is served.
+    """Settings of a server.
 
     Attributes:
-        context_tokens: the most tokens of a prompt and its answer; None takes what the model was made for.
+        context_tokens: the most tokens of a prompt and its answer; None uses the model's length.
         page_tokens: positions of a page.
-        pages: of keys; None takes as many as ``requests`` whole contexts need, at most a quarter of the free memory.
+        pages: of the KV cache; None uses as many as ``requests`` whole contexts need, at most a quarter of the free
+            memory.
         step_tokens: the most rows of one step.
         requests: the most requests that run at once.
         compute: dtype of weights and keys.
-        exact: whether answers have the trainer's bits, whatever they are computed beside.
+        exact: whether answers have the trainer's bits, independent of the batch.
         tp: ranks that share the model.
         dp: replicas of it on this host, each with ranks of its own, which share the cores and the memory.
-        quantize: how weights are held, a name of ``compute.quantize``; empty keeps them as they are.
-        kernels: the folder for the decoder that is compiled here; None computes without.
-        adapters: names and folders of the adapters that are there from the start.
-        replay: a file for the steps of the engine, a line for each; None writes none.
-        speculate: who guesses tokens, which the model then judges: ``ngram``, or the folder of a small model; empty for
-            nobody.
-        draft_tokens: the most tokens guessed for a request in one step.
-        read_timeout_s: how long new weights may give no tensor, or an adapter nothing, before they are refused.
+        quantize: a format of ``compute.quantize``; empty keeps the weights.
+        kernels: the folder of the compiled decoder; None uses torch.
+        adapters: names and folders of the adapters from the start.
+        replay: a file for the log of the engine's steps; None writes none.
+        speculate: drafter of speculative decoding: ``ngram``, or the folder of a draft model; empty for none.
+        draft_tokens: the most draft tokens of a request in one step.
+        read_timeout_s: the longest time without a tensor of new weights, or for a whole adapter, before an update is
+            refused.
     """
 
     context_tokens: int | None = None
@@ -75,7 +76,7 @@ class ServeConfig:
 
 
 def usual_config(run: RunConfig | None) -> ServeConfig:
-    """How a model is served where nothing else is said: as it was trained. None is a folder that no run has written."""
+    """The default settings of a server: those of its training. None is a folder without a run."""
     if run is None:
         return ServeConfig()
     return ServeConfig(context_tokens=run.data.sequence_tokens, compute=run.numerics.compute, exact=run.numerics.exact)
@@ -102,10 +103,10 @@ def check_ranges(serve: ServeConfig) -> None:
 
 
 def plan_of(folder: Path, serve: ServeConfig) -> Resolved:
-    """The plan by which a folder's model is cut for serving.
+    """The plan that cuts a folder's model for serving.
 
     Raises:
-        ConfigError: the model cannot be served so.
+        ConfigError: the model cannot be served with these settings.
         StateError: the folder holds no model.
     """
     config = folder / "config.json"
@@ -115,10 +116,10 @@ def plan_of(folder: Path, serve: ServeConfig) -> Resolved:
 
 
 def plan_named(model: str, serve: ServeConfig) -> Resolved:
-    """The plan by which a model is cut for serving: a named size, or the path of a config.json.
+    """The plan that cuts a model for serving: a named size, or the path of a config.json.
 
     Raises:
-        ConfigError: there is no such model, or it cannot be served so.
+        ConfigError: there is no such model, or it cannot be served with these settings.
     """
     shape = shape_of(ModelConfig(name=model))
     if serve.exact and shape.moe is not None and shape.moe.router != "dropless":
@@ -137,11 +138,11 @@ def plan_named(model: str, serve: ServeConfig) -> Resolved:
 
 
 def check_served(run: Resolved, serve: ServeConfig) -> None:
-    """See that a model can be served as it is asked for.
+    """Check that a model supports the settings.
 
     Raises:
-        ConfigError: contexts are longer than the model or than all pages, or exact answers are asked of quantized
-            weights.
+        ConfigError: contexts are longer than the model's or than all pages, or exact answers are combined with
+            quantized weights.
     """
     most_tokens = run.shape.max_tokens
     context_tokens = serve.context_tokens or most_tokens
@@ -165,15 +166,15 @@ def check_served(run: Resolved, serve: ServeConfig) -> None:
 
 
 def fast(serve: ServeConfig) -> ServeConfig:
-    """How a model that guesses is served: its bits decide nothing."""
+    """Settings of a draft model: its bits decide nothing."""
     return replace(serve, exact=False)
 
 
 def check_vocab(small: Resolved, run: Resolved, name: str) -> None:
-    """Refuse a model that guesses tokens of another vocabulary.
+    """Check that a draft model has the same vocabulary.
 
     Raises:
-        ConfigError: it does.
+        ConfigError: it has not.
     """
     if small.shape.vocab != run.shape.vocab:
         raise ConfigError(

@@ -2,10 +2,10 @@
 
     add ──► waiting ──schedule──► Step ──check──► run ──draw──► Progress
                ▲                    │
-               └── pages taken back ┘
+               └──── preempted ─────┘
 
-The loop is ``step``: what to compute is decided by ``serve.scheduling.scheduler``, computed by ``serve.compute``, drawn
-by ``serve.compute.sampler``; this file keeps the books.
+The loop is ``step``: ``serve.scheduling.scheduler`` decides what to compute, ``serve.compute`` computes it, and
+``serve.compute.sampler`` draws; this file keeps the state of requests.
 """
 
 from __future__ import annotations
@@ -42,58 +42,53 @@ from superstep.serve.scheduling.step import Budget, PositionRange, ScheduledStep
 
 
 class StepModel(AdapterHolder, Protocol):
-    """What computes a step."""
+    """Computes steps."""
 
     def __call__(self, rows: Rows) -> Tensor:
-        """The logits of the wanted rows, fp32: [R, V], or more columns of -inf behind them."""
+        """The logits of the wanted rows, fp32: [R, V], or more columns of -inf after them."""
 
     def totals(self, logits_RV: Tensor) -> Tensor:
-        """``LogitTotals`` of each row, where the logits are: [R, 3], fp64."""
+        """``LogitTotals`` of each row, on the logits' device: [R, 3], fp64."""
 
     def wait(self) -> None:
-        """Say that there is nothing to compute yet."""
+        """Signal that there is nothing to compute yet."""
 
     def end(self) -> None:
-        """Say that there will be nothing more."""
+        """Signal the end."""
 
 
 class StepObserver(Protocol):
-    """Who looks on, and changes nothing."""
+    """Observes steps without changing anything."""
 
     def start(self) -> None:
-        """A step is about to be made."""
+        """A step is about to be scheduled."""
 
     def begin(self, step: ScheduledStep, live: Mapping[int, LiveRequest]) -> None:
-        """A step, checked and not yet booked, and every request."""
+        """A step, checked and not yet applied, and every request."""
 
     def end(self) -> None:
-        """It is computed, and its tokens are drawn."""
+        """The step is computed, and its tokens are drawn."""
 
 
 class NoObserver:
-    """A ``StepObserver`` that looks away."""
+    """A ``StepObserver`` that does nothing."""
 
-    def start(self) -> None:
-        """Nothing."""
-
-    def begin(self, step: ScheduledStep, live: Mapping[int, LiveRequest]) -> None:
-        """Nothing."""
-
-    def end(self) -> None:
-        """Nothing."""
+    def start(self) -> None: ...
+    def begin(self, step: ScheduledStep, live: Mapping[int, LiveRequest]) -> None: ...
+    def end(self) -> None: ...
 
 
 class InferenceEngine:
     """Answers requests; one thread calls it.
 
     Args:
-        model: computes a step.
-        info: what is served.
-        pages: memory for keys.
-        budget: what one step may hold.
-        matchers: makes what holds an answer to its form; None where no answer has one.
-        speculation: guesses tokens, which a step then judges; None guesses none.
-        watch: looks on.
+        model: computes steps.
+        info: of the model.
+        pages: of the KV cache.
+        budget: limits of one step.
+        matchers: makes the grammar of an answer; None without structured output.
+        speculation: speculative decoding; None without it.
+        watch: observes steps.
     """
 
     def __init__(
@@ -126,22 +121,22 @@ class InferenceEngine:
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is nothing to compute: no request, or only such as are held."""
+        """Whether there is nothing to compute: no request, or only held ones."""
         return not (self._aborted or self._free(self._running) or self._free(self._waiting))
 
     @property
     def is_held(self) -> bool:
-        """Whether requests that come now are not computed."""
+        """Whether new requests are held."""
         return self._before is not None
 
     @property
     def arrivals(self) -> int:
-        """Requests that came so far."""
+        """Number of requests so far."""
         return self._order
 
     @property
     def counters(self) -> Counters:
-        """What the engine did and has."""
+        """The engine's counters."""
         return Counters(
             running=len(self._running),
             waiting=len(self._waiting),
@@ -156,15 +151,15 @@ class InferenceEngine:
         )
 
     def wait(self) -> None:
-        """To be called now and then while there is nothing to do."""
+        """Call this regularly while there is nothing to do."""
         self.model.wait()
 
     def end(self) -> None:
-        """Let go of the ranks that share the model. Nothing is to be asked afterwards."""
+        """Release the ranks that share the model. Nothing may be called afterwards."""
         self.model.end()
 
     def add(self, request: Request) -> None:
-        """Put a request in line.
+        """Add a request.
 
         Raises:
             ConfigError: it cannot be answered; the message says why.
@@ -187,7 +182,7 @@ class InferenceEngine:
         self._waiting.sort(key=lambda one: one.urgency)
 
     def abort(self, request: int) -> None:
-        """Take a request back; its pages are free at once. One that has ended is no mistake."""
+        """Abort a request; its pages are free at once. One that has ended is ignored."""
         for line in (self._running, self._waiting):
             for live in line:
                 if live.id == request:
@@ -197,28 +192,27 @@ class InferenceEngine:
                     return
 
     def abort_all(self) -> None:
-        """Take all requests back."""
         for live in (*self._running, *self._waiting):
             self.abort(live.id)
 
     def hold(self, before: int | None) -> None:
-        """From here on compute only requests before which fewer than so many came; None computes all."""
+        """From now on compute only the first ``before`` requests; None computes all."""
         self._before = before
 
     def has_before(self, before: int) -> bool:
-        """Whether one of the first so many requests is still there."""
+        """Whether one of the first ``before`` requests is left."""
         return any(live.order < before for live in (*self._running, *self._waiting))
 
     def begin_again(self) -> None:
-        """Take all pages back: requests under way wait, and begin again with the tokens that they have."""
+        """Preempt all running requests: they wait, and start again with their tokens."""
         self._take_back(list(self._running))
 
     def renew(self, version: str, *, keeps_keys: bool) -> None:
-        """Other weights are in place.
+        """Note an update of the weights.
 
         Args:
-            version: what they are called.
-            keeps_keys: whether requests under way go on with the keys they have, or compute all of them again.
+            version: of the new weights.
+            keeps_keys: whether running requests keep their keys, or compute all of them again.
         """
         if not keeps_keys:
             self.begin_again()
@@ -227,7 +221,7 @@ class InferenceEngine:
         self.info = replace(self.info, version=version)
 
     def step(self) -> list[RequestUpdate]:
-        """Compute one step; news of every request that got on. None where there is nothing to do."""
+        """Compute one step; updates of requests with progress. Empty where there is nothing to do."""
         self._watch.start()
         news, self._aborted = self._aborted, []
         live = {one.id: one for one in (*self._running, *self._waiting)}
@@ -258,11 +252,11 @@ class InferenceEngine:
         return news
 
     def _free(self, line: list[LiveRequest]) -> list[LiveRequest]:
-        """Of a line, those that are not held."""
+        """The requests of a queue that are not held."""
         return line if self._before is None else [one for one in line if one.order < self._before]
 
     def _take_back(self, some: Sequence[LiveRequest]) -> None:
-        """Take the pages of some running requests back: they wait."""
+        """Preempt some running requests: they wait."""
         for one in some:
             self.pages.release(one.pages)
             one.restart()
@@ -278,15 +272,15 @@ class InferenceEngine:
         wanted: Sequence[int],
         outputs: Mapping[int, LogitsRow],
     ) -> RequestUpdate:
-        """Book what was computed of a request, and draw its next tokens where all it has is computed."""
+        """Apply a request's computed positions, and draw its next tokens once all of its tokens are computed."""
         prompt, cached = self._of_prompt(live, chunk, wanted, outputs), live.cached_tokens
         if chunk.end < live.known:
             book_computed(live, chunk, self.pages, end=chunk.end, version=self.info.version)
             return RequestUpdate(request=live.id, prompt=prompt, cached_tokens=cached)
-        # The last known token, and each guess behind it, has a row whose logits say what follows.
+        # The last known token, and each draft token after it, has a row with the logits of the next token.
         drawn, finish = self._draw_rows(live, [outputs[row] for row in wanted[live.known - chunk.end - 1 :]])
         self.speculation.judge(live, [token.token for token in drawn])
-        # The token drawn last has no key yet. What was guessed instead of it has one, which is written over.
+        # The token drawn last has no key yet. A rejected draft token has one, which will be overwritten.
         book_computed(live, chunk, self.pages, end=live.known - bool(drawn), version=self.info.version)
         if finish is not None:
             self._running.remove(live)
@@ -294,7 +288,7 @@ class InferenceEngine:
         return RequestUpdate(request=live.id, prompt=prompt, tokens=tuple(drawn), finish=finish, cached_tokens=cached)
 
     def _draw_rows(self, live: LiveRequest, rows: Sequence[LogitsRow]) -> tuple[list[TokenOutput], Finish | None]:
-        """The tokens drawn from rows one after another, as long as each was guessed; and whether the answer ends."""
+        """The tokens drawn from consecutive rows, while each equals the draft; and the finish reason, if any."""
         drawn: list[TokenOutput] = []
         for row, guess in zip(rows, (*live.guessed, None), strict=True):
             token = self._draw(live, row)
@@ -317,21 +311,21 @@ class InferenceEngine:
     def _rows_to_draw(
         self, step: ScheduledStep, live: Mapping[int, LiveRequest], wanted: Mapping[int, Sequence[int]]
     ) -> dict[int, tuple[Sampling, int]]:
-        """By row, how it is drawn from and the position of the token, where nothing but a temperature changes the
-        logits: most of a busy engine's draws.
+        """By row, the sampling parameters and the position of the token, if only a temperature changes the logits: most
+        draws of a busy engine.
         """
         samplings: dict[int, tuple[Sampling, int]] = {}
         for chunk in step.chunks:
             one, own = live[chunk.request], wanted[chunk.request]
             how = one.request.sampling
             if chunk.end >= one.known and own and how.is_plain and not how.is_greedy and one.id not in self._matcher:
-                # The last known token has a row, and so has each guess behind it.
+                # The last known token has a row, and so has each draft token after it.
                 for nth, row in enumerate(own[one.known - chunk.end - 1 :]):
                     samplings[row] = (how, one.known + nth)
         return samplings
 
     def _draw(self, live: LiveRequest, row: LogitsRow) -> TokenOutput | None:
-        """The next token; None where there is none: logits that are no numbers, or a form that became too costly."""
+        """The next token; None if the logits are not finite, or a grammar became too costly."""
         logits_V, totals, drawn = row
         if not (math.isfinite(totals.largest) and math.isfinite(totals.log_total)):
             return None
@@ -351,13 +345,13 @@ class InferenceEngine:
         wanted: Sequence[int],
         outputs: Mapping[int, LogitsRow],
     ) -> tuple[TokenOutput, ...]:
-        """What is told of the prompt's tokens that follow the chunk's positions."""
+        """Outputs of the prompt's tokens that follow the chunk's positions."""
         if not live.request.sampling.prompt_logprobs or live.drawn:
             return ()
         places = range(max(chunk.first, live.prompt_told - 1), min(chunk.end, live.known - 1))
         if not places:
             return ()
-        live.prompt_told = places.stop + 1  # those of before are not told again where pages were taken back
+        live.prompt_told = places.stop + 1  # earlier ones are not reported again after a preemption
         rows = [outputs[wanted[place - chunk.first]] for place in places]
         version = live.adapter.version_with(self.info.version)
         tokens = [live.tokens[place + 1] for place in places]
@@ -372,14 +366,14 @@ class InferenceEngine:
 
 
 def _rows(step: ScheduledStep, live: dict[int, LiveRequest]) -> tuple[Rows, dict[int, list[int]]]:
-    """The rows of a step, and for each request those whose logits are wanted."""
+    """The rows of a step, and for each request the rows with wanted logits."""
     tokens: list[int] = []
     wanted: dict[int, list[int]] = {}
     # Rows of one adapter are neighbours, so that it adds to a slice of them.
     chunks = sorted(step.chunks, key=lambda chunk: live[chunk.request].adapter.number)
     for chunk in chunks:
         one = live[chunk.request]
-        # Of the last known token and of what was guessed behind it.
+        # Of the last known token and the draft tokens after it.
         last = max(0, chunk.end - one.known + 1)
         everything = one.request.sampling.prompt_logprobs and not one.drawn
         first = len(tokens)

@@ -1,19 +1,19 @@
-"""The steward of an engine: what is done to it between steps, on rank 0. New weights, pauses, sleep.
+"""The controller of an engine: commands between steps, on rank 0. New weights, pauses, sleep.
 
     Change ──► read beside, while steps run ──► switch ──► Done
     Pause  ──► hold: none, or those that came before, are computed ──► Resume
     Sleep  ──► pages and weights given back ──► Wake ──► read ──► serve ──► Done
 
-Pauses begin and end at once. What takes or gives memory is done one after the other, in the order in which it came. A
-deed that cannot be done changes nothing.
+Pauses begin and end at once. Commands that free or allocate memory run one after the other, in the order of arrival. A
+command that fails changes nothing.
 
-What becomes of requests under way when weights change is told by the deed:
+A command to change weights says what happens to running requests:
 
-    recompute   they give their pages back and begin again with the tokens that they have: every token that is told
-                under a version is what these weights say after the tokens before it
-    keep        they keep their keys, which cost nothing, and are of the old weights; nobody else finds those pages
-    wait        they are answered first; who comes meanwhile waits
-    abort       they are taken back
+    recompute   they are preempted and start again with their tokens: every token that is reported under a version
+                is computed by these weights from the tokens before it
+    keep        they keep their keys, which costs nothing; the keys are of the old weights and leave the prefix cache
+    wait        they are finished first; new requests wait
+    abort       they are aborted
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ ADAPTER_S = 0.02
 """How long a step waits for an adapter: most are read by then."""
 
 REST_S = 0.05
-"""How long is waited for a file at a time, where nothing is to be computed."""
+"""Longest single wait for a file while there is nothing to compute."""
 
 
 class EngineController:
-    """Does what it is asked for, between steps; the thread that calls the engine calls it.
+    """Runs commands between steps; the engine's thread calls it.
 
     Args:
-        engine: that it is done to.
-        model: the same that the engine computes with.
+        engine: under control.
+        model: of the engine.
     """
 
     def __init__(self, engine: InferenceEngine, model: ModelRunner) -> None:
@@ -60,7 +60,7 @@ class EngineController:
 
     @property
     def standing(self) -> EngineStatus:
-        """How the engine stands."""
+        """The engine's state."""
         state: Literal["serving", "paused", "closed", "asleep"] = "serving"
         if self._is_asleep:
             state = "asleep"
@@ -80,7 +80,7 @@ class EngineController:
         return bool(self._line or self._adapter_line or self._done or self._draining is not None)
 
     def ask(self, number: int, command: Command) -> None:
-        """Take something on; ``tick`` says when it is done."""
+        """Accept a command; ``tick`` reports its end."""
         match command:
             case messages.Pause():
                 self._pause(number, command)
@@ -92,7 +92,7 @@ class EngineController:
                 self._line.append((number, command))
 
     def tick(self) -> list[messages.CommandDone]:
-        """Do what can be done before the next step; what has been done since the last time."""
+        """Run what is possible before the next step; the commands that have ended since the last call."""
         if self._draining is not None and not self._engine.has_before(self._barriers["pause"]):
             self._say(self._draining)
             self._draining = None
@@ -104,25 +104,25 @@ class EngineController:
         return done
 
     def rest(self) -> None:
-        """Wait for what is being read, for a moment. To be called where nothing can be computed."""
+        """Wait a moment for a file. Call it while nothing can be computed."""
         reading = self.model.party.reading
         if reading is not None and not reading.is_over:
             reading.reader.wait(REST_S)
         elif self.is_busy:
             time.sleep(REST_S)
 
-    # For who has the engine in hand.
+    # For direct callers.
 
     def swap(self, source: Path | Tensors, *, requests: Literal["recompute", "keep", "abort"] = "recompute") -> str:
-        """Other weights, at once: the next step computes with them. Returns their version.
+        """Change the weights at once: the next step computes with them. Returns their version.
 
         Args:
-            source: a snapshot's folder, any other of weights, or whole tensors by global name.
-            requests: what becomes of those under way.
+            source: a snapshot's folder, another folder of weights, or whole tensors by global name.
+            requests: treatment of running requests.
 
         Raises:
             StateError: they cannot be served; those in place stay.
-            ConfigError: the engine sleeps without weights, or several ranks cannot be given tensors.
+            ConfigError: the engine sleeps without weights, or tensors are given for several ranks.
         """
         self._require_weights()
         self.model.read(source)
@@ -132,7 +132,7 @@ class EngineController:
         return self._engine.info.version
 
     def sleep(self, *, keeps_weights: bool = False) -> None:
-        """Give the memory of keys back, and of the weights where they are not kept. Requests under way begin again
+        """Free the memory of the KV cache, and of the weights unless ``keeps_weights``. Running requests start again
         after ``wake``.
 
         Raises:
@@ -147,14 +147,14 @@ class EngineController:
         self._hold()
 
     def wake(self, source: Path | Tensors | None = None, *, version: str = "") -> str:
-        """Take the memory again, with other weights where some are given. Returns their version.
+        """Allocate memory again, with other weights if given. Returns their version.
 
         Args:
-            source: as of ``swap``; None takes those it had.
-            version: what the weights are called, where that is known; else all of them are read to find out.
+            source: as in ``swap``; None uses the earlier ones.
+            version: of the weights, if known; otherwise all of them are read to compute it.
 
         Raises:
-            StateError: they cannot be served; it sleeps on.
+            StateError: they cannot be served; it stays asleep.
             ConfigError: it does not sleep.
         """
         self._read_to_wake(source, is_named=not version)
@@ -163,10 +163,10 @@ class EngineController:
         self._wake(source, version)
         return self._engine.info.version
 
-    # One deed at a time.
+    # One command at a time.
 
     def _try(self, number: int, command: messages.ChangeWeights | messages.Sleep | messages.Wake) -> bool:
-        """Whether a deed is over."""
+        """Whether a command has ended."""
         try:
             match command:
                 case messages.ChangeWeights(path, requests):
@@ -189,7 +189,7 @@ class EngineController:
         return True
 
     def _may_switch(self, command: messages.ChangeWeights) -> bool:
-        """Whether weights are read, and nobody has to be waited for."""
+        """Whether the weights are read, and no request has to be waited for."""
         reading = self.model.party.reading
         if reading is None:
             self._require_weights()
@@ -226,7 +226,7 @@ class EngineController:
         self._came_from(source)
 
     def _read_to_wake(self, source: Path | Tensors | None, *, is_named: bool = True) -> None:
-        """Begin to read, where the engine lacks weights or is to have others."""
+        """Start to read, if the engine lacks weights or gets others."""
         if not self._is_asleep:
             raise ConfigError("wake: the engine is not asleep.")
         if source is None and self.model.party.memory.has_weights:
@@ -235,7 +235,7 @@ class EngineController:
         self.model.read(source, is_named=is_named)
 
     def _may_wake(self) -> bool:
-        """Whether nothing has to be read, or all is."""
+        """Whether there is nothing to read, or all is read."""
         return self.model.party.reading is None or self.model.is_read()
 
     def _wake(self, source: Path | Tensors | None, version: str = "") -> None:
@@ -270,7 +270,7 @@ class EngineController:
         self._say(number)
 
     def _try_adapter(self, number: int, command: messages.LoadAdapter | messages.UnloadAdapter) -> bool:
-        """Whether an adapter has come or gone, or was refused."""
+        """Whether a command about an adapter has ended."""
         adapters = self._engine.adapters
         try:
             match command:
@@ -289,7 +289,7 @@ class EngineController:
         return True
 
     def _answer_drain(self) -> None:
-        """Who waits for a pause that is no more is told how things stand."""
+        """Answer the waiting command of an ended pause with the engine's state."""
         if self._draining is not None:
             self._say(self._draining)
             self._draining = None

@@ -1,6 +1,6 @@
-"""The words of one model, put together: what the HTTP interface asks of the text part, and the engine of forms.
+"""The text part of one model, for the HTTP interface, and its grammars, for the engine.
 
-``TextBackend`` is the ``TokenTexts`` of ``api/words.py``; ``make_matchers`` gives the ``Matchers`` of ``engine.py``.
+``TextBackend`` is the ``TokenTexts`` of ``api/words.py``; ``make_matchers`` returns the ``Matchers`` of ``engine.py``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class TextBackend:
 
     @property
     def chat_stops(self) -> Sequence[str]:
-        """Texts that end an answer in a chat, where the template has no token for it."""
+        """Texts that end an answer in a chat, if the template has no token for it."""
         return self._encoder.template.stops
 
     def encode(self, text: str) -> Sequence[int]:
@@ -51,20 +51,20 @@ class TextBackend:
         return self._tokenizer.encode(text)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of some tokens; bytes that are no UTF-8 become U+FFFD."""
+        """The text of some tokens; invalid UTF-8 becomes U+FFFD."""
         return self._tokenizer.decode(list(tokens))
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes that a token stands for; a special token's spelling."""
+        """The bytes of a token; a special token's spelling."""
         return self._words.bytes_of(token)
 
     @property
     def longest_token_bytes(self) -> int:
-        """Bytes of the longest token: a text of more than ``n`` times as many has more than ``n`` tokens."""
+        """Bytes of the longest token: a text with more than ``n`` times as many has more than ``n`` tokens."""
         return self._words.longest_bytes
 
     def chat(self, messages: Sequence[Json], tools: Sequence[Json], most_bytes: int | None = None) -> Sequence[int]:
-        """The prompt of a conversation, up to where the assistant speaks.
+        """The prompt of a conversation, up to the start of the assistant's answer.
 
         Raises:
             ConfigError: a message is malformed, the template refuses it, or its text has more bytes than
@@ -73,24 +73,24 @@ class TextBackend:
         return self._encoder.tokens(Chat(messages=messages, tools=tools), most_bytes)
 
     def reader(self, stop: Sequence[str], *, shows_special: bool = False) -> TextReader:
-        """A reader of one answer that ends at the first of some texts; special tokens are spelled out, or left out.
+        """A reader of one answer that ends at the first stop text; special tokens are spelled out, or left out.
 
         Raises:
-            ConfigError: for texts that cannot be looked for.
+            ConfigError: a stop text is invalid.
         """
         check_stops(stop)
         return TextReader(reader.AnswerReader(self._words, stop, skip_special=not shows_special))
 
     def tool_reader(self, use: ToolUse) -> ToolReader:
-        """A reader of the calls in one answer; of none, where the model's template shows no form of calls."""
+        """A parser of the tool calls in one answer; it finds none if the model's template has no known format."""
         names = [tool["function"]["name"] for tool in use.tools]
         return ToolReader(CallParser(self._form, names) if self._form else None)
 
     def tool_constraint(self, use: ToolUse) -> Constraint | None:
-        """The form of an answer that must call, or None where it is free.
+        """The grammar of an answer that must contain a call; None without that.
 
         Raises:
-            ConfigError: for tools that cannot be, or a model that shows no form of calls.
+            ConfigError: the tools are invalid, or the model has no known format of calls.
         """
         choice: str | Json = "required" if use.is_required else "auto"
         if use.only:
@@ -114,31 +114,31 @@ class TextReader:
 
     @property
     def stop(self) -> str | None:
-        """The stop text that was met; no text comes after it."""
+        """The stop text of the answer; no text comes after it."""
         return self._core.stop
 
     def push(self, token: int) -> str:
-        """The text that is certain now."""
+        """The new certain text."""
         return self._core.push(token).text
 
     def end(self) -> str:
-        """What was held back, when no token follows."""
+        """The remaining text after the last token."""
         return self._core.end().text
 
 
 class ToolReader:
-    """Finds the calls in the text of one answer."""
+    """Finds the tool calls in the text of one answer."""
 
     def __init__(self, parser: CallParser | None) -> None:
         self._parser = parser
         self._calls = 0
 
     def push(self, text: str) -> Sequence[AnswerPiece]:
-        """What is certain now."""
+        """The new certain content."""
         return self._read(self._parser.push(text) if self._parser else Delta(text))
 
     def end(self) -> Sequence[AnswerPiece]:
-        """What was held back, when no text follows."""
+        """The remaining content after the last text."""
         return self._read(self._parser.end() if self._parser else Delta())
 
     def _read(self, delta: Delta) -> Sequence[AnswerPiece]:
@@ -150,7 +150,7 @@ class ToolReader:
 
 
 class AnswerForm:
-    """The form of one answer, as the engine keeps to it.
+    """The engine's matcher of one answer.
 
     Args:
         core: at the start of an answer.
@@ -163,31 +163,31 @@ class AnswerForm:
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing may follow."""
+        """Whether the answer must end here."""
         return self._core.is_done
 
     def allowed(self) -> torch.Tensor:
-        """Which tokens may come next: bool [V]."""
+        """The mask of allowed next tokens: bool [V]."""
         bits = np.unpackbits(self._core.mask().view(np.uint8), bitorder="little")
         return torch.from_numpy(bits[: self._vocab].astype(np.bool_))
 
     def advance(self, token: int) -> None:
-        """Goes on with a token that was allowed."""
+        """Advance by an allowed token."""
         is_legal = self._core.advance(token)
         assert is_legal, f"token {token} was drawn and is not allowed"
 
     def legal(self, tokens: Sequence[int]) -> int:
-        """How many of some guessed tokens, from the first on, may follow; nothing changes."""
-        # Of a copy: what a guess costs beyond its bounds must not end the answer.
+        """How many of some draft tokens, from the first on, are allowed; the state does not change."""
+        # On a copy: a draft that exceeds the grammar's limits must not end the answer.
         return self._core.fork().legal(tokens)
 
     def fork(self) -> AnswerForm:
-        """The same place of the form, to go on from independently."""
+        """An independent copy with the same state."""
         return AnswerForm(self._core.fork(), self._vocab)
 
 
 def make_matchers(grammars: Grammars, vocab: int) -> Callable[[Request], AnswerForm | None]:
-    """What makes the form of each request's answer; None for free ones.
+    """A function that makes the matcher of each request's answer; None without a grammar.
 
     Args:
         grammars: of the tokenizer.
@@ -205,7 +205,7 @@ def load_words(folder: Path, vocab: int) -> TextBackend:
     """The text part of a folder's model.
 
     Raises:
-        DataError: it has no tokenizer that can be read.
+        DataError: it has no readable tokenizer.
         ConfigError: its chat template cannot be used.
     """
     tokenizer = load_tokenizer(folder / "tokenizer.json")
@@ -214,10 +214,10 @@ def load_words(folder: Path, vocab: int) -> TextBackend:
 
 
 def forms_of(folder: Path, vocab: int) -> Callable[[Request], AnswerForm | None]:
-    """What holds answers of a folder's model to their form.
+    """A function that makes the matchers of a folder's model.
 
     Raises:
-        DataError: it has no tokenizer that can be read.
+        DataError: it has no readable tokenizer.
     """
     tokenizer = load_tokenizer(folder / "tokenizer.json")
     return make_matchers(Grammars(tokenizer, vocab=vocab, ends=ends_of_text(folder)), vocab)

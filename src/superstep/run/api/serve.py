@@ -106,11 +106,11 @@ def serve(
     """
     with ExitStack() as opened:
         port = opened.enter_context(open_port(http.host, http.port, names=http.allowed_hosts, grace_s=http.grace_s))
-        found = find_model(Path(model), http.name)
-        settings = usual_config(found.run) if config is None else config
+        served = find_model(Path(model), http.name)
+        settings = usual_config(served.run) if config is None else config
         server = opened.enter_context(
             open_model(
-                found,
+                served,
                 replace(settings, speculate=guesser_folder(settings.speculate)),
                 entrance=port.entrance,
                 device=device,

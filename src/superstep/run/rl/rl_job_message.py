@@ -49,8 +49,8 @@ def decode(message: bytes) -> RlJob | None:
         msgspec.DecodeError: the bytes are invalid.
         ConfigError: its configuration cannot be resolved here.
     """
-    found = MESSAGES.decode(message)
-    return None if found is None else _job_of(found)
+    fields = MESSAGES.decode(message)
+    return None if fields is None else _job_of(fields)
 
 
 RL_JOB: StoredValue[RlJob | None] = StoredValue(encode, decode)

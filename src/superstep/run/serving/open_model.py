@@ -26,12 +26,12 @@ from superstep.serve.text_backend import forms_of, load_words
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenModel:
-    """A model that answers.
+    """A ready model.
 
     Attributes:
         info: of the model.
         app: its application.
-        check: raises the engine's failure, once its ranks cannot be started again.
+        check: raises the engine's failure, once its ranks cannot be restarted.
     """
 
     info: ModelInfo
@@ -50,17 +50,17 @@ def open_model(
     weights: Sequence[Path],
     console: Console,
 ) -> Iterator[OpenModel]:
-    """Load a model on ranks of its own within the block; none of them is left after it.
+    """Load a model on ranks of its own within the block; they end with it.
 
     Args:
         entrance: the checks before the application.
-        device: where the ranks compute; None takes GPUs where there are any.
+        device: of the ranks; None uses GPUs if there are any.
         admin_key: of the paths under /admin; None serves none of them.
-        weights: folders that new weights may be read from, beside the model's own.
-        console: shows what is loaded, and ranks that are lost.
+        weights: folders from which new weights may be read, besides the model's own.
+        console: shows the loading, and lost ranks.
 
     Raises:
-        UserError: the model cannot be served so, is damaged, or has no tokenizer.
+        UserError: the model cannot be served with these settings, is damaged, or has no tokenizer.
         Fault: a rank failed while it loaded.
     """
     shape = check_model(model, serve).shape
@@ -98,7 +98,7 @@ def check_key(key: str, where: str) -> None:
     """Check that a header can carry a key.
 
     Args:
-        where: it was given.
+        where: the key's source, for the error.
 
     Raises:
         ConfigError: it cannot.
@@ -108,7 +108,7 @@ def check_key(key: str, where: str) -> None:
 
 
 def _admin(model: ServedModel, serve: ServeConfig, engine: SteeredEngine, key: str, weights: Sequence[Path]) -> Admin:
-    """What the paths under /admin need; adapters may be read from beside those that are there from the start."""
+    """Settings of the paths under /admin; adapters may also be read from the folders beside the initial ones."""
     folders = (model.root, *weights, *(folder.parent for _, folder in serve.adapters))
     return Admin(
         key=key, folders=[folder.resolve() for folder in folders], engine=engine, timeout_s=serve.read_timeout_s

@@ -1,4 +1,4 @@
-"""The model that a path names, a run's newest checkpoint or a folder as it is, and whether it can be served. Without
+"""The model that a path names, a run's newest checkpoint or the folder itself, and whether it can be served. Without
 torch.
 """
 
@@ -25,8 +25,8 @@ class ServedModel:
 
     Attributes:
         folder: of its weights.
-        name: that clients call it by.
-        run: how it was trained; None for a folder that is no run's.
+        name: for clients.
+        run: its training; None for a folder without a run.
         root: the run, or the folder itself.
     """
 
@@ -41,11 +41,11 @@ def find_model(path: Path, name: str | None = None) -> ServedModel:
 
     Args:
         path: of a run, a checkpoint or a Hugging Face folder.
-        name: that clients call it by; None takes the folder's.
+        name: for clients; None uses the folder's.
 
     Raises:
         StateError: there is none.
-        ConfigError: it is a model of the user's own, whose attention the engine does not know.
+        ConfigError: it is a user's own model, with an attention that the engine does not support.
     """
     if not path.exists():
         raise StateError(f"'{path}' is not there; name a run, a checkpoint or a Hugging Face folder.")
@@ -64,10 +64,10 @@ def find_model(path: Path, name: str | None = None) -> ServedModel:
 
 
 def refuse_adapter(run: Path) -> NoReturn:
-    """A run that trained an adapter is no model.
+    """Refuse a run that trained an adapter, which is no model.
 
     Raises:
-        ConfigError: saying what is.
+        ConfigError: names the way to serve it.
     """
     newest = newest_checkpoint(run)
     named = f"{run.resolve().name}={newest}"
@@ -78,15 +78,15 @@ def refuse_adapter(run: Path) -> NoReturn:
 
 
 def guesser_folder(speculate: str) -> str:
-    """``ServeConfig.speculate`` with a run in the place of a folder: then it is the run's newest checkpoint."""
+    """``ServeConfig.speculate`` with a run replaced by its newest checkpoint's folder."""
     return speculate if speculate in ("", NGRAM) else str(find_model(Path(speculate)).folder)
 
 
 def check_model(model: ServedModel, serve: ServeConfig) -> Resolved:
-    """The plan by which a model is cut for serving.
+    """The plan that cuts a model for serving.
 
     Raises:
-        ConfigError: it cannot be served so.
+        ConfigError: it cannot be served with these settings.
         StateError: its folder holds no model.
     """
     check_ranges(serve)

@@ -29,8 +29,8 @@ async def page(request: Request, service: AppState) -> Response:
 async def health(request: Request, service: AppState) -> Response:
     """Answer 200 where a new request would be answered, else 503."""
     now, info = service.health(), service.backend.info
-    told = {"status": now.state, "model": info.name, "version": info.version}
-    return JSONResponse(told, status_code=200 if now.is_ready else 503)
+    status = {"status": now.state, "model": info.name, "version": info.version}
+    return JSONResponse(status, status_code=200 if now.is_ready else 503)
 
 
 async def metrics(request: Request, service: AppState) -> Response:

@@ -276,13 +276,13 @@ def read_likeliest(rows: Sequence[Sequence[float]], totals: LogitTotals) -> tupl
 def change_logits(logits_V: Tensor, sampling: Sampling, context: SamplingContext) -> Tensor:
     """The logits after penalties and biases, and without what the answer's form does not allow; a tensor of its own."""
     scores_V = logits_V.clone()
-    seen = {*context.prompt, *context.drawn} if sampling.repetition_penalty != 1.0 else set()
+    used = {*context.prompt, *context.drawn} if sampling.repetition_penalty != 1.0 else set()
     counts = Counter(context.drawn if sampling.presence_penalty or sampling.frequency_penalty else ())
     biases = defaultdict[int, float](float)
     for token, bias in sampling.logit_bias:
         biases[token] += bias
-    if tokens := sorted({*seen, *counts, *biases}):
-        changes = [[token, token in seen, counts[token], biases[token]] for token in tokens]
+    if tokens := sorted({*used, *counts, *biases}):
+        changes = [[token, token in used, counts[token], biases[token]] for token in tokens]
         sent_C4 = send(torch.tensor(changes, dtype=torch.float64), scores_V.device)
         token_C, is_seen_C, times_C, bias_C = sent_C4.unbind(-1)
         at_C, by = token_C.long(), sampling.repetition_penalty

@@ -1,1 +1,1 @@
-"""Weights of a server on disk: reading them within a deadline, publishing them whole."""
+"""Weights of a server on disk: reading with a deadline, atomic publishing."""

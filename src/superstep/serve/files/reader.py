@@ -1,10 +1,10 @@
-"""Reading of files that may never answer, such as those of a hung mount: in a thread that can be given up.
+"""Reading of files that may block forever, such as those of a hung mount: in a thread that can be given up.
 
-    work(progress) ── progress ── progress ── a result      each progress begins the time again
-                   ── progress ── nothing for timeout_s     given up: who waits gets an error, the thread is left alone
+    work(progress) ── progress ── progress ── a result      each progress restarts the time limit
+                   ── progress ── nothing for timeout_s     given up: waiting callers get an error, the thread is left
 
-Nothing ends a thread that the system holds. It is a daemon, so that it keeps no process, and what it still returns
-later is dropped.
+A thread in a blocked system call cannot be ended. It is a daemon, so that it keeps no process alive, and its late
+result is dropped.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ T = TypeVar("T")
 
 
 class BackgroundReader(Generic[T]):
-    """Begins to read at once.
+    """Starts to read at once.
 
     Args:
-        path: that is read, for the error.
-        work: reads, and calls what it is given whenever it got on.
-        timeout_s: how long it may make no progress.
-        drop: lets go of a result that nobody takes.
+        path: for the error.
+        work: reads, and calls its argument at each progress.
+        timeout_s: the longest time without progress.
+        drop: releases a result that is not taken.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class BackgroundReader(Generic[T]):
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended or was given up; this gives it up where it is time."""
+        """Whether it has ended or was given up; gives it up after the time limit."""
         with self._lock:
             if not self._over.is_set() and time.monotonic() - self._progress_s > self._timeout_s:
                 self._error = StateError(
@@ -66,16 +66,16 @@ class BackgroundReader(Generic[T]):
             return self._over.is_set()
 
     def wait(self, most_s: float) -> bool:
-        """Wait for the end for so long at most; whether it is over."""
+        """Wait at most ``most_s``; whether it is over."""
         self._over.wait(most_s)
         return self.is_over
 
     def result(self) -> T:
-        """What was read; waits for it.
+        """Wait for the result.
 
         Raises:
             StateError: it was given up.
-            Exception: whatever ``work`` raised.
+            Exception: the error of ``work``.
         """
         while not self.wait(min(1.0, self._timeout_s)):
             pass
@@ -84,13 +84,13 @@ class BackgroundReader(Generic[T]):
         return self._results[0]
 
     async def answer(self) -> T:
-        """As ``result``, for an event loop."""
+        """``result`` for an event loop."""
         while not self.is_over:
             await asyncio.sleep(POLL_S)
         return self.result()
 
     def give_up(self) -> None:
-        """Let go of the result, now or when it comes; nobody may take it any more."""
+        """Drop the result, now or when it comes; it cannot be taken any more."""
         with self._lock:
             results, self._results = self._results, []
             self._over.set()

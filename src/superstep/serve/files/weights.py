@@ -1,15 +1,15 @@
-"""Weights handed over from who trains to who serves: snapshots, which other processes map.
+"""Weights from trainers to servers: snapshots, which other processes map.
 
     root/weights-3f2a.../model.safetensors     the tensors, under Hugging Face names
                          snapshot.json         the version, and a digest of each tensor
     root/.unfinished-.../                      one that is being written
 
-A folder in shared memory, such as /dev/shm, costs one copy and no disk. A snapshot is written beside and renamed: what
-can be seen is whole. Its version is a digest of its content: the names, dtypes, shapes and bytes of its tensors, in
-whatever files they lie.
+A folder in shared memory, such as /dev/shm, costs one copy and no disk. A snapshot is written to a temporary folder and
+renamed: a visible one is complete. Its version is a digest of its content: the names, dtypes, shapes and bytes of its
+tensors, independent of their files.
 
-Who reads a snapshot holds a lock on it, which the system takes back when that process ends, however it ended. A newer
-one may be published at any time; ``clean`` removes older ones that nobody holds.
+A reader holds a lock on its snapshot, which the system releases when that process ends, however it ended. A newer one
+may be published at any time; ``clean`` removes older ones without a lock.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ MARK = "snapshot.json"
 PREFIX, UNFINISHED, WRITER = "weights-", ".unfinished-", "writer"
 
 KEEP = 2
-"""Snapshots that stay though nobody holds them: the newest, and the one before, which somebody may be about to open."""
+"""Snapshots that stay without a lock: the newest, and the one before, which a reader may be about to open."""
 
 YOUNG_S = 60.0
-"""How old what a writer left must be: a new one has locked its folder by then."""
+"""Age from which a writer's remains are removed: a new writer has locked its folder by then."""
 
 
 @dataclass(frozen=True, slots=True)
 class PublishedWeights:
-    """A snapshot that others may open: where it is, and what its weights are called."""
+    """A snapshot for readers: its folder and version."""
 
     path: Path
     version: str
@@ -64,8 +64,8 @@ class LockedWeights:
 
     Args:
         weights: by global name.
-        claims: the digest that each tensor had when it was written, where that is known.
-        lock: the descriptor that holds the lock, where there is one.
+        claims: the digest of each tensor from its writer, if known.
+        lock: the lock's descriptor, if any.
     """
 
     def __init__(
@@ -76,10 +76,10 @@ class LockedWeights:
         self._lock = lock
 
     def version(self) -> str:
-        """What the weights are called. All of them are read.
+        """The version of the weights. All of them are read.
 
         Raises:
-            StateError: a tensor is not what was written; names it.
+            StateError: a tensor has changed; names it.
         """
         hashes = digests(self.weights)
         for name, claimed in self.claims.items():
@@ -89,16 +89,16 @@ class LockedWeights:
         return version_of(self.weights, hashes)
 
     def close(self) -> None:
-        """Let go of the lock."""
+        """Release the lock."""
         if self._lock is not None:
             self._lock.close()
 
 
 class Lock:
-    """A shared lock on a snapshot: as long as somebody has one, nobody cleans it away.
+    """A shared lock on a snapshot, which protects it from removal.
 
     Raises:
-        StateError: it is just being cleaned away, or is gone.
+        StateError: it is being removed, or is gone.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -117,26 +117,26 @@ class Lock:
             raise gone
 
     def close(self) -> None:
-        """Let go. To do so twice is no mistake."""
+        """Release it; a second call has no effect."""
         if self._handle >= 0:
             os.close(self._handle)
             self._handle = -1
 
 
 def hold(path: Path) -> Lock | None:
-    """A lock on what a path names, where it is a snapshot; other folders need none.
+    """A lock on a snapshot; other folders need none.
 
     Raises:
-        StateError: it is just being cleaned away.
+        StateError: it is being removed.
     """
     return Lock(path) if (path / MARK).is_file() else None
 
 
 def open_source(path: Path) -> LockedWeights:
-    """Weights to be read: a snapshot's, a checkpoint's, those of a Hugging Face folder or of one safetensors file.
+    """Weights to be read: of a snapshot, a checkpoint, a Hugging Face folder or one safetensors file.
 
     Raises:
-        StateError: there are none, they cannot be read, or what stands beside them is damaged.
+        StateError: there are none, they cannot be read, or the files beside them are damaged.
     """
     lock = hold(path)
     try:
@@ -148,10 +148,10 @@ def open_source(path: Path) -> LockedWeights:
 
 
 def read_version(path: Path) -> str:
-    """What the weights of a folder are called. All of them are read, and held against what their writer noted.
+    """The version of a folder's weights. All of them are read and verified.
 
     Raises:
-        StateError: they are not what was written.
+        StateError: they have changed.
     """
     source = open_source(path)
     try:
@@ -161,7 +161,7 @@ def read_version(path: Path) -> str:
 
 
 def weights_in_memory(tensors: Mapping[str, Tensor]) -> Weights:
-    """Tensors of this process, whole, as if they lay in a file."""
+    """Whole tensors of this process, with the interface of files."""
     return Weights(Path("what was given"), {name: _Given(tensor.detach()) for name, tensor in tensors.items()})
 
 
@@ -186,7 +186,7 @@ def digests(weights: Mapping[str, HfTensor]) -> dict[str, str]:
         held = weights[name][:].detach().cpu().contiguous()
         return digest(bytes_of(held))
 
-    # Hashing lets other threads run. A pool's threads would be waited for at the process's end, also one that hangs.
+    # Hashing lets other threads run. A pool's threads would be waited for at the process's end, even a hung one.
     left = iter(list(weights))
     readers = [
         BackgroundReader("the weights", lambda progress: {name: one(name) for name in left}, timeout_s=math.inf)
@@ -197,11 +197,11 @@ def digests(weights: Mapping[str, HfTensor]) -> dict[str, str]:
 
 
 def version_of(weights: Mapping[str, HfTensor], hashes: Mapping[str, str] | None = None) -> str:
-    """What weights are called: a digest of their content, the same in whatever files they lie.
+    """The version of weights: a digest of their content, independent of their files.
 
     Args:
         weights: by global name.
-        hashes: the digest of each, where it is known.
+        hashes: the digest of each, if known.
     """
     hashes = digests(weights) if hashes is None else hashes
     lines = [f"{name} {_dtype(weights[name])} {weights[name].get_shape()} {hashes[name]}\n" for name in sorted(weights)]
@@ -211,13 +211,13 @@ def version_of(weights: Mapping[str, HfTensor], hashes: Mapping[str, str] | None
 def publish(
     root: Path, tensors: Mapping[str, Tensor], *, keep: int = KEEP, beside: Sequence[Path] = ()
 ) -> PublishedWeights:
-    """Write a snapshot, and remove older ones that nobody holds.
+    """Write a snapshot, and remove older ones without a lock.
 
     Args:
-        root: the folder of snapshots, such as one in /dev/shm; it is made where it is not there.
+        root: the folder of snapshots, such as one in /dev/shm; created if missing.
         tensors: whole, by global name, in any dtype.
-        keep: newest snapshots that stay in any case.
-        beside: files to copy beside the tensors, such as a config.json; a server holds its model against that.
+        keep: newest snapshots that always stay.
+        beside: files to copy beside the tensors, such as a config.json, which a server compares with its model.
     """
     make_folder(root)
     with open_unfinished(root) as folder:
@@ -232,10 +232,10 @@ def publish(
 
 @contextmanager
 def open_unfinished(root: Path) -> Iterator[Path]:
-    """A folder to write a snapshot into; what is left of it at the end goes away.
+    """A folder to write a snapshot into; its remains are removed at the end.
 
     Args:
-        root: of the snapshots; made where the folder above it is there, which may be a run's that was moved.
+        root: of the snapshots; created if its parent exists, which may be a moved run's.
     """
     if not root.is_dir():
         root.mkdir(exist_ok=True)
@@ -252,12 +252,12 @@ def open_unfinished(root: Path) -> Iterator[Path]:
 
 
 def give_name(root: Path, folder: Path, weights: Weights, hashes: Mapping[str, str]) -> PublishedWeights:
-    """Make a folder that holds weights a snapshot, under its name.
+    """Turn a folder of weights into a snapshot, under its name.
 
     Args:
         root: of the snapshots.
         folder: of the weights, within ``open_unfinished``.
-        weights: that lie there.
+        weights: in it.
         hashes: the digest of each.
     """
     version = version_of(weights, hashes)
@@ -271,24 +271,24 @@ def give_name(root: Path, folder: Path, weights: Weights, hashes: Mapping[str, s
     except OSError:
         if not (place / MARK).is_file():
             raise
-        os.utime(place / MARK)  # the same content again: it is the newest from here on
+        os.utime(place / MARK)  # the same content again: it becomes the newest
     sync(root)
     return PublishedWeights(place, version)
 
 
 def snapshots(root: Path) -> list[Path]:
-    """The snapshots under a folder, the oldest first."""
+    """The snapshots in a folder, the oldest first."""
     folders = []
     for path in root.glob(f"{PREFIX}*"):
-        with suppress(OSError):  # somebody else may be cleaning
+        with suppress(OSError):  # another process may be cleaning
             folders.append(((path / MARK).stat().st_mtime_ns, path.name, path))
     return [path for _, _, path in sorted(folders)]
 
 
 def clean(root: Path, keep: int = KEEP) -> None:
-    """Remove snapshots that nobody holds, but for the newest ones, and what dead writers left."""
+    """Remove snapshots without a lock, except the newest ones, and remains of dead writers."""
     for old in snapshots(root)[: -keep or None]:
-        with suppress(OSError):  # somebody holds it
+        with suppress(OSError):  # another process has locked it
             remove_unlocked(old, MARK)
     for left in root.glob(f"{UNFINISHED}*"):
         with suppress(OSError):
@@ -298,7 +298,7 @@ def clean(root: Path, keep: int = KEEP) -> None:
 
 
 def _claims(path: Path) -> Mapping[str, str]:
-    """The digests that a writer of ours left beside the tensors."""
+    """The digests beside the tensors, from a writer of ours."""
     if (path / MARK).is_file():
         try:
             tensors = json.loads((path / MARK).read_text(encoding="utf-8"))["tensors"]
@@ -312,6 +312,6 @@ def _claims(path: Path) -> Mapping[str, str]:
 
 
 def _dtype(stored: HfTensor) -> str:
-    """As torch calls it; no value is read."""
+    """Torch's name of the dtype; no value is read."""
     empty = stored[tuple(slice(0, 0) for _ in stored.get_shape()) or slice(0, 0)]
     return str(empty.dtype).removeprefix("torch.")

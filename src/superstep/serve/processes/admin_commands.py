@@ -1,7 +1,6 @@
-"""What whoever runs the server asks of the engine, seen from the event loop; and what of it outlives the ranks.
+"""An administrator's commands to the engine, on the event loop; and the state that outlives the ranks.
 
-Ranks that were lost are started with the newest weights that were accepted and with the adapters that were there, and
-paused or put to sleep where they were.
+Lost ranks are restarted with the newest accepted weights and their adapters, and paused or put to sleep if they were.
 """
 
 from __future__ import annotations
@@ -22,22 +21,22 @@ from superstep.serve.scheduling.engine_messages import Command, EngineStatus, Or
 from superstep.serve.scheduling.request import AdapterInfo, ModelInfo
 
 NOBODY = 0
-"""The number of a deed whose end nobody waits for."""
+"""The number of a command without a waiting caller."""
 
 
 class AdminCommands:
-    """Deeds under way.
+    """Running commands.
 
     Args:
-        send: hands an order on to the ranks.
+        send: sends a message to the ranks.
         path: of the model's own weights.
-        adapters: the folders of those that are there from the start, by name.
-        read_timeout_s: how long a folder of weights may take to be locked.
+        adapters: the folders of those from the start, by name.
+        read_timeout_s: for locking a folder of weights.
 
     Attributes:
-        standing: how the engine stood when it last said so.
-        newest: where the weights are that were accepted last; None where they are the model's own.
-        adapters: the folders of the adapters that are there, by name.
+        standing: the engine's last reported state.
+        newest: the newest accepted weights; None for the model's own.
+        adapters: the folders of the current adapters, by name.
     """
 
     def __init__(
@@ -63,28 +62,28 @@ class AdminCommands:
 
     @property
     def refusal(self) -> str:
-        """Why a request that comes now is not taken; empty where it is."""
+        """Why a new request is refused; empty if it is accepted."""
         state = self.standing.state
         return f"the engine is {_spelt(state)}; ask again." if state in ("closed", "asleep") else ""
 
     @property
     def state(self) -> str:
-        """In a word, for those who watch; empty where requests are answered."""
+        """The state in a word, for monitoring; empty while requests are answered."""
         return "" if self.standing.state == "serving" else _spelt(self.standing.state)
 
     # From the event loop.
 
     async def do(self, command: Command, state_of: Callable[[], str]) -> EngineStatus:
-        """Ask for something, and wait for its end; see ``api.admin_backend.SteeredEngine``.
+        """Send a command, and wait for its end; see ``api.admin_backend.SteeredEngine``.
 
         Args:
-            command: what to do.
-            state_of: says ``ready`` where the ranks are there.
+            command: the command.
+            state_of: returns ``ready`` while the ranks are running.
         """
         self._number += 1
         number = self._number
         answer: asyncio.Future[EngineStatus] = asyncio.get_running_loop().create_future()
-        # There before the state is looked at: who is lost from now on is told by ``lost``.
+        # Set before the state is read: ranks lost from now on are reported by ``lost``.
         self._asked[number] = (command, answer)
         state = state_of()
         if state != "ready":
@@ -94,11 +93,11 @@ class AdminCommands:
         return await answer
 
     def back(self, command: Command) -> list[Command]:
-        """What brings the engine back to how it stands now, once a deed is done."""
+        """Commands that restore the engine's current state after this command."""
         now = str(self.newest or self._path)
         match command:
             case messages.ChangeWeights(_, requests):
-                # Who was taken back cannot be taken back again; who has come since is not to suffer for it.
+                # Aborted requests cannot be aborted again; new ones must not be affected.
                 return [messages.ChangeWeights(now, "recompute" if requests == "abort" else requests)]
             case messages.Pause() | messages.Resume():
                 return [messages.Resume() if self._paused is None else self._paused]
@@ -111,10 +110,10 @@ class AdminCommands:
                 before = self.adapters.get(name)
                 return [messages.UnloadAdapter(name) if before is None else messages.LoadAdapter(name, str(before))]
 
-    # From the thread that reads what the ranks say.
+    # From the thread that reads the ranks' messages.
 
     def hear(self, done: messages.CommandDone) -> None:
-        """A deed has ended."""
+        """A command has ended."""
         self.standing = done.standing
         waiting = self._asked.pop(done.number, None)
         if waiting is None:
@@ -124,18 +123,18 @@ class AdminCommands:
             self._note(command)
         why: SuperstepError | None = None
         if done.why:
-            # What is wrong with files is said of their path; all else of what was asked for.
+            # Errors of files name their path; all others name the command.
             of_files = isinstance(command, messages.ChangeWeights | messages.Wake | messages.LoadAdapter)
             why = StateError(done.why) if of_files else ConfigError(done.why)
         _settle(answer, done.standing if why is None else why)
 
     def began(self, info: ModelInfo, adapters: Sequence[AdapterInfo]) -> None:
-        """The ranks answer: as they did before they were lost, where they were."""
+        """The ranks are ready: restore their state from before the loss."""
         self.standing = msgspec.structs.replace(
             self.standing, version=info.version, path=str(self.newest or self._path)
         )
         if self._has_begun:
-            # What cannot be read any more is left out: the ranks say how they stand after each.
+            # Unreadable adapters are left out: the ranks report their state after each command.
             for name, folder in self.adapters.items():
                 self._send(messages.RunCommand(NOBODY, messages.LoadAdapter(name, str(folder))))
         else:
@@ -147,7 +146,7 @@ class AdminCommands:
             self._send(messages.RunCommand(NOBODY, self._asleep))
 
     def lost(self) -> None:
-        """The ranks are gone."""
+        """The ranks are lost."""
         away = BackendAway(
             "the engine was lost on the way; its weights are the last that were accepted. Ask again.", rank=0
         )
@@ -156,7 +155,7 @@ class AdminCommands:
             _settle(answer, away)
 
     def close(self) -> None:
-        """Let go of the weights."""
+        """Release the weights."""
         self._lock.give_up()
 
     def _note(self, command: Command) -> None:
@@ -179,9 +178,9 @@ class AdminCommands:
                     self._keep_newest(Path(path))
 
     def _keep_newest(self, path: Path) -> None:
-        """Hold on to the newest weights: ranks that are started again read them.
+        """Lock the newest weights: restarted ranks read them.
 
-        Nobody waits for the lock: what the ranks say goes on, and they have a lock of their own.
+        Nothing waits for the lock: messages of the ranks continue, and they have a lock of their own.
         """
         before, self._lock = self._lock, self._hold(path)
         self.newest = path
@@ -202,7 +201,7 @@ def _spelt(state: str) -> str:
 
 def _settle(answer: asyncio.Future[EngineStatus], outcome: EngineStatus | SuperstepError) -> None:
     def settle() -> None:
-        if answer.done():  # who asked may have gone
+        if answer.done():  # the caller may have gone
             return
         if isinstance(outcome, SuperstepError):
             answer.set_exception(outcome)

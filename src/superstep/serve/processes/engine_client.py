@@ -1,10 +1,10 @@
-"""The engine seen from the event loop of the HTTP interface: its ranks are processes of their own.
+"""Client of an engine on the HTTP server's event loop: the ranks are processes of their own.
 
     handlers ──stream──► Host ──MessagePack, a socket──► rank 0 ──► the other ranks
                           │ a rank is lost
                           └── every stream ends at once with ``BackendAway``; the ranks are started again
 
-One thread keeps the ranks alive, one reads what they say and one tells them; none touches what the event loop owns.
+One thread keeps the ranks running, one reads their messages and one sends; none accesses data of the event loop.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ from superstep.serve.scheduling.engine_messages import ORDERS, REPORTS, Command,
 from superstep.serve.scheduling.request import Counters, ModelInfo, Request, RequestUpdate, Sampling
 
 AGAIN_S = (0.0, 1.0, 5.0, 30.0)
-"""How long the ranks stay away after they were lost once, twice, ... within ``CALM_S``."""
+"""Pauses before a restart after one loss, two losses, ... within ``CALM_S``."""
 
 CALM_S = 300.0
 
 LEAVE_S = 5.0
-"""How long ranks that answer may take to leave by themselves; those that are loading are ended at once."""
+"""Seconds for running ranks to leave by themselves; loading ones are ended at once."""
 
 STALLED_S = 60.0
-"""How long an engine that has requests may compute no step and still be ready."""
+"""Seconds without a step after which an engine with requests is not ready."""
 
 
 class EngineClient:
-    """A ``Backend`` whose engine runs in processes of its own.
+    """A ``Backend`` with its engine in processes of their own.
 
     Args:
         folder: of the model.
-        serve: how.
-        device: where its ranks compute.
-        name: that clients call it by.
-        forms: makes what holds answers to their form; a function of a module.
-        tell: given a line when the ranks are lost, and when they are back.
-        first: of its ranks, where others of this host have the GPUs before it.
+        serve: settings.
+        device: of its ranks.
+        name: for clients.
+        forms: makes the matchers of answers; a function of a module.
+        tell: receives a line when the ranks are lost, and when they are back.
+        first: index of its first GPU, if other engines of this host use those before it.
     """
 
     def __init__(
@@ -98,10 +98,10 @@ class EngineClient:
         self._keeper.start()
 
     def open(self) -> ModelInfo:
-        """Wait until the ranks answer; starts them where nobody has.
+        """Wait until the ranks are ready; starts them if needed.
 
         Raises:
-            ConfigError: the model cannot be served so.
+            ConfigError: the model cannot be served with these settings.
             Fault: a rank failed, or it was closed meanwhile.
         """
         if self._keeper.ident is None:
@@ -115,11 +115,11 @@ class EngineClient:
 
     @property
     def failure(self) -> SuperstepError | None:
-        """Why the ranks cannot be started again; None while they answer, or will."""
+        """Why the ranks cannot be restarted; None while they run or will."""
         return self._failure if self._state == "ended" else None
 
     def close(self) -> None:
-        """End the ranks, whatever they are at."""
+        """End the ranks at once."""
         self._is_leaving = True
         if self.is_there:
             self._send(messages.EndEngine())
@@ -134,19 +134,18 @@ class EngineClient:
 
     @property
     def info(self) -> ModelInfo:
-        """Of the model."""
         assert self._info is not None, "the host is open"
         return replace(self._info, version=self._deeds.standing.version)
 
     @property
     def adapters(self) -> Sequence[str]:
-        """The names of those that can be asked for."""
+        """Names of the available adapters."""
         return tuple(adapter.name for adapter in self._deeds.standing.adapters)
 
     async def stream(
         self, prompt: tuple[int, ...], sampling: Sampling, *, priority: int = 0, adapter: str = "", salt: str = ""
     ) -> AsyncGenerator[RequestUpdate, None]:
-        """The news of one request, up to the one that has a ``finish``; see ``Backend``."""
+        """The updates of one request, up to the one with a ``finish``; see ``Backend``."""
         box = OutputQueue()
         with self._track(box, prompt, sampling, priority=priority, adapter=adapter, salt=salt):
             while not box.is_over:
@@ -162,20 +161,20 @@ class EngineClient:
         adapter: str = "",
         salt: str = "",
     ) -> None:
-        """The same, handed over as it comes; see ``Backend``."""
+        """The same with a callback; see ``Backend``."""
         ear = OutputListener(heard)
         with self._track(ear, prompt, sampling, priority=priority, adapter=adapter, salt=salt):
             await ear.end
 
     @contextmanager
     def _track(self, mail: OutputSink, prompt: tuple[int, ...], sampling: Sampling, **rest: Any) -> Iterator[None]:  # noqa: ANN401
-        """A request under way; who leaves before its end takes it back."""
+        """A running request; it is aborted if the block ends before it."""
         self._loop = asyncio.get_running_loop()
         self._number += 1
         number = self._number
-        if not self._mail:  # it had nothing to do
+        if not self._mail:  # it was idle
             self._moved_s = time.monotonic()
-        # There before the state is looked at: who is lost from now on is told here.
+        # Set before the state is read: ranks lost from now on are reported here.
         self._mail[number] = mail
         is_taken = False
         try:
@@ -192,7 +191,7 @@ class EngineClient:
                 self._send(messages.AbortRequests((number,)))
 
     def abort(self) -> int:
-        """Take all requests back."""
+        """Abort all requests."""
         self._send(messages.AbortRequests(tuple(self._mail)))
         return len(self._mail)
 
@@ -205,30 +204,30 @@ class EngineClient:
 
     @property
     def standing(self) -> EngineStatus:
-        """How the engine stands; see ``api.admin_backend.SteeredEngine``."""
+        """The engine's state; see ``api.admin_backend.SteeredEngine``."""
         return self._deeds.standing
 
     @property
     def is_there(self) -> bool:
-        """Whether its ranks can be told anything."""
+        """Whether its ranks accept messages."""
         return self._state == "ready"
 
     def back(self, command: Command) -> Sequence[Command]:
-        """What undoes a deed; see ``api.admin_backend.SteeredEngine``."""
+        """Commands that undo a command; see ``api.admin_backend.SteeredEngine``."""
         return self._deeds.back(command)
 
     async def do(self, command: Command) -> EngineStatus:
-        """Do something to the engine; see ``api.admin_backend.SteeredEngine``."""
+        """Run a command on the engine; see ``api.admin_backend.SteeredEngine``."""
         return await self._deeds.do(command, lambda: self._state)
 
     def counters(self) -> Counters:
-        """As the engine last told them."""
+        """The engine's last reported counters."""
         return self._counters
 
     # From the threads.
 
     def _keep(self) -> None:
-        """Start the ranks, and start them again when they are lost."""
+        """Start the ranks, and restart them after a loss."""
         lost_s: list[float] = []
         while not self._is_leaving:
             try:
@@ -251,14 +250,14 @@ class EngineClient:
                 self._cut.poll(AGAIN_S[min(len(lost_s), len(AGAIN_S)) - 1])
 
     def _run(self) -> None:
-        """One life of the ranks."""
+        """One launch of the ranks."""
         with temporary_folder("superstep-serve-") as folder:
             address = str(folder / "orders")
             with Listener(address, "AF_UNIX") as listener:
                 reader = threading.Thread(target=self._read, args=(listener,), daemon=True)
                 reader.start()
                 try:
-                    # Adapters are asked for once the ranks answer again: one that is gone keeps nobody waiting.
+                    # Adapters are loaded once the ranks are ready again: a missing one delays nothing.
                     serve = replace(self._serve, adapters=()) if self._first.is_set() else self._serve
                     given = (self._folder, serve, address, self._forms, self._deeds.newest)
                     ranks = RankWorld(size=self._serve.tp, worker=serve_rank, args=given)
@@ -293,7 +292,7 @@ class EngineClient:
                 self._deeds.hear(report)
 
     def _hand(self, news: Sequence[tuple[int, RequestUpdate | SuperstepError]]) -> None:
-        """Wake the event loop, once for all that a step brought."""
+        """Wake the event loop, once for all results of a step."""
         loop = self._loop
         if news and loop is not None and not loop.is_closed():
             loop.call_soon_threadsafe(self._put, news)
@@ -301,11 +300,11 @@ class EngineClient:
     def _put(self, news: Sequence[tuple[int, RequestUpdate | SuperstepError]]) -> None:
         for request, one in news:
             mail = self._mail.get(request)
-            if mail is not None:  # who asked may have gone
+            if mail is not None:  # the caller may have gone
                 mail.put(one)
 
     def _fail_all(self) -> None:
-        """The ranks are gone: whoever waits for them is told."""
+        """The ranks are gone: fail all requests."""
         self._pipe = None
         if self._state == "ready":
             self._state = "restarting"
@@ -317,7 +316,7 @@ class EngineClient:
         self._orders.put(order)
 
     def _write(self) -> None:
-        """Hand orders on. A thread of its own: rank 0 reads between two steps only, and nobody shall wait for that."""
+        """Send messages. A thread of its own: rank 0 reads between two steps only, and nothing must wait for that."""
         while (order := self._orders.get()) is not None:
             pipe = self._pipe
             if pipe is not None:

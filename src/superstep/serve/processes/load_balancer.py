@@ -1,10 +1,9 @@
-"""Several engines of one model behind one interface: each request is answered by the one with the least to do.
+"""Load balancer over several engines of one model: each request goes to the least busy one.
 
     handlers ──stream──► Replicas ──► Host 0, Host 1, ...       each with ranks of its own
 
-What a replica has to do is counted in tokens that its requests have still to be computed. The beginning of a prompt
-that it has seen lately counts as done: its pages may still be there. A replica that is lost takes its own streams
-along; the others answer on.
+The load of a replica is the number of tokens that its requests still have to compute. A prefix that it has recently
+computed does not count: its pages may be cached. A lost replica ends its own streams; the others continue.
 """
 
 from __future__ import annotations
@@ -31,27 +30,23 @@ from superstep.serve.scheduling.engine_messages import Command, EngineStatus
 from superstep.serve.scheduling.request import Counters, ModelInfo, RequestUpdate, Sampling
 
 DEPTHS = (1024, 256, 64, 16)
-"""Tokens at the beginning of a prompt by which it is known again."""
+"""Lengths of the prefixes by which prompts are matched."""
 
 KNOWN = 8192
-"""Beginnings that are remembered of all replicas together."""
+"""Remembered prefixes of all replicas together."""
 
 
 class Replica(Backend, OneOfSeveral, Protocol):
-    """A backend with a life of its own."""
+    """A backend that can be started and closed."""
 
-    def begin(self) -> None:
-        """Start it."""
-
+    def begin(self) -> None: ...
     def open(self) -> ModelInfo:
-        """Wait until it answers."""
+        """Wait until it is ready."""
 
-    def close(self) -> None:
-        """End it."""
-
+    def close(self) -> None: ...
     @property
     def failure(self) -> SuperstepError | None:
-        """Why it will not answer again; None while it answers, or will."""
+        """Why it will not be ready again; None otherwise."""
 
 
 class LoadBalancer:
@@ -87,12 +82,12 @@ class LoadBalancer:
 
     @property
     def failure(self) -> SuperstepError | None:
-        """The first member's, where none will answer again."""
+        """The first member's failure, if all have failed."""
         failures = [member.failure for member in self._members]
         return failures[0] if all(failures) else None
 
     def close(self) -> None:
-        """End all."""
+        """Close all."""
         with ThreadPoolExecutor(len(self._members)) as pool:
             list(pool.map(lambda member: member.close(), self._members))
 
@@ -100,19 +95,19 @@ class LoadBalancer:
 
     @property
     def info(self) -> ModelInfo:
-        """Of the first that answers."""
+        """Of the first member that is ready."""
         return next((one for one in self._members if one.health().is_ready), self._members[0]).info
 
     @property
     def adapters(self) -> Sequence[str]:
-        """Those that every replica has."""
+        """Adapters of all replicas."""
         first, *others = self._members
         return [name for name in first.adapters if all(name in other.adapters for other in others)]
 
     async def stream(
         self, prompt: tuple[int, ...], sampling: Sampling, *, priority: int = 0, adapter: str = "", salt: str = ""
     ) -> AsyncGenerator[RequestUpdate, None]:
-        """The news of one request, from the replica that has the least to do; see ``Backend``."""
+        """The updates of one request, from the least busy replica; see ``Backend``."""
         with self._assign(prompt, sampling, adapter, salt) as (member, came):
             stream = member.stream(prompt, sampling, priority=priority, adapter=adapter, salt=salt)
             async with aclosing(stream) as news:
@@ -130,7 +125,7 @@ class LoadBalancer:
         adapter: str = "",
         salt: str = "",
     ) -> None:
-        """The same, handed over as it comes; see ``Backend``."""
+        """The same with a callback; see ``Backend``."""
         with self._assign(prompt, sampling, adapter, salt) as (member, came):
 
             def hears(news: RequestUpdate) -> bool:
@@ -143,7 +138,7 @@ class LoadBalancer:
     def _assign(
         self, prompt: tuple[int, ...], sampling: Sampling, adapter: str, salt: str
     ) -> Iterator[tuple[Replica, Callable[[RequestUpdate], None]]]:
-        """A request's replica, and what counts off what it has done of it."""
+        """A request's replica, and the function that subtracts its progress."""
         keys = list(_keys(prompt, adapter, salt))
         number, cached = self._choose(keys)
         for _, key in keys:
@@ -167,11 +162,11 @@ class LoadBalancer:
             self._left[number] -= left
 
     def abort(self) -> int:
-        """Take all requests back."""
+        """Abort all requests."""
         return sum(member.abort() for member in self._members)
 
     def health(self) -> Health:
-        """Ready while one is; the state says how many are, and where their weights are not the same."""
+        """Ready while one is; the state gives their number, and whether their weights differ."""
         states = [member.health() for member in self._members]
         ready = sum(one.is_ready for one in states)
         if ready == len(states):
@@ -181,7 +176,7 @@ class LoadBalancer:
         return Health(is_ready=ready > 0, state=f"{ready} of {len(states)} ready, others {state}" if ready else state)
 
     def counters(self) -> Counters:
-        """Of all together."""
+        """The sums over all."""
         counts = [member.counters() for member in self._members]
         return Counters(**{field.name: sum(getattr(one, field.name) for one in counts) for field in fields(Counters)})
 
@@ -191,11 +186,11 @@ class LoadBalancer:
         return self._together.standing
 
     async def do(self, command: Command) -> EngineStatus:
-        """Do something to all or to none; see ``EngineGroup``."""
+        """Run a command on all or none; see ``EngineGroup``."""
         return await self._together.do(command)
 
     def _choose(self, keys: Sequence[tuple[int, bytes]]) -> tuple[int, int]:
-        """The replica with the least to do, and how much of the prompt it may have."""
+        """The least busy replica, and the tokens of the prompt that it may have cached."""
         ready = [n for n, member in enumerate(self._members) if member.health().is_ready]
         known = next(((self._seen[key], depth) for depth, key in keys if key in self._seen), None)
 
@@ -208,7 +203,7 @@ class LoadBalancer:
 
 
 def _keys(prompt: tuple[int, ...], adapter: str, salt: str) -> Iterator[tuple[int, bytes]]:
-    """The beginnings of a prompt, the longest first."""
+    """The prefixes of a prompt, the longest first."""
     for depth in DEPTHS:
         if len(prompt) > depth:
             text = f"{len(adapter)} {adapter} {len(salt)} {salt} ".encode() + array("q", prompt[:depth]).tobytes()
@@ -224,7 +219,7 @@ def replicas_of(
     forms: Forms | None,
     tell: Callable[[str], None],
 ) -> EngineClient | LoadBalancer:
-    """The engines of a server: a host, or as many as ``serve.dp`` says."""
+    """The engines of a server: one client, or a load balancer over ``serve.dp``."""
     if serve.dp == 1:
         return EngineClient(folder, serve, device=device, name=name, forms=forms, tell=tell)
     return LoadBalancer(

@@ -1,4 +1,4 @@
-"""News on its way to who asked, on the event loop: in a box that is emptied one by one, or straight into an ear."""
+"""Updates to the callers on the event loop: through a queue, or directly to a callback."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from superstep.serve.scheduling.request import RequestUpdate
 
 
 class OutputSink(Protocol):
-    """Where the news of one request goes."""
+    """The receiver of one request's updates."""
 
     @property
     def is_over(self) -> bool:
-        """Whether the engine has said its last of the request."""
+        """Whether the last update has arrived."""
 
     def put(self, news: RequestUpdate | SuperstepError) -> None:
-        """The next news."""
+        """Add an update."""
 
 
 class OutputQueue:
-    """News that waits until it is asked for. An ``asyncio.Queue`` does twice the work for each piece."""
+    """A queue of updates. An ``asyncio.Queue`` takes twice the work for each."""
 
     def __init__(self) -> None:
         self.is_over = False
@@ -31,16 +31,16 @@ class OutputQueue:
         self._waiting: asyncio.Future[None] | None = None
 
     def put(self, news: RequestUpdate | SuperstepError) -> None:
-        """The next news."""
+        """Add an update."""
         self._came.append(news)
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)
 
     async def get(self) -> RequestUpdate:
-        """The oldest news. One task asks at a time.
+        """The oldest update. Only one task may wait at a time.
 
         Raises:
-            SuperstepError: that is the news.
+            SuperstepError: the request's error.
         """
         while not self._came:
             self._waiting = asyncio.get_running_loop().create_future()
@@ -54,13 +54,13 @@ class OutputQueue:
 
 
 class OutputListener:
-    """Is told all as it comes.
+    """Passes all updates to a callback.
 
     Args:
-        heard: is given each piece of news; whether that was enough.
+        heard: called with each update; returns whether it was the last one needed.
 
     Attributes:
-        end: done once there is no more to hear; has the error that was the news.
+        end: done after the last update; has the request's error.
     """
 
     def __init__(self, heard: Callable[[RequestUpdate], bool]) -> None:
@@ -69,8 +69,8 @@ class OutputListener:
         self._heard = heard
 
     def put(self, news: RequestUpdate | SuperstepError) -> None:
-        """The next news."""
-        if self.end.done():  # it was enough, and more was on its way
+        """Add an update."""
+        if self.end.done():  # ended already, with more updates in transit
             return
         try:
             if isinstance(news, SuperstepError):

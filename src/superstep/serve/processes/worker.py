@@ -1,4 +1,4 @@
-"""A rank of the engine in a process of its own: rank 0 listens to the HTTP interface, the others to rank 0."""
+"""A rank of the engine in a process of its own: rank 0 serves the HTTP interface, the others follow rank 0."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from superstep.serve.scheduling.engine_messages import ORDERS, REPORTS
 from superstep.serve.scheduling.request import Request
 
 WAIT_S = 20.0
-"""How long rank 0 waits for an order before it tells the others that it is still there."""
+"""How long rank 0 waits for a message before it signals the others that it is alive."""
 
 Forms = Callable[[Path, int], Callable[[Request], Matcher | None]]
 
@@ -29,15 +29,15 @@ Forms = Callable[[Path, int], Callable[[Request], Matcher | None]]
 def serve_rank(
     world: World, folder: Path, serve: ServeConfig, address: str, forms: Forms | None, weights: Path | None = None
 ) -> None:
-    """What a launched rank does until it is told to leave.
+    """The work of a launched rank until it is told to leave.
 
     Args:
         world: the launched ranks.
         folder: of the model.
-        serve: how.
-        address: of the socket on which orders come, to rank 0.
-        forms: makes what holds answers to their form, from the folder and the vocabulary's size.
-        weights: where they are, if not in the folder.
+        serve: settings.
+        address: of rank 0's socket for messages.
+        forms: makes the matchers of answers, from the folder and the vocabulary's size.
+        weights: their folder, if not the model's.
     """
     run = plan_of(folder, serve)
     share_cores(world, serve)
@@ -59,7 +59,7 @@ def serve_rank(
 
 
 def _obey(engine: InferenceEngine, steward: EngineController, pipe: Connection) -> None:
-    """Orders in, news out, until the other end leaves."""
+    """Messages in, updates out, until the other end leaves."""
     while True:
         while pipe.poll(WAIT_S if engine.is_idle and not steward.is_busy else 0):
             try:
