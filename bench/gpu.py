@@ -9,6 +9,8 @@
     kernels      Triton's kernels beside torch's and torch.compile's, at 128 to 8,192 tokens
     recompute    a step's peak memory against its prediction, for what the backward computes again
     compile      a compiled step's time over an eager one's
+    peers        a step beside transformers' model, eager and compiled
+    peers-large  the same of a decoder of a billion parameters, eager
     overlap      zero 3 over all GPUs: how much of each lane lies under compute (needs two)
 
     python -m bench.gpu [--only attention experts] [--json FILE]
@@ -35,6 +37,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bench import gpu_train
 from bench.machine import write_result
 from superstep.comm.device import Device, gpus, pick
 from superstep.comm.mesh import build_mesh
@@ -55,6 +58,9 @@ from superstep.program.instructions import Instruction, lane
 
 Figures = dict[str, object]
 
+SHAPE = ("layers", "width", "heads", "kv_heads", "head_dim", "ffn", "vocab")
+"""Names of a decoder's sizes, as ``ModelConfig`` has them."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
@@ -70,24 +76,23 @@ class Size:
     tokens: int = 2048
     sequences: int = 4
     dtype: str = "bf16"
+    microbatch: int = 1
 
-    def run(self, *, compile: bool = False, **plan: object) -> Resolved:
+    def run(self, *, compile: bool = False, kernels: str = "auto", exact: bool = False, **plan: object) -> Resolved:
         """A run of it."""
-        names = ("layers", "width", "heads", "kv_heads", "head_dim", "ffn", "vocab")
         return resolve(
             RunConfig(
-                model=ModelConfig(name="demo", **{name: getattr(self, name) for name in names}),
+                model=ModelConfig(name="demo", **{name: getattr(self, name) for name in SHAPE}),
                 data=DataConfig(sequence_tokens=self.tokens),
                 train=TrainConfig(batch_sequences=self.sequences),
-                plan=PlanConfig(**{"microbatch": 1, **plan}),
-                numerics=NumericsConfig(compute=self.dtype, compile=compile),
+                plan=PlanConfig(**{"microbatch": self.microbatch, **plan}),
+                numerics=NumericsConfig(compute=self.dtype, compile=compile, kernels=kernels, exact=exact),
             )
         )
 
     def flags(self) -> list[str]:
         """The same on a command line."""
-        model = ("layers", "width", "heads", "kv_heads", "head_dim", "ffn", "vocab")
-        found = [word for name in model for word in (f"--model.{name.replace('_', '-')}", str(getattr(self, name)))]
+        found = [word for name in SHAPE for word in (f"--model.{name.replace('_', '-')}", str(getattr(self, name)))]
         found += ["--data.sequence-tokens", str(self.tokens), "--train.batch-sequences", str(self.sequences)]
         return [
             *found,
@@ -98,8 +103,12 @@ class Size:
             "--plan.zero",
             "0",
             "--plan.microbatch",
-            "1",
+            str(self.microbatch),
         ]
+
+
+LARGE = Size(layers=16, width=2048, heads=16, kv_heads=8, ffn=8192, vocab=32768, sequences=16, microbatch=4)
+"""A decoder of 1.14 billion parameters."""
 
 
 def command(words: Sequence[str], limit_s: float = 3600) -> Figures:
@@ -165,7 +174,12 @@ def attention_case(device: Device, width: int, length: int, kv_heads: int, dtype
     inputs = [x.clone().requires_grad_() for x in (q, k, v)]
 
     def theirs() -> tuple[Tensor, ...]:
-        out = F.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)
+        # Torch has no fused attention of grouped heads in fp32, and would write out all scores.
+        q, *heads = inputs
+        shared = (
+            [x.repeat_interleave(q.shape[1] // kv_heads, dim=1) for x in heads] if dtype is torch.float32 else heads
+        )
+        out = F.scaled_dot_product_attention(q, *shared, is_causal=True, enable_gqa=dtype is not torch.float32)
         return (out.detach(), *torch.autograd.grad(out, inputs, grad))
 
     with torch.no_grad():
@@ -267,6 +281,35 @@ def compiled(device: Device, size: Size, rounds: int = 5) -> Figures:
     return {"time_over_eager": statistics.median(ratios), "ratios": ratios, "first_losses": losses}
 
 
+def beside_peers(
+    device: Device, size: Size, rounds: int = 7, *, names: Sequence[str] = gpu_train.SIDES, is_profiled: bool = True
+) -> Figures:
+    """Steps of ours, eager, compiled, in exact mode and with Triton's kernels, beside those of transformers."""
+    settings = {name: getattr(size, name) for name in SHAPE}
+    text = torch.randint(size.vocab, (size.sequences, size.tokens), generator=torch.Generator().manual_seed(0))
+
+    def ours(**how: object) -> gpu_train.Step:
+        return Driven(size.run(**how), World(0, 1, device)).step  # type: ignore[arg-type]
+
+    def theirs(*, is_compiled: bool) -> gpu_train.Step:
+        return gpu_train.TransformersSide(device, settings, text, size.microbatch, is_compiled=is_compiled)
+
+    makes: dict[str, Callable[[], gpu_train.Step]] = {
+        "superstep": ours,
+        "superstep triton": lambda: ours(kernels="triton"),
+        "superstep exact": lambda: ours(exact=True),
+        "superstep compiled": lambda: ours(compile=True),
+        "transformers": lambda: theirs(is_compiled=False),
+        "transformers compiled": lambda: theirs(is_compiled=True),
+    }
+    sides = [gpu_train.made(name, makes[name], device) for name in names]
+    tokens = size.tokens * size.sequences
+    flops = gpu_train.step_flops(settings, tokens, size.tokens)
+    rows = gpu_train.measured(sides, device, rounds, tokens, flops)
+    kernels = {side.name: gpu_train.kernels_of(side.step) for side in sides} if is_profiled else {}
+    return {"tokens": tokens, "flops": flops, "sides": rows, "kernels": kernels}
+
+
 def under_compute(ran: Sequence[TimedInstruction], instructions: Sequence[Instruction]) -> dict[str, dict[str, float]]:
     """Seconds of each lane beside compute, and the share of them during which the compute lane was at work."""
     busy = [(r.start_s, r.end_s) for r in ran if lane(instructions[r.index]) == "compute"]
@@ -311,6 +354,8 @@ def pieces(size: Size) -> dict[str, Callable[[], Figures]]:
         "prove": lambda: command(["superstep", "prove", *size.flags(), "--state.dir", "runs/bench-gpu"]),
         "measure": lambda: command(["superstep", "measure", "--quick", "--dtype", size.dtype]),
         "train": lambda: trained(size),
+        "peers": lambda: beside_peers(pick(0), size),
+        "peers-large": lambda: beside_peers(pick(0), LARGE, 5, names=("superstep", "superstep triton", "transformers")),
         "overlap": lambda: overlap(size, gpus()),
         "attention": lambda: attention(pick(0), (64, 80, 128), (2048, 1999, 37), halves),
         "experts": lambda: experts(pick(0), 512, 1024, (0, 640, 0, 1, 383, 0, 1016, 0)),

@@ -18,13 +18,17 @@ def load(asked: dict) -> tuple[Side, dict]:
     attention = "paged|sdpa" if is_continuous else "sdpa"
     model = AutoModelForCausalLM.from_pretrained(asked["folder"], dtype=torch.bfloat16, attn_implementation=attention)
     model.eval()
+    if torch.cuda.is_available():
+        model.cuda()
 
     @torch.inference_mode()
     def static(prompts: list[list[int]], tokens: list[int]) -> Answers:
         """All prompts side by side, padded on the left, until the longest answer is there."""
         longest = max(map(len, prompts))
-        ids = torch.tensor([[PAD] * (longest - len(prompt)) + prompt for prompt in prompts])
-        seen = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        padding = [longest - len(prompt) for prompt in prompts]
+        rows = [[PAD] * count + prompt for count, prompt in zip(padding, prompts, strict=True)]
+        ids = torch.tensor(rows, device=model.device)
+        seen = torch.tensor([[0] * count + [1] * (longest - count) for count in padding], device=model.device)
         most = max(tokens)
         out = model.generate(
             ids,

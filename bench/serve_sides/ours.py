@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from bench.serve_sides.asked import Answers, Side, answer_jobs
+from superstep.comm.device import Device, gpus
 from superstep.serve.batch_generate import generate
 from superstep.serve.build_engine import open_engine
 from superstep.serve.config import ServeConfig
@@ -19,7 +20,8 @@ def load(asked: dict) -> tuple[Side, dict]:
     torch.set_num_threads(asked["threads"])
     folder = Path(asked["folder"])
     kernels = Path(tempfile.gettempdir()) / "superstep-kernels"
-    engine = open_engine(folder, ServeConfig(compute="bf16", kernels=kernels, **asked["serve"]))
+    device = Device("cuda", 0) if gpus() else None
+    engine = open_engine(folder, ServeConfig(compute="bf16", kernels=kernels, **asked["serve"]), device=device)
 
     def side(prompts: list[list[int]], tokens: list[int]) -> Answers:
         ways = [Sampling(max_tokens=count, temperature=0.0, ignore_eos=True) for count in tokens]

@@ -49,6 +49,17 @@ def test_every_policys_peak_is_beside_its_prediction():
     assert all(p["ratio"] == p["peak_bytes"] / p["predicted_bytes"] for p in found.values())
 
 
+def test_a_step_is_timed_beside_the_peers():
+    found = gpu.beside_peers(CPU, SMALL, 3, names=("superstep", "superstep exact", "transformers"), is_profiled=False)
+    ours, exact, theirs = found["sides"]
+    assert [len(side["all_step_s"]) for side in (ours, exact, theirs)] == [3, 3, 3]
+    assert ours["superstep is faster by"] == 1
+    assert theirs["tokens_per_s"] == pytest.approx(found["tokens"] / theirs["step_s"])
+    # Two products of 32 x 32 and two of 16 x 32, three of 64 x 32 a layer; attention; the head.
+    products = 2 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 64 * 32 + 32 * 16) + 64 * 32
+    assert found["flops"] == 6 * 32 * products
+
+
 def test_what_lies_under_compute():
     program = (Fetch(0), Forward(0, 0, "all"), Send("act", 0, 0, 1), Reduce(0), Forward(1, 0, "all"))
     times = ((0, 3), (1, 2), (2, 4), (2, 2), (3, 5))

@@ -12,10 +12,10 @@ not matter: a prompt in chunks, a single new token, a whole sequence in training
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from superstep.kernels.invariant import product, row_sum
 from superstep.numerics.invariant_matmul import PIECE, ROWS
 
 BLOCK = PIECE
@@ -44,9 +44,9 @@ def attend_rows(rows_bRH: Tensor, keys_bPH: Tensor, values_bPH: Tensor, hidden: 
     rows = rows_bRH.shape[1]
     rows_bRH, hidden = pad_rows(rows_bRH), pad_rows(hidden)
     weights_bRP, total_bR1 = _weights(rows_bRH, keys_bPH, hidden)
-    out = torch.bmm(weights_bRP[..., :BLOCK], values_bPH[:, :BLOCK])
+    out = product(weights_bRP[..., :BLOCK], values_bPH[:, :BLOCK])
     for at in range(BLOCK, keys_bPH.shape[1], BLOCK):
-        out.baddbmm_(weights_bRP[..., at : at + BLOCK], values_bPH[:, at : at + BLOCK])
+        out = product(weights_bRP[..., at : at + BLOCK], values_bPH[:, at : at + BLOCK], out)
     return out.div_(total_bR1)[:, :rows]
 
 
@@ -59,10 +59,10 @@ def probabilities(rows_bRH: Tensor, keys_bPH: Tensor, hidden: Tensor) -> Tensor:
 def _weights(rows_bRH: Tensor, keys_bPH: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
     """exp(score - largest score), and its sum over each row: [b, R, P], [b, R, 1]."""
     assert keys_bPH.shape[1] % BLOCK == 0, "keys come in whole blocks"
-    scores_bRP = torch.bmm(rows_bRH, keys_bPH.transpose(1, 2)).mul_(rows_bRH.shape[-1] ** -0.5)
+    scores_bRP = product(rows_bRH, keys_bPH.transpose(1, 2)).mul_(rows_bRH.shape[-1] ** -0.5)
     scores_bRP.masked_fill_(hidden, float("-inf"))
     weights_bRP = scores_bRP.sub_(scores_bRP.amax(-1, keepdim=True)).exp_()
-    first, *others = weights_bRP.unflatten(-1, (-1, BLOCK)).sum(-1, keepdim=True).unbind(-2)
+    first, *others = row_sum(weights_bRP.unflatten(-1, (-1, BLOCK))).unbind(-2)
     for part in others:
         first = first + part
     return weights_bRP, first

@@ -11,7 +11,8 @@ are summed here in a fixed order:
               them. Cells are summed as a binary tree, so that ranks can first sum what they have.
     pieces    a cell larger than PIECE is cut further, and its pieces are summed from left to right.
 
-Partial sums are fp32 for any dtype of the factors. ``numerics.exact_self_check`` checks this on a machine.
+Partial sums are fp32 for any dtype of the factors. ``kernels.invariant`` computes the pieces, on a GPU by a kernel of
+our own. ``numerics.exact_self_check`` checks this on a machine.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from superstep.kernels import invariant
 
 PIECE = 256
 """The largest inner dim of one product."""
@@ -52,13 +55,7 @@ def _cell(left_MK: Tensor, right_KN: Tensor) -> Tensor:
         left_MK = _pad(left_MK, rows=least - rows)
     total: Tensor | None = None
     for at in range(0, left_MK.shape[1], PIECE):
-        left, right = left_MK[:, at : at + PIECE], right_KN[at : at + PIECE]
-        if total is None:
-            total = torch.mm(left, right).float()
-        elif left.dtype == torch.float32:
-            total.addmm_(left, right)
-        else:
-            total.add_(torch.mm(left, right))
+        total = invariant.product(left_MK[:, at : at + PIECE], right_KN[at : at + PIECE], total)
     assert total is not None
     return total[:rows, :columns]
 

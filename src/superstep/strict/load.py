@@ -44,6 +44,7 @@ def load(settings: Settings) -> ModuleType:
     importlib.import_module("superstep.strict.torch_cuda").install(device)
     importlib.import_module("superstep.strict.gpu_operators").install(device)
     importlib.import_module("superstep.strict.nccl.process_group").install(device)
+    sys.modules["superstep.kernels.gpu.invariant"] = importlib.import_module("superstep.strict.invariant_products")
     sys.meta_path.insert(0, _triton_hook(device))
     atexit.register(device.stop)
     return torch

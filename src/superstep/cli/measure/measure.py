@@ -46,6 +46,9 @@ from superstep.train.weights.model import operations
 SIDES = (64, 256, 1024, 4096)
 """Sides of the measured products, besides a model's own shapes."""
 
+PEAK_SIDE = {"cpu": 1024, "cuda": 8192}
+"""Of a square product that reaches a chip's rate; those of a small model are done by a GPU in the time of a launch."""
+
 LARGE = 2**23
 """Bytes beyond any cache of one core."""
 LENGTHS = (128, 512, 2048)
@@ -62,7 +65,8 @@ def main(argv: Sequence[str]) -> int:
     run = run_of(options.model, options.dtype)
     units = operations(run)
     assert units is not None, "our own decoder always can be seen"
-    grid = [] if options.quick else list(_grid())
+    side = PEAK_SIDE[choose(options.device)]
+    grid = [MatmulOperation(rows=side, width=side, inner=side), *([] if options.quick else _grid())]
     start_s = time.perf_counter()
     measurement = launch_on(
         options.device, ranks, _rank, run, (*distinct(units), *grid), 0.005 if options.quick else 0.02

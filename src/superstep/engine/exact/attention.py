@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from superstep.kernels import exact_attention as kernel
+from superstep.kernels.invariant import product, row_sum
 from superstep.numerics.fixed_point import ACTIVATION, Grid
 from superstep.numerics.invariant_attention import BLOCK, attend_rows, pad_keys, pad_rows, probabilities
 
@@ -183,13 +184,11 @@ def _by_torch(how: ExactAttend, of: tuple[Tensor, Tensor, Tensor, Tensor], to: t
         rows, drows = (pad_rows(_rows(x[here], kv_heads)) for x in (q, grad))
         hidden = pad_rows(part.hidden(q.device).repeat(q.shape[2] // kv_heads, 1))
         p = probabilities(rows, pad_keys(own_keys), hidden)[..., :count]
-        dp = torch.bmm(drows, own_values.transpose(1, 2))
-        dvalues[part.sequences, places_of_keys] += _by_token(
-            how.grid.put_(torch.bmm(p.transpose(1, 2), drows)), kv_heads
-        )
-        ds = (dp - (p * dp).sum(-1, keepdim=True)).mul_(p).mul_(q.shape[-1] ** -0.5)
-        dq[here] = _unrows(torch.bmm(ds, own_keys), q[here]).to(q.dtype)
-        dkeys[part.sequences, places_of_keys] += _by_token(how.grid.put_(torch.bmm(ds.transpose(1, 2), rows)), kv_heads)
+        dp = product(drows, own_values.transpose(1, 2))
+        dvalues[part.sequences, places_of_keys] += _by_token(how.grid.put_(product(p.transpose(1, 2), drows)), kv_heads)
+        ds = (dp - row_sum(p * dp)).mul_(p).mul_(q.shape[-1] ** -0.5)
+        dq[here] = _unrows(product(ds, own_keys), q[here]).to(q.dtype)
+        dkeys[part.sequences, places_of_keys] += _by_token(how.grid.put_(product(ds.transpose(1, 2), rows)), kv_heads)
 
 
 def _stretches(how: ExactAttend, q_BSNH: Tensor) -> Iterator[tuple[list[QueryPart], tuple[slice, slice]]]:

@@ -21,6 +21,7 @@ from torch import Tensor
 from superstep.engine.exact.linear import ReductionCut, linear
 from superstep.engine.layers.grad_accumulation import GradientSink
 from superstep.engine.layers.implementation import Forward
+from superstep.kernels.invariant import row_sum
 from superstep.model.experts import GroupedLinear, in_order
 from superstep.model.moe import Gate
 from superstep.numerics.invariant_matmul import product
@@ -121,5 +122,5 @@ class _Combine(torch.autograd.Function):
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ANN401
         weight_Tk, y_TkD = ctx.saved_tensors
         grad_T1D = grad_TD.float().unsqueeze(1)
-        dweight_Tk = (grad_T1D * y_TkD.float()).sum(-1)
+        dweight_Tk = row_sum(grad_T1D * y_TkD.float()).squeeze(-1)
         return dweight_Tk.to(weight_Tk.dtype), (grad_T1D * weight_Tk.float().unsqueeze(-1)).to(y_TkD.dtype)

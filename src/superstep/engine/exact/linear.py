@@ -21,6 +21,7 @@ from superstep.comm.mesh import Group
 from superstep.engine.layers.grad_accumulation import GradientSink
 from superstep.engine.layers.implementation import Forward
 from superstep.kernels import cpu_library, norm
+from superstep.kernels.invariant import row_norm, row_sum
 from superstep.numerics.invariant_matmul import product, tree_sum
 
 
@@ -172,7 +173,7 @@ class _Norm(torch.autograd.Function):
             return _norm_backward(grad, x, weight, r, ctx.sink), None, None, None
         wide, grad = x.float(), grad.float()
         scratch = grad * wide
-        shift = (scratch * weight.float()).sum(-1, keepdim=True) * (r * r * r) / -x.shape[-1]
+        shift = row_sum(scratch * weight.float()) * (r * r * r) / -x.shape[-1]
         if ctx.sink is not None:
             ctx.sink.sums.do(partial(_add_tokens, ctx.sink, scratch.mul_(r)))
         dx = grad * weight.float() * r + wide * shift
@@ -198,7 +199,7 @@ def _add_tokens(sink: GradientSink, parts: Tensor) -> None:
 
 def _normalise(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     wide = x.float()
-    norm: Tensor = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    norm = row_norm(wide)
     r = 1.0 / (norm * norm / x.shape[-1] + eps).sqrt()
     return (wide * r * weight.float()).to(x.dtype), r
 

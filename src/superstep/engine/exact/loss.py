@@ -16,6 +16,7 @@ from torch import Tensor
 from superstep.engine.exact.linear import ReductionCut, add_weight_gradient
 from superstep.engine.layers.grad_accumulation import GradientSink
 from superstep.kernels.cross_entropy import apply_temperature
+from superstep.kernels.invariant import row_sum
 from superstep.numerics.fixed_point import exact_loss_sum
 from superstep.numerics.invariant_matmul import product, tree_sum
 from superstep.numerics.loss import IGNORE, own_columns
@@ -101,8 +102,8 @@ def totals_(scores_RW: Tensor, cut: ReductionCut) -> tuple[Tensor, Tensor, Tenso
     """
     top_R1 = _over_ranks(scores_RW.amax(-1, keepdim=True), cut, dist.ReduceOp.MAX)
     exp_RW = scores_RW.sub_(top_R1).exp_()
-    cells = exp_RW.unflatten(-1, (cut.cells_out, -1)).sum(-1).unbind(-1)
-    return exp_RW, cut.over_ranks(tree_sum(cells).unsqueeze(-1), is_cut=cut.is_cut_out), top_R1
+    cells = row_sum(exp_RW.unflatten(-1, (cut.cells_out, -1))).unbind(-2)
+    return exp_RW, cut.over_ranks(tree_sum(cells), is_cut=cut.is_cut_out), top_R1
 
 
 def _over_ranks(values: Tensor, cut: ReductionCut, op: dist.ReduceOp.RedOpType) -> Tensor:
