@@ -50,6 +50,11 @@ FIGURES: dict[str, Figure] = {
     "kernels_fused.json": Figure(
         "norms, gates and loss compared with torch", "bench.kernels_fused --rounds 7", "2026-11-23"
     ),
+    "gpu.json": Figure(
+        "first figures of a GPU: tests, proofs, memory, a step of 1.02 billion parameters",
+        "bench.gpu --json bench/results/gpu.json",
+        "2026-11-27",
+    ),
     "exact_cost-amx.json": Figure(
         "exact mode compared with fast mode, AMX", "bench.exact_cost --pairs 6 --json", "2026-11-24"
     ),
@@ -154,7 +159,8 @@ def _machine(path: Path) -> str:
         return COMPUTED
     amx = ", AMX" if told.get("amx") else ""
     torch = f", torch {told['torch']}" if "torch" in told else ""
-    return f"{told['cores']} cores of {told['cpu']}{amx}{torch}"
+    gpus = f"{', '.join(told['gpus'])}, " if "gpus" in told else ""
+    return f"{gpus}{told['cores']} cores of {told['cpu']}{amx}{torch}"
 
 
 def command(name: str) -> str:

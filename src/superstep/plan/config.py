@@ -232,7 +232,7 @@ class NumericsConfig:
     kernels: Kernels = "auto"
     """Kernels outside of exact mode. auto: on a CPU our own kernels for attention, norms, rotary embedding, gates and
     the loss, compiled at first use, where a C++ compiler is; on a GPU torch's. triton: on a GPU our own for the same,
-    where Triton is, which no GPU has measured yet. torch: torch's everywhere.
+    where Triton is; their speed is not measured. torch: torch's everywhere.
     """
 
 
