@@ -89,12 +89,12 @@ def test_an_export_in_shards_has_the_weights_and_loads_in_transformers(run, caps
 
 WRONG = {
     "nothing": ([], "name one of list, verify, export"),
-    "a word": (["lst", "run"], "knows no 'lst'; did you mean 'list'?"),
-    "no path": (["list"], "name one run or checkpoint: superstep checkpoint list runs/demo."),
+    "a word": (["lst", "run"], "has no action 'lst'; did you mean 'list'?"),
+    "no path": (["list"], "exactly one run or checkpoint is needed: superstep checkpoint list runs/demo."),
     "no such path": (["verify", "gone"], "'gone' is not there"),
     "no run": (["list", "run/data"], "'run/data' is neither a run nor a checkpoint"),
-    "a flag": (["list", "run", "--out", "x"], "superstep checkpoint list takes no --out"),
-    "no out": (["export", "run"], "name a folder to make"),
+    "a flag": (["list", "run", "--out", "x"], "superstep checkpoint list has no flag --out"),
+    "no out": (["export", "run"], "name a folder to create"),
     "out is there": (["export", "run", "--out", "run"], "--out = 'run' is there already"),
     "a dtype": (["export", "run", "--out", "x", "--dtype", "fp8"], "dtype"),
     "a shard": (["export", "run", "--out", "x", "--shard-gib", "0"], "--shard-gib = 0.0 must be above 0"),

@@ -91,9 +91,9 @@ def test_what_differs_is_told_and_drawn(runs, tmp_path, capsys):
 
 def test_what_cannot_be_compared_is_refused(runs, tmp_path, capsys):
     for argv, words in (
-        (["one"], "name two runs or more: superstep compare runs/demo runs/demo-2."),
+        (["one"], "at least two runs are needed: superstep compare runs/demo runs/demo-2."),
         (["one", "nowhere"], "'nowhere' is no run directory: it lacks run.toml"),
-        (["one", "same", "--out", "a.png"], "does not end in .html"),
+        (["one", "same", "--out", "a.png"], "must end in .html"),
     ):
         assert main(["compare", *argv]) == 2
         assert words in capsys.readouterr().err

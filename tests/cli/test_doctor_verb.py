@@ -113,9 +113,9 @@ def test_a_full_disk_is_told_from_what_a_run_does_wrong(place, monkeypatch, caps
 
 def test_mistakes_are_a_line_that_says_what_would_work(place, capsys):
     for line, said in (
-        ("doctor", "name the folder of a run: superstep doctor runs/demo"),
+        ("doctor", "no run is given; name its folder: superstep doctor runs/demo"),
         ("doctor none", "'none' is no run directory"),
-        ("trace", "name the folder of a run: superstep trace runs/demo"),
+        ("trace", "no run is given; name its folder: superstep trace runs/demo"),
         ("trace none", "'none' is no run directory"),
         ("trace none --steps 0", "--steps = 0 must be at least 1"),
     ):

@@ -56,10 +56,10 @@ def test_torchrun_may_say_so(place, monkeypatch):
         (["--host", "1"], "--host = 1 needs --hosts"),
         (["--hosts", "2"], "--hosts = 2 needs --host"),
         (["--hosts", "2", "--host", "0"], "--hosts = 2 needs --meet"),
-        (["--hosts", "two"], "--hosts = two is no number"),
+        (["--hosts", "two"], "--hosts = two is not a number"),
         (["--hosts", "torchrun"], "--hosts torchrun needs torchrun's environment"),
         ([*TWO, "--host", "2"], "--hosts = 2, --host = 2"),
-        ([*TWO, "--meet", "10.0.0.1"], "--meet = 10.0.0.1 is no address and port"),
+        ([*TWO, "--meet", "10.0.0.1"], "--meet = 10.0.0.1 is not an address with a port"),
         ([*TWO, "--patience", "0"], "--patience = 0 must be above 0"),
         ([*TWO, "--secret-file", "nowhere"], "--secret-file = nowhere cannot be read"),
         ([*TWO, "--hosts", "3"], "--hosts = 3 does not divide the plan's 2 ranks; give one of [2]"),
@@ -81,11 +81,11 @@ def test_a_secret_that_others_may_read_is_none(mode, place, capsys):
     (place / "a secret").write_text("another one of sixteen bytes\n")
     (place / "a secret").chmod(mode)
     assert main(["train", "run.toml", *TWO, "--secret-file", "a secret"]) == 2
-    told = f"--secret-file = a secret may be used by others than its owner (mode {mode:04o}); chmod 600 'a secret'"
+    told = f"--secret-file = a secret may be read by other users (mode {mode:04o}); run chmod 600 'a secret'"
     assert told in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("secret", "says"), [(None, "several hosts need a secret"), ("short", "has 5 bytes")])
+@pytest.mark.parametrize(("secret", "says"), [(None, "several hosts need a common secret"), ("short", "has 5 bytes")])
 def test_a_secret_must_be_one(secret, says, place, monkeypatch, capsys):
     monkeypatch.delenv("SUPERSTEP_SECRET")
     if secret is not None:

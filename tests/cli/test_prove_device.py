@@ -10,7 +10,7 @@ from superstep.cli.arguments import prove
 from superstep.cli.main import main
 
 DEVICES = {
-    "gpu": "must be strict, strict:8, strict:24GiB or strict:8x24GiB: how many GPUs, and the memory of each in GiB",
+    "gpu": "must be strict, strict:8, strict:24GiB or strict:8x24GiB: the number of GPUs, and the memory of each in",
     "": "--device = '' must be strict,",
     "strict:": "the memory of each in GiB or MiB.",
     "strictx24GiB": "did you mean 'strict:24GiB'?",
@@ -19,12 +19,12 @@ DEVICES = {
     "strict:8x80GB": "did you mean 'strict:8x80GiB'?",
     "strict:8x512m": "did you mean 'strict:8x512MiB'?",
     "Strict8": "did you mean 'strict:8'?",
-    "strict:0": "--device = 'strict:0': from 1 to 16 GPUs are emulated, with 1MiB to 192GiB each.",
-    "strict:99": "--device = 'strict:99': from 1 to 16 GPUs are emulated",
-    "strict:1x0GiB": "--device = 'strict:1x0GiB': from 1 to 16 GPUs are emulated, with 1MiB to 192GiB each.",
+    "strict:0": "--device = 'strict:0': the number of GPUs must be from 1 to 16, with 1MiB to 192GiB each.",
+    "strict:99": "--device = 'strict:99': the number of GPUs must be from 1 to 16",
+    "strict:1x0GiB": "--device = 'strict:1x0GiB': the number of GPUs must be from 1 to 16, with 1MiB to 192GiB each.",
     "strict --plan.tp 32": "with 1MiB to 192GiB each, and the plan has 32 ranks.",
     "strict:1 --plan.tp 2": "--device = 'strict:1': the plan has 2 ranks (tp 2), and each needs a GPU of its own; "
-    "write strict:2, or leave their number out.",
+    "write strict:2, or leave the number out.",
     "strict:1x24GiB --plan.pp 2 --plan.tp 2": "the plan has 4 ranks (pp 2 x tp 2), and each needs a GPU of its own; "
     "write strict:4x24GiB,",
     "strict --plan.device cpu": "plan.device = 'cpu' and --device exclude each other",
@@ -67,4 +67,7 @@ def test_what_a_device_stands_for(device, gpus):
 
 def test_an_order_is_of_emulated_gpus(capsys):
     assert main(["prove", "--out", "order.json"]) == 2
-    assert capsys.readouterr().err == "superstep: --out is for what ran on emulated GPUs; add --device strict.\n"
+    assert (
+        capsys.readouterr().err
+        == "superstep: --out writes the order of kernels on emulated GPUs; add --device strict.\n"
+    )

@@ -52,7 +52,7 @@ def test_what_cannot_be_hurt_is_refused(tmp_path, monkeypatch, capsys):
     runs.make_files(tmp_path)
     monkeypatch.chdir(tmp_path)
     assert main(["prove", *FLAGS, "--faults", "--all"]) == 2
-    assert "--faults hurts one run; leave --all and --serve out." in capsys.readouterr().err
+    assert "--faults injects faults into one run; leave --all and --serve out." in capsys.readouterr().err
 
 
 def _told(tmp_path, name, losses, first=1):

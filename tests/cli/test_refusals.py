@@ -47,7 +47,7 @@ WRONG = {
     "tune rl --start start --rl.environment tasks.py --rl.group 1": "rl.group = 1",
     "tune rl --start start --rl.environment tasks.py --plan.dp 3": "plan.dp = 3",
     "tune serve nowhere": "'nowhere' is not there",
-    "serve": "name what to serve",
+    "serve": "no model is given",
     "serve nowhere": "'nowhere' is not there",
     "serve start --port 70000": "--port = 70000",
     "serve start --plan.tp 3": "plan.tp = 3",

@@ -40,7 +40,7 @@ def test_what_cannot_be_served_is_refused_before_anything_begins(place, monkeypa
         port = str(taken.getsockname()[1])
         cases = [
             (["--web", "--web-port", port], f"--web-port = {port} cannot be listened on at 127.0.0.1"),
-            (["--web", "--web-port", "70000"], "--web-port = 70000 is no port"),
+            (["--web", "--web-port", "70000"], "--web-port = 70000 is not a port"),
             (["--web-port", port], f"--web-port = {port} needs --web"),
         ]
         for flags, said in cases:

@@ -275,7 +275,7 @@ def test_where_no_page_can_be_written_the_text_is_all_there_is(toml, tmp_path, c
 
 
 def test_a_file_of_another_kind_is_refused(toml, capsys):
-    assert "--out = 'step.gif' ends in none of .html, .svg, .json" in refused([toml, "--out", "step.gif"], capsys)
+    assert "--out = 'step.gif' must end in one of .html, .svg, .json" in refused([toml, "--out", "step.gif"], capsys)
     assert "--program prints and writes no file" in refused([toml, "--program", "--out", "a.html"], capsys)
 
 

@@ -283,7 +283,7 @@ def test_a_server_that_is_told_to_end_leaves_nobody(server):
     ("argv", "said"),
     [
         (["nowhere"], "'nowhere' is not there"),
-        ([], "name what to serve"),
+        ([], "no model is given"),
         (["."], "holds no config.json"),
         ([".", "--port", "99999"], "--port = 99999 must be from 0 to 65535"),
         ([".", "--serve.requests", "0"], "serve.requests = 0 must be at least 1"),

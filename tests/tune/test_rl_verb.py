@@ -109,15 +109,15 @@ def test_a_recipe_is_read_back(start, tmp_path):
 @pytest.mark.parametrize(
     ("argv", "error"),
     [
-        ([], "superstep tune needs to be told what to do"),
-        (["rlx"], "superstep tune knows no 'rlx'; did you mean 'rl'?"),
+        ([], "superstep tune needs an action"),
+        (["rlx"], "superstep tune has no action 'rlx'; did you mean 'rl'?"),
         (
             ["rl"],
             "start is left out; name a run, a checkpoint or a Hugging Face folder to begin with",
         ),
         (
             ["rl", "tasks.py"],
-            "'tasks.py' is no .toml file; name a recipe, or the tasks with --rl.environment",
+            "'tasks.py' is not a .toml file; name a recipe, or the tasks with --rl.environment",
         ),
         (["rl", "--rl.grup", "2"], "did you mean '--rl.group'"),
         (["rl", "--rl.estimator", "ppo"], "--rl.estimator = 'ppo' is not valid; it must be one of 'grpo'"),

@@ -181,7 +181,7 @@ def test_mistakes_end_with_one_line_and_leave_nothing(place, capsys):
         assert tune(*flags) == 2, flags
         assert said in error(capsys), flags
     assert main(["tune", "sfd"]) == 2
-    assert "knows no 'sfd'; did you mean 'sft'?" in error(capsys)
+    assert "has no action 'sfd'; did you mean 'sft'?" in error(capsys)
     assert main(["tune"]) == 2
     assert "name one of sft" in error(capsys)
     assert main(["tune", "sft"]) == 2

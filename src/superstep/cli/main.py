@@ -39,21 +39,21 @@ class Verb:
 
 VERBS = {
     "train": Verb(
-        "train a model; with no argument, a demo on the source text of Python's library",
+        "train a model; without arguments, train a demo on the source of Python's standard library",
         "superstep.cli.train.train",
         "superstep.cli.arguments.train",
         launches=True,
     ),
     "tune": Verb(
-        "post-train a model: sft learns answers, dpo preferences, rl from rewards; merge puts an adapter into its "
-        "base; serve is for Tinker's client",
+        "post-train a model: on answers (sft), on preferences (dpo) or on rewards (rl); merge an adapter into its "
+        "base model; serve Tinker's client",
         "superstep.cli.tune.tune",
         "superstep.cli.arguments.tune.tune",
         extra="serve",
         launches=True,
     ),
     "plan": Verb(
-        "rank every layout of a model on a cluster: step time, memory, days, price", "superstep.cli.plan.plan"
+        "rank every layout of a model on a cluster by step time, memory, days and price", "superstep.cli.plan.plan"
     ),
     "prove": Verb(
         "compare a layout with a one-process reference, tensor by tensor",
@@ -62,56 +62,58 @@ VERBS = {
         launches=True,
     ),
     "view": Verb(
-        "show a step as a timeline, from a run.toml or as a run recorded it",
+        "draw a step as a timeline: the predicted step of a run.toml, or the recorded step of a run",
         "superstep.cli.view.view",
         "superstep.cli.arguments.view",
     ),
     "doctor": Verb(
-        "say who waits for whom and why, of a run that trains now or has failed: hangs, stragglers, memory, disk",
+        "diagnose a live or a failed run: which rank waits for which, hangs, slow ranks, memory, disk",
         "superstep.cli.doctor.doctor",
         "superstep.cli.arguments.doctor",
     ),
     "trace": Verb(
-        "write down when the instructions of the last steps ran, of a run that trains now or has failed",
+        "write the times of all instructions in the last steps of a live or a failed run",
         "superstep.cli.trace",
         "superstep.cli.arguments.trace",
     ),
     "compare": Verb(
-        "lay runs over one another: their curves, settings that differ, and whether losses do",
+        "compare runs: their curves, the settings that differ, and whether the losses differ",
         "superstep.cli.compare",
         "superstep.cli.arguments.compare",
     ),
     "measure": Verb(
-        "measure this machine, and write what was found as a cluster file",
+        "measure the rates of this machine and write them as a cluster file",
         "superstep.cli.measure.measure",
         "superstep.cli.arguments.measure",
     ),
-    "scaling": Verb("fit laws of the loss to your runs; the best model for a budget", "superstep.cli.scaling.scaling"),
+    "scaling": Verb(
+        "fit scaling laws to your runs and compute the best model for a budget", "superstep.cli.scaling.scaling"
+    ),
     "serve": Verb(
-        "answer prompts over HTTP with a trained run or a Hugging Face folder",
+        "serve a trained run or a Hugging Face folder over HTTP",
         "superstep.cli.serve.serve",
         "superstep.cli.arguments.serve",
         extra="serve",
         launches=True,
     ),
     "grade": Verb(
-        "grade the answers to your tasks over HTTP, or attack your grader before training does",
+        "serve your graders over HTTP, or attack them before training does",
         "superstep.cli.grade.grade",
         "superstep.cli.arguments.grade",
         extra="grade",
     ),
     "chat": Verb(
-        "talk in the terminal to a model that is loaded here, or to a server",
+        "chat in the terminal with a model on this machine, or with a server",
         "superstep.cli.chat.chat",
         "superstep.cli.arguments.chat",
         extra="serve",
     ),
     "checkpoint": Verb(
-        "list a run's checkpoints, verify every byte of them, export the weights for other loaders",
+        "list the checkpoints of a run, verify every byte of them, or export the weights for other tools",
         "superstep.cli.checkpoint",
         "superstep.cli.arguments.checkpoint",
     ),
-    "sample": Verb("write text with a trained run", "superstep.cli.sample", "superstep.cli.arguments.sample"),
+    "sample": Verb("continue a text with a trained run", "superstep.cli.sample", "superstep.cli.arguments.sample"),
 }
 
 
@@ -122,7 +124,7 @@ def usage() -> str:
         textwrap.fill(verb.what, columns, initial_indent=f"  {name:10}  ", subsequent_indent=" " * 14)
         for name, verb in VERBS.items()
     ]
-    last = textwrap.fill("superstep VERB --help says more, superstep --version which one this is.", columns)
+    last = textwrap.fill("superstep VERB --help explains a verb; superstep --version prints the version.", columns)
     return "\n".join(["usage: superstep VERB ...", "", *lines, "", last])
 
 

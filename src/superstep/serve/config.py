@@ -155,8 +155,8 @@ def check_served(run: Resolved, serve: ServeConfig) -> None:
         least = -(-context_tokens // serve.page_tokens)
         raise ConfigError(
             f"serve.pages = {serve.pages} of {serve.page_tokens} tokens do not hold one context of {context_tokens} "
-            f"tokens; set serve.pages to {least} or more, or serve.context_tokens to "
-            f"{serve.pages * serve.page_tokens} or less."
+            f"tokens; set serve.pages to {least} or more, or serve.context_tokens to {serve.pages * serve.page_tokens} "
+            "or less."
         )
     if serve.exact and serve.quantize:
         raise ConfigError(

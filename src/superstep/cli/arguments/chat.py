@@ -11,8 +11,8 @@ from superstep.cli.flags.options import Bounds
 from superstep.errors import ConfigError
 
 DESCRIPTION = (
-    "Talk to a model in the terminal: MODEL is a run, a checkpoint or a Hugging Face folder, which is loaded here, or "
-    "the URL of a server. Ctrl-C stops an answer, Ctrl-D ends; /help names what else there is."
+    "Chat with a model in the terminal. MODEL is a run, a checkpoint or a Hugging Face folder, which is loaded on this "
+    "machine, or the URL of a server. Ctrl-C stops an answer, Ctrl-D ends the chat, /help lists the other commands."
 )
 COMMON = ("system", "temperature", "max_tokens", "model", "key", "numerics.compute", "serve.quantize")
 
@@ -47,15 +47,15 @@ def read(argv: Sequence[str]) -> tuple[str, ChatOptions]:
         ConfigError: one of them is missing or wrong.
         SystemExit: after printing help.
     """
-    missing = "name a model or the URL of a server: superstep chat runs/demo."
+    missing = "no model is given; name a model or the URL of a server: superstep chat runs/demo."
     model, options = read_model(
         ChatOptions(), argv, missing, prog="superstep chat MODEL|URL", description=DESCRIPTION, common=COMMON
     )
     is_url = model.startswith(("http://", "https://"))
     if not is_url and (options.plan.tp, options.plan.dp) != (1, 1):
         raise ConfigError(
-            f"plan.tp = {options.plan.tp}, plan.dp = {options.plan.dp}: a model that is loaded here has one rank; "
-            "start superstep serve with them, and talk to its URL."
+            f"plan.tp = {options.plan.tp}, plan.dp = {options.plan.dp}: a model that chat loads itself has one rank; "
+            "start superstep serve with these flags, and chat with its URL."
         )
     if not is_url and (options.model or options.key):
         raise ConfigError("--model and --key are for the URL of a server; leave them out.")

@@ -15,9 +15,9 @@ from superstep.errors import ConfigError, UserError, did_you_mean
 Word = Literal["list", "verify", "export"]
 
 WORDS: Mapping[Word, str] = {
-    "list": "the checkpoints of a run, and what a glance at each shows",
-    "verify": "read every byte of a run's checkpoints, or of one; exit status 1 where one is damaged",
-    "export": "the weights of a checkpoint, or of a run's newest, as a folder that Hugging Face's loaders read",
+    "list": "list the checkpoints of a run with their manifests and sizes",
+    "verify": "read every byte of a run's checkpoints, or of one; exit status 1 if one is damaged",
+    "export": "write the weights of a checkpoint, or of a run's newest, as a folder for Hugging Face's loaders",
 }
 
 
@@ -26,7 +26,7 @@ class CopyOptions:
     """Options of an export."""
 
     out: str = ""
-    """The folder to make."""
+    """The folder to create."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Of the weights: as in training, or rounded to the nearest bf16."""
     shard_gib: Annotated[float, Bounds(above=0)] = 4.0
@@ -65,10 +65,10 @@ def read(argv: Sequence[str]) -> CheckpointArgs:
         if asks_for_help(argv):
             print(_usage())
             raise SystemExit(0)
-        raise UserError(f"superstep checkpoint needs to be told what to do; name one of {', '.join(WORDS)}.")
+        raise UserError(f"superstep checkpoint needs an action; name one of {', '.join(WORDS)}.")
     word = next((known for known in get_args(Word) if known == argv[0]), None)
     if word is None:
-        raise UserError(f"superstep checkpoint knows no '{argv[0]}'{did_you_mean(argv[0], WORDS)}")
+        raise UserError(f"superstep checkpoint has no action '{argv[0]}'{did_you_mean(argv[0], WORDS)}")
     if word != "export" and asks_for_help(argv[1:]):
         print(_usage())
         raise SystemExit(0)
@@ -76,12 +76,14 @@ def read(argv: Sequence[str]) -> CheckpointArgs:
     flags = argv[1 + len(paths) :]
     options = CopyOptions()
     if word == "export":
-        description = f"Write {WORDS['export']}."
+        description = f"{WORDS['export'][0].upper()}{WORDS['export'][1:]}."
         options = read_flags(options, flags, prog="superstep checkpoint export RUN", description=description)
     elif flags:
-        raise ConfigError(f"superstep checkpoint {word} takes no {flags[0]}; give it a run or a checkpoint alone.")
+        raise ConfigError(f"superstep checkpoint {word} has no flag {flags[0]}; name only a run or a checkpoint.")
     if len(paths) != 1:
-        raise ConfigError(f"name one run or checkpoint: superstep checkpoint {word} runs/demo.")
+        raise ConfigError(f"exactly one run or checkpoint is needed: superstep checkpoint {word} runs/demo.")
     if word == "export" and not options.out:
-        raise ConfigError("name a folder to make: superstep checkpoint export runs/demo --out exported.")
+        raise ConfigError(
+            "--out is missing; name a folder to create: superstep checkpoint export runs/demo --out exported."
+        )
     return CheckpointArgs(word, paths[0], options)

@@ -10,8 +10,8 @@ from superstep.cli.flags.options import Parser
 from superstep.errors import ConfigError
 
 DESCRIPTION = (
-    "Lay runs over one another: which settings differ, whether the losses differ by more than noise, and all curves as "
-    "one page. Each run is compared with the first."
+    "Compare runs: list the settings that differ, say whether the losses differ by more than noise, and draw all "
+    "curves on one page. Each run is compared with the first."
 )
 
 
@@ -31,7 +31,7 @@ def read(argv: Sequence[str]) -> tuple[list[Path], argparse.Namespace]:
     parser.add_argument("--open", action="store_true", help="open the page in the browser")
     options = parser.parse_args(list(argv))
     if len(options.runs) < 2:
-        raise ConfigError("name two runs or more: superstep compare runs/demo runs/demo-2.")
+        raise ConfigError("at least two runs are needed: superstep compare runs/demo runs/demo-2.")
     if Path(options.out).suffix != ".html":
-        raise ConfigError(f"--out = '{options.out}' does not end in .html; name a file that does.")
+        raise ConfigError(f"--out = '{options.out}' must end in .html.")
     return [Path(run) for run in options.runs], options

@@ -10,9 +10,10 @@ from superstep.cli.flags.options import Parser
 from superstep.errors import ConfigError
 
 DESCRIPTION = (
-    "Say what is wrong with a run that trains now, or with one that has failed: which rank hangs, in which instruction "
-    "and why, who waits for whom, where the time goes, who is slower than its peers, whose memory grows, whether the "
-    "disk has room. Exit status 0 where nothing is wrong, 1 where something is. Looking disturbs no rank."
+    "Diagnose a run that trains now, or one that has failed: which rank hangs, in which instruction and why, which "
+    "rank waits for which, where the time goes, which ranks are slower than their peers, in which ranks the memory "
+    "grows, and whether the disk has room. The exit status is 0 if nothing is wrong and 1 if something is. No rank is "
+    "disturbed."
 )
 
 
@@ -27,11 +28,13 @@ def read(argv: Sequence[str]) -> tuple[Path, argparse.Namespace]:
         prog="superstep doctor", usage="superstep doctor RUN [--FLAG]", description=DESCRIPTION, allow_abbrev=False
     )
     parser.add_argument("run", nargs="?", metavar="RUN", help="the folder of a run")
-    parser.add_argument("--json", action="store_true", help="print all of it as JSON instead")
-    parser.add_argument("--stacks", action="store_true", help="print the whole stack of every thread of a live run")
-    parser.add_argument("--page", action="store_true", help="write doctor.html into the folder too, with a graph")
-    parser.add_argument("--open", action="store_true", help="likewise, and open it in the browser")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON instead")
+    parser.add_argument("--stacks", action="store_true", help="print the complete stack of every thread of a live run")
+    parser.add_argument(
+        "--page", action="store_true", help="also write doctor.html with a graph into the run directory"
+    )
+    parser.add_argument("--open", action="store_true", help="write doctor.html and open it in the browser")
     options = parser.parse_args(list(argv))
     if options.run is None:
-        raise ConfigError("name the folder of a run: superstep doctor runs/demo.")
+        raise ConfigError("no run is given; name its folder: superstep doctor runs/demo.")
     return Path(options.run), options

@@ -16,7 +16,7 @@ from superstep.grade.config import GradeConfig, check_config
 
 DEEDS = {
     "serve": "Grade rollouts over HTTP: POST /grade, POST /grade/batch, GET /health, GET /metrics. FILE has the tasks.",
-    "check": "Attack the grader of FILE before training does. Exit status 1 where an answer that is not right scores.",
+    "check": "Attack the grader of FILE before training does. The exit status is 1 if a wrong answer gets a score.",
 }
 COMMON = ("grade.sandbox", "grade.timeout_s", "grade.memory_bytes", "grade.workers")
 
@@ -35,9 +35,9 @@ class CheckOptions:
     """Options of the attacks."""
 
     tasks: Annotated[int, Bounds(least=1, most=1000)] = 8
-    """How many tasks each attack is tried on, from index 0."""
+    """The number of tasks on which each attack is tried, from index 0."""
     seed: int = 0
-    """Of the tasks."""
+    """The seed of the tasks."""
     grade: GradeConfig = field(default_factory=lambda: GradeConfig(retries=0))
 
 
@@ -55,9 +55,12 @@ def read(argv: Sequence[str]) -> tuple[Path, GradeServeOptions | CheckOptions]:
     verb = words[0] if words else ""
     if verb not in DEEDS:
         hint = did_you_mean(verb, DEEDS) if verb else "."
-        raise ConfigError(f"grade does not know '{verb}': write superstep grade serve FILE, or check FILE{hint}")
+        raise ConfigError(
+            f"superstep grade has no action '{verb}': write superstep grade serve FILE, or superstep grade check "
+            f"FILE{hint}"
+        )
     options = GradeServeOptions() if verb == "serve" else CheckOptions()
-    missing = f"name the file that has the tasks: superstep grade {verb} tasks.py."
+    missing = f"no file is given; name the file with the tasks: superstep grade {verb} tasks.py."
     file, options = read_model(
         options, argv[1:], missing, prog=f"superstep grade {verb} FILE", description=DEEDS[verb], common=COMMON
     )
@@ -66,5 +69,5 @@ def read(argv: Sequence[str]) -> tuple[Path, GradeServeOptions | CheckOptions]:
 
 
 def _usage() -> str:
-    last = f"superstep grade {' or '.join(DEEDS)} --help says more."
-    return page("usage: superstep grade DEED FILE ...", DEEDS.items(), last)
+    last = f"superstep grade {'|'.join(DEEDS)} --help lists the flags."
+    return page(f"usage: superstep grade {'|'.join(DEEDS)} FILE [--FLAG VALUE ...]", DEEDS.items(), last)

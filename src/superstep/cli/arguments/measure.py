@@ -14,7 +14,9 @@ from superstep.plan.config import Dtype, ModelConfig, NumericsConfig, PlanConfig
 from superstep.plan.resolution.resolve import Resolved, resolve
 from superstep.serve.config import Quantize
 
-DESCRIPTION = "Measure this machine: products, memory, launches, collectives and disk. Writes a cluster file."
+DESCRIPTION = (
+    "Measure the rates of this machine (matrix products, memory, launches, collectives, disk) and write a cluster file."
+)
 
 
 def read(argv: Sequence[str]) -> argparse.Namespace:
@@ -53,7 +55,7 @@ def check_way(way: str) -> None:
     dtype, _, special = way.partition("-")
     if dtype not in get_args(Dtype) or special not in ("", "exact", *get_args(Quantize)):
         raise ConfigError(
-            f"--serve {way} is no way to serve; write a number format ({', '.join(get_args(Dtype))}), alone or with "
+            f"--serve {way} is not a format of a server; write a dtype ({', '.join(get_args(Dtype))}), alone or with "
             f"-exact or a quantization: bf16, bf16-exact, bf16-{get_args(Quantize)[0]}."
         )
 
@@ -62,33 +64,37 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="superstep measure", usage="superstep measure [--FLAG ...]", description=DESCRIPTION, allow_abbrev=False
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the cluster file, TOML, here")
-    parser.add_argument("--model", default="demo", metavar="NAME", help="whose units to place on the roofline")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the cluster file (TOML) to this file")
+    parser.add_argument(
+        "--model", default="demo", metavar="NAME", help="the model with the units of the roofline; demo by default"
+    )
     parser.add_argument(
         "--dtype",
         default="fp32",
         choices=("fp32", "bf16"),
         metavar="DTYPE",
-        help="of its products: fp32 or bf16 (fp32)",
+        help="the dtype of the matrix products: fp32 or bf16; fp32 by default",
     )
     parser.add_argument(
-        "--ranks", type=int, metavar="N", help="measured at once; as many as GPUs, or cores, by default"
+        "--ranks", type=int, metavar="N", help="ranks that measure at once; by default one for each GPU, or each core"
     )
     parser.add_argument(
         "--device",
         choices=("cpu", "cuda"),
         metavar="DEVICE",
-        help="measured: cpu or cuda; GPUs where there are any by default",
+        help="the device to measure: cpu or cuda; by default GPUs if there are any",
     )
     parser.add_argument(
         "--serve",
         nargs="+",
         default=(),
         metavar="WAY",
-        help="measure the steps of a server as well, in these ways: bf16, fp32, bf16-exact, bf16-w8a8, ...; half a "
-        "minute each",
+        help="also measure the steps of a server in these formats: bf16, fp32, bf16-exact, bf16-w8a8, ...; each takes "
+        "half a minute",
     )
-    parser.add_argument("--serve-tp", type=int, default=1, metavar="N", help="ranks that share its model (1)")
-    parser.add_argument("--quick", action="store_true", help="only the shapes of the model, in seconds")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="write the roofline as SVG")
+    parser.add_argument(
+        "--serve-tp", type=int, default=1, metavar="N", help="ranks that share the model of the server; 1 by default"
+    )
+    parser.add_argument("--quick", action="store_true", help="measure only the shapes of the model; takes seconds")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="write the roofline as SVG to this file")
     return parser

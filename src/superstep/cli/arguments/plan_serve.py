@@ -12,8 +12,8 @@ from superstep.cli.flags.new_file import require_new_file
 from superstep.cli.flags.options import Bounds
 
 DESCRIPTION = (
-    "Say what a server of a model will do before it starts: bytes, pages of keys, contexts x streams, the first token, "
-    "tokens/s. MODEL is a run, a checkpoint, a Hugging Face folder or config.json, or a named size."
+    "Predict a server of a model before it starts: bytes, pages of the KV cache, contexts x streams, time to the first "
+    "token, tokens/s. MODEL is a run, a checkpoint, a Hugging Face folder or config.json, or a named size."
 )
 COMMON = ("cluster", "prompt", "answer", "plan.tp", "numerics.compute", "serve.context_tokens", "serve.quantize")
 
@@ -45,7 +45,7 @@ def read(argv: Sequence[str]) -> tuple[str, ForecastOptions]:
         SystemExit: after printing help.
     """
     flags = [word for word in argv if word not in ("--serve", "--serve=true")]
-    missing = "name a model, then any flags: superstep plan runs/demo --serve."
+    missing = "no model is given; name a model, then any flags: superstep plan runs/demo --serve."
     model, options = read_model(
         ForecastOptions(), flags, missing, prog="superstep plan MODEL --serve", description=DESCRIPTION, common=COMMON
     )

@@ -27,13 +27,13 @@ class ProveOptions(RunConfig):
     """A run, and the kind of its proof."""
 
     all: bool = False
-    """Sweep every layout that fits the world, tied and untied, packed and padded."""
+    """Prove every layout on this number of ranks, with tied and untied weights, packed and padded data."""
     world: Annotated[int | None, Bounds(least=1)] = None
     """Ranks of the sweep; none uses the plan's."""
     steps: Annotated[int, Bounds(least=1)] = 2
     """Steps to compare."""
     exact: bool = False
-    """Compare bits: exact mode on this layout against exact mode on one rank, with a restart between layouts."""
+    """Compare bits: this layout with one rank, in exact mode, with a restart between layouts."""
     faults: bool = False
     """Compare bits: a run with killed, stopped and hung ranks, a killed launcher, a damaged newest checkpoint and a
     full disk, against the same run undisturbed, in exact mode.
@@ -46,9 +46,9 @@ class ProveOptions(RunConfig):
     out: str | None = None
     """With --device: a new file for the order of a step's kernels, for ui.perfetto.dev."""
     serve: bool = False
-    """Compare bits: a server of the run's newest checkpoint against training, in exact mode."""
+    """Compare bits: a server of the run's newest checkpoint with training, in exact mode."""
     serve_tp: Annotated[int, Bounds(least=1)] = 1
-    """Ranks of that server."""
+    """With --serve: ranks of the server."""
     serve_logprobs: Annotated[int | None, Bounds(least=1)] = None
     """The fewest log-probabilities of it to compare, over all ways; none uses the number in `steps` batches."""
 
@@ -63,8 +63,8 @@ def emulated_gpus(options: ProveOptions) -> tuple[int, int]:
     form_match = next((match for form in DEVICE_FORMS if (match := re.fullmatch(form, text))), None)
     if form_match is None:
         raise ConfigError(
-            f"--device = '{text}' must be strict, strict:8, strict:24GiB or strict:8x24GiB: how many GPUs, and the "
-            f"memory of each in GiB or MiB{_nearest_form(text)}."
+            f"--device = '{text}' must be strict, strict:8, strict:24GiB or strict:8x24GiB: the number of GPUs, and "
+            f"the memory of each in GiB or MiB{_nearest_form(text)}."
         )
     given = form_match.groupdict()
     count = int(given.get("count") or ranks_of(options.plan))
@@ -72,7 +72,7 @@ def emulated_gpus(options: ProveOptions) -> tuple[int, int]:
     if not 1 <= count <= MOST_GPUS or not 1 << 20 <= size_bytes <= MOST_GPU_BYTES:
         ranks = "" if given.get("count") else f", and the plan has {count} ranks"
         raise ConfigError(
-            f"--device = '{text}': from 1 to {MOST_GPUS} GPUs are emulated, with 1MiB to 192GiB each{ranks}."
+            f"--device = '{text}': the number of GPUs must be from 1 to {MOST_GPUS}, with 1MiB to 192GiB each{ranks}."
         )
     return count, size_bytes
 
@@ -105,7 +105,7 @@ def require_gpus(options: ProveOptions, plan: PlanConfig) -> None:
         mend = str(options.device).replace(str(count), str(ranks), 1)
         raise ConfigError(
             f"--device = '{options.device}': the plan has {ranks} ranks ({axes}), and each needs a GPU of its own; "
-            f"write {mend}, or leave their number out."
+            f"write {mend}, or leave the number out."
         )
 
 
@@ -137,18 +137,16 @@ def read(argv: Sequence[str]) -> tuple[ProveOptions, tuple[str, ...] | None]:
         common=COMMON,
     )
     if options.serve and (path is None or not path.is_dir()):
-        raise ConfigError(
-            "--serve needs a run that has a checkpoint; name its folder: superstep prove runs/demo --serve."
-        )
+        raise ConfigError("--serve needs a run with a checkpoint; name its folder: superstep prove runs/demo --serve.")
     if options.serve and options.all:
         raise ConfigError("--serve and --all exclude each other: a run was trained on one layout; leave --all out.")
     if options.exact and not (options.serve or options.faults) and options.steps < 2:
-        raise ConfigError("--steps = 1 leaves none after a restart; --exact needs at least 2.")
+        raise ConfigError("--steps = 1 leaves no step after the restart; --exact needs at least 2.")
     if options.faults and (options.all or options.serve):
-        raise ConfigError("--faults hurts one run; leave --all and --serve out.")
+        raise ConfigError("--faults injects faults into one run; leave --all and --serve out.")
     if options.out is not None:
         if options.device is None:
-            raise ConfigError("--out is for what ran on emulated GPUs; add --device strict.")
+            raise ConfigError("--out writes the order of kernels on emulated GPUs; add --device strict.")
         require_new_file("--out", Path(options.out))
     if options.device is not None:
         options = replace(options, plan=replace(options.plan, device=_on_gpus(options)))
@@ -158,5 +156,7 @@ def read(argv: Sequence[str]) -> tuple[ProveOptions, tuple[str, ...] | None]:
         (options.serve_logprobs is not None and not options.serve, "serve-logprobs", "serve", "the proof of a server"),
     ):
         if given:
-            raise ConfigError(f"--{name} is for --{needed}, {what}; add --{needed}, or leave --{name} out.")
+            raise ConfigError(
+                f"--{name} has an effect only with --{needed}, {what}; add --{needed}, or leave --{name} out."
+            )
     return options, tuple(flags) if path is None or path.is_dir() else None

@@ -11,7 +11,7 @@ from typing import Annotated
 from superstep.cli.flags.options import Bounds, read_flags
 from superstep.errors import ConfigError
 
-DESCRIPTION = "Write text with a trained run: RUN is its folder, PROMPT what the text starts with."
+DESCRIPTION = "Continue a text with a trained run. RUN is the folder of the run, PROMPT is the beginning of the text."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +23,7 @@ class SampleOptions:
     temperature: Annotated[float, Bounds(least=0)] = 0.8
     """Randomness of sampling; 0 takes the likeliest token each time."""
     seed: int = 0
-    """Of the draws."""
+    """The seed of the draws."""
     step: int | None = None
     """Step of the checkpoint; none uses the newest."""
 
@@ -41,13 +41,14 @@ def read(argv: Sequence[str]) -> tuple[Path, str, SampleOptions]:
     )
     if len(words) == 1 and not Path(words[0]).exists():
         raise ConfigError(
-            f"'{words[0]}' is not there; name the folder of a run, then a prompt: superstep sample runs/demo \"def \"."
+            f"'{words[0]}' does not exist; name the folder of a run, then a prompt: "
+            'superstep sample runs/demo "def ".'
         )
     if len(words) != 2:
-        raise ConfigError('name a run and a prompt, then any flags: superstep sample runs/demo "def ".')
+        raise ConfigError('a run and a prompt are needed, then any flags: superstep sample runs/demo "def ".')
     run, prompt = words
     if not prompt:
         raise ConfigError("the prompt is empty; give at least one character.")
     if not Path(run).exists():
-        raise ConfigError(f"'{run}' is not there; name the folder that train wrote.")
+        raise ConfigError(f"'{run}' does not exist; name the folder of a run.")
     return Path(run), prompt, options

@@ -13,9 +13,7 @@ from superstep.errors import ConfigError
 from superstep.plan.config import DeviceKind, Dtype
 from superstep.serve.config import MOST_READ_TIMEOUT_S, Quantize
 
-DESCRIPTION = (
-    "Answer prompts over HTTP, as OpenAI's interface has it: MODEL is a run, a checkpoint or a Hugging Face folder."
-)
+DESCRIPTION = "Serve a model over HTTP with OpenAI's interface. MODEL is a run, a checkpoint or a Hugging Face folder."
 COMMON = ("port", "host", "name", "plan.tp", "numerics.exact", "serve.context_tokens")
 
 
@@ -54,7 +52,7 @@ class ServeOptions:
     step_tokens: Annotated[int, Bounds(least=1)] = 512
     """The most tokens that one step computes."""
     requests: Annotated[int, Bounds(least=1)] = 64
-    """The most requests that are computed at once."""
+    """The most requests that run at once."""
     quantize: Quantize | None = None
     """Quantization of weights: int8 and int4 of weights alone, w8a8 of activations as well; none keeps the weights."""
     adapters: str | None = None
@@ -103,7 +101,7 @@ def read(argv: Sequence[str]) -> tuple[Path, ServerOptions]:
         ConfigError: one of them is missing or wrong.
         SystemExit: after printing help.
     """
-    missing = "name what to serve: a run, a checkpoint or a Hugging Face folder: superstep serve runs/demo."
+    missing = "no model is given; name a run, a checkpoint or a Hugging Face folder: superstep serve runs/demo."
     model, options = read_model(
         ServerOptions(), argv, missing, prog="superstep serve MODEL", description=DESCRIPTION, common=COMMON
     )

@@ -10,9 +10,9 @@ from superstep.cli.flags.options import Parser
 from superstep.errors import ConfigError
 
 DESCRIPTION = (
-    "Write down when each instruction of the last steps ran, of a run that trains now or has failed: RUN/steps.json, "
-    "all ranks for Perfetto, and RUN/trace.json, the newest whole step for superstep view. The ranks keep their "
-    "last instructions all the time, and are not disturbed."
+    "Write the times of each instruction in the last steps of a run that trains now or has failed. RUN/steps.json has "
+    "all ranks, for Perfetto; RUN/trace.json has the newest complete step, for superstep view. The ranks always "
+    "record their last instructions; they are not disturbed."
 )
 
 
@@ -27,11 +27,11 @@ def read(argv: Sequence[str]) -> tuple[Path, argparse.Namespace]:
         prog="superstep trace", usage="superstep trace RUN [--FLAG]", description=DESCRIPTION, allow_abbrev=False
     )
     parser.add_argument("run", nargs="?", metavar="RUN", help="the folder of a run")
-    parser.add_argument("--steps", type=int, default=8, metavar="N", help="how many of the last steps; 8 by default")
-    parser.add_argument("--out", metavar="FILE", help="write the steps there instead")
+    parser.add_argument("--steps", type=int, default=8, metavar="N", help="the number of last steps; 8 by default")
+    parser.add_argument("--out", metavar="FILE", help="write the steps to this file instead")
     options = parser.parse_args(list(argv))
     if options.run is None:
-        raise ConfigError("name the folder of a run: superstep trace runs/demo.")
+        raise ConfigError("no run is given; name its folder: superstep trace runs/demo.")
     if options.steps < 1:
         raise ConfigError(f"--steps = {options.steps} must be at least 1.")
     return Path(options.run), options

@@ -13,7 +13,7 @@ from superstep.plan.config_io import read_config
 from superstep.plan.resolution.resolve import Resolved
 from superstep.run.hosts.hosts import Hosts
 
-DESCRIPTION = "Train a model. Without a run.toml: a demo, two ranks on the source text of Python's own library."
+DESCRIPTION = "Train a model. Without a run.toml, train a demo: two ranks on the source of Python's standard library."
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,11 @@ from superstep.cli.flags.options import Parser
 from superstep.errors import ConfigError
 
 DESCRIPTION = (
-    "Show a training step: WHAT is a run.toml, the step as it would run here, or a run's folder, the step as it "
-    "ran; left out, the demo's. Of a run of tune rl, its rollouts, grades and steps on one timeline; of the file that "
-    "a server wrote with --serve.replay, its steps over time. Beside the text, a step is written as a page that moves: "
-    "step.html of a run's folder, WHAT.step.html of a run.toml; it needs no network."
+    "Draw a training step. For a run.toml, WHAT is the predicted step on this machine; for the folder of a run, it is "
+    "the recorded step; by default, it is the demo. For a run of tune rl, draw its rollouts, grades and steps on one "
+    "timeline. For the file that a server wrote with --serve.replay, draw its steps over time. In addition to the "
+    "text, a step is written as a page that plays it: step.html in the folder of a run, or WHAT.step.html for a "
+    "run.toml. The page needs no network."
 )
 
 ENDS = (".html", ".svg", ".json")
@@ -34,9 +35,11 @@ def read(argv: Sequence[str]) -> tuple[str | None, argparse.Namespace, list[str]
     if options.out is not None or options.open:
         for name in ("text", "program", "memory", "kernels", "router"):
             if getattr(options, name):
-                raise ConfigError(f"--{name} prints and writes no file; leave it out, or --out and --open.")
+                raise ConfigError(
+                    f"--{name} prints and writes no file; leave out --{name}, or leave out --out and --open."
+                )
     if options.out is not None and Path(options.out).suffix not in ENDS:
-        raise ConfigError(f"--out = '{options.out}' ends in none of {', '.join(ENDS)}; name a file that does.")
+        raise ConfigError(f"--out = '{options.out}' must end in one of {', '.join(ENDS)}.")
     return target, options, rest
 
 
@@ -45,19 +48,25 @@ def _parser() -> argparse.ArgumentParser:
         prog="superstep view",
         usage="superstep view [WHAT] [--FLAG]...",
         description=DESCRIPTION,
-        epilog="Any field of a run is a flag as well; superstep train --help lists them.",
+        epilog="Every field of a run is also a flag; superstep train --help lists them.",
         allow_abbrev=False,
     )
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--text", action="store_true", help="draw the step as text alone, and write no page")
+    form.add_argument("--text", action="store_true", help="draw the step only as text, and write no page")
     form.add_argument("--program", action="store_true", help="print the instructions of each pipeline rank")
-    form.add_argument("--memory", action="store_true", help="draw what each pipeline rank holds over the step as well")
-    form.add_argument("--kernels", action="store_true", help="print what each layer computes with, and why")
-    form.add_argument("--router", action="store_true", help="of a run with experts: where tokens went in training")
-    parser.add_argument("--layer", type=int, metavar="N", help="with --router: this layer alone, from 0 on")
-    parser.add_argument(
-        "--out", metavar="FILE", help="write the page there, or FILE.svg, or FILE.json: a trace for Perfetto"
+    form.add_argument("--memory", action="store_true", help="also draw the memory of each pipeline rank over the step")
+    form.add_argument("--kernels", action="store_true", help="print the kernel of each layer, and the reason")
+    form.add_argument(
+        "--router", action="store_true", help="for a run with experts: draw where tokens went in training"
     )
-    parser.add_argument("--open", action="store_true", help="open what was written in the browser")
-    parser.add_argument("--width", type=int, metavar="N", help="columns of the drawing; the terminal's by default")
+    parser.add_argument("--layer", type=int, metavar="N", help="with --router: draw only this layer, counted from 0")
+    parser.add_argument(
+        "--out",
+        metavar="FILE",
+        help="write this file: a page (.html), a drawing (.svg) or a trace for Perfetto (.json)",
+    )
+    parser.add_argument("--open", action="store_true", help="open the page in the browser")
+    parser.add_argument(
+        "--width", type=int, metavar="N", help="columns of the drawing; by default those of the terminal"
+    )
     return parser

@@ -27,7 +27,7 @@ def write_help(base: object, *, usage: str, description: str, common: Sequence[s
     width = max(20, min(shutil.get_terminal_size().columns, WIDEST))
     sections = list(_sections(base, ""))
     every = {name: entry for _, entries in sections for name, entry in entries.items()}
-    groups = [("Asked for most", {name: every.pop(name) for name in common})]
+    groups = [("Common flags", {name: every.pop(name) for name in common})]
     groups += [(title, {name: each for name, each in entries.items() if name in every}) for title, entries in sections]
     blocks = [
         _wrap(f"usage: {usage}", width, later=7),

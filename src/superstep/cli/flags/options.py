@@ -87,7 +87,7 @@ def read_run(path: Path) -> RunConfig:
     """
     if path.is_file() and path.suffix != ".toml":
         raise ConfigError(
-            f"'{path}' is no .toml file; name a run.toml, or train on the text of a file: "
+            f"'{path}' is not a .toml file; name a run.toml, or train on the text of a file: "
             f"superstep train --data.corpus {shlex.quote(str(path))}."
         )
     return read_config(path)

@@ -35,7 +35,7 @@ from superstep.planner.simulate_best import straggled
 
 DESCRIPTION = (
     "Rank every layout of a model on a cluster before it runs. MODEL is a named size, a Hugging Face config.json or a "
-    "run.toml. With --serve: what a server of it will do (superstep plan MODEL --serve --help)."
+    "run.toml. With --serve, predict a server of the model (superstep plan MODEL --serve --help)."
 )
 
 
@@ -44,17 +44,17 @@ class RankOptions(PlanRequest):
     """Options of a plan."""
 
     explain: bool = False
-    """Show where the step and the memory of the best plan go."""
+    """Show where the step time and the memory of the best plan go."""
     calibrate: tuple[str, ...] = ()
-    """Runs of ours, published steps, measured machines (see the page on planning): fit the shares of peaks to them."""
+    """Fit the shares of peak rates to these runs, published steps or measured machines (see the page on planning)."""
     jitter: float | None = None
     """Spread of an operation's seconds, such as 0.05: simulate the delays of the best plan's steps."""
     slow_share: float = 0.0
     """Share of the chips that are a tenth slower permanently; simulated as well."""
     out: str | None = None
-    """Write the best plan as a run.toml that trains."""
+    """Write the best plan to this file as a run.toml that trains."""
     json: str | None = None
-    """Write the best plans and their alternatives as JSON."""
+    """Write the best plans and their alternatives to this file as JSON."""
 
 
 def main(argv: Sequence[str]) -> int:

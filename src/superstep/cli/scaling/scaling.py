@@ -22,8 +22,8 @@ from superstep.scaling.model_sizes import LEAST_SHAPE, shape_of
 from superstep.scaling.summary import FittedNumber, Study, estimate, study
 
 DESCRIPTION = (
-    "Fit the loss as a law of size and tokens to your runs, and find the best model for a budget. RUNS are CSV files "
-    "with the columns params, tokens, loss (and flops, run), and directories that train wrote."
+    "Fit laws of the loss by model size and tokens to your runs, and compute the best model for a budget. RUNS are CSV "
+    "files with the columns params, tokens, loss (and optionally flops, run), or run directories."
 )
 
 
@@ -46,7 +46,7 @@ class ScalingOptions:
     resamples: int = 200
     """Fits to resampled runs, for the intervals."""
     seed: int = 0
-    """Of the resampling."""
+    """The seed of the resampling."""
     json: str | None = None
     """Write every number, in base units, to this file."""
     plot: str | None = None

@@ -26,34 +26,36 @@ USUAL_SEQUENCE = 8192
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """What to plan for."""
+    """The model's work, the cluster, and the fixed fields of the plan."""
 
     cluster: str = ""
-    """Chips and their number, 128xH100 say, or the path of a cluster's TOML file."""
+    """Number and name of chips, for example 128xH100, or the path of a cluster's TOML file."""
     tokens: float | None = None
-    """Tokens of the whole run: tells days, energy and price."""
+    """Tokens of the whole run; prints its days, energy and price."""
     global_batch: int | None = None
-    """Sequences in a step; none takes what the run.toml has, or about four million tokens."""
+    """Sequences in a step; none takes the value of the run.toml, or about four million tokens."""
     sequence: int | None = None
-    """Tokens of a sequence; none takes what the run.toml has, or the model's own, up to 8,192."""
+    """Tokens of a sequence; none takes the value of the run.toml, or the model's context, at most 8,192."""
     memory: float | None = None
     """GiB of a chip that a plan may fill; none takes all but the device's context and the communicators' buffers."""
     top: int = 5
-    """Plans to show, each of another kind: of axes that are cut."""
+    """The number of plans to show; each splits other axes."""
     fix: tuple[str, ...] = ()
-    """What is settled: plan.tp=4 plan.schedule=1f1b, or numerics.compute=bf16."""
+    """Fields with a fixed value: plan.tp=4 plan.schedule=1f1b, or numerics.compute=bf16."""
     fallback: int = 0
-    """Show plans for one lost node, two, ... up to so many."""
+    """Also show plans after the loss of one node, of two nodes, and so on, up to this number."""
     mtbf: float | None = None
-    """Hours between failures of one chip with its share of the host; none takes what is published of the chip."""
+    """Hours between failures of one chip with its share of the host; none takes the published figure of the chip."""
     price: float | None = None
-    """Of a chip for an hour; none takes what the cluster's file has."""
+    """Price of a chip for an hour; none takes the value of the cluster file."""
 
 
 def check_request(request: PlanRequest) -> None:
     """See that its numbers can be used. Raises ConfigError where one cannot."""
     if not request.cluster:
-        raise ConfigError("--cluster is missing; set it to chips and their number, 64xH100 say, or to a TOML file.")
+        raise ConfigError(
+            "--cluster is missing; set it to a number and a name of chips, for example 64xH100, or to a TOML file."
+        )
     above = {"--top": request.top, "--global-batch": request.global_batch, "--sequence": request.sequence}
     for name, value in above.items():
         if value is not None and value < 1:

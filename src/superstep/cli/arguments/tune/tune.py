@@ -18,8 +18,8 @@ Recipe = TypeVar("Recipe", TuneConfig, RlRecipe)
 
 Kind = Literal["sft", "dpo"]
 KINDS: Mapping[Kind, str] = {
-    "sft": "learn the answers of conversations, or how prompts go on",
-    "dpo": "make preferred answers likelier than others, next to the model that it begins with",
+    "sft": "learn the answers of conversations, or the completions of prompts",
+    "dpo": "make preferred answers more likely than rejected ones, with the starting model as the reference",
 }
 
 REWARDS = "rl"
@@ -27,13 +27,17 @@ REWARDS = "rl"
 
 MERGE, SERVE = "merge", "serve"
 APART: Mapping[str, str] = {
-    MERGE: "put the adapter of a run into the weights that it adds to",
-    SERVE: "let others train adapters over HTTP, by Tinker's client",
+    MERGE: "merge the adapter of a run into its base weights",
+    SERVE: "serve Tinker's client, which trains adapters over HTTP",
 }
 """Actions without a recipe, with other arguments (``arguments.tune_merge``, ``tune_serve``)."""
 
 EVERY: Mapping[str, str] = dict(
-    [*KINDS.items(), (REWARDS, "learn from the rewards of its own answers"), *APART.items()]
+    [
+        *KINDS.items(),
+        (REWARDS, "reinforcement learning: learn from rewards for the model's own answers"),
+        *APART.items(),
+    ]
 )
 
 FIRST = ("start", "data.corpus", "data.sequence_tokens", "sft.too_long", *COMMON[2:])
@@ -58,7 +62,7 @@ FIRST_OF_REWARDS = (
 
 def _usage() -> str:
     usage = "usage: superstep tune sft|dpo|rl [recipe.toml] [--FLAG VALUE ...]"
-    return page(usage, EVERY.items(), "superstep tune sft --help says more.")
+    return page(usage, EVERY.items(), "superstep tune sft|dpo|rl|merge|serve --help lists the flags.")
 
 
 def read(argv: Sequence[str]) -> tuple[Kind, TuneConfig] | RlRecipe:
@@ -84,7 +88,7 @@ def read_kind(argv: Sequence[str]) -> tuple[Kind, TuneConfig]:
         if asks_for_help(argv):
             print(_usage())
             raise SystemExit(0)
-        raise UserError(f"superstep tune needs to be told what to do; name one of {', '.join(EVERY)}.")
+        raise UserError(f"superstep tune needs an action; name one of {', '.join(EVERY)}.")
     kind, *rest = argv
     if kind in APART and asks_for_help(rest):
         {MERGE: tune_merge.read, SERVE: tune_serve.read}[kind](rest)
@@ -92,7 +96,7 @@ def read_kind(argv: Sequence[str]) -> tuple[Kind, TuneConfig]:
         if kind == known:
             records = "the records with --data.corpus"
             return known, _recipe(kind, TuneConfig(), read_recipe, rest, records=records, common=FIRST)
-    raise UserError(f"superstep tune knows no '{kind}'{did_you_mean(kind, EVERY)}")
+    raise UserError(f"superstep tune has no action '{kind}'{did_you_mean(kind, EVERY)}")
 
 
 def _recipe(
@@ -107,7 +111,7 @@ def _recipe(
     if argv and not argv[0].startswith("-"):
         path = Path(argv[0])
         if path.is_file() and path.suffix != ".toml":
-            raise ConfigError(f"'{path}' is no .toml file; name a recipe, or {records} {path}.")
+            raise ConfigError(f"'{path}' is not a .toml file; name a recipe, or {records} {path}.")
         return flags(load(path), argv[1:])
     recipe = flags(base, argv)
     saved = Path(recipe.state.dir) / RECIPE

@@ -11,8 +11,8 @@ from superstep.cli.flags.options import read_flags
 from superstep.errors import ConfigError
 
 DESCRIPTION = (
-    "Merge an adapter into the weights that it adds to, as a folder that Hugging Face's loaders read. RUN is a run "
-    "that trained one, a checkpoint of it, or a folder as PEFT writes it."
+    "Merge an adapter into its base weights and write a folder for Hugging Face's loaders. RUN is a run that trained "
+    "an adapter, a checkpoint of such a run, or a folder in PEFT's format."
 )
 
 
@@ -21,7 +21,7 @@ class MergeOptions:
     """Options of a merge."""
 
     out: str = ""
-    """The folder to make."""
+    """The folder to create."""
     base: str = ""
     """The folder of the base weights, if they have moved since training."""
 
@@ -36,5 +36,5 @@ def read(argv: Sequence[str]) -> tuple[Path, MergeOptions]:
     words = list(takewhile(lambda word: not word.startswith("-"), argv))
     options = read_flags(MergeOptions(), argv[len(words) :], prog="superstep tune merge RUN", description=DESCRIPTION)
     if len(words) != 1 or not options.out:
-        raise ConfigError("name a run and a folder to make: superstep tune merge runs/tuned --out merged.")
+        raise ConfigError("a run and a folder to create are needed: superstep tune merge runs/tuned --out merged.")
     return Path(words[0]), options

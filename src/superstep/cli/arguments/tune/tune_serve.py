@@ -13,9 +13,9 @@ from superstep.cli.flags.options import Bounds
 from superstep.plan.config import DeviceKind
 
 DESCRIPTION = (
-    "Let others train adapters of a model over HTTP, by Tinker's client: MODEL is a run, a checkpoint or a Hugging "
-    "Face folder. Set TINKER_BASE_URL to the address that is told, and TINKER_API_KEY to the key; "
-    "without one, to tml-any."
+    "Serve Tinker's client, which trains adapters of a model over HTTP. MODEL is a run, a checkpoint or a Hugging Face "
+    "folder. For the client, set TINKER_BASE_URL to the printed address, and TINKER_API_KEY to the key, or to tml-any "
+    "if there is no key."
 )
 COMMON = ("port", "host", "name", "key", "state", "numerics.compute", "numerics.exact")
 
@@ -41,7 +41,7 @@ class TinkerOptions(PortOptions):
     most_rank: Annotated[int, Bounds(least=1)] = 128
     """The largest rank of an adapter."""
     models: Annotated[int, Bounds(least=1)] = 8
-    """The most created models at once; they share the base's weights."""
+    """The most models that exist at once; they share the base weights."""
     adapters: Annotated[int, Bounds(least=1)] = 16
     """The most saved weights in memory for sampling at once; others are read again on request."""
     batch_tokens: Annotated[int, Bounds(least=1)] = 8192
@@ -60,7 +60,7 @@ def read(argv: Sequence[str]) -> tuple[Path, TinkerOptions]:
         ConfigError: one of them is missing or wrong.
         SystemExit: after printing help.
     """
-    missing = "name what to train: a run, a checkpoint or a Hugging Face folder: superstep tune serve runs/demo."
+    missing = "no model is given; name a run, a checkpoint or a Hugging Face folder: superstep tune serve runs/demo."
     model, options = read_model(
         TinkerOptions(), argv, missing, prog="superstep tune serve MODEL", description=DESCRIPTION, common=COMMON
     )
