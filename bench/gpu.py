@@ -21,6 +21,7 @@ A piece that fails is noted with its last words, and the next one runs. Without 
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import statistics
 import subprocess
@@ -253,6 +254,7 @@ def recompute(device: Device, size: Size) -> Figures:
     found: dict[str, dict[str, float]] = {}
     for policy in ("none", "selective", "full"):
         run = size.run(recompute=policy)
+        gc.collect()  # the engine before this one has cycles
         before = device.count_from_here()
         driven = Driven(run, World(0, 1, device))
         for _ in range(3):

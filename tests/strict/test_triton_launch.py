@@ -119,7 +119,7 @@ USES = {
 
 
 def stores(rank, world):
-    use = importlib.import_module("superstep.strict.triton_stores").parameter_use
+    use = importlib.import_module("superstep.strict.triton.triton_stores").parameter_use
     return {name: (use(kernel(name).fn).stored, kernel(name).arg_names) for name in USES}
 
 

@@ -44,7 +44,9 @@ def load(settings: Settings) -> ModuleType:
     importlib.import_module("superstep.strict.torch_cuda").install(device)
     importlib.import_module("superstep.strict.gpu_operators").install(device)
     importlib.import_module("superstep.strict.nccl.process_group").install(device)
-    sys.modules["superstep.kernels.gpu.invariant"] = importlib.import_module("superstep.strict.invariant_products")
+    sys.modules["superstep.kernels.gpu.invariant"] = importlib.import_module(
+        "superstep.strict.triton.invariant_products"
+    )
     sys.meta_path.insert(0, _triton_hook(device))
     atexit.register(device.stop)
     return torch
@@ -57,7 +59,7 @@ def _triton_hook(device: ModuleType) -> ImportHook:
         knobs.runtime.interpret = True
 
     def launch(_: ModuleType) -> None:
-        importlib.import_module("superstep.strict.triton_launch").install(device)
+        importlib.import_module("superstep.strict.triton.triton_launch").install(device)
 
     return ImportHook({"triton.knobs": interpret, "triton.runtime.interpreter": launch})
 

@@ -15,7 +15,7 @@ from triton.runtime import interpreter
 from triton.runtime.errors import InterpreterError
 
 from superstep.strict.torch_cuda import launch_on_current
-from superstep.strict.triton_stores import parameter_use
+from superstep.strict.triton.triton_stores import parameter_use
 
 
 def install(device: ModuleType) -> None:
