@@ -228,6 +228,30 @@ def passed_round(rank, world, place, group):
     return torch.stack([left, right])
 
 
+def in_memory_formats(rank, world, place, group):
+    """With channels last, and of what is called with several tensors, or sent, in any order without gaps."""
+    images = numbers(rank, 2, 3, 4, 5).to(place)
+    if place.type == "cpu":  # which Gloo does not have
+        dist.all_reduce(images, group=group)
+        return torch.cat([images.flatten()] * 2 + [numbers(0, 6, 2).flatten(), numbers((rank - 1) % world, 40)])
+    images = images.to(memory_format=torch.channels_last)
+    pair = [images.clone(), images.permute(3, 1, 0, 2).clone()]
+    dist.all_reduce(images, group=group)
+    with dist.distributed_c10d._coalescing_manager(group):
+        for each in pair:
+            dist.all_reduce(each, group=group)
+    first = numbers(rank, 6, 2).to(place).view(2, 6).t().clone().copy_(numbers(rank, 6, 2))
+    dist.broadcast(first.t(), 0, group=group)
+    sent, came = numbers(rank, 40).to(place).view(5, 8).t(), torch.empty(5, 8, device=place).t()
+    ends = [
+        dist.P2POp(dist.isend, sent, (rank + 1) % world, group),
+        dist.P2POp(dist.irecv, came, (rank - 1) % world, group),
+    ]
+    for work in dist.batch_isend_irecv(ends):
+        work.wait()
+    return torch.cat([images.flatten(), pair[1].permute(2, 1, 3, 0).flatten(), first.flatten(), came.t().flatten()])
+
+
 def objects(rank, world, place, group):
     every, one = [None] * world, [f"of {rank}" if rank == 0 else None, rank]
     dist.all_gather_object(every, {"rank": rank, "text": "x" * rank}, group=group)
@@ -262,6 +286,7 @@ CALLS = {
     "several at once, on a device": together_on_a_device,
     "send and recv": passed_on,
     "batch_isend_irecv": passed_round,
+    "memory formats": in_memory_formats,
     "objects": objects,
 }
 
@@ -335,6 +360,9 @@ def reduce_in_backward(device, rank):
 
 DIFFERENT = {
     "count": lambda device, rank: dist.all_reduce(ones(device, 8 + rank)),
+    "memory format": lambda device, rank: dist.all_reduce(
+        ones(device, 1, 2, 2, 2).to(memory_format=(torch.contiguous_format, torch.channels_last)[rank])
+    ),
     "dtype": lambda device, rank: dist.all_reduce(ones(device, 8, dtype=(torch.float32, torch.float64)[rank])),
     "rule": lambda device, rank: dist.all_reduce(ones(device, 8), (dist.ReduceOp.SUM, dist.ReduceOp.MAX)[rank]),
     "root": lambda device, rank: dist.broadcast(ones(device, 8), rank),
@@ -391,6 +419,7 @@ def test_ends_of_a_transfer_that_do_not_fit_are_named(pool):
 def refused_calls(gpu, rank):
     """Each with how its error goes on behind the rank."""
     strided, one = ones(gpu, 4, 4)[:, ::2], ones(gpu, 4)
+    images = ones(gpu, 1, 2, 2, 2).to(memory_format=torch.channels_last)
     return {
         "cpu": (lambda: dist.all_reduce(torch.ones(4)), "all_reduce of sum of 4 float32: No backend type .* type cpu"),
         "cpu output": (
@@ -420,6 +449,11 @@ def refused_calls(gpu, rank):
         "strided": (
             lambda: dist.all_reduce(strided),
             r"all_reduce of sum of 8 float32: Tensors must be contiguous; one has shape \(4, 2\) and strides \(4, 2\)",
+        ),
+        "transposed": (lambda: dist.all_reduce(ones(gpu, 2, 3).t()), "all_reduce of .*: Tensors must be contiguous"),
+        "list of channels last": (
+            lambda: dist.all_gather([ones(gpu, 1, 2, 2, 2)] * 2, images),
+            "all_gather of 2 x 8 float32: torch gives elements of a list that is not contiguous another order",
         ),
         "strided send": (lambda: dist.send(strided, 1 - rank), "send of 8 float32: Tensors must be contiguous"),
         "nobody": (

@@ -24,7 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from superstep.errors import CollectiveError
-from superstep.strict.nccl.transport import FLOAT8, Call, GlooTransport, Views
+from superstep.strict.nccl.tensor_rules import in_memory, in_words, refusal_of
+from superstep.strict.nccl.transport import Call, GlooTransport, Views
 from superstep.strict.nccl.watchdog import Members, Watchdog
 from superstep.strict.nccl.works import PendingCall, StreamWork
 from superstep.strict.torch_cuda import find_stream
@@ -34,13 +35,6 @@ WATCHDOG_FIRST = timedelta(minutes=1)
 
 LOOK_S = 1.0
 """Seconds after which a waiting host checks who is missing."""
-
-DTYPES = {
-    *(torch.int8, torch.uint8, torch.bool, torch.int32, torch.int64),
-    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, *FLOAT8),
-}
-"""Types in NCCL (``ncclDataType`` in torch/csrc/distributed/c10d/NCCLUtils.hpp); complex numbers are sent as real ones.
-"""
 
 Run = Callable[[GlooTransport, Views, Views], None]
 
@@ -242,9 +236,20 @@ class Communicator(dist.ProcessGroup):
 
     # Issue of calls.
 
-    def _call(self, name: str, what: str, reads: Sequence[Tensor], writes: Sequence[Tensor], run: Run) -> StreamWork:
-        self._require(not (why := refusal_of([*reads, *writes])), name, what, why)
-        return self._issue_or_keep(Call(name, what, self.device.caller(), reads, writes, run))
+    def _call(
+        self,
+        name: str,
+        what: str,
+        reads: Sequence[Tensor],
+        writes: Sequence[Tensor],
+        run: Run,
+        *,
+        takes_dense: bool = False,
+    ) -> StreamWork:
+        """Issue a collective, which moves the memory of its tensors."""
+        self._require(not (why := refusal_of([*reads, *writes], takes_dense=takes_dense)), name, what, why)
+        memory = [in_memory(each) for each in reads], [in_memory(each) for each in writes]
+        return self._issue_or_keep(Call(name, what, self.device.caller(), *memory, run))
 
     def _require(self, holds: bool, name: str, what: str, rule: str) -> None:
         if not holds:
@@ -256,8 +261,9 @@ class Communicator(dist.ProcessGroup):
         what = in_words(*sent, *received)
         others = [rank for rank in range(self.size()) if rank != self.rank()]
         self._require(peer in others, name, what, f"Invalid peer rank {peer}; it must be one of {others} in its group")
-        self._require(not (why := refusal_of([*sent, *received])), name, what, why)
-        return self._issue_or_keep(Call(name, what, self.device.caller(), sent, received, peer=peer))
+        self._require(not (why := refusal_of([*sent, *received], takes_dense=True)), name, what, why)
+        memory = [in_memory(each) for each in sent], [in_memory(each) for each in received]
+        return self._issue_or_keep(Call(name, what, self.device.caller(), *memory, peer=peer))
 
     def _issue_or_keep(self, call: Call) -> StreamWork:
         """Issue a call now, or at the end of its group of calls, with a common work."""
@@ -308,28 +314,3 @@ class Communicator(dist.ProcessGroup):
     def _end_coalescing(self, device: torch.device) -> StreamWork | None:
         calls, self._coalesced = self._coalesced, None
         return self._issue(calls) if calls else None
-
-
-def refusal_of(tensors: Sequence[Tensor]) -> str:
-    """Why ProcessGroupNCCL refuses the tensors of a call; empty if it does not."""
-    first = tensors[0]
-    for tensor in tensors:
-        if not tensor.is_cuda:
-            return f"No backend type associated with device type {tensor.device.type}; a tensor must be on a GPU"
-        if tensor.device != first.device:
-            return f"its tensors are on {first.device} and {tensor.device}; they must be on one GPU"
-        if tensor.dtype not in DTYPES and not tensor.is_complex():
-            return f"Input tensor data type is not supported for NCCL process group: {tensor.dtype}"
-        if tensor.dtype != first.dtype:
-            return f"its tensors are of {first.dtype} and {tensor.dtype}; they must have one type"
-        if not tensor.is_contiguous():
-            given = f"shape {tuple(tensor.shape)} and strides {tensor.stride()}"
-            return f"Tensors must be contiguous; one has {given}, and .contiguous() copies it"
-    return ""
-
-
-def in_words(*tensors: Tensor) -> str:
-    """Number and type of elements of tensors, with equal ones counted."""
-    each = (f"{tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}" for tensor in tensors)
-    counts = [(len(list(same)), words) for words, same in itertools.groupby(each)]
-    return ", ".join(f"{count} x {words}" if count > 1 else words for count, words in counts)

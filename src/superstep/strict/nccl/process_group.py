@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from superstep.strict.nccl.communicator import Communicator, GroupOptions, in_words
+from superstep.strict.nccl.communicator import Communicator, GroupOptions
+from superstep.strict.nccl.tensor_rules import has_gaps, in_words
 from superstep.strict.nccl.transport import Call, GlooTransport, Reduction, Views
 from superstep.strict.nccl.watchdog import Watchdog
 from superstep.strict.nccl.works import BarrierWork, StreamWork
@@ -30,7 +31,7 @@ class Nccl(Communicator):
 
     def allreduce(self, tensors: Any, opts: Any = None) -> StreamWork:  # noqa: ANN401
         """A reduction, in place."""
-        return self.allreduce_coalesced(as_list(tensors), opts)
+        return self._reduce_all(as_list(tensors), opts, takes_dense=False)
 
     def broadcast(self, tensors: Any, opts: Any = None) -> StreamWork:  # noqa: ANN401
         """The numbers of one member, on all."""
@@ -50,11 +51,12 @@ class Nccl(Communicator):
         own, of_each = as_list(inputs), outputs[0]
         what = in_words(*of_each)
         self._require_part(own[0], of_each, self.rank(), "all_gather", what)
+        self._require_order([*own, *of_each], "all_gather", what)
         return self._call("all_gather", what, own, of_each, lambda transport, at, to: transport.gather(to, at[0]))
 
     def all_gather_single(self, output: Tensor, own: Tensor, opts: Any = None) -> StreamWork:  # noqa: ANN401
         """Each member's numbers, concatenated."""
-        return self.all_gather_single_coalesced([output], [own], opts)
+        return self._gather_single([output], [own], takes_dense=False)
 
     def reduce_scatter_single(self, output: Tensor, whole: Tensor, opts: Any = None) -> StreamWork:  # noqa: ANN401
         """A reduction, of which each member gets its part."""
@@ -106,6 +108,7 @@ class Nccl(Communicator):
         rule = self._reduction("reduce_scatter", own, opts)
         what = f"{rule} of {in_words(*for_each)}"
         self._require_part(own[0], for_each, self.rank(), "reduce_scatter", what)
+        self._require_order([*own, *for_each], "reduce_scatter", what)
 
         def run(transport: GlooTransport, at: Views, to: Views) -> None:
             total = torch.cat([each.reshape(-1) for each in at])
@@ -127,7 +130,7 @@ class Nccl(Communicator):
             for each, part in zip(to, came.split([each.numel() for each in to]), strict=True):
                 each.copy_(part.view_as(each))
 
-        return self._call("all_to_all", what, list(inputs), list(outputs), run)
+        return self._call("all_to_all", what, list(inputs), list(outputs), run, takes_dense=True)
 
     def all_to_all_single(
         self,
@@ -149,7 +152,7 @@ class Nccl(Communicator):
         def run(transport: GlooTransport, at: Views, to: Views) -> None:
             transport.exchange(to[0], at[0], from_each, to_each)
 
-        return self._call(name, what, [own], [output], run)
+        return self._call(name, what, [own], [output], run, takes_dense=True)
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int = 0) -> StreamWork:
         """To another member; NCCL has no tags."""
@@ -179,13 +182,17 @@ class Nccl(Communicator):
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> StreamWork:  # noqa: ANN401
         """Several reductions as one call."""
+        return self._reduce_all(tensors, opts, takes_dense=True)
+
+    def _reduce_all(self, tensors: Sequence[Tensor], opts: Any, *, takes_dense: bool) -> StreamWork:  # noqa: ANN401
         rule = self._reduction("all_reduce", tensors, opts)
 
         def run(transport: GlooTransport, _: Views, to: Views) -> None:
             for each in to:
                 transport.reduce(each, rule)
 
-        return self._call("all_reduce", f"{rule} of {in_words(*tensors)}", tensors, tensors, run)
+        what = f"{rule} of {in_words(*tensors)}"
+        return self._call("all_reduce", what, tensors, tensors, run, takes_dense=takes_dense)
 
     def all_gather_single_coalesced(
         self,
@@ -194,6 +201,9 @@ class Nccl(Communicator):
         opts: Any = None,  # noqa: ANN401
     ) -> StreamWork:
         """Several gathers as one call."""
+        return self._gather_single(outputs, inputs, takes_dense=True)
+
+    def _gather_single(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *, takes_dense: bool) -> StreamWork:
         what = in_words(*inputs)
         for own, output in zip(inputs, outputs, strict=True):
             self._require_whole(output, own, "output", "input", "all_gather_single", what)
@@ -202,7 +212,7 @@ class Nccl(Communicator):
             for own, output in zip(at, to, strict=True):
                 transport.gather(list(output.view(-1).chunk(transport.size)), own.reshape(-1))
 
-        return self._call("all_gather_single", what, inputs, outputs, run)
+        return self._call("all_gather_single", what, inputs, outputs, run, takes_dense=takes_dense)
 
     def reduce_scatter_single_coalesced(
         self,
@@ -220,7 +230,7 @@ class Nccl(Communicator):
             for whole, output in zip(at, to, strict=True):
                 transport.reduce_part(output, whole, rule)
 
-        return self._call("reduce_scatter_single", what, inputs, outputs, run)
+        return self._call("reduce_scatter_single", what, inputs, outputs, run, takes_dense=True)
 
     def _reduction(self, name: str, tensors: Sequence[Tensor], opts: Any) -> Reduction:  # noqa: ANN401
         """The reduction of torch's options; raises a CollectiveError if NCCL does not support it."""
@@ -237,6 +247,13 @@ class Nccl(Communicator):
     def _require_one_each(self, tensors: Sequence[Tensor], name: str, what: str) -> None:
         rule = f"a list must have a tensor for each of the {self.size()} members; one has {len(tensors)}"
         self._require(len(tensors) == self.size(), name, what, rule)
+
+    def _require_order(self, tensors: Sequence[Tensor], name: str, what: str) -> None:
+        """Raise a CollectiveError if memory is not in the order of elements: torch copies a list element by element to
+        or from the memory that NCCL moves (``newLikeFlat``), and so would give the elements another order.
+        """
+        rule = "torch gives elements of a list that is not contiguous another order; .contiguous() copies a tensor"
+        self._require(all(each.is_contiguous() or has_gaps(each) for each in tensors), name, what, rule)
 
     def _require_part(self, own: Tensor, parts: Sequence[Tensor], member: int, name: str, what: str) -> None:
         """Raise a CollectiveError if this member's part has another size in the list of all members' parts."""
