@@ -233,6 +233,42 @@ assert "POST /render" in asyncio.run(send("/nowhere", {})).json()["error"]["mess
 """
 
 
+OPTIMIZER = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import small
+import superstep
+from corpus import write_corpus
+from superstep.cost.program.memory.memory import rank_bytes
+from superstep.launch.ranks import launch_on
+from superstep.numerics.update_rules import RULES
+from superstep.plan.optimizers import MOMENTS
+from superstep.plan.resolution.resolve import resolve
+from superstep.program.compile import compile_step
+from superstep.train.proof.proof_inputs import Cases, prove_case
+
+
+def main():
+    assert str(superstep.__file__).startswith(sys.argv[1]), superstep.__file__
+    assert set(RULES) == set(MOMENTS) == {"adamw", "lion", "sgd"}
+    config = small.config(layers=2, dp=2, zero=2)
+    runs = {name: resolve(replace(config, train=replace(config.train, optimizer=name, lr=0.1))) for name in MOMENTS}
+    held = {name: rank_bytes(run, compile_step(run.plan))[0].optimizer for name, run in runs.items()}
+    assert held["sgd"] == held["lion"] < held["adamw"]
+    folder = Path(sys.argv[2])
+    corpus = write_corpus(folder / "corpus", vocab=small.VOCAB)
+    case = Cases(folder / "references", corpus, steps=3).case(runs["sgd"], reruns=True)
+    verdict = launch_on("cpu", 2, prove_case, case)
+    assert verdict.is_proven, verdict.first and verdict.first.describe()
+
+
+if __name__ == "__main__":
+    main()
+"""
+
+
 REWARD = """
 from superstep.grade.graders.text import Words
 
@@ -312,3 +348,8 @@ def test_a_reward_as_the_page_says_it_withstands_the_attacks_and_its_first_versi
 
 def test_a_check_that_is_added_as_the_page_says_decides(tmp_path):
     run(REWARD, changed("add-a-reward.md", tmp_path), tmp_path)
+
+
+@pytest.mark.multiproc
+def test_an_optimizer_that_is_added_as_the_page_says_is_proven(tmp_path):
+    run(OPTIMIZER, changed("add-an-optimizer.md", tmp_path), tmp_path)

@@ -1,1 +1,4 @@
-"""Losses and numbers: loss functions, policy losses (PPO, DPO, ...), tolerances, exact sums, random numbers."""
+"""Losses and numbers: loss functions, policy losses (PPO, DPO, ...), tolerances, exact sums, random numbers.
+
+``update_rules.py`` has the update of each optimizer.
+"""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from superstep.plan.config import TrainConfig
 
@@ -19,28 +19,35 @@ def make_optimizer(train: TrainConfig, params: Sequence[nn.Parameter]) -> torch.
         {"params": [p for p in params if p.ndim > 1], "weight_decay": train.weight_decay},
         {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
     ]
-    betas = train.beta1, train.beta2
+    beta1, beta2 = train.beta1, train.beta2
     match train.optimizer:
         case "adamw":
-            return torch.optim.AdamW(groups, betas=betas, eps=train.eps)
-        case "lion":
-            return _Lion(groups, betas)
+            return torch.optim.AdamW(groups, betas=(beta1, beta2), eps=train.eps)
+        case "lion":  # Chen 2023, algorithm 2
+            return _OneMoment(groups, lambda g, m: (torch.sign(torch.lerp(g, m, beta1)), torch.lerp(g, m, beta2)))
 
 
-class _Lion(torch.optim.Optimizer):
-    """Chen 2023, algorithm 2."""
+class _OneMoment(torch.optim.Optimizer):
+    """An optimizer with one moment and decoupled weight decay.
 
-    def __init__(self, params: Iterable[dict[str, Any]], betas: tuple[float, float]) -> None:
-        super().__init__(params, {"lr": 0.0, "betas": betas})
+    Args:
+        groups: parameters and their decay.
+        rule: from a gradient and its moment to the step of the parameter, before the learning rate, and the next
+            moment.
+    """
+
+    def __init__(
+        self, groups: Iterable[dict[str, Any]], rule: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    ) -> None:
+        super().__init__(groups, {"lr": 0.0})
+        self._rule = rule
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """One update; there is no closure."""
         assert closure is None
         for group in self.param_groups:
-            lr, decay, (beta1, beta2) = group["lr"], group["weight_decay"], group["betas"]
             for param in group["params"]:
-                m = self.state[param].setdefault("exp_avg", torch.zeros_like(param))
-                update = torch.sign(torch.lerp(param.grad, m, beta1))
-                param.sub_(lr * (update + decay * param))
-                m.copy_(torch.lerp(param.grad, m, beta2))
+                state = self.state[param]
+                step, state["exp_avg"] = self._rule(param.grad, state.get("exp_avg", torch.zeros_like(param)))
+                param.sub_(group["lr"] * (step + group["weight_decay"] * param))
