@@ -17,6 +17,7 @@ from dataclasses import replace
 from datetime import timedelta
 from itertools import islice
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import psutil
 import torch
@@ -60,6 +61,7 @@ class Communicator(dist.ProcessGroup):
     # Set by ``install``.
     device: ModuleType
     watchdog: Watchdog
+    on_gloo: torch.library.Library
 
     def __init__(self, store: dist.Store, rank: int, size: int, options: GroupOptions) -> None:  # type: ignore[name-defined]
         super().__init__(rank, size)  # type: ignore[call-arg]
@@ -72,6 +74,7 @@ class Communicator(dist.ProcessGroup):
         self._is_aborted = False
         self._transports: dict[int, tuple[int, GlooTransport]] = {}
         self._first_uses: set[str] = set()
+        self.on_host: dist.ProcessGroup | None = None
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -102,9 +105,11 @@ class Communicator(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cuda")]
+        return [torch.device("cuda")] if self.on_host is None else [torch.device("cpu"), torch.device("cuda")]
 
-    def _get_backend(self, device: torch.device) -> Communicator:
+    def _get_backend(self, device: torch.device) -> Any:  # noqa: ANN401 - itself, or torch's for the host
+        if device.type == "cpu" and self.on_host is not None:
+            return self.on_host._get_backend(device)
         if device.type != "cuda":
             raise RuntimeError(f"No backend type associated with device type {device.type}")
         return self
@@ -233,6 +238,7 @@ class Communicator(dist.ProcessGroup):
             self.device.close(queue)
         self.watchdog.forget([queue for queue, _ in self._transports.values()])
         self._transports.clear()
+        self.on_host = None
 
     # Issue of calls.
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from superstep.strict.nccl import gloo_on_gpus, host_group
 from superstep.strict.nccl.communicator import Communicator, GroupOptions
 from superstep.strict.nccl.tensor_rules import has_gaps, in_words
 from superstep.strict.nccl.transport import Call, GlooTransport, Reduction, Views
@@ -278,7 +279,7 @@ def as_list(tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
 def batch_isend_irecv(operations: Sequence[dist.P2POp]) -> list[dist.Work]:
     """``torch.distributed``'s, which groups calls only for its own class of process group."""
     group = operations[0].group or dist.group.WORLD
-    if not isinstance(group, Communicator):
+    if not isinstance(group, Communicator) or (group.on_host is not None and operations[0].tensor.is_cpu):
         return torch_batch(operations)  # type: ignore[arg-type]
     with c10d._coalescing_manager(group, operations[0].tensor.device, async_ops=True) as manager:
         for one in operations:
@@ -297,6 +298,8 @@ def install(device: ModuleType) -> None:
         device: the compiled module.
     """
     Communicator.device, Communicator.watchdog = device, Watchdog(device)
+    Communicator.on_gloo = gloo_on_gpus.install(device)
+    host_group.install()
     c10d.ProcessGroupNCCL = dist.ProcessGroupNCCL = Nccl
     c10d._NCCL_AVAILABLE = True
     dist.batch_isend_irecv = c10d.batch_isend_irecv = batch_isend_irecv
