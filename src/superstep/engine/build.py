@@ -50,29 +50,17 @@ def assemble(
         begin: called with the number of a microbatch before any computation with it.
         example: one row of input, if it is no row of tokens.
     """
-    plan, numerics = run.plan, run.config.numerics
-    compute_dtype = DTYPES[numerics.compute]
+    plan, compute_dtype = run.plan, DTYPES[run.config.numerics.compute]
     sums = GradientSums()
     excess = RangeExcess()
     exact = _exact(run, mesh, buffers, sums, excess)
     shared = _parameters(buffers)
     here = [unit for stage, units in enumerate(plan.stages) if plan.placement[stage] == mesh.at.pp for unit in units]
-    # Of a compiled model only the blocks are compiled: embedding and head are faster with gradients that are
-    # accumulated in place.
     built = {
         unit: build_module(
             specs[unit],
             {local: shared[p.name] for local, p in specs[unit].params.items()},
-            LayerContext(
-                tp=mesh.tp,
-                rules=plan.rules,
-                sums=sums,
-                sequence_parallel=plan.sequence_parallel,
-                is_first=unit == 0,
-                is_compiled=numerics.compile and plan.recomputed[unit],
-                kernels=layer_kernels(run, mesh.device),
-                exact=exact,
-            ),
+            _layer_context(run, mesh, unit, sums, exact),
         )
         for unit in here
     }
@@ -95,6 +83,21 @@ def assemble(
         begin=begin,
         excess=excess,
         sight=build_sight(run, mesh, excess),
+    )
+
+
+def _layer_context(run: Resolved, mesh: Mesh, unit: int, sums: GradientSums, exact: ExactLayers | None) -> LayerContext:
+    plan = run.plan
+    return LayerContext(
+        tp=mesh.tp,
+        rules=plan.rules,
+        sums=sums,
+        sequence_parallel=plan.sequence_parallel,
+        is_first=unit == 0,
+        # Only blocks are compiled: embedding and head are faster with gradients that are accumulated in place.
+        is_compiled=run.config.numerics.compile and plan.recomputed[unit],
+        kernels=layer_kernels(run, mesh.device),
+        exact=exact,
     )
 
 

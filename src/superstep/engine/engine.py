@@ -190,6 +190,9 @@ class Engine(RankState):
             ),
             record=record,
         )
+        return self._run_step(context)
+
+    def _run_step(self, context: StepContext) -> StepResult:
         for b in self.trained_buffers():
             b.zero_gradient()
         result = self._executor.run(context).step

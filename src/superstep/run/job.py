@@ -22,6 +22,7 @@ from superstep.run.launch_rules import OWN, Launcher, check_launch
 from superstep.run.memory_check import require_fit
 from superstep.run.recover import Recovery
 from superstep.state.checkpoint import read_position
+from superstep.state.object_store.store import CheckpointStore
 from superstep.state.object_store.store_sync import fetch_newest, mirrored
 from superstep.state.snapshots.memory_snapshot import Handles
 from superstep.state.verify import newest, verify
@@ -130,20 +131,9 @@ def prepared_job(
     if checkpoint is None:
         check_start(run)
     traced = operations(run)
-    here = run.plan.mesh.world // hosts
-    # torchrun gives the number of its ranks on this host, srun does not.
-    if choose(run.config.plan.device, launcher.ranks_here(here)) == "cpu":
-        # Only a GPU's own rank knows its free memory: reading it uses a part of it.
-        require_fit(run, Device("cpu"), traced, ranks=launcher.local_ranks or here)
+    _check_memory(run, traced, launcher, run.plan.mesh.world // hosts)
     with hold(folder), mirrored(folder.checkpoints, store, run.config.state.keep):
-        if store is not None and run.config.state.existing == "resume":
-            for line in fetch_newest(store, folder.checkpoints):
-                console.say(line)
-            checkpoint = newest(folder.checkpoints)
-        if checkpoint is not None:  # ranks of an earlier launch may have ended only now
-            checkpoint = newest(folder.checkpoints)
-        if checkpoint is not None:
-            require_same_run(checkpoint, identity_of(run))
+        checkpoint = _choose_checkpoint(run, folder, store, checkpoint, console)
         step = 0 if checkpoint is None else read_position(checkpoint).step
         corpus = None if kind.length is None else tokens(run, folder, checkpoint)
         if kind.length is not None and corpus is not None:
@@ -174,6 +164,31 @@ def prepared_job(
                 began_at_s=began_at_s,
                 earlier_s=spent_s(folder.metrics),
             )
+
+
+def _check_memory(run: Resolved, traced: tuple[UnitOperations, ...] | None, launcher: Launcher, here: int) -> None:
+    """Refuse a run that this host's memory does not hold. ``here``: its ranks, if the launcher does not say."""
+    # torchrun gives the number of its ranks on this host, srun does not.
+    if choose(run.config.plan.device, launcher.ranks_here(here)) == "cpu":
+        # Only a GPU's own rank knows its free memory: reading it uses a part of it.
+        require_fit(run, Device("cpu"), traced, ranks=launcher.local_ranks or here)
+
+
+def _choose_checkpoint(
+    run: Resolved, folder: RunFolder, store: CheckpointStore | None, checkpoint: Path | None, console: Console
+) -> Path | None:
+    """The checkpoint to resume from, chosen again now that the directory is locked: ranks of an earlier launch may have
+    ended only now, and a store may have a newer one.
+    """
+    if store is not None and run.config.state.existing == "resume":
+        for line in fetch_newest(store, folder.checkpoints):
+            console.say(line)
+    elif checkpoint is None:
+        return None
+    newest_one = newest(folder.checkpoints)
+    if newest_one is not None:
+        require_same_run(newest_one, identity_of(run))
+    return newest_one
 
 
 def _say_passes(run: Resolved, corpus: Path, console: Console) -> None:

@@ -17,7 +17,8 @@ from superstep.cli.serve.serve_settings import serve_config
 from superstep.cli.train.live_report import require_token
 from superstep.errors import ConfigError
 from superstep.plan.config import RunConfig
-from superstep.plan.resolution.resolve import check_ranges, resolve
+from superstep.plan.resolution.check_ranges import check_ranges
+from superstep.plan.resolution.resolve import resolve
 from superstep.run.launch_rules import SEVERAL_HOSTS, check_launch, require_alone
 from superstep.run.serving.served_model import check_model, find_model
 from superstep.train.run_folder import run_directory

@@ -240,26 +240,7 @@ def foresee(
     Raises:
         ConfigError: a context does not fit.
     """
-    model, shape = setting_model(run, config), run.shape
-    rate, small = priced.rate, priced.small
-    context = config.context_tokens or shape.max_tokens
-    page_bytes = config.page_tokens * (model.key_bytes + (0 if small is None else small.model.key_bytes))
-    least = -(-context // config.page_tokens)
-    pages = config.pages or usual_pages(least, config.requests, int(free_bytes), page_bytes)
-    if pages < least or pages * page_bytes > free_bytes:
-        raise ConfigError(
-            f"serve.pages = {pages} of {config.page_tokens} tokens: a context of {context} tokens takes {least} pages, "
-            f"and there is room for {int(free_bytes // page_bytes)}; set serve.context_tokens or serve.pages."
-        )
-    server = ServerSetup(
-        model=model,
-        rate=rate,
-        pages=pages,
-        page_tokens=config.page_tokens,
-        budget=Budget(tokens=config.step_tokens, requests=config.requests),
-        context_tokens=context,
-        small=small,
-    )
+    server, rate = _server_setup(run, config, priced, free_bytes), priced.rate
     speculate = options.serve.speculate or ""
     known = options.prompt + options.answer // 2
     return ServeForecast(
@@ -273,8 +254,8 @@ def foresee(
         weight_bytes=server.weight_bytes,
         key_bytes=server.key_bytes,
         beside_bytes=rate.beside_bytes,
-        page_bytes=page_bytes,
-        pages=pages,
+        page_bytes=server.page_bytes,
+        pages=server.pages,
         page_tokens=config.page_tokens,
         rooms=tuple(rooms(server)),
         firsts=tuple(firsts(server)),
@@ -290,4 +271,27 @@ def foresee(
             if speculate
             else ()
         ),
+    )
+
+
+def _server_setup(run: Resolved, config: ServeConfig, priced: StepPrices, free_bytes: float) -> ServerSetup:
+    """The server's configuration, with as many pages as it would have."""
+    model, small = setting_model(run, config), priced.small
+    context = config.context_tokens or run.shape.max_tokens
+    page_bytes = config.page_tokens * (model.key_bytes + (0 if small is None else small.model.key_bytes))
+    least = -(-context // config.page_tokens)
+    pages = config.pages or usual_pages(least, config.requests, int(free_bytes), page_bytes)
+    if pages < least or pages * page_bytes > free_bytes:
+        raise ConfigError(
+            f"serve.pages = {pages} of {config.page_tokens} tokens: a context of {context} tokens takes {least} pages, "
+            f"and there is room for {int(free_bytes // page_bytes)}; set serve.context_tokens or serve.pages."
+        )
+    return ServerSetup(
+        model=model,
+        rate=priced.rate,
+        pages=pages,
+        page_tokens=config.page_tokens,
+        budget=Budget(tokens=config.step_tokens, requests=config.requests),
+        context_tokens=context,
+        small=small,
     )

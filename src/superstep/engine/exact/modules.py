@@ -118,88 +118,91 @@ def grid_of(spec: ParamSpec, grain: Grain, shape: ModelShape, excess: RangeExces
     return PARAMETER.of(terms, f"the gradient of {spec.name}", excess)
 
 
+@dataclass(frozen=True, slots=True)
+class _LayerBuilder:
+    """Makes the implementations of one unit's layers, by their path in the unit."""
+
+    spec: UnitSpec
+    exact: ExactLayers
+
+    def is_trained(self, layer: nn.Module) -> bool:
+        return any(parameter in self.exact.sinks for parameter in layer.parameters(recurse=False))
+
+    def linear(self, path: str, layer: nn.Linear, inner: Forward) -> Forward:
+        own, param, sinks = dict(layer.named_parameters()), self._param(path), self.exact.sinks
+        is_cut = self.exact.rules.cut(param.axes[0]) == "tp"
+        assert "bias" not in own or is_cut, "a bias of what is summed over tp is added once, not here"
+        bias_sink = sinks.get(own["bias"]) if "bias" in own else None
+        return exact_linear(layer, sinks.get(own["weight"]), self.exact.cut(param), bias_sink)
+
+    def adapted(self, path: str, layer: AdaptedLinear, inner: Forward) -> Forward:
+        a, b = (self.exact.cut(self.spec.params[f"{path}{end}"]) for end in (ENDS["a"], ENDS["b"]))
+        own = dict(layer.named_parameters())
+        to = self.exact.sinks[own["lora_A.weight"]], self.exact.sinks[own["lora_B.weight"]]
+        return exact_adapted(layer, (self.exact.cut(self._param(path)), a, b), to)
+
+    def norm(self, path: str, layer: RMSNorm, inner: Forward) -> Forward:
+        return exact_norm(layer.weight, self.exact.sinks.get(layer.weight), layer.eps)
+
+    def embedding(self, path: str, layer: nn.Embedding, inner: Forward) -> Forward:
+        return exact_embedding(layer, self.exact.sinks[layer.get_parameter("weight")])
+
+    def grouped_linear(self, path: str, layer: GroupedLinear, inner: Forward) -> Forward:
+        return exact_grouped_linear(layer, self.exact.sinks[layer.weight])
+
+    def router(self, path: str, layer: Gate, inner: Forward) -> Forward:
+        own = {name: self.exact.sinks[parameter] for name, parameter in layer.named_parameters()}
+        return exact_gate(layer, own, self.exact.parts)
+
+    def experts(self, path: str, layer: MixtureOfExperts, inner: Forward) -> Forward:
+        layer.combine = exact_combine  # type: ignore[method-assign]
+        return inner
+
+    def unknown(self, path: str, layer: nn.Module, inner: Forward) -> Forward:
+        for parameter in layer.parameters(recurse=False):
+            if parameter in self.exact.sinks:
+                sink = self.exact.sinks[parameter]
+                parameter.register_post_accumulate_grad_hook(hands_to(partial(sink.grid.add, sink.into)))
+        return inner
+
+    def _param(self, path: str) -> ParamSpec:
+        return self.spec.params[f"{path}.weight" if path else "weight"]
+
+
 def exact_layers(spec: UnitSpec, exact: ExactLayers) -> tuple[Implementation, ...]:
     """Implementations with a fixed order of sums. Unknown layers use autograd's gradients: the same bits for any split
     of the batch, but not of a tensor.
     """
-    sinks = exact.sinks
+    build = _LayerBuilder(spec, exact)
 
-    def param(path: str) -> ParamSpec:
-        return spec.params[f"{path}.weight" if path else "weight"]
+    def trained(*kinds: type[nn.Module]) -> Callable[[nn.Module], bool]:
+        return lambda layer: isinstance(layer, kinds) and build.is_trained(layer)
 
-    def is_trained(layer: nn.Module) -> bool:
-        return any(parameter in sinks for parameter in layer.parameters(recurse=False))
-
-    def row(
-        name: str,
-        applies: Callable[[nn.Module], bool],
-        build: Callable[[str, Any, Forward], Forward],
-        *,
-        is_whole: bool = False,
-    ) -> Implementation:
-        return Implementation(name, "numerics.exact", lambda path, layer: applies(layer), build, is_whole)
-
-    def of_linear(path: str, layer: nn.Linear, inner: Forward) -> Forward:
-        own = dict(layer.named_parameters())
-        is_cut = exact.rules.cut(param(path).axes[0]) == "tp"
-        assert "bias" not in own or is_cut, "a bias of what is summed over tp is added once, not here"
-        bias_sink = sinks.get(own["bias"]) if "bias" in own else None
-        return exact_linear(layer, sinks.get(own["weight"]), exact.cut(param(path)), bias_sink)
-
-    def of_adapted(path: str, layer: AdaptedLinear, inner: Forward) -> Forward:
-        a, b = (exact.cut(spec.params[f"{path}{end}"]) for end in (ENDS["a"], ENDS["b"]))
-        own = dict(layer.named_parameters())
-        to = sinks[own["lora_A.weight"]], sinks[own["lora_B.weight"]]
-        return exact_adapted(layer, (exact.cut(param(path)), a, b), to)
-
-    def of_gate(path: str, layer: Gate, inner: Forward) -> Forward:
-        own = {name: sinks[parameter] for name, parameter in layer.named_parameters()}
-        return exact_gate(layer, own, exact.parts)
-
-    def of_experts(path: str, layer: MixtureOfExperts, inner: Forward) -> Forward:
-        layer.combine = exact_combine  # type: ignore[method-assign]
-        return inner
-
-    def hooked(path: str, layer: nn.Module, inner: Forward) -> Forward:
-        for parameter in layer.parameters(recurse=False):
-            if parameter in sinks:
-                sink = sinks[parameter]
-                parameter.register_post_accumulate_grad_hook(hands_to(partial(sink.grid.add, sink.into)))
-        return inner
+    def any_of(*kinds: type[nn.Module]) -> Callable[[nn.Module], bool]:
+        return lambda layer: isinstance(layer, kinds)
 
     return (
-        row("exact sums", is_plain_linear, of_linear),
-        row(
-            "exact sums of linear and factors",
-            lambda layer: isinstance(layer, AdaptedLinear),
-            of_adapted,
-            is_whole=True,
-        ),
-        row(
-            "exact sums",
-            lambda layer: isinstance(layer, RMSNorm),
-            lambda path, layer, inner: exact_norm(layer.weight, sinks.get(layer.weight), layer.eps),
-        ),
-        row(
-            "exact sums",
-            lambda layer: is_plain_embedding(layer) and is_trained(layer),
-            lambda path, layer, inner: exact_embedding(layer, sinks[layer.weight]),
-        ),
-        row(
-            "exact sums",
-            lambda layer: isinstance(layer, GroupedLinear) and is_trained(layer),
-            lambda path, layer, inner: exact_grouped_linear(layer, sinks[layer.weight]),
-        ),
-        row("exact sums", lambda layer: isinstance(layer, Gate) and is_trained(layer), of_gate),
-        row("exact gate", lambda layer: isinstance(layer, nn.SiLU), lambda path, layer, inner: exact_silu),
-        row(
-            "exact gate",
-            lambda layer: isinstance(layer, FeedForward | Experts),
-            lambda path, layer, inner: gated(layer, exact_gate_of),
-        ),
-        row("exact sum over experts", lambda layer: isinstance(layer, MixtureOfExperts), of_experts),
-        row("autograd's gradient, added on the grid", is_trained, hooked),
+        _row("exact sums", is_plain_linear, build.linear),
+        _row("exact sums of linear and factors", any_of(AdaptedLinear), build.adapted, is_whole=True),
+        _row("exact sums", any_of(RMSNorm), build.norm),
+        _row("exact sums", lambda layer: is_plain_embedding(layer) and build.is_trained(layer), build.embedding),
+        _row("exact sums", trained(GroupedLinear), build.grouped_linear),
+        _row("exact sums", trained(Gate), build.router),
+        _row("exact gate", any_of(nn.SiLU), lambda path, layer, inner: exact_silu),
+        _row("exact gate", any_of(FeedForward, Experts), lambda path, layer, inner: gated(layer, exact_gate_of)),
+        _row("exact sum over experts", any_of(MixtureOfExperts), build.experts),
+        _row("autograd's gradient, added on the grid", build.is_trained, build.unknown),
     )
+
+
+def _row(
+    name: str,
+    applies: Callable[[nn.Module], bool],
+    build: Callable[[str, Any, Forward], Forward],
+    *,
+    is_whole: bool = False,
+) -> Implementation:
+    return Implementation(name, "numerics.exact", lambda path, layer: applies(layer), build, is_whole)
 
 
 def build_exact_loss(

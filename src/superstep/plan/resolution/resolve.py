@@ -21,6 +21,7 @@ from superstep.plan.model.axes import outline_of
 from superstep.plan.model.lookup import shape_of
 from superstep.plan.model.outline import Outline, Parameter
 from superstep.plan.model.shape import ModelShape
+from superstep.plan.resolution.check_ranges import check_ranges
 from superstep.plan.resolution.lora import add_lora, without_adapters
 from superstep.plan.resolution.reduction_grain import Grain, find_grain
 from superstep.plan.rules import Rules
@@ -29,7 +30,7 @@ from superstep.plan.sharding.divisibility import check_context, check_experts, c
 from superstep.plan.sharding.parameters import check_decoder, check_split, padding_of, rules_of
 from superstep.plan.sharding.stages import place, stages_of
 from superstep.plan.sharding.unit_flops import forward_flops_per_token
-from superstep.plan.skip_and_rollback import batches_left_out, check_recompute, check_rollback
+from superstep.plan.skip_and_rollback import check_recompute
 from superstep.plan.zero import ZeroStage
 
 
@@ -147,18 +148,14 @@ def resolve(
     if config.lora is not None:
         _check_lora(config, shape)
         outline = add_lora(outline, config.lora)
-    if shape is not None and config.data.sequence_tokens > shape.max_tokens:
-        raise ConfigError(
-            f"{setting_text('data.sequence_tokens', config.data.sequence_tokens)} is longer than model.name = "
-            f"'{config.model.name}' was made for; set data.sequence_tokens to {shape.max_tokens} or less."
-        )
-    if config.model.weights is not None and config.data.tokenizer is None:
-        raise ConfigError(
-            f"model.weights = '{config.model.weights}' and no data.tokenizer: one that is trained on the corpus has "
-            "ids that these weights do not know; set data.tokenizer to the tokenizer.json beside them."
-        )
-    plan = _fill(config, outline, world, is_ours=shape is not None)
-    rules = rules_of(outline, plan)
+    _check_data(config, shape)
+    config = replace(config, plan=_fill(config, outline, world, is_ours=shape is not None))
+    return Resolved(config=config, decoder=shape, outline=outline, plan=_checked_plan(config, shape, outline))
+
+
+def _checked_plan(config: RunConfig, shape: ModelShape | None, outline: Outline) -> Plan:
+    """The plan of a run whose automatic fields are filled, checked against its model."""
+    plan, rules = config.plan, rules_of(outline, config.plan)
     if shape is not None:
         check_decoder(config, shape, rules)
         check_window(config, shape, plan)
@@ -174,7 +171,7 @@ def resolve(
     microbatches = config.train.batch_sequences // (plan.dp * plan.microbatch)
     if config.state.recompute_every is not None:
         check_recompute(config, dp=plan.dp, has_experts=shape is not None and shape.moe is not None)
-    full = Plan(
+    return Plan(
         mesh=MeshShape(pp=plan.pp, dp=plan.dp, cp=plan.cp, tp=plan.tp, ep=plan.ep, replicas=plan.replicas),
         zero=plan.zero,
         context=plan.context,
@@ -198,12 +195,24 @@ def resolve(
         recomputed=outline.recomputed,
         snapshots=config.state.snapshot_every is not None,
     )
-    return Resolved(config=replace(config, plan=plan), decoder=shape, outline=outline, plan=full)
 
 
 def _families(config: RunConfig, shape: ModelShape | None) -> tuple[Family, ...]:
     has = {"dense": True, "experts": bool(shape and shape.moe), "adapters": config.lora is not None}
     return tuple(family for family in FAMILIES if has[family])
+
+
+def _check_data(config: RunConfig, shape: ModelShape | None) -> None:
+    if shape is not None and config.data.sequence_tokens > shape.max_tokens:
+        raise ConfigError(
+            f"{setting_text('data.sequence_tokens', config.data.sequence_tokens)} is longer than model.name = "
+            f"'{config.model.name}' was made for; set data.sequence_tokens to {shape.max_tokens} or less."
+        )
+    if config.model.weights is not None and config.data.tokenizer is None:
+        raise ConfigError(
+            f"model.weights = '{config.model.weights}' and no data.tokenizer: one that is trained on the corpus has "
+            "ids that these weights do not know; set data.tokenizer to the tokenizer.json beside them."
+        )
 
 
 def _check_lora(config: RunConfig, shape: ModelShape | None) -> None:
@@ -221,90 +230,6 @@ def _work(config: RunConfig, shape: ModelShape | None, outline: Outline) -> tupl
     if shape is not None:
         return forward_flops_per_token(shape, config.data.sequence_tokens)
     return tuple(sum(math.prod(p.dims) for p in unit.parameters if p.layer != "embedding") for unit in outline.units)
-
-
-def check_ranges(config: RunConfig) -> None:
-    """Check the range of every number of a run, for any model; raises ConfigError with the field and its bounds."""
-    at_least: dict[str, tuple[float, float]] = {
-        "data.sequence_tokens": (config.data.sequence_tokens, 2),
-        "data.prefetch_steps": (config.data.prefetch_steps, 1),
-        "train.steps": (config.train.steps, 1),
-        "train.batch_sequences": (config.train.batch_sequences, 1),
-        "train.warmup_steps": (config.train.warmup_steps, 0),
-        "train.eval_every": (config.train.eval_every, 1),
-        "train.eval_batches": (config.train.eval_batches, 1),
-        "train.weight_decay": (config.train.weight_decay, 0),
-        "train.seed": (config.train.seed, 0),
-        "state.save_every": (config.state.save_every, 1),
-        "state.keep": (config.state.keep, 1),
-        "state.save_patience": (config.state.save_patience, 0),
-        "state.snapshot_every": (1 if config.state.snapshot_every is None else config.state.snapshot_every, 1),
-        "state.peers": (config.state.peers or 0, 0),
-        "state.peer_bytes_per_s": (1 if config.state.peer_bytes_per_s is None else config.state.peer_bytes_per_s, 1),
-        "state.fingerprint_every": (1 if config.state.fingerprint_every is None else config.state.fingerprint_every, 1),
-        "state.recompute_every": (1 if config.state.recompute_every is None else config.state.recompute_every, 1),
-        "observe.log_every": (config.observe.log_every, 1),
-        "plan.chunks": (config.plan.chunks, 1),
-        "plan.prefetch": (config.plan.prefetch, 0),
-        "plan.pp": (config.plan.pp, 1),
-        "plan.tp": (config.plan.tp, 1),
-        "plan.cp": (config.plan.cp, 1),
-        "plan.ep": (config.plan.ep, 1),
-        "plan.replicas": (config.plan.replicas, 1),
-        "plan.dp": (1 if config.plan.dp is None else config.plan.dp, 1),
-        "plan.microbatch": (1 if config.plan.microbatch is None else config.plan.microbatch, 1),
-        "plan.microbatch_group": (
-            1 if config.plan.microbatch_group is None else config.plan.microbatch_group,
-            1,
-        ),
-        "numerics.exact_chunks": (1 if config.numerics.exact_chunks is None else config.numerics.exact_chunks, 1),
-        "train.decay_steps": (1 if config.train.decay_steps is None else config.train.decay_steps, 1),
-    }
-    for name, (value, least) in at_least.items():
-        if not value >= least:
-            raise ConfigError(f"{name} = {value} must be at least {least:g}.")
-    above_zero = {
-        "train.lr": config.train.lr,
-        "train.clip_norm": config.train.clip_norm,
-        "train.eps": config.train.eps,
-        "observe.peak_flops": 1.0 if config.observe.peak_flops is None else config.observe.peak_flops,
-    }
-    for name, value in above_zero.items():
-        if not 0 < value < float("inf"):
-            raise ConfigError(f"{name} = {value} must be above 0{' and finite' if value > 0 else ''}.")
-    shares = {
-        "train.beta1": config.train.beta1,
-        "train.beta2": config.train.beta2,
-        "data.validation_fraction": config.data.validation_fraction,
-    }
-    for name, value in shares.items():
-        if not 0 <= value < 1:
-            raise ConfigError(f"{name} = {value} must be at least 0 and below 1.")
-    if not 0 <= config.train.min_lr_ratio <= 1:
-        raise ConfigError(f"train.min_lr_ratio = {config.train.min_lr_ratio} must lie between 0 and 1.")
-    batches_left_out(config.train.skip)
-    for step in config.observe.profile:
-        if not 1 <= step <= config.train.steps:
-            raise ConfigError(
-                f"observe.profile = {step} is no step of the run; choose steps from 1 to train.steps = "
-                f"{config.train.steps}, not the first one, which warms up."
-            )
-    _check_sample(config)
-    if config.rollback is not None:
-        check_rollback(config.rollback)
-    if config.plan.zero not in (0, 1, 2, 3):
-        raise ConfigError(f"plan.zero = {config.plan.zero} is no ZeRO stage; set plan.zero to one of [0, 1, 2, 3].")
-
-
-def _check_sample(config: RunConfig) -> None:
-    sample = config.observe.sample
-    if sample == "":
-        raise ConfigError("observe.sample = '' is nothing to go on from; give at least one character, or leave it out.")
-    if sample is not None and config.lora is not None:
-        raise ConfigError(
-            f"observe.sample = '{sample}' is gone on from by whole models, and [lora] has checkpoints of adapters; "
-            "leave observe.sample out."
-        )
 
 
 def _fill(config: RunConfig, outline: Outline, world: int | None, *, is_ours: bool) -> PlanConfig:
