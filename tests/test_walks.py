@@ -20,7 +20,7 @@ SUPPORT = ROOT / "tests" / "support"
 PAGE = (ROOT / "docs" / "explanation" / "walks.md").read_text(encoding="utf-8")
 WALKS = {
     part.partition("\n")[0]: re.findall(r"^\| `([\w/]+\.py)` \| `([\w.]+)` \| .+ \|$", part, re.MULTILINE)
-    for part in PAGE.split("\n## ")[1:]
+    for part in PAGE.split("\n## ")[1:-1]  # the last one is the exercise
 }
 
 BATCH = """
