@@ -85,7 +85,7 @@ def one_device(case):
     x.requires_grad_()
     y = block(x, exchange=exchange)
     y.backward(grad)
-    return y.detach(), x.grad, {n: p.grad for n, p in block.named_parameters()}, exchange.told()[2]
+    return y.detach(), x.grad, {n: p.grad for n, p in block.named_parameters()}, exchange.take_counts()[2]
 
 
 def groups_of(world, size):
@@ -122,7 +122,7 @@ def laid_out(rank, world, case):
     y = block(x, exchange=exchange)
     y.backward(grad)
     grads = {n: p.grad for n, p in block.named_parameters()}
-    told = exchange.told()[2]
+    told = exchange.take_counts()[2]
     numbers = (told.chosen.tolist(), told.dropped.tolist(), float(told.balance), float(told.z))
     return rows, mine.tolist(), y.detach().float(), x.grad.float(), {n: g.float() for n, g in grads.items()}, numbers
 

@@ -70,7 +70,7 @@ def train(ours, shape, tokens):
     logits = ours(tokens, exchange=exchange)
     cross_entropy = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
     cross_entropy.backward()  # the balance loss enters by itself
-    balance = sum(told.balance for told in exchange.told().values()) / len(tokens)
+    balance = sum(told.balance for told in exchange.take_counts().values()) / len(tokens)
     return cross_entropy + shape.moe.balance_weight * balance
 
 

@@ -161,7 +161,7 @@ def test_a_batch_cut_in_any_way_gives_the_same(router):
             y = block(x[rows], exchange=exchange)
             (y * torch.arange(1.0, 33)).sum().backward()
             out[rows] = y.detach()
-        told = exchange.told()[3]
+        told = exchange.take_counts()[3]
         return out, [p.grad for p in block.parameters()], told
 
     torch.manual_seed(0)
@@ -216,10 +216,10 @@ def test_a_block_computed_again_decides_the_same_and_is_told_of_once(router):
     again = checkpoint(block, x, exchange=exchange, use_reentrant=False)
     again.sum().backward()
     assert torch.equal(first, again)
-    told = exchange.told()[3]
+    told = exchange.take_counts()[3]
     taken = 2 * 12 * block.moe.experts_per_token
     assert int(told.chosen.sum()) == taken if router != "top2" else int(told.chosen.sum()) <= taken
-    assert exchange.told() == {}
+    assert exchange.take_counts() == {}
 
 
 def test_what_is_told_adds_up_and_counts_what_was_dropped():
@@ -228,7 +228,7 @@ def test_what_is_told_adds_up_and_counts_what_was_dropped():
     for rows in ([0], [1]):
         exchange.now = DispatchContext(**training(rows, batch=2))
         block(x[rows], exchange=exchange)
-    told = exchange.told()[3]
+    told = exchange.take_counts()[3]
     routing = block.route(x, exchange)
     assert told.chosen.tolist() == [int((routing.choice == e).sum()) for e in range(4)]
     kept = [int((routing.expert == e).sum()) for e in range(4)]

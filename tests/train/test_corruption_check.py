@@ -92,7 +92,7 @@ def _go(rank, world, run, root, corpus, flip=None):
 
     Optimizer.step = flipping
     try:
-        for done in steps(trainer, Position(), told=told.append):
+        for done in steps(trainer, Position(), report=told.append):
             losses[done.position.step] = (done.event.loss, done.event.grad_norm)
             flips("between steps", done.position.step)
     except Fault as fault:

@@ -336,13 +336,13 @@ def test_a_retirement_on_another_lane_comes_too_early():
     with pytest.raises(InvalidIterations, match="lane grader does none of these"):
         check(
             Iterations(
-                asked=program.asked,
+                schedule=program.schedule,
                 cursor=program.cursor,
                 lanes=(("ranks", tuple(moved)), ("grader", (Retire(0), *lanes["grader"]))),
             )
         )
     with pytest.raises(InvalidIterations, match="placement shared has the lanes ranks, grader, not grader, ranks"):
-        check(Iterations(asked=program.asked, cursor=program.cursor, lanes=tuple(reversed(program.lanes))))
+        check(Iterations(schedule=program.schedule, cursor=program.cursor, lanes=tuple(reversed(program.lanes))))
     with pytest.raises(InvalidIterations, match="the ranks are left to the sampler"):
         check(read_iterations(SHARED.replace("  save s2\n", "  save s2\n  swap sample\n")))
 

@@ -178,7 +178,7 @@ def test_what_is_saved_is_seen_whole_or_not_at_all(tmp_path):
 
     with pytest.raises(Fault, match="cannot be written: No space left"):
         breaks()
-    assert list(store.told("m:train:0")) == []
+    assert list(store.list_saved("m:train:0")) == []
     with pytest.raises(StateError, match="is not there"):
         store.find(place.path, "weights")
     save(ABOUT_TEXT)
@@ -192,11 +192,11 @@ def test_what_is_saved_is_seen_whole_or_not_at_all(tmp_path):
     assert store.find(place.path, "weights")[1].step == 4
     with pytest.raises(ConfigError, match="is what save_state gave; give what save_weights_for_sampler gave"):
         store.find(place.path, "sampler_weights")
-    (told,) = store.told("m:train:0")
+    (told,) = store.list_saved("m:train:0")
     assert (told["tinker_path"], told["checkpoint_id"]) == (place.path, "weights/a")
     assert sorted(path.name for path in (tmp_path / "m:train:0" / "weights").iterdir()) == ["a"]
     store.delete(place)
-    assert list(store.told("m:train:0")) == []
+    assert list(store.list_saved("m:train:0")) == []
 
 
 def test_a_session_has_so_many_samplers_and_the_oldest_go_first(monkeypatch, tmp_path):

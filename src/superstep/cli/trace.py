@@ -39,7 +39,7 @@ def observe_run(folder: RunFolder) -> RunObservation:
         StateError: it neither runs nor has failed.
     """
     with live(folder) as run:
-        observed = read_failure(folder) if run is None else run.seen()
+        observed = read_failure(folder) if run is None else run.observe()
     if observed is None:
         raise StateError(
             f"'{folder.root}' does not train now on this host, and has left nothing of a fault: ask while it runs. "

@@ -67,7 +67,7 @@ class AnswerFiles:
         """Items of the split so far."""
         return len(self._items[split])
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """A summary in words."""
         return f"{self.items('train') + self.items('validation')} fit, {self.dropped} were dropped"
 

@@ -198,7 +198,7 @@ class Engine(RankState):
         result = self._executor.run(context).step
         assert result is not None, "a step program has a Step"
         if self.routers is not None:
-            counts = self._exchange.told()
+            counts = self._exchange.take_counts()
             if not result.refused:
                 self.routers.add(counts)
         return result
@@ -291,7 +291,7 @@ class Engine(RankState):
     def _mean_measures(self, metrics: TokenMetrics, summed: Sequence[float]) -> Mapping[str, float]:
         if not metrics.sees:
             return {}
-        measures, size = metrics.told(summed)
+        measures, size = metrics.decode(summed)
         if self.run.plan.grain is not None:
             require_exact_loss(size)  # losses of both signs may leave the range together and still have a small sum
         return measures
@@ -316,7 +316,7 @@ class Engine(RankState):
         number = self.optimizer.steps
         context = StepContext(program=program, microbatches=microbatches, metrics=metrics, number=number)
         loss = self._executor.run(context).loss
-        self._exchange.told()  # drop the counts: only training counts
+        self._exchange.take_counts()  # drop the counts: only training counts
         return loss
 
     def own_logprobs(self, microbatches: Sequence[Microbatch]) -> list[torch.Tensor]:

@@ -84,13 +84,14 @@ class Optimizer:
         self._of_all = _parts(units)
 
     def sums(
-        self, told: Tensor, excess: RangeExcess, flags: Sequence[bool] = ()
+        self, numbers: Tensor, excess: RangeExcess, flags: Sequence[bool] = ()
     ) -> tuple[float, list[float], list[bool]]:
-        """The squared gradient norm and the numbers ``told``, each summed over all ranks, and the flags that any rank
-        has set: in one collective, which a step needs anyway, so that all ranks know the flags after the same step.
+        """The squared gradient norm and the numbers ``numbers``, each summed over all ranks, and the flags that any
+        rank has set: in one collective, which a step needs anyway, so that all ranks know the flags after the same
+        step.
 
         Args:
-            told: fp64, the step's loss first.
+            numbers: fp64, the step's loss first.
             excess: range overflows of exact sums on this rank.
             flags: of this rank; as many on each.
 
@@ -101,23 +102,23 @@ class Optimizer:
             unit.buffers.finish_gradient()
         parts = [unit.buffers.reduced[low:high] for unit in self._units for low, high in unit.ranges]
         if self._is_exact:
-            squares = torch.zeros(4 + len(flags), dtype=torch.int64, device=told.device)
-            squares[3] = excess.is_found(told.device)
-            squares[4:] = send(torch.tensor(flags, dtype=torch.int64), told.device)
+            squares = torch.zeros(4 + len(flags), dtype=torch.int64, device=numbers.device)
+            squares[3] = excess.is_found(numbers.device)
+            squares[4:] = send(torch.tensor(flags, dtype=torch.int64), numbers.device)
             for part in parts:
                 squares[:3] += square_sum(part)
             summed: list[int] = sum_over(squares, self._world).tolist()
             if summed[3]:
                 raise OutOfRange(next(message for message in gather(excess.message()) if message))
             excess.clear()
-            everything: list[float] = sum_over(told, self._world).tolist()
+            everything: list[float] = sum_over(numbers, self._world).tolist()
             require_exact_loss(everything[0])
             return from_square_sum(summed[:3]), everything, [bool(flag) for flag in summed[4:]]
-        square = torch.zeros((), dtype=torch.float64, device=told.device)
+        square = torch.zeros((), dtype=torch.float64, device=numbers.device)
         for part in parts:
             square += _square(part)
-        told_flags = send(torch.tensor(flags, dtype=torch.float64), told.device)
-        mine = torch.cat((square.view(1), told_flags, told))
+        flag_numbers = send(torch.tensor(flags, dtype=torch.float64), numbers.device)
+        mine = torch.cat((square.view(1), flag_numbers, numbers))
         total: list[float] = sum_over(mine, self._world).tolist()
         return total[0], total[1 + len(flags) :], [each > 0 for each in total[1 : 1 + len(flags)]]
 

@@ -56,11 +56,11 @@ class RouterCounts:
         self._sums = torch.zeros(layers, 2 * moe.experts + 2, dtype=torch.float64, device=mesh.device.torch)
         self._steps = 0
 
-    def add(self, told: Mapping[int, LayerRouterCounts]) -> None:
+    def add(self, counts: Mapping[int, LayerRouterCounts]) -> None:
         """Count a training step, by layer."""
         self._steps += 1
         if self._is_counted:
-            for layer, t in told.items():
+            for layer, t in counts.items():
                 self._sums[layer] += torch.cat((t.chosen, t.dropped, torch.stack((t.balance, t.z)))).double()
 
     def take(self) -> RoutingResult:

@@ -138,7 +138,7 @@ class TokenMetrics:
             maxima[row, self._mesh.rank] = self._maxima.get(name, zero)
         return torch.cat((torch.stack(sums), maxima.flatten()))
 
-    def told(self, summed: Sequence[float]) -> tuple[dict[str, float], float]:
+    def decode(self, summed: Sequence[float]) -> tuple[dict[str, float], float]:
         """Decode ``numbers``, summed over all ranks: means over counted tokens and maxima, by name; and the sum of the
         sizes of all losses.
         """

@@ -96,7 +96,7 @@ class LocalDispatch:
     def __init__(self, now: DispatchContext | None = None, *, parts: int | None = None) -> None:
         self.now = now or DispatchContext()
         self._parts = parts
-        self._told: dict[tuple[int, tuple[int, ...]], LayerRouterCounts] = {}
+        self._counts: dict[tuple[int, tuple[int, ...]], LayerRouterCounts] = {}
 
     def whole(self, x_BsE: Tensor) -> Tensor:
         return x_BsE
@@ -125,12 +125,12 @@ class LocalDispatch:
         return order_R // k % held // (held // self._parts)
 
     def tell(self, layer: int, counts: LayerRouterCounts) -> None:
-        self._told[layer, self.now.sequences] = counts
+        self._counts[layer, self.now.sequences] = counts
 
-    def told(self) -> dict[int, LayerRouterCounts]:
+    def take_counts(self) -> dict[int, LayerRouterCounts]:
         """For each layer, its router's statistics since the last call."""
         total: dict[int, LayerRouterCounts] = {}
-        for (layer, _), counts in self._told.items():
+        for (layer, _), counts in self._counts.items():
             total[layer] = total[layer] + counts if layer in total else counts
-        self._told.clear()
+        self._counts.clear()
         return total

@@ -86,7 +86,7 @@ class TrainJob:
     """The ranks' memories that outlive them, if any."""
     recovered: Recovery | None = None
     """After a loss of ranks: the lost ones, and the snapshot to resume from instead of the checkpoint."""
-    asked: Resolved | None = None
+    requested: Resolved | None = None
     """The requested run, if the current plan has fewer ranks: the directory keeps the requested one."""
     epoch: int = 0
     """Number of starts by launchers of several hosts: none of them has all memories, and ranks write checkpoints. 0
@@ -214,4 +214,6 @@ def passes_of_a_step(batch_sequences: int, sequences: int) -> str | None:
 
 def watch_of(job: TrainJob) -> FolderWatch:
     """A watch of the run directory, with the files that a replacement needs for resuming."""
-    return FolderWatch(job.folder, {job.folder.config.name: write_config((job.asked or job.run).config), **job.files})
+    return FolderWatch(
+        job.folder, {job.folder.config.name: write_config((job.requested or job.run).config), **job.files}
+    )

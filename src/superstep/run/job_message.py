@@ -61,7 +61,7 @@ JOB: StoredValue[TrainJob | None] = StoredValue(encode, decode)
 def _message_of(job: TrainJob) -> JobMessage:
     assert job.snapshots is None, "memories of a launcher of ours do not outlive the ranks of torchrun"
     assert job.recovered is None, "torchrun starts all ranks anew"
-    assert job.asked is None, "ranks of torchrun do not change their number"
+    assert job.requested is None, "ranks of torchrun do not change their number"
     assert job.lesson is None or isinstance(job.lesson, Dpo), job.lesson
     return JobMessage(
         config=write_config(job.run.config),

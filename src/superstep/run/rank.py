@@ -66,7 +66,7 @@ def _train(world: World, job: TrainJob, console: Console) -> bool:
             # All checks are done: only now does the directory become, or change, a run.
             trackers = open_trackers(job.run.config, job.folder)
             had_begun = job.folder.metrics.exists()
-            run_directory.write(job.asked or job.run, job.folder)
+            run_directory.write(job.requested or job.run, job.folder)
             for name, text in job.files.items():
                 write_whole(job.folder.root / name, text)
             trainer.describe()

@@ -54,7 +54,7 @@ def train(trainer: CorpusTrainer, position: Position, sink: Sink) -> Position:
     """
     config = trainer.run.config
     last = config.train.steps
-    for done in steps(trainer, position, told=sink.write):
+    for done in steps(trainer, position, report=sink.write):
         position = done.position
         is_stopped = done.is_stop_asked and position.step < last
         is_saved = is_stopped or done.is_copy_refused or trainer.is_saved(position.step)
@@ -98,54 +98,54 @@ def train(trainer: CorpusTrainer, position: Position, sink: Sink) -> Position:
 def steps(
     trainer: CorpusTrainer,
     position: Position,
-    seen: Callable[[Batch], None] | None = None,
-    told: Callable[[Event], None] = lambda _: None,
+    on_batch: Callable[[Batch], None] | None = None,
+    report: Callable[[Event], None] = lambda _: None,
 ) -> Generator[FinishedStep, None, None]:
     """Run steps until the last one; after a rejected step, the run goes back and continues.
 
     Args:
         trainer: the trainer.
         position: where training starts.
-        seen: called with each batch of this rank before it is trained on.
-        told: called with the event of each rollback.
+        on_batch: called with each batch of this rank before it is trained on.
+        report: called with the event of each rollback.
     """
     last = trainer.run.config.train.steps
     trainer.policy.integrity.begin(position.step)
     while position.step < last:
-        for done in _stretch(trainer, position, trainer.policy.spikes.next_gap(position.step, last), seen, told):
-            skipped = done if isinstance(done, SkippedStep) else _check(trainer, done, told)
+        for done in _stretch(trainer, position, trainer.policy.spikes.next_gap(position.step, last), on_batch, report):
+            skipped = done if isinstance(done, SkippedStep) else _check(trainer, done, report)
             if skipped is not None:
-                position, _ = go_back(trainer, position, skipped, told)
+                position, _ = go_back(trainer, position, skipped, report)
                 break
             assert isinstance(done, FinishedStep)
             position = done.position
             yield done
 
 
-def _check(trainer: CorpusTrainer, done: FinishedStep, told: Callable[[Event], None]) -> SkippedStep | None:
+def _check(trainer: CorpusTrainer, done: FinishedStep, report: Callable[[Event], None]) -> SkippedStep | None:
     """Check the state after a step; None if it is correct."""
     step, event = done.position.step, done.event
     is_saved = done.is_stop_asked or done.is_copy_refused or trainer.is_saved(step)
-    return check_state(trainer, step, told, is_saved=is_saved, loss=event.loss, grad_norm=event.grad_norm)
+    return check_state(trainer, step, report, is_saved=is_saved, loss=event.loss, grad_norm=event.grad_norm)
 
 
 def _stretch(
     trainer: CorpusTrainer,
     position: Position,
     last: int,
-    seen: Callable[[Batch], None] | None,
-    told: Callable[[Event], None],
+    on_batch: Callable[[Batch], None] | None,
+    report: Callable[[Event], None],
 ) -> Generator[FinishedStep | SkippedStep, None, None]:
     """Steps up to the next gap in the data, or to the first rejected step."""
     size = trainer.run.config.train.batch_sequences
     cursor = position.samples + size * trainer.policy.spikes.batches_left_out_after(position.step)
     with trainer.batches(cursor, last - position.step) as batches:
         for batch, data_s in report_waits(trainer.heart, batches):
-            if seen is not None:
-                seen(batch)
+            if on_batch is not None:
+                on_batch(batch)
             start_s = time.perf_counter() - data_s
             lr = trainer.learning_rate(position.step)
-            trainer.copies.begin(position, partial(report_flushed, trainer, told))
+            trainer.copies.begin(position, partial(report_flushed, trainer, report))
             trainer.look_at_folder()
             result = trainer.step(batch, lr, step=position.step + 1, sample=cursor)
             if result.refused:

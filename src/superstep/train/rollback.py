@@ -101,14 +101,14 @@ def _replay(
 
 
 def check_state(
-    trainer: Trainer, step: int, told: Callable[[Event], None], *, is_saved: bool, loss: float, grad_norm: float
+    trainer: Trainer, step: int, report: Callable[[Event], None], *, is_saved: bool, loss: float, grad_norm: float
 ) -> SkippedStep | None:
     """Check the state after a step, if due. Every rank calls this together.
 
     Args:
         trainer: after the step.
         step: its number.
-        told: receives fingerprints, and the wrong ranks of earlier corruptions.
+        report: receives fingerprints, and the wrong ranks of earlier corruptions.
         is_saved: whether a checkpoint follows.
         loss: of the step.
         grad_norm: of the step.
@@ -117,13 +117,13 @@ def check_state(
     if not integrity.is_due(step, is_saved=is_saved):
         return None
     if (earlier := integrity.resolved(step)) is not None:
-        tell(trainer, earlier, "replay", step, told)
+        tell(trainer, earlier, "replay", step, report)
     prints, wrong = integrity.check(step)
     if wrong is not None:
         who = "differs on" if wrong.how is None else "is wrong on"
         return SkippedStep(step, f"{wrong.what} {who} {ranks_text(wrong.ranks)}", loss, grad_norm, wrong)
     moments = {kind: text for kind, text in prints.items() if kind not in {"weight", "gradient"}}
-    told(Fingerprinted(step=step, weights=prints["weight"], gradients=prints["gradient"], **moments))
+    report(Fingerprinted(step=step, weights=prints["weight"], gradients=prints["gradient"], **moments))
     return None
 
 

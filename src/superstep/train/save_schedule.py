@@ -67,7 +67,7 @@ def attempt(
     saves: SaveSchedule,
     step: int,
     write: Callable[[], T],
-    told: Callable[[Warned], None],
+    report: Callable[[Warned], None],
     *,
     is_last: bool,
     step_s: Callable[[], float | None] = lambda: None,
@@ -78,7 +78,7 @@ def attempt(
         saves: the schedule.
         step: finished steps.
         write: writes it; raises the same on every rank.
-        told: receives warnings.
+        report: receives warnings.
         is_last: whether the run ends here.
         step_s: seconds of a step; the same on every rank.
 
@@ -95,12 +95,12 @@ def attempt(
         except DiskFault as fault:
             if not is_last and not saves.is_too_old(step):
                 again = saves.try_again(step, step_s())
-                told(Warned(step=step, text=f"{fault} Training goes on, and saves again after step {again}."))
+                report(Warned(step=step, text=f"{fault} Training goes on, and saves again after step {again}."))
                 return None
             pause_s = next(pauses_s, None)
             if pause_s is None:
                 raise
-            told(Warned(step=step, text=f"{fault} It is tried again in {pause_s:g} s."))
+            report(Warned(step=step, text=f"{fault} It is tried again in {pause_s:g} s."))
             time.sleep(pause_s)
         else:
             saves.note_saved(step)

@@ -17,7 +17,7 @@ from superstep.train.save_schedule import attempt
 from superstep.train.trainer import Trainer
 
 
-def save(trainer: Trainer, position: Position, told: Callable[[Event], None], *, is_last: bool) -> None:
+def save(trainer: Trainer, position: Position, report: Callable[[Event], None], *, is_last: bool) -> None:
     """Write a checkpoint; if the disk fails, schedule another one soon.
 
     Raises:
@@ -31,19 +31,19 @@ def save(trainer: Trainer, position: Position, told: Callable[[Event], None], *,
         return trainer.save(position), displaced
 
     with beside(trainer.heart, CHECKPOINT):
-        result = attempt(trainer.saves, position.step, write, told, is_last=is_last, step_s=trainer.retry_step_s)
+        result = attempt(trainer.saves, position.step, write, report, is_last=is_last, step_s=trainer.retry_step_s)
     if result is None:
         return
     written, displaced = result
     seconds = time.perf_counter() - start_s
-    told(Saved(step=position.step, path=str(written.path), seconds=seconds, bytes=written.bytes))
-    warn(written.problems, position, told)
+    report(Saved(step=position.step, path=str(written.path), seconds=seconds, bytes=written.bytes))
+    warn(written.problems, position, report)
     if displaced is not None:
         raise displaced.fault(position.step)
 
 
 def report_flushed(
-    trainer: Trainer, told: Callable[[Event], None], flushed: FlushResult, *, is_over: bool = False
+    trainer: Trainer, report: Callable[[Event], None], flushed: FlushResult, *, is_over: bool = False
 ) -> None:
     """Report a checkpoint that was written from a snapshot, or failed; after the run's end another one follows.
 
@@ -53,16 +53,16 @@ def report_flushed(
     if flushed.is_on_disk:
         trainer.saves.note_saved(flushed.step)
         if (path := trainer.flushed_to(flushed.step)) is None:
-            told(Warned(step=flushed.step, text="its checkpoint was written, and is not there any more."))
+            report(Warned(step=flushed.step, text="its checkpoint was written, and is not there any more."))
         else:
-            told(Saved(step=flushed.step, path=str(path), seconds=flushed.seconds, bytes=flushed.bytes))
+            report(Saved(step=flushed.step, path=str(path), seconds=flushed.seconds, bytes=flushed.bytes))
     elif not is_over and trainer.saves.is_too_old(flushed.step):
         raise DiskFault(flushed.problems, step=flushed.step)
     if flushed.problems:
-        told(Warned(step=flushed.step, text=flushed.problems))
+        report(Warned(step=flushed.step, text=flushed.problems))
 
 
-def warn(problems: Sequence[str], position: Position, told: Callable[[Event], None]) -> None:
+def warn(problems: Sequence[str], position: Position, report: Callable[[Event], None]) -> None:
     """Report problems beside a checkpoint."""
     for problem in problems:
-        told(Warned(step=position.step, text=problem))
+        report(Warned(step=position.step, text=problem))

@@ -26,17 +26,17 @@ class SnapshotSchedule:
         self.is_flushed = True
         """Whether who owns the memory writes checkpoints from it."""
 
-    def begin(self, position: Position, told: Callable[[FlushResult], None]) -> None:
+    def begin(self, position: Position, report: Callable[[FlushResult], None]) -> None:
         """Let the next step copy the current state, if due.
 
         Args:
             position: of that state.
-            told: receives results of writes to disk, when their memory is needed.
+            report: receives results of writes to disk, when their memory is needed.
         """
         is_wanted = self._wanted == position.step
         if self.snapshots is not None and (is_wanted or position.step % self._every == 0):
             self._wanted = None
-            self.snapshots.begin(position, told, is_for_disk=is_wanted)
+            self.snapshots.begin(position, report, is_for_disk=is_wanted)
 
     def want(self, position: Position) -> bool:
         """Request that the current state is written to disk in the background; False without snapshots on disk."""
@@ -45,10 +45,10 @@ class SnapshotSchedule:
         self._wanted = position.step
         return True
 
-    def tell(self, told: Callable[[FlushResult], None]) -> None:
+    def tell(self, report: Callable[[FlushResult], None]) -> None:
         """Report writes to disk since the last call."""
         if self.snapshots is not None:
-            self.snapshots.tell(told)
+            self.snapshots.tell(report)
 
     def take_refused(self) -> DamagedSnapshot | None:
         """The damaged snapshot that was not written to disk; returned once, on rank 0."""

@@ -171,7 +171,7 @@ class Conversations:
             for split in ("train", "validation"):
                 if not files.items(split):
                     raise DataError(
-                        f"data.corpus has no {split} conversation that fits: {files.told()}; add conversations, or "
+                        f"data.corpus has no {split} conversation that fits: {files.summary()}; add conversations, or "
                         "raise data.sequence_tokens."
                     )
             files.arrange()

@@ -29,24 +29,24 @@ from superstep.tune.rl.config import RlRecipe
 from superstep.tune.rl.initial_policy import check_run, check_same, with_start
 
 
-def check_train(asked: train.TrainArgs) -> None:
+def check_train(arguments: train.TrainArgs) -> None:
     """Check a training run.
 
     Raises:
         UserError: it cannot run.
     """
-    config, hosts = asked.config, asked.hosts
+    config, hosts = arguments.config, arguments.hosts
     if hosts is not None:
-        require_alone(config, asked.web_port, SEVERAL_HOSTS)
-    if asked.web_port is not None:
+        require_alone(config, arguments.web_port, SEVERAL_HOSTS)
+    if arguments.web_port is not None:
         require_token()
     check_launch(config, 1 if hosts is None else hosts.count, launcher())
     if config.model.source is not None:
         _check_own(config)
     elif hosts is None:
-        run_directory.choose(asked.resolved(resolve))
+        run_directory.choose(arguments.resolved(resolve))
     else:
-        asked.resolved(resolve)
+        arguments.resolved(resolve)
 
 
 def check_tune(kind: tune.Kind, config: TuneConfig) -> None:

@@ -61,7 +61,7 @@ class RemoteModel:
         """
         body = {"model": self.name, "messages": list(messages), "stream": True, **self._fields}
         with closing(self._connected()) as connection:
-            response = self._asked(connection, "POST", "/v1/chat/completions", json.dumps(body))
+            response = self._send_request(connection, "POST", "/v1/chat/completions", json.dumps(body))
             if (warned := WARNING.fullmatch(response.headers.get("Warning", ""))) is not None:
                 self._note(warned[1])
             yield from self._pieces(response)
@@ -85,7 +85,7 @@ class RemoteModel:
 
     def _first(self) -> str:
         with closing(self._connected()) as connection:
-            response = self._asked(connection, "GET", "/v1/models", None)
+            response = self._send_request(connection, "GET", "/v1/models", None)
             try:
                 return str(json.loads(response.read())["data"][0]["id"])
             except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
@@ -97,7 +97,7 @@ class RemoteModel:
         kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
         return kind(self._parts.hostname or "", self._parts.port, timeout=PATIENCE_S)
 
-    def _asked(
+    def _send_request(
         self, connection: http.client.HTTPConnection, method: str, path: str, body: str | None
     ) -> http.client.HTTPResponse:
         try:

@@ -116,11 +116,11 @@ def look(run: LiveRun) -> tuple[RunObservation, Diagnosis]:
         # A launcher ends a run with a stopped rank within a second.
         if looked_s < LEAST_S and not any(rank.state in GONE for rank in run.looker.look()):
             continue
-        observed = run.seen()
+        observed = run.observe()
         verdict = diagnose(observed)
         if verdict.findings or not verdict.stands or looked_s >= MOST_S:
             break
-    observed = run.asked(observed)
+    observed = run.with_stacks(observed)
     return observed, diagnose(observed)  # again: stacks show whose code a rank is in
 
 

@@ -68,7 +68,9 @@ def prove_served(run: Resolved, root: Path, source: BatchSource, *, steps: int, 
     losses = launch_on(device, run.plan.mesh.world, losses_in_training, run, checkpoint, batches)
     _say(f"  {f'{layout_text(run)}, served on tp={tp}':60}{'log-probs':>12}{'other bits':>12}{'largest':>10}")
     results = launch_on(device, tp, _tell, checkpoint, serve, texts, prompts)
-    compared = [compare(way.name, torch.cat(losses), row.told) for way, row in zip(ways(tokens), results, strict=True)]
+    compared = [
+        compare(way.name, torch.cat(losses), row.results) for way, row in zip(ways(tokens), results, strict=True)
+    ]
     with tempfile.TemporaryDirectory(prefix="superstep-adapters-") as folder:
         write_adapters(Path(folder), run.shape)
         # Exact mode's adapters need torch.
@@ -106,7 +108,7 @@ def _prompts(source: BatchSource, steps: int, tokens: int, logprobs: int) -> Tex
 class ServingResult:
     """The results of a path, with its numbers of drafted and accepted tokens."""
 
-    told: list[Told]
+    results: list[Told]
     guessed: int
     stood: int
 

@@ -337,10 +337,10 @@ def _rollout_words(rolled: RolloutStats) -> list[str]:
     return [*words, f"{count_text(rolled.drawn_tokens / max(rolled.seconds, 1e-9))} drawn/s"]
 
 
-def _routers(seen: RouterStats) -> list[str]:
+def _routers(stats: RouterStats) -> list[str]:
     """The busiest expert of all layers, and the dropped tokens."""
-    loads = [busiest(row) for row in seen.chosen]
-    dropped = dropped_share(sum(seen.chosen, ()), sum(seen.dropped, ()))
+    loads = [busiest(row) for row in stats.chosen]
+    dropped = dropped_share(sum(stats.chosen, ()), sum(stats.dropped, ()))
     return [f"busiest expert {max(loads):.2f}x the mean, in layer {loads.index(max(loads))}", f"dropped {dropped:.1%}"]
 
 

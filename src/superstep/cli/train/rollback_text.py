@@ -52,11 +52,11 @@ def _resumed_lines(event: Resumed) -> list[str]:
     return [*passed, f"resumed after step {event.step} from {event.path}"]
 
 
-def headway(found: Goodput, predicted: float | None) -> str:
+def headway(goodput: Goodput, predicted: float | None) -> str:
     """The share of the time in steps that were kept, at the end of a run."""
     foreseen = "" if predicted is None else f", {predicted:.1%} foreseen"
-    rest_s = max(0.0, found.wall_s - found.steps_s - found.validation_s)
+    rest_s = max(0.0, goodput.wall_s - goodput.steps_s - goodput.validation_s)
     return (
-        f"goodput: {found.ettr:.1%} of {seconds_text(found.wall_s)} in steps that stand{foreseen}; validation "
-        f"{seconds_text(found.validation_s)}, starts, checkpoints and what was lost {seconds_text(rest_s)}"
+        f"goodput: {goodput.ettr:.1%} of {seconds_text(goodput.wall_s)} in steps that stand{foreseen}; validation "
+        f"{seconds_text(goodput.validation_s)}, starts, checkpoints and what was lost {seconds_text(rest_s)}"
     )

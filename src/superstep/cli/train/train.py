@@ -70,9 +70,9 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _job_of_torchrun(asked: TrainArgs, ranks: int) -> AbstractContextManager[TrainJob | None]:
-    run = _run(asked, ranks)
-    require_alone(run.config, asked.web_port, "torchrun and srun")
+def _job_of_torchrun(arguments: TrainArgs, ranks: int) -> AbstractContextManager[TrainJob | None]:
+    run = _run(arguments, ranks)
+    require_alone(run.config, arguments.web_port, "torchrun and srun")
     return prepared_job(run, _tokens, Terminal(), launcher=launcher())
 
 
@@ -88,16 +88,16 @@ def _on_hosts(run: Resolved, hosts: Hosts) -> int:
     return on_hosts(run, hosts, _tokens, address, Terminal())
 
 
-def _run(asked: TrainArgs, ranks: int | None = None) -> Resolved:
-    return asked.resolved(lambda config: resolve_config(config, ranks))
+def _run(arguments: TrainArgs, ranks: int | None = None) -> Resolved:
+    return arguments.resolved(lambda config: resolve_config(config, ranks))
 
 
-def _say_choices(asked: TrainArgs, run: Resolved) -> None:
+def _say_choices(arguments: TrainArgs, run: Resolved) -> None:
     """Show automatic choices that the user might not expect."""
-    changed = describe_changed_layout(asked.config, run, resolve_config)
+    changed = describe_changed_layout(arguments.config, run, resolve_config)
     if changed is not None:
         _say(changed)
-    elif asked.has_no_dp and (idle := idle_places(run, *places_of(run))) is not None:
+    elif arguments.has_no_dp and (idle := idle_places(run, *places_of(run))) is not None:
         _say(idle)
 
 

@@ -65,24 +65,24 @@ def tinker_config(model: ServedModel, options: TinkerOptions) -> TinkerConfig:
     )
 
 
-def key_of(asked: str | None, found: str | None) -> str | None:
+def key_of(given: str | None, in_environment: str | None) -> str | None:
     """The key that clients must send; None without one.
 
     Args:
-        asked: on the command line: a key, or @FILE with the key.
-        found: in the environment.
+        given: on the command line: a key, or @FILE with the key.
+        in_environment: in the environment.
 
     Raises:
         ConfigError: Tinker's client would not send it.
     """
-    text, where = (found, KEY) if asked is None else (asked, "--key")
+    text, where = (in_environment, KEY) if given is None else (given, "--key")
     if text is None:
         return None
-    if asked is not None and asked.startswith("@"):
+    if given is not None and given.startswith("@"):
         try:
-            text = Path(asked[1:]).read_text(encoding="utf-8").strip()
+            text = Path(given[1:]).read_text(encoding="utf-8").strip()
         except (OSError, ValueError) as error:
-            raise ConfigError(f"--key = '{asked}' cannot be read ({error}); name a file of one line.") from None
+            raise ConfigError(f"--key = '{given}' cannot be read ({error}); name a file of one line.") from None
     if not re.fullmatch(r"tml-[!-~]+", text):
         raise ConfigError(f"{where} must be one word that begins with tml-, as Tinker's client has it.")
     return text

@@ -166,10 +166,10 @@ def _write(step: StepView, target: str | None, options: argparse.Namespace, abou
         webbrowser.open(path.resolve().as_uri())
 
 
-def _memory(run: Resolved, prediction: Prediction, picture: DrawOptions, seen: Sequence[UnitOperations]) -> str:
+def _memory(run: Resolved, prediction: Prediction, picture: DrawOptions, traced: Sequence[UnitOperations]) -> str:
     """Memory that stays from step to step on each pipeline rank, and temporary memory, over the step."""
     program = prediction.timeline.program
-    sizes = sizes_of(run, seen) or unit_bytes(run)
+    sizes = sizes_of(run, traced) or unit_bytes(run)
     lasting = "\n".join(
         f"rank {rank}  parameters {bytes_text(held.params)}, gradients {bytes_text(held.gradients)}, "
         f"optimizer {bytes_text(held.optimizer)}; with the step's own at most {bytes_text(held.bytes)}"

@@ -191,16 +191,16 @@ class Snapshots:
             if slot in self._watched:
                 self._watched.remove(slot)
 
-    def begin(self, position: Position, told: Callable[[FlushResult], None], *, is_for_disk: bool) -> None:
-        """Let the next step copy the current state, which is that of ``position``; ``told`` as in ``tell``."""
+    def begin(self, position: Position, report: Callable[[FlushResult], None], *, is_for_disk: bool) -> None:
+        """Let the next step copy the current state, which is that of ``position``; ``report`` as in ``tell``."""
         while (slot := self._memory.free_slot()) is None:
-            self.tell(told)
+            self.tell(report)
             time.sleep(POLL_S)
         memory = self._memory
-        is_asked = 0 < position.step == memory.asked and position.step not in memory.whole()
+        is_requested = 0 < position.step == memory.requested and position.step not in memory.whole()
         memory.put(slot, "state", WRITING)
         memory.put(slot, "turn", self.turn)
-        memory.put(slot, "is_held", int(is_asked))
+        memory.put(slot, "is_held", int(is_requested))
         for name in ("step", "samples", "tokens"):
             memory.put(slot, name, getattr(position, name))
         memory.put(slot, "disk", WANTED if is_for_disk else KEPT)
@@ -258,14 +258,14 @@ class Snapshots:
         damaged, self._taken = self.refused, self._memory.refused
         return damaged
 
-    def tell(self, told: Callable[[FlushResult], None]) -> None:
+    def tell(self, report: Callable[[FlushResult], None]) -> None:
         """Report checkpoints that were written since the last call, and failed ones. Only then may their slots be used
         again: if this process is killed before, the next one reports them.
         """
         memory = self._memory
         self._watched = [slot for slot in self._watched if memory.get(slot, "disk") != KEPT]  # some were refused
         for slot in [slot for slot in self._watched if memory.get(slot, "disk") in {ON_DISK, FAILED}]:
-            told(
+            report(
                 FlushResult(
                     step=memory.get(slot, "step"),
                     bytes=memory.get(slot, "written_bytes"),

@@ -235,7 +235,7 @@ class _Unit:
             y = self._compute(x, self._sight)
             if self._unit == len(self._run.plan.units) - 1:
                 y = self._machine.loss(y, LossTarget(self._targets), 1.0)
-        self._exchange.told()  # drops the counts
+        self._exchange.take_counts()  # drops the counts
         return _Passed(x=x, y=y.detach(), noted=noted), get_gradient_edge(y) if y.requires_grad else None
 
     def _own(self, passed: _Passed) -> list[Tensor]:

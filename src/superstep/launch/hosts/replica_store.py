@@ -113,7 +113,7 @@ class ReplicaStore:
                 memory.forget_after(step)
             for memory in self._memories:
                 if memory.is_laid_out:
-                    memory.ask(0)
+                    memory.request(0)
                 for state, slot in memory.states().items():
                     memory.put(slot, "is_held", int(state == given.go.state))
         self._is_begun = True
@@ -148,7 +148,7 @@ class ReplicaStore:
             for memory in self._memories:
                 if memory.is_laid_out:
                     memory.hold_only(steps)
-                    memory.ask(int(message["next"]))
+                    memory.request(int(message["next"]))
             for memory in self._copies:
                 memory.hold_only(steps)
 

@@ -168,7 +168,7 @@ class _Here:
         job = self._planned(self.job, len(crew))
         kind = choose(job.run.config.plan.device, self.size)
         self.keeper.begin(given)
-        planned = replace(self._told(job, given), snapshots=self._snapshots(at))
+        planned = replace(self._complete_job(job, given), snapshots=self._snapshots(at))
         party = RankWorld(
             size=self.size, worker=rank, args=(planned, self.console), meeting=self._meeting(given, at, self.size)
         )
@@ -210,13 +210,13 @@ class _Here:
         plan = self.plans[hosts]
         run = replace(plan, config=replace(plan.config, state=job.run.config.state))
         traced = operations(run)
-        return replace(job, run=run, asked=job.run, operations=traced, flops_per_token=flops_per_token(run, traced))
+        return replace(job, run=run, requested=job.run, operations=traced, flops_per_token=flops_per_token(run, traced))
 
     def _snapshots(self, at: int) -> Handles | None:
         has_some = self.resolved.config.state.snapshot_every is not None
         return replace(self.keeper.own, first=self.size * at) if has_some else None
 
-    def _told(self, job: TrainJob, given: Orders) -> TrainJob:
+    def _complete_job(self, job: TrainJob, given: Orders) -> TrainJob:
         go, path = given.go, given.facts["checkpoint"]
         recovered = None
         if go.lost is not None:

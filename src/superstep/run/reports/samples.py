@@ -97,7 +97,7 @@ class _Samples:
         )
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, process.pid, NICE)
-        output = self._said(process)
+        output = self._output_of(process)
         if output is None:
             return
         out, errors = (text.decode(errors="replace").rstrip("\n") for text in output)
@@ -106,7 +106,7 @@ class _Samples:
         elif step in dict(self._kept()):  # else it was removed meanwhile, by a newer one
             self._tell({"step": step, "why": errors.rpartition("\n")[2] or f"exit status {process.returncode}"})
 
-    def _said(self, process: subprocess.Popen[bytes]) -> tuple[bytes, bytes] | None:
+    def _output_of(self, process: subprocess.Popen[bytes]) -> tuple[bytes, bytes] | None:
         while True:
             try:
                 return process.communicate(timeout=POLL_S)

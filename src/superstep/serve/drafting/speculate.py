@@ -63,19 +63,19 @@ class NgramDrafter:
 
     def __init__(self) -> None:
         self._lookups: dict[int, PairLookup] = {}
-        self._found: dict[int, tuple[int, ...]] = {}
+        self._drafts: dict[int, tuple[int, ...]] = {}
 
     def offer(self, live: LiveRequest, most: int, matcher: Matcher | None) -> int:
         """The number of matched tokens, up to the first that the grammar does not allow."""
         draft = self._lookups.setdefault(live.id, PairLookup()).guess(live.tokens, most)
         if matcher is not None and draft:
             draft = draft[: matcher.legal(draft)]
-        self._found[live.id] = draft
+        self._drafts[live.id] = draft
         return len(draft)
 
     def guess(self, budget: DraftBudget) -> Mapping[int, Sequence[int]]:
         """The matched tokens, cut to the budget."""
-        return {request: self._found[request][:count] for request, count in budget.counts.items()}
+        return {request: self._drafts[request][:count] for request, count in budget.counts.items()}
 
     def judged(self, request: int, guessed: int, stood: int) -> None:
         """Nothing to learn: the text stays the same."""
@@ -83,7 +83,7 @@ class NgramDrafter:
     def forget(self, request: int) -> None:
         """Drop the table; a request that goes on is indexed again from its start."""
         self._lookups.pop(request, None)
-        self._found.pop(request, None)
+        self._drafts.pop(request, None)
 
 
 class DraftPace:

@@ -54,7 +54,7 @@ class AdminCommands:
         self._read_timeout_s = read_timeout_s
         self._lock = self._hold(path)
         self._lock.result()
-        self._asked: dict[int, tuple[Command, asyncio.Future[EngineStatus]]] = {}
+        self._pending: dict[int, tuple[Command, asyncio.Future[EngineStatus]]] = {}
         self._paused: messages.Pause | None = None
         self._asleep: messages.Sleep | None = None
         self._number = NOBODY
@@ -84,10 +84,10 @@ class AdminCommands:
         number = self._number
         answer: asyncio.Future[EngineStatus] = asyncio.get_running_loop().create_future()
         # Set before the state is read: ranks lost from now on are reported by ``lost``.
-        self._asked[number] = (command, answer)
+        self._pending[number] = (command, answer)
         state = state_of()
         if state != "ready":
-            self._asked.pop(number, None)
+            self._pending.pop(number, None)
             raise BackendAway(f"the engine is {state}; ask again.", rank=0)
         self._send(messages.RunCommand(number, command))
         return await answer
@@ -115,7 +115,7 @@ class AdminCommands:
     def hear(self, done: messages.CommandDone) -> None:
         """A command has ended."""
         self.standing = done.standing
-        waiting = self._asked.pop(done.number, None)
+        waiting = self._pending.pop(done.number, None)
         if waiting is None:
             return
         command, answer = waiting
@@ -150,8 +150,8 @@ class AdminCommands:
         away = BackendAway(
             "the engine was lost on the way; its weights are the last that were accepted. Ask again.", rank=0
         )
-        for number in list(self._asked):
-            _, answer = self._asked.pop(number)
+        for number in list(self._pending):
+            _, answer = self._pending.pop(number)
             _settle(answer, away)
 
     def close(self) -> None:

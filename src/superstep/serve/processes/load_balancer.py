@@ -59,7 +59,7 @@ class LoadBalancer:
     def __init__(self, members: Sequence[Replica]) -> None:
         self._members = list(members)
         self._left = [0] * len(self._members)
-        self._seen: OrderedDict[bytes, int] = OrderedDict()
+        self._prefixes: OrderedDict[bytes, int] = OrderedDict()
         self._together = EngineGroup(self._members)
 
     # From the thread that opens and closes it.
@@ -142,10 +142,10 @@ class LoadBalancer:
         keys = list(_keys(prompt, adapter, salt))
         number, cached = self._choose(keys)
         for _, key in keys:
-            self._seen[key] = number
-            self._seen.move_to_end(key)
-        while len(self._seen) > KNOWN:
-            self._seen.popitem(last=False)
+            self._prefixes[key] = number
+            self._prefixes.move_to_end(key)
+        while len(self._prefixes) > KNOWN:
+            self._prefixes.popitem(last=False)
         most = min(sampling.max_tokens, max(1, self.info.context_tokens - len(prompt)))
         left = len(prompt) - cached + most
         self._left[number] += left
@@ -192,7 +192,7 @@ class LoadBalancer:
     def _choose(self, keys: Sequence[tuple[int, bytes]]) -> tuple[int, int]:
         """The least busy replica, and the tokens of the prompt that it may have cached."""
         ready = [n for n, member in enumerate(self._members) if member.health().is_ready]
-        known = next(((self._seen[key], depth) for depth, key in keys if key in self._seen), None)
+        known = next(((self._prefixes[key], depth) for depth, key in keys if key in self._prefixes), None)
 
         def load(number: int) -> tuple[int, int]:
             spared = known[1] if known is not None and known[0] == number else 0

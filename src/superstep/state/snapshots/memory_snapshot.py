@@ -141,11 +141,11 @@ class SnapshotMemory:
         return self._get(_SLOT_BYTES)
 
     @property
-    def asked(self) -> int:
+    def requested(self) -> int:
         """The step for another host; 0 without a request."""
         return self._get(_ASKED)
 
-    def ask(self, step: int) -> None:
+    def request(self, step: int) -> None:
         """Request that the state of a step is kept for another host, once it is copied."""
         self._put(_ASKED, step)
 

@@ -89,7 +89,7 @@ class Integrity:
         self._passed: deque[int] = deque((0, 0), maxlen=2)
         self._pending: Corruption | None = None
         self._times = 0
-        self._found: Corruption | None = None
+        self._corruption: Corruption | None = None
 
     def begin(self, step: int) -> None:
         """Accept the state after a step as correct; training continues from it. Every rank calls this together."""
@@ -182,7 +182,7 @@ class Integrity:
 
     def note_recomputed(self, corruption: Corruption) -> None:
         """Record that the gradient of the next step differs from other ranks'."""
-        self._found = corruption
+        self._corruption = corruption
 
     def at_rest(self, step: int) -> str:
         """Why the next step must not run: the state has changed since its check after ``step``; empty if it has not.
@@ -193,7 +193,7 @@ class Integrity:
         corruption = self._find_changed(step + 1, self._sums.changed(bit_sums(self._state)))
         if corruption is None:
             return ""
-        self._found = corruption
+        self._corruption = corruption
         return f"{corruption.what} changed in the memory of {ranks_text(corruption.ranks)} since step {step}"
 
     def _find_changed(self, step: int, changed: torch.Tensor) -> Corruption | None:
@@ -226,11 +226,11 @@ class Integrity:
     @property
     def has_found(self) -> bool:
         """Whether the last step detected a corruption."""
-        return self._found is not None
+        return self._corruption is not None
 
     def take(self) -> Corruption | None:
         """The corruption that ``at_rest`` detected; returned once."""
-        corruption, self._found = self._found, None
+        corruption, self._corruption = self._corruption, None
         return corruption
 
     def hosts(self, ranks: Sequence[int]) -> tuple[str, ...]:

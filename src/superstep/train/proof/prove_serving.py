@@ -231,8 +231,8 @@ def told_of(
     ]
 
 
-def ids_of(told: Sequence[Token]) -> list[int]:
-    return [one.token for one in told]
+def ids_of(outputs: Sequence[Token]) -> list[int]:
+    return [one.token for one in outputs]
 
 
 def _restart(

@@ -145,12 +145,12 @@ def _reran(found: Bits, before: Bits) -> RestartResult:
     return RestartResult(is_rerun_same=not first, first=first)
 
 
-def _differing(found: Bits, before: Bits, wanted: Iterable[tuple[int, str]]) -> list[tuple[int, int, str]]:
+def _differing(bits: Bits, before: Bits, wanted: Iterable[tuple[int, str]]) -> list[tuple[int, int, str]]:
     """Differences: the step, the place in the order of computation, and a text."""
     return [
         (key[0], place, f"step {key[0]}: {key[1]} differs")
         for place, key in enumerate(wanted)
-        if found.get(key) != before[key]
+        if bits.get(key) != before[key]
     ]
 
 

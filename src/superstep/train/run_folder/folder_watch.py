@@ -58,7 +58,7 @@ class FolderWatch:
         self._held = HeldFolder(folder.root)
         self._root = self._held.path
         self._texts = texts
-        self._found: RunFolderMoved | None = None
+        self._moved: RunFolderMoved | None = None
 
     def __enter__(self) -> FolderWatch:
         return self
@@ -70,10 +70,10 @@ class FolderWatch:
 
     def look(self) -> RunFolderMoved | None:
         """The new path of the directory, if it changed. Read-only."""
-        if self._found is None and not self._held.is_there():
+        if self._moved is None and not self._held.is_there():
             moved = self._held.new_name()
-            self._found = RunFolderMoved(self._root, moved or self._beside(), moved is None)
-        return self._found
+            self._moved = RunFolderMoved(self._root, moved or self._beside(), moved is None)
+        return self._moved
 
     def make(self, displaced: RunFolderMoved) -> None:
         """Make the folder that replaces a removed one."""

@@ -41,12 +41,12 @@ class LiveRun:
     views: Mapping[int, mmap.mmap]
     looker: RankInspector
 
-    def seen(self) -> RunObservation:
+    def observe(self) -> RunObservation:
         """The current state, without stacks."""
         ranks = (with_notes(rank, self.views[rank.rank]) for rank in self.looker.look())
         return _run(self.folder, tuple(ranks))
 
-    def asked(self, run: RunObservation) -> RunObservation:
+    def with_stacks(self, run: RunObservation) -> RunObservation:
         """The observation with the ranks' current stacks. Take it last: the request may wake a process that sleeps in a
         system call.
         """

@@ -32,9 +32,11 @@ def check(program: Iterations) -> Iterations:
         InvalidIterations: naming the first lane and instruction that breaks a rule, and the rule.
     """
     names = tuple(lane for lane, _ in program.lanes)
-    if names != _LANES[program.asked.placement]:
-        wanted = ", ".join(_LANES[program.asked.placement])
-        raise InvalidIterations(f"placement {program.asked.placement} has the lanes {wanted}, not {', '.join(names)}")
+    if names != _LANES[program.schedule.placement]:
+        wanted = ", ".join(_LANES[program.schedule.placement])
+        raise InvalidIterations(
+            f"placement {program.schedule.placement} has the lanes {wanted}, not {', '.join(names)}"
+        )
     for lane, instructions in program.lanes:
         state = _Lane(program, lane)
         for at, i in enumerate(instructions):
@@ -54,7 +56,7 @@ class _Lane:
 
     def __init__(self, program: Iterations, lane: Lane) -> None:
         self.program = program
-        self.asked = program.asked
+        self.schedule = program.schedule
         self.lane: Lane = lane
         self.role: Role | None = "train" if lane == "ranks" else None
         self.held: int | None = None
@@ -93,8 +95,8 @@ class _Lane:
         return f"the ranks' memory is the other's; swap to '{role}' first" if self.role not in (None, role) else ""
 
     def _check_known(self, group: int) -> str:
-        first, last = self.program.cursor.step, self.asked.steps
-        is_left = first <= self.asked.step_of(group) < last
+        first, last = self.program.cursor.step, self.schedule.steps
+        is_left = first <= self.schedule.step_of(group) < last
         return "" if is_left else f"the steps {first} to {last - 1} that are left have no such group"
 
     def _sample(self, group: int, version: int) -> str:
@@ -102,19 +104,19 @@ class _Lane:
             return broken
         if group in self.program.cursor.recorded:
             return "the group's answers are on record; it would be sampled twice"
-        age = self.asked.step_of(group) - version
-        if not 0 <= age <= self.asked.lag:
-            return f"the version is {age} steps old when it is trained on, and lag allows 0 to {self.asked.lag}"
-        if version != self.asked.version_of(group):
-            return f"a restart would sample the group with version {self.asked.version_of(group)}"
+        age = self.schedule.step_of(group) - version
+        if not 0 <= age <= self.schedule.lag:
+            return f"the version is {age} steps old when it is trained on, and lag allows 0 to {self.schedule.lag}"
+        if version != self.schedule.version_of(group):
+            return f"a restart would sample the group with version {self.schedule.version_of(group)}"
         if version != self.held:
             held = "none" if self.held is None else f"version {self.held}"
             return f"the sampler has {held} in its place; take version {version} first"
         return ""
 
     def _train(self, step: int) -> str:
-        if step != self.trained or step >= self.asked.steps:
-            return f"the trainer has finished {self.trained} of {self.asked.steps} steps"
+        if step != self.trained or step >= self.schedule.steps:
+            return f"the trainer has finished {self.trained} of {self.schedule.steps} steps"
         self.trained += 1
         return ""
 
@@ -126,8 +128,8 @@ class _Lane:
     def _save(self, step: int) -> str:
         if step != self.trained:
             return f"the trainer has finished {self.trained} steps"
-        if step - self.saved > self.asked.save_every:
-            return f"{step - self.saved} steps since the last save, and save_every is {self.asked.save_every}"
+        if step - self.saved > self.schedule.save_every:
+            return f"{step - self.saved} steps since the last save, and save_every is {self.schedule.save_every}"
         self.saved = step
         return ""
 
@@ -140,7 +142,7 @@ class _Lane:
 
 def _leftovers(program: Iterations) -> Iterator[str]:
     """Rules that the program as a whole breaks."""
-    schedule, cursor = program.asked, program.cursor
+    schedule, cursor = program.schedule, program.cursor
     sampled = Counter(i.group for _, i in program if isinstance(i, ins.Sample))
     published = {i.version for _, i in program if isinstance(i, ins.Publish)} | cursor.published
     retired = {i.version for _, i in program if isinstance(i, ins.Retire)}

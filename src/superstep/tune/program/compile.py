@@ -27,7 +27,7 @@ def compile_iterations(schedule: RlSchedule, cursor: Cursor = START) -> Iteratio
             "grader": graded,
             "trainer": tuple(_trainer(schedule, cursor)),
         }
-    return check(Iterations(asked=schedule, cursor=cursor, lanes=tuple(lanes.items())))
+    return check(Iterations(schedule=schedule, cursor=cursor, lanes=tuple(lanes.items())))
 
 
 def after(program: Iterations, done: Sequence[Instruction]) -> Cursor:
@@ -37,7 +37,7 @@ def after(program: Iterations, done: Sequence[Instruction]) -> Cursor:
     published = {i.version for i in done if isinstance(i, ins.Publish)} | program.cursor.published
     return Cursor(
         step=step,
-        recorded=frozenset(group for group in recorded if program.asked.step_of(group) >= step),
+        recorded=frozenset(group for group in recorded if program.schedule.step_of(group) >= step),
         published=frozenset(published - {i.version for i in done if isinstance(i, ins.Retire)}),
     )
 

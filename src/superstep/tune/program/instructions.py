@@ -163,12 +163,12 @@ class Iterations:
     """The rest of a run, as a program.
 
     Attributes:
-        asked: the schedule of the whole run.
+        schedule: the schedule of the whole run.
         cursor: where it begins.
         lanes: the instructions of each.
     """
 
-    asked: RlSchedule
+    schedule: RlSchedule
     cursor: Cursor
     lanes: tuple[tuple[Lane, tuple[Instruction, ...]], ...]
 
@@ -194,10 +194,10 @@ class Iterations:
             case Sample(_, version):
                 return (Take(version),)
             case Grade(group):
-                return () if group in self.cursor.recorded else (Sample(group, self.asked.version_of(group)),)
+                return () if group in self.cursor.recorded else (Sample(group, self.schedule.version_of(group)),)
             case Train(step):
                 before = (Train(step - 1),) if step > self.cursor.step else ()
-                return (*before, *(Grade(group) for group in self.asked.groups_of(step)))
+                return (*before, *(Grade(group) for group in self.schedule.groups_of(step)))
             case Publish(version) | Save(version):
                 return (Train(version - 1),) if version > self.cursor.step else ()
             case Take(version):

@@ -83,8 +83,8 @@ def require_room(program: Iterations, sizes: Sizes, room: Mapping[Where, int]) -
         if where in room and held.bytes > room[where]:
             i = program.lane(held.at[0])[held.at[1]]
             raise ConfigError(
-                f"rollout.placement = '{program.asked.placement}': '{describe(i)}' needs {held.bytes:,} bytes of the "
-                f"{where}, which has {room[where]:,}; {_mend(i)}."
+                f"rollout.placement = '{program.schedule.placement}': '{describe(i)}' needs {held.bytes:,} bytes of "
+                f"the {where}, which has {room[where]:,}; {_mend(i)}."
             )
 
 
@@ -144,7 +144,7 @@ def _host(program: Iterations, sizes: Sizes) -> list[PeakUse]:
     clock = clocks(program)
     brings = {lane: _counts(program.lane(lane), (ins.Publish, ins.Sample)) for lane, _ in program.lanes}
     takes = {lane: _counts(program.lane(lane), (ins.Retire, ins.Train)) for lane, _ in program.lanes}
-    cursor, groups_of_a_step = program.cursor, program.asked.groups
+    cursor, groups_of_a_step = program.cursor, program.schedule.groups
     known = {
         (lane, other): [clock[lane, at].get(other, 0) for at in range(len(instructions))]
         for lane, instructions in program.lanes

@@ -34,7 +34,7 @@ def describe(i: Instruction) -> str:
 
 def write_iterations(program: Iterations) -> str:
     """The whole program as text."""
-    schedule, cursor = program.asked, program.cursor
+    schedule, cursor = program.schedule, program.cursor
     head = (
         f"iterations steps={schedule.steps} groups={schedule.groups} lag={schedule.lag} placement={schedule.placement} "
         f"save_every={schedule.save_every} {_gaps(schedule)}from={cursor.step} recorded={_numbers(cursor.recorded)} "
@@ -110,7 +110,7 @@ def read_iterations(text: str) -> Iterations:
         else:
             raise UserError(f"line {number}: '{line}' is neither a lane nor an instruction.")
     return Iterations(
-        asked=RlSchedule(
+        schedule=RlSchedule(
             steps=int(head[1]),
             groups=int(head[2]),
             lag=int(head[3]),

@@ -114,7 +114,7 @@ class ColocatedRank:
                     # The sampler allocates its memory with a version, and frees it after the last of its groups.
                     self._trainer.sleep() if to == "sample" else self._trainer.wake()
                 case Train(step):
-                    self._train(program.asked.groups_of(step), step)
+                    self._train(program.schedule.groups_of(step), step)
                 case Save():
                     self._training.save()
                 case Grade():
@@ -125,7 +125,7 @@ class ColocatedRank:
         """Whether versions are passed in memory: shared ranks take what they have just published, and every rank has
         the whole model, as its sampler needs it.
         """
-        schedule = program.asked
+        schedule = program.schedule
         return schedule.placement == "shared" and self._seat.is_alone and self._trainer.weights() is not None
 
     def _sample(self, places: Sequence[int], version: int, source: Path | Tensors) -> None:

@@ -44,7 +44,7 @@ class Grading:
         self._record = record
         self._graders = graders
         self._seed = seed
-        self._asked: dict[int, list[Future[Verdict]]] = {}
+        self._pending: dict[int, list[Future[Verdict]]] = {}
         self.heard: Callable[[], None] = _nothing
 
     def begin(self, program: Iterations) -> None:
@@ -59,13 +59,13 @@ class Grading:
         if self._graders is not None and place not in self._record.verdicts:
             group = self._record.groups[place]
             pending = [self._graders.submit(group.number, self._seed, answer.rollout) for answer in group.answers]
-            self._asked[group.number] = pending
+            self._pending[group.number] = pending
             for one in pending:
                 one.add_done_callback(lambda _: self.heard())
 
     def is_done(self, place: int) -> bool:
         """Whether a group is recorded and all its grades have arrived."""
-        pending = self._asked.get(self._record.task(place), [])
+        pending = self._pending.get(self._record.task(place), [])
         return place in self._record.groups and all(one.done() for one in pending)
 
     def graded(self, places: Sequence[int], beat_s: float, patience: WaitLimit) -> list[tuple[Verdict, ...]] | None:
@@ -78,7 +78,7 @@ class Grading:
         until_s = time.monotonic() + beat_s
         for place in places:
             number = self._record.task(place)
-            pending = self._asked.get(number, [])
+            pending = self._pending.get(number, [])
             for one in pending:
                 try:
                     one.result(min(max(0.0, until_s - time.monotonic()), patience.left_s))
@@ -89,7 +89,7 @@ class Grading:
                     raise Fault(late) from None
             if pending:
                 self._record.graded(number, tuple(one.result() for one in pending))
-                del self._asked[number]
+                del self._pending[number]
         return [self._record.verdicts[place] for place in places]
 
 

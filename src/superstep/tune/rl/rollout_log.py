@@ -79,11 +79,11 @@ class RolloutLog:
                     ) from error
         self._file = AppendFile(path) if is_kept else None
 
-    def cursor(self, asked: RlSchedule, step: int) -> Cursor:
+    def cursor(self, schedule: RlSchedule, step: int) -> Cursor:
         """The cursor of a run whose saved state has finished ``step`` steps. Removed snapshots do not count."""
         return Cursor(
             step=step,
-            recorded=frozenset(group for group in self.groups if step <= asked.step_of(group) < asked.steps),
+            recorded=frozenset(group for group in self.groups if step <= schedule.step_of(group) < schedule.steps),
             published=frozenset(version for version, path in self.published.items() if path.is_dir()),
         )
 

@@ -133,7 +133,7 @@ class RolloutWorker:
             )
         self._here = world.size // settings.serve.tp
         self.replica, self.replicas = others or (world.rank // settings.serve.tp, self._here)
-        self._told = settings
+        self._settings = settings
         self._world = world
         self._words = words
         self._environment = environment
@@ -144,12 +144,12 @@ class RolloutWorker:
     @property
     def is_first(self) -> bool:
         """Whether it is the first of the ranks that share its model."""
-        return self._world.rank % self._told.serve.tp == 0
+        return self._world.rank % self._settings.serve.tp == 0
 
     @property
     def is_alone(self) -> bool:
         """Whether it has the whole model."""
-        return self._told.serve.tp == 1
+        return self._settings.serve.tp == 1
 
     def sample(
         self,
@@ -188,7 +188,7 @@ class RolloutWorker:
                 while not replicas.meet(is_done=True):
                     engine[0].wait()
                 engine[1].sleep()
-                if self._told.serve.tp > 1:
+                if self._settings.serve.tp > 1:
                     engine[0].end()  # the others train now; they follow again with the next version
         finally:
             torch.set_num_threads(threads)  # exact mode uses one
@@ -196,13 +196,13 @@ class RolloutWorker:
     def _take(
         self, version: Path | Tensors, number: str
     ) -> tuple[InferenceEngine, EngineController, RolloutSampler] | None:
-        source = self._told.start if self._told.is_beside else version
-        folder = source if isinstance(source, Path) else self._told.start
+        source = self._settings.start if self._settings.is_beside else version
+        folder = source if isinstance(source, Path) else self._settings.start
         tp = self._group(folder)
         if not self.is_first:
             if self._rank is None:
                 self._rank = load_rank(
-                    folder, self._told.serve, self._mesh_at.at.tp, self._mesh_at.tp, self._world.device
+                    folder, self._settings.serve, self._mesh_at.at.tp, self._mesh_at.tp, self._world.device
                 )
             assert self._mesh_at.tp is not None
             follow(self._rank.forward, self._mesh_at.tp, self._world.device, self._rank.party, self._rank.small)
@@ -210,7 +210,7 @@ class RolloutWorker:
         if self._open is None:
             engine, steward = open_both(
                 folder,
-                self._told.serve,
+                self._settings.serve,
                 tp=tp.tp if tp else None,
                 device=self._world.device,
                 known=KnownModel(version=""),
@@ -220,10 +220,10 @@ class RolloutWorker:
                 engine,
                 self._words,
                 self._environment,
-                self._told.how,
-                group=self._told.group,
-                seed=self._told.seed,
-                adapter=ADAPTER if self._told.is_beside else "",
+                self._settings.how,
+                group=self._settings.group,
+                seed=self._settings.seed,
+                adapter=ADAPTER if self._settings.is_beside else "",
             )
             self._open = engine, steward, sampler
             if source is not folder:
@@ -231,7 +231,7 @@ class RolloutWorker:
                 steward.wake(source, version=number)
         else:
             self._open[1].wake(source, version=number)
-        if self._told.is_beside:  # unmerged, so that a version is small, and exact mode has the trainer's sums
+        if self._settings.is_beside:  # unmerged, so that a version is small, and exact mode has the trainer's sums
             assert isinstance(version, Path), "adapters come in folders"
             self._open[0].adapters.load(ADAPTER, version)
         return self._open
@@ -243,13 +243,13 @@ class RolloutWorker:
 
     def _group(self, folder: Path) -> Mesh | None:
         """The ranks of each replica, as a mesh of all."""
-        if self._told.serve.tp > 1 and self._mesh is None:
-            plan = plan_of(folder, self._told.serve)
+        if self._settings.serve.tp > 1 and self._mesh is None:
+            plan = plan_of(folder, self._settings.serve)
             config = RunConfig(
                 model=ModelConfig(name=str(folder / "config.json")),
                 data=replace(DataConfig(), sequence_tokens=plan.config.data.sequence_tokens),
                 train=TrainConfig(batch_sequences=self._here),
-                plan=PlanConfig(tp=self._told.serve.tp, dp=self._here, microbatch=1),
+                plan=PlanConfig(tp=self._settings.serve.tp, dp=self._here, microbatch=1),
                 numerics=plan.config.numerics,
             )
             self._mesh = build_mesh(resolve(config).plan, self._world.rank, self._world.device, timeout=MESH_TIMEOUT)

@@ -232,7 +232,7 @@ def _outcome(outcome: Outcome) -> Response:
 
 
 async def _checkpoints(request: Request, service: TinkerService) -> Response:
-    saved = await asyncio.to_thread(lambda: list(service.store.told(request.path_params["model"])))
+    saved = await asyncio.to_thread(lambda: list(service.store.list_saved(request.path_params["model"])))
     return JSONResponse({"checkpoints": saved})
 
 

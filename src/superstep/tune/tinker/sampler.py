@@ -54,7 +54,7 @@ class _Answer:
 
 @dataclass(slots=True)
 class _Order:
-    asked: SampleRequest
+    request: SampleRequest
     tell: Tell
     answers: dict[int, _Answer]
     prompt: tuple[TokenOutput, ...] = ()
@@ -172,7 +172,7 @@ class PromptSampler:
         if any(answer.finish == "abort" for answer in order.answers.values()):
             order.tell(Fault("the logits are no numbers; the weights have gone wrong in training."))
             return
-        request = order.asked
+        request = order.request
         drawn = [
             SampledSequence(
                 tokens=[output.token for output in answer.tokens],

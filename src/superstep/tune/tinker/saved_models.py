@@ -146,7 +146,7 @@ class SavedModels:
         finally:
             shutil.rmtree(new, ignore_errors=True)
 
-    def told(self, model: str) -> Iterator[dict[str, Any]]:
+    def list_saved(self, model: str) -> Iterator[dict[str, Any]]:
         """The saved weights of a model for clients, the oldest first."""
         saved = [
             ((path / ABOUT).stat().st_mtime, SavedPath(model, kind, path.name), path)

@@ -94,13 +94,13 @@ class CompiledDecoder:
         self._store = store
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._cosine = self._sine = torch.empty(0, shape.head_dim, dtype=torch.bfloat16)
-        self._found = NEVER
+        self._located = NEVER
         library.superstep_scratch.restype = ctypes.c_int64
 
     def _find(self) -> None:
         """Read the current addresses of the weights."""
         shape = self._shape
-        self._found = self._linears.changes
+        self._located = self._linears.changes
         embedding, *blocks, head = self._modules
         assert isinstance(embedding, Embedding)
         assert isinstance(head, Head)
@@ -122,7 +122,7 @@ class CompiledDecoder:
 
     def __call__(self, rows: Rows) -> Tensor:
         """The logits of the wanted rows, fp32: [R, V]."""
-        if self._found != self._linears.changes:
+        if self._located != self._linears.changes:
             self._find()
         count = len(rows.tokens)
         self._reach(max(part.first + part.count for part in rows.parts))

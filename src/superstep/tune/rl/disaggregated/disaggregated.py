@@ -93,7 +93,7 @@ class TrainerLane:
                 case Publish(version):
                     self._publish(version)
                 case Train(step):
-                    self._train(program.asked.groups_of(step), step)
+                    self._train(program.schedule.groups_of(step), step)
                 case Save():
                     self._training.save()
                 case _:
@@ -219,7 +219,7 @@ def train_apart(
     if job.rl.kl_coef:
         trainer.keep_reference(job.start)
     timeout_s = job.rollout.timeout_s
-    training = RlTraining(job.rl, job.rollout, job.program.asked.steps, trainer, tell, tell_save)
+    training = RlTraining(job.rl, job.rollout, job.program.schedule.steps, trainer, tell, tell_save)
     with ExitStack() as stack:
         exchange = None
         if world.rank == 0:
@@ -255,7 +255,7 @@ def _open_hub(world: World, job: RlJob, stack: ExitStack, retried: Retried) -> R
         samplers=samplers,
         ranks=job.rollout.tp,
         owners={job.tasks.get(place, place): owner for place, owner in owners_of(job.program, samplers).items()},
-        window=TaskWindow(job.rl.window, job.program.asked),
+        window=TaskWindow(job.rl.window, job.program.schedule),
         timeout_s=job.rollout.timeout_s,
     )
     return stack.enter_context(exchange)

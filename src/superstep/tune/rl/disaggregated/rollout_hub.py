@@ -49,16 +49,16 @@ class TaskWindow:
 
     Attributes:
         steps: number of next steps.
-        asked: the schedule of the run.
+        schedule: the schedule of the run.
     """
 
     steps: int
-    asked: RlSchedule
+    schedule: RlSchedule
 
     def places(self, first: int, own: int) -> range:
         """Places for a missing task: from ``first`` on, near its own place."""
-        last = min(self.asked.step_of(own) + self.steps, self.asked.steps - 1)
-        return range(first, self.asked.groups_of(last).stop)
+        last = min(self.schedule.step_of(own) + self.steps, self.schedule.steps - 1)
+        return range(first, self.schedule.groups_of(last).stop)
 
 
 class RolloutHub:
@@ -96,7 +96,7 @@ class RolloutHub:
         self._news = threading.Condition()
         grading.heard = self._hear
         self._lines: list[Connection] = []
-        self._told: list[FromTrainer] = [Version(n, str(path)) for n, path in record.published.items()]
+        self._sent: list[FromTrainer] = [Version(n, str(path)) for n, path in record.published.items()]
         self._retired: Counter[int] = Counter()
         self._left = samplers * ranks
         self._problem: Exception | None = None
@@ -204,7 +204,7 @@ class RolloutHub:
 
     def _tell(self, message: FromTrainer) -> None:
         with self._news:
-            self._told.append(message)
+            self._sent.append(message)
             for line in self._lines:
                 with suppress(OSError):  # its reading thread detects a broken connection
                     line.send_bytes(encode(message))
@@ -220,7 +220,7 @@ class RolloutHub:
                         line.close()
                         return
                     self._lines.append(line)
-                    for message in self._told:
+                    for message in self._sent:
                         with suppress(OSError):
                             line.send_bytes(encode(message))
                 threading.Thread(target=self._read, args=(line,), name="sampler", daemon=True).start()
