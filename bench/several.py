@@ -45,10 +45,17 @@ class Several:
         folder: where launchers work.
         flags: of each launcher.
         command: what Python is to run; the launcher as it is, or one for tests.
+        verb: what the launchers do, and with which file.
     """
 
-    def __init__(self, folder: Path, flags: list[str], command: Sequence[str] = ("-m", "superstep")) -> None:
-        self.folder, self.flags, self.command = folder, flags, command
+    def __init__(
+        self,
+        folder: Path,
+        flags: list[str],
+        command: Sequence[str] = ("-m", "superstep"),
+        verb: Sequence[str] = ("train", "run.toml"),
+    ) -> None:
+        self.folder, self.flags, self.command, self.verb = folder, flags, command, verb
         self.names = [f"ss{os.getpid()}h{host}" for host in range(2)]
         self.links = [f"ss{os.getpid()}v{host}" for host in range(2)]
         self.launchers: dict[int, subprocess.Popen] = {}
@@ -80,7 +87,7 @@ class Several:
         """Start the launcher of a host."""
         number = len(self.said)
         self.said.append(self.folder / f"said-{number}")
-        command = [sys.executable, *self.command, "train", "run.toml", *self.flags, "--hosts", "2"]
+        command = [sys.executable, *self.command, *self.verb, *self.flags, "--hosts", "2"]
         command += ["--host", str(host), "--meet", f"10.77.0.1:{PORT}", *more]
         inside = ["ip", "netns", "exec", self.names[host], *command]
         environment = os.environ | {"SUPERSTEP_SECRET": secret, "OMP_NUM_THREADS": "1"}

@@ -73,7 +73,7 @@ def test_reinforcement_learning_says_the_same(place, monkeypatch, capsys):
     saved.write(folder.checkpoints, 3)
     monkeypatch.setattr(rl, "prepared_rl_job", lambda *_, **__: nullcontext(SimpleNamespace(folder=folder)))
     monkeypatch.setattr(launch_rl, "_launch", _breaks)
-    assert report(lambda: rl.run(lambda: None)) == 1
+    assert report(lambda: rl.run(lambda: SimpleNamespace(recipe=None))) == 1
     said = capsys.readouterr().err
     assert (
         f"The newest checkpoint is {folder.checkpoints}/step-000003; go on with: superstep tune rl --state.dir" in said
@@ -100,7 +100,7 @@ def test_each_host_is_told_its_own_command_where_the_folder_was_moved(place):
     told = order_of(json.loads(json.dumps(order_message(RunOver(cause)))))
     for host in range(2):
         verb = f"train --hosts 2 --host {host} --meet 10.0.0.1:29400"
-        here = SimpleNamespace(job=SimpleNamespace(folder=RunFolder(root=place / "run"), verb=verb), console=Silent())
+        here = SimpleNamespace(job=SimpleNamespace(folder=RunFolder(root=place / "run")), verb=verb, console=Silent())
         with pytest.raises(Fault) as ended:
             multi_host._ending(told, here)
         assert str(ended.value).endswith(
@@ -114,7 +114,6 @@ class Held:
     """What host 0 has prepared."""
 
     folder: RunFolder
-    verb: str = ""
 
 
 class Lead:
@@ -141,6 +140,7 @@ def test_other_hosts_are_not_told_the_command_of_host_0(is_raised, place, monkey
     meet = SimpleNamespace(count=2, number=0, meet=("10.0.0.1", 29400), secret=b"", patience_s=1.0, without_s=1.0)
     here = SimpleNamespace(
         hosts=meet,
+        kind=SimpleNamespace(prepared=lambda: nullcontext(Held(folder))),
         resolved=SimpleNamespace(config=SimpleNamespace(state=state)),
         plans={2: None},
         address="10.0.0.1",
@@ -151,12 +151,11 @@ def test_other_hosts_are_not_told_the_command_of_host_0(is_raised, place, monkey
         console=Silent(),
     )
     monkeypatch.setattr(multi_host, "Coordinator", Lead)
-    monkeypatch.setattr(multi_host, "prepared_job", lambda *args, **rest: nullcontext(Held(folder)))
     monkeypatch.setattr(
         multi_host, "attend", _breaks if is_raised else lambda *args: RunOver(Cause("rank 1: it broke."))
     )
     with pytest.raises(Fault, match="begin again with: superstep train --hosts 2 --host 0"):
-        multi_host._led(here, None)
+        multi_host._led(here)
     assert Lead.closed_with.cause.text == (
         "host 0: rank 1: the connection is gone." if is_raised else "rank 1: it broke."
     )

@@ -9,9 +9,9 @@ def _small(verb, argv):
     _begin(verb, argv)
     from measured_little import rank
     from superstep.run import launch_ranks
-    from superstep.run.hosts import multi_host
+    from superstep.run.hosts import train_on_hosts
 
-    multi_host.rank = launch_ranks.rank = rank
+    train_on_hosts.rank = launch_ranks.rank = rank
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from superstep.tune.rl.initial_policy import check_run
     [
         ({"train": TrainConfig(elastic=True)}, r"train\.elastic = true .*set it to false"),
         ({"state": StateConfig(store="s3://bucket/run")}, r"state\.store with rl\.lag = 1: .*set rl\.lag = 0"),
-        ({"state": StateConfig(peers=1)}, r"state\.peers = 1 .*set it to 0"),
     ],
 )
 def test_what_rl_does_not_do_is_refused(sections, words):

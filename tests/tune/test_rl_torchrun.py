@@ -102,8 +102,8 @@ def test_what_such_ranks_cannot_do_is_refused_in_one_line(place, tmp_path):
     statuses, said = join_ranks(tmp_path, [*command, "--rollout.placement", "apart"])
     assert statuses == [2, 2], said
     assert said == (
-        "superstep: rollout.placement = 'apart' needs ranks that superstep launches itself, on one host; set it to "
-        "'shared', or start the run without torchrun and srun.\n"
+        "superstep: rollout.placement = 'apart' needs ranks that superstep launches itself, on one host, not those of "
+        "torchrun and srun; set it to 'shared'.\n"
     )
     assert not (tmp_path / "run").exists()
 

@@ -23,16 +23,10 @@ PORT = 29600
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostsOptions(RunConfig):
-    """A run with its hosts and its live page."""
+@dataclass(frozen=True, kw_only=True)
+class HostFlags:
+    """The hosts of a run."""
 
-    web: bool = False
-    """Serve the run's report on this host while it trains, with live updates, and metrics for Prometheus. Requests need
-    its token: what follows token= in the address that is printed, and the value of SUPERSTEP_WEB_TOKEN in the
-    environment if that is set. It is in no file."""
-    web_port: int = 0
-    """The port of the report; 0 takes any free one."""
     hosts: str | None = None
     """How many hosts share the ranks, each with a launcher that is started by the same command; torchrun takes their
     number, and this one's, from its environment, with one process for each host.
@@ -47,6 +41,23 @@ class HostsOptions(RunConfig):
     """Seconds to wait for a host that is lost, or has not come yet."""
     without_after: float = 5.0
     """With train.elastic: seconds to wait for a lost host before the others continue without it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WebFlags:
+    """The live page of a run."""
+
+    web: bool = False
+    """Serve the run's report on this host while it trains, with live updates, and metrics for Prometheus. Requests need
+    its token: what follows token= in the address that is printed, and the value of SUPERSTEP_WEB_TOKEN in the
+    environment if that is set. It is in no file."""
+    web_port: int = 0
+    """The port of the report; 0 takes any free one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostsOptions(HostFlags, WebFlags, RunConfig):
+    """A run with its hosts and its live page."""
 
 
 def web_port_of(options: HostsOptions) -> int | None:
@@ -66,7 +77,7 @@ def web_port_of(options: HostsOptions) -> int | None:
     return options.web_port
 
 
-def hosts_of(options: HostsOptions, environment: Mapping[str, str] = os.environ) -> Hosts | None:
+def hosts_of(options: HostFlags, environment: Mapping[str, str] = os.environ) -> Hosts | None:
     """The hosts; None for one host.
 
     Raises:
@@ -97,7 +108,7 @@ def hosts_of(options: HostsOptions, environment: Mapping[str, str] = os.environ)
     )
 
 
-def _places(options: HostsOptions, environment: Mapping[str, str]) -> tuple[int, int, tuple[str, int]]:
+def _places(options: HostFlags, environment: Mapping[str, str]) -> tuple[int, int, tuple[str, int]]:
     if options.hosts == "torchrun":
         if missing := [name for name in TORCHRUN if name not in environment]:
             raise ConfigError(f"--hosts torchrun needs torchrun's environment variables, but {missing[0]} is not set.")

@@ -20,7 +20,6 @@ from superstep.launch import fork_server
 from superstep.plan.config import PlanConfig
 from superstep.strict.load import load
 from superstep.strict.settings import Settings
-from superstep.tune.rl.config import RlRecipe
 
 
 def begin(verb: str, argv: Sequence[str]) -> None:
@@ -40,8 +39,8 @@ def begin(verb: str, argv: Sequence[str]) -> None:
             fork_server.begin("superstep.cli.train.train")
     elif verb == "tune" and argv and argv[0] in tune.APART:
         check_apart(argv[0], argv[1:])
-    elif verb == "tune" and "RANK" not in os.environ:
-        if ranks_of(_check_recipe(argv)) > 1:
+    elif verb == "tune" and not is_of_torchrun:
+        if ranks_of(_check_recipe(argv)) > 1 or asks_for_hosts(argv):
             fork_server.begin("superstep.cli.tune.tune")
     elif verb == "prove":
         options, yields_to = prove.read(argv)
@@ -59,10 +58,10 @@ def begin(verb: str, argv: Sequence[str]) -> None:
 
 def _check_recipe(argv: Sequence[str]) -> PlanConfig:
     """The layout of a recipe, after its checks."""
-    match tune.read(argv):
-        case RlRecipe() as recipe:
-            check_rewards(recipe)
-            return recipe.plan
-        case kind, config:
-            check_tune(kind, config)
-            return config.plan
+    if argv[:1] == [tune.REWARDS]:
+        asked = tune.read_rewards(argv[1:])
+        check_rewards(asked.recipe, asked.hosts)
+        return asked.recipe.plan
+    kind, config = tune.read_kind(argv)
+    check_tune(kind, config)
+    return config.plan

@@ -19,6 +19,7 @@ from superstep.errors import ConfigError
 from superstep.plan.config import RunConfig
 from superstep.plan.resolution.check_ranges import check_ranges
 from superstep.plan.resolution.resolve import resolve
+from superstep.run.hosts.hosts import Hosts
 from superstep.run.launch_rules import SEVERAL_HOSTS, check_launch, require_alone
 from superstep.run.serving.served_model import check_model, find_model
 from superstep.train.run_folder import run_directory
@@ -57,13 +58,15 @@ def check_tune(kind: tune.Kind, config: TuneConfig) -> None:
     run_directory.choose(resolve(run))
 
 
-def check_rewards(recipe: RlRecipe) -> None:
+def check_rewards(recipe: RlRecipe, hosts: Hosts | None = None) -> None:
     """Check a recipe of rewards; raises as ``check_train``."""
     config, _ = with_start(recipe, recipe.rl, recipe.start)
     check_run(config, recipe.rl, recipe.rollout)
-    check_launch(config, 1, launcher())
-    _, folder, _ = run_directory.choose(resolve(config))
-    check_same(recipe, folder)
+    check_launch(config, 1 if hosts is None else hosts.count, launcher())
+    run = resolve(config)
+    if hosts is None:
+        _, folder, _ = run_directory.choose(run)
+        check_same(recipe, folder)
 
 
 def check_apart(word: str, argv: Sequence[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -11,11 +10,11 @@ from functools import partial
 from pathlib import Path
 
 from superstep.cli import sample
-from superstep.cli.arguments.hosts import TORCHRUN
 from superstep.cli.arguments.sample import SampleOptions
 from superstep.cli.arguments.train import TrainArgs, read
 from superstep.cli.choices import describe_changed_layout, idle_places, places_of
 from superstep.cli.flags.options import asks_for_hosts
+from superstep.cli.join_hosts import join_hosts
 from superstep.cli.launcher import is_of_torchrun, launcher
 from superstep.cli.prepare_progress import prepare_with_progress
 from superstep.cli.prove import prove
@@ -23,12 +22,12 @@ from superstep.cli.train.live_report import web
 from superstep.cli.train.terminal import Terminal
 from superstep.comm.device import gpus
 from superstep.data.preparation.prepare import is_prepared, prepare
-from superstep.launch.hosts.network_interface import interface_of
 from superstep.launch.torchrun import join
 from superstep.plan.resolution.resolve import Resolved
 from superstep.run.exit_messages import ended
-from superstep.run.hosts.hosts import Hosts
-from superstep.run.hosts.multi_host import on_hosts, own_address, share_out
+from superstep.run.hosts.hosts import Hosts, share_out
+from superstep.run.hosts.multi_host import on_hosts
+from superstep.run.hosts.train_on_hosts import TrainOnHosts
 from superstep.run.job import TrainJob, asked_device, prepared_job
 from superstep.run.job_message import JOB
 from superstep.run.launch_ranks import launch
@@ -77,15 +76,11 @@ def _job_of_torchrun(arguments: TrainArgs, ranks: int) -> AbstractContextManager
 
 
 def _on_hosts(run: Resolved, hosts: Hosts) -> int:
-    """This host's part of a run on several; its ranks use the network interface that reaches the others."""
-    run = share_out(run, hosts)
-    address = own_address(hosts)
-    for name in (*TORCHRUN, "LOCAL_RANK", "LOCAL_WORLD_SIZE"):  # torchrun launches these launchers, not their ranks
-        os.environ.pop(name, None)
-    if (interface := interface_of(address)) is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # exactly this one, not all with this prefix
-    return on_hosts(run, hosts, _tokens, address, Terminal())
+    """This host's part of a run on several."""
+    address = join_hosts(hosts)
+    return on_hosts(
+        TrainOnHosts(share_out(run, hosts.count), hosts.count, _tokens, Terminal()), hosts, address, Terminal()
+    )
 
 
 def _run(arguments: TrainArgs, ranks: int | None = None) -> Resolved:

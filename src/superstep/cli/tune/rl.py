@@ -6,29 +6,38 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 
+from superstep.cli.arguments.tune.tune import RlArgs
+from superstep.cli.join_hosts import join_hosts
 from superstep.cli.launcher import is_of_torchrun, launcher
 from superstep.cli.serve.serve_settings import kernels_folder
 from superstep.cli.train.terminal import Terminal
 from superstep.launch.torchrun import join
 from superstep.plan.config import DeviceKind
+from superstep.run.hosts.multi_host import on_hosts
 from superstep.run.rl.launch_rl import launch_rl
 from superstep.run.rl.prepare_rl import prepared_rl_job
 from superstep.run.rl.rl_job_message import RL_JOB
+from superstep.run.rl.rl_on_hosts import RlOnHosts
 from superstep.run.rl.rl_rank import rl_rank_of_torchrun
 from superstep.tune.rl.config import RlRecipe
 from superstep.tune.rl.job import RlJob
 
 
-def run(read: Callable[[], RlRecipe]) -> int:
+def run(read: Callable[[], RlArgs], *, has_hosts: bool = False) -> int:
     """Learn from rewards; the exit status.
 
     Args:
-        read: the recipe; under torchrun only rank 0 reads it.
+        read: the command line; under torchrun only rank 0 reads it.
+        has_hosts: whether it asks for several hosts.
     """
+    if has_hosts and (hosts := (args := read()).hosts) is not None:
+        address = join_hosts(hosts)
+        kind = RlOnHosts(args.recipe, hosts.count, kernels_folder(None), Terminal())
+        return on_hosts(kind, hosts, address, Terminal())
     if is_of_torchrun():
         worker = partial(rl_rank_of_torchrun, console=Terminal())
-        return join(lambda ranks: _prepared(read(), ranks), worker, RL_JOB, _device)
-    with _prepared(read()) as job:
+        return join(lambda ranks: _prepared(read().recipe, ranks), worker, RL_JOB, _device)
+    with _prepared(read().recipe) as job:
         if job is None:
             return 0
         if (status := launch_rl(job, Terminal())) is not None:

@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Sequence
 
 from superstep.cli.arguments.tune.tune import APART, REWARDS, read_kind, read_rewards
+from superstep.cli.flags.options import asks_for_hosts
 from superstep.cli.tune import rl, sft_dpo
 
 
@@ -16,5 +17,5 @@ def main(argv: Sequence[str]) -> int:
         status: int = importlib.import_module(f"superstep.cli.tune.{argv[0]}").main(argv[1:])
         return status
     if argv[:1] == [REWARDS]:
-        return rl.run(lambda: read_rewards(argv[1:]))
+        return rl.run(lambda: read_rewards(argv[1:]), has_hosts=asks_for_hosts(argv))
     return sft_dpo.run(lambda: read_kind(argv))

@@ -1,8 +1,12 @@
-"""The hosts of a run, and their addresses."""
+"""The hosts of a run, their addresses, and the ranks that each of them has."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, replace
+
+from superstep.errors import ConfigError
+from superstep.plan.resolution.resolve import Resolved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,3 +28,28 @@ class Hosts:
     secret: bytes
     patience_s: float
     without_s: float
+
+
+def share_out(run: Resolved, hosts: int) -> Resolved:
+    """The run with automatic settings for several hosts filled in.
+
+    Raises:
+        ConfigError: the hosts cannot share the ranks evenly.
+    """
+    world = run.plan.mesh.world
+    if world % hosts:
+        fits = [count for count in range(2, world + 1) if world % count == 0]
+        raise ConfigError(
+            f"--hosts = {hosts} does not divide the plan's {world} ranks; "
+            + (f"give one of {fits}, or change the plan." if fits else "one rank needs one host: leave --hosts out.")
+        )
+    if sys.platform != "linux":
+        raise ConfigError("--hosts needs Linux; start the run by torchrun.")
+    state = run.config.state
+    peers = state.peers if state.peers is not None else int(state.snapshot_every is not None)
+    if peers > 1 or (peers and state.snapshot_every is None):
+        raise ConfigError(
+            f"state.peers = {peers}: one other host has copies of snapshots, or none; set 0, or 1 and "
+            "state.snapshot_every."
+        )
+    return replace(run, config=replace(run.config, state=replace(state, peers=peers)))

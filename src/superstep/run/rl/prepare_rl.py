@@ -11,9 +11,11 @@ from superstep.comm.device import Device, choose
 from superstep.errors import ConfigError
 from superstep.plan.config import RunConfig
 from superstep.plan.config_io import write_config
+from superstep.plan.resolution.resolve import Resolved
 from superstep.run.console import Console
 from superstep.run.disk_check import require_disk
-from superstep.run.launch_rules import OWN, Launcher, check_launch, require_alone
+from superstep.run.hosts.hosts import share_out
+from superstep.run.launch_rules import OWN, SEVERAL_HOSTS, Launcher, check_launch, require_alone
 from superstep.run.memory_check import require_fit
 from superstep.run.reports.plan_line import plan_text
 from superstep.state.checkpoint import read_position
@@ -33,7 +35,13 @@ from superstep.tune.rl.job import RlJob, job_of
 
 @contextmanager
 def prepared_rl_job(
-    recipe: RlRecipe, kernels: Path | None, console: Console, *, launcher: Launcher = OWN, ranks: int | None = None
+    recipe: RlRecipe,
+    kernels: Path | None,
+    console: Console,
+    *,
+    launcher: Launcher = OWN,
+    ranks: int | None = None,
+    hosts: int = 1,
 ) -> Iterator[RlJob | None]:
     """The job of a recipe's ranks, with the run's directory locked for the block; None for a complete run.
 
@@ -43,18 +51,20 @@ def prepared_rl_job(
         console: shows messages before the first step.
         launcher: of the ranks.
         ranks: of another launcher; None under superstep's own.
+        hosts: that share the ranks; with several this is for the first one's launcher to do.
     """
-    config, start = with_start(recipe, recipe.rl, recipe.start)
+    run, start = resolved_rl(recipe, ranks, hosts)
+    config = run.config
     if (shorter := shorter_sequences(recipe, config, USUAL_TOKENS)) is not None:
         console.say(shorter)
-    check_launch(config, 1, launcher)
-    if not launcher.is_own:
-        _require_joined(config, recipe.rollout)
+    check_launch(config, hosts, launcher)
+    if not launcher.is_own or hosts > 1:
+        _require_shared(config, recipe.rollout, SEVERAL_HOSTS if hosts > 1 else "torchrun and srun")
     check_tokenizer(recipe.start, config)
-    choice, folder, checkpoint = run_directory.choose(resolve_config(config, ranks), verify)
+    choice, folder, checkpoint = run_directory.choose(run, verify)
     check_same(recipe, folder)
     store = store_of(choice, checkpoint)
-    here = choice.plan.mesh.world
+    here = choice.plan.mesh.world // hosts
     if choose(choice.config.plan.device, launcher.ranks_here(here)) == "cpu":
         require_fit(choice, Device("cpu"), operations(choice), ranks=launcher.local_ranks or here)
     with hold(folder), mirrored(folder.checkpoints, store, choice.config.state.keep):
@@ -93,15 +103,32 @@ def prepared_rl_job(
         yield replace(job, files=files)
 
 
-def _require_joined(config: RunConfig, rollout: RolloutConfig) -> None:
-    """Refuse settings that ranks of torchrun or srun do not support.
+def resolved_rl(recipe: RlRecipe, ranks: int | None = None, hosts: int = 1) -> tuple[Resolved, Path]:
+    """The run of a recipe, and the folder of the model that it begins with.
+
+    Args:
+        recipe: of the run.
+        ranks: of another launcher; None under superstep's own.
+        hosts: that share the ranks.
 
     Raises:
-        ConfigError: one is set; names the field.
+        ConfigError: it cannot work.
+        StateError: the model is missing or incomplete.
     """
-    require_alone(config, None, "torchrun and srun")
+    config, start = with_start(recipe, recipe.rl, recipe.start)
+    run = resolve_config(config, ranks)
+    return (run if hosts == 1 else share_out(run, hosts)), start
+
+
+def _require_shared(config: RunConfig, rollout: RolloutConfig, launcher: str) -> None:
+    """Refuse what needs one launcher of superstep's, where another launcher has the ranks.
+
+    Raises:
+        ConfigError: something does; names the field.
+    """
+    require_alone(config, None, launcher)
     if rollout.placement == "apart":
         raise ConfigError(
-            "rollout.placement = 'apart' needs ranks that superstep launches itself, on one host; set it to 'shared', "
-            "or start the run without torchrun and srun."
+            "rollout.placement = 'apart' needs ranks that superstep launches itself, on one host, not those of "
+            f"{launcher}; set it to 'shared'."
         )

@@ -183,7 +183,7 @@ def reinforce(
     job = _with_room(world, job)
     texts = beside(job) if world.rank == 0 else {}
     trainer = PolicyTrainer(world, job.run, job.folder, texts, temperature=job.rollout.temperature)
-    trainer.start(job.checkpoint, job.start, job.memory(world.rank), job.recovered)
+    trainer.start(job.checkpoint, job.start, job.memory(world.rank), job.recovered, job.epoch)
     if job.rl.kl_coef:
         trainer.keep_reference(job.start)
     seed = job.run.config.train.seed

@@ -71,10 +71,6 @@ def check_run(config: RunConfig, rl: RlConfig, rollout: RolloutConfig) -> None:
         raise ConfigError(f"data.sequence_tokens = {config.data.sequence_tokens} has no room for an answer.")
     if config.train.elastic:
         raise ConfigError("train.elastic = true is of superstep train on several hosts; set it to false for tune rl.")
-    if config.state.peers:
-        raise ConfigError(
-            f"state.peers = {config.state.peers} is of superstep train on several hosts; set it to 0 for tune rl."
-        )
     if config.state.store is not None and rl.lag:
         raise ConfigError(
             f"state.store with rl.lag = {rl.lag}: what weights before a checkpoint have sampled is in rollouts.jsonl, "

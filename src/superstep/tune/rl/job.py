@@ -74,6 +74,9 @@ class RlJob:
     recovered: int | None = None
     """The step of the snapshot from which the run resumes; None: from the checkpoint."""
 
+    epoch: int = 0
+    """How often the launchers of several hosts have started ranks; 0 with one launcher."""
+
     resumed: Resumed | None = None
     """How it resumes after a loss of ranks, if so."""
 

@@ -66,6 +66,7 @@ class PolicyTrainer(Trainer):
         start: Path | None,
         memory: SnapshotMemory | None = None,
         recovered: int | None = None,
+        epoch: int = 0,
     ) -> None:
         """Resume from a checkpoint, or start with the weights of a folder, with adapters on top.
 
@@ -74,13 +75,14 @@ class PolicyTrainer(Trainer):
             start: the folder of the initial weights.
             memory: for snapshots of this rank's state; None keeps none.
             recovered: the step of the snapshot to resume from; None: from the checkpoint.
+            epoch: as ``keep_snapshots``.
         """
         if checkpoint is None:
             self.begin(start)
         else:
             self.position = self.load(checkpoint)
         if memory is not None:
-            self.position = self.keep_snapshots(memory, recovered) or self.position
+            self.position = self.keep_snapshots(memory, recovered, epoch=epoch) or self.position
         self.recall(self.position)
         self.policy.integrity.begin(self.position.step)
         if self.peers.rank == 0:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal, TypeVar
 
+from superstep.cli.arguments.hosts import HostFlags, hosts_of
 from superstep.cli.arguments.tune import tune_merge, tune_serve
 from superstep.cli.flags.help import page
 from superstep.cli.flags.options import COMMON, asks_for_help, read_flags
 from superstep.errors import ConfigError, UserError, did_you_mean
+from superstep.run.hosts.hosts import Hosts
 from superstep.tune.config import TuneConfig, read_recipe
 from superstep.tune.recipe import RECIPE
 from superstep.tune.rl.config import RlRecipe, read_rl
 
-Recipe = TypeVar("Recipe", TuneConfig, RlRecipe)
+Recipe = TypeVar("Recipe", TuneConfig, "RlOptions")
 
 Kind = Literal["sft", "dpo"]
 KINDS: Mapping[Kind, str] = {
@@ -60,6 +63,19 @@ FIRST_OF_REWARDS = (
 """First fields in the help."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class RlOptions(HostFlags, RlRecipe):
+    """A recipe of rewards with its hosts."""
+
+
+@dataclass(frozen=True, slots=True)
+class RlArgs:
+    """The recipe of a command line; ``hosts`` is None for one host."""
+
+    recipe: RlRecipe
+    hosts: Hosts | None = None
+
+
 def _usage() -> str:
     usage = "usage: superstep tune sft|dpo|rl [recipe.toml] [--FLAG VALUE ...]"
     return page(usage, EVERY.items(), "superstep tune sft|dpo|rl|merge|serve --help lists the flags.")
@@ -67,13 +83,20 @@ def _usage() -> str:
 
 def read(argv: Sequence[str]) -> tuple[Kind, TuneConfig] | RlRecipe:
     """The recipe of a command line; raises as ``read_kind`` does."""
-    return read_rewards(argv[1:]) if argv[:1] == [REWARDS] else read_kind(argv)
+    return read_rewards(argv[1:]).recipe if argv[:1] == [REWARDS] else read_kind(argv)
 
 
-def read_rewards(argv: Sequence[str]) -> RlRecipe:
-    """The recipe of reinforcement learning; raises as ``read_kind`` does."""
+def read_rewards(argv: Sequence[str]) -> RlArgs:
+    """The recipe of reinforcement learning, and its hosts; raises as ``read_kind`` does."""
     records = "the tasks with --rl.environment"
-    return _recipe(REWARDS, RlRecipe(), read_rl, argv, records=records, common=FIRST_OF_REWARDS)
+    options = _recipe(REWARDS, RlOptions(), _read_rl, argv, records=records, common=FIRST_OF_REWARDS)
+    recipe = RlRecipe(**{each.name: getattr(options, each.name) for each in fields(RlRecipe)})
+    return RlArgs(recipe, hosts_of(options))
+
+
+def _read_rl(path: Path) -> RlOptions:
+    recipe = read_rl(path)
+    return RlOptions(**{each.name: getattr(recipe, each.name) for each in fields(recipe)})
 
 
 def read_kind(argv: Sequence[str]) -> tuple[Kind, TuneConfig]:

@@ -215,7 +215,7 @@ def train_apart(
     require_own_room(world, job, "trainer")
     texts = beside(job) if world.rank == 0 else {}
     trainer = PolicyTrainer(world, job.run, job.folder, texts, temperature=job.rollout.temperature)
-    trainer.start(job.checkpoint, job.start, job.memory(world.rank), job.recovered)
+    trainer.start(job.checkpoint, job.start, job.memory(world.rank), job.recovered, job.epoch)
     if job.rl.kl_coef:
         trainer.keep_reference(job.start)
     timeout_s = job.rollout.timeout_s

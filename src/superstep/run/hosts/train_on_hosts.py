@@ -1,0 +1,108 @@
+"""``superstep train`` on several hosts: its job on host 0 and on the others, with smaller plans where it is elastic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+
+from superstep.launch.hosts.events import StartRanks
+from superstep.launch.hosts.messages import Message, Orders
+from superstep.launch.ranks import World
+from superstep.plan.resolution.resolve import Resolved
+from superstep.run.console import Console
+from superstep.run.hosts.elastic import plans_of
+from superstep.run.job import Tokens, TrainJob, prepared_job, watch_of
+from superstep.run.rank import rank
+from superstep.run.recover import Recovery
+from superstep.state.snapshots.memory_snapshot import Handles
+from superstep.state.verify import newest
+from superstep.train.run_folder.folder_watch import FolderWatch
+from superstep.train.run_folder.run_paths import RunFolder
+from superstep.train.weights.model import flops_per_token, operations
+
+
+class TrainOnHosts:
+    """The kind of run.
+
+    Args:
+        run: of ``share_out``.
+        hosts: their number.
+        tokens: makes or opens them on host 0.
+        console: shows messages before the first step.
+    """
+
+    verb = "train"
+    text = ""
+
+    def __init__(self, run: Resolved, hosts: int, tokens: Tokens, console: Console) -> None:
+        self.run, self._hosts, self._tokens, self._console = run, hosts, tokens, console
+
+    @cached_property
+    def plans(self) -> dict[int, Resolved]:
+        """The plan for each number of hosts."""
+        return plans_of(self.run, self._hosts)
+
+    def prepared(self) -> AbstractContextManager[TrainJob | None]:
+        """The job on host 0, with the run's directory locked; None for a complete run."""
+        return prepared_job(self.run, self._tokens, self._console, hosts=self._hosts)
+
+    def facts(self, job: TrainJob, go: StartRanks) -> Message:
+        """Facts of host 0's job for the other hosts, with absolute paths."""
+        checkpoint = job.checkpoint if go.epoch == 1 else newest(job.folder.checkpoints)
+        return {
+            "dir": str(job.folder.root.resolve()),
+            "corpus": str(job.corpus.resolve()),
+            "checkpoint": None if checkpoint is None else str(checkpoint.resolve()),
+            "was_complete": job.was_complete,
+            "began_at_s": job.began_at_s,
+            "earlier_s": job.earlier_s,
+        }
+
+    def job(self, facts: Message) -> TrainJob:
+        """The job on another host."""
+        state = replace(self.run.config.state, dir=facts["dir"])
+        run = replace(self.run, config=replace(self.run.config, state=state))
+        traced = operations(run)
+        return TrainJob(
+            run=run,
+            folder=RunFolder(root=Path(facts["dir"])),
+            corpus=Path(facts["corpus"]),
+            checkpoint=None,
+            was_complete=facts["was_complete"],
+            operations=traced,
+            flops_per_token=flops_per_token(run, traced),
+            began_at_s=facts["began_at_s"],
+            earlier_s=facts["earlier_s"],
+        )
+
+    def started(self, job: TrainJob, given: Orders, snapshots: Handles | None) -> TrainJob:
+        """The job of ranks that are started now."""
+        go, path = given.go, given.facts["checkpoint"]
+        recovered = None
+        if go.lost is not None:
+            step = None if go.state is None else go.state[0]
+            recovered = Recovery(step, go.lost.text, go.lost.at_s, is_gain=go.lost.is_gain)
+        checkpoint = None if path is None else Path(path)
+        planned = self._planned(job, len(go.crew(self._hosts)))
+        return replace(planned, checkpoint=checkpoint, recovered=recovered, epoch=go.epoch, snapshots=snapshots)
+
+    def _planned(self, job: TrainJob, hosts: int) -> TrainJob:
+        """The job with the plan for ``hosts`` hosts."""
+        if hosts == self._hosts:
+            return job
+        plan = self.plans[hosts]
+        run = replace(plan, config=replace(plan.config, state=job.run.config.state))
+        traced = operations(run)
+        return replace(job, run=run, requested=job.run, operations=traced, flops_per_token=flops_per_token(run, traced))
+
+    def watch(self, job: TrainJob) -> FolderWatch:
+        """A watch of the run directory."""
+        return watch_of(job)
+
+    @property
+    def worker(self) -> Callable[[World, TrainJob, Console], bool]:
+        """What each rank does; whether it stopped early on request."""
+        return rank

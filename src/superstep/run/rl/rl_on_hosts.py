@@ -1,0 +1,107 @@
+"""``superstep tune rl`` on several hosts: its job on host 0 and on the others. Ranks share sampling and training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+
+from superstep.launch.hosts.events import StartRanks
+from superstep.launch.hosts.messages import Message, Orders
+from superstep.launch.ranks import World
+from superstep.observe.events import Resumed
+from superstep.plan.resolution.resolve import Resolved
+from superstep.run.console import Console
+from superstep.run.rl.prepare_rl import prepared_rl_job, resolved_rl
+from superstep.run.rl.rl_rank import VERB, rl_rank
+from superstep.state.checkpoint import read_position
+from superstep.state.snapshots.memory_snapshot import Handles
+from superstep.state.verify import newest
+from superstep.train.run_folder.folder_watch import FolderWatch
+from superstep.train.run_folder.run_paths import RunFolder
+from superstep.tune.rl.config import RlRecipe
+from superstep.tune.rl.job import RlJob, continue_from, left_of
+
+
+class RlOnHosts:
+    """The kind of run.
+
+    Args:
+        recipe: of the run.
+        hosts: their number.
+        kernels: the folder of compiled decoders; None uses torch.
+        console: shows messages before the first step.
+    """
+
+    verb = VERB
+
+    def __init__(self, recipe: RlRecipe, hosts: int, kernels: Path | None, console: Console) -> None:
+        self.run, self._start = resolved_rl(recipe, hosts=hosts)
+        self._recipe, self._hosts, self._kernels, self._console = recipe, hosts, kernels, console
+
+    @property
+    def plans(self) -> dict[int, Resolved]:
+        """The plan for each number of hosts: it is not elastic."""
+        return {self._hosts: self.run}
+
+    @property
+    def text(self) -> str:
+        """The settings that all hosts must have in common, besides those of the plan."""
+        return f"{self._recipe.rl}{self._recipe.rollout}{self._recipe.grade}"
+
+    def prepared(self) -> AbstractContextManager[RlJob | None]:
+        """The job on host 0, with the run's directory locked; None for a complete run."""
+        return prepared_rl_job(self._recipe, self._kernels, self._console, hosts=self._hosts)
+
+    def facts(self, job: RlJob, go: StartRanks) -> Message:
+        """Facts of host 0's job for the other hosts, with absolute paths."""
+        checkpoint = job.checkpoint if go.epoch == 1 else newest(job.folder.checkpoints)
+        saved = 0 if checkpoint is None else read_position(checkpoint).step
+        return {
+            "dir": str(job.folder.root.resolve()),
+            "checkpoint": None if checkpoint is None else str(checkpoint.resolve()),
+            "step": saved if go.lost is None or go.state is None else go.state[0],
+            "pages": job.rollout.pages,
+        }
+
+    def job(self, facts: Message) -> RlJob:
+        """The job on another host."""
+        state = replace(self.run.config.state, dir=facts["dir"])
+        run = replace(self.run, config=replace(self.run.config, state=state))
+        folder = RunFolder(root=Path(facts["dir"]))
+        rollout = replace(self._recipe.rollout, pages=facts["pages"])
+        program, tasks = left_of(run, self._recipe.rl, rollout, folder, facts["step"])
+        return RlJob(
+            run=run,
+            rl=self._recipe.rl,
+            rollout=rollout,
+            grade=self._recipe.grade,
+            folder=folder,
+            start=self._start,
+            checkpoint=None,
+            program=program,
+            tasks=tasks,
+            kernels=self._kernels,
+        )
+
+    def started(self, job: RlJob, given: Orders, snapshots: Handles | None) -> RlJob:
+        """The job of ranks that are started now."""
+        go, path, step = given.go, given.facts["checkpoint"], given.facts["step"]
+        recovered, resumed = None, None
+        if go.lost is not None:
+            recovered = None if go.state is None else go.state[0]
+            told = Resumed(step=step, path="", lost_at_s=go.lost.at_s)
+            resumed = replace(told, joined=go.lost.text) if go.lost.is_gain else replace(told, lost=go.lost.text)
+        checkpoint = None if path is None else Path(path)
+        now = replace(job, checkpoint=checkpoint, recovered=recovered, resumed=resumed)
+        return continue_from(replace(now, epoch=go.epoch, snapshots=snapshots), step)
+
+    def watch(self, job: RlJob) -> FolderWatch:
+        """A watch of the run directory."""
+        return FolderWatch(job.folder, job.files)
+
+    @property
+    def worker(self) -> Callable[[World, RlJob, Console], bool]:
+        """What each rank does; whether it stopped early on request."""
+        return rl_rank

@@ -1,0 +1,103 @@
+"""A run of rewards on several hosts: the bits of one host, also where a rank or a whole host is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import torch
+
+import reinforced
+from bench import several
+from superstep.cli.arguments.tune.tune import read_rewards
+from superstep.cli.main import main
+from superstep.errors import ConfigError
+from superstep.run.console import Silent
+from superstep.run.rl.prepare_rl import prepared_rl_job
+
+WHY_NOT = several.why_not()
+
+RECIPE = """
+[train]
+steps = 6
+lr = 3e-3
+
+[plan]
+dp = 2
+microbatch = 2
+
+[numerics]
+exact = true
+
+[state]
+save_every = 100
+"""
+
+SLOW = """
+import time
+
+quick = grade
+
+def grade(task, rollout):
+    time.sleep(0.05)
+    return quick(task, rollout)
+"""
+HOSTS = ["--hosts", "2", "--host", "0", "--meet", "10.0.0.1:29400"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A recipe, and a run of it on one host."""
+    folder = tmp_path_factory.mktemp("hosts")
+    (folder / "start").mkdir()
+    start = reinforced.start(folder / "start")
+    (start / "slow.py").write_text(reinforced.ENVIRONMENT + SLOW)
+    (folder / "rl.toml").write_text(reinforced.RECIPE.format(start=start, environment="slow.py") + RECIPE)
+    assert main(["tune", "rl", str(folder / "rl.toml"), "--state.dir", str(folder / "one")]) == 0
+    return folder
+
+
+@pytest.mark.multiproc
+@pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+@pytest.mark.parametrize("lost", ["a rank", "host 1"])
+def test_what_is_lost_is_replaced_and_costs_no_bit(place, tmp_path, lost):
+    two = tmp_path / "two"
+    flags = ["--state.dir", str(two), "--state.existing", "resume", "--state.snapshot-every", "1"]
+    with several.Several(place, flags, verb=("tune", "rl", "rl.toml")) as hosts:
+        hosts.start(1)
+        hosts.start(0)
+        hosts.until(lambda: len(several.told(two, "step")) >= 3)
+        if lost == "a rank":
+            os.kill(hosts.ranks(1)[0], signal.SIGKILL)
+        else:
+            hosts.kill(1)
+            hosts.start(1)
+        assert hosts.wait() == [0, 0], hosts.output()
+    (resumed,) = several.told(two, "resumed")
+    assert ("SIGKILL" if lost == "a rank" else "host 1") in resumed["lost"], resumed
+    if lost == "a rank":  # a neighbour's copies, by which a host is replaced, come later
+        assert resumed["step"] >= 2, "each step's state is in memory"
+    assert several.losses(two) == several.losses(place / "one")
+    ours, theirs = reinforced.weights(two), reinforced.weights(place / "one")
+    assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--rollout.placement", "apart"], "rollout.placement = 'apart' needs ranks that superstep launches itself"),
+        (["--observe.sample", "a"], "observe.sample = 'a' needs ranks that one launcher of superstep has"),
+        (["--plan.dp", "1"], "--hosts = 2 does not divide the plan's 1 ranks"),
+        (["--state.peers", "1"], "state.peers = 1"),
+    ],
+)
+def test_what_several_hosts_cannot_do_is_refused(place, monkeypatch, flags, words):
+    monkeypatch.setenv("SUPERSTEP_SECRET", several.SECRET)
+    asked = read_rewards([str(place / "rl.toml"), *HOSTS, *flags])
+    assert asked.hosts is not None
+    with (
+        pytest.raises(ConfigError, match=words),
+        prepared_rl_job(asked.recipe, None, Silent(), hosts=asked.hosts.count),
+    ):
+        pass
