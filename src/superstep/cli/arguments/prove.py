@@ -64,7 +64,7 @@ def emulated_gpus(options: ProveOptions) -> tuple[int, int]:
     if form_match is None:
         raise ConfigError(
             f"--device = '{text}' must be strict, strict:8, strict:24GiB or strict:8x24GiB: the number of GPUs, and "
-            f"the memory of each in GiB or MiB{_nearest_form(text)}."
+            f"the memory of each in GiB or MiB{_nearest_form(text) or '.'}"
         )
     given = form_match.groupdict()
     count = int(given.get("count") or ranks_of(options.plan))
