@@ -56,6 +56,10 @@ FAULTS = {
         ZERO_3, r"modified by an inplace operation", LATE_S),
     plant.changes_what_was_kept_on_a_stream_of_its_own: (
         ZERO_3, r"race: aten::mul.* \(.*plant_on_gpu.py:\d+.*\) writes .* that .* \(superstep/.*\) \w+ on", LATE_S),
+    plant.updates_on_a_stream_of_its_own: (
+        ZERO_3, r"race: aten::mul.* \(superstep/engine/engine.py:\d+.*\) reads .* that .* \(superstep/.*\) w", LATE_S),
+    plant.frees_what_another_stream_made: (
+        ZERO_3, r"is freed \(.*plant_on_gpu.py:\d+.*\) while .* \(.*plant_on_gpu.py:\d+.*\) reads on stream", LATE_S),
     plant.fetches_in_another_order: (
         ZERO_3, DIFFERENTLY.format(r"engine/flat/sync.py:\d+"), LATE_S),
     plant.leaves_out_a_sum: (

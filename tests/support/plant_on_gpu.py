@@ -102,6 +102,39 @@ def changes_what_was_kept_on_a_stream_of_its_own(rank):
     return _after_forward(change)
 
 
+def updates_on_a_stream_of_its_own(rank):
+    """Which waits for nothing."""
+    inner = Executor.run
+
+    def run(self, *args, **named):
+        step = self._step
+
+        def update(*given):
+            with torch.cuda.stream(torch.cuda.Stream()):
+                return step(*given)
+
+        self._step = update
+        return inner(self, *args, **named)
+
+    return mock.patch.object(Executor, "run", run)
+
+
+def frees_what_another_stream_made(rank):
+    """A copy of the tokens is let go of before the compute stream has read it."""
+    inner, side = Executor._input, torch.cuda.Stream()
+
+    def input_of(self, m):
+        tokens, compute = inner(self, m), torch.cuda.current_stream()
+        side.wait_stream(compute)
+        with torch.cuda.stream(side):
+            copied = tokens.clone()
+        compute.wait_stream(side)
+        copied.float().sum()
+        return tokens
+
+    return mock.patch.object(Executor, "_input", input_of)
+
+
 def _after_forward(change):
     inner = Executor._forward
 
