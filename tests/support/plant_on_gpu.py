@@ -130,6 +130,7 @@ def frees_what_another_stream_made(rank):
             copied = tokens.clone()
         compute.wait_stream(side)
         copied.float().sum()
+        del copied
         return tokens
 
     return mock.patch.object(Executor, "_input", input_of)
