@@ -44,4 +44,4 @@ def test_a_demo_is_proven_at_its_end(done, was_to_do, is_stopped, wanted, tmp_pa
     monkeypatch.setattr(train, "_after_demo", lambda job: proofs.append("proof") or 0)
     flags = ["--state.dir", "run", "--state.existing", "resume", "--train.steps", "90"]
     assert (train.main(flags), proofs) == wanted
-    assert ("nothing to go on from" in capsys.readouterr().err) is is_stopped
+    assert ("no state to resume from" in capsys.readouterr().err) is is_stopped

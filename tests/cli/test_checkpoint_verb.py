@@ -46,7 +46,7 @@ def test_a_list_glances_and_verify_reads_every_byte(run, capsys):
     assert main(["checkpoint", "verify", "run"]) == 0
     said = capsys.readouterr().out.splitlines()
     assert [line.split("  ")[:2] for line in said] == [
-        ["step-000002", "whole at a glance"], ["step-000004", "whole at a glance"],
+        ["step-000002", "complete at a quick look"], ["step-000004", "complete at a quick look"],
         ["step-000002", "whole"], ["step-000004", "whole"],
     ]  # fmt: skip
     _flip(run / "checkpoints/step-000004/model.safetensors")
@@ -58,7 +58,7 @@ def test_a_list_glances_and_verify_reads_every_byte(run, capsys):
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith("step-000002  whole  step 2, 256 tokens seen; ")
     assert "step-000004 is damaged: model.norm.weight in model.safetensors has other bits" in said[1]
-    assert said[2].startswith("step-000005.damaged  no checkpoint: passed over")
+    assert said[2].startswith("step-000005.damaged  no checkpoint: damaged, skipped")
     assert said[3].startswith("step-000006.partial  no checkpoint: being written, or left by a crash")
     assert main(["checkpoint", "verify", "run/checkpoints/step-000002"]) == 0
     (run / "checkpoints/step-000004/manifest.json").write_text("")

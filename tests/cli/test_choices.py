@@ -95,8 +95,8 @@ def test_train_says_which_layout_it_has_chosen_before_it_prepares_anything(flags
             7,
             1,
             4,
-            "1 rank computes, on 1 of 4 cores; train.batch_sequences = 7 splits over no more, a multiple of 4 does: "
-            "with --plan.dp 4.",
+            "1 rank computes, on 1 of 4 cores; train.batch_sequences = 7 does not split over more ranks; "
+            "a multiple of 4 does, with --plan.dp 4.",
         ),
     ],
 )
@@ -114,10 +114,9 @@ def test_ranks_of_other_axes_count_as_well():
 def test_a_step_that_is_several_passes_over_the_data_is_told():
     assert passes_of_a_step(16, 16) is None
     assert passes_of_a_step(16, 4) == (
-        "a step of 16 sequences goes over the 4 of the data 4 times; with train.batch_sequences = 4 it goes over them "
-        "once."
+        "a step of 16 sequences reads the 4 of the data 4 times; with train.batch_sequences = 4 it reads them once."
     )
-    assert "goes over the 2,000 of the data 1.5 times" in passes_of_a_step(3000, 2000)
+    assert "reads the 2,000 of the data 1.5 times" in passes_of_a_step(3000, 2000)
 
 
 def test_a_run_says_what_was_chosen_for_it(tmp_path, monkeypatch, capsys):
@@ -127,7 +126,7 @@ def test_a_run_says_what_was_chosen_for_it(tmp_path, monkeypatch, capsys):
     flags = ["--data.corpus", "few.txt", "--train.steps", "1", "--train.batch-sequences", "64", "--plan.dp", "1"]
     assert main(["train", "run.toml", *flags, "--data.validation-fraction", "0.1"]) == 0
     said = capsys.readouterr().out
-    assert said.count("a step of 64 sequences goes over the ") == 1
+    assert said.count("a step of 64 sequences reads the ") == 1
 
 
 @pytest.mark.parametrize(("max_tokens", "tokens"), [(512, 512), (4096, 1024)])
@@ -152,7 +151,7 @@ def test_sequences_that_follow_the_model_are_told(tmp_path, monkeypatch, capsys)
     assert main(["tune", "sft", *flags]) == 0
     said = capsys.readouterr().out
     assert "data.sequence_tokens = 512 (not 1024): the model was made for no more.\n" in said
-    assert "a step of 16 sequences goes over the " in said
+    assert "a step of 16 sequences reads the " in said
     resume = ["tune", "sft", "--state.existing", "resume", "--train.steps"]
     assert main([*resume, "2", *flags[:4], "--plan.dp", "1"]) == 0
     # Recipes once had the usual length written into them, and runs of such a model the model's.
@@ -162,7 +161,7 @@ def test_sequences_that_follow_the_model_are_told(tmp_path, monkeypatch, capsys)
     capsys.readouterr()
     assert main([*resume, "3"]) == 2
     assert capsys.readouterr().err == (
-        "superstep: data.sequence_tokens = 1024 is longer than model.name = 'base/config.json' was made for; set "
+        "superstep: data.sequence_tokens = 1024 is longer than model.name = 'base/config.json' supports; set "
         "data.sequence_tokens to 512 or less.\n"
     )
     assert main([*resume, "3", "--data.sequence-tokens", "512"]) == 0

@@ -110,7 +110,7 @@ def test_a_wrong_flag_is_refused_with_the_mend(argv, message):
         (["sample", "runs/none"], 2, "'runs/none' does not exist; name the folder of a run, then a prompt"),
         (["sample", "."], 2, "a run and a prompt are needed"),
         (["sample", "runs/none", "def"], 2, "'runs/none' does not exist; name the folder of a run"),
-        (["sample", ".", "def"], 2, "'.' is no run directory"),
+        (["sample", ".", "def"], 2, "'.' is not a run directory"),
         (["sample", "runs/none", "def", "--temperature", "-1"], 2, "--temperature = -1.0 must be at least 0."),
         (["sample", "runs/none", "def", "--temperature", "nan"], 2, "--temperature = nan must be at least 0."),
         (["sample", "runs/none", "def", "--tokens", "0"], 2, "--tokens = 0 must be at least 1."),

@@ -39,7 +39,7 @@ def test_the_best_plan_is_written_and_resolves(tmp_path, capsys):
     assert best[0]["snapshot_bytes"] > 36 * 1e6 / 8
     for words in (
         "tokens/s",
-        "The first's snapshots (state.snapshot_every): up to ",
+        "Snapshots of plan 1 (state.snapshot_every): up to ",
         "limited by",
         "Nearest alternatives",
         "MWh",
@@ -64,7 +64,7 @@ def test_failures_are_foreseen_by_what_is_published_or_told(tmp_path, capsys):
     assert f"state.save_every = {found['save_every']}: " in text
     assert "one of the chips fails every 15 min" in called([*SMALL, "--mtbf", "2"], capsys)[1]
     other = [*SMALL[:2], "8xV100-32GB", *SMALL[3:]]
-    assert "--mtbf gives the hours" in called(other, capsys)[1]
+    assert "is not published: set the hours" in called(other, capsys)[1]
     assert "--mtbf = 0.0 must be above 0" in called([*SMALL, "--mtbf", "0"], capsys)[2]
 
 

@@ -26,8 +26,8 @@ pytestmark = pytest.mark.multiproc
 COMMAND = [sys.executable, small_launcher.__file__, "train", "run.toml", "--plan.dp", "2"]
 KILLED = "superstep: fault: rank 0: the process was killed by SIGKILL, as the system does where memory runs out."
 GO_ON = (
-    "The newest checkpoint is run/checkpoints/{newest}; go on with: "
-    "superstep train --state.dir run --state.existing resume"
+    "The newest checkpoint is run/checkpoints/{newest}; resume with: superstep train --state.dir run --state.existing "
+    "resume"
 )
 LONG = ["--train.steps", "100000", "--state.save-every", "5"]
 
@@ -102,7 +102,7 @@ ENDINGS = {
     "rank 0 is killed": (
         lambda terminal, ranks: ranks[0].kill(),
         1,
-        f"{KILLED} superstep doctor run says what every rank did (run/fault.json). {GO_ON}\r\n",
+        f"{KILLED} superstep doctor run shows what every rank did (run/fault.json). {GO_ON}\r\n",
     ),
     "Ctrl-C": (
         lambda terminal, ranks: os.write(terminal.stream, b"\x03"),
@@ -174,7 +174,7 @@ def test_the_output_may_be_closed(environment):
     said = command.stderr.read()
     assert command.wait(timeout=30) == 1
     assert said.count("\n") == 1
-    assert "standard output cannot be written: its reader has left" in said
+    assert "standard output cannot be written: the program that reads it has ended" in said
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["train", "--help"]], ids=str)

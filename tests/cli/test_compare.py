@@ -92,7 +92,7 @@ def test_what_differs_is_told_and_drawn(runs, tmp_path, capsys):
 def test_what_cannot_be_compared_is_refused(runs, tmp_path, capsys):
     for argv, words in (
         (["one"], "at least two runs are needed: superstep compare runs/demo runs/demo-2."),
-        (["one", "nowhere"], "'nowhere' is no run directory: it lacks run.toml"),
+        (["one", "nowhere"], "'nowhere' is not a run directory: it lacks run.toml"),
         (["one", "same", "--out", "a.png"], "must end in .html"),
     ):
         assert main(["compare", *argv]) == 2
@@ -141,4 +141,4 @@ def test_metrics_without_a_line_that_can_be_read_are_damaged(runs, tmp_path, cap
     for text in (b"\xff\xfe\n", b"{}{\n[1]\n"):
         (tmp_path / "same" / "metrics.jsonl").write_bytes(text)
         assert main(["compare", "one", "same"]) == 2
-        assert "same/metrics.jsonl holds no line that can be read: it is damaged" in capsys.readouterr().err
+        assert "same/metrics.jsonl has no readable line: it is damaged" in capsys.readouterr().err

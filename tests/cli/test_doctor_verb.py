@@ -55,7 +55,7 @@ def test_a_run_is_told_of_while_it_trains_and_after_it_has_failed(place, monkeyp
         capsys.readouterr()
         assert main(["doctor", "run"]) == 0
         said = capsys.readouterr().out
-        assert "nothing is wrong, as far as can be seen" in said
+        assert "no problem was detected" in said
         assert "where the time of the last" in said
         assert main(["doctor", "run", "--json"]) == 0
         told = json.loads(_json(capsys.readouterr().out))
@@ -72,7 +72,7 @@ def test_a_run_is_told_of_while_it_trains_and_after_it_has_failed(place, monkeyp
         training.join(60)
     assert statuses == [1]
     failed = capsys.readouterr()
-    assert "superstep doctor run says what every rank did (run/fault.json)" in failed.err
+    assert "superstep doctor run shows what every rank did (run/fault.json)" in failed.err
     assert main(["doctor", "run", "--page"]) == 1
     assert "that was enough." in (place / "run" / "doctor.html").read_text()
     assert "1. rank 0: that was enough." in capsys.readouterr().out
@@ -106,7 +106,7 @@ def test_a_full_disk_is_told_from_what_a_run_does_wrong(place, monkeypatch, caps
     assert main(["train", "run.toml", "--state.existing", "resume"]) == 0
     assert not (place / "run" / "fault.json").exists()
     assert main(["doctor", "run"]) == 0
-    assert "came to an end of its own" in capsys.readouterr().out
+    assert "ended normally" in capsys.readouterr().out
     assert main(["doctor", "run", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["is_healthy"]
 
@@ -114,9 +114,9 @@ def test_a_full_disk_is_told_from_what_a_run_does_wrong(place, monkeypatch, caps
 def test_mistakes_are_a_line_that_says_what_would_work(place, capsys):
     for line, said in (
         ("doctor", "no run is given; name its folder: superstep doctor runs/demo"),
-        ("doctor none", "'none' is no run directory"),
+        ("doctor none", "'none' is not a run directory"),
         ("trace", "no run is given; name its folder: superstep trace runs/demo"),
-        ("trace none", "'none' is no run directory"),
+        ("trace none", "'none' is not a run directory"),
         ("trace none --steps 0", "--steps = 0 must be at least 1"),
     ):
         assert main(line.split()) == 2

@@ -64,7 +64,7 @@ def test_torchrun_may_say_so(place, monkeypatch):
         ([*TWO, "--secret-file", "nowhere"], "--secret-file = nowhere cannot be read"),
         ([*TWO, "--hosts", "3"], "--hosts = 3 does not divide the plan's 2 ranks; give one of [2]"),
         ([*TWO, "--without-after", "-1"], "--without-after = -1 must be at least 0"),
-        ([*TWO, "--train.elastic", "true"], "there are none; set state.snapshot_every = 1"),
+        ([*TWO, "--train.elastic", "true"], "needs states in memory; set state.snapshot_every = 1"),
         (ELASTIC, "train.elastic = true needs several hosts"),
         ([*TWO, "--state.peers", "1"], "state.peers = 1: one other host has copies of snapshots"),
     ],

@@ -26,7 +26,7 @@ def test_a_server_on_published_hardware_is_foreseen(capsys, tmp_path):
     words = ["plan", "llama3-8b", "--serve", "--cluster", "2xH100", "--plan.dp", "2", "--serve.requests", "32"]
     assert main([*words, "--json", str(out)]) == 0
     said = capsys.readouterr().out
-    assert "published peaks" in said
+    assert "published peak rates" in said
     told = json.loads(out.read_text(encoding="utf-8"))
     assert told["weight_bytes"] == pytest.approx(16.06e9, rel=0.01)
     assert told["page_bytes"] == 16 * 2 * 32 * 8 * 128 * 2
@@ -83,8 +83,8 @@ def test_a_small_model_that_guesses_is_priced(capsys, tmp_path):
     assert 0 < one["pays_from"] < 4
     assert one["best_tokens_per_s"] == pytest.approx(5 / (one["step_s"] + one["guess_s"]))
     assert guesses[64]["pays_from"] > one["pays_from"]
-    assert "a rank: llama3.2-1b, whose keys lie in the same pages" in said
-    assert "guessing 4 of each" in said
+    assert "a rank: llama3.2-1b, its keys lie in the same pages" in said
+    assert "drafting 4 of each" in said
     # A step has 512 rows.
     assert {streams: one["tokens"] for streams, one in guesses.items() if streams >= 64} == {64: 4}
     few = planned(tmp_path, "llama3-8b", "--serve.speculate", "ngram", "--serve.step-tokens", "160", name="few")
@@ -115,14 +115,17 @@ def test_a_small_model_is_measured_as_it_is_served(capsys, tmp_path):
     [
         (["llama3-8b", "--serve", "--cluster", "1xH100", "--serve.speculate", "demo"], "of the same vocabulary"),
         (["llama3-8b", "--serve", "--cluster", "1xH100", "--serve.speculate", "no/where"], "'no/where' is not there"),
-        (["llama3-8b", "--serve", "--cluster", "1xH100", "--serve.speculate", "llama3-70b"], "no room for keys"),
+        (
+            ["llama3-8b", "--serve", "--cluster", "1xH100", "--serve.speculate", "llama3-70b"],
+            "no memory is left for the KV cache",
+        ),
         (["--serve"], "name a model"),
         (["nothing", "--serve", "--cluster", "1xH100"], "'nothing' is not there"),
         (["demo", "--serve", "--prompt", "0"], "--prompt = 0 must be at least 1"),
         (["demo", "--serve", "--cluster", "1xH100", "--prompt", "2000"], "are more than a context of 2048 tokens"),
         (["demo", "--serve", "--plan.dp", "2"], "plan.dp = 2 without --cluster"),
         (["demo", "--serve", "--serve.tokens", "3"], "unknown flag --serve.tokens"),
-        (["llama3-70b", "--serve", "--cluster", "1xH100"], "there is no room for keys"),
+        (["llama3-70b", "--serve", "--cluster", "1xH100"], "no memory is left for the KV cache"),
         (["demo", "--serve", "--cluster", "1xH100", "--plan.tp", "3"], "tp"),
         (["demo", "--serve", "--cluster", "1xH100", "--serve.context-tokens", "9999"], "made for; set"),
         (["demo", "--serve", "--cluster", "1xH100", "--serve.pages", "4"], "takes 128 pages"),

@@ -70,7 +70,7 @@ def test_a_report_counts_what_was_passed_over(tmp_path):
     assert manifest.null_records == 1
     first, *_, last = stream.getvalue().splitlines()
     assert first == f"Preparing the text of {tmp_path}/a.parquet in {tmp_path}/data ..."
-    assert last.endswith("1.88 KiB of text; 1 record of null passed over")
+    assert last.endswith("1.88 KiB of text; 1 record with null text skipped")
 
 
 def test_one_long_line_is_told_of_megabyte_by_megabyte(tmp_path, monkeypatch):
@@ -99,7 +99,7 @@ def test_output_that_nobody_reads_is_one_fault_and_leaves_nothing(tmp_path, monk
     path = tmp_path / "a.txt"
     path.write_text("the cat sat on the mat.\n" * 40)
     data = DataConfig(corpus=(str(path),), sequence_tokens=8, validation_fraction=0.2)
-    with pytest.raises(Fault, match=r"^standard output cannot be written: its reader has left\."):
+    with pytest.raises(Fault, match=r"^standard output cannot be written: the program that reads it has ended\."):
         prepare_with_progress(data, 300, tmp_path / "data", Closed())
     assert not (tmp_path / "data").exists()
 
@@ -132,7 +132,7 @@ def test_a_preparation_that_is_ended_says_so(error, status, said, tmp_path, monk
     with pytest.raises(SystemExit) as end:
         main(["train", "run.toml"])
     assert end.value.code == status
-    wanted = f"superstep: {said}. The run had not begun: there is nothing to go on from.\n"
+    wanted = f"superstep: {said}. The run had not begun: there is no state to resume from.\n"
     assert capsys.readouterr().err == wanted
 
 
@@ -140,7 +140,7 @@ def test_a_run_of_torchrun_goes_on_with_its_own_command(tmp_path):
     runs.make_files(tmp_path)
     folder = RunFolder(root=tmp_path)
     folder.config.touch()
-    assert "begin again with: superstep train --state.dir" in how_to_go_on(folder)
+    assert "start it again with: superstep train --state.dir" in how_to_go_on(folder)
     said = how_to_go_on(folder, is_of_torchrun=True)
     assert said.endswith("; start the same command again with --state.existing resume.")
 

@@ -81,7 +81,7 @@ save    |                              ======
          0                                             20 s
 
 20 s: sampling 45%, training 30%, saving 10%, grading 30%, 3 s of it while nothing else ran
-1 graded again; the last because its process 7 was stopped (SIGSTOP) and did not go on: killed
+1 graded again; the last reason: its process 7 was stopped (SIGSTOP) and did not go on: killed
 
 step  version  lag  answers  reward    loss  sampled  graded  trained
    1       v0    0        4  0.2500  0.2500      5 s     4 s      2 s
@@ -110,7 +110,7 @@ def test_three_steps_and_a_pause(run, capsys, monkeypatch):
     assert not (run / "report.html").exists()
     (run / "run.toml").touch()
     assert main(["view", str(run)]) == 0
-    assert capsys.readouterr().out.endswith(f"\n\nthe run's report: {run / 'report.html'}\n")
+    assert capsys.readouterr().out.endswith(f"\n\nthe report of the run: {run / 'report.html'}\n")
 
 
 def test_a_run_that_has_no_picture_says_why_in_one_line(run, capsys):
@@ -134,7 +134,7 @@ def test_a_run_that_has_no_picture_says_why_in_one_line(run, capsys):
     )
     refused("has nothing on record that has a time; ask again once its first groups have answers.")
     (run / "recipe.toml").unlink()
-    refused("lacks recipe.toml, which says what its groups are; name a run of tune rl.")
+    refused("lacks recipe.toml, which describes its groups; name a run of tune rl.")
 
 
 def test_what_began_before_a_step_was_asked_for_is_none_of_its_time(run):

@@ -160,7 +160,7 @@ def refused(argv, capsys):
 def test_a_run_without_experts_is_refused(tmp_path, capsys):
     folder = folder_of(tmp_path / "dense", ModelConfig(name="tiny"), [])
     error = refused([folder, "--router"], capsys)
-    assert "dense' has no experts, so no router" in error
+    assert "dense' has no experts and so no router" in error
     assert "superstep train recipes/moe.toml" in error
 
 
@@ -185,7 +185,7 @@ def test_what_is_no_run_has_no_routers_to_show(run_folder, tmp_path, capsys):
     assert "name the folder of a run" in refused(["--router"], capsys)
     assert "name the folder of a run" in refused([run_folder / "run.toml", "--router"], capsys)
     (tmp_path / "empty").mkdir()
-    assert "is no run directory" in refused([tmp_path / "empty", "--router"], capsys)
+    assert "is not a run directory" in refused([tmp_path / "empty", "--router"], capsys)
 
 
 def test_a_layer_needs_the_picture_of_routers(run_folder, capsys):

@@ -110,7 +110,10 @@ def test_runs_that_hardly_tell_are_warned_of(table, capsys):
     runs = isoflop(CHINCHILLA, noise=0.05, budgets=3, sizes=4)
     rows = "\n".join(f"{run.params},{run.final.tokens},{run.final.loss}" for run in runs)
     assert main(["scaling", table("params,tokens,loss\n" + rows), "--resamples", "10"]) == 0
-    assert "warning: the runs leave a, the exponent of the best size, anywhere from" in capsys.readouterr().out
+    assert (
+        "warning: the runs do not determine a, the exponent of the best size: it may be anywhere from"
+        in capsys.readouterr().out
+    )
 
 
 def test_flops_of_another_convention_are_warned_of(table, capsys):
@@ -177,9 +180,9 @@ GOOD = "1e7,1e9,3.5\n1e7,4e9,3.3\n1e8,1e9,3.1\n1e8,4e9,2.9\n1e9,2e9,2.8\n1e9,9e9
         ("", [], "has no column 'params'. Its first line must name params, tokens, loss."),
         ("params,tokens,loss\n1e7,1e9,-3\n", [], "line 2: loss = -3 must be above 0 and finite; mend or drop"),
         ("params,tokens,loss\n1e7,1e9,nan\n", [], "line 2: loss = nan must be above 0 and finite"),
-        ("params,tokens,loss\n1e7,1e9,3\n1e7,1B,3\n", [], "line 3: tokens = '1B' is no number; write it as 70000"),
+        ("params,tokens,loss\n1e7,1e9,3\n1e7,1B,3\n", [], "line 3: tokens = '1B' is not a number; write it as 70000"),
         ("params,tokens,loss\n0.007,1e9,3\n", [], "params = 0.007 is no count; write it in units of one, 7e9 for"),
-        ("params,tokens,loss\n1e7,1e9\n", [], "line 2: loss = '' is no number"),
+        ("params,tokens,loss\n1e7,1e9\n", [], "line 2: loss = '' is not a number"),
         ("run,params,tokens,loss\na,1e7,1e9,3\na,2e7,2e9,3\n", [], "run 'a' has params = 2e+07, and 1e+07 before"),
         ("run,params,tokens,loss\na,1e7,1e9,3\na,1e7,1e9,2\n", [], "run 'a' has two losses after 1e+09 tokens"),
         ("params,tokens,loss\n1e7,1e9,3\n1e8,2e9,2\n", [], "2 runs are too few for a law of size and tokens; give at"),
@@ -196,14 +199,14 @@ GOOD = "1e7,1e9,3.5\n1e7,4e9,3.3\n1e8,1e9,3.1\n1e8,4e9,2.9\n1e9,2e9,2.8\n1e9,9e9
         (GOOD, ["--budget-flop", "1e21"], "unknown flag --budget-flop; did you mean '--budget-flops'?"),
         (GOOD, ["--budget", "10000xH100-days"], "--budget = '10000xH100-days' is not in hours of a chip; write HOURSx"),
         (GOOD, ["--budget", "1e21"], "is not in hours of a chip; write HOURSxCHIP-hours, as 10000xH100-hours, or give"),
-        (GOOD, ["--budget", "10.0.0xH100-hours"], "10.0.0 is no number; write HOURSxCHIP-hours"),
+        (GOOD, ["--budget", "10.0.0xH100-hours"], "10.0.0 is not a number; write HOURSxCHIP-hours"),
         (GOOD, ["--budget", "0xH100-hours"], "0 hours must be above 0"),
         (GOOD, ["--budget", "10xH10-hours"], "--budget = 'H10' is not in the catalogue"),
-        (GOOD, ["--budget", "10xH100-hours", "--budget-flops", "1e21"], "are two budgets; give one."),
+        (GOOD, ["--budget", "10xH100-hours", "--budget-flops", "1e21"], "exclude each other; give one."),
         (GOOD, ["--budget-flops", "-1e21"], "--budget-flops = -1e+21 must be a count of at least 1"),
         (GOOD, ["--budget-flops", "1e21 FLOPs"], "--budget-flops = '1e21 FLOPs' is not valid; it must be a number."),
         (GOOD, ["--budget", "10xH100-hours", "--mfu", "40"], "--mfu = 40 must be a share of the peak above 0, at most"),
-        (GOOD, ["--params", "7e9"], "--params asks for a loss, which depends on --tokens too; give both."),
+        (GOOD, ["--params", "7e9"], "--params predicts a loss, which also depends on --tokens; give both."),
         (GOOD, ["--resamples", "-1"], "--resamples = -1 must be at least 0."),
         (GOOD, ["--points", "last"], "--points = 'last' is not valid; it must be one of 'final', 'all'."),
         (GOOD, ["--plot", "none/law.svg"], "--plot = 'none/law.svg': the folder none is not there; make it first."),
@@ -224,13 +227,16 @@ def test_paths_and_directories_that_are_wrong_are_said_in_one_line(trained, tmp_
     empty.mkdir()
     own = ModelConfig(source="recipes/own_model.py", vocab=512)
     for words, message in (
-        ([], "name the runs first, then any flags: superstep scaling runs.csv --budget-flops 1e21."),
-        (["none.csv"], "'none.csv' is not there; name a CSV file of runs, or directories that train wrote."),
-        ([twice, twice], "is named twice; a run counts once."),
-        ([str(empty)], "is no run directory: it lacks run.toml or metrics.jsonl."),
+        ([], "no runs are given; name them first, then any flags: superstep scaling runs.csv --budget-flops 1e21."),
+        (["none.csv"], "'none.csv' is not there; name a CSV file of runs, or run directories."),
+        ([twice, twice], "is named twice; name each run once."),
+        ([str(empty)], "is not a run directory: it lacks run.toml or metrics.jsonl."),
         ([trained("short", end=False)], "has not finished, so its last loss is not its final one"),
-        ([trained("nan", loss=None)], "diverged: its loss after 81920 tokens is no number; leave it out."),
-        ([trained("moe", model="demo-moe")], "is a mixture of experts, which has a size in all and one a token"),
+        ([trained("nan", loss=None)], "diverged: its loss after 81920 tokens is not a number; leave it out."),
+        (
+            [trained("moe", model="demo-moe")],
+            "is a mixture of experts, which has a total size and a size for each token",
+        ),
         ([trained("own", source=own)], "trains the model of recipes/own_model.py, whose embeddings are not known"),
     ):
         assert main(["scaling", *words]) == 2

@@ -151,7 +151,7 @@ def data_of(path):
 
 def test_a_page_of_the_plan_and_of_those_beside_it_is_written(toml, tmp_path, capsys):
     assert main(["view", str(toml), "--plan.dp", "2", "--model.layers", "3"]) == 0
-    assert capsys.readouterr().out.endswith("the step as a page that moves: run.step.html\n")
+    assert capsys.readouterr().out.endswith("the step as a page that plays it: run.step.html\n")
     data = data_of(tmp_path / "run.step.html")
     options = {(one["schedule"], one["zero"]): one for one in data["options"]}
     assert list(options) == [(schedule, zero) for schedule in SCHEDULES for zero in range(4)]
@@ -234,8 +234,8 @@ def test_the_page_of_a_run_has_both_steps(run_folder, capsys):
     write_metrics(run_folder, predicted_before(run_folder))
     assert main(["view", str(run_folder)]) == 0
     out = capsys.readouterr().out
-    assert f"the step as a page that moves: {run_folder / 'step.html'}" in out
-    assert f"the run's report: {run_folder / 'report.html'}" in out
+    assert f"the step as a page that plays it: {run_folder / 'step.html'}" in out
+    assert f"the report of the run: {run_folder / 'report.html'}" in out
     (told,) = unpack(data_of(run_folder / "report.html")["runs"])["runs"]
     assert told["step"] == list(range(1, 51))
     assert sum(told["spent"]["ran"].values()) == pytest.approx(2 * sum(told["spent"]["predicted"].values()))
@@ -308,7 +308,7 @@ def test_what_is_not_there_is_named_with_the_mend(tmp_path, capsys):
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path, capsys):
-    assert "is no run directory: it lacks run.toml or program.txt" in refused([tmp_path], capsys)
+    assert "is not a run directory: it lacks run.toml or program.txt" in refused([tmp_path], capsys)
 
 
 def test_a_run_without_a_trace_says_when_there_will_be_one(run_folder, capsys):

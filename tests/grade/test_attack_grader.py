@@ -160,7 +160,7 @@ def test_the_verb_says_what_is_weak_and_exits_with_1(tmp_path, capsys):
         ([], "superstep grade has no action '': write superstep grade serve FILE, or superstep grade check FILE."),
         (["chek", "tasks.py"], "superstep grade has no action 'chek'"),
         (["check"], "no file is given; name the file with the tasks: superstep grade check tasks.py."),
-        (["check", "none.py"], "'none.py' is no Python file"),
+        (["check", "none.py"], "'none.py' is not a Python file"),
         (["check", "none.py", "--tasks", "0"], "--tasks = 0 must be from 1 to 1000."),
         (["serve", "none.py", "--port", "70000"], "--port = 70000 must be from 0 to 65535."),
         (["serve", "none.py", "--grade.sandbox", "docker"], "one of 'bubblewrap', 'none'"),

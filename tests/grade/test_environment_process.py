@@ -81,7 +81,7 @@ def test_a_file_without_replies_is_one_turn_and_one_that_is_none_is_refused(path
     with EnvironmentProcess(path, 60.0) as asked:
         assert asked.reply(asked.task(0, 0), said("a")) == Done()
     with (
-        pytest.raises(ConfigError, match="no Python file; name one that has task"),
+        pytest.raises(ConfigError, match="not a Python file; name one that has task"),
         EnvironmentProcess("nothing.py", 60.0) as asked,
     ):
         asked.open()

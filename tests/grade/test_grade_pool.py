@@ -153,7 +153,7 @@ def test_a_task_that_cannot_be_made_is_an_error_of_the_file(index, said, pool):
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        (None, "is no Python file; name one that has task(index, seed), such as my_tasks.py."),
+        (None, "is not a Python file; name one that has task(index, seed), such as my_tasks.py."),
         ("def task(index, seed): pass", "has no function 'grade(task, rollout)'"),
         ("def tasks(index, seed): pass\ndef grade(task, rollout): pass", "did you mean 'tasks'?"),
         ("1 / 0", "cannot be run: ZeroDivisionError: division by zero."),

@@ -199,7 +199,7 @@ def verdict(kind, key, changes, tmp_path):
         assert torch.equal(theirs_logits(other), theirs_logits(base)), key
         return "harmless"
     if found.is_priced_only:
-        with pytest.raises(ConfigError, match="a sliding window in 1 of 2 layers, which superstep plan prices"):
+        with pytest.raises(ConfigError, match="a sliding window in 1 of 2 layers, which superstep plan can price"):
             shape_of(ModelConfig(name=str(other / "config.json")))
         return "priced"
     assert_ours_is_theirs(other, weights)
@@ -364,7 +364,7 @@ def test_experts_beyond_measure_are_refused(tmp_path):
 
 
 def test_layers_of_the_command_line_are_held_to_the_same_bound():
-    with pytest.raises(ConfigError, match=r"100000 is beyond what is planned here; set model\.layers to 2048"):
+    with pytest.raises(ConfigError, match=r"100000 is beyond the limit; set model\.layers to 2048"):
         shape_of(ModelConfig(name="demo", layers=100_000))
 
 

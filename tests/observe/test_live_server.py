@@ -134,7 +134,7 @@ def test_the_numbers_are_what_prometheus_reads(told):
         assert found["superstep:tokens_total"] == 4096 * len(done)
         assert found["superstep:checkpoints_total"] == 1
         assert found["superstep:told_timestamp_seconds"] == pytest.approx(told.folder.metrics.stat().st_mtime)
-        # What a loss that is not finite is told as is no number; the others stand.
+        # What a loss that is not finite is told as is not a number; the others stand.
         told.lines.insert(0, steps[-1] | {"loss": None, "step": 900})
         told.tell(1)
         assert "superstep:train_loss" not in numbers()

@@ -184,7 +184,7 @@ def test_a_run_sends_its_curves_and_goes_on_in_the_same_run(tmp_path, monkeypatc
     monkeypatch.setitem(sinks_module.CLIENTS, "wandb", (refuses, "wandb"))
     asked = ["train", "run.toml", "--observe.trackers"]
     assert main([*asked, "wandb"]) == 2
-    assert "wandb does not begin a run (No API key configured); mend its own settings" in capsys.readouterr().err
+    assert "wandb cannot begin a run (No API key configured); fix its own settings" in capsys.readouterr().err
     assert not (tmp_path / "run" / "run.toml").exists()
     monkeypatch.setitem(sinks_module.CLIENTS, "trackio", (Client, "trackio"))
     assert main([*asked, "trackio", "--train.steps", "3"]) == 0

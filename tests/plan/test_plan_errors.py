@@ -70,7 +70,7 @@ OWN: list[tuple[dict[str, object], Outline, list[str]]] = [
     (
         {"lora__rank": 2},
         Outline(3 * (Unit("same", (Parameter(name="x", axes=(None,), dims=(2,), layer="other"),)),)),
-        ["lora: the model has no plain linears", "leave [lora] out"],
+        ["lora: the model has no plain linear layer", "leave [lora] out"],
     ),
     (
         {"plan__tp": 2, "plan__rules": (("inner", "tp"),)},
@@ -237,16 +237,16 @@ HF: list[tuple[dict[str, object], str]] = [
     ({"quantization_config": {"bits": 4}}, 'quantization_config = {"bits": 4} is not supported; it must be null'),
     ({"hidden_act": "gelu"}, 'hidden_act = "gelu" is not supported; it must be "silu" or "swish"'),
     ({"architectures": ["LlamaModel"]}, 'architectures = ["LlamaModel"] is not supported; it must be ["LlamaForCausal'),
-    ({"logit_scale": 0.5}, "logit_scale = 0.5 is not known and may change the model; take it out if it does not"),
+    ({"logit_scale": 0.5}, "logit_scale = 0.5 is not known and may change the model; remove it if it does not"),
     ({"hidden_size": None}, "hidden_size = null must be a whole number of at least 1"),
     ({"num_hidden_layers": 2.5}, "num_hidden_layers = 2.5 must be a whole number of at least 1"),
     ({"rms_norm_eps": "small"}, 'rms_norm_eps = "small" must be a number of at least 0'),
     ({"tie_word_embeddings": None}, "tie_word_embeddings = null must be true or false"),
-    ({"rope_theta": 500.0}, "rope_theta and rope_parameters.rope_theta say different things; keep the one that holds"),
+    ({"rope_theta": 500.0}, "rope_theta and rope_parameters.rope_theta contradict each other; keep the right one"),
     ({"rope_theta": 0}, "rope_theta = 0 must be above 0"),
     ({"rope_parameters": 7}, "rope_parameters = 7 must be an object"),
     ({"rope_parameters": {"rope_type": "dynamic"}}, 'rope_parameters.rope_type = "dynamic" is not supported'),
-    ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_parameters and rope_scaling say different things"),
+    ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_parameters and rope_scaling contradict each other"),
     ({"rope_parameters": {"type": "mrope", "rope_type": "default"}}, 'type = "mrope" is not supported; it must be "de'),
     ({"rope_parameters": {"rope_type": "linear"}}, "rope_parameters.factor is missing"),
     ({**MIXTRAL, "decoder_sparse_step": 2}, "decoder_sparse_step = 2 is not known"),
@@ -255,14 +255,19 @@ HF: list[tuple[dict[str, object], str]] = [
     ({**QWEN3_MOE, "num_experts": 8, "num_local_experts": 4}, "num_local_experts = 4 is not supported; it must be 8"),
     (
         {**QWEN2, "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
-        "has a sliding window in 3 of 4 layers, which superstep plan prices and nothing trains yet; set model.name to",
+        "has a sliding window in 3 of 4 layers, which superstep plan can price but Superstep cannot train yet; set "
+        "model.name to",
     ),
-    ({**QWEN2, "layer_types": ["sliding_attention"] * 4}, "slide where there is no window; set use_sliding_window to"),
+    (
+        {**QWEN2, "layer_types": ["sliding_attention"] * 4},
+        "a sliding window, but the window is off; set use_sliding_window to",
+    ),
     (
         {"model_type": "nemotron_h"},
-        "model_type = 'nemotron_h' has layers of a state space, which nothing here trains or prices; it must be one of",
+        "model_type = 'nemotron_h' has layers of a state space, which Superstep can neither train nor price; it must "
+        "be one of",
     ),
-    ({"model_type": "qwen3_next"}, "has layers of linear attention, which nothing here trains or prices"),
+    ({"model_type": "qwen3_next"}, "has layers of linear attention, which Superstep can neither train nor price"),
     ({"model_type": ["llama"]}, "model_type = ['llama'] is not supported"),
     ({**QWEN2, "layer_types": 5}, "layer_types = 5 must be a list of num_hidden_layers = 4 entries"),
     ({**QWEN2, "layer_types": ["full_attention"] * 3}, "must be a list of num_hidden_layers = 4 entries"),

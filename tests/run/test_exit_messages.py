@@ -47,8 +47,8 @@ def test_a_fault_names_the_newest_checkpoint_and_the_command_that_goes_on(monkey
     assert main([*FLAGS, "--state.existing", "resume", "--train.steps", "6"]) == 1
     said = capsys.readouterr().err
     assert said == (
-        "superstep: fault: rank 1: the connection is gone. The newest checkpoint is my run/checkpoints/step-000004; go "
-        "on with: superstep train --state.dir 'my run' --state.existing resume\n"
+        "superstep: fault: rank 1: the connection is gone. The newest checkpoint is my run/checkpoints/step-000004; "
+        "resume with: superstep train --state.dir 'my run' --state.existing resume\n"
     )
 
 
@@ -60,7 +60,7 @@ def test_a_fault_before_a_checkpoint_and_one_before_the_run_had_begun(place):
     folder.root.mkdir()
     folder.config.touch()
     exit_messages.ended(fault, folder, Silent())
-    assert "it broke. The run has no checkpoint yet; begin again with: superstep train --state.dir " in str(fault)
+    assert "it broke. The run has no checkpoint yet; start it again with: superstep train --state.dir " in str(fault)
     mistake = UserError("no such field")
     exit_messages.ended(mistake, folder, Silent())
     assert str(mistake) == "no such field"
@@ -76,7 +76,7 @@ def test_reinforcement_learning_says_the_same(place, monkeypatch, capsys):
     assert report(lambda: rl.run(lambda: SimpleNamespace(recipe=None))) == 1
     said = capsys.readouterr().err
     assert (
-        f"The newest checkpoint is {folder.checkpoints}/step-000003; go on with: superstep tune rl --state.dir" in said
+        f"The newest checkpoint is {folder.checkpoints}/step-000003; resume with: superstep tune rl --state.dir" in said
     )
 
 
@@ -105,7 +105,7 @@ def test_each_host_is_told_its_own_command_where_the_folder_was_moved(place):
             multi_host._ending(told, here)
         assert str(ended.value).endswith(
             f"was moved to {place}/moved; the state is saved there. The newest checkpoint is {place}/moved/checkpoints/"
-            f"step-000003; go on with: superstep {verb} --state.dir {place}/moved --state.existing resume"
+            f"step-000003; resume with: superstep {verb} --state.dir {place}/moved --state.existing resume"
         )
 
 
@@ -154,7 +154,7 @@ def test_other_hosts_are_not_told_the_command_of_host_0(is_raised, place, monkey
     monkeypatch.setattr(
         multi_host, "attend", _breaks if is_raised else lambda *args: RunOver(Cause("rank 1: it broke."))
     )
-    with pytest.raises(Fault, match="begin again with: superstep train --hosts 2 --host 0"):
+    with pytest.raises(Fault, match="start it again with: superstep train --hosts 2 --host 0"):
         multi_host._led(here)
     assert Lead.closed_with.cause.text == (
         "host 0: rank 1: the connection is gone." if is_raised else "rank 1: it broke."

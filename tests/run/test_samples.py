@@ -71,7 +71,7 @@ def test_a_sample_is_given_up_where_the_run_is_stopped(place):
     ("argv", "said"),
     [
         (["sample", "run", PROMPT, "--step", "4"], "'run' has no checkpoint of step 4; choose one of [6]"),
-        (["train", "run.toml", "--observe.sample", ""], "observe.sample = '' is nothing to go on from"),
+        (["train", "run.toml", "--observe.sample", ""], "observe.sample = '' is an empty prompt"),
         (["train", "run.toml", "--observe.sample", "a", "--lora.rank", "2"], "[lora] has checkpoints of adapters"),
         (
             ["train", "run.toml", "--observe.sample", "a", "--hosts", "2", "--host", "0", "--meet", "127.0.0.1:1"],

@@ -109,8 +109,8 @@ def test_more_tokens_than_the_context_has_room_for_are_told_by_a_server_and_by_a
     ("argv", "said"),
     [
         ((), "name a model or the URL of a server"),
-        (("http://127.0.0.1:9",), "nobody answers at http://127.0.0.1:9"),
-        (("http://",), "is no URL of a server"),
+        (("http://127.0.0.1:9",), "no server answers at http://127.0.0.1:9"),
+        (("http://",), "is not the URL of a server"),
         (("nothing",), "'nothing' is not there"),
         (("nothing", "--plan.tp", "2"), "chat with its URL"),
         (("nothing", "--key", "x"), "are for the URL of a server"),

@@ -90,8 +90,8 @@ def in_a_thread(h_BSD):
     done = prove("recipes/own_model.toml", "--model.source", model, *SMALL, *text, "--device", "strict")
     assert done.returncode == 1, done.stdout[-2000:] + done.stderr[-2000:]
     line = next(n for n, line in enumerate(model.read_text().splitlines(), 1) if "target=lambda" in line)
-    assert f"rank 1 uses cuda:0 too, first in {model}:{line}; its own GPU is cuda:1" in done.stdout
-    assert done.stdout.splitlines()[-1].startswith("NO RACE, BUT USE OF ANOTHER RANK'S GPU")
+    assert f"rank 1 also uses cuda:0, first in {model}:{line}; its own GPU is cuda:1" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("NO RACE, BUT A RANK USES ANOTHER RANK'S GPU")
 
 
 def test_a_collective_that_differs_between_ranks_is_named_in_one_line(text, tmp_path):

@@ -25,11 +25,15 @@ REFUSED: list[tuple[dict[str, object], int | None, list[str]]] = [
     ({"data__sequence_tokens": 1}, None, ["data.sequence_tokens = 1", "at least 2"]),
     ({"data__sequence_tokens": 4096}, None, ["data.sequence_tokens = 4096", "longer than model.name = 'demo'", "2048"]),
     ({"model__weights": "runs/demo"}, None, ["model.weights = 'runs/demo'", "data.tokenizer to the tokenizer.json"]),
-    ({"model__name": "deepseek-v3"}, None, ["model.name = 'deepseek-v3'", "superstep plan prices", "'qwen3-30b-a3b'"]),
+    (
+        {"model__name": "deepseek-v3"},
+        None,
+        ["model.name = 'deepseek-v3'", "superstep plan can price", "'qwen3-30b-a3b'"],
+    ),
     (
         {"model__layers": 100_000},
         None,
-        ["model.layers = 100000 is beyond what is planned", "model.layers to 2048 or less"],
+        ["model.layers = 100000 is beyond the limit", "model.layers to 2048 or less"],
     ),
     ({"model__ffn": 10**15}, None, ["model: ffn x width x experts is", "numbers", "set them lower"]),
     ({"lora__rank": 0}, None, ["lora.rank = 0", "at least 1"]),
@@ -90,7 +94,7 @@ REFUSED: list[tuple[dict[str, object], int | None, list[str]]] = [
     (
         {"plan__cp": 2, "plan__tp": 2, "data__sequence_tokens": 254},
         None,
-        ["= 254 must be a multiple of 4", "4 chunks, two of which plan.tp = 2 shares out", "set plan.cp to one of [1,"],
+        ["= 254 must be a multiple of 4", "4 chunks, and plan.tp = 2 splits two of them", "set plan.cp to one of [1,"],
     ),
     (
         {"plan__cp": 8, "plan__context": "ulysses"},

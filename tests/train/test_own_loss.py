@@ -113,7 +113,7 @@ def test_what_is_no_loss_of_a_token_is_refused_by_file_and_line(tmp_path, text):
 
 
 def test_other_places_of_a_loss_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"train.loss = 'focal' is no Python file"):
+    with pytest.raises(ConfigError, match=r"train.loss = 'focal' is not a Python file"):
         load_loss("focal")
     train = replace(small.config().train, loss="my_loss.py")
     with pytest.raises(ConfigError, match=r"train.loss = 'my_loss.py': superstep tune rl has a loss of its own"):

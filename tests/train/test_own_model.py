@@ -389,5 +389,5 @@ def test_the_sweep_keeps_the_rules_of_the_model():
 
 def test_a_file_that_is_not_there_is_refused(tmp_path):
     for name in (tmp_path / "none.py", tmp_path):
-        with pytest.raises(ConfigError, match=r"model\.source = '.*' is no Python file; name one"):
+        with pytest.raises(ConfigError, match=r"model\.source = '.*' is not a Python file; name one"):
             resolve_config(config(name, dp=1))

@@ -173,7 +173,7 @@ def test_ranks_that_outlive_their_launcher_are_waited_for(tmp_path):
     assert held.wait(30)
     with (
         mock.patch.object(holding, "LEAVING_S", 0.1),
-        pytest.raises(StateError, match="in use by ranks that are left of process 7 on h, since then"),
+        pytest.raises(StateError, match="in use by ranks that remain of process 7 on h, since then"),
         hold(folder),
     ):
         pass

@@ -84,8 +84,8 @@ def test_a_spike_is_left_out_and_the_run_is_one_that_was_told_to(capsys):
     assert [line["step"] for line in runs.events(run, "step")] == list(range(1, 49))
     _same(run, _told_to_skip(run))
     said = capsys.readouterr().out
-    assert f"step {SPIKE} does not stand: its loss of" in said
-    assert f"rolled back to after step {SPIKE - 1}; 1 batches are left out" in said
+    assert f"step {SPIKE} was refused: its loss of" in said
+    assert f"rolled back to after step {SPIKE - 1}; 1 batches are skipped" in said
     # Without the table the step is taken, as every other.
     assert runs.events(_train("taken"), "step")[SPIKE - 1]["loss"] == first["loss"]
 
@@ -105,7 +105,7 @@ def test_the_same_data_again_and_again_ends_the_run_with_nothing_saved_of_it(cap
     replay = ["--rollback.skip-batches", "0", "--rollback.repeats", "2"]
     run = _train("again", *RULES, *replay, status=1, save_every="3")
     assert [line["skip"] for line in runs.events(run, "rolled_back")] == ["", ""]
-    assert "the run has gone back 2 times without getting further" in capsys.readouterr().err
+    assert "the run has rolled back 2 times without progress" in capsys.readouterr().err
     assert [line["step"] for line in runs.events(run, "step")] == list(range(1, SPIKE))
     assert checkpoints(run / "checkpoints")[-1].name == "step-000030"
 

@@ -62,7 +62,7 @@ def test_ranks_that_are_killed_stopped_or_hung_are_recovered_bit_by_bit(tmp_path
     assert any("instruction" in line["lost"] for line in lost)
     box = read_box(tmp_path / "hurt" / "fault.json")
     assert box.fault == lost[-1]["lost"].partition(" superstep doctor ")[0], "of the last one it is still known"
-    assert "superstep doctor hurt says what every rank did (hurt/fault.json)" in lost[-1]["lost"]
+    assert "superstep doctor hurt shows what every rank did (hurt/fault.json)" in lost[-1]["lost"]
     hung = next(rank for rank in box.ranks if rank.rank == 1)
     assert {rank.rank for rank in box.ranks} == {0, 1}
     assert all(rank.notes and rank.follows for rank in box.ranks)

@@ -70,7 +70,7 @@ def test_chosen_steps_are_profiled_below_their_instructions(place, capsys):
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"), [(["4"], "steps from 1 to train.steps = 3"), (["0"], "no step"), (["x"], "'x'")]
+    ("flags", "told"), [(["4"], "steps from 1 to train.steps = 3"), (["0"], "not a step"), (["x"], "'x'")]
 )
 def test_a_step_that_is_none_is_not_profiled(place, capsys, flags, told):
     assert _train("--train.steps", "3", "--profile", *flags) == 2
@@ -255,7 +255,7 @@ def _other_text(run):
 
 
 REFUSALS = {
-    "a run": ([], lambda run: None, "already holds a run. Go on with it by --state.existing resume"),
+    "a run": ([], lambda run: None, "already holds a run. Resume it with --state.existing resume"),
     "another model": (["resume", "--model.layers", "3"], lambda run: None, "model.layers = 3, and the run in"),
     "other data": (["resume", "--data.sequence-tokens", "16"], lambda run: None, "data.sequence_tokens = 16, and"),
     "another seed": (["resume", "--train.seed", "1"], lambda run: None, "train.seed = 1, and the run in"),
@@ -302,8 +302,8 @@ def _foreign(place):
     [
         (_taken, "is a file; name a folder"),
         (lambda place: _taken(place) + "/run", "cannot be made: Not a directory"),
-        (_foreign, "holds files that are no run"),
-        (lambda place: "", "is no path"),
+        (_foreign, "holds files but no run"),
+        (lambda place: "", "is not a path"),
         (lambda place: "/proc/run", "cannot be made"),
     ],
     ids=["a file", "below a file", "foreign files", "empty", "unwritable"],
@@ -396,7 +396,7 @@ def test_a_disk_that_fails_for_a_while_costs_no_step(place, monkeypatch, capsys)
     first, second = runs.events(place / "run", "warning")
     assert (first["step"], second["step"]) == (6, 7)
     assert "step-000006.partial cannot be written: No space left on device; make room" in first["text"]
-    assert first["text"].endswith("Training goes on, and saves again after step 7.")
+    assert first["text"].endswith("Training continues and saves again after step 7.")
     assert f"warning: {first['text']}" in capsys.readouterr().out
     assert [line["step"] for line in runs.events(place / "run", "saved")] == [8, 12]
     assert [line["step"] for line in runs.events(place / "run", "step")] == list(range(1, 13))
@@ -427,7 +427,7 @@ def test_a_fault_names_rank_step_and_instruction(place, capsys):
     with mock.patch.object(Executor, "_issue", issue):
         assert _train() == 1
     message = _error(capsys)
-    assert "fault: rank 0, step 4, instruction backward u3 m0: planted. superstep doctor run says" in message
+    assert "fault: rank 0, step 4, instruction backward u3 m0: planted. superstep doctor run shows" in message
     assert message.count("\n") == 1
     assert [read_position(path).step for path in checkpoints(place / "run" / "checkpoints")] == [3]
 
@@ -444,14 +444,14 @@ def test_a_run_that_diverges_stops_before_it_is_saved(place, capsys):
 def test_interrupted_says_so(place, capsys):
     with mock.patch.object(Executor, "run", side_effect=KeyboardInterrupt):
         assert _train() == 130
-    told = "interrupted. The run has no checkpoint yet; begin again with: superstep train --state.dir run"
+    told = "interrupted. The run has no checkpoint yet; start it again with: superstep train --state.dir run"
     assert _error(capsys) == f"superstep: {told} --state.existing resume\n"
 
 
 def test_a_closed_output_is_one_fault(place, capsys):
     with mock.patch("superstep.cli.train.display.print", side_effect=BrokenPipeError, create=True):
         assert _train() == 1
-    assert "standard output cannot be written: its reader has left" in _error(capsys)
+    assert "standard output cannot be written: the program that reads it has ended" in _error(capsys)
 
 
 def test_a_file_of_the_run_is_never_half_written(tmp_path):

@@ -137,7 +137,7 @@ def test_a_run_goes_on_to_the_bit_and_keeps_its_reference(place, capsys):
     capsys.readouterr()
     for verb in (["train"], ["tune", "sft"]):
         assert main([*verb, "--state.dir", "parts", "--state.existing", "resume", "--train.steps", "9"]) == 2
-        assert "are those of superstep tune dpo; go on with the run by that" in error(capsys)
+        assert "are those of superstep tune dpo; resume the run with that command" in error(capsys)
 
 
 @pytest.mark.multiproc

@@ -195,7 +195,7 @@ def test_what_cannot_begin_is_refused(start, tmp_path):
     refused("rollout.ranks = 0 must be at least 1", rollout=apart | {"ranks": 0})
     refused("rl.rows = 0 must be at least 1", rl={"rows": 0})
     refused(r"impure.py: task\(0, 0\) gives another task when it is asked again", environment="impure.py")
-    refused("no Python file; name one that has task", environment="nothing.py")
+    refused("not a Python file; name one that has task", environment="nothing.py")
     (start / "empty.py").write_text("")
     refused(r"empty.py has no function 'task\(index, seed\)'", environment="empty.py")
     with pytest.raises(StateError, match=r"has no config.json; name a run, a checkpoint"):

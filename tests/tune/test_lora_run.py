@@ -259,7 +259,7 @@ def test_what_is_published_is_an_adapter_that_servers_load(tuned, tmp_path):
 @pytest.mark.parametrize(
     ("argv", "told"),
     [
-        (["sample", "tuned", "the"], "trained an adapter, which is no model by itself"),
+        (["sample", "tuned", "the"], "trained an adapter, which is not a complete model"),
         (["serve", "tuned"], "--serve.adapters tuned=tuned/checkpoints/step-000006"),
         (["tune", "merge", "run", "--out", "other"], "holds no adapter"),
         (["tune", "merge", "tuned"], "name a run and a folder to make"),

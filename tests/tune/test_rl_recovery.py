@@ -153,7 +153,11 @@ def test_a_gradient_that_other_ranks_do_not_compute_is_computed_again(place, tmp
     root = tmp_path / "run"
     go(place, root, "--state.recompute_every", "2")
     (back,) = events(root, "rolled_back")
-    assert (back["refused"], back["step"], back["why"]) == (4, 3, "its gradient is not what other ranks compute")
+    assert (back["refused"], back["step"], back["why"]) == (
+        4,
+        3,
+        "other ranks compute another gradient for the same rows",
+    )
     assert [line["step"] for line in events(root, "step")] == [1, 2, 3, 4, 5]
 
 

@@ -75,7 +75,7 @@ def test_a_run_trains_on_after_a_save_that_failed_and_saves_at_the_next(pauses):
         disk.save_after(training, step)
     warned, done = disk.told
     assert isinstance(warned, Warned)
-    assert warned.text.endswith("No space left on device. Training goes on, and saves again after step 4.")
+    assert warned.text.endswith("No space left on device. Training continues and saves again after step 4.")
     assert isinstance(done, Saved)
     assert (done.step, pauses) == (4, [])
 

@@ -56,7 +56,7 @@ def _report(path: Path, look: Callable[[Path], Manifest]) -> bool:
 def _say_whole(name: str, manifest: Manifest, *, is_read: bool) -> None:
     size = sum(file.bytes for file in manifest.files.values())
     at = manifest.position
-    state = "whole" if is_read else "whole at a glance"
+    state = "whole" if is_read else "complete at a quick look"
     files = f"{len(manifest.tensors)} tensors, {bytes_text(size)}"
     print(f"{name}  {state}  step {at.step}, {at.tokens} tokens seen; {files}", flush=True)
 
@@ -66,7 +66,7 @@ def _in_store(arguments: CheckpointArgs) -> int:
     store = CheckpointStore(arguments.name)
     steps = store.steps()
     if not steps:
-        raise StateError(f"'{arguments.name}' holds no checkpoint; name the state.store of a run that has saved one.")
+        raise StateError(f"'{arguments.name}' has no checkpoint; name the state.store of a run that has saved one.")
     if arguments.word == "export":
         with tempfile.TemporaryDirectory(prefix="superstep-export-") as folder:
             fetched = store.fetch(steps[-1], Path(folder))
@@ -87,9 +87,9 @@ def _why_left(folder: Path) -> str:
     ending = folder.suffix.partition("-")[0]
     known = {
         ".partial": "being written, or left by a crash; the next save removes it",
-        ".damaged": "passed over when the run went on; yours to delete",
-        ".rolled-back": "of steps that the run went back before; yours to delete",
-        ".aside": "was in the way of a checkpoint; yours to delete",
+        ".damaged": "damaged, skipped when the run resumed; you may delete it",
+        ".rolled-back": "rolled back by the run; you may delete it",
+        ".aside": "was in the way of a checkpoint; you may delete it",
     }
     return known.get(ending, "being deleted; the next save removes it")
 
@@ -126,5 +126,5 @@ def _write_export(checkpoint: Path, name: str, options: CopyOptions) -> int:
     files = done.files[0] if len(done.files) == 1 else f"{len(done.files)} files"
     print(f"{out}: the weights of {name} in {options.dtype}, {bytes_text(done.bytes)} in {files}")
     if not done.has_config:
-        print("The model is of your own file: other loaders read the tensors, and know nothing to build of them.")
+        print("The model is of your own file: other loaders can read the tensors but cannot build the model.")
     return 0

@@ -53,7 +53,10 @@ def idle_places(run: Resolved, places: int, name: str) -> str | None:
     if most > dp:
         mend = f"--plan.dp {most} takes {most * world // dp}"
     else:
-        mend = f"train.batch_sequences = {batch} splits over no more, a multiple of {room} does: with --plan.dp {room}"
+        mend = (
+            f"train.batch_sequences = {batch} does not split over more ranks; a multiple of {room} does, with "
+            f"--plan.dp {room}"
+        )
     ranks = "1 rank computes" if world == 1 else f"{world} ranks compute"
     return f"{ranks}, on {world} of {places} {name}; {mend}."
 

@@ -108,7 +108,7 @@ def _write(stream: TextIO, text: str) -> None:
         stream.write(text)
         stream.flush()
     except OSError as error:
-        reason = "its reader has left" if isinstance(error, BrokenPipeError) else error.strerror
+        reason = "the program that reads it has ended" if isinstance(error, BrokenPipeError) else error.strerror
         raise Fault(f"standard output cannot be written: {reason}. Send it to a file, and start again.") from error
 
 
@@ -125,12 +125,12 @@ def summary(manifest: CorpusManifest) -> str:
     if manifest.kind != "text":
         conversations = manifest.train_documents + manifest.validation_documents
         left = [(manifest.dropped, "dropped"), (manifest.truncated, "truncated")]
-        over = "".join(f"; {count} too long, {what}" for count, what in left if count)
+        over = "".join(f"; {count} were too long: {what}" for count, what in left if count)
         return (
-            f"{conversations:,} conversations of {count_text(tokens)} tokens, {_share(manifest)} of them learnt{over}"
+            f"{conversations:,} conversations of {count_text(tokens)} tokens, {_share(manifest)} of them learned{over}"
         )
     nulls = manifest.null_records
-    over = f"; {nulls} record{'' if nulls == 1 else 's'} of null passed over" if nulls else ""
+    over = f"; {nulls} record{'' if nulls == 1 else 's'} with null text skipped" if nulls else ""
     return f"{count_text(tokens)} tokens, {bytes_text(manifest.text_bytes)} of text{over}"
 
 

@@ -68,7 +68,7 @@ def _find_checkpoint(run: Path, step: int | None) -> tuple[RunConfig, Path]:
     """A run's configuration, and its checkpoint of a step, or the newest."""
     folder = RunFolder(root=run)
     if not folder.config.is_file():
-        raise StateError(f"'{run}' is no run directory: it has no run.toml. Name the folder that train wrote.")
+        raise StateError(f"'{run}' is not a run directory: it has no run.toml. Name the folder of a run.")
     config = read_config(folder.config)
     if config.lora is not None:
         refuse_adapter(run)

@@ -42,7 +42,7 @@ def observe_run(folder: RunFolder) -> RunObservation:
         observed = read_failure(folder) if run is None else run.observe()
     if observed is None:
         raise StateError(
-            f"'{folder.root}' does not train now on this host, and has left nothing of a fault: ask while it runs. "
+            f"'{folder.root}' does not train now on this host, and has no fault.json: run this while it trains. "
             "superstep view draws the step before its newest checkpoint."
         )
     return observed

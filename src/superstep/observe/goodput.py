@@ -1,4 +1,4 @@
-"""Goodput: the share of a run's time in steps that stand, counted from its events.
+"""Goodput: the share of a run's time in steps that count, counted from its events.
 
     ETTR = seconds of steps that stand / seconds since the first start
 

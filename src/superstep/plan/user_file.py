@@ -32,7 +32,7 @@ def load_functions(
     path, about, first = Path(source), f"{field}: " if field else "", next(iter(forms.values()))
     if not path.is_file() or path.suffix != ".py":
         named = f"{field} = '{source}'" if field else f"'{source}'"
-        raise ConfigError(f"{named} is no Python file; name one that has {first}, such as my_{kind}.py.")
+        raise ConfigError(f"{named} is not a Python file; name one that has {first}, such as my_{kind}.py.")
     try:
         names = vars(run_file(path, f"superstep_{kind}_{path.stem}"))
     except (Exception, SystemExit) as error:

@@ -109,7 +109,7 @@ def daly(stall_s: float, between_s: float) -> float:
 
 
 def ettr(hazard: Hazard, saving: Saving) -> float:
-    """The share of the time in steps that stand."""
+    """The share of the time in steps that count."""
     stalls = saving.snapshot_stall_s / saving.snapshot_s + saving.save_stall_s / saving.save_s
     again = hazard.noticed_s + hazard.started_s
     hard = again + hazard.read_s + saving.flush_s + saving.save_s / 2

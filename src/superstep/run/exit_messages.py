@@ -94,7 +94,7 @@ def how_to_go_on(
     folder.
     """
     if not (is_moved or folder.config.is_file()):
-        return "The run had not begun: there is nothing to go on from."
+        return "The run had not begun: there is no state to resume from."
     # The run's own settings are in its folder: the command needs no other flag.
     place = f"--state.dir {shlex.quote(str(folder.root))} "
     command = f"superstep {verb} {place}--state.existing resume"
@@ -103,5 +103,5 @@ def how_to_go_on(
         newest = f"The newest checkpoint is {saved[-1]}" if saved else "The run has no checkpoint yet"
         return f"{newest}; start the same command again with {place if is_moved else ''}--state.existing resume."
     if not saved:
-        return f"The run has no checkpoint yet; begin again with: {command}"
-    return f"The newest checkpoint is {saved[-1]}; go on with: {command}"
+        return f"The run has no checkpoint yet; start it again with: {command}"
+    return f"The newest checkpoint is {saved[-1]}; resume with: {command}"

@@ -142,7 +142,7 @@ def prepared_job(
             checkpoint = newest(folder.checkpoints, verify)
             step = 0 if checkpoint is None else read_position(checkpoint).step
         if step >= run.config.train.steps:
-            console.say(f"The run in {folder.root} is complete at step {step}; raise --train.steps to go on with it.")
+            console.say(f"The run in {folder.root} is complete at step {step}; raise --train.steps to continue it.")
             yield None
         else:
             require_disk(run, folder, step)
@@ -207,8 +207,8 @@ def passes_of_a_step(batch_sequences: int, sequences: int) -> str | None:
         return None
     times = f"{batch_sequences / sequences:,.1f}".removesuffix(".0")
     return (
-        f"a step of {batch_sequences:,} sequences goes over the {sequences:,} of the data {times} times; "
-        f"with train.batch_sequences = {sequences} it goes over them once."
+        f"a step of {batch_sequences:,} sequences reads the {sequences:,} of the data {times} times; with "
+        f"train.batch_sequences = {sequences} it reads them once."
     )
 
 

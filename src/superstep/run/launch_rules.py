@@ -55,9 +55,9 @@ def check_launch(config: RunConfig, hosts: int, launcher: Launcher) -> None:
             "leave it out, or start the run without torchrun and srun."
         )
     if config.train.elastic and hosts == 1:
-        raise ConfigError("train.elastic = true needs several hosts; start it by --hosts, or set false.")
+        raise ConfigError("train.elastic = true needs several hosts; start the run with --hosts, or set false.")
     if state.peers and hosts == 1:
-        raise ConfigError(f"state.peers = {state.peers} needs several hosts; start it by --hosts, or set 0.")
+        raise ConfigError(f"state.peers = {state.peers} needs several hosts; start the run with --hosts, or set 0.")
     require_trackers(config.observe)
 
 
@@ -79,6 +79,6 @@ def require_alone(config: RunConfig, web_port: int | None, launcher: str) -> Non
         )
     if web_port is not None:
         raise ConfigError(
-            f"--web needs ranks that one launcher of superstep train has, not those of {launcher}; leave it out, and "
-            "run superstep view RUN."
+            f"--web needs ranks that one launcher of superstep train starts, not those of {launcher}; leave it out, "
+            "and run superstep view RUN."
         )

@@ -141,7 +141,7 @@ def _number(where: str, name: str, text: str | None) -> float:
     try:
         return float(text or "")
     except ValueError:
-        raise ConfigError(f"{where}: {name} = '{text or ''}' is no number; write it as 7000000000 or 7e9.") from None
+        raise ConfigError(f"{where}: {name} = '{text or ''}' is not a number; write it as 7000000000 or 7e9.") from None
 
 
 def check_spread(runs: Sequence[TrainingRun], *, least_points: int) -> None:

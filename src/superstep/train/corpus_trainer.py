@@ -60,7 +60,7 @@ class CorpusTrainer(Trainer):
         self._corpus = open_corpus(corpus)
         if (self._corpus.manifest.kind == "pairs") != (lesson is not None):
             verb = {"text": "train", "answers": "tune sft", "pairs": "tune dpo"}[self._corpus.manifest.kind]
-            raise StateError(f"the tokens in {corpus} are those of superstep {verb}; go on with the run by that.")
+            raise StateError(f"the tokens in {corpus} are those of superstep {verb}; resume the run with that command.")
         if world.rank == 0:  # before the first step, as it may fail
             self._files |= hf_files(run.config, run.decoder, corpus / "tokenizer.json")
             self._files["corpus.json"] = (corpus / "corpus.json").read_text(encoding="utf-8")

@@ -56,7 +56,7 @@ def resume(trainer: Trainer, root: Path) -> ResumePoint:
     """
 
     def unreadable(error: Exception) -> StateError:
-        return StateError(f"{root} cannot be read ({error}); mend that, then resume.")
+        return StateError(f"{root} cannot be read ({error}); fix this, then resume.")
 
     # Only one rank reads the folder: on a network file system other ranks may see an older state.
     folders = together(trainer.peers, lambda: [] if trainer.peers.rank else checkpoints(root), unreadable)[0]

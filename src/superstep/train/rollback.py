@@ -48,7 +48,7 @@ def go_back(
     assert rules is not None
     if trainer.policy.spikes.is_hopeless(refused):
         raise Fault(
-            f"{refused.why}, and the run has gone back {rules.repeats} times without getting further: training has "
+            f"{refused.why}, and the run has rolled back {rules.repeats} times without progress: training has "
             "diverged. Lower train.lr or raise train.warmup_steps, and resume from the last checkpoint.",
             rank=trainer.peers.rank,
             step=refused.step,
@@ -72,8 +72,8 @@ def _replay(
     integrity = trainer.policy.integrity
     if not integrity.note(corruption):
         raise Fault(
-            f"{refused.why}; that is the fourth time that state is found corrupt. Take "
-            f"{ranks_text(corruption.ranks)} to another host, and resume.",
+            f"{refused.why}; the state was corrupt for the fourth time. Take {ranks_text(corruption.ranks)} to "
+            "another host, and resume.",
             rank=corruption.ranks[0],
             step=refused.step,
         )

@@ -95,12 +95,12 @@ def attempt(
         except DiskFault as fault:
             if not is_last and not saves.is_too_old(step):
                 again = saves.try_again(step, step_s())
-                report(Warned(step=step, text=f"{fault} Training goes on, and saves again after step {again}."))
+                report(Warned(step=step, text=f"{fault} Training continues and saves again after step {again}."))
                 return None
             pause_s = next(pauses_s, None)
             if pause_s is None:
                 raise
-            report(Warned(step=step, text=f"{fault} It is tried again in {pause_s:g} s."))
+            report(Warned(step=step, text=f"{fault} The next attempt is in {pause_s:g} s."))
             time.sleep(pause_s)
         else:
             saves.note_saved(step)

@@ -53,7 +53,7 @@ def report_flushed(
     if flushed.is_on_disk:
         trainer.saves.note_saved(flushed.step)
         if (path := trainer.flushed_to(flushed.step)) is None:
-            report(Warned(step=flushed.step, text="its checkpoint was written, and is not there any more."))
+            report(Warned(step=flushed.step, text="its checkpoint was written, but has disappeared."))
         else:
             report(Saved(step=flushed.step, path=str(path), seconds=flushed.seconds, bytes=flushed.bytes))
     elif not is_over and trainer.saves.is_too_old(flushed.step):

@@ -104,4 +104,4 @@ def _check_own(config: RunConfig) -> None:
     check_ranges(config)
     source = Path(str(config.model.source))
     if not source.is_file():
-        raise ConfigError(f"model.source = '{source}' is no Python file; name one, such as my_model.py.")
+        raise ConfigError(f"model.source = '{source}' is not a Python file; name one, such as my_model.py.")

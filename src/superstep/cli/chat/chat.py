@@ -15,7 +15,7 @@ from superstep.errors import UserError
 
 HELP = """\
 /reset          begin a new conversation
-/system TEXT    tell the model something before it; without TEXT, nothing any more
+/system TEXT    begin a new conversation with this system prompt; without TEXT, remove it
 /help           this
 Ctrl-C stops an answer, Ctrl-D ends."""
 
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     if is_terminal:
         with suppress(ImportError):
             __import__("readline")  # enables line editing in input()
-        _note("Ctrl-C stops an answer, Ctrl-D ends, /help names the rest.")
+        _note("Ctrl-C stops an answer, Ctrl-D ends, /help lists the other commands.")
     return ChatHistory(talker, options.system, prompt="> " if is_terminal else "").run()
 
 
@@ -103,11 +103,11 @@ class ChatHistory:
             case "/system":
                 self._system = rest.strip() or None
                 self._said.clear()
-                _note("A new conversation, with this said before." if self._system else "A new conversation.")
+                _note("A new conversation with this system prompt." if self._system else "A new conversation.")
             case "/help":
                 _note(HELP)
             case _:
-                _note(f"{word} is not known here; /help names what is. A text may not begin with /.")
+                _note(f"{word} is not a command; /help lists the commands. A message may not begin with /.")
 
     def _ask(self, text: str) -> None:
         before = [] if self._system is None else [{"role": "system", "content": self._system}]

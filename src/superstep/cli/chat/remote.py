@@ -44,7 +44,7 @@ class RemoteModel:
         except ValueError:
             port = 0
         if not self._parts.hostname or port == 0:
-            raise UserError(f"'{url}' is no URL of a server; write http://127.0.0.1:8000, say.")
+            raise UserError(f"'{url}' is not the URL of a server; write for example http://127.0.0.1:8000.")
         self._path = self._parts.path.rstrip("/").removesuffix("/v1")
         self._headers = {"content-type": "application/json"} | (
             {} if key is None else {"authorization": f"Bearer {key}"}
@@ -80,8 +80,8 @@ class RemoteModel:
                 for choice in event.get("choices", ()):
                     yield choice.get("delta", {}).get("content") or ""
         except (OSError, ValueError, http.client.HTTPException) as error:
-            raise UserError(f"{self._url} went away in the middle of an answer ({error}); ask again.") from error
-        raise UserError(f"{self._url} ended an answer before it was whole; ask again.")
+            raise UserError(f"{self._url} closed the connection during an answer ({error}); ask again.") from error
+        raise UserError(f"{self._url} ended an answer before it was complete; ask again.")
 
     def _first(self) -> str:
         with closing(self._connected()) as connection:
@@ -90,7 +90,7 @@ class RemoteModel:
                 return str(json.loads(response.read())["data"][0]["id"])
             except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
                 raise UserError(
-                    f"{self._url} is no server of OpenAI's interface: its /v1/models tells no model; name one that is."
+                    f"{self._url} is no server of OpenAI's interface: its /v1/models lists no model; name another URL."
                 ) from error
 
     def _connected(self) -> http.client.HTTPConnection:
@@ -105,7 +105,7 @@ class RemoteModel:
             response = connection.getresponse()
         except (OSError, http.client.HTTPException) as error:
             raise UserError(
-                f"nobody answers at {self._url} ({error}); start a server there: superstep serve MODEL."
+                f"no server answers at {self._url} ({error}); start a server there: superstep serve MODEL."
             ) from error
         if response.status != 200:
             raise UserError(f"{self._url} says {response.status}: {_reason(response.read())}")

@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
             nothing = Diagnosis(findings=(), waits=(), spent={}, stands=False, step_s=0.0)
             print(json.dumps(as_json(folder, over(folder), nothing), indent=1))
             return 0
-        print(f"{folder.root}: the run came to an end of its own, and nothing is left to say of it.")
+        print(f"{folder.root}: the run ended normally, so there is nothing to diagnose.")
         return 0
     run, verdict = examined_run
     if options.json:
@@ -92,7 +92,7 @@ def examine(folder: RunFolder) -> tuple[RunObservation, Diagnosis] | None:
     verdict = diagnose(observed)
     if not observed.ranks and not verdict.findings:  # a full disk has no room for a record either
         raise StateError(
-            f"'{folder.root}' does not train now on this host, and has left nothing of a fault: ask on the host of its "
+            f"'{folder.root}' does not train now on this host, and has no fault.json: run this on the host of its "
             "ranks, while they run."
         )
     return observed, verdict

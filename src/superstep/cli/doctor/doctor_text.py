@@ -1,4 +1,5 @@
-"""The doctor's page: the diagnosis, who waits for whom, where the time went, and each rank's place in the code."""
+"""The doctor's page: the diagnosis, which rank waits for which, where the time went, and each rank's place in the
+code."""
 
 from __future__ import annotations
 
@@ -41,11 +42,11 @@ def page(name: str, run: RunObservation, verdict: Diagnosis, *, width: int, is_w
 def _head(name: str, run: RunObservation, verdict: Diagnosis, width: int) -> Iterator[str]:
     step = max((rank.step for rank in run.ranks), default=0)
     pace = f", {seconds_text(verdict.step_s)} a step" if verdict.step_s else ""
-    when = f"in step {step}{pace}" if run.is_live else f"as it failed in step {step}{pace}"
-    going = ", nothing goes on" if verdict.stands and run.is_live else ""
+    when = f"in step {step}{pace}" if run.is_live else f"when it failed in step {step}{pace}"
+    going = ", no progress" if verdict.stands and run.is_live else ""
     yield f"{name}: {len(run.ranks)} rank{'s' if len(run.ranks) > 1 else ''} on {run.host}, {when}{going}"
     if not verdict.findings:
-        yield "nothing is wrong, as far as can be seen"
+        yield "no problem was detected"
     for number, finding in enumerate(verdict.findings, start=1):
         yield from _finding(number, finding, width)
 
@@ -60,7 +61,7 @@ def _waits(run: RunObservation, verdict: Diagnosis) -> Iterator[str]:
     waits = {wait.rank: wait for wait in verdict.waits}
     if not verdict.findings and not waits:
         return
-    yield "who waits for whom"
+    yield "which rank waits for which"
     ranks = {rank.rank: rank for rank in run.ranks}
     for rank in run.ranks:
         wait = waits.get(rank.rank)
@@ -115,7 +116,7 @@ def _processes(run: RunObservation) -> Iterator[str]:
         return
     for rank in run.ranks:
         swapped = f", {bytes_text(rank.swapped_bytes)} swapped" if rank.swapped_bytes else ""
-        starved = f", waits for a processor {rank.starved:.0%} of the time" if rank.starved >= STARVED else ""
+        starved = f", waited for a processor {rank.starved:.0%} of the time" if rank.starved >= STARVED else ""
         yield f"rank {rank.rank}: process {rank.process}, {bytes_text(rank.resident_bytes)} in memory{swapped}{starved}"
     if run.disk.free_bytes is not None:
         yield f"disk: {bytes_text(run.disk.free_bytes)} free"

@@ -12,13 +12,13 @@ MEANT = {
     "scores": "is paid {score:g}",
     "breaks": "breaks the grader",
     "refuses": "is right and gets {score:g}",
-    "varies": "is right and is graded in two ways",
+    "varies": "is right and gets two different scores",
 }
 
 
 BOUNDS: dict[MemoryBound, str] = {
     "cgroup": "by a cgroup",
-    "watched": "by looks at their processes, since no cgroup can be made here",
+    "watched": "by watching their processes, because no cgroup can be made here",
 }
 """How the memory of candidates' programs is limited."""
 
@@ -38,13 +38,13 @@ def report_lines(path: Path, report: AttackReport) -> Iterator[str]:
     if weaknesses[MOST:]:
         yield f"      ... and {len(weaknesses) - MOST} more"
     if not report.has_solutions:
-        yield "No task has a solution, so it was not seen whether right answers score; give Task(solution=...)."
+        yield "No task has a solution, so the check did not test whether right answers score; set Task(solution=...)."
     yield f"The memory of programs is bounded {BOUNDS[report.memory_bound]}."
     tried = f"{report.attacks} attacks on {report.tasks} tasks, {report.graded} grades"
     if weaknesses:
         yield f"{path} is WEAK: {_count_text(len(weaknesses))}, {tried}."
     else:
-        yield f"{path} held: {tried}, none of them paid."
+        yield f"{path} held: {tried}, none of them got a score."
 
 
 def _describe_weakness(weakness: Weakness, tasks: int) -> str:

@@ -33,11 +33,10 @@ def header(problem: SearchProblem, answer: SearchResult) -> str:
     cluster, config = problem.cluster, problem.base
     return (
         f"{config.model.name} ({count_text(parameters(problem.shape))} parameters) on {cluster.chips} x "
-        f"{cluster.chip.name}, {min(cluster.domain, cluster.chips)} to a domain; "
-        f"{problem.batch_sequences} x {problem.sequence_tokens} tokens a step, "
-        f"{bytes_text(problem.memory_bytes)} a chip\n"
-        "priced for Superstep: eager kernels, a loss in chunks, one collective a unit, gradients summed in fp32\n"
-        f"{count_text(answer.plans)} plans; {count_text(answer.priced)} were priced, bounds exclude the others\n"
+        f"{cluster.chip.name}, {min(cluster.domain, cluster.chips)} to a domain; {problem.batch_sequences} x "
+        f"{problem.sequence_tokens} tokens a step, {bytes_text(problem.memory_bytes)} a chip\npriced for Superstep: "
+        f"eager kernels, a loss in chunks, one collective a unit, gradients summed in fp32\n{count_text(answer.plans)} "
+        f"plans; {count_text(answer.priced)} were priced, bounds exclude the others\n"
     )
 
 
@@ -61,7 +60,9 @@ def table(plans: Sequence[SimulatedPlan], figures: Sequence[Figures]) -> str:
     lines.append(f"MFU: {MFU_CONVENTION}; against the chip's published dense peak.")
     if not all(plan.is_simulated for plan in plans):
         is_ours = not plans[0].run.shape.is_priced_only
-        why = "the program is too long to simulate here" if is_ours else "this model is priced, and not trained yet"
+        why = (
+            "the program is too long to simulate here" if is_ours else "this model is priced, but cannot be trained yet"
+        )
         lines.append(f"* by closed form: {why}.")
     return "\n".join(lines) + "\n"
 
@@ -71,7 +72,7 @@ def snapshot_line(plan: SimulatedPlan) -> str:
     cluster, of_rank = plan.found.side.problem.cluster, slots_bytes(plan.run)
     node = min(cluster.domain, cluster.chips)
     return (
-        f"The first's snapshots (state.snapshot_every): up to {bytes_text(of_rank)} of the host's memory for each "
+        f"Snapshots of plan 1 (state.snapshot_every): up to {bytes_text(of_rank)} of the host's memory for each "
         f"chip, {bytes_text(node * of_rank)} for {node}."
     )
 
@@ -113,12 +114,14 @@ def _ties_text(plans: Sequence[SimulatedPlan]) -> list[str]:
         return []
     others = ", ".join(str(place + 1) for place in near if place)
     others += " is" if len(near) == 2 else " are"
-    return [f"Ties: {others} within {TIE:.0%} of 1, which no formula tells apart; of these 1 is the simplest."]
+    return [
+        f"Ties: {others} within {TIE:.0%} of 1, a difference that no formula can predict; of these, 1 is the simplest."
+    ]
 
 
 def alternatives_text(neighbours: Sequence[Neighbour]) -> str:
     """The value of each axis."""
-    lines = ["Nearest alternatives to the first, best of each kind:"]
+    lines = ["Nearest alternatives to plan 1, the best of each kind:"]
     for each in sorted(neighbours, key=lambda n: n.slower):
         memory = "the same memory"
         if abs(each.spared_bytes) >= 1:
@@ -140,10 +143,11 @@ def calibration_text(calibration: Calibration, source: str) -> str:
     if calibration.foreign:
         names = " and ".join(each.name for each in calibration.foreign)
         lines.append(
-            f"Not used: {names} would change beyond belief; the run did not run on such chips, or not alone on them."
+            f"Not used: {names} would change by an implausible factor; the run used other chips, or other programs "
+            "used them too."
         )
     elif not calibration.is_believed:
-        lines.append("Not used: the constants as they were come as near.")
+        lines.append("Not used: the old constants are as close.")
     return "\n".join(lines) + "\n"
 
 
@@ -169,18 +173,18 @@ def _moves_text(before: Guide, after: Guide) -> str:
 
 def narrowed_text(narrowed: float) -> str:
     """How much narrower the first plan's range is."""
-    return f"Of the range of the first's step, calibration leaves {narrowed:.0%} of the width.\n"
+    return f"Calibration narrows the range of plan 1's step to {narrowed:.0%} of the width.\n"
 
 
 def explanation(plan: SimulatedPlan) -> str:
     """The waterfall of a step, and its memory by category."""
-    lines = ["Where the step of the first goes, on its busiest pipeline rank:"]
+    lines = ["Step time of plan 1, on its busiest pipeline rank:"]
     lines += _bars({name: share * plan.step_s for name, share in shares(plan).items()}, seconds_text)
-    lines += ["", "Where its memory goes, on the fullest rank:"]
+    lines += ["", "Memory of plan 1, on its fullest rank:"]
     lines += _bars(dict(_memory(plan)), bytes_text)
     carried = carried_by(plan)
     if carried:
-        lines += ["", "What a rank of the busiest pipeline rank sends or sums in a step, by axis:"]
+        lines += ["", "Bytes that a rank of the busiest pipeline rank sends or sums in a step, by axis:"]
         lines += [f"  {each.axis:26}{bytes_text(each.bytes):>10}  over the {each.link}" for each in carried]
     return "\n".join(lines) + "\n"
 
@@ -220,10 +224,10 @@ def _bars(values: dict[str, float], text: Any) -> list[str]:  # noqa: ANN401
 
 def fallback_text(fallbacks: Sequence[Fallback]) -> str:
     """Plans for the remaining nodes after a loss."""
-    lines = ["When nodes are lost, with the same global batch; each resolved, compiled and simulated:"]
+    lines = ["Plans after the loss of nodes, with the same global batch; each is resolved, compiled and simulated:"]
     for each in fallbacks:
         if each.verified is None:
-            lines.append(f"  -{each.lost}: no plan fits on what is left")
+            lines.append(f"  -{each.lost}: no plan fits on the remaining nodes")
         else:
             lines.append(
                 f"  -{each.lost}: {each.chips} chips, {seconds_text(each.verified.step_s)} a step, "
@@ -235,7 +239,7 @@ def fallback_text(fallbacks: Sequence[Fallback]) -> str:
 def jitter_text(straggled: StragglerResult | None, jitter: Jitter) -> str:
     """Delays of steps when chips differ."""
     if straggled is None:
-        return "The best plan's program is too long to sample its stragglers.\n"
+        return "The program of the best plan is too long to sample stragglers.\n"
     # Rounding may leave a hair less than the clean step; no step is faster than that.
     mean, late = (max(each / straggled.clean_s - 1, 0.0) for each in (straggled.mean_s, straggled.late_s))
     slow = f", {jitter.slow_share:.1%} of the chips a tenth slower" if jitter.slow_share else ""

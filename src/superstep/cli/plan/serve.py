@@ -167,8 +167,8 @@ def _check(run: Resolved, config: ServeConfig, options: ForecastOptions) -> None
         )
     if options.cluster is None and options.plan.dp > 1:
         raise ConfigError(
-            f"plan.dp = {options.plan.dp} without --cluster: replicas would share this machine; plan one of them, or "
-            "name a cluster."
+            f"plan.dp = {options.plan.dp} without --cluster: replicas would share this machine; predict one replica, "
+            "or name a cluster."
         )
 
 
@@ -219,10 +219,10 @@ def _free_bytes(
     else:
         free = own_bytes(cluster) - weights - beside
     if free <= 0:
-        small = f", with {priced.small_bytes / 2**30:.3g} GiB of serve.speculate's" if priced.small else ""
+        small = f", with {priced.small_bytes / 2**30:.3g} GiB of serve.speculate" if priced.small else ""
         raise ConfigError(
-            f"the weights of a rank take {weights / 2**30:.3g} GiB{small}, and there is no room for keys; raise "
-            "plan.tp, or set serve.quantize."
+            f"the weights of a rank take {weights / 2**30:.3g} GiB{small}, and no memory is left for the KV cache; "
+            "raise plan.tp, or set serve.quantize."
         )
     return free
 

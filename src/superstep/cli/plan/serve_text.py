@@ -62,7 +62,7 @@ def serve_text(forecast: ForecastNumbers) -> str:
     ranks = f"{forecast.tp} {'rank' if forecast.tp == 1 else 'ranks'}"
     ranks += f" x {forecast.dp} replicas" if forecast.dp > 1 else ""
     basis = (
-        "published peaks, the host assumed"
+        "published peak rates, an assumed host"
         if forecast.spread is None
         else f"a step is predicted within {forecast.spread:.0%} in the median"
     )
@@ -77,29 +77,29 @@ def serve_text(forecast: ForecastNumbers) -> str:
     ]
     if forecast.beside_bytes:
         lines.append(
-            f"beside    {bytes_text(forecast.beside_bytes):>10} a rank: the process, and what a step makes and drops"
+            f"beside    {bytes_text(forecast.beside_bytes):>10} a rank: the process, and temporary tensors of a step"
         )
     lines += ["", f"{'context':>8}{'streams':>9}   that run at once"]
     lines += [f"{room.context_tokens:>8,}{room.streams * forecast.dp:>9,}" for room in forecast.rooms]
-    lines += ["", f"{'prompt':>8}{'first token':>13}   alone; held back by"]
+    lines += ["", f"{'prompt':>8}{'first token':>13}   alone; limited by"]
     lines += [
         f"{one.prompt_tokens:>8,}{seconds_text(one.first_token_s):>13}   {_bounds(one.bounds)}"
         for one in forecast.firsts
     ]
     lines += [
         "",
-        f"{'streams':>8}{'tokens/s':>10}{'first token':>13}{'each token':>12}   "
-        f"{forecast.prompt_tokens} tokens in, {forecast.answer_tokens} out, all at once; held back by",
+        f"{'streams':>8}{'tokens/s':>10}{'first token':>13}{'each token':>12}   {forecast.prompt_tokens} tokens in, "
+        f"{forecast.answer_tokens} out, all at once; limited by",
     ]
     for crowd in forecast.crowds:
-        lost = f"; pages run out, {crowd.preemptions} begin again" if crowd.preemptions else ""
+        lost = f"; pages run out, {crowd.preemptions} preempted" if crowd.preemptions else ""
         lines.append(
             f"{crowd.streams:>8,}{count_text(crowd.tokens_per_s):>10}{seconds_text(crowd.first_token_s):>13}"
             f"{seconds_text(crowd.token_s):>12}   {_bounds(crowd.bounds)}{lost}"
         )
     if forecast.guesses:
         lines += _guesses(forecast)
-    lines += ["", "These are the engine's own; HTTP takes a few percent more."]
+    lines += ["", "These figures are for the engine; HTTP takes a few percent more."]
     return "\n".join(lines)
 
 
@@ -107,22 +107,22 @@ def _small(forecast: ForecastNumbers) -> list[str]:
     if not forecast.small_weight_bytes:
         return []
     small = bytes_text(forecast.small_weight_bytes)
-    return [f"small     {small:>10} a rank: {forecast.speculate}, whose keys lie in the same pages"]
+    return [f"small     {small:>10} a rank: {forecast.speculate}, its keys lie in the same pages"]
 
 
 def _guesses(forecast: ForecastNumbers) -> list[str]:
     """The cost of speculative decoding, and when it pays."""
     lines = [
         "",
-        f"{'streams':>8}{'a step':>11}{'guessing':>11}{'judging':>11}{'if all stand':>14}   tokens guessed by "
-        f"{forecast.speculate}, which no line above counts; pays where",
+        f"{'streams':>8}{'a step':>11}{'draft':>11}{'verify':>11}{'if all pass':>14}   tokens drafted by "
+        f"{forecast.speculate}, not counted in the lines above; it gains time if",
     ]
     for one in forecast.guesses:
-        pays = "never" if one.pays_from >= one.tokens else f"{one.pays_from:.1f} or more stand"
+        pays = "never" if one.pays_from >= one.tokens else f"{one.pays_from:.1f} or more are accepted"
         lines.append(
             f"{one.streams:>8,}{seconds_text(one.plain_s):>11}{seconds_text(one.guess_s):>11}"
             f"{seconds_text(one.step_s):>11}{count_text(one.best_tokens_per_s):>10}/s"
-            f"   guessing {one.tokens} of each: {pays}"
+            f"   drafting {one.tokens} of each: {pays}"
         )
     return lines
 

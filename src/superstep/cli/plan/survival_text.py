@@ -9,13 +9,15 @@ from superstep.planner.failure_cost import FailureCost
 def survival_text(survival: FailureCost | None, chip: str) -> str:
     """How often something fails, how often to save the state, and the remaining share of useful time."""
     if survival is None:
-        return f"How often a {chip} fails, nobody has published: --mtbf gives the hours between failures of one.\n"
+        return (
+            f"The failure rate of a {chip} is not published: set the hours between failures of one chip with --mtbf.\n"
+        )
     every, mtbf = survival.steps, survival.hazard.mtbf_s
     lines = [
-        f"Failures, for the first: one of the chips fails every {_long(mtbf)}; {survival.hazard.memory_share:.0%} of "
+        f"Failures of plan 1: one of the chips fails every {_long(mtbf)}; {survival.hazard.memory_share:.0%} of "
         "them leave the host's memory.",
         f"  with snapshots     state.snapshot_every = {every(survival.kept.snapshot_s)}, state.save_every = "
-        f"{every(survival.kept.save_s)}: {survival.ettr:.2%} of the time makes headway",
+        f"{every(survival.kept.save_s)}: {survival.ettr:.2%} of the time advances the run",
         f"  without            state.save_every = {every(survival.plain.save_s)}, which training waits for: "
         f"{survival.plain_ettr:.2%}",
         f"  A snapshot takes {seconds_text(survival.copy_s)} beside the step, a checkpoint of "

@@ -62,13 +62,16 @@ def emulated_lines(run: Resolved, ranks: Sequence[RankReport]) -> Iterator[str]:
     yield from _count_lines(races)
     foreign = list(_foreign_contexts(ranks))
     for number, other, line in foreign:
-        yield f"  {'context':12}rank {number} uses cuda:{other} too, first in {line}; its own GPU is cuda:{number}"
+        yield f"  {'context':12}rank {number} also uses cuda:{other}, first in {line}; its own GPU is cuda:{number}"
     if races:
-        yield "RACES: on a GPU the numbers above are luck."
+        yield "RACES: on a GPU the numbers above depend on chance."
     elif foreign:
-        yield "NO RACE, BUT USE OF ANOTHER RANK'S GPU: each context takes some 500 MiB there, and may end its rank."
+        yield (
+            "NO RACE, BUT A RANK USES ANOTHER RANK'S GPU: each context takes about 500 MiB there, and the other rank "
+            "may run out of memory."
+        )
     else:
-        yield "NO RACE: no two uses of memory met that nothing orders."
+        yield "NO RACE: all uses of the same memory are ordered."
 
 
 def _total(counts: Iterable[Mapping[str, int]]) -> Counter[str]:

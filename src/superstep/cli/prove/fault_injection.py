@@ -164,9 +164,9 @@ class FaultyRun:
         until_s = time.monotonic() + patience_s
         while not is_there():
             if self.process.poll() is not None:
-                raise Fault(f"the run ended before {what}, with exit status {self.process.returncode}: {self.said()}")
+                raise Fault(f"the run ended before {what}, with exit status  {self.process.returncode}: {self.said()}")
             if time.monotonic() > until_s:
-                raise Fault(f"the run did not come to {what} within {patience_s:g} s: {self.said()}")
+                raise Fault(f"the run did not reach {what} within {patience_s:g} s: {self.said()}")
             time.sleep(POLL_S)
 
     def said(self) -> str:
@@ -209,7 +209,7 @@ class FaultyRun:
         self.process.wait()
         _, alive = psutil.wait_procs(list(self._all.values()), timeout=LEAVING_S)
         if alive:
-            raise Fault(f"{len(alive)} processes are left of a launcher that was killed.")
+            raise Fault(f"{len(alive)} processes of a killed launcher are still running.")
 
     def kill_all(self) -> None:
         """Kill all its processes."""
@@ -261,7 +261,7 @@ def hurt(run: FaultyRun, kind: Kind, draw: random.Random) -> FaultOutcome:
     if flipped is not None:
         what = f"{flipped.parent.name}/{flipped.name}, one bit; then the launcher"
         if not any(flipped.parent.name in passed for passed in line["passed_over"]):
-            wrong = f"it went on from {line['path']}, and passed over {line['passed_over'] or 'nothing'}"
+            wrong = f"it resumed from {line['path']} and skipped {line['passed_over'] or 'nothing'}"
     redone = before.step - int(line["step"])
     return FaultOutcome(
         kind=kind, what=what, step=before.step, seen_s=None, again_s=again_s, redone=redone, wrong=wrong
@@ -282,7 +282,7 @@ def _hurt_rank(run: FaultyRun, kind: Kind, draw: random.Random) -> FaultOutcome:
         seen_s=None if line["lost_at_s"] is None else line["lost_at_s"] - before.at_s,
         again_s=again_s,
         redone=max(0, before.step - int(line["step"])),
-        wrong="" if is_named else f"it was told of rank {number} as: {line['lost']}",
+        wrong="" if is_named else f"it reported rank {number} as: {line['lost']}",
     )
 
 
@@ -334,7 +334,7 @@ def _fill_disk(run: FaultyRun) -> FaultOutcome:
     run.wait_for(lambda: has_told("saved", before.step), "the next checkpoint")
     return FaultOutcome(
         kind="full disk",
-        what="the launcher's files; the run trained on, and saved again once there was room",
+        what="the launcher's files; the run continued, and saved again when there was room",
         step=before.step,
         seen_s=seen_s,
         again_s=time.time() - before.at_s,
@@ -348,7 +348,7 @@ def compare_steps(hurt: FaultyRun, whole: FaultyRun) -> tuple[int, str]:
     wanted = {line["step"]: line for line in whole.steps() if line["event"] == "step"}
     steps = [line for line in hurt.steps() if line["event"] == "step"]
     if [line["step"] for line in steps] != list(range(1, len(steps) + 1)):
-        return len(steps), "steps are missing, or told of twice"
+        return len(steps), "steps are missing or reported twice"
     for line in steps:
         for name in ("loss", "grad_norm", "lr"):
             if line[name] != wanted.get(line["step"], {}).get(name):

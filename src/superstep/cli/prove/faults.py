@@ -53,12 +53,12 @@ def prove_faults(run: Resolved, corpus: Path, *, kinds: Sequence[Kind] = KINDS, 
         ConfigError: the run's ranks cannot be launched here.
     """
     if sys.platform != "linux":
-        raise ConfigError("--faults hurts processes as Linux has them; run it there.")
+        raise ConfigError("--faults needs Linux; run it there.")
     draw = random.Random(seed)
     with tempfile.TemporaryDirectory(prefix="superstep-faults-") as name:
         place = Path(name)
         _say(f"  {layout_text(run)}, snapshots each step")
-        _say(f"  {'fault':34}{'seen after':>12}{'trains after':>14}{'redone':>8}  of")
+        _say(f"  {'fault':34}{'detected':>12}{'trains after':>14}{'redone':>8}  of")
         with begin(hurt_config(run.config, corpus, place / "hurt"), place) as victim:
             hurts = [_next(victim, kind, draw) for kind in draw.sample(kinds, len(kinds))]
             _go_on(victim, BETWEEN)
@@ -71,7 +71,7 @@ def prove_faults(run: Resolved, corpus: Path, *, kinds: Sequence[Kind] = KINDS, 
     wrong = [f"{DESCRIBED[each.kind]}: {each.wrong}" for each in hurts if each.wrong]
     wrong += [f"left behind: {', '.join(left)}"] if left else []
     wrong += [differs] if differs else []
-    wrong += [] if status == 143 else [f"told to stop, it ended with exit status {status}"]
+    wrong += [] if status == 143 else [f"after SIGTERM, it ended with exit status {status}"]
     for each in wrong:
         _say(f"✗ {each}")
     _say(verdict(hurts, count, wrong))
@@ -85,7 +85,7 @@ def verdict(hurts: Sequence[FaultOutcome], steps: int, wrong: Sequence[str]) -> 
         return f"NOT PROVEN: {what}, {len(wrong)} wrong."
     redone = max((each.redone for each in hurts if each.kind in SIGNALS), default=0)
     return (
-        f"PROVEN: {what}, each loss and gradient norm with the bits of the run that nobody hurt; a lost rank cost "
+        f"PROVEN: {what}, each loss and gradient norm with the bits of the undisturbed run; a lost rank cost "
         f"{redone} {'step' if redone == 1 else 'steps'} at most, and nothing is left behind."
     )
 

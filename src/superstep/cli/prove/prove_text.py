@@ -32,11 +32,11 @@ def verdict_lines(case: ProofCase, verdict: ProofVerdict) -> Iterator[str]:
     yield from _wrong(verdict)
     yield "Compared:"
     yield from (f"  - {line}" for line in compared_lines(case, verdict))
-    yield "Not seen by this:"
+    yield "Not covered by this proof:"
     yield from (f"  - {line}" for line in unseen(case))
     yield (
         f"{'PROVEN' if verdict.is_proven else 'NOT PROVEN'}: {layout_text(case.run)}: {verdict.compared} comparisons "
-        f"over {len(case.batches)} steps, largest difference {_largest(verdict):.1%} of what is allowed, "
+        f"over {len(case.batches)} steps, largest difference {_largest(verdict):.1%} of the tolerance, "
         f"rerun {HELD[again.is_rerun_same]}, restart {HELD[again.is_restart_same]}."
     )
 
@@ -65,7 +65,7 @@ def sweep_lines(cases: Sequence[ProofCase], verdicts: Sequence[ProofVerdict]) ->
     shown = next(((case, verdict) for case, verdict in pairs if has_same_roundings(case.run)), pairs[0])
     yield "Compared:"
     yield from (f"  - {line}" for line in compared_lines(*shown))
-    yield "Not seen by this:"
+    yield "Not covered by this proof:"
     # All that one of the layouts does not cover.
     yield from dict.fromkeys(f"  - {line}" for case in cases if case.reruns for line in unseen(case))
     if not all(case.reruns for case in cases):
@@ -74,12 +74,12 @@ def sweep_lines(cases: Sequence[ProofCase], verdicts: Sequence[ProofVerdict]) ->
     yield (
         f"{'NOT PROVEN' if failed else 'PROVEN'}: {len(cases) - len(failed)} of {len(cases)} layouts on {world} ranks, "
         f"{sum(v.compared for v in verdicts)} comparisons over {steps} steps, largest difference "
-        f"{max(_largest(verdict) for verdict in verdicts):.1%} of what is allowed."
+        f"{max(_largest(verdict) for verdict in verdicts):.1%} of the tolerance."
     )
 
 
 def _beside(text: str | None) -> str:
-    return "not asked" if text is None else "WRONG" if text else "as plain code has it"
+    return "not asked" if text is None else "WRONG" if text else "the same as plain code"
 
 
 def _validation_line(difference: Difference | None) -> str:

@@ -77,12 +77,15 @@ def prove_served(run: Resolved, root: Path, source: BatchSource, *, steps: int, 
         by_torch = replace(serve, kernels=None)
         (beside,) = launch_on(device, tp, _measure_adapted, checkpoint, by_torch, texts, Path(folder))
     compared += [
-        compare("without an adapter, beside adapters", torch.cat(losses), beside.plain),
-        compare("with an adapter, beside others, against alone", losses_of(beside.alone), beside.adapted),
+        compare("no adapter, next to requests with adapters", torch.cat(losses), beside.plain),
+        compare("an adapter, next to others, compared with alone", losses_of(beside.alone), beside.adapted),
     ]
     for way in compared:
         _say(f"  {way.way:60}{way.compared:>12,}{way.differing:>12,}{way.largest:>10.1e}")
-    _say(f"Of {sum(row.guessed for row in results):,} guesses {sum(row.stood for row in results):,} stood.")
+    _say(
+        f"Of {sum(row.guessed for row in results):,} drafted tokens {sum(row.stood for row in results):,} were "
+        "accepted."
+    )
     first = next((way for way in compared if way.first is not None), None)
     _say(
         f"{'PROVEN' if first is None else 'NOT PROVEN'}: {sum(way.compared for way in compared)} log-probabilities of "

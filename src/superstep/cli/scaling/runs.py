@@ -26,9 +26,9 @@ def read_runs(paths: Sequence[Path]) -> list[TrainingRun]:
     by_path: dict[Path, list[TrainingRun]] = {}
     for path in paths:
         if not path.exists():
-            raise StateError(f"'{path}' is not there; name a CSV file of runs, or directories that train wrote.")
+            raise StateError(f"'{path}' is not there; name a CSV file of runs, or run directories.")
         if path in by_path:
-            raise ConfigError(f"'{path}' is named twice; a run counts once.")
+            raise ConfigError(f"'{path}' is named twice; name each run once.")
         by_path[path] = [_of_directory(path)] if path.is_dir() else read_csv(path)
     if len(by_path) == 1:
         return next(iter(by_path.values()))
@@ -39,9 +39,7 @@ def _of_directory(path: Path) -> TrainingRun:
     """A run directory as a run: its validation losses, with the tokens so far."""
     folder = RunFolder(root=path)
     if not folder.config.is_file() or not folder.metrics.is_file():
-        raise StateError(
-            f"'{path}' is no run directory: it lacks run.toml or metrics.jsonl. Name each folder that train wrote."
-        )
+        raise StateError(f"'{path}' is not a run directory: it lacks run.toml or metrics.jsonl. Name run directories.")
     say_damage(folder.metrics)
     params = _size(folder)
     tokens: dict[int, int] = {}
@@ -64,7 +62,9 @@ def _of_directory(path: Path) -> TrainingRun:
         if step not in tokens:  # before the first step: the loss without training
             continue
         if loss is None:
-            raise ConfigError(f"'{path}' diverged: its loss after {tokens[step]:g} tokens is no number; leave it out.")
+            raise ConfigError(
+                f"'{path}' diverged: its loss after {tokens[step]:g} tokens is not a number; leave it out."
+            )
         points.append(point_of(str(path), params, {"tokens": tokens[step], "loss": loss}))
     if not points:
         raise StateError(f"'{path}' has no validation loss; leave it out.")
@@ -73,12 +73,14 @@ def _of_directory(path: Path) -> TrainingRun:
 
 def _size(folder: RunFolder) -> float:
     config = read_config(folder.config)
-    mend = "write its runs as a CSV file with the size that you take it for"
+    mend = "write its runs as a CSV file with the size that you choose"
     if config.model.source is not None:
         raise ConfigError(
             f"'{folder.root}' trains the model of {config.model.source}, whose embeddings are not known; {mend}."
         )
     shape = resolve(config).shape
     if shape.moe is not None:
-        raise ConfigError(f"'{folder.root}' is a mixture of experts, which has a size in all and one a token; {mend}.")
+        raise ConfigError(
+            f"'{folder.root}' is a mixture of experts, which has a total size and a size for each token; {mend}."
+        )
     return float(non_embedding_parameters(shape))

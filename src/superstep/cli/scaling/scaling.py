@@ -69,7 +69,9 @@ def main(argv: Sequence[str]) -> int:
     options = read_flags(ScalingOptions(), argv[len(words) :], prog="superstep scaling RUNS", description=DESCRIPTION)
     paths = [Path(word) for word in words]
     if not paths:
-        raise ConfigError("name the runs first, then any flags: superstep scaling runs.csv --budget-flops 1e21.")
+        raise ConfigError(
+            "no runs are given; name them first, then any flags: superstep scaling runs.csv --budget-flops 1e21."
+        )
     _check(options)
     budget = device_budget(options.budget, options.mfu) if options.budget else None
     summary = study(read_runs(paths), points=options.points, resamples=options.resamples, seed=options.seed)
@@ -84,14 +86,14 @@ def main(argv: Sequence[str]) -> int:
 
 def _check(options: ScalingOptions) -> None:
     if options.budget and options.budget_flops is not None:
-        raise ConfigError("--budget and --budget-flops are two budgets; give one.")
+        raise ConfigError("--budget and --budget-flops exclude each other; give one.")
     for name in ("budget_flops", "params", "tokens"):
         value = getattr(options, name)
         if value is not None and not 1 <= value < math.inf:
             raise ConfigError(f"--{name.replace('_', '-')} = {value:g} must be a count of at least 1, as 1e21.")
     if (options.params is None) != (options.tokens is None):
         given, other = ("params", "tokens") if options.tokens is None else ("tokens", "params")
-        raise ConfigError(f"--{given} asks for a loss, which depends on --{other} too; give both.")
+        raise ConfigError(f"--{given} predicts a loss, which also depends on --{other}; give both.")
     if not 0 < options.mfu <= 1:
         raise ConfigError(f"--mfu = {options.mfu:g} must be a share of the peak above 0, at most 1; 0.4 is usual.")
     for name, least in (("resamples", 0), ("seed", 0)):
@@ -116,7 +118,7 @@ def device_budget(text: str, mfu: float) -> DeviceBudget:
     try:
         hours = float(match["hours"].replace(",", ""))
     except ValueError:
-        raise ConfigError(f"--budget = '{text}': {match['hours']} is no number; {form}") from None
+        raise ConfigError(f"--budget = '{text}': {match['hours']} is not a number; {form}") from None
     if not 0 < hours < math.inf:
         raise ConfigError(f"--budget = '{text}': {match['hours']} hours must be above 0; {form}")
     device = chip(match["chip"], field="--budget")
@@ -158,7 +160,9 @@ def _with_answers(summary: Study, options: ScalingOptions, budget: DeviceBudget 
 
 def _predict(summary: Study, options: ScalingOptions) -> dict[str, FittedNumber]:
     if summary.hoffmann is None or summary.kaplan is None:
-        raise ConfigError(f"--params asks for a loss, and no law of it can be fitted: {summary.missing['hoffmann']}")
+        raise ConfigError(
+            f"--params predicts a loss, but no law of the loss can be fitted: {summary.missing['hoffmann']}"
+        )
     params, tokens = float(options.params or 0), float(options.tokens or 0)
     return {
         "hoffmann": estimate(summary.hoffmann, lambda law: law.loss(params, tokens)),

@@ -66,15 +66,15 @@ def warnings(summary: Study, answers: FitSummary) -> list[str]:
     ratio = float(np.median([run.final.flops / (_by_rule(run.params, run.final.tokens)) for run in summary.runs]))
     if not 0.8 < ratio < 1.25:
         lines.append(
-            f"the runs' flops are {ratio:.2f} times 6 N D: the parabolas and the envelope go by those flops, the laws "
-            "of the loss by 6 N D."
+            f"the runs' flops are {ratio:.2f} times 6 N D: the parabolas and the envelope use those flops, the laws "
+            "of the loss use 6 N D."
         )
     leading = next(fit for fit in (summary.hoffmann, summary.isoflop, summary.envelope) if fit is not None)
     interval = constants(leading)["a"].interval
     if interval and interval[1] - interval[0] > WIDE:
         lines.append(
-            f"the runs leave a, the exponent of the best size, anywhere from {interval[0]:.2f} to {interval[1]:.2f}; "
-            "add runs of other sizes and budgets before you rely on the answer."
+            f"the runs do not determine a, the exponent of the best size: it may be anywhere from {interval[0]:.2f} to "
+            f"{interval[1]:.2f}; add runs of other sizes and budgets before you rely on the answer."
         )
     asked_of = [(answers.best.params, answers.best.tokens)] if answers.best else []
     for params, tokens in [*asked_of, *([answers.at] if answers.at else [])]:
@@ -193,7 +193,7 @@ def _ground(summary: Study) -> Iterator[str]:
     yield f"laws: {which}, Huber loss of log L (delta {HUBER_DELTA:g}), L-BFGS; exponents: powers of least squares"
     if summary.resamples:
         drawn = f"{summary.resamples} resamples of the runs, seed {summary.seed}"
-        yield f"{LEVEL:.0%} intervals: {drawn}; [-] where most of them could not be fitted"
+        yield f"{LEVEL:.0%} intervals: {drawn}; [-] means that most of them could not be fitted"
 
 
 def _row(first: str, *cells: str) -> str:

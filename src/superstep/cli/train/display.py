@@ -74,7 +74,7 @@ class PlainDisplay:
             for text in lines(event, self._progress, now):
                 print(text, file=self._stream, flush=True)
         except OSError as error:
-            reason = "its reader has left" if isinstance(error, BrokenPipeError) else error.strerror
+            reason = "the program that reads it has ended" if isinstance(error, BrokenPipeError) else error.strerror
             step = self._progress.step.step if self._progress.step else -1
             raise Fault(
                 f"standard output cannot be written: {reason}. Send it to a file, and resume the run.", step=step

@@ -42,7 +42,7 @@ def web(port: int | None) -> Iterator[Callable[[RunFolder], None]]:
 
 def _begin(served: LiveServer, folder: RunFolder) -> None:
     served.begin(LiveReport(folder).shown())
-    say(f"the report, as it goes on: {served.url}")
+    say(f"live report: {served.url}")
     is_own = TOKEN in os.environ
     say(f"its token: {f'that of {TOKEN}' if is_own else f'the end of that address; {TOKEN} sets one that stays'}")
 
@@ -60,8 +60,8 @@ def require_token() -> None:
     token = os.environ.get(TOKEN)
     if token is not None and len(token) < FEWEST_BYTES:
         raise ConfigError(
-            f"{TOKEN} has {len(token)} characters, and {FEWEST_BYTES} are the fewest; make one by openssl rand -hex 16 "
-            "or leave it out."
+            f"{TOKEN} has {len(token)} characters, but needs at least {FEWEST_BYTES}; make one with openssl rand -hex "
+            "16 or leave it out."
         )
 
 

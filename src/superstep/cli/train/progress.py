@@ -164,7 +164,7 @@ def lines(event: Event, progress: Progress, now: float) -> list[str]:
             summary = f"finished step {event.step} in {duration_text(event.elapsed_s)}, {tokens} tokens seen"
             return [summary, *_comparison_lines(progress)]
         case RunStopped():
-            return [f"stopped after step {event.step} of {progress.steps}, as it was asked to"]
+            return [f"stopped after step {event.step} of {progress.steps}, on request"]
     return ["  ".join([_place(event.step, progress), *parts])]
 
 
@@ -364,7 +364,7 @@ def _notes(progress: Progress) -> list[str]:
     if warned := progress.warned:
         notes.append(f"last warning, after step {warned.step}: {warned.text}")
     if again := progress.retried:
-        notes.append(f"last graded again after step {again.step}: {again.why}")
+        notes.append(f"last repeated grade, after step {again.step}: {again.why}")
     layers = [f"layers: {run.layers}"] if run and run.layers else []
     return [*layers, *notes, f"MFU: {progress.mfu_convention}"]
 

@@ -15,10 +15,10 @@ def setback(event: Resumed | RolledBack | Corrupted) -> list[str]:
             return [_corruption_text(event)]
         case RolledBack():
             _, _, batches = event.skip.partition(":")
-            after = f"; {batches} batches are left out after step {event.skip.partition(':')[0]}" if event.skip else ""
+            after = f"; {batches} batches are skipped after step {event.skip.partition(':')[0]}" if event.skip else ""
             where = "" if event.step == event.refused - 1 and event.source == "memory" else f" from {event.source}"
             return [
-                f"step {event.refused} does not stand: {event.why}",
+                f"step {event.refused} was refused: {event.why}",
                 *_passed_over_lines(event.passed_over),
                 f"rolled back to after step {event.step}{where}{after}",
             ]
@@ -27,8 +27,8 @@ def setback(event: Resumed | RolledBack | Corrupted) -> list[str]:
 def _corruption_text(event: Corrupted) -> str:
     where = ", ".join(f"rank {rank} on {host}" for rank, host in zip(event.ranks, event.hosts, strict=True))
     known = {
-        "majority": "other copies outvote it",
-        "replay": "the steps were done again",
+        "majority": "other copies disagree with it",
+        "replay": "the steps were repeated",
         "at rest": "at rest",
         "recomputed": "others compute otherwise",
         "checksum": "by its checksum; it is copied again",
@@ -43,7 +43,7 @@ def _passed_over_lines(why: tuple[str, ...]) -> list[str]:
 def _resumed_lines(event: Resumed) -> list[str]:
     passed = _passed_over_lines(event.passed_over)
     if event.joined:
-        return [f"{event.joined} has joined", *passed, f"goes on after step {event.step}, from {event.path}"]
+        return [f"{event.joined} has joined", *passed, f"continues after step {event.step}, from {event.path}"]
     if event.lost:
         whence = event.path or ("memory" if event.step else "the start")
         return [f"lost {event.lost}", *passed, f"recovered after step {event.step}, from {whence}"]
@@ -54,9 +54,9 @@ def _resumed_lines(event: Resumed) -> list[str]:
 
 def headway(goodput: Goodput, predicted: float | None) -> str:
     """The share of the time in steps that were kept, at the end of a run."""
-    foreseen = "" if predicted is None else f", {predicted:.1%} foreseen"
+    foreseen = "" if predicted is None else f", {predicted:.1%} predicted"
     rest_s = max(0.0, goodput.wall_s - goodput.steps_s - goodput.validation_s)
     return (
-        f"goodput: {goodput.ettr:.1%} of {seconds_text(goodput.wall_s)} in steps that stand{foreseen}; validation "
-        f"{seconds_text(goodput.validation_s)}, starts, checkpoints and what was lost {seconds_text(rest_s)}"
+        f"goodput: {goodput.ettr:.1%} of {seconds_text(goodput.wall_s)} in steps that count{foreseen}; validation "
+        f"{seconds_text(goodput.validation_s)}, starts, checkpoints and lost work {seconds_text(rest_s)}"
     )

@@ -31,7 +31,7 @@ def draw_rl(folder: RunFolder, *, width: int, has_signs: bool) -> str:
     """
     recipe_path = folder.root / RECIPE
     if not recipe_path.is_file():
-        raise StateError(f"'{folder.root}' lacks {RECIPE}, which says what its groups are; name a run of tune rl.")
+        raise StateError(f"'{folder.root}' lacks {RECIPE}, which describes its groups; name a run of tune rl.")
     recipe = read_rl(recipe_path)
     history = read_history(folder.root / NAME, folder.metrics, recipe.rl.groups)
     drawn = draw_lanes(_lanes(history), width=width, seconds=seconds_text, has_signs=has_signs)
@@ -78,13 +78,13 @@ def _time_lines(history: History) -> str:
     waited = f", {seconds_text(alone_s)} of it while nothing else ran" if alone_s >= 0.01 * whole_s else ""
     lines = [f"{seconds_text(whole_s)}: {shares}{waited}"]
     if history.retried:
-        lines.append(f"{len(history.retried)} graded again; the last because {history.retried[-1]}")
+        lines.append(f"{len(history.retried)} graded again; the last reason: {history.retried[-1]}")
     return "\n".join(lines)
 
 
 def _table(recipe: RlRecipe, history: History) -> str:
     if not history.trained:
-        return "no step is done yet"
+        return "no step is finished yet"
     shown = history.trained[-LAST:]
     head = ("step", "version", "lag", "answers", "reward", "loss", "sampled", "graded", "trained")
     rows = [head, *(_row(recipe, history, each) for each in shown)]

@@ -22,7 +22,7 @@ def draw_replay(path: Path, *, width: int, has_signs: bool) -> str:
     """
     replay = read_log(path)
     if not replay.entries:
-        return f"{path}: no step was computed yet.\n"
+        return f"{path}: the file has no step yet.\n"
     return f"{_title(path, replay)}\n\n{_draw_steps(replay, width, has_signs=has_signs)}\n\n{_time_lines(replay)}\n"
 
 
@@ -30,10 +30,10 @@ def _title(path: Path, replay: Replay) -> str:
     setting, entries = replay.setting, replay.entries
     requests = {chunk.request for entry in entries for chunk in entry.step.chunks}
     preempted = sum(len(entry.step.frees) for entry in entries)
-    lost = f"; {preempted} times a request lost its pages to others" if preempted else ""
+    lost = f"; {preempted} requests were preempted" if preempted else ""
     return (
-        f"{path}: {len(entries):,} steps of {len(requests):,} requests, {setting.way.name}, each held against the rules"
-        f"{lost}\nat most {setting.budget.tokens:,} rows and {setting.budget.requests} requests a step, "
+        f"{path}: {len(entries):,} steps of {len(requests):,} requests, {setting.way.name}, each checked against the "
+        f"rules{lost}\nat most {setting.budget.tokens:,} rows and {setting.budget.requests} requests a step, "
         f"{setting.pages:,} pages of {setting.page_tokens} tokens, "
         f"{bytes_text(setting.pages * setting.page_tokens * setting.model.key_bytes)}"
     )
@@ -71,7 +71,7 @@ def _time_lines(replay: Replay) -> str:
         words = ", ".join(f"{name} {share:.0%}" for name, share in held.items() if share >= 0.005)
         slow = max(measured, key=lambda sample: sample.seconds - seconds(rate, setting.model, sample.work))
         at = measured.index(slow)
-        lines.append(f"held back by {words} (fitted to these steps, within {rate.spread:.0%} in the median)")
+        lines.append(f"limited by {words} (fitted to these steps, within {rate.spread:.0%} in the median)")
         lines.append(
             f"slowest for its work: step {at + 1} at {seconds_text(entries[at].at_s)}, {slow.work.rows:,} rows in "
             f"{seconds_text(slow.seconds)} where {seconds_text(seconds(rate, setting.model, slow.work))} were expected"

@@ -80,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     is_run = target is not None and Path(target).is_dir()
     if options.layer is not None and not options.router:
-        raise UserError("--layer picks a layer of the routers' picture; add --router.")
+        raise UserError("--layer chooses a layer for --router; add --router.")
     if options.router and not is_run:
         raise UserError(
             "--router shows where a run's tokens went; name the folder of a run: superstep view RUN --router."
@@ -88,7 +88,7 @@ def main(argv: Sequence[str]) -> int:
     if target is not None and is_run:
         for name in ("memory", "kernels"):
             if getattr(options, name):
-                raise UserError(f"--{name} shows a plan's {name}: superstep view {target}/run.toml --{name}.")
+                raise UserError(f"--{name} shows the {name} of a plan: superstep view {target}/run.toml --{name}.")
         if rest:
             raise UserError(f"{rest[0]}: a run's step is shown as it ran; change the plan of {target}/run.toml.")
         _of_run(RunFolder(root=Path(target)), options, picture)
@@ -125,7 +125,7 @@ def _view_predicted(run: Resolved, target: str | None, options: argparse.Namespa
     traced = operations(run)
     if traced is None:
         raise ConfigError(
-            f"model.source = '{run.config.model.source}': what its units do depends on data, so that their steps are "
+            f"model.source = '{run.config.model.source}': the work of its units depends on data, so their steps are "
             "not predicted; view --program lists the instructions."
         )
     machine = measure(run, pick(0, run.config.plan.device), traced)
@@ -151,7 +151,7 @@ def _write(step: StepView, target: str | None, options: argparse.Namespace, abou
         case ".json":
             kind, text = "a trace, for ui.perfetto.dev or chrome://tracing", write_trace(name, step)
         case _:
-            kind = "a page that moves"
+            kind = "a page that plays it"
             text = write_page(f"{name}: a step", about, step, resolve=resolve_config, rehearse=operations)
     try:
         write_whole(path, text, makes_folder=bool(options.out))
@@ -243,7 +243,7 @@ def _report(folder: RunFolder, ran: Timeline | None = None) -> None:
         run = run_told(folder, ran=ran)
         try:
             write_whole(folder.report, report_page([run]))
-            _say(f"the run's report: {folder.report}\n")
+            _say(f"the report of the run: {folder.report}\n")
         except Fault:  # such as another user's run
             _say(f"no report: {folder.report} cannot be written\n")
 
@@ -253,8 +253,8 @@ def _routers(folder: RunFolder, layer: int | None, picture: DrawOptions) -> str:
     run = resolve_config(read_config(folder.config))
     if run.decoder is None or run.decoder.moe is None:
         raise StateError(
-            f"'{folder.root}' has no experts, so no router: name a run that has, "
-            "as superstep train recipes/moe.toml makes one."
+            f"'{folder.root}' has no experts and so no router; name a run with experts, such as one of superstep train "
+            "recipes/moe.toml."
         )
     if layer is not None and not 0 <= layer < run.decoder.layers:
         raise UserError(
@@ -264,7 +264,7 @@ def _routers(folder: RunFolder, layer: int | None, picture: DrawOptions) -> str:
     if not routed:
         raise StateError(
             f"'{folder.root}' has no report of its routers yet: the run writes one every "
-            f"{run.config.observe.log_every} steps (observe.log_every). Ask again after those."
+            f"{run.config.observe.log_every} steps (observe.log_every). Try again after that."
         )
     ink = ASCII if picture.is_plain else COLOURS if picture.has_colour else SHADES
     title = f"where the tokens of {folder.root} went, in steps {routed[0].first} to {routed[-1].last}"
@@ -275,12 +275,11 @@ def _routers(folder: RunFolder, layer: int | None, picture: DrawOptions) -> str:
 def _title(prediction: Prediction, machine: Prices, *, when: str = "for this machine") -> str:
     full = max(prediction.memory, key=lambda rank: rank.bytes)
     return (
-        f"predicted {when}: "
-        f"{machine.gemm_flops_per_s / 1e9:.3g} GFLOP/s in products, {machine.memory_bytes_per_s / 1e9:.3g} GB/s of "
-        f"memory, {machine.link_bytes_per_s / 1e9:.3g} GB/s between ranks\n"
-        f"fullest rank {bytes_text(full.bytes)}: parameters {bytes_text(full.params)}, "
-        f"gradients {bytes_text(full.gradients)}, optimizer {bytes_text(full.optimizer)}, "
-        f"within the step {bytes_text(full.batch + full.peak.bytes)}"
+        f"predicted {when}: {machine.gemm_flops_per_s / 1e9:.3g} GFLOP/s in products, "
+        f"{machine.memory_bytes_per_s / 1e9:.3g} GB/s of memory, {machine.link_bytes_per_s / 1e9:.3g} GB/s between "
+        f"ranks\nfullest rank {bytes_text(full.bytes)}: parameters {bytes_text(full.params)}, gradients "
+        f"{bytes_text(full.gradients)}, optimizer {bytes_text(full.optimizer)}, within the step "
+        f"{bytes_text(full.batch + full.peak.bytes)}"
     )
 
 

@@ -59,7 +59,7 @@ class Number:
     def verdict(self, tools: Tools) -> Verdict:
         expected = number(str(self.expected))
         if expected is None:
-            raise ValueError(f"Number expects {self.expected!r}, which is no number")
+            raise ValueError(f"Number expects {self.expected!r}, which is not a number")
         given = number(final(self.answer))
         if given is None:
             return wrong("the final answer is not one number")

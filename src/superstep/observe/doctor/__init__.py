@@ -1,1 +1,1 @@
-"""Diagnosis of a run: what is observed of each rank, who waits for whom, stragglers, what is wrong."""
+"""Diagnosis of a run: what is observed of each rank, which rank waits for which, stragglers, what is wrong."""

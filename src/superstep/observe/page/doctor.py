@@ -30,7 +30,7 @@ def doctor_page(name: str, run: RunObservation, verdict: Diagnosis, text: str) -
         markup="doctor.html",
         styles=["assets/step.css", "assets/doctor.css"],
         scripts=["doctor.js"],
-        title=f"{name}: who waits for whom",
+        title=f"{name}: which rank waits for which",
         data={"format": 1},
         body={
             "findings": f"<ol>{items}</ol>" if items else "<p>Nothing is wrong, as far as can be seen.</p>",

@@ -71,7 +71,7 @@ def from_hf_config(path: Path) -> ModelShape:
     if model_type not in kinds:
         known = ", ".join(repr(kind) for kind in kinds)
         other = OTHER_LAYERS.get(str(model_type))
-        why = f"has {other}, which nothing here trains or prices" if other else "is not supported"
+        why = f"has {other}, which Superstep can neither train nor price" if other else "is not supported"
         raise ConfigError(
             f"{path}: model_type = {model_type!r} {why}; it must be one of {known}, or one that superstep plan alone "
             "takes: 'deepseek_v2', 'deepseek_v3', 'kimi_k2', 'gpt_oss'."
@@ -143,7 +143,9 @@ def _read_window(keys: JsonKeys, kind: ModelType) -> tuple[int | None, int]:
     if keys.get("layer_types") is not None:
         slides = sliding_layers(keys, layers)
     if any(slides) and window is None:
-        raise keys.refusal("layer_types", "lets layers slide where there is no window; set use_sliding_window to true")
+        raise keys.refusal(
+            "layer_types", "gives layers a sliding window, but the window is off; set use_sliding_window to true"
+        )
     return (window, slides.count(False)) if any(slides) else (None, 0)
 
 

@@ -43,7 +43,7 @@ def read_rope(keys: JsonKeys, model_type: str, max_tokens: int) -> tuple[float, 
         part.require_read(())
     for values in (thetas, stretches):
         if len(set(values.values())) > 1:
-            raise ConfigError(f"{model_type}{' and '.join(values)} say different things; keep the one that holds.")
+            raise ConfigError(f"{model_type}{' and '.join(values)} contradict each other; keep the right one.")
     return next(iter(thetas.values()), theta), next(iter(stretches.values()), None)
 
 

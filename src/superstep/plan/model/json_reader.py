@@ -85,7 +85,7 @@ class JsonKeys:
         """Check that every key was read, is harmless or null; raises ConfigError for others."""
         for key, value in self._raw.items():
             if key not in self._read and key not in harmless and value is not None:
-                raise self.refusal(key, "is not known and may change the model; take it out if it does not")
+                raise self.refusal(key, "is not known and may change the model; remove it if it does not")
 
     def refusal(self, key: str, rule: str) -> ConfigError:
         written = json.dumps(self._raw.get(key, self._defaults.get(key)))

@@ -28,8 +28,8 @@ def shape_of(config: ModelConfig, *, is_priced: bool = False) -> ModelShape:
     base = _base(config)
     if base.is_priced_only and not is_priced:
         raise ConfigError(
-            f"model.name = '{config.name}' has {' and '.join(base.priced_only)}, which superstep plan prices and "
-            "nothing trains yet; set model.name to another named size, 'qwen3-30b-a3b' say."
+            f"model.name = '{config.name}' has {' and '.join(base.priced_only)}, which superstep plan can price "
+            "but Superstep cannot train yet; set model.name to another named size, for example 'qwen3-30b-a3b'."
         )
     return _change_shape(config, base)
 
@@ -62,8 +62,8 @@ def _change_shape(config: ModelConfig, base: ModelShape) -> ModelShape:
         width, heads = over.get("width", base.width), over.get("heads", base.heads)
         if heads < 1 or width % heads:
             raise ConfigError(
-                f"model.width = {width} does not split into model.heads = {heads} heads; "
-                "set model.head_dim, or heads to a divisor of the width."
+                f"model.width = {width} does not split into model.heads = {heads} heads; set model.head_dim, or heads "
+                "to a divisor of the width."
             )
         over["head_dim"] = width // heads
     if "heads" in over and "kv_heads" not in over and over["heads"] % base.kv_heads:
@@ -86,8 +86,7 @@ def _mixture(config: ModelConfig, base: MoeShape | None) -> MoeShape | None:
     if experts is None:
         name, value = next(iter(over.items()))
         raise ConfigError(
-            f"model.{name} = {value} is about experts, and model.name = '{config.name}' has none; "
-            "set model.experts to 8."
+            f"model.{name} = {value} needs experts, but model.name = '{config.name}' has none; set model.experts to 8."
         )
     router: Router = over.get("router", base.router if base else "dropless")
     if base is None or router != base.router:

@@ -1,4 +1,5 @@
-"""Models with latent attention and dense first layers, by name and by ``config.json``: priced, and not trained yet.
+"""Models with latent attention and dense first layers, by name and by ``config.json``: priced, but cannot be trained
+yet.
 
 The numbers are those of ``config.json`` of ``deepseek-ai/DeepSeek-V3`` (DeepSeek-AI 2024, sec. 4.2) and
 ``moonshotai/Kimi-K2-Base``, without the second head that predicts one token further.

@@ -296,23 +296,23 @@ def check_shape(shape: ModelShape) -> None:
     if shape.heads % shape.kv_heads:
         choices = [n for n in range(1, shape.heads + 1) if shape.heads % n == 0]
         raise ConfigError(
-            f"model.kv_heads = {shape.kv_heads} must divide model.heads = {shape.heads}; "
-            f"set model.kv_heads to one of {choices}."
+            f"model.kv_heads = {shape.kv_heads} must divide model.heads = {shape.heads}; set model.kv_heads to one of "
+            f"{choices}."
         )
     if shape.head_dim % 2:
         raise ConfigError(
-            f"model.head_dim = {shape.head_dim} must be even: rotary embedding turns pairs; "
-            f"set model.head_dim to {shape.head_dim + 1}."
+            f"model.head_dim = {shape.head_dim} must be even: rotary embedding turns pairs; set model.head_dim to "
+            f"{shape.head_dim + 1}."
         )
     if shape.qkv_bias and (shape.qk_norm or shape.moe):
         name = f"experts = {shape.moe.experts}" if shape.moe else "qk_norm = true"
         raise ConfigError(
-            f"model.{name} with biases on queries, keys and values: no model family has both; "
-            f"leave model.{name.partition(' ')[0]} out, or choose a model.name without biases."
+            f"model.{name} with biases on queries, keys and values: no model family has both; leave "
+            f"model.{name.partition(' ')[0]} out, or choose a model.name without biases."
         )
     if shape.dense_layers >= shape.layers:
         raise ConfigError(
-            f"model.layers = {shape.layers} leaves none with experts behind the {shape.dense_layers} dense ones; "
+            f"model.layers = {shape.layers} leaves no layer with experts after the {shape.dense_layers} dense ones; "
             f"set model.layers to {shape.dense_layers + 1} or more."
         )
     if shape.moe:
@@ -329,9 +329,7 @@ def _check_size(shape: ModelShape) -> None:
         ("vocab", shape.vocab, MOST_VOCAB),
     ):
         if value > most:
-            raise ConfigError(
-                f"model.{name} = {value} is beyond what is planned here; set model.{name} to {most} or less."
-            )
+            raise ConfigError(f"model.{name} = {value} is beyond the limit; set model.{name} to {most} or less.")
     for names, size in (
         ("vocab x width", shape.vocab * shape.width),
         ("heads x head_dim x width", shape.heads * shape.head_dim * shape.width),

@@ -1,4 +1,4 @@
-"""Models with alternating sliding and full layers, by name and by ``config.json``: priced, and not trained yet.
+"""Models with alternating sliding and full layers, by name and by ``config.json``: priced, but cannot be trained yet.
 
 The numbers are those of ``config.json`` of ``openai/gpt-oss-120b`` and ``gpt-oss-20b`` (OpenAI 2025, table 1), without
 what no price depends on: a learned sink beside each head's scores, biases, clamped gates.

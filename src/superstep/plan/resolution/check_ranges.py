@@ -73,22 +73,22 @@ def check_ranges(config: RunConfig) -> None:
     for step in config.observe.profile:
         if not 1 <= step <= config.train.steps:
             raise ConfigError(
-                f"observe.profile = {step} is no step of the run; choose steps from 1 to train.steps = "
+                f"observe.profile = {step} is not a step of the run; choose steps from 1 to train.steps = "
                 f"{config.train.steps}, not the first one, which warms up."
             )
     _check_sample(config)
     if config.rollback is not None:
         check_rollback(config.rollback)
     if config.plan.zero not in (0, 1, 2, 3):
-        raise ConfigError(f"plan.zero = {config.plan.zero} is no ZeRO stage; set plan.zero to one of [0, 1, 2, 3].")
+        raise ConfigError(f"plan.zero = {config.plan.zero} is not a ZeRO stage; set plan.zero to one of [0, 1, 2, 3].")
 
 
 def _check_sample(config: RunConfig) -> None:
     sample = config.observe.sample
     if sample == "":
-        raise ConfigError("observe.sample = '' is nothing to go on from; give at least one character, or leave it out.")
+        raise ConfigError("observe.sample = '' is an empty prompt; give at least one character, or leave it out.")
     if sample is not None and config.lora is not None:
         raise ConfigError(
-            f"observe.sample = '{sample}' is gone on from by whole models, and [lora] has checkpoints of adapters; "
+            f"observe.sample = '{sample}' needs checkpoints of whole models, but [lora] has checkpoints of adapters; "
             "leave observe.sample out."
         )

@@ -57,11 +57,12 @@ def targets_of(outline: Outline, lora: LoraConfig) -> tuple[str, ...]:
     linears = takes_adapters(outline)
     ends = sorted({name.rpartition(".")[2] for name in linears})
     if not linears:
-        raise ConfigError("lora: the model has no plain linears before its last unit; leave [lora] out.")
+        raise ConfigError("lora: the model has no plain linear layer before its last unit; leave [lora] out.")
     for target in lora.targets:
         if target != ALL_LINEAR and not any(is_named((target,), name) for name in linears):
             raise ConfigError(
-                f"lora.targets: '{target}' is no linear that takes adapters{did_you_mean(target, [*ends, ALL_LINEAR])}"
+                f"lora.targets: '{target}' is not a linear layer that can have "
+                f"adapters{did_you_mean(target, [*ends, ALL_LINEAR])}"
             )
     return linears if ALL_LINEAR in lora.targets else tuple(name for name in linears if is_named(lora.targets, name))
 
@@ -72,7 +73,7 @@ def _check(lora: LoraConfig) -> None:
     if not 0 < lora.alpha < math.inf:
         raise ConfigError(f"lora.alpha = {lora.alpha:g} must be above 0 and finite.")
     if not lora.targets:
-        raise ConfigError(f"lora.targets is empty; name linears such as q_proj, or {ALL_LINEAR}.")
+        raise ConfigError(f"lora.targets is empty; name linear layers such as q_proj, or {ALL_LINEAR}.")
 
 
 def add_lora(outline: Outline, lora: LoraConfig) -> Outline:

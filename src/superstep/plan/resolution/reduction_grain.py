@@ -45,7 +45,7 @@ def find_grain(config: RunConfig, shape: ModelShape | None, plan: PlanConfig) ->
         return None
     if config.numerics.compile:
         raise ConfigError(
-            "numerics.exact = true with numerics.compile = true: a compiler orders sums as it likes; "
+            "numerics.exact = true with numerics.compile = true: a compiler does not keep the order of sums; "
             "set numerics.compile to false."
         )
     if shape is None:
@@ -74,8 +74,8 @@ def find_grain(config: RunConfig, shape: ModelShape | None, plan: PlanConfig) ->
     if tokens % grain.chunks or grain.chunks & (grain.chunks - 1):
         choices = [n for n in _powers(MOST_CHUNKS * 8) if tokens % n == 0]
         raise ConfigError(
-            f"numerics.exact_chunks = {grain.chunks} must be a power of two that divides the "
-            f"{tokens} tokens of a sequence; set numerics.exact_chunks to one of {choices}."
+            f"numerics.exact_chunks = {grain.chunks} must be a power of two that divides the {tokens} tokens of a "
+            f"sequence; set numerics.exact_chunks to one of {choices}."
         )
     if grain.cells % plan.tp:
         raise ConfigError(

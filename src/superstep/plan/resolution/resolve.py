@@ -206,7 +206,7 @@ def _check_data(config: RunConfig, shape: ModelShape | None) -> None:
     if shape is not None and config.data.sequence_tokens > shape.max_tokens:
         raise ConfigError(
             f"{setting_text('data.sequence_tokens', config.data.sequence_tokens)} is longer than model.name = "
-            f"'{config.model.name}' was made for; set data.sequence_tokens to {shape.max_tokens} or less."
+            f"'{config.model.name}' supports; set data.sequence_tokens to {shape.max_tokens} or less."
         )
     if config.model.weights is not None and config.data.tokenizer is None:
         raise ConfigError(
@@ -245,8 +245,8 @@ def _fill(config: RunConfig, outline: Outline, world: int | None, *, is_ours: bo
         if not is_ours:
             has = f"the model has {blocks} unit{'' if blocks == 1 else 's'} between its first and its last"
         raise ConfigError(
-            f"plan.pp · plan.chunks = {stages} stages need at least as many blocks, and {has}; "
-            f"set plan.{field} to one of {list(range(1, max(blocks // max(other, 1), 1) + 1))}."
+            f"plan.pp · plan.chunks = {stages} stages need at least as many blocks, and {has}; set plan.{field} to one "
+            f"of {list(range(1, max(blocks // max(other, 1), 1) + 1))}."
         )
     plan = replace(plan, microbatch=_microbatch(plan, config.train.batch_sequences))
     return replace(plan, microbatch_group=_group(plan, config.train.batch_sequences))
@@ -256,8 +256,8 @@ def _schedule(plan: PlanConfig, layers: int, *, is_compiled: bool) -> Schedule:
     schedule = plan.schedule or ("interleaved" if plan.chunks > 1 else "1f1b")
     if plan.chunks > 1 and schedule not in (*LOOPED, "zb-v"):
         raise ConfigError(
-            f"plan.schedule = '{schedule}' runs one stage on a rank, and plan.chunks = {plan.chunks}; "
-            "set plan.chunks to 1, or plan.schedule to 'interleaved' or 'breadth-first'."
+            f"plan.schedule = '{schedule}' runs one stage on a rank, and plan.chunks = {plan.chunks}; set plan.chunks "
+            "to 1, or plan.schedule to 'interleaved' or 'breadth-first'."
         )
     if schedule == "zb-v" and (plan.chunks != 2 or layers < 2):
         raise ConfigError(
@@ -268,7 +268,7 @@ def _schedule(plan: PlanConfig, layers: int, *, is_compiled: bool) -> Schedule:
     if is_compiled and schedule in ZERO_BUBBLE:
         raise ConfigError(
             f"plan.schedule = '{schedule}' takes the backward pass in two, and a compiled block (numerics.compile = "
-            f"true) has it in one; set numerics.compile to false, or plan.schedule to "
+            "true) has it in one; set numerics.compile to false, or plan.schedule to "
             f"'{'1f1b' if plan.chunks == 1 else 'interleaved'}'."
         )
     return schedule
@@ -279,8 +279,8 @@ def _data_parallel(plan: PlanConfig, world: int | None) -> int:
     if plan.dp is None:
         if world is not None and world % others:
             raise ConfigError(
-                f"plan.pp · plan.cp · plan.tp = {others} does not divide the {world} launched ranks; "
-                f"choose a product among {divisors(world)}."
+                f"plan.pp · plan.cp · plan.tp = {others} does not divide the {world} launched ranks; choose a product "
+                f"among {divisors(world)}."
             )
         return 1 if world is None else world // others
     if world is not None and others * plan.dp != world:
@@ -295,9 +295,8 @@ def _microbatch(plan: PlanConfig, batch: int) -> int:
     assert plan.dp is not None
     if batch % plan.dp:
         raise ConfigError(
-            f"{setting_text('train.batch_sequences', batch)} does not split over plan.dp = {plan.dp}; "
-            f"set plan.dp to one of {divisors(batch)}, or "
-            f"train.batch_sequences to a multiple of {plan.dp}."
+            f"{setting_text('train.batch_sequences', batch)} does not split over plan.dp = {plan.dp}; set plan.dp to "
+            f"one of {divisors(batch)}, or train.batch_sequences to a multiple of {plan.dp}."
         )
     share = batch // plan.dp
     if plan.microbatch is not None:
@@ -327,9 +326,9 @@ def _group(plan: PlanConfig, batch: int) -> int | None:
     choices = [n for n in divisors(m) if n >= least]
     if not choices:
         raise ConfigError(
-            f"plan.pp = {plan.pp} with plan.chunks = {plan.chunks} needs at least as many microbatches, and "
-            f"there are {m}; set train.batch_sequences to a multiple of "
-            f"{plan.dp * plan.microbatch * plan.pp}, or lower plan.microbatch or plan.pp."
+            f"plan.pp = {plan.pp} with plan.chunks = {plan.chunks} needs at least as many microbatches, and there are "
+            f"{m}; set train.batch_sequences to a multiple of {plan.dp * plan.microbatch * plan.pp}, or lower "
+            "plan.microbatch or plan.pp."
         )
     if plan.microbatch_group is None:
         # Interleaving keeps the fewest activations with the smallest group; breadth-first is one group.

@@ -18,14 +18,14 @@ def check_context(config: RunConfig, shape: ModelShape | None, plan: PlanConfig)
         raise ConfigError(
             f"{setting_text('data.sequence_tokens', tokens)} must be a multiple of {multiple(plan.cp, tp)}: "
             f"plan.cp = {plan.cp} cuts it into {2 * plan.cp} chunks"
-            f"{f', two of which plan.tp = {tp} shares out' if tp > 1 else ''}; "
+            f"{f', and plan.tp = {tp} splits two of them' if tp > 1 else ''}; "
             f"set plan.cp to one of {cp_of_tokens(tokens, tp)}."
         )
     if plan.cp == 1 or plan.context == "ring":
         return
     if shape is None:
         raise ConfigError(
-            f"plan.cp = {plan.cp} with plan.context = 'ulysses' hands whole heads to each rank, and a model of one's "
+            f"plan.cp = {plan.cp} with plan.context = 'ulysses' gives whole heads to each rank, and a model of one's "
             "own does not say how many it has; set plan.context to 'ring'."
         )
     choices = cp_of_heads(shape.heads, shape.kv_heads, plan.tp)
@@ -35,7 +35,7 @@ def check_context(config: RunConfig, shape: ModelShape | None, plan: PlanConfig)
         choices = [n for n in choices if shape.kv_heads // plan.tp % n == 0]
     if plan.cp not in choices:
         raise ConfigError(
-            f"plan.cp = {plan.cp} with plan.context = 'ulysses'{mode} hands whole heads to each rank, and plan.tp = "
+            f"plan.cp = {plan.cp} with plan.context = 'ulysses'{mode} gives whole heads to each rank, and plan.tp = "
             f"{plan.tp} leaves {shape.heads // plan.tp} query and {shape.kv_heads // plan.tp} key heads; "
             f"set plan.cp to one of {choices}, or plan.context to 'ring'."
         )
@@ -71,7 +71,7 @@ def check_experts(config: RunConfig, shape: ModelShape | None, plan: PlanConfig)
             model, mend = f"model.name = '{config.model.name}'", ", or model.experts to the number of experts"
             if shape is None:
                 model, mend = f"model.source = '{config.model.source}'", ""
-            raise ConfigError(f"plan.ep = {plan.ep} shares out experts, and {model} has none; set plan.ep to 1{mend}.")
+            raise ConfigError(f"plan.ep = {plan.ep} needs experts, but {model} has none; set plan.ep to 1{mend}.")
         return
     ranks = plan.dp * plan.cp * plan.tp
     choices = [n for n in range(1, ranks + 1) if ranks % n == 0 and shape.moe.experts % n == 0]

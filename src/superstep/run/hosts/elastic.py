@@ -38,9 +38,7 @@ def plans_of(run: Resolved, hosts: int) -> dict[int, Resolved]:
     if not run.config.train.elastic:
         return plans
     if run.config.state.snapshot_every is None:
-        raise ConfigError(
-            "train.elastic = true goes on from states in memory, and there are none; set state.snapshot_every = 1."
-        )
+        raise ConfigError("train.elastic = true needs states in memory; set state.snapshot_every = 1.")
     size, fastest_s = run.plan.mesh.world // hosts, float("inf")
     for count in range(1, hosts):
         smaller = _smaller(run, count, size)

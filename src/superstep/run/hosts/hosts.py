@@ -44,7 +44,7 @@ def share_out(run: Resolved, hosts: int) -> Resolved:
             + (f"give one of {fits}, or change the plan." if fits else "one rank needs one host: leave --hosts out.")
         )
     if sys.platform != "linux":
-        raise ConfigError("--hosts needs Linux; start the run by torchrun.")
+        raise ConfigError("--hosts needs Linux; start the run with torchrun.")
     state = run.config.state
     peers = state.peers if state.peers is not None else int(state.snapshot_every is not None)
     if peers > 1 or (peers and state.snapshot_every is None):

@@ -125,7 +125,7 @@ def on_hosts(kind: HostedRun[J], hosts: Hosts, address: str, console: Console) -
     Raises:
         SuperstepError: the run ended before its last step.
     """
-    console.say(f"host {hosts.number} of {hosts.count}, {address}; host 0 is asked at {hosts.meet[0]}:{hosts.meet[1]}")
+    console.say(f"host {hosts.number} of {hosts.count}, {address}; host 0 listens on {hosts.meet[0]}:{hosts.meet[1]}")
     here = _Here(kind, hosts, address, console)
     if hosts.number == 0:
         for count in sorted(here.plans, reverse=True)[1:]:
@@ -264,8 +264,8 @@ def _led(here: _Here[J]) -> int:
         )
     except OSError as error:
         raise UserError(
-            f"--meet = {hosts.meet[0]}:{hosts.meet[1]} is where host 0 is asked, and that is here, but it cannot be: "
-            f"{error.strerror}; give an address of this host and a free port."
+            f"--meet = {hosts.meet[0]}:{hosts.meet[1]} must be an address of this host, number 0, which cannot listen "
+            f"there: {error.strerror}; give an address of this host and a free port."
         ) from error
     last: RunOver | None = None
     try:

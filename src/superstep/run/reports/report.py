@@ -59,12 +59,12 @@ def run_told(folder: RunFolder, *, ran: Timeline | None = None) -> ReportedRun:
         StateError: it is no run, or has not begun to train, or its metrics are damaged.
     """
     if not folder.config.is_file():
-        raise StateError(f"'{folder.root}' is no run directory: it lacks run.toml. Name the folder that train wrote.")
+        raise StateError(f"'{folder.root}' is not a run directory: it lacks run.toml. Name the folder of a run.")
     if not folder.metrics.is_file():
-        raise StateError(f"'{folder.root}' has no metrics.jsonl yet: ask again when the run has begun to train.")
+        raise StateError(f"'{folder.root}' has no metrics.jsonl yet: try again when the run has begun to train.")
     lines = list(read(folder.metrics))
     if not lines and b"\n" in folder.metrics.read_bytes():  # an incomplete first line is no damage
-        raise StateError(f"{folder.metrics} holds no line that can be read: it is damaged. Take it from a copy.")
+        raise StateError(f"{folder.metrics} has no readable line: it is damaged. Restore it from a copy.")
     return ReportedRun(
         name=str(folder.root),
         lines=lines,

@@ -66,7 +66,7 @@ def open_trackers(config: RunConfig, folder: RunFolder) -> dict[str, Tracker]:
         except Exception as error:
             reason = str(error).partition("\n")[0]
             raise ConfigError(
-                f"observe.trackers: {name} does not begin a run ({reason}); mend its own settings, or leave it out."
+                f"observe.trackers: {name} cannot begin a run ({reason}); fix its own settings, or leave it out."
             ) from error
     return opened
 

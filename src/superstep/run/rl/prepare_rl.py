@@ -74,7 +74,7 @@ def prepared_rl_job(
             checkpoint = newest(folder.checkpoints, verify)
         step = 0 if checkpoint is None else read_position(checkpoint).step
         if step >= choice.config.train.steps:
-            console.say(f"The run in {folder.root} is complete; raise --train.steps to go on with it.")
+            console.say(f"The run in {folder.root} is complete; raise --train.steps to continue it.")
             yield None
             return
         require_disk(choice, folder, step)

@@ -72,7 +72,7 @@ def refuse_adapter(run: Path) -> NoReturn:
     newest = newest_checkpoint(run)
     named = f"{run.resolve().name}={newest}"
     raise ConfigError(
-        f"'{run}' trained an adapter, which is no model by itself: serve its base with it, superstep serve "
+        f"'{run}' trained an adapter, which is not a complete model: serve its base model with it, superstep serve "
         f"{read_base(newest).folder} --serve.adapters {named}, or merge both, superstep tune merge {run} --out DIR."
     )
 

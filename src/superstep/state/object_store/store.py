@@ -218,7 +218,7 @@ class CheckpointStore:
             raise
         except Exception as error:
             raise Fault(
-                f"{self.url} cannot be {what} ({type(error).__name__}: {error}); mend that, then resume. What is on "
+                f"{self.url} cannot be {what} ({type(error).__name__}: {error}); fix this, then resume. What is on "
                 "the disk is whole."
             ) from error
 

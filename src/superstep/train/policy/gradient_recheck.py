@@ -33,7 +33,7 @@ RowsOf = Callable[[int], Batch]
 
 MOST_VOTES = 3
 
-RECOMPUTED, DIFFERS = "recomputed", "its gradient is not what other ranks compute"
+RECOMPUTED, DIFFERS = "recomputed", "other ranks compute another gradient for the same rows"
 """Reasons of rejected steps."""
 
 

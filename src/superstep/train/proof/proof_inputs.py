@@ -148,9 +148,9 @@ def compared_lines(case: ProofCase, verdict: ProofVerdict) -> Iterator[str]:
         "holds them, with one process in fp32"
     )
     if case.one_rank is not None and has_same_roundings(case.run):
-        yield "the same with one rank of the engine in bf16, which rounds alike: sums in another order are left"
+        yield "the same with one rank of the engine in bf16, which rounds alike: only the order of sums differs"
     counts = [int((row != IGNORE).sum()) for batch in case.batches for row in batch.targets_BS]
-    yield f"the divisor: a sequence has {min(counts)} to {max(counts)} targets that count, so ranks differ"
+    yield f"the divisor: a sequence has {min(counts)} to {max(counts)} valid targets, so ranks differ"
     if case.run.config.data.is_masked:
         begun = sum(documents_begun(batch) for batch in case.batches)
         yield f"the document mask: in the batches {begun} documents begin within a sequence, most added here"
@@ -162,7 +162,7 @@ def compared_lines(case: ProofCase, verdict: ProofVerdict) -> Iterator[str]:
         )
         if before != now
     ]
-    yield f"clipping and weight decay{': ' + ', '.join(changes) + ', for them to show' if changes else ''}"
+    yield f"clipping and weight decay{': ' + ', '.join(changes) + ', so that they have an effect' if changes else ''}"
     if verdict.again.is_restart_same is not None:
         yield "a second run by the training loop over its own stream, saved and resumed on the way: batches and bits"
     elif verdict.again.is_rerun_same is not None:
@@ -186,14 +186,14 @@ def unseen(case: ProofCase) -> Iterator[str]:
     if case.one_rank is None:
         yield below
     elif has_same_roundings(case.run):
-        yield f"{below}, in what one rank in bf16 has wrong as well: only the reference in fp32 judges that"
+        yield f"{below}, in mistakes that one rank in bf16 makes too: only the fp32 reference shows them"
     else:
-        yield f"{below}. That is much: tp, cp and ep round otherwise in bf16; prove it in fp32 too, or with --exact"
-    yield f"what begins after step {len(case.batches)} (--steps), or needs larger sizes than these"
+        yield f"{below}. That is much: tp, cp and ep round otherwise in bf16; also prove it in fp32, or with --exact"
+    yield f"effects that begin after step {len(case.batches)} (--steps), or need larger sizes than these"
     if not case.reruns or len(case.batches) < 2:
-        left_out = "the second run, the restart, the stream, validation and the sampler: not asked"
-        yield left_out if not case.reruns else "a restart: --steps 1 leaves none"
+        left_out = "the second run, the restart, the stream, validation and the sampler: not run"
+        yield left_out if not case.reruns else "a restart: --steps 1 leaves no step for it"
     else:
-        yield "a restart on another layout (--exact has that), a race that showed in neither run"
+        yield "a restart on another layout (--exact compares that), a race that appeared in neither run"
     yield "the model's own code: the reference runs the same modules"
     yield "the text behind the token files"

@@ -26,5 +26,7 @@ def leaving_words(folder: RunFolder, launch: Callable[[], T]) -> T:
                 write_whole(folder.fault, fault.said)
             except Fault:  # such as a full disk, which then is the original fault
                 raise fault from None
-            fault.adding(f"superstep doctor {shlex.quote(str(folder.root))} says what every rank did ({folder.fault}).")
+            fault.adding(
+                f"superstep doctor {shlex.quote(str(folder.root))} shows what every rank did ({folder.fault})."
+            )
         raise

@@ -100,7 +100,7 @@ def require_run(folder: RunFolder) -> None:
     """
     if not (folder.config.is_file() and folder.program.is_file()):
         raise StateError(
-            f"'{folder.root}' is no run directory: it lacks run.toml or program.txt. Name the folder that train wrote."
+            f"'{folder.root}' is not a run directory: it lacks run.toml or program.txt. Name the folder of a run."
         )
 
 

@@ -38,7 +38,7 @@ def choose(run: Resolved, look: Callable[[Path], object] = glance) -> tuple[Reso
     state = run.config.state
     folder = RunFolder(root=Path(state.dir))
     if not state.dir.strip():
-        raise StateError(f"state.dir = '{state.dir}' is no path; name a folder.")
+        raise StateError(f"state.dir = '{state.dir}' is not a path; name a folder.")
     if folder.root.exists() and not folder.root.is_dir():
         raise StateError(f"state.dir = '{state.dir}' is a file; name a folder.")
     try:
@@ -50,11 +50,11 @@ def choose(run: Resolved, look: Callable[[Path], object] = glance) -> tuple[Reso
     if is_free:
         return run, folder, None
     if not folder.config.is_file():
-        raise StateError(f"state.dir = '{state.dir}' holds files that are no run; name another folder.")
+        raise StateError(f"state.dir = '{state.dir}' holds files but no run; name another folder.")
     match state.existing:
         case "refuse":
             raise StateError(
-                f"state.dir = '{state.dir}' already holds a run. Go on with it by --state.existing resume, start one "
+                f"state.dir = '{state.dir}' already holds a run. Resume it with --state.existing resume, start one "
                 "beside it by --state.existing new, or name another --state.dir."
             )
         case "new":
@@ -103,7 +103,7 @@ def check_tokens(checkpoint: Path, corpus: Path) -> None:
         if _stable(checkpoint / name) != _stable(corpus / name):
             raise StateError(
                 f"the tokens in {corpus} are not those that {checkpoint} was trained on ({name} differs). Set "
-                "data.cache to the folder that holds those, or start a new run by --state.existing new."
+                "data.cache to the folder that holds those, or start a new run with --state.existing new."
             )
 
 

@@ -170,7 +170,7 @@ def _wait_for_ranks(folder: RunFolder) -> None:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 if time.monotonic() >= deadline_s:
-                    raise _in_use(folder, f"ranks that are left of {_owner(folder.lock)}") from error
+                    raise _in_use(folder, f"ranks that remain of {_owner(folder.lock)}") from error
                 time.sleep(POLL_S)
             except OSError:
                 return

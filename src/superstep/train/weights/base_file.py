@@ -39,6 +39,4 @@ def read_base(checkpoint: Path) -> BaseWeights:
         raw = json.loads((checkpoint / BASE).read_text(encoding="utf-8"))
         return BaseWeights(None if raw["weights"] is None else Path(raw["weights"]), str(raw["version"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise StateError(
-            f"'{checkpoint}' does not say which weights it adds to ({error!r}); it needs {BASE}."
-        ) from error
+        raise StateError(f"'{checkpoint}' does not name its base weights ({error!r}); it needs {BASE}.") from error

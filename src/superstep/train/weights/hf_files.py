@@ -101,7 +101,7 @@ def _object(path: Path | None) -> dict[str, Any]:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read ({error}); mend it, or take it out of the folder.") from error
+        raise ConfigError(f"{path} cannot be read ({error}); fix it, or remove it from the folder.") from error
     return raw if isinstance(raw, dict) else {}
 
 

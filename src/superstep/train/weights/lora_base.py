@@ -70,7 +70,7 @@ def require_same(base: BaseWeights, current: BaseWeights, adapter: Path) -> None
     if current.version != base.version:
         raise StateError(
             f"'{adapter}' adds to weights of digest {base.version}, and those of '{current.folder or 'the run'}' have "
-            f"{current.version}; put those that training began with back."
+            f"{current.version}; restore the weights of the start of training."
         )
 
 

@@ -44,7 +44,7 @@ def resolve_config(config: RunConfig, world: int | None = None) -> Resolved:
     specs = load_units(config)
     if config.train.loss is not None and specs[-1].loss is not None:
         raise ConfigError(
-            f"train.loss = '{config.train.loss}', and {source} gives its last unit '{specs[-1].name}' a loss of its "
+            f"train.loss = '{config.train.loss}', and {source} gives the last unit '{specs[-1].name}' a loss of its "
             "own; leave one of them out."
         )
     run = resolve(config, world, outline_of(specs, source))
@@ -62,8 +62,8 @@ def _check_logits(config: RunConfig, shape: torch.Size) -> None:
     source, tokens = config.model.source, config.data.sequence_tokens
     if len(shape) != 3 or shape[:2] != (1, tokens):
         raise ConfigError(
-            f"{source}: the last unit gives {list(shape)} for one sequence of {tokens} tokens; "
-            f"let it give logits, [1, {tokens}, model.vocab]."
+            f"{source}: the last unit gives {list(shape)} for one sequence of {tokens} tokens; it must return logits, "
+            f"[1, {tokens}, model.vocab]."
         )
     if config.model.vocab != shape[2]:
         raise ConfigError(
