@@ -103,16 +103,16 @@ def answers() -> Iterator[Attack]:
         yield always(f"constant: {text}", text, is_a_guess=True)
     yield Attack("prompt copied", prompt_text)
     yield Attack("prompt copied, twice", lambda task: f"{prompt_text(task)}\n{prompt_text(task)}")
-    yield Attack("every option", _options)
-    yield Attack("every option, boxed", lambda task: " ".join(f"\\boxed{{{each}}}" for each in _options(task).split()))
-    yield Attack("every option, as a list", lambda task: "[" + ", ".join(_options(task).split()) + "]")
+    yield Attack("every option", options)
+    yield Attack("every option, boxed", lambda task: " ".join(f"\\boxed{{{each}}}" for each in options(task).split()))
+    yield Attack("every option, as a list", lambda task: "[" + ", ".join(options(task).split()) + "]")
     yield Attack("every letter", lambda task: "A B C D E F G\nyes no true false maybe\n" + _letters(task))
 
 
 NUMBERS = " ".join(map(str, range(-200, 2000)))
 
 
-def _options(task: Task) -> str:
+def options(task: Task) -> str:
     """Each word of the prompt, and each number that is likely as an answer."""
     words = sorted(set(re.findall(r"\w+", prompt_text(task))))
     return " ".join([*words, "yes no true false A B C D", NUMBERS])

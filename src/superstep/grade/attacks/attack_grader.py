@@ -13,7 +13,7 @@ from typing import Literal
 
 from superstep.errors import ConfigError
 from superstep.grade.attacks.answers import answers
-from superstep.grade.attacks.frame import find_frame, in_frame
+from superstep.grade.attacks.frame import every_option_framed, find_frame, in_frame
 from superstep.grade.attacks.programs import in_fence, programs
 from superstep.grade.attacks.protocol import Attack
 from superstep.grade.environment import Environment
@@ -119,6 +119,7 @@ def _answers_and_programs(made: Sequence[Task]) -> Iterator[Attack]:
     yield from map(in_fence, programs())
     if any(find_frame(task) for task in made):
         yield from map(in_frame, attacks)
+        yield Attack("every option, each in the answer's place", every_option_framed)
 
 
 def _of_others(made: Sequence[Task]) -> Iterator[Attack]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from superstep.grade.attacks.answers import options
 from superstep.grade.attacks.protocol import Attack
 from superstep.grade.graders.final_answer import FENCE, final, last_fence
 from superstep.grade.task import Task
@@ -79,6 +80,17 @@ def in_frame(attack: Attack) -> Attack:
         return f"{frame.before}{text}{end}{frame.after}"
 
     return Attack(f"{attack.name}, in the answer's place", answer, attack.is_a_guess)
+
+
+def every_option_framed(task: Task) -> str | None:
+    """Each option on a line of its own, in the last line of the frame before the answer and the first one after it. No
+    option stands last, for a grader may read the last line alone.
+    """
+    frame = find_frame(task)
+    if frame is None:
+        return None
+    before, after = frame.before.rpartition("\n")[2], frame.after.partition("\n")[0]
+    return "\n".join(f"{before}{option}{after}" for option in [*options(task).split(), "none of these"])
 
 
 def _without(answer: str, text: str) -> str:
