@@ -61,7 +61,7 @@ def grade(task: Task, rollout: Rollout) -> bool:
         return said == task.answer
     try:
         return bool(json.loads(said) == json.loads(str(task.answer)))
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
 
 

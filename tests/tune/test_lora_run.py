@@ -262,7 +262,7 @@ def test_what_is_published_is_an_adapter_that_servers_load(tuned, tmp_path):
         (["sample", "tuned", "the"], "trained an adapter, which is not a complete model"),
         (["serve", "tuned"], "--serve.adapters tuned=tuned/checkpoints/step-000006"),
         (["tune", "merge", "run", "--out", "other"], "holds no adapter"),
-        (["tune", "merge", "tuned"], "name a run and a folder to make"),
+        (["tune", "merge", "tuned"], "a run and a folder to create are needed"),
         (["train", "run.toml", "--lora.rank", "4", "--state.dir", "x"], "lora without model.weights"),
         (["train", "lora.toml", "--lora.rank", "0", "--state.dir", "x"], "lora.rank = 0 must be at least 1"),
         (["train", "lora.toml", "--lora.alpha", "0", "--state.dir", "x"], "lora.alpha = 0 must be above 0"),
