@@ -28,7 +28,9 @@ def register(memory):
 
 
 def copies_of(world, is_taken):
-    """Why the memory is not pinned, whether it is registered, the GPUs that were used, and whether a copy is right."""
+    """Why the memory is not pinned, whether it is registered before and after the end, the GPUs that were used, and
+    whether a copy is right.
+    """
     run = resolve(replace(small.config(layers=2, dp=1), state=StateConfig(snapshot_every=1)), 1)
     engine = Engine(run, units(run.shape), build_mesh(run.plan, 0, world.device, timeout=TIMEOUT))
     _, (memory,) = made(1)
@@ -41,15 +43,17 @@ def copies_of(world, is_taken):
     state = {(p.kind, p.name): p.values.cpu() for p in engine.pieces()}
     held = {(p.kind, p.name): p.values for p in pieces_of(memory, memory.whole()[1])}
     is_same = held.keys() == state.keys() and all(torch.equal(held[key], state[key]) for key in held)
+    is_registered = register(memory) != 0
     copies.close()
-    return copies.unpinned, register(memory) != 0, device_module().contexts(), is_same
+    return copies.unpinned, is_registered, register(memory) != 0, device_module().contexts(), is_same
 
 
 @pytest.mark.parametrize("is_taken", [False, True])
 def test_a_ranks_threads_take_memory_on_its_own_gpu_alone(is_taken):
     """Nor does the driver's refusal stay with the thread that launches kernels, where the next one would raise it."""
-    why, is_registered, contexts, is_same = launch_from(3, "cuda", 1, copies_of, is_taken)
+    why, is_registered, stays, contexts, is_same = launch_from(3, "cuda", 1, copies_of, is_taken)
     assert why == ("part or all of the requested memory range is already mapped (712)" if is_taken else "")
     assert is_registered
+    assert stays == is_taken, "who has pinned it gives it up at the end, and nobody else"
     assert contexts == {3}
     assert is_same

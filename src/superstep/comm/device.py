@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import psutil
 import torch
@@ -56,13 +56,22 @@ class Device:
         CUDA keeps an error for the thread that met it, and that thread's next kernel launch would raise it.
         """
 
-        def register() -> str:
+        return self._on_own_thread(lambda runtime: runtime.cudaHostRegister(address, size_bytes, 0))
+
+    def unpin(self, address: int) -> str:
+        """Give up the pinning of memory from ``address`` on, which must come before the memory is freed; returns why
+        the driver refuses, empty where it does not.
+        """
+        return self._on_own_thread(lambda runtime: runtime.cudaHostUnregister(address))
+
+    def _on_own_thread(self, call: Callable[[Any], Any]) -> str:
+        def run() -> str:
             self.make_current()
-            code = int(torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0))
+            code = int(call(torch.cuda.cudart()))
             return str(torch.cuda.CudaError(code)) if code else ""
 
         with ThreadPoolExecutor(1) as thread:
-            return thread.submit(register).result()
+            return thread.submit(run).result()
 
     @property
     def of_groups(self) -> TorchDevice | None:

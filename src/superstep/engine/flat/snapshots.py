@@ -103,6 +103,7 @@ class Snapshots:
         self._watched: list[int] = []
         self._stream = torch.cuda.Stream(device=device.torch) if device.kind == "cuda" else None
         self.unpinned = ""
+        self._pinned: int | None = None
         self.turn = 0
         """The same on all ranks: states of one step, and one turn, belong together."""
 
@@ -145,9 +146,10 @@ class Snapshots:
 
     def _pin(self) -> None:
         """Pin the memory for direct copies by the GPU; if the host refuses, the driver's buffer is used."""
-        if self._stream is not None:
+        if self._stream is not None and self._pinned is None:
             whole = torch.frombuffer(self._memory.view, dtype=torch.uint8)
             self.unpinned = self._device.pin(whole.data_ptr(), whole.numel())
+            self._pinned = None if self.unpinned else whole.data_ptr()
 
     def restore(self, step: int) -> Position:
         """Fill the buffers with the state after a step, in a new process; later states are dropped. Raises
@@ -284,5 +286,8 @@ class Snapshots:
         return any(self._memory.get(slot, "disk") == WANTED for slot in self._watched)
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread, and give up the pinning: the memory may be freed next, and its address be used again."""
         self._thread.shutdown()
+        if self._pinned is not None:
+            self._device.unpin(self._pinned)
+            self._pinned = None
