@@ -105,6 +105,15 @@ def test_a_thread_stops_it_and_requests_under_way_are_answered(folder):
     assert '"completion_tokens":100' in streamed[-1].replace(" ", "")
 
 
+@pytest.fixture
+def interrupts():
+    """Ctrl-C raises, as in a terminal: a shell's background job has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupts")
 def test_ctrl_c_ends_the_wait_and_the_server(folder):
     main = threading.main_thread().ident
     with pytest.raises(KeyboardInterrupt), superstep.serve(folder, SMALL) as server:  # noqa: PT012
