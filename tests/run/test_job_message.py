@@ -9,7 +9,7 @@ import pytest
 from superstep.comm.codec import VERSION
 from superstep.plan.config import DataConfig, LoraConfig, ModelConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.run.job import TrainJob
-from superstep.run.job_message import decode, encode
+from superstep.run.job_message import JOB
 from superstep.train.run_folder.run_paths import RunFolder
 from superstep.train.weights.model import flops_per_token, operations, resolve_config
 from superstep.tune.dpo import Dpo
@@ -46,11 +46,11 @@ def job(config, **changed):
 )
 def test_a_job_arrives_as_it_was_sent(config):
     sent = job(config, verb="tune dpo", files={"recipe.toml": "[dpo]\n"}, lesson=Dpo(beta=0.1, label_smoothing=0.2))
-    assert decode(encode(sent)) == sent
-    assert decode(encode(None)) is None
+    assert JOB.decode(JOB.encode(sent)) == sent
+    assert JOB.decode(JOB.encode(None)) is None
 
 
 @pytest.mark.parametrize("message", [b"", b"\x80\x04N.", bytes([VERSION]) + msgspec.msgpack.encode({"config": "x"})])
 def test_other_bytes_are_no_job(message):
     with pytest.raises(msgspec.DecodeError):
-        decode(message)
+        JOB.decode(message)

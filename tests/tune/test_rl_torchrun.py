@@ -19,7 +19,7 @@ from superstep.errors import ConfigError
 from superstep.run.console import Silent
 from superstep.run.launch_rules import Launcher
 from superstep.run.rl.prepare_rl import prepared_rl_job
-from superstep.run.rl.rl_job_message import decode, encode
+from superstep.run.rl.rl_job_message import RL_JOB
 from superstep.tune.rl.policy_trainer import PolicyTrainer
 
 RECIPE = """
@@ -129,11 +129,11 @@ def test_a_job_arrives_as_it_was_sent(place, tmp_path):
     recipe = read(["rl", str(place / "rl.toml"), "--plan.dp", "2", "--state.dir", str(tmp_path / "run")])
     with prepared_rl_job(recipe, tmp_path / "kernels", Silent()) as job:
         sent = replace(job, checkpoint=tmp_path / "checkpoint", tasks={1: 2, 2: 1})
-        assert decode(encode(sent)) == sent
-    assert decode(encode(None)) is None
+        assert RL_JOB.decode(RL_JOB.encode(sent)) == sent
+    assert RL_JOB.decode(RL_JOB.encode(None)) is None
 
 
 @pytest.mark.parametrize("message", [b"", b"\x80\x04N.", bytes([VERSION]) + msgspec.msgpack.encode({"config": "x"})])
 def test_other_bytes_are_no_job(message):
     with pytest.raises(msgspec.DecodeError):
-        decode(message)
+        RL_JOB.decode(message)

@@ -52,10 +52,8 @@ class Device:
         """Pin host memory so that the GPU copies straight to it; returns why the driver refuses, empty where it does
         not.
 
-        Refused memory is still copied to, through a buffer of the driver's. The call is made on a thread of its own:
-        CUDA keeps an error for the thread that met it, and that thread's next kernel launch would raise it.
+        Refused memory is still copied to, through a buffer of the driver's.
         """
-
         return self._on_own_thread(lambda runtime: runtime.cudaHostRegister(address, size_bytes, 0))
 
     def unpin(self, address: int) -> str:
@@ -65,6 +63,10 @@ class Device:
         return self._on_own_thread(lambda runtime: runtime.cudaHostUnregister(address))
 
     def _on_own_thread(self, call: Callable[[Any], Any]) -> str:
+        """Call CUDA's runtime, and return its error, empty without one. CUDA keeps an error for the thread that met it,
+        whose next kernel launch would raise it: so the thread ends with the call.
+        """
+
         def run() -> str:
             self.make_current()
             code = int(call(torch.cuda.cudart()))

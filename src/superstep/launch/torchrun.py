@@ -24,6 +24,7 @@ from superstep.plan.config import DeviceKind
 
 R = TypeVar("R")
 T = TypeVar("T")
+M = TypeVar("M")
 
 POLL_S = 0.2
 """Seconds between a rank's reads of whether rank 0 has prepared."""
@@ -40,6 +41,27 @@ class StoredValue(Generic[T]):
 
     encode: Callable[[T], bytes]
     decode: Callable[[bytes], T]
+
+
+def stored_message(
+    codec: Codec[M | None], message_of: Callable[[T], M], value_of: Callable[[M], T]
+) -> StoredValue[T | None]:
+    """A value, or None, that goes through the store as a message.
+
+    Args:
+        codec: of the messages.
+        message_of: the message of a value.
+        value_of: the value of a message; ``decode`` raises what it raises.
+    """
+
+    def encode(value: T | None) -> bytes:
+        return codec.encode(None if value is None else message_of(value))
+
+    def decode(data: bytes) -> T | None:
+        message = codec.decode(data)
+        return None if message is None else value_of(message)
+
+    return StoredValue(encode, decode)
 
 
 class Rank0Value(msgspec.Struct, frozen=True, tag=True):

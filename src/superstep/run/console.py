@@ -55,6 +55,9 @@ class Silent:
     def restore(self) -> None: ...
 
 
+SILENT = Silent()
+
+
 class NoDisplay:
     """A display that shows nothing."""
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from superstep.comm.codec import Codec
-from superstep.launch.torchrun import StoredValue
+from superstep.launch.torchrun import StoredValue, stored_message
 from superstep.plan.config import RunConfig
 from superstep.plan.config_io import parse_config, write_config
 from superstep.run.job import TrainJob
@@ -34,28 +34,6 @@ class JobMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     dpo: DpoConfig | None
     began_at_s: float
     earlier_s: float
-
-
-MESSAGES: Codec[JobMessage | None] = Codec(JobMessage | None)
-
-
-def encode(job: TrainJob | None) -> bytes:
-    """Encode a job, or None for a complete run."""
-    return MESSAGES.encode(None if job is None else _message_of(job))
-
-
-def decode(message: bytes) -> TrainJob | None:
-    """Decode a job.
-
-    Raises:
-        msgspec.DecodeError: the bytes are invalid.
-        ConfigError: its configuration cannot be resolved here.
-    """
-    fields = MESSAGES.decode(message)
-    return None if fields is None else _job_of(fields)
-
-
-JOB: StoredValue[TrainJob | None] = StoredValue(encode, decode)
 
 
 def _message_of(job: TrainJob) -> JobMessage:
@@ -96,3 +74,7 @@ def _job_of(message: JobMessage) -> TrainJob:
         began_at_s=message.began_at_s,
         earlier_s=message.earlier_s,
     )
+
+
+JOB: StoredValue[TrainJob | None] = stored_message(Codec(JobMessage | None), _message_of, _job_of)
+"""A job, or None for a complete run. ``decode`` raises ConfigError where its configuration cannot be resolved."""

@@ -11,7 +11,7 @@ from superstep.cli.arguments.port import PortOptions
 from superstep.cli.flags.options import Bounds, read_flags
 from superstep.errors import ConfigError
 from superstep.plan.config import DeviceKind, Dtype
-from superstep.serve.config import MOST_READ_TIMEOUT_S, Quantize
+from superstep.serve.config import LEAST, MOST_READ_TIMEOUT_S, Quantize
 
 DESCRIPTION = "Serve a model over HTTP with OpenAI's interface. MODEL is a run, a checkpoint or a Hugging Face folder."
 COMMON = ("port", "host", "name", "plan.tp", "numerics.exact", "serve.context_tokens")
@@ -21,9 +21,9 @@ COMMON = ("port", "host", "name", "plan.tp", "numerics.exact", "serve.context_to
 class PlanOptions:
     """Options of a server's layout."""
 
-    tp: Annotated[int, Bounds(least=1)] = 1
+    tp: Annotated[int, Bounds(least=LEAST["tp"])] = 1
     """Ranks that share the model."""
-    dp: Annotated[int, Bounds(least=1)] = 1
+    dp: Annotated[int, Bounds(least=LEAST["dp"])] = 1
     """Replicas of the model, each on ranks of its own; a request goes to the least busy one."""
     device: DeviceKind | None = None
     """The device of the ranks; none uses GPUs if there are any."""
@@ -43,15 +43,15 @@ class NumericsOptions:
 class ServeOptions:
     """Options of the engine."""
 
-    context_tokens: Annotated[int | None, Bounds(least=2)] = None
+    context_tokens: Annotated[int | None, Bounds(least=LEAST["context_tokens"])] = None
     """The most tokens of a prompt and its answer; none uses the run's sequence length, or the model's."""
-    page_tokens: Annotated[int, Bounds(least=1)] = 16
+    page_tokens: Annotated[int, Bounds(least=LEAST["page_tokens"])] = 16
     """Positions of one page of the KV cache."""
-    pages: Annotated[int | None, Bounds(least=1)] = None
+    pages: Annotated[int | None, Bounds(least=LEAST["pages"])] = None
     """Pages of the KV cache; none uses a quarter of the free memory, or less if that is enough."""
-    step_tokens: Annotated[int, Bounds(least=1)] = 512
+    step_tokens: Annotated[int, Bounds(least=LEAST["step_tokens"])] = 512
     """The most tokens that one step computes."""
-    requests: Annotated[int, Bounds(least=1)] = 64
+    requests: Annotated[int, Bounds(least=LEAST["requests"])] = 64
     """The most requests that run at once."""
     quantize: Quantize | None = None
     """Quantization of weights: int8 and int4 of weights alone, w8a8 of activations as well; none keeps the weights."""
@@ -75,7 +75,7 @@ class ServeOptions:
     """Speculative decoding: `ngram` drafts tokens from the request's own text; a run or a folder is a draft model with
     the same vocabulary. It changes no token.
     """
-    draft_tokens: Annotated[int, Bounds(least=1)] = 4
+    draft_tokens: Annotated[int, Bounds(least=LEAST["draft_tokens"])] = 4
     """The most draft tokens of a request in one step."""
     read_timeout_s: Annotated[float, Bounds(above=0, most=MOST_READ_TIMEOUT_S)] = 60.0
     """Seconds within which new weights must give the next tensor, or an adapter all of itself; else the update is

@@ -18,7 +18,7 @@ from superstep.errors import ConfigError
 from superstep.observe.jsonl import read
 from superstep.plan.config import RunConfig, StateConfig
 from superstep.plan.resolution.resolve import Resolved
-from superstep.run.console import Console, Silent
+from superstep.run.console import SILENT, Console
 from superstep.run.exit_messages import INTERRUPTED
 from superstep.run.job import TrainJob, prepared_job
 from superstep.run.launch_ranks import launch
@@ -35,8 +35,6 @@ from superstep.tune.config import TuneConfig
 from superstep.tune.prepare_conversations import Conversations, Kind
 from superstep.tune.rl.config import RlRecipe
 from superstep.tune.rl.job import RlJob
-
-SILENT = Silent()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,13 +15,11 @@ from superstep.http.server import LOOPBACK
 from superstep.http.server_thread import ServerThread, serving
 from superstep.launch.stop_request import GRACE_S
 from superstep.plan.config import DeviceKind
-from superstep.run.console import Console, Silent
+from superstep.run.console import SILENT, Console
 from superstep.run.serving.open_model import open_model
 from superstep.run.serving.served_model import find_model, guesser_folder
 from superstep.serve.config import ServeConfig, usual_config
 from superstep.serve.scheduling.request import ModelInfo
-
-SILENT = Silent()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ import msgspec
 
 from superstep.comm.codec import Codec
 from superstep.grade.config import GradeConfig
-from superstep.launch.torchrun import StoredValue
+from superstep.launch.torchrun import StoredValue, stored_message
 from superstep.plan.config_io import parse_config, write_config
 from superstep.train.run_folder.run_paths import RunFolder
 from superstep.train.weights.model import resolve_config
@@ -32,28 +32,6 @@ class RlJobMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tasks: dict[int, int]
     kernels: str | None
     files: dict[str, str]
-
-
-MESSAGES: Codec[RlJobMessage | None] = Codec(RlJobMessage | None)
-
-
-def encode(job: RlJob | None) -> bytes:
-    """Encode a job, or None for a complete run."""
-    return MESSAGES.encode(None if job is None else _message_of(job))
-
-
-def decode(message: bytes) -> RlJob | None:
-    """Decode a job.
-
-    Raises:
-        msgspec.DecodeError: the bytes are invalid.
-        ConfigError: its configuration cannot be resolved here.
-    """
-    fields = MESSAGES.decode(message)
-    return None if fields is None else _job_of(fields)
-
-
-RL_JOB: StoredValue[RlJob | None] = StoredValue(encode, decode)
 
 
 def _message_of(job: RlJob) -> RlJobMessage:
@@ -98,3 +76,7 @@ def _text(path: Path | None) -> str | None:
 
 def _path(text: str | None) -> Path | None:
     return None if text is None else Path(text)
+
+
+RL_JOB: StoredValue[RlJob | None] = stored_message(Codec(RlJobMessage | None), _message_of, _job_of)
+"""A job, or None for a complete run. ``decode`` raises ConfigError where its configuration cannot be resolved."""

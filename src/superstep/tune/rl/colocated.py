@@ -30,11 +30,11 @@ from superstep.tune.rl.grading import Grading, Retried, nothing_retried
 from superstep.tune.rl.job import (
     PROGRAM,
     RlJob,
-    beside,
     continue_from,
     note_rollback,
     open_log,
     serve_of,
+    started_trainer,
     with_room,
     worker_settings,
 )
@@ -181,11 +181,7 @@ def reinforce(
     environment = EnvironmentProcess(job.rl.environment, job.rollout.reply_timeout_s)
     words = words_of(job.start)
     job = _with_room(world, job)
-    texts = beside(job) if world.rank == 0 else {}
-    trainer = PolicyTrainer(world, job.run, job.folder, texts, temperature=job.rollout.temperature)
-    trainer.start(job.checkpoint, job.start, job.memory(world.rank), job.recovered, job.epoch)
-    if job.rl.kl_coef:
-        trainer.keep_reference(job.start)
+    trainer = started_trainer(world, job)
     seed = job.run.config.train.seed
     serve = serve_of(job.run, job.rollout, job.kernels)
     seat = RolloutWorker(world, worker_settings(job, serve), words, environment)

@@ -10,6 +10,7 @@ from superstep.comm.device import Device, choose
 from superstep.errors import ConfigError, StateError
 from superstep.grade.config import GradeConfig
 from superstep.grade.workers.environment_process import EnvironmentProcess
+from superstep.launch.ranks import World
 from superstep.observe.events import Resumed
 from superstep.plan.resolution.resolve import Resolved
 from superstep.plan.skip_and_rollback import batches_left_out
@@ -30,6 +31,7 @@ from superstep.tune.rl.memory_budget import (
     require_snapshot_room,
     sizes_of,
 )
+from superstep.tune.rl.policy_trainer import PolicyTrainer
 from superstep.tune.rl.rl_step import RunWentBack
 from superstep.tune.rl.rollout_log import NAME, RolloutLog
 from superstep.tune.rl.rollout_worker import SamplerSettings
@@ -275,6 +277,16 @@ def require_pure(environment: EnvironmentProcess, seed: int) -> None:
             f"{environment.path}: task(0, {seed}) gives another task when it is asked again; make it a function of its "
             "two numbers, by random.Random(f'{index}:{seed}') say."
         )
+
+
+def started_trainer(world: World, job: RlJob) -> PolicyTrainer:
+    """The trainer of a training rank, at the place in the run where the job begins."""
+    texts = beside(job) if world.rank == 0 else {}
+    trainer = PolicyTrainer(world, job.run, job.folder, texts, temperature=job.rollout.temperature)
+    trainer.start(job.checkpoint, job.start, job.memory(world.rank), job.recovered, job.epoch)
+    if job.rl.kl_coef:
+        trainer.keep_reference(job.start)
+    return trainer
 
 
 def beside(job: RlJob) -> dict[str, str]:

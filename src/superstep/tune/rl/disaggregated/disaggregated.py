@@ -35,7 +35,7 @@ from superstep.tune.rl.disaggregated.hub_messages import Retired, SampledGroup, 
 from superstep.tune.rl.disaggregated.rollout_hub import Lesson, RolloutHub, TaskWindow
 from superstep.tune.rl.from_rank0 import WaitLimit, from_first
 from superstep.tune.rl.grading import Grading, Retried, nothing_retried
-from superstep.tune.rl.job import PROGRAM, RlJob, beside, open_log, own_ranks, serve_of, worker_settings
+from superstep.tune.rl.job import PROGRAM, RlJob, open_log, own_ranks, serve_of, started_trainer, worker_settings
 from superstep.tune.rl.memory_budget import beside_communicators, pages_for, sampler_plan, sizes_of
 from superstep.tune.rl.policy_trainer import PolicyTrainer
 from superstep.tune.rl.rl_step import RlTraining, RunEnded, Tell, TellSave, tell_nobody
@@ -213,11 +213,7 @@ def train_apart(
 ) -> bool:
     """One training rank, from assembly to the last step; whether it stopped early on request."""
     require_own_room(world, job, "trainer")
-    texts = beside(job) if world.rank == 0 else {}
-    trainer = PolicyTrainer(world, job.run, job.folder, texts, temperature=job.rollout.temperature)
-    trainer.start(job.checkpoint, job.start, job.memory(world.rank), job.recovered, job.epoch)
-    if job.rl.kl_coef:
-        trainer.keep_reference(job.start)
+    trainer = started_trainer(world, job)
     timeout_s = job.rollout.timeout_s
     training = RlTraining(job.rl, job.rollout, job.program.schedule.steps, trainer, tell, tell_save)
     with ExitStack() as stack:
