@@ -339,7 +339,7 @@ def test_a_reward_as_the_page_says_it_withstands_the_attacks_and_its_first_versi
     naive = tmp_path / "naive.py"
     naive.write_text(good.replace(later, first), encoding="utf-8")
     assert main(["grade", "check", str(recipe), "--grade.sandbox", "none"]) == 0
-    assert "none of them paid" in capsys.readouterr().out
+    assert "none of them got a score" in capsys.readouterr().out
     assert main(["grade", "check", str(naive), "--grade.sandbox", "none"]) == 1
     said = capsys.readouterr().out
     assert "WEAK  prompt copied: is paid 1" in said

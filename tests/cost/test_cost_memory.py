@@ -236,7 +236,7 @@ def built(run, unit, *, group=None, is_selective=False):
 
     def forward():
         y = compute(x, None)
-        exchange.told()  # lets go of the counts, which stay until they are asked for
+        exchange.take_counts()  # they stay in memory until they are taken
         return loss(y, LossTarget(targets), 0.5) if unit == last else y
 
     own = {t.untyped_storage().data_ptr() for b in made for t in (b.full, b.gradient)}

@@ -105,10 +105,10 @@ def test_tiles_are_told_of_where_bf16_is_multiplied_by_them(monkeypatch, has_til
 def test_tensors_of_a_gpu_go_to_tritons(monkeypatch):
     told = []
     gpu = SimpleNamespace(
-        Sees=lambda **how: how,
+        VisibleKeys=lambda **keys: keys,
         takes=lambda *tensors: len(tensors) == 3,
-        attend=lambda q, k, v, sees: told.append(sees) or (q, q),
-        attend_backward=lambda grad, inputs, out, lse, sees: told.append(sees) or (*inputs, None),
+        attend=lambda q, k, v, keys: told.append(keys) or (q, q),
+        attend_backward=lambda grad, inputs, out, lse, keys: told.append(keys) or (*inputs, None),
     )
     monkeypatch.setattr(triton_loader, "module", {"attention": gpu}.__getitem__)
     with FakeTensorMode():

@@ -80,8 +80,8 @@ def test_good_graders_pass():
         report = check(environment, pool, tasks=3, seed=1)
     assert report.weaknesses == ()
     said, run = len([*answers()]), len([*programs()])
-    assert report.attacks == 2 * said + 3 * run + 3
-    assert report.graded == 3 * (said + 2 * run + 3) + 2 * (said + run), "two of the tasks have a frame"
+    assert report.attacks == 2 * said + 3 * run + 4
+    assert report.graded == 3 * (said + 2 * run + 3) + 2 * (said + run + 1), "two of the tasks have a frame"
     assert report.has_solutions
 
 

@@ -49,7 +49,7 @@ def imported(path):
 
 
 @pytest.mark.parametrize(
-    ("name", "folders"), [("triton", {"kernels/gpu", "strict"}), ("superstep.kernels.gpu", {"kernels/gpu"})]
+    ("name", "folders"), [("triton", {"kernels/gpu", "strict/triton"}), ("superstep.kernels.gpu", {"kernels/gpu"})]
 )
 def test_a_run_on_a_cpu_imports_neither_triton_nor_kernels_of_it(name, folders):
     """Files of these folders import them, and are imported by name where a GPU computes or is emulated."""

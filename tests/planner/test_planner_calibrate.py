@@ -237,7 +237,7 @@ def test_the_planner_calibrates_on_rows_and_machines_and_says_how_much_narrower(
     text = capsys.readouterr().out
     assert "its step was predicted 17% shorter than it was" in text
     assert "a measured machine" in text
-    assert "calibration leaves" in text
+    assert "Calibration narrows the range of plan 1's step to " in text
 
 
 MACHINE = """

@@ -53,18 +53,25 @@ def answer(server, **more):
     return httpx.post(f"{server.url}/generate", json=body, timeout=60)
 
 
-def ranks():
+@pytest.fixture(autouse=True, scope="module")
+def others():
+    """Processes of earlier tests, such as ranks that tests share."""
+    return frozenset(children())
+
+
+@pytest.fixture
+def ranks(others):
+    """Lists the processes that compute for this test."""
+    return lambda: [one for one in children() if one not in others]
+
+
+def children():
     """Processes that compute for this one; the one that they are forked from stays."""
-    seeds = [one for one in psutil.Process().children() if "forkserver" in " ".join(one.cmdline())]
-    return [one for seed in seeds for one in seed.children(recursive=True)]
+    servers = [one for one in psutil.Process().children() if "forkserver" in " ".join(one.cmdline())]
+    return [one for server in servers for one in server.children(recursive=True)]
 
 
-def kill_ranks():
-    for rank in ranks():
-        rank.kill()
-
-
-def test_it_answers_and_leaves_nothing(folder, capfd):
+def test_it_answers_and_leaves_nothing(folder, capfd, ranks):
     threads = set(threading.enumerate())
     console = Lines()
     with superstep.serve(folder, SMALL, http=HttpConfig(name="mine"), console=console) as server:
@@ -114,7 +121,7 @@ def interrupts():
 
 
 @pytest.mark.usefixtures("interrupts")
-def test_ctrl_c_ends_the_wait_and_the_server(folder):
+def test_ctrl_c_ends_the_wait_and_the_server(folder, ranks):
     main = threading.main_thread().ident
     with pytest.raises(KeyboardInterrupt), superstep.serve(folder, SMALL) as server:  # noqa: PT012
         threading.Timer(0.2, signal.pthread_kill, (main, signal.SIGINT)).start()
@@ -151,7 +158,7 @@ def test_a_model_that_is_not_there_and_a_port_that_is_taken(folder, tmp_path):
             superstep.serve(folder, http=HttpConfig(port=port))
 
 
-def test_damaged_weights_are_an_error_of_the_call(folder, tmp_path):
+def test_damaged_weights_are_an_error_of_the_call(folder, tmp_path, ranks):
     torn = shutil.copytree(folder, tmp_path / "torn")
     (torn / "model.safetensors").write_bytes(b"torn")
     with pytest.raises(UserError, match=r"is damaged.*fetch or save it again"):
@@ -159,16 +166,18 @@ def test_damaged_weights_are_an_error_of_the_call(folder, tmp_path):
     assert ranks() == []
 
 
-def test_an_engine_that_is_lost_comes_back_and_one_that_cannot_ends_the_server(folder, tmp_path):
+def test_an_engine_that_is_lost_comes_back_and_one_that_cannot_ends_the_server(folder, tmp_path, ranks):
     model = shutil.copytree(folder, tmp_path / "tiny")
     console = Lines()
     with pytest.raises(UserError) as caught, superstep.serve(model, SMALL, console=console) as server:  # noqa: PT012
-        kill_ranks()
+        for rank in ranks():
+            rank.kill()
         while answer(server).status_code != 200:
             pass
         assert [line.split()[0] for line in console.warned] == ["fault:", "the"]
         shutil.rmtree(model)
-        kill_ranks()
+        for rank in ranks():
+            rank.kill()
         server.wait()
     assert str(model) in str(caught.value)
     assert console.warned[-1].endswith("The engine is not started again.")

@@ -35,7 +35,7 @@ def test_a_conversation_with_a_server_goes_on_until_it_is_reset(setting, monkeyp
     sampling = setting.last.sampling
     assert (sampling.temperature, sampling.max_tokens, sampling.seed) == (0.0, 99, 4)
     assert "small at http" in err
-    assert "/what is not known here" in err
+    assert "/what is not a command" in err
     assert "/reset" in err
 
 

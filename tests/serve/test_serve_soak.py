@@ -88,7 +88,7 @@ def test_a_replica_that_is_killed_is_told_of_and_the_other_answers(server):
     killed, *_ = server.ranks()
     killed.kill()
     # It may be back before anybody asks how many are ready.
-    server.wait_for(lambda: "superstep: fault: rank 0: the process was killed" in server.said, seconds=10)
+    server.wait_for(lambda: "fault: rank 0: the process was killed" in server.said, seconds=10)
     assert httpx.get(f"{server.url}/health").status_code == 200
     body = {"prompt": [1, 2, 3], "sampling": sampling(4, 1)}
     for _ in range(3):

@@ -118,9 +118,9 @@ def test_what_is_too_long_is_refused_dropped_or_cut_and_counted(place, capsys):
     assert not (place / "tuned").exists()
     assert tune(*flags, "--sft.too-long", "drop", "--state.dir", "dropped") == 0
     assert "18 conversations" in (told := capsys.readouterr().out)
-    assert "2 too long, dropped" in told
+    assert "; too long: 2 dropped\n" in told
     assert tune(*flags, "--sft.too-long", "truncate", "--state.dir", "cut") == 0
-    assert "1 too long, dropped; 1 too long, truncated" in capsys.readouterr().out
+    assert "; too long: 1 dropped, 1 truncated\n" in capsys.readouterr().out
     corpus = open_corpus(place / "cut" / "data")
     assert (corpus.manifest.dropped, corpus.manifest.truncated) == (1, 1)
     sizes = [size for split in (corpus.train, corpus.validation) for size in (split.bounds[1:] - split.bounds[:-1])]

@@ -124,10 +124,10 @@ def summary(manifest: CorpusManifest) -> str:
     tokens = manifest.train_tokens + manifest.validation_tokens
     if manifest.kind != "text":
         conversations = manifest.train_documents + manifest.validation_documents
-        left = [(manifest.dropped, "dropped"), (manifest.truncated, "truncated")]
-        over = "".join(f"; {count} were too long: {what}" for count, what in left if count)
-        return (
-            f"{conversations:,} conversations of {count_text(tokens)} tokens, {_share(manifest)} of them learned{over}"
+        too_long = [(manifest.dropped, "dropped"), (manifest.truncated, "truncated")]
+        over = ", ".join(f"{count} {what}" for count, what in too_long if count)
+        return f"{conversations:,} conversations of {count_text(tokens)} tokens, {_share(manifest)} of them learned" + (
+            f"; too long: {over}" if over else ""
         )
     nulls = manifest.null_records
     over = f"; {nulls} record{'' if nulls == 1 else 's'} with null text skipped" if nulls else ""
